@@ -1,0 +1,45 @@
+# Every target does its own set-up: an environment in $(VENV), with the versions of constraints.txt.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(abspath $(VENV))/bin
+PYTEST_ARGS ?=
+
+# One thread a process: tests run several ranks on few cores.
+export OMP_NUM_THREADS := 1
+export TOKENIZERS_PARALLELISM := false
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test certificate bench lint clean
+.DEFAULT_GOAL := test
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed; set PYTHON=..." if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[data,hf,plot,dev]'
+	@touch $@
+
+demo: $(VENV)/.ready
+	@PATH="$(BIN):$$PATH" bash recipes/demo.sh
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+# pytest comes last, so that its summary is the last line.
+test: lint
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# The same losses, gradients and weights on every layout as on one device.
+certificate: $(VENV)/.ready
+	$(BIN)/python -m pytest tests/certificate $(PYTEST_ARGS)
+
+bench: $(VENV)/.ready
+	@set -e; for bench in benchmarks/bench_*.py; do echo "== $$bench"; $(BIN)/python "$$bench"; done
+
+# Leaves the environment: making it again takes minutes.
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis lightning_logs
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Tests of lightning_megatron: one folder a room, and the harness that starts their ranks."""
