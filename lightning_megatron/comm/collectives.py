@@ -1,0 +1,147 @@
+"""Collectives over an `Axis`: blocking, or returning the work in flight. The one place that knows an axis of one rank
+needs no message, and the one place that knows both spellings of torch's single-tensor collectives.
+
+Every function returns a new tensor unless its name ends in an underscore. With `wait=False` the answer is a `Pending`
+whose `wait()` gives the tensor. Any number of collectives may be in flight on an axis; they start in call order.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_megatron.mesh import Axis
+
+Op = Literal["sum", "max", "min"]
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+# torch 2.13 renamed the single-tensor collectives and warns about the old names, which are all that 2.11 has.
+_all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(slots=True)
+class Pending:
+    """A collective in flight."""
+
+    output: Tensor
+    work: dist.Work | None = None
+    finish: Callable[[Tensor], Tensor] | None = None
+
+    def wait(self) -> Tensor:
+        """The result, once it has landed."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        if self.finish is not None:
+            self.output, self.finish = self.finish(self.output), None
+        return self.output
+
+
+def group_rank(axis: Axis, rank: int) -> int:
+    """Place in the axis's process group of the rank at `rank` on the axis; groups sort their ranks, axes need not."""
+    return sorted(axis.ranks).index(axis.ranks[rank])
+
+
+def _ascending(axis: Axis) -> None:
+    assert axis.ranks == tuple(sorted(axis.ranks)), f"axis {axis.name} does not ascend: {axis.ranks}"
+
+
+@overload
+def all_reduce(x: Tensor, axis: Axis, op: Op = "sum", *, wait: Literal[True] = True) -> Tensor: ...
+@overload
+def all_reduce(x: Tensor, axis: Axis, op: Op = "sum", *, wait: Literal[False]) -> Pending: ...
+def all_reduce(x: Tensor, axis: Axis, op: Op = "sum", *, wait: bool = True) -> Tensor | Pending:
+    """Sum, maximum or minimum of `x` over the ranks of the axis, on each of them."""
+    if axis.size == 1:
+        return x if wait else Pending(x)
+    pending = all_reduce_(x.clone(memory_format=torch.contiguous_format), axis, op, wait=False)
+    return pending.wait() if wait else pending
+
+
+@overload
+def all_reduce_(x: Tensor, axis: Axis, op: Op = "sum", *, wait: Literal[True] = True) -> Tensor: ...
+@overload
+def all_reduce_(x: Tensor, axis: Axis, op: Op = "sum", *, wait: Literal[False]) -> Pending: ...
+def all_reduce_(x: Tensor, axis: Axis, op: Op = "sum", *, wait: bool = True) -> Tensor | Pending:
+    """As `all_reduce`, into `x` itself, which must be contiguous."""
+    if axis.size == 1:
+        return x if wait else Pending(x)
+    pending = Pending(x, dist.all_reduce(x, op=_OPS[op], group=axis.group, async_op=True))
+    return pending.wait() if wait else pending
+
+
+@overload
+def all_gather(x: Tensor, axis: Axis, dim: int = 0, *, wait: Literal[True] = True) -> Tensor: ...
+@overload
+def all_gather(x: Tensor, axis: Axis, dim: int = 0, *, wait: Literal[False]) -> Pending: ...
+def all_gather(x: Tensor, axis: Axis, dim: int = 0, *, wait: bool = True) -> Tensor | Pending:
+    """The shards of all ranks joined along `dim`, in the order of the axis; shards are of one shape."""
+    if axis.size == 1:
+        return x if wait else Pending(x)
+    _ascending(axis)
+    dim = dim % x.dim()
+    shape = (axis.size * x.shape[0], *x.shape[1:])
+    gathered = torch.empty(shape, dtype=x.dtype, device=x.device)
+    work = _all_gather_single(gathered, x.contiguous(), group=axis.group, async_op=True)
+    finish = None if dim == 0 else lambda joined: torch.cat(joined.chunk(axis.size), dim=dim)
+    pending = Pending(gathered, work, finish)
+    return pending.wait() if wait else pending
+
+
+@overload
+def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0, *, wait: Literal[True] = True) -> Tensor: ...
+@overload
+def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0, *, wait: Literal[False]) -> Pending: ...
+def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0, *, wait: bool = True) -> Tensor | Pending:
+    """This rank's part, along `dim`, of the sum of `x` over the axis. `dim` must divide by the size of the axis."""
+    if axis.size == 1:
+        return x if wait else Pending(x)
+    _ascending(axis)
+    dim = dim % x.dim()
+    assert x.shape[dim] % axis.size == 0, f"dim {dim} of {tuple(x.shape)} does not divide by {axis.name} ({axis.size})"
+    whole = x.contiguous() if dim == 0 else torch.cat(x.chunk(axis.size, dim=dim))
+    part = torch.empty((whole.shape[0] // axis.size, *whole.shape[1:]), dtype=x.dtype, device=x.device)
+    pending = Pending(part, _reduce_scatter_single(part, whole, group=axis.group, async_op=True))
+    return pending.wait() if wait else pending
+
+
+def shard_slice(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """This rank's equal part of `x` along `dim`, as a view; no message."""
+    length, rest = divmod(x.shape[dim], axis.size)
+    assert rest == 0, f"dim {dim} of {tuple(x.shape)} does not divide by {axis.name} ({axis.size})"
+    return x.narrow(dim, axis.rank * length, length)
+
+
+def broadcast_(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
+    """Overwrites `x`, which must be contiguous, with that of the rank at place `source` on the axis."""
+    if axis.size > 1:
+        dist.broadcast(x, group=axis.group, group_src=group_rank(axis, source))
+    return x
+
+
+def broadcast_object(value: Any, axis: Axis, source: int = 0) -> Any:
+    """A picklable value from the rank at place `source`; for set-up and logging schemas, not for steps on a GPU."""
+    if axis.size == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, group=axis.group, group_src=group_rank(axis, source))
+    return box[0]
+
+
+def gather_objects(value: Any, axis: Axis) -> list[Any]:
+    """The picklable values of all ranks, in the order of the axis, on each of them."""
+    if axis.size == 1:
+        return [value]
+    by_group_rank: list[Any] = [None] * axis.size
+    dist.all_gather_object(by_group_rank, value, group=axis.group)
+    return [by_group_rank[group_rank(axis, rank)] for rank in range(axis.size)]
+
+
+def barrier(axis: Axis) -> None:
+    """Returns when every rank of the axis has come here."""
+    if axis.size > 1:
+        dist.barrier(group=axis.group)

@@ -1,0 +1,122 @@
+"""Random numbers that are a function of what they are for, not of who draws them.
+
+Initial values and dropout masks must not depend on the layout, so each number is computed from a key and an index
+(a counter-based generator): any rank can draw any slice and gets the values that one device would have drawn there.
+
+The generator is two rounds of the 64-bit finaliser of SplitMix64 over `key + index * odd constant`.
+Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, figure 16.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_MASK = (1 << 64) - 1
+
+
+def _signed(value: int) -> int:
+    """A 64-bit pattern as torch's int64."""
+    value &= _MASK
+    return value - (1 << 64) if value >> 63 else value
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_MIX_1 = _signed(0xBF58476D1CE4E5B9)
+_MIX_2 = _signed(0x94D049BB133111EB)
+# Elements drawn at a time: bounds the int64 and float64 scratch of a draw to a few tens of MB.
+_BLOCK = 1 << 20
+
+
+def key(*parts: int | str) -> int:
+    """A 64-bit key for whatever `parts` name together, the same on every machine and Python."""
+    text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
+    return _signed(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"))
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift; torch's shift of a negative int64 would carry the sign along."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def mix(x: Tensor) -> Tensor:
+    """Scrambles int64 patterns one to one."""
+    x = (x ^ _shift(x, 30)) * _MIX_1
+    x = (x ^ _shift(x, 27)) * _MIX_2
+    return x ^ _shift(x, 31)
+
+
+def bits(keys: Tensor | int, index: Tensor) -> Tensor:
+    """64 random bits, as int64, for each index under its key; the two broadcast."""
+    return mix(mix(index * _GOLDEN + keys) + keys)
+
+
+def uniform(keys: Tensor | int, index: Tensor) -> Tensor:
+    """Numbers in (0, 1), float64, for each index under its key."""
+    return (_shift(bits(keys, index), 11).double() + 0.5) * 2.0**-53
+
+
+def normal(keys: int, index: Tensor) -> Tensor:
+    """Standard normal numbers, float64, for each index (Box-Muller on two uniforms of its own)."""
+    radius = torch.sqrt(-2.0 * torch.log(uniform(keys, index * 2)))
+    return radius * torch.cos(2.0 * math.pi * uniform(keys, index * 2 + 1))
+
+
+def box_index(
+    global_shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], device: torch.device
+) -> Tensor:
+    """Row-major positions, within a tensor of `global_shape`, of the box at `offsets`: int64 of shape `sizes`."""
+    index = torch.zeros((), dtype=torch.int64, device=device)
+    for extent, offset, size in zip(global_shape, offsets, sizes, strict=True):
+        index = index.unsqueeze(-1) * extent + torch.arange(offset, offset + size, dtype=torch.int64, device=device)
+    return index
+
+
+@torch.no_grad()
+def fill_normal_(
+    target: Tensor, std: float, name_key: int, global_shape: Sequence[int], offsets: Sequence[int]
+) -> Tensor:
+    """Fills the box `target`, which lies at `offsets` in a tensor of `global_shape`, with normal numbers."""
+    index = box_index(global_shape, offsets, target.shape, target.device).flatten()
+    flat = torch.empty(index.numel(), dtype=target.dtype, device=target.device)
+    for start in range(0, index.numel(), _BLOCK):
+        block = slice(start, start + _BLOCK)
+        flat[block] = normal(name_key, index[block]).mul_(std)
+    return target.copy_(flat.view(target.shape))
+
+
+def keep_mask(keys: Tensor, num_columns: int, probability: float, first_column: int = 0) -> Tensor:
+    """True where an element stays when each is dropped with `probability`: [*keys.shape, num_columns].
+
+    `keys` (int64) say which random row each row of the tensor is; `first_column` is the place of the first column in
+    the whole row, so that a shard of columns draws its own part of it.
+    """
+    columns = torch.arange(first_column, first_column + num_columns, dtype=torch.int64, device=keys.device)
+    # One finaliser is enough here: the row keys are finalised bits already.
+    drawn = mix(keys.unsqueeze(-1) + columns * _GOLDEN)
+    return drawn >= _signed(int(probability * 2.0**64) - (1 << 63))
+
+
+@dataclass(kw_only=True)
+class Draws:
+    """Names the randomness of a model call: which step, which call within it, which samples of the global batch.
+
+    The owner of the step loop writes the fields before each call; the model only reads them.
+    """
+
+    seed: int
+    # of the run
+    step: int = 0
+    # batches trained on so far
+    call: int = 0
+    # model calls so far within this microbatch
+    first_sample: int = 0
+    # place within the global batch of the first row of this call's input
+
+    def sample_keys(self, num_samples: int, device: torch.device) -> Tensor:
+        """A key for each row of this call's input: int64 [num_samples]."""
+        rows = torch.arange(self.first_sample, self.first_sample + num_samples, dtype=torch.int64, device=device)
+        return bits(key(self.seed, "step", self.step, self.call), rows)

@@ -1,0 +1,267 @@
+"""Who this rank is among all ranks: named axes over two factorisations of the same world.
+
+It is built once, when the process group is up, before the first step; every layer then gets the axes it talks over as
+constructor arguments.
+
+    dense   world = pp x dp  x cp x tp     tp varies fastest: tp neighbours sit on one node
+    expert  world = pp x edp x ep x etp    the same pipeline stages, the other axes folded anew
+
+A stage's coordinate runs against the global rank: the last stage sits on global rank 0, because code after the model
+call runs on the last stage and loggers, progress bars and `is_global_zero` live on global rank 0.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar, Token
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+DENSE = ("pp", "dp", "cp", "tp")
+EXPERT = ("pp", "edp", "ep", "etp")
+# The unions that somebody talks over. Gradients: dp+cp. One model's parameters: pp+tp. Ranks that must see one batch:
+# pp+cp+tp. Only these get process groups, because each group costs threads and memory on every rank.
+UNIONS = (("dp", "cp"), ("pp", "tp"), ("pp", "cp", "tp"))
+
+NewGroup = Callable[[tuple[int, ...]], ProcessGroup | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How many ranks each axis has; dp and edp follow from the world. `faults` says what does not fit together."""
+
+    world: int = 1
+    # ranks in all
+    tp: int = 1
+    # ranks that share each layer's weights
+    pp: int = 1
+    # stages
+    cp: int = 1
+    # ranks that share each sequence
+    ep: int = 1
+    # ranks that share the experts of a layer
+    etp: int = 1
+    # ranks that share each expert's weights
+    sequence_parallel: bool = False
+    # cut activations between tensor-parallel regions over tp
+
+    def faults(self) -> list[str]:
+        """Every rule that these sizes break, one sentence each."""
+        faults = [
+            f"{name} ({size}) must be at least 1"
+            for name, size in (
+                ("tensor_model_parallel_size", self.tp),
+                ("pipeline_model_parallel_size", self.pp),
+                ("context_parallel_size", self.cp),
+                ("expert_model_parallel_size", self.ep),
+                ("expert_tensor_parallel_size", self.etp),
+                ("world size", self.world),
+            )
+            if size < 1
+        ]
+        if faults:
+            return faults
+        for product, names in (
+            (self.pp * self.cp * self.tp, "pipeline x context x tensor"),
+            (self.pp * self.ep * self.etp, "pipeline x expert x expert tensor"),
+        ):
+            if self.world % product:
+                below, above = self.world // product * product, (self.world // product + 1) * product
+                fits = " or ".join(str(n) for n in (below, above) if n)
+                faults.append(
+                    f"world size ({self.world}) must be a multiple of {names} parallel size ({product}); "
+                    f"use {fits} processes, or sizes whose product divides {self.world}"
+                )
+        return faults
+
+    @property
+    def dp(self) -> int:
+        return self.world // (self.pp * self.cp * self.tp)
+
+    @property
+    def edp(self) -> int:
+        return self.world // (self.pp * self.ep * self.etp)
+
+    def of(self, name: str) -> int:
+        """Ranks on the axis of that short name."""
+        size: int = getattr(self, name)
+        return size
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One line of ranks through the mesh that talk to each other; `ranks` are global, in the order of the axis."""
+
+    name: str
+    size: int
+    rank: int
+    ranks: tuple[int, ...]
+    group: ProcessGroup | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.size - 1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Axis":
+        # A copy of a layer talks over the same axis; a process group cannot be copied.
+        return self
+
+    def __reduce__(self) -> tuple[type["Axis"], tuple[str, int, int, tuple[int, ...]]]:
+        # A process group cannot be pickled: what comes back is the arithmetic alone.
+        return Axis, (self.name, self.size, self.rank, self.ranks)
+
+
+@lru_cache(maxsize=8)
+def _world_ranks(size: int) -> tuple[int, ...]:
+    return tuple(range(size))
+
+
+def _coordinates(sizes: Sizes, names: tuple[str, ...], global_rank: int) -> dict[str, int]:
+    """Place of a global rank on each axis, slowest axis first; pp counts stages, so it runs backwards."""
+    place: dict[str, int] = {}
+    rest = global_rank
+    for name in reversed(names):
+        rest, place[name] = divmod(rest, sizes.of(name))
+    place["pp"] = sizes.pp - 1 - place["pp"]
+    return place
+
+
+def _line(sizes: Sizes, names: tuple[str, ...], along: tuple[str, ...], global_rank: int) -> tuple[int, tuple[int, ...]]:
+    """Own place on, and global ranks of, the line through `global_rank` along some axes, the first of them slowest."""
+    place = _coordinates(sizes, names, global_rank)
+    stride: dict[str, int] = {}
+    step = 1
+    for name in reversed(names):
+        stride[name] = -step if name == "pp" else step
+        step *= sizes.of(name)
+    ranks = [global_rank - sum(place[name] * stride[name] for name in along)]
+    own = 0
+    for name in along:
+        ranks = [rank + i * stride[name] for rank in ranks for i in range(sizes.of(name))]
+        own = own * sizes.of(name) + place[name]
+    return own, tuple(ranks)
+
+
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    """Every axis of one rank. `build` makes process groups, `imagine` makes none, `single` is one device."""
+
+    global_rank: int
+    sizes: Sizes
+    axes: dict[str, Axis]
+
+    @staticmethod
+    def imagine(rank: int, sizes: Sizes) -> "Mesh":
+        """The mesh as `rank` would see it, with no process groups: for plans, dry runs and tests."""
+        return Mesh._make(rank, sizes, lambda ranks: None)
+
+    @staticmethod
+    def single() -> "Mesh":
+        """The mesh of one device."""
+        return Mesh.imagine(0, Sizes())
+
+    @staticmethod
+    def build(sizes: Sizes, global_rank: int, new_group: NewGroup) -> "Mesh":
+        """The mesh with a process group on every axis longer than 1.
+
+        `new_group(ranks)` gets ascending global ranks and is asked once for each distinct set that this rank belongs to,
+        in the same order of axes on every rank.
+        """
+        groups: dict[tuple[int, ...], ProcessGroup | None] = {}
+
+        def group_of(ranks: tuple[int, ...]) -> ProcessGroup | None:
+            if len(ranks) == 1:
+                return None
+            members = tuple(sorted(ranks))
+            if members not in groups:
+                groups[members] = new_group(members)
+            return groups[members]
+
+        return Mesh._make(global_rank, sizes, group_of)
+
+    @staticmethod
+    def _make(global_rank: int, sizes: Sizes, group_of: NewGroup) -> "Mesh":
+        if faults := sizes.faults():
+            raise ValueError("\n".join(faults))
+        if not 0 <= global_rank < sizes.world:
+            raise ValueError(f"rank ({global_rank}) must be from 0 to world size - 1 ({sizes.world - 1})")
+        lines = [(names, (name,)) for names in (DENSE, EXPERT) for name in names]
+        lines += [(DENSE, union) for union in UNIONS]
+        axes: dict[str, Axis] = {}
+        for names, along in lines:
+            name = "+".join(along)
+            if name not in axes:
+                own, ranks = _line(sizes, names, along, global_rank)
+                axes[name] = Axis(name, len(ranks), own, ranks, group_of(ranks))
+        world = _world_ranks(sizes.world)
+        axes["world"] = Axis("world", sizes.world, global_rank, world, group_of(world))
+        alone = Axis("sp", 1, 0, (global_rank,))
+        # sp is tp where activations are cut over it, else an axis of one: layers ask for `sp` and need no flag.
+        tp = axes["tp"]
+        axes["sp"] = Axis("sp", tp.size, tp.rank, tp.ranks, tp.group) if sizes.sequence_parallel else alone
+        return Mesh(global_rank, sizes, axes)
+
+    def axis(self, name: str) -> Axis:
+        """The axis called `name`: one of the short names, `sp`, `world`, or a union such as `dp+cp`."""
+        if name not in self.axes:
+            raise ValueError(f"axis {name!r} is not on the mesh; there are {', '.join(self.axes)}")
+        return self.axes[name]
+
+    @property
+    def tp(self) -> Axis:
+        return self.axes["tp"]
+
+    @property
+    def sp(self) -> Axis:
+        return self.axes["sp"]
+
+    @property
+    def pp(self) -> Axis:
+        return self.axes["pp"]
+
+    @property
+    def cp(self) -> Axis:
+        return self.axes["cp"]
+
+    @property
+    def dp(self) -> Axis:
+        return self.axes["dp"]
+
+    @property
+    def world(self) -> Axis:
+        return self.axes["world"]
+
+
+
+_AMBIENT: ContextVar[Mesh | None] = ContextVar("lightning_megatron_mesh", default=None)
+
+
+def ambient_mesh() -> Mesh:
+    """The mesh that the running strategy set up, or that of one device. Only constructors of whole models ask."""
+    return _AMBIENT.get() or Mesh.single()
+
+
+def set_ambient_mesh(mesh: Mesh) -> Token[Mesh | None]:
+    """Makes `mesh` the ambient one; hand the token to `reset_ambient_mesh`."""
+    return _AMBIENT.set(mesh)
+
+
+def reset_ambient_mesh(token: Token[Mesh | None]) -> None:
+    """Puts back what was ambient before."""
+    _AMBIENT.reset(token)
+
+
+@contextmanager
+def ambient(mesh: Mesh) -> Iterator[Mesh]:
+    """`mesh` is the ambient one inside the block."""
+    token = _AMBIENT.set(mesh)
+    try:
+        yield mesh
+    finally:
+        _AMBIENT.reset(token)

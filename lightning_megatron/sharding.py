@@ -1,0 +1,127 @@
+"""Which slice of which parameter a rank holds: the one fact that initialiser, gradient norm, checkpoint and import read.
+
+A `Shard` is laid on a parameter at its birth, when a layer is built, and nothing flags a parameter by hand later. A cut
+dim is split into equal local lengths; where the axis does not divide it, the last ranks hold padding after their valid
+part (`box` says which part is valid). Padding is zero, stays zero and never leaves the rank.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.mesh import Axis
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular part of a tensor: first index and extent along each dim."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Initial:
+    """How a parameter starts: `std` times standard normal numbers plus `mean`; std 0 is a constant."""
+
+    std: float = 0.0
+    mean: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shard:
+    """What a parameter is in the unsplit model, and which part of it this rank holds."""
+
+    global_shape: tuple[int, ...]
+    # shape in the unsplit model, without padding
+    dim: int | None = None
+    # the dim that is cut, if any
+    axis: Axis | None = None
+    # the axis that cuts it
+    local_length: int = 0
+    # length of the cut dim here, padding included
+    replicas: tuple[Axis, ...] = ()
+    # axes whose ranks hold the same values; each counts once in a norm
+    partial: Axis | None = None
+    # the axis over which gradients are parts of a sum (sequence parallel), if any
+    initial: Initial = Initial()
+
+    @property
+    def box(self) -> Box:
+        """The part of the unsplit parameter that this rank holds, without padding."""
+        if self.dim is None or self.axis is None:
+            return Box((0,) * len(self.global_shape), self.global_shape)
+        offset = min(self.axis.rank * self.local_length, self.global_shape[self.dim])
+        length = min(self.local_length, self.global_shape[self.dim] - offset)
+        offsets = tuple(offset if i == self.dim else 0 for i in range(len(self.global_shape)))
+        sizes = tuple(length if i == self.dim else n for i, n in enumerate(self.global_shape))
+        return Box(offsets, sizes)
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether this rank is the one of its replicas that counts in sums over all parameters."""
+        return all(axis.rank == 0 for axis in self.replicas)
+
+    def valid(self, local: Tensor) -> Tensor:
+        """The view of `local` (a parameter, its gradient or a moment) that leaves padding out."""
+        if self.dim is None:
+            return local
+        return local.narrow(self.dim, 0, self.box.sizes[self.dim])
+
+
+def cut_length(global_length: int, axis: Axis, multiple: int = 1) -> int:
+    """Local length of a dim cut over `axis`: the ceiling of the quotient, rounded up to `multiple`."""
+    share = -(-global_length // axis.size)
+    return -(-share // multiple) * multiple
+
+
+def shard_parameter(
+    global_shape: tuple[int, ...],
+    *,
+    initial: Initial,
+    dim: int | None = None,
+    axis: Axis | None = None,
+    multiple: int = 1,
+    replicas: tuple[Axis, ...] = (),
+    partial: Axis | None = None,
+) -> nn.Parameter:
+    """An unfilled parameter of this rank's slice that carries its `Shard`; `initialise` fills it.
+
+    Cut along `dim` over `axis`, each local length a multiple of `multiple`. Made on torch's default device, in its
+    default dtype.
+    """
+    if (dim is None) != (axis is None):
+        raise ValueError(f"dim ({dim}) and axis ({axis}) go together: give both or neither")
+    local_shape = list(global_shape)
+    length = 0
+    if dim is not None and axis is not None:
+        dim = dim % len(global_shape)
+        length = local_shape[dim] = cut_length(global_shape[dim], axis, multiple)
+    parameter = nn.Parameter(torch.empty(local_shape))
+    shard = Shard(
+        global_shape=tuple(global_shape),
+        dim=dim,
+        axis=axis,
+        local_length=length,
+        replicas=replicas,
+        partial=partial,
+        initial=initial,
+    )
+    parameter.shard = shard  # type: ignore[attr-defined]
+    return parameter
+
+
+def shard_of(parameter: Tensor) -> Shard:
+    """The parameter's `Shard`; one that carries none is a plain parameter of a user's module, whole on every rank."""
+    shard: Shard | None = getattr(parameter, "shard", None)
+    return shard if shard is not None else Shard(global_shape=tuple(parameter.shape))
+
+
+def sharded_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, Shard]]:
+    """Name, parameter and shard of every parameter that was born with one."""
+    for name, parameter in module.named_parameters():
+        shard: Shard | None = getattr(parameter, "shard", None)
+        if shard is not None:
+            yield name, parameter, shard
