@@ -1,0 +1,181 @@
+"""The driver that makes a model call a collective of all stages: every stage gets the real output.
+
+Used for evaluation, prediction and, on request, for training: the caller's code runs once per batch on every stage, as
+on one device. Microbatches go forward through the stages one after another; the output is broadcast from the last
+stage. In training the call is one autograd node, whose backward runs the stages backwards.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from lightning_megatron.comm import collectives
+from lightning_megatron.comm.p2p import Mailbox
+from lightning_megatron.mesh import Axis
+from lightning_megatron.pipeline import microbatches
+from lightning_megatron.pipeline.lower import add_messages
+from lightning_megatron.pipeline.module import PipelineModule
+from lightning_megatron.pipeline.runtime import Runtime
+from lightning_megatron.pipeline.schedule import Action, Kind, forward_only
+
+
+def _is_differentiable(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+class _Forward:
+    """`StageWork` of the forward, and the keeper of what the backward needs."""
+
+    def __init__(self, module: PipelineModule, leaves: list[Any], spec: TreeSpec, num_microbatches: int) -> None:
+        self.module = module
+        self.pp = module.mesh.pp
+        # Own leaves, so that what flows back ends here and can be handed to the caller's graph.
+        self.inputs = [leaf.detach().requires_grad_() if _is_differentiable(leaf) else leaf for leaf in leaves]
+        self.calls = microbatches.split(tree_unflatten(self.inputs, spec), num_microbatches)
+        self.is_recorded = torch.is_grad_enabled() and module.training
+        self.received: list[Tensor | None] = []
+        self.outputs: list[Any] = []
+        self.weights: list[Tensor] = []
+        self.first_sample = module.draws.first_sample
+
+    def forward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
+        args, kwargs = self.calls[microbatch]
+        if received is not None:
+            received.requires_grad_(self.is_recorded and received.is_floating_point())
+        rows = microbatches.num_rows((args, kwargs))
+        self.module.draws.first_sample = self.first_sample + sum(
+            microbatches.num_rows(call) for call in self.calls[:microbatch]
+        )
+        self.module.loss_weight = None
+        with torch.set_grad_enabled(self.is_recorded):
+            hidden, context = self.module.prepare(*args, **kwargs)
+            output = self.module.run_stage(hidden if received is None else received, context)
+        self.received.append(received)
+        self.outputs.append(output)
+        if self.pp.is_last:
+            weight = self.module.loss_weight
+            self.weights.append(weight if weight is not None else torch.tensor(float(rows)))
+            return None
+        assert isinstance(output, Tensor), f"a stage hands {type(output).__name__} to the next; it must hand one tensor"
+        return output
+
+    def backward(self, microbatch: int, grad: Tensor | None) -> Tensor | None:
+        received = self.received[microbatch]
+        if not self.pp.is_last and self.outputs[microbatch].requires_grad:
+            torch.autograd.backward(self.outputs[microbatch], grad)
+        if received is None:
+            return None
+        return received.grad if received.grad is not None else torch.zeros_like(received)
+
+
+class CollectiveCall:
+    """Runs each call of a pipelined model over all stages; serves as `PipelineModule.driver`.
+
+    `count(rows)` says into how many microbatches a batch of that many rows goes.
+    """
+
+    def __init__(self, pp: Axis, device: torch.device, count: Callable[[int], int]) -> None:
+        self._pp = pp
+        self._device = device
+        self._mailbox = Mailbox(pp, device)
+        self._count = count
+
+    @torch.compiler.disable
+    def __call__(self, module: PipelineModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        leaves, spec = tree_flatten((args, kwargs))
+        work = _Forward(module, leaves, spec, self._num_microbatches(leaves))
+        plan = add_messages(forward_only(pp=self._pp.size, microbatches=len(work.calls)))
+        Runtime(self._pp, self._mailbox).run(plan[self._pp.rank], work)
+        combined = None
+        if self._pp.is_last:
+            with torch.set_grad_enabled(work.is_recorded):
+                combined = microbatches.combine(work.outputs, work.weights)
+        weight = torch.stack(work.weights).sum() if self._pp.is_last else None
+        output, module.loss_weight = self._share(combined, weight)
+        module.draws.first_sample = work.first_sample
+        module.draws.call += 1
+        if not work.is_recorded:
+            return output
+        tensors, output_spec = tree_flatten(output)
+        floating = [i for i, t in enumerate(tensors) if isinstance(t, Tensor) and t.is_floating_point()]
+        roots = [tree_flatten(combined)[0][i] for i in floating] if self._pp.is_last else []
+        # The node needs an input that requires a gradient even where no input of the call does.
+        anchor = torch.zeros((), device=self._device, requires_grad=True)
+        inputs = [leaf for leaf in leaves if _is_differentiable(leaf)]
+        recorded = _Recorded.apply(self, work, roots, [tensors[i] for i in floating], anchor, *inputs)
+        for i, tensor in zip(floating, recorded, strict=True):
+            tensors[i] = tensor
+        return tree_unflatten(tensors, output_spec)
+
+    def _num_microbatches(self, leaves: list[Any]) -> int:
+        """As asked, where all tensors of the call share their rows; else the call stays whole."""
+        sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0}
+        return self._count(sizes.pop()) if len(sizes) == 1 else 1
+
+    def _share(self, combined: Any, weight: Tensor | None) -> tuple[Any, Tensor | None]:
+        """The last stage's output and loss weight, on every stage."""
+        last = self._pp.size - 1
+        described, spec = None, None
+        leaves: list[Any] = []
+        if self._pp.is_last:
+            leaves, spec = tree_flatten((combined, weight))
+            described = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        described, spec = collectives.broadcast_object((described, spec), self._pp, last)
+        shared = []
+        for i, entry in enumerate(described):
+            if not (isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[1], torch.dtype)):
+                shared.append(entry)
+                continue
+            if self._pp.is_last:
+                tensor = leaves[i].detach().to(self._device).contiguous()
+            else:
+                tensor = torch.empty(entry[0], dtype=entry[1], device=self._device)
+            shared.append(collectives.broadcast_(tensor, self._pp, last))
+        output, weight = tree_unflatten(shared, spec)
+        return output, weight
+
+    def run_backward(self, work: _Forward, roots: list[Tensor], grads: tuple[Tensor | None, ...]) -> list[Tensor]:
+        """Runs the stages backwards from the gradients of the output; returns those of the caller's inputs."""
+        if self._pp.is_last:
+            pairs = [(r, g) for r, g in zip(roots, grads, strict=True) if g is not None and r.requires_grad]
+            if pairs:
+                torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
+        count = len(work.calls)
+        order = tuple(
+            tuple(Action(Kind.BACKWARD, stage, m) for m in range(count)) for stage in range(self._pp.size)
+        )
+        runtime = Runtime(self._pp, self._mailbox)
+        likes = {m: (o.shape, o.dtype) for m, o in enumerate(work.outputs) if isinstance(o, Tensor)}
+        runtime.run(add_messages(order)[self._pp.rank], work, likes)
+        inputs = [leaf for leaf in work.inputs if _is_differentiable(leaf)]
+        # An input may be read on several stages; its gradient is the sum of theirs.
+        return [
+            collectives.all_reduce(leaf.grad if leaf.grad is not None else torch.zeros_like(leaf), self._pp)
+            for leaf in inputs
+        ]
+
+
+class _Recorded(torch.autograd.Function):
+    """The call as one node of the caller's graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        call: CollectiveCall,
+        work: _Forward,
+        roots: list[Tensor],
+        outputs: list[Tensor],
+        anchor: Tensor,
+        *inputs: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.call, ctx.work, ctx.roots = call, work, roots
+        return tuple(output.view_as(output) for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        input_grads = ctx.call.run_backward(ctx.work, ctx.roots, grads)
+        ctx.work = ctx.roots = None
+        return (None, None, None, None, None, *input_grads)

@@ -1,0 +1,46 @@
+"""Plans as text: a line for each rank, a column for each step, and errors that show the place in it.
+
+Read by people, when a schedule is drawn and when one is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import zip_longest
+
+from lightning_megatron.pipeline.lower import Plan
+from lightning_megatron.pipeline.schedule import ScheduleError
+
+Place = tuple[int, int]
+"""A rank and the index of one of its steps."""
+
+_MARGIN = 6
+"""How many steps to show on either side of a mark."""
+
+
+def plan_fault(plan: Plan, place: Place, action: str, reason: str) -> ScheduleError:
+    """The error that names a place and an action, and shows the place among the steps of all ranks."""
+    rank, index = place
+    return ScheduleError(f"rank {rank}, step {index}, {action}: {reason}\n{plan_grid(plan, {rank: index})}")
+
+
+def plan_grid(plan: Plan, marks: Mapping[int, int]) -> str:
+    """The steps of all ranks with, by rank, the marked step in `> <`; of a long plan only the part around the marks."""
+    first = max(0, min(marks.values(), default=0) - _MARGIN)
+    longest = max(map(len, plan), default=0)
+    end = min(max(marks.values(), default=longest) + _MARGIN, longest) + 1
+    rows = [["step", *map(str, range(first, end))]]
+    for rank, steps in enumerate(plan):
+        cells = [*map(str, steps), "end"]
+        if rank in marks:
+            cells[marks[rank]] = f">{cells[marks[rank]]}<"
+        rows.append([f"rank {rank}", *cells[first:end]])
+    return aligned(rows)
+
+
+def aligned(rows: list[list[str]]) -> str:
+    """The rows as lines of columns, each column as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
+    return "\n".join(
+        " ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip() for row in rows
+    )

@@ -1,0 +1,73 @@
+"""Cutting a batch into microbatches along its rows, and putting their results together again."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+
+def num_rows(batch: Any) -> int:
+    """Rows of a batch: the first dim that its tensors share; 0 where it has no tensor with a dim.
+
+    Raises ValueError when tensors differ in their first dim.
+    """
+    leaves, _ = tree_flatten(batch)
+    sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"the tensors of a batch have {sorted(sizes)} rows; to be cut into microbatches all of them must have the "
+            "same first dim; set num_microbatches=1, or give the batch one row per sample"
+        )
+    return sizes.pop() if sizes else 0
+
+
+def split(batch: Any, num_microbatches: int) -> list[Any]:
+    """The batch as microbatches of nearly equal rows, the larger ones first; fewer where there are fewer rows.
+
+    Tensors are cut along dim 0 (as views), lists as long as the batch likewise; everything else goes to each whole.
+    """
+    if num_microbatches == 1:
+        return [batch]
+    rows = num_rows(batch)
+    count = max(1, min(num_microbatches, rows))
+    bounds = [rows * i // count for i in range(count + 1)]
+    sizes = sorted((b - a for a, b in zip(bounds, bounds[1:], strict=False)), reverse=True)
+    starts = [sum(sizes[:i]) for i in range(count)]
+
+    def is_row_list(value: Any) -> bool:
+        return isinstance(value, list) and len(value) == rows and not any(isinstance(v, Tensor) for v in value)
+
+    def cut(value: Any, start: int, size: int) -> Any:
+        if is_row_list(value):
+            return value[start : start + size]
+        return value.narrow(0, start, size) if isinstance(value, Tensor) and value.dim() > 0 else value
+
+    return [
+        tree_map(lambda value, s=start, n=size: cut(value, s, n), batch, is_leaf=is_row_list)
+        for start, size in zip(starts, sizes, strict=True)
+    ]
+
+
+def combine(outputs: Sequence[Any], weights: Sequence[Tensor]) -> Any:
+    """One output for the whole batch from those of its microbatches: tensors of rows are joined, scalars averaged.
+
+    `weights` [] each say what the scalars of each microbatch are means over.
+    """
+    if len(outputs) == 1:
+        return outputs[0]
+    flat = [tree_flatten(output) for output in outputs]
+    spec = flat[0][1]
+    total = torch.stack(list(weights)).sum()
+    # All weights zero (no valid token at all): the scalars are zeros already, and 0/0 must not be made of them.
+    shares = [weight / total.clamp(min=torch.finfo(total.dtype).tiny) for weight in weights]
+
+    def join(values: tuple[Any, ...]) -> Any:
+        if not isinstance(values[0], Tensor):
+            return values[0]
+        if values[0].dim() == 0:
+            return torch.stack([value * share for value, share in zip(values, shares, strict=True)]).sum()
+        return torch.cat(list(values))
+
+    return tree_unflatten([join(values) for values in zip(*(leaves for leaves, _ in flat), strict=True)], spec)

@@ -1,0 +1,129 @@
+"""A model as an ordered list of named parts, of which each rank builds and runs only those of its stage.
+
+Names are those of the unsplit model on every mesh, so state dicts, checkpoints and tied weights need no translation.
+How a call runs (alone, as one microbatch of a schedule, or as a collective of all stages) is the `driver`'s business.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.comm.rng import Draws
+from lightning_megatron.mesh import Mesh, ambient_mesh
+from lightning_megatron.pipeline.partition import partition
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One step of a model's forward, small enough that a stage is made of whole parts."""
+
+    name: str
+    # of its module in the unsplit model, dots allowed
+    build: Callable[[], nn.Module]
+    # makes the module; called only on the ranks whose stage has the part
+    cost: float = 0.0
+    # relative work; parts of no cost go with their neighbours
+    shares: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
+    # modules of other parts that this one uses too (tied weights), by name; built here where no part of the stage did
+
+
+class Driver(Protocol):
+    """Decides how a call of a pipelined model runs."""
+
+    def __call__(self, module: "PipelineModule", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+
+
+class PipelineModule(nn.Module):
+    """Base of models that can be pipelined; also wraps any chain of modules.
+
+    A subclass hands its parts to the constructor and, where they need more than the tensor that travels from part to
+    part, overrides `prepare` (runs on every stage, from the caller's inputs) and `run_part`. Raises ValueError when
+    there are fewer parts with a cost than stages.
+    """
+
+    def __init__(self, parts: Sequence[Part], *, mesh: Mesh | None = None, seed: int | None = None) -> None:
+        super().__init__()
+        # Note: the ambient mesh. The one look-up that the design allows: layers below get their axes as arguments.
+        self.mesh = mesh if mesh is not None else ambient_mesh()
+        self.draws = Draws(seed=torch.initial_seed() if seed is None else seed)
+        self.part_names = tuple(part.name for part in parts)
+        self.stages = partition([part.cost for part in parts], self.mesh.pp.size)
+        self.driver: Driver = run_alone
+        self.loss_weight: Tensor | None = None
+        # what the last call's loss is a mean over (number of valid tokens, []), where the model knows it
+        own = [parts[i] for i in self.stages[self.mesh.pp.rank]]
+        for part in own:
+            self._place(part.name, part.build())
+        for part in own:
+            for name, build in part.shares.items():
+                if not self._has(name):
+                    self._place(name, build())
+
+    @classmethod
+    def from_modules(cls, modules: Mapping[str, nn.Module], *, mesh: Mesh | None = None) -> "PipelineModule":
+        """A chain of modules, each called with what the one before returned, under the names given."""
+        parts = [Part(name=name, build=lambda module=module: module, cost=1.0) for name, module in modules.items()]
+        return PipelineModule(parts, mesh=mesh)
+
+    def _has(self, name: str) -> bool:
+        try:
+            self.get_submodule(name)
+        except AttributeError:
+            return False
+        return True
+
+    def _place(self, name: str, module: nn.Module) -> None:
+        """Registers `module` under a dotted name, making the containers on the way."""
+        *path, last = name.split(".")
+        parent: nn.Module = self
+        for step in path:
+            children = dict(parent.named_children())
+            if step not in children:
+                parent.add_module(step, nn.ModuleDict())
+            parent = parent.get_submodule(step)
+        parent.add_module(last, module)
+
+    @property
+    def stage_parts(self) -> tuple[str, ...]:
+        """Names of the parts that this rank runs, in order."""
+        return tuple(self.part_names[i] for i in self.stages[self.mesh.pp.rank])
+
+    def prepare(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """From the caller's inputs: what the first part takes, and what every part on every stage may read."""
+        if len(args) != 1 or kwargs:
+            raise ValueError(
+                f"a chain of modules takes one positional input, got {len(args)} and {sorted(kwargs)}; "
+                "override PipelineModule.prepare to take more"
+            )
+        return args[0], None
+
+    def run_part(self, name: str, hidden: Any, context: Any) -> Any:
+        """The output of one part for the output of the part before."""
+        return self.get_submodule(name)(hidden)
+
+    def run_stage(self, hidden: Any, context: Any) -> Any:
+        """The output of this rank's parts in turn; on the last stage that is what the caller gets."""
+        for name in self.stage_parts:
+            hidden = self.run_part(name, hidden, context)
+        return hidden
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the unsplit model returns, or, within a schedule, this stage's share of it: see `driver`."""
+        return self.driver(self, args, kwargs)
+
+
+def run_alone(module: PipelineModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The driver of a model in one piece: runs all parts here and now."""
+    if module.mesh.pp.size > 1:
+        raise RuntimeError(
+            f"this model holds stage {module.mesh.pp.rank} of {module.mesh.pp.size} and was called outside of "
+            "Trainer.fit, validate, test or predict; call it within a step, or build it with no pipeline"
+        )
+    hidden, context = module.prepare(*args, **kwargs)
+    output = module.run_stage(hidden, context)
+    if module.training and torch.is_grad_enabled():
+        module.draws.step += 1
+    return output
