@@ -1,0 +1,24 @@
+"""Samples to a batch.
+
+Last on the path from text to batches: what a loader hands to `training_step`.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+
+def collate_tokens(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Each entry of the samples, stacked: [s] of every sample becomes [batch, s].
+
+    Raises ValueError for samples that differ in entries or lengths.
+    """
+    shapes = {name: tuple(value.shape) for name, value in samples[0].items()}
+    for index, sample in enumerate(samples):
+        if (found := {name: tuple(value.shape) for name, value in sample.items()}) != shapes:
+            raise ValueError(
+                f"sample {index} of a batch holds {found} and sample 0 holds {shapes}; the samples of a batch must"
+                " have the same entries and lengths: pack documents to one sequence_length"
+            )
+    return {name: torch.stack([sample[name] for sample in samples]) for name in shapes}

@@ -1,0 +1,270 @@
+"""Documents of text from files, from a named dataset or from Python's own library: the one door to `datasets`.
+
+First on the path from text to batches. One process calls `load_documents` first and so fills the cache of
+`datasets`; the others then call it with the same arguments and map the same Arrow files into memory.
+
+| given | documents |
+|---|---|
+| `path`: a file, a directory or a pattern | a text file is one document; a row of JSON, CSV, Parquet or Arrow is one |
+| `dataset`: `name` or `name:config` of the hub, or a local dataset | one row is one document |
+| neither | the `.py` files of the running interpreter's standard library |
+"""
+
+import glob
+import hashlib
+import logging
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+    Documents: TypeAlias = Dataset
+
+logger = logging.getLogger(__name__)
+
+# fmt: off
+TEXT_SUFFIXES = frozenset((
+    ".txt", ".text", ".md", ".rst", ".tex", ".html", ".htm", ".xml", ".toml", ".yaml", ".yml", ".ini", ".cfg", ".py",
+    ".pyi", ".c", ".h", ".cc", ".cpp", ".cxx", ".hpp", ".cu", ".cuh", ".java", ".kt", ".scala", ".js", ".jsx", ".ts",
+    ".tsx", ".go", ".rs", ".rb", ".php", ".swift", ".sh", ".sql", ".r", ".jl", ".lua", ".pl", ".hs",
+))
+# fmt: on
+"""Files of which each is one document."""
+
+ROW_SUFFIXES = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".arrow": "arrow",
+}
+"""Files of which each row is one document, and the builder of `datasets` that reads them."""
+
+COMPRESSED_SUFFIXES = frozenset((".gz", ".bz2", ".xz", ".zst"))
+"""Endings after one of `ROW_SUFFIXES` that its builder unpacks."""
+
+WAYS_OUT = (
+    "give a file, a directory or a pattern such as 'corpus/**/*.txt' as path, a dataset of the hub as dataset,"
+    " or neither for Python's standard library"
+)
+
+
+def load_documents(
+    *,
+    path: str | Path | None = None,
+    dataset: str | None = None,
+    text_column: str = "text",
+    split: str = "train",
+    cache_dir: str | Path | None = None,
+) -> "Documents":
+    """Documents in a fixed order, with the one column `text`.
+
+    `split` chooses among the splits of a `dataset`; `cache_dir` is None for the cache that `datasets` chooses.
+    Raises ValueError for both sources at once, a source that is missing, and one without a document.
+    """
+    if path is not None and dataset is not None:
+        raise ValueError(
+            f"path ({str(path)!r}) and dataset ({dataset!r}) are both given, but one source is read; {WAYS_OUT}"
+        )
+    if path is not None and split != "train":
+        raise ValueError(
+            f"split ({split!r}) chooses a part of a dataset, but path ({str(path)!r}) names files, which are all"
+            " 'train'; leave split out, or give the files of that part as path"
+        )
+    if dataset is not None:
+        documents = _named_dataset(dataset, split, cache_dir)
+        documents = _text_only(documents, text_column, f"dataset ({dataset!r})")
+        source = f"dataset ({dataset!r}), split ({split!r})"
+    else:
+        source = "the standard library" if path is None else f"path ({str(path)!r})"
+        files = standard_library_files() if path is None else files_of(path)
+        documents = _documents_in(files, text_column, cache_dir)
+    if len(documents) == 0:
+        raise ValueError(f"{source} holds no document, and a corpus needs at least one of UTF-8 text; {WAYS_OUT}")
+    return documents
+
+
+def files_of(path: str | Path) -> list[Path]:
+    """Sorted files with something in them that a path stands for: itself, a directory's, or those that match.
+
+    Of a directory the files with a known ending, hidden ones left out; a file that is named or matched may have any.
+    """
+    if os.path.isfile(path):
+        files: Iterable[Path] = [Path(path)]
+    elif os.path.isdir(path):
+        files = (file for file in _walk(Path(path)) if file.suffix.lower() in TEXT_SUFFIXES or _row_builder(file))
+    elif glob.has_magic(str(path)):
+        files = (Path(match) for match in glob.glob(str(path), recursive=True) if os.path.isfile(match))
+    else:
+        raise ValueError(f"path ({str(path)!r}) does not exist; {WAYS_OUT}")
+    files = sorted(file for file in files if file.stat().st_size > 0)
+    if not files:
+        raise ValueError(
+            f"path ({str(path)!r}) leads to no file with something in it; of a directory the files with a known ending"
+            f" are read (.txt .md .py .jsonl .parquet and such), by a pattern any; {WAYS_OUT}"
+        )
+    return files
+
+
+def standard_library_files() -> list[Path]:
+    """Sorted source files of the running interpreter's standard library, its tests and installed packages left out."""
+    root = Path(sysconfig.get_path("stdlib"))
+    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+    files = (file for file in _walk(root) if file.suffix == ".py" and not left_out & set(file.relative_to(root).parts))
+    found = sorted(file for file in files if file.stat().st_size > 0)
+    if not found:
+        raise ValueError(f"the standard library ({str(root)!r}) has no source files here; {WAYS_OUT}")
+    return found
+
+
+def split_documents(documents: "Documents", held_out_fraction: float) -> "tuple[Documents, Documents]":
+    """The documents to train on, and those held out, which are spread evenly over the corpus."""
+    if not 0 < held_out_fraction < 1:
+        raise ValueError(f"held_out_fraction ({held_out_fraction}) must lie between 0 and 1; 0.05 holds out one in 20")
+    if len(documents) < 2:
+        raise ValueError("a corpus of 1 document cannot be split in two; give more documents, or a second source")
+    num_held_out = min(max(1, round(len(documents) * held_out_fraction)), len(documents) - 1)
+    held_out = [(2 * i + 1) * len(documents) // (2 * num_held_out) for i in range(num_held_out)]
+    chosen = set(held_out)
+    return documents.select([i for i in range(len(documents)) if i not in chosen]), documents.select(held_out)
+
+
+def corpus_fingerprint(documents: "Documents") -> str:
+    """What the documents were made from, as a short text that is the same in every process."""
+    return str(documents._fingerprint)
+
+
+def _datasets() -> ModuleType:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError(
+            "reading documents needs the package 'datasets': pip install 'lightning_megatron[data]'"
+        ) from error
+    module: ModuleType = datasets
+    return module
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    for directory, subdirectories, names in os.walk(root):
+        subdirectories[:] = [name for name in subdirectories if not name.startswith(".")]
+        yield from (Path(directory, name) for name in names if not name.startswith("."))
+
+
+def _row_builder(file: Path) -> str:
+    """The builder that reads a file's rows, and "" for a file that is one document."""
+    suffixes = [suffix.lower() for suffix in file.suffixes]
+    if suffixes and suffixes[-1] in COMPRESSED_SUFFIXES:
+        suffixes.pop()
+    return ROW_SUFFIXES.get(suffixes[-1], "") if suffixes else ""
+
+
+def _documents_in(files: list[Path], text_column: str, cache_dir: str | Path | None) -> "Documents":
+    """Text files first, then those of rows, builder by builder."""
+    datasets = _datasets()
+    of_builder: dict[str, list[Path]] = {}
+    for file in files:
+        of_builder.setdefault(_row_builder(file), []).append(file)
+    parts = []
+    for builder, members in sorted(of_builder.items()):
+        if builder == "":
+            parts.append(_text_documents(members, cache_dir))
+        else:
+            rows = _rows(builder, members, cache_dir)
+            parts.append(_text_only(rows, text_column, f"the {builder} files at {str(members[0])!r}"))
+    if len(parts) == 1:
+        return parts[0]
+    # Builders differ in the width of a string's offsets, and only equal types are put together.
+    strings = datasets.Features({"text": datasets.Value("string")})
+    return datasets.concatenate_datasets([part if part.features == strings else part.cast(strings) for part in parts])
+
+
+# Note: text files are read here and not by the builder "text" of `datasets`
+# That builder stops at the first file that is not UTF-8 and takes "[" in a file's name for a pattern.
+def _text_documents(files: list[Path], cache_dir: str | Path | None) -> "Documents":
+    datasets = _datasets()
+    stats = [file.stat() for file in files]
+    stamp = hashlib.sha256(repr([(stat.st_size, stat.st_mtime_ns) for stat in stats]).encode()).hexdigest()
+    # A tuple, since `datasets` takes a list for shards and would call the generator once per file.
+    arguments = {"files": tuple(str(file.resolve()) for file in files), "stamp": stamp}
+    try:
+        return datasets.Dataset.from_generator(
+            _read_texts,
+            features=datasets.Features({"text": datasets.Value("string")}),
+            cache_dir=None if cache_dir is None else str(cache_dir),
+            gen_kwargs=arguments,
+        )
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise ValueError(f"the text files at {str(files[0])!r} could not be read: {error.__cause__}") from error
+
+
+def _read_texts(files: tuple[str, ...], stamp: str) -> Iterator[dict[str, str]]:
+    """One row per file that is UTF-8. The stamp makes a changed file another entry of the cache."""
+    skipped: list[str] = []
+    for file in files:
+        try:
+            text = Path(file).read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError:
+            skipped.append(file)
+            continue
+        yield {"text": text}
+    if len(skipped) == len(files):
+        raise ValueError(f"none of the {len(files)} is UTF-8 text; convert them, or choose others by a pattern as path")
+    if skipped:
+        logger.warning("skipped %d of %d files that are not UTF-8 text, first %s", len(skipped), len(files), skipped[0])
+
+
+def _rows(builder: str, files: list[Path], cache_dir: str | Path | None) -> "Documents":
+    datasets = _datasets()
+    names = [glob.escape(str(file.resolve())) for file in files]
+    try:
+        return datasets.load_dataset(
+            builder, data_files=names, split="train", cache_dir=None if cache_dir is None else str(cache_dir)
+        )
+    except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
+        raise ValueError(
+            f"the {builder} files at {str(files[0])!r} could not be read as rows with the same columns"
+            f" ({error.__cause__ or error}); choose the files to read by a pattern as path"
+        ) from error
+
+
+def _named_dataset(name: str, split: str, cache_dir: str | Path | None) -> "Documents":
+    datasets = _datasets()
+    try:
+        if Path(name, "state.json").is_file():
+            return datasets.load_from_disk(name)
+        if Path(name, "dataset_dict.json").is_file():
+            return datasets.load_from_disk(name)[split]
+        base, _, config = (name, "", "") if Path(name).exists() else name.partition(":")
+        return datasets.load_dataset(
+            base, config or None, split=split, cache_dir=None if cache_dir is None else str(cache_dir)
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"dataset ({name!r}) with split ({split!r}) could not be loaded: {error}; give 'name' or 'name:config' of"
+            " a dataset that the hub or this machine's cache has, the directory of a local one, or text files as path"
+        ) from error
+
+
+def _text_only(documents: "Documents", text_column: str, source: str) -> "Documents":
+    datasets = _datasets()
+    columns = documents.column_names
+    if text_column not in columns:
+        raise ValueError(
+            f"text_column ({text_column!r}) is not a column of {source}, which has {', '.join(columns)};"
+            " name the column that holds the text, or choose other files by a pattern as path"
+        )
+    feature = documents.features[text_column]
+    if feature not in (datasets.Value("string"), datasets.Value("large_string")):
+        raise ValueError(
+            f"text_column ({text_column!r}) of {source} holds {feature}, but documents are strings;"
+            f" the columns are {', '.join(columns)}"
+        )
+    documents = documents.select_columns([text_column])
+    return documents if text_column == "text" else documents.rename_column(text_column, "text")
