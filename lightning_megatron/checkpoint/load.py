@@ -1,0 +1,130 @@
+"""Reading a checkpoint into the memory of whatever mesh this is.
+
+Before a byte of a tensor is read, all ranks together compare what they ask for with what is there.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from lightning_megatron.checkpoint.carrier import Carrier
+from lightning_megatron.checkpoint.manifest import Entry, read_entries
+from lightning_megatron.checkpoint.save import causes, single_process_is_meant
+from lightning_megatron.checkpoint.state import Piece, Pieces, as_pieces
+from lightning_megatron.comm.collectives import gather_objects
+from lightning_megatron.mesh import Axis
+
+_SHOWN = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """What did not fit, over all ranks: empty if everything did."""
+
+    missing: tuple[str, ...] = ()
+    # asked for, not in the checkpoint
+    unexpected: tuple[str, ...] = ()
+    # in the checkpoint, asked for by no rank
+    misshapen: Mapping[str, str] = field(default_factory=dict)
+    # in the checkpoint with another global shape: which one, and which was asked for
+
+    def faults(self) -> list[str]:
+        """One line for each kind of misfit."""
+        misshapen = [f"{name}: {how}" for name, how in self.misshapen.items()]
+        kinds = (
+            (self.missing, "asked for but not in it", ", "),
+            (self.unexpected, "in it but asked for by no rank", ", "),
+            (misshapen, "of another shape", "; "),
+        )
+        return [
+            f"{len(names)} {kind}: {between.join(names[:_SHOWN])}" + (", ..." if len(names) > _SHOWN else "")
+            for names, kind, between in kinds
+            if names
+        ]
+
+
+def load(
+    path: str | os.PathLike[str],
+    pieces: Pieces,
+    *,
+    world: Axis,
+    strict: bool = True,
+    among: Callable[[str], bool] = lambda name: True,
+) -> LoadReport:
+    """What did not fit, after the tensors of the pieces were filled in place; every rank of the axis calls it.
+
+    Only names of the checkpoint that `among` says yes to can be unexpected. Values are converted to the dtype of the
+    tensor they go to. Raises ValueError when the path is no checkpoint and, with `strict`, when anything does not fit;
+    then nothing was read. Without `strict` a misfit is left as it was.
+    """
+    asked = as_pieces(pieces)
+    entries, fault = _entries(path)
+    report = _compare(path, asked, entries, fault, world, among)
+    if strict and (faults := report.faults()):
+        head = f"checkpoint {path} does not fit what is to be loaded (strict=False reads what fits):"
+        raise ValueError("\n  ".join([head, *faults]))
+    carriers = {
+        name: Carrier([piece])
+        for name, piece in asked.items()
+        if name in entries and name not in report.misshapen and not piece.is_empty
+    }
+    try:
+        with single_process_is_meant():
+            dcp.load(
+                carriers,
+                storage_reader=FileSystemReader(path),
+                planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+                process_group=world.group,
+                no_dist=world.size == 1,
+            )
+    except CheckpointException as error:
+        raise RuntimeError(f"checkpoint {path} could not be read: {causes(error)}") from error
+    return report
+
+
+def _entries(path: str | os.PathLike[str]) -> tuple[dict[str, Entry], ValueError | OSError | None]:
+    try:
+        return read_entries(Path(path)), None
+    except (ValueError, OSError) as fault:
+        return {}, fault
+
+
+def _compare(
+    path: str | os.PathLike[str],
+    asked: dict[str, Piece],
+    entries: dict[str, Entry],
+    fault: ValueError | OSError | None,
+    world: Axis,
+    among: Callable[[str], bool],
+) -> LoadReport:
+    """What does not fit, as all ranks see it together; raises the first rank's fault on every rank."""
+    names = sorted(entries)
+    # A tensor without elements is never written.
+    missing = [name for name, piece in asked.items() if name not in entries and 0 not in piece.global_shape]
+    misshapen = {
+        name: f"{entries[name].shape} there, {tuple(piece.global_shape)} asked for"
+        for name, piece in asked.items()
+        if name in entries and entries[name].shape != tuple(piece.global_shape)
+    }
+    # One byte a name: thousands of ranks tell each other.
+    is_asked = bytes(name in asked for name in names)
+    by_rank = gather_objects((fault, missing, misshapen, is_asked), world)
+    for rank_fault, *_ in by_rank:
+        if rank_fault is not None:
+            raise rank_fault
+    if len({len(rank_is_asked) for *_, rank_is_asked in by_rank}) > 1:
+        raise ValueError(f"ranks see different checkpoints at {path}; it must be on a file system that all share")
+    asked_by_any = [any(marks) for marks in zip(*(rank_is_asked for *_, rank_is_asked in by_rank), strict=True)]
+    unexpected = [name for name, known in zip(names, asked_by_any, strict=True) if not known and among(name)]
+    all_misshapen = {name: how for _, _, one, _ in by_rank for name, how in one.items()}
+    return LoadReport(
+        missing=tuple(sorted({name for _, one, _, _ in by_rank for name in one})),
+        unexpected=tuple(unexpected),
+        misshapen=dict(sorted(all_misshapen.items())),
+    )

@@ -1,0 +1,179 @@
+"""An optimizer's state as pieces by parameter name, and a torch optimizer made ready to take them in.
+
+Tensors of a parameter's shape (moments) are cut as the parameter is. Scalars (step) are saved whole. What is left, the
+rest, is plain data: hyperparameters of each group with the NAMES of its parameters, and states that are no tensors.
+Each rank knows the names of its own stage only; `merge_rest` joins what all ranks know.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_megatron.checkpoint.manifest import Entry
+from lightning_megatron.checkpoint.state import Piece
+from lightning_megatron.comm.collectives import gather_objects
+from lightning_megatron.mesh import Axis
+from lightning_megatron.sharding import shard_of
+
+Rest = dict[str, Any]
+# {"groups": [{"params": [name, ...], hyperparameter: value, ...}, ...], "state": {name: {state key: plain value}}}
+
+# Of a group, what the optimizer of the other mesh knows better by itself.
+_LOCAL_KEYS = ("params", "param_names")
+
+
+def pieces_of_optimizer(
+    optimizer: Optimizer, names: Mapping[Tensor, str], index: int = 0
+) -> tuple[dict[str, Piece], Rest]:
+    """This rank's pieces of the state, which they share memory with, and the rest as this rank knows it.
+
+    `names` gives each parameter's name in the unsplit model; `index` tells several optimizers of one module apart.
+    """
+    pieces: dict[str, Piece] = {}
+    rest: Rest = {"groups": [], "state": {}}
+    for group, group_names in _groups(optimizer, names):
+        hyperparameters = {key: value for key, value in group.items() if key not in _LOCAL_KEYS}
+        rest["groups"].append({"params": group_names, **hyperparameters})
+        for parameter, name in zip(group["params"], group_names, strict=True):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if not isinstance(key, str) or "." in key:
+                    raise ValueError(f"{_title(optimizer)} keeps {key!r} for {name!r}; the key must have no dots")
+                if isinstance(value, Tensor):
+                    pieces[f"optimizer.{index}.{name}.{key}"] = _state_piece(optimizer, parameter, name, key, value)
+                else:
+                    rest["state"].setdefault(name, {})[key] = value
+    return pieces, rest
+
+
+def merge_rest(rest: Rest, world: Axis) -> Rest:
+    """The rest as all ranks of the axis know it together, on each of them.
+
+    Raises ValueError where ranks disagree about a hyperparameter or a state.
+    """
+    by_rank = gather_objects(rest, world)
+    counts = [len(one["groups"]) for one in by_rank]
+    if len(set(counts)) > 1:
+        raise ValueError(
+            f"an optimizer has {counts} param groups on ranks 0 to {world.size - 1}; every rank must make the same "
+            "groups in the same order, empty ones too"
+        )
+    groups = [_merged_group(index, [one["groups"][index] for one in by_rank]) for index in range(counts[0])]
+    state: dict[str, Any] = {}
+    for one in by_rank:
+        for name, values in one["state"].items():
+            if not _same(state.setdefault(name, values), values):
+                raise ValueError(f"ranks disagree about the optimizer's state of {name!r}: {state[name]} and {values}")
+    return {"groups": groups, "state": state}
+
+
+def rebuild_optimizer(
+    optimizer: Optimizer, names: Mapping[Tensor, str], rest: Rest, entries: Mapping[str, Entry], index: int = 0
+) -> dict[str, Piece]:
+    """The pieces to load into, after the optimizer took over the saved groups and got zeroed states of saved kinds.
+
+    `rest` and `entries` are those of the checkpoint. A parameter that has no state there gets none. Raises ValueError
+    when groups do not hold the same parameters.
+    """
+    saved_groups = rest["groups"]
+    groups = list(_groups(optimizer, names))
+    if len(groups) != len(saved_groups):
+        raise ValueError(
+            f"the checkpoint has {len(saved_groups)} param groups of optimizer {index}, {_title(optimizer)} has "
+            f"{len(groups)}; make the groups that it was saved with"
+        )
+    shapes = _saved_states(entries, index)
+    template: dict[str, Any] = {"state": {}, "param_groups": []}
+    position = 0
+    for number, ((group, group_names), saved) in enumerate(zip(groups, saved_groups, strict=True)):
+        if strangers := sorted(set(group_names) - set(saved["params"])):
+            raise ValueError(
+                f"param group {number} of optimizer {index} did not hold {_some(strangers)} when the checkpoint was "
+                "saved; make the groups that it was saved with"
+            )
+        positions = []
+        for parameter, name in zip(group["params"], group_names, strict=True):
+            if state := _blank_state(parameter, shapes.get(name, {})) | rest["state"].get(name, {}):
+                template["state"][position] = state
+            positions.append(position)
+            position += 1
+        template["param_groups"].append({**saved, "params": positions})
+    optimizer.load_state_dict(template)
+    return pieces_of_optimizer(optimizer, names, index)[0]
+
+
+def _groups(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Iterator[tuple[dict[str, Any], list[str]]]:
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise ValueError(
+                    f"param group {number} of {_title(optimizer)} holds a parameter of shape {tuple(parameter.shape)} "
+                    "that is not the module's; a checkpoint names states by the module's parameters"
+                )
+        yield group, [names[parameter] for parameter in group["params"]]
+
+
+def _state_piece(optimizer: Optimizer, parameter: Tensor, name: str, key: str, value: Tensor) -> Piece:
+    if value.shape == parameter.shape:
+        return Piece.like(parameter, value)
+    if value.numel() == 1 or shard_of(parameter).dim is None:
+        return Piece.whole(value)
+    raise ValueError(
+        f"{_title(optimizer)} keeps {key!r} of shape {tuple(value.shape)} for {name!r}, whose part here is "
+        f"{tuple(parameter.shape)} of {shard_of(parameter).global_shape}; a state of a cut parameter must be a scalar "
+        "or have the parameter's shape, or another mesh could not read it"
+    )
+
+
+def _saved_states(entries: Mapping[str, Entry], index: int) -> dict[str, dict[str, Entry]]:
+    """What is saved for each parameter name, by state key."""
+    prefix = f"optimizer.{index}."
+    states: dict[str, dict[str, Entry]] = {}
+    for name, entry in entries.items():
+        if name.startswith(prefix):
+            parameter_name, key = name.removeprefix(prefix).rsplit(".", 1)
+            states.setdefault(parameter_name, {})[key] = entry
+    return states
+
+
+def _blank_state(parameter: Tensor, saved: Mapping[str, Entry]) -> dict[str, Any]:
+    """Zeros, padding included, where the saved state goes; torch moves and converts them as it would the state."""
+    global_shape = shard_of(parameter).global_shape
+    return {
+        key: torch.zeros(parameter.shape if entry.shape == global_shape else entry.shape, dtype=entry.dtype)
+        for key, entry in saved.items()
+    }
+
+
+def _merged_group(index: int, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
+    merged = dict(by_rank[0])
+    for rank, group in enumerate(by_rank):
+        for key in sorted(merged.keys() | group.keys() - {"params"}):
+            if key != "params" and not _same(merged.get(key), group.get(key)):
+                raise ValueError(
+                    f"param group {index} has {key} = {merged.get(key)!r} on rank 0 and {group.get(key)!r} on rank "
+                    f"{rank}; every rank must make the same groups in the same order, empty ones too"
+                )
+    merged["params"] = list(dict.fromkeys(name for group in by_rank for name in group["params"]))
+    return merged
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equality through containers that may hold tensors."""
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one.cpu(), other.cpu())
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
+
+
+def _title(optimizer: Optimizer) -> str:
+    return type(optimizer).__qualname__
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")

@@ -1,0 +1,73 @@
+"""Every rule that crosses configurations, as one small function of the facts of a run; all faults are told at once."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lightning_megatron.mesh import Sizes
+from lightning_megatron.transformer.config import TransformerConfig, layout_faults
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is known of a run before it starts."""
+
+    sizes: Sizes
+    # ranks on each axis
+    num_microbatches: int = 1
+    # per step and replica
+    model: TransformerConfig | None = None
+    # the architecture, where the module says it
+    global_batch_size: int | None = None
+    # samples of a step over all replicas, where the data module says it
+    sequence_length: int | None = None
+    # tokens of a sample, where the data module says it
+
+
+def faults(facts: Facts) -> list[str]:
+    """One sentence for each rule that the facts break."""
+    return [fault for rule in _RULES for fault in rule(facts)]
+
+
+def _sizes(facts: Facts) -> list[str]:
+    return facts.sizes.faults()
+
+
+def _layout(facts: Facts) -> list[str]:
+    return [] if facts.model is None else layout_faults(facts.model, facts.sizes)
+
+
+def _microbatches(facts: Facts) -> list[str]:
+    if facts.num_microbatches < 1:
+        return [f"num_microbatches ({facts.num_microbatches}) must be at least 1"]
+    return []
+
+
+def _batch(facts: Facts) -> list[str]:
+    batch, count = facts.global_batch_size, facts.num_microbatches
+    replicas = facts.sizes.dp
+    if batch is None or count < 1 or replicas < 1 or facts.sizes.faults():
+        return []
+    step = replicas * count
+    if batch >= 1 and batch % step == 0:
+        return []
+    below, above = max(batch, 0) // step * step, (max(batch, 0) // step + 1) * step
+    fits = " or ".join(str(size) for size in (below, above) if size)
+    return [
+        f"global_batch_size ({batch}) must be a multiple of data-parallel size x num_microbatches "
+        f"({replicas} x {count} = {step}); use {fits}"
+    ]
+
+
+def _sequence(facts: Facts) -> list[str]:
+    if facts.model is None or facts.sequence_length is None:
+        return []
+    longest = facts.model.max_sequence_length
+    if facts.sequence_length <= longest:
+        return []
+    return [
+        f"sequence_length ({facts.sequence_length}) must be at most the model's max_sequence_length ({longest}); "
+        "shorten the samples or raise it"
+    ]
+
+
+_RULES: tuple[Callable[[Facts], list[str]], ...] = (_sizes, _microbatches, _layout, _batch, _sequence)

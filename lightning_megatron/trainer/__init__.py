@@ -1,0 +1,12 @@
+"""The door to Lightning: the strategy, its precision plugin and callbacks."""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
+from lightning_megatron.trainer.strategy import MegatronStrategy
+
+__all__ = ["ConfigurationError", "MegatronStrategy", "PipelineConfig"]
+
+# Lightning has no entry point for strategies: importing the package is what makes the name known.
+if "megatron" not in StrategyRegistry:
+    MegatronStrategy.register_strategies(StrategyRegistry)

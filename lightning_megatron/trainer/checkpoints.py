@@ -1,0 +1,179 @@
+"""Between Lightning's checkpoint dictionary and the checkpoint directory.
+
+Lightning asks every rank for a dictionary and hands it to the strategy. Tensors under the module's names go into the
+directory slice by slice, each under its name in the unsplit model; the optimizers are asked directly; the rest is the
+first rank's plain data.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_megatron import checkpoint as directory
+from lightning_megatron.checkpoint import Piece
+from lightning_megatron.mesh import Axis, Mesh
+from lightning_megatron.sharding import shard_of
+
+_WEIGHTS = "state_dict"
+_OPTIMIZERS = "optimizer_states"
+
+
+@dataclass(frozen=True)
+class SavedOptimizers:
+    """Stands for the optimizer states in a loaded dictionary; they are read once the optimizers exist."""
+
+    path: Path
+    rests: list[dict[str, Any]]
+
+
+def save(
+    path: Path, checkpoint: Mapping[str, Any], module: pl.LightningModule, optimizers: Iterable[Optimizer], world: Axis
+) -> None:
+    """Writes Lightning's dictionary as a checkpoint directory. Collective over the world."""
+    live = _live(module)
+    pieces: dict[str, Piece] = {}
+    meta: dict[str, Any] = {}
+    for key, value in checkpoint.items():
+        if key == _OPTIMIZERS:
+            continue
+        if key == _WEIGHTS or _is_state_of(value, live):
+            prefix = "" if key == _WEIGHTS else f"{key}."
+            tensors = {name: tensor for name, tensor in value.items() if isinstance(tensor, Tensor)}
+            pieces |= {prefix + name: Piece.like(live.get(name, tensor), tensor) for name, tensor in tensors.items()}
+            if key != _WEIGHTS:
+                meta.setdefault("other_states", []).append(key)
+            continue
+        meta[key] = _plain(value, key)
+    if _OPTIMIZERS in checkpoint:
+        names = _names(module)
+        meta["optimizers"] = []
+        for index, optimizer in enumerate(optimizers):
+            moments, rest = directory.pieces_of_optimizer(optimizer, names, index)
+            pieces |= moments
+            meta["optimizers"].append(directory.merge_rest(rest, world))
+    directory.save(path, pieces, meta, world=world)
+
+
+def load(
+    path: Path, module: pl.LightningModule, mesh: Mesh, checkpoint_io: CheckpointIO, weights_only: bool | None
+) -> dict[str, Any]:
+    """Lightning's dictionary for this rank's slices. Collective over the world.
+
+    Of a single-file checkpoint, written on one device, each rank takes its slices of the weights.
+    """
+    if path.is_file():
+        return _load_file(path, module, mesh, checkpoint_io, weights_only)
+    meta = directory.read_meta(path)
+    live = _live(module)
+    # Copies: with strict_loading off, what the checkpoint lacks must come back as it is.
+    state = {name: tensor.detach().clone() for name, tensor in live.items()}
+    pieces = {name: Piece.like(live[name], tensor) for name, tensor in state.items()}
+    checkpoint = {key: value for key, value in meta.items() if key not in ("optimizers", "other_states")}
+    checkpoint[_WEIGHTS] = state
+    strict = module.strict_loading
+    others = tuple(f"{key}." for key in meta.get("other_states", ()))
+    report = directory.load(
+        path,
+        pieces,
+        world=mesh.world,
+        strict=strict,
+        among=lambda name: directory.is_module_name(name) and not (bool(others) and name.startswith(others)),
+    )
+    for line in report.faults():
+        rank_zero_warn(f"checkpoint {path}, loaded with strict_loading=False: {line}")
+    for key in meta.get("other_states", ()):
+        extra = {name: tensor.detach().clone() for name, tensor in live.items()}
+        more = {f"{key}.{name}": Piece.like(live[name], tensor) for name, tensor in extra.items()}
+        directory.load(path, more, world=mesh.world, strict=False, among=lambda name: False)
+        checkpoint[key] = extra
+    if "optimizers" in meta:
+        checkpoint[_OPTIMIZERS] = SavedOptimizers(path, meta["optimizers"])
+    return checkpoint
+
+
+def load_optimizers(
+    checkpoint: Mapping[str, Any], module: pl.LightningModule, optimizers: Iterable[Optimizer], world: Axis
+) -> None:
+    """Fills the optimizers from a dictionary that `load` made. Collective over the world."""
+    saved = checkpoint[_OPTIMIZERS]
+    if not isinstance(saved, SavedOptimizers):
+        for optimizer, state in zip(optimizers, saved, strict=True):
+            optimizer.load_state_dict(state)
+        return
+    names, entries = _names(module), directory.read_entries(saved.path)
+    optimizers = list(optimizers)
+    if len(optimizers) != len(saved.rests):
+        raise ValueError(
+            f"the checkpoint has {len(saved.rests)} optimizers, the module has {len(optimizers)}; "
+            "return the optimizers that it was saved with"
+        )
+    for index, (optimizer, rest) in enumerate(zip(optimizers, saved.rests, strict=True)):
+        moments = directory.rebuild_optimizer(optimizer, names, rest, entries, index)
+        prefix = f"optimizer.{index}."
+        directory.load(saved.path, moments, world=world, among=lambda name, p=prefix: name.startswith(p))
+
+
+def _load_file(
+    path: Path, module: pl.LightningModule, mesh: Mesh, checkpoint_io: CheckpointIO, weights_only: bool | None
+) -> dict[str, Any]:
+    checkpoint: dict[str, Any] = checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+    if mesh.axis("pp+tp").size == 1:
+        return checkpoint
+    if _OPTIMIZERS in checkpoint and checkpoint[_OPTIMIZERS]:
+        raise ValueError(
+            f"checkpoint {path} is a single file with optimizer states; those can be resumed on one model-parallel rank "
+            "only. Resume it there under MegatronStrategy and save, which gives a directory that any layout resumes; "
+            "or keep its weights alone"
+        )
+    whole, local = checkpoint[_WEIGHTS], {}
+    for name, tensor in _live(module).items():
+        if name not in whole:
+            continue
+        shard = shard_of(tensor)
+        part = whole[name]
+        for dim, (offset, size) in enumerate(zip(shard.box.offsets, shard.box.sizes, strict=True)):
+            part = part.narrow(dim, offset, size)
+        local[name] = torch.zeros_like(tensor)
+        shard.valid(local[name]).copy_(part)
+    checkpoint[_WEIGHTS] = local
+    return checkpoint
+
+
+def _live(module: pl.LightningModule) -> dict[str, Tensor]:
+    """Parameters (that carry their shard) and persistent buffers, by name."""
+    state = module.state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
+
+
+def _names(module: pl.LightningModule) -> dict[Tensor, str]:
+    return {parameter: name for name, parameter in module.named_parameters()}
+
+
+def _is_state_of(value: Any, live: Mapping[str, Tensor]) -> bool:
+    """Whether a value is tensors under the module's names, as the weights that an averaging callback keeps."""
+    return isinstance(value, dict) and bool(value) and all(n in live and isinstance(t, Tensor) for n, t in value.items())
+
+
+def _plain(value: Any, path: str) -> Any:
+    """The value as plain data; what has no plain form is saved as its text, and said."""
+    if isinstance(value, Tensor) or value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    if is_dataclass(value) and not isinstance(value, type):
+        return _plain(asdict(value), path)
+    if isinstance(value, Mapping):
+        return {_plain(key, path): _plain(entry, f"{path}.{key}") for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        entries = [_plain(entry, f"{path}[{i}]") for i, entry in enumerate(value)]
+        return tuple(entries) if isinstance(value, tuple) else entries
+    rank_zero_warn(f"{path} is a {type(value).__name__}, which a checkpoint keeps as text only; keep plain data in it")
+    return str(value)

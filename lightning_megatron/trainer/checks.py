@@ -1,0 +1,79 @@
+"""What can be known to be wrong before a process is started or a batch is read, told all at once."""
+
+import os
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import lightning.pytorch as pl
+from torch.utils.data import DataLoader
+
+from lightning_megatron.checkpoint import is_checkpoint
+from lightning_megatron.mesh import Sizes
+from lightning_megatron.planner import rules
+from lightning_megatron.trainer.config import ConfigurationError
+from lightning_megatron.transformer.config import TransformerConfig
+
+# What a Trainer takes for ckpt_path beside a path.
+_NAMED_CHECKPOINTS = ("best", "last", "hpc", "registry")
+
+
+@runtime_checkable
+class DescribesData(Protocol):
+    """A data module that can say before it loads anything what it will give."""
+
+    global_batch_size: int
+    sequence_length: int
+
+    def faults(self) -> list[str]:
+        """One sentence for each thing that keeps it from loading."""
+        ...
+
+
+def faults(trainer: pl.Trainer, sizes: Sizes, num_microbatches: int, arguments: tuple[Any, ...]) -> list[str]:
+    """Every fault of a run, from the arguments of `trainer.fit` (or validate, test, predict)."""
+    data = next((argument for argument in arguments if isinstance(argument, DescribesData)), None)
+    facts = rules.Facts(
+        sizes=sizes,
+        num_microbatches=num_microbatches,
+        model=_architecture(trainer.lightning_module),
+        global_batch_size=data.global_batch_size if data is not None else None,
+        sequence_length=data.sequence_length if data is not None else None,
+    )
+    found = rules.faults(facts)
+    found += data.faults() if data is not None else []
+    for argument in arguments:
+        if isinstance(argument, (str, Path)) and str(argument) not in _NAMED_CHECKPOINTS:
+            found += _checkpoint_faults(str(argument))
+    return found
+
+
+def _architecture(module: pl.LightningModule) -> TransformerConfig | None:
+    """The one architecture among the module's attributes, where there is one."""
+    configs = [value for value in vars(module).values() if isinstance(value, TransformerConfig)]
+    return configs[0] if len(configs) == 1 else None
+
+
+def _checkpoint_faults(path: str) -> list[str]:
+    if "://" in path or is_checkpoint(path) or os.path.isfile(path):
+        return []
+    what = "does not exist" if not os.path.exists(path) else "is a directory without a checkpoint in it"
+    return [f"ckpt_path ({path}) {what}; give a *.ckpt directory that a MegatronStrategy wrote, a *.ckpt file, or 'last'"]
+
+
+def require_cuttable(trainer: pl.Trainer, dataloader: object, num_microbatches: int) -> None:
+    """Raises ConfigurationError where a training loader's batch cannot be cut into equal microbatches.
+
+    A last batch that is smaller is fine: it is cut as evenly as its rows allow, and weighted by what it holds.
+    """
+    batch_size = dataloader.batch_size if isinstance(dataloader, DataLoader) else None
+    if not trainer.training or batch_size is None or batch_size % num_microbatches == 0:
+        return
+    below, above = batch_size // num_microbatches * num_microbatches, -(-batch_size // num_microbatches) * num_microbatches
+    fits = " or ".join(str(size) for size in (below, above) if size)
+    divisors = ", ".join(str(n) for n in range(1, batch_size + 1) if batch_size % n == 0)
+    raise ConfigurationError(
+        [
+            f"the training DataLoader's batch_size ({batch_size}, per replica) must be a multiple of num_microbatches "
+            f"({num_microbatches}); use batch_size {fits}, or num_microbatches {divisors}"
+        ]
+    )

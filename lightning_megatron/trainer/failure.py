@@ -1,0 +1,75 @@
+"""One rank's failure ends all ranks within seconds, with the first failure's own traceback.
+
+A rank that raises publishes its traceback in a small store; every rank watches for it from a thread. A rank whose main
+thread is stuck in a collective would otherwise learn of it by a time-out half an hour later, or never.
+"""
+
+import os
+import sys
+import threading
+import time
+import traceback
+from datetime import timedelta
+
+import torch.distributed as dist
+
+_KEY = "failure"
+_COUNT = "failures"
+_POLL_SECONDS = 0.5
+# What a rank gets to fail by itself, with its own stack, before the watcher ends it.
+_GRACE_SECONDS = 5.0
+
+
+class FailureWatch:
+    """Watches for the first failure among all ranks. `store` must be this watch's own client."""
+
+    def __init__(self, store: dist.Store, global_rank: int) -> None:
+        self._store = store
+        self._rank = global_rank
+        self._stop = threading.Event()
+        self._first: str | None = None
+        self._thread = threading.Thread(target=self._watch, name="failure-watch", daemon=True)
+
+    @staticmethod
+    def connect(host: str, port: int, *, is_host: bool, timeout: timedelta) -> dist.TCPStore:
+        """A client of the store at `host`; with `is_host` and port 0 this rank serves it at a port of its choice."""
+        return dist.TCPStore(host, port, is_master=is_host, timeout=timeout, wait_for_workers=False)
+
+    def start(self) -> None:
+        """Begins to watch."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the watch; a failure after this is nobody's."""
+        self._stop.set()
+
+    def publish(self, error: BaseException) -> str | None:
+        """Tells all ranks of this rank's failure; returns the earlier failure of another rank, if there was one."""
+        if self._stop.is_set():
+            return None
+        self.stop()
+        try:
+            if self._store.add(_COUNT, 1) > 1:
+                self._store.wait([_KEY], timedelta(seconds=_GRACE_SECONDS))
+                return self._store.get(_KEY).decode()
+            text = "".join(traceback.format_exception(error))
+            self._store.set(_KEY, f"rank {self._rank} failed:\n{text}")
+            # The store may live in this process, which is about to end: let every watcher read it first.
+            time.sleep(3 * _POLL_SECONDS)
+        except RuntimeError:
+            # The store went with its host: what the watcher read before is all there is to know.
+            return self._first
+        return None
+
+    def _watch(self) -> None:
+        while not self._stop.wait(_POLL_SECONDS):
+            try:
+                if not self._store.check([_KEY]):
+                    continue
+                self._first = self._store.get(_KEY).decode()
+            except RuntimeError:
+                return
+            if self._stop.wait(_GRACE_SECONDS):
+                return
+            print(f"rank {self._rank} ends because {self._first}", file=sys.stderr, flush=True)
+            os._exit(1)

@@ -1,0 +1,112 @@
+"""What the strategy does to the user's module between `configure_model` and the first step, and takes back after."""
+
+import os
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import Metric
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+from lightning_megatron.comm import collectives
+from lightning_megatron.mesh import Axis, Mesh
+from lightning_megatron.pipeline.module import PipelineModule
+from lightning_megatron.sharding import Shard
+
+
+def agree_on_seed(mesh: Mesh) -> None:
+    """Gives all ranks the first rank's seed: initial values and dropout masks are functions of it."""
+    own = torch.initial_seed()
+    first = collectives.broadcast_object(own, mesh.world)
+    differ = any(collectives.gather_objects(own != first, mesh.world))
+    if differ:
+        rank_zero_warn("ranks were seeded differently; all now use the seed of rank 0. Seed them alike: seed_everything")
+    if own != first:
+        torch.manual_seed(first)
+
+
+def pipelined_modules(module: nn.Module) -> dict[str, PipelineModule]:
+    """The pipelined models in a module, by attribute name."""
+    return {name: child for name, child in module.named_modules() if isinstance(child, PipelineModule)}
+
+
+def names_inside(module: nn.Module) -> set[str]:
+    """Names of the parameters that belong to pipelined models."""
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, model in pipelined_modules(module).items()
+        for name, _ in model.named_parameters()
+    }
+
+
+def pipeline_plain_sequential(module: pl.LightningModule, mesh: Mesh) -> None:
+    """Cuts the module's one `nn.Sequential` into stages, where there are several and it has no pipelined model yet."""
+    if mesh.pp.size == 1 or pipelined_modules(module):
+        return
+    chains = {
+        name: child
+        for name, child in module.named_children()
+        if isinstance(child, nn.Sequential) and len(child) >= mesh.pp.size
+    }
+    if len(chains) == 1:
+        [(name, chain)] = chains.items()
+        setattr(module, name, PipelineModule.from_modules(dict(chain.named_children()), mesh=mesh))
+
+
+@torch.no_grad()
+def equalise(module: nn.Module, mesh: Mesh) -> None:
+    """Gives replicated parameters and buffers the first holder's values, as DistributedDataParallel does.
+
+    Sharded parameters need none of this: they are equal by construction.
+    """
+    if mesh.world.size == 1:
+        return
+    inside = names_inside(module)
+    model_prefixes = tuple(f"{name}." for name in pipelined_modules(module))
+    tensors = [(name, p, isinstance(getattr(p, "shard", None), Shard)) for name, p in module.named_parameters()]
+    tensors += [(name, buffer, False) for name, buffer in module.named_buffers()]
+    for name, tensor, is_sharded in tensors:
+        if is_sharded or isinstance(tensor, nn.UninitializedParameter):
+            continue
+        is_inside = name in inside or (bool(model_prefixes) and name.startswith(model_prefixes))
+        axes = [mesh.axis("dp+cp"), mesh.tp] if is_inside else [mesh.world]
+        whole = tensor.data.contiguous()
+        for axis in axes:
+            collectives.broadcast_(whole, axis)
+        tensor.data.copy_(whole)
+
+
+def restrict_metrics(module: nn.Module, replicas: Axis) -> list[Metric]:
+    """Lets torchmetrics sync over the replicas only: the other ranks of a replica count the same samples.
+
+    Returns the metrics that it changed; those whose user chose a group or a function stay as they are.
+    """
+    changed = []
+    for metric in (child for child in module.modules() if isinstance(child, Metric)):
+        if metric.process_group is None and metric.dist_sync_fn is None:
+            metric.dist_sync_fn = partial(_gather_over, replicas)
+            changed.append(metric)
+    return changed
+
+
+def release_metrics(metrics: list[Metric]) -> None:
+    """Takes `restrict_metrics` back, so that the next Trainer finds the metrics as the user made them."""
+    for metric in metrics:
+        metric.dist_sync_fn = None
+
+
+def _gather_over(replicas: Axis, result: Tensor, group: Any = None) -> list[Tensor]:
+    return [result] if replicas.size == 1 else gather_all_tensors(result, replicas.group)
+
+
+def seed_workers_by_replica(dataloader: object, dp: Axis) -> object:
+    """Seeds loader workers by replica under `seed_everything(workers=True)`; Lightning would seed them by rank."""
+    is_seeded = bool(int(os.environ.get("PL_SEED_WORKERS", "0")))
+    if is_seeded and isinstance(dataloader, DataLoader) and dataloader.worker_init_fn is None:
+        dataloader.worker_init_fn = partial(pl_worker_init_function, rank=dp.rank)
+    return dataloader

@@ -1,0 +1,282 @@
+"""Runs the user's steps over the mesh: under a schedule, or directly on every rank.
+
+    which            when                                              the user's step is entered
+    plain            one process, one microbatch                       once, untouched
+    scheduled        training with several stages or microbatches      once per microbatch on every stage
+    direct           evaluation; other training; collective mode       once on every rank
+
+Either way the loss is the mean over what the losses are means of (valid tokens, where the model says so, else rows)
+of the global batch, gradients are those of that mean, and what was logged is logged once on every rank.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.comm.p2p import Mailbox
+from lightning_megatron.mesh import Mesh
+from lightning_megatron.optim.gradients import Gradients, scale_in_place
+from lightning_megatron.pipeline import microbatches
+from lightning_megatron.pipeline.collective import CollectiveCall
+from lightning_megatron.pipeline.lower import Step, add_messages
+from lightning_megatron.pipeline.module import Driver, PipelineModule
+from lightning_megatron.pipeline.runtime import Runtime
+from lightning_megatron.pipeline.schedule import one_f_one_b
+from lightning_megatron.pipeline.scheduled import LocalCall, ScheduledCall
+from lightning_megatron.trainer.alignment import aligned_random, require_equal_batches
+from lightning_megatron.trainer.config import ConfigurationError, Mode
+from lightning_megatron.trainer.step_log import StepLog
+
+# Batches of each kind of loop whose contents are compared over the ranks of a replica.
+_CHECKED_BATCHES = 2
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+@lru_cache(maxsize=32)
+def _steps_of_rank(pp: int, num_microbatches: int, rank: int) -> tuple[Step, ...]:
+    return add_messages(one_f_one_b(pp=pp, microbatches=num_microbatches))[rank]
+
+
+class Steps:
+    """The steps of one fit, validate, test or predict. Every rank calls the same methods in the same order."""
+
+    def __init__(
+        self,
+        *,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        pipelined: dict[str, PipelineModule],
+        mesh: Mesh,
+        device: torch.device,
+        num_microbatches: int,
+        mode: Mode,
+        gradients: Gradients | None,
+        log_dtype: torch.dtype,
+    ) -> None:
+        self._trainer = trainer
+        self._module = module
+        self._models = list(pipelined.values())
+        self._mesh = mesh
+        self._device = device
+        self._num_microbatches = num_microbatches
+        self._gradients = gradients
+        is_split = mesh.pp.size > 1 or num_microbatches > 1
+        self._uses_schedule = is_split and mode == "auto" and module.automatic_optimization
+        self._is_plain = mesh.world.size == 1 and not self._uses_schedule
+        if mesh.pp.size > 1:
+            _require_one_model(pipelined, module, mesh.pp.size, self._uses_schedule)
+        self._runtime = Runtime(mesh.pp, Mailbox(mesh.pp, device))
+        self._direct_driver: Driver = LocalCall()
+        if mesh.pp.size > 1:
+            self._direct_driver = CollectiveCall(mesh.pp, device, lambda rows: max(1, min(num_microbatches, rows)))
+        self._log = StepLog(module, mesh, device, log_dtype, tail_on_last_stage=self._uses_schedule)
+        self._direct_log = StepLog(module, mesh, device, log_dtype, tail_on_last_stage=False)
+        self._pending: dict[nn.Parameter, Tensor] = {}
+        # gradients of the last schedule, until Lightning asks for them by `backward`
+        self._manual_share: Tensor | None = None
+        self._num_checked: dict[str, int] = {}
+        self.is_scheduled = False
+        # whether a schedule is running right now
+
+    # --- training ---------------------------------------------------------------------------------------------------
+
+    def train(self, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What `training_step` returns for the batch `args[0]`, its loss that of the global batch."""
+        self._check_batch("training_step", args)
+        for model in self._models:
+            model.draws.step = self._trainer.fit_loop.epoch_loop.total_batch_idx
+        if self._uses_schedule:
+            return self._train_scheduled(context, args, kwargs)
+        return self._train_direct(context, args, kwargs)
+
+    def _train_scheduled(self, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
+        assert self._gradients is not None
+        batches = microbatches.split(args[0], self._num_microbatches)
+        rows = [microbatches.num_rows(batch) for batch in batches]
+        first_sample = self._mesh.axis("dp+cp").rank * sum(rows)
+        first_samples = [first_sample + sum(rows[:i]) for i in range(len(rows))]
+
+        def enter_step(microbatch: int) -> Tensor:
+            self._forget_weights()
+            with self._aligned(microbatch), context():
+                output = self._module.training_step(batches[microbatch], *args[1:], **kwargs)
+            loss = _loss_of(output)
+            if loss is None:
+                raise RuntimeError("training_step returned no loss for a microbatch; a schedule cannot skip one")
+            weight = self._weight_of(output, rows[microbatch])
+            self._log.end_microbatch(loss, weight)
+            return loss * weight.to(loss.dtype)
+
+        def differentiate(loss: Tensor) -> None:
+            self._trainer.strategy.precision_plugin.backward(loss, self._module, None)
+
+        aside = self._gradients.take()
+        if self._trainer.fit_loop.batch_idx % self._trainer.accumulate_grad_batches == 0:
+            # Lightning is about to zero them: free them before the schedule needs the memory.
+            aside = {}
+        call = ScheduledCall(self._models, self._mesh.pp, enter_step, differentiate, first_samples)
+        self._drive(call)
+        self.is_scheduled = True
+        try:
+            with self._log.recording():
+                self._runtime.run(_steps_of_rank(self._mesh.pp.size, len(batches), self._mesh.pp.rank), call)
+        finally:
+            self.is_scheduled = False
+            self._drive(self._direct_driver)
+        summary = self._log.replay()
+        self._pending = self._gradients.take()
+        self._gradients.add(aside)
+        scale_in_place(list(self._pending.values()), _reciprocal(summary.weight))
+        return {"loss": summary.loss.to(self._log.dtype)}
+
+    def _train_direct(self, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        rows = self._begin_direct(args)
+        if self._is_plain:
+            with context():
+                return self._module.training_step(*args, **kwargs)
+        replicas = self._mesh.axis("dp+cp")
+        if replicas.size == 1:
+            with self._aligned(0), context():
+                return self._module.training_step(*args, **kwargs)
+        # In manual optimization the backwards come inside the step, before any weight is known: replicas count alike.
+        self._manual_share = torch.tensor(1.0 / replicas.size, device=self._device)
+        with self._direct_log.recording(), self._aligned(0), context():
+            output = self._module.training_step(*args, **kwargs)
+        loss = _loss_of(output)
+        weight = self._weight_of(output, rows)
+        self._direct_log.end_microbatch(loss, weight)
+        summary = self._direct_log.replay()
+        if loss is None or not self._module.automatic_optimization:
+            return output
+        share = loss * (weight * _reciprocal(summary.weight)).to(loss.dtype)
+        # The value is that of the global batch, the gradient this replica's share of it.
+        whole = share + (summary.loss.to(loss.dtype) - share).detach()
+        return {**output, "loss": whole} if isinstance(output, dict) else whole
+
+    def backward(self, loss: Tensor, differentiate: Callable[[Tensor], None], *, reduce_now: bool) -> None:
+        """Leaves the gradients of the global batch on the parameters; only this batch's parts of them where a later
+        batch of the same optimizer step is still to come (`reduce_now` False)."""
+        gradients = self._gradients
+        assert gradients is not None
+        if self._uses_schedule:
+            gradients.add(self._pending)
+            self._pending = {}
+        elif not self._module.automatic_optimization:
+            # Each manual backward reduces its own gradients; what was there before is reduced already.
+            before = gradients.take()
+            differentiate(loss if self._manual_share is None else loss * self._manual_share.to(loss.dtype))
+            gradients.reduce(outside_over_stages=False)
+            gradients.add(before)
+            return
+        else:
+            differentiate(loss)
+        if reduce_now:
+            gradients.reduce(outside_over_stages=self._uses_schedule)
+
+    # --- evaluation -------------------------------------------------------------------------------------------------
+
+    def evaluate(self, name: str, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the user's validation, test or predict step returns, on every rank."""
+        self._check_batch(name, args)
+        rows = self._begin_direct(args)
+        step = getattr(self._module, name)
+        if self._mesh.axis("dp+cp").size == 1 or name == "predict_step":
+            with self._aligned(0), context():
+                return step(*args, **kwargs)
+        with self._direct_log.recording(), self._aligned(0), context():
+            output = step(*args, **kwargs)
+        self._direct_log.end_microbatch(None, self._weight_of(output, rows))
+        self._direct_log.replay()
+        return output
+
+    # --- what both need ---------------------------------------------------------------------------------------------
+
+    def _drive(self, driver: Driver) -> None:
+        for model in self._models:
+            model.driver = driver
+
+    def _forget_weights(self) -> None:
+        for model in self._models:
+            model.loss_weight = None
+
+    def _begin_direct(self, args: tuple[Any, ...]) -> int:
+        """Makes the models ready for a direct step; returns the rows of its batch, 1 where it has none."""
+        rows = _rows_of(args)
+        for model in self._models:
+            model.draws.first_sample, model.draws.call = self._mesh.axis("dp+cp").rank * rows, 0
+        self._drive(self._direct_driver)
+        self._forget_weights()
+        return rows
+
+    def _weight_of(self, output: Any, rows: int) -> Tensor:
+        """What the step's loss is a mean over, [], float64: as the step says, as the model says, else its rows."""
+        if isinstance(output, dict) and output.get("loss_weight") is not None:
+            return torch.as_tensor(output["loss_weight"], device=self._device).detach().double().reshape(())
+        told = [model.loss_weight for model in self._models if model.loss_weight is not None]
+        if len(told) > 1:
+            raise ValueError(
+                f"{len(told)} models computed losses in one step, each a mean over its own tokens; say what the step's "
+                'loss is a mean over: return {"loss": loss, "loss_weight": number of tokens or samples}'
+            )
+        weight = told[0].detach() if told else torch.tensor(rows, device=self._device)
+        return weight.double().reshape(())
+
+    def _aligned(self, microbatch: int) -> AbstractContextManager[None]:
+        """Random numbers of the user's code that agree on all ranks of a replica and differ between replicas."""
+        if self._mesh.axis("pp+cp+tp").size == 1:
+            return nullcontext()
+        step = self._trainer.fit_loop.epoch_loop.total_batch_idx
+        stage = str(self._trainer.state.stage)
+        batch = self._trainer.fit_loop.batch_idx
+        return aligned_random(torch.initial_seed(), stage, step, batch, self._mesh.dp.rank, microbatch)
+
+    def _check_batch(self, name: str, args: tuple[Any, ...]) -> None:
+        replica = self._mesh.axis("pp+cp+tp")
+        checked = self._num_checked.get(name, 0)
+        if replica.size == 1 or checked >= _CHECKED_BATCHES or not args:
+            return
+        self._num_checked[name] = checked + 1
+        require_equal_batches(args[0], replica)
+
+
+def _require_one_model(pipelined: dict[str, PipelineModule], module: nn.Module, stages: int, scheduled: bool) -> None:
+    if not pipelined:
+        raise ConfigurationError(
+            [
+                f"{type(module).__name__} cannot be pipelined over {stages} stages: it holds no PipelineModule (such as "
+                f"GPTModel) and not exactly one nn.Sequential of at least {stages} children among its own attributes; "
+                "build its model in configure_model from one of these, or use pipeline_model_parallel_size=1"
+            ]
+        )
+    if len(pipelined) > 1 and scheduled:
+        raise ConfigurationError(
+            [
+                f"{type(module).__name__} holds {len(pipelined)} pipelined models ({', '.join(pipelined)}); a schedule "
+                'runs one; use PipelineConfig(mode="collective")'
+            ]
+        )
+
+
+def _rows_of(args: tuple[Any, ...]) -> int:
+    """Rows of a step's batch; 1 where its tensors do not agree or there are none."""
+    try:
+        return max(1, microbatches.num_rows(args[0])) if args else 1
+    except ValueError:
+        return 1
+
+
+def _loss_of(output: Any) -> Tensor | None:
+    loss = output.get("loss") if isinstance(output, dict) else output
+    return loss if isinstance(loss, Tensor) else None
+
+
+def _reciprocal(weight: Tensor) -> Tensor:
+    """1/weight, and 0 for a weight of 0: nothing was valid, and every gradient is zero."""
+    return torch.where(weight > 0, 1.0 / weight, torch.zeros_like(weight))
+

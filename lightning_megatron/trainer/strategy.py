@@ -1,0 +1,454 @@
+"""`MegatronStrategy`: Megatron's parallelism under `Trainer(strategy=...)`, for ordinary LightningModules.
+
+It wires the rooms together and answers Lightning's hooks; what a step does is in `steps`, what is saved in
+`checkpoints`. Note: gradients come before zero_grad. Lightning calls `training_step`, then `zero_grad`, then
+`backward`; a schedule has run its backwards by the time `training_step` returns. Its gradients are therefore taken
+aside there and given to the parameters in `backward`, so that every hook sees what it would see on one device.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import Token
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+)
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor
+from torch.optim import Optimizer
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_megatron.comm import collectives, differentiable
+from lightning_megatron.mesh import Axis, Mesh, Sizes, reset_ambient_mesh, set_ambient_mesh
+from lightning_megatron.optim.gradients import Gradients
+from lightning_megatron.pipeline.module import PipelineModule, run_alone
+from lightning_megatron.trainer import checkpoints, checks, setup_model
+from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
+from lightning_megatron.trainer.failure import FailureWatch
+from lightning_megatron.trainer.launcher import CheckingLauncher
+from lightning_megatron.trainer.precision import MegatronPrecision, compute_dtype
+from lightning_megatron.trainer.steps import Steps
+
+
+class MegatronStrategy(ParallelStrategy):
+    """Trains one model over tensor, sequence, pipeline and data parallel ranks, with the numbers of one device.
+
+    The data-parallel size is what the world leaves: processes / (tensor x pipeline x context). Raises
+    ConfigurationError, telling all faults at once, before any process is started.
+    """
+
+    def __init__(
+        self,
+        *,
+        tensor_model_parallel_size: int = 1,
+        pipeline_model_parallel_size: int = 1,
+        sequence_parallel: bool = False,
+        num_microbatches: int = 1,
+        pipeline: PipelineConfig | None = None,
+        timeout_seconds: float = 1800.0,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        """Sizes are numbers of ranks; `num_microbatches` is per step and replica; time-outs are those of collectives."""
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self._tp = tensor_model_parallel_size
+        self._pp = pipeline_model_parallel_size
+        self._sequence_parallel = sequence_parallel
+        self.num_microbatches = num_microbatches
+        self.pipeline = pipeline if pipeline is not None else PipelineConfig()
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._num_nodes = 1
+        self._mesh: Mesh | None = None
+        self._ambient: Token[Mesh | None] | None = None
+        self._watch: FailureWatch | None = None
+        self._steps: Steps | None = None
+        self._gradients: Gradients | None = None
+        self._is_synchronised = True
+        self._restricted_metrics: list[Metric] = []
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        strategy_registry.register("megatron", cls, description="Megatron's parallelism for ordinary LightningModules")
+
+    # --- who this rank is -------------------------------------------------------------------------------------------
+
+    @property
+    def sizes(self) -> Sizes:
+        """Ranks on each axis; known as soon as the Trainer is made."""
+        return Sizes(
+            world=self.num_nodes * self.num_processes,
+            tp=self._tp,
+            pp=self._pp,
+            sequence_parallel=self._sequence_parallel,
+        )
+
+    @property
+    def mesh(self) -> Mesh:
+        """This rank's mesh; raises RuntimeError before `setup_environment`."""
+        if self._mesh is None:
+            raise RuntimeError("the mesh is made when fit, validate, test or predict starts; it is not there yet")
+        return self._mesh
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which replica's data this rank reads."""
+        return self.mesh.dp.rank
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many replicas read different data."""
+        return self.sizes.dp
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether data is read by several replicas; Lightning adds samplers and syncs metrics only then."""
+        return not self.sizes.faults() and self.sizes.dp > 1
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        """Machines; the Trainer sets it."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this machine."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
+
+    # --- Lightning's choice of dtypes, under our clipping -----------------------------------------------------------
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        if precision_plugin is not None and not isinstance(precision_plugin, MegatronPrecision):
+            precision_plugin = MegatronPrecision(precision_plugin)
+        self._precision_plugin = precision_plugin
+
+    # --- processes --------------------------------------------------------------------------------------------------
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._launcher = CheckingLauncher(
+            self.cluster_environment, self.num_processes, self.num_nodes, self._require_sound
+        )
+
+    def _require_sound(self, trainer: pl.Trainer, arguments: tuple[Any, ...]) -> None:
+        """Raises ConfigurationError for everything that is wrong with the run that is about to start."""
+        faults = checks.faults(trainer, self.sizes, self.num_microbatches, arguments)
+        if faults:
+            raise ConfigurationError(faults)
+
+    def set_world_ranks(self) -> None:
+        """Tells Lightning's environment and its rank-zero helpers who this process is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        # torchelastic and SLURM ignore the setters; what the getter says is the truth.
+        rank_zero_only.rank = self.global_rank
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        if self.sizes.world > 1:
+            assert self.cluster_environment is not None
+            device = self.root_device
+            backend = _get_default_process_group_backend_for_device(device)
+            device_id = device if device.type != "cpu" else None
+            _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
+        if self._mesh is None:
+            self._mesh = Mesh.build(self.sizes, self.global_rank, self._new_group)
+        self._ambient = set_ambient_mesh(self._mesh)
+        if self.sizes.world > 1 and self._watch is None:
+            self._watch = self._start_watch()
+        setup_model.agree_on_seed(self.mesh)
+
+    def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        return dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True)
+
+    def _start_watch(self) -> FailureWatch:
+        assert self.cluster_environment is not None
+        host = self.cluster_environment.main_address
+        store = None
+        if self.global_rank == 0:
+            store = FailureWatch.connect(host, 0, is_host=True, timeout=self._timeout)
+        port = collectives.broadcast_object(store.port if store is not None else None, self.mesh.world)
+        if store is None:
+            store = FailureWatch.connect(host, port, is_host=False, timeout=self._timeout)
+        watch = FailureWatch(store, self.global_rank)
+        watch.start()
+        return watch
+
+    # --- model and optimizers ---------------------------------------------------------------------------------------
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        if trainer.state.fn == TrainerFn.FITTING and self._layer_sync is not None:
+            self.model = self._layer_sync.apply(module)
+        setup_model.pipeline_plain_sequential(module, self.mesh)
+        self.model = self.precision_plugin.convert_module(module)
+        self.model_to_device()
+        setup_model.equalise(module, self.mesh)
+        pipelined = setup_model.pipelined_modules(module)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._gradients = Gradients(
+                module.named_parameters(), setup_model.names_inside(module), self.mesh, self._new_group
+            )
+            assert isinstance(self.precision_plugin, MegatronPrecision)
+            self.precision_plugin.gradients = self._gradients
+            self._reset_optimizers_and_schedulers()
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        self._restricted_metrics += setup_model.restrict_metrics(module, self.mesh.axis("dp+cp"))
+        self._steps = Steps(
+            trainer=trainer,
+            module=module,
+            pipelined=pipelined,
+            mesh=self.mesh,
+            device=self.root_device,
+            num_microbatches=self.num_microbatches,
+            mode=self.pipeline.mode,
+            gradients=self._gradients,
+            log_dtype=torch.float64 if compute_dtype(str(self.precision_plugin.precision)) is torch.float64 else torch.float32,
+        )
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        assert self.lightning_module is not None
+        checks.require_cuttable(self.lightning_module.trainer, dataloader, self.num_microbatches)
+        return setup_model.seed_workers_by_replica(dataloader, self.mesh.dp)
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> Steps:
+        """What runs the user's steps; raises RuntimeError before `setup`."""
+        if self._steps is None:
+            raise RuntimeError("steps run between the start and the end of fit, validate, test or predict")
+        return self._steps
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.steps.train(self.precision_plugin.train_step_context, args, kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.steps.evaluate("validation_step", self.precision_plugin.val_step_context, args, kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.steps.evaluate("test_step", self.precision_plugin.test_step_context, args, kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self.steps.evaluate("predict_step", self.precision_plugin.predict_step_context, args, kwargs)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        assert self.lightning_module is not None
+        plugin, module = self.precision_plugin, self.lightning_module
+        closure_loss = plugin.pre_backward(closure_loss, module)  # type: ignore[assignment]
+        self.steps.backward(
+            closure_loss,
+            lambda loss: plugin.backward(loss, module, optimizer, *args, **kwargs),
+            reduce_now=self._is_synchronised,
+        )
+        return plugin.post_backward(closure_loss, module)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        """Inside the block gradients are left on their ranks: the batch only accumulates."""
+        self._is_synchronised = False
+        try:
+            yield
+        finally:
+            self._is_synchronised = True
+
+    @property
+    def gradient_norm(self) -> Tensor | None:
+        """Norm of the whole model's gradient before the last clipping, []; None where nothing was clipped yet."""
+        assert isinstance(self.precision_plugin, MegatronPrecision)
+        return self.precision_plugin.gradient_norm
+
+    # --- collectives that Lightning and its callbacks ask for -------------------------------------------------------
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        self._refuse_in_schedule("barrier")
+        if self._mesh is not None:
+            collectives.barrier(self._mesh.world)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        self._refuse_in_schedule("broadcast")
+        return obj if self._mesh is None else collectives.broadcast_object(obj, self._mesh.world, src)
+
+    @override
+    def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
+        """The tensor reduced over the replicas: the other ranks of a replica hold copies, not further terms."""
+        self._refuse_in_schedule("reduce")
+        if not isinstance(tensor, Tensor) or self._mesh is None:
+            return tensor
+        return self._reduce_over(tensor, self._mesh.axis("dp+cp"), reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        if self._mesh is None:
+            return decision
+        votes = torch.tensor(int(decision), device=self.root_device)
+        total = int(collectives.all_reduce(votes, self._mesh.world))
+        return total == self._mesh.world.size if all else total > 0
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """The tensors of all replicas: [dp, *shape]."""
+        self._refuse_in_schedule("all_gather")
+        axis = self.mesh.axis("dp+cp") if self._mesh is not None else Mesh.single().dp
+        if axis.size == 1:
+            # As Lightning without processes: no dim is added.
+            return tensor
+        if sync_grads:
+            return differentiable.gather(tensor.unsqueeze(0), axis)
+        with torch.no_grad():
+            return collectives.all_gather(tensor.unsqueeze(0), axis)
+
+    @staticmethod
+    def _reduce_over(tensor: Tensor, axis: Axis, reduce_op: Any) -> Tensor:
+        name = reduce_op.lower() if isinstance(reduce_op, str) else {
+            dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "mean", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min"
+        }[reduce_op]
+        if name in ("mean", "avg"):
+            summed = collectives.all_reduce(tensor if tensor.is_floating_point() else tensor.float(), axis)
+            return summed / axis.size
+        if name not in ("sum", "max", "min"):
+            raise ValueError(f"reduce_op ({reduce_op!r}) must be one of mean, avg, sum, max, min")
+        return collectives.all_reduce(tensor, axis, name)  # type: ignore[arg-type]
+
+    def _refuse_in_schedule(self, what: str) -> None:
+        if self._steps is not None and self._steps.is_scheduled:
+            raise RuntimeError(
+                f"strategy.{what} was called inside training_step while a pipeline schedule runs; the stages are at "
+                "different microbatches and would wait for each other for ever. Call it in a hook around the step, or "
+                'use MegatronStrategy(pipeline=PipelineConfig(mode="collective"))'
+            )
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        if storage_options is not None:
+            raise TypeError("MegatronStrategy.save_checkpoint takes no storage_options; a checkpoint is a directory")
+        path = Path(self.broadcast(str(filepath)))
+        checkpoints.save(path, checkpoint, self._require_module(), self.optimizers, self.mesh.world)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        module = self._require_module()
+        setup_model.pipeline_plain_sequential(module, self.mesh)
+        return checkpoints.load(Path(checkpoint_path), module, self.mesh, self.checkpoint_io, weights_only)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        checkpoints.load_optimizers(checkpoint, self._require_module(), self.optimizers, self.mesh.world)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        # Taken from the optimizer itself in `save_checkpoint`, slice by slice; nothing is gathered here.
+        return {}
+
+    @override
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        if self.is_global_zero:
+            self.checkpoint_io.remove_checkpoint(filepath)
+
+    def _require_module(self) -> pl.LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self._watch is None:
+            return
+        first = self._watch.publish(exception)
+        self._watch = None
+        if first is not None:
+            exception.add_note(f"this rank failed after another one; the first failure:\n{first}")
+
+    @override
+    def teardown(self) -> None:
+        """Never collective: a rank may be gone."""
+        if self._ambient is not None:
+            reset_ambient_mesh(self._ambient)
+            self._ambient = None
+        if self.lightning_module is not None:
+            for pipelined in setup_model.pipelined_modules(self.lightning_module).values():
+                pipelined.driver = run_alone
+        setup_model.release_metrics(self._restricted_metrics)
+        self._restricted_metrics = []
+        self._steps = None
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+        super().teardown()
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        for name in ("_mesh", "_ambient", "_watch", "_steps", "_gradients", "_launcher"):
+            state[name] = None
+        return state
