@@ -1,0 +1,103 @@
+"""What the certificate covers: models, layouts, and data that tries to break them.
+
+The data has uneven loss masks, microbatches and a whole replica without a valid token, a sequence that sequence
+parallelism must pad, and a vocabulary that tensor parallelism does not divide.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.models import GPTConfig
+
+NUM_STEPS = 3
+BATCH = 12  # divides by every data-parallel size times number of microbatches below
+SEQUENCE = 7  # 2 rows of 7 tokens do not divide by 4: sequence parallelism pads
+TOLERANCE = {"64-true": 1e-10, "32-true": 1e-5}
+
+_SMALL: dict[str, Any] = {
+    "num_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "max_sequence_length": 16,
+    # Larger than usual: with 0.02 a tiny model's gradients are so small that a wrong one would pass for rounding.
+    "init_std": 0.3,
+}
+
+VARIANTS = {
+    "gpt2": GPTConfig(**_SMALL, vocab_size=128, activation="gelu_tanh"),
+    "llama": GPTConfig(
+        **_SMALL,
+        vocab_size=128,
+        num_query_groups=2,
+        ffn_hidden_size=48,
+        activation="swiglu",
+        normalization="rmsnorm",
+        position="rotary",
+        add_bias_linear=False,
+        tie_embeddings=False,
+    ),
+    "vocabulary-131": GPTConfig(**_SMALL, vocab_size=131, label_smoothing=0.1),
+    "dropout": GPTConfig(**_SMALL, vocab_size=128, hidden_dropout=0.1, attention_dropout=0.1),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How many processes, how they are cut, and what the Trainer is told."""
+
+    world: int
+    tp: int = 1
+    pp: int = 1
+    sp: bool = False
+    microbatches: int = 1
+    accumulate: int = 1
+    clip: float | None = None
+    collective: bool = False
+
+    @property
+    def dp(self) -> int:
+        return self.world // (self.tp * self.pp)
+
+
+LAYOUTS = {
+    "one": Layout(world=1),
+    "one m3": Layout(world=1, microbatches=3),
+    "tp2": Layout(world=2, tp=2),
+    "tp2+sp": Layout(world=2, tp=2, sp=True),
+    "tp4+sp": Layout(world=4, tp=4, sp=True, microbatches=6),
+    "pp2": Layout(world=2, pp=2, microbatches=2),
+    "pp2 collective": Layout(world=2, pp=2, microbatches=3, collective=True),
+    "pp4 m4": Layout(world=4, pp=4, microbatches=4),
+    "pp4 m6": Layout(world=4, pp=4, microbatches=6),
+    "dp2": Layout(world=2),
+    "dp3": Layout(world=3, microbatches=2),
+    "tp2 pp2": Layout(world=4, tp=2, pp=2, microbatches=3),
+    "tp2+sp pp2 dp2": Layout(world=8, tp=2, sp=True, pp=2, microbatches=3),
+    "accumulate 2": Layout(world=4, tp=2, pp=2, microbatches=2, accumulate=2),
+    "accumulate 2, dp2": Layout(world=2, accumulate=2),
+    "clip 0.05": Layout(world=4, tp=2, sp=True, pp=2, microbatches=3, clip=0.05),
+    "clip 0.05, dp2": Layout(world=2, clip=0.05, microbatches=2),
+}
+
+
+def batches(config: GPTConfig, dtype: torch.dtype, accumulate: int) -> list[dict[str, Tensor]]:
+    """The global batches of all steps, `accumulate` of them a step."""
+    generator = torch.Generator().manual_seed(20261121)
+    made = []
+    for index in range(NUM_STEPS * accumulate):
+        tokens = torch.randint(0, config.vocab_size, (BATCH, SEQUENCE + 1), generator=generator)
+        # Row i keeps a share of its tokens that grows with i: replicas and microbatches hold uneven numbers.
+        shares = torch.linspace(0.2, 1.0, BATCH).unsqueeze(1)
+        mask = (torch.rand(BATCH, SEQUENCE, generator=generator) < shares).to(dtype)
+        mask[:3] = 0  # the first microbatch has no valid token for every number of microbatches above
+        if index == 1:
+            mask[: BATCH // 2] = 0  # the first of two replicas has none at all
+        labels = tokens[:, 1:].clone()
+        labels[-1, -1] = -100
+        # The largest ids are the ones that padding of the vocabulary could touch.
+        labels[-1, 0] = config.vocab_size - 1
+        made.append({"tokens": tokens[:, :-1].contiguous(), "labels": labels, "loss_mask": mask})
+    return made
