@@ -132,7 +132,9 @@ def _coordinates(sizes: Sizes, names: tuple[str, ...], global_rank: int) -> dict
     return place
 
 
-def _line(sizes: Sizes, names: tuple[str, ...], along: tuple[str, ...], global_rank: int) -> tuple[int, tuple[int, ...]]:
+def _line(
+    sizes: Sizes, names: tuple[str, ...], along: tuple[str, ...], global_rank: int
+) -> tuple[int, tuple[int, ...]]:
     """Own place on, and global ranks of, the line through `global_rank` along some axes, the first of them slowest."""
     place = _coordinates(sizes, names, global_rank)
     stride: dict[str, int] = {}
@@ -170,8 +172,8 @@ class Mesh:
     def build(sizes: Sizes, global_rank: int, new_group: NewGroup) -> "Mesh":
         """The mesh with a process group on every axis longer than 1.
 
-        `new_group(ranks)` gets ascending global ranks and is asked once for each distinct set that this rank belongs to,
-        in the same order of axes on every rank.
+        `new_group(ranks)` gets ascending global ranks and is asked once for each distinct set that this rank belongs
+        to, in the same order of axes on every rank.
         """
         groups: dict[tuple[int, ...], ProcessGroup | None] = {}
 
@@ -191,7 +193,7 @@ class Mesh:
             raise ValueError("\n".join(faults))
         if not 0 <= global_rank < sizes.world:
             raise ValueError(f"rank ({global_rank}) must be from 0 to world size - 1 ({sizes.world - 1})")
-        lines = [(names, (name,)) for names in (DENSE, EXPERT) for name in names]
+        lines: list[tuple[tuple[str, ...], tuple[str, ...]]] = [(n, (name,)) for n in (DENSE, EXPERT) for name in n]
         lines += [(DENSE, union) for union in UNIONS]
         axes: dict[str, Axis] = {}
         for names, along in lines:
@@ -236,7 +238,6 @@ class Mesh:
     @property
     def world(self) -> Axis:
         return self.axes["world"]
-
 
 
 _AMBIENT: ContextVar[Mesh | None] = ContextVar("lightning_megatron_mesh", default=None)

@@ -1,4 +1,4 @@
-"""Which slice of which parameter a rank holds: the one fact that initialiser, gradient norm, checkpoint and import read.
+"""Which slice of which parameter a rank holds: the one fact that initialiser, norm, checkpoint and import read.
 
 A `Shard` is laid on a parameter at its birth, when a layer is built, and nothing flags a parameter by hand later. A cut
 dim is split into equal local lengths; where the axis does not divide it, the last ranks hold padding after their valid

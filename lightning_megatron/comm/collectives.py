@@ -1,8 +1,9 @@
 """Collectives over an `Axis`: blocking, or returning the work in flight. The one place that knows an axis of one rank
 needs no message, and the one place that knows both spellings of torch's single-tensor collectives.
 
-Every function returns a new tensor unless its name ends in an underscore. With `wait=False` the answer is a `Pending`
-whose `wait()` gives the tensor. Any number of collectives may be in flight on an axis; they start in call order.
+Every function returns a new tensor unless its name ends in an underscore; an axis of one rank gives back `x` itself.
+With `wait=False` the answer is a `Pending` whose `wait()` gives the tensor. Any number of collectives may be in flight
+on an axis; they start in call order.
 """
 
 from collections.abc import Callable

@@ -30,7 +30,7 @@ class _Copy(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return collectives.all_reduce(grad, ctx.axis), None
 
 
@@ -40,7 +40,7 @@ class _Reduce(torch.autograd.Function):
         return x.view_as(x) if axis.size == 1 else collectives.all_reduce(x, axis)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -51,7 +51,7 @@ class _Gather(torch.autograd.Function):
         return x.view_as(x) if axis.size == 1 else collectives.all_gather(x, axis, dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return collectives.reduce_scatter(grad, ctx.axis, ctx.dim), None, None
 
 
@@ -62,7 +62,7 @@ class _ReduceScatter(torch.autograd.Function):
         return x.view_as(x) if axis.size == 1 else collectives.reduce_scatter(x, axis, dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return collectives.all_gather(grad, ctx.axis, ctx.dim), None, None
 
 
@@ -73,7 +73,7 @@ class _Split(torch.autograd.Function):
         return x.view_as(x) if axis.size == 1 else collectives.shard_slice(x, axis, dim).clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return collectives.all_gather(grad, ctx.axis, ctx.dim), None, None
 
 
@@ -84,7 +84,7 @@ class _Join(torch.autograd.Function):
         return x.view_as(x) if axis.size == 1 else collectives.all_gather(x, axis, dim)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return collectives.shard_slice(grad, ctx.axis, ctx.dim), None, None
 
 

@@ -166,7 +166,7 @@ def _grad(held: Held) -> Tensor:
 
 
 def sum_in_place(tensors: Sequence[Tensor], axis: Axis) -> None:
-    """Sums each tensor over the axis, in place: large ones by themselves, small ones joined. Same order on all ranks."""
+    """Sums each tensor over the axis, in place: large ones by themselves, small ones joined."""
     if axis.size == 1:
         return
     pending: list[Pending] = []
@@ -188,7 +188,7 @@ def sum_in_place(tensors: Sequence[Tensor], axis: Axis) -> None:
 
 
 def stage_axes(names: Sequence[str], mesh: Mesh, new_group: NewGroup) -> dict[str, Axis]:
-    """For each name that several stages hold, the axis of those stages. Collective over pp and, for groups, the world."""
+    """For each name that several stages hold, the axis of those stages. Collective over pp and the world."""
     by_stage = [set(held) for held in collectives.gather_objects(list(names), mesh.pp)]
     holders: dict[str, tuple[int, ...]] = {}
     for name in sorted(set().union(*by_stage)):

@@ -144,9 +144,7 @@ class CollectiveCall:
             if pairs:
                 torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
         count = len(work.calls)
-        order = tuple(
-            tuple(Action(Kind.BACKWARD, stage, m) for m in range(count)) for stage in range(self._pp.size)
-        )
+        order = tuple(tuple(Action(Kind.BACKWARD, stage, m) for m in range(count)) for stage in range(self._pp.size))
         runtime = Runtime(self._pp, self._mailbox)
         likes = {m: (o.shape, o.dtype) for m, o in enumerate(work.outputs) if isinstance(o, Tensor)}
         runtime.run(add_messages(order)[self._pp.rank], work, likes)
@@ -175,7 +173,7 @@ class _Recorded(torch.autograd.Function):
         return tuple(output.view_as(output) for output in outputs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         input_grads = ctx.call.run_backward(ctx.work, ctx.roots, grads)
         ctx.work = ctx.roots = None
         return (None, None, None, None, None, *input_grads)

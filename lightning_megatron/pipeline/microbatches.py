@@ -1,6 +1,7 @@
 """Cutting a batch into microbatches along its rows, and putting their results together again."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def split(batch: Any, num_microbatches: int) -> list[Any]:
     rows = num_rows(batch)
     count = max(1, min(num_microbatches, rows))
     bounds = [rows * i // count for i in range(count + 1)]
-    sizes = sorted((b - a for a, b in zip(bounds, bounds[1:], strict=False)), reverse=True)
+    sizes = sorted((b - a for a, b in pairwise(bounds)), reverse=True)
     starts = [sum(sizes[:i]) for i in range(count)]
 
     def is_row_list(value: Any) -> bool:

@@ -6,6 +6,7 @@ How a call runs (alone, as one microbatch of a schedule, or as a collective of a
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -65,7 +66,7 @@ class PipelineModule(nn.Module):
     @classmethod
     def from_modules(cls, modules: Mapping[str, nn.Module], *, mesh: Mesh | None = None) -> "PipelineModule":
         """A chain of modules, each called with what the one before returned, under the names given."""
-        parts = [Part(name=name, build=lambda module=module: module, cost=1.0) for name, module in modules.items()]
+        parts = [Part(name=name, build=partial(_itself, module), cost=1.0) for name, module in modules.items()]
         return PipelineModule(parts, mesh=mesh)
 
     def _has(self, name: str) -> bool:
@@ -113,6 +114,10 @@ class PipelineModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the unsplit model returns, or, within a schedule, this stage's share of it: see `driver`."""
         return self.driver(self, args, kwargs)
+
+
+def _itself(module: nn.Module) -> nn.Module:
+    return module
 
 
 def run_alone(module: PipelineModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

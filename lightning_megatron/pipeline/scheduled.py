@@ -53,7 +53,8 @@ class ScheduledCall:
         self._num_calls += 1
         if self._pp.size > 1 and self._num_calls > 1:
             raise RuntimeError(
-                "the step calls a pipelined model more than once; a schedule runs one call per microbatch; " + _OTHER_MODE
+                "the step calls a pipelined model more than once; a schedule runs one call per microbatch; "
+                + _OTHER_MODE
             )
         hidden, context = module.prepare(*args, **kwargs)
         output = module.run_stage(hidden if self._pp.is_first else self._received, context)

@@ -7,13 +7,14 @@ first rank's plain data.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -118,7 +119,11 @@ def load_optimizers(
     for index, (optimizer, rest) in enumerate(zip(optimizers, saved.rests, strict=True)):
         moments = directory.rebuild_optimizer(optimizer, names, rest, entries, index)
         prefix = f"optimizer.{index}."
-        directory.load(saved.path, moments, world=world, among=lambda name, p=prefix: name.startswith(p))
+        directory.load(saved.path, moments, world=world, among=partial(_begins_with, prefix))
+
+
+def _begins_with(prefix: str, name: str) -> bool:
+    return name.startswith(prefix)
 
 
 def _load_file(
@@ -127,10 +132,10 @@ def _load_file(
     checkpoint: dict[str, Any] = checkpoint_io.load_checkpoint(path, weights_only=weights_only)
     if mesh.axis("pp+tp").size == 1:
         return checkpoint
-    if _OPTIMIZERS in checkpoint and checkpoint[_OPTIMIZERS]:
+    if checkpoint.get(_OPTIMIZERS):
         raise ValueError(
-            f"checkpoint {path} is a single file with optimizer states; those can be resumed on one model-parallel rank "
-            "only. Resume it there under MegatronStrategy and save, which gives a directory that any layout resumes; "
+            f"checkpoint {path} is a single file with optimizer states; those can be resumed on one model-parallel "
+            "rank only. Resume it there under MegatronStrategy and save: any layout resumes the directory that this makes; "
             "or keep its weights alone"
         )
     whole, local = checkpoint[_WEIGHTS], {}
@@ -159,7 +164,9 @@ def _names(module: pl.LightningModule) -> dict[Tensor, str]:
 
 def _is_state_of(value: Any, live: Mapping[str, Tensor]) -> bool:
     """Whether a value is tensors under the module's names, as the weights that an averaging callback keeps."""
-    return isinstance(value, dict) and bool(value) and all(n in live and isinstance(t, Tensor) for n, t in value.items())
+    return (
+        isinstance(value, dict) and bool(value) and all(n in live and isinstance(t, Tensor) for n, t in value.items())
+    )
 
 
 def _plain(value: Any, path: str) -> Any:

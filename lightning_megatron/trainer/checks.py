@@ -57,7 +57,9 @@ def _checkpoint_faults(path: str) -> list[str]:
     if "://" in path or is_checkpoint(path) or os.path.isfile(path):
         return []
     what = "does not exist" if not os.path.exists(path) else "is a directory without a checkpoint in it"
-    return [f"ckpt_path ({path}) {what}; give a *.ckpt directory that a MegatronStrategy wrote, a *.ckpt file, or 'last'"]
+    return [
+        f"ckpt_path ({path}) {what}; give a *.ckpt directory that a MegatronStrategy wrote, a *.ckpt file, or 'last'"
+    ]
 
 
 def require_cuttable(trainer: pl.Trainer, dataloader: object, num_microbatches: int) -> None:
@@ -68,7 +70,10 @@ def require_cuttable(trainer: pl.Trainer, dataloader: object, num_microbatches: 
     batch_size = dataloader.batch_size if isinstance(dataloader, DataLoader) else None
     if not trainer.training or batch_size is None or batch_size % num_microbatches == 0:
         return
-    below, above = batch_size // num_microbatches * num_microbatches, -(-batch_size // num_microbatches) * num_microbatches
+    below, above = (
+        batch_size // num_microbatches * num_microbatches,
+        -(-batch_size // num_microbatches) * num_microbatches,
+    )
     fits = " or ".join(str(size) for size in (below, above) if size)
     divisors = ", ".join(str(n) for n in range(1, batch_size + 1) if batch_size % n == 0)
     raise ConfigurationError(

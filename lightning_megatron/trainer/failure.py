@@ -11,7 +11,7 @@ import time
 import traceback
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 _KEY = "failure"
 _COUNT = "failures"
@@ -23,7 +23,7 @@ _GRACE_SECONDS = 5.0
 class FailureWatch:
     """Watches for the first failure among all ranks. `store` must be this watch's own client."""
 
-    def __init__(self, store: dist.Store, global_rank: int) -> None:
+    def __init__(self, store: Store, global_rank: int) -> None:
         self._store = store
         self._rank = global_rank
         self._stop = threading.Event()
@@ -31,9 +31,9 @@ class FailureWatch:
         self._thread = threading.Thread(target=self._watch, name="failure-watch", daemon=True)
 
     @staticmethod
-    def connect(host: str, port: int, *, is_host: bool, timeout: timedelta) -> dist.TCPStore:
+    def connect(host: str, port: int, *, is_host: bool, timeout: timedelta) -> TCPStore:
         """A client of the store at `host`; with `is_host` and port 0 this rank serves it at a port of its choice."""
-        return dist.TCPStore(host, port, is_master=is_host, timeout=timeout, wait_for_workers=False)
+        return TCPStore(host, port, is_master=is_host, timeout=timeout, wait_for_workers=False)
 
     def start(self) -> None:
         """Begins to watch."""
@@ -51,7 +51,7 @@ class FailureWatch:
         try:
             if self._store.add(_COUNT, 1) > 1:
                 self._store.wait([_KEY], timedelta(seconds=_GRACE_SECONDS))
-                return self._store.get(_KEY).decode()
+                return str(self._store.get(_KEY), "utf-8")
             text = "".join(traceback.format_exception(error))
             self._store.set(_KEY, f"rank {self._rank} failed:\n{text}")
             # The store may live in this process, which is about to end: let every watcher read it first.
@@ -66,7 +66,7 @@ class FailureWatch:
             try:
                 if not self._store.check([_KEY]):
                     continue
-                self._first = self._store.get(_KEY).decode()
+                self._first = str(self._store.get(_KEY), "utf-8")
             except RuntimeError:
                 return
             if self._stop.wait(_GRACE_SECONDS):

@@ -19,7 +19,9 @@ class CheckingLauncher(_SubprocessScriptLauncher):
         self._check = check
 
     @override
-    def launch(self, function: Callable[..., Any], *args: Any, trainer: "pl.Trainer | None" = None, **kwargs: Any) -> Any:
+    def launch(
+        self, function: Callable[..., Any], *args: Any, trainer: "pl.Trainer | None" = None, **kwargs: Any
+    ) -> Any:
         if trainer is not None:
             self._check(trainer, args)
         return super().launch(function, *args, trainer=trainer, **kwargs)

@@ -7,7 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
@@ -25,7 +25,9 @@ def agree_on_seed(mesh: Mesh) -> None:
     first = collectives.broadcast_object(own, mesh.world)
     differ = any(collectives.gather_objects(own != first, mesh.world))
     if differ:
-        rank_zero_warn("ranks were seeded differently; all now use the seed of rank 0. Seed them alike: seed_everything")
+        rank_zero_warn(
+            "ranks were seeded differently; all now use the seed of rank 0. Seed them alike: seed_everything"
+        )
     if own != first:
         torch.manual_seed(first)
 
@@ -68,10 +70,9 @@ def equalise(module: nn.Module, mesh: Mesh) -> None:
         return
     inside = names_inside(module)
     model_prefixes = tuple(f"{name}." for name in pipelined_modules(module))
-    tensors = [(name, p, isinstance(getattr(p, "shard", None), Shard)) for name, p in module.named_parameters()]
-    tensors += [(name, buffer, False) for name, buffer in module.named_buffers()]
-    for name, tensor, is_sharded in tensors:
-        if is_sharded or isinstance(tensor, nn.UninitializedParameter):
+    tensors: list[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
+    for name, tensor in tensors:
+        if isinstance(getattr(tensor, "shard", None), Shard) or isinstance(tensor, nn.UninitializedParameter):
             continue
         is_inside = name in inside or (bool(model_prefixes) and name.startswith(model_prefixes))
         axes = [mesh.axis("dp+cp"), mesh.tp] if is_inside else [mesh.world]

@@ -40,8 +40,12 @@ class _Entry:
         match name:
             case "mean" | "avg":
                 return "mean"
-            case "sum" | "max" | "min":
-                return name
+            case "sum":
+                return "sum"
+            case "max":
+                return "max"
+            case "min":
+                return "min"
         raise ValueError(
             f"reduce_fx ({function!r}) cannot be taken over microbatches and replicas; "
             "use mean, sum, max or min, or log a torchmetrics.Metric"
@@ -134,9 +138,9 @@ class StepLog:
     def _metric_name(self, metric: Metric | None) -> str | None:
         if metric is None:
             return None
-        for name, module in self._module.named_modules():
-            if module is metric:
-                return name
+        names = [str(name) for name, module in self._module.named_modules() if module is metric]
+        if names:
+            return names[0]
         raise ValueError(f"self.log got a {type(metric).__name__} that is not an attribute of the module; make it one")
 
     def _reduced(self, schema: Schema) -> Tensor:

@@ -84,6 +84,12 @@ class Steps:
         self.is_scheduled = False
         # whether a schedule is running right now
 
+    @property
+    def gradients(self) -> Gradients:
+        """The gradients of this rank's parameters; there while fitting."""
+        assert self._gradients is not None
+        return self._gradients
+
     # --- training ---------------------------------------------------------------------------------------------------
 
     def train(self, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -249,8 +255,8 @@ def _require_one_model(pipelined: dict[str, PipelineModule], module: nn.Module, 
     if not pipelined:
         raise ConfigurationError(
             [
-                f"{type(module).__name__} cannot be pipelined over {stages} stages: it holds no PipelineModule (such as "
-                f"GPTModel) and not exactly one nn.Sequential of at least {stages} children among its own attributes; "
+                f"{type(module).__name__} cannot be pipelined over {stages} stages: it holds no PipelineModule (such "
+                f"as GPTModel) and not exactly one nn.Sequential of at least {stages} children among its attributes; "
                 "build its model in configure_model from one of these, or use pipeline_model_parallel_size=1"
             ]
         )
@@ -279,4 +285,3 @@ def _loss_of(output: Any) -> Tensor | None:
 def _reciprocal(weight: Tensor) -> Tensor:
     """1/weight, and 0 for a weight of 0: nothing was valid, and every gradient is zero."""
     return torch.where(weight > 0, 1.0 / weight, torch.zeros_like(weight))
-

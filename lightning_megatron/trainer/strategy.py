@@ -26,7 +26,7 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -35,13 +35,20 @@ from typing_extensions import override
 from lightning_megatron.comm import collectives, differentiable
 from lightning_megatron.mesh import Axis, Mesh, Sizes, reset_ambient_mesh, set_ambient_mesh
 from lightning_megatron.optim.gradients import Gradients
-from lightning_megatron.pipeline.module import PipelineModule, run_alone
+from lightning_megatron.pipeline.module import run_alone
 from lightning_megatron.trainer import checkpoints, checks, setup_model
 from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
 from lightning_megatron.trainer.failure import FailureWatch
 from lightning_megatron.trainer.launcher import CheckingLauncher
 from lightning_megatron.trainer.precision import MegatronPrecision, compute_dtype
 from lightning_megatron.trainer.steps import Steps
+
+_NAMES_OF_OPERATIONS = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.AVG: "mean",
+    dist.ReduceOp.MAX: "max",
+    dist.ReduceOp.MIN: "min",
+}
 
 
 class MegatronStrategy(ParallelStrategy):
@@ -66,7 +73,7 @@ class MegatronStrategy(ParallelStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        """Sizes are numbers of ranks; `num_microbatches` is per step and replica; time-outs are those of collectives."""
+        """Sizes are numbers of ranks, `num_microbatches` is per step and replica, the time-out that of collectives."""
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -187,7 +194,7 @@ class MegatronStrategy(ParallelStrategy):
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         # torchelastic and SLURM ignore the setters; what the getter says is the truth.
-        rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     @override
     def setup_environment(self) -> None:
@@ -208,7 +215,8 @@ class MegatronStrategy(ParallelStrategy):
         setup_model.agree_on_seed(self.mesh)
 
     def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        return dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True)
+        group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True)
+        return group
 
     def _start_watch(self) -> FailureWatch:
         assert self.cluster_environment is not None
@@ -261,7 +269,9 @@ class MegatronStrategy(ParallelStrategy):
             num_microbatches=self.num_microbatches,
             mode=self.pipeline.mode,
             gradients=self._gradients,
-            log_dtype=torch.float64 if compute_dtype(str(self.precision_plugin.precision)) is torch.float64 else torch.float32,
+            log_dtype=torch.float64
+            if compute_dtype(str(self.precision_plugin.precision)) is torch.float64
+            else torch.float32,
         )
 
     @override
@@ -299,7 +309,7 @@ class MegatronStrategy(ParallelStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         assert self.lightning_module is not None
         plugin, module = self.precision_plugin, self.lightning_module
-        closure_loss = plugin.pre_backward(closure_loss, module)  # type: ignore[assignment]
+        closure_loss = plugin.pre_backward(closure_loss, module)
         self.steps.backward(
             closure_loss,
             lambda loss: plugin.backward(loss, module, optimizer, *args, **kwargs),
@@ -367,15 +377,14 @@ class MegatronStrategy(ParallelStrategy):
 
     @staticmethod
     def _reduce_over(tensor: Tensor, axis: Axis, reduce_op: Any) -> Tensor:
-        name = reduce_op.lower() if isinstance(reduce_op, str) else {
-            dist.ReduceOp.SUM: "sum", dist.ReduceOp.AVG: "mean", dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min"
-        }[reduce_op]
-        if name in ("mean", "avg"):
-            summed = collectives.all_reduce(tensor if tensor.is_floating_point() else tensor.float(), axis)
-            return summed / axis.size
-        if name not in ("sum", "max", "min"):
-            raise ValueError(f"reduce_op ({reduce_op!r}) must be one of mean, avg, sum, max, min")
-        return collectives.all_reduce(tensor, axis, name)  # type: ignore[arg-type]
+        name = reduce_op.lower() if isinstance(reduce_op, str) else _NAMES_OF_OPERATIONS[reduce_op]
+        match name:
+            case "mean" | "avg":
+                summed = collectives.all_reduce(tensor if tensor.is_floating_point() else tensor.float(), axis)
+                return summed / axis.size
+            case "sum" | "max" | "min":
+                return collectives.all_reduce(tensor, axis, name)
+        raise ValueError(f"reduce_op ({reduce_op!r}) must be one of mean, avg, sum, max, min")
 
     def _refuse_in_schedule(self, what: str) -> None:
         if self._steps is not None and self._steps.is_scheduled:

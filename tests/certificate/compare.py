@@ -17,19 +17,21 @@ CELLS = [(variant, precision) for variant in VARIANTS for precision in DTYPES]
 QUANTITIES = ("loss", "gradients", "norm", "weights", "logged")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def outcomes(layout: str) -> list[list[Outcome]]:
     """[rank][cell]: every variant and precision under one layout, by the same processes one after the other."""
     return run_on_ranks(LAYOUTS[layout].world, under_layout, LAYOUTS[layout], CELLS, init=False, timeout=240)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def deviations(layout: str, variant: str, precision: str) -> dict[str, float]:
     """The largest difference from one device, by quantity."""
     expected = reference(variant, precision, LAYOUTS[layout])
     cell = CELLS.index((variant, precision))
     found = dict.fromkeys(QUANTITIES, 0.0)
-    covered: dict[str, torch.Tensor] = {name: torch.zeros(w.shape, dtype=torch.bool) for name, w in expected.weights.items()}
+    covered: dict[str, torch.Tensor] = {
+        name: torch.zeros(w.shape, dtype=torch.bool) for name, w in expected.weights.items()
+    }
     for rank in outcomes(layout):
         for quantity, deviation in _of_rank(rank[cell], expected, covered).items():
             found[quantity] = max(found[quantity], deviation)
