@@ -7,6 +7,7 @@ part (`box` says which part is valid). Padding is zero, stays zero and never lea
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,6 +78,17 @@ def cut_length(global_length: int, axis: Axis, multiple: int = 1) -> int:
     return -(-share // multiple) * multiple
 
 
+class ShardedParameter(nn.Parameter):
+    """A parameter whose `Shard` stays with its copies: an average of the weights is a deep copy of the module."""
+
+    shard: Shard
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedParameter":
+        copied: ShardedParameter = super().__deepcopy__(memo)
+        copied.shard = self.shard
+        return copied
+
+
 def shard_parameter(
     global_shape: tuple[int, ...],
     *,
@@ -99,8 +111,8 @@ def shard_parameter(
     if dim is not None and axis is not None:
         dim = dim % len(global_shape)
         length = local_shape[dim] = cut_length(global_shape[dim], axis, multiple)
-    parameter = nn.Parameter(torch.empty(local_shape))
-    shard = Shard(
+    parameter = ShardedParameter(torch.empty(local_shape))
+    parameter.shard = Shard(
         global_shape=tuple(global_shape),
         dim=dim,
         axis=axis,
@@ -109,7 +121,6 @@ def shard_parameter(
         partial=partial,
         initial=initial,
     )
-    parameter.shard = shard  # type: ignore[attr-defined]
     return parameter
 
 

@@ -1,0 +1,1 @@
+"""Tensor-parallel layers: linear, embedding, norm and cross-entropy, each equal to its plain torch counterpart."""

@@ -1,0 +1,74 @@
+"""Cross-entropy of logits whose vocabulary is cut over `tp`, with no rank ever holding a whole row.
+
+    m = max over V of x        s = sum over V of exp(x - m)        u = (1 - e) (x_label - m) + e mean over V of (x - m)
+    loss = ln s - u            dloss/dx = exp(x - m)/s - (1 - e) [is label] - e/V        e: label smoothing
+
+Two sums over `tp`: one for m, one for s and u together. V is the whole vocabulary without padding; padded columns take
+no part. Dims: T tokens, V vocabulary columns of this rank, padding included.
+Source: Shoeybi et al., arXiv 1909.08053, section 3; label smoothing as in torch.nn.functional.cross_entropy.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_megatron.comm import collectives
+from lightning_megatron.mesh import Axis
+from lightning_megatron.tensor.vocabulary import num_own, own_entries
+
+IGNORED = -100
+# the label that is no target
+
+
+def vocab_parallel_cross_entropy(
+    logits_TV: Tensor, labels_T: Tensor, *, tp: Axis, vocab_size: int, label_smoothing: float = 0.0
+) -> Tensor:
+    """Loss of each token [T], 0 where the label is -100; float32, or float64 for float64 logits.
+
+    Waits for `tp` twice in forward. A label outside of the vocabulary raises, on CPU, as in torch. Backward works in
+    place on what forward kept, so it can run once only: a second one raises RuntimeError.
+    """
+    losses: Tensor = _CrossEntropy.apply(logits_TV, labels_T, tp, vocab_size, label_smoothing)
+    return losses
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, tp: Axis, vocab_size: int, smoothing: float) -> Tensor:
+        length = logits_TV.shape[1]
+        valid = num_own(vocab_size, length, tp)
+        is_ignored_T = labels_T == IGNORED
+        place_T, is_own_T = own_entries(labels_T.masked_fill(is_ignored_T, 0), vocab_size, length, tp)
+
+        dtype = torch.promote_types(logits_TV.dtype, torch.float32)
+        exps_TV = torch.empty_like(logits_TV, dtype=dtype, memory_format=torch.contiguous_format)
+        exps_TV.narrow(1, valid, length - valid).zero_()
+        own_logits_TV, own_exps_TV = logits_TV.narrow(1, 0, valid), exps_TV.narrow(1, 0, valid)
+
+        max_T = own_logits_TV.amax(1) if valid else logits_TV.new_full((len(logits_TV),), -torch.inf)
+        max_T = collectives.all_reduce(max_T, tp, "max").to(dtype)
+        torch.sub(own_logits_TV, max_T.unsqueeze(1), out=own_exps_TV)
+        wanted_T = (1.0 - smoothing) * exps_TV.gather(1, place_T.unsqueeze(1)).squeeze(1).masked_fill_(~is_own_T, 0.0)
+        if smoothing:
+            wanted_T += own_exps_TV.sum(1).mul_(smoothing / vocab_size)
+        own_exps_TV.exp_()
+        wanted_T, sum_T = collectives.all_reduce(torch.stack((wanted_T, own_exps_TV.sum(1))), tp)
+
+        ctx.save_for_backward(exps_TV, sum_T, place_T, is_own_T, is_ignored_T)
+        ctx.valid, ctx.vocab_size, ctx.smoothing, ctx.dtype = valid, vocab_size, smoothing, logits_TV.dtype
+        losses_T: Tensor = sum_T.log() - wanted_T
+        return losses_T.masked_fill_(is_ignored_T, 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:
+        exps_TV, sum_T, place_T, is_own_T, is_ignored_T = ctx.saved_tensors
+        grad_T = grad_T.masked_fill(is_ignored_T, 0.0)
+        grad_TV = exps_TV.mul_((grad_T / sum_T).unsqueeze(1))
+        if ctx.smoothing:
+            grad_TV.narrow(1, 0, ctx.valid).sub_((grad_T * (ctx.smoothing / ctx.vocab_size)).unsqueeze(1))
+        target_T = (grad_T * (ctx.smoothing - 1.0)).masked_fill_(~is_own_T, 0.0)
+        grad_TV.scatter_add_(1, place_T.unsqueeze(1), target_T.unsqueeze(1))
+        return grad_TV.to(ctx.dtype), None, None, None, None

@@ -1,0 +1,59 @@
+"""The word embedding with its vocabulary cut over `tp`.
+
+Each rank looks up the ids it holds and puts zeros for the others; the sum over `tp` is the embedding. Under sequence
+parallelism the sum is scattered, so the residual stream starts cut. Dims: T tokens, V vocabulary, H hidden.
+Source: Shoeybi et al., arXiv 1909.08053, section 3.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lightning_megatron.comm import differentiable
+from lightning_megatron.mesh import Axis
+from lightning_megatron.sharding import Initial, shard_parameter
+from lightning_megatron.tensor.vocabulary import own_entries
+
+
+class VocabParallelEmbedding(nn.Module):
+    """[T] ids to [T/sp, H]; weight [V/tp, H], its rows padded to a common multiple of `multiple`.
+
+    An id outside of the vocabulary raises IndexError, on CPU, as in torch.
+    """
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, *, tp: Axis, sp: Axis, initial: Initial, multiple: int = 1
+    ) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.tp, self.sp = tp, sp
+        self.weight = shard_parameter((vocab_size, hidden_size), initial=initial, dim=0, axis=tp, multiple=multiple)
+
+    def forward(self, ids_T: Tensor) -> Tensor:
+        place_T, is_own_T = own_entries(ids_T, self.vocab_size, self.weight.shape[0], self.tp)
+        own_TH = _LookUp.apply(self.weight, place_T, is_own_T)
+        if self.sp.size == self.tp.size:
+            return differentiable.reduce_scatter(own_TH, self.sp)
+        return differentiable.reduce(own_TH, self.tp)
+
+
+class _LookUp(torch.autograd.Function):
+    """Rows of the weight, zero where the id is not here; the gradient is [V/tp, H] and no mask of [T, H] is made."""
+
+    @staticmethod
+    def forward(ctx: Any, weight_VH: Tensor, place_T: Tensor, is_own_T: Tensor) -> Tensor:
+        ctx.num_rows = weight_VH.shape[0]
+        ctx.save_for_backward(torch.where(is_own_T, place_T, -1))
+        # A product with zeros is many times as fast as masked_fill_ with a mask that is broadcast.
+        return F.embedding(place_T, weight_VH).mul_(is_own_T.to(weight_VH.dtype).unsqueeze(1))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, None, None]:
+        (place_T,) = ctx.saved_tensors
+        # Place -1 is the padding index, whose gradient is left out.
+        grad_VH = torch.ops.aten.embedding_dense_backward(grad_TH, place_T, ctx.num_rows, -1, False)
+        return grad_VH, None, None

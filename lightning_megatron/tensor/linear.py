@@ -1,0 +1,150 @@
+"""Linear layers whose weight is cut over `tp`: by its outputs (column) or by its inputs (row).
+
+A column layer opens a tensor-parallel region and a row layer closes it; attention and the MLP are one of each. Under
+sequence parallelism `sp` is `tp`, and outside of the region each rank holds T/sp tokens; otherwise `sp` has size 1.
+
+    column   y = gather(x) W^T + b    W cut by rows: [O/tp, I]       dx = sum over tp of dy W, back to T/sp tokens
+    row      y = sum(x W^T) + b       W cut by columns: [O, I/tp]    dx = gather(dy) W
+
+Dims: T tokens, I features in, O features out.
+Source: Narayanan et al., arXiv 2104.04473, section 2.3; Korthikanti et al., arXiv 2205.05198, section 4.2.2.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lightning_megatron.comm import collectives
+from lightning_megatron.comm.collectives import Pending
+from lightning_megatron.mesh import Axis
+from lightning_megatron.sharding import Initial, shard_parameter
+
+
+class ColumnParallelLinear(nn.Module):
+    """[T/sp, in_features] to [T, *out_shape], the dim `cut` of `out_shape` cut over `tp`; weight [*out_shape, in]."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_shape: int | tuple[int, ...],
+        *,
+        tp: Axis,
+        sp: Axis,
+        bias: bool,
+        initial: Initial,
+        cut: int = 0,
+    ) -> None:
+        super().__init__()
+        self.tp, self.sp = tp, sp
+        shape = (out_shape,) if isinstance(out_shape, int) else out_shape
+        dim = cut % len(shape)
+        self.weight = shard_parameter((*shape, in_features), initial=initial, dim=dim, axis=tp)
+        self.bias = shard_parameter(shape, initial=Initial(), dim=dim, axis=tp) if bias else None
+
+    def forward(self, x_TI: Tensor) -> Tensor:
+        return column_parallel_linear(x_TI, self.weight, self.bias, tp=self.tp, sp=self.sp)
+
+
+class RowParallelLinear(nn.Module):
+    """[T, in_features/tp] to [T/sp, out_features]; weight [out, in/tp], bias whole on every rank of `tp`."""
+
+    def __init__(
+        self, in_features: int, out_features: int, *, tp: Axis, sp: Axis, bias: bool, initial: Initial
+    ) -> None:
+        super().__init__()
+        self.tp, self.sp = tp, sp
+        self.weight = shard_parameter((out_features, in_features), initial=initial, dim=1, axis=tp)
+        self.bias = shard_parameter((out_features,), initial=Initial(), replicas=(tp,), partial=sp) if bias else None
+
+    def forward(self, x_TI: Tensor) -> Tensor:
+        return row_parallel_linear(x_TI, self.weight, self.bias, tp=self.tp, sp=self.sp)
+
+
+def column_parallel_linear(x_TI: Tensor, weight: Tensor, bias: Tensor | None, *, tp: Axis, sp: Axis) -> Tensor:
+    """[T, *weight.shape[:-1]] from [T/sp, I], for a weight (tied, say) that is not this layer's own.
+
+    Keeps the T/sp tokens alone for backward and gathers them again there.
+    """
+    y_TO: Tensor = _Column.apply(*_autocast(x_TI, weight, bias), tp, sp)
+    # Here and not in the Function: autograd refuses to change in place a view that a Function made.
+    return y_TO.view(y_TO.shape[0], *weight.shape[:-1])
+
+
+def row_parallel_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, *, tp: Axis, sp: Axis) -> Tensor:
+    """[T/sp, O] from [T, I/tp] and a weight [O, I/tp]; the bias is added once, after the sum over `tp`."""
+    y_TO: Tensor = _Row.apply(*_autocast(x_TI, weight_OI, bias_O), tp, sp)
+    return y_TO
+
+
+class _Column(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, sp: Axis) -> Tensor:
+        ctx.tp, ctx.sp = tp, sp
+        needs_x, needs_weight, _, _, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+        ctx.weight_shape = weight.shape
+        return F.linear(collectives.all_gather(x, sp), weight.flatten(0, -2), None if bias is None else bias.flatten())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
+        # Note: what hides what. The gather of x flies behind the input's gradient; that gradient's own sum flies
+        # behind those of weight and bias.
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, _, _ = ctx.needs_input_grad
+        grad_x = grad_weight = grad_bias = None
+        if needs_weight:
+            x_work = collectives.all_gather(x, ctx.sp, wait=False)
+        if needs_x:
+            grad_x_work = _sum_to_shard(grad_TO.mm(weight.flatten(0, -2)), ctx.tp, ctx.sp)
+        if needs_weight:
+            grad_weight = grad_TO.t().mm(x_work.wait()).view(ctx.weight_shape)
+        if needs_bias:
+            grad_bias = grad_TO.sum(0).view(ctx.weight_shape[:-1])
+        if needs_x:
+            grad_x = grad_x_work.wait()
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+class _Row(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, sp: Axis) -> Tensor:
+        ctx.sp = sp
+        needs_x, needs_weight, _, _, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
+        y_TO = _sum_to_shard(F.linear(x, weight), tp, sp).wait()
+        # Before the sum, tp ranks would add it tp times.
+        return y_TO if bias is None else y_TO.add_(bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, _, _ = ctx.needs_input_grad
+        grad_work = collectives.all_gather(grad, ctx.sp, wait=False)
+        # Of this rank's tokens alone: under sequence parallelism a part of a sum.
+        grad_bias = grad.sum(0) if needs_bias else None
+        grad_TO = grad_work.wait()
+        grad_x = grad_TO.mm(weight) if needs_x else None
+        grad_weight = grad_TO.t().mm(x) if needs_weight else None
+        return grad_x, grad_weight, grad_bias, None, None
+
+
+def _sum_to_shard(part: Tensor, tp: Axis, sp: Axis) -> Pending:
+    """The sum over `tp` of `part`, which it may overwrite: under sequence parallelism this rank's T/sp tokens of it."""
+    if sp.size == tp.size:
+        return collectives.reduce_scatter(part, sp, wait=False)
+    return collectives.all_reduce_(part, tp, wait=False)
+
+
+def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The operands in autocast's dtype, if it is on; as in torch, float64 is left alone."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return x, weight, bias
+    dtype = torch.get_autocast_dtype(device)
+    x, weight = (t if t.dtype == torch.float64 else t.to(dtype) for t in (x, weight))
+    return x, weight, None if bias is None else bias.to(weight.dtype)

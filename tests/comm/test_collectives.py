@@ -1,0 +1,159 @@
+"""Tests of the collectives: right, out of place, in the order of the axis, and silent on an axis of one rank."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_megatron.comm import collectives
+from lightning_megatron.comm.collectives import Pending
+from lightning_megatron.mesh import Axis, Mesh, Sizes
+from tests.harness.ranks import run_on_ranks
+from tests.harness.threads import new_group, run_on_threads
+
+SIZE = 4
+
+
+def values(rank: int, *shape: int) -> Tensor:
+    """Whole numbers in float64, whose sums are exact; each rank has the largest and the least of some elements."""
+    count = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
+    return (count * (10 * rank + 15) + 17 * rank) % 97
+
+
+def every_result(axis: Axis) -> dict[str, Tensor]:
+    """What each collective gives on this rank of four."""
+    results: dict[str, Tensor] = {}
+    x = values(axis.rank, 8, 12)
+    before = x.clone()
+    for op in ("sum", "max", "min"):
+        results[op] = collectives.all_reduce(x, axis, op)  # type: ignore[arg-type,call-overload]
+    for dim in (0, 1, -1):
+        results[f"gather {dim}"] = collectives.all_gather(x, axis, dim)
+        results[f"scatter {dim}"] = collectives.reduce_scatter(x, axis, dim)
+    results["sum of a transposed"] = collectives.all_reduce(x.t(), axis)
+    results["gather of a transposed"] = collectives.all_gather(x.t(), axis)
+    results["scatter of a transposed"] = collectives.reduce_scatter(x.t(), axis)
+    pending = [
+        collectives.all_reduce(x, axis, wait=False),
+        collectives.all_gather(x, axis, 1, wait=False),
+        collectives.reduce_scatter(x, axis, 1, wait=False),
+    ]
+    for name, each in zip(("sum later", "gather later", "scatter later"), pending, strict=True):
+        results[name] = each.wait()
+        assert each.wait() is results[name]  # waiting again does nothing
+    assert x.equal(before)
+    results["sum in place"] = x.clone()
+    assert collectives.all_reduce_(results["sum in place"], axis) is results["sum in place"]
+    for source in range(axis.size):
+        results[f"from {source}"] = x.clone()
+        assert collectives.broadcast_(results[f"from {source}"], axis, source) is results[f"from {source}"]
+    collectives.barrier(axis)
+    return results
+
+
+def wanted_results(rank: int) -> dict[str, Tensor]:
+    """The same without any message."""
+    x = [values(each, 8, 12) for each in range(SIZE)]
+    total = torch.stack(x).sum(0)
+    wanted = {
+        "sum": total,
+        "max": torch.stack(x).amax(0),
+        "min": torch.stack(x).amin(0),
+        "sum of a transposed": total.t(),
+        "gather of a transposed": torch.cat([each.t() for each in x]),
+        "scatter of a transposed": total.t().chunk(SIZE)[rank],
+        "sum later": total,
+        "gather later": torch.cat(x, 1),
+        "scatter later": total.chunk(SIZE, 1)[rank],
+        "sum in place": total,
+    }
+    for dim in (0, 1, -1):
+        wanted[f"gather {dim}"] = torch.cat(x, dim)
+        wanted[f"scatter {dim}"] = total.chunk(SIZE, dim)[rank]
+    for source in range(SIZE):
+        wanted[f"from {source}"] = x[source]
+    return wanted
+
+
+def assert_right(results: dict[str, Tensor], rank: int) -> None:
+    """Every result is the one wanted, and none is what the rank had to begin with."""
+    wanted = wanted_results(rank)
+    assert results.keys() == wanted.keys()
+    for name, result in results.items():
+        assert result.equal(wanted[name]), name
+        if name != f"from {rank}":
+            assert not result.equal(values(rank, 8, 12)), name
+
+
+def test_each_collective_gives_what_no_message_could_on_threads() -> None:
+    def on_rank(world: Any) -> None:
+        tp = Mesh.build(Sizes(world=SIZE, tp=SIZE), world.rank(), new_group).tp
+        assert_right(every_result(tp), tp.rank)
+
+    run_on_threads(SIZE, on_rank)
+
+
+def real_mesh(sizes: Sizes) -> Mesh:
+    """A mesh of the processes that run; the default group stands for the world."""
+    return Mesh.build(sizes, dist.get_rank(), lambda ranks: dist.new_group(list(ranks), use_local_synchronization=True))
+
+
+def check_on_gloo() -> None:
+    tp = real_mesh(Sizes(world=SIZE, tp=SIZE)).tp
+    assert_right(every_result(tp), tp.rank)
+    # Stages run against the global ranks; what takes a place on the axis must translate it.
+    pp = real_mesh(Sizes(world=SIZE, pp=SIZE)).pp
+    assert pp.rank == SIZE - 1 - dist.get_rank()
+    assert collectives.gather_objects(f"stage {pp.rank}", pp) == [f"stage {i}" for i in range(SIZE)]
+    for source in range(SIZE):
+        assert collectives.broadcast_object({"stage": pp.rank}, pp, source) == {"stage": source}
+        assert collectives.broadcast_(torch.full((2,), pp.rank), pp, source).tolist() == [source, source]
+    collectives.barrier(pp)
+
+
+def test_each_collective_gives_the_same_on_real_ranks_and_counts_stages_along_the_axis() -> None:
+    run_on_ranks(SIZE, check_on_gloo)
+
+
+def test_an_axis_that_runs_backwards_cannot_join_shards_in_its_order() -> None:
+    pp = Mesh.imagine(0, Sizes(world=2, pp=2)).pp
+    with pytest.raises(AssertionError, match="does not ascend"):
+        collectives.all_gather(torch.zeros(2), pp)
+    with pytest.raises(AssertionError, match="does not ascend"):
+        collectives.reduce_scatter(torch.zeros(2), pp)
+
+
+def test_what_does_not_divide_is_refused() -> None:
+    tp = Mesh.imagine(0, Sizes(world=2, tp=2)).tp
+    for collective in (collectives.reduce_scatter, collectives.shard_slice):
+        with pytest.raises(AssertionError, match=r"dim 0 of \(3,\) does not divide by tp \(2\)"):
+            collective(torch.zeros(3), tp)
+
+
+def test_the_slices_of_all_ranks_join_to_the_whole_without_a_copy() -> None:
+    x = torch.arange(24).view(4, 6)
+    axes = [Mesh.imagine(rank, Sizes(world=2, tp=2)).tp for rank in range(2)]
+    for dim in (0, 1, -1):
+        slices = [collectives.shard_slice(x, axis, dim) for axis in axes]
+        assert torch.cat(slices, dim).equal(x)
+        assert all(each.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for each in slices)
+
+
+def test_an_axis_of_one_rank_needs_no_group_and_gives_back_what_it_got() -> None:
+    one = Mesh.single().tp
+    x = torch.randn(3, 5)
+    for collective in (collectives.all_reduce, collectives.all_reduce_):
+        assert collective(x, one) is x and collective(x, one, wait=False).wait() is x
+    for along in (collectives.all_gather, collectives.reduce_scatter):
+        assert along(x, one, 1) is x and along(x, one, 1, wait=False).wait() is x
+    assert collectives.broadcast_(x, one) is x and collectives.shard_slice(x, one).equal(x)
+    value = object()
+    assert collectives.broadcast_object(value, one) is value and collectives.gather_objects(value, one) == [value]
+    collectives.barrier(one)
+
+
+def test_a_pending_result_is_finished_once() -> None:
+    pending = Pending(torch.zeros(1), finish=lambda landed: landed + 1)
+    assert pending.wait().item() == 1.0 and pending.wait().item() == 1.0

@@ -1,0 +1,161 @@
+"""Tests of the conjugate pairs: what comes back is the gradient of what was meant, on every rank."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from lightning_megatron.comm import differentiable
+from lightning_megatron.comm.collectives import shard_slice
+from lightning_megatron.mesh import Axis, Mesh, Sizes
+from tests.harness.threads import new_group, run_on_threads
+
+SHAPE = (8, 4)
+TOLERANCE = 1e-12
+
+
+def on_axis(size: int, fn: Callable[[Axis], Any]) -> list[Any]:
+    """What `fn(axis)` gives on each rank of an axis of that size."""
+    return run_on_threads(size, lambda world: fn(Mesh.build(Sizes(world=size, tp=size), world.rank(), new_group).tp))
+
+
+def back(out: Tensor, x: Tensor, grad: Tensor) -> Tensor:
+    """The gradient of `x` for that of `out`."""
+    (result,) = torch.autograd.grad(out, x, grad)
+    return result
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def whole_and_parts(size: int, dim: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """A tensor, its equal parts, and a different tensor of the whole shape for each rank."""
+    whole = random(*SHAPE)
+    return whole, list(whole.chunk(size, dim)), [random(*SHAPE) for _ in range(size)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_copy_sums_the_gradients(size: int) -> None:
+    x, grads = random(*SHAPE), [random(*SHAPE) for _ in range(size)]
+
+    def on_rank(axis: Axis) -> None:
+        own = x.clone().requires_grad_()
+        out = differentiable.copy(own, axis)
+        assert out.equal(x)
+        assert_close(back(out, own, grads[axis.rank]), sum(grads), rtol=0, atol=TOLERANCE)
+
+    on_axis(size, on_rank)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_reduce_sums_and_hands_the_gradient_on_unscaled(size: int) -> None:
+    parts, grad = [random(*SHAPE) for _ in range(size)], random(*SHAPE)
+
+    def on_rank(axis: Axis) -> None:
+        own = parts[axis.rank].clone().requires_grad_()
+        out = differentiable.reduce(own, axis)
+        assert_close(out, sum(parts), rtol=0, atol=TOLERANCE)
+        assert back(out, own, grad).equal(grad)
+        assert own.detach().equal(parts[axis.rank])
+
+    on_axis(size, on_rank)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_gather_joins_and_gives_each_shard_its_part_of_the_summed_gradient(size: int, dim: int) -> None:
+    whole, parts, grads = whole_and_parts(size, dim)
+
+    def on_rank(axis: Axis) -> None:
+        own = parts[axis.rank].clone().requires_grad_()
+        out = differentiable.gather(own, axis, dim)
+        assert out.equal(whole)
+        wanted = shard_slice(torch.stack(grads).sum(0), axis, dim)
+        assert_close(back(out, own, grads[axis.rank]), wanted, rtol=0, atol=TOLERANCE)
+
+    on_axis(size, on_rank)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_join_gives_each_shard_its_part_of_a_gradient_that_all_ranks_share(size: int, dim: int) -> None:
+    whole, parts, _ = whole_and_parts(size, dim)
+    grad = random(*SHAPE)
+
+    def on_rank(axis: Axis) -> None:
+        own = parts[axis.rank].clone().requires_grad_()
+        out = differentiable.join(own, axis, dim)
+        assert out.equal(whole)
+        wanted = shard_slice(grad, axis, dim)
+        assert back(out, own, grad).equal(wanted)
+        if axis.size > 1:  # the wrong one of the two scales the gradient by the axis
+            summed = back(differentiable.gather(own, axis, dim), own, grad)
+            assert_close(summed, axis.size * wanted, rtol=TOLERANCE, atol=TOLERANCE)
+            assert (summed - wanted).abs().max() > 1e-3
+
+    on_axis(size, on_rank)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_reduce_scatter_sums_and_joins_the_gradients(size: int, dim: int) -> None:
+    grad, grads, parts = whole_and_parts(size, dim)
+
+    def on_rank(axis: Axis) -> None:
+        own = parts[axis.rank].clone().requires_grad_()
+        out = differentiable.reduce_scatter(own, axis, dim)
+        assert_close(out, shard_slice(torch.stack(parts).sum(0), axis, dim), rtol=0, atol=TOLERANCE)
+        assert back(out, own, grads[axis.rank]).equal(grad)
+
+    on_axis(size, on_rank)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_split_takes_the_own_part_and_joins_the_gradients(size: int, dim: int) -> None:
+    grad, grads, _ = whole_and_parts(size, dim)
+    x = random(*SHAPE)
+
+    def on_rank(axis: Axis) -> None:
+        own = x.clone().requires_grad_()
+        out = differentiable.split(own, axis, dim)
+        assert out.equal(shard_slice(x, axis, dim))
+        assert back(out, own, grads[axis.rank]).equal(grad)
+        assert axis.size == 1 or out.untyped_storage().data_ptr() != own.untyped_storage().data_ptr()
+
+    on_axis(size, on_rank)
+
+
+def test_a_sharded_network_has_the_gradients_of_the_whole_one() -> None:
+    x, up, down = random(*SHAPE), random(4, 12), random(12, 4)
+    leaves = [tensor.clone().requires_grad_() for tensor in (x, up, down)]
+    torch.tanh(torch.tanh(leaves[0]) @ leaves[1]).matmul(leaves[2]).square().sum().backward()
+    wanted = [leaf.grad for leaf in leaves]
+
+    def on_rank(axis: Axis, is_cut: bool) -> None:
+        own_x, own_up, own_down = (
+            shard_slice(x, axis).clone() if is_cut else x.clone(),
+            shard_slice(up, axis, 1).clone(),
+            shard_slice(down, axis).clone(),
+        )
+        for tensor in (own_x, own_up, own_down):
+            tensor.requires_grad_()
+        start, end = (
+            (differentiable.gather, differentiable.reduce_scatter)
+            if is_cut
+            else (differentiable.copy, differentiable.reduce)
+        )
+        inner = torch.tanh(start(torch.tanh(own_x), axis) @ own_up)
+        end(inner @ own_down, axis).square().sum().backward()
+        parts = [shard_slice(wanted[0], axis) if is_cut else wanted[0]]
+        parts += [shard_slice(wanted[1], axis, 1), shard_slice(wanted[2], axis)]
+        for tensor, part in zip((own_x, own_up, own_down), parts, strict=True):
+            assert_close(tensor.grad, part, rtol=1e-12, atol=1e-11)
+        assert (torch.tanh(own_x.detach()) - own_x.detach()).abs().max() > 1e-3
+
+    for is_cut in (False, True):
+        on_axis(2, lambda axis, is_cut=is_cut: on_rank(axis, is_cut))
