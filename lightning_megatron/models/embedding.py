@@ -1,0 +1,58 @@
+"""The way in of a language model: tokens, and learned positions where asked for, become hidden states."""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_megatron.mesh import Axis
+from lightning_megatron.sharding import Initial, shard_parameter
+from lightning_megatron.tensor.embedding import VocabParallelEmbedding
+from lightning_megatron.transformer.config import LanguageModelConfig, TransformerConfig
+from lightning_megatron.transformer.dropout import Dropout
+from lightning_megatron.transformer.tokens import Tokens
+
+
+def build_token_embedding(config: LanguageModelConfig, *, tp: Axis, sp: Axis) -> VocabParallelEmbedding:
+    """The token embedding, which a tied head on another stage builds for itself under the same name."""
+    return VocabParallelEmbedding(
+        config.vocab_size,
+        config.hidden_size,
+        tp=tp,
+        sp=sp,
+        initial=Initial(std=config.init_std),
+        multiple=config.vocab_multiple,
+    )
+
+
+class PositionEmbedding(nn.Module):
+    """A learned vector for each position, for this rank's part of the stream: [T/sp, H]."""
+
+    def __init__(self, config: TransformerConfig, *, tp: Axis, sp: Axis) -> None:
+        super().__init__()
+        self.weight = shard_parameter(
+            (config.max_sequence_length, config.hidden_size),
+            initial=Initial(std=config.init_std),
+            replicas=(tp,),
+            partial=sp,
+        )
+
+    def forward(self, tokens: Tokens) -> Tensor:
+        return F.embedding(tokens.shard(tokens.flat(tokens.positions_BS)), self.weight)
+
+
+class Embedding(nn.Module):
+    """Token ids [T] to hidden states [T/sp, H], with learned positions where the configuration has them."""
+
+    def __init__(self, config: LanguageModelConfig, *, tp: Axis, sp: Axis) -> None:
+        super().__init__()
+        self.tokens = build_token_embedding(config, tp=tp, sp=sp)
+        self.has_positions = config.position == "learned"
+        if self.has_positions:
+            self.positions = PositionEmbedding(config, tp=tp, sp=sp)
+        self.dropout = Dropout(config.hidden_dropout, "embedding")
+
+    def forward(self, ids_T: Tensor, tokens: Tokens) -> Tensor:
+        hidden_TH: Tensor = self.tokens(ids_T)
+        if self.has_positions:
+            hidden_TH = hidden_TH + self.positions(tokens)
+        dropped_TH: Tensor = self.dropout(hidden_TH, tokens)
+        return dropped_TH

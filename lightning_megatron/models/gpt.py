@@ -1,0 +1,142 @@
+"""GPT: a decoder-only language model, as parts `embedding`, `layers.0` and on, `final_norm`, `head`.
+
+Between parts, and between stages, travels the residual stream [T/sp, H]; what else a part needs (`Inputs`) every stage
+makes from the caller's inputs by itself.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.mesh import Mesh, ambient_mesh
+from lightning_megatron.models.embedding import Embedding, build_token_embedding
+from lightning_megatron.models.heads import LanguageModelHead, Targets, targets_of
+from lightning_megatron.pipeline.module import Part, PipelineModule
+from lightning_megatron.transformer import rotary
+from lightning_megatron.transformer.config import LanguageModelConfig, layout_faults
+from lightning_megatron.transformer.init import initialise
+from lightning_megatron.transformer.layer import TransformerLayer, build_norm
+from lightning_megatron.transformer.tokens import Tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig(LanguageModelConfig):
+    """The architecture of a GPT: GPT-2's kind by default; Llama's with rotary, rmsnorm, swiglu and no biases."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What the parts of a call read beside the hidden states."""
+
+    tokens: Tokens
+    targets: Targets | None
+    # none: the caller wants logits
+
+
+class GPTModel(PipelineModule):
+    """A GPT of which this rank holds its stage and its slice of each weight.
+
+    Called with labels it returns the loss: the mean over tokens that have a label and are not masked out; `loss_weight`
+    then says over how many. Without labels it returns logits [batch, sequence, vocab_size], whole on every tp rank.
+    Raises ValueError where the architecture does not fit the mesh.
+    """
+
+    def __init__(self, config: GPTConfig, *, mesh: Mesh | None = None, seed: int | None = None) -> None:
+        mesh = mesh if mesh is not None else ambient_mesh()
+        if faults := layout_faults(config, mesh.sizes):
+            raise ValueError("\n".join(faults))
+        super().__init__(gpt_parts(config, mesh), mesh=mesh, seed=seed)
+        self.config = config
+        initialise(self, self.draws.seed)
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, loss_mask: Tensor | None = None) -> Tensor:
+        """The loss [] with labels, else logits; tokens, labels (-100: no target) and loss_mask are [batch, sequence].
+
+        The label of a position is the target of that position: nothing is shifted here.
+        """
+        output: Tensor = super().forward(tokens, labels=labels, loss_mask=loss_mask)
+        return output
+
+    def prepare(
+        self, tokens: Tensor, labels: Tensor | None = None, loss_mask: Tensor | None = None
+    ) -> tuple[Tensor, Inputs]:
+        self._check_shapes(tokens, labels, loss_mask)
+        stream = self._stream(tokens)
+        targets = None if labels is None else targets_of(labels, loss_mask, stream)
+        self.loss_weight = None if targets is None else targets.sum_of_weights
+        return stream.flat(tokens), Inputs(tokens=stream, targets=targets)
+
+    def run_part(self, name: str, hidden: Tensor, context: Inputs) -> Tensor:
+        module = self.get_submodule(name)
+        if name == "final_norm":
+            normed: Tensor = module(hidden)
+            return normed
+        if isinstance(module, LanguageModelHead):
+            weight = self.get_parameter("embedding.tokens.weight" if self.config.tie_embeddings else "head.weight")
+            logits = module(hidden, weight)
+            if context.targets is None:
+                return module.full_logits(logits, context.tokens)
+            return module.loss(logits, context.targets)
+        output: Tensor = module(hidden, context.tokens)
+        return output
+
+    def _check_shapes(self, tokens: Tensor, labels: Tensor | None, loss_mask: Tensor | None) -> None:
+        if tokens.dim() != 2 or tokens.is_floating_point():
+            raise ValueError(
+                f"tokens ({tuple(tokens.shape)} of {tokens.dtype}) must be integers of shape [batch, sequence]"
+            )
+        for name, value in (("labels", labels), ("loss_mask", loss_mask)):
+            if value is not None and value.shape != tokens.shape:
+                raise ValueError(
+                    f"{name} {tuple(value.shape)} must have the shape of tokens {tuple(tokens.shape)}; "
+                    "labels are not shifted here: give each position its own target"
+                )
+        if labels is None and loss_mask is not None:
+            raise ValueError("loss_mask needs labels: without labels there is no loss to mask")
+        limit = self.config.max_sequence_length
+        if self.config.position == "learned" and tokens.shape[1] > limit:
+            raise ValueError(
+                f"the sequence ({tokens.shape[1]} tokens) must not be longer than max_sequence_length ({limit}), "
+                "because positions are learned; shorten it, or build the model with more positions"
+            )
+
+    def _stream(self, tokens: Tensor) -> Tokens:
+        """The order, positions and random keys of the call's tokens."""
+        batch, sequence = tokens.shape
+        config = self.config
+        places_S = torch.arange(sequence, device=tokens.device)
+        positions_BS = places_S.unsqueeze(0)
+        drops = config.hidden_dropout > 0 or config.attention_dropout > 0
+        cos_BSR, sin_BSR = rotary.angles(positions_BS, config.rotary_width, config.rotary_base)
+        return Tokens(
+            batch=batch,
+            sequence=sequence,
+            sp=self.mesh.sp,
+            places_S=places_S,
+            positions_BS=positions_BS,
+            sample_keys_B=self.draws.sample_keys(batch if drops else 0, tokens.device),
+            rotary_cos_BSR=cos_BSR,
+            rotary_sin_BSR=sin_BSR,
+        )
+
+
+def gpt_parts(config: GPTConfig, mesh: Mesh) -> list[Part]:
+    """The parts of a GPT in order; layers weigh alike, the ends go with their neighbours."""
+    tp, sp = mesh.tp, mesh.sp
+    token_embedding = partial(build_token_embedding, config, tp=tp, sp=sp)
+    layers = [f"layers.{i}" for i in range(config.num_layers)]
+    return [
+        Part(name="embedding", build=partial(Embedding, config, tp=tp, sp=sp)),
+        *(
+            Part(name=name, build=partial(TransformerLayer, config, tp=tp, sp=sp, name=name), cost=1.0)
+            for name in layers
+        ),
+        Part(name="final_norm", build=partial(build_norm, config, tp=tp, sp=sp)),
+        Part(
+            name="head",
+            build=partial(LanguageModelHead, config, tp=tp, sp=sp),
+            shares={"embedding.tokens": token_embedding} if config.tie_embeddings else {},
+        ),
+    ]

@@ -1,0 +1,87 @@
+"""The way out of a language model: hidden states become logits, and logits a loss that is a mean over valid tokens.
+
+T tokens of the stream, H hidden, V vocabulary, B batch, S sequence.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.comm import differentiable
+from lightning_megatron.mesh import Axis
+from lightning_megatron.sharding import Initial, shard_parameter
+from lightning_megatron.tensor.cross_entropy import vocab_parallel_cross_entropy
+from lightning_megatron.tensor.linear import column_parallel_linear
+from lightning_megatron.transformer.config import LanguageModelConfig
+from lightning_megatron.transformer.tokens import Tokens
+
+IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Targets:
+    """What each token of the stream shall predict, and how much it counts; padding counts nothing."""
+
+    labels_T: Tensor
+    # int64, -100 where there is no target
+    weights_T: Tensor
+    # of each token's loss in the mean
+    sum_of_weights: Tensor
+    # float64 []: what the mean divides by
+
+
+def targets_of(labels_BS: Tensor, loss_mask_BS: Tensor | None, tokens: Tokens) -> Targets:
+    """The targets of a stream: the mask, or ones, where there is a label; zero elsewhere."""
+    valid_BS = labels_BS != IGNORED_LABEL
+    if loss_mask_BS is None:
+        weights_BS = valid_BS.float()
+    else:
+        mask_BS = loss_mask_BS if loss_mask_BS.is_floating_point() else loss_mask_BS.float()
+        # Not a product: a mask may hold anything where there is no label, NaN too.
+        weights_BS = torch.where(valid_BS, mask_BS, 0)
+    return Targets(
+        labels_T=tokens.flat(labels_BS, padding=IGNORED_LABEL),
+        weights_T=tokens.flat(weights_BS),
+        # In float64, so that sums over microbatches and ranks do not depend on how the batch was cut.
+        sum_of_weights=weights_BS.sum(dtype=torch.float64),
+    )
+
+
+class LanguageModelHead(nn.Module):
+    """Logits of the own part of the vocabulary from hidden states; the weight is its own or the embedding's."""
+
+    def __init__(self, config: LanguageModelConfig, *, tp: Axis, sp: Axis) -> None:
+        super().__init__()
+        self.tp, self.sp = tp, sp
+        self.vocab_size, self.label_smoothing = config.vocab_size, config.label_smoothing
+        if not config.tie_embeddings:
+            self.weight = shard_parameter(
+                (config.vocab_size, config.hidden_size),
+                initial=Initial(std=config.init_std),
+                dim=0,
+                axis=tp,
+                multiple=config.vocab_multiple,
+            )
+
+    def forward(self, hidden_TH: Tensor, weight_VH: Tensor) -> Tensor:
+        """Logits [T, V/tp], padded columns included."""
+        return column_parallel_linear(hidden_TH, weight_VH, None, tp=self.tp, sp=self.sp)
+
+    def full_logits(self, logits_TV: Tensor, tokens: Tokens) -> Tensor:
+        """Logits [B, S, V] on every rank of tp, for ranks that all do the same with them."""
+        full_TV = differentiable.join(logits_TV, self.tp, dim=-1)
+        return full_TV[: tokens.num_real, : self.vocab_size].view(tokens.batch, tokens.sequence, self.vocab_size)
+
+    def loss(self, logits_TV: Tensor, targets: Targets) -> Tensor:
+        """The mean loss of the tokens that count, or 0 where none does: []."""
+        losses_T = vocab_parallel_cross_entropy(
+            logits_TV,
+            targets.labels_T,
+            tp=self.tp,
+            vocab_size=self.vocab_size,
+            label_smoothing=self.label_smoothing,
+        )
+        total = (losses_T * targets.weights_T.to(losses_T.dtype)).sum()
+        divisor = torch.where(targets.sum_of_weights == 0, 1.0, targets.sum_of_weights)
+        return total / divisor.to(total.dtype)

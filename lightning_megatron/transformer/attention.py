@@ -1,0 +1,187 @@
+"""Self-attention of one layer: a fused column-parallel query-key-value linear, attention of the own heads, a
+row-parallel projection.
+
+The rows of the fused weight are G groups, each of R query heads, one key head and one value head: [G * (R + 2) * D, H].
+Where tp divides G a rank holds whole groups. Where G divides tp a rank's rows are part of a group: the output is
+gathered over tp, and the rank takes its share of one group's queries with that group's key and value; the gradients of
+key and value are summed by the backward of the gather.
+
+B batch, S sequence, T tokens, H hidden, A heads here, G groups, R query heads of a group, D head size, C fused
+features.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_megatron.comm import differentiable
+from lightning_megatron.mesh import Axis
+from lightning_megatron.sharding import Initial
+from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.transformer.config import TransformerConfig
+from lightning_megatron.transformer.dropout import AttentionDropout
+from lightning_megatron.transformer.rotary import rotate_into
+from lightning_megatron.transformer.tokens import Tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heads:
+    """Which heads of a fused query-key-value output are this rank's."""
+
+    groups: int
+    # in the fused output
+    queries: int
+    # query heads of a group
+    head_dim: int
+    # features of a head
+    first_group: int
+    num_groups: int
+    # this rank's groups
+    first_query: int
+    num_queries: int
+    # this rank's query heads in each of its groups
+
+    @property
+    def num_heads(self) -> int:
+        return self.num_groups * self.num_queries
+
+    @property
+    def is_all(self) -> bool:
+        """Every feature of the fused output is this rank's."""
+        return self.num_groups == self.groups and self.num_queries == self.queries
+
+
+def own_heads(config: TransformerConfig, tp: Axis) -> Heads:
+    """This rank's heads in the fused output: its own features, or those of all where tp has more ranks than groups."""
+    groups, queries = config.num_query_groups, config.heads_per_group
+    if groups % tp.size == 0:
+        own, first_group, num_groups, first_query, num_queries = groups // tp.size, 0, groups // tp.size, 0, queries
+    else:
+        ranks_per_group = tp.size // groups
+        own, first_group, num_groups = groups, tp.rank // ranks_per_group, 1
+        num_queries = queries // ranks_per_group
+        first_query = tp.rank % ranks_per_group * num_queries
+    return Heads(
+        groups=own,
+        queries=queries,
+        head_dim=config.head_dim,
+        first_group=first_group,
+        num_groups=num_groups,
+        first_query=first_query,
+        num_queries=num_queries,
+    )
+
+
+class _SplitHeads(torch.autograd.Function):
+    """Queries, keys and values, turned by their positions, out of the fused output; the backward fuses again.
+
+    They are either all views of the fused output or all copies: a mixture would keep it alive beside the copies.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, fused_TC: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, batch: int, sequence: int, heads: Heads
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.shape, ctx.heads = fused_TC.shape, heads
+        cos, sin = (table[:, :, None, None].to(fused_TC.dtype) for table in (cos_BSR, sin_BSR))
+        ctx.save_for_backward(cos, sin)
+        shape = (batch, sequence, heads.groups, heads.queries + 2, heads.head_dim)
+        queries, keys, values = _parts(fused_TC[: batch * sequence].view(shape), heads)
+        is_mergeable = heads.num_groups == 1 or heads.num_queries == 1
+        if cos.shape[-1] or not heads.is_all or not is_mergeable:
+            turned = [torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in (queries, keys)]
+            rotate_into(turned[0], queries, cos, sin)
+            rotate_into(turned[1], keys, cos, sin)
+            queries, keys, values = *turned, values.clone(memory_format=torch.contiguous_format)
+        queries, keys, values = (part.flatten(2, 3).transpose(1, 2) for part in (queries, keys, values))
+        return queries, keys, values
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        heads: Heads = ctx.heads
+        batch, _, sequence, _ = grads[0].shape
+        is_filled = heads.is_all and batch * sequence == ctx.shape[0]
+        make = torch.empty if is_filled else torch.zeros
+        fused_TC = make(ctx.shape, dtype=grads[0].dtype, device=grads[0].device)
+        shape = (batch, sequence, heads.groups, heads.queries + 2, heads.head_dim)
+        parts = _parts(fused_TC[: batch * sequence].view(shape), heads)
+        queries, keys, values = (
+            grad.transpose(1, 2).unflatten(2, part.shape[2:4]) for grad, part in zip(grads, parts, strict=True)
+        )
+        rotate_into(parts[0], queries, cos, -sin)
+        rotate_into(parts[1], keys, cos, -sin)
+        parts[2].copy_(values)
+        return fused_TC, None, None, None, None, None
+
+
+def _parts(fused: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of a fused [B, S, G, R + 2, D]: the own queries, keys and values, [B, S, groups, heads of each, D]."""
+    own = fused.narrow(2, heads.first_group, heads.num_groups)
+    return (
+        own.narrow(3, heads.first_query, heads.num_queries),
+        own.narrow(3, heads.queries, 1),
+        own.narrow(3, heads.queries + 1, 1),
+    )
+
+
+class SelfAttention(nn.Module):
+    """Attention over each sequence of the stream: [T/sp, H] to [T/sp, H]. `name` is its name in the model."""
+
+    def __init__(self, config: TransformerConfig, *, tp: Axis, sp: Axis, name: str, is_causal: bool = True) -> None:
+        super().__init__()
+        self.is_causal = is_causal
+        self.heads = own_heads(config, tp)
+        # Fewer groups than ranks: every rank needs rows that others hold.
+        self.is_gathered = config.num_query_groups % tp.size != 0
+        self.tp = tp
+        features = config.num_attention_heads * config.head_dim
+        self.qkv = ColumnParallelLinear(
+            config.hidden_size,
+            features + 2 * config.num_query_groups * config.head_dim,
+            tp=tp,
+            sp=sp,
+            bias=config.has_qkv_bias,
+            initial=Initial(std=config.init_std),
+        )
+        self.dropout = AttentionDropout(config.attention_dropout, name, first_head=tp.rank * self.heads.num_heads)
+        self.projection = RowParallelLinear(
+            features,
+            config.hidden_size,
+            tp=tp,
+            sp=sp,
+            bias=config.add_bias_linear,
+            initial=Initial(std=config.output_std),
+        )
+
+    def forward(self, hidden_TH: Tensor, tokens: Tokens) -> Tensor:
+        fused_TC = self.qkv(hidden_TH)
+        if self.is_gathered:
+            fused_TC = differentiable.gather(fused_TC, self.tp, dim=-1)
+        queries, keys, values = _SplitHeads.apply(
+            fused_TC, tokens.rotary_cos_BSR, tokens.rotary_sin_BSR, tokens.batch, tokens.sequence, self.heads
+        )
+        if self.dropout.is_active:
+            attended = self._attend_dropping(queries, keys, values, tokens)
+        else:
+            attended = F.scaled_dot_product_attention(
+                queries, keys, values, is_causal=self.is_causal, enable_gqa=self.heads.num_queries > 1
+            )
+        output: Tensor = self.projection(tokens.pad(attended.transpose(1, 2).reshape(tokens.num_real, -1)))
+        return output
+
+    def _attend_dropping(self, queries: Tensor, keys: Tensor, values: Tensor, tokens: Tokens) -> Tensor:
+        """Attention with its weights laid out, so that the mask is ours; softmax in float32 or better."""
+        group_shape = (-1, -1, self.heads.num_queries, -1, -1)
+        keys, values = (x.unsqueeze(2).expand(group_shape).flatten(1, 2) for x in (keys, values))
+        scores = queries @ keys.transpose(-1, -2)
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * (1.0 / math.sqrt(self.heads.head_dim))
+        if self.is_causal:
+            later = torch.full(scores.shape[-2:], -torch.inf, dtype=scores.dtype, device=scores.device).triu_(1)
+            scores = scores + later
+        weights: Tensor = self.dropout(scores.softmax(dim=-1), tokens)
+        return weights.to(values.dtype) @ values

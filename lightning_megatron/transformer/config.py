@@ -1,0 +1,225 @@
+"""What a transformer is: the sizes and choices of its layers, and nothing about who runs them.
+
+Read by the layers, by the cost model and by checkpoints. Faults of a configuration are told all at once; those that
+only a layout has are told by `layout_faults`, before any process group is needed.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from lightning_megatron.mesh import Sizes
+
+Activation = Literal["gelu", "gelu_tanh", "swiglu"]
+Normalization = Literal["layernorm", "rmsnorm"]
+Position = Literal["learned", "rotary", "none"]
+_CHOICES = {
+    "activation": ("gelu", "gelu_tanh", "swiglu"),
+    "normalization": ("layernorm", "rmsnorm"),
+    "position": ("learned", "rotary", "none"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    """The architecture of a stack of equal layers. A size given as 0 follows from others and is filled in at once."""
+
+    num_layers: int
+    # layers of the stack, over all stages
+    hidden_size: int
+    # features of a token between layers
+    num_attention_heads: int
+    # query heads of a layer
+    num_query_groups: int = 0
+    # key and value heads of a layer, each shared by a group of query heads; 0: one for each query head
+    head_dim: int = 0
+    # features of a head; 0: hidden_size / num_attention_heads
+    ffn_hidden_size: int = 0
+    # features between the two linears of the MLP (of gate and of up alike under swiglu); 0: 4 * hidden_size
+    activation: Activation = "gelu"
+    # of the MLP: exact GELU, its tanh approximation, or a gate with SiLU
+    normalization: Normalization = "layernorm"
+    # before each half of a layer and after the last layer
+    norm_epsilon: float = 1e-5
+    # added to the variance (or mean square) under the root
+    add_bias_linear: bool = True
+    # every linear of a layer has a bias
+    add_qkv_bias: bool = False
+    # the query-key-value linear has a bias even where the others have none
+    position: Position = "learned"
+    # how a token knows its place: an embedding added to the input, a rotation of queries and keys, or not at all
+    rotary_base: float = 10000.0
+    # base of the geometric row of rotary wavelengths
+    rotary_fraction: float = 1.0
+    # share of a head's features that are rotated
+    max_sequence_length: int = 2048
+    # positions of a learned embedding, in tokens
+    hidden_dropout: float = 0.0
+    # probability that a feature of the embedding or of a layer half's output is dropped in training
+    attention_dropout: float = 0.0
+    # probability that an attention weight is dropped in training
+    init_std: float = 0.02
+    # standard deviation of initial weights; projections back into the residual stream use init_std / sqrt(2 num_layers)
+
+    def __post_init__(self) -> None:
+        for name, size in (
+            ("num_query_groups", self.num_attention_heads),
+            ("head_dim", self.hidden_size // max(self.num_attention_heads, 1)),
+            ("ffn_hidden_size", 4 * self.hidden_size),
+        ):
+            if getattr(self, name) == 0:
+                self._check_share(name)
+                object.__setattr__(self, name, size)
+        if faults := self.faults():
+            raise ValueError("\n".join(faults))
+
+    def _check_share(self, name: str) -> None:
+        """Only a head size that follows from others can fail to come out even."""
+        if name == "head_dim" and self.num_attention_heads > 0 and self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size ({self.hidden_size}) must be a multiple of num_attention_heads "
+                f"({self.num_attention_heads}) where head_dim is 0; give head_dim, or num_attention_heads may be "
+                f"{_list(_fitting(self.num_attention_heads * 2, lambda n: self.hidden_size % n == 0))}"
+            )
+
+    def faults(self) -> list[str]:
+        """Every rule that this configuration breaks, one sentence each."""
+        faults = [
+            f"{name} ({getattr(self, name)}) must be at least 1"
+            for name in (
+                "num_layers",
+                "hidden_size",
+                "num_attention_heads",
+                "num_query_groups",
+                "head_dim",
+                "ffn_hidden_size",
+                "max_sequence_length",
+            )
+            if getattr(self, name) < 1
+        ]
+        faults += [
+            f"{name} ({getattr(self, name)!r}) must be one of {', '.join(map(repr, choices))}"
+            for name, choices in _CHOICES.items()
+            if getattr(self, name) not in choices
+        ]
+        faults += [
+            f"{name} ({getattr(self, name)}) must be at least 0 and below 1"
+            for name in ("hidden_dropout", "attention_dropout")
+            if not 0.0 <= getattr(self, name) < 1.0
+        ]
+        if not 0.0 < self.rotary_fraction <= 1.0:
+            faults.append(f"rotary_fraction ({self.rotary_fraction}) must be above 0 and at most 1")
+        faults += [
+            f"{name} ({getattr(self, name)}) must be above 0"
+            for name in ("norm_epsilon", "rotary_base")
+            if not getattr(self, name) > 0
+        ]
+        if not (math.isfinite(self.init_std) and self.init_std >= 0):
+            faults.append(f"init_std ({self.init_std}) must be at least 0")
+        heads, groups = self.num_attention_heads, self.num_query_groups
+        if heads >= 1 and groups >= 1 and heads % groups:
+            fits = _fitting(heads, lambda n: heads % n == 0)
+            faults.append(
+                f"num_attention_heads ({heads}) must be a multiple of num_query_groups ({groups}); "
+                f"num_query_groups may be {_list(fits)}"
+            )
+        if self.position == "rotary" and self.head_dim >= 1 and self.head_dim * self.rotary_fraction < 2:
+            faults.append(
+                f"head_dim ({self.head_dim}) times rotary_fraction ({self.rotary_fraction}) must be at least 2, "
+                "because features are rotated in pairs"
+            )
+        return faults
+
+    @property
+    def output_std(self) -> float:
+        """Standard deviation of the initial projections back into the residual stream."""
+        return self.init_std / math.sqrt(2 * self.num_layers)
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        return self.add_bias_linear or self.add_qkv_bias
+
+    @property
+    def is_gated(self) -> bool:
+        return self.activation == "swiglu"
+
+    @property
+    def heads_per_group(self) -> int:
+        return self.num_attention_heads // self.num_query_groups
+
+    @property
+    def rotary_width(self) -> int:
+        """Pairs of features of a head that are rotated: 0 where positions are not rotary."""
+        return int(self.head_dim * self.rotary_fraction) // 2 if self.position == "rotary" else 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageModelConfig(TransformerConfig):
+    """A transformer between an embedding of tokens and a head that predicts tokens."""
+
+    vocab_size: int
+    # different tokens
+    vocab_multiple: int = 1
+    # each rank holds a multiple of this many rows of the vocabulary; GPUs are faster with 128
+    tie_embeddings: bool = True
+    # the head uses the weight of the token embedding
+    label_smoothing: float = 0.0
+    # share of a target's probability spread evenly over the whole vocabulary
+
+    def faults(self) -> list[str]:
+        faults = super().faults()
+        faults += [
+            f"{name} ({getattr(self, name)}) must be at least 1"
+            for name in ("vocab_size", "vocab_multiple")
+            if getattr(self, name) < 1
+        ]
+        if not 0.0 <= self.label_smoothing < 1.0:
+            faults.append(f"label_smoothing ({self.label_smoothing}) must be at least 0 and below 1")
+        return faults
+
+
+def layout_faults(config: TransformerConfig, sizes: Sizes) -> list[str]:
+    """Every rule that this architecture breaks on that many ranks, one sentence each."""
+    tp, heads, groups = sizes.tp, config.num_attention_heads, config.num_query_groups
+    faults = []
+
+    def add_unless(fits: Callable[[int], bool], rule: str) -> None:
+        if not fits(tp):
+            may_be = _list(_fitting(min(heads, config.ffn_hidden_size), fits))
+            faults.append(f"{rule}; tensor_model_parallel_size may be {may_be}")
+
+    add_unless(
+        lambda n: heads % n == 0,
+        f"num_attention_heads ({heads}) must be a multiple of tensor_model_parallel_size ({tp})",
+    )
+    add_unless(
+        lambda n: groups % n == 0 or n % groups == 0,
+        f"num_query_groups ({groups}) must be a multiple or a divisor of tensor_model_parallel_size ({tp})",
+    )
+    rows = groups * (config.heads_per_group + 2) * config.head_dim
+    if groups % tp == 0 or tp % groups == 0:
+        add_unless(
+            lambda n: rows % n == 0,
+            f"the rows of the query-key-value weight ({rows} = num_query_groups * (num_attention_heads / "
+            f"num_query_groups + 2) * head_dim) must be a multiple of tensor_model_parallel_size ({tp})",
+        )
+    add_unless(
+        lambda n: config.ffn_hidden_size % n == 0,
+        f"ffn_hidden_size ({config.ffn_hidden_size}) must be a multiple of tensor_model_parallel_size ({tp})",
+    )
+    if config.num_layers < sizes.pp:
+        faults.append(
+            f"num_layers ({config.num_layers}) must not be below pipeline_model_parallel_size ({sizes.pp}); "
+            f"pipeline_model_parallel_size may be 1 to {config.num_layers}"
+        )
+    return faults
+
+
+def _fitting(largest: int, fits: Callable[[int], bool]) -> list[int]:
+    return [n for n in range(1, largest + 1) if fits(n)]
+
+
+def _list(values: list[int]) -> str:
+    """At most a dozen values, as a reader takes them in."""
+    return ", ".join(map(str, values)) if len(values) <= 12 else ", ".join(map(str, values[:12])) + ", ..."

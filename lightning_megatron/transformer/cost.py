@@ -1,0 +1,126 @@
+"""What a model costs, by formula: parameters, FLOPs and kept activations, before anything is built.
+
+Stage balancing, the planner and MFU read it. Everything is per layer or per model, on one rank where `sizes` is given.
+
+    parameters    layer = H (A + 2 G) D + A D H + c F H + biases + norms        c = 3 gated, else 2
+    FLOPs         training = 3 * forward; a multiply-add counts 2; matrix products alone count
+    activations   what the backward of a layer keeps, with attention that never lays its weights out
+
+H hidden, A heads, G key-value groups, D head size, F feed-forward, V vocabulary.
+"""
+
+from lightning_megatron.mesh import Sizes
+from lightning_megatron.transformer.config import LanguageModelConfig, TransformerConfig
+
+ONE = Sizes()
+
+
+def norm_parameters(config: TransformerConfig) -> int:
+    """Parameters of one norm; every rank has all of them."""
+    return config.hidden_size * (2 if config.normalization == "layernorm" else 1)
+
+
+def layer_parameters(config: TransformerConfig, sizes: Sizes = ONE) -> int:
+    """Parameters of one layer that a rank holds; those of the unsplit layer by default."""
+    hidden, tp = config.hidden_size, sizes.tp
+    query = config.num_attention_heads * config.head_dim
+    qkv = query + 2 * config.num_query_groups * config.head_dim
+    up = config.ffn_hidden_size * (2 if config.is_gated else 1)
+    cut = qkv * hidden + query * hidden + up * hidden + config.ffn_hidden_size * hidden
+    cut += qkv * config.has_qkv_bias + up * config.add_bias_linear
+    return cut // tp + 2 * hidden * config.add_bias_linear + 2 * norm_parameters(config)
+
+
+def vocabulary_parameters(config: LanguageModelConfig, sizes: Sizes = ONE) -> int:
+    """Parameters of one matrix over the vocabulary that a rank holds, padded rows included."""
+    rows = -(-config.vocab_size // sizes.tp)
+    return -(-rows // config.vocab_multiple) * config.vocab_multiple * config.hidden_size
+
+
+def embedding_parameters(config: LanguageModelConfig, sizes: Sizes = ONE) -> int:
+    """Parameters of the embedding part that a rank of the first stage holds."""
+    positions = config.max_sequence_length * config.hidden_size if config.position == "learned" else 0
+    return vocabulary_parameters(config, sizes) + positions
+
+
+def model_parameters(config: LanguageModelConfig) -> int:
+    """Parameters of the unsplit model; a tied matrix counts once and padded rows do not count."""
+    matrices = 1 if config.tie_embeddings else 2
+    positions = config.max_sequence_length * config.hidden_size if config.position == "learned" else 0
+    vocabulary = matrices * config.vocab_size * config.hidden_size + positions
+    return config.num_layers * layer_parameters(config) + norm_parameters(config) + vocabulary
+
+
+def layer_linear_flops(config: TransformerConfig, *, num_tokens: int) -> int:
+    """Forward FLOPs of the linears of one layer."""
+    hidden, query = config.hidden_size, config.num_attention_heads * config.head_dim
+    qkv = query + 2 * config.num_query_groups * config.head_dim
+    mlp = config.ffn_hidden_size * (3 if config.is_gated else 2)
+    return 2 * num_tokens * hidden * (qkv + query + mlp)
+
+
+def layer_attention_flops(config: TransformerConfig, *, batch: int, sequence: int, is_causal: bool) -> int:
+    """Forward FLOPs of queries times keys and weights times values in one layer.
+
+    Causal attention counts half: each token needs the keys before it only, and kernels skip the others. An
+    implementation that computes all and masks spends twice this.
+    """
+    both = 4 * batch * sequence * sequence * config.num_attention_heads * config.head_dim
+    return both // 2 if is_causal else both
+
+
+def head_flops(config: LanguageModelConfig, *, num_tokens: int) -> int:
+    """Forward FLOPs of the logits of the real vocabulary; looking up the embedding counts nothing."""
+    return 2 * num_tokens * config.hidden_size * config.vocab_size
+
+
+def training_flops(config: LanguageModelConfig, *, batch: int, sequence: int, is_causal: bool = True) -> int:
+    """Model FLOPs of forward and backward of a batch, with nothing recomputed: what MFU divides by.
+
+    Convention: matrix products alone, a multiply-add is 2, the backward is twice the forward, causal attention counts
+    half. Without that half it is 72 B S L H^2 (1 + S / 6H + V / 12LH) for F = 4H and one head of keys for each of
+    queries. Source: Narayanan et al., arXiv 2104.04473, section 5.1 and appendix, less their recomputation (a factor
+    of 4/3 on the layers), which counts attention whole; the half as in Dao, arXiv 2307.08691, section 4.1.
+    """
+    num_tokens = batch * sequence
+    layer = layer_linear_flops(config, num_tokens=num_tokens)
+    layer += layer_attention_flops(config, batch=batch, sequence=sequence, is_causal=is_causal)
+    return 3 * (config.num_layers * layer + head_flops(config, num_tokens=num_tokens))
+
+
+def training_flops_per_token(config: LanguageModelConfig, *, sequence: int, is_causal: bool = True) -> float:
+    """`training_flops` of one token of sequences of that length."""
+    return training_flops(config, batch=1, sequence=sequence, is_causal=is_causal) / sequence
+
+
+def layer_activation_bytes(
+    config: TransformerConfig, sizes: Sizes = ONE, *, batch: int, sequence: int, bytes_per_element: int
+) -> int:
+    """What one layer keeps of a microbatch for its backward, on one rank, its input included and its output not.
+
+    With sequence parallelism and D = H/A, F = 4H, bf16, no dropout it is 32 batch * sequence * H / tp bytes and the
+    statistics of norms and softmax (float32); each residual dropout adds a mask of one byte. Attention dropout lays
+    weights out: 5 + bytes_per_element bytes for each pair of tokens and head.
+    Source: Korthikanti et al., arXiv 2205.05198, section 4.
+    """
+    tp, sp = sizes.tp, sizes.tp if sizes.sequence_parallel else 1
+    real = batch * sequence
+    padded = -(-real // sp) * sp
+    shard, statistics = padded // sp, 4 * max(bytes_per_element // 4, 1)
+    heads, head_dim = config.num_attention_heads // tp, config.head_dim
+    keys = max(config.num_query_groups // tp, 1)
+    # Residual stream and norm output, before attention and before the MLP.
+    kept = 4 * shard * config.hidden_size * bytes_per_element
+    kept += 2 * shard * statistics * (2 if config.normalization == "layernorm" else 1)
+    # Queries, keys and values; what attention gives to the projection; the MLP around its activation.
+    kept += real * (heads + 2 * keys) * head_dim * bytes_per_element
+    # Padding copies what attention gives.
+    kept += (real if padded == real else real + padded) * heads * head_dim * bytes_per_element
+    kept += padded * (3 if config.is_gated else 2) * (config.ffn_hidden_size // tp) * bytes_per_element
+    if config.hidden_dropout > 0:
+        kept += 2 * shard * config.hidden_size
+    if config.attention_dropout > 0:
+        kept += real * sequence * heads * (statistics + 1 + bytes_per_element)
+    else:
+        kept += real * heads * statistics
+    return kept

@@ -1,0 +1,76 @@
+"""Dropout whose masks are a function of what is dropped (step, sample, place, layer, feature), not of who drops it.
+
+Each rank draws only the rows that it holds. One byte per element is kept for the backward.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.comm import rng
+from lightning_megatron.transformer.tokens import Tokens
+
+
+class _Drop(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keep: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(keep)
+        ctx.scale = scale
+        return torch.where(keep, x, 0).mul_(scale)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (keep,) = ctx.saved_tensors
+        return torch.where(keep, grad, 0).mul_(ctx.scale), None, None
+
+
+def drop(x: Tensor, keep: Tensor, probability: float) -> Tensor:
+    """`x` where `keep`, else 0, scaled by 1 / (1 - probability) so that the expectation stays."""
+    dropped: Tensor = _Drop.apply(x, keep, 1.0 / (1.0 - probability))
+    return dropped
+
+
+class Dropout(nn.Module):
+    """Drops features of hidden states [T/sp, H] in training; `name` says which of the model's dropouts this is."""
+
+    def __init__(self, probability: float, name: str) -> None:
+        super().__init__()
+        self.probability = probability
+        self.key = rng.key(name, "dropout")
+
+    def forward(self, hidden_TH: Tensor, tokens: Tokens) -> Tensor:
+        if not self.training or self.probability == 0.0:
+            return hidden_TH
+        keys_T = rng.bits(self.key, tokens.shard_keys)
+        return drop(hidden_TH, rng.keep_mask(keys_T, hidden_TH.shape[-1], self.probability), self.probability)
+
+    def extra_repr(self) -> str:
+        return f"probability={self.probability}"
+
+
+class AttentionDropout(nn.Module):
+    """Drops attention weights in training: the mask [B, A/tp, S, S] of this rank's heads, the same on every mesh."""
+
+    def __init__(self, probability: float, name: str, first_head: int) -> None:
+        super().__init__()
+        self.probability = probability
+        self.key = rng.key(name, "attention dropout")
+        self.first_head = first_head
+
+    @property
+    def is_active(self) -> bool:
+        return self.training and self.probability > 0.0
+
+    def forward(self, weights_BASS: Tensor, tokens: Tokens) -> Tensor:
+        if not self.is_active:
+            return weights_BASS
+        heads, length = weights_BASS.shape[1], weights_BASS.shape[-1]
+        heads_A = torch.arange(self.first_head, self.first_head + heads, device=weights_BASS.device)
+        keys_BAS = rng.bits(rng.bits(self.key, tokens.keys_BS).unsqueeze(1), heads_A.unsqueeze(-1))
+        # One sample at a time: the draws are int64, eight times the mask.
+        keep_BASS = torch.stack([rng.keep_mask(keys_AS, length, self.probability) for keys_AS in keys_BAS])
+        return drop(weights_BASS, keep_BASS, self.probability)
+
+    def extra_repr(self) -> str:
+        return f"probability={self.probability}"

@@ -1,0 +1,124 @@
+"""A GPT on one device in plain torch, written for clarity alone: what `GPTModel` must equal on every mesh.
+
+It takes the unsplit weights of a `GPTModel` by name and shares with it only the definition of the random numbers.
+Heads, groups, rotations and masks are spelled out one by one, on [batch, sequence, hidden].
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_megatron.comm import rng
+from lightning_megatron.models import GPTConfig
+
+Weights = dict[str, Tensor]
+
+
+class ReferenceGPT:
+    """Loss or logits from weights by name. `draws` gives the dropout masks of a training step; none, no dropout."""
+
+    def __init__(self, config: GPTConfig, weights: Weights, draws: rng.Draws | None = None) -> None:
+        self.config, self.weights, self.draws = config, weights, draws
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        config = self.config
+        sequence = tokens.shape[1]
+        x = self.weights["embedding.tokens.weight"][tokens]
+        if config.position == "learned":
+            x = x + self.weights["embedding.positions.weight"][torch.arange(sequence)]
+        x = self.drop(x, "embedding")
+        for i in range(config.num_layers):
+            layer = f"layers.{i}"
+            attended = self.attend(self.norm(x, f"{layer}.attention_norm"), f"{layer}.attention")
+            x = x + self.drop(attended, f"{layer}.attention")
+            x = x + self.drop(self.feed_forward(self.norm(x, f"{layer}.mlp_norm"), f"{layer}.mlp"), f"{layer}.mlp")
+        x = self.norm(x, "final_norm")
+        head = "embedding.tokens.weight" if config.tie_embeddings else "head.weight"
+        return F.linear(x, self.weights[head])
+
+    def loss(self, tokens: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> Tensor:
+        """Mean over the tokens with a label, weighted by the mask; 0 where there is none."""
+        losses = F.cross_entropy(
+            self.logits(tokens).flatten(0, 1),
+            labels.flatten(),
+            ignore_index=-100,
+            reduction="none",
+            label_smoothing=self.config.label_smoothing,
+        )
+        mask = torch.ones_like(losses) if loss_mask is None else loss_mask.flatten().to(losses.dtype)
+        mask = torch.where(labels.flatten() == -100, torch.zeros_like(mask), mask)
+        return (losses * mask).sum() / (mask.sum() if mask.sum() > 0 else 1.0)
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        weight = self.weights[f"{name}.weight"]
+        y = F.linear(x, weight.flatten(0, -2))
+        if f"{name}.bias" in self.weights:
+            y = y + self.weights[f"{name}.bias"].flatten()
+        return y
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        weight, epsilon = self.weights[f"{name}.weight"], self.config.norm_epsilon
+        if self.config.normalization == "layernorm":
+            return F.layer_norm(x, x.shape[-1:], weight, self.weights[f"{name}.bias"], epsilon)
+        return x / torch.sqrt(x.pow(2).mean(dim=-1, keepdim=True) + epsilon) * weight
+
+    def attend(self, x: Tensor, name: str) -> Tensor:
+        config = self.config
+        sequence, size = x.shape[1], config.head_dim
+        fused = self.linear(x, f"{name}.qkv")
+        later = torch.ones(sequence, sequence, dtype=torch.bool).triu(1)
+        heads_per_group = config.num_attention_heads // config.num_query_groups
+        outputs = []
+        for group in range(config.num_query_groups):
+            first = group * (heads_per_group + 2) * size
+            block = fused[..., first : first + (heads_per_group + 2) * size]
+            key = self.rotate(block[..., heads_per_group * size : (heads_per_group + 1) * size])
+            value = block[..., (heads_per_group + 1) * size :]
+            for i in range(heads_per_group):
+                query = self.rotate(block[..., i * size : (i + 1) * size])
+                scores = (query @ key.transpose(1, 2) / math.sqrt(size)).masked_fill(later, -math.inf)
+                weights = self.drop_attention(scores.softmax(dim=-1), name, group * heads_per_group + i)
+                outputs.append(weights @ value)
+        return self.linear(torch.cat(outputs, dim=-1), f"{name}.projection")
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Each pair (i, i + half) of features as a complex number, times e^(i position / wavelength)."""
+        if self.config.position != "rotary":
+            return x
+        half = int(x.shape[-1] * self.config.rotary_fraction) // 2
+        steps = self.config.rotary_base ** (-torch.arange(half, dtype=torch.float64) / half)
+        angles = torch.outer(torch.arange(x.shape[1], dtype=torch.float64), steps)
+        turned = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.polar(torch.ones_like(angles), angles)
+        return torch.cat([turned.real, turned.imag, x[..., 2 * half :]], dim=-1).to(x.dtype)
+
+    def feed_forward(self, x: Tensor, name: str) -> Tensor:
+        y = self.linear(x, f"{name}.up")
+        if self.config.activation == "swiglu":
+            gate, up = y.chunk(2, dim=-1)
+            y = gate * torch.sigmoid(gate) * up
+        elif self.config.activation == "gelu":
+            y = 0.5 * y * (1 + torch.erf(y / math.sqrt(2)))
+        else:
+            y = 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
+        return self.linear(y, f"{name}.down")
+
+    def drop(self, x: Tensor, name: str) -> Tensor:
+        probability = self.config.hidden_dropout
+        if self.draws is None or probability == 0:
+            return x
+        keys = rng.bits(rng.key(name, "dropout"), self.token_keys(x.shape[0], x.shape[1]))
+        return x * rng.keep_mask(keys, x.shape[2], probability) / (1 - probability)
+
+    def drop_attention(self, weights: Tensor, name: str, head: int) -> Tensor:
+        probability = self.config.attention_dropout
+        if self.draws is None or probability == 0:
+            return weights
+        rows = rng.bits(rng.key(name, "attention dropout"), self.token_keys(weights.shape[0], weights.shape[1]))
+        keys = rng.bits(rows, torch.full_like(rows, head))
+        return weights * rng.keep_mask(keys, weights.shape[2], probability) / (1 - probability)
+
+    def token_keys(self, batch: int, sequence: int) -> Tensor:
+        assert self.draws is not None
+        return rng.bits(self.draws.sample_keys(batch, torch.device("cpu"))[:, None], torch.arange(sequence)[None])

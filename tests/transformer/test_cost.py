@@ -1,0 +1,183 @@
+"""The cost formulas agree with what is built, counted and kept."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_megatron.comm.rng import Draws
+from lightning_megatron.mesh import Mesh, Sizes
+from lightning_megatron.models import GPTConfig, GPTModel
+from lightning_megatron.transformer import cost, rotary
+from lightning_megatron.transformer.config import TransformerConfig
+from lightning_megatron.transformer.layer import TransformerLayer
+from lightning_megatron.transformer.tokens import Tokens
+
+GPT3 = GPTConfig(num_layers=96, hidden_size=12288, num_attention_heads=96, max_sequence_length=2048, vocab_size=51200)
+GPT_1T = GPTConfig(
+    num_layers=128, hidden_size=25600, num_attention_heads=160, max_sequence_length=2048, vocab_size=51200
+)
+SMALL = GPTConfig(num_layers=3, hidden_size=64, num_attention_heads=8, max_sequence_length=128, vocab_size=131)
+LLAMA = replace(
+    SMALL,
+    num_query_groups=2,
+    ffn_hidden_size=96,
+    activation="swiglu",
+    normalization="rmsnorm",
+    add_bias_linear=False,
+    position="rotary",
+    tie_embeddings=False,
+)
+VARIANTS = {"gpt2": SMALL, "llama": LLAMA, "qkv bias": replace(LLAMA, add_qkv_bias=True, vocab_multiple=16)}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_parameters_by_formula_are_those_that_are_built(variant: str, tp: int) -> None:
+    config, sizes = VARIANTS[variant], Sizes(world=tp, tp=tp)
+    model = GPTModel(config, mesh=Mesh.imagine(0, sizes), seed=1)
+
+    def num(part: str) -> int:
+        return sum(p.numel() for p in model.get_submodule(part).parameters())
+
+    assert num("layers.1") == cost.layer_parameters(config, sizes)
+    assert num("embedding") == cost.embedding_parameters(config, sizes)
+    assert num("final_norm") == cost.norm_parameters(config)
+    assert num("head") == (0 if config.tie_embeddings else cost.vocabulary_parameters(config, sizes))
+    if tp == 1 and config.vocab_multiple == 1:
+        assert sum(p.numel() for p in model.parameters()) == cost.model_parameters(config)
+
+
+@pytest.mark.parametrize(("config", "expected"), [(GPT3, 175e9), (GPT_1T, 1.008e12)], ids=["175B", "1T"])
+def test_the_known_models_have_their_known_sizes(config: GPTConfig, expected: float) -> None:
+    assert cost.model_parameters(config) == pytest.approx(expected, rel=0.01)
+
+
+def test_flops_are_those_of_the_paper_less_recomputation() -> None:
+    layers, hidden, sequence, vocabulary, batch = 128, 25600, 2048, 51200, 3
+    paper = (
+        96 * batch * sequence * layers * hidden**2 * (1 + sequence / (6 * hidden) + vocabulary / (16 * layers * hidden))
+    )
+    logits = 6 * batch * sequence * hidden * vocabulary
+    expected = (paper - logits) * 3 / 4 + logits
+    assert cost.training_flops(GPT_1T, batch=batch, sequence=sequence, is_causal=False) == pytest.approx(expected)
+    causal = cost.training_flops(GPT_1T, batch=batch, sequence=sequence)
+    attention = 3 * 128 * cost.layer_attention_flops(GPT_1T, batch=batch, sequence=sequence, is_causal=True)
+    assert causal == pytest.approx(expected - attention)
+    per_token = cost.training_flops_per_token(GPT_1T, sequence=sequence)
+    assert per_token * batch * sequence == pytest.approx(causal)
+
+
+@pytest.mark.parametrize("variant", ["gpt2", "llama"])
+def test_flops_by_formula_are_those_counted(variant: str) -> None:
+    # With attention dropout attention is matrix products that torch counts (it knows no count of the CPU's kernel).
+    config = replace(VARIANTS[variant], attention_dropout=0.1)
+    model = GPTModel(config, seed=1)
+    tokens = torch.zeros(2, 128, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, labels=tokens).backward()
+    formula = cost.training_flops(config, batch=2, sequence=128, is_causal=False)
+    assert counter.get_total_flops() == pytest.approx(formula, rel=0.02)
+    assert cost.training_flops(config, batch=2, sequence=128) < 0.95 * formula  # the tolerance tells the two apart
+
+
+# Kept activations, on fake tensors
+
+
+@contextmanager
+def imagined(sizes: Sizes, dtype: torch.dtype) -> Iterator[Mesh]:
+    """A mesh whose collectives answer at once, with garbage; nothing but shapes is true. Layers are made in `dtype`."""
+    before = torch.get_default_dtype()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=sizes.world)
+    torch.set_default_dtype(dtype)
+    try:
+        with FakeTensorMode():
+            yield Mesh.imagine(0, sizes)
+    finally:
+        torch.set_default_dtype(before)
+        dist.destroy_process_group()
+
+
+def kept_bytes(config: TransformerConfig, sizes: Sizes, batch: int, sequence: int, dtype: torch.dtype) -> int:
+    """Bytes of distinct storages, parameters left out, that the backward of one layer keeps."""
+    with imagined(sizes, dtype) as mesh:
+        layer = TransformerLayer(config, tp=mesh.tp, sp=mesh.sp, name="layers.0")
+        places = torch.arange(sequence)
+        cos, sin = rotary.angles(places[None], config.rotary_width, config.rotary_base)
+        tokens = Tokens(
+            batch=batch,
+            sequence=sequence,
+            sp=mesh.sp,
+            places_S=places,
+            positions_BS=places[None],
+            sample_keys_B=Draws(seed=1).sample_keys(batch, torch.device("cpu")),
+            rotary_cos_BSR=cos,
+            rotary_sin_BSR=sin,
+        )
+        hidden = torch.empty(tokens.num_tokens // mesh.sp.size, config.hidden_size, dtype=dtype, requires_grad=True)
+        own = {parameter.untyped_storage()._cdata for parameter in layer.parameters()}
+        kept: dict[int, Any] = {}
+
+        def keep(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in own:
+                kept[storage._cdata] = storage
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = layer(hidden, tokens)
+        assert output.shape == hidden.shape
+        return sum(storage.nbytes() for storage in kept.values())
+
+
+def test_a_layer_of_the_largest_model_keeps_at_most_34_sbh_over_t() -> None:
+    sizes = Sizes(world=8, tp=8, sequence_parallel=True)
+    kept = kept_bytes(GPT_1T, sizes, 1, 2048, torch.bfloat16)
+    unit = 2048 * 25600 / 8
+    assert 32 * unit < kept <= 34 * unit
+    formula = cost.layer_activation_bytes(GPT_1T, sizes, batch=1, sequence=2048, bytes_per_element=2)
+    assert kept == pytest.approx(formula, rel=1e-4)
+
+
+LAYOUTS = [Sizes(), Sizes(world=4, tp=4), Sizes(world=4, tp=4, sequence_parallel=True)]
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=["one", "tp4", "tp4 sp"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("variant", ["gpt2", "llama", "llama full heads", "llama one group"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_kept_bytes_by_formula_are_those_kept(sizes: Sizes, dropout: float, variant: str, dtype: torch.dtype) -> None:
+    config: TransformerConfig = {
+        "gpt2": SMALL,
+        "llama": LLAMA,
+        "llama full heads": replace(LLAMA, num_query_groups=8),
+        "llama one group": replace(LLAMA, num_query_groups=1),
+    }[variant]
+    # Layer norm, because the formula counts a fused RMS norm and the one of torch on CPU keeps more.
+    sizes_of_layer = {"hidden_size": 256, "head_dim": 32, "ffn_hidden_size": 512, "normalization": "layernorm"}
+    config = replace(config, **sizes_of_layer, hidden_dropout=dropout)
+    for sequence in (128, 127):
+        formula = cost.layer_activation_bytes(
+            config, sizes, batch=3, sequence=sequence, bytes_per_element=dtype.itemsize
+        )
+        # What is left are norm weights and the angles of rotary positions.
+        assert kept_bytes(config, sizes, 3, sequence, dtype) == pytest.approx(formula, rel=0.02)
+
+
+def test_attention_never_lays_out_its_weights_without_dropout() -> None:
+    sizes = Sizes()
+    short, long = (kept_bytes(SMALL, sizes, 1, length, torch.bfloat16) for length in (1024, 4096))
+    assert long == 4 * short
+    dropping = replace(SMALL, attention_dropout=0.1)
+    kept = kept_bytes(dropping, sizes, 1, 512, torch.bfloat16)
+    formula = cost.layer_activation_bytes(dropping, sizes, batch=1, sequence=512, bytes_per_element=2)
+    assert kept == pytest.approx(formula, rel=0.02)
+    assert kept > 5 * kept_bytes(SMALL, sizes, 1, 512, torch.bfloat16)

@@ -1,0 +1,83 @@
+"""Dropout masks say what is dropped, not who drops it: they agree on every cut and differ between places."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lightning_megatron.comm.rng import Draws
+from lightning_megatron.mesh import Axis, Mesh, Sizes
+from lightning_megatron.transformer.dropout import AttentionDropout, Dropout, drop
+from lightning_megatron.transformer.tokens import Tokens
+
+
+def stream(batch: int, sequence: int, sp: Axis | None = None, step: int = 0) -> Tokens:
+    places = torch.arange(sequence)
+    return Tokens(
+        batch=batch,
+        sequence=sequence,
+        sp=sp or Mesh.single().sp,
+        places_S=places,
+        positions_BS=places[None],
+        sample_keys_B=Draws(seed=1, step=step).sample_keys(batch, torch.device("cpu")),
+        rotary_cos_BSR=torch.zeros(1, sequence, 0),
+        rotary_sin_BSR=torch.zeros(1, sequence, 0),
+    )
+
+
+def test_kept_features_are_scaled_and_the_rest_are_zero() -> None:
+    x = torch.rand(4 * 64, 128) + 1
+    out = Dropout(0.25, "layers.0.mlp")(x, stream(4, 64))
+    kept = out != 0
+    torch.testing.assert_close(out[kept], x[kept] / 0.75)
+    # 32,768 draws: five standard deviations are 0.012.
+    assert kept.float().mean().item() == pytest.approx(0.75, abs=0.012)
+    for dim in (0, 1):
+        assert kept.float().mean(dim).min() > 0.4 and kept.float().mean(dim).max() < 1.0
+
+
+def test_the_gradient_is_dropped_like_the_value_and_one_byte_is_kept() -> None:
+    x = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
+    keep = torch.rand(6, 5) > 0.3
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
+        out = drop(x, keep, 0.3)
+    assert [t.element_size() for t in kept] == [1]
+    out.backward(torch.ones_like(out))
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, keep / 0.7, check_dtype=False)
+
+
+def test_shards_draw_their_part_of_the_whole_mask() -> None:
+    dropout = Dropout(0.5, "embedding")
+    x = torch.ones(3 * 7, 16)
+    whole = dropout(x, stream(3, 7))
+    sizes = Sizes(world=4, tp=4, sequence_parallel=True)
+    shards = [dropout(torch.ones(6, 16), stream(3, 7, Mesh.imagine(rank, sizes).sp)) for rank in range(4)]
+    assert torch.equal(torch.cat(shards)[:21], whole)
+
+
+def test_masks_differ_between_steps_names_samples_and_places() -> None:
+    x = torch.ones(2 * 8, 64)
+    mask = Dropout(0.5, "layers.0.mlp")(x, stream(2, 8))
+    assert not torch.equal(mask, Dropout(0.5, "layers.0.mlp")(x, stream(2, 8, step=1)))
+    assert not torch.equal(mask, Dropout(0.5, "layers.0.attention")(x, stream(2, 8)))
+    assert len({tuple(row.tolist()) for row in mask}) == 16
+
+
+def test_attention_masks_of_heads_are_slices_of_the_whole() -> None:
+    tokens = stream(2, 6)
+    weights = torch.ones(2, 8, 6, 6)
+    whole = AttentionDropout(0.5, "layers.1.attention", 0)(weights, tokens)
+    slices = [AttentionDropout(0.5, "layers.1.attention", first)(weights[:, :2], tokens) for first in range(0, 8, 2)]
+    assert torch.equal(torch.cat(slices, dim=1), whole)
+    rows = whole.flatten(0, 2)
+    assert len({tuple(row.tolist()) for row in rows}) > 40  # of 96 rows of 6 coins: repeats come by chance alone
+
+
+def test_nothing_is_dropped_in_evaluation_or_at_probability_zero() -> None:
+    x = torch.randn(8, 4)
+    no_keys = replace(stream(1, 8), sample_keys_B=torch.empty(0, dtype=torch.int64))
+    assert Dropout(0.5, "a").eval()(x, no_keys) is x
+    assert Dropout(0.0, "a")(x, no_keys) is x
+    assert AttentionDropout(0.5, "a", 0).eval()(x, no_keys) is x
