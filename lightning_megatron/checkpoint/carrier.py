@@ -28,7 +28,7 @@ class Carrier(Tensor):
     @staticmethod
     def __new__(cls, pieces: Sequence[Piece]) -> "Carrier":
         first = pieces[0]
-        carrier: Carrier = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        carrier: Carrier = Tensor._make_wrapper_subclass(
             cls, first.global_shape, dtype=first.tensor.dtype, device=first.tensor.device
         )
         carrier.pieces = tuple(pieces)
@@ -39,7 +39,9 @@ class Carrier(Tensor):
         super().__init__()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
         raise RuntimeError(f"{func} on a checkpoint's carrier, which is not a tensor to compute with")
 
     def __repr__(self) -> str:  # type: ignore[override]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -76,7 +76,7 @@ def load(
     }
     try:
         with single_process_is_meant():
-            dcp.load(
+            state_dict_loader.load(
                 carriers,
                 storage_reader=FileSystemReader(path),
                 planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),

@@ -65,7 +65,7 @@ def read_meta(path: str | os.PathLike[str], *, weights_only: bool = True) -> dic
             f"checkpoint {path} has layout {stamp['layout']}, written by lightning_megatron {stamp['package']}; this "
             f"version reads layouts up to {LAYOUT_VERSION}: install that version or a newer one"
         )
-    return meta
+    return dict(meta)
 
 
 def read_entries(path: str | os.PathLike[str]) -> dict[str, Entry]:

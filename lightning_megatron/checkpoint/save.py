@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -32,7 +32,7 @@ def save(path: str | os.PathLike[str], pieces: Pieces, meta: Mapping[str, Any], 
     holds something else; OSError or RuntimeError when it cannot be written, and what stood at the path still stands.
     """
     # Note: one rank judges and all hear it, so that none waits in a collective that another never enters.
-    draft, fault = broadcast_object(_start_draft(Path(path), meta) if world.is_first else None, world)
+    draft, fault = broadcast_object(_start_draft(path, meta) if world.is_first else None, world)
     if fault is not None:
         raise fault
     carriers = {
@@ -42,7 +42,7 @@ def save(path: str | os.PathLike[str], pieces: Pieces, meta: Mapping[str, Any], 
     }
     try:
         with single_process_is_meant():
-            dcp.save(
+            state_dict_saver.save(
                 carriers,
                 storage_writer=FileSystemWriter(draft, sync_files=False),
                 planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
@@ -53,7 +53,7 @@ def save(path: str | os.PathLike[str], pieces: Pieces, meta: Mapping[str, Any], 
         if world.is_first:
             shutil.rmtree(draft, ignore_errors=True)
         raise RuntimeError(f"checkpoint {path} was not written: {causes(error)}") from error
-    # The last thing `dcp.save` does is to hear on the first rank that every rank has written.
+    # The last thing torch's save does is to hear on the first rank that every rank has written.
     fault = broadcast_object(_put_in_place(draft, Path(path)) if world.is_first else None, world)
     if fault is not None:
         raise fault
@@ -73,11 +73,14 @@ def single_process_is_meant() -> Iterator[None]:
         yield
 
 
-def _start_draft(path: Path, meta: Mapping[str, Any]) -> tuple[Path | None, ValueError | OSError | None]:
+def _start_draft(
+    address: str | os.PathLike[str], meta: Mapping[str, Any]
+) -> tuple[Path | None, ValueError | OSError | None]:
     """An empty draft with its metadata in it, or what is in the way."""
+    path = Path(address)
     try:
-        if "://" in str(path):
-            raise ValueError(f"checkpoint path {path} must be on a mounted file system; URLs are not supported")
+        if "://" in str(address):
+            raise ValueError(f"checkpoint path {address} must be on a mounted file system; URLs are not supported")
         if path.is_dir() and any(path.iterdir()) and not is_checkpoint(path):
             raise ValueError(f"{path} is a directory that holds something else than a checkpoint; choose another path")
         content = meta_bytes(meta)

@@ -197,10 +197,13 @@ def stage_axes(names: Sequence[str], mesh: Mesh, new_group: NewGroup) -> dict[st
             holders[name] = stages
     axes: dict[tuple[int, ...], Axis] = {}
     for stages in sorted(set(holders.values())):
-        if mesh.pp.rank not in stages:
-            continue
         if len(stages) == mesh.pp.size:
             axes[stages] = mesh.pp
+            continue
+        if mesh.pp.rank not in stages:
+            # torch names a group after how many groups its rank has made: a rank that made none here would disagree
+            # with the others about the name of the next one, and both would wait for ever.
+            new_group((mesh.global_rank,))
             continue
         ranks = tuple(mesh.pp.ranks[stage] for stage in stages)
         group = new_group(tuple(sorted(ranks)))

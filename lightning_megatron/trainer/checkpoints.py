@@ -135,7 +135,7 @@ def _load_file(
     if checkpoint.get(_OPTIMIZERS):
         raise ValueError(
             f"checkpoint {path} is a single file with optimizer states; those can be resumed on one model-parallel "
-            "rank only. Resume it there under MegatronStrategy and save: any layout resumes the directory that this makes; "
+            "rank only. Resume it there under MegatronStrategy and save; any layout resumes the directory that makes; "
             "or keep its weights alone"
         )
     whole, local = checkpoint[_WEIGHTS], {}

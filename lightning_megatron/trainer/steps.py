@@ -138,7 +138,9 @@ class Steps:
         summary = self._log.replay()
         self._pending = self._gradients.take()
         self._gradients.add(aside)
-        scale_in_place(list(self._pending.values()), _reciprocal(summary.weight))
+        # Lightning divides the loss by the number of batches of a step after this returns: too late for a schedule.
+        share = _reciprocal(summary.weight) / self._trainer.accumulate_grad_batches
+        scale_in_place(list(self._pending.values()), share)
         return {"loss": summary.loss.to(self._log.dtype)}
 
     def _train_direct(self, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

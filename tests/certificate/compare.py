@@ -18,9 +18,20 @@ QUANTITIES = ("loss", "gradients", "norm", "weights", "logged")
 
 
 @functools.cache
+def _outcomes(layout: str) -> list[list[Outcome]] | Exception:
+    try:
+        return run_on_ranks(LAYOUTS[layout].world, under_layout, LAYOUTS[layout], CELLS, init=False, timeout=240)
+    except Exception as error:
+        # Kept, so that the other cells of the layout fail at once instead of running into it again.
+        return error
+
+
 def outcomes(layout: str) -> list[list[Outcome]]:
     """[rank][cell]: every variant and precision under one layout, by the same processes one after the other."""
-    return run_on_ranks(LAYOUTS[layout].world, under_layout, LAYOUTS[layout], CELLS, init=False, timeout=240)
+    ran = _outcomes(layout)
+    if isinstance(ran, Exception):
+        raise ran
+    return ran
 
 
 @functools.cache

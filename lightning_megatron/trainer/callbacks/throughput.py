@@ -1,0 +1,116 @@
+"""Tokens and FLOPs per second of training, of the whole global batch, in the progress bar and the logger."""
+
+from time import perf_counter
+from typing import Any, Protocol, runtime_checkable
+
+import lightning as L
+import torch
+
+from lightning_megatron.metrics.throughput import Speed, peak_flops
+from lightning_megatron.trainer.config import ConfigurationError
+from lightning_megatron.trainer.replica import Replica
+
+
+@runtime_checkable
+class MeasuredModule(Protocol):
+    """A module that says how much work a training step on a batch is."""
+
+    def batch_tokens(self, batch: Any) -> int: ...
+
+    def batch_flops(self, batch: Any) -> float: ...
+
+
+class Throughput(L.Callback):
+    """Logs `tokens/s`, `FLOP/s` and, where the devices' peak is known, `MFU`, each over the last few batches.
+
+    FLOP/s are model FLOPs of all devices together; MFU is by the convention of `metrics.throughput`. Batches of all
+    replicas count, those of the other ranks of a replica do not: they work on the same tokens. Data loading counts;
+    validation, saving, and the first batch of a run (which allocates and warms up) do not.
+
+    `every_n_batches` is the span; `device_peak_flops` is the peak of one device in FLOP/s at the precision of the run,
+    and 0 looks it up by the device's name.
+    """
+
+    def __init__(self, every_n_batches: int = 10, device_peak_flops: float = 0.0) -> None:
+        if every_n_batches < 1:
+            raise ValueError(f"every_n_batches ({every_n_batches}) must be at least 1")
+        if device_peak_flops < 0:
+            raise ValueError(f"device_peak_flops ({device_peak_flops}) must be at least 0; 0 looks it up")
+        self.every_n_batches = every_n_batches
+        self.device_peak_flops = device_peak_flops
+        self._peak_flops = 0.0
+        self._is_warm = False
+        self._started_seconds: float | None = None
+        # when the clock started; none while it stands still
+        self._begin_span()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not isinstance(pl_module, MeasuredModule):
+            raise ConfigurationError(
+                [
+                    f"Throughput cannot measure {type(pl_module).__name__}; give it the methods batch_tokens(batch) "
+                    "and batch_flops(batch), or leave the callback out"
+                ]
+            )
+        device = trainer.strategy.root_device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        self._peak_flops = self.device_peak_flops or peak_flops(name, str(trainer.precision))
+        self._is_warm = False
+        self._started_seconds = None
+        self._begin_span()
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._is_warm and self._started_seconds is None:
+            self._started_seconds = _now(trainer)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert isinstance(pl_module, MeasuredModule)
+        if self._started_seconds is None:
+            self._is_warm = True
+            return
+        replicas = Replica.under(trainer.strategy).size
+        self._num_batches += 1
+        self._num_tokens += replicas * pl_module.batch_tokens(batch)
+        self._num_flops += replicas * pl_module.batch_flops(batch)
+        if self._num_batches < self.every_n_batches:
+            return
+        self._stop_clock(trainer)
+        speed = Speed(self._num_tokens, self._num_flops, self._seconds, trainer.world_size)
+        numbers = {"tokens/s": float(round(speed.tokens_per_second)), "FLOP/s": speed.flops_per_second}
+        if self._peak_flops:
+            numbers["MFU"] = speed.mfu(self._peak_flops)
+        pl_module.log_dict(numbers, prog_bar=True)
+        self._begin_span()
+        self._started_seconds = perf_counter()
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._stop_clock(trainer)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._stop_clock(trainer)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._stop_clock(trainer)
+
+    def _begin_span(self) -> None:
+        self._seconds = 0.0
+        self._num_batches = 0
+        self._num_tokens = 0
+        self._num_flops = 0.0
+
+    def _stop_clock(self, trainer: L.Trainer) -> None:
+        """Keeps the seconds so far; the next batch starts the clock again."""
+        if self._started_seconds is not None:
+            self._seconds += _now(trainer) - self._started_seconds
+            self._started_seconds = None
+
+
+def _now(trainer: L.Trainer) -> float:
+    """The time when the device is done: kernels run behind the host."""
+    if trainer.strategy.root_device.type == "cuda":
+        torch.cuda.synchronize(trainer.strategy.root_device)
+    return perf_counter()
