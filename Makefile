@@ -37,7 +37,7 @@ certificate: $(VENV)/.ready
 	$(BIN)/python -m pytest tests/certificate $(PYTEST_ARGS)
 
 bench: $(VENV)/.ready
-	@set -e; for bench in benchmarks/bench_*.py; do echo "== $$bench"; $(BIN)/python "$$bench"; done
+	$(BIN)/python benchmarks/step_time.py
 
 # Leaves the environment: making it again takes minutes.
 clean:

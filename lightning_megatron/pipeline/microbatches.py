@@ -68,7 +68,8 @@ def combine(outputs: Sequence[Any], weights: Sequence[Tensor]) -> Any:
         if not isinstance(values[0], Tensor):
             return values[0]
         if values[0].dim() == 0:
-            return torch.stack([value * share for value, share in zip(values, shares, strict=True)]).sum()
+            pairs = zip(values, shares, strict=True)
+            return torch.stack([value * share.to(value.dtype) for value, share in pairs]).sum()
         return torch.cat(list(values))
 
     return tree_unflatten([join(values) for values in zip(*(leaves for leaves, _ in flat), strict=True)], spec)

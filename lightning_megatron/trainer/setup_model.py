@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -17,6 +18,7 @@ from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.pipeline.module import PipelineModule
 from lightning_megatron.sharding import Shard
+from lightning_megatron.trainer.config import ConfigurationError
 
 
 def agree_on_seed(mesh: Mesh) -> None:
@@ -46,10 +48,13 @@ def names_inside(module: nn.Module) -> set[str]:
     }
 
 
-def pipeline_plain_sequential(module: pl.LightningModule, mesh: Mesh) -> None:
-    """Cuts the module's one `nn.Sequential` into stages, where there are several and it has no pipelined model yet."""
+def pipeline_plain_sequential(module: pl.LightningModule, mesh: Mesh) -> bool:
+    """Cuts the module's one `nn.Sequential` into stages, where there are several and it has no pipelined model yet.
+
+    Returns whether it did.
+    """
     if mesh.pp.size == 1 or pipelined_modules(module):
-        return
+        return False
     chains = {
         name: child
         for name, child in module.named_children()
@@ -58,6 +63,22 @@ def pipeline_plain_sequential(module: pl.LightningModule, mesh: Mesh) -> None:
     if len(chains) == 1:
         [(name, chain)] = chains.items()
         setattr(module, name, PipelineModule.from_modules(dict(chain.named_children()), mesh=mesh))
+    return len(chains) == 1
+
+
+def pipeline_late_sequential(module: pl.LightningModule, mesh: Mesh) -> None:
+    """The same for an `nn.Sequential` that `configure_model` made.
+
+    Raises ConfigurationError where a callback has copied it whole by then: the copy would average other weights.
+    """
+    averaging = [c for c in module.trainer.callbacks if isinstance(c, (WeightAveraging, StochasticWeightAveraging))]
+    if pipeline_plain_sequential(module, mesh) and averaging:
+        raise ConfigurationError(
+            [
+                f"{type(averaging[0]).__name__} copies the module before its nn.Sequential, made in configure_model, is "
+                "cut into stages; make the nn.Sequential in __init__, or a PipelineModule in configure_model"
+            ]
+        )
 
 
 @torch.no_grad()

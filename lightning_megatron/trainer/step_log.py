@@ -19,10 +19,28 @@ from lightning_megatron.comm import collectives, rng
 from lightning_megatron.mesh import Mesh
 
 _SIGNATURE = inspect.signature(LightningModule.log)
-_HEAD = 3  # total weight, mean loss, key of the schema
+_HEAD = 4  # total weight, mean loss, key of the schema, rows
 _SLOTS = 64  # numbers that travel in one message of fixed size; a step that logs more sends a second one
-Schema = list[tuple[str, dict[str, Any], str | None]]
-"""Each logged name with the options it was logged with, and the attribute name of its metric where it is one."""
+# Added to every weight: of nothing but zeros the mean is then the plain one. Far below what any sum can notice.
+_NOTHING = 1e-150
+REDUCED = "reduced over the replicas"
+"""The `sync_dist_group` of values that are those of the global batch already: `reduce` leaves them alone."""
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One logged name as every rank knows it."""
+
+    name: str
+    options: dict[str, Any]
+    # with which it was logged
+    metric_name: str | None
+    # attribute name of its metric, where it is one
+    is_sized: bool
+    # logged with a batch size
+
+
+Schema = list[_Line]
 
 
 @dataclass
@@ -30,11 +48,15 @@ class _Entry:
     """One logged name: how it was logged, and its value and place in each microbatch."""
 
     options: dict[str, Any]
+    is_sized: bool
     values: list[tuple[int, Tensor]] = field(default_factory=list)
+    sizes: list[float] = field(default_factory=list)
     metric: Metric | None = None
 
     @property
     def reduction(self) -> Literal["mean", "sum", "max", "min"]:
+        if self.metric is not None:
+            return "mean"
         function = self.options.get("reduce_fx", "mean")
         name = function if isinstance(function, str) else getattr(function, "__name__", "")
         match name:
@@ -84,6 +106,7 @@ class StepLog:
         self._entries: dict[str, _Entry] = {}
         self._weights: list[Tensor] = []
         self._losses: list[Tensor] = []
+        self._rows = 0
         self._lengths = {name: _list_lengths(metric) for name, metric in self._metrics.items()}
         self._updates = {name: metric._update_count for name, metric in self._metrics.items()}
 
@@ -98,8 +121,9 @@ class StepLog:
         finally:
             del self._module.__dict__["log"]
 
-    def end_microbatch(self, loss: Tensor | None, weight: Tensor) -> None:
-        """Says what the microbatch's loss was, and what it is a mean over ([] each)."""
+    def end_microbatch(self, loss: Tensor | None, weight: Tensor, rows: int) -> None:
+        """Says what the microbatch's loss was, what it is a mean over ([] each), and how many rows there were."""
+        self._rows += rows
         self._losses.append(torch.zeros(()) if loss is None else loss.detach())
         self._weights.append(weight)
 
@@ -107,10 +131,15 @@ class StepLog:
         bound = _SIGNATURE.bind(self._module, *args, **kwargs).arguments
         name, value = bound.pop("name"), bound.pop("value")
         bound.pop("self")
-        entry = self._entries.setdefault(name, _Entry(dict(bound)))
+        batch_size = bound.pop("batch_size", None)
+        entry = self._entries.setdefault(name, _Entry(dict(bound), is_sized=batch_size is not None))
+        if batch_size is not None:
+            entry.sizes.append(float(batch_size))
         if isinstance(value, Metric):
             entry.metric = value
-            return
+            value = value._forward_cache  # its value for this microbatch, where it was called and not only updated
+            if not _is_number(value):
+                return
         tensor = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
         if tensor.numel() != 1:
             raise ValueError(f"self.log({name!r}) got a tensor of {tuple(tensor.shape)}; it must hold one number")
@@ -121,19 +150,31 @@ class StepLog:
         numbers = torch.zeros(_HEAD, dtype=torch.float64, device=self._device)
         schema: Schema = []
         if self._has_tail:
-            schema = [(n, e.options, self._metric_name(e.metric)) for n, e in self._entries.items()]
+            schema = [_Line(n, e.options, self._metric_name(e.metric), e.is_sized) for n, e in self._entries.items()]
             numbers = self._reduced(schema)
         if self._one_stage:
             numbers, schema = self._from_last_stage(numbers, schema)
             self._mirror_metrics()
-        log = self._module.log
-        for (name, options, metric_name), value in zip(schema, numbers[_HEAD:], strict=True):
-            if metric_name is not None:
-                log(name, self._module.get_submodule(metric_name), **options)  # type: ignore[arg-type]
-            else:
-                # A copy of its own: Lightning keeps it, and sync_dist may work on it in place.
-                log(name, value.to(self.dtype, copy=True), **options)
+        for i, line in enumerate(schema):
+            self._log(line, numbers[_HEAD + 2 * i], numbers[_HEAD + 2 * i + 1], rows=numbers[3])
         return StepSummary(weight=numbers[0], loss=numbers[1])
+
+    def _log(self, line: _Line, value: Tensor, share: Tensor, rows: Tensor) -> None:
+        options = dict(line.options)
+        if self._replicas.size > 1:
+            options |= {"sync_dist": True, "sync_dist_group": REDUCED}
+        # By what a mean over batches weighs this one; within one replica Lightning finds it out by itself.
+        if line.is_sized or self._replicas.size > 1:
+            options["batch_size"] = (share if line.is_sized else rows).to(self.dtype)
+        if line.metric_name is None:
+            # A copy of its own: Lightning keeps it, and sync_dist may work on it in place.
+            self._module.log(line.name, value.to(self.dtype, copy=True), **options)
+            return
+        metric = self._module.get_submodule(line.metric_name)
+        assert isinstance(metric, Metric)
+        if _is_number(metric._forward_cache):
+            metric._forward_cache = value.to(self.dtype, copy=True)
+        self._module.log(line.name, metric, **options)
 
     def _metric_name(self, metric: Metric | None) -> str | None:
         if metric is None:
@@ -144,54 +185,52 @@ class StepLog:
         raise ValueError(f"self.log got a {type(metric).__name__} that is not an attribute of the module; make it one")
 
     def _reduced(self, schema: Schema) -> Tensor:
-        """Total weight, mean loss, schema key and each value, over microbatches and replicas: float64 [3 + names]."""
-        weights = self._stack(self._weights)
-        key = torch.tensor(float(_schema_key(schema)), dtype=torch.float64, device=self._device)
-        sums = [weights.sum(), (weights * self._stack(self._losses)).sum(), key]
-        for name, _, metric_name in schema:
-            sums += self._sum_and_share(self._entries[name], weights, is_number=metric_name is None)
-        above = torch.stack(sums)
-        if self._replicas.size > 1:
-            above = self._over_replicas(above, key)
-        numbers = [above[0], _quotient(above[1], above[0]), key]
-        for i, (name, _, metric_name) in enumerate(schema):
-            value, share = above[_HEAD + 2 * i], above[_HEAD + 2 * i + 1]
-            entry = self._entries[name]
-            if metric_name is not None or entry.reduction == "sum":
-                numbers.append(value)
-            elif entry.reduction == "mean":
-                numbers.append(_quotient(value, share))
-            else:
-                own = getattr(self._stack([tensor for _, tensor in entry.values]), entry.reduction)()
-                numbers.append(collectives.all_reduce(own, self._replicas, entry.reduction))
-        return torch.stack(numbers)
+        """What replays the step: float64 [4 + 2 x names].
 
-    def _sum_and_share(self, entry: _Entry, weights: Tensor, *, is_number: bool) -> list[Tensor]:
+        Total weight, mean loss, schema key, rows; then each value, and what it is a mean over.
+        """
+        weights = self._stack(self._weights)
+        key, rows = (torch.tensor(float(n), dtype=torch.float64) for n in (_schema_key(schema), self._rows))
+        sums = [weights.sum(), (weights * self._stack(self._losses)).sum(), key, rows]
+        for line in schema:
+            sums += self._sum_and_share(self._entries[line.name], weights)
+        above = self._stack(sums)
+        if self._replicas.size > 1:
+            above = self._over_replicas(above, key, schema)
+        numbers = [above[0], _quotient(above[1], above[0]), key, above[3]]
+        for i, line in enumerate(schema):
+            value, share = above[_HEAD + 2 * i], above[_HEAD + 2 * i + 1]
+            entry = self._entries[line.name]
+            if entry.reduction == "mean":
+                value = _quotient(value, share)
+            elif entry.reduction != "sum":
+                own = getattr(self._stack([tensor for _, tensor in entry.values]), entry.reduction)()
+                value = collectives.all_reduce(own, self._replicas, entry.reduction)
+            numbers += [value, share]
+        return self._stack(numbers)
+
+    def _sum_and_share(self, entry: _Entry, weights: Tensor) -> list[Tensor]:
         """A name's sum over microbatches and, for a mean, what to divide it by once it is summed over replicas."""
         nothing = torch.zeros((), dtype=torch.float64, device=self._device)
-        if not is_number or entry.reduction in ("max", "min"):
+        if not entry.values or entry.reduction in ("max", "min"):
             return [nothing, nothing]
         values = self._stack([tensor for _, tensor in entry.values])
         if entry.reduction == "sum":
             return [values.sum(), nothing]
-        batch_size = entry.options.get("batch_size")
         # A mean given with its batch size is one over rows; any other is one over what the microbatch's loss is.
-        shares = weights[[place for place, _ in entry.values]]
-        if batch_size is not None:
-            shares = torch.full_like(shares, float(batch_size))
+        shares = weights[[place for place, _ in entry.values]] + _NOTHING
+        if entry.is_sized:
+            shares = torch.tensor(entry.sizes, dtype=torch.float64, device=self._device)
         return [(values * shares).sum(), shares.sum()]
 
-    def _over_replicas(self, numbers: Tensor, key: Tensor) -> Tensor:
+    def _over_replicas(self, numbers: Tensor, key: Tensor, schema: Schema) -> Tensor:
         """The sum over replicas, once it is clear that all of them sum the same names."""
         first = torch.zeros(_SLOTS, dtype=torch.float64, device=self._device)
         count = min(_SLOTS, numbers.numel())
         first[:count] = numbers[:count]
         collectives.all_reduce_(first, self._replicas)
         if first[2].item() != key.item() * self._replicas.size:
-            raise RuntimeError(
-                f"replicas logged different names in one step; this rank logged {sorted(self._entries)}. "
-                "Log the same names on every rank"
-            )
+            raise RuntimeError(_disagreement(collectives.gather_objects(schema, self._replicas)))
         rest = numbers[count:].contiguous()
         return torch.cat([first[:count], collectives.all_reduce_(rest, self._replicas) if rest.numel() else rest])
 
@@ -209,10 +248,10 @@ class StepLog:
         schema = self._schemas[key]
         rest = numbers[_SLOTS:].contiguous()
         if not self._pp.is_last:
-            rest = torch.empty(max(0, _HEAD + len(schema) - _SLOTS), dtype=torch.float64, device=self._device)
+            rest = torch.empty(max(0, _HEAD + 2 * len(schema) - _SLOTS), dtype=torch.float64, device=self._device)
         if rest.numel():
             collectives.broadcast_(rest, self._pp, last)
-        return torch.cat([first[: _HEAD + len(schema)], rest]), schema
+        return torch.cat([first[: _HEAD + 2 * len(schema)], rest]), schema
 
     def _mirror_metrics(self) -> None:
         """Brings what the last stage's metrics took in during the step to the other stages."""
@@ -234,8 +273,30 @@ class StepLog:
 
 def _schema_key(schema: Schema) -> int:
     """A whole number that a float64 and a sum over thousands of replicas hold exactly."""
-    parts = [f"{name}|{metric}|{sorted((k, str(v)) for k, v in options.items())}" for name, options, metric in schema]
-    return rng.key(*parts) & 0xFFFFFFFF
+    return rng.key(*(_text(line) for line in schema)) & 0xFFFFFFFF
+
+
+def _text(line: _Line) -> str:
+    options = sorted((name, str(value)) for name, value in line.options.items())
+    return f"{line.name}|{line.metric_name}|{line.is_sized}|{options}"
+
+
+def _disagreement(schemas: list[Schema]) -> str:
+    """What differs between the schemas of the replicas, one of each."""
+    names = [{line.name for line in schema} for schema in schemas]
+    some = sorted(set().union(*names) - set.intersection(*names))
+    if some:
+        told = "; ".join(f"{name!r} by replicas {[i for i, own in enumerate(names) if name in own]}" for name in some)
+        return f"replicas logged different names in one step: {told}. Log the same names on every rank"
+    texts = [{line.name: _text(line) for line in schema} for schema in schemas]
+    other = sorted(name for name in texts[0] if len({text[name] for text in texts}) > 1)
+    if other:
+        return f"replicas logged {', '.join(map(repr, other))} with different options; log alike on every rank"
+    return f"replicas logged the same names in different orders: {[list(text) for text in texts]}; log in one order"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
 
 
 def _quotient(above: Tensor, below: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron.comm import collectives
 from lightning_megatron.comm.p2p import Mailbox
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.optim.gradients import Gradients, scale_in_place
@@ -116,7 +117,7 @@ class Steps:
             if loss is None:
                 raise RuntimeError("training_step returned no loss for a microbatch; a schedule cannot skip one")
             weight = self._weight_of(output, rows[microbatch])
-            self._log.end_microbatch(loss, weight)
+            self._log.end_microbatch(loss, weight, rows[microbatch])
             return loss * weight.to(loss.dtype)
 
         def differentiate(loss: Tensor) -> None:
@@ -149,18 +150,17 @@ class Steps:
             with context():
                 return self._module.training_step(*args, **kwargs)
         replicas = self._mesh.axis("dp+cp")
-        if replicas.size == 1:
-            with self._aligned(0), context():
-                return self._module.training_step(*args, **kwargs)
-        # In manual optimization the backwards come inside the step, before any weight is known: replicas count alike.
-        self._manual_share = torch.tensor(1.0 / replicas.size, device=self._device)
+        if not self._module.automatic_optimization:
+            # The backwards come inside the step, before any weight of a loss is known: a replica counts by its rows.
+            share = torch.tensor(float(rows), dtype=torch.float64, device=self._device)
+            self._manual_share = share / collectives.all_reduce(share, replicas)
         with self._direct_log.recording(), self._aligned(0), context():
             output = self._module.training_step(*args, **kwargs)
         loss = _loss_of(output)
         weight = self._weight_of(output, rows)
-        self._direct_log.end_microbatch(loss, weight)
+        self._direct_log.end_microbatch(loss, weight, rows)
         summary = self._direct_log.replay()
-        if loss is None or not self._module.automatic_optimization:
+        if loss is None or not self._module.automatic_optimization or replicas.size == 1:
             return output
         share = loss * (weight * _reciprocal(summary.weight)).to(loss.dtype)
         # The value is that of the global batch, the gradient this replica's share of it.
@@ -194,12 +194,12 @@ class Steps:
         self._check_batch(name, args)
         rows = self._begin_direct(args)
         step = getattr(self._module, name)
-        if self._mesh.axis("dp+cp").size == 1 or name == "predict_step":
+        if self._is_plain or name == "predict_step":
             with self._aligned(0), context():
                 return step(*args, **kwargs)
         with self._direct_log.recording(), self._aligned(0), context():
             output = step(*args, **kwargs)
-        self._direct_log.end_microbatch(None, self._weight_of(output, rows))
+        self._direct_log.end_microbatch(None, self._weight_of(output, rows), rows)
         self._direct_log.replay()
         return output
 

@@ -6,6 +6,7 @@ It wires the rooms together and answers Lightning's hooks; what a step does is i
 aside there and given to the parameters in `backward`, so that every hook sees what it would see on one device.
 """
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import Token
@@ -22,6 +23,7 @@ from lightning.fabric.utilities.distributed import (
     _init_dist_connection,
 )
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
@@ -41,6 +43,7 @@ from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
 from lightning_megatron.trainer.failure import FailureWatch
 from lightning_megatron.trainer.launcher import CheckingLauncher
 from lightning_megatron.trainer.precision import MegatronPrecision, compute_dtype
+from lightning_megatron.trainer.step_log import REDUCED
 from lightning_megatron.trainer.steps import Steps
 
 _NAMES_OF_OPERATIONS = {
@@ -213,6 +216,9 @@ class MegatronStrategy(ParallelStrategy):
         if self.sizes.world > 1 and self._watch is None:
             self._watch = self._start_watch()
         setup_model.agree_on_seed(self.mesh)
+        if self.lightning_module is not None:
+            # Before callbacks are set up: those that average weights copy the module then.
+            setup_model.pipeline_plain_sequential(self.lightning_module, self.mesh)
 
     def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True)
@@ -245,7 +251,7 @@ class MegatronStrategy(ParallelStrategy):
         module = self.lightning_module
         if trainer.state.fn == TrainerFn.FITTING and self._layer_sync is not None:
             self.model = self._layer_sync.apply(module)
-        setup_model.pipeline_plain_sequential(module, self.mesh)
+        setup_model.pipeline_late_sequential(module, self.mesh)
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         setup_model.equalise(module, self.mesh)
@@ -259,6 +265,9 @@ class MegatronStrategy(ParallelStrategy):
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        if not self.is_distributed:
+            # The ranks of one replica log the same values, but Lightning sees several processes and advises to sync.
+            warnings.filterwarnings("ignore", "It is recommended to use .*sync_dist=True", PossibleUserWarning)
         self._restricted_metrics += setup_model.restrict_metrics(module, self.mesh.axis("dp+cp"))
         self._steps = Steps(
             trainer=trainer,
@@ -350,7 +359,7 @@ class MegatronStrategy(ParallelStrategy):
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """The tensor reduced over the replicas: the other ranks of a replica hold copies, not further terms."""
         self._refuse_in_schedule("reduce")
-        if not isinstance(tensor, Tensor) or self._mesh is None:
+        if not isinstance(tensor, Tensor) or self._mesh is None or group is REDUCED:
             return tensor
         return self._reduce_over(tensor, self._mesh.axis("dp+cp"), reduce_op)
 
@@ -406,7 +415,7 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         module = self._require_module()
-        setup_model.pipeline_plain_sequential(module, self.mesh)
+        setup_model.pipeline_late_sequential(module, self.mesh)
         return checkpoints.load(Path(checkpoint_path), module, self.mesh, self.checkpoint_io, weights_only)
 
     @override

@@ -57,7 +57,7 @@ def test_groups_hold_names_and_hyperparameters(tmp_path: Path) -> None:
         lambda p: torch.optim.ASGD(p),
         lambda p: torch.optim.Rprop(p),
         lambda p: torch.optim.Adafactor(p),
-        lambda p: torch.optim.LBFGS(p, history_size=3),
+        lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=2, history_size=3),
     ],
 )
 def test_every_optimizer_of_torch_goes_on_as_if_it_had_never_stopped(tmp_path: Path, make) -> None:

@@ -1,0 +1,1 @@
+"""What a user calls from a shell."""

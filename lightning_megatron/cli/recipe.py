@@ -1,0 +1,119 @@
+"""`run_recipe`: a LightningCLI of one module and one data module, that ends a user's mistake with one clear message.
+
+| exit code | |
+|---|---|
+| 2 | the configuration cannot run: every fault is told, no process is left, no traceback shown |
+| 1 | anything else that fails, with its traceback |
+"""
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pickle import UnpicklingError
+from typing import Any
+
+import lightning as L
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+
+from lightning_megatron.trainer import ConfigurationError, MegatronStrategy
+
+_USAGE_ERROR = 2
+# What a Trainer takes for ckpt_path beside a path.
+_NAMED_CHECKPOINTS = ("best", "last", "hpc", "registry")
+
+
+class RecipeCLI(LightningCLI):
+    """`fit`, `validate`, `test` and `predict` of fixed classes, with `links` from one option to another.
+
+    What is wrong with the options is raised as ConfigurationError.
+    """
+
+    def __init__(
+        self,
+        module: type[L.LightningModule],
+        data: type[L.LightningDataModule],
+        *,
+        links: Mapping[str, str],
+        callbacks: Mapping[str, type[L.Callback]],
+        args: Sequence[str] | None,
+    ) -> None:
+        self._links = links
+        self._callbacks = callbacks
+        super().__init__(
+            module,
+            data,
+            seed_everything_default=0,
+            auto_configure_optimizers=False,
+            # The options of a run lie beside its logs; an older run's are no reason to stop.
+            save_config_kwargs={"overwrite": True},
+            args=list(args) if args is not None else None,
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        for source, target in self._links.items():
+            parser.link_arguments(source, target)
+        for name, callback in self._callbacks.items():
+            parser.add_lightning_class_args(callback, name)
+
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            # Dataclasses check themselves, and so does the Trainer.
+            raise ConfigurationError(str(error).splitlines()) from error
+
+    def after_instantiate_classes(self) -> None:
+        path = self._get(self.config, "ckpt_path")
+        # MegatronStrategy tells this with all other faults of the run.
+        if path is not None and not isinstance(self.trainer.strategy, MegatronStrategy):
+            _require_checkpoint(str(path), self.trainer.strategy)
+
+    def _parse_ckpt_path(self) -> None:
+        # LightningCLI looks into a checkpoint for options, before anyone has said whether it is one.
+        try:
+            super()._parse_ckpt_path()
+        except (UnpicklingError, RuntimeError, EOFError) as error:
+            path = self.config[self.config.subcommand].get("ckpt_path")
+            raise ConfigurationError([f"ckpt_path ({path}) cannot be read as a checkpoint: {error}"]) from error
+
+
+def run_recipe(
+    module: type[L.LightningModule],
+    data: type[L.LightningDataModule],
+    *,
+    links: Mapping[str, str],
+    callbacks: Mapping[str, type[L.Callback]],
+    args: Sequence[str] | None = None,
+) -> None:
+    """Runs the command line of a recipe: `args`, or those that the script was called with.
+
+    `links` takes options from others ("model.config.vocab_size": "data.vocab_size"); `callbacks` are always there and
+    take options under their names. Exits with 2 on a mistake of the user's.
+    """
+    _exit_on_mistake(lambda: RecipeCLI(module, data, links=links, callbacks=callbacks, args=args))
+
+
+def _exit_on_mistake(run: Callable[[], Any]) -> None:
+    try:
+        run()
+    except (ConfigurationError, MisconfigurationException) as error:
+        # Ranks find the same fault together; one a machine tells it.
+        if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(_USAGE_ERROR)
+
+
+def _require_checkpoint(path: str, strategy: Strategy) -> None:
+    if path in _NAMED_CHECKPOINTS or ":" in path:
+        return
+    if not os.path.exists(path):
+        raise ConfigurationError([f"ckpt_path ({path}) does not exist; give a checkpoint, or leave it out"])
+    if isinstance(strategy, SingleDeviceStrategy) and os.path.isdir(path):
+        raise ConfigurationError(
+            [
+                f"ckpt_path ({path}) is a directory, which {type(strategy).__name__} does not read; "
+                "give trainer.strategy lightning_megatron.MegatronStrategy, on one device too"
+            ]
+        )

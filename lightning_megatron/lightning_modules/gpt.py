@@ -1,0 +1,85 @@
+"""`GPTModule`: a GPT that pre-trains, validates and generates under any strategy."""
+
+from typing import Any
+
+import lightning as L
+from torch import Tensor
+from torchmetrics import MeanMetric
+
+from lightning_megatron.lightning_modules.adamw import AdamWConfig, adamw_with_warmup
+from lightning_megatron.lightning_modules.generate import GenerationConfig, generate
+from lightning_megatron.models.gpt import GPTConfig, GPTModel
+from lightning_megatron.transformer import cost
+
+Batch = dict[str, Tensor]
+_ADAMW = AdamWConfig()
+_GENERATION = GenerationConfig()
+
+
+class GPTModule(L.LightningModule):
+    """Next-token prediction. A batch holds `tokens`, `labels` and `loss_mask`, each [batch, sequence].
+
+    Logs `train_loss`, `val_loss` and `test_loss`: means over the valid tokens, of a global batch or of all batches.
+    Prediction takes batches of `tokens` and returns them with what the model adds.
+    """
+
+    def __init__(
+        self, config: GPTConfig, optimizer: AdamWConfig = _ADAMW, generation: GenerationConfig = _GENERATION
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.optimizer = optimizer
+        self.generation = generation
+        self.model: GPTModel | None = None
+        # Sums of losses and of tokens: a mean of the batches' means would weigh a token by how full its batch is.
+        self.val_loss = MeanMetric()
+        self.test_loss = MeanMetric()
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = GPTModel(self.config)
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, loss_mask: Tensor | None = None) -> Tensor:
+        """The loss with labels, else logits [batch, sequence, vocab_size]."""
+        assert self.model is not None, "configure_model builds the model; Trainer calls it"
+        output: Tensor = self.model(tokens, labels=labels, loss_mask=loss_mask)
+        return output
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss: Tensor = self(batch["tokens"], batch["labels"], batch["loss_mask"])
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self._evaluate("val_loss", self.val_loss, batch)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self._evaluate("test_loss", self.test_loss, batch)
+
+    def _evaluate(self, name: str, mean: MeanMetric, batch: Batch) -> None:
+        loss = self(batch["tokens"], batch["labels"], batch["loss_mask"])
+        assert self.model is not None and self.model.loss_weight is not None
+        mean.update(loss, weight=self.model.loss_weight)
+        self.log(name, mean, prog_bar=True)
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        assert self.model is not None, "configure_model builds the model; Trainer calls it"
+        return generate(
+            self.model,
+            batch["tokens"],
+            max_new_tokens=self.generation.max_new_tokens,
+            temperature=self.generation.temperature,
+            seed=self.generation.seed,
+        )
+
+    def configure_optimizers(self) -> Any:
+        return adamw_with_warmup(self, self.optimizer)
+
+    def batch_tokens(self, batch: Batch) -> int:
+        """Tokens that a training step on the batch goes through."""
+        return batch["tokens"].numel()
+
+    def batch_flops(self, batch: Batch) -> float:
+        """Model FLOPs of a training step on the batch; `transformer.cost` says by which convention."""
+        rows, sequence = batch["tokens"].shape
+        return cost.training_flops(self.config, batch=rows, sequence=sequence)

@@ -1,0 +1,1 @@
+"""What is measured of a run, as pure arithmetic over what others observed."""

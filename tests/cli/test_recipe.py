@@ -1,0 +1,130 @@
+"""A user's mistake ends a recipe with one message that says the thing and its value; another fault keeps its traceback."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_megatron.cli.recipe import run_recipe
+from lightning_megatron.lightning_modules import GPTDataModule, GPTModule
+from lightning_megatron.trainer.callbacks import Throughput
+from tests.lightning_modules.corpus import write_corpus
+from tests.recipes.test_pretrain_gpt import TINY
+
+TP = "--trainer.strategy.init_args.tensor_model_parallel_size"
+PP = "--trainer.strategy.init_args.pipeline_model_parallel_size"
+AUTO = ("--trainer.strategy=auto", "--trainer.devices=1")
+
+
+class Broken(GPTModule):
+    """A module with a slip of its author's."""
+
+    def configure_model(self) -> None:
+        raise ValueError("a slip")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory of a run, with what the command line sets in the environment taken back after it."""
+    write_corpus(tmp_path)
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "garbage.ckpt").write_bytes(b"no checkpoint")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["recipe"])
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    monkeypatch.setenv("PL_SEED_WORKERS", "0")
+    return tmp_path
+
+
+def run(*options: str, module: Any = GPTModule) -> None:
+    run_recipe(
+        module,
+        GPTDataModule,
+        links={"model.config.vocab_size": "data.vocab_size"},
+        callbacks={"throughput": Throughput},
+        args=["fit", "--config", "tiny.yaml", *options],
+    )
+
+
+MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "no such path": (("--data.path=nowhere",), ("'nowhere'", "does not exist")),
+    "an empty corpus": (("--data.path=empty",), ("'empty'", "no file with something in it")),
+    "two sources": (("--data.dataset=name",), ("both given",)),
+    "no such tokenizer": (("--data.tokenizer=none.json",), ("none.json", "does not exist")),
+    "heads that tp does not divide": ((f"{TP}=3", "--trainer.devices=3"), ("num_attention_heads (4)", "(3)")),
+    "fewer layers than stages": (
+        (f"{TP}=1", f"{PP}=3", "--trainer.devices=3", "--data.global_batch_size=6"),
+        ("num_layers (2)", "pipeline_model_parallel_size (3)"),
+    ),
+    "a world that does not divide": (("--trainer.devices=3",), ("world size (3)", "use 2 or 4 processes")),
+    "a batch that does not divide": (
+        ("--trainer.strategy.init_args.num_microbatches=3",),
+        ("global_batch_size (4)", "use 3 or 6"),
+    ),
+    "sequences longer than the model's": (("--data.sequence_length=99",), ("sequence_length (99)", "(16)")),
+    "an unknown precision": (("--trainer.precision=7-bit",), ("precision", "7-bit")),
+    "an unknown option": (("--data.pth=x",), ("pth",)),
+    "a size that is not one": (("--model.config.num_layers=0",), ("num_layers (0) must be at least 1",)),
+    "a head size that does not come out": (("--model.config.hidden_size=33",), ("hidden_size (33)",)),
+    "a rate below zero": (("--model.optimizer.lr=-1",), ("lr (-1",)),
+    "an unknown schedule mode": (
+        ("--trainer.strategy.init_args.pipeline.mode=gpipe",),
+        ("gpipe",),
+    ),
+    "a checkpoint that is not there": (("--ckpt_path=none/step.ckpt",), ("none/step.ckpt", "does not exist")),
+    "a directory that is no checkpoint": (("--ckpt_path=empty",), ("empty", "without a checkpoint")),
+    "a checkpoint that is not there, plain": ((*AUTO, "--ckpt_path=none.ckpt"), ("none.ckpt",)),
+    "a directory, plain": ((*AUTO, "--ckpt_path=empty"), ("ckpt_path (empty)", "MegatronStrategy")),
+    "a file that is no checkpoint": (("--ckpt_path=garbage.ckpt",), ("garbage.ckpt", "cannot be read")),
+    "no such path, plain": ((*AUTO, "--data.path=nowhere"), ("'nowhere'",)),
+    "a warm-up that is too long, plain": ((*AUTO, "--model.optimizer.warmup_steps=9"), ("warmup_steps (9)",)),
+    "Trainer options that exclude each other": (
+        (*AUTO, "--trainer.fast_dev_run=-1"),
+        ("fast_dev_run",),
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", list(MISTAKES))
+def test_a_mistake_ends_with_its_message(mistake: str, capfd: pytest.CaptureFixture[str]) -> None:
+    options, told = MISTAKES[mistake]
+    with pytest.raises(SystemExit) as ended:
+        run(*options)
+    assert ended.value.code == 2
+    printed = capfd.readouterr().err
+    assert "Traceback" not in printed
+    for part in told:
+        assert part in printed, printed
+
+
+def test_all_mistakes_are_told_together(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run("--trainer.devices=3", "--data.path=nowhere", "--data.sequence_length=99", "--ckpt_path=none.ckpt")
+    printed = capfd.readouterr().err
+    for part in ("4 faults", "world size (3)", "nowhere", "sequence_length (99)", "ckpt_path (none.ckpt)"):
+        assert part in printed
+
+
+def test_only_one_process_of_a_machine_tells_it(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(SystemExit):
+        run(*AUTO, "--ckpt_path=none/step.ckpt")
+    assert "error" not in capfd.readouterr().err
+
+
+def test_a_slip_in_the_code_keeps_its_traceback() -> None:
+    with pytest.raises(ValueError, match="a slip"):
+        run(*AUTO, module=Broken)
+
+
+def test_options_can_be_printed_and_read_again(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run("--model.optimizer.lr=0.5", "--print_config")
+    assert ended.value.code == 0
+    (folder / "tiny.yaml").write_text(capsys.readouterr().out)
+    with pytest.raises(SystemExit):
+        run("--print_config")
+    assert "lr: 0.5" in capsys.readouterr().out

@@ -1,0 +1,49 @@
+"""A small corpus, and the options of a small GPT and its data."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+from lightning_megatron.lightning_modules import GPTDataModule
+from lightning_megatron.models import GPTConfig
+
+VOCABULARY = 300
+SEQUENCE = 16
+WORDS = "the cat sat on a mat and then it ran home to eat some fish".split()
+
+
+def write_corpus(folder: Path, num_documents: int = 12, num_words: int = 150) -> Path:
+    """A directory of text files, always the same."""
+    draw = random.Random(0)
+    path = folder / "corpus"
+    path.mkdir()
+    for i in range(num_documents):
+        (path / f"{i}.txt").write_text(" ".join(draw.choice(WORDS) for _ in range(num_words)))
+    return path
+
+
+def config(**options: Any) -> GPTConfig:
+    defaults: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "vocab_size": VOCABULARY,
+        "max_sequence_length": SEQUENCE,
+    }
+    return GPTConfig(**(defaults | options))
+
+
+def data(folder: Path, **options: Any) -> GPTDataModule:
+    """A data module over the corpus in `folder`, which is written unless it is there."""
+    corpus = folder / "corpus"
+    if not corpus.exists():
+        write_corpus(folder)
+    defaults: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "sequence_length": SEQUENCE,
+        "global_batch_size": 4,
+        "path": str(corpus),
+        "validation_fraction": 0.2,
+        "cache_directory": str(folder / "cache"),
+    }
+    return GPTDataModule(**(defaults | options))

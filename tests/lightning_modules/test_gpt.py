@@ -1,0 +1,253 @@
+"""The ready GPT: what it steps, logs and writes is the same on every layout."""
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+
+from lightning_megatron import ConfigurationError
+from lightning_megatron.lightning_modules import AdamWConfig, GenerationConfig, GPTModule, generate
+from lightning_megatron.lightning_modules.print_text import PrintText
+from lightning_megatron.models import GPTModel
+from tests.harness.ranks import run_on_ranks
+from tests.lightning_modules.corpus import SEQUENCE, VOCABULARY, config, data
+from tests.trainer.layouts import PLAIN, QUIET, Layout, make_trainer
+
+pytestmark = pytest.mark.filterwarnings(QUIET)
+
+LAYOUTS = {
+    "tp=2 sp": Layout(world=2, tp=2, sp=True),
+    "pp=2": Layout(world=2, pp=2, microbatches=2),
+    "dp=2": Layout(world=2),
+}
+STEPS = 3
+
+
+def gpt(**optimizer: Any) -> GPTModule:
+    return GPTModule(
+        config(),
+        AdamWConfig(lr=1e-2, warmup_steps=1, **optimizer),
+        GenerationConfig(max_new_tokens=SEQUENCE, temperature=0.9, seed=3),
+    )
+
+
+@dataclass
+class Run:
+    """What a fit, a test and a prediction left."""
+
+    losses: list[float]
+    metrics: dict[str, float]
+    texts: list[list[int]]
+
+
+class Losses(L.Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.losses.append(float(trainer.callback_metrics["train_loss"]))
+
+
+def run(layout: Layout, folder: Path) -> Run:
+    """Three steps with validation after the last, then a test and two prompts."""
+    torch.manual_seed(7)
+    module, losses = gpt(), Losses()
+    options: dict[str, Any] = {"max_steps": STEPS, "max_epochs": -1, "val_check_interval": STEPS}
+    trainer = make_trainer(layout, callbacks=[losses], check_val_every_n_epoch=None, **options)
+    text = data(folder, prompts=["the cat sat", "it ran home to eat some fish on a mat and"])
+    trainer.fit(module, datamodule=text)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    metrics |= {name: float(value) for name, value in trainer.test(module, datamodule=text, verbose=False)[0].items()}
+    predicted = trainer.predict(module, datamodule=text)
+    assert predicted is not None
+    return Run(losses.losses, metrics, [row.flatten().tolist() for row in predicted])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("gpt")
+    data(path).setup("fit")  # the text is prepared once, for all layouts
+    return path
+
+
+@functools.cache
+def runs(layout: Layout, folder: Path) -> list[Run]:
+    return run_on_ranks(layout.world, run, layout, folder, init=False)
+
+
+@pytest.mark.parametrize("name", list(LAYOUTS))
+def test_losses_metrics_and_texts_are_those_of_one_device(name: str, folder: Path) -> None:
+    [wanted] = runs(PLAIN, folder)
+    assert wanted.losses[-1] < wanted.losses[0] - 0.05, "it learns, so a step that is left out would show"
+    for found in runs(LAYOUTS[name], folder):
+        assert found.losses == pytest.approx(wanted.losses, abs=1e-9)
+        assert found.metrics.keys() == wanted.metrics.keys() >= {"train_loss", "val_loss", "test_loss"}
+        assert found.metrics == pytest.approx(wanted.metrics, abs=1e-6)  # torchmetrics sums in float32
+        assert found.texts == wanted.texts
+
+
+def test_validation_loss_is_the_mean_over_the_tokens_that_are_held_out(folder: Path) -> None:
+    module, text = gpt(), data(folder, global_batch_size=4)
+    make_trainer(PLAIN).validate(module, datamodule=text, verbose=False)
+    logged = float(module.trainer.callback_metrics["val_loss"])
+    assert module.model is not None
+    text.setup("validate")
+    held_out = text._held_out
+    assert held_out is not None and held_out.count % 4, "the last batch is not full, or the mean of means would do"
+    module.model.eval()
+    with torch.no_grad():
+        losses = [
+            module.model(s["tokens"][None], labels=s["labels"][None])
+            for s in (held_out.dataset[i] for i in range(held_out.count))
+        ]
+    assert logged == pytest.approx(float(torch.stack(losses).mean()), abs=1e-6)
+
+
+def resumed_losses(folder: Path, layout: Layout, steps: int, ckpt_path: str | None) -> list[float]:
+    torch.manual_seed(7)
+    losses = Losses()
+    saver = ModelCheckpoint(folder / "saved", filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    trainer = make_trainer(
+        layout,
+        max_steps=steps,
+        max_epochs=-1,
+        limit_val_batches=0,
+        enable_checkpointing=True,
+        callbacks=[losses, saver],
+    )
+    trainer.fit(gpt(total_steps=4), datamodule=data(folder), ckpt_path=ckpt_path)
+    return losses.losses
+
+
+def test_a_run_goes_on_alike_on_another_layout(folder: Path) -> None:
+    [first, _] = run_on_ranks(2, resumed_losses, folder, LAYOUTS["tp=2 sp"], 4, None, init=False)
+    path = str(folder / "saved" / "step=2.ckpt")
+    for found in run_on_ranks(2, resumed_losses, folder, LAYOUTS["dp=2"], 4, path, init=False):
+        assert found == pytest.approx(first[2:], abs=1e-9)
+    assert abs(first[2] - first[0]) > 1e-3
+
+
+# --- optimizer --------------------------------------------------------------------------------------------------------
+
+
+def optimizer_of(module: GPTModule, max_steps: int = 10, max_epochs: int = -1) -> Any:
+    module.configure_model()
+    module.trainer = make_trainer(PLAIN, max_steps=max_steps, max_epochs=max_epochs)
+    return module.configure_optimizers()
+
+
+def test_weight_decay_acts_on_matrices_alone() -> None:
+    module = GPTModule(config(activation="swiglu"), AdamWConfig(weight_decay=0.3))
+    decays = {
+        parameter: group["weight_decay"]
+        for group in optimizer_of(module)["optimizer"].param_groups
+        for parameter in group["params"]
+    }
+    named = dict(module.named_parameters())
+    assert len(decays) == len(named)
+    for name, parameter in named.items():
+        is_matrix = name.endswith("weight") and "norm" not in name
+        assert decays[parameter] == (0.3 if is_matrix else 0.0), name
+    assert any(parameter.dim() > 1 and name.endswith("bias") for name, parameter in named.items())
+
+
+def test_the_rate_rises_over_the_warm_up_and_falls_to_its_minimum_at_the_end() -> None:
+    made = optimizer_of(GPTModule(config(), AdamWConfig(lr=1.0, warmup_steps=4, minimum_fraction=0.2)))
+    rates = []
+    for _ in range(12):
+        rates.append(made["optimizer"].param_groups[0]["lr"])
+        made["optimizer"].step()
+        made["lr_scheduler"]["scheduler"].step()
+    assert rates[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])
+    assert rates[4] > rates[7] > rates[9] > 0.2
+    assert rates[10:] == pytest.approx([0.2, 0.2])
+
+
+def test_a_resumed_curve_is_the_one_now_asked_for() -> None:
+    short = optimizer_of(gpt(), max_steps=5)["lr_scheduler"]["scheduler"]
+    longer = optimizer_of(gpt(), max_steps=50)["lr_scheduler"]["scheduler"]
+    longer.load_state_dict(short.state_dict())
+    assert longer.lr_lambdas[0](5) > 0.9
+
+
+def test_a_warm_up_that_outlasts_the_run_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"warmup_steps \(10\)"):
+        optimizer_of(GPTModule(config(), AdamWConfig(warmup_steps=10)))
+
+
+def test_a_run_without_an_end_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="max_steps"):
+        optimizer_of(GPTModule(config()), max_steps=-1)
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: AdamWConfig(lr=-1.0, betas=(0.9, 1.0)), r"lr \(-1.0\).*\n.*betas \(1.0\)"),
+        (lambda: AdamWConfig(epsilon=0.0), "epsilon"),
+        (lambda: GenerationConfig(temperature=-1.0), "temperature"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(make: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        make()
+
+
+# --- generation -------------------------------------------------------------------------------------------------------
+
+
+def model() -> GPTModel:
+    return GPTModel(config(init_std=0.5), seed=1).eval()
+
+
+def test_without_temperature_each_token_is_the_likeliest_after_those_before() -> None:
+    gpt_model = model()
+    prompt = torch.tensor([[5, 6], [7, 8]])
+    text = generate(gpt_model, prompt, max_new_tokens=5, temperature=0.0, seed=0)
+    assert text.shape == (2, 7) and torch.equal(text[:, :2], prompt)
+    # Attention is causal, so one call over the whole text sees what each call of the loop saw.
+    assert torch.equal(gpt_model(text)[:, 1:-1].argmax(dim=-1), text[:, 2:])
+
+
+def test_a_text_longer_than_the_model_goes_on_from_its_last_tokens() -> None:
+    gpt_model = model()
+    prompt = torch.arange(SEQUENCE + 3).unsqueeze(0)
+    text = generate(gpt_model, prompt, max_new_tokens=1, temperature=0.0, seed=0)
+    assert text[0, -1] == gpt_model(prompt[:, -SEQUENCE:])[0, -1].argmax()
+
+
+def test_the_seed_and_the_temperature_choose_the_text() -> None:
+    gpt_model, prompt = model(), torch.tensor([[5]])
+
+    def text(temperature: float, seed: int) -> list[int]:
+        drawn = generate(gpt_model, prompt, max_new_tokens=12, temperature=temperature, seed=seed)
+        return [int(token) for token in drawn.flatten()]
+
+    assert text(1.0, 0) == text(1.0, 0) != text(1.0, 1)
+    assert text(1e-6, 1) == text(0.0, 0)
+    assert all(0 <= token < VOCABULARY for token in text(100.0, 0))
+
+
+def test_generation_keeps_no_graph() -> None:
+    class Watched(nn.Module):
+        config = config()
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            assert not torch.is_grad_enabled()
+            return torch.zeros(*tokens.shape, VOCABULARY)
+
+    generate(Watched(), torch.tensor([[1]]), max_new_tokens=1, temperature=1.0, seed=0)  # type: ignore[arg-type]
+
+
+def test_predicted_texts_are_printed_with_their_prompts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    module = gpt()
+    trainer = make_trainer(PLAIN, callbacks=[PrintText()])
+    trainer.predict(module, datamodule=data(folder, prompts=["the cat sat on", "home"]))
+    printed = capsys.readouterr().out
+    assert printed.index("the cat sat on") < printed.index("home")

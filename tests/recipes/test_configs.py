@@ -1,0 +1,104 @@
+"""The shipped configurations parse, fit their ranks, and are the models that they are named after."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_megatron.cli.recipe import RecipeCLI
+from lightning_megatron.lightning_modules import GPTDataModule, GPTModule
+from lightning_megatron.mesh import Mesh, Sizes
+from lightning_megatron.planner import rules
+from lightning_megatron.trainer.callbacks import Throughput
+from lightning_megatron.transformer import cost
+
+CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "configs"
+
+
+class Parsed(RecipeCLI):
+    """Stops before there is a Trainer, whose devices this machine has not."""
+
+    def instantiate_trainer(self, **kwargs: Any) -> Any:
+        return None
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["pretrain_gpt.py"])
+    # The command line sets these; monkeypatch takes them back.
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    monkeypatch.setenv("PL_SEED_WORKERS", "0")
+
+
+def parse(name: str, *options: str) -> Parsed:
+    return Parsed(
+        GPTModule,
+        GPTDataModule,
+        links={"model.config.vocab_size": "data.vocab_size"},
+        callbacks={"throughput": Throughput},
+        args=["fit", "--config", str(CONFIGS / name), *options],
+    )
+
+
+def sizes_of(parsed: Parsed) -> Sizes:
+    trainer = parsed.config["fit"]["trainer"]
+    options = trainer["strategy"]["init_args"]
+    return Sizes(
+        world=trainer["devices"] * trainer["num_nodes"],
+        tp=options["tensor_model_parallel_size"],
+        pp=options["pipeline_model_parallel_size"],
+        sequence_parallel=options["sequence_parallel"],
+    )
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_shipped_configuration_has_no_fault(path: Path) -> None:
+    parsed = parse(path.name)
+    sizes = sizes_of(parsed)
+    facts = rules.Facts(
+        sizes=sizes,
+        num_microbatches=parsed.config["fit"]["trainer"]["strategy"]["init_args"]["num_microbatches"],
+        model=parsed.model.config,
+        global_batch_size=parsed.datamodule.global_batch_size,
+        sequence_length=parsed.datamodule.sequence_length,
+    )
+    assert rules.faults(facts) == []
+    assert parsed.datamodule.faults() == []
+    assert parsed.datamodule.vocab_size == parsed.model.config.vocab_size
+    assert Mesh.imagine(sizes.world - 1, sizes).dp.size == sizes.dp
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "world", "dp"),
+    [
+        ("toy.yaml", 3.7e6, 2, 1),
+        ("gpt2_124m.yaml", 124_439_808, 8, 8),  # the released weights, counted
+        ("gpt3_175b.yaml", 174.6e9, 1024, 8),  # arXiv 2104.04473, table 2
+        ("gpt_1t.yaml", 1008.0e9, 3072, 6),  # arXiv 2104.04473, table 1
+    ],
+)
+def test_a_model_has_the_size_of_its_name(name: str, parameters: float, world: int, dp: int) -> None:
+    parsed = parse(name)
+    counted = cost.model_parameters(parsed.model.config)
+    if isinstance(parameters, int):
+        assert counted == parameters
+    else:
+        assert counted == pytest.approx(parameters, rel=1e-2 if name == "toy.yaml" else 5e-4)
+    sizes = sizes_of(parsed)
+    assert (sizes.world, sizes.dp) == (world, dp)
+
+
+def test_the_count_is_that_of_the_published_formula() -> None:
+    config = parse("gpt_1t.yaml").model.config
+    layers, hidden = config.num_layers, config.hidden_size
+    # arXiv 2104.04473, equation 2; it leaves out the last norm.
+    published = 12 * layers * hidden**2 + 13 * layers * hidden
+    published += (config.vocab_size + config.max_sequence_length) * hidden
+    assert cost.model_parameters(config) - published == 2 * hidden
+
+
+def test_an_option_on_the_command_line_wins_over_the_file() -> None:
+    assert parse("toy.yaml", "--model.config.num_layers", "6").model.config.num_layers == 6

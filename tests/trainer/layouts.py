@@ -1,0 +1,74 @@
+"""Layouts that the trainer's tests run under, and Trainers that are quiet about it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.strategies import ParallelStrategy, Strategy
+
+from lightning_megatron import MegatronStrategy, PipelineConfig
+
+# Values that the strategy hands to `log` are those of the global batch already.
+QUIET = "ignore:It is recommended to use .*sync_dist=True:UserWarning"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How many processes, how they are cut, and into how many microbatches a step goes."""
+
+    world: int = 1
+    tp: int = 1
+    pp: int = 1
+    sp: bool = False
+    microbatches: int = 1
+    collective: bool = False
+    is_plain: bool = False
+    # Lightning's own strategy for one device
+
+    @property
+    def dp(self) -> int:
+        return self.world // (self.tp * self.pp)
+
+    def strategy(self) -> Strategy | str:
+        """A new strategy of this layout."""
+        if self.is_plain:
+            return "auto"
+        return MegatronStrategy(
+            tensor_model_parallel_size=self.tp,
+            pipeline_model_parallel_size=self.pp,
+            sequence_parallel=self.sp,
+            num_microbatches=self.microbatches,
+            pipeline=PipelineConfig(mode="collective" if self.collective else "auto"),
+            timeout_seconds=60,
+        )
+
+
+PLAIN = Layout(is_plain=True)
+
+
+def make_trainer(layout: Layout, **options: Any) -> L.Trainer:
+    """A Trainer of two epochs in float64 under the layout, with no output; `options` are the Trainer's."""
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": layout.world,
+        "strategy": layout.strategy(),
+        "precision": "64-true",
+        "max_epochs": 2,
+        "num_sanity_val_steps": 0,
+        "use_distributed_sampler": False,
+        "log_every_n_steps": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return L.Trainer(**(defaults | options))
+
+
+def replica_of(trainer: L.Trainer) -> tuple[int, int]:
+    """Which of how many data-parallel replicas this process is."""
+    strategy = trainer.strategy
+    if not isinstance(strategy, ParallelStrategy):
+        return 0, 1
+    told = strategy.distributed_sampler_kwargs
+    return told["rank"], told["num_replicas"]
