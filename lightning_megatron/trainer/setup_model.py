@@ -71,7 +71,8 @@ def pipeline_late_sequential(module: pl.LightningModule, mesh: Mesh) -> None:
 
     Raises ConfigurationError where a callback has copied it whole by then: the copy would average other weights.
     """
-    averaging = [c for c in module.trainer.callbacks if isinstance(c, (WeightAveraging, StochasticWeightAveraging))]
+    callbacks = module.trainer.callbacks  # type: ignore[attr-defined]
+    averaging = [c for c in callbacks if isinstance(c, (WeightAveraging, StochasticWeightAveraging))]
     if pipeline_plain_sequential(module, mesh) and averaging:
         raise ConfigurationError(
             [

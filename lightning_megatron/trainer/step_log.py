@@ -173,7 +173,7 @@ class StepLog:
         metric = self._module.get_submodule(line.metric_name)
         assert isinstance(metric, Metric)
         if _is_number(metric._forward_cache):
-            metric._forward_cache = value.to(self.dtype, copy=True)
+            metric._forward_cache = value.to(self.dtype, copy=True)  # type: ignore[assignment]
         self._module.log(line.name, metric, **options)
 
     def _metric_name(self, metric: Metric | None) -> str | None:
@@ -284,7 +284,7 @@ def _text(line: _Line) -> str:
 def _disagreement(schemas: list[Schema]) -> str:
     """What differs between the schemas of the replicas, one of each."""
     names = [{line.name for line in schema} for schema in schemas]
-    some = sorted(set().union(*names) - set.intersection(*names))
+    some = sorted(names[0].union(*names) - names[0].intersection(*names))
     if some:
         told = "; ".join(f"{name!r} by replicas {[i for i, own in enumerate(names) if name in own]}" for name in some)
         return f"replicas logged different names in one step: {told}. Log the same names on every rank"

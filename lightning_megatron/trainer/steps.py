@@ -237,7 +237,7 @@ class Steps:
 
     def _aligned(self, microbatch: int) -> AbstractContextManager[None]:
         """Random numbers of the user's code that agree on all ranks of a replica and differ between replicas."""
-        if self._mesh.axis("pp+cp+tp").size == 1:
+        if self._mesh.world.size == 1 and not self.is_scheduled:
             return nullcontext()
         step = self._trainer.fit_loop.epoch_loop.total_batch_idx
         stage = str(self._trainer.state.stage)

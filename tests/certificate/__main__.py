@@ -19,7 +19,7 @@ from pathlib import Path
 import lightning
 import torch
 
-from tests.certificate.cases import BATCH, LAYOUTS, NUM_STEPS, SEQUENCE, TOLERANCE, VARIANTS, Layout
+from tests.certificate.cases import BATCH, LAYOUTS, NUM_STEPS, SEQUENCE, TOLERANCE, Layout
 from tests.certificate.compare import CELLS, deviations
 
 COLUMNS = [f"{variant}, {precision}" for variant, precision in CELLS]

@@ -1,4 +1,4 @@
-"""A user's mistake ends a recipe with one message that says the thing and its value; another fault keeps its traceback."""
+"""A mistake of the user's ends a recipe with one message that says the thing; any other fault keeps its traceback."""
 
 from pathlib import Path
 from typing import Any

@@ -1,3 +1,5 @@
+"""A file appears whole or not at all."""
+
 from pathlib import Path
 
 import pytest

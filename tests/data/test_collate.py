@@ -1,3 +1,5 @@
+"""Collation: samples become one batch of stacked tensors."""
+
 import pytest
 import torch
 

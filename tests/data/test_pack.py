@@ -1,3 +1,5 @@
+"""Packing: documents become blocks of tokens whose labels are the next token."""
+
 import multiprocessing
 import pickle
 from concurrent.futures import ProcessPoolExecutor

@@ -1,3 +1,5 @@
+"""The sampler gives every layout the same global batches, and resumes on another."""
+
 import itertools
 
 import pytest

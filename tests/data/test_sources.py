@@ -1,3 +1,5 @@
+"""Sources: which documents a path, a name or nothing at all stands for, and what is refused."""
+
 import json
 import logging
 import os

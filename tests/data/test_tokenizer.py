@@ -1,3 +1,5 @@
+"""The tokenizer gives back every byte, and is written whole or not at all."""
+
 import json
 import random
 import sys

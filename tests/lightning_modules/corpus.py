@@ -9,7 +9,7 @@ from lightning_megatron.models import GPTConfig
 
 VOCABULARY = 300
 SEQUENCE = 16
-WORDS = "the cat sat on a mat and then it ran home to eat some fish".split()
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "it", "ran", "home", "to", "eat", "some", "fish"]
 
 
 def write_corpus(folder: Path, num_documents: int = 12, num_words: int = 150) -> Path:

@@ -25,9 +25,7 @@ class Numbered(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 def loader(replica: Replica, num_samples: int = 22) -> Any:
-    return training_loader(
-        Numbered(), num_samples, global_batch_size=4, replica=replica, seed=1, num_workers=0
-    )
+    return training_loader(Numbered(), num_samples, global_batch_size=4, replica=replica, seed=1, num_workers=0)
 
 
 def numbers(batches: Any) -> list[list[int]]:
@@ -81,9 +79,7 @@ def test_an_epoch_that_ended_early_does_not_shift_the_next_one() -> None:
 def test_evaluation_counts_every_sample_once_on_any_number_of_replicas(size: int) -> None:
     counted: list[int] = []
     for rank in range(size):
-        batches = evaluation_loader(
-            Numbered(), 10, global_batch_size=4, replica=Replica(rank, size), num_workers=0
-        )
+        batches = evaluation_loader(Numbered(), 10, global_batch_size=4, replica=Replica(rank, size), num_workers=0)
         rows = [(batch["tokens"].flatten(), batch["loss_mask"].flatten()) for batch in batches]
         assert len(rows) == 3
         counted += [int(token) for tokens, mask in rows for token, kept in zip(tokens, mask, strict=True) if kept]
@@ -115,7 +111,7 @@ def read(folder: Path, max_steps: int, ckpt_path: str | None = None, **options: 
     """The tokens of every batch; a checkpoint of each step is left in `folder`."""
     saver = ModelCheckpoint(folder / "saved", filename="{step}", every_n_train_steps=1, save_top_k=-1)
     trainer = make_trainer(
-        PLAIN, max_steps=max_steps, max_epochs=-1, enable_checkpointing=True, callbacks=[saver], **options
+        PLAIN, max_steps=max_steps, max_epochs=100, enable_checkpointing=True, callbacks=[saver], **options
     )
     module = Reader()
     trainer.fit(module, datamodule=data(folder), ckpt_path=ckpt_path)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.sharding import shard_of
-
 from tests.trainer.layouts import Layout, make_trainer
 from tests.trainer.modules import Data
 

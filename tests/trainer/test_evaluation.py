@@ -124,6 +124,9 @@ class Seen(L.LightningDataModule):
         numbered = torch.utils.data.TensorDataset(inputs, classes, torch.arange(24.0, dtype=torch.float64))
         return torch.utils.data.DataLoader(numbered, batch_size=4)
 
+    def val_dataloader(self) -> Any:
+        return self.train_dataloader()
+
 
 @pytest.mark.filterwarnings(QUIET)
 def test_another_strategy_in_the_process_finds_nothing_of_ours_left() -> None:

@@ -7,7 +7,7 @@ import pytest
 from tests.harness.ranks import run_on_ranks
 from tests.trainer import modules
 from tests.trainer.fits import Case, Trace, difference
-from tests.trainer.layouts import PLAIN, QUIET, Layout
+from tests.trainer.layouts import PLAIN, Layout
 
 # Rounding of float64 sums in another order, through eight steps.
 TOLERANCE = 1e-11
