@@ -22,7 +22,7 @@ from lightning_megatron.mesh import Axis, Mesh, NewGroup
 from lightning_megatron.sharding import Shard, shard_of
 
 # Gradients above this size travel by themselves, in place; smaller ones are joined to save messages.
-_ALONE_BYTES = 1 << 20
+_ALONE_BYTES = 1 << 18
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,6 +15,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 _KEY = "failure"
 _COUNT = "failures"
+_MEETING = "meeting"
 _POLL_SECONDS = 0.5
 # What a rank gets to fail by itself, with its own stack, before the watcher ends it.
 _GRACE_SECONDS = 5.0
@@ -28,6 +29,7 @@ class FailureWatch:
         self._rank = global_rank
         self._stop = threading.Event()
         self._first: str | None = None
+        self._num_meetings = 0
         self._thread = threading.Thread(target=self._watch, name="failure-watch", daemon=True)
 
     @staticmethod
@@ -60,6 +62,18 @@ class FailureWatch:
             # The store went with its host: what the watcher read before is all there is to know.
             return self._first
         return None
+
+    def meets(self, num_ranks: int) -> bool:
+        """Whether that many ranks, this one among them, come here within seconds of each other."""
+        meeting = f"{_MEETING} {self._num_meetings}"
+        self._num_meetings += 1
+        try:
+            if self._store.add(meeting, 1) == num_ranks:
+                self._store.set(f"{meeting} is full", "")
+            self._store.wait([f"{meeting} is full"], timedelta(seconds=_GRACE_SECONDS))
+        except RuntimeError:
+            return False
+        return True
 
     def _watch(self) -> None:
         while not self._stop.wait(_POLL_SECONDS):

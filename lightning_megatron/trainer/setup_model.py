@@ -76,10 +76,29 @@ def pipeline_late_sequential(module: pl.LightningModule, mesh: Mesh) -> None:
     if pipeline_plain_sequential(module, mesh) and averaging:
         raise ConfigurationError(
             [
-                f"{type(averaging[0]).__name__} copies the module before its nn.Sequential, made in configure_model, is "
-                "cut into stages; make the nn.Sequential in __init__, or a PipelineModule in configure_model"
+                f"{type(averaging[0]).__name__} copies the module before its nn.Sequential, made in configure_model, "
+                "is cut into stages; make the nn.Sequential in __init__, or a PipelineModule in configure_model"
             ]
         )
+
+
+def require_own_mesh(module: nn.Module, mesh: Mesh) -> None:
+    """Raises ConfigurationError for a pipelined model that was built for other ranks than those of `mesh`.
+
+    It would train whole on every rank, with a gradient norm that counts each copy.
+    """
+    faults = [
+        f"{name} ({type(model).__name__}) was built for tensor x pipeline x context parallel {built}, and the strategy "
+        f"has {own}; build it in configure_model, which runs once the ranks are known, and not in __init__"
+        for name, model in pipelined_modules(module).items()
+        if (built := _cuts(model.mesh)) != (own := _cuts(mesh))
+    ]
+    if faults:
+        raise ConfigurationError(faults)
+
+
+def _cuts(mesh: Mesh) -> str:
+    return f"{mesh.tp.size} x {mesh.pp.size} x {mesh.cp.size}" + (" with sequence parallel" if mesh.sp.size > 1 else "")
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ It wires the rooms together and answers Lightning's hooks; what a step does is i
 aside there and given to the parameters in `backward`, so that every hook sees what it would see on one device.
 """
 
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -252,6 +253,7 @@ class MegatronStrategy(ParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING and self._layer_sync is not None:
             self.model = self._layer_sync.apply(module)
         setup_model.pipeline_late_sequential(module, self.mesh)
+        setup_model.require_own_mesh(module, self.mesh)
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         setup_model.equalise(module, self.mesh)
@@ -278,9 +280,7 @@ class MegatronStrategy(ParallelStrategy):
             num_microbatches=self.num_microbatches,
             mode=self.pipeline.mode,
             gradients=self._gradients,
-            log_dtype=torch.float64
-            if compute_dtype(str(self.precision_plugin.precision)) is torch.float64
-            else torch.float32,
+            log_dtype=torch.promote_types(compute_dtype(str(self.precision_plugin.precision)), torch.float32),
         )
 
     @override
@@ -409,13 +409,26 @@ class MegatronStrategy(ParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         if storage_options is not None:
             raise TypeError("MegatronStrategy.save_checkpoint takes no storage_options; a checkpoint is a directory")
+        self._refuse_to_save_alone()
         path = Path(self.broadcast(str(filepath)))
         checkpoints.save(path, checkpoint, self._require_module(), self.optimizers, self.mesh.world)
+
+    def _refuse_to_save_alone(self) -> None:
+        """Raises RuntimeError where a callback saves after a failure of this rank alone: it would wait for ever."""
+        if self._watch is None or not self._require_module().trainer.interrupted:
+            return
+        if self._watch.meets(self.mesh.world.size):
+            return
+        failure = sys.exception()
+        assert failure is not None
+        self.on_exception(failure)
+        raise RuntimeError("no checkpoint was written on the failure: the other ranks did not fail too") from failure
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         module = self._require_module()
         setup_model.pipeline_late_sequential(module, self.mesh)
+        setup_model.require_own_mesh(module, self.mesh)
         return checkpoints.load(Path(checkpoint_path), module, self.mesh, self.checkpoint_io, weights_only)
 
     @override

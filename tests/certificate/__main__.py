@@ -81,8 +81,9 @@ torch: over the losses of {NUM_STEPS} steps, every gradient, the gradient norm, 
 logged values, on all ranks. Deviations are absolute for values up to 1 and relative above. The tolerances are
 {tolerances}; a bold cell is outside of them.
 
-The other side of the comparison is `tests/reference/gpt.py`: a GPT in plain torch with a hand-written loop and SGD with
-momentum. The only thing it takes from the package are the initial values and the dropout masks.
+The other side of the comparison is `tests/reference/gpt.py`, a GPT in plain torch, under a hand-written loop and SGD
+with momentum. It takes from the package the configuration, the initial values and the random numbers of dropout, and
+nothing else.
 
 The data tries to break the layouts: global batches of {BATCH} rows of {SEQUENCE} tokens, loss masks that are
 uneven over the rows, a first microbatch without any valid token, a global batch whose first replica has none, a

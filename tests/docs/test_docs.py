@@ -1,0 +1,279 @@
+"""The documentation is true: what it names exists, what it quotes is said, what it shows running runs."""
+
+import ast
+import contextlib
+import inspect
+import io
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+
+import lightning as L
+import pytest
+
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.lightning_modules import AdamWConfig, GenerationConfig, GPTDataModule
+from lightning_megatron.models import GPTConfig
+from lightning_megatron.trainer.precision import SUPPORTED
+from tests.certificate.cases import LAYOUTS, VARIANTS
+from tests.harness.ranks import run_on_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+each_page = pytest.mark.parametrize("page", PAGES, ids=[page.relative_to(ROOT).as_posix() for page in PAGES])
+
+# What a reader is to make, and what the commands make.
+MADE_BY_USERS = {"train.py", "texts/"}
+ROOMS = sorted(path.name for path in (ROOT / "lightning_megatron").iterdir() if (path / "__init__.py").is_file())
+
+FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+INLINE = re.compile(r"`([^`\n]+)`")
+# A path, and perhaps a name in it: folder/file.py::Class.method
+PLACE = re.compile(r"^([\w./-]+(?:\.(?:py|md|toml|yaml|sh|txt)|/))(?:::([\w.]+))?$")
+OPTION = re.compile(r"(?<![\w-])--([\w.-]+)")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its words after the fence, and its text."""
+
+    kind: str
+    text: str
+
+
+def blocks_of(page: Path) -> list[Block]:
+    return [Block(kind.strip(), text) for kind, text in FENCE.findall(page.read_text())]
+
+
+def spans_of(page: Path) -> list[str]:
+    """Inline code, outside of blocks."""
+    return INLINE.findall(FENCE.sub("", page.read_text()))
+
+
+def candidates(path: str, page: Path) -> list[Path]:
+    """Where a path that a page names may lie: from the root, within the package, or in the room that the page is of."""
+    roots = [ROOT, ROOT / "lightning_megatron", ROOT / "lightning_megatron" / page.stem]
+    return [root / path for root in roots]
+
+
+def names_in(source: str) -> set[str]:
+    """Classes, functions and methods of a module, with their full names in it."""
+    found = set()
+
+    def walk(body: list[ast.stmt], prefix: str) -> None:
+        for node in body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                found.add(prefix + node.name)
+                if isinstance(node, ast.ClassDef):
+                    walk(node.body, f"{prefix}{node.name}.")
+
+    walk(ast.parse(source).body, "")
+    return found
+
+
+def faults_of_place(span: str, page: Path) -> str:
+    """What is wrong with a place that a page names; empty where nothing is or the span is no place."""
+    match = PLACE.match(span)
+    if match is None or span in MADE_BY_USERS or "://" in span:
+        return ""
+    path, name = match.groups()
+    existing = [place for place in candidates(path, page) if place.exists()]
+    if not existing:
+        return f"{span}: no such path"
+    if name and all(name not in names_in(place.read_text()) for place in existing if place.is_file()):
+        return f"{span}: no such name in it"
+    return ""
+
+
+@each_page
+def test_every_path_and_name_exists(page: Path) -> None:
+    faults = [fault for span in spans_of(page) if (fault := faults_of_place(span, page))]
+    commands = "\n".join(block.text for block in blocks_of(page) if block.kind == "bash")
+    for word in commands.split():
+        if fault := faults_of_place(word, page):
+            faults.append(fault)
+    assert not faults, faults
+
+
+@pytest.mark.parametrize(
+    ("span", "fault"),
+    [
+        ("lightning_megatron/mesh.py::Mesh.imagine", ""),
+        ("pipeline/schedule.py::one_f_one_b", ""),
+        ("schedule.py", ""),
+        ("lightning_megatron/mash.py", "no such path"),
+        ("lightning_megatron/mesh.py::Mesh.imagined", "no such name"),
+        ("tests/nowhere/", "no such path"),
+    ],
+)
+def test_a_place_that_is_not_there_is_found(span: str, fault: str) -> None:
+    found = faults_of_place(span, ROOT / "docs/pipeline.md")
+    assert (fault in found) if fault else not found
+
+
+@each_page
+def test_every_link_leads_somewhere(page: Path) -> None:
+    links = [link for link in LINK.findall(FENCE.sub("", page.read_text())) if "://" not in link]
+    lost = [link for link in links if not (page.parent / link.partition("#")[0]).exists()]
+    assert not lost, lost
+
+
+def test_every_room_has_a_page_and_every_page_is_linked_from_the_index() -> None:
+    index = (ROOT / "docs/index.md").read_text()
+    decisions = (ROOT / "docs/decisions/index.md").read_text()
+    assert [room for room in ["mesh", "sharding", *ROOMS] if f"({room}.md)" not in index] == []
+    pages = [page for page in PAGES if page.parent.name == "docs" and page.name != "index.md"]
+    assert [page.name for page in pages if f"({page.name})" not in index] == []
+    records = [page for page in PAGES if page.parent.name == "decisions" and page.name != "index.md"]
+    assert [page.name for page in records if f"({page.name})" not in decisions] == []
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Code
+
+
+def run_as_file(source: str, path: str) -> None:
+    """On this rank, as torchrun would start it."""
+    exec(compile(source, path, "exec"), {"__name__": "__main__", "__file__": path})
+
+
+def runnable(page: Path) -> Iterator[tuple[str, str | None]]:
+    """Each block that is marked as running, and what it prints where a block says so."""
+    blocks = blocks_of(page)
+    for i, block in enumerate(blocks):
+        if block.kind == "python run":
+            following = blocks[i + 1] if i + 1 < len(blocks) else None
+            yield block.text, following.text if following is not None and following.kind == "text output" else None
+
+
+@each_page
+def test_code_parses_and_what_is_said_to_run_prints_what_is_said(page: Path) -> None:
+    for block in blocks_of(page):
+        assert block.kind in ("python run", "python", "text output", "text", "bash", "yaml"), block.kind
+        if block.kind == "python":
+            ast.parse(block.text)
+    if page.name == "README.md":
+        return  # it starts a Trainer of two processes: see below
+    for source, wanted in runnable(page):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            run_as_file(source, page.name)
+        assert wanted is None or printed.getvalue() == wanted, printed.getvalue()
+
+
+def fit_example(source: str, folder: str) -> list[float]:
+    """The losses of the first 20 steps of the example on this rank, run in the folder."""
+    losses = []
+
+    class Losses(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
+            losses.append(float(trainer.callback_metrics["train_loss"]))
+
+    with contextlib.chdir(folder):
+        scope: dict[str, object] = {"__name__": "__main__", "Losses": Losses}
+        exec(compile(source.replace("max_steps=60", "max_steps=20, callbacks=[Losses()]"), "README.md", "exec"), scope)
+    return losses
+
+
+@pytest.mark.slow
+def test_the_example_trains_as_typed_and_alike_on_every_layout_that_it_names(tmp_path: Path) -> None:
+    [(source, _)] = runnable(ROOT / "README.md")
+    others = re.findall(r"^strategy = .*$", blocks_of(ROOT / "README.md")[1].text, re.MULTILINE)
+    assert len(others) == 2
+    variants = [(2, source)]
+    for line in others:
+        changed, count = re.subn(r"^strategy = .*$", line, source, flags=re.MULTILINE)
+        assert count == 1
+        world = 1 if "auto" in line else 2
+        variants.append((world, changed.replace("devices=2", f"devices={world}")))
+    runs = [run_on_ranks(world, fit_example, text, str(tmp_path), init=False) for world, text in variants]
+    for ranks in runs:
+        for losses in ranks:
+            assert losses == pytest.approx(runs[0][0], rel=1e-4)
+    losses = runs[0][0]
+    assert len(losses) == 20
+    assert losses[-1] < 0.8 * losses[0]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Words
+
+
+@cache
+def _texts_of_package() -> list[str]:
+    """Every text in the package, values that are put in left out."""
+    texts = []
+    for path in (ROOT / "lightning_megatron").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = (p.value if isinstance(p, ast.Constant) else "\0" for p in node.values)
+                texts.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+    return texts
+
+
+def test_every_error_that_the_guide_quotes_is_said_by_the_package() -> None:
+    page = ROOT / "docs/writing_a_module.md"
+    quoted = [span for span in spans_of(page) if " " in span and not re.search(r"[(){}=]|:$", span)]
+    assert len(quoted) > 10
+    unsaid = [quote for quote in quoted if not any(quote in text for text in _texts_of_package())]
+    assert not unsaid, unsaid
+
+
+def test_every_make_target_exists_and_is_told() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in PAGES:
+        named = set(re.findall(r"`make ([a-z]+)`", page.read_text()))
+        assert named <= targets, (page, named - targets)
+    told = set(re.findall(r"`make ([a-z]+)`", (ROOT / "README.md").read_text()))
+    assert told >= {"demo", "test", "certificate", "bench"}
+
+
+def parameters_of(kind: type) -> set[str]:
+    return set(inspect.signature(kind).parameters)
+
+
+def known_options() -> set[str]:
+    """Options of the recipe, of our own commands, and of torchrun as far as they are named."""
+    options = {"config", "print_config", "nproc-per-node", "ckpt_path"}
+    options |= {f"trainer.{name}" for name in parameters_of(L.Trainer)}
+    options |= {f"trainer.strategy.init_args.{name}" for name in parameters_of(MegatronStrategy)}
+    options |= {f"data.{name}" for name in parameters_of(GPTDataModule)}
+    for name, kind in (("config", GPTConfig), ("optimizer", AdamWConfig), ("generation", GenerationConfig)):
+        options |= {f"model.{name}.{field.name}" for field in fields(kind)}
+    for script in ("tests/certificate/__main__.py", "benchmarks/step_time.py"):
+        options |= set(re.findall(r'add_argument\("--([\w-]+)"', (ROOT / script).read_text()))
+    return options
+
+
+@each_page
+def test_every_option_exists(page: Path) -> None:
+    commands = [block.text for block in blocks_of(page) if block.kind == "bash"] + spans_of(page)
+    named = {option for command in commands for option in OPTION.findall(command)}
+    assert named <= known_options(), named - known_options()
+
+
+def test_the_layout_table_names_every_argument_of_the_strategy() -> None:
+    layouts = (ROOT / "README.md").read_text().partition("## Layouts")[2].partition("\n## ")[0]
+    told = set(INLINE.findall(layouts))
+    assert parameters_of(MegatronStrategy) <= told, parameters_of(MegatronStrategy) - told
+    rows = re.findall(r"^\| `(\w+)`", layouts, re.MULTILINE)
+    assert set(rows) <= parameters_of(MegatronStrategy)
+
+
+def test_the_precisions_told_are_those_supported() -> None:
+    [line] = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("- **Precision**")]
+    assert set(INLINE.findall(line)) - {"Trainer(precision=...)"} == set(SUPPORTED)
+
+
+def test_the_certificate_shown_has_every_layout_and_variant() -> None:
+    page = (ROOT / "docs/certificate.md").read_text()
+    rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("|")]
+    assert [row[0].strip() for row in rows[2:]] == list(LAYOUTS)
+    columns = [cell.strip().partition(",")[0] for cell in rows[0][2:]]
+    assert list(dict.fromkeys(columns)) == list(VARIANTS)
+    assert all(re.fullmatch(r" \d?e[+-]\d+ | 0e\+00 ", cell) for row in rows[2:] for cell in row[2:])

@@ -1,0 +1,173 @@
+"""Gradients of one rank's parameters become those of one device, over replicas, stages and cut activations."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.mesh import Axis, Mesh, Sizes
+from lightning_megatron.optim.gradients import Gradients, scale_in_place, stage_axes, sum_in_place
+from lightning_megatron.sharding import Initial, shard_parameter
+from tests.harness.ranks import run_on_ranks
+from tests.pipeline.meshes import make_mesh
+
+
+def no_group(ranks: tuple[int, ...]) -> None:
+    return None
+
+
+def group(ranks: tuple[int, ...]) -> Any:
+    return torch.distributed.new_group(list(ranks), use_local_synchronization=True)
+
+
+def plain(value: float, size: int = 2) -> nn.Parameter:
+    parameter = nn.Parameter(torch.zeros(size, dtype=torch.float64))
+    parameter.grad = torch.full((size,), value, dtype=torch.float64)
+    return parameter
+
+
+def test_taking_and_adding_gradients_lose_nothing() -> None:
+    a, b = plain(1.0), plain(2.0)
+    gradients = Gradients([("a", a), ("b", b)], set(), Mesh.single(), no_group)
+    taken = gradients.take()
+    assert a.grad is None and b.grad is None
+    a.grad = torch.ones(2, dtype=torch.float64)
+    gradients.add(taken)
+    assert a.grad.tolist() == [2, 2] and b.grad is not None and b.grad.tolist() == [2, 2]
+
+
+def test_clipping_is_torchs_own_on_one_device() -> None:
+    named = [("a", plain(3.0, 5)), ("b", plain(-1.0, 7)), ("none", nn.Parameter(torch.zeros(2)))]
+    twins = [nn.Parameter(p.detach().clone()) for _, p in named]
+    for twin, (_, p) in zip(twins, named, strict=True):
+        twin.grad = None if p.grad is None else p.grad.clone()
+    gradients = Gradients(named, set(), Mesh.single(), no_group)
+    norm = gradients.clip(0.5, [p for _, p in named])
+    wanted = nn.utils.clip_grad_norm_(twins, 0.5)
+    assert norm.item() == pytest.approx(wanted.item(), rel=1e-12) and norm > 1
+    for twin, (_, p) in zip(twins, named, strict=True):
+        torch.testing.assert_close(p.grad, twin.grad, rtol=1e-12, atol=0)
+    before = [p.grad.clone() for _, p in named if p.grad is not None]
+    gradients.clip(100.0, [p for _, p in named])
+    assert all(torch.equal(a, p.grad) for a, (_, p) in zip(before, named, strict=False) if p.grad is not None)
+
+
+def over_four_ranks() -> dict[str, Any]:
+    """tp 2 within pp 2; every rank's gradient is a power of ten, so that a sum shows its terms."""
+    mesh = make_mesh(Sizes(world=4, pp=2, tp=2, sequence_parallel=True))
+    stage, tp = mesh.pp.rank, mesh.tp
+    own = 10.0**mesh.global_rank
+
+    def cut(partial: Axis | None = None, **kwargs: Any) -> nn.Parameter:
+        parameter = shard_parameter((4,), initial=Initial(), partial=partial, **kwargs)
+        parameter.grad = torch.full_like(parameter, own)
+        return parameter
+
+    named: list[tuple[str, nn.Parameter]] = [
+        (f"model.layers.{stage}.cut", cut(dim=0, axis=tp)),
+        (f"model.layers.{stage}.norm", cut(replicas=(tp,), partial=mesh.sp)),
+        ("model.tied", cut(dim=0, axis=tp)),
+        ("outside", plain(own, 4)),
+    ]
+    # Used on one stage only, and nowhere.
+    some, never = plain(own, 4), plain(own, 4)
+    if not mesh.pp.is_last:
+        some.grad = None
+    never.grad = None
+    named += [("some", some), ("never", never)]
+    inside = {name for name, _ in named if name.startswith("model.")}
+    gradients = Gradients(named, inside, mesh, group)
+    gradients.reduce(outside_over_stages=True)
+    norm = gradients.norm()
+    clipped = gradients.norm([named[0][1], named[3][1]])
+    return {
+        "stage": stage,
+        "tp": tp.rank,
+        "grads": {name: None if p.grad is None else p.grad.double().mean().item() for name, p in named},
+        "norm": norm.item(),
+        "part": clipped.item(),
+    }
+
+
+def test_every_kind_of_gradient_is_summed_over_the_ranks_that_hold_a_part_of_it() -> None:
+    ranks = run_on_ranks(4, over_four_ranks)
+    by_place = {(found["stage"], found["tp"]): found for found in ranks}
+    # Global rank of (stage, tp): the last stage has ranks 0 and 1.
+    number = {(1, 0): 1.0, (1, 1): 10.0, (0, 0): 100.0, (0, 1): 1000.0}
+    assert set(by_place) == set(number)
+    square = 0.0
+    for place, found in by_place.items():
+        stage, tp = place
+        grads = found["grads"]
+        other_tp, other_stage = number[stage, 1 - tp], number[1 - stage, tp]
+        assert grads[f"model.layers.{stage}.cut"] == number[place]
+        assert grads[f"model.layers.{stage}.norm"] == number[place] + other_tp
+        assert grads["model.tied"] == number[place] + other_stage
+        assert grads["outside"] == number[place] + other_stage
+        assert grads["some"] == number[1, tp] and grads["never"] is None
+        # In the unsplit model: each cut element once, a replicated parameter once, a tied one once.
+        square += 2 * grads[f"model.layers.{stage}.cut"] ** 2
+        if tp == 0:
+            square += 4 * grads[f"model.layers.{stage}.norm"] ** 2
+        if stage == 0:
+            square += 2 * grads["model.tied"] ** 2
+        if place == (0, 0):
+            square += 4 * (grads["outside"] ** 2 + grads["some"] ** 2)
+    for found in ranks:
+        assert found["norm"] == pytest.approx(math.sqrt(square), rel=1e-6)
+    part = sum(2 * n**2 for n in number.values()) + 4 * (100.0 + 1.0) ** 2
+    assert ranks[0]["part"] == pytest.approx(math.sqrt(part), rel=1e-6)
+
+
+def over_replicas() -> list[Any]:
+    mesh = make_mesh(Sizes(world=3))
+    own = float(mesh.dp.rank + 1)
+    used, sometimes, frozen = plain(own), plain(own), plain(own)
+    if mesh.dp.rank != 1:
+        sometimes.grad = None
+    frozen.requires_grad_(False)
+    frozen.grad = None
+    gradients = Gradients([("used", used), ("sometimes", sometimes), ("frozen", frozen)], set(), mesh, group)
+    gradients.reduce(outside_over_stages=False)
+    large = torch.full((1 << 18,), own, dtype=torch.float64)
+    strided = torch.full((4, 6), own, dtype=torch.float32).T
+    mixed: list[Tensor] = [large, strided, torch.full((3,), own, dtype=torch.bfloat16)]
+    sum_in_place(mixed, mesh.dp)
+    return [None if p.grad is None else p.grad.tolist() for p in (used, sometimes, frozen)] + [
+        (t.dtype, t.unique().tolist()) for t in mixed
+    ]
+
+
+def test_replicas_sum_and_agree_on_which_parameters_have_a_gradient() -> None:
+    for found in run_on_ranks(3, over_replicas):
+        assert found[:3] == [[6, 6], [2, 2], None]
+        assert [values for _, values in found[3:]] == [[6], [6], [6]]
+
+
+def axes_of_stages() -> dict[str, tuple[int, ...]]:
+    mesh = make_mesh(Sizes(world=4, pp=4))
+    held = {0: ["a", "everywhere", "ends"], 1: ["b", "everywhere"], 2: ["c", "everywhere"], 3: ["everywhere", "ends"]}
+    axes = stage_axes(held[mesh.pp.rank], mesh, group)
+    found = {}
+    for name, axis in sorted(axes.items()):
+        total = torch.tensor([10.0**mesh.pp.rank])
+        sum_in_place([total], axis)
+        found[name] = (*axis.ranks, int(total.item()))
+    return found
+
+
+def test_a_name_on_several_stages_gets_an_axis_of_those_stages() -> None:
+    by_rank = run_on_ranks(4, axes_of_stages)
+    # Stage s is on rank 3 - s.
+    assert all(found["everywhere"] == (3, 2, 1, 0, 1111) for found in by_rank)
+    assert by_rank[3]["ends"] == by_rank[0]["ends"] == (3, 0, 1001)
+    assert all(found.keys() == {"everywhere"} for found in by_rank[1:3])
+
+
+def test_scaling_keeps_each_dtype() -> None:
+    tensors = [torch.ones(2, dtype=dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16)]
+    scale_in_place(tensors, torch.tensor(0.5, dtype=torch.float64))
+    assert [t.dtype for t in tensors] == [torch.float32, torch.float64, torch.bfloat16]
+    assert all(t.tolist() == [0.5, 0.5] for t in tensors)

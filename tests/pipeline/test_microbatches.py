@@ -1,0 +1,53 @@
+"""Cutting a batch and joining the results give back what was there, whatever the batch is made of."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_megatron.pipeline.microbatches import combine, num_rows, split
+
+
+@given(rows=st.integers(1, 40), count=st.integers(1, 12))
+def test_microbatches_are_nearly_equal_the_larger_first_and_nothing_is_lost(rows: int, count: int) -> None:
+    batch = {"x": torch.arange(rows), "names": [f"row {i}" for i in range(rows)], "scale": torch.tensor(2.0), "k": 3}
+    parts = split(batch, count)
+    sizes = [num_rows(part) for part in parts]
+    assert len(parts) == min(count, rows) and sum(sizes) == rows
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] - sizes[-1] <= 1
+    assert torch.equal(torch.cat([part["x"] for part in parts]), batch["x"])
+    assert [name for part in parts for name in part["names"]] == batch["names"]
+    assert all(part["scale"] is batch["scale"] and part["k"] == 3 for part in parts)
+
+
+def test_the_cut_is_a_view() -> None:
+    x = torch.zeros(4)
+    split((x,), 2)[1][0].add_(1)
+    assert x.tolist() == [0, 0, 1, 1]
+
+
+def test_a_batch_without_rows_goes_whole_to_one_microbatch() -> None:
+    assert split({"k": 3, "scale": torch.tensor(1.0)}, 4) == [{"k": 3, "scale": torch.tensor(1.0)}]
+    assert num_rows("text") == 0
+
+
+def test_lists_of_tensors_are_tensors_of_rows_and_not_rows() -> None:
+    pair = [torch.arange(2), torch.arange(2) + 10]
+    first, second = split(pair, 2)
+    assert [t.tolist() for t in first] == [[0], [10]] and [t.tolist() for t in second] == [[1], [11]]
+
+
+def test_tensors_of_different_rows_are_refused_only_where_they_must_be_cut() -> None:
+    batch = (torch.zeros(4), torch.zeros(3))
+    assert split(batch, 1) == [batch]
+    with pytest.raises(ValueError, match=r"have \[3, 4\] rows.*set num_microbatches=1"):
+        split(batch, 2)
+
+
+def test_scalars_are_averaged_by_weight_and_rows_joined() -> None:
+    outputs = [{"loss": torch.tensor(1.0), "y": torch.zeros(2, 3)}, {"loss": torch.tensor(4.0), "y": torch.ones(1, 3)}]
+    joined = combine(outputs, [torch.tensor(2.0), torch.tensor(1.0)])
+    assert joined["loss"].item() == pytest.approx(2.0)
+    assert joined["y"].sum(-1).tolist() == [0, 0, 3]
+    zero = combine([torch.tensor(0.0), torch.tensor(0.0)], [torch.tensor(0.0), torch.tensor(0.0)])
+    assert zero.item() == 0.0

@@ -1,0 +1,107 @@
+"""Every precision that is offered trains on cut and staged models as it does on one device; others are refused."""
+
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.models import GPTConfig, GPTModel
+from tests.harness.ranks import run_on_ranks
+from tests.trainer.layouts import Layout, make_trainer
+
+CONFIG = GPTConfig(
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    max_sequence_length=8,
+    vocab_size=61,
+    init_std=0.2,
+)
+LAYOUTS = {
+    "one": Layout(),
+    "tp2+sp": Layout(world=2, tp=2, sp=True),
+    "pp2": Layout(world=2, pp=2, microbatches=2),
+}
+# A bfloat16 keeps 8 bits: sums in another order differ by up to 2^-8 of their terms, and six steps add up.
+TOLERANCE = {"64-true": 1e-11, "32-true": 1e-5, "bf16-mixed": 0.03, "bf16-true": 0.06}
+DTYPES = {
+    "64-true": torch.float64,
+    "32-true": torch.float32,
+    "bf16-mixed": torch.float32,
+    "bf16-true": torch.bfloat16,
+}
+
+
+class Language(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model: GPTModel | None = None
+        self.losses: list[float] = []
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = GPTModel(CONFIG, seed=2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert self.model is not None
+        loss: Tensor = self.model(batch[0], labels=batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.losses.append(float(self.trainer.callback_metrics["loss"]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.2)
+
+
+def loader() -> Any:
+    tokens = torch.randint(0, 61, (8, 9), generator=torch.Generator().manual_seed(0))
+    return DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=4)
+
+
+def trained(layout: Layout) -> dict[str, tuple[list[float], set[torch.dtype], str]]:
+    found = {}
+    for precision in DTYPES:
+        module = Language()
+        trainer = make_trainer(layout, precision=precision, max_epochs=3, gradient_clip_val=1.0)
+        trainer.fit(module, loader())
+        parameters = list(module.parameters())
+        dtypes = {p.dtype for p in parameters} | {p.grad.dtype for p in parameters if p.grad is not None}
+        found[precision] = (module.losses, dtypes, str(trainer.precision))
+    return found
+
+
+@pytest.fixture(scope="module")
+def on_one() -> dict[str, Any]:
+    [found] = run_on_ranks(1, trained, LAYOUTS["one"], init=False)
+    return found
+
+
+@pytest.mark.parametrize("name", ["tp2+sp", "pp2"])
+def test_a_precision_trains_as_on_one_device(name: str, on_one: dict[str, Any]) -> None:
+    for found in run_on_ranks(2, trained, LAYOUTS[name], init=False):
+        for precision, tolerance in TOLERANCE.items():
+            losses, dtypes, told = found[precision]
+            assert told == precision and dtypes == {DTYPES[precision]}
+            assert losses == pytest.approx(on_one[precision][0], abs=tolerance)
+            # It learns: what it read twice it knows better by much more than the tolerance.
+            assert losses[0] - losses[-2] > 4 * tolerance
+
+
+def test_precisions_differ_where_they_should(on_one: dict[str, Any]) -> None:
+    exact, mixed = on_one["32-true"][0], on_one["bf16-mixed"][0]
+    assert on_one["64-true"][0] == pytest.approx(exact, abs=1e-4)
+    assert exact != mixed
+
+
+@pytest.mark.parametrize("precision", ["16-true", "transformer-engine"])
+def test_a_precision_that_is_not_offered_is_refused_with_the_list(precision: str) -> None:
+    with pytest.raises((ValueError, ModuleNotFoundError)) as error:
+        L.Trainer(accelerator="cpu", strategy=MegatronStrategy(), precision=precision, logger=False)  # type: ignore[arg-type]
+    if isinstance(error.value, ValueError):
+        assert "use one of 64-true, 32-true, bf16-true, bf16-mixed" in str(error.value)

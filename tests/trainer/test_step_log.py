@@ -1,0 +1,129 @@
+"""What a step logs under a schedule and over replicas: the same on every rank, or an error that says what differs."""
+
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from torch.nn import functional
+
+from tests.harness.ranks import run_on_ranks
+from tests.trainer import modules
+from tests.trainer.fits import numbers
+from tests.trainer.layouts import PLAIN, Layout, make_trainer
+from tests.trainer.modules import Data
+
+LAYOUTS = {
+    "pp2": Layout(world=2, pp=2, microbatches=2),
+    "dp2": Layout(world=2),
+    "dp2 m2": Layout(world=2, microbatches=2),
+    "pp2 dp2": Layout(world=4, pp=2, microbatches=2),
+    "pp2 collective": Layout(world=2, pp=2, microbatches=2, collective=True),
+}
+
+
+class Synced(modules.Small):
+    """Asks Lightning to sync what the strategy has reduced already; logs metrics by the step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics = torchmetrics.MetricCollection(
+            [
+                torchmetrics.classification.MulticlassAccuracy(modules.NUM_CLASSES, average="micro"),
+                torchmetrics.classification.MulticlassAccuracy(modules.NUM_CLASSES, average="micro", top_k=2),
+            ][:1]
+        )
+        self.batch_accuracy = torchmetrics.classification.MulticlassAccuracy(modules.NUM_CLASSES, average="micro")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.logits(batch[0])
+        losses = functional.cross_entropy(logits, batch[1], reduction="none")
+        self.log("rows", float(len(batch[0])), reduce_fx="sum", sync_dist=True, on_step=True, on_epoch=True)
+        self.log("loss", losses.mean(), sync_dist=True, on_step=True, on_epoch=True)
+        self.log("largest", losses.max(), reduce_fx="max", sync_dist=True, on_epoch=True)
+        self.log("constant", 3.0, prog_bar=True)
+        self.batch_accuracy(logits, batch[1])
+        self.log("batch_accuracy", self.batch_accuracy, on_step=True, on_epoch=True)
+        self.log_dict(self.metrics(logits, batch[1]), on_step=True, on_epoch=True)
+        if batch_idx == 2:
+            self.log("only_now", losses.sum(), reduce_fx="sum")
+        self.log_dict({f"{i}": losses.mean() + i for i in range(130)})
+        return losses.mean()
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        loss = functional.cross_entropy(self.logits(batch[0]), batch[1])
+        self.log("val_loss", loss, sync_dist=True)
+        self.log("val_rows", float(len(batch[0])), sync_dist=True, reduce_fx="sum", add_dataloader_idx=False)
+
+
+class Keeper(modules.L.Callback):
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.rows.append(numbers(trainer))
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        self.rows.append(numbers(trainer))
+
+
+def logged(layout: Layout) -> list[dict[str, float]]:
+    keeper = Keeper()
+    make_trainer(layout, callbacks=[keeper]).fit(Synced(), Data())
+    return keeper.rows
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[dict[str, float]]:
+    [rows] = run_on_ranks(1, logged, PLAIN, init=False)
+    return rows
+
+
+@pytest.mark.parametrize("name", list(LAYOUTS))
+def test_every_value_is_that_of_the_global_batch_on_every_rank(name: str, wanted: list[dict[str, float]]) -> None:
+    assert len(wanted) == 10 and len(wanted[0]) > 130 and "only_now" in wanted[2]
+    assert wanted[0]["rows_step"] == 8 and wanted[3]["rows_step"] == 3 and wanted[0]["constant"] == 3
+    for rows in run_on_ranks(LAYOUTS[name].world, logged, LAYOUTS[name], init=False):
+        for found, expected in zip(rows, wanted, strict=True):
+            # Metrics count in float32.
+            assert found == pytest.approx(expected, abs=1e-6)
+            tensors = {k: v for k, v in found.items() if "ccuracy" not in k}
+            assert tensors == pytest.approx({k: expected[k] for k in tensors}, abs=1e-11)
+
+
+class Uneven(modules.Small):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        rank = self.trainer.strategy.data_parallel_rank  # type: ignore[attr-defined]
+        if self.kind == "names":
+            self.log(f"loss_of_{rank}", loss)
+        elif self.kind == "options":
+            self.log("sometimes", loss, prog_bar=rank == 1)
+        elif self.kind == "order":
+            for name in ("a", "b") if rank == 0 else ("b", "a"):
+                self.log(name, loss)
+        else:
+            self.log("custom", loss, reduce_fx=torch.median)
+        return loss
+
+
+def disagreements(layout: Layout) -> dict[str, str]:
+    found = {}
+    for kind in ("names", "options", "order", "custom"):
+        try:
+            make_trainer(layout, max_epochs=1, limit_val_batches=0).fit(Uneven(kind), Data(16))
+        except (RuntimeError, ValueError) as error:
+            found[kind] = str(error)
+    return found
+
+
+def test_replicas_that_log_differently_are_told_what_differs() -> None:
+    for found in run_on_ranks(2, disagreements, Layout(world=2), init=False):
+        assert "'loss_of_0' by replicas [0]; 'loss_of_1' by replicas [1]" in found["names"]
+        assert "replicas logged 'sometimes' with different options" in found["options"]
+        assert "['train_loss', 'a', 'b'], ['train_loss', 'b', 'a']" in found["order"]
+        assert "reduce_fx (<built-in method median" in found["custom"] and "mean, sum, max or min" in found["custom"]
