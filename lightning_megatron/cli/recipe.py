@@ -18,10 +18,9 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 
 from lightning_megatron.trainer import ConfigurationError, MegatronStrategy
+from lightning_megatron.trainer.checks import is_named_checkpoint
 
 _USAGE_ERROR = 2
-# What a Trainer takes for ckpt_path beside a path.
-_NAMED_CHECKPOINTS = ("best", "last", "hpc", "registry")
 
 
 class RecipeCLI(LightningCLI):
@@ -106,7 +105,7 @@ def _exit_on_mistake(run: Callable[[], Any]) -> None:
 
 
 def _require_checkpoint(path: str, strategy: Strategy) -> None:
-    if path in _NAMED_CHECKPOINTS or ":" in path:
+    if is_named_checkpoint(path) or "://" in path:
         return
     if not os.path.exists(path):
         raise ConfigurationError([f"ckpt_path ({path}) does not exist; give a checkpoint, or leave it out"])

@@ -47,6 +47,12 @@ def group_rank(axis: Axis, rank: int) -> int:
     return sorted(axis.ranks).index(axis.ranks[rank])
 
 
+def group_of(axis: Axis) -> dist.ProcessGroup:
+    """The process group of an axis that needs messages; without one torch would talk over the whole world."""
+    assert axis.group is not None, f"axis {axis.name} of {axis.size} ranks has no process group: it is imagined"
+    return axis.group
+
+
 def _ascending(axis: Axis) -> None:
     assert axis.ranks == tuple(sorted(axis.ranks)), f"axis {axis.name} does not ascend: {axis.ranks}"
 
@@ -71,7 +77,7 @@ def all_reduce_(x: Tensor, axis: Axis, op: Op = "sum", *, wait: bool = True) -> 
     """As `all_reduce`, into `x` itself, which must be contiguous."""
     if axis.size == 1:
         return x if wait else Pending(x)
-    pending = Pending(x, dist.all_reduce(x, op=_OPS[op], group=axis.group, async_op=True))
+    pending = Pending(x, dist.all_reduce(x, op=_OPS[op], group=group_of(axis), async_op=True))
     return pending.wait() if wait else pending
 
 
@@ -87,7 +93,7 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0, *, wait: bool = True) -> Ten
     dim = dim % x.dim()
     shape = (axis.size * x.shape[0], *x.shape[1:])
     gathered = torch.empty(shape, dtype=x.dtype, device=x.device)
-    work = _all_gather_single(gathered, x.contiguous(), group=axis.group, async_op=True)
+    work = _all_gather_single(gathered, x.contiguous(), group=group_of(axis), async_op=True)
     finish = None if dim == 0 else lambda joined: torch.cat(joined.chunk(axis.size), dim=dim)
     pending = Pending(gathered, work, finish)
     return pending.wait() if wait else pending
@@ -106,7 +112,7 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0, *, wait: bool = True) ->
     assert x.shape[dim] % axis.size == 0, f"dim {dim} of {tuple(x.shape)} does not divide by {axis.name} ({axis.size})"
     whole = x.contiguous() if dim == 0 else torch.cat(x.chunk(axis.size, dim=dim))
     part = torch.empty((whole.shape[0] // axis.size, *whole.shape[1:]), dtype=x.dtype, device=x.device)
-    pending = Pending(part, _reduce_scatter_single(part, whole, group=axis.group, async_op=True))
+    pending = Pending(part, _reduce_scatter_single(part, whole, group=group_of(axis), async_op=True))
     return pending.wait() if wait else pending
 
 
@@ -120,7 +126,7 @@ def shard_slice(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 def broadcast_(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
     """Overwrites `x`, which must be contiguous, with that of the rank at place `source` on the axis."""
     if axis.size > 1:
-        dist.broadcast(x, group=axis.group, group_src=group_rank(axis, source))
+        dist.broadcast(x, group=group_of(axis), group_src=group_rank(axis, source))
     return x
 
 
@@ -129,7 +135,7 @@ def broadcast_object(value: Any, axis: Axis, source: int = 0) -> Any:
     if axis.size == 1:
         return value
     box = [value]
-    dist.broadcast_object_list(box, group=axis.group, group_src=group_rank(axis, source))
+    dist.broadcast_object_list(box, group=group_of(axis), group_src=group_rank(axis, source))
     return box[0]
 
 
@@ -138,11 +144,11 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
     if axis.size == 1:
         return [value]
     by_group_rank: list[Any] = [None] * axis.size
-    dist.all_gather_object(by_group_rank, value, group=axis.group)
+    dist.all_gather_object(by_group_rank, value, group=group_of(axis))
     return [by_group_rank[group_rank(axis, rank)] for rank in range(axis.size)]
 
 
 def barrier(axis: Axis) -> None:
     """Returns when every rank of the axis has come here."""
     if axis.size > 1:
-        dist.barrier(group=axis.group)
+        dist.barrier(group=group_of(axis))

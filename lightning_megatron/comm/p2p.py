@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron.comm.collectives import group_rank
+from lightning_megatron.comm.collectives import group_of, group_rank
 from lightning_megatron.mesh import Axis
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
@@ -76,7 +76,7 @@ class Mailbox:
 
     def _launch(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> None:
         """Starts all messages as one batch and waits for the receives."""
-        group = self._axis.group
+        group = group_of(self._axis)
         operations = [
             dist.P2POp(function, tensor, group=group, group_peer=group_rank(self._axis, peer))
             for function, messages in ((dist.isend, sends), (dist.irecv, receives))

@@ -51,9 +51,16 @@ class Gradients:
     """
 
     def __init__(
-        self, named_parameters: Iterable[tuple[str, nn.Parameter]], inside: set[str], mesh: Mesh, new_group: NewGroup
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        inside: set[str],
+        mesh: Mesh,
+        new_group: NewGroup,
+        device: torch.device,
     ) -> None:
         self._mesh = mesh
+        self._device = device
+        # of every rank's messages, also those of a stage that has no parameter to tell it by
         self._replicas = mesh.axis("dp+cp")
         named = list(named_parameters)
         stages = stage_axes([name for name, _ in named], mesh, new_group)
@@ -104,7 +111,8 @@ class Gradients:
     def _by_stages(self, held_ones: Sequence[Held], with_outside: bool) -> list[tuple[Axis, list[Held]]]:
         """What is to be summed over stages, by the axis of stages that hold it."""
         by_axis: dict[tuple[int, ...], tuple[Axis, list[Held]]] = {}
-        for held in held_ones:
+        # By name: stages hold shared parameters in orders of their own.
+        for held in sorted(held_ones, key=lambda held: held.name):
             if held.stages is not None and (with_outside or not held.is_outside):
                 by_axis.setdefault(held.stages.ranks, (held.stages, []))[1].append(held)
         return [by_axis[ranks] for ranks in sorted(by_axis)]
@@ -115,7 +123,7 @@ class Gradients:
         if self._replicas.size == 1 and not shared:
             return
         flags = torch.tensor([held.parameter.grad is not None for held in trained], dtype=torch.int32)
-        flags = flags.to(self._device(trained))
+        flags = flags.to(self._device)
         collectives.all_reduce_(flags, self._replicas, "max")
         place = {held.name: i for i, held in enumerate(trained)}
         for axis, held_ones in shared:
@@ -136,7 +144,7 @@ class Gradients:
             for held in self.held
             if held.parameter.grad is not None and held.is_counted and (chosen is None or held.parameter in chosen)
         ]
-        square = torch.zeros((), dtype=torch.float64, device=self._device(self.held))
+        square = torch.zeros((), dtype=torch.float64, device=self._device)
         if counted:
             # In float64: a float32 norm of a large tensor drifts on CPU by 1e-5 at a million elements.
             norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in counted]
@@ -154,10 +162,6 @@ class Gradients:
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         scale_in_place([parameter.grad for parameter in own if parameter.grad is not None], factor)
         return norm
-
-    @staticmethod
-    def _device(held_ones: Sequence[Held]) -> torch.device:
-        return held_ones[0].parameter.device if held_ones else torch.device("cpu")
 
 
 def _grad(held: Held) -> Tensor:

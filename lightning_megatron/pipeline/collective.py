@@ -39,6 +39,8 @@ class _Forward:
         self.received: list[Tensor | None] = []
         self.outputs: list[Any] = []
         self.weights: list[Tensor] = []
+        self.told: list[Tensor] = []
+        # of the weights, those that the model said; the others are rows
         self.first_sample = module.draws.first_sample
 
     def forward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
@@ -57,7 +59,9 @@ class _Forward:
         self.outputs.append(output)
         if self.pp.is_last:
             weight = self.module.loss_weight
-            self.weights.append(weight if weight is not None else torch.tensor(float(rows)))
+            if weight is not None:
+                self.told.append(weight)
+            self.weights.append(torch.tensor(float(rows)) if weight is None else weight)
             return None
         assert isinstance(output, Tensor), f"a stage hands {type(output).__name__} to the next; it must hand one tensor"
         return output
@@ -93,7 +97,7 @@ class CollectiveCall:
         if self._pp.is_last:
             with torch.set_grad_enabled(work.is_recorded):
                 combined = microbatches.combine(work.outputs, work.weights)
-        weight = torch.stack(work.weights).sum() if self._pp.is_last else None
+        weight = torch.stack(work.told).sum() if work.told else None
         output, module.loss_weight = self._share(combined, weight)
         module.draws.first_sample = work.first_sample
         module.draws.call += 1

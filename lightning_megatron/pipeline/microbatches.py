@@ -32,7 +32,12 @@ def split(batch: Any, num_microbatches: int) -> list[Any]:
     if num_microbatches == 1:
         return [batch]
     rows = num_rows(batch)
-    count = max(1, min(num_microbatches, rows))
+    if rows == 0:
+        raise ValueError(
+            f"a batch of type {type(batch).__name__} holds no rows of tensors that could be cut into "
+            f"{num_microbatches} microbatches; give a dict, a tuple or a list of tensors, or set num_microbatches=1"
+        )
+    count = min(num_microbatches, rows)
     bounds = [rows * i // count for i in range(count + 1)]
     sizes = sorted((b - a for a, b in pairwise(bounds)), reverse=True)
     starts = [sum(sizes[:i]) for i in range(count)]

@@ -65,9 +65,14 @@ class PipelineModule(nn.Module):
 
     @classmethod
     def from_modules(cls, modules: Mapping[str, nn.Module], *, mesh: Mesh | None = None) -> "PipelineModule":
-        """A chain of modules, each called with what the one before returned, under the names given."""
+        """A chain of modules, each called with what the one before returned, under the names given.
+
+        Raises ValueError where two stages would share a parameter: each would train a copy of its own.
+        """
         parts = [Part(name=name, build=partial(_itself, module), cost=1.0) for name, module in modules.items()]
-        return PipelineModule(parts, mesh=mesh)
+        chain = PipelineModule(parts, mesh=mesh)
+        _require_unshared(list(modules.items()), chain.stages)
+        return chain
 
     def _has(self, name: str) -> bool:
         try:
@@ -114,6 +119,20 @@ class PipelineModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the unsplit model returns, or, within a schedule, this stage's share of it: see `driver`."""
         return self.driver(self, args, kwargs)
+
+
+def _require_unshared(modules: Sequence[tuple[str, nn.Module]], stages: Sequence[range]) -> None:
+    holders: dict[nn.Parameter, tuple[int, str]] = {}
+    for stage, places in enumerate(stages):
+        for name, module in (modules[place] for place in places):
+            for parameter in module.parameters():
+                first_stage, first_name = holders.setdefault(parameter, (stage, name))
+                if first_stage != stage:
+                    raise ValueError(
+                        f"modules {first_name!r} (stage {first_stage}) and {name!r} (stage {stage}) of a chain share a "
+                        "parameter; stages hold their own parameters. Tie it with Part.shares in a PipelineModule, or "
+                        "use as many stages as put both on one"
+                    )
 
 
 def _itself(module: nn.Module) -> nn.Module:

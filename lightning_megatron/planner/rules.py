@@ -59,7 +59,7 @@ def _batch(facts: Facts) -> list[str]:
 
 
 def _sequence(facts: Facts) -> list[str]:
-    if facts.model is None or facts.sequence_length is None:
+    if facts.model is None or facts.sequence_length is None or facts.model.position != "learned":
         return []
     longest = facts.model.max_sequence_length
     if facts.sequence_length <= longest:

@@ -68,14 +68,14 @@ def column_parallel_linear(x_TI: Tensor, weight: Tensor, bias: Tensor | None, *,
 
     Keeps the T/sp tokens alone for backward and gathers them again there.
     """
-    y_TO: Tensor = _Column.apply(*_autocast(x_TI, weight, bias), tp, sp)
+    y_TO: Tensor = _Column.apply(x_TI.to(_compute_dtype(x_TI)), weight, bias, tp, sp)
     # Here and not in the Function: autograd refuses to change in place a view that a Function made.
     return y_TO.view(y_TO.shape[0], *weight.shape[:-1])
 
 
 def row_parallel_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, *, tp: Axis, sp: Axis) -> Tensor:
     """[T/sp, O] from [T, I/tp] and a weight [O, I/tp]; the bias is added once, after the sum over `tp`."""
-    y_TO: Tensor = _Row.apply(*_autocast(x_TI, weight_OI, bias_O), tp, sp)
+    y_TO: Tensor = _Row.apply(x_TI.to(_compute_dtype(x_TI)), weight_OI, bias_O, tp, sp)
     return y_TO
 
 
@@ -85,8 +85,8 @@ class _Column(torch.autograd.Function):
         ctx.tp, ctx.sp = tp, sp
         needs_x, needs_weight, _, _, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
-        ctx.weight_shape = weight.shape
-        return F.linear(collectives.all_gather(x, sp), weight.flatten(0, -2), None if bias is None else bias.flatten())
+        ctx.weight_shape, ctx.weight_dtype = weight.shape, weight.dtype
+        return F.linear(collectives.all_gather(x, sp), _as(x, weight).flatten(0, -2), _as(x, bias, flat=True))
 
     @staticmethod
     @once_differentiable
@@ -99,11 +99,11 @@ class _Column(torch.autograd.Function):
         if needs_weight:
             x_work = collectives.all_gather(x, ctx.sp, wait=False)
         if needs_x:
-            grad_x_work = _sum_to_shard(grad_TO.mm(weight.flatten(0, -2)), ctx.tp, ctx.sp)
+            grad_x_work = _sum_to_shard(grad_TO.mm(_as(grad_TO, weight).flatten(0, -2)), ctx.tp, ctx.sp)
         if needs_weight:
-            grad_weight = grad_TO.t().mm(x_work.wait()).view(ctx.weight_shape)
+            grad_weight = grad_TO.t().mm(x_work.wait()).view(ctx.weight_shape).to(ctx.weight_dtype)
         if needs_bias:
-            grad_bias = grad_TO.sum(0).view(ctx.weight_shape[:-1])
+            grad_bias = grad_TO.sum(0).view(ctx.weight_shape[:-1]).to(ctx.weight_dtype)
         if needs_x:
             grad_x = grad_x_work.wait()
         return grad_x, grad_weight, grad_bias, None, None
@@ -115,7 +115,8 @@ class _Row(torch.autograd.Function):
         ctx.sp = sp
         needs_x, needs_weight, _, _, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
-        y_TO = _sum_to_shard(F.linear(x, weight), tp, sp).wait()
+        ctx.weight_dtype = weight.dtype
+        y_TO = _sum_to_shard(F.linear(x, _as(x, weight)), tp, sp).wait()
         # Before the sum, tp ranks would add it tp times.
         return y_TO if bias is None else y_TO.add_(bias)
 
@@ -126,10 +127,10 @@ class _Row(torch.autograd.Function):
         needs_x, needs_weight, needs_bias, _, _ = ctx.needs_input_grad
         grad_work = collectives.all_gather(grad, ctx.sp, wait=False)
         # Of this rank's tokens alone: under sequence parallelism a part of a sum.
-        grad_bias = grad.sum(0) if needs_bias else None
+        grad_bias = grad.sum(0).to(ctx.weight_dtype) if needs_bias else None
         grad_TO = grad_work.wait()
-        grad_x = grad_TO.mm(weight) if needs_x else None
-        grad_weight = grad_TO.t().mm(x) if needs_weight else None
+        grad_x = grad_TO.mm(_as(grad_TO, weight)) if needs_x else None
+        grad_weight = grad_TO.t().mm(x).to(ctx.weight_dtype) if needs_weight else None
         return grad_x, grad_weight, grad_bias, None, None
 
 
@@ -140,11 +141,21 @@ def _sum_to_shard(part: Tensor, tp: Axis, sp: Axis) -> Pending:
     return collectives.all_reduce_(part, tp, wait=False)
 
 
-def _autocast(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The operands in autocast's dtype, if it is on; as in torch, float64 is left alone."""
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of the product: autocast's, if it is on; as in torch, float64 is left alone."""
     device = x.device.type
-    if not torch.is_autocast_enabled(device):
-        return x, weight, bias
-    dtype = torch.get_autocast_dtype(device)
-    x, weight = (t if t.dtype == torch.float64 else t.to(dtype) for t in (x, weight))
-    return x, weight, None if bias is None else bias.to(weight.dtype)
+    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return x.dtype
+    return torch.get_autocast_dtype(device)
+
+
+def _as(x: Tensor, parameter: Any, *, flat: bool = False) -> Any:
+    """A parameter in the dtype of `x` under autocast.
+
+    Inside the Functions and once a direction: what a cast in front of them returned would be kept for backward by every
+    microbatch in flight, a copy of all weights each.
+    """
+    if parameter is None:
+        return None
+    cast = parameter.to(x.dtype) if x.dtype != parameter.dtype and parameter.dtype != torch.float64 else parameter
+    return cast.flatten() if flat else cast

@@ -46,6 +46,9 @@ def batch_digest(batch: Any) -> str:
             digest.update(data.view(torch.uint8).numpy().tobytes())
         elif isinstance(leaf, (int, float, str, bool, bytes)):
             digest.update(repr(leaf).encode())
+        elif vars_of := getattr(leaf, "__dict__", None):
+            # A dataclass or a mapping of somebody's own (as of transformers) is one leaf to pytree.
+            digest.update(batch_digest(dict(vars_of)).encode())
     return digest.hexdigest()
 
 

@@ -17,6 +17,11 @@ from lightning_megatron.transformer.config import TransformerConfig
 _NAMED_CHECKPOINTS = ("best", "last", "hpc", "registry")
 
 
+def is_named_checkpoint(path: str) -> bool:
+    """Whether Lightning finds the checkpoint by a word, such as `last` or `registry:name`, and not by a path."""
+    return path.partition(":")[0] in _NAMED_CHECKPOINTS
+
+
 @runtime_checkable
 class DescribesData(Protocol):
     """A data module that can say before it loads anything what it will give."""
@@ -42,7 +47,7 @@ def faults(trainer: pl.Trainer, sizes: Sizes, num_microbatches: int, arguments: 
     found = rules.faults(facts)
     found += data.faults() if data is not None else []
     for argument in arguments:
-        if isinstance(argument, (str, Path)) and str(argument) not in _NAMED_CHECKPOINTS:
+        if isinstance(argument, (str, Path)) and not is_named_checkpoint(str(argument)):
             found += _checkpoint_faults(str(argument))
     return found
 

@@ -10,6 +10,7 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
@@ -62,7 +63,9 @@ def pipeline_plain_sequential(module: pl.LightningModule, mesh: Mesh) -> bool:
     }
     if len(chains) == 1:
         [(name, chain)] = chains.items()
-        setattr(module, name, PipelineModule.from_modules(dict(chain.named_children()), mesh=mesh))
+        # Not named_children(): it leaves out the second place of a module that stands in the chain twice.
+        places = {place: child for place, child in chain._modules.items() if child is not None}
+        setattr(module, name, PipelineModule.from_modules(places, mesh=mesh))
     return len(chains) == 1
 
 
@@ -113,7 +116,7 @@ def equalise(module: nn.Module, mesh: Mesh) -> None:
     model_prefixes = tuple(f"{name}." for name in pipelined_modules(module))
     tensors: list[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
     for name, tensor in tensors:
-        if isinstance(getattr(tensor, "shard", None), Shard) or isinstance(tensor, nn.UninitializedParameter):
+        if isinstance(getattr(tensor, "shard", None), Shard) or is_lazy(tensor):
             continue
         is_inside = name in inside or (bool(model_prefixes) and name.startswith(model_prefixes))
         axes = [mesh.axis("dp+cp"), mesh.tp] if is_inside else [mesh.world]
@@ -121,6 +124,12 @@ def equalise(module: nn.Module, mesh: Mesh) -> None:
         for axis in axes:
             collectives.broadcast_(whole, axis)
         tensor.data.copy_(whole)
+
+
+def restrict_batch_norms(module: nn.Module, replicas: Axis) -> None:
+    """Lets synchronised batch norms talk over the replicas only: stages run different numbers of them."""
+    for norm in (child for child in module.modules() if isinstance(child, nn.SyncBatchNorm)):
+        norm.process_group = replicas.group
 
 
 def restrict_metrics(module: nn.Module, replicas: Axis) -> list[Metric]:

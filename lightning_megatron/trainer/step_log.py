@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from torchmetrics import Metric
 
 from lightning_megatron.comm import collectives, rng
@@ -265,7 +266,7 @@ class StepLog:
         news = collectives.broadcast_object(news, self._pp, self._pp.size - 1)
         if not self._pp.is_last:
             for name, state in news.items():
-                _take_state(self._metrics[name], state)
+                _take_state(self._metrics[name], state, self._lengths[name])
 
     def _stack(self, values: list[Tensor]) -> Tensor:
         return torch.stack([value.to(self._device, torch.float64) for value in values])
@@ -315,15 +316,26 @@ def _new_state(metric: Metric, lengths: dict[str, int]) -> dict[str, Any]:
         for name, value in metric.metric_state.items()
     }
     # torchmetrics has no public door to these two; both are saved and restored by its own sync in the same way.
-    return {"states": states, "update_count": metric._update_count, "forward_cache": metric._forward_cache}
+    return {
+        "states": states,
+        "update_count": metric._update_count,
+        "forward_cache": _moved(metric._forward_cache, "cpu"),
+    }
 
 
-def _take_state(metric: Metric, news: dict[str, Any]) -> None:
+def _take_state(metric: Metric, news: dict[str, Any], lengths: dict[str, int]) -> None:
     for name, value in news["states"].items():
         if isinstance(value, list):
-            getattr(metric, name).extend(entry.to(metric.device) for entry in value)
+            entries = getattr(metric, name)
+            # What a metric took in before the model call, it took in on every stage.
+            del entries[lengths[name] :]
+            entries.extend(entry.to(metric.device) for entry in value)
         else:
             setattr(metric, name, value.to(metric.device))
     metric._update_count = news["update_count"]
-    metric._forward_cache = news["forward_cache"]
+    metric._forward_cache = _moved(news["forward_cache"], metric.device)
     metric._computed = None
+
+
+def _moved(value: Any, device: torch.device | str) -> Any:
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)

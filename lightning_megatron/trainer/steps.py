@@ -82,6 +82,8 @@ class Steps:
         # gradients of the last schedule, until Lightning asks for them by `backward`
         self._manual_share: Tensor | None = None
         self._num_checked: dict[str, int] = {}
+        self._num_evaluated = 0
+        # batches of validation, test and prediction so far; the loops' own counters stand still there
         self.is_scheduled = False
         # whether a schedule is running right now
 
@@ -105,8 +107,8 @@ class Steps:
     def _train_scheduled(self, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
         assert self._gradients is not None
         batches = microbatches.split(args[0], self._num_microbatches)
-        rows = [microbatches.num_rows(batch) for batch in batches]
-        first_sample = self._mesh.axis("dp+cp").rank * sum(rows)
+        rows = [_rows_of((batch,)) for batch in batches]
+        first_sample = self._mesh.dp.rank * sum(rows)
         first_samples = [first_sample + sum(rows[:i]) for i in range(len(rows))]
 
         def enter_step(microbatch: int) -> Tensor:
@@ -191,6 +193,7 @@ class Steps:
 
     def evaluate(self, name: str, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the user's validation, test or predict step returns, on every rank."""
+        self._num_evaluated += 1
         self._check_batch(name, args)
         rows = self._begin_direct(args)
         step = getattr(self._module, name)
@@ -217,7 +220,7 @@ class Steps:
         """Makes the models ready for a direct step; returns the rows of its batch, 1 where it has none."""
         rows = _rows_of(args)
         for model in self._models:
-            model.draws.first_sample, model.draws.call = self._mesh.axis("dp+cp").rank * rows, 0
+            model.draws.first_sample, model.draws.call = self._mesh.dp.rank * rows, 0
         self._drive(self._direct_driver)
         self._forget_weights()
         return rows
@@ -242,7 +245,8 @@ class Steps:
         step = self._trainer.fit_loop.epoch_loop.total_batch_idx
         stage = str(self._trainer.state.stage)
         batch = self._trainer.fit_loop.batch_idx
-        return aligned_random(torch.initial_seed(), stage, step, batch, self._mesh.dp.rank, microbatch)
+        place = (stage, step, batch, self._num_evaluated, self._mesh.dp.rank, microbatch)
+        return aligned_random(torch.initial_seed(), *place)
 
     def _check_batch(self, name: str, args: tuple[Any, ...]) -> None:
         replica = self._mesh.axis("pp+cp+tp")

@@ -250,8 +250,9 @@ class MegatronStrategy(ParallelStrategy):
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         module = self.lightning_module
-        if trainer.state.fn == TrainerFn.FITTING and self._layer_sync is not None:
+        if trainer.state.fn == TrainerFn.FITTING and self._layer_sync is not None and self.is_distributed:
             self.model = self._layer_sync.apply(module)
+            setup_model.restrict_batch_norms(module, self.mesh.axis("dp+cp"))
         setup_model.pipeline_late_sequential(module, self.mesh)
         setup_model.require_own_mesh(module, self.mesh)
         self.model = self.precision_plugin.convert_module(module)
@@ -260,10 +261,15 @@ class MegatronStrategy(ParallelStrategy):
         pipelined = setup_model.pipelined_modules(module)
         if trainer.state.fn == TrainerFn.FITTING:
             self._gradients = Gradients(
-                module.named_parameters(), setup_model.names_inside(module), self.mesh, self._new_group
+                module.named_parameters(),
+                setup_model.names_inside(module),
+                self.mesh,
+                self._new_group,
+                self.root_device,
             )
             assert isinstance(self.precision_plugin, MegatronPrecision)
             self.precision_plugin.gradients = self._gradients
+            self.precision_plugin.gradient_norm = None
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()

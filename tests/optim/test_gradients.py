@@ -30,7 +30,7 @@ def plain(value: float, size: int = 2) -> nn.Parameter:
 
 def test_taking_and_adding_gradients_lose_nothing() -> None:
     a, b = plain(1.0), plain(2.0)
-    gradients = Gradients([("a", a), ("b", b)], set(), Mesh.single(), no_group)
+    gradients = Gradients([("a", a), ("b", b)], set(), Mesh.single(), no_group, torch.device("cpu"))
     taken = gradients.take()
     assert a.grad is None and b.grad is None
     a.grad = torch.ones(2, dtype=torch.float64)
@@ -43,7 +43,7 @@ def test_clipping_is_torchs_own_on_one_device() -> None:
     twins = [nn.Parameter(p.detach().clone()) for _, p in named]
     for twin, (_, p) in zip(twins, named, strict=True):
         twin.grad = None if p.grad is None else p.grad.clone()
-    gradients = Gradients(named, set(), Mesh.single(), no_group)
+    gradients = Gradients(named, set(), Mesh.single(), no_group, torch.device("cpu"))
     norm = gradients.clip(0.5, [p for _, p in named])
     wanted = nn.utils.clip_grad_norm_(twins, 0.5)
     assert norm.item() == pytest.approx(wanted.item(), rel=1e-12) and norm > 1
@@ -78,7 +78,7 @@ def over_four_ranks() -> dict[str, Any]:
     never.grad = None
     named += [("some", some), ("never", never)]
     inside = {name for name, _ in named if name.startswith("model.")}
-    gradients = Gradients(named, inside, mesh, group)
+    gradients = Gradients(named, inside, mesh, group, torch.device("cpu"))
     gradients.reduce(outside_over_stages=True)
     norm = gradients.norm()
     clipped = gradients.norm([named[0][1], named[3][1]])
@@ -129,7 +129,9 @@ def over_replicas() -> list[Any]:
         sometimes.grad = None
     frozen.requires_grad_(False)
     frozen.grad = None
-    gradients = Gradients([("used", used), ("sometimes", sometimes), ("frozen", frozen)], set(), mesh, group)
+    gradients = Gradients(
+        [("used", used), ("sometimes", sometimes), ("frozen", frozen)], set(), mesh, group, torch.device("cpu")
+    )
     gradients.reduce(outside_over_stages=False)
     large = torch.full((1 << 18,), own, dtype=torch.float64)
     strided = torch.full((4, 6), own, dtype=torch.float32).T

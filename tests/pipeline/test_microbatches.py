@@ -1,5 +1,7 @@
 """Cutting a batch and joining the results give back what was there, whatever the batch is made of."""
 
+from collections import UserDict
+
 import pytest
 import torch
 from hypothesis import given
@@ -26,11 +28,6 @@ def test_the_cut_is_a_view() -> None:
     assert x.tolist() == [0, 0, 1, 1]
 
 
-def test_a_batch_without_rows_goes_whole_to_one_microbatch() -> None:
-    assert split({"k": 3, "scale": torch.tensor(1.0)}, 4) == [{"k": 3, "scale": torch.tensor(1.0)}]
-    assert num_rows("text") == 0
-
-
 def test_lists_of_tensors_are_tensors_of_rows_and_not_rows() -> None:
     pair = [torch.arange(2), torch.arange(2) + 10]
     first, second = split(pair, 2)
@@ -51,3 +48,8 @@ def test_scalars_are_averaged_by_weight_and_rows_joined() -> None:
     assert joined["y"].sum(-1).tolist() == [0, 0, 3]
     zero = combine([torch.tensor(0.0), torch.tensor(0.0)], [torch.tensor(0.0), torch.tensor(0.0)])
     assert zero.item() == 0.0
+
+
+def test_a_batch_without_rows_is_refused_and_not_trained_with_weight_zero() -> None:
+    with pytest.raises(ValueError, match="UserDict holds no rows"):
+        split(UserDict({"x": torch.ones(4)}), 2)

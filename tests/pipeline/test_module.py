@@ -100,3 +100,12 @@ def test_training_alone_counts_steps_and_evaluation_does_not() -> None:
     with torch.no_grad():
         model.train()(torch.zeros(1, 2))
     assert model.draws.step == 1
+
+
+def test_stages_that_would_share_a_parameter_are_refused() -> None:
+    shared, mesh = nn.Linear(2, 2), Mesh.imagine(0, Sizes(world=2, pp=2))
+    with pytest.raises(ValueError, match="share a parameter"):
+        PipelineModule.from_modules({"0": shared, "1": nn.Linear(2, 2), "2": shared}, mesh=mesh)
+    # On one stage it is one parameter with two uses, as in plain torch.
+    chain = PipelineModule.from_modules({"0": shared, "1": shared}, mesh=Mesh.single())
+    assert len(list(chain.parameters())) == 2

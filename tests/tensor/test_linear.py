@@ -21,6 +21,7 @@ from lightning_megatron.tensor.linear import (
     column_parallel_linear,
     row_parallel_linear,
 )
+from lightning_megatron.transformer.init import initialise
 from tests.harness.ranks import run_on_ranks
 from tests.harness.threads import run_on_threads
 from tests.tensor.plain import (
@@ -285,3 +286,23 @@ def test_the_output_may_be_changed_in_place() -> None:
         x = torch.randn(T, INPUT)
         layer(x).mul_(3.0).sum().backward()
         assert_close(gradient(layer.weight), (3.0 * x.sum(0)).expand(layer.weight.shape))
+
+
+def test_autocast_keeps_no_copy_of_a_weight_for_backward() -> None:
+    mesh = Mesh.single()
+    layer = ColumnParallelLinear(8, 16, tp=mesh.tp, sp=mesh.sp, bias=True, initial=Initial(std=1.0))
+    initialise(layer, 0)
+    kept: list[Tensor] = []
+    x = torch.randn(4, 8, requires_grad=True)
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        y = layer(x)
+    assert y.dtype is torch.bfloat16
+    weights = [t for t in kept if t.shape == layer.weight.shape]
+    assert len(weights) == 1 and weights[0].data_ptr() == layer.weight.data_ptr()
+    y.sum().backward()
+    assert layer.weight.grad is not None and layer.weight.grad.dtype is torch.float32
+    # bfloat16 keeps 8 bits: rounding of both factors and of the sum.
+    torch.testing.assert_close(layer.weight.grad, torch.ones(16, 4) @ x.detach(), rtol=3e-2, atol=3e-2)

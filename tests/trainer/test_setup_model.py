@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from lightning_megatron import ConfigurationError
+from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.models import GPTConfig, GPTModel
+from lightning_megatron.trainer.setup_model import pipeline_plain_sequential
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.layouts import Layout, make_trainer
 
@@ -46,3 +48,18 @@ def test_a_model_built_in_init_is_refused_where_it_would_be_whole_on_every_rank(
 
 def test_a_model_built_in_init_trains_where_each_rank_holds_it_whole() -> None:
     assert run_on_ranks(2, fit, Layout(world=2), init=False) == ["trained", "trained"]
+
+
+class Reused(L.LightningModule):
+    """A chain in which one activation stands in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        act = torch.nn.Tanh()
+        self.chain = torch.nn.Sequential(torch.nn.Linear(2, 2), act, torch.nn.Linear(2, 2), act)
+
+
+def test_a_module_that_stands_twice_in_a_chain_keeps_both_places() -> None:
+    module, mesh = Reused(), Mesh.imagine(0, Sizes(world=2, pp=2))
+    assert pipeline_plain_sequential(module, mesh)
+    assert module.chain.part_names == ("0", "1", "2", "3")

@@ -97,8 +97,12 @@ def fit_named(name: str) -> None:
 class TwoModels(Small):
     def __init__(self) -> None:
         super().__init__()
-        self.net = PipelineModule.from_modules(dict(modules.chain().named_children()))
-        self.other = PipelineModule.from_modules(dict(modules.chain().named_children()))
+        del self.net
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "net"):
+            self.net = PipelineModule.from_modules(dict(modules.chain().named_children()))
+            self.other = PipelineModule.from_modules(dict(modules.chain().named_children()))
 
 
 class NoChain(Small):

@@ -1,13 +1,15 @@
 """Ordinary modules under every kind of layout do what they do on one device: Lightning's own strategy is the judge."""
 
 import functools
+from typing import Any
 
 import pytest
+import torch
 
 from tests.harness.ranks import run_on_ranks
 from tests.trainer import modules
 from tests.trainer.fits import Case, Trace, difference
-from tests.trainer.layouts import PLAIN, Layout
+from tests.trainer.layouts import PLAIN, Layout, make_trainer
 
 # Rounding of float64 sums in another order, through eight steps.
 TOLERANCE = 1e-11
@@ -49,20 +51,34 @@ CASES = {
 }
 
 
-def fits(case: str, layout: Layout) -> bool:
-    """Whether the layout can run the case: a schedule of several stages takes one call a step."""
-    return CASES[case].is_one_call or layout.pp == 1 or layout.collective
+# Layouts that combine others run what is most likely to go wrong in combination.
+COMBINED = ("pp4", "dp2 m2")
+TELLING = (
+    "an embedding used on both sides",
+    "losses over nothing",
+    "accumulation and clipping",
+    "frozen and unused weights",
+    "all kinds of logging",
+)
 
 
-def run_all(layout: Layout) -> dict[str, Trace]:
-    return {name: case.run(layout) for name, case in CASES.items() if fits(name, layout)}
+def cases_of(layout: str) -> list[str]:
+    """What runs under a layout; a schedule of several stages takes one call a step."""
+    chosen = {**LAYOUTS, "plain": PLAIN}[layout]
+    can_call_twice = chosen.pp == 1 or chosen.collective
+    own = TELLING if layout in COMBINED else tuple(CASES)
+    return [case for case in own if CASES[case].is_one_call or can_call_twice]
+
+
+def run_all(layout: Layout, cases: list[str]) -> dict[str, Trace]:
+    return {case: CASES[case].run(layout) for case in cases}
 
 
 @functools.cache
 def _traces(layout: str) -> list[dict[str, Trace]] | Exception:
     chosen = PLAIN if layout == "plain" else LAYOUTS[layout]
     try:
-        return run_on_ranks(chosen.world, run_all, chosen, init=False, timeout=120)
+        return run_on_ranks(chosen.world, run_all, chosen, cases_of(layout), init=False, timeout=120)
     except Exception as error:
         # Kept, so that the other cases of the layout fail at once instead of running into it again.
         return error
@@ -76,9 +92,7 @@ def traces(layout: str) -> list[dict[str, Trace]]:
     return ran
 
 
-@pytest.mark.parametrize(
-    ("layout", "case"), [(name, case) for name, layout in LAYOUTS.items() for case in CASES if fits(case, layout)]
-)
+@pytest.mark.parametrize(("layout", "case"), [(layout, case) for layout in LAYOUTS for case in cases_of(layout)])
 def test_a_module_does_what_it_does_on_one_device(layout: str, case: str) -> None:
     [wanted] = [rank[case] for rank in traces("plain")]
     ran = [rank[case] for rank in traces(layout)]
@@ -89,3 +103,38 @@ def test_a_module_does_what_it_does_on_one_device(layout: str, case: str) -> Non
     assert any(abs(first - last) > 1e-3 for first, last in zip(wanted.losses, wanted.losses[1:], strict=False)) or (
         case in ("one batch for a try", "manual optimization")
     ), "a run that changes nothing proves nothing"
+
+
+class Asks(modules.Small):
+    """Asks the strategy for what Lightning and its callbacks ask for."""
+
+    def on_train_start(self) -> None:
+        strategy, rank = self.trainer.strategy, self.trainer.global_rank
+        own, decide = torch.tensor([float(rank), 1.0]), strategy.reduce_boolean_decision
+        self.heard = {
+            "sum": strategy.reduce(own, reduce_op="sum").tolist(),
+            "mean": strategy.reduce(torch.tensor(rank)).item(),
+            "plain": strategy.reduce("a text"),
+            "gathered": self.all_gather(own).tolist(),
+            "broadcast": strategy.broadcast({"from": rank}, src=2),
+            "any": [decide(rank == 3, all=False), decide(rank == 3)],
+            "all": [decide(True), decide(False, all=False)],
+            "untouched": own.tolist(),
+        }
+
+
+def answers(layout: Layout) -> dict[str, Any]:
+    module = Asks()
+    make_trainer(layout, max_epochs=1, limit_train_batches=1, limit_val_batches=0).fit(module, modules.Data())
+    return module.heard
+
+
+def test_collectives_are_over_replicas_and_decisions_over_all_ranks() -> None:
+    for rank, heard in enumerate(run_on_ranks(4, answers, LAYOUTS["pp2 dp2"], init=False)):
+        # Replicas 0 and 1 of a stage are neighbours: ranks 0 and 1, 2 and 3.
+        pair = [[0.0, 1.0], [1.0, 1.0]] if rank < 2 else [[2.0, 1.0], [3.0, 1.0]]
+        assert heard["sum"] == [pair[0][0] + pair[1][0], 2.0]
+        assert heard["mean"] == (pair[0][0] + pair[1][0]) / 2
+        assert heard["gathered"] == pair and heard["untouched"] == [float(rank), 1.0]
+        assert heard["plain"] == "a text" and heard["broadcast"] == {"from": 2}
+        assert heard["any"] == [True, False] and heard["all"] == [True, False]

@@ -79,7 +79,9 @@ class Throughput(L.Callback):
         if self._num_batches < self.every_n_batches:
             return
         self._stop_clock(trainer)
-        speed = Speed(self._num_tokens, self._num_flops, self._seconds, trainer.world_size)
+        # Clocks differ between ranks; what is logged must not.
+        seconds = trainer.strategy.broadcast(self._seconds)
+        speed = Speed(self._num_tokens, self._num_flops, seconds, trainer.world_size)
         numbers = {"tokens/s": float(round(speed.tokens_per_second)), "FLOP/s": speed.flops_per_second}
         if self._peak_flops:
             numbers["MFU"] = speed.mfu(self._peak_flops)

@@ -1,0 +1,58 @@
+"""Every rule says the thing, its value and what would do, and all faults come at once."""
+
+import pytest
+
+from lightning_megatron.mesh import Sizes
+from lightning_megatron.models import GPTConfig
+from lightning_megatron.planner.rules import Facts, faults
+
+
+def model(**changes: object) -> GPTConfig:
+    sizes = {"num_layers": 4, "hidden_size": 48, "num_attention_heads": 6, "vocab_size": 100, "max_sequence_length": 64}
+    return GPTConfig(**(sizes | changes))  # type: ignore[arg-type]
+
+
+def test_a_sound_run_has_no_fault() -> None:
+    sizes = Sizes(world=12, tp=3, pp=2, sequence_parallel=True)
+    sound = Facts(sizes=sizes, num_microbatches=2, model=model(), global_batch_size=8, sequence_length=64)
+    assert faults(sound) == []
+
+
+def test_all_faults_are_told_at_once_with_the_values_that_would_do() -> None:
+    told = faults(
+        Facts(
+            sizes=Sizes(world=20, tp=4, pp=5),
+            num_microbatches=0,
+            model=model(),
+            global_batch_size=7,
+            sequence_length=65,
+        )
+    )
+    text = "\n".join(told)
+    assert "num_microbatches (0) must be at least 1" in text
+    assert "num_attention_heads (6)" in text and "num_layers (4)" in text
+    assert "sequence_length (65)" in text and "(64)" in text
+    assert len(told) >= 4
+
+
+def test_a_world_that_does_not_divide_names_the_sizes_that_would() -> None:
+    [told] = faults(Facts(sizes=Sizes(world=6, tp=2, pp=2)))
+    assert "world size (6)" in told and "4 or 8" in told
+
+
+@pytest.mark.parametrize(("batch", "is_sound"), [(8, True), (12, True), (6, False), (0, False)])
+def test_a_global_batch_divides_by_replicas_times_microbatches(batch: int, is_sound: bool) -> None:
+    told = faults(Facts(sizes=Sizes(world=2), num_microbatches=2, global_batch_size=batch))
+    assert (told == []) is is_sound
+    if not is_sound:
+        assert f"global_batch_size ({batch})" in told[0] and "2 x 2 = 4" in told[0]
+
+
+def test_sequence_parallel_without_tensor_parallel_is_harmless() -> None:
+    assert faults(Facts(sizes=Sizes(world=2, sequence_parallel=True), model=model())) == []
+
+
+def test_only_learned_positions_bound_the_sequence() -> None:
+    long = {"sizes": Sizes(), "sequence_length": 65}
+    assert faults(Facts(**long, model=model()))  # type: ignore[arg-type]
+    assert not faults(Facts(**long, model=model(position="rotary")))  # type: ignore[arg-type]
