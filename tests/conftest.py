@@ -5,6 +5,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -31,3 +32,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _no_seed_is_left_behind() -> Iterator[None]:
+    """Lightning's seed_everything leaves its seed in the environment, where the ranks of later tests would find it."""
+    yield
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        os.environ.pop(name, None)
