@@ -11,12 +11,10 @@ from torch import Tensor, nn
 from lightning_megatron.comm import differentiable
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import Initial, shard_parameter
-from lightning_megatron.tensor.cross_entropy import vocab_parallel_cross_entropy
+from lightning_megatron.tensor.cross_entropy import IGNORED, vocab_parallel_cross_entropy
 from lightning_megatron.tensor.linear import column_parallel_linear
 from lightning_megatron.transformer.config import LanguageModelConfig
 from lightning_megatron.transformer.tokens import Tokens
-
-IGNORED_LABEL = -100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +31,7 @@ class Targets:
 
 def targets_of(labels_BS: Tensor, loss_mask_BS: Tensor | None, tokens: Tokens) -> Targets:
     """The targets of a stream: the mask, or ones, where there is a label; zero elsewhere."""
-    valid_BS = labels_BS != IGNORED_LABEL
+    valid_BS = labels_BS != IGNORED
     if loss_mask_BS is None:
         weights_BS = valid_BS.float()
     else:
@@ -41,7 +39,7 @@ def targets_of(labels_BS: Tensor, loss_mask_BS: Tensor | None, tokens: Tokens) -
         # Not a product: a mask may hold anything where there is no label, NaN too.
         weights_BS = torch.where(valid_BS, mask_BS, 0)
     return Targets(
-        labels_T=tokens.flat(labels_BS, padding=IGNORED_LABEL),
+        labels_T=tokens.flat(labels_BS, padding=IGNORED),
         weights_T=tokens.flat(weights_BS),
         # In float64, so that sums over microbatches and ranks do not depend on how the batch was cut.
         sum_of_weights=weights_BS.sum(dtype=torch.float64),

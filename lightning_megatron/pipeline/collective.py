@@ -16,10 +16,10 @@ from lightning_megatron.comm import collectives
 from lightning_megatron.comm.p2p import Mailbox
 from lightning_megatron.mesh import Axis
 from lightning_megatron.pipeline import microbatches
-from lightning_megatron.pipeline.lower import add_messages
+from lightning_megatron.pipeline.lower import steps_of_rank
 from lightning_megatron.pipeline.module import PipelineModule
 from lightning_megatron.pipeline.runtime import Runtime
-from lightning_megatron.pipeline.schedule import Action, Kind, forward_only
+from lightning_megatron.pipeline.schedule import backward_only, forward_only
 
 
 def _is_differentiable(value: Any) -> bool:
@@ -91,8 +91,8 @@ class CollectiveCall:
     def __call__(self, module: PipelineModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
         work = _Forward(module, leaves, spec, self._num_microbatches(leaves))
-        plan = add_messages(forward_only(pp=self._pp.size, microbatches=len(work.calls)))
-        Runtime(self._pp, self._mailbox).run(plan[self._pp.rank], work)
+        steps = steps_of_rank(forward_only, self._pp.size, len(work.calls), self._pp.rank)
+        Runtime(self._pp, self._mailbox).run(steps, work)
         combined = None
         if self._pp.is_last:
             with torch.set_grad_enabled(work.is_recorded):
@@ -147,11 +147,10 @@ class CollectiveCall:
             pairs = [(r, g) for r, g in zip(roots, grads, strict=True) if g is not None and r.requires_grad]
             if pairs:
                 torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
-        count = len(work.calls)
-        order = tuple(tuple(Action(Kind.BACKWARD, stage, m) for m in range(count)) for stage in range(self._pp.size))
+        steps = steps_of_rank(backward_only, self._pp.size, len(work.calls), self._pp.rank)
         runtime = Runtime(self._pp, self._mailbox)
         likes = {m: (o.shape, o.dtype) for m, o in enumerate(work.outputs) if isinstance(o, Tensor)}
-        runtime.run(add_messages(order)[self._pp.rank], work, likes)
+        runtime.run(steps, work, likes)
         inputs = [leaf for leaf in work.inputs if _is_differentiable(leaf)]
         # An input may be read on several stages; its gradient is the sum of theirs.
         return [

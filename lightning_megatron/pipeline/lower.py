@@ -10,7 +10,9 @@ the wrong order.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from lightning_megatron.pipeline.schedule import Action, Kind, Order, ScheduleError
 
@@ -97,6 +99,12 @@ def add_messages(order: Order) -> Plan:
     """
     ranks = rank_of_stage(order)
     return tuple(_with_messages(rank, actions, ranks) for rank, actions in enumerate(order))
+
+
+@lru_cache(maxsize=64)
+def steps_of_rank(make: Callable[..., Order], pp: int, microbatches: int, rank: int) -> tuple[Step, ...]:
+    """The steps of one rank under the order that `make(pp=, microbatches=)` gives; kept, because every step asks."""
+    return add_messages(make(pp=pp, microbatches=microbatches))[rank]
 
 
 def _with_messages(rank: int, actions: tuple[Action, ...], ranks: tuple[int, ...]) -> tuple[Step, ...]:

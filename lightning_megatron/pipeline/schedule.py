@@ -88,6 +88,15 @@ def forward_only(*, pp: int, microbatches: int) -> Order:
     return tuple(tuple(Action(Kind.FORWARD, rank, m) for m in range(microbatches)) for rank in range(pp))
 
 
+def backward_only(*, pp: int, microbatches: int) -> Order:
+    """The order of the backwards that follow `forward_only`, every microbatch in turn.
+
+    Raises ValueError for fewer than one rank or microbatch.
+    """
+    _require_counts(pp, microbatches)
+    return tuple(tuple(Action(Kind.BACKWARD, rank, m) for m in range(microbatches)) for rank in range(pp))
+
+
 def _one_f_one_b_of(stage: int, num_warmup: int, microbatches: int) -> tuple[Action, ...]:
     actions = [Action(Kind.FORWARD, stage, m) for m in range(num_warmup)]
     for m in range(num_warmup, microbatches):

@@ -1,13 +1,15 @@
 """The precision plugin: Lightning's own choice of dtypes, with clipping by the norm of the whole model."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.types import Steppable
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_megatron.optim.gradients import Gradients
@@ -55,6 +57,22 @@ class MegatronPrecision(Precision):
     @override
     def forward_context(self) -> AbstractContextManager[Any]:
         return self.chosen.forward_context()
+
+    @override
+    def optimizer_step(  # type: ignore[override]
+        self, optimizer: Steppable, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """Runs forward and backward before torch's step and not inside it, so that step hooks of the optimizer see
+        gradients. LBFGS runs the closure by itself, several times."""
+        if isinstance(optimizer, LBFGS):
+            return super().optimizer_step(optimizer, model, closure, **kwargs)
+        result = closure()
+        self._after_closure(model, optimizer)
+        if result is None and model.automatic_optimization:
+            # training_step chose to skip the batch: there is no gradient to step by.
+            return None
+        optimizer.step(**kwargs)
+        return result
 
     @override
     def clip_grad_by_norm(self, optimizer: Steppable, clip_val: int | float) -> None:

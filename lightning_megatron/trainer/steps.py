@@ -11,7 +11,6 @@ of the global batch, gradients are those of that mean, and what was logged is lo
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,7 +23,7 @@ from lightning_megatron.mesh import Mesh
 from lightning_megatron.optim.gradients import Gradients, scale_in_place
 from lightning_megatron.pipeline import microbatches
 from lightning_megatron.pipeline.collective import CollectiveCall
-from lightning_megatron.pipeline.lower import Step, add_messages
+from lightning_megatron.pipeline.lower import steps_of_rank
 from lightning_megatron.pipeline.module import Driver, PipelineModule
 from lightning_megatron.pipeline.runtime import Runtime
 from lightning_megatron.pipeline.schedule import one_f_one_b
@@ -37,11 +36,6 @@ from lightning_megatron.trainer.step_log import StepLog
 _CHECKED_BATCHES = 2
 
 Context = Callable[[], AbstractContextManager[Any]]
-
-
-@lru_cache(maxsize=32)
-def _steps_of_rank(pp: int, num_microbatches: int, rank: int) -> tuple[Step, ...]:
-    return add_messages(one_f_one_b(pp=pp, microbatches=num_microbatches))[rank]
 
 
 class Steps:
@@ -134,7 +128,8 @@ class Steps:
         self.is_scheduled = True
         try:
             with self._log.recording():
-                self._runtime.run(_steps_of_rank(self._mesh.pp.size, len(batches), self._mesh.pp.rank), call)
+                steps = steps_of_rank(one_f_one_b, self._mesh.pp.size, len(batches), self._mesh.pp.rank)
+                self._runtime.run(steps, call)
         finally:
             self.is_scheduled = False
             self._drive(self._direct_driver)

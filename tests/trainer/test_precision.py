@@ -12,6 +12,7 @@ from lightning_megatron import MegatronStrategy
 from lightning_megatron.models import GPTConfig, GPTModel
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.layouts import Layout, make_trainer
+from tests.trainer.modules import Data, Small
 
 CONFIG = GPTConfig(
     num_layers=2,
@@ -105,3 +106,36 @@ def test_a_precision_that_is_not_offered_is_refused_with_the_list(precision: str
         L.Trainer(accelerator="cpu", strategy=MegatronStrategy(), precision=precision, logger=False)  # type: ignore[arg-type]
     if isinstance(error.value, ValueError):
         assert "use one of 64-true, 32-true, bf16-true, bf16-mixed" in str(error.value)
+
+
+class Hooked(Small):
+    """Notes what a hook of the optimizer's step finds, and leaves the weights to LBFGS where asked."""
+
+    def __init__(self, uses_lbfgs: bool) -> None:
+        super().__init__()
+        self.uses_lbfgs = uses_lbfgs
+        self.found: list[bool] = []
+
+    def configure_optimizers(self) -> Any:
+        if self.uses_lbfgs:
+            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        optimizer.register_step_pre_hook(lambda *_: self.found.append(self.before.weight.grad is not None))
+        return optimizer
+
+
+def hooked(uses_lbfgs: bool) -> tuple[list[bool], bool]:
+    module = Hooked(uses_lbfgs)
+    before = module.after.weight.detach().clone()
+    make_trainer(Layout(), max_epochs=1, limit_val_batches=0).fit(module, Data(24))
+    return module.found, torch.equal(before, module.after.weight.detach().to(before.dtype))
+
+
+def test_step_hooks_of_the_optimizer_see_gradients() -> None:
+    [(found, is_same)] = run_on_ranks(1, hooked, False, init=False)
+    assert found and all(found) and not is_same
+
+
+def test_an_optimizer_that_runs_the_closure_by_itself_trains() -> None:
+    [(_, is_same)] = run_on_ranks(1, hooked, True, init=False)
+    assert not is_same
