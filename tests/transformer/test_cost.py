@@ -93,14 +93,14 @@ def test_flops_by_formula_are_those_counted(variant: str) -> None:
 
 
 @contextmanager
-def imagined(sizes: Sizes, dtype: torch.dtype) -> Iterator[Mesh]:
+def pretended(sizes: Sizes, dtype: torch.dtype) -> Iterator[Mesh]:
     """A mesh whose collectives answer at once, with garbage; nothing but shapes is true. Layers are made in `dtype`."""
     before = torch.get_default_dtype()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=sizes.world)
     torch.set_default_dtype(dtype)
     try:
         with FakeTensorMode():
-            yield Mesh.imagine(0, sizes)
+            yield Mesh.build(sizes, 0, lambda _: dist.group.WORLD)
     finally:
         torch.set_default_dtype(before)
         dist.destroy_process_group()
@@ -108,7 +108,7 @@ def imagined(sizes: Sizes, dtype: torch.dtype) -> Iterator[Mesh]:
 
 def kept_bytes(config: TransformerConfig, sizes: Sizes, batch: int, sequence: int, dtype: torch.dtype) -> int:
     """Bytes of distinct storages, parameters left out, that the backward of one layer keeps."""
-    with imagined(sizes, dtype) as mesh:
+    with pretended(sizes, dtype) as mesh:
         layer = TransformerLayer(config, tp=mesh.tp, sp=mesh.sp, name="layers.0")
         places = torch.arange(sequence)
         cos, sin = rotary.angles(places[None], config.rotary_width, config.rotary_base)
