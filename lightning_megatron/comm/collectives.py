@@ -4,6 +4,9 @@ needs no message, and the one place that knows both spellings of torch's single-
 Every function returns a new tensor unless its name ends in an underscore; an axis of one rank gives back `x` itself.
 With `wait=False` the answer is a `Pending` whose `wait()` gives the tensor. Any number of collectives may be in flight
 on an axis; they start in call order.
+
+Note: sums on the CPU. Gloo's reductions cost several times an exchange followed by a local sum (`docs/benchmarks/
+gloo.md`), so two CPU ranks swap tensors and add, and more of them scatter sums by an all-to-all.
 """
 
 from collections.abc import Callable
@@ -18,6 +21,9 @@ from lightning_megatron.mesh import Axis
 
 Op = Literal["sum", "max", "min"]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+_LOCALLY = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+# Above it two CPU ranks' swapping of whole tensors costs more than gloo's all-reduce, which moves halves twice.
+_SWAPPED_BYTES = 2 << 20
 
 # torch 2.13 renamed the single-tensor collectives and warns about the old names, which are all that 2.11 has.
 _all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -77,7 +83,12 @@ def all_reduce_(x: Tensor, axis: Axis, op: Op = "sum", *, wait: bool = True) -> 
     """As `all_reduce`, into `x` itself, which must be contiguous."""
     if axis.size == 1:
         return x if wait else Pending(x)
-    pending = Pending(x, dist.all_reduce(x, op=_OPS[op], group=group_of(axis), async_op=True))
+    if _is_cpu_pair(x, axis) and x.numel() * x.element_size() <= _SWAPPED_BYTES:
+        # Both ranks add the same two numbers, so both get the same bits.
+        pending = _swap(x.view(-1), torch.empty_like(x).view(-1), axis)
+        pending.finish = lambda other: _LOCALLY[op](x, other.view_as(x), out=x)
+    else:
+        pending = Pending(x, dist.all_reduce(x, op=_OPS[op], group=group_of(axis), async_op=True))
     return pending.wait() if wait else pending
 
 
@@ -93,7 +104,12 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0, *, wait: bool = True) -> Ten
     dim = dim % x.dim()
     shape = (axis.size * x.shape[0], *x.shape[1:])
     gathered = torch.empty(shape, dtype=x.dtype, device=x.device)
-    work = _all_gather_single(gathered, x.contiguous(), group=group_of(axis), async_op=True)
+    if _is_cpu_pair(x, axis):
+        parts = gathered.chunk(2)
+        parts[axis.rank].copy_(x)
+        work = _swap(parts[axis.rank], parts[1 - axis.rank], axis).work
+    else:
+        work = _all_gather_single(gathered, x.contiguous(), group=group_of(axis), async_op=True)
     finish = None if dim == 0 else lambda joined: torch.cat(joined.chunk(axis.size), dim=dim)
     pending = Pending(gathered, work, finish)
     return pending.wait() if wait else pending
@@ -111,8 +127,18 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0, *, wait: bool = True) ->
     dim = dim % x.dim()
     assert x.shape[dim] % axis.size == 0, f"dim {dim} of {tuple(x.shape)} does not divide by {axis.name} ({axis.size})"
     whole = x.contiguous() if dim == 0 else torch.cat(x.chunk(axis.size, dim=dim))
-    part = torch.empty((whole.shape[0] // axis.size, *whole.shape[1:]), dtype=x.dtype, device=x.device)
-    pending = Pending(part, _reduce_scatter_single(part, whole, group=group_of(axis), async_op=True))
+    shape = (whole.shape[0] // axis.size, *whole.shape[1:])
+    if _is_cpu_pair(x, axis):
+        own, others = whole[axis.rank * shape[0] :][: shape[0]], whole[(1 - axis.rank) * shape[0] :][: shape[0]]
+        pending = _swap(others, torch.empty_like(own), axis)
+        pending.finish = own.add
+    elif x.device.type == "cpu":
+        parts = torch.empty_like(whole)
+        work = dist.all_to_all_single(parts, whole, group=group_of(axis), async_op=True)
+        pending = Pending(parts, work, lambda landed: landed.view(axis.size, *shape).sum(0))
+    else:
+        part = torch.empty(shape, dtype=x.dtype, device=x.device)
+        pending = Pending(part, _reduce_scatter_single(part, whole, group=group_of(axis), async_op=True))
     return pending.wait() if wait else pending
 
 
@@ -152,3 +178,14 @@ def barrier(axis: Axis) -> None:
     """Returns when every rank of the axis has come here."""
     if axis.size > 1:
         dist.barrier(group=group_of(axis))
+
+
+def _is_cpu_pair(x: Tensor, axis: Axis) -> bool:
+    return axis.size == 2 and x.device.type == "cpu"
+
+
+def _swap(mine: Tensor, theirs: Tensor, axis: Axis) -> Pending:
+    """Sends `mine` to the other rank of a pair and receives `theirs`; both contiguous and of one shape."""
+    rows = mine.shape[0]
+    splits = [0, rows] if group_rank(axis, axis.rank) == 0 else [rows, 0]
+    return Pending(theirs, dist.all_to_all_single(theirs, mine, splits, splits, group=group_of(axis), async_op=True))

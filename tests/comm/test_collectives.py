@@ -13,7 +13,7 @@ from lightning_megatron.mesh import Axis, Mesh, Sizes
 from tests.harness.ranks import run_on_ranks
 from tests.harness.threads import new_group, run_on_threads
 
-SIZE = 4
+SIZES = (2, 4)  # two CPU ranks have ways of their own
 
 
 def values(rank: int, *shape: int) -> Tensor:
@@ -23,7 +23,7 @@ def values(rank: int, *shape: int) -> Tensor:
 
 
 def every_result(axis: Axis) -> dict[str, Tensor]:
-    """What each collective gives on this rank of four."""
+    """What each collective gives on this rank."""
     results: dict[str, Tensor] = {}
     x = values(axis.rank, 8, 12)
     before = x.clone()
@@ -53,9 +53,10 @@ def every_result(axis: Axis) -> dict[str, Tensor]:
     return results
 
 
-def wanted_results(rank: int) -> dict[str, Tensor]:
+def wanted_results(axis: Axis) -> dict[str, Tensor]:
     """The same without any message."""
-    x = [values(each, 8, 12) for each in range(SIZE)]
+    rank, size = axis.rank, axis.size
+    x = [values(each, 8, 12) for each in range(size)]
     total = torch.stack(x).sum(0)
     wanted = {
         "sum": total,
@@ -63,23 +64,23 @@ def wanted_results(rank: int) -> dict[str, Tensor]:
         "min": torch.stack(x).amin(0),
         "sum of a transposed": total.t(),
         "gather of a transposed": torch.cat([each.t() for each in x]),
-        "scatter of a transposed": total.t().chunk(SIZE)[rank],
+        "scatter of a transposed": total.t().chunk(size)[rank],
         "sum later": total,
         "gather later": torch.cat(x, 1),
-        "scatter later": total.chunk(SIZE, 1)[rank],
+        "scatter later": total.chunk(size, 1)[rank],
         "sum in place": total,
     }
     for dim in (0, 1, -1):
         wanted[f"gather {dim}"] = torch.cat(x, dim)
-        wanted[f"scatter {dim}"] = total.chunk(SIZE, dim)[rank]
-    for source in range(SIZE):
+        wanted[f"scatter {dim}"] = total.chunk(size, dim)[rank]
+    for source in range(size):
         wanted[f"from {source}"] = x[source]
     return wanted
 
 
-def assert_right(results: dict[str, Tensor], rank: int) -> None:
+def assert_right(results: dict[str, Tensor], axis: Axis) -> None:
     """Every result is the one wanted, and none is what the rank had to begin with."""
-    wanted = wanted_results(rank)
+    rank, wanted = axis.rank, wanted_results(axis)
     assert results.keys() == wanted.keys()
     for name, result in results.items():
         assert result.equal(wanted[name]), name
@@ -87,12 +88,13 @@ def assert_right(results: dict[str, Tensor], rank: int) -> None:
             assert not result.equal(values(rank, 8, 12)), name
 
 
-def test_each_collective_gives_what_no_message_could_on_threads() -> None:
+@pytest.mark.parametrize("size", SIZES)
+def test_each_collective_gives_what_no_message_could_on_threads(size: int) -> None:
     def on_rank(world: Any) -> None:
-        tp = Mesh.build(Sizes(world=SIZE, tp=SIZE), world.rank(), new_group).tp
-        assert_right(every_result(tp), tp.rank)
+        tp = Mesh.build(Sizes(world=size, tp=size), world.rank(), new_group).tp
+        assert_right(every_result(tp), tp)
 
-    run_on_threads(SIZE, on_rank)
+    run_on_threads(size, on_rank)
 
 
 def real_mesh(sizes: Sizes) -> Mesh:
@@ -100,21 +102,41 @@ def real_mesh(sizes: Sizes) -> Mesh:
     return Mesh.build(sizes, dist.get_rank(), lambda ranks: dist.new_group(list(ranks), use_local_synchronization=True))
 
 
-def check_on_gloo() -> None:
-    tp = real_mesh(Sizes(world=SIZE, tp=SIZE)).tp
-    assert_right(every_result(tp), tp.rank)
+def check_on_gloo(size: int) -> None:
+    tp = real_mesh(Sizes(world=size, tp=size)).tp
+    assert_right(every_result(tp), tp)
     # Stages run against the global ranks; what takes a place on the axis must translate it.
-    pp = real_mesh(Sizes(world=SIZE, pp=SIZE)).pp
-    assert pp.rank == SIZE - 1 - dist.get_rank()
-    assert collectives.gather_objects(f"stage {pp.rank}", pp) == [f"stage {i}" for i in range(SIZE)]
-    for source in range(SIZE):
+    pp = real_mesh(Sizes(world=size, pp=size)).pp
+    assert pp.rank == size - 1 - dist.get_rank()
+    assert collectives.gather_objects(f"stage {pp.rank}", pp) == [f"stage {i}" for i in range(size)]
+    for source in range(size):
         assert collectives.broadcast_object({"stage": pp.rank}, pp, source) == {"stage": source}
         assert collectives.broadcast_(torch.full((2,), pp.rank), pp, source).tolist() == [source, source]
+    assert collectives.all_reduce(values(pp.rank, 3), pp).equal(sum(values(i, 3) for i in range(size)))
     collectives.barrier(pp)
 
 
-def test_each_collective_gives_the_same_on_real_ranks_and_counts_stages_along_the_axis() -> None:
-    run_on_ranks(SIZE, check_on_gloo)
+@pytest.mark.parametrize("size", SIZES)
+def test_each_collective_gives_the_same_on_real_ranks_and_counts_stages_along_the_axis(size: int) -> None:
+    run_on_ranks(size, check_on_gloo, size)
+
+
+def check_sums_agree() -> None:
+    axis = real_mesh(Sizes(world=2, tp=2)).tp
+    generator = torch.Generator().manual_seed(axis.rank)
+    # The second is too large to be swapped.
+    for elements in (1000, 1 << 20):
+        for dtype in (torch.float32, torch.bfloat16):
+            own = torch.randn(elements, generator=generator).to(dtype)
+            both = collectives.all_gather(own, axis).chunk(2)
+            summed = collectives.all_reduce(own, axis)
+            assert summed.equal(both[0] + both[1])
+            assert summed.equal(collectives.all_gather(collectives.reduce_scatter(own, axis), axis))
+    assert collectives.all_reduce(torch.tensor(axis.rank + 1.0), axis).equal(torch.tensor(3.0))
+
+
+def test_two_ranks_get_the_same_bits_of_a_sum_of_any_size() -> None:
+    run_on_ranks(2, check_sums_agree)
 
 
 def test_an_axis_that_runs_backwards_cannot_join_shards_in_its_order() -> None:

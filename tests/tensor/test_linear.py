@@ -175,7 +175,8 @@ def test_a_column_layer_hides_its_messages_behind_its_products(monkeypatch: pyte
             log = logs[threading.get_ident()]
             log.append(f"{name} starts")
             pending = real(*args, **{**kwargs, "wait": False})
-            pending.finish = lambda landed: (log.append(f"{name} lands"), landed)[1]
+            finish = pending.finish or (lambda landed: landed)
+            pending.finish = lambda landed: (log.append(f"{name} lands"), finish(landed))[1]
             return pending if kwargs.get("wait") is False else pending.wait()
 
         monkeypatch.setattr(collectives, name, collective)
