@@ -6,13 +6,14 @@ T tokens of the stream, H hidden, V vocabulary, B batch, S sequence.
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_megatron.comm import differentiable
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import Initial, shard_parameter
 from lightning_megatron.tensor.cross_entropy import IGNORED, vocab_parallel_cross_entropy
 from lightning_megatron.tensor.linear import column_parallel_linear
+from lightning_megatron.tensor.weight_gradients import WeightGradientLayer
 from lightning_megatron.transformer.config import LanguageModelConfig
 from lightning_megatron.transformer.tokens import Tokens
 
@@ -46,7 +47,7 @@ def targets_of(labels_BS: Tensor, loss_mask_BS: Tensor | None, tokens: Tokens) -
     )
 
 
-class LanguageModelHead(nn.Module):
+class LanguageModelHead(WeightGradientLayer):
     """Logits of the own part of the vocabulary from hidden states; the weight is its own or the embedding's."""
 
     def __init__(self, config: LanguageModelConfig, *, tp: Axis, sp: Axis) -> None:
@@ -64,7 +65,9 @@ class LanguageModelHead(nn.Module):
 
     def forward(self, hidden_TH: Tensor, weight_VH: Tensor) -> Tensor:
         """Logits [T, V/tp], padded columns included."""
-        return column_parallel_linear(hidden_TH, weight_VH, None, tp=self.tp, sp=self.sp)
+        return column_parallel_linear(
+            hidden_TH, weight_VH, None, tp=self.tp, sp=self.sp, gradients=self.weight_gradients
+        )
 
     def full_logits(self, logits_TV: Tensor, tokens: Tokens) -> Tensor:
         """Logits [B, S, V] on every rank of tp, for ranks that all do the same with them."""
@@ -72,13 +75,16 @@ class LanguageModelHead(nn.Module):
         return full_TV[: tokens.num_real, : self.vocab_size].view(tokens.batch, tokens.sequence, self.vocab_size)
 
     def loss(self, logits_TV: Tensor, targets: Targets) -> Tensor:
-        """The mean loss of the tokens that count, or 0 where none does: []."""
+        """The mean loss of the tokens that count, or 0 where none does: []. May overwrite the logits."""
+        is_wide = logits_TV.dtype in (torch.float32, torch.float64)
         losses_T = vocab_parallel_cross_entropy(
             logits_TV,
             targets.labels_T,
             tp=self.tp,
             vocab_size=self.vocab_size,
             label_smoothing=self.label_smoothing,
+            # What the head made is read no more: a copy would be the largest tensor of the step.
+            scratch_TV=logits_TV.detach() if is_wide else None,
         )
         total = (losses_T * targets.weights_T.to(losses_T.dtype)).sum()
         divisor = torch.where(targets.sum_of_weights == 0, 1.0, targets.sum_of_weights)

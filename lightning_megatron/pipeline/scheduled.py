@@ -6,6 +6,7 @@ device, runs under 1F1B.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -26,8 +27,8 @@ class ScheduledCall:
 
     `enter_step(microbatch)` enters the caller's step and returns the loss, scaled as it shall be differentiated;
     `differentiate(loss)` runs its backward; `first_samples` are the places of the microbatches' first rows within the
-    global batch. With one stage a step may call its models as often as it likes, or not at all; with several it calls
-    one model once.
+    global batch; inside `opened()` the linears add the gradients of their weights by themselves. With one stage a step
+    may call its models as often as it likes, or not at all; with several it calls one model once.
     """
 
     def __init__(
@@ -37,12 +38,14 @@ class ScheduledCall:
         enter_step: Callable[[int], Tensor],
         differentiate: Callable[[Tensor], None],
         first_samples: Sequence[int],
+        opened: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._modules = modules
         self._pp = pp
         self._enter_step = enter_step
         self._differentiate = differentiate
         self._first_samples = first_samples
+        self._opened = opened
         self._received: Tensor | None = None
         self._output: Tensor | None = None
         self._num_calls = 0
@@ -97,10 +100,11 @@ class ScheduledCall:
     def backward(self, microbatch: int, grad: Tensor | None) -> Tensor | None:
         """Runs the backward of a microbatch through this stage."""
         received, output = self._alive.pop(microbatch)
-        if self._pp.is_last:
-            self._differentiate(output)
-        elif output.requires_grad:
-            torch.autograd.backward(output, grad)
+        with self._opened():
+            if self._pp.is_last:
+                self._differentiate(output)
+            elif output.requires_grad:
+                torch.autograd.backward(output, grad)
         if received is None:
             return None
         return received.grad if received.grad is not None else torch.zeros_like(received)

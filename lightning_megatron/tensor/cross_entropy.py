@@ -23,27 +23,45 @@ IGNORED = -100
 
 
 def vocab_parallel_cross_entropy(
-    logits_TV: Tensor, labels_T: Tensor, *, tp: Axis, vocab_size: int, label_smoothing: float = 0.0
+    logits_TV: Tensor,
+    labels_T: Tensor,
+    *,
+    tp: Axis,
+    vocab_size: int,
+    label_smoothing: float = 0.0,
+    scratch_TV: Tensor | None = None,
 ) -> Tensor:
     """Loss of each token [T], 0 where the label is -100; float32, or float64 for float64 logits.
 
-    Waits for `tp` twice in forward. A label outside of the vocabulary raises, on CPU, as in torch. Backward works in
-    place on what forward kept, so it can run once only: a second one raises RuntimeError.
+    Waits for `tp` twice in forward. `scratch_TV` is room for the exponentials, contiguous and of the losses' dtype; it
+    may be the logits' own, where nobody reads them again. A label outside of the vocabulary raises, on CPU, as in
+    torch. Backward works in place on what forward kept, so it can run once only: a second one raises RuntimeError.
     """
-    losses: Tensor = _CrossEntropy.apply(logits_TV, labels_T, tp, vocab_size, label_smoothing)
+    losses: Tensor = _CrossEntropy.apply(logits_TV, labels_T, tp, vocab_size, label_smoothing, scratch_TV)
     return losses
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_TV: Tensor, labels_T: Tensor, tp: Axis, vocab_size: int, smoothing: float) -> Tensor:
+    def forward(
+        ctx: Any,
+        logits_TV: Tensor,
+        labels_T: Tensor,
+        tp: Axis,
+        vocab_size: int,
+        smoothing: float,
+        scratch_TV: Tensor | None,
+    ) -> Tensor:
         length = logits_TV.shape[1]
         valid = num_own(vocab_size, length, tp)
         is_ignored_T = labels_T == IGNORED
         place_T, is_own_T = own_entries(labels_T.masked_fill(is_ignored_T, 0), vocab_size, length, tp)
 
         dtype = torch.promote_types(logits_TV.dtype, torch.float32)
-        exps_TV = torch.empty_like(logits_TV, dtype=dtype, memory_format=torch.contiguous_format)
+        exps_TV = scratch_TV
+        if exps_TV is None:
+            exps_TV = torch.empty_like(logits_TV, dtype=dtype, memory_format=torch.contiguous_format)
+        assert exps_TV.dtype == dtype and exps_TV.is_contiguous() and exps_TV.shape == logits_TV.shape
         exps_TV.narrow(1, valid, length - valid).zero_()
         own_logits_TV, own_exps_TV = logits_TV.narrow(1, 0, valid), exps_TV.narrow(1, 0, valid)
 
@@ -71,4 +89,4 @@ class _CrossEntropy(torch.autograd.Function):
             grad_TV.narrow(1, 0, ctx.valid).sub_((grad_T * (ctx.smoothing / ctx.vocab_size)).unsqueeze(1))
         target_T = (grad_T * (ctx.smoothing - 1.0)).masked_fill_(~is_own_T, 0.0)
         grad_TV.scatter_add_(1, place_T.unsqueeze(1), target_T.unsqueeze(1))
-        return grad_TV.to(ctx.dtype), None, None, None, None
+        return grad_TV.to(ctx.dtype), None, None, None, None, None

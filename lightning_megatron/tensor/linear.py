@@ -14,16 +14,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_megatron.comm import collectives
 from lightning_megatron.comm.collectives import Pending
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import Initial, shard_parameter
+from lightning_megatron.tensor.weight_gradients import Way, WeightGradientLayer, WeightGradients, add_product
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(WeightGradientLayer):
     """[T/sp, in_features] to [T, *out_shape], the dim `cut` of `out_shape` cut over `tp`; weight [*out_shape, in]."""
 
     def __init__(
@@ -45,10 +46,12 @@ class ColumnParallelLinear(nn.Module):
         self.bias = shard_parameter(shape, initial=Initial(), dim=dim, axis=tp) if bias else None
 
     def forward(self, x_TI: Tensor) -> Tensor:
-        return column_parallel_linear(x_TI, self.weight, self.bias, tp=self.tp, sp=self.sp)
+        return column_parallel_linear(
+            x_TI, self.weight, self.bias, tp=self.tp, sp=self.sp, gradients=self.weight_gradients
+        )
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(WeightGradientLayer):
     """[T, in_features/tp] to [T/sp, out_features]; weight [out, in/tp], bias whole on every rank of `tp`."""
 
     def __init__(
@@ -60,32 +63,39 @@ class RowParallelLinear(nn.Module):
         self.bias = shard_parameter((out_features,), initial=Initial(), replicas=(tp,), partial=sp) if bias else None
 
     def forward(self, x_TI: Tensor) -> Tensor:
-        return row_parallel_linear(x_TI, self.weight, self.bias, tp=self.tp, sp=self.sp)
+        return row_parallel_linear(
+            x_TI, self.weight, self.bias, tp=self.tp, sp=self.sp, gradients=self.weight_gradients
+        )
 
 
-def column_parallel_linear(x_TI: Tensor, weight: Tensor, bias: Tensor | None, *, tp: Axis, sp: Axis) -> Tensor:
+def column_parallel_linear(
+    x_TI: Tensor, weight: Tensor, bias: Tensor | None, *, tp: Axis, sp: Axis, gradients: WeightGradients
+) -> Tensor:
     """[T, *weight.shape[:-1]] from [T/sp, I], for a weight (tied, say) that is not this layer's own.
 
-    Keeps the T/sp tokens alone for backward and gathers them again there.
+    The gradient of the weight goes where `gradients` says. Keeps the T/sp tokens alone for backward and gathers them
+    again there.
     """
-    y_TO: Tensor = _Column.apply(x_TI.to(_compute_dtype(x_TI)), weight, bias, tp, sp)
+    y_TO: Tensor = _Column.apply(x_TI.to(_compute_dtype(x_TI)), weight, bias, tp, sp, gradients)
     # Here and not in the Function: autograd refuses to change in place a view that a Function made.
     return y_TO.view(y_TO.shape[0], *weight.shape[:-1])
 
 
-def row_parallel_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, *, tp: Axis, sp: Axis) -> Tensor:
+def row_parallel_linear(
+    x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, *, tp: Axis, sp: Axis, gradients: WeightGradients
+) -> Tensor:
     """[T/sp, O] from [T, I/tp] and a weight [O, I/tp]; the bias is added once, after the sum over `tp`."""
-    y_TO: Tensor = _Row.apply(x_TI.to(_compute_dtype(x_TI)), weight_OI, bias_O, tp, sp)
+    y_TO: Tensor = _Row.apply(x_TI.to(_compute_dtype(x_TI)), weight_OI, bias_O, tp, sp, gradients)
     return y_TO
 
 
 class _Column(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, sp: Axis) -> Tensor:
-        ctx.tp, ctx.sp = tp, sp
-        needs_x, needs_weight, _, _, _ = ctx.needs_input_grad
-        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
-        ctx.weight_shape, ctx.weight_dtype = weight.shape, weight.dtype
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, sp: Axis, gradients: WeightGradients
+    ) -> Tensor:
+        ctx.tp, ctx.sp, ctx.gradients = tp, sp, gradients
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         return F.linear(collectives.all_gather(x, sp), _as(x, weight).flatten(0, -2), _as(x, bias, flat=True))
 
     @staticmethod
@@ -94,28 +104,32 @@ class _Column(torch.autograd.Function):
         # Note: what hides what. The gather of x flies behind the input's gradient; that gradient's own sum flies
         # behind those of weight and bias.
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, _, _ = ctx.needs_input_grad
+        sp, needs_x, needs_weight, needs_bias = ctx.sp, *ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = None
-        if needs_weight:
-            x_work = collectives.all_gather(x, ctx.sp, wait=False)
+        way = ctx.gradients.way(weight) if needs_weight else Way.QUEUE
+        if way is not Way.QUEUE:
+            x_work = collectives.all_gather(x, sp, wait=False)
         if needs_x:
-            grad_x_work = _sum_to_shard(grad_TO.mm(_as(grad_TO, weight).flatten(0, -2)), ctx.tp, ctx.sp)
-        if needs_weight:
-            grad_weight = grad_TO.t().mm(x_work.wait()).view(ctx.weight_shape).to(ctx.weight_dtype)
+            grad_x_work = _sum_to_shard(grad_TO.mm(_as(grad_TO, weight).flatten(0, -2)), ctx.tp, sp)
+        if way is not Way.QUEUE:
+            grad_weight = _weight_gradient(way, weight, grad_TO, x_work.wait())
+        elif needs_weight:
+            # Gathered when its time comes: until then the shard is enough.
+            ctx.gradients.hand_in(lambda: add_product(weight, grad_TO.t(), collectives.all_gather(x, sp)))
         if needs_bias:
-            grad_bias = grad_TO.sum(0).view(ctx.weight_shape[:-1]).to(ctx.weight_dtype)
+            grad_bias = grad_TO.sum(0).view(weight.shape[:-1]).to(weight.dtype)
         if needs_x:
             grad_x = grad_x_work.wait()
-        return grad_x, grad_weight, grad_bias, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None
 
 
 class _Row(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, sp: Axis) -> Tensor:
-        ctx.sp = sp
-        needs_x, needs_weight, _, _, _ = ctx.needs_input_grad
-        ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
-        ctx.weight_dtype = weight.dtype
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, sp: Axis, gradients: WeightGradients
+    ) -> Tensor:
+        ctx.sp, ctx.gradients = sp, gradients
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
         y_TO = _sum_to_shard(F.linear(x, _as(x, weight)), tp, sp).wait()
         # Before the sum, tp ranks would add it tp times.
         return y_TO if bias is None else y_TO.add_(bias)
@@ -124,14 +138,28 @@ class _Row(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, _, _ = ctx.needs_input_grad
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_weight = None
         grad_work = collectives.all_gather(grad, ctx.sp, wait=False)
         # Of this rank's tokens alone: under sequence parallelism a part of a sum.
-        grad_bias = grad.sum(0).to(ctx.weight_dtype) if needs_bias else None
+        grad_bias = grad.sum(0).to(weight.dtype) if needs_bias else None
         grad_TO = grad_work.wait()
         grad_x = grad_TO.mm(_as(grad_TO, weight)) if needs_x else None
-        grad_weight = grad_TO.t().mm(x).to(ctx.weight_dtype) if needs_weight else None
-        return grad_x, grad_weight, grad_bias, None, None
+        if needs_weight:
+            way = ctx.gradients.way(weight)
+            if way is Way.QUEUE:
+                ctx.gradients.hand_in(lambda: add_product(weight, grad_TO.t(), x))
+            else:
+                grad_weight = _weight_gradient(way, weight, grad_TO, x)
+        return grad_x, grad_weight, grad_bias, None, None, None
+
+
+def _weight_gradient(way: Way, weight: Tensor, grad_TO: Tensor, x_TI: Tensor) -> Tensor | None:
+    """What autograd is to get: the gradient of the weight, or nothing where it has gone to `.grad` already."""
+    if way is Way.ADD:
+        add_product(weight, grad_TO.t(), x_TI)
+        return None
+    return grad_TO.t().mm(x_TI).view(weight.shape).to(weight.dtype)
 
 
 def _sum_to_shard(part: Tensor, tp: Axis, sp: Axis) -> Pending:

@@ -28,6 +28,8 @@ from lightning_megatron.pipeline.module import Driver, PipelineModule
 from lightning_megatron.pipeline.runtime import Runtime
 from lightning_megatron.pipeline.schedule import one_f_one_b
 from lightning_megatron.pipeline.scheduled import LocalCall, ScheduledCall
+from lightning_megatron.tensor import weight_gradients
+from lightning_megatron.tensor.weight_gradients import WeightGradients
 from lightning_megatron.trainer.alignment import aligned_random, require_equal_batches
 from lightning_megatron.trainer.config import ConfigurationError, Mode
 from lightning_megatron.trainer.step_log import StepLog
@@ -66,6 +68,8 @@ class Steps:
         self._is_plain = mesh.world.size == 1 and not self._uses_schedule
         if mesh.pp.size > 1:
             _require_one_model(pipelined, module, mesh.pp.size, self._uses_schedule)
+        self._weight_gradients = WeightGradients()
+        weight_gradients.share(module, self._weight_gradients)
         self._runtime = Runtime(mesh.pp, Mailbox(mesh.pp, device))
         self._direct_driver: Driver = LocalCall()
         if mesh.pp.size > 1:
@@ -123,7 +127,8 @@ class Steps:
         if self._trainer.fit_loop.batch_idx % self._trainer.accumulate_grad_batches == 0:
             # Lightning is about to zero them: free them before the schedule needs the memory.
             aside = {}
-        call = ScheduledCall(self._models, self._mesh.pp, enter_step, differentiate, first_samples)
+        opened = self._weight_gradients.opened
+        call = ScheduledCall(self._models, self._mesh.pp, enter_step, differentiate, first_samples, opened)
         self._drive(call)
         self.is_scheduled = True
         try:

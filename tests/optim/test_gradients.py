@@ -173,3 +173,16 @@ def test_scaling_keeps_each_dtype() -> None:
     scale_in_place(tensors, torch.tensor(0.5, dtype=torch.float64))
     assert [t.dtype for t in tensors] == [torch.float32, torch.float64, torch.bfloat16]
     assert all(t.tolist() == [0.5, 0.5] for t in tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(4096, 256), (1001, 1001)])
+def test_the_norm_of_a_large_gradient_does_not_drift(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    weight = nn.Parameter(torch.empty(shape, dtype=dtype))
+    weight.grad = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    gradients = Gradients([("weight", weight)], set(), Mesh.single(), lambda ranks: None, torch.device("cpu"))
+    exact = weight.grad.double().norm()
+    assert abs(gradients.norm() / exact - 1) < 1e-7
+    # As torch takes it, in one sum.
+    if dtype == torch.float32:
+        assert abs(torch.linalg.vector_norm(weight.grad) / exact - 1) > 1e-6

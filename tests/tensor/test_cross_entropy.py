@@ -147,8 +147,16 @@ def test_huge_logits_and_forbidden_columns_give_finite_losses() -> None:
 def test_the_logits_are_left_as_they_were() -> None:
     logits = torch.randn(T, V, requires_grad=True)
     before = logits.detach().clone()
-    vocab_parallel_cross_entropy(logits, some_labels(), tp=Mesh.single().tp, vocab_size=V).sum().backward()
+    labels = some_labels()
+    losses = vocab_parallel_cross_entropy(logits, labels, tp=Mesh.single().tp, vocab_size=V)
+    losses.sum().backward()
     assert logits.detach().equal(before)
+    # Unless they are given as the scratch; the results are the same.
+    again = before.clone().requires_grad_()
+    own = vocab_parallel_cross_entropy(again, labels, tp=Mesh.single().tp, vocab_size=V, scratch_TV=again.detach())
+    own.sum().backward()
+    assert own.equal(losses) and gradient(again).equal(gradient(logits))
+    assert not again.detach().equal(before)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -1,0 +1,122 @@
+"""Tests of weight gradients past autograd: the same numbers, added in place or put off, and never twice."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.mesh import Axis, Mesh, Sizes
+from lightning_megatron.sharding import Initial
+from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.tensor.weight_gradients import Task, WeightGradients, share
+from tests.harness.threads import new_group, run_on_threads
+
+INPUT, MIDDLE = 6, 8
+
+
+def build(tp: Axis, sp: Axis) -> nn.Sequential:
+    initial = Initial(std=1.0)
+    return nn.Sequential(
+        ColumnParallelLinear(INPUT, (2, MIDDLE // 2), tp=tp, sp=sp, bias=True, initial=initial, cut=1),
+        nn.Flatten(),
+        nn.Tanh(),
+        RowParallelLinear(MIDDLE, INPUT, tp=tp, sp=sp, bias=True, initial=initial),
+    ).double()
+
+
+def run(model: nn.Module, x: Tensor) -> Tensor:
+    out: Tensor = model(x).square().sum()
+    return out
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def seed_weights(model: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype))
+
+
+@pytest.mark.parametrize("way", ["now", "later"])
+@pytest.mark.parametrize("is_sequence_parallel", [False, True])
+def test_gradients_added_past_autograd_are_those_of_autograd(way: str, is_sequence_parallel: bool) -> None:
+    inputs = torch.randn(3, 4, INPUT, dtype=torch.float64)
+
+    def on_rank(world: Any) -> None:
+        sizes = Sizes(world=2, tp=2, sequence_parallel=is_sequence_parallel)
+        mesh = Mesh.build(sizes, world.rank(), new_group)
+        sp = mesh.axis("sp")
+        model = build(mesh.tp, sp)
+        seed_weights(model)
+        rows = [x.chunk(sp.size)[sp.rank] for x in inputs]
+        for x in rows:
+            run(model, x).backward()
+        expected = gradients_of(model)
+        model.zero_grad()
+        gradients = WeightGradients()
+        share(model, gradients)
+        for x in rows:
+            queue: list[Task] = []
+            loss = run(model, x)
+            with gradients.opened(queue if way == "later" else None):
+                loss.backward()
+            assert len(queue) == (2 if way == "later" else 0)
+            before = gradients_of(model)["0.weight"]
+            for task in queue:
+                task()
+            after = model.get_parameter("0.weight").grad
+            assert (before is None or not before.equal(after)) == (way == "later")  # type: ignore[arg-type]
+        for name, value in gradients_of(model).items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-13, atol=1e-13)
+
+    run_on_threads(2, on_rank)
+
+
+def single() -> tuple[nn.Sequential, WeightGradients]:
+    mesh = Mesh.single()
+    model = build(mesh.tp, mesh.axis("sp"))
+    gradients = WeightGradients()
+    share(model, gradients)
+    return model, gradients
+
+
+def test_closed_it_leaves_everything_to_autograd() -> None:
+    model, _ = single()
+    weight = model.get_parameter("0.weight")
+    x = torch.randn(2, INPUT, dtype=torch.float64)
+    (gradient,) = torch.autograd.grad(run(model, x), [weight])
+    assert gradient.abs().max() > 0 and weight.grad is None
+
+
+def test_weights_with_hooks_and_weights_that_are_computed_stay_with_autograd() -> None:
+    model, gradients = single()
+    seen: list[str] = []
+    model.get_parameter("0.weight").register_hook(lambda grad: seen.append("tensor hook"))
+    model.get_parameter("3.weight").register_post_accumulate_grad_hook(lambda p: seen.append("accumulated"))
+    with gradients.opened():
+        run(model, torch.randn(2, INPUT, dtype=torch.float64)).backward()
+    assert sorted(seen) == ["accumulated", "tensor hook"]
+    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
+
+
+def test_a_frozen_weight_gets_no_gradient() -> None:
+    model, gradients = single()
+    model.get_parameter("3.weight").requires_grad_(False)
+    queue: list[Task] = []
+    loss = run(model, torch.randn(2, INPUT, dtype=torch.float64))
+    with gradients.opened(queue):
+        loss.backward()
+    assert len(queue) == 1
+    queue[0]()
+    assert model.get_parameter("3.weight").grad is None
+    assert model.get_parameter("0.weight").grad is not None
+
+
+def test_a_backward_inside_a_backward_is_our_own_slip() -> None:
+    gradients = WeightGradients()
+    with gradients.opened(), pytest.raises(AssertionError, match="inside another"), gradients.opened():
+        pass
