@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed import ProcessGroup
 
@@ -26,6 +26,27 @@ EXPERT = ("pp", "edp", "ep", "etp")
 UNIONS = (("dp", "cp"), ("pp", "tp"), ("pp", "cp", "tp"))
 
 NewGroup = Callable[[tuple[int, ...]], ProcessGroup | None]
+
+Placement = Literal["loop", "v"]
+"""Which stages a pipeline rank holds: every pp-th, or, of two each, those at equal distance from the middle."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageLayout:
+    """How the parts of a model are spread over its stages; `pipeline.layout` reads it and tells what is wrong."""
+
+    text: str = ""
+    # every stage written out, as in "Et*3|t*4|t*4|tL"; excludes all other fields
+    balance: Literal["layers", "cost"] = "layers"
+    # equally many layers for each stage, or the slowest stage as fast as it can be
+    num_layers_in_first_stage: int = 0
+    # 0: as the rest
+    num_layers_in_last_stage: int = 0
+    # 0: as the rest
+    counts_embedding: bool = False
+    # the embedding takes the place of a layer
+    counts_head: bool = False
+    # the head takes the place of a layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +67,11 @@ class Sizes:
     # ranks that share each expert's weights
     sequence_parallel: bool = False
     # cut activations between tensor-parallel regions over tp
+    vp: int = 1
+    # stages (model chunks) on each pp rank
+    placement: Placement = "loop"
+    # of stages on pp ranks
+    stage_layout: StageLayout = StageLayout()
 
     def faults(self) -> list[str]:
         """Every rule that these sizes break, one sentence each."""
@@ -57,12 +83,18 @@ class Sizes:
                 ("context_parallel_size", self.cp),
                 ("expert_model_parallel_size", self.ep),
                 ("expert_tensor_parallel_size", self.etp),
+                ("virtual_pipeline_model_parallel_size", self.vp),
                 ("world size", self.world),
             )
             if size < 1
         ]
         if faults:
             return faults
+        if self.vp > 1 and self.pp == 1:
+            faults.append(
+                f"virtual_pipeline_model_parallel_size ({self.vp}) needs pipeline_model_parallel_size above 1; "
+                "with one rank use 1"
+            )
         for product, names in (
             (self.pp * self.cp * self.tp, "pipeline x context x tensor"),
             (self.pp * self.ep * self.etp, "pipeline x expert x expert tensor"),
@@ -75,6 +107,17 @@ class Sizes:
                     f"use {fits} processes, or sizes whose product divides {self.world}"
                 )
         return faults
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the whole model."""
+        return self.pp * self.vp
+
+    def pp_rank_of(self, stage: int) -> int:
+        """The pp rank that holds a stage; the last stage is on the last rank under either placement."""
+        if self.placement == "loop":
+            return stage % self.pp
+        return self.pp - 1 - stage if stage < self.pp else stage - self.pp
 
     @property
     def dp(self) -> int:
@@ -214,6 +257,11 @@ class Mesh:
         if name not in self.axes:
             raise ValueError(f"axis {name!r} is not on the mesh; there are {', '.join(self.axes)}")
         return self.axes[name]
+
+    @property
+    def own_stages(self) -> tuple[int, ...]:
+        """The stages of this pp rank, in the order of the model."""
+        return tuple(s for s in range(self.sizes.num_stages) if self.sizes.pp_rank_of(s) == self.pp.rank)
 
     @property
     def tp(self) -> Axis:

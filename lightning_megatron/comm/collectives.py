@@ -21,7 +21,7 @@ from lightning_megatron.mesh import Axis
 
 Op = Literal["sum", "max", "min"]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-_LOCALLY = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+_LOCALLY: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 # Above it two CPU ranks' swapping of whole tensors costs more than gloo's all-reduce, which moves halves twice.
 _SWAPPED_BYTES = 2 << 20
 

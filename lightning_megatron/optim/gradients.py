@@ -178,7 +178,8 @@ def _square(x: Tensor) -> Tensor:
     if x.is_contiguous() and x.numel() % _NORM_ROW == 0:
         dtype = torch.promote_types(x.dtype, torch.float32)
         x = torch.linalg.vector_norm(x.view(-1, _NORM_ROW), dim=1, dtype=dtype)
-    return torch.linalg.vector_norm(x, dtype=torch.float64).square()
+    norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float64)
+    return norm.square()
 
 
 def sum_in_place(tensors: Sequence[Tensor], axis: Axis) -> None:

@@ -104,7 +104,8 @@ class _Column(torch.autograd.Function):
         # Note: what hides what. The gather of x flies behind the input's gradient; that gradient's own sum flies
         # behind those of weight and bias.
         x, weight = ctx.saved_tensors
-        sp, needs_x, needs_weight, needs_bias = ctx.sp, *ctx.needs_input_grad[:3]
+        sp: Axis = ctx.sp
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = None
         way = ctx.gradients.way(weight) if needs_weight else Way.QUEUE
         if way is not Way.QUEUE:

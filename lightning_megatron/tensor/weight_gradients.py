@@ -46,7 +46,7 @@ class WeightGradients:
 
     def way(self, weight: Tensor) -> Way:
         """For a weight that needs a gradient. One with hooks, or that is itself computed, is autograd's."""
-        has_hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        has_hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
         if not self._is_open or not weight.is_leaf or has_hooks:
             return Way.RETURN
         return Way.ADD if self._queue is None else Way.QUEUE
