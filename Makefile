@@ -38,6 +38,7 @@ certificate: $(VENV)/.ready
 
 bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/step_time.py
+	$(BIN)/python benchmarks/pipeline.py
 
 # Leaves the environment: making it again takes minutes.
 clean:

@@ -71,7 +71,7 @@ class Sizes:
     # stages (model chunks) on each pp rank
     placement: Placement = "loop"
     # of stages on pp ranks
-    stage_layout: StageLayout = StageLayout()
+    stage_layout: StageLayout = field(default_factory=StageLayout)
 
     def faults(self) -> list[str]:
         """Every rule that these sizes break, one sentence each."""

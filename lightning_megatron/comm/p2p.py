@@ -1,109 +1,288 @@
-"""Messages between ranks of one axis, launched in batches, with no tags.
+"""Messages between the ranks of one axis: posted without waiting, waited for when needed, with no tags.
 
-Two ranks match their messages by order alone, as NCCL does. A tensor whose shape its receiver cannot know travels
-behind a small header, so shapes may change from one message to the next; a receiver that knows the shape (a gradient
-has that of its activation) says so and no header is sent.
+Messages match by order alone, as NCCL matches them, within a lane: one direction between two ranks, for one purpose,
+with a process group of its own. A receive posted early, or a send that waits for its receiver, thus holds up nothing
+but what comes behind it in its own lane.
+
+    lane       carries
+    header     what shape each forward message has, on the host
+    payload    forward messages of the expected shape
+    resent     forward messages of any other shape
+    gradient   backward messages; their shapes are those of what went forward
+
+Note: expected shapes. Both ends of a hop know what went over it in the last run. Was all of one shape, they expect that
+again, and the receiver can post its receive before it has read the header. A message of another shape goes by the
+resent lane, behind its header, and something of the expected shape fills the place that was posted for it.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron.comm.collectives import group_of, group_rank
-from lightning_megatron.mesh import Axis
+from lightning_megatron.mesh import Axis, NewGroup
+
+Payload = Tensor | dict[str, Tensor]
+"""What travels between stages."""
+
+Hop = tuple[int, int]
+"""The ranks on the axis that forward messages go from and to."""
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
-_MAX_DIMS = 6
-_HEADER_LENGTH = 2 + _MAX_DIMS  # dtype, number of dims, dims
+_HEADER_BYTES = 1024
+_ALIGNMENT_BYTES = 16
+# of each tensor within a packed message
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
-    """A tensor for the rank at place `to` on the axis."""
+class Like:
+    """Names, shapes and dtypes of a payload's tensors; a single tensor has no name."""
 
-    to: int
-    tensor: Tensor
-    has_header: bool
+    entries: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+    is_mapping: bool
+
+    @staticmethod
+    def of(payload: Payload) -> "Like":
+        """That of a payload; raises ValueError for one that cannot travel."""
+        tensors = payload if isinstance(payload, dict) else {"": payload}
+        if not tensors:
+            raise ValueError("a stage hands an empty dict to the next; it must hand at least one tensor")
+        for name, tensor in tensors.items():
+            if not isinstance(name, str) or not isinstance(tensor, Tensor) or tensor.dtype not in _DTYPES:
+                what = f"a tensor of {tensor.dtype}" if isinstance(tensor, Tensor) else type(tensor).__name__
+                under = f" under {name!r}" if isinstance(payload, dict) else ""
+                raise ValueError(
+                    f"a stage hands {what}{under} to the next; it may hand a tensor or a dict of named tensors, of "
+                    f"{', '.join(map(str, _DTYPES))}"
+                )
+        entries = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
+        return Like(entries, isinstance(payload, dict))
+
+    def of_gradient(self) -> "Like":
+        """That of what comes back: gradients of the floating tensors of a dict, or of the single tensor."""
+        if not self.is_mapping:
+            return self
+        return Like(tuple(entry for entry in self.entries if entry[2].is_floating_point), True)
+
+    def empty(self, device: torch.device) -> Tensor:
+        """Room for a packed payload."""
+        if not self.is_mapping:
+            _, shape, dtype = self.entries[0]
+            return torch.empty(shape, dtype=dtype, device=device)
+        return torch.empty(sum(_padded(entry) for entry in self.entries), dtype=torch.uint8, device=device)
+
+    def pack(self, payload: Payload) -> Tensor:
+        """The payload as one contiguous tensor; a single tensor is not copied."""
+        if isinstance(payload, Tensor):
+            return payload.detach().contiguous()
+        parts = []
+        for entry in self.entries:
+            data = payload[entry[0]].detach().contiguous().reshape(-1).view(torch.uint8)
+            parts += [data, data.new_zeros(_padded(entry) - data.numel())]
+        return torch.cat(parts)
+
+    def unpack(self, buffer: Tensor) -> Payload:
+        """The payload that was packed; its tensors share the buffer's memory."""
+        if not self.is_mapping:
+            return buffer
+        tensors, start = {}, 0
+        for name, shape, dtype in self.entries:
+            length = torch.Size(shape).numel() * dtype.itemsize
+            tensors[name] = buffer[start : start + length].view(dtype).view(shape)
+            start += _padded((name, shape, dtype))
+        return tensors
 
 
-@dataclass(frozen=True, slots=True)
-class Receive:
-    """A tensor from the rank at place `source` on the axis: like `like`, or as its header says."""
+def _padded(entry: tuple[str, tuple[int, ...], torch.dtype]) -> int:
+    length = torch.Size(entry[1]).numel() * entry[2].itemsize
+    return -(-length // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
-    source: int
-    like: tuple[torch.Size, torch.dtype] | None
+
+@lru_cache(maxsize=256)
+def _encoded(like: Like) -> bytes:
+    entries = [[name, shape, _DTYPES.index(dtype)] for name, shape, dtype in like.entries]
+    text = json.dumps([like.is_mapping, entries]).encode()
+    if len(text) > _HEADER_BYTES:
+        raise ValueError(
+            f"the names and shapes of what a stage hands to the next take {len(text)} bytes; they may take "
+            f"{_HEADER_BYTES}: hand fewer tensors, or shorter names"
+        )
+    return text.ljust(_HEADER_BYTES)
+
+
+@lru_cache(maxsize=256)
+def _decoded(header: bytes) -> Like:
+    is_mapping, entries = json.loads(header)
+    return Like(tuple((name, tuple(shape), _DTYPES[dtype]) for name, shape, dtype in entries), is_mapping)
+
+
+@dataclass(frozen=True)
+class LaneGroups:
+    """The process groups of one hop, each of its two ranks alone."""
+
+    header: dist.ProcessGroup
+    payload: dist.ProcessGroup
+    resent: dist.ProcessGroup
+    gradient: dist.ProcessGroup
+
+
+def build_lanes(
+    axis: Axis, hops: Sequence[Hop], new_group: NewGroup, new_host_group: NewGroup
+) -> dict[Hop, LaneGroups]:
+    """Groups for the hops that this rank takes part in; `new_host_group` makes groups for tensors on the host.
+
+    Every rank of the world makes equally many groups, and the two of a hop make theirs at the same turn: torch names a
+    group by how many its rank has made, and ranks that disagree about a name wait for ever.
+    """
+    lanes: dict[Hop, LaneGroups] = {}
+    for turn in _turns(hops):
+        own = next((hop for hop in turn if axis.rank in hop), None)
+        ranks = tuple(sorted(axis.ranks[place] for place in (own or (axis.rank,))))
+        groups = [make(ranks) for make in (new_host_group, new_group, new_group, new_group)]
+        if own is not None:
+            lanes[own] = LaneGroups(*groups)  # type: ignore[arg-type]
+    return lanes
+
+
+def _turns(hops: Sequence[Hop]) -> list[list[Hop]]:
+    """The hops in rounds in which no rank stands twice."""
+    turns: list[list[Hop]] = []
+    for hop in hops:
+        turn = next((t for t in turns if not any(set(hop) & set(other) for other in t)), None)
+        if turn is None:
+            turns.append(turn := [])
+        turn.append(hop)
+    return turns
+
+
+@dataclass
+class _Incoming:
+    """A forward message on its way in."""
+
+    header: Tensor
+    header_work: dist.Work
+    buffer: Tensor | None = None
+    work: dist.Work | None = None
+    like: Like | None = None
+    # once the header is read
+
+
+@dataclass
+class _Hop:
+    """What both ends of a hop know alike."""
+
+    expected: Like | None = None
+    seen: set[Like] = field(default_factory=set)
+    unread: deque[_Incoming] = field(default_factory=deque)
 
 
 class Mailbox:
-    """This rank's end of the messages on an axis; keeps what is being sent alive until it has left."""
+    """This rank's end of the lanes of an axis. Messages are called by keys of the caller's choice."""
 
-    def __init__(self, axis: Axis, device: torch.device) -> None:
+    def __init__(self, axis: Axis, lanes: Mapping[Hop, LaneGroups], device: torch.device) -> None:
         self._axis = axis
+        self._lanes = lanes
         self._device = device
-        self._sending: list[tuple[dist.Work, Tensor]] = []
+        self._hops: defaultdict[Hop, _Hop] = defaultdict(_Hop)
+        self._sending: dict[Hashable, list[tuple[dist.Work, Tensor]]] = {}
+        self._incoming: dict[Hashable, tuple[Hop, _Incoming]] = {}
+        self._gradients: dict[Hashable, tuple[Like, Tensor, dist.Work]] = {}
+        self._fillers: list[tuple[dist.Work, Tensor]] = []
 
-    def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> list[Tensor]:
-        """The tensors received, in the order asked for.
+    def send_forward(self, key: Hashable, to: int, payload: Payload) -> None:
+        """Posts a message to the rank at place `to`; it is kept until `release` or `finish`."""
+        hop, like = (self._axis.rank, to), Like.of(payload)
+        groups, state = self._lanes[hop], self._hops[hop]
+        header = torch.frombuffer(bytearray(_encoded(like)), dtype=torch.uint8)
+        messages = [(groups.header, header)]
+        if like == state.expected:
+            messages.append((groups.payload, like.pack(payload)))
+        else:
+            if state.expected is not None:
+                messages.append((groups.payload, state.expected.empty(self._device)))
+            messages.append((groups.resent, like.pack(payload)))
+        state.seen.add(like)
+        self._sending[key] = [(self._post(dist.isend, data, group, to), data) for group, data in messages]
 
-        All messages start together; returns when what is received has landed, and leaves what is sent in flight. Waits
-        for what earlier exchanges sent before it starts.
-        """
-        self.finish()
-        headers = [torch.empty(_HEADER_LENGTH, dtype=torch.int64, device=self._device) for _ in receives]
-        with_header = [i for i, receive in enumerate(receives) if receive.like is None]
-        self._launch(
-            [(send.to, _header(send.tensor, self._device)) for send in sends if send.has_header],
-            [(receives[i].source, headers[i]) for i in with_header],
-        )
-        landed = []
-        for receive, header in zip(receives, headers, strict=True):
-            shape, dtype = receive.like if receive.like is not None else _read_header(header)
-            landed.append(torch.empty(shape, dtype=dtype, device=self._device))
-        self._launch(
-            [(send.to, send.tensor.detach().contiguous()) for send in sends],
-            [(receive.source, tensor) for receive, tensor in zip(receives, landed, strict=True)],
-        )
-        return landed
+    def receive_forward(self, key: Hashable, source: int) -> None:
+        """Posts the receive of a message from the rank at place `source`."""
+        hop = (source, self._axis.rank)
+        groups, state = self._lanes[hop], self._hops[hop]
+        header = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
+        incoming = _Incoming(header, self._post(dist.irecv, header, groups.header, source))
+        if state.expected is not None:
+            incoming.buffer = state.expected.empty(self._device)
+            incoming.work = self._post(dist.irecv, incoming.buffer, groups.payload, source)
+        state.unread.append(incoming)
+        self._incoming[key] = (hop, incoming)
+
+    def send_backward(self, key: Hashable, to: int, payload: Payload) -> None:
+        """Posts a message whose shape its receiver knows."""
+        data = Like.of(payload).pack(payload)
+        group = self._lanes[to, self._axis.rank].gradient
+        self._sending[key] = [(self._post(dist.isend, data, group, to), data)]
+
+    def receive_backward(self, key: Hashable, source: int, like: Like) -> None:
+        """Posts the receive of a message of known shape."""
+        buffer = like.empty(self._device)
+        group = self._lanes[self._axis.rank, source].gradient
+        self._gradients[key] = (like, buffer, self._post(dist.irecv, buffer, group, source))
+
+    def wait(self, key: Hashable) -> Payload:
+        """What was received, once it has landed."""
+        if key in self._gradients:
+            like, buffer, work = self._gradients.pop(key)
+            work.wait()
+            return like.unpack(buffer)
+        hop, incoming = self._incoming.pop(key)
+        while incoming.like is None:
+            # In order: an earlier message that is to be resent comes before this one there.
+            self._read(hop, self._hops[hop].unread.popleft())
+        assert incoming.work is not None and incoming.buffer is not None
+        incoming.work.wait()
+        return incoming.like.unpack(incoming.buffer)
+
+    def release(self, key: Hashable) -> None:
+        """Waits until a message has left, and lets go of it."""
+        for work, _ in self._sending.pop(key):
+            work.wait()
 
     def finish(self) -> None:
-        """Waits until everything sent has left."""
-        for work, _ in self._sending:
+        """Waits until everything has left: the end of a run, after which both ends of a hop expect alike."""
+        for key in list(self._sending):
+            self.release(key)
+        for work, _ in self._fillers:
             work.wait()
-        self._sending.clear()
+        self._fillers.clear()
+        assert not self._incoming and not self._gradients, "a message was received and never waited for"
+        for state in self._hops.values():
+            if state.seen:
+                state.expected = next(iter(state.seen)) if len(state.seen) == 1 else None
+                state.seen.clear()
 
-    def _launch(self, sends: list[tuple[int, Tensor]], receives: list[tuple[int, Tensor]]) -> None:
-        """Starts all messages as one batch and waits for the receives."""
-        group = group_of(self._axis)
-        operations = [
-            dist.P2POp(function, tensor, group=group, group_peer=group_rank(self._axis, peer))
-            for function, messages in ((dist.isend, sends), (dist.irecv, receives))
-            for peer, tensor in messages
-        ]
-        if not operations:
+    def _read(self, hop: Hop, incoming: _Incoming) -> None:
+        """Reads a header and posts the receive of what does not come as expected."""
+        state = self._hops[hop]
+        incoming.header_work.wait()
+        incoming.like = like = _decoded(incoming.header.numpy().tobytes())
+        state.seen.add(like)
+        if like == state.expected:
             return
-        works = dist.batch_isend_irecv(operations)
-        if len(works) < len(operations):
-            # NCCL answers for the whole batch at once, and waiting only orders the stream behind it.
-            works[0].wait()
-            return
-        self._sending += [(work, tensor) for work, (_, tensor) in zip(works, sends, strict=False)]
-        for work in works[len(sends) :]:
-            work.wait()
+        if incoming.work is not None and incoming.buffer is not None:
+            self._fillers.append((incoming.work, incoming.buffer))
+        incoming.buffer = like.empty(self._device)
+        incoming.work = self._post(dist.irecv, incoming.buffer, self._lanes[hop].resent, hop[0])
 
-
-def _header(tensor: Tensor, device: torch.device) -> Tensor:
-    if tensor.dim() > _MAX_DIMS or tensor.dtype not in _DTYPES:
-        raise ValueError(
-            f"a message between stages is a tensor {tuple(tensor.shape)} of {tensor.dtype}; it may have up to "
-            f"{_MAX_DIMS} dims and be one of {', '.join(map(str, _DTYPES))}"
-        )
-    dims = list(tensor.shape) + [0] * (_MAX_DIMS - tensor.dim())
-    return torch.tensor([_DTYPES.index(tensor.dtype), tensor.dim(), *dims], dtype=torch.int64, device=device)
-
-
-def _read_header(header: Tensor) -> tuple[torch.Size, torch.dtype]:
-    dtype, num_dims, *dims = header.tolist()
-    return torch.Size(dims[:num_dims]), _DTYPES[dtype]
+    def _post(
+        self, start: Callable[..., dist.Work | None], data: Tensor, group: dist.ProcessGroup, peer: int
+    ) -> dist.Work:
+        """Starts a message with the rank at place `peer`, the other member of the group."""
+        place = int(self._axis.ranks[peer] > self._axis.ranks[self._axis.rank])
+        work = start(data, group=group, **{"group_dst" if start is dist.isend else "group_src": place})
+        assert work is not None
+        return work

@@ -13,8 +13,9 @@ from torch import Tensor
 from lightning_megatron.mesh import Mesh, ambient_mesh
 from lightning_megatron.models.embedding import Embedding, build_token_embedding
 from lightning_megatron.models.heads import LanguageModelHead, Targets, targets_of
+from lightning_megatron.pipeline.layout import layout_faults as stage_faults
 from lightning_megatron.pipeline.module import Part, PipelineModule
-from lightning_megatron.transformer import rotary
+from lightning_megatron.transformer import cost, rotary
 from lightning_megatron.transformer.config import LanguageModelConfig, layout_faults
 from lightning_megatron.transformer.init import initialise
 from lightning_megatron.transformer.layer import TransformerLayer, build_norm
@@ -45,7 +46,10 @@ class GPTModel(PipelineModule):
 
     def __init__(self, config: GPTConfig, *, mesh: Mesh | None = None, seed: int | None = None) -> None:
         mesh = mesh if mesh is not None else ambient_mesh()
-        if faults := layout_faults(config, mesh.sizes):
+        sizes = mesh.sizes
+        faults = layout_faults(config, sizes)
+        faults += stage_faults(config.num_layers, True, True, sizes.num_stages, sizes.stage_layout)
+        if faults:
             raise ValueError("\n".join(faults))
         super().__init__(gpt_parts(config, mesh), mesh=mesh, seed=seed)
         self.config = config
@@ -123,20 +127,26 @@ class GPTModel(PipelineModule):
 
 
 def gpt_parts(config: GPTConfig, mesh: Mesh) -> list[Part]:
-    """The parts of a GPT in order; layers weigh alike, the ends go with their neighbours."""
+    """The parts of a GPT in order; costs are the FLOPs of a full sequence's forward."""
     tp, sp = mesh.tp, mesh.sp
     token_embedding = partial(build_token_embedding, config, tp=tp, sp=sp)
     layers = [f"layers.{i}" for i in range(config.num_layers)]
+    sequence = config.max_sequence_length
+    layer_cost = cost.layer_linear_flops(config, num_tokens=sequence) + cost.layer_attention_flops(
+        config, batch=1, sequence=sequence, is_causal=True
+    )
     return [
-        Part(name="embedding", build=partial(Embedding, config, tp=tp, sp=sp)),
+        Part(name="embedding", build=partial(Embedding, config, tp=tp, sp=sp), symbol="E", cost=0.0),
         *(
-            Part(name=name, build=partial(TransformerLayer, config, tp=tp, sp=sp, name=name), cost=1.0)
+            Part(name=name, build=partial(TransformerLayer, config, tp=tp, sp=sp, name=name), cost=layer_cost)
             for name in layers
         ),
-        Part(name="final_norm", build=partial(build_norm, config, tp=tp, sp=sp)),
+        Part(name="final_norm", build=partial(build_norm, config, tp=tp, sp=sp), symbol="", cost=0.0),
         Part(
             name="head",
             build=partial(LanguageModelHead, config, tp=tp, sp=sp),
+            symbol="L",
+            cost=cost.head_flops(config, num_tokens=sequence),
             shares={"embedding.tokens": token_embedding} if config.tie_embeddings else {},
         ),
     ]

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_megatron.comm import collectives
-from lightning_megatron.comm.p2p import Mailbox
+from lightning_megatron.comm.p2p import Like, Mailbox, Payload
 from lightning_megatron.mesh import Axis
 from lightning_megatron.pipeline import microbatches
-from lightning_megatron.pipeline.lower import steps_of_rank
 from lightning_megatron.pipeline.module import PipelineModule
+from lightning_megatron.pipeline.plans import backward_plan, forward_plan
 from lightning_megatron.pipeline.runtime import Runtime
-from lightning_megatron.pipeline.schedule import backward_only, forward_only
+from lightning_megatron.pipeline.scheduled import gradients_of, named
 
 
 def _is_differentiable(value: Any) -> bool:
@@ -31,22 +31,23 @@ class _Forward:
 
     def __init__(self, module: PipelineModule, leaves: list[Any], spec: TreeSpec, num_microbatches: int) -> None:
         self.module = module
-        self.pp = module.mesh.pp
+        self.last_stage = module.mesh.sizes.num_stages - 1
         # Own leaves, so that what flows back ends here and can be handed to the caller's graph.
         self.inputs = [leaf.detach().requires_grad_() if _is_differentiable(leaf) else leaf for leaf in leaves]
         self.calls = microbatches.split(tree_unflatten(self.inputs, spec), num_microbatches)
         self.is_recorded = torch.is_grad_enabled() and module.training
-        self.received: list[Tensor | None] = []
-        self.outputs: list[Any] = []
+        self.received: dict[tuple[int, int], Payload | None] = {}
+        self.outputs: dict[tuple[int, int], Any] = {}
+        # by stage and microbatch
         self.weights: list[Tensor] = []
         self.told: list[Tensor] = []
         # of the weights, those that the model said; the others are rows
         self.first_sample = module.draws.first_sample
 
-    def forward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
+    def forward(self, stage: int, microbatch: int, received: Payload | None) -> Payload | None:
         args, kwargs = self.calls[microbatch]
-        if received is not None:
-            received.requires_grad_(self.is_recorded and received.is_floating_point())
+        for tensor in named(received).values():
+            tensor.requires_grad_(self.is_recorded and tensor.is_floating_point())
         rows = microbatches.num_rows((args, kwargs))
         self.module.draws.first_sample = self.first_sample + sum(
             microbatches.num_rows(call) for call in self.calls[:microbatch]
@@ -54,25 +55,37 @@ class _Forward:
         self.module.loss_weight = None
         with torch.set_grad_enabled(self.is_recorded):
             hidden, context = self.module.prepare(*args, **kwargs)
-            output = self.module.run_stage(hidden if received is None else received, context)
-        self.received.append(received)
-        self.outputs.append(output)
-        if self.pp.is_last:
+            output = self.module.run_stage(stage, hidden if stage == 0 else received, context)
+        self.received[stage, microbatch] = received
+        self.outputs[stage, microbatch] = output
+        if stage == self.last_stage:
             weight = self.module.loss_weight
             if weight is not None:
                 self.told.append(weight)
             self.weights.append(torch.tensor(float(rows)) if weight is None else weight)
             return None
-        assert isinstance(output, Tensor), f"a stage hands {type(output).__name__} to the next; it must hand one tensor"
+        assert isinstance(output, (Tensor, dict)), f"a stage hands {type(output).__name__} to the next"
         return output
 
-    def backward(self, microbatch: int, grad: Tensor | None) -> Tensor | None:
-        received = self.received[microbatch]
-        if not self.pp.is_last and self.outputs[microbatch].requires_grad:
-            torch.autograd.backward(self.outputs[microbatch], grad)
-        if received is None:
-            return None
-        return received.grad if received.grad is not None else torch.zeros_like(received)
+    def backward(self, stage: int, microbatch: int, grad: Payload | None) -> Payload | None:
+        if stage < self.last_stage:
+            outputs, grads = named(self.outputs[stage, microbatch]), named(grad)
+            pairs = [(tensor, grads[name]) for name, tensor in outputs.items() if tensor.requires_grad]
+            if pairs:
+                torch.autograd.backward([tensor for tensor, _ in pairs], [grad for _, grad in pairs])
+        return gradients_of(self.received[stage, microbatch])
+
+    def backward_input(self, stage: int, microbatch: int, grad: Payload | None) -> Payload | None:
+        raise AssertionError("a collective call splits no backward")
+
+    def backward_weight(self, stage: int, microbatch: int) -> None:
+        raise AssertionError("a collective call splits no backward")
+
+    def reduce_gradients(self, stage: int) -> None:
+        """Nothing: the caller's backward goes on."""
+
+    def gather_parameters(self, stage: int) -> None:
+        """Nothing: every rank holds its parameters."""
 
 
 class CollectiveCall:
@@ -81,22 +94,22 @@ class CollectiveCall:
     `count(rows)` says into how many microbatches a batch of that many rows goes.
     """
 
-    def __init__(self, pp: Axis, device: torch.device, count: Callable[[int], int]) -> None:
+    def __init__(self, pp: Axis, mailbox: Mailbox, device: torch.device, count: Callable[[int], int]) -> None:
         self._pp = pp
         self._device = device
-        self._mailbox = Mailbox(pp, device)
+        self._mailbox = mailbox
         self._count = count
 
     @torch.compiler.disable
     def __call__(self, module: PipelineModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
         work = _Forward(module, leaves, spec, self._num_microbatches(leaves))
-        steps = steps_of_rank(forward_only, self._pp.size, len(work.calls), self._pp.rank)
-        Runtime(self._pp, self._mailbox).run(steps, work)
+        Runtime(self._pp, self._mailbox).run(forward_plan(module.mesh.sizes, len(work.calls)), work)
         combined = None
         if self._pp.is_last:
             with torch.set_grad_enabled(work.is_recorded):
-                combined = microbatches.combine(work.outputs, work.weights)
+                outputs = [work.outputs[work.last_stage, m] for m in range(len(work.calls))]
+                combined = microbatches.combine(outputs, work.weights)
         weight = torch.stack(work.told).sum() if work.told else None
         output, module.loss_weight = self._share(combined, weight)
         module.draws.first_sample = work.first_sample
@@ -147,10 +160,8 @@ class CollectiveCall:
             pairs = [(r, g) for r, g in zip(roots, grads, strict=True) if g is not None and r.requires_grad]
             if pairs:
                 torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
-        steps = steps_of_rank(backward_only, self._pp.size, len(work.calls), self._pp.rank)
-        runtime = Runtime(self._pp, self._mailbox)
-        likes = {m: (o.shape, o.dtype) for m, o in enumerate(work.outputs) if isinstance(o, Tensor)}
-        runtime.run(steps, work, likes)
+        likes = {key: Like.of(o) for key, o in work.outputs.items() if key[0] < work.last_stage}
+        Runtime(self._pp, self._mailbox).run(backward_plan(work.module.mesh.sizes, len(work.calls)), work, likes)
         inputs = [leaf for leaf in work.inputs if _is_differentiable(leaf)]
         # An input may be read on several stages; its gradient is the sum of theirs.
         return [

@@ -6,13 +6,20 @@ The first half of `simulate.check`; the second half, whether ranks wait for each
 from __future__ import annotations
 
 from collections import defaultdict
-from itertools import product
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
 
 from lightning_megatron.pipeline.grid import Place, plan_fault
 from lightning_megatron.pipeline.lower import (
+    SENDS,
     Exchange,
+    Lane,
     MessageKey,
     Plan,
+    Step,
+    cell_key,
+    lane_of,
     message_key,
     other_end,
     peer_stage,
@@ -20,44 +27,67 @@ from lightning_megatron.pipeline.lower import (
 )
 from lightning_megatron.pipeline.schedule import COMPUTES, MESSAGES, Action, Kind
 
-_Fact = tuple[str, int, int]
-"""What a rank has in hand: its name, stage, microbatch."""
-
-_Posted = defaultdict[tuple[int, int], dict[MessageKey, tuple[Place, Action]]]
-
-_OUTPUT, _INPUT, _SENT_OUTPUT = "the output", "the input", "the sent output"
-_OUTPUT_GRADIENT, _INPUT_GRADIENT = "the gradient of the output", "the gradient of the input"
-_WEIGHT_GRADIENT, _SENT_GRADIENT = "the gradients of the weights", "the sent gradient of the input"
-
-_GIVES: dict[Kind, tuple[str, ...]] = {
-    Kind.FORWARD: (_OUTPUT,),
-    Kind.BACKWARD: (_INPUT_GRADIENT, _WEIGHT_GRADIENT),
-    Kind.BACKWARD_INPUT: (_INPUT_GRADIENT,),
-    Kind.BACKWARD_WEIGHT: (_WEIGHT_GRADIENT,),
-    Kind.RECV_FORWARD: (_INPUT,),
-    Kind.RECV_BACKWARD: (_OUTPUT_GRADIENT,),
-    Kind.SEND_FORWARD: (_SENT_OUTPUT,),
-    Kind.SEND_BACKWARD: (_SENT_GRADIENT,),
-    Kind.REDUCE_GRADS: (),
-    Kind.GATHER_PARAMS: (),
+# What a rank may have in hand of a stage and a microbatch, one bit each.
+_OUTPUT, _INPUT, _OUTPUT_GRADIENT, _INPUT_GRADIENT, _WEIGHT_GRADIENT = (1 << bit for bit in range(5))
+_SENT_OUTPUT, _SENT_GRADIENT, _POSTED_INPUT, _POSTED_GRADIENT = (1 << bit for bit in range(5, 9))
+_LEFT_OUTPUT, _LEFT_GRADIENT = (1 << bit for bit in range(9, 11))
+_WORDS = {
+    _OUTPUT: "the output",
+    _INPUT: "the input",
+    _OUTPUT_GRADIENT: "the gradient of the output",
+    _INPUT_GRADIENT: "the gradient of the input",
+    _WEIGHT_GRADIENT: "the gradients of the weights",
+    _SENT_OUTPUT: "a send of the output",
+    _SENT_GRADIENT: "a send of the gradient of the input",
+    _POSTED_INPUT: "a receive of the input",
+    _POSTED_GRADIENT: "a receive of the gradient of the output",
+    _LEFT_OUTPUT: "the release of the output",
+    _LEFT_GRADIENT: "the release of the gradient of the input",
 }
 
-# Of the action's own stage; what comes from a neighbouring stage is in `_needs`.
-_NEEDS: dict[Kind, tuple[str, ...]] = {
-    Kind.FORWARD: (),
-    Kind.BACKWARD: (_OUTPUT,),
-    Kind.BACKWARD_INPUT: (_OUTPUT,),
-    Kind.BACKWARD_WEIGHT: (_INPUT_GRADIENT,),
-    Kind.SEND_FORWARD: (_OUTPUT,),
-    Kind.SEND_BACKWARD: (_INPUT_GRADIENT,),
-    Kind.RECV_FORWARD: (),
-    Kind.RECV_BACKWARD: (),
-    Kind.REDUCE_GRADS: (),
-    Kind.GATHER_PARAMS: (),
+
+class _Role(Enum):
+    """How an action stands in a plan."""
+
+    __hash__ = object.__hash__
+
+    ALONE = "alone"
+    POSTED = "posted"
+    AWAITED = "awaited"
+    RELEASED = "released"
+
+
+# What an action needs and what it gives, of its own stage; what comes from a neighbouring stage is in `_rule_of`.
+_EFFECTS: dict[tuple[_Role, Kind], tuple[int, int]] = {
+    (_Role.ALONE, Kind.FORWARD): (0, _OUTPUT),
+    (_Role.ALONE, Kind.BACKWARD): (_OUTPUT, _INPUT_GRADIENT | _WEIGHT_GRADIENT),
+    (_Role.ALONE, Kind.BACKWARD_INPUT): (_OUTPUT, _INPUT_GRADIENT),
+    (_Role.ALONE, Kind.BACKWARD_WEIGHT): (_INPUT_GRADIENT, _WEIGHT_GRADIENT),
+    (_Role.ALONE, Kind.REDUCE_GRADS): (0, 0),
+    (_Role.ALONE, Kind.GATHER_PARAMS): (0, 0),
+    (_Role.POSTED, Kind.SEND_FORWARD): (_OUTPUT, _SENT_OUTPUT),
+    (_Role.POSTED, Kind.SEND_BACKWARD): (_INPUT_GRADIENT, _SENT_GRADIENT),
+    (_Role.POSTED, Kind.RECV_FORWARD): (0, _POSTED_INPUT),
+    # The shape of a gradient is that of the output.
+    (_Role.POSTED, Kind.RECV_BACKWARD): (_OUTPUT, _POSTED_GRADIENT),
+    (_Role.AWAITED, Kind.RECV_FORWARD): (_POSTED_INPUT, _INPUT),
+    (_Role.AWAITED, Kind.RECV_BACKWARD): (_POSTED_GRADIENT, _OUTPUT_GRADIENT),
+    (_Role.RELEASED, Kind.SEND_FORWARD): (_SENT_OUTPUT, _LEFT_OUTPUT),
+    (_Role.RELEASED, Kind.SEND_BACKWARD): (_SENT_GRADIENT, _LEFT_GRADIENT),
 }
 
-_BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
-_SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
+
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """What holds for all microbatches of a kind of action on one stage."""
+
+    fault: str = ""
+    # why it cannot stand there at all
+    needs: int = 0
+    gives: int = 0
+    neighbour: int = 0
+    # the stage on the same rank that hands over without a message
+    neighbour_needs: int = 0
 
 
 def require_consistent(plan: Plan) -> None:
@@ -66,37 +96,79 @@ def require_consistent(plan: Plan) -> None:
     Raises ScheduleError with the place otherwise.
     """
     ranks = rank_of_stage(plan)
-    _require_ranks(plan, ranks)
-    _require_pairs(plan, ranks)
-
-
-def _require_ranks(plan: Plan, ranks: tuple[int, ...]) -> None:
-    """Raises ScheduleError unless the steps of each rank are complete, each once and after what it needs."""
     computes = [step for steps in plan for step in steps if isinstance(step, Action) and step.kind in COMPUTES]
     num_microbatches = 1 + max((compute.microbatch for compute in computes), default=-1)
     has_backward = any(compute.kind is not Kind.FORWARD for compute in computes)
-    wanted = (_OUTPUT, _INPUT_GRADIENT, _WEIGHT_GRADIENT) if has_backward else (_OUTPUT,)
-    for rank, steps in enumerate(plan):
-        done: set[_Fact] = set()
-        for index, step in enumerate(steps):
-            in_exchange = isinstance(step, Exchange)
-            for action in step.messages if isinstance(step, Exchange) else (step,):
-                reason = _misplaced(action, in_exchange, rank, ranks) or _untimely(action, rank, ranks, done)
-                if reason:
-                    raise plan_fault(plan, (rank, index), str(action), reason)
-                for name in _GIVES[action.kind]:
-                    done.add((name, action.stage, action.microbatch))
-        stages = [stage for stage, owner in enumerate(ranks) if owner == rank]
-        for fact in product(wanted, stages, range(num_microbatches)):
-            if fact not in done:
-                raise plan_fault(plan, (rank, len(steps)), "the end", f"no step of rank {rank} makes {_in_words(fact)}")
+    wanted = _OUTPUT | _INPUT_GRADIENT | _WEIGHT_GRADIENT if has_backward else _OUTPUT
+    for rank in range(len(plan)):
+        _require_rank(plan, rank, ranks, wanted, num_microbatches)
+    _require_pairs(plan, ranks)
+    _require_releases(plan, ranks)
 
 
-def _misplaced(action: Action, in_exchange: bool, rank: int, ranks: tuple[int, ...]) -> str:
+def _require_rank(plan: Plan, rank: int, ranks: tuple[int, ...], wanted: int, num_microbatches: int) -> None:
+    """Raises ScheduleError unless the steps of a rank bring what is wanted, each once and after what it needs."""
+    rules: dict[tuple[_Role, Kind, int], _Rule] = {}
+    done: dict[int, int] = {}
+    # By stage and microbatch: what the rank has in hand.
+    for index, step in enumerate(plan[rank]):
+        for role, action in _events(step):
+            rule = rules.get((role, action.kind, action.stage))
+            if rule is None:
+                rule = rules[role, action.kind, action.stage] = _rule_of(role, action, rank, ranks)
+            cell = cell_key(action.stage, action.microbatch)
+            has = done.get(cell, 0)
+            missing = rule.needs & ~has
+            beside = done.get(cell_key(rule.neighbour, action.microbatch), 0) if rule.neighbour_needs else 0
+            missing_beside = rule.neighbour_needs & ~beside
+            if rule.fault or missing or missing_beside or has & rule.gives:
+                reason = rule.fault or _untimely(rank, rule, action, missing, missing_beside)
+                raise plan_fault(plan, (rank, index), str(action), reason)
+            done[cell] = has | rule.gives
+    for stage in (stage for stage, owner in enumerate(ranks) if owner == rank):
+        for microbatch in range(num_microbatches):
+            if missing := wanted & ~done.get(cell_key(stage, microbatch), 0):
+                reason = f"no step of rank {rank} makes {_in_words(missing, stage, microbatch)}"
+                raise plan_fault(plan, (rank, len(plan[rank])), "the end", reason)
+
+
+def _events(step: Step) -> Iterator[tuple[_Role, Action]]:
+    """What a step does, in turn."""
+    if isinstance(step, Action):
+        yield _Role.ALONE, step
+        return
+    for message in step.posted:
+        yield _Role.POSTED, message
+    for message in step.awaited:
+        yield _Role.AWAITED, message
+    for message in step.released:
+        yield _Role.RELEASED, message
+
+
+def _rule_of(role: _Role, action: Action, rank: int, ranks: tuple[int, ...]) -> _Rule:
+    """The rule for an action and for its like with other microbatches."""
+    kind, stage = action.kind, action.stage
+    if fault := _misplaced(role, action, rank, ranks):
+        return _Rule(fault)
+    needs, gives = _EFFECTS[role, kind]
+    if kind is Kind.FORWARD and stage > 0:
+        if ranks[stage - 1] == rank:
+            return _Rule("", needs, gives, stage - 1, _OUTPUT)
+        needs |= _INPUT
+    if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and stage < len(ranks) - 1:
+        if ranks[stage + 1] == rank:
+            return _Rule("", needs, gives, stage + 1, _INPUT_GRADIENT)
+        needs |= _OUTPUT_GRADIENT
+    return _Rule("", needs, gives)
+
+
+def _misplaced(role: _Role, action: Action, rank: int, ranks: tuple[int, ...]) -> str:
     """Why an action cannot stand where it does; empty if it can."""
     is_message = action.kind in MESSAGES
-    if is_message != in_exchange:
+    if is_message != (role is not _Role.ALONE):
         return "messages, and nothing else, stand in an Exchange"
+    if (role, action.kind) not in _EFFECTS:
+        return "receives are awaited, sends are released"
     if not 0 <= action.stage < len(ranks) or ranks[action.stage] != rank:
         return f"stage {action.stage} is not on rank {rank}"
     if is_message:
@@ -108,58 +180,87 @@ def _misplaced(action: Action, in_exchange: bool, rank: int, ranks: tuple[int, .
     return ""
 
 
-def _untimely(action: Action, rank: int, ranks: tuple[int, ...], done: set[_Fact]) -> str:
-    """Why an action cannot be the next of a rank that has this done; empty if it can."""
-    for fact in _needs(action, rank, ranks):
-        if fact not in done:
-            return f"no step of rank {rank} before it brings {_in_words(fact)}"
-    for name in _GIVES[action.kind]:
-        fact = (name, action.stage, action.microbatch)
-        if fact in done:
-            return f"an earlier step of rank {rank} has brought {_in_words(fact)}"
-    return ""
+def _untimely(rank: int, rule: _Rule, action: Action, missing: int, missing_beside: int) -> str:
+    """Why an action cannot be the next of a rank: it misses something, or gives what the rank has."""
+    if missing:
+        return f"no step of rank {rank} before it brings {_in_words(missing, action.stage, action.microbatch)}"
+    if missing_beside:
+        told = _in_words(missing_beside, rule.neighbour, action.microbatch)
+        return f"no step of rank {rank} before it brings {told}"
+    return f"an earlier step of rank {rank} has brought {_in_words(rule.gives, action.stage, action.microbatch)}"
 
 
-def _needs(action: Action, rank: int, ranks: tuple[int, ...]) -> list[_Fact]:
-    """What a rank must have in hand for an action."""
-    kind, stage, microbatch = action.kind, action.stage, action.microbatch
-    facts = [(name, stage, microbatch) for name in _NEEDS[kind]]
-    if kind is Kind.FORWARD and stage > 0:
-        is_local = ranks[stage - 1] == rank
-        facts.append((_OUTPUT, stage - 1, microbatch) if is_local else (_INPUT, stage, microbatch))
-    elif kind in _BACKWARDS and stage < len(ranks) - 1:
-        is_local = ranks[stage + 1] == rank
-        facts.append((_INPUT_GRADIENT, stage + 1, microbatch) if is_local else (_OUTPUT_GRADIENT, stage, microbatch))
-    return facts
-
-
-def _in_words(fact: _Fact) -> str:
-    return f"{fact[0]} of stage {fact[1]}, microbatch {fact[2]}"
+def _in_words(facts: int, stage: int, microbatch: int) -> str:
+    """The first of the facts."""
+    return next(f"{word} of stage {stage}, microbatch {microbatch}" for bit, word in _WORDS.items() if facts & bit)
 
 
 def _require_pairs(plan: Plan, ranks: tuple[int, ...]) -> None:
-    """Raises ScheduleError unless sends and receives are pairs, in one order from each rank to each other."""
-    # By (sending rank, receiving rank), in the order in which they are posted.
-    sends: _Posted = defaultdict(dict)
-    receives: _Posted = defaultdict(dict)
-    for rank, steps in enumerate(plan):
+    """Raises ScheduleError unless sends and receives are pairs, posted in one order at both ends of each lane."""
+    sends: defaultdict[Lane, list[Action]] = defaultdict(list)
+    receives: defaultdict[Lane, list[Action]] = defaultdict(list)
+    lanes: dict[tuple[Kind, int], list[Action]] = {}
+    for steps in plan:
+        for step in steps:
+            for message in step.posted if isinstance(step, Exchange) else ():
+                lane = lanes.get((message.kind, message.stage))
+                if lane is None:
+                    ends = sends if message.kind in SENDS else receives
+                    lane = lanes[message.kind, message.stage] = ends[lane_of(message, ranks)]
+                lane.append(message)
+    for name in sorted(sends.keys() | receives.keys()):
+        sent, received = list(map(message_key, sends[name])), list(map(message_key, receives[name]))
+        if sent != received:
+            _tell_unpaired(plan, sends[name], receives[name], name[0])
+
+
+def _tell_unpaired(plan: Plan, sends: list[Action], receives: list[Action], sender: int) -> None:
+    """Raises ScheduleError for the first message of a lane that has no other end, or another one at its place."""
+    for mine, theirs in ((sends, receives), (receives, sends)):
+        keys = set(map(message_key, theirs))
+        for message in mine:
+            if message_key(message) not in keys:
+                reason = f"its other end, {other_end(message)}, is not in the plan"
+                raise plan_fault(plan, _place_of(plan, message), str(message), reason)
+    for sent, received in zip(sends, receives, strict=True):
+        if message_key(sent) != message_key(received):
+            reason = f"rank {sender} sends {sent} before {other_end(received)}, and messages of one lane match in order"
+            raise plan_fault(plan, _place_of(plan, received), str(received), reason)
+
+
+def _place_of(plan: Plan, message: Action) -> Place:
+    """Where a message is posted."""
+    return next(
+        (rank, index)
+        for rank, steps in enumerate(plan)
+        for index, step in enumerate(steps)
+        if isinstance(step, Exchange) and message in step.posted
+    )
+
+
+def _require_releases(plan: Plan, ranks: tuple[int, ...]) -> None:
+    """Raises ScheduleError where a send is released that may still be on its way.
+
+    It has left if the rank has awaited something that the receiver posted after it had awaited the send.
+    """
+    posted_at: dict[MessageKey, int] = {}
+    awaited_at: dict[MessageKey, int] = {}
+    for steps in plan:
         for index, step in enumerate(steps):
-            for message in step.messages if isinstance(step, Exchange) else ():
+            if isinstance(step, Exchange):
+                posted_at.update((message_key(message), index) for message in step.posted if message.kind in SENDS)
+                awaited_at.update((message_key(message), index) for message in step.awaited)
+    for rank, steps in enumerate(plan):
+        heard: defaultdict[int, int] = defaultdict(int)
+        # By peer: the step that it has reached for certain.
+        for index, step in enumerate(steps):
+            if not isinstance(step, Exchange):
+                continue
+            for message in step.awaited:
                 peer = ranks[peer_stage(message)]
-                posted = sends[rank, peer] if message.kind in _SENDS else receives[peer, rank]
-                posted[message_key(message)] = ((rank, index), message)
-    for channel in sorted(sends.keys() | receives.keys()):
-        for mine, theirs in ((sends[channel], receives[channel]), (receives[channel], sends[channel])):
-            for key in mine:
-                if key not in theirs:
-                    place, message = mine[key]
-                    reason = f"its other end, {other_end(message)}, is not in the plan"
-                    raise plan_fault(plan, place, str(message), reason)
-        for sent_key, received_key in zip(sends[channel], receives[channel], strict=True):
-            if sent_key != received_key:
-                place, message = receives[channel][received_key]
-                reason = (
-                    f"rank {channel[0]} sends {sends[channel][sent_key][1]} before {other_end(message)}, "
-                    f"and messages from one rank to another match in order"
-                )
-                raise plan_fault(plan, place, str(message), reason)
+                heard[peer] = max(heard[peer], posted_at[message_key(message)])
+            for message in step.released:
+                landed_at = awaited_at.get(message_key(message))
+                if landed_at is None or landed_at >= heard[ranks[peer_stage(message)]]:
+                    reason = "it is held to have left, and may not have"
+                    raise plan_fault(plan, (rank, index), str(message), reason)

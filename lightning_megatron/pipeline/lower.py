@@ -2,42 +2,56 @@
 
 Between `schedule`, which knows only computes, and the runtime, which does nothing that its plan does not name.
 
-Note: what lies between two computes is one batch. A rank sends what it has just made and receives what it needs next
-in a single Exchange. Two neighbours that each have something for the other would otherwise both wait in their send for
-the other's receive, or, at pp 2, where the next and the previous rank are the same one, match each other's messages in
-the wrong order.
+    add_messages      sends behind the computes that make them, receives ahead of the computes that need them
+    add_reductions    `RG` behind the last backward of each stage
+    add_gathers       `GP` before the first forward of each stage
+
+Note: posting never waits. A message is posted at both of its ends and lands later; a rank waits only for a receive
+that its next compute needs. Messages of one lane (from one rank to another, forward or backward) are posted in one
+order at both ends, that in which the sender makes them, and lanes do not wait for each other. Two neighbours that each
+have something for the other, and at pp 2 the next rank that is also the previous one, therefore cannot block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
+from collections import defaultdict
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count, pairwise
 
-from lightning_megatron.pipeline.schedule import Action, Kind, Order, ScheduleError
+from lightning_megatron.pipeline.schedule import WHOLE_STAGE, Action, Kind, Order, ScheduleError
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """The messages of one rank between two computes, launched as one batch; the rank goes on when all are complete.
+    """The messages of one rank between two computes.
 
     A message names the stage at its own end: `1SF0` is sent by stage 1 and arrives as `2RF0` at stage 2; `1SB0` is the
     gradient of stage 1's input and arrives as `0RB0` at stage 0.
     """
 
-    messages: tuple[Action, ...]
+    posted: tuple[Action, ...]
+    # sends and receives that start here
+    awaited: tuple[Action, ...] = ()
+    # receives, posted here or earlier, that must have landed before the rank goes on
+    released: tuple[Action, ...] = ()
+    # sends that have left for certain, since what was awaited here was made after they arrived
 
     def __str__(self) -> str:
-        return "[" + " ".join(map(str, self.messages)) + "]"
+        """Its messages, with `!` where they are awaited and `-` where they are released."""
+        marks = (("", self.posted), ("!", self.awaited), ("-", self.released))
+        return "[" + " ".join(f"{message}{mark}" for mark, messages in marks for message in messages) + "]"
 
 
 Step = Action | Exchange
 Plan = tuple[tuple[Step, ...], ...]
 """The steps of every pp rank. An Order is the special case without messages."""
 
+MessageKey = int
+"""A number that both ends of a message have in common, and no other message of a plan has."""
 
-MessageKey = tuple[bool, int, int]
-"""Whether a message goes forward, the stage that receives it, its microbatch."""
+Lane = tuple[int, int, bool]
+"""The sending rank, the receiving rank, whether it goes forward."""
 
 _OTHER_END = {
     Kind.SEND_FORWARD: Kind.RECV_FORWARD,
@@ -45,6 +59,7 @@ _OTHER_END = {
     Kind.SEND_BACKWARD: Kind.RECV_BACKWARD,
     Kind.RECV_BACKWARD: Kind.SEND_BACKWARD,
 }
+SENDS = frozenset({Kind.SEND_FORWARD, Kind.SEND_BACKWARD})
 
 # From the stage that a message names to the one at the other end.
 _TO_PEER = {Kind.SEND_FORWARD: 1, Kind.RECV_FORWARD: -1, Kind.SEND_BACKWARD: -1, Kind.RECV_BACKWARD: 1}
@@ -56,6 +71,16 @@ _TO_RECEIVER = {
     Kind.SEND_BACKWARD: (False, -1),
     Kind.RECV_BACKWARD: (False, 0),
 }
+_INPUT_GRADIENTS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
+_WEIGHT_GRADIENTS = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A plan, and the pp rank that holds each stage."""
+
+    plan: Plan
+    ranks: tuple[int, ...]
 
 
 def rank_of_stage(plan: Plan) -> tuple[int, ...]:
@@ -85,49 +110,173 @@ def other_end(message: Action) -> Action:
     return Action(_OTHER_END[message.kind], peer_stage(message), message.microbatch)
 
 
+def cell_key(stage: int, microbatch: int) -> int:
+    """A number for a stage and a microbatch.
+
+    Note: a number and no tuple, since a plan may have a million of them, and the garbage collector looks at each tuple.
+    """
+    return (stage << 32) + microbatch
+
+
 def message_key(message: Action) -> MessageKey:
-    """What both ends of a message have in common, and no other message of a plan has."""
+    """The key of a message: the stage that receives it, its microbatch, whether it goes forward."""
     is_forward, to_receiver = _TO_RECEIVER[message.kind]
-    return is_forward, message.stage + to_receiver, message.microbatch
+    return ((message.stage + to_receiver) << 33) + 2 * message.microbatch + is_forward
 
 
-def add_messages(order: Order) -> Plan:
-    """The plan of an order: each send right after the compute that makes it, each receive right before the compute that
-    needs it, all between two computes joined into one Exchange.
+def lane_of(message: Action, ranks: tuple[int, ...]) -> Lane:
+    """The lane that a message goes by."""
+    own, peer = ranks[message.stage], ranks[peer_stage(message)]
+    is_forward = _TO_RECEIVER[message.kind][0]
+    return (own, peer, is_forward) if message.kind in SENDS else (peer, own, is_forward)
 
-    Two neighbouring stages on one rank hand over without a message.
+
+def hops(ranks: tuple[int, ...]) -> list[tuple[int, int]]:
+    """The pairs of ranks, sender first, between which forward messages go, in the order of the stages."""
+    pairs = ((a, b) for a, b in pairwise(ranks) if a != b)
+    return list(dict.fromkeys(pairs))
+
+
+def lower(order: Order) -> Lowered:
+    """An order with everything that a training step needs between its computes."""
+    return Lowered(add_gathers(add_reductions(add_messages(order))), rank_of_stage(order))
+
+
+def add_messages(order: Order, *, ahead: int = 1) -> Plan:
+    """The plan of an order: sends and receives between its computes.
+
+    A send is posted right after the compute that makes it. A receive is awaited right before the compute that needs it
+    and posted `ahead` computes earlier, so that it can travel behind them; earlier still where its lane's order asks
+    for it, but a gradient not before its forward. Two neighbouring stages on one rank hand over without a message.
     """
     ranks = rank_of_stage(order)
-    return tuple(_with_messages(rank, actions, ranks) for rank, actions in enumerate(order))
+    gaps = [_Gaps(len(actions)) for actions in order]
+    places = _Places()
+    lanes: defaultdict[Lane, list[MessageKey]] = defaultdict(list)
+    for rank, actions in enumerate(order):
+        for place, action in enumerate(actions):
+            if action.kind is Kind.FORWARD:
+                places.forwards[cell_key(action.stage, action.microbatch)] = place
+            if send := _send_of(action, ranks):
+                key = message_key(send)
+                gaps[rank].posted[place + 1] += (send,)
+                places.made[key] = place + 1
+                lanes[lane_of(send, ranks)].append(key)
+            if receive := _receive_of(action, ranks):
+                key = message_key(receive)
+                gaps[rank].awaited[place] += (receive,)
+                places.receives[key] = receive
+                places.needed[key] = place
+    for (_, receiver, _), sent in lanes.items():
+        _post_receives(gaps[receiver], sent, places, ahead)
+    for gap in gaps:
+        _release_sends(gap, places, ranks)
+    return tuple(_joined(actions, gap) for actions, gap in zip(order, gaps, strict=True))
 
 
-@lru_cache(maxsize=64)
-def steps_of_rank(make: Callable[..., Order], pp: int, microbatches: int, rank: int) -> tuple[Step, ...]:
-    """The steps of one rank under the order that `make(pp=, microbatches=)` gives; kept, because every step asks."""
-    return add_messages(make(pp=pp, microbatches=microbatches))[rank]
+def add_reductions(plan: Plan) -> Plan:
+    """The plan with `REDUCE_GRADS` of each stage right behind the last step that adds to its weights' gradients."""
+    return tuple(_beside(steps, Kind.REDUCE_GRADS, _WEIGHT_GRADIENTS, is_last=True) for steps in plan)
 
 
-def _with_messages(rank: int, actions: tuple[Action, ...], ranks: tuple[int, ...]) -> tuple[Step, ...]:
-    has_previous = [stage > 0 and ranks[stage - 1] != rank for stage in range(len(ranks))]
-    has_next = [stage < len(ranks) - 1 and ranks[stage + 1] != rank for stage in range(len(ranks))]
+def add_gathers(plan: Plan) -> Plan:
+    """The plan with `GATHER_PARAMS` of each stage right before its first forward."""
+    return tuple(_beside(steps, Kind.GATHER_PARAMS, frozenset({Kind.FORWARD}), is_last=False) for steps in plan)
+
+
+class _Gaps:
+    """The parts of the exchange that will stand before each compute of a rank, and behind the last."""
+
+    def __init__(self, num_computes: int) -> None:
+        self.posted: list[tuple[Action, ...]] = [()] * (num_computes + 1)
+        self.awaited = self.posted[:]
+        self.released = self.posted[:]
+
+
+@dataclass
+class _Places:
+    """In which gap of its rank something happens."""
+
+    made: dict[MessageKey, int] = field(default_factory=dict)
+    # the posting of a send
+    needed: dict[MessageKey, int] = field(default_factory=dict)
+    # the wait for a receive
+    receives: dict[MessageKey, Action] = field(default_factory=dict)
+    # the receive itself
+    forwards: dict[int, int] = field(default_factory=dict)
+    # the compute behind the gap, by stage and microbatch
+
+
+def _send_of(action: Action, ranks: tuple[int, ...]) -> Action | None:
+    stage = action.stage
+    if action.kind is Kind.FORWARD and stage + 1 < len(ranks) and ranks[stage + 1] != ranks[stage]:
+        return Action(Kind.SEND_FORWARD, stage, action.microbatch)
+    if action.kind in _INPUT_GRADIENTS and stage > 0 and ranks[stage - 1] != ranks[stage]:
+        return Action(Kind.SEND_BACKWARD, stage, action.microbatch)
+    return None
+
+
+def _receive_of(action: Action, ranks: tuple[int, ...]) -> Action | None:
+    stage = action.stage
+    if action.kind is Kind.FORWARD and stage > 0 and ranks[stage - 1] != ranks[stage]:
+        return Action(Kind.RECV_FORWARD, stage, action.microbatch)
+    if action.kind in _INPUT_GRADIENTS and stage + 1 < len(ranks) and ranks[stage + 1] != ranks[stage]:
+        return Action(Kind.RECV_BACKWARD, stage, action.microbatch)
+    return None
+
+
+def _post_receives(gaps: _Gaps, sent: list[MessageKey], places: _Places, ahead: int) -> None:
+    """Posts the receives of one lane in the order of its sends: ahead of their computes, none later than it may be."""
+    # Sends that no compute reads have no receive; `check` tells.
+    keys = [key for key in sent if key in places.receives]
+    latest = len(gaps.posted)
+    wanted: list[int] = []
+    for key in reversed(keys):
+        latest = min(latest, max(0, places.needed[key] - ahead))
+        wanted.append(latest)
+    earliest = 0
+    for key, place in zip(keys, reversed(wanted), strict=True):
+        receive = places.receives[key]
+        earliest = max(earliest, place)
+        if receive.kind is Kind.RECV_BACKWARD:
+            # The shape of a gradient is known once its forward has run.
+            earliest = max(earliest, places.forwards.get(cell_key(receive.stage, receive.microbatch), -1) + 1)
+        gaps.posted[earliest] += (receive,)
+
+
+def _release_sends(gaps: _Gaps, places: _Places, ranks: tuple[int, ...]) -> None:
+    """Marks where a rank knows that a send has left: it has awaited something that the receiver posted afterwards."""
+    in_flight: defaultdict[int, list[tuple[int, int, Action]]] = defaultdict(list)
+    # By receiver: the gap in which it waits for the message, a number, and the message; the first gap first.
+    numbers = count()
+    for at, (posted, awaited) in enumerate(zip(gaps.posted, gaps.awaited, strict=True)):
+        for message in posted:
+            needed_at = places.needed.get(message_key(message)) if message.kind in SENDS else None
+            if needed_at is not None:
+                heappush(in_flight[ranks[peer_stage(message)]], (needed_at, next(numbers), message))
+        for message in awaited:
+            on_the_way = in_flight[ranks[peer_stage(message)]]
+            made_at = places.made.get(message_key(message), -1)
+            while on_the_way and on_the_way[0][0] < made_at:
+                gaps.released[at] += (heappop(on_the_way)[2],)
+
+
+def _joined(actions: tuple[Action, ...], gaps: _Gaps) -> tuple[Step, ...]:
     steps: list[Step] = []
-    messages: list[Action] = []
-    for action in actions:
-        kind, stage, microbatch = action.kind, action.stage, action.microbatch
-        is_forward = kind is Kind.FORWARD
-        is_backward = kind is Kind.BACKWARD or kind is Kind.BACKWARD_INPUT
-        if is_forward and has_previous[stage]:
-            messages.append(Action(Kind.RECV_FORWARD, stage, microbatch))
-        elif is_backward and has_next[stage]:
-            messages.append(Action(Kind.RECV_BACKWARD, stage, microbatch))
-        if messages:
-            steps.append(Exchange(tuple(messages)))
-            messages = []
-        steps.append(action)
-        if is_forward and has_next[stage]:
-            messages.append(Action(Kind.SEND_FORWARD, stage, microbatch))
-        elif is_backward and has_previous[stage]:
-            messages.append(Action(Kind.SEND_BACKWARD, stage, microbatch))
-    if messages:
-        steps.append(Exchange(tuple(messages)))
+    for place, (posted, awaited) in enumerate(zip(gaps.posted, gaps.awaited, strict=True)):
+        if posted or awaited:
+            steps.append(Exchange(posted, awaited, gaps.released[place]))
+        steps += actions[place : place + 1]
     return tuple(steps)
+
+
+def _beside(steps: tuple[Step, ...], kind: Kind, near: frozenset[Kind], *, is_last: bool) -> tuple[Step, ...]:
+    """The steps with one action of `kind` for each stage, behind its last (or before its first) action in `near`."""
+    places: dict[int, int] = {}
+    for place, step in enumerate(steps):
+        if isinstance(step, Action) and step.kind in near and (is_last or step.stage not in places):
+            places[step.stage] = place
+    result = list(steps)
+    for stage, place in sorted(places.items(), key=lambda item: -item[1]):
+        result.insert(place + is_last, Action(kind, stage, WHOLE_STAGE))
+    return tuple(result)

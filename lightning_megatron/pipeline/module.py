@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.comm.rng import Draws
-from lightning_megatron.mesh import Mesh, ambient_mesh
-from lightning_megatron.pipeline.partition import partition
+from lightning_megatron.mesh import Mesh, Sizes, ambient_mesh
+from lightning_megatron.pipeline.layout import assign
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +25,10 @@ class Part:
     # of its module in the unsplit model, dots allowed
     build: Callable[[], nn.Module]
     # makes the module; called only on the ranks whose stage has the part
-    cost: float = 0.0
-    # relative work; parts of no cost go with their neighbours
+    symbol: str = "t"
+    # E: the embedding; t: a layer; L: the head; empty: goes with the part before it
+    cost: float = 1.0
+    # relative work, for stages balanced by cost
     shares: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
     # modules of other parts that this one uses too (tied weights), by name; built here where no part of the stage did
 
@@ -41,8 +43,8 @@ class PipelineModule(nn.Module):
     """Base of models that can be pipelined; also wraps any chain of modules.
 
     A subclass hands its parts to the constructor and, where they need more than the tensor that travels from part to
-    part, overrides `prepare` (runs on every stage, from the caller's inputs) and `run_part`. Raises ValueError when
-    there are fewer parts with a cost than stages.
+    part, overrides `prepare` (runs on every stage, from the caller's inputs) and `run_part`. Between parts may travel a
+    tensor or a dict of tensors. Raises ValueError where the parts do not fit the stages that the mesh asks for.
     """
 
     def __init__(self, parts: Sequence[Part], *, mesh: Mesh | None = None, seed: int | None = None) -> None:
@@ -51,11 +53,13 @@ class PipelineModule(nn.Module):
         self.mesh = mesh if mesh is not None else ambient_mesh()
         self.draws = Draws(seed=torch.initial_seed() if seed is None else seed)
         self.part_names = tuple(part.name for part in parts)
-        self.stages = partition([part.cost for part in parts], self.mesh.pp.size)
+        symbols, costs = [part.symbol for part in parts], [part.cost for part in parts]
+        sizes = self.mesh.sizes
+        self.stages = assign(symbols, costs, sizes.num_stages, sizes.stage_layout)
         self.driver: Driver = run_alone
         self.loss_weight: Tensor | None = None
         # what the last call's loss is a mean over (number of valid tokens, []), where the model knows it
-        own = [parts[i] for i in self.stages[self.mesh.pp.rank]]
+        own = [parts[i] for stage in self.mesh.own_stages for i in self.stages[stage]]
         for part in own:
             self._place(part.name, part.build())
         for part in own:
@@ -69,9 +73,9 @@ class PipelineModule(nn.Module):
 
         Raises ValueError where two stages would share a parameter: each would train a copy of its own.
         """
-        parts = [Part(name=name, build=partial(_itself, module), cost=1.0) for name, module in modules.items()]
+        parts = [Part(name=name, build=partial(_itself, module)) for name, module in modules.items()]
         chain = PipelineModule(parts, mesh=mesh)
-        _require_unshared(list(modules.items()), chain.stages)
+        _require_unshared(list(modules.items()), chain.stages, chain.mesh.sizes)
         return chain
 
     def _has(self, name: str) -> bool:
@@ -92,10 +96,9 @@ class PipelineModule(nn.Module):
             parent = parent.get_submodule(step)
         parent.add_module(last, module)
 
-    @property
-    def stage_parts(self) -> tuple[str, ...]:
-        """Names of the parts that this rank runs, in order."""
-        return tuple(self.part_names[i] for i in self.stages[self.mesh.pp.rank])
+    def parts_of(self, stage: int) -> tuple[str, ...]:
+        """Names of the parts of a stage, in order; a stage may have none."""
+        return tuple(self.part_names[i] for i in self.stages[stage])
 
     def prepare(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """From the caller's inputs: what the first part takes, and what every part on every stage may read."""
@@ -110,9 +113,9 @@ class PipelineModule(nn.Module):
         """The output of one part for the output of the part before."""
         return self.get_submodule(name)(hidden)
 
-    def run_stage(self, hidden: Any, context: Any) -> Any:
-        """The output of this rank's parts in turn; on the last stage that is what the caller gets."""
-        for name in self.stage_parts:
+    def run_stage(self, stage: int, hidden: Any, context: Any) -> Any:
+        """The output of the parts of one of this rank's stages in turn; of the last stage, what the caller gets."""
+        for name in self.parts_of(stage):
             hidden = self.run_part(name, hidden, context)
         return hidden
 
@@ -121,16 +124,16 @@ class PipelineModule(nn.Module):
         return self.driver(self, args, kwargs)
 
 
-def _require_unshared(modules: Sequence[tuple[str, nn.Module]], stages: Sequence[range]) -> None:
+def _require_unshared(modules: Sequence[tuple[str, nn.Module]], stages: Sequence[range], sizes: Sizes) -> None:
     holders: dict[nn.Parameter, tuple[int, str]] = {}
     for stage, places in enumerate(stages):
         for name, module in (modules[place] for place in places):
             for parameter in module.parameters():
                 first_stage, first_name = holders.setdefault(parameter, (stage, name))
-                if first_stage != stage:
+                if sizes.pp_rank_of(first_stage) != sizes.pp_rank_of(stage):
                     raise ValueError(
                         f"modules {first_name!r} (stage {first_stage}) and {name!r} (stage {stage}) of a chain share a "
-                        "parameter; stages hold their own parameters. Tie it with Part.shares in a PipelineModule, or "
+                        "parameter; ranks hold their own parameters. Tie it with Part.shares in a PipelineModule, or "
                         "use as many stages as put both on one"
                     )
 
@@ -143,11 +146,12 @@ def run_alone(module: PipelineModule, args: tuple[Any, ...], kwargs: dict[str, A
     """The driver of a model in one piece: runs all parts here and now."""
     if module.mesh.pp.size > 1:
         raise RuntimeError(
-            f"this model holds stage {module.mesh.pp.rank} of {module.mesh.pp.size} and was called outside of "
-            "Trainer.fit, validate, test or predict; call it within a step, or build it with no pipeline"
+            f"this model holds stage {' and '.join(map(str, module.mesh.own_stages))} of "
+            f"{module.mesh.sizes.num_stages} and was called outside of Trainer.fit, validate, test or predict; call it "
+            "within a step, or build it with no pipeline"
         )
     hidden, context = module.prepare(*args, **kwargs)
-    output = module.run_stage(hidden, context)
+    output = module.run_stage(0, hidden, context)
     if module.training and torch.is_grad_enabled():
         module.draws.step += 1
     return output

@@ -5,87 +5,133 @@ One interpreter serves every schedule. It knows nothing of models, losses or Lig
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from lightning_megatron.comm.p2p import Mailbox, Receive, Send
+from lightning_megatron.comm.p2p import Like, Mailbox, Payload
 from lightning_megatron.mesh import Axis
-from lightning_megatron.pipeline.lower import Exchange, Step
+from lightning_megatron.pipeline.grid import plan_grid
+from lightning_megatron.pipeline.lower import Exchange, Lowered, other_end, peer_stage
 from lightning_megatron.pipeline.schedule import Action, Kind
+
+Likes = dict[tuple[int, int], Like]
+"""What the output of each (stage, microbatch) was like."""
 
 
 class StageWork(Protocol):
-    """What a stage does for a microbatch."""
+    """What the stages of a rank do; outputs and gradients are None where there is no stage to hand them to."""
 
-    def forward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
-        """The output for the next stage (None on the last), from what the previous one sent (None on the first)."""
+    def forward(self, stage: int, microbatch: int, received: Payload | None) -> Payload | None:
+        """The output for the next stage, from what the previous one sent."""
         ...
 
-    def backward(self, microbatch: int, grad: Tensor | None) -> Tensor | None:
-        """The gradient of what was received, from that of the output; None where there is no such neighbour."""
+    def backward(self, stage: int, microbatch: int, grad: Payload | None) -> Payload | None:
+        """The gradient of what was received, from that of the output."""
+        ...
+
+    def backward_input(self, stage: int, microbatch: int, grad: Payload | None) -> Payload | None:
+        """The same, with the gradients of weights put off as far as the modules can."""
+        ...
+
+    def backward_weight(self, stage: int, microbatch: int) -> None:
+        """The gradients of weights that were put off."""
+        ...
+
+    def reduce_gradients(self, stage: int) -> None:
+        """Called when the gradients of a stage's weights are complete on this rank."""
+        ...
+
+    def gather_parameters(self, stage: int) -> None:
+        """Called before the first forward of a stage."""
         ...
 
 
 class Runtime:
-    """Runs the steps of one rank; `pp` is the axis of stages."""
+    """Runs the steps of one rank; `pp` is the axis of pipeline ranks."""
 
     def __init__(self, pp: Axis, mailbox: Mailbox) -> None:
         self._pp = pp
         self._mailbox = mailbox
-        self._arrived: dict[Action, Tensor] = {}
-        self._outgoing: dict[Action, Tensor] = {}
-        self._likes: dict[int, tuple[torch.Size, torch.dtype]] = {}
-        # shape and dtype of each microbatch's output, which its gradient will have
+        self._inputs: dict[Action, Payload] = {}
+        # what the computes to come will read, by the receive that brings it or would bring it from another rank
+        self._outputs: dict[Action, Payload] = {}
+        # what waits for its send to be posted
+        self._likes: Likes = {}
 
-    def run(
-        self,
-        steps: tuple[Step, ...],
-        work: StageWork,
-        likes: dict[int, tuple[torch.Size, torch.dtype]] | None = None,
-    ) -> None:
+    def run(self, lowered: Lowered, work: StageWork, likes: Likes | None = None) -> None:
         """Takes the steps in order; `likes` tells of outputs that an earlier plan made, where this one runs backwards.
 
-        An error in a compute carries a note that names stage, microbatch and action.
+        An error in a step carries a note that names stage, microbatch and action and shows the place in the plan.
         """
-        self._arrived.clear()
-        self._outgoing.clear()
+        self._inputs.clear()
+        self._outputs.clear()
         self._likes = dict(likes or {})
-        for step in steps:
-            if isinstance(step, Exchange):
-                self._exchange(step)
-            else:
-                self._compute(step, work)
+        for place, step in enumerate(lowered.plan[self._pp.rank]):
+            try:
+                if isinstance(step, Exchange):
+                    self._exchange(step, lowered)
+                else:
+                    self._compute(step, work, lowered)
+            except Exception as error:
+                grid = plan_grid(lowered.plan, {self._pp.rank: place})
+                error.add_note(f"in {_in_words(step, len(lowered.ranks))}\n{grid}")
+                raise
         self._mailbox.finish()
 
-    def _compute(self, action: Action, work: StageWork) -> None:
-        stage, microbatch = action.stage, action.microbatch
-        try:
-            if action.kind is Kind.FORWARD:
-                output = work.forward(microbatch, self._arrived.pop(Action(Kind.RECV_FORWARD, stage, microbatch), None))
-                if output is not None:
-                    self._outgoing[Action(Kind.SEND_FORWARD, stage, microbatch)] = output
-                    self._likes[microbatch] = (output.shape, output.dtype)
-            elif action.kind is Kind.BACKWARD:
-                grad = work.backward(microbatch, self._arrived.pop(Action(Kind.RECV_BACKWARD, stage, microbatch), None))
-                if grad is not None:
-                    self._outgoing[Action(Kind.SEND_BACKWARD, stage, microbatch)] = grad
-            else:
-                raise NotImplementedError(f"this runtime has no handler for {action}")
-        except Exception as error:
-            error.add_note(f"in action {action}: stage {stage} of {self._pp.size}, microbatch {microbatch}")
-            raise
+    def _compute(self, action: Action, work: StageWork, lowered: Lowered) -> None:
+        kind, stage, microbatch = action.kind, action.stage, action.microbatch
+        if kind is Kind.FORWARD:
+            received = self._inputs.pop(Action(Kind.RECV_FORWARD, stage, microbatch), None)
+            output = work.forward(stage, microbatch, received)
+            if output is not None:
+                self._likes[stage, microbatch] = Like.of(output)
+                self._hand_on(Action(Kind.SEND_FORWARD, stage, microbatch), output, lowered)
+        elif kind is Kind.BACKWARD or kind is Kind.BACKWARD_INPUT:
+            run = work.backward if kind is Kind.BACKWARD else work.backward_input
+            grad = run(stage, microbatch, self._inputs.pop(Action(Kind.RECV_BACKWARD, stage, microbatch), None))
+            if grad is not None:
+                self._hand_on(Action(Kind.SEND_BACKWARD, stage, microbatch), grad, lowered)
+        elif kind is Kind.BACKWARD_WEIGHT:
+            work.backward_weight(stage, microbatch)
+        elif kind is Kind.REDUCE_GRADS:
+            work.reduce_gradients(stage)
+        else:
+            assert kind is Kind.GATHER_PARAMS, f"{action} stands outside of an Exchange"
+            work.gather_parameters(stage)
 
-    def _exchange(self, exchange: Exchange) -> None:
-        sends, receives, expected = [], [], []
-        for message in exchange.messages:
-            to_next = message.kind in (Kind.SEND_FORWARD, Kind.RECV_BACKWARD)
-            peer = self._pp.rank + (1 if to_next else -1)
-            if message.kind in (Kind.SEND_FORWARD, Kind.SEND_BACKWARD):
-                is_forward = message.kind is Kind.SEND_FORWARD
-                sends.append(Send(peer, self._outgoing.pop(message), has_header=is_forward))
+    def _hand_on(self, send: Action, payload: Payload, lowered: Lowered) -> None:
+        """Keeps a result for its send, or gives it to the neighbouring stage on this rank."""
+        if lowered.ranks[peer_stage(send)] != self._pp.rank:
+            self._outputs[send] = payload
+        else:
+            # Own tensors, as if they had come by a message: the neighbour marks them as its leaves.
+            self._inputs[other_end(send)] = _detached(payload)
+
+    def _exchange(self, exchange: Exchange, lowered: Lowered) -> None:
+        mailbox = self._mailbox
+        for message in exchange.posted:
+            peer = lowered.ranks[peer_stage(message)]
+            if message.kind is Kind.SEND_FORWARD:
+                mailbox.send_forward(message, peer, self._outputs.pop(message))
+            elif message.kind is Kind.SEND_BACKWARD:
+                mailbox.send_backward(message, peer, self._outputs.pop(message))
+            elif message.kind is Kind.RECV_FORWARD:
+                mailbox.receive_forward(message, peer)
             else:
-                is_forward = message.kind is Kind.RECV_FORWARD
-                receives.append(Receive(peer, None if is_forward else self._likes.pop(message.microbatch)))
-                expected.append(message)
-        for message, tensor in zip(expected, self._mailbox.exchange(sends, receives), strict=True):
-            self._arrived[message] = tensor
+                like = self._likes.pop((message.stage, message.microbatch)).of_gradient()
+                mailbox.receive_backward(message, peer, like)
+        for message in exchange.awaited:
+            self._inputs[message] = mailbox.wait(message)
+        for message in exchange.released:
+            mailbox.release(message)
+
+
+def _detached(payload: Payload) -> Payload:
+    if isinstance(payload, Tensor):
+        return payload.detach()
+    return {name: tensor.detach() for name, tensor in payload.items()}
+
+
+def _in_words(step: Action | Exchange, num_stages: int) -> str:
+    if isinstance(step, Exchange):
+        return f"exchange {step}"
+    return f"action {step}: stage {step.stage} of {num_stages}, microbatch {step.microbatch}"

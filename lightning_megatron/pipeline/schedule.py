@@ -17,6 +17,7 @@ runtime executes it. Nothing here needs a stage, a tensor or a process: anyone m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -67,6 +68,21 @@ class ScheduleError(RuntimeError):
     """An order or a plan that cannot run to its end."""
 
 
+def gpipe(*, pp: int, chunks: int, microbatches: int) -> Order:
+    """The GPipe order, stage s on rank s % pp: all forwards, chunk after chunk, then all backwards, last chunk first.
+
+    A rank keeps the activations of all its chunks and microbatches. With at least pp microbatches the bubble is
+    (pp - 1)/(chunks * microbatches + pp - 1).
+    Raises ValueError for fewer than one rank, chunk or microbatch.
+    Source: Huang et al. 2019, GPipe, section 2; with chunks: Lamy-Poirier 2023, Breadth-First Pipeline Parallelism.
+    """
+    require_counts(pp=pp, chunks=chunks, microbatches=microbatches)
+    ranks = tuple(stage % pp for stage in range(pp * chunks))
+    forwards = forward_chunks(ranks=ranks, microbatches=microbatches)
+    backwards = backward_chunks(ranks=ranks, microbatches=microbatches)
+    return tuple(forwards[rank] + backwards[rank] for rank in range(pp))
+
+
 def one_f_one_b(*, pp: int, microbatches: int) -> Order:
     """The 1F1B order, rank r holding stage r: forwards to fill the pipeline, then one forward one backward, then the
     backwards that are left.
@@ -75,8 +91,32 @@ def one_f_one_b(*, pp: int, microbatches: int) -> Order:
     Raises ValueError for fewer than one rank or microbatch.
     Source: Narayanan et al. 2021, Memory-Efficient Pipeline-Parallel DNN Training (PipeDream-Flush), section 2.2.
     """
-    _require_counts(pp, microbatches)
-    return tuple(_one_f_one_b_of(rank, min(pp - rank - 1, microbatches), microbatches) for rank in range(pp))
+    require_counts(pp=pp, microbatches=microbatches)
+    return tuple(
+        paired(
+            [Action(Kind.FORWARD, rank, m) for m in range(microbatches)],
+            [Action(Kind.BACKWARD, rank, m) for m in range(microbatches)],
+            num_warmup=min(pp - rank - 1, microbatches),
+        )
+        for rank in range(pp)
+    )
+
+
+def forward_chunks(*, ranks: tuple[int, ...], microbatches: int) -> Order:
+    """The order of an evaluation, stage s on rank `ranks[s]`: each rank runs its stages in the order of the model, each
+    over every microbatch in turn.
+
+    Raises ValueError for fewer than one microbatch, and when a rank below the highest holds no stage.
+    """
+    return _all_of_each_stage(Kind.FORWARD, list(enumerate(ranks)), microbatches)
+
+
+def backward_chunks(*, ranks: tuple[int, ...], microbatches: int) -> Order:
+    """The order of the backwards that follow `forward_chunks`: last stage first, each over every microbatch in turn.
+
+    Raises ValueError for fewer than one microbatch, and when a rank below the highest holds no stage.
+    """
+    return _all_of_each_stage(Kind.BACKWARD, list(enumerate(ranks))[::-1], microbatches)
 
 
 def forward_only(*, pp: int, microbatches: int) -> Order:
@@ -84,7 +124,7 @@ def forward_only(*, pp: int, microbatches: int) -> Order:
 
     Raises ValueError for fewer than one rank or microbatch.
     """
-    _require_counts(pp, microbatches)
+    require_counts(pp=pp, microbatches=microbatches)
     return tuple(tuple(Action(Kind.FORWARD, rank, m) for m in range(microbatches)) for rank in range(pp))
 
 
@@ -93,24 +133,32 @@ def backward_only(*, pp: int, microbatches: int) -> Order:
 
     Raises ValueError for fewer than one rank or microbatch.
     """
-    _require_counts(pp, microbatches)
+    require_counts(pp=pp, microbatches=microbatches)
     return tuple(tuple(Action(Kind.BACKWARD, rank, m) for m in range(microbatches)) for rank in range(pp))
 
 
-def _one_f_one_b_of(stage: int, num_warmup: int, microbatches: int) -> tuple[Action, ...]:
-    actions = [Action(Kind.FORWARD, stage, m) for m in range(num_warmup)]
-    for m in range(num_warmup, microbatches):
-        actions.append(Action(Kind.FORWARD, stage, m))
-        actions.append(Action(Kind.BACKWARD, stage, m - num_warmup))
-    actions += [Action(Kind.BACKWARD, stage, m) for m in range(microbatches - num_warmup, microbatches)]
+def paired(forwards: Sequence[Action], backwards: Sequence[Action], num_warmup: int) -> tuple[Action, ...]:
+    """Of equally many forwards and backwards: `num_warmup` forwards, then one of each in turn, then what is left."""
+    actions = list(forwards[:num_warmup])
+    for forward, backward in zip(forwards[num_warmup:], backwards, strict=False):
+        actions += (forward, backward)
+    actions += backwards[len(backwards) - num_warmup :]
     return tuple(actions)
 
 
-def _require_counts(pp: int, microbatches: int) -> None:
-    faults = [
-        f"{name} ({value}) must be at least 1"
-        for name, value in (("pp", pp), ("microbatches", microbatches))
-        if value < 1
-    ]
-    if faults:
+def require_counts(**counts: int) -> None:
+    """Raises ValueError naming all counts below 1."""
+    if faults := [f"{name} ({value}) must be at least 1" for name, value in counts.items() if value < 1]:
         raise ValueError("; ".join(faults))
+
+
+def _all_of_each_stage(kind: Kind, stages: list[tuple[int, int]], microbatches: int) -> Order:
+    """The stages of each rank one after the other, given as (stage, rank) in that order."""
+    pp = max((rank for _, rank in stages), default=-1) + 1
+    require_counts(stages=len(stages), microbatches=microbatches)
+    if absent := sorted(set(range(pp)) - {rank for _, rank in stages}):
+        raise ValueError(f"ranks {absent} hold no stage, though rank {pp - 1} does; count ranks without gaps")
+    return tuple(
+        tuple(Action(kind, stage, m) for stage, at in stages if at == rank for m in range(microbatches))
+        for rank in range(pp)
+    )

@@ -1,18 +1,20 @@
-"""The driver of a training schedule: a call of the model runs this rank's stage for one microbatch.
+"""The driver of a training schedule: a call of the model runs one of this rank's stages for one microbatch.
 
 The caller's step runs up to the model call on every stage, and past it on the last stage only: on the others the call
 hands its output to the schedule and leaves the step by `StageExit`. That is how an ordinary step, written for one
-device, runs under 1F1B.
+device, runs under any schedule. A rank with several stages enters the step once for each of them.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from lightning_megatron.mesh import Axis
+from lightning_megatron.comm.p2p import Payload
+from lightning_megatron.mesh import Mesh
 from lightning_megatron.pipeline.module import PipelineModule
 
 _OTHER_MODE = 'use MegatronStrategy(pipeline=PipelineConfig(mode="collective"))'
@@ -22,92 +24,159 @@ class StageExit(BaseException):
     """Leaves the caller's step on a stage that is not the last; a BaseException, so `except Exception` lets it pass."""
 
 
+class OpenGradients(Protocol):
+    """Inside the block linears add the gradients of their weights, or put that off as tasks in `queue`."""
+
+    def __call__(self, queue: list[Callable[[], None]] | None = None) -> AbstractContextManager[None]: ...
+
+
+class _Alive:
+    """What the backward of one microbatch through one stage needs: leaves it ends at, and where it starts."""
+
+    def __init__(self, received: Payload | None, output: Payload | None, loss: Tensor | None) -> None:
+        self.received = received
+        self.loss = loss
+        # Edges and not tensors: once an output has been sent, only what autograd kept of it stays in memory.
+        self.edges: dict[str, GradientEdge] = {
+            name: get_gradient_edge(tensor) for name, tensor in named(output).items() if tensor.requires_grad
+        }
+
+
 class ScheduledCall:
     """Runs model calls as microbatches of a schedule; serves as `PipelineModule.driver` and as `StageWork`.
 
     `enter_step(microbatch)` enters the caller's step and returns the loss, scaled as it shall be differentiated;
     `differentiate(loss)` runs its backward; `first_samples` are the places of the microbatches' first rows within the
-    global batch; inside `opened()` the linears add the gradients of their weights by themselves. With one stage a step
-    may call its models as often as it likes, or not at all; with several it calls one model once.
+    global batch; within `opened` the linears look after the gradients of their weights. With one stage a step may call
+    its models as often as it likes, or not at all; with several it calls one model once.
     """
 
     def __init__(
         self,
         modules: Sequence[PipelineModule],
-        pp: Axis,
+        mesh: Mesh,
         enter_step: Callable[[int], Tensor],
         differentiate: Callable[[Tensor], None],
         first_samples: Sequence[int],
-        opened: Callable[[], AbstractContextManager[None]] = nullcontext,
+        opened: OpenGradients,
     ) -> None:
         self._modules = modules
-        self._pp = pp
+        self._num_stages = mesh.sizes.num_stages
         self._enter_step = enter_step
         self._differentiate = differentiate
         self._first_samples = first_samples
         self._opened = opened
-        self._received: Tensor | None = None
-        self._output: Tensor | None = None
+        self._stage = 0
+        self._received: Payload | None = None
+        self._output: Payload | None = None
         self._num_calls = 0
-        self._alive: dict[int, tuple[Tensor | None, Tensor]] = {}
+        self._alive: dict[tuple[int, int], _Alive] = {}
+        self._put_off: dict[tuple[int, int], list[Callable[[], None]]] = {}
 
     @torch.compiler.disable
     def __call__(self, module: PipelineModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._num_calls += 1
-        if self._pp.size > 1 and self._num_calls > 1:
+        if self._num_stages > 1 and self._num_calls > 1:
             raise RuntimeError(
                 "the step calls a pipelined model more than once; a schedule runs one call per microbatch; "
                 + _OTHER_MODE
             )
         hidden, context = module.prepare(*args, **kwargs)
-        output = module.run_stage(hidden if self._pp.is_first else self._received, context)
+        output = module.run_stage(self._stage, hidden if self._stage == 0 else self._received, context)
         module.draws.call += 1
-        if self._pp.is_last:
+        if self._stage == self._num_stages - 1:
             return output
-        if not isinstance(output, Tensor):
-            raise RuntimeError(f"a stage hands {type(output).__name__} to the next; it must hand one tensor")
+        if not isinstance(output, (Tensor, dict)):
+            raise RuntimeError(
+                f"a stage hands {type(output).__name__} to the next; it must hand a tensor or a dict of tensors"
+            )
         self._output = output
         raise StageExit
 
-    def forward(self, microbatch: int, received: Tensor | None) -> Tensor | None:
-        """Enters the caller's step for a microbatch."""
-        self._received = received.requires_grad_(received.is_floating_point()) if received is not None else None
-        self._output, self._num_calls = None, 0
+    def forward(self, stage: int, microbatch: int, received: Payload | None) -> Payload | None:
+        """Enters the caller's step for a microbatch, to run one stage of it."""
+        for tensor in named(received).values():
+            tensor.requires_grad_(tensor.is_floating_point())
+        self._stage, self._received, self._output, self._num_calls = stage, received, None, 0
         for module in self._modules:
             module.draws.first_sample, module.draws.call = self._first_samples[microbatch], 0
+        output: Payload | None = None
+        loss: Tensor | None = None
         try:
-            result = self._enter_step(microbatch)
+            loss = self._enter_step(microbatch)
         except StageExit:
-            assert self._output is not None
-            result = self._output
-            self._alive[microbatch] = (self._received, result)
-            return result
+            output = self._output
         finally:
-            self._output = None
-        if self._num_calls == 0 and self._pp.size > 1:
+            self._received = self._output = None
+        if output is None:
+            self._require_end_of_step()
+        self._alive[stage, microbatch] = _Alive(received, output, loss)
+        return output
+
+    def _require_end_of_step(self) -> None:
+        """Raises unless a step that was not left by an exit may have come to its end."""
+        if self._num_calls == 0 and self._num_stages > 1:
             raise RuntimeError(
-                f"training_step ended on stage {self._pp.rank} of {self._pp.size} without calling the pipelined model; "
-                "every step must call it once"
+                f"training_step ended on stage {self._stage} of {self._num_stages} without calling the pipelined "
+                "model; every step must call it once"
             )
-        if not self._pp.is_last:
+        if self._stage < self._num_stages - 1:
             raise RuntimeError(
-                f"training_step went on after the model call on stage {self._pp.rank} of {self._pp.size}: a bare "
+                f"training_step went on after the model call on stage {self._stage} of {self._num_stages}: a bare "
                 "`except:` swallowed the exit of the stage; write `except Exception:`"
             )
-        self._alive[microbatch] = (self._received, result)
-        return None
 
-    def backward(self, microbatch: int, grad: Tensor | None) -> Tensor | None:
-        """Runs the backward of a microbatch through this stage."""
-        received, output = self._alive.pop(microbatch)
-        with self._opened():
-            if self._pp.is_last:
-                self._differentiate(output)
-            elif output.requires_grad:
-                torch.autograd.backward(output, grad)
-        if received is None:
-            return None
-        return received.grad if received.grad is not None else torch.zeros_like(received)
+    def backward(self, stage: int, microbatch: int, grad: Payload | None) -> Payload | None:
+        """Runs the backward of a microbatch through a stage."""
+        return self._run_backward(stage, microbatch, grad, None)
+
+    def backward_input(self, stage: int, microbatch: int, grad: Payload | None) -> Payload | None:
+        """The same without the weights of linears that can put theirs off."""
+        queue = self._put_off[stage, microbatch] = []
+        return self._run_backward(stage, microbatch, grad, queue)
+
+    def backward_weight(self, stage: int, microbatch: int) -> None:
+        """Adds the gradients of the weights that were put off."""
+        for task in self._put_off.pop((stage, microbatch)):
+            task()
+
+    def reduce_gradients(self, stage: int) -> None:
+        """Nothing yet to do here: gradients are reduced when the step's backwards are over."""
+
+    def gather_parameters(self, stage: int) -> None:
+        """Nothing to do here: every rank holds its parameters."""
+
+    def _run_backward(
+        self, stage: int, microbatch: int, grad: Payload | None, queue: list[Callable[[], None]] | None
+    ) -> Payload | None:
+        alive = self._alive.pop((stage, microbatch))
+        with self._opened(queue):
+            if alive.loss is not None:
+                self._differentiate(alive.loss)
+            elif alive.edges:
+                grads = named(grad)
+                torch.autograd.backward(list(alive.edges.values()), [grads[name] for name in alive.edges])
+        return gradients_of(alive.received)
+
+
+def named(payload: Payload | None) -> dict[str, Tensor]:
+    """The tensors of a payload; a single one has no name."""
+    if payload is None:
+        return {}
+    return payload if isinstance(payload, dict) else {"": payload}
+
+
+def gradients_of(received: Payload | None) -> Payload | None:
+    """What flowed back to the floating tensors of a dict, or to a single tensor; zeros where nothing did."""
+    if received is None:
+        return None
+    if isinstance(received, dict):
+        return {name: _gradient(tensor) for name, tensor in received.items() if tensor.is_floating_point()}
+    return _gradient(received)
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
 class LocalCall:
@@ -115,6 +184,6 @@ class LocalCall:
 
     def __call__(self, module: PipelineModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden, context = module.prepare(*args, **kwargs)
-        output = module.run_stage(hidden, context)
+        output = module.run_stage(0, hidden, context)
         module.draws.call += 1
         return output

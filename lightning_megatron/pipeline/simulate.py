@@ -2,22 +2,37 @@
 
 After `schedule` and `lower`, before the runtime: no stage, tensor or process is needed.
 
-Note: the rules of the game are the strictest that a runtime may have. A rank works through its steps in order. It posts
-all messages of an Exchange at once and goes on when all of them are complete; a message is complete when both ends have
-posted it. Messages from one rank to another match in the order in which they are posted. A plan that ends under these
-rules ends on every backend, with or without buffered sends.
+Note: the rules of the game are strict. A rank works through its steps in order. Posting a message never holds it; a
+message lands when both ends have posted it and all earlier ones of its lane have landed, and a rank waits where its
+plan awaits one. A plan that ends under these rules ends on every backend that keeps a lane's messages in order, with
+or without buffered sends.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
+from operator import sub
 
 from lightning_megatron.pipeline.consistency import require_consistent
 from lightning_megatron.pipeline.grid import aligned, plan_grid
-from lightning_megatron.pipeline.lower import Exchange, MessageKey, Plan, Step, message_key, other_end, rank_of_stage
-from lightning_megatron.pipeline.schedule import MESSAGES, Action, Kind, ScheduleError
+from lightning_megatron.pipeline.lower import (
+    SENDS,
+    Exchange,
+    Lane,
+    MessageKey,
+    Plan,
+    Step,
+    cell_key,
+    lane_of,
+    message_key,
+    other_end,
+    rank_of_stage,
+)
+from lightning_megatron.pipeline.schedule import COMPUTES, MESSAGES, Action, Kind, ScheduleError
 
 __all__ = ["Costs", "ScheduleError", "Span", "Timeline", "check", "draw", "play"]
 
@@ -25,8 +40,8 @@ __all__ = ["Costs", "ScheduleError", "Span", "Timeline", "check", "draw", "play"
 _LAST_USE = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
 _BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
 
-_ComputeKey = tuple[bool, int, int]
-"""Whether it is a forward, its stage, its microbatch."""
+_ComputeKey = int
+"""The number of a stage and a microbatch, twice, and 1 more for a forward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +57,7 @@ class Costs:
     backward_weight: float = 1.0
     """The half of a backward that makes the gradients of the stage's weights."""
     message: float = 0.0
-    """From the moment that both ends have posted a message until it is complete."""
+    """From the moment that both ends have posted a message until it has landed."""
 
     def __post_init__(self) -> None:
         faults = [
@@ -86,8 +101,9 @@ def check(plan: Plan) -> None:
 
     Raises ScheduleError with the rank, the step, the action and a grid of all ranks with the place marked, when a stage
     lacks a forward, or a backward in a plan that has backwards; when an action stands twice, before what it needs, or
-    on another rank than its stage; when a send lacks its receive or the reverse; when messages from one rank to another
-    are posted in different orders; when ranks wait for each other for ever (by the rules of the note above).
+    on another rank than its stage; when a send lacks its receive or the reverse; when the two ends of a lane post its
+    messages in different orders; when a send is held to have left before it is certain; when ranks wait for each other
+    for ever (by the rules of the note above).
     """
     require_consistent(plan)
     walk = _Walk(plan, Costs())
@@ -98,18 +114,21 @@ def check(plan: Plan) -> None:
 def play(plan: Plan, costs: Costs | None = None) -> Timeline:
     """The timeline of a plan, or of an order of computes alone, with these costs (`Costs()` if none are given).
 
-    In a plan a rank is held by its messages until they are complete. In an order a result simply reaches the next stage
-    one message cost after it was made, and no rank waits for its sends. The plan must be one that `check` lets pass.
+    In a plan a rank waits where it awaits a message. In an order a result simply reaches the next stage one message
+    cost after it was made. The plan must be one that `check` lets pass.
     Raises ScheduleError if it does not run to its end.
     """
     walk = _Walk(plan, Costs() if costs is None else costs)
     walk.run()
     walk.require_end()
     makespan = max(walk.clocks, default=0.0)
-    busy = [sum(span.end - span.start for span in spans) for spans in walk.spans]
+    busy = [sum(map(sub, ends, starts)) for starts, ends in zip(walk.starts, walk.ends, strict=True)]
     bubbles = tuple(1 - rank_busy / makespan for rank_busy in busy)
     return Timeline(
-        spans=tuple(map(tuple, walk.spans)),
+        spans=tuple(
+            tuple(map(Span, _computes(steps), starts, ends))
+            for steps, starts, ends in zip(plan, walk.starts, walk.ends, strict=True)
+        ),
         makespan=makespan,
         bubbles=bubbles,
         bubble=sum(bubbles) / len(bubbles),
@@ -134,16 +153,18 @@ def draw(timeline: Timeline) -> str:
     return f"{aligned(rows)}\nmakespan {timeline.makespan:g}, bubble {timeline.bubble:.1%}"
 
 
+def _computes(steps: tuple[Step, ...]) -> Iterator[Action]:
+    return (step for step in steps if isinstance(step, Action) and step.kind in COMPUTES)
+
+
 def _peak_activations(steps: tuple[Step, ...]) -> int:
     """The most activations alive at one time; without a backward an activation lives as long as its forward."""
-    kept_until_backward = {(s.stage, s.microbatch) for s in steps if isinstance(s, Action) and s.kind in _LAST_USE}
+    kept_until_backward = {cell_key(c.stage, c.microbatch) for c in _computes(steps) if c.kind in _LAST_USE}
     alive, peak = 0, 0
-    for step in steps:
-        if not isinstance(step, Action):
-            continue
+    for step in _computes(steps):
         if step.kind is Kind.FORWARD:
             peak = max(peak, alive + 1)
-            alive += (step.stage, step.microbatch) in kept_until_backward
+            alive += cell_key(step.stage, step.microbatch) in kept_until_backward
         elif step.kind in _LAST_USE:
             alive -= 1
     return peak
@@ -152,6 +173,15 @@ def _peak_activations(steps: tuple[Step, ...]) -> int:
 def _rounded(time: float) -> float:
     """The time without the last digits, in which sums of the same costs in another order differ."""
     return float(f"{time:.9g}")
+
+
+@dataclass(slots=True)
+class _Lane:
+    """What its two ends have posted and has not landed, in order, and when; and when the last one landed."""
+
+    sent: deque[tuple[MessageKey, float]] = field(default_factory=deque)
+    received: deque[tuple[MessageKey, float]] = field(default_factory=deque)
+    clock: float = 0.0
 
 
 class _Walk:
@@ -173,11 +203,18 @@ class _Walk:
         }
         self.positions = [0] * len(plan)
         self.clocks = [0.0] * len(plan)
-        self.spans: list[list[Span]] = [[] for _ in plan]
+        # Of the computes of each rank, in order.
+        self.starts: list[list[float]] = [[] for _ in plan]
+        self.ends: list[list[float]] = [[] for _ in plan]
         self.ready = list(range(len(plan)))
-        # Messages of which one end is posted: that end's rank, and when.
-        self.posted: dict[MessageKey, tuple[int, float]] = {}
-        self.num_incomplete = [0] * len(plan)
+        self.lanes: defaultdict[Lane, _Lane] = defaultdict(_Lane)
+        # The same by the kind and stage of a message, which are quick to look up.
+        self.lanes_of: dict[tuple[Kind, int], _Lane] = {}
+        # When a message landed, and which rank it holds up.
+        self.landed: dict[MessageKey, float] = {}
+        self.awaiting: dict[MessageKey, int] = {}
+        # By rank: up to which step it has posted its messages.
+        self.posted = [0] * len(plan)
         # When a compute ended, and which rank waits for it. Each has at most one reader.
         self.ended: dict[_ComputeKey, float] = {}
         self.waiting: dict[_ComputeKey, int] = {}
@@ -213,66 +250,76 @@ class _Walk:
         raise ScheduleError(f"the plan never ends, its ranks wait for each other:\n{waits}\n{grid}")
 
     def _exchange(self, rank: int, exchange: Exchange) -> bool:
-        """Posts the messages and completes those already posted at the other end. Whether the rank can go on."""
-        posted_at = self.clocks[rank]
-        for message in exchange.messages:
+        """Posts the messages, once, and waits for those awaited. Whether the rank can go on."""
+        if self.posted[rank] <= self.positions[rank]:
+            self.posted[rank] = self.positions[rank] + 1
+            for message in exchange.posted:
+                lane = self._lane_of(message)
+                queue = lane.sent if message.kind in SENDS else lane.received
+                queue.append((message_key(message), self.clocks[rank]))
+                self._land(lane)
+        for message in exchange.awaited:
             key = message_key(message)
-            other = self.posted.pop(key, None)
-            if other is None:
-                self.posted[key] = (rank, posted_at)
-                self.num_incomplete[rank] += 1
-                continue
-            peer, peer_posted_at = other
-            done_at = max(posted_at, peer_posted_at) + self.message_cost
-            self.clocks[rank] = max(self.clocks[rank], done_at)
-            self.clocks[peer] = max(self.clocks[peer], done_at)
-            self.num_incomplete[peer] -= 1
-            if self.num_incomplete[peer] == 0 and peer != rank:
-                self.positions[peer] += 1
-                self.ready.append(peer)
-        return self.num_incomplete[rank] == 0
+            landed_at = self.landed.get(key)
+            if landed_at is None:
+                self.awaiting[key] = rank
+                return False
+            self.clocks[rank] = max(self.clocks[rank], landed_at)
+        return True
+
+    def _lane_of(self, message: Action) -> _Lane:
+        lane = self.lanes_of.get((message.kind, message.stage))
+        if lane is None:
+            lane = self.lanes_of[message.kind, message.stage] = self.lanes[lane_of(message, self.ranks)]
+        return lane
+
+    def _land(self, lane: _Lane) -> None:
+        """Lands the messages of a lane that both ends have posted, in order."""
+        while lane.sent and lane.received:
+            key, sent_at = lane.sent.popleft()
+            _, received_at = lane.received.popleft()
+            lane.clock = self.landed[key] = max(sent_at, received_at, lane.clock) + self.message_cost
+            if key in self.awaiting:
+                self.ready.append(self.awaiting.pop(key))
 
     def _compute(self, rank: int, action: Action) -> bool:
         """Runs the action if the neighbouring stage has made its input. Whether the rank can go on."""
-        if action.kind not in self.cost_of:
-            return action.kind not in MESSAGES
-        source = self._source(action)
+        kind, stage, microbatch = action.kind, action.stage, action.microbatch
+        if kind not in self.cost_of:
+            return kind not in MESSAGES
         start = self.clocks[rank]
-        if source is not None:
-            made_at = self.ended.get(source)
+        source = stage - 1 if kind is Kind.FORWARD else stage + 1
+        if 0 <= source < len(self.ranks) and kind is not Kind.BACKWARD_WEIGHT:
+            key = 2 * cell_key(source, microbatch) + (kind is Kind.FORWARD)
+            made_at = self.ended.get(key)
             if made_at is None:
-                self.waiting[source] = rank
+                self.waiting[key] = rank
                 return False
-            start = max(start, made_at + (self.message_cost if self.ranks[source[1]] != rank else 0.0))
-        end = start + self.cost_of[action.kind]
+            start = max(start, made_at + (self.message_cost if self.ranks[source] != rank else 0.0))
+        end = start + self.cost_of[kind]
         self.clocks[rank] = end
-        self.spans[rank].append(Span(action, start, end))
-        if action.kind is not Kind.BACKWARD_WEIGHT:
-            made = (action.kind is Kind.FORWARD, action.stage, action.microbatch)
+        self.starts[rank].append(start)
+        self.ends[rank].append(end)
+        if kind is not Kind.BACKWARD_WEIGHT:
+            made = 2 * cell_key(stage, microbatch) + (kind is Kind.FORWARD)
             self.ended[made] = end
             if made in self.waiting:
                 self.ready.append(self.waiting.pop(made))
         return True
 
-    def _source(self, action: Action) -> _ComputeKey | None:
-        """The compute of the neighbouring stage that makes the input of this one; None at either end of the model."""
-        if action.kind is Kind.FORWARD and action.stage > 0:
-            return True, action.stage - 1, action.microbatch
-        if action.kind in _BACKWARDS and action.stage < len(self.ranks) - 1:
-            return False, action.stage + 1, action.microbatch
-        return None
-
     def _blocked(self, rank: int) -> Action:
-        """The action of a stuck rank that cannot complete."""
+        """The action of a stuck rank that cannot go on: a compute, or a receive that does not land."""
         step = self.plan[rank][self.positions[rank]]
         if isinstance(step, Action):
             return step
-        return next(message for message in step.messages if message_key(message) in self.posted)
+        return next(message for message in step.awaited if message_key(message) not in self.landed)
 
     def _awaited(self, rank: int) -> Action:
-        """What a stuck rank waits for: the other end of a message, or the compute that makes its input."""
+        """What a stuck rank waits for: the other end of the message that its lane is at, or the compute it reads."""
         blocked = self._blocked(rank)
         if blocked.kind in MESSAGES:
-            return other_end(blocked)
+            key, _ = self._lane_of(blocked).received[0]
+            posted = (m for step in self.plan[rank] if isinstance(step, Exchange) for m in step.posted)
+            return other_end(next(m for m in posted if m.kind not in SENDS and message_key(m) == key))
         step_back = -1 if blocked.kind is Kind.FORWARD else 1
         return Action(blocked.kind, blocked.stage + step_back, blocked.microbatch)

@@ -4,7 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_megatron.mesh import Sizes
-from lightning_megatron.transformer.config import TransformerConfig, layout_faults
+from lightning_megatron.pipeline.choice import Schedule, schedule_faults
+from lightning_megatron.pipeline.layout import layout_faults as stage_faults
+from lightning_megatron.transformer.config import LanguageModelConfig, TransformerConfig, layout_faults
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +23,8 @@ class Facts:
     # samples of a step over all replicas, where the data module says it
     sequence_length: int | None = None
     # tokens of a sample, where the data module says it
+    schedule: Schedule | None = None
+    # of training steps, where there is one
 
 
 def faults(facts: Facts) -> list[str]:
@@ -34,6 +38,27 @@ def _sizes(facts: Facts) -> list[str]:
 
 def _layout(facts: Facts) -> list[str]:
     return [] if facts.model is None else layout_faults(facts.model, facts.sizes)
+
+
+def _stages(facts: Facts) -> list[str]:
+    if not isinstance(facts.model, LanguageModelConfig) or facts.sizes.faults():
+        return []
+    return stage_faults(facts.model.num_layers, True, True, facts.sizes.num_stages, facts.sizes.stage_layout)
+
+
+# What users call the sizes of a schedule.
+_FULL_NAMES = {
+    "pp": "pipeline_model_parallel_size",
+    "chunks": "virtual_pipeline_model_parallel_size",
+    "group_size": "microbatch_group_size",
+}
+
+
+def _schedule(facts: Facts) -> list[str]:
+    if facts.schedule is None or facts.sizes.faults() or facts.num_microbatches < 1:
+        return []
+    faults = [fault.partition(" ") for fault in schedule_faults(facts.schedule)]
+    return [f"{_FULL_NAMES.get(thing, thing)} {rest}" for thing, _, rest in faults]
 
 
 def _microbatches(facts: Facts) -> list[str]:
@@ -70,4 +95,12 @@ def _sequence(facts: Facts) -> list[str]:
     ]
 
 
-_RULES: tuple[Callable[[Facts], list[str]], ...] = (_sizes, _microbatches, _layout, _batch, _sequence)
+_RULES: tuple[Callable[[Facts], list[str]], ...] = (
+    _sizes,
+    _microbatches,
+    _layout,
+    _stages,
+    _schedule,
+    _batch,
+    _sequence,
+)

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from lightning_megatron.checkpoint import is_checkpoint
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.planner import rules
-from lightning_megatron.trainer.config import ConfigurationError
+from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
 from lightning_megatron.transformer.config import TransformerConfig
 
 # What a Trainer takes for ckpt_path beside a path.
@@ -34,17 +34,22 @@ class DescribesData(Protocol):
         ...
 
 
-def faults(trainer: pl.Trainer, sizes: Sizes, num_microbatches: int, arguments: tuple[Any, ...]) -> list[str]:
+def faults(
+    trainer: pl.Trainer, sizes: Sizes, pipeline: PipelineConfig, num_microbatches: int, arguments: tuple[Any, ...]
+) -> list[str]:
     """Every fault of a run, from the arguments of `trainer.fit` (or validate, test, predict)."""
     data = next((argument for argument in arguments if isinstance(argument, DescribesData)), None)
     facts = rules.Facts(
         sizes=sizes,
         num_microbatches=num_microbatches,
+        schedule=pipeline.schedule_of(pp=sizes.pp, vp=sizes.vp, microbatches=num_microbatches),
         model=_architecture(trainer.lightning_module),
         global_batch_size=data.global_batch_size if data is not None else None,
         sequence_length=data.sequence_length if data is not None else None,
     )
     found = rules.faults(facts)
+    if trainer.training:
+        found += _uncut_faults(trainer.lightning_module, sizes, num_microbatches, pipeline)
     found += data.faults() if data is not None else []
     for argument in arguments:
         if isinstance(argument, (str, Path)) and not is_named_checkpoint(str(argument)):
@@ -56,6 +61,28 @@ def _architecture(module: pl.LightningModule) -> TransformerConfig | None:
     """The one architecture among the module's attributes, where there is one."""
     configs = [value for value in vars(module).values() if isinstance(value, TransformerConfig)]
     return configs[0] if len(configs) == 1 else None
+
+
+def _uncut_faults(
+    module: pl.LightningModule, sizes: Sizes, num_microbatches: int, pipeline: PipelineConfig
+) -> list[str]:
+    """What makes a step run once on its whole batch, although it was to be cut; with stages each model call is cut."""
+    if sizes.pp > 1 or num_microbatches <= 1:
+        return []
+    whats, ways = [], []
+    if pipeline.mode == "collective":
+        whats.append('PipelineConfig(mode="collective")')
+        ways.append('PipelineConfig(mode="auto")')
+    if not module.automatic_optimization:
+        whats.append(f"the manual optimization of {type(module).__name__}")
+        ways.append("automatic_optimization=True")
+    if not whats:
+        return []
+    return [
+        f"num_microbatches ({num_microbatches}) must be 1 with {' and '.join(whats)} where "
+        "pipeline_model_parallel_size is 1: training_step takes the whole batch at once; use num_microbatches=1 "
+        f"(and a smaller batch_size to save memory), or {' and '.join(ways)}"
+    ]
 
 
 def _checkpoint_faults(path: str) -> list[str]:

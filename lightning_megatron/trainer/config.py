@@ -1,8 +1,11 @@
 """What a user sets on the strategy beyond the sizes, and the error that tells all faults of it at once."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
+
+from lightning_megatron.mesh import StageLayout
+from lightning_megatron.pipeline.choice import Schedule, ScheduleName
 
 Mode = Literal["auto", "collective"]
 
@@ -20,11 +23,25 @@ class ConfigurationError(ValueError):
 class PipelineConfig:
     """How pipeline parallelism runs."""
 
+    schedule: Literal["auto"] | ScheduleName = "auto"
+    # of training; auto: 1f1b, or interleaved where virtual_pipeline_model_parallel_size is above 1
+    microbatch_group_size: int = 0
+    # interleaved: microbatches that go through one chunk before the next has its turn; 0: as many as stages in a row
+    layout: StageLayout = field(default_factory=StageLayout)
+    # which layers are on which stage
     mode: Mode = "auto"
-    # auto: training under 1F1B, one training_step per microbatch; evaluation as a collective of all stages.
+    # auto: training under the schedule, one training_step per microbatch; evaluation as a collective of all stages.
     # collective: training too; training_step runs once per batch on every stage, at the cost of all microbatches'
     # activations. For manual optimization and for steps that call the model more than once.
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
             raise ValueError(f"pipeline mode ({self.mode!r}) must be one of {', '.join(get_args(Mode))}")
+        names = ("auto", *get_args(ScheduleName))
+        if self.schedule not in names:
+            raise ValueError(f"pipeline schedule ({self.schedule!r}) must be one of {', '.join(names)}")
+
+    def schedule_of(self, *, pp: int, vp: int, microbatches: int) -> Schedule:
+        """The schedule of a training step of that many microbatches; it may have faults."""
+        name: ScheduleName = ("interleaved" if vp > 1 else "1f1b") if self.schedule == "auto" else self.schedule
+        return Schedule(name=name, pp=pp, chunks=vp, microbatches=microbatches, group_size=self.microbatch_group_size)

@@ -85,6 +85,16 @@ class StepSummary:
     # that mean, []
 
 
+@dataclass(frozen=True)
+class _Mark:
+    """How far a record had come."""
+
+    counts: dict[str, tuple[int, int]]
+    # values and sizes of each name
+    metrics: dict[str, dict[str, Any]]
+    # state of each metric, by attribute name
+
+
 class StepLog:
     """Records `module.log` during a step. The record of the last stage counts; every rank must call `replay`."""
 
@@ -127,6 +137,23 @@ class StepLog:
         self._rows += rows
         self._losses.append(torch.zeros(()) if loss is None else loss.detach())
         self._weights.append(weight)
+
+    def mark(self) -> "_Mark":
+        """Where the record stands, for `rewind`."""
+        counts = {name: (len(entry.values), len(entry.sizes)) for name, entry in self._entries.items()}
+        return _Mark(counts, {name: _whole_state(metric) for name, metric in self._metrics.items()})
+
+    def rewind(self, mark: "_Mark") -> None:
+        """Forgets what was logged, and what metrics took in, since `mark`: a stage that left its step counts nothing.
+
+        A rank with several stages enters the step once for each, and only the last of the model's may leave a trace.
+        """
+        self._entries = {name: entry for name, entry in self._entries.items() if name in mark.counts}
+        for name, (num_values, num_sizes) in mark.counts.items():
+            del self._entries[name].values[num_values:]
+            del self._entries[name].sizes[num_sizes:]
+        for name, state in mark.metrics.items():
+            _restore(self._metrics[name], state)
 
     def _record(self, *args: Any, **kwargs: Any) -> None:
         bound = _SIGNATURE.bind(self._module, *args, **kwargs).arguments
@@ -307,6 +334,27 @@ def _quotient(above: Tensor, below: Tensor) -> Tensor:
 
 def _list_lengths(metric: Metric) -> dict[str, int]:
     return {name: len(value) for name, value in metric.metric_state.items() if isinstance(value, list)}
+
+
+def _whole_state(metric: Metric) -> dict[str, Any]:
+    """A metric's state as it is now; metrics may add to their tensors in place."""
+    states = {
+        name: list(value) if isinstance(value, list) else value.clone() for name, value in metric.metric_state.items()
+    }
+    return {
+        "states": states,
+        "update_count": metric._update_count,
+        "forward_cache": metric._forward_cache,
+        "computed": metric._computed,
+    }
+
+
+def _restore(metric: Metric, state: dict[str, Any]) -> None:
+    for name, value in state["states"].items():
+        setattr(metric, name, value)
+    metric._update_count = state["update_count"]
+    metric._forward_cache = state["forward_cache"]
+    metric._computed = state["computed"]
 
 
 def _new_state(metric: Metric, lengths: dict[str, int]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ Either way the loss is the mean over what the losses are means of (valid tokens,
 of the global batch, gradients are those of that mean, and what was logged is logged once on every rank.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,20 +18,19 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.comm import collectives
-from lightning_megatron.comm.p2p import Mailbox
+from lightning_megatron.comm.p2p import Hop, LaneGroups, Mailbox
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.optim.gradients import Gradients, scale_in_place
 from lightning_megatron.pipeline import microbatches
 from lightning_megatron.pipeline.collective import CollectiveCall
-from lightning_megatron.pipeline.lower import steps_of_rank
 from lightning_megatron.pipeline.module import Driver, PipelineModule
+from lightning_megatron.pipeline.plans import training_plan
 from lightning_megatron.pipeline.runtime import Runtime
-from lightning_megatron.pipeline.schedule import one_f_one_b
-from lightning_megatron.pipeline.scheduled import LocalCall, ScheduledCall
+from lightning_megatron.pipeline.scheduled import LocalCall, ScheduledCall, StageExit
 from lightning_megatron.tensor import weight_gradients
 from lightning_megatron.tensor.weight_gradients import WeightGradients
 from lightning_megatron.trainer.alignment import aligned_random, require_equal_batches
-from lightning_megatron.trainer.config import ConfigurationError, Mode
+from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
 from lightning_megatron.trainer.step_log import StepLog
 
 # Batches of each kind of loop whose contents are compared over the ranks of a replica.
@@ -51,8 +50,9 @@ class Steps:
         pipelined: dict[str, PipelineModule],
         mesh: Mesh,
         device: torch.device,
+        lanes: Mapping[Hop, LaneGroups],
         num_microbatches: int,
-        mode: Mode,
+        pipeline: PipelineConfig,
         gradients: Gradients | None,
         log_dtype: torch.dtype,
     ) -> None:
@@ -62,18 +62,22 @@ class Steps:
         self._mesh = mesh
         self._device = device
         self._num_microbatches = num_microbatches
+        self._pipeline = pipeline
         self._gradients = gradients
         is_split = mesh.pp.size > 1 or num_microbatches > 1
-        self._uses_schedule = is_split and mode == "auto" and module.automatic_optimization
+        self._uses_schedule = is_split and pipeline.mode == "auto" and module.automatic_optimization
         self._is_plain = mesh.world.size == 1 and not self._uses_schedule
         if mesh.pp.size > 1:
             _require_one_model(pipelined, module, mesh.pp.size, self._uses_schedule)
         self._weight_gradients = WeightGradients()
         weight_gradients.share(module, self._weight_gradients)
-        self._runtime = Runtime(mesh.pp, Mailbox(mesh.pp, device))
+        mailbox = Mailbox(mesh.pp, lanes, device)
+        self._runtime = Runtime(mesh.pp, mailbox)
         self._direct_driver: Driver = LocalCall()
         if mesh.pp.size > 1:
-            self._direct_driver = CollectiveCall(mesh.pp, device, lambda rows: max(1, min(num_microbatches, rows)))
+            self._direct_driver = CollectiveCall(
+                mesh.pp, mailbox, device, lambda rows: max(1, min(num_microbatches, rows))
+            )
         self._log = StepLog(module, mesh, device, log_dtype, tail_on_last_stage=self._uses_schedule)
         self._direct_log = StepLog(module, mesh, device, log_dtype, tail_on_last_stage=False)
         self._pending: dict[nn.Parameter, Tensor] = {}
@@ -111,8 +115,13 @@ class Steps:
 
         def enter_step(microbatch: int) -> Tensor:
             self._forget_weights()
-            with self._aligned(microbatch), context():
-                output = self._module.training_step(batches[microbatch], *args[1:], **kwargs)
+            mark = self._log.mark()
+            try:
+                with self._aligned(microbatch), context():
+                    output = self._module.training_step(batches[microbatch], *args[1:], **kwargs)
+            except StageExit:
+                self._log.rewind(mark)
+                raise
             loss = _loss_of(output)
             if loss is None:
                 raise RuntimeError("training_step returned no loss for a microbatch; a schedule cannot skip one")
@@ -128,13 +137,14 @@ class Steps:
             # Lightning is about to zero them: free them before the schedule needs the memory.
             aside = {}
         opened = self._weight_gradients.opened
-        call = ScheduledCall(self._models, self._mesh.pp, enter_step, differentiate, first_samples, opened)
+        sizes = self._mesh.sizes
+        schedule = self._pipeline.schedule_of(pp=sizes.pp, vp=sizes.vp, microbatches=len(batches))
+        call = ScheduledCall(self._models, self._mesh, enter_step, differentiate, first_samples, opened)
         self._drive(call)
         self.is_scheduled = True
         try:
             with self._log.recording():
-                steps = steps_of_rank(one_f_one_b, self._mesh.pp.size, len(batches), self._mesh.pp.rank)
-                self._runtime.run(steps, call)
+                self._runtime.run(training_plan(schedule), call)
         finally:
             self.is_scheduled = False
             self._drive(self._direct_driver)

@@ -36,8 +36,11 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_megatron.comm import collectives, differentiable
+from lightning_megatron.comm.p2p import Hop, LaneGroups, build_lanes
 from lightning_megatron.mesh import Axis, Mesh, Sizes, reset_ambient_mesh, set_ambient_mesh
 from lightning_megatron.optim.gradients import Gradients
+from lightning_megatron.pipeline.choice import Schedule, placement_of
+from lightning_megatron.pipeline.lower import hops
 from lightning_megatron.pipeline.module import run_alone
 from lightning_megatron.trainer import checkpoints, checks, setup_model
 from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
@@ -67,6 +70,7 @@ class MegatronStrategy(ParallelStrategy):
         *,
         tensor_model_parallel_size: int = 1,
         pipeline_model_parallel_size: int = 1,
+        virtual_pipeline_model_parallel_size: int = 1,
         sequence_parallel: bool = False,
         num_microbatches: int = 1,
         pipeline: PipelineConfig | None = None,
@@ -77,7 +81,10 @@ class MegatronStrategy(ParallelStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        """Sizes are numbers of ranks, `num_microbatches` is per step and replica, the time-out that of collectives."""
+        """Sizes are numbers of ranks; the virtual pipeline size is model chunks (stages) on each pipeline rank.
+
+        `num_microbatches` is per step and replica, the time-out that of collectives.
+        """
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -87,12 +94,14 @@ class MegatronStrategy(ParallelStrategy):
         )
         self._tp = tensor_model_parallel_size
         self._pp = pipeline_model_parallel_size
+        self._vp = virtual_pipeline_model_parallel_size
         self._sequence_parallel = sequence_parallel
         self.num_microbatches = num_microbatches
         self.pipeline = pipeline if pipeline is not None else PipelineConfig()
         self._timeout = timedelta(seconds=timeout_seconds)
         self._num_nodes = 1
         self._mesh: Mesh | None = None
+        self._lanes: dict[Hop, LaneGroups] = {}
         self._ambient: Token[Mesh | None] | None = None
         self._watch: FailureWatch | None = None
         self._steps: Steps | None = None
@@ -115,7 +124,15 @@ class MegatronStrategy(ParallelStrategy):
             tp=self._tp,
             pp=self._pp,
             sequence_parallel=self._sequence_parallel,
+            vp=self._vp,
+            placement=placement_of(self.schedule.name),
+            stage_layout=self.pipeline.layout,
         )
+
+    @property
+    def schedule(self) -> Schedule:
+        """That of a full training step."""
+        return self.pipeline.schedule_of(pp=self._pp, vp=self._vp, microbatches=self.num_microbatches)
 
     @property
     def mesh(self) -> Mesh:
@@ -188,7 +205,7 @@ class MegatronStrategy(ParallelStrategy):
 
     def _require_sound(self, trainer: pl.Trainer, arguments: tuple[Any, ...]) -> None:
         """Raises ConfigurationError for everything that is wrong with the run that is about to start."""
-        faults = checks.faults(trainer, self.sizes, self.num_microbatches, arguments)
+        faults = checks.faults(trainer, self.sizes, self.pipeline, self.num_microbatches, arguments)
         if faults:
             raise ConfigurationError(faults)
 
@@ -213,6 +230,8 @@ class MegatronStrategy(ParallelStrategy):
             _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
         if self._mesh is None:
             self._mesh = Mesh.build(self.sizes, self.global_rank, self._new_group)
+            ranks = tuple(self.sizes.pp_rank_of(stage) for stage in range(self.sizes.num_stages))
+            self._lanes = build_lanes(self._mesh.pp, hops(ranks), self._new_group, self._new_host_group)
         self._ambient = set_ambient_mesh(self._mesh)
         if self.sizes.world > 1 and self._watch is None:
             self._watch = self._start_watch()
@@ -223,6 +242,12 @@ class MegatronStrategy(ParallelStrategy):
 
     def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True)
+        return group
+
+    def _new_host_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        group: dist.ProcessGroup = dist.new_group(
+            list(ranks), timeout=self._timeout, backend="gloo", use_local_synchronization=True
+        )
         return group
 
     def _start_watch(self) -> FailureWatch:
@@ -283,8 +308,9 @@ class MegatronStrategy(ParallelStrategy):
             pipelined=pipelined,
             mesh=self.mesh,
             device=self.root_device,
+            lanes=self._lanes,
             num_microbatches=self.num_microbatches,
-            mode=self.pipeline.mode,
+            pipeline=self.pipeline,
             gradients=self._gradients,
             log_dtype=torch.promote_types(compute_dtype(str(self.precision_plugin.precision)), torch.float32),
         )

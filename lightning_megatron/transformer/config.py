@@ -208,11 +208,6 @@ def layout_faults(config: TransformerConfig, sizes: Sizes) -> list[str]:
         lambda n: config.ffn_hidden_size % n == 0,
         f"ffn_hidden_size ({config.ffn_hidden_size}) must be a multiple of tensor_model_parallel_size ({tp})",
     )
-    if config.num_layers < sizes.pp:
-        faults.append(
-            f"num_layers ({config.num_layers}) must not be below pipeline_model_parallel_size ({sizes.pp}); "
-            f"pipeline_model_parallel_size may be 1 to {config.num_layers}"
-        )
     return faults
 
 

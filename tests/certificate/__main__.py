@@ -52,6 +52,8 @@ def described(layout: Layout) -> str:
         (layout.tp > 1, f"tp {layout.tp}"),
         (layout.sp, "sp"),
         (layout.pp > 1, f"pp {layout.pp}"),
+        (layout.vp > 1, f"vp {layout.vp}"),
+        (layout.schedule != "auto", f"schedule {layout.schedule}"),
         (layout.dp > 1, f"dp {layout.dp}"),
         (layout.microbatches > 1, f"{layout.microbatches} microbatches"),
         (layout.collective, "collective mode"),
@@ -78,8 +80,8 @@ def page(matrix: str) -> str:
 
 Each row is a layout, each column a model and a precision. A cell is the largest deviation from one device in plain
 torch: over the losses of {NUM_STEPS} steps, every gradient, the gradient norm, the weights after the steps and the
-logged values, on all ranks. Deviations are absolute for values up to 1 and relative above. The tolerances are
-{tolerances}; a bold cell is outside of them.
+logged values, on all ranks. Deviations are absolute. The tolerances are {tolerances};
+a bold cell is outside of them.
 
 The other side of the comparison is `tests/reference/gpt.py`, a GPT in plain torch, under a hand-written loop and SGD
 with momentum. It takes from the package the configuration, the initial values and the random numbers of dropout, and

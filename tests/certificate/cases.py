@@ -5,20 +5,21 @@ parallelism must pad, and a vocabulary that tensor parallelism does not divide.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lightning_megatron.models import GPTConfig
+from lightning_megatron.pipeline.choice import ScheduleName
 
 NUM_STEPS = 3
-BATCH = 12  # divides by every data-parallel size times number of microbatches below
+BATCH = 24  # divides by every data-parallel size times number of microbatches below
 SEQUENCE = 7  # 2 rows of 7 tokens do not divide by 4: sequence parallelism pads
 TOLERANCE = {"64-true": 1e-10, "32-true": 1e-5}
 
 _SMALL: dict[str, Any] = {
-    "num_layers": 4,
+    "num_layers": 8,
     "hidden_size": 32,
     "num_attention_heads": 4,
     "max_sequence_length": 16,
@@ -56,6 +57,8 @@ class Layout:
     accumulate: int = 1
     clip: float | None = None
     collective: bool = False
+    vp: int = 1
+    schedule: Literal["auto"] | ScheduleName = "auto"
 
     @property
     def dp(self) -> int:
@@ -80,6 +83,27 @@ LAYOUTS = {
     "accumulate 2, dp2": Layout(world=2, accumulate=2),
     "clip 0.05": Layout(world=4, tp=2, sp=True, pp=2, microbatches=3, clip=0.05),
     "clip 0.05, dp2": Layout(world=2, clip=0.05, microbatches=2),
+    "vp2 pp2": Layout(world=2, pp=2, vp=2, microbatches=4),
+    "vp2 pp2 tp2 dp2": Layout(world=8, tp=2, pp=2, vp=2, microbatches=3),
+    "vp3 pp2": Layout(world=2, pp=2, vp=3, microbatches=3),
+    "vp3 pp2 tp2+sp dp2": Layout(world=8, tp=2, sp=True, pp=2, vp=3, microbatches=4),
+    "vp2 pp4 m4": Layout(world=4, pp=4, vp=2, microbatches=4),
+    "vp2 pp4 m4 tp2+sp": Layout(world=8, tp=2, sp=True, pp=4, vp=2, microbatches=4),
+    "vp2 pp4 m4 dp2": Layout(world=8, pp=4, vp=2, microbatches=4),
+    "vp2 pp4 m8": Layout(world=4, pp=4, vp=2, microbatches=8),
+    "vp2 pp4 m8 tp2": Layout(world=8, tp=2, pp=4, vp=2, microbatches=8),
+    "vp2 pp4 m6 dp2": Layout(world=8, pp=4, vp=2, microbatches=6),
+    "ZB-H1 pp2": Layout(world=2, pp=2, microbatches=4, schedule="zb_h1"),
+    "ZB-H1 pp2 tp2+sp dp2": Layout(world=8, tp=2, sp=True, pp=2, microbatches=4, schedule="zb_h1"),
+    "ZB-H1 pp4": Layout(world=4, pp=4, microbatches=6, schedule="zb_h1"),
+    "ZB-H1 pp4 tp2": Layout(world=8, tp=2, pp=4, microbatches=6, schedule="zb_h1"),
+    "ZB-H1 pp4 dp2": Layout(world=8, pp=4, microbatches=6, schedule="zb_h1"),
+    "ZB-V pp2": Layout(world=2, pp=2, vp=2, microbatches=4, schedule="zb_v"),
+    "ZB-V pp2 tp2+sp dp2": Layout(world=8, tp=2, sp=True, pp=2, vp=2, microbatches=4, schedule="zb_v"),
+    "ZB-V pp4": Layout(world=4, pp=4, vp=2, microbatches=8, schedule="zb_v"),
+    "ZB-V pp4 tp2": Layout(world=8, tp=2, pp=4, vp=2, microbatches=6, schedule="zb_v"),
+    "ZB-V pp4 dp2": Layout(world=8, pp=4, vp=2, microbatches=6, schedule="zb_v"),
+    "GPipe vp2 pp2": Layout(world=2, pp=2, vp=2, microbatches=3, schedule="gpipe"),
 }
 
 
@@ -92,7 +116,7 @@ def batches(config: GPTConfig, dtype: torch.dtype, accumulate: int) -> list[dict
         # Row i keeps a share of its tokens that grows with i: replicas and microbatches hold uneven numbers.
         shares = torch.linspace(0.2, 1.0, BATCH).unsqueeze(1)
         mask = (torch.rand(BATCH, SEQUENCE, generator=generator) < shares).to(dtype)
-        mask[:3] = 0  # the first microbatch has no valid token for every number of microbatches above
+        mask[:6] = 0  # the first microbatch of four and more has no valid token
         if index == 1:
             mask[: BATCH // 2] = 0  # the first of two replicas has none at all
         labels = tokens[:, 1:].clone()

@@ -187,7 +187,8 @@ def _fit(layout: Layout, variant: str, precision: str) -> Outcome:
         pipeline_model_parallel_size=layout.pp,
         sequence_parallel=layout.sp,
         num_microbatches=layout.microbatches,
-        pipeline=PipelineConfig(mode="collective" if layout.collective else "auto"),
+        virtual_pipeline_model_parallel_size=layout.vp,
+        pipeline=PipelineConfig(mode="collective" if layout.collective else "auto", schedule=layout.schedule),
         timeout_seconds=60,
     )
     with warnings.catch_warnings():

@@ -55,7 +55,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "heads that tp does not divide": ((f"{TP}=3", "--trainer.devices=3"), ("num_attention_heads (4)", "(3)")),
     "fewer layers than stages": (
         (f"{TP}=1", f"{PP}=3", "--trainer.devices=3", "--data.global_batch_size=6"),
-        ("num_layers (2)", "pipeline_model_parallel_size (3)"),
+        ("layers (2)", "virtual_pipeline_model_parallel_size (3)"),
     ),
     "a world that does not divide": (("--trainer.devices=3",), ("world size (3)", "use 2 or 4 processes")),
     "a batch that does not divide": (

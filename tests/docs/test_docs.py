@@ -1,5 +1,6 @@
 """The documentation is true: what it names exists, what it quotes is said, what it shows running runs."""
 
+import argparse
 import ast
 import contextlib
 import inspect
@@ -14,6 +15,7 @@ import lightning as L
 import pytest
 
 from lightning_megatron import MegatronStrategy
+from lightning_megatron.cli import schedule
 from lightning_megatron.lightning_modules import AdamWConfig, GenerationConfig, GPTDataModule
 from lightning_megatron.models import GPTConfig
 from lightning_megatron.trainer.precision import SUPPORTED
@@ -247,7 +249,9 @@ def known_options() -> set[str]:
         options |= {f"model.{name}.{field.name}" for field in fields(kind)}
     for script in ("tests/certificate/__main__.py", "benchmarks/step_time.py"):
         options |= set(re.findall(r'add_argument\("--([\w-]+)"', (ROOT / script).read_text()))
-    return options
+    commands = argparse.ArgumentParser().add_subparsers()
+    schedule.add_parser(commands)
+    return options | {option.removeprefix("--") for option in commands.choices["schedule"]._option_string_actions}
 
 
 @each_page

@@ -315,7 +315,7 @@ def test_every_fault_of_a_layout_is_told_at_once() -> None:
         GPTModel(config, mesh=Mesh.imagine(0, Sizes(world=12, tp=4, pp=3)))
     text = str(raised.value)
     assert "num_attention_heads (6)" in text and "tensor_model_parallel_size may be 1, 2, 3, 6" in text
-    assert "ffn_hidden_size (50)" in text and "num_layers (2)" in text
+    assert "ffn_hidden_size (50)" in text and "layers (2)" in text
 
 
 @pytest.mark.parametrize(

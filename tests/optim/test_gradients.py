@@ -186,3 +186,22 @@ def test_the_norm_of_a_large_gradient_does_not_drift(dtype: torch.dtype, shape: 
     # As torch takes it, in one sum.
     if dtype == torch.float32:
         assert abs(torch.linalg.vector_norm(weight.grad) / exact - 1) > 1e-6
+
+
+def held_in_different_orders() -> dict[str, list[float]]:
+    """Two stages hold the same names, each in an order of its own; one of the gradients is there on one stage only."""
+    mesh = make_mesh(Sizes(world=2, pp=2))
+    stage = mesh.pp.rank
+    values = {"a": 1.0, "b": 10.0, "model.c": 100.0, "d": 1000.0}
+    order = ["model.c", "a", "d", "b"] if stage == 0 else ["b", "d", "a", "model.c"]
+    named = [(name, plain(values[name] * (1 + stage))) for name in order]
+    for name, parameter in named:
+        if name == "a" and stage == 1:
+            parameter.grad = None
+    Gradients(named, {"model.c"}, mesh, group, torch.device("cpu")).reduce(outside_over_stages=True)
+    return {name: p.grad.tolist() for name, p in named if p.grad is not None}
+
+
+def test_stages_that_hold_shared_names_in_different_orders_sum_like_with_like() -> None:
+    wanted = {"a": [1.0, 1.0], "b": [30.0, 30.0], "model.c": [300.0, 300.0], "d": [3000.0, 3000.0]}
+    assert run_on_ranks(2, held_in_different_orders) == [wanted, wanted]

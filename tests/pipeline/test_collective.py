@@ -10,7 +10,7 @@ from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.pipeline.collective import CollectiveCall
 from lightning_megatron.pipeline.module import PipelineModule
 from tests.harness.ranks import run_on_ranks
-from tests.pipeline.meshes import make_mesh
+from tests.pipeline.meshes import make_mailbox, make_mesh
 
 CPU = torch.device("cpu")
 
@@ -26,9 +26,9 @@ class Rich(PipelineModule):
         output: Tensor = self.get_submodule(name)(hidden) * scale + batch["x"]
         return output
 
-    def run_stage(self, hidden: Any, context: Any) -> Any:
-        hidden = super().run_stage(hidden, context)
-        if not self.mesh.pp.is_last:
+    def run_stage(self, stage: int, hidden: Any, context: Any) -> Any:
+        hidden = super().run_stage(stage, hidden, context)
+        if stage < self.mesh.sizes.num_stages - 1:
             return hidden
         batch, _ = context
         self.loss_weight = batch["mask"].sum()
@@ -44,7 +44,7 @@ def run(mesh: Mesh, num_microbatches: int, *, train: bool) -> dict[str, Any]:
     model.__dict__.update(from_parts.__dict__)
     model.train(train)
     if mesh.pp.size > 1:
-        model.driver = CollectiveCall(mesh.pp, CPU, lambda rows: min(rows, num_microbatches))
+        model.driver = CollectiveCall(mesh.pp, make_mailbox(mesh), CPU, lambda rows: min(rows, num_microbatches))
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(5, 4, generator=generator, dtype=torch.float64, requires_grad=True)
     scale = torch.tensor(1.5, dtype=torch.float64, requires_grad=True)
@@ -66,16 +66,26 @@ def run(mesh: Mesh, num_microbatches: int, *, train: bool) -> dict[str, Any]:
     return found
 
 
-def on_stages(pp: int, num_microbatches: int) -> list[dict[str, Any]]:
-    mesh = make_mesh(Sizes(world=pp, pp=pp))
+def on_stages(sizes: Sizes, num_microbatches: int) -> list[dict[str, Any]]:
+    mesh = make_mesh(sizes)
     return [run(mesh, num_microbatches, train=train) for train in (True, False)]
 
 
-@pytest.mark.parametrize(("pp", "num_microbatches"), [(2, 1), (2, 3), (4, 2)])
-def test_a_call_returns_on_every_stage_what_the_unsplit_model_returns(pp: int, num_microbatches: int) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "num_microbatches"),
+    [
+        (Sizes(world=2, pp=2), 1),
+        (Sizes(world=2, pp=2), 3),
+        (Sizes(world=4, pp=4), 2),
+        (Sizes(world=2, pp=2, vp=2), 3),
+        (Sizes(world=2, pp=2, vp=2, placement="v"), 3),
+    ],
+    ids=lambda value: f"pp{value.pp}-v{value.vp}-{value.placement}" if isinstance(value, Sizes) else str(value),
+)
+def test_a_call_returns_on_every_stage_what_the_unsplit_model_returns(sizes: Sizes, num_microbatches: int) -> None:
     wanted = [run(Mesh.single(), 1, train=train) for train in (True, False)]
     covered: set[str] = set()
-    for rank in run_on_ranks(pp, on_stages, pp, num_microbatches):
+    for rank in run_on_ranks(sizes.pp, on_stages, sizes, num_microbatches):
         for found, expected in zip(rank, wanted, strict=True):
             assert found["plain"] == expected["plain"]
             torch.testing.assert_close(found["values"], expected["values"], rtol=1e-12, atol=1e-12)
@@ -84,3 +94,25 @@ def test_a_call_returns_on_every_stage_what_the_unsplit_model_returns(pp: int, n
         covered |= rank[0]["grads"].keys()
     assert covered == wanted[0]["grads"].keys()
     assert wanted[0]["grads"]["scale"].abs() > 0.1
+
+
+def told_weights() -> list[Tensor | None]:
+    """The loss weights after a call of a model that says one, and of one that does not."""
+    mesh = make_mesh(Sizes(world=2, pp=2))
+    found: list[Tensor | None] = []
+    for kind in (Rich, PipelineModule):
+        model = kind.__new__(kind)
+        made = {f"l{i}": nn.Linear(4, 4) for i in range(2)}
+        model.__dict__.update(PipelineModule.from_modules(made, mesh=mesh).__dict__)
+        model.driver = CollectiveCall(mesh.pp, make_mailbox(mesh), CPU, lambda rows: 3)
+        x = torch.ones(5, 4)
+        model({"x": x, "mask": torch.tensor([0.0, 0.0, 1.0, 1.0, 1.0])}, x) if kind is Rich else model(x)
+        found.append(model.loss_weight)
+    return found
+
+
+def test_a_call_leaves_a_loss_weight_only_where_the_model_said_one() -> None:
+    for rich, silent in run_on_ranks(2, told_weights):
+        assert rich is not None and rich.item() == 3
+        # Rows are not what somebody's loss is a mean over, as soon as the model is called on others than the batch's.
+        assert silent is None

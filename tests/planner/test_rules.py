@@ -2,8 +2,9 @@
 
 import pytest
 
-from lightning_megatron.mesh import Sizes
+from lightning_megatron.mesh import Sizes, StageLayout
 from lightning_megatron.models import GPTConfig
+from lightning_megatron.pipeline.choice import Schedule
 from lightning_megatron.planner.rules import Facts, faults
 
 
@@ -30,7 +31,7 @@ def test_all_faults_are_told_at_once_with_the_values_that_would_do() -> None:
     )
     text = "\n".join(told)
     assert "num_microbatches (0) must be at least 1" in text
-    assert "num_attention_heads (6)" in text and "num_layers (4)" in text
+    assert "num_attention_heads (6)" in text and "layers (4)" in text
     assert "sequence_length (65)" in text and "(64)" in text
     assert len(told) >= 4
 
@@ -50,6 +51,18 @@ def test_a_global_batch_divides_by_replicas_times_microbatches(batch: int, is_so
 
 def test_sequence_parallel_without_tensor_parallel_is_harmless() -> None:
     assert faults(Facts(sizes=Sizes(world=2, sequence_parallel=True), model=model())) == []
+
+
+def test_a_schedule_and_a_layout_of_stages_that_do_not_fit_are_told_by_their_full_names() -> None:
+    sizes = Sizes(world=4, pp=4, vp=3, placement="v", stage_layout=StageLayout(text="Ett|t|tL"))
+    schedule = Schedule(name="zb_v", pp=4, chunks=3, microbatches=4, group_size=2)
+    told = faults(Facts(sizes=sizes, num_microbatches=4, model=model(), schedule=schedule))
+    text = "\n".join(told)
+    assert "virtual_pipeline_model_parallel_size (3) must be 2 for schedule zb_v" in text
+    assert "microbatch_group_size (2) belongs to schedule interleaved" in text
+    assert "'Ett|t|tL' has 3 stages" in text and "is 12" in text
+    [alone] = faults(Facts(sizes=Sizes(world=2, vp=2)))
+    assert "virtual_pipeline_model_parallel_size (2) needs pipeline_model_parallel_size above 1" in alone
 
 
 def test_only_learned_positions_bound_the_sequence() -> None:

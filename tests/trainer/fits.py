@@ -91,6 +91,8 @@ class Case:
     # 3 batches of 8 and one of 3: the last is smaller than 4 microbatches, and cut unevenly into 2
     is_one_call: bool = True
     # of the model in a step
+    is_automatic: bool = True
+    # optimization, and not the module's own
 
     def run(self, layout: Layout) -> Trace:
         recorder = Recorder()

@@ -1,12 +1,14 @@
 """Layouts that the trainer's tests run under, and Trainers that are quiet about it."""
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import lightning as L
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
 
 from lightning_megatron import MegatronStrategy, PipelineConfig
+from lightning_megatron.mesh import StageLayout
+from lightning_megatron.pipeline.choice import ScheduleName
 
 # Values that the strategy hands to `log` are those of the global batch already.
 QUIET = "ignore:It is recommended to use .*sync_dist=True:UserWarning"
@@ -22,6 +24,9 @@ class Layout:
     sp: bool = False
     microbatches: int = 1
     collective: bool = False
+    vp: int = 1
+    schedule: Literal["auto"] | ScheduleName = "auto"
+    stages: StageLayout = field(default_factory=StageLayout)
     is_plain: bool = False
     # Lightning's own strategy for one device
 
@@ -38,7 +43,10 @@ class Layout:
             pipeline_model_parallel_size=self.pp,
             sequence_parallel=self.sp,
             num_microbatches=self.microbatches,
-            pipeline=PipelineConfig(mode="collective" if self.collective else "auto"),
+            virtual_pipeline_model_parallel_size=self.vp,
+            pipeline=PipelineConfig(
+                mode="collective" if self.collective else "auto", schedule=self.schedule, layout=self.stages
+            ),
             timeout_seconds=60,
         )
 

@@ -91,3 +91,40 @@ def test_noise_in_a_step_is_that_of_one_stage() -> None:
 def test_replicas_draw_different_noise() -> None:
     (_, first), (_, second) = run_on_ranks(2, noisy, Layout(world=2, microbatches=2), init=False)
     assert first[0] != second[0]
+
+
+class NoisyEvaluation(Small):
+    """Draws once in every batch of every evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[float] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.drawn.append(torch.rand(()).item())
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.drawn.append(torch.rand(()).item())
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.drawn.append(torch.rand(()).item())
+        return self.logits(batch[0])
+
+
+def drawn_in_evaluation(layout: Layout) -> list[float]:
+    module, data = NoisyEvaluation(), Data(24)
+    trainer = make_trainer(layout, num_sanity_val_steps=2)
+    trainer.fit(module, data)
+    trainer.validate(module, data, verbose=False)
+    trainer.test(module, data, verbose=False)
+    trainer.predict(module, data)
+    return module.drawn
+
+
+def test_no_two_batches_of_evaluation_draw_the_same() -> None:
+    layout = Layout(world=4, pp=2, microbatches=2)
+    first, second, *other_stage = run_on_ranks(4, drawn_in_evaluation, layout, init=False)
+    assert other_stage == [first, second]
+    # Of 2 batches to check, 3 in each of 2 epochs, and 3 to validate, to test and to predict.
+    assert len(first) == 17
+    assert len({*first, *second}) == 34

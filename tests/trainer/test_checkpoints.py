@@ -19,7 +19,7 @@ from tests.trainer.layouts import Layout, make_trainer, replica_of
 
 # Dropout, because its masks must go on too; a vocabulary that two ranks share unevenly.
 CONFIG = GPTConfig(
-    num_layers=2,
+    num_layers=4,
     hidden_size=16,
     num_attention_heads=2,
     max_sequence_length=8,
@@ -33,6 +33,8 @@ LAYOUTS = {
     "tp2": Layout(world=2, tp=2, sp=True),
     "pp2": Layout(world=2, pp=2, microbatches=2),
     "dp2": Layout(world=2),
+    "pp2 vp2": Layout(world=2, pp=2, vp=2, microbatches=2),
+    "pp2 zb_v": Layout(world=2, pp=2, vp=2, schedule="zb_v", microbatches=2),
 }
 # Adam divides by the root of a square: what differs by rounding at first is some orders larger after eight steps.
 TOLERANCE = 1e-8
@@ -180,7 +182,7 @@ def under_tp2(saved: Path, whole: dict[str, Any]) -> Path:
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed from:UserWarning")
 @pytest.mark.parametrize("step", [3, 6])
-@pytest.mark.parametrize("layout", ["pp2", "dp2", "one"])
+@pytest.mark.parametrize("layout", ["pp2", "dp2", "one", "pp2 vp2", "pp2 zb_v"])
 def test_a_run_goes_on_under_another_layout(
     layout: str, step: int, under_tp2: Path, whole: dict[str, Any], tmp_path: Path
 ) -> None:

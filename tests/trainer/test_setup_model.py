@@ -63,3 +63,37 @@ def test_a_module_that_stands_twice_in_a_chain_keeps_both_places() -> None:
     module, mesh = Reused(), Mesh.imagine(0, Sizes(world=2, pp=2))
     assert pipeline_plain_sequential(module, mesh)
     assert module.chain.part_names == ("0", "1", "2", "3")
+
+
+class Normed(L.LightningModule):
+    """Batch norms in a chain, of which the stages hold different numbers, and one outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        norms = [torch.nn.BatchNorm1d(2) for _ in range(3)]
+        self.chain = torch.nn.Sequential(torch.nn.Linear(2, 2), norms[0], norms[1], norms[2], torch.nn.Linear(2, 2))
+        self.outside = torch.nn.BatchNorm1d(2)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        raise AssertionError("synchronised batch norms run on GPUs only; this test sets them up and runs none")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def ranks_of_norms(layout: Layout) -> list[list[int]]:
+    """The global ranks that each synchronised batch norm talks over."""
+    module = Normed()
+    trainer = make_trainer(layout, sync_batchnorm=True, limit_train_batches=0, limit_val_batches=0)
+    trainer.fit(module, torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=4))
+    norms = [child for child in module.modules() if isinstance(child, torch.nn.SyncBatchNorm)]
+    return [torch.distributed.get_process_group_ranks(norm.process_group) for norm in norms]
+
+
+def test_synchronised_batch_norms_talk_over_the_replicas_of_their_stage() -> None:
+    by_rank = run_on_ranks(4, ranks_of_norms, Layout(world=4, pp=2, microbatches=2), init=False)
+    # Replicas 0 and 1 of a stage are neighbours: ranks 0 and 1, 2 and 3.
+    for rank, talks in enumerate(by_rank):
+        assert talks and all(sorted(ranks) == ([0, 1] if rank < 2 else [2, 3]) for ranks in talks)
+    assert len(by_rank[0]) + len(by_rank[2]) == 3 + 2
+    assert len(by_rank[0]) != len(by_rank[2])

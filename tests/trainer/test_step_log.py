@@ -127,3 +127,47 @@ def test_replicas_that_log_differently_are_told_what_differs() -> None:
         assert "replicas logged 'sometimes' with different options" in found["options"]
         assert "['train_loss', 'a', 'b'], ['train_loss', 'b', 'a']" in found["order"]
         assert "reduce_fx (<built-in method median" in found["custom"] and "mean, sum, max or min" in found["custom"]
+
+
+class Keeping(modules.Small):
+    """Metrics with lists and with numbers that take something in before the model call, after it, and on both sides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("before", "after", "both"):
+            setattr(self, f"{name}_list", torchmetrics.CatMetric())
+            setattr(self, f"{name}_sum", torchmetrics.SumMetric())
+        self.kept: list[dict[str, Any]] = []
+
+    def take(self, name: str, values: torch.Tensor) -> None:
+        self.get_submodule(f"{name}_list")(values.detach())
+        self.get_submodule(f"{name}_sum").update(values.detach())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        for name in ("before", "both"):
+            self.take(name, batch[0][:, 0])
+        losses = functional.cross_entropy(self.logits(batch[0]), batch[1], reduction="none")
+        for name in ("both", "after"):
+            self.take(name, losses)
+        return losses.mean()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        metrics = {n: m for n, m in self.named_children() if isinstance(m, torchmetrics.Metric)}
+        self.kept.append({name: sorted(metric.compute().reshape(-1).tolist()) for name, metric in metrics.items()})
+
+
+def kept(layout: Layout) -> list[dict[str, Any]]:
+    module = Keeping()
+    make_trainer(layout, max_epochs=1, limit_val_batches=0).fit(module, Data())
+    return module.kept
+
+
+def test_metrics_take_everything_in_once_on_every_stage() -> None:
+    [wanted] = run_on_ranks(1, kept, PLAIN, init=False)
+    assert [len(step["both_list"]) for step in wanted] == [16, 32, 48, 54]
+    for found in run_on_ranks(2, kept, LAYOUTS["pp2"], init=False):
+        for step, expected in zip(found, wanted, strict=True):
+            assert step.keys() == expected.keys()
+            for name, values in step.items():
+                # Metrics count in float32.
+                assert values == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name

@@ -79,7 +79,7 @@ class Doubles(nn.Module):
         ("ReadsTrainerAfterwards", "strategy.barrier was called inside training_step while a pipeline schedule runs"),
         ("NeverCalls", "training_step ended on stage . of 2 without calling the pipelined model"),
         ("BarrierBefore", "strategy.barrier was called inside training_step while a pipeline schedule runs"),
-        ("HandsOnTwo", "a stage hands tuple to the next; it must hand one tensor"),
+        ("HandsOnTwo", "a stage hands tuple to the next; it must hand a tensor or a dict of tensors"),
     ],
 )
 def test_what_a_schedule_cannot_do_is_refused_by_the_stage_that_sees_it(name: str, message: str) -> None:
@@ -223,3 +223,44 @@ def test_faults_of_sizes_and_batches_are_told_before_a_process_starts() -> None:
     told = str(error.value)
     assert "world size (2) must be a multiple of pipeline x context x tensor parallel size (4)" in told
     assert "num_microbatches (0)" in told
+
+
+@pytest.mark.parametrize(
+    ("module", "collective", "told"),
+    [
+        (Small, True, ['PipelineConfig(mode="collective") where', 'or PipelineConfig(mode="auto")']),
+        (modules.Manual, False, ["the manual optimization of Manual where", "or automatic_optimization=True"]),
+        (
+            modules.Manual,
+            True,
+            [
+                'PipelineConfig(mode="collective") and the manual optimization of Manual where',
+                'or PipelineConfig(mode="auto") and automatic_optimization=True',
+            ],
+        ),
+    ],
+)
+def test_microbatches_that_nothing_would_cut_are_told_with_all_other_faults(
+    module: type[Small], collective: bool, told: list[str]
+) -> None:
+    trainer = make_trainer(Layout(world=3, tp=2, microbatches=4, collective=collective))
+    with pytest.raises(ConfigurationError) as error:
+        trainer.fit(module(), Data())
+    for sentence in (
+        "has 2 faults",
+        "world size (3)",
+        "num_microbatches (4) must be 1 with",
+        "num_microbatches=1",
+        *told,
+    ):
+        assert sentence in str(error.value)
+
+
+def test_microbatches_are_refused_only_where_a_training_would_ignore_them() -> None:
+    uncut = {"world": 1, "microbatches": 4, "collective": True}
+    fit(modules.Manual(), Layout(collective=True))
+    make_trainer(Layout(**uncut)).validate(Small(), Data(), verbose=False)
+    with pytest.raises(ConfigurationError, match=r"num_microbatches \(4\)"):
+        fit(Small(), Layout(**uncut))
+    # Stages cut each of their calls.
+    run_on_ranks(2, fit, modules.Manual(), Layout(world=2, pp=2, microbatches=2), init=False)

@@ -42,7 +42,7 @@ CASES = {
     ),
     "schedulers": Case(module=modules.Scheduled),
     "frozen and unused weights": Case(module=modules.Partly),
-    "manual optimization": Case(module=modules.Manual),
+    "manual optimization": Case(module=modules.Manual, is_automatic=False),
     "two dependent calls": Case(module=modules.CalledTwice, is_one_call=False),
     "all kinds of logging": Case(module=modules.Measured),
     "limited batches": Case(module=modules.Small, trainer={"limit_train_batches": 2, "limit_val_batches": 1}),
@@ -63,11 +63,16 @@ TELLING = (
 
 
 def cases_of(layout: str) -> list[str]:
-    """What runs under a layout; a schedule of several stages takes one call a step."""
+    """What runs under a layout.
+
+    A schedule of several stages takes one call a step; where manual steps have no stages, nothing cuts their batches.
+    """
     chosen = {**LAYOUTS, "plain": PLAIN}[layout]
     can_call_twice = chosen.pp == 1 or chosen.collective
+    can_be_manual = chosen.pp > 1 or chosen.microbatches == 1
     own = TELLING if layout in COMBINED else tuple(CASES)
-    return [case for case in own if CASES[case].is_one_call or can_call_twice]
+    cases = [case for case in own if CASES[case].is_one_call or can_call_twice]
+    return [case for case in cases if CASES[case].is_automatic or can_be_manual]
 
 
 def run_all(layout: Layout, cases: list[str]) -> dict[str, Trace]:

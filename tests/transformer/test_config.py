@@ -94,11 +94,10 @@ def test_a_rotation_needs_a_pair() -> None:
             ["the rows of the query-key-value weight (10 = .* may be 1, 2, 5$"],
         ),
         ({"ffn_hidden_size": 90}, Sizes(world=4, tp=4), ["ffn_hidden_size (90) .* may be 1, 2, 3, 5, 6$"]),
-        ({}, Sizes(world=5, pp=5), ["num_layers (4) .* may be 1 to 4$"]),
         (
-            {"ffn_hidden_size": 90},
-            Sizes(world=20, tp=4, pp=5),
-            ["ffn_hidden_size (90)", "num_layers (4)"],
+            {"ffn_hidden_size": 90, "num_attention_heads": 2},
+            Sizes(world=4, tp=4),
+            ["num_attention_heads (2)", "ffn_hidden_size (90)"],
         ),
     ],
 )

@@ -8,7 +8,6 @@ import torch
 
 from lightning_megatron.metrics.throughput import Speed, peak_flops
 from lightning_megatron.trainer.config import ConfigurationError
-from lightning_megatron.trainer.replica import Replica
 
 
 @runtime_checkable
@@ -72,16 +71,19 @@ class Throughput(L.Callback):
         if self._started_seconds is None:
             self._is_warm = True
             return
-        replicas = Replica.under(trainer.strategy).size
         self._num_batches += 1
-        self._num_tokens += replicas * pl_module.batch_tokens(batch)
-        self._num_flops += replicas * pl_module.batch_flops(batch)
+        self._num_tokens += pl_module.batch_tokens(batch)
+        self._num_flops += pl_module.batch_flops(batch)
         if self._num_batches < self.every_n_batches:
             return
         self._stop_clock(trainer)
-        # Clocks differ between ranks; what is logged must not.
+        # Clocks and batches differ between ranks; what is logged must not.
         seconds = trainer.strategy.broadcast(self._seconds)
-        speed = Speed(self._num_tokens, self._num_flops, seconds, trainer.world_size)
+        own = torch.tensor(
+            [self._num_tokens, self._num_flops], dtype=torch.float64, device=trainer.strategy.root_device
+        )
+        num_tokens, num_flops = trainer.strategy.reduce(own, reduce_op="sum").tolist()
+        speed = Speed(round(num_tokens), num_flops, seconds, trainer.world_size)
         numbers = {"tokens/s": float(round(speed.tokens_per_second)), "FLOP/s": speed.flops_per_second}
         if self._peak_flops:
             numbers["MFU"] = speed.mfu(self._peak_flops)

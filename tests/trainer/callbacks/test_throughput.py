@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_megatron import ConfigurationError
 from lightning_megatron.trainer.callbacks import Throughput, throughput
 from tests.harness.ranks import run_on_ranks
-from tests.trainer.layouts import QUIET, Layout, make_trainer
+from tests.trainer.layouts import QUIET, Layout, make_trainer, replica_of
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
 ROWS, FLOPS = 4, 1000
@@ -27,14 +27,18 @@ class Clock:
 
 
 class Counted(L.LightningModule):
-    """A module whose batch is 1 second of work."""
+    """A module whose batch is 1 second of work on the first rank, and some more on each further one.
 
-    def __init__(self) -> None:
+    If it is more, later replicas also have more tokens: the second twice as many as the first.
+    """
+
+    def __init__(self, extra_seconds: float) -> None:
         super().__init__()
+        self.extra_seconds = extra_seconds
         self.layer = torch.nn.Linear(3, 1)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        Clock.seconds += 1
+        Clock.seconds += 1 + self.extra_seconds * self.trainer.global_rank
         loss: Tensor = self.layer(batch).mean()
         return loss
 
@@ -45,13 +49,14 @@ class Counted(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def batch_tokens(self, batch: Tensor) -> int:
-        return batch.shape[0]
+        rank, _ = replica_of(self.trainer)
+        return batch.shape[0] * (1 + rank * (self.extra_seconds > 0))
 
     def batch_flops(self, batch: Tensor) -> float:
         return float(FLOPS)
 
 
-def speeds(layout: Layout, every: int = 2, **options: Any) -> list[dict[str, float]]:
+def speeds(layout: Layout, every: int = 2, extra_seconds: float = 0.0, **options: Any) -> list[dict[str, float]]:
     """What was logged after every batch."""
     Clock.seconds = 100.0
     throughput.perf_counter = Clock()  # type: ignore[attr-defined]
@@ -64,7 +69,7 @@ def speeds(layout: Layout, every: int = 2, **options: Any) -> list[dict[str, flo
     callbacks = [Throughput(every_n_batches=every, device_peak_flops=2000.0), Recorder()]
     trainer = make_trainer(layout, callbacks=callbacks, max_epochs=1, **options)
     rows = torch.utils.data.DataLoader(torch.ones(24, 3, dtype=torch.float64), batch_size=ROWS)
-    trainer.fit(Counted(), rows, rows)
+    trainer.fit(Counted(extra_seconds), rows, rows)
     return logged
 
 
@@ -83,6 +88,18 @@ def test_validation_does_not_count() -> None:
 def test_replicas_count_and_ranks_of_one_replica_do_not(layout: Layout, replicas: int) -> None:
     for logged in run_on_ranks(layout.world, speeds, layout, init=False):
         assert logged[2] == {"tokens/s": replicas * ROWS, "FLOP/s": replicas * FLOPS, "MFU": replicas * 0.5 / 2}
+
+
+def uneven_speeds(layout: Layout) -> list[dict[str, float]]:
+    return speeds(layout, extra_seconds=0.75)
+
+
+@pytest.mark.parametrize("layout", [Layout(world=2), Layout(world=2, tp=2)], ids=["dp2", "tp2"])
+def test_ranks_whose_clocks_and_batches_differ_log_equal_numbers(layout: Layout) -> None:
+    first, second = run_on_ranks(2, uneven_speeds, layout, init=False)
+    assert first == second
+    assert first[2]["tokens/s"] == (1 + 2 * (layout.dp > 1)) * ROWS
+    assert len(first) == 6 and {*first[-1]} == {"tokens/s", "FLOP/s", "MFU"}
 
 
 def test_a_module_that_does_not_say_its_work_is_refused() -> None:

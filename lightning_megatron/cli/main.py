@@ -1,0 +1,59 @@
+"""The command `lightning-megatron`: one parser, and under it a parser for each command.
+
+Every command is a file of its own in this room with `add_parser`, which declares its options and says by
+`set_defaults(run=...)` which function runs them. A new command is a new file and a name in `_COMMANDS`.
+
+| exit code | |
+|---|---|
+| 0 | done |
+| 2 | a user's mistake: one line on stderr with every fault, no traceback |
+| 1 | anything else that fails, with its traceback |
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from lightning_megatron import __version__
+from lightning_megatron.cli import schedule
+from lightning_megatron.cli.usage import UsageError
+
+_COMMANDS = (schedule,)
+_USAGE_ERROR = 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose mistakes are one line, without the usage that argparse puts above it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError([f"{message}; see {self.prog} --help"])
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Runs a command line, that of the process if none is given. Returns the exit code."""
+    try:
+        options = _parser().parse_args(args)
+        options.run(options)
+        sys.stdout.flush()
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return _USAGE_ERROR
+    except BrokenPipeError:
+        # Who reads, `head` perhaps, has seen enough. Python would complain when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="lightning-megatron",
+        description="What one asks before and after a run of lightning_megatron; no command starts training.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"lightning-megatron {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in _COMMANDS:
+        command.add_parser(commands)
+    return parser

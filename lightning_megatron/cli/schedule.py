@@ -1,0 +1,234 @@
+"""`lightning-megatron schedule`: what a pipeline schedule looks like, how long it stands idle and what it keeps.
+
+Shown is the plan that a run would execute: made, lowered, checked, and played with the costs that are given.
+"""
+
+import argparse
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from lightning_megatron.cli.grid import grid_of
+from lightning_megatron.cli.usage import UsageError
+from lightning_megatron.pipeline.bubble import bubble_formula, peak_shares, timeline_of
+from lightning_megatron.pipeline.choice import Schedule, ScheduleName, schedule_faults
+from lightning_megatron.pipeline.picture import write_png, write_svg
+from lightning_megatron.pipeline.simulate import Costs, Timeline
+
+_WRITERS = {".svg": write_svg, ".png": write_png}
+_COMPUTE_FIELDS = ("kind", "stage", "microbatch", "start", "end")
+# Columns where stdout is no terminal.
+_COLUMNS = 120
+_EPILOG = """\
+Costs are in one unit of your choice, those of one microbatch through all layers of a rank: a chunk takes 1/vp of them,
+so that schedules of different --vp compare. A message costs the same whatever --vp is.
+
+F is a forward, B a whole backward, I and W the halves of one that make the gradients of a stage's input and of its
+weights (zb_h1, zb_v). Activations are kept from F until B or W.
+
+example:  lightning-megatron schedule --pp 8 --vp 2 --microbatches 16 --kind interleaved --out schedule.svg
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Adds the command and its options."""
+    parser = commands.add_parser(
+        "schedule",
+        help="show a pipeline schedule: its order, its bubble, what it keeps",
+        description="Shows a pipeline schedule as a grid, with the time that ranks stand idle (the bubble) and the "
+        "activations that they keep.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    sizes = parser.add_argument_group("the schedule")
+    sizes.add_argument("--pp", type=int, required=True, metavar="RANKS", help="ranks of the pipeline, from 1")
+    sizes.add_argument(
+        "--vp", type=int, metavar="CHUNKS", help="chunks of the model on each rank (default: 1; 2 for zb_v)"
+    )
+    sizes.add_argument(
+        "--microbatches", type=int, required=True, metavar="NUMBER", help="microbatches of a step, from 1"
+    )
+    sizes.add_argument(
+        "--kind",
+        metavar="NAME",
+        help=f"{', '.join(get_args(ScheduleName))} (default: 1f1b, or interleaved where --vp is above 1)",
+    )
+    sizes.add_argument(
+        "--group-size",
+        type=int,
+        default=0,
+        metavar="NUMBER",
+        help="microbatches that go through a chunk before the next chunk's turn, from pp; interleaved only "
+        "(default: 0, which is pp)",
+    )
+    costs = parser.add_argument_group("the costs")
+    for name, what in (
+        ("forward", "time of a forward"),
+        ("backward", "time of a whole backward"),
+        ("backward-input", "time of the half that makes the gradient of the input"),
+        ("backward-weight", "time of the half that makes the gradients of the weights"),
+        ("message", "time of a message from one rank to the next"),
+    ):
+        default = getattr(Costs(), name.replace("-", "_"))
+        costs.add_argument(
+            f"--{name}", type=float, default=default, metavar="TIME", help=f"{what} (default: {default:g})"
+        )
+    output = parser.add_argument_group("the output")
+    output.add_argument(
+        "--out", type=Path, metavar="FILE", help="write a picture too: FILE.svg, or FILE.png (extra 'plot')"
+    )
+    output.add_argument("--json", action="store_true", help="print everything as JSON, every compute with its times")
+    output.add_argument(
+        "--max-columns",
+        type=int,
+        default=0,
+        metavar="NUMBER",
+        help=f"characters of a line of the grid, from 20 (default: 0, the width of the terminal, or {_COLUMNS})",
+    )
+    parser.set_defaults(run=run_schedule)
+
+
+def run_schedule(options: argparse.Namespace) -> None:
+    """Prints the schedule, and writes its picture where one is asked for. Raises UsageError with all faults."""
+    schedule, costs = _read(options)
+    timeline = timeline_of(schedule, costs)
+    if not math.isfinite(timeline.makespan):
+        raise UsageError(["the costs add up to more than a number can hold; give them in a larger unit"])
+    if options.out is not None:
+        _write_picture(options.out, schedule, timeline)
+    if options.json:
+        print(json.dumps(_record(schedule, costs, timeline)))
+    else:
+        columns = options.max_columns or shutil.get_terminal_size((_COLUMNS, 0)).columns
+        print(_report(schedule, costs, timeline, columns))
+
+
+def _read(options: argparse.Namespace) -> tuple[Schedule, Costs]:
+    default_kind = "1f1b" if options.vp in (None, 1) else "interleaved"
+    kind = cast(ScheduleName, default_kind if options.kind is None else options.kind)
+    schedule = Schedule(
+        name=kind,
+        pp=options.pp,
+        chunks=options.vp if options.vp is not None else 2 if kind == "zb_v" else 1,
+        microbatches=options.microbatches,
+        group_size=options.group_size,
+    )
+    costs = Costs()
+    faults = schedule_faults(schedule)
+    try:
+        costs = Costs(
+            forward=options.forward,
+            backward=options.backward,
+            backward_input=options.backward_input,
+            backward_weight=options.backward_weight,
+            message=options.message,
+        )
+    except ValueError as error:
+        faults.append(str(error))
+    if options.out is not None:
+        faults += _path_faults(options.out)
+    if options.max_columns != 0 and options.max_columns < 20:
+        faults.append(
+            f"--max-columns ({options.max_columns}) must be at least 20; use 0, which is the terminal's, or 20 or more"
+        )
+    if faults:
+        raise UsageError(faults)
+    return schedule, costs
+
+
+def _path_faults(path: Path) -> list[str]:
+    faults = []
+    if path.suffix.lower() not in _WRITERS:
+        faults.append(
+            f"--out ({path}) must end in {' or '.join(_WRITERS)}; use {path if path.name else 'schedule'}.svg"
+        )
+    if not path.parent.is_dir():
+        faults.append(f"--out ({path}) lies in {path.parent}, which is no directory; make it, or use another")
+    return faults
+
+
+def _write_picture(path: Path, schedule: Schedule, timeline: Timeline) -> None:
+    title = f"{_name(schedule)}: bubble {_percent(timeline.bubble)}"
+    try:
+        _WRITERS[path.suffix.lower()](timeline, path, title=title)
+    except OSError as error:
+        raise UsageError([f"--out ({path}) cannot be written: {error.strerror or error}; use another path"]) from error
+    except ImportError as error:
+        raise UsageError([f"--out ({path}): {error}; or use {path.with_suffix('.svg')}"]) from error
+
+
+def _name(schedule: Schedule) -> str:
+    """As in "interleaved, 8 ranks of 2 chunks, 16 microbatches"."""
+    ranks = _num(schedule.pp, "rank")
+    chunks = "" if schedule.chunks == 1 else f" of {schedule.chunks} chunks"
+    group = f" in groups of {schedule.group_size}" if schedule.group_size else ""
+    return f"{schedule.name}, {ranks}{chunks}, {_num(schedule.microbatches, 'microbatch', 'es')}{group}"
+
+
+def _report(schedule: Schedule, costs: Costs, timeline: Timeline, columns: int) -> str:
+    formula = bubble_formula(schedule, costs)
+    beside = (
+        f"formula {formula.text} = {_percent(formula.bubble)}" if formula else "no formula for these numbers and costs"
+    )
+    shares = peak_shares(timeline, schedule.chunks)
+    rows = [("rank", "bubble", "peak", "in shares")]
+    rows += [
+        (str(rank), f"{_percent(bubble)}", str(peak), f"{share:g}")
+        for rank, (bubble, peak, share) in enumerate(
+            zip(timeline.bubbles, timeline.peak_activations, shares, strict=True)
+        )
+    ]
+    table = "\n".join(f"{rank:>4}  {bubble:>6}  {peak:>4}  {share:>9}" for rank, bubble, peak, share in rows)
+    return f"""\
+{_name(schedule)}
+
+{grid_of(timeline, message_time=costs.message, columns=columns)}
+
+bubble    {_percent(timeline.bubble)} of the makespan, mean over the ranks; {beside}
+makespan  {timeline.makespan:g}, of which a rank computes {timeline.makespan * (1 - timeline.bubble):g}
+
+Activations that a rank keeps at most, in microbatches through one chunk (peak), and in shares of a microbatch through
+all layers of a rank:
+
+{table}"""
+
+
+def _record(schedule: Schedule, costs: Costs, timeline: Timeline) -> dict[str, Any]:
+    """Everything that is known, as JSON."""
+    formula = bubble_formula(schedule, costs)
+    return {
+        "kind": schedule.name,
+        "pp": schedule.pp,
+        "vp": schedule.chunks,
+        "microbatches": schedule.microbatches,
+        "group_size": (schedule.group_size or schedule.pp) if schedule.name == "interleaved" else None,
+        "costs": vars(costs),
+        "makespan": timeline.makespan,
+        "bubble": timeline.bubble,
+        "formula": None if formula is None else vars(formula),
+        "compute_fields": _COMPUTE_FIELDS,
+        "ranks": [
+            {
+                "bubble": timeline.bubbles[rank],
+                "peak_activations": timeline.peak_activations[rank],
+                "peak_shares": share,
+                "computes": [
+                    (span.action.kind.value, span.action.stage, span.action.microbatch, span.start, span.end)
+                    for span in timeline.spans[rank]
+                ],
+            }
+            for rank, share in enumerate(peak_shares(timeline, schedule.chunks))
+        ],
+    }
+
+
+def _num(number: int, what: str, plural: str = "s") -> str:
+    return f"{number} {what}{'' if number == 1 else plural}"
+
+
+def _percent(share: float) -> str:
+    # A rank that is never idle may miss its makespan by a rounding.
+    return f"{max(share, 0):.1%}"

@@ -1,0 +1,56 @@
+"""Interleaved 1F1B: each rank holds several chunks of the model, so that the pipeline fills in smaller steps.
+
+A maker of orders beside `schedule`. Stage s is chunk s // pp of rank s % pp. Microbatches go through the chunks of a
+rank in groups: those of the first group through chunk 0, then through chunk 1 and so on, then those of the next group.
+
+    pp 2, chunks 2, group 2, rank 0    0F0 0F1 2F0 2F1   0F2 2B0   0F3 2B1   2F2 0B0   2F3 0B1   2B2 2B3 0B2 0B3
+"""
+
+from __future__ import annotations
+
+from lightning_megatron.pipeline.schedule import Action, Kind, Order, one_f_one_b, paired, require_counts
+
+
+def interleaved_one_f_one_b(*, pp: int, chunks: int, microbatches: int, group_size: int) -> Order:
+    """The interleaved 1F1B order with groups of that many microbatches; with one chunk it is `one_f_one_b`.
+
+    It runs for any number of microbatches. Rank r keeps at most 2*(pp - r - 1) + (chunks - 1)*group + 1 activations,
+    group being the smaller of `group_size` and `microbatches`, and never more than chunks*microbatches. The bubble is
+    (pp - 1)/(chunks*microbatches + pp - 1) if the last group, which is what others leave, is whole, or has pp or more
+    microbatches and a backward takes no less than a forward; each one less costs up to chunks - 1 forwards and
+    backwards more.
+    Raises ValueError for fewer than one rank, chunk or microbatch, and for groups smaller than pp.
+    Source: Narayanan et al. 2021, Efficient Large-Scale Language Model Training on GPU Clusters, 2.2.2.
+    """
+    require_counts(pp=pp, chunks=chunks, microbatches=microbatches)
+    if group_size < pp:
+        # The first rank would be through a group before the last rank has handed any of it back for the next chunk, and
+        # would stand idle, or, its forwards and backwards being paired, wait for ever.
+        raise ValueError(f"group_size ({group_size}) must be at least pp ({pp}); use {pp} or more")
+    if chunks == 1:
+        return one_f_one_b(pp=pp, microbatches=microbatches)
+    # A group larger than the step makes the same order, over turns without a microbatch.
+    group_size = min(group_size, microbatches)
+    return tuple(_interleaved_of(rank, pp, chunks, microbatches, group_size) for rank in range(pp))
+
+
+def _interleaved_of(rank: int, pp: int, chunks: int, microbatches: int, group_size: int) -> tuple[Action, ...]:
+    """One rank's order.
+
+    Note: it is made for full groups, and what the last group lacks is struck out. Pairing the forwards and backwards
+    that are left with each other instead would shift backwards of the group before it ahead of forwards that they wait
+    for: with a small last group the ranks would wait for each other for ever.
+    """
+    num_groups = -(-microbatches // group_size)
+    turns = [
+        (chunk, group * group_size + place)
+        for group in range(num_groups)
+        for chunk in range(chunks)
+        for place in range(group_size)
+    ]
+    actions = paired(
+        [Action(Kind.FORWARD, chunk * pp + rank, microbatch) for chunk, microbatch in turns],
+        [Action(Kind.BACKWARD, (chunks - 1 - chunk) * pp + rank, microbatch) for chunk, microbatch in turns],
+        num_warmup=min(2 * (pp - rank - 1) + (chunks - 1) * group_size, len(turns)),
+    )
+    return tuple(action for action in actions if action.microbatch < microbatches)

@@ -1,0 +1,119 @@
+"""Formulas of the bubble against the plans played; schedules side by side."""
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_megatron.pipeline.bubble import bubble_formula, schedule_table, timeline_of
+from lightning_megatron.pipeline.choice import Schedule, ScheduleName, schedule_faults
+from lightning_megatron.pipeline.simulate import Costs
+
+NAMES: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v")
+COUNTS = st.integers(1, 6)
+
+
+@given(
+    st.builds(Schedule, name=st.sampled_from(NAMES), pp=COUNTS, chunks=COUNTS, microbatches=st.integers(1, 20)),
+    st.integers(0, 12),
+    st.integers(1, 3),
+    st.integers(0, 4),
+    st.sampled_from([0.0, 0.0, 0.5]),
+)
+def test_where_there_is_a_formula_it_is_what_is_played(
+    schedule: Schedule, group: int, forward: int, backward: int, message: float
+) -> None:
+    pp = schedule.pp
+    group_size = pp + group if group and schedule.name == "interleaved" else 0
+    chunks = {"1f1b": 1, "zb_h1": 1, "zb_v": 2}.get(schedule.name, schedule.chunks)
+    schedule = Schedule(
+        name=schedule.name, pp=pp, chunks=chunks, microbatches=schedule.microbatches, group_size=group_size
+    )
+    if schedule_faults(schedule):
+        return
+    costs = Costs(forward=forward, backward=backward, message=message)
+    if formula := bubble_formula(schedule, costs):
+        assert timeline_of(schedule, costs).bubble == pytest.approx(formula.bubble, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "chunks", "bubble"),
+    [
+        ("gpipe", 1, 3 / 19),
+        ("gpipe", 2, 3 / 35),
+        ("1f1b", 1, 3 / 19),
+        ("interleaved", 2, 3 / 35),
+        ("interleaved", 4, 3 / 67),
+        ("zb_h1", 1, 3 / 51),
+        ("zb_v", 2, 3 / 99),
+    ],
+)
+def test_every_schedule_has_a_formula_where_messages_take_no_time(
+    name: ScheduleName, chunks: int, bubble: float
+) -> None:
+    schedule = Schedule(name=name, pp=4, chunks=chunks, microbatches=16)
+    formula = bubble_formula(schedule, Costs())
+    assert formula is not None and formula.bubble == pytest.approx(bubble)
+    written = re.sub(r"(\w) m", r"\1*m", formula.text)
+    assert eval(written, {"p": 4, "v": chunks, "m": 16}) == pytest.approx(bubble)
+    assert bubble_formula(schedule, Costs(message=0.1)) is None
+
+
+@pytest.mark.parametrize(
+    ("schedule", "costs"),
+    [
+        (Schedule(name="gpipe", pp=4, chunks=2, microbatches=3), Costs()),
+        (Schedule(name="interleaved", pp=4, chunks=2, microbatches=6), Costs()),
+        (Schedule(name="interleaved", pp=4, chunks=2, microbatches=3), Costs()),
+        (Schedule(name="interleaved", pp=4, chunks=2, microbatches=10, group_size=6), Costs(forward=2, backward=1)),
+        (Schedule(name="zb_h1", pp=4, chunks=1, microbatches=3), Costs()),
+        (Schedule(name="zb_h1", pp=4, chunks=1, microbatches=8), Costs(backward_weight=0.5)),
+        (Schedule(name="zb_v", pp=4, chunks=2, microbatches=5), Costs()),
+        (Schedule(name="1f1b", pp=4, chunks=1, microbatches=8), Costs(message=0.1)),
+    ],
+)
+def test_where_there_is_none_it_would_be_wrong(schedule: Schedule, costs: Costs) -> None:
+    assert bubble_formula(schedule, costs) is None
+    alike = Schedule(name=schedule.name, pp=4, chunks=schedule.chunks, microbatches=4 * schedule.microbatches)
+    denominators = {"zb_h1": 3, "zb_v": 6}.get(schedule.name, schedule.chunks) * schedule.microbatches + 3
+    assert bubble_formula(alike, Costs()) is not None
+    assert abs(timeline_of(schedule, costs).bubble - 3 / denominators) > 1e-3
+
+
+def test_a_step_of_more_chunks_computes_as_long() -> None:
+    for name, chunks in (("1f1b", 1), ("interleaved", 2), ("gpipe", 3)):
+        timeline = timeline_of(Schedule(name=name, pp=2, chunks=chunks, microbatches=4), Costs())
+        for spans in timeline.spans:
+            assert sum(span.end - span.start for span in spans) == pytest.approx(4 * 3)
+
+
+def test_the_table_puts_every_schedule_beside_1f1b() -> None:
+    rows = schedule_table(4, 12)
+    assert {row.schedule.name for row in rows} == set(NAMES)
+    assert rows[0].schedule.name == "1f1b" and rows[0].relative_time == 1
+    assert rows[0].makespan == (12 + 3) * 3
+    for row in rows:
+        assert row.schedule.pp == 4 and row.schedule.microbatches == 12
+        assert row.relative_time == row.makespan / rows[0].makespan
+        # As much is computed under every schedule.
+        assert row.makespan * (1 - row.bubble) == pytest.approx(36)
+    peaks = {(row.schedule.name, row.schedule.chunks): row.peak_shares for row in rows}
+    assert peaks["gpipe", 1] == 12 and peaks["1f1b", 1] == peaks["zb_h1", 1] == peaks["zb_v", 2] == 4
+    assert peaks["interleaved", 2] == 11 / 2
+
+
+def test_the_table_of_slower_backwards_is_another() -> None:
+    slow = schedule_table(2, 4, Costs(backward=4, backward_input=3, message=0.5))
+    assert all(a.makespan > b.makespan for a, b in zip(slow, schedule_table(2, 4), strict=True))
+
+
+def test_the_page_shows_the_table() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/pipeline.md").read_text()
+    tables = [schedule_table(8, microbatches) for microbatches in (8, 16, 32, 64)]
+    for rows in zip(*tables, strict=True):
+        schedule = rows[0].schedule
+        name = f"`{schedule.name}`" + (f", v = {schedule.chunks}" if schedule.chunks > 1 else "")
+        fields = " | ".join(f"{row.bubble:.1%}, {row.relative_time:.3f}" for row in rows)
+        assert f"\n| {name} | {fields} | {rows[-1].peak_shares:g} |\n" in page
