@@ -1,12 +1,13 @@
 """A pipelined model builds its own stage only, under the names of the unsplit model."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.mesh import Mesh, Sizes, ambient
+from lightning_megatron.mesh import Mesh, Sizes, StageLayout, ambient
 from lightning_megatron.pipeline.module import Part, PipelineModule
 
 
@@ -21,11 +22,11 @@ def parts(built: list[str]) -> list[Part]:
         return nn.Linear(4, 4)
 
     names = ["embedding", "blocks.0", "blocks.1", "blocks.2", "head"]
-    costs = [0.0, 1.0, 1.0, 1.0, 0.0]
+    symbols = ["E", "t", "t", "t", "L"]
     shares = {"head": {"embedding": partial(build, "embedding again")}}
     return [
-        Part(name=name, build=partial(build, name), cost=cost, shares=shares.get(name, {}))
-        for name, cost in zip(names, costs, strict=True)
+        Part(name=name, build=partial(build, name), symbol=symbol, shares=shares.get(name, {}))
+        for name, symbol in zip(names, symbols, strict=True)
     ]
 
 
@@ -37,7 +38,7 @@ def test_each_stage_builds_its_own_parts_and_all_together_the_whole_model() -> N
         built: list[str] = []
         model = PipelineModule(parts(built), mesh=mesh_of_stage(stage, 3))
         own = ["embedding", "blocks.0"] if stage == 0 else ["blocks.1"] if stage == 1 else ["blocks.2", "head"]
-        assert list(model.stage_parts) == own
+        assert list(model.parts_of(stage)) == own
         # The tied weight is on the first stage by itself, and on the last because the head shares it.
         assert built == own + (["embedding again"] if stage == 2 else [])
         names += model.state_dict().keys()
@@ -45,8 +46,24 @@ def test_each_stage_builds_its_own_parts_and_all_together_the_whole_model() -> N
     assert names.count("embedding.weight") == 2 and "embedding again" not in built_whole
 
 
+@pytest.mark.parametrize("placement", ["loop", "v"])
+def test_a_rank_builds_the_parts_of_all_its_stages(placement: Any) -> None:
+    sizes = Sizes(world=2, pp=2, vp=2, placement=placement, stage_layout=StageLayout(text="t|tt|tt|t*3"))
+    modules = {f"b{i}": nn.Linear(1, 1) for i in range(8)}
+    model = PipelineModule.from_modules(modules, mesh=Mesh.imagine(0, sizes))
+    assert model.mesh.pp.is_last and model.mesh.own_stages == ((1, 3) if placement == "loop" else (0, 3))
+    assert [model.parts_of(stage) for stage in range(4)] == [
+        ("b0",),
+        ("b1", "b2"),
+        ("b3", "b4"),
+        ("b5", "b6", "b7"),
+    ]
+    held = [name for name, _ in model.named_children()]
+    assert held == [name for stage in model.mesh.own_stages for name in model.parts_of(stage)]
+
+
 def test_too_few_parts_for_the_stages_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"stages \(4\) must not exceed the number of parts with a cost above 0 \(3"):
+    with pytest.raises(ValueError, match=r"layers \(3\) must be at least pipeline_model_parallel_size .* \(4\)"):
         PipelineModule(parts([]), mesh=mesh_of_stage(0, 4))
 
 
@@ -65,8 +82,8 @@ def test_the_ambient_mesh_is_that_of_the_block_and_a_stage_cannot_run_alone() ->
     modules = {"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}
     with ambient(mesh_of_stage(1, 2)):
         model = PipelineModule.from_modules(modules)
-    assert model.stage_parts == ("b",)
-    assert PipelineModule.from_modules(modules).stage_parts == ("a", "b")
+    assert model.parts_of(1) == ("b",) and [name for name, _ in model.named_children()] == ["b"]
+    assert PipelineModule.from_modules(modules).parts_of(0) == ("a", "b")
     with pytest.raises(RuntimeError, match=r"holds stage 1 of 2 and was called outside of"):
         model(torch.zeros(1, 2))
 
