@@ -105,9 +105,9 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0, *, wait: bool = True) -> Ten
     shape = (axis.size * x.shape[0], *x.shape[1:])
     gathered = torch.empty(shape, dtype=x.dtype, device=x.device)
     if _is_cpu_pair(x, axis):
-        parts = gathered.chunk(2)
-        parts[axis.rank].copy_(x)
-        work = _swap(parts[axis.rank], parts[1 - axis.rank], axis).work
+        length = x.shape[0]
+        own = gathered.narrow(0, axis.rank * length, length)
+        work = _swap(own.copy_(x.detach()), gathered.narrow(0, (1 - axis.rank) * length, length), axis).work
     else:
         work = _all_gather_single(gathered, x.contiguous(), group=group_of(axis), async_op=True)
     finish = None if dim == 0 else lambda joined: torch.cat(joined.chunk(axis.size), dim=dim)

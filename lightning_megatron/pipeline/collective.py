@@ -35,7 +35,7 @@ class _Forward:
         # Own leaves, so that what flows back ends here and can be handed to the caller's graph.
         self.inputs = [leaf.detach().requires_grad_() if _is_differentiable(leaf) else leaf for leaf in leaves]
         self.calls = microbatches.split(tree_unflatten(self.inputs, spec), num_microbatches)
-        self.is_recorded = torch.is_grad_enabled() and module.training
+        self.is_recorded = torch.is_grad_enabled()
         self.received: dict[tuple[int, int], Payload | None] = {}
         self.outputs: dict[tuple[int, int], Any] = {}
         # by stage and microbatch

@@ -1,6 +1,8 @@
 """Cutting a batch into microbatches along its rows, and putting their results together again."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import fields, is_dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -14,8 +16,7 @@ def num_rows(batch: Any) -> int:
 
     Raises ValueError when tensors differ in their first dim.
     """
-    leaves, _ = tree_flatten(batch)
-    sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0}
+    sizes = {leaf.shape[0] for leaf in _leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0}
     if len(sizes) > 1:
         raise ValueError(
             f"the tensors of a batch have {sorted(sizes)} rows; to be cut into microbatches all of them must have the "
@@ -24,10 +25,38 @@ def num_rows(batch: Any) -> int:
     return sizes.pop() if sizes else 0
 
 
+def _entries(value: Any) -> dict[Any, Any] | None:
+    """What a record holds that is a single leaf to pytree: a dataclass, or a mapping of somebody's own (as of
+    transformers); None for anything else."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return dict(value) if isinstance(value, Mapping) else None
+
+
+def _leaves(batch: Any) -> list[Any]:
+    found: list[Any] = []
+    for leaf in tree_flatten(batch)[0]:
+        entries = _entries(leaf)
+        found += [leaf] if entries is None else _leaves(entries)
+    return found
+
+
+def _with_entries(record: Any, entries: dict[Any, Any]) -> Any:
+    """A record like the given one that holds these entries."""
+    if isinstance(record, Mapping):
+        return type(record)(entries)  # type: ignore[call-arg]
+    changed = copy(record)
+    for name, value in entries.items():
+        # A frozen dataclass takes no assignment.
+        object.__setattr__(changed, name, value)
+    return changed
+
+
 def split(batch: Any, num_microbatches: int) -> list[Any]:
     """The batch as microbatches of nearly equal rows, the larger ones first; fewer where there are fewer rows.
 
-    Tensors are cut along dim 0 (as views), lists as long as the batch likewise; everything else goes to each whole.
+    Tensors are cut along dim 0 (as views), lists as long as the batch likewise, inside of dataclasses and mappings too;
+    everything else goes to each whole.
     """
     if num_microbatches == 1:
         return [batch]
@@ -48,12 +77,15 @@ def split(batch: Any, num_microbatches: int) -> list[Any]:
     def cut(value: Any, start: int, size: int) -> Any:
         if is_row_list(value):
             return value[start : start + size]
+        entries = _entries(value)
+        if entries is not None:
+            return _with_entries(value, cut_all(entries, start, size))
         return value.narrow(0, start, size) if isinstance(value, Tensor) and value.dim() > 0 else value
 
-    return [
-        tree_map(lambda value, s=start, n=size: cut(value, s, n), batch, is_leaf=is_row_list)
-        for start, size in zip(starts, sizes, strict=True)
-    ]
+    def cut_all(values: Any, start: int, size: int) -> Any:
+        return tree_map(lambda value: cut(value, start, size), values, is_leaf=is_row_list)
+
+    return [cut_all(batch, start, size) for start, size in zip(starts, sizes, strict=True)]
 
 
 def combine(outputs: Sequence[Any], weights: Sequence[Tensor]) -> Any:

@@ -135,6 +135,7 @@ class ScheduledCall:
         queue = self._put_off[stage, microbatch] = []
         return self._run_backward(stage, microbatch, grad, queue)
 
+    @torch.no_grad()
     def backward_weight(self, stage: int, microbatch: int) -> None:
         """Adds the gradients of the weights that were put off."""
         for task in self._put_off.pop((stage, microbatch)):

@@ -1,29 +1,35 @@
 """What the strategy does to the user's module between `configure_model` and the first step, and takes back after."""
 
 import os
+import random
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import LBFGS, Adafactor, Muon, Optimizer
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
+from torchmetrics.metric import jit_distributed_available
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.pipeline.module import PipelineModule
-from lightning_megatron.sharding import Shard
+from lightning_megatron.sharding import Shard, shard_of
 from lightning_megatron.trainer.config import ConfigurationError
 
 
 def agree_on_seed(mesh: Mesh) -> None:
-    """Gives all ranks the first rank's seed: initial values and dropout masks are functions of it."""
+    """Gives all ranks the first rank's seed, of which initial values and dropout masks are functions, and puts their
+    generators where the first rank's are: a loader then shuffles as it would on one device."""
     own = torch.initial_seed()
     first = collectives.broadcast_object(own, mesh.world)
     differ = any(collectives.gather_objects(own != first, mesh.world))
@@ -33,6 +39,12 @@ def agree_on_seed(mesh: Mesh) -> None:
         )
     if own != first:
         torch.manual_seed(first)
+    if mesh.world.size > 1:
+        states = (torch.get_rng_state(), np.random.get_state(), random.getstate())
+        torch_state, numpy_state, python_state = collectives.broadcast_object(states, mesh.world)
+        torch.set_rng_state(torch_state)
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
 
 
 def pipelined_modules(module: nn.Module) -> dict[str, PipelineModule]:
@@ -104,6 +116,24 @@ def _cuts(mesh: Mesh) -> str:
     return f"{mesh.tp.size} x {mesh.pp.size} x {mesh.cp.size}" + (" with sequence parallel" if mesh.sp.size > 1 else "")
 
 
+def require_separable(optimizers: Iterable[Optimizer], mesh: Mesh) -> None:
+    """Raises ConfigurationError for an optimizer whose step of one weight asks for more than this rank holds."""
+    faults = []
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        is_cut = any(shard.box.sizes != shard.global_shape for shard in map(shard_of, parameters))
+        if isinstance(optimizer, LBFGS) and (is_cut or mesh.pp.size > 1):
+            faults.append(f"{name} looks at all parameters at once, and a rank holds only some of them")
+        if isinstance(optimizer, (Adafactor, Muon)) and is_cut:
+            faults.append(f"{name} looks at whole matrices, and tensor parallelism cuts them")
+    # On every rank, also on one that holds only whole matrices: the others would wait for it.
+    everywhere = {fault for found in collectives.gather_objects(faults, mesh.axis("pp+tp")) for fault in found}
+    if everywhere:
+        ways = "use an optimizer that treats each number by itself, as SGD or AdamW do, or ranks that hold whole models"
+        raise ConfigurationError([f"{fault}; {ways}" for fault in sorted(everywhere)])
+
+
 @torch.no_grad()
 def equalise(module: nn.Module, mesh: Mesh) -> None:
     """Gives replicated parameters and buffers the first holder's values, as DistributedDataParallel does.
@@ -141,6 +171,9 @@ def restrict_metrics(module: nn.Module, replicas: Axis) -> list[Metric]:
     for metric in (child for child in module.modules() if isinstance(child, Metric)):
         if metric.process_group is None and metric.dist_sync_fn is None:
             metric.dist_sync_fn = partial(_gather_over, replicas)
+            if replicas.size == 1 and metric.distributed_available_fn is jit_distributed_available:
+                # Even a sync of one turns list states into tensors, which `compute` does not see on one device.
+                metric.distributed_available_fn = _is_never_distributed
             changed.append(metric)
     return changed
 
@@ -149,6 +182,12 @@ def release_metrics(metrics: list[Metric]) -> None:
     """Takes `restrict_metrics` back, so that the next Trainer finds the metrics as the user made them."""
     for metric in metrics:
         metric.dist_sync_fn = None
+        if metric.distributed_available_fn is _is_never_distributed:
+            metric.distributed_available_fn = jit_distributed_available
+
+
+def _is_never_distributed() -> bool:
+    return False
 
 
 def _gather_over(replicas: Axis, result: Tensor, group: Any = None) -> list[Tensor]:

@@ -80,8 +80,13 @@ class Steps:
             )
         self._log = StepLog(module, mesh, device, log_dtype, tail_on_last_stage=self._uses_schedule)
         self._direct_log = StepLog(module, mesh, device, log_dtype, tail_on_last_stage=False)
+        self._frees_gradients = not _are_gradients_kept(trainer, module)
         self._pending: dict[nn.Parameter, Tensor] = {}
         # gradients of the last schedule, until Lightning asks for them by `backward`
+        self._summed: dict[nn.Parameter, Tensor] = {}
+        # gradients of earlier optimizer steps that nobody zeroed, aside while later ones are summed over ranks
+        self._are_summed = False
+        # whether the gradients on the parameters are those of global batches
         self._manual_share: Tensor | None = None
         self._num_checked: dict[str, int] = {}
         self._num_evaluated = 0
@@ -124,7 +129,10 @@ class Steps:
                 raise
             loss = _loss_of(output)
             if loss is None:
-                raise RuntimeError("training_step returned no loss for a microbatch; a schedule cannot skip one")
+                raise RuntimeError(
+                    "training_step returned no loss for a microbatch; a schedule cannot skip one, and with several "
+                    "processes Lightning skips no batch either; return a loss of zero that depends on the model"
+                )
             weight = self._weight_of(output, rows[microbatch])
             self._log.end_microbatch(loss, weight, rows[microbatch])
             return loss * weight.to(loss.dtype)
@@ -133,7 +141,7 @@ class Steps:
             self._trainer.strategy.precision_plugin.backward(loss, self._module, None)
 
         aside = self._gradients.take()
-        if self._trainer.fit_loop.batch_idx % self._trainer.accumulate_grad_batches == 0:
+        if self._frees_gradients and self._trainer.fit_loop.batch_idx % self._trainer.accumulate_grad_batches == 0:
             # Lightning is about to zero them: free them before the schedule needs the memory.
             aside = {}
         opened = self._weight_gradients.opened
@@ -184,6 +192,8 @@ class Steps:
         batch of the same optimizer step is still to come (`reduce_now` False)."""
         gradients = self._gradients
         assert gradients is not None
+        if self._are_summed and self._module.automatic_optimization:
+            self._summed, self._are_summed = gradients.take(), False
         if self._uses_schedule:
             gradients.add(self._pending)
             self._pending = {}
@@ -198,6 +208,8 @@ class Steps:
             differentiate(loss)
         if reduce_now:
             gradients.reduce(outside_over_stages=self._uses_schedule)
+            gradients.add(self._summed)
+            self._summed, self._are_summed = {}, True
 
     # --- evaluation -------------------------------------------------------------------------------------------------
 
@@ -250,7 +262,9 @@ class Steps:
 
     def _aligned(self, microbatch: int) -> AbstractContextManager[None]:
         """Random numbers of the user's code that agree on all ranks of a replica and differ between replicas."""
-        if self._mesh.world.size == 1 and not self.is_scheduled:
+        # Tensor-parallel ranks of one replica run the same code on the same data: their generators stay together, and
+        # draw what one device would.
+        if self._mesh.axis("dp+cp").size == 1 and self._mesh.pp.size == 1 and not self.is_scheduled:
             return nullcontext()
         step = self._trainer.fit_loop.epoch_loop.total_batch_idx
         stage = str(self._trainer.state.stage)
@@ -283,6 +297,19 @@ def _require_one_model(pipelined: dict[str, PipelineModule], module: nn.Module, 
                 'runs one; use PipelineConfig(mode="collective")'
             ]
         )
+
+
+def _are_gradients_kept(trainer: pl.Trainer, module: pl.LightningModule) -> bool:
+    """Whether somebody looks at the gradients of the last optimizer step before they are zeroed, or does not zero them.
+
+    Without that a schedule frees them before it needs the memory.
+    """
+    kind = type(module)
+    return (
+        kind.optimizer_zero_grad is not pl.LightningModule.optimizer_zero_grad
+        or kind.on_before_zero_grad is not pl.LightningModule.on_before_zero_grad
+        or any(type(c).on_before_zero_grad is not pl.Callback.on_before_zero_grad for c in trainer.callbacks)  # type: ignore[attr-defined]
+    )
 
 
 def _rows_of(args: tuple[Any, ...]) -> int:

@@ -23,7 +23,6 @@ from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
 )
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
@@ -220,7 +219,6 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        reset_seed()
         self.set_world_ranks()
         if self.sizes.world > 1:
             assert self.cluster_environment is not None
@@ -297,6 +295,7 @@ class MegatronStrategy(ParallelStrategy):
             self.precision_plugin.gradient_norm = None
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
+            setup_model.require_separable(self.optimizers, self.mesh)
         self.setup_precision_plugin()
         if not self.is_distributed:
             # The ranks of one replica log the same values, but Lightning sees several processes and advises to sync.
@@ -461,7 +460,9 @@ class MegatronStrategy(ParallelStrategy):
         module = self._require_module()
         setup_model.pipeline_late_sequential(module, self.mesh)
         setup_model.require_own_mesh(module, self.mesh)
-        return checkpoints.load(Path(checkpoint_path), module, self.mesh, self.checkpoint_io, weights_only)
+        # Lightning's batch size finder names its checkpoint by chance, on every rank anew.
+        path = Path(self.broadcast(str(checkpoint_path)))
+        return checkpoints.load(path, module, self.mesh, self.checkpoint_io, weights_only)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

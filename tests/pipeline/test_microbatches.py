@@ -1,11 +1,13 @@
 """Cutting a batch and joining the results give back what was there, whatever the batch is made of."""
 
 from collections import UserDict
+from dataclasses import dataclass
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from lightning_megatron.pipeline.microbatches import combine, num_rows, split
 
@@ -50,6 +52,32 @@ def test_scalars_are_averaged_by_weight_and_rows_joined() -> None:
     assert zero.item() == 0.0
 
 
+class Opaque:
+    """Somebody's own kind of batch, of which nothing is known."""
+
+    def __init__(self) -> None:
+        self.x = torch.ones(4)
+
+
 def test_a_batch_without_rows_is_refused_and_not_trained_with_weight_zero() -> None:
-    with pytest.raises(ValueError, match="UserDict holds no rows"):
-        split(UserDict({"x": torch.ones(4)}), 2)
+    with pytest.raises(ValueError, match="Opaque holds no rows"):
+        split(Opaque(), 2)
+
+
+@dataclass(frozen=True)
+class Record:
+    x: Tensor
+    names: list[str]
+    scale: float
+
+
+def test_dataclasses_and_mappings_of_ones_own_are_cut_inside() -> None:
+    batch = (Record(torch.arange(5), list("abcde"), 2.0), UserDict({"y": torch.arange(10).view(5, 2), "k": 1}))
+    assert num_rows(batch) == 5
+    first, second = split(batch, 2)
+    assert (first[0].x.tolist(), first[0].names, first[0].scale) == ([0, 1, 2], ["a", "b", "c"], 2.0)
+    assert (second[0].x.tolist(), second[0].names) == ([3, 4], ["d", "e"])
+    assert (
+        isinstance(first[1], UserDict) and first[1]["y"].shape == (3, 2) and second[1]["y"].tolist() == [[6, 7], [8, 9]]
+    )
+    assert batch[0].x.tolist() == [0, 1, 2, 3, 4]
