@@ -80,6 +80,7 @@ def test_gradients_added_past_autograd_are_those_of_autograd(way: str, is_sequen
 def single() -> tuple[nn.Sequential, WeightGradients]:
     mesh = Mesh.single()
     model = build(mesh.tp, mesh.axis("sp"))
+    seed_weights(model)
     gradients = WeightGradients()
     share(model, gradients)
     return model, gradients
