@@ -119,24 +119,6 @@ def backward_chunks(*, ranks: tuple[int, ...], microbatches: int) -> Order:
     return _all_of_each_stage(Kind.BACKWARD, list(enumerate(ranks))[::-1], microbatches)
 
 
-def forward_only(*, pp: int, microbatches: int) -> Order:
-    """The order of an evaluation, rank r holding stage r: every microbatch forward, in turn.
-
-    Raises ValueError for fewer than one rank or microbatch.
-    """
-    require_counts(pp=pp, microbatches=microbatches)
-    return tuple(tuple(Action(Kind.FORWARD, rank, m) for m in range(microbatches)) for rank in range(pp))
-
-
-def backward_only(*, pp: int, microbatches: int) -> Order:
-    """The order of the backwards that follow `forward_only`, every microbatch in turn.
-
-    Raises ValueError for fewer than one rank or microbatch.
-    """
-    require_counts(pp=pp, microbatches=microbatches)
-    return tuple(tuple(Action(Kind.BACKWARD, rank, m) for m in range(microbatches)) for rank in range(pp))
-
-
 def paired(forwards: Sequence[Action], backwards: Sequence[Action], num_warmup: int) -> tuple[Action, ...]:
     """Of equally many forwards and backwards: `num_warmup` forwards, then one of each in turn, then what is left."""
     actions = list(forwards[:num_warmup])

@@ -35,7 +35,6 @@ from lightning_megatron.pipeline.schedule import (
     ScheduleError,
     backward_chunks,
     forward_chunks,
-    forward_only,
     one_f_one_b,
 )
 from lightning_megatron.pipeline.simulate import check
@@ -71,7 +70,7 @@ def test_receives_of_one_f_one_b_are_posted_a_compute_ahead_and_sends_released_a
 
 
 def test_forward_only_has_no_backward_messages() -> None:
-    assert text_of(add_messages(forward_only(pp=3, microbatches=2))) == [
+    assert text_of(add_messages(forward_chunks(ranks=tuple(range(3)), microbatches=2))) == [
         "0F0 [0SF0] 0F1 [0SF1]",
         "[1RF0 1RF1 1RF0!] 1F0 [1SF0 1RF1!] 1F1 [1SF1]",
         "[2RF0 2RF1 2RF0!] 2F0 [2RF1!] 2F1",
@@ -349,9 +348,11 @@ def test_each_stage_is_reduced_once_right_behind_its_last_backward_and_gathered_
 
 
 def test_a_plan_without_backwards_reduces_nothing() -> None:
-    plan = add_messages(forward_only(pp=2, microbatches=2))
+    plan = add_messages(forward_chunks(ranks=tuple(range(2)), microbatches=2))
     assert add_reductions(plan) == plan
-    assert [str(steps[0]) for steps in add_gathers(add_messages(forward_only(pp=1, microbatches=2)))] == ["0GP"]
+    assert [
+        str(steps[0]) for steps in add_gathers(add_messages(forward_chunks(ranks=tuple(range(1)), microbatches=2)))
+    ] == ["0GP"]
 
 
 def test_lowering_adds_messages_gathers_and_reductions() -> None:

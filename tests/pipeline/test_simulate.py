@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_megatron.pipeline.lower import SENDS, Exchange, Plan, add_messages, lower
-from lightning_megatron.pipeline.schedule import Action, Kind, Order, ScheduleError, forward_only, gpipe, one_f_one_b
+from lightning_megatron.pipeline.schedule import Action, Kind, Order, ScheduleError, forward_chunks, gpipe, one_f_one_b
 from lightning_megatron.pipeline.simulate import Costs, check, draw, play
 from tests.pipeline.queues import order_of_text, plan_of_text, runs_to_its_end, text_of
 
@@ -35,7 +35,7 @@ def test_one_f_one_b_passes(pp: int, microbatches: int) -> None:
 @settings(max_examples=50, deadline=None)
 @given(**counts)
 def test_forward_only_passes(pp: int, microbatches: int) -> None:
-    check(add_messages(forward_only(pp=pp, microbatches=microbatches)))
+    check(add_messages(forward_chunks(ranks=tuple(range(pp)), microbatches=microbatches)))
 
 
 @pytest.mark.parametrize(
@@ -388,7 +388,7 @@ def test_rank_r_keeps_min_of_p_minus_r_and_m_activations(pp: int, microbatches: 
 
 
 def test_forward_only_keeps_one_activation_and_all_forwards_first_keeps_all() -> None:
-    assert play(forward_only(pp=3, microbatches=7)).peak_activations == (1, 1, 1)
+    assert play(forward_chunks(ranks=tuple(range(3)), microbatches=7)).peak_activations == (1, 1, 1)
     all_first = plan_of_text("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2")
     assert play(all_first).peak_activations == (3, 3)
 
@@ -418,7 +418,7 @@ def test_no_compute_starts_before_its_input_has_arrived(pp: int, microbatches: i
 
 
 def test_messages_travel_behind_computes() -> None:
-    order: Order = forward_only(pp=2, microbatches=2)
+    order: Order = forward_chunks(ranks=tuple(range(2)), microbatches=2)
     costs = Costs(forward=1, message=10)
     # 0F0 ends at 1 and 0F1 at 2; 1F0 starts at 11, 1F1 at 12.
     assert play(order, costs).makespan == 13
