@@ -74,7 +74,7 @@ def schedule_faults(schedule: Schedule) -> list[str]:
         for count, size in (("pp", pp), ("chunks", chunks), ("microbatches", schedule.microbatches))
         if size < 1
     ]
-    if pp >= 1 and chunks >= 1:
+    if chunks >= 1:
         faults += _chunk_faults(schedule)
     return faults + _group_faults(schedule)
 

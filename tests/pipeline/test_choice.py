@@ -112,3 +112,13 @@ def test_all_faults_are_told_at_once() -> None:
         "group_size (2) belongs to schedule interleaved; use 0 with schedule zb_v",
     ]
     assert schedule_faults(replace(chosen, chunks=2, microbatches=1, group_size=0)) == []
+
+
+def test_faults_of_different_sizes_are_told_together() -> None:
+    told = schedule_faults(Schedule(name="zb_v", pp=0, chunks=3, microbatches=0, group_size=2))
+    assert [fault.split(" must")[0].split(" belongs")[0] for fault in told] == [
+        "pp (0)",
+        "microbatches (0)",
+        "chunks (3)",
+        "group_size (2)",
+    ]
