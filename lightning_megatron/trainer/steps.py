@@ -120,11 +120,13 @@ class Steps:
 
         def enter_step(microbatch: int) -> Tensor:
             self._forget_weights()
-            mark = self._log.mark()
+            # A rank that holds the last stage alone leaves no step early, and need not copy the states of metrics.
+            mark = self._log.mark() if self._mesh.own_stages[0] < self._mesh.sizes.num_stages - 1 else None
             try:
                 with self._aligned(microbatch), context():
                     output = self._module.training_step(batches[microbatch], *args[1:], **kwargs)
             except StageExit:
+                assert mark is not None
                 self._log.rewind(mark)
                 raise
             loss = _loss_of(output)
