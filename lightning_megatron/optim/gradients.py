@@ -172,8 +172,8 @@ def _grad(held: Held) -> Tensor:
 def _square(x: Tensor) -> Tensor:
     """The sum of the squares of `x`, [], float64.
 
-    Rows in float32 at least, their sum in float64: a float32 norm of a large tensor drifts on CPU by 1e-5 at a million
-    elements, and one in float64 throughout takes thirty times as long.
+    Rows in float32 at least, their sum in float64: one float32 sum over a large tensor drifts on CPU, and float64
+    throughout converts every element.
     """
     if x.is_contiguous() and x.numel() % _NORM_ROW == 0:
         dtype = torch.promote_types(x.dtype, torch.float32)
