@@ -39,6 +39,7 @@ certificate: $(VENV)/.ready
 bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/step_time.py
 	$(BIN)/python benchmarks/pipeline.py
+	$(BIN)/python benchmarks/optimizer.py
 
 # Leaves the environment: making it again takes minutes.
 clean:

@@ -13,9 +13,7 @@ import argparse
 import json
 import os
 import platform
-import socket
 import statistics
-import subprocess
 import sys
 import time
 import weakref
@@ -220,27 +218,12 @@ def live_bytes() -> Any:
 
 def run(rounds: int) -> list[dict[str, Any]]:
     """What each rank saw."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = []
-    for rank in range(2):
-        environment = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environment["OMP_NUM_THREADS"] = 1
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, __file__, "--run-rank", "--rounds", str(rounds)],
-                env={**os.environ, **{name: str(value) for name, value in environment.items()}},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    outputs = [rank.communicate(timeout=900) for rank in ranks]
-    for rank, (_, errors) in zip(ranks, outputs, strict=True):
-        if rank.returncode:
-            raise SystemExit(f"a rank failed:\n{errors}")
-    return [json.loads(output.strip().splitlines()[-1]) for output, _ in outputs]
+    from benchmarks.ranks import run_ranks
+
+    try:
+        return run_ranks([__file__, "--run-rank", "--rounds", str(rounds)], 2)
+    except RuntimeError as error:
+        raise SystemExit(f"a rank failed:\n{error}") from None
 
 
 def predicted(name: str, costs: dict[str, float]) -> Any:

@@ -1,4 +1,4 @@
-"""A GPT as one would write it in plain torch: the yardstick of `step_time`. GPT-2 style, tied embeddings."""
+"""A GPT as one would write it in plain torch, GPT-2 style, tied embeddings: the yardstick of `step_time` and others."""
 
 import torch
 import torch.nn.functional as F

@@ -13,14 +13,14 @@ import argparse
 import json
 import os
 import platform
-import socket
 import statistics
-import subprocess
 import sys
-import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from benchmarks.clock import StepClock
 
 LAYERS, HIDDEN, HEADS, SEQUENCE, VOCABULARY = 8, 256, 8, 256, 8192
 GLOBAL_BATCH, MICRO_BATCH = 8, 2
@@ -44,31 +44,21 @@ def run_rank(mode: str) -> None:
     """Trains on this rank and prints its figures as JSON."""
     import torch
 
+    from benchmarks.joined import joined_by_gloo
+
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(0)
     strategy = MODES[mode][1]
-    clock = train_plain(mode == "torch DDP") if strategy is None else train_ours(strategy)
+    if strategy is not None:
+        clock = train_ours(strategy)
+    elif mode == "torch DDP":
+        clock = joined_by_gloo(train_plain)(is_distributed=True)
+    else:
+        clock = train_plain(is_distributed=False)
     status = Path("/proc/self/status").read_text()
     peak = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
     print(json.dumps({"cpu_seconds": clock.cpu_seconds, "wall_seconds": clock.wall_seconds, "peak_mb": peak / 1024}))
-
-
-class Clock:
-    """Seconds of the timed steps, each as their mean."""
-
-    def __init__(self) -> None:
-        self.steps = 0
-        self.cpu_seconds = self.wall_seconds = 0.0
-
-    def tick(self) -> None:
-        """To be called at the end of every step."""
-        self.steps += 1
-        if self.steps == WARMUP_STEPS:
-            self.began = time.process_time(), time.perf_counter()
-        elif self.steps == WARMUP_STEPS + TIMED_STEPS:
-            self.cpu_seconds = (time.process_time() - self.began[0]) / TIMED_STEPS
-            self.wall_seconds = (time.perf_counter() - self.began[1]) / TIMED_STEPS
 
 
 def make_batches(rows: int) -> Any:
@@ -81,13 +71,12 @@ def make_batches(rows: int) -> Any:
     return torch.utils.data.TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
-def train_ours(strategy: dict[str, Any]) -> Clock:
+def train_ours(strategy: dict[str, Any]) -> "StepClock":
     """An ordinary module under the Trainer and MegatronStrategy."""
-    import lightning as L
     import torch
-    from torch import Tensor
 
-    from lightning_megatron import MegatronStrategy
+    from benchmarks.clock import StepClock
+    from benchmarks.fit import fit
     from lightning_megatron.models import GPTConfig, GPTModel
 
     config = GPTConfig(
@@ -98,55 +87,38 @@ def train_ours(strategy: dict[str, Any]) -> Clock:
         vocab_size=VOCABULARY,
         activation="gelu_tanh",
     )
-    clock = Clock()
 
-    class Module(L.LightningModule):
-        def configure_model(self) -> None:
-            self.model = GPTModel(config)
+    def make_loader(replicas: int) -> Any:
+        rows = GLOBAL_BATCH // replicas
+        return torch.utils.data.DataLoader(make_batches(rows), batch_size=rows)
 
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            loss: Tensor = self.model(batch[0], labels=batch[1])
-            self.log("train_loss", loss)
-            return loss
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            clock.tick()
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=1e-4)
-
-    world = int(os.environ["WORLD_SIZE"])
-    trainer = L.Trainer(
+    clock = StepClock(WARMUP_STEPS, TIMED_STEPS)
+    fit(
+        lambda: GPTModel(config),
+        make_loader,
+        strategy,
+        lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
+        lambda loss: clock.tick(),
         accelerator="cpu",
-        devices=world,
-        strategy=MegatronStrategy(**strategy),
-        max_epochs=1,
-        gradient_clip_val=1.0,
-        use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        devices=int(os.environ["WORLD_SIZE"]),
     )
-    rows = GLOBAL_BATCH // trainer.strategy.data_parallel_size  # type: ignore[attr-defined]
-    trainer.fit(Module(), torch.utils.data.DataLoader(make_batches(rows), batch_size=rows))
     return clock
 
 
-def train_plain(is_distributed: bool) -> Clock:
+def train_plain(is_distributed: bool) -> "StepClock":
     """The same architecture in plain torch modules, by a hand-written loop; with DDP over two processes."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
+    from benchmarks.clock import StepClock
     from benchmarks.plain_gpt import PlainGPT
 
     model: Any = PlainGPT(LAYERS, HIDDEN, HEADS, SEQUENCE, VOCABULARY)
     rows = GLOBAL_BATCH
     if is_distributed:
-        torch.distributed.init_process_group("gloo")
         model, rows = DistributedDataParallel(model), GLOBAL_BATCH // 2
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    count, clock = rows // MICRO_BATCH, Clock()
+    count, clock = rows // MICRO_BATCH, StepClock(WARMUP_STEPS, TIMED_STEPS)
     for tokens, labels in torch.utils.data.DataLoader(make_batches(rows), batch_size=rows):
         optimizer.zero_grad()
         pairs = zip(tokens.split(MICRO_BATCH), labels.split(MICRO_BATCH), strict=True)
@@ -157,44 +129,17 @@ def train_plain(is_distributed: bool) -> Clock:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         clock.tick()
-    if is_distributed:
-        torch.distributed.destroy_process_group()
     return clock
 
 
 def run_mode(mode: str) -> dict[str, float]:
     """One sample of a mode: CPU seconds a step over all ranks, wall seconds, memory of the largest rank."""
-    world = MODES[mode][0]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = []
-    for rank in range(world):
-        environment = {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": world,
-            "LOCAL_WORLD_SIZE": world,
-            "GROUP_RANK": 0,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            "TORCHELASTIC_RUN_ID": "step_time",
-            "OMP_NUM_THREADS": 1,
-        }
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, __file__, "--run-rank", mode],
-                env={**os.environ, **{name: str(value) for name, value in environment.items()}},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    outputs = [rank.communicate(timeout=600) for rank in ranks]
-    for rank, (_, errors) in zip(ranks, outputs, strict=True):
-        if rank.returncode:
-            raise SystemExit(f"{mode} failed:\n{errors}")
-    figures = [json.loads(output.strip().splitlines()[-1]) for output, _ in outputs]
+    from benchmarks.ranks import run_ranks
+
+    try:
+        figures = run_ranks([__file__, "--run-rank", mode], MODES[mode][0], timeout_seconds=600)
+    except RuntimeError as error:
+        raise SystemExit(f"{mode} failed:\n{error}") from None
     return {
         "cpu_seconds": sum(figure["cpu_seconds"] for figure in figures),
         "wall_seconds": max(figure["wall_seconds"] for figure in figures),

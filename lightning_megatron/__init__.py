@@ -4,8 +4,20 @@ Importing the package also registers the strategy, so that `Trainer(strategy="me
 """
 
 from lightning_megatron.mesh import StageLayout
-from lightning_megatron.trainer import ConfigurationError, MegatronStrategy, PipelineConfig
+from lightning_megatron.optim.config import LossScaleConfig, OptimizerConfig
+from lightning_megatron.precision.fp8 import Fp8Config
+from lightning_megatron.trainer import ConfigurationError, MegatronStrategy, PipelineConfig, RecomputeConfig
 
-__all__ = ["ConfigurationError", "MegatronStrategy", "PipelineConfig", "StageLayout", "__version__"]
+__all__ = [
+    "ConfigurationError",
+    "Fp8Config",
+    "LossScaleConfig",
+    "MegatronStrategy",
+    "OptimizerConfig",
+    "PipelineConfig",
+    "RecomputeConfig",
+    "StageLayout",
+    "__version__",
+]
 
 __version__ = "0.1.0"

@@ -5,6 +5,7 @@ dim is split into equal local lengths; where the axis does not divide it, the la
 part (`box` says which part is valid). Padding is zero, stays zero and never leaves the rank.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +71,34 @@ class Shard:
         if self.dim is None:
             return local
         return local.narrow(self.dim, 0, self.box.sizes[self.dim])
+
+
+def boxes_of_range(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[int, Box]]:
+    """The elements from `start` to before `end` of a tensor, counted through, as boxes: where each begins, and the box.
+
+    Each box is contiguous in memory; there are at most 2n - 1 of them for n dims.
+    """
+    if end <= start:
+        return
+    if len(shape) <= 1:
+        yield start, Box((start,) * len(shape), (end - start,) * len(shape))
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), end // row
+    if first > last:
+        # Within one row.
+        yield from _boxes_in_row(shape, last, start, end)
+        return
+    yield from _boxes_in_row(shape, first - 1, start, first * row)
+    if last > first:
+        yield first * row, Box((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))
+    yield from _boxes_in_row(shape, last, last * row, end)
+
+
+def _boxes_in_row(shape: tuple[int, ...], row: int, start: int, end: int) -> Iterator[tuple[int, Box]]:
+    first = row * math.prod(shape[1:])
+    for begin, box in boxes_of_range(shape[1:], start - first, end - first):
+        yield first + begin, Box((row, *box.offsets), (1, *box.sizes))
 
 
 def cut_length(global_length: int, axis: Axis, multiple: int = 1) -> int:

@@ -13,6 +13,7 @@ from lightning_megatron.sharding import (
     Box,
     Initial,
     Shard,
+    boxes_of_range,
     cut_length,
     shard_of,
     shard_parameter,
@@ -97,3 +98,17 @@ def test_a_module_tells_its_sharded_parameters_and_a_copy_and_a_cast_keep_them()
     for each in (module, copy.deepcopy(module), copy.deepcopy(module).bfloat16()):
         told = {name: shard.global_shape for name, _, shard in sharded_parameters(each)}
         assert told == {"cut": (6,), "child.whole": (3,)}
+
+
+@given(st.lists(st.integers(1, 6), max_size=4), st.integers(0, 1300), st.integers(0, 1300))
+def test_boxes_of_a_range_hold_its_elements_in_order(shape: list[int], one: int, other: int) -> None:
+    whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    start, end = sorted(min(bound, whole.numel()) for bound in (one, other))
+    boxes = list(boxes_of_range(tuple(shape), start, end))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+    found = []
+    for begin, box in boxes:
+        part = whole[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
+        assert part.reshape(-1)[0] == begin and part.is_contiguous()
+        found += part.reshape(-1).tolist()
+    assert found == list(range(start, end))

@@ -13,12 +13,13 @@ from lightning_megatron.checkpoint.load import LoadReport, load
 from lightning_megatron.checkpoint.manifest import Entry, is_checkpoint, read_entries, read_meta, read_names
 from lightning_megatron.checkpoint.optimizer import merge_rest, pieces_of_optimizer, rebuild_optimizer
 from lightning_megatron.checkpoint.save import save
-from lightning_megatron.checkpoint.state import Piece, is_module_name, is_optimizer_name, pieces_of_module
+from lightning_megatron.checkpoint.state import Piece, Slot, is_module_name, is_optimizer_name, pieces_of_module
 
 __all__ = [
     "Entry",
     "LoadReport",
     "Piece",
+    "Slot",
     "is_checkpoint",
     "is_module_name",
     "is_optimizer_name",

@@ -70,9 +70,11 @@ def load(
         head = f"checkpoint {path} does not fit what is to be loaded (strict=False reads what fits):"
         raise ValueError("\n  ".join([head, *faults]))
     carriers = {
-        name: Carrier([piece])
-        for name, piece in asked.items()
-        if name in entries and name not in report.misshapen and not piece.is_empty
+        name: Carrier(full)
+        for name, held in asked.items()
+        if name in entries
+        and name not in report.misshapen
+        and (full := [piece for piece in held if not piece.is_empty])
     }
     try:
         with single_process_is_meant():
@@ -97,7 +99,7 @@ def _entries(path: str | os.PathLike[str]) -> tuple[dict[str, Entry], ValueError
 
 def _compare(
     path: str | os.PathLike[str],
-    asked: dict[str, Piece],
+    asked: dict[str, list[Piece]],
     entries: dict[str, Entry],
     fault: ValueError | OSError | None,
     world: Axis,
@@ -106,11 +108,12 @@ def _compare(
     """What does not fit, as all ranks see it together; raises the first rank's fault on every rank."""
     names = sorted(entries)
     # A tensor without elements is never written.
-    missing = [name for name, piece in asked.items() if name not in entries and 0 not in piece.global_shape]
+    shapes = {name: tuple(held[0].global_shape) for name, held in asked.items() if held}
+    missing = [name for name, shape in shapes.items() if name not in entries and 0 not in shape]
     misshapen = {
-        name: f"{entries[name].shape} there, {tuple(piece.global_shape)} asked for"
-        for name, piece in asked.items()
-        if name in entries and entries[name].shape != tuple(piece.global_shape)
+        name: f"{entries[name].shape} there, {shape} asked for"
+        for name, shape in shapes.items()
+        if name in entries and entries[name].shape != shape
     }
     # One byte a name: thousands of ranks tell each other.
     is_asked = bytes(name in asked for name in names)

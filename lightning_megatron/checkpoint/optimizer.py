@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_megatron.checkpoint.manifest import Entry
-from lightning_megatron.checkpoint.state import Piece
+from lightning_megatron.checkpoint.state import Piece, Slot
 from lightning_megatron.comm.collectives import gather_objects
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import shard_of
@@ -26,25 +26,26 @@ _LOCAL_KEYS = ("params", "param_names")
 
 
 def pieces_of_optimizer(
-    optimizer: Optimizer, names: Mapping[Tensor, str], index: int = 0
-) -> tuple[dict[str, Piece], Rest]:
+    optimizer: Optimizer, names: Mapping[Tensor, str | Slot], index: int = 0
+) -> tuple[dict[str, list[Piece]], Rest]:
     """This rank's pieces of the state, which they share memory with, and the rest as this rank knows it.
 
-    `names` gives each parameter's name in the unsplit model; `index` tells several optimizers of one module apart.
+    `names` gives each parameter's name in the unsplit model or, where the optimizer steps main weights, the part of a
+    parameter that they are; `index` tells several optimizers of one module apart.
     """
-    pieces: dict[str, Piece] = {}
+    pieces: dict[str, list[Piece]] = {}
     rest: Rest = {"groups": [], "state": {}}
-    for group, group_names in _groups(optimizer, names):
+    for group, slots in _groups(optimizer, names):
         hyperparameters = {key: value for key, value in group.items() if key not in _LOCAL_KEYS}
-        rest["groups"].append({"params": group_names, **hyperparameters})
-        for parameter, name in zip(group["params"], group_names, strict=True):
-            for key, value in optimizer.state.get(parameter, {}).items():
+        rest["groups"].append({"params": [slot.name for slot in slots], **hyperparameters})
+        for stepped, slot in zip(group["params"], slots, strict=True):
+            for key, value in optimizer.state.get(stepped, {}).items():
                 if not isinstance(key, str) or "." in key:
-                    raise ValueError(f"{_title(optimizer)} keeps {key!r} for {name!r}; the key must have no dots")
+                    raise ValueError(f"{_title(optimizer)} keeps {key!r} for {slot.name!r}; the key must have no dots")
                 if isinstance(value, Tensor):
-                    pieces[f"optimizer.{index}.{name}.{key}"] = _state_piece(optimizer, parameter, name, key, value)
+                    pieces[f"optimizer.{index}.{slot.name}.{key}"] = _state_pieces(optimizer, stepped, slot, key, value)
                 else:
-                    rest["state"].setdefault(name, {})[key] = value
+                    rest["state"].setdefault(slot.name, {})[key] = value
     return pieces, rest
 
 
@@ -70,8 +71,8 @@ def merge_rest(rest: Rest, world: Axis) -> Rest:
 
 
 def rebuild_optimizer(
-    optimizer: Optimizer, names: Mapping[Tensor, str], rest: Rest, entries: Mapping[str, Entry], index: int = 0
-) -> dict[str, Piece]:
+    optimizer: Optimizer, names: Mapping[Tensor, str | Slot], rest: Rest, entries: Mapping[str, Entry], index: int = 0
+) -> dict[str, list[Piece]]:
     """The pieces to load into, after the optimizer took over the saved groups and got zeroed states of saved kinds.
 
     `rest` and `entries` are those of the checkpoint. A parameter that has no state there gets none. Raises ValueError
@@ -87,15 +88,15 @@ def rebuild_optimizer(
     shapes = _saved_states(entries, index)
     template: dict[str, Any] = {"state": {}, "param_groups": []}
     position = 0
-    for number, ((group, group_names), saved) in enumerate(zip(groups, saved_groups, strict=True)):
-        if strangers := sorted(set(group_names) - set(saved["params"])):
+    for number, ((group, slots), saved) in enumerate(zip(groups, saved_groups, strict=True)):
+        if strangers := sorted({slot.name for slot in slots} - set(saved["params"])):
             raise ValueError(
                 f"param group {number} of optimizer {index} did not hold {_some(strangers)} when the checkpoint was "
                 "saved; make the groups that it was saved with"
             )
         positions = []
-        for parameter, name in zip(group["params"], group_names, strict=True):
-            if state := _blank_state(parameter, shapes.get(name, {})) | rest["state"].get(name, {}):
+        for stepped, slot in zip(group["params"], slots, strict=True):
+            if state := _blank_state(stepped, slot, shapes.get(slot.name, {})) | rest["state"].get(slot.name, {}):
                 template["state"][position] = state
             positions.append(position)
             position += 1
@@ -104,25 +105,29 @@ def rebuild_optimizer(
     return pieces_of_optimizer(optimizer, names, index)[0]
 
 
-def _groups(optimizer: Optimizer, names: Mapping[Tensor, str]) -> Iterator[tuple[dict[str, Any], list[str]]]:
+def _groups(optimizer: Optimizer, names: Mapping[Tensor, str | Slot]) -> Iterator[tuple[dict[str, Any], list[Slot]]]:
     for number, group in enumerate(optimizer.param_groups):
+        slots = []
         for parameter in group["params"]:
             if parameter not in names:
                 raise ValueError(
                     f"param group {number} of {_title(optimizer)} holds a parameter of shape {tuple(parameter.shape)} "
                     "that is not the module's; a checkpoint names states by the module's parameters"
                 )
-        yield group, [names[parameter] for parameter in group["params"]]
+            place = names[parameter]
+            slots.append(place if isinstance(place, Slot) else Slot.whole(place, parameter))
+        yield group, slots
 
 
-def _state_piece(optimizer: Optimizer, parameter: Tensor, name: str, key: str, value: Tensor) -> Piece:
-    if value.shape == parameter.shape:
-        return Piece.like(parameter, value)
-    if value.numel() == 1 or shard_of(parameter).dim is None:
-        return Piece.whole(value)
+def _state_pieces(optimizer: Optimizer, stepped: Tensor, slot: Slot, key: str, value: Tensor) -> list[Piece]:
+    if value.shape == stepped.shape:
+        return slot.pieces(value)
+    shard = shard_of(slot.parameter)
+    if value.numel() == 1 or shard.dim is None:
+        return [Piece.whole(value)]
     raise ValueError(
-        f"{_title(optimizer)} keeps {key!r} of shape {tuple(value.shape)} for {name!r}, whose part here is "
-        f"{tuple(parameter.shape)} of {shard_of(parameter).global_shape}; a state of a cut parameter must be a scalar "
+        f"{_title(optimizer)} keeps {key!r} of shape {tuple(value.shape)} for {slot.name!r}, whose part here is "
+        f"{tuple(stepped.shape)} of {shard.global_shape}; a state of a cut parameter must be a scalar "
         "or have the parameter's shape, or another mesh could not read it"
     )
 
@@ -138,11 +143,11 @@ def _saved_states(entries: Mapping[str, Entry], index: int) -> dict[str, dict[st
     return states
 
 
-def _blank_state(parameter: Tensor, saved: Mapping[str, Entry]) -> dict[str, Any]:
+def _blank_state(stepped: Tensor, slot: Slot, saved: Mapping[str, Entry]) -> dict[str, Any]:
     """Zeros, padding included, where the saved state goes; torch moves and converts them as it would the state."""
-    global_shape = shard_of(parameter).global_shape
+    global_shape = shard_of(slot.parameter).global_shape
     return {
-        key: torch.zeros(parameter.shape if entry.shape == global_shape else entry.shape, dtype=entry.dtype)
+        key: torch.zeros(stepped.shape if entry.shape == global_shape else entry.shape, dtype=entry.dtype)
         for key, entry in saved.items()
     }
 

@@ -36,9 +36,9 @@ def save(path: str | os.PathLike[str], pieces: Pieces, meta: Mapping[str, Any], 
     if fault is not None:
         raise fault
     carriers = {
-        name: carrier.Carrier(list(carrier.chunks(piece, carrier.MAX_CHUNK_BYTES)))
-        for name, piece in as_pieces(pieces).items()
-        if not piece.is_empty
+        name: carrier.Carrier([chunk for piece in full for chunk in carrier.chunks(piece, carrier.MAX_CHUNK_BYTES)])
+        for name, held in as_pieces(pieces).items()
+        if (full := [piece for piece in held if not piece.is_empty])
     }
     try:
         with single_process_is_meant():

@@ -5,13 +5,14 @@ Names are those of the unsplit model, the same on every mesh; a state of an opti
 copies) all name it, and it is written once.
 """
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from lightning_megatron.sharding import Box, shard_of
+from lightning_megatron.sharding import Box, boxes_of_range, shard_of
 
 _OPTIMIZER_NAME = re.compile(r"optimizer\.\d+\.")
 
@@ -55,12 +56,51 @@ class Piece:
         return self.tensor.numel() == 0
 
 
-Pieces = Mapping[str, Piece | Tensor]
+@dataclass(frozen=True)
+class Slot:
+    """What an optimizer steps, as a part of a parameter: elements `start` to before `end`, counted through."""
+
+    name: str
+    # of the parameter in the unsplit model
+    parameter: Tensor
+    # this rank's, with its `Shard`
+    start: int
+    end: int
+
+    @staticmethod
+    def whole(name: str, parameter: Tensor) -> "Slot":
+        """All of this rank's parameter."""
+        return Slot(name, parameter, 0, parameter.numel())
+
+    def pieces(self, tensor: Tensor) -> list[Piece]:
+        """Those of `tensor`, which holds the elements of the slot: main weights or a moment of them."""
+        shard, flat, pieces = shard_of(self.parameter), tensor.detach().reshape(-1), []
+        for begin, box in boxes_of_range(tuple(self.parameter.shape), self.start, self.end):
+            offsets, sizes = list(box.offsets), list(box.sizes)
+            part = flat[begin - self.start :][: math.prod(sizes)].view(sizes)
+            if shard.dim is not None:
+                # Padding stands behind the valid part, and is not saved.
+                valid = shard.box.sizes[shard.dim] - offsets[shard.dim]
+                sizes[shard.dim] = max(0, min(sizes[shard.dim], valid))
+                part = part.narrow(shard.dim, 0, sizes[shard.dim])
+                offsets[shard.dim] += shard.box.offsets[shard.dim]
+            if part.numel():
+                pieces.append(Piece(shard.global_shape, Box(tuple(offsets), tuple(sizes)), part))
+        return pieces
 
 
-def as_pieces(pieces: Pieces) -> dict[str, Piece]:
-    """The same with each plain tensor as a whole piece."""
-    return {name: value if isinstance(value, Piece) else Piece.whole(value) for name, value in pieces.items()}
+Pieces = Mapping[str, Piece | Tensor | Sequence[Piece]]
+
+
+def as_pieces(pieces: Pieces) -> dict[str, list[Piece]]:
+    """The same with each plain tensor as a whole piece, and every name's pieces in a list."""
+    found: dict[str, list[Piece]] = {}
+    for name, value in pieces.items():
+        if isinstance(value, Tensor):
+            found[name] = [Piece.whole(value)]
+        else:
+            found[name] = [value] if isinstance(value, Piece) else list(value)
+    return found
 
 
 def is_optimizer_name(name: str) -> bool:

@@ -23,7 +23,7 @@ def grid_of(timeline: Timeline, *, message_time: float, columns: int) -> str:
     cell_time = _cell_time(timeline, message_time)
     num_cells = round(timeline.makespan / cell_time)
     room = columns - _prefix_width(timeline)
-    longest = 1 + max(len(str(span.action.microbatch)) for spans in timeline.spans for span in spans)
+    longest = 1 + len(str(max(span.action.microbatch for spans in timeline.spans for span in spans)))
     width = next((width for width in (longest + 1, longest) if num_cells * width <= room), 1)
     shown = min(num_cells, max(room // width, 1))
     lines = [_how_to_read(timeline, cell_time, width, longest)]
@@ -67,6 +67,8 @@ def _cells(spans: tuple[Span, ...], cell_time: float, width: int, longest: int, 
     cells = [".".ljust(width)] * shown
     for span in spans:
         first, end = (math.ceil(round(time / cell_time - 0.5, 6)) for time in (span.start, span.end))
+        if first >= shown:
+            break
         end = min(end, shown)
         if end <= first:
             continue

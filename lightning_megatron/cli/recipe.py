@@ -20,6 +20,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from lightning_megatron.trainer import ConfigurationError, MegatronStrategy
 from lightning_megatron.trainer.checks import is_named_checkpoint
 
+# How jsonargparse begins lines about an argument that may be of several types.
+_TRIED = ("Does not validate against", "Subtypes:", "Errors:", "Expected a <class", "Given value", "Problem with given")
 _USAGE_ERROR = 2
 
 
@@ -61,7 +63,7 @@ class RecipeCLI(LightningCLI):
             super().instantiate_classes()
         except ValueError as error:
             # Dataclasses check themselves, and so does the Trainer.
-            raise ConfigurationError(str(error).splitlines()) from error
+            raise ConfigurationError(_told(str(error))) from error
 
     def after_instantiate_classes(self) -> None:
         path = self._get(self.config, "ckpt_path")
@@ -102,6 +104,12 @@ def _exit_on_mistake(run: Callable[[], Any]) -> None:
         if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(_USAGE_ERROR)
+
+
+def _told(text: str) -> list[str]:
+    """The lines of an error that say what is wrong; not those that say which types were tried on the way to it."""
+    lines = [line.strip().removeprefix("- ") for line in text.splitlines()]
+    return [line for line in lines if not line.startswith(_TRIED)] or lines
 
 
 def _require_checkpoint(path: str, strategy: Strategy) -> None:

@@ -1,15 +1,13 @@
 """`lightning-megatron schedule`: what a pipeline schedule looks like, how long it stands idle and what it keeps.
 
-Shown is the plan that a run would execute: made, lowered, checked, and played with the costs that are given.
+Shown is the order that a run would execute, played with the costs that are given; where messages take time, the plan
+that the order becomes.
 """
 
 import argparse
-import gc
 import json
 import math
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -17,6 +15,7 @@ from lightning_megatron.cli.grid import grid_of
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.pipeline.bubble import bubble_formula, peak_shares, timeline_of
 from lightning_megatron.pipeline.choice import Schedule, ScheduleName, schedule_faults
+from lightning_megatron.pipeline.collector import collector_paused
 from lightning_megatron.pipeline.picture import write_png, write_svg
 from lightning_megatron.pipeline.simulate import Costs, Timeline
 
@@ -94,32 +93,20 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.set_defaults(run=run_schedule)
 
 
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """A large plan is millions of objects, none of them garbage: looking for some takes half of the time."""
-    is_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if is_enabled:
-            gc.enable()
-
-
 def run_schedule(options: argparse.Namespace) -> None:
     """Prints the schedule, and writes its picture where one is asked for. Raises UsageError with all faults."""
     schedule, costs = _read(options)
-    with _collector_paused():
+    with collector_paused():
         timeline = timeline_of(schedule, costs)
-    if not math.isfinite(timeline.makespan):
-        raise UsageError(["the costs add up to more than a number can hold; give them in a larger unit"])
-    if options.out is not None:
-        _write_picture(options.out, schedule, timeline)
-    if options.json:
-        print(json.dumps(_record(schedule, costs, timeline)))
-    else:
-        columns = options.max_columns or shutil.get_terminal_size((_COLUMNS, 0)).columns
-        print(_report(schedule, costs, timeline, columns))
+        if not math.isfinite(timeline.makespan):
+            raise UsageError(["the costs add up to more than a number can hold; give them in a larger unit"])
+        if options.out is not None:
+            _write_picture(options.out, schedule, timeline)
+        if options.json:
+            print(json.dumps(_record(schedule, costs, timeline)))
+        else:
+            columns = options.max_columns or shutil.get_terminal_size((_COLUMNS, 0)).columns
+            print(_report(schedule, costs, timeline, columns))
 
 
 def _read(options: argparse.Namespace) -> tuple[Schedule, Costs]:

@@ -142,6 +142,53 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0, *, wait: bool = True) ->
     return pending.wait() if wait else pending
 
 
+@overload
+def reduce_scatter_(x: Tensor, axis: Axis, *, wait: Literal[True] = True) -> Tensor: ...
+@overload
+def reduce_scatter_(x: Tensor, axis: Axis, *, wait: Literal[False]) -> Pending: ...
+def reduce_scatter_(x: Tensor, axis: Axis, *, wait: bool = True) -> Tensor | Pending:
+    """As `reduce_scatter` of a flat `x` [N], into this rank's part of `x` itself, of which the answer is a view [N/d].
+
+    What the other parts hold afterwards is of no use.
+    """
+    if axis.size == 1:
+        return x if wait else Pending(x)
+    _ascending(axis)
+    own = shard_slice(x, axis)
+    if _is_cpu_pair(x, axis):
+        length = own.shape[0]
+        pending = _swap(x[(1 - axis.rank) * length :][:length], torch.empty_like(own), axis)
+        pending.finish = own.add_
+    elif x.device.type == "cpu":
+        parts = torch.empty_like(x)
+        work = dist.all_to_all_single(parts, x, group=group_of(axis), async_op=True)
+        pending = Pending(parts, work, lambda landed: torch.sum(landed.view(axis.size, -1), 0, out=own))
+    else:
+        pending = Pending(own, _reduce_scatter_single(own, x, group=group_of(axis), async_op=True))
+    return pending.wait() if wait else pending
+
+
+@overload
+def all_gather_(x: Tensor, axis: Axis, *, wait: Literal[True] = True) -> Tensor: ...
+@overload
+def all_gather_(x: Tensor, axis: Axis, *, wait: Literal[False]) -> Pending: ...
+def all_gather_(x: Tensor, axis: Axis, *, wait: bool = True) -> Tensor | Pending:
+    """A flat `x` [N] whose equal parts are each rank's own, filled in place: the answer is `x`."""
+    if axis.size == 1:
+        return x if wait else Pending(x)
+    _ascending(axis)
+    own = shard_slice(x, axis)
+    if _is_cpu_pair(x, axis):
+        length = own.shape[0]
+        work = _swap(own, x[(1 - axis.rank) * length :][:length], axis).work
+    else:
+        # NCCL takes its own part from where it stands; gloo must not read what it writes.
+        part = own.clone() if x.device.type == "cpu" else own
+        work = _all_gather_single(x, part, group=group_of(axis), async_op=True)
+    pending = Pending(x, work)
+    return pending.wait() if wait else pending
+
+
 def shard_slice(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     """This rank's equal part of `x` along `dim`, as a view; no message."""
     length, rest = divmod(x.shape[dim], axis.size)

@@ -1,13 +1,16 @@
 """From the gradients that backward left on each rank to those of one device: sums over every axis that split them.
 
 Runs once per optimizer step, between the last backward and the user's `on_after_backward`. Which sums a parameter needs
-is read off its `Shard` and off the stages that hold its name:
+is read off its `Shard` and off the pp ranks that hold its name:
 
     over          which parameters                                             why
     sp (tp)       those with `Shard.partial`                                   each rank saw its tokens only
     dp+cp         all                                                          each replica saw its samples only
-    stages        names held by several stages of the model (tied weights)     each use adds its part
-    stages        modules outside the pipelined model, in a schedule           only one stage ran them
+    pp ranks      names held by several of them (tied weights)                 each use adds its part
+    pp ranks      modules outside the pipelined model, in a schedule           only one stage ran them
+
+Gradients live in buckets (`optim.bucket`). Where the optimizer steps main weights (`optim.main_weights`), the sums go
+to those, each rank's shard of them; else they stay on the parameters.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,39 +20,36 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.comm import collectives
-from lightning_megatron.comm.collectives import Pending
 from lightning_megatron.mesh import Axis, Mesh, NewGroup
+from lightning_megatron.optim.bucket import Bucket, Held, Sender, make_buckets
+from lightning_megatron.optim.buckets import Range
+from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.optim.sums import scale_in_place, square, stage_axes
 from lightning_megatron.sharding import Shard, shard_of
 
-# Gradients above this size travel by themselves, in place; smaller ones are joined to save messages.
-# Elements of a gradient whose squares are summed in float32.
-_NORM_ROW = 256
-_ALONE_BYTES = 1 << 18
+# An axis of this rank alone: what is cut over it is whole.
+ALONE = Axis("alone", 1, 0, (0,))
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
-    """A parameter that this rank holds."""
+class Owned:
+    """What this rank's optimizer steps of a parameter."""
 
-    name: str
-    parameter: nn.Parameter
-    shard: Shard
-    stages: Axis | None
-    # the pp ranks that hold this name, where there are several
-    is_outside: bool
-    # of the pipelined model: a plain module that every stage holds
-
-    @property
-    def is_counted(self) -> bool:
-        """Whether a sum over all parameters of the model takes this rank's copy."""
-        return self.shard.is_counted and (self.stages is None or self.stages.is_first)
+    held: Held
+    tensor: nn.Parameter
+    # what the optimizer has: the parameter itself, or main weights, flat where they are a part of it
+    range: Range
+    # of the parameter's elements, counted through
 
 
 class Gradients:
     """The gradients of one rank's parameters.
 
     `named_parameters` in the same order on all ranks of a stage; `inside` are the names that belong to the pipelined
-    model. Construction is collective over pp, and over the world where names are held by several stages.
+    model; `stages` the stages of this rank whose backwards make gradients of a name, all of them where a name is
+    absent. `dtype` is that of accumulated gradients, `low` that of matrices beside main weights. `keeps_whole`: the
+    optimizer looks at whole parameters; `is_scaled`: by a loss scale, which asks after each step whether all was
+    finite. Construction is collective over pp, and over the world where names are held by several pp ranks.
     """
 
     def __init__(
@@ -59,97 +59,192 @@ class Gradients:
         mesh: Mesh,
         new_group: NewGroup,
         device: torch.device,
+        *,
+        config: OptimizerConfig | None = None,
+        stages: Mapping[str, Sequence[int]] | None = None,
+        dtype: torch.dtype | None = None,
+        keeps_whole: bool = False,
+        is_scaled: bool = False,
+        low: torch.dtype | None = None,
     ) -> None:
-        self._mesh = mesh
-        self._device = device
+        self.mesh = mesh
+        self.device = device
+        self.config = config if config is not None else OptimizerConfig()
         # of every rank's messages, also those of a stage that has no parameter to tell it by
         self._replicas = mesh.axis("dp+cp")
+        self.shards = self._replicas if self.config.kind == "distributed" else ALONE
         named = list(named_parameters)
-        stages = stage_axes([name for name, _ in named], mesh, new_group)
+        holders = stage_axes([name for name, _ in named], mesh, new_group)
         self.held = []
         for name, parameter in named:
             shard = shard_of(parameter)
             if not isinstance(getattr(parameter, "shard", None), Shard):
                 # A user's own parameter is whole on every tp rank and must count once.
                 shard = Shard(global_shape=tuple(parameter.shape), replicas=(mesh.tp,))
-            self.held.append(Held(name, parameter, shard, stages.get(name), name not in inside))
+            own = mesh.own_stages if stages is None or name not in stages else tuple(stages[name])
+            self.held.append(Held(name, parameter, shard, holders.get(name), name not in inside, own))
+        self.buckets: list[Bucket] = make_buckets(
+            (held for held in self.held if held.parameter.requires_grad),
+            replicas=self._replicas,
+            shards=self.shards,
+            bucket_size=self.config.bucket_size,
+            keeps_whole=keeps_whole,
+            dtype_of=lambda parameter: parameter.dtype if dtype is None else dtype,
+            low_of=lambda parameter: low if _is_lowered(parameter) else None,
+        )
+        homes = {parameter for bucket in self.buckets for parameter in bucket.homes}
+        # Frozen so far: should somebody thaw them, they are summed one by one.
+        self._loose = [held for held in self.held if held.parameter not in homes]
+        self.owned = [
+            Owned(held, held.parameter, Range(0, held.parameter.numel()))
+            for held in self.held
+            if held.parameter in homes
+        ]
+        self.has_main_weights = False
+        self._is_handed_over = False
+        # whether main weights have gradients that stand in the buckets
+        self.sender = Sender(self.buckets, is_checked=is_scaled or self.config.on_nonfinite != "ignore")
 
-    def take(self) -> dict[nn.Parameter, Tensor]:
-        """Takes all gradients off their parameters."""
+    # --- what is there between two backwards ------------------------------------------------------------------------
+
+    def take(self, *, copied: bool = False) -> dict[nn.Parameter, Tensor]:
+        """Takes all gradients off their parameters; `copied` where others will be made before these are given back."""
         taken = {}
         for held in self.held:
-            if held.parameter.grad is not None:
-                taken[held.parameter] = held.parameter.grad
+            gradient = held.parameter.grad
+            if gradient is not None:
+                is_home = copied and gradient is self.sender.home(held.parameter)
+                taken[held.parameter] = gradient.clone() if is_home else gradient
                 held.parameter.grad = None
         return taken
 
     def add(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         """Adds gradients that were taken to those that are there now."""
         for parameter, gradient in gradients.items():
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+            if parameter.grad is None:
+                parameter.grad = gradient
+            elif gradient is self.sender.home(parameter):
+                parameter.grad = gradient.add_(parameter.grad)
+            else:
+                parameter.grad.add_(gradient)
+
+    def free(self, *, dropped: bool) -> None:
+        """Makes the buckets free for new gradients where main weights still have old ones in them: those are copied,
+        or forgotten."""
+        if not self._is_handed_over:
+            return
+        self._is_handed_over = False
+        for owned in self.owned:
+            if owned.tensor.grad is not None:
+                owned.tensor.grad = None if dropped else owned.tensor.grad.clone()
+            owned.held.parameter.grad = None
+
+    # --- sums -------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def reduce(self, *, outside_over_stages: bool) -> None:
-        """Makes every `.grad` that of one device, in place.
+    def reduce(self, *, outside_over_stages: bool, factor: Tensor | None = None) -> None:
+        """Makes every gradient that of one device, times `factor` [].
 
         `outside_over_stages` says that modules outside the pipelined model ran on one stage only, so that their
         gradients are to be summed; else each stage has them whole. A parameter with a gradient on some rank gets one on
         all; one without any keeps None.
         """
-        trained = [held for held in self.held if held.parameter.requires_grad]
-        self._agree_on_presence(trained, outside_over_stages)
-        present = [held for held in trained if held.parameter.grad is not None]
-        partial_by_axis: dict[tuple[int, ...], tuple[Axis, list[Tensor]]] = {}
-        for held in present:
+        # With overlap some ranks have sent what others have not: all must send all of it before they talk of anything.
+        overlaps = self.config.overlap_grad_reduce
+        if overlaps:
+            self.sender.close(everything=True)
+        self._agree_on_presence(outside_over_stages)
+        if not overlaps:
+            self.sender.close(everything=False)
+        sent = [bucket for bucket in self.buckets if bucket.wait()]
+        for bucket in sent:
+            if bucket.partial is not None:
+                collectives.all_reduce_(bucket.own, bucket.partial)
+        for bucket in sorted(sent, key=lambda bucket: [held.name for held in bucket.members]):
+            if bucket.holders is not None and (outside_over_stages or not bucket.is_outside):
+                collectives.all_reduce_(bucket.own, bucket.holders)
+        if factor is not None:
+            strays = [held.parameter.grad for bucket in sent for held in bucket.members if not bucket.is_home(held)]
+            scale_in_place([*(bucket.own for bucket in sent), *(x for x in strays if x is not None)], factor)
+        self._reduce_loose(outside_over_stages, factor)
+        if self.has_main_weights:
+            self._hand_over()
+
+    def _reduce_loose(self, outside_over_stages: bool, factor: Tensor | None) -> None:
+        for held in sorted(self._loose, key=lambda held: held.name):
+            gradient = held.parameter.grad
+            if gradient is None:
+                continue
+            whole = gradient.contiguous()
             if held.shard.partial is not None:
-                axis = held.shard.partial
-                partial_by_axis.setdefault(axis.ranks, (axis, []))[1].append(_grad(held))
-        for axis, gradients in partial_by_axis.values():
-            sum_in_place(gradients, axis)
-        sum_in_place([_grad(held) for held in present], self._replicas)
-        for axis, shared in self._by_stages(present, outside_over_stages):
-            sum_in_place([_grad(held) for held in shared], axis)
+                collectives.all_reduce_(whole, held.shard.partial)
+            collectives.all_reduce_(whole, self._replicas)
+            if held.holders is not None and (outside_over_stages or not held.is_outside):
+                collectives.all_reduce_(whole, held.holders)
+            held.parameter.grad = whole if factor is None else whole.mul_(factor.to(whole.dtype))
 
-    def _by_stages(self, held_ones: Sequence[Held], with_outside: bool) -> list[tuple[Axis, list[Held]]]:
-        """What is to be summed over stages, by the axis of stages that hold it."""
-        by_axis: dict[tuple[int, ...], tuple[Axis, list[Held]]] = {}
-        # By name: stages hold shared parameters in orders of their own.
-        for held in sorted(held_ones, key=lambda held: held.name):
-            if held.stages is not None and (with_outside or not held.is_outside):
-                by_axis.setdefault(held.stages.ranks, (held.stages, []))[1].append(held)
-        return [by_axis[ranks] for ranks in sorted(by_axis)]
+    def _hand_over(self) -> None:
+        """Gives each main weight its part of the sums. A shard of them is of no use to the parameter, which has none
+        then."""
+        for owned in self.owned:
+            parameter, main = owned.held.parameter, owned.tensor
+            # Who toggles an optimizer off toggles what it steps.
+            if parameter.grad is None or not main.requires_grad:
+                continue
+            home = self.sender.home(parameter)
+            assert home is not None
+            part = home.view(-1)[owned.range.start : owned.range.end].view(main.shape).to(main.dtype)
+            main.grad = part if main.grad is None else main.grad.add_(part)
+        self._is_handed_over = True
+        if self.shards.size > 1:
+            for held in self.held:
+                held.parameter.grad = None
 
-    def _agree_on_presence(self, trained: Sequence[Held], outside_over_stages: bool) -> None:
+    def _agree_on_presence(self, outside_over_stages: bool) -> None:
         """Gives zeros to parameters without a gradient here but with one on another rank that sums with this one."""
-        shared = self._by_stages(trained, outside_over_stages)
+        trained = [held for held in self.held if held.parameter.requires_grad]
+        shared: dict[tuple[int, ...], tuple[Axis, list[Held]]] = {}
+        for held in sorted(trained, key=lambda held: held.name):
+            if held.holders is not None and (outside_over_stages or not held.is_outside):
+                shared.setdefault(held.holders.ranks, (held.holders, []))[1].append(held)
         if self._replicas.size == 1 and not shared:
             return
         flags = torch.tensor([held.parameter.grad is not None for held in trained], dtype=torch.int32)
-        flags = flags.to(self._device)
+        flags = flags.to(self.device)
         collectives.all_reduce_(flags, self._replicas, "max")
         place = {held.name: i for i, held in enumerate(trained)}
-        for axis, held_ones in shared:
+        for ranks in sorted(shared):
+            axis, held_ones = shared[ranks]
             own = torch.tensor([place[held.name] for held in held_ones], device=flags.device)
             flags[own] = collectives.all_reduce(flags[own], axis, "max")
         for held, flag in zip(trained, flags.tolist(), strict=True):
             if flag and held.parameter.grad is None:
-                held.parameter.grad = torch.zeros_like(held.parameter)
+                home = self.sender.home(held.parameter)
+                if home is None:
+                    held.parameter.grad = torch.zeros_like(held.parameter)
+                else:
+                    # What was sent is on its way and has zeros for it already.
+                    held.parameter.grad = home if self.config.overlap_grad_reduce else home.zero_()
+
+    # --- the norm ---------------------------------------------------------------------------------------------------
 
     def norm(self, parameters: Iterable[nn.Parameter] | None = None) -> Tensor:
         """The 2-norm of the whole model's gradient, [], float64: each parameter of the unsplit model counts once.
 
-        Of `parameters` only, where given. Talks over pp+tp.
+        Of `parameters` only, those that the optimizer has, where given. Talks over pp+tp, and over dp+cp where
+        gradients are cut over it.
         """
         chosen = None if parameters is None else set(parameters)
+        whole = [(held, held.parameter) for held in self._loose]
         counted = [
-            _grad(held)
-            for held in self.held
-            if held.parameter.grad is not None and held.is_counted and (chosen is None or held.parameter in chosen)
+            tensor.grad
+            for held, tensor in [*((owned.held, owned.tensor) for owned in self.owned), *whole]
+            if tensor.grad is not None and held.is_counted and (chosen is None or tensor in chosen)
         ]
-        square = torch.zeros((), dtype=torch.float64, device=self._device)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
         if counted:
-            square = torch.stack([_square(gradient) for gradient in counted]).sum()
-        return collectives.all_reduce(square, self._mesh.axis("pp+tp")).sqrt()
+            total = torch.stack([square(gradient) for gradient in counted]).sum()
+        return collectives.all_reduce(collectives.all_reduce(total, self.shards), self.mesh.axis("pp+tp")).sqrt()
 
     @torch.no_grad()
     def clip(self, max_norm: float, parameters: Iterable[nn.Parameter]) -> Tensor:
@@ -163,72 +258,11 @@ class Gradients:
         scale_in_place([parameter.grad for parameter in own if parameter.grad is not None], factor)
         return norm
 
-
-def _grad(held: Held) -> Tensor:
-    assert held.parameter.grad is not None
-    return held.parameter.grad
-
-
-def _square(x: Tensor) -> Tensor:
-    """The sum of the squares of `x`, [], float64.
-
-    Rows in float32 at least, their sum in float64: one float32 sum over a large tensor drifts on CPU, and float64
-    throughout converts every element.
-    """
-    if x.is_contiguous() and x.numel() % _NORM_ROW == 0:
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        x = torch.linalg.vector_norm(x.view(-1, _NORM_ROW), dim=1, dtype=dtype)
-    norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float64)
-    return norm.square()
+    def release(self) -> None:
+        """Lets go of the parameters."""
+        self.sender.release()
 
 
-def sum_in_place(tensors: Sequence[Tensor], axis: Axis) -> None:
-    """Sums each tensor over the axis, in place: large ones by themselves, small ones joined."""
-    if axis.size == 1:
-        return
-    pending: list[Pending] = []
-    joined: list[tuple[Pending, list[Tensor]]] = []
-    small: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.is_contiguous() and tensor.numel() * tensor.element_size() >= _ALONE_BYTES:
-            pending.append(collectives.all_reduce_(tensor, axis, wait=False))
-        else:
-            small.setdefault(tensor.dtype, []).append(tensor)
-    for members in small.values():
-        flat = torch.cat([tensor.reshape(-1) for tensor in members])
-        joined.append((collectives.all_reduce_(flat, axis, wait=False), members))
-    for work in pending:
-        work.wait()
-    for work, members in joined:
-        for tensor, summed in zip(members, work.wait().split([t.numel() for t in members]), strict=True):
-            tensor.copy_(summed.view_as(tensor))
-
-
-def stage_axes(names: Sequence[str], mesh: Mesh, new_group: NewGroup) -> dict[str, Axis]:
-    """For each name that several stages hold, the axis of those stages. Collective over pp and the world."""
-    by_stage = [set(held) for held in collectives.gather_objects(list(names), mesh.pp)]
-    holders: dict[str, tuple[int, ...]] = {}
-    for name in sorted(set().union(*by_stage)):
-        stages = tuple(stage for stage, held in enumerate(by_stage) if name in held)
-        if len(stages) > 1:
-            holders[name] = stages
-    axes: dict[tuple[int, ...], Axis] = {}
-    for stages in sorted(set(holders.values())):
-        if len(stages) == mesh.pp.size:
-            axes[stages] = mesh.pp
-            continue
-        if mesh.pp.rank not in stages:
-            # torch names a group after how many groups its rank has made: a rank that made none here would disagree
-            # with the others about the name of the next one, and both would wait for ever.
-            new_group((mesh.global_rank,))
-            continue
-        ranks = tuple(mesh.pp.ranks[stage] for stage in stages)
-        group = new_group(tuple(sorted(ranks)))
-        axes[stages] = Axis("stages", len(stages), stages.index(mesh.pp.rank), ranks, group)
-    return {name: axes[stages] for name, stages in holders.items() if stages in axes}
-
-
-def scale_in_place(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiplies each tensor by the number `factor`, []."""
-    for dtype in {tensor.dtype for tensor in tensors}:
-        torch._foreach_mul_([t for t in tensors if t.dtype is dtype], factor.to(dtype))
+def _is_lowered(parameter: nn.Parameter) -> bool:
+    """Matrices of float32 are; vectors (of norms, biases) weigh little, and torch's norms want theirs in float32."""
+    return parameter.dim() > 1 and parameter.dtype is torch.float32

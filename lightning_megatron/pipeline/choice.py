@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from lightning_megatron.mesh import Placement
+from lightning_megatron.pipeline.collector import collector_paused
 from lightning_megatron.pipeline.interleaved import interleaved_one_f_one_b
 from lightning_megatron.pipeline.schedule import Order, gpipe, one_f_one_b
 from lightning_megatron.pipeline.zero_bubble import zb_h1, zb_v
@@ -40,6 +41,7 @@ class Schedule:
     # microbatches that go through a chunk before the next chunk's turn, interleaved only; 0: pp
 
 
+@collector_paused()
 def order_of(schedule: Schedule) -> Order:
     """The order of a schedule. Raises ValueError with all of its faults."""
     if faults := schedule_faults(schedule):

@@ -247,9 +247,13 @@ def _require_releases(plan: Plan, ranks: tuple[int, ...]) -> None:
     awaited_at: dict[MessageKey, int] = {}
     for steps in plan:
         for index, step in enumerate(steps):
-            if isinstance(step, Exchange):
-                posted_at.update((message_key(message), index) for message in step.posted if message.kind in SENDS)
-                awaited_at.update((message_key(message), index) for message in step.awaited)
+            if not isinstance(step, Exchange):
+                continue
+            for message in step.posted:
+                if message.kind in SENDS:
+                    posted_at[message_key(message)] = index
+            for message in step.awaited:
+                awaited_at[message_key(message)] = index
     for rank, steps in enumerate(plan):
         heard: defaultdict[int, int] = defaultdict(int)
         # By peer: the step that it has reached for certain.

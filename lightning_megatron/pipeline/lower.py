@@ -17,8 +17,9 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import count, pairwise
+from itertools import pairwise, zip_longest
 
+from lightning_megatron.pipeline.collector import collector_paused
 from lightning_megatron.pipeline.schedule import WHOLE_STAGE, Action, Kind, Order, ScheduleError
 
 
@@ -71,6 +72,9 @@ _TO_RECEIVER = {
     Kind.SEND_BACKWARD: (False, -1),
     Kind.RECV_BACKWARD: (False, 0),
 }
+# What a key has beside its message's own stage and microbatch: the way to the receiver, and whether it goes forward.
+_KEY_OF_KIND = {kind: (to_receiver << 33) + is_forward for kind, (is_forward, to_receiver) in _TO_RECEIVER.items()}
+
 _INPUT_GRADIENTS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
 _WEIGHT_GRADIENTS = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
 
@@ -120,8 +124,7 @@ def cell_key(stage: int, microbatch: int) -> int:
 
 def message_key(message: Action) -> MessageKey:
     """The key of a message: the stage that receives it, its microbatch, whether it goes forward."""
-    is_forward, to_receiver = _TO_RECEIVER[message.kind]
-    return ((message.stage + to_receiver) << 33) + 2 * message.microbatch + is_forward
+    return (message.stage << 33) + 2 * message.microbatch + _KEY_OF_KIND[message.kind]
 
 
 def lane_of(message: Action, ranks: tuple[int, ...]) -> Lane:
@@ -137,6 +140,7 @@ def hops(ranks: tuple[int, ...]) -> list[tuple[int, int]]:
     return list(dict.fromkeys(pairs))
 
 
+@collector_paused()
 def lower(order: Order) -> Lowered:
     """An order with everything that a training step needs between its computes."""
     return Lowered(add_gathers(add_reductions(add_messages(order))), rank_of_stage(order))
@@ -153,20 +157,8 @@ def add_messages(order: Order, *, ahead: int = 1) -> Plan:
     gaps = [_Gaps(len(actions)) for actions in order]
     places = _Places()
     lanes: defaultdict[Lane, list[MessageKey]] = defaultdict(list)
-    for rank, actions in enumerate(order):
-        for place, action in enumerate(actions):
-            if action.kind is Kind.FORWARD:
-                places.forwards[cell_key(action.stage, action.microbatch)] = place
-            if send := _send_of(action, ranks):
-                key = message_key(send)
-                gaps[rank].posted[place + 1] += (send,)
-                places.made[key] = place + 1
-                lanes[lane_of(send, ranks)].append(key)
-            if receive := _receive_of(action, ranks):
-                key = message_key(receive)
-                gaps[rank].awaited[place] += (receive,)
-                places.receives[key] = receive
-                places.needed[key] = place
+    for gap, actions in zip(gaps, order, strict=True):
+        _place_messages(gap, actions, ranks, places, lanes)
     for (_, receiver, _), sent in lanes.items():
         _post_receives(gaps[receiver], sent, places, ahead)
     for gap in gaps:
@@ -188,9 +180,23 @@ class _Gaps:
     """The parts of the exchange that will stand before each compute of a rank, and behind the last."""
 
     def __init__(self, num_computes: int) -> None:
-        self.posted: list[tuple[Action, ...]] = [()] * (num_computes + 1)
-        self.awaited = self.posted[:]
-        self.released = self.posted[:]
+        self.sent: list[Action | None] = [None] * (num_computes + 1)
+        # what the compute before makes
+        self.received: list[tuple[Action, ...]] = [()] * (num_computes + 1)
+        self.awaited = self.sent[:]
+        # what the compute behind needs
+        self.released = self.received[:]
+
+
+@dataclass(frozen=True, slots=True)
+class _Traffic:
+    """What computes of one kind on one stage send and receive; a key is that of microbatch 0."""
+
+    send: Kind | None
+    send_key: MessageKey
+    lane: list[MessageKey]
+    receive: Kind | None
+    receive_key: MessageKey
 
 
 @dataclass
@@ -225,11 +231,49 @@ def _receive_of(action: Action, ranks: tuple[int, ...]) -> Action | None:
     return None
 
 
+def _place_messages(
+    gaps: _Gaps,
+    actions: tuple[Action, ...],
+    ranks: tuple[int, ...],
+    places: _Places,
+    lanes: defaultdict[Lane, list[MessageKey]],
+) -> None:
+    """Puts the sends of a rank behind their computes and the waits ahead of theirs."""
+    traffic: dict[tuple[Kind, int], _Traffic] = {}
+    for place, action in enumerate(actions):
+        kind, stage, microbatch = action.kind, action.stage, action.microbatch
+        ends = traffic.get((kind, stage))
+        if ends is None:
+            ends = traffic[kind, stage] = _traffic_of(Action(kind, stage, 0), ranks, lanes)
+        if kind is Kind.FORWARD:
+            places.forwards[cell_key(stage, microbatch)] = place
+        if ends.send is not None:
+            key = ends.send_key + 2 * microbatch
+            gaps.sent[place + 1] = Action(ends.send, stage, microbatch)
+            places.made[key] = place + 1
+            ends.lane.append(key)
+        if ends.receive is not None:
+            key = ends.receive_key + 2 * microbatch
+            gaps.awaited[place] = places.receives[key] = Action(ends.receive, stage, microbatch)
+            places.needed[key] = place
+
+
+def _traffic_of(action: Action, ranks: tuple[int, ...], lanes: defaultdict[Lane, list[MessageKey]]) -> _Traffic:
+    send, receive = _send_of(action, ranks), _receive_of(action, ranks)
+    return _Traffic(
+        send=send.kind if send else None,
+        send_key=message_key(send) if send else 0,
+        lane=lanes[lane_of(send, ranks)] if send else [],
+        receive=receive.kind if receive else None,
+        receive_key=message_key(receive) if receive else 0,
+    )
+
+
 def _post_receives(gaps: _Gaps, sent: list[MessageKey], places: _Places, ahead: int) -> None:
     """Posts the receives of one lane in the order of its sends: ahead of their computes, none later than it may be."""
     # Sends that no compute reads have no receive; `check` tells.
     keys = [key for key in sent if key in places.receives]
-    latest = len(gaps.posted)
+    latest = len(gaps.received)
     wanted: list[int] = []
     for key in reversed(keys):
         latest = min(latest, max(0, places.needed[key] - ahead))
@@ -241,32 +285,35 @@ def _post_receives(gaps: _Gaps, sent: list[MessageKey], places: _Places, ahead: 
         if receive.kind is Kind.RECV_BACKWARD:
             # The shape of a gradient is known once its forward has run.
             earliest = max(earliest, places.forwards.get(cell_key(receive.stage, receive.microbatch), -1) + 1)
-        gaps.posted[earliest] += (receive,)
+        gaps.received[earliest] += (receive,)
 
 
 def _release_sends(gaps: _Gaps, places: _Places, ranks: tuple[int, ...]) -> None:
     """Marks where a rank knows that a send has left: it has awaited something that the receiver posted afterwards."""
     in_flight: defaultdict[int, list[tuple[int, int, Action]]] = defaultdict(list)
-    # By receiver: the gap in which it waits for the message, a number, and the message; the first gap first.
-    numbers = count()
-    for at, (posted, awaited) in enumerate(zip(gaps.posted, gaps.awaited, strict=True)):
-        for message in posted:
-            needed_at = places.needed.get(message_key(message)) if message.kind in SENDS else None
+    # By receiver: the gap in which it waits for the message, that of the send, and the message; the first gap first.
+    for at, (send, receive) in enumerate(zip(gaps.sent, gaps.awaited, strict=True)):
+        if send is not None:
+            needed_at = places.needed.get(message_key(send))
             if needed_at is not None:
-                heappush(in_flight[ranks[peer_stage(message)]], (needed_at, next(numbers), message))
-        for message in awaited:
-            on_the_way = in_flight[ranks[peer_stage(message)]]
-            made_at = places.made.get(message_key(message), -1)
+                heappush(in_flight[ranks[peer_stage(send)]], (needed_at, at, send))
+        if receive is not None:
+            on_the_way = in_flight[ranks[peer_stage(receive)]]
+            made_at = places.made.get(message_key(receive), -1)
             while on_the_way and on_the_way[0][0] < made_at:
                 gaps.released[at] += (heappop(on_the_way)[2],)
 
 
 def _joined(actions: tuple[Action, ...], gaps: _Gaps) -> tuple[Step, ...]:
     steps: list[Step] = []
-    for place, (posted, awaited) in enumerate(zip(gaps.posted, gaps.awaited, strict=True)):
-        if posted or awaited:
-            steps.append(Exchange(posted, awaited, gaps.released[place]))
-        steps += actions[place : place + 1]
+    for sent, received, awaited, released, action in zip_longest(
+        gaps.sent, gaps.received, gaps.awaited, gaps.released, actions
+    ):
+        if sent is not None or received or awaited is not None:
+            posted = received if sent is None else (sent, *received)
+            steps.append(Exchange(posted, () if awaited is None else (awaited,), released))
+        if action is not None:
+            steps.append(action)
     return tuple(steps)
 
 

@@ -7,7 +7,7 @@ How a call runs (alone, as one microbatch of a schedule, or as a collective of a
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,28 @@ class Part:
     # modules of other parts that this one uses too (tied weights), by name; built here where no part of the stage did
 
 
+class StagePart(NamedTuple):
+    """A part as a call runs it: on what the part before it returned."""
+
+    module: nn.Module
+    is_layer: bool
+    # and neither the way in nor the way out of the model
+    run: Callable[[Any], Any]
+
+
+class StageRunner(Protocol):
+    """Decides how the parts of a stage run: in turn, and perhaps again in the backward."""
+
+    def __call__(self, parts: Sequence[StagePart], hidden: Any) -> Any: ...
+
+
+def run_in_turn(parts: Sequence[StagePart], hidden: Any) -> Any:
+    """The runner that keeps everything for the backward."""
+    for part in parts:
+        hidden = part.run(hidden)
+    return hidden
+
+
 class Driver(Protocol):
     """Decides how a call of a pipelined model runs."""
 
@@ -53,10 +75,16 @@ class PipelineModule(nn.Module):
         self.mesh = mesh if mesh is not None else ambient_mesh()
         self.draws = Draws(seed=torch.initial_seed() if seed is None else seed)
         self.part_names = tuple(part.name for part in parts)
+        self.layer_names = frozenset(part.name for part in parts if part.symbol == "t")
         symbols, costs = [part.symbol for part in parts], [part.cost for part in parts]
         sizes = self.mesh.sizes
         self.stages = assign(symbols, costs, sizes.num_stages, sizes.stage_layout)
         self.driver: Driver = run_alone
+        self.before_part: Callable[[str], None] = at_once
+        # called with its name before a part runs
+        self.shared_modules = {part.name: tuple(part.shares) for part in parts}
+        # names of other parts' modules that each part uses
+        self.runner: StageRunner = run_in_turn
         self.loss_weight: Tensor | None = None
         # what the last call's loss is a mean over (number of valid tokens, []), where the model knows it
         own = [parts[i] for stage in self.mesh.own_stages for i in self.stages[stage]]
@@ -100,6 +128,11 @@ class PipelineModule(nn.Module):
         """Names of the parts of a stage, in order; a stage may have none."""
         return tuple(self.part_names[i] for i in self.stages[stage])
 
+    def parameters_of(self, part: str) -> list[nn.Parameter]:
+        """The parameters that a part of this rank uses, those that it shares with others too."""
+        names = (part, *self.shared_modules[part])
+        return list(dict.fromkeys(p for name in names for p in self.get_submodule(name).parameters()))
+
     def prepare(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """From the caller's inputs: what the first part takes, and what every part on every stage may read."""
         if len(args) != 1 or kwargs:
@@ -115,9 +148,14 @@ class PipelineModule(nn.Module):
 
     def run_stage(self, stage: int, hidden: Any, context: Any) -> Any:
         """The output of the parts of one of this rank's stages in turn; of the last stage, what the caller gets."""
-        for name in self.parts_of(stage):
-            hidden = self.run_part(name, hidden, context)
-        return hidden
+        return self.runner([self._ready(name, context) for name in self.parts_of(stage)], hidden)
+
+    def _ready(self, name: str, context: Any) -> StagePart:
+        def run(hidden: Any) -> Any:
+            self.before_part(name)
+            return self.run_part(name, hidden, context)
+
+        return StagePart(module=self.get_submodule(name), is_layer=name in self.layer_names, run=run)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the unsplit model returns, or, within a schedule, this stage's share of it: see `driver`."""
@@ -136,6 +174,10 @@ def _require_unshared(modules: Sequence[tuple[str, nn.Module]], stages: Sequence
                         "parameter; ranks hold their own parameters. Tie it with Part.shares in a PipelineModule, or "
                         "use as many stages as put both on one"
                     )
+
+
+def at_once(part: str) -> None:
+    """Nothing to wait for."""
 
 
 def _itself(module: nn.Module) -> nn.Module:

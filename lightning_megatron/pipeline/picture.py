@@ -63,9 +63,9 @@ class _Picture:
             for spans in timeline.spans
         ]
         self.num_chunks = max(map(len, self.chunks))
-        lengths = [span.end - span.start for spans in timeline.spans for span in spans if span.end > span.start]
+        lengths = [length for spans in timeline.spans for span in spans if (length := span.end - span.start) > 0]
         self.num_bars = len(lengths)
-        digits = max(len(str(span.action.microbatch)) for spans in timeline.spans for span in spans)
+        digits = len(str(max(span.action.microbatch for spans in timeline.spans for span in spans)))
         self.label_width = digits * 0.6 * _FONT + 4
         wanted = timeline.makespan * self.label_width / min(lengths)
         self.bars_width = min(max(wanted, _NARROWEST), _WIDEST)
@@ -86,20 +86,22 @@ class _Picture:
     def x_of(self, time: float) -> float:
         return _LEFT + time * self.scale
 
-    def bars(self, rank: int) -> Iterator[_Bar]:
+    def spans_by_colour(self, rank: int) -> dict[str, list[Span]]:
         """Those of a rank that take time, in order."""
-        for span in self.timeline.spans[rank]:
-            if span.end > span.start:
-                yield _Bar(self.x_of(span.start), (span.end - span.start) * self.scale, span)
-
-    def bars_by_colour(self, rank: int) -> dict[str, list[_Bar]]:
-        bars = defaultdict(list)
+        spans = defaultdict(list)
         colours = {
             (k, stage): _colour(k, c, self.num_chunks) for k in self.kinds for stage, c in self.chunks[rank].items()
         }
-        for bar in self.bars(rank):
-            bars[colours[bar.span.action.kind, bar.span.action.stage]].append(bar)
-        return bars
+        for span in self.timeline.spans[rank]:
+            if span.end > span.start:
+                spans[colours[span.action.kind, span.action.stage]].append(span)
+        return spans
+
+    def bars_by_colour(self, rank: int) -> dict[str, list[_Bar]]:
+        return {
+            colour: [_Bar(self.x_of(span.start), (span.end - span.start) * self.scale, span) for span in spans]
+            for colour, spans in self.spans_by_colour(rank).items()
+        }
 
     def ticks(self) -> list[float]:
         """Round moments on the axis of time, about ten of them."""
@@ -230,11 +232,13 @@ def _svg_bars(picture: _Picture, rank: int) -> Iterator[str]:
 def _svg_paths(picture: _Picture, rank: int) -> Iterator[str]:
     """One path for each colour, a horizontal stroke for each bar, in thousandths of a pixel."""
     y = picture.y_of(rank) + _ROW / 2
-    for colour, bars in picture.bars_by_colour(rank).items():
+    scale = picture.scale
+    for colour, spans in picture.spans_by_colour(rank).items():
         strokes, at = [], 0
-        for bar in bars:
+        for span in spans:
             # Whole numbers, so that rounding does not add up.
-            start, end = round(bar.x * 1_000), round((bar.x + bar.width) * 1_000)
+            x = _LEFT + span.start * scale
+            start, end = round(x * 1_000), round((x + (span.end - span.start) * scale) * 1_000)
             strokes.append(f"m{start - at} 0h{end - start}")
             at = end
         yield (

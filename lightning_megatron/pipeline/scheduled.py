@@ -5,7 +5,8 @@ hands its output to the schedule and leaves the step by `StageExit`. That is how
 device, runs under any schedule. A rank with several stages enters the step once for each of them.
 """
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -24,10 +25,53 @@ class StageExit(BaseException):
     """Leaves the caller's step on a stage that is not the last; a BaseException, so `except Exception` lets it pass."""
 
 
+Task = tuple[Tensor, Callable[[], None]]
+"""A weight, and what adds its gradient from one microbatch."""
+
+
 class OpenGradients(Protocol):
     """Inside the block linears add the gradients of their weights, or put that off as tasks in `queue`."""
 
-    def __call__(self, queue: list[Callable[[], None]] | None = None) -> AbstractContextManager[None]: ...
+    def __call__(self, queue: list[Task] | None = None) -> AbstractContextManager[None]: ...
+
+
+class Replicas(Protocol):
+    """Sums gradients over replicas while backwards run, and brings stepped weights before forwards."""
+
+    def expect(self, stage: int, parameters: Iterable[Tensor] | None = None) -> None:
+        """The last backward of a stage is about to run; only the gradients of `parameters` miss, where given."""
+        ...
+
+    def land(self, parameter: Tensor) -> None:
+        """The last gradient of a parameter that was put off is complete."""
+        ...
+
+    def complete(self, stage: int) -> None:
+        """All backwards of a stage have run."""
+        ...
+
+    def gather(self, stage: int) -> None:
+        """The first forward of a stage is about to run."""
+        ...
+
+
+class SingleReplica:
+    """The `Replicas` of a model that has none but itself: there is nothing to sum or to bring."""
+
+    def expect(self, stage: int, parameters: Iterable[Tensor] | None = None) -> None:
+        """Nothing to do."""
+
+    def land(self, parameter: Tensor) -> None:
+        """Nothing to do."""
+
+    def complete(self, stage: int) -> None:
+        """Nothing to do."""
+
+    def gather(self, stage: int) -> None:
+        """Nothing to do."""
+
+
+_SINGLE = SingleReplica()
 
 
 class _Alive:
@@ -47,8 +91,9 @@ class ScheduledCall:
 
     `enter_step(microbatch)` enters the caller's step and returns the loss, scaled as it shall be differentiated;
     `differentiate(loss)` runs its backward; `first_samples` are the places of the microbatches' first rows within the
-    global batch; within `opened` the linears look after the gradients of their weights. With one stage a step may call
-    its models as often as it likes, or not at all; with several it calls one model once.
+    global batch; within `opened` the linears look after the gradients of their weights; `replicas` hears when gradients
+    are complete and weights are needed. With one stage a step may call its models as often as it likes, or not at all;
+    with several it calls one model once.
     """
 
     def __init__(
@@ -59,6 +104,7 @@ class ScheduledCall:
         differentiate: Callable[[Tensor], None],
         first_samples: Sequence[int],
         opened: OpenGradients,
+        replicas: Replicas = _SINGLE,
     ) -> None:
         self._modules = modules
         self._num_stages = mesh.sizes.num_stages
@@ -66,12 +112,13 @@ class ScheduledCall:
         self._differentiate = differentiate
         self._first_samples = first_samples
         self._opened = opened
+        self._replicas = replicas
         self._stage = 0
         self._received: Payload | None = None
         self._output: Payload | None = None
         self._num_calls = 0
         self._alive: dict[tuple[int, int], _Alive] = {}
-        self._put_off: dict[tuple[int, int], list[Callable[[], None]]] = {}
+        self._put_off: dict[tuple[int, int], list[Task]] = {}
 
     @torch.compiler.disable
     def __call__(self, module: PipelineModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -128,6 +175,8 @@ class ScheduledCall:
 
     def backward(self, stage: int, microbatch: int, grad: Payload | None) -> Payload | None:
         """Runs the backward of a microbatch through a stage."""
+        if self._is_last(microbatch):
+            self._replicas.expect(stage)
         return self._run_backward(stage, microbatch, grad, None)
 
     def backward_input(self, stage: int, microbatch: int, grad: Payload | None) -> Payload | None:
@@ -138,17 +187,31 @@ class ScheduledCall:
     @torch.no_grad()
     def backward_weight(self, stage: int, microbatch: int) -> None:
         """Adds the gradients of the weights that were put off."""
-        for task in self._put_off.pop((stage, microbatch)):
+        tasks = self._put_off.pop((stage, microbatch))
+        is_last = self._is_last(microbatch)
+        if is_last:
+            self._replicas.expect(stage, [weight for weight, _ in tasks])
+        left = Counter(weight for weight, _ in tasks)
+        for weight, task in tasks:
             task()
+            left[weight] -= 1
+            if is_last and not left[weight]:
+                self._replicas.land(weight)
 
     def reduce_gradients(self, stage: int) -> None:
-        """Nothing yet to do here: gradients are reduced when the step's backwards are over."""
+        """Tells that the gradients of a stage are complete."""
+        self._replicas.complete(stage)
 
     def gather_parameters(self, stage: int) -> None:
-        """Nothing to do here: every rank holds its parameters."""
+        """Tells that the weights of a stage are needed."""
+        self._replicas.gather(stage)
+
+    def _is_last(self, microbatch: int) -> bool:
+        # Every schedule takes the backwards of a stage in the order of the microbatches.
+        return microbatch == len(self._first_samples) - 1
 
     def _run_backward(
-        self, stage: int, microbatch: int, grad: Payload | None, queue: list[Callable[[], None]] | None
+        self, stage: int, microbatch: int, grad: Payload | None, queue: list[Task] | None
     ) -> Payload | None:
         alive = self._alive.pop((stage, microbatch))
         with self._opened(queue):

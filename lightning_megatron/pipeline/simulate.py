@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from operator import sub
 
+from lightning_megatron.pipeline.collector import collector_paused
 from lightning_megatron.pipeline.consistency import require_consistent
 from lightning_megatron.pipeline.grid import aligned, plan_grid
 from lightning_megatron.pipeline.lower import (
@@ -25,23 +26,18 @@ from lightning_megatron.pipeline.lower import (
     Lane,
     MessageKey,
     Plan,
-    Step,
     cell_key,
     lane_of,
     message_key,
     other_end,
     rank_of_stage,
 )
-from lightning_megatron.pipeline.schedule import COMPUTES, MESSAGES, Action, Kind, ScheduleError
+from lightning_megatron.pipeline.schedule import MESSAGES, Action, Kind, ScheduleError
 
 __all__ = ["Costs", "ScheduleError", "Span", "Timeline", "check", "draw", "play"]
 
 # The computes after which an activation is not needed any more.
 _LAST_USE = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
-_BACKWARDS = frozenset({Kind.BACKWARD, Kind.BACKWARD_INPUT})
-
-_ComputeKey = int
-"""The number of a stage and a microbatch, twice, and 1 more for a forward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +92,7 @@ class Timeline:
     """The most (stage, microbatch) pairs whose activations a rank keeps at one time."""
 
 
+@collector_paused()
 def check(plan: Plan) -> None:
     """Returns only if the plan runs to its end, each compute once and on inputs that have arrived.
 
@@ -111,6 +108,7 @@ def check(plan: Plan) -> None:
     walk.require_end()
 
 
+@collector_paused()
 def play(plan: Plan, costs: Costs | None = None) -> Timeline:
     """The timeline of a plan, or of an order of computes alone, with these costs (`Costs()` if none are given).
 
@@ -126,13 +124,13 @@ def play(plan: Plan, costs: Costs | None = None) -> Timeline:
     bubbles = tuple(1 - rank_busy / makespan for rank_busy in busy)
     return Timeline(
         spans=tuple(
-            tuple(map(Span, _computes(steps), starts, ends))
-            for steps, starts, ends in zip(plan, walk.starts, walk.ends, strict=True)
+            tuple(map(Span, computes, starts, ends))
+            for computes, starts, ends in zip(walk.computes, walk.starts, walk.ends, strict=True)
         ),
         makespan=makespan,
         bubbles=bubbles,
         bubble=sum(bubbles) / len(bubbles),
-        peak_activations=tuple(map(_peak_activations, plan)),
+        peak_activations=tuple(map(_peak_activations, walk.computes)),
     )
 
 
@@ -153,19 +151,15 @@ def draw(timeline: Timeline) -> str:
     return f"{aligned(rows)}\nmakespan {timeline.makespan:g}, bubble {timeline.bubble:.1%}"
 
 
-def _computes(steps: tuple[Step, ...]) -> Iterator[Action]:
-    return (step for step in steps if isinstance(step, Action) and step.kind in COMPUTES)
-
-
-def _peak_activations(steps: tuple[Step, ...]) -> int:
+def _peak_activations(computes: list[Action]) -> int:
     """The most activations alive at one time; without a backward an activation lives as long as its forward."""
-    kept_until_backward = {cell_key(c.stage, c.microbatch) for c in _computes(steps) if c.kind in _LAST_USE}
+    kept_until_backward = {cell_key(c.stage, c.microbatch) for c in computes if c.kind in _LAST_USE}
     alive, peak = 0, 0
-    for step in _computes(steps):
-        if step.kind is Kind.FORWARD:
+    for compute in computes:
+        if compute.kind is Kind.FORWARD:
             peak = max(peak, alive + 1)
-            alive += cell_key(step.stage, step.microbatch) in kept_until_backward
-        elif step.kind in _LAST_USE:
+            alive += cell_key(compute.stage, compute.microbatch) in kept_until_backward
+        elif compute.kind in _LAST_USE:
             alive -= 1
     return peak
 
@@ -182,6 +176,17 @@ class _Lane:
     sent: deque[tuple[MessageKey, float]] = field(default_factory=deque)
     received: deque[tuple[MessageKey, float]] = field(default_factory=deque)
     clock: float = 0.0
+
+    def end_of(self, message: Action) -> deque[tuple[MessageKey, float]]:
+        return self.sent if message.kind in SENDS else self.received
+
+
+@dataclass(slots=True)
+class _Results:
+    """Of the forwards or the backwards of a stage, by microbatch: when they ended, and which rank waits for one."""
+
+    ended: dict[int, float] = field(default_factory=dict)
+    waiting: dict[int, int] = field(default_factory=dict)
 
 
 class _Walk:
@@ -201,35 +206,28 @@ class _Walk:
             Kind.BACKWARD_INPUT: costs.backward_input,
             Kind.BACKWARD_WEIGHT: costs.backward_weight,
         }
+        # Where a rank waits, or stands at its end.
         self.positions = [0] * len(plan)
         self.clocks = [0.0] * len(plan)
-        # Of the computes of each rank, in order.
+        # Of each rank, in order.
+        self.computes: list[list[Action]] = [[] for _ in plan]
         self.starts: list[list[float]] = [[] for _ in plan]
         self.ends: list[list[float]] = [[] for _ in plan]
         self.ready = list(range(len(plan)))
         self.lanes: defaultdict[Lane, _Lane] = defaultdict(_Lane)
-        # The same by the kind and stage of a message, which are quick to look up.
-        self.lanes_of: dict[tuple[Kind, int], _Lane] = {}
+        # The same by the kind and stage of a message, which are quick to look up, and the posts of its own end.
+        self.lanes_of: dict[tuple[Kind, int], tuple[_Lane, deque[tuple[MessageKey, float]]]] = {}
         # When a message landed, and which rank it holds up.
         self.landed: dict[MessageKey, float] = {}
         self.awaiting: dict[MessageKey, int] = {}
-        # By rank: up to which step it has posted its messages.
-        self.posted = [0] * len(plan)
-        # When a compute ended, and which rank waits for it. Each has at most one reader.
-        self.ended: dict[_ComputeKey, float] = {}
-        self.waiting: dict[_ComputeKey, int] = {}
+        # Of each stage, its forwards (True) and its backwards. Each has at most one reader.
+        self.results: defaultdict[tuple[int, bool], _Results] = defaultdict(_Results)
 
     def run(self) -> None:
         """Goes on until no rank can take a step: all at their end, or stuck."""
+        steps = [self._steps_of(rank) for rank in range(len(self.plan))]
         while self.ready:
-            rank = self.ready.pop()
-            steps = self.plan[rank]
-            while self.positions[rank] < len(steps):
-                step = steps[self.positions[rank]]
-                goes_on = self._exchange(rank, step) if isinstance(step, Exchange) else self._compute(rank, step)
-                if not goes_on:
-                    break
-                self.positions[rank] += 1
+            next(steps[self.ready.pop()], None)
 
     def require_end(self) -> None:
         """Raises ScheduleError naming a circle of ranks that wait for each other, if any rank is stuck."""
@@ -249,63 +247,82 @@ class _Walk:
         grid = plan_grid(self.plan, stuck)
         raise ScheduleError(f"the plan never ends, its ranks wait for each other:\n{waits}\n{grid}")
 
-    def _exchange(self, rank: int, exchange: Exchange) -> bool:
-        """Posts the messages, once, and waits for those awaited. Whether the rank can go on."""
-        if self.posted[rank] <= self.positions[rank]:
-            self.posted[rank] = self.positions[rank] + 1
-            for message in exchange.posted:
-                lane = self._lane_of(message)
-                queue = lane.sent if message.kind in SENDS else lane.received
-                queue.append((message_key(message), self.clocks[rank]))
-                self._land(lane)
-        for message in exchange.awaited:
-            key = message_key(message)
-            landed_at = self.landed.get(key)
-            if landed_at is None:
-                self.awaiting[key] = rank
-                return False
-            self.clocks[rank] = max(self.clocks[rank], landed_at)
-        return True
+    def _steps_of(self, rank: int) -> Iterator[None]:
+        """Takes the steps of a rank; yields where it has to wait, and goes on when what it waits for is there."""
+        clock = 0.0
+        computes, starts, ends = self.computes[rank], self.starts[rank], self.ends[rank]
+        rules: dict[tuple[Kind, int], tuple[float, _Results | None, float, _Results | None]] = {}
+        for position, step in enumerate(self.plan[rank]):
+            if isinstance(step, Exchange):
+                self._post(step.posted, clock)
+                for message in step.awaited:
+                    key = message_key(message)
+                    if key not in self.landed:
+                        self.positions[rank] = position
+                        self.awaiting[key] = rank
+                        yield
+                    clock = max(clock, self.landed[key])
+                continue
+            if step.kind not in self.cost_of:
+                if step.kind in MESSAGES:
+                    # No place for it: `check` tells.
+                    self.positions[rank] = position
+                    yield
+                continue
+            rule = rules.get((step.kind, step.stage))
+            if rule is None:
+                rule = rules[step.kind, step.stage] = self._rule_of(rank, step)
+            cost, source, delay, made = rule
+            microbatch = step.microbatch
+            if source is not None:
+                if microbatch not in source.ended:
+                    self.positions[rank] = position
+                    source.waiting[microbatch] = rank
+                    yield
+                clock = max(clock, source.ended[microbatch] + delay)
+            computes.append(step)
+            starts.append(clock)
+            clock += cost
+            ends.append(clock)
+            if made is not None:
+                made.ended[microbatch] = clock
+                if microbatch in made.waiting:
+                    self.ready.append(made.waiting.pop(microbatch))
+        self.positions[rank] = len(self.plan[rank])
+        self.clocks[rank] = clock
 
-    def _lane_of(self, message: Action) -> _Lane:
-        lane = self.lanes_of.get((message.kind, message.stage))
-        if lane is None:
-            lane = self.lanes_of[message.kind, message.stage] = self.lanes[lane_of(message, self.ranks)]
-        return lane
+    def _rule_of(self, rank: int, compute: Action) -> tuple[float, _Results | None, float, _Results | None]:
+        """Of computes of this kind and stage: the cost, what they read, how long that takes to come, what they make."""
+        kind, stage = compute.kind, compute.stage
+        is_forward = kind is Kind.FORWARD
+        if kind is Kind.BACKWARD_WEIGHT:
+            return self.cost_of[kind], None, 0.0, None
+        made = self.results[stage, is_forward]
+        source = stage - 1 if is_forward else stage + 1
+        if not 0 <= source < len(self.ranks):
+            return self.cost_of[kind], None, 0.0, made
+        delay = self.message_cost if self.ranks[source] != rank else 0.0
+        return self.cost_of[kind], self.results[source, is_forward], delay, made
 
-    def _land(self, lane: _Lane) -> None:
-        """Lands the messages of a lane that both ends have posted, in order."""
-        while lane.sent and lane.received:
-            key, sent_at = lane.sent.popleft()
-            _, received_at = lane.received.popleft()
-            lane.clock = self.landed[key] = max(sent_at, received_at, lane.clock) + self.message_cost
-            if key in self.awaiting:
-                self.ready.append(self.awaiting.pop(key))
+    def _post(self, messages: tuple[Action, ...], clock: float) -> None:
+        """Posts messages at one end, and lands those of their lanes that both ends have posted, in order."""
+        for message in messages:
+            lane, posts = self._lane_of(message)
+            posts.append((message_key(message), clock))
+            while lane.sent and lane.received:
+                key, sent_at = lane.sent.popleft()
+                _, received_at = lane.received.popleft()
+                lane.clock = self.landed[key] = max(sent_at, received_at, lane.clock) + self.message_cost
+                if key in self.awaiting:
+                    self.ready.append(self.awaiting.pop(key))
 
-    def _compute(self, rank: int, action: Action) -> bool:
-        """Runs the action if the neighbouring stage has made its input. Whether the rank can go on."""
-        kind, stage, microbatch = action.kind, action.stage, action.microbatch
-        if kind not in self.cost_of:
-            return kind not in MESSAGES
-        start = self.clocks[rank]
-        source = stage - 1 if kind is Kind.FORWARD else stage + 1
-        if 0 <= source < len(self.ranks) and kind is not Kind.BACKWARD_WEIGHT:
-            key = 2 * cell_key(source, microbatch) + (kind is Kind.FORWARD)
-            made_at = self.ended.get(key)
-            if made_at is None:
-                self.waiting[key] = rank
-                return False
-            start = max(start, made_at + (self.message_cost if self.ranks[source] != rank else 0.0))
-        end = start + self.cost_of[kind]
-        self.clocks[rank] = end
-        self.starts[rank].append(start)
-        self.ends[rank].append(end)
-        if kind is not Kind.BACKWARD_WEIGHT:
-            made = 2 * cell_key(stage, microbatch) + (kind is Kind.FORWARD)
-            self.ended[made] = end
-            if made in self.waiting:
-                self.ready.append(self.waiting.pop(made))
-        return True
+    def _lane_of(self, message: Action) -> tuple[_Lane, deque[tuple[MessageKey, float]]]:
+        """The lane of a message, and what the message's end has posted of it."""
+        found = self.lanes_of.get((message.kind, message.stage))
+        if found is None:
+            lane = self.lanes[lane_of(message, self.ranks)]
+            found = self.lanes_of[message.kind, message.stage] = lane, lane.end_of(message)
+        return found
 
     def _blocked(self, rank: int) -> Action:
         """The action of a stuck rank that cannot go on: a compute, or a receive that does not land."""
@@ -318,7 +335,7 @@ class _Walk:
         """What a stuck rank waits for: the other end of the message that its lane is at, or the compute it reads."""
         blocked = self._blocked(rank)
         if blocked.kind in MESSAGES:
-            key, _ = self._lane_of(blocked).received[0]
+            key, _ = self._lane_of(blocked)[0].received[0]
             posted = (m for step in self.plan[rank] if isinstance(step, Exchange) for m in step.posted)
             return other_end(next(m for m in posted if m.kind not in SENDS and message_key(m) == key))
         step_back = -1 if blocked.kind is Kind.FORWARD else 1

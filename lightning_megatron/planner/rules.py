@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.pipeline.choice import Schedule, schedule_faults
 from lightning_megatron.pipeline.layout import layout_faults as stage_faults
+from lightning_megatron.precision.fp8 import Fp8Config, engine_faults
 from lightning_megatron.transformer.config import LanguageModelConfig, TransformerConfig, layout_faults
+from lightning_megatron.transformer.fp8_rules import fp8_faults
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +27,10 @@ class Facts:
     # tokens of a sample, where the data module says it
     schedule: Schedule | None = None
     # of training steps, where there is one
+    fp8: Fp8Config | None = None
+    # how linears multiply in FP8, where that is asked for
+    precision: str = "32-true"
+    # the Trainer's
 
 
 def faults(facts: Facts) -> list[str]:
@@ -95,6 +101,23 @@ def _sequence(facts: Facts) -> list[str]:
     ]
 
 
+# In these the rest of a model may run beside products in FP8.
+_AROUND_FP8 = ("bf16-mixed", "bf16-true", "32-true", "transformer-engine")
+
+
+def _fp8(facts: Facts) -> list[str]:
+    if facts.fp8 is None:
+        return []
+    faults = engine_faults(facts.fp8)
+    if facts.precision not in _AROUND_FP8:
+        faults.append(
+            f"precision ({facts.precision!r}) must be one of {', '.join(_AROUND_FP8)} beside fp8; use 'bf16-mixed'"
+        )
+    if facts.model is not None and not facts.sizes.faults():
+        faults += fp8_faults(facts.fp8, facts.model, facts.sizes)
+    return faults
+
+
 _RULES: tuple[Callable[[Facts], list[str]], ...] = (
     _sizes,
     _microbatches,
@@ -103,4 +126,5 @@ _RULES: tuple[Callable[[Facts], list[str]], ...] = (
     _schedule,
     _batch,
     _sequence,
+    _fp8,
 )

@@ -9,16 +9,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_megatron.comm import differentiable
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import Initial, shard_parameter
 from lightning_megatron.tensor.vocabulary import own_entries
+from lightning_megatron.tensor.weight_gradients import Way, WeightGradientLayer, WeightGradients
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(WeightGradientLayer):
     """[T] ids to [T/sp, H]; weight [V/tp, H], its rows padded to a common multiple of `multiple`.
 
     An id outside of the vocabulary raises IndexError, on CPU, as in torch.
@@ -34,7 +35,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, ids_T: Tensor) -> Tensor:
         place_T, is_own_T = own_entries(ids_T, self.vocab_size, self.weight.shape[0], self.tp)
-        own_TH = _LookUp.apply(self.weight, place_T, is_own_T)
+        own_TH = _LookUp.apply(self.weight, place_T, is_own_T, self.weight_gradients)
         if self.sp.size == self.tp.size:
             return differentiable.reduce_scatter(own_TH, self.sp)
         return differentiable.reduce(own_TH, self.tp)
@@ -44,16 +45,23 @@ class _LookUp(torch.autograd.Function):
     """Rows of the weight, zero where the id is not here; the gradient is [V/tp, H] and no mask of [T, H] is made."""
 
     @staticmethod
-    def forward(ctx: Any, weight_VH: Tensor, place_T: Tensor, is_own_T: Tensor) -> Tensor:
-        ctx.num_rows = weight_VH.shape[0]
+    def forward(ctx: Any, weight_VH: Tensor, place_T: Tensor, is_own_T: Tensor, gradients: WeightGradients) -> Tensor:
+        # See `linear`, Note: a weight is its owner.
+        ctx.gradients, ctx.owner = gradients, weight_VH
         ctx.save_for_backward(torch.where(is_own_T, place_T, -1))
         # A product with zeros is many times as fast as masked_fill_ with a mask that is broadcast.
         return F.embedding(place_T, weight_VH).mul_(is_own_T.to(weight_VH.dtype).unsqueeze(1))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, None, None, None]:
         (place_T,) = ctx.saved_tensors
+        weight_VH: Tensor = ctx.owner
+        # Few rows of many: not worth putting off where that is asked for.
+        if ctx.gradients.way(weight_VH) is not Way.RETURN and grad_TH.device.type == "cpu":
+            own_TH = grad_TH * (place_T >= 0).to(grad_TH.dtype).unsqueeze(1)
+            ctx.gradients.add_rows(weight_VH, place_T.clamp_min(0), own_TH)
+            return None, None, None, None
         # Place -1 is the padding index, whose gradient is left out.
-        grad_VH = torch.ops.aten.embedding_dense_backward(grad_TH, place_T, ctx.num_rows, -1, False)
-        return grad_VH, None, None
+        grad_VH = torch.ops.aten.embedding_dense_backward(grad_TH, place_T, weight_VH.shape[0], -1, False)
+        return grad_VH, None, None, None

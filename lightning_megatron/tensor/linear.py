@@ -6,6 +6,7 @@ sequence parallelism `sp` is `tp`, and outside of the region each rank holds T/s
     column   y = gather(x) W^T + b    W cut by rows: [O/tp, I]       dx = sum over tp of dy W, back to T/sp tokens
     row      y = sum(x W^T) + b       W cut by columns: [O, I/tp]    dx = gather(dy) W
 
+How a layer multiplies is its `product`; what travels and is kept for backward is what the product made of it.
 Dims: T tokens, I features in, O features out.
 Source: Narayanan et al., arXiv 2104.04473, section 2.3; Korthikanti et al., arXiv 2205.05198, section 4.2.2.
 """
@@ -13,18 +14,42 @@ Source: Narayanan et al., arXiv 2104.04473, section 2.3; Korthikanti et al., arX
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_megatron.comm import collectives
 from lightning_megatron.comm.collectives import Pending
 from lightning_megatron.mesh import Axis
+from lightning_megatron.precision.cast import Operand
+from lightning_megatron.precision.product import Product
 from lightning_megatron.sharding import Initial, shard_parameter
-from lightning_megatron.tensor.weight_gradients import Way, WeightGradientLayer, WeightGradients, add_product
+from lightning_megatron.tensor.plain_product import PLAIN
+from lightning_megatron.tensor.weight_gradients import Way, WeightGradientLayer, WeightGradients
 
 
-class ColumnParallelLinear(WeightGradientLayer):
+class ParallelLinear(WeightGradientLayer):
+    """A linear layer over `tp` that multiplies as its `product` says."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(self, tp: Axis, sp: Axis) -> None:
+        super().__init__()
+        self.tp, self.sp = tp, sp
+        self.product: Product = PLAIN
+
+    @property
+    def input_axis(self) -> Axis:
+        """The axis whose ranks hold parts of the input; of size 1 where each holds it whole."""
+        raise NotImplementedError
+
+    @property
+    def gradient_axis(self) -> Axis:
+        """The same for the gradient of the output."""
+        raise NotImplementedError
+
+
+class ColumnParallelLinear(ParallelLinear):
     """[T/sp, in_features] to [T, *out_shape], the dim `cut` of `out_shape` cut over `tp`; weight [*out_shape, in]."""
 
     def __init__(
@@ -38,129 +63,230 @@ class ColumnParallelLinear(WeightGradientLayer):
         initial: Initial,
         cut: int = 0,
     ) -> None:
-        super().__init__()
-        self.tp, self.sp = tp, sp
+        super().__init__(tp, sp)
         shape = (out_shape,) if isinstance(out_shape, int) else out_shape
         dim = cut % len(shape)
         self.weight = shard_parameter((*shape, in_features), initial=initial, dim=dim, axis=tp)
         self.bias = shard_parameter(shape, initial=Initial(), dim=dim, axis=tp) if bias else None
 
+    @property
+    def input_axis(self) -> Axis:
+        return self.sp
+
+    @property
+    def gradient_axis(self) -> Axis:
+        return self.tp
+
     def forward(self, x_TI: Tensor) -> Tensor:
         return column_parallel_linear(
-            x_TI, self.weight, self.bias, tp=self.tp, sp=self.sp, gradients=self.weight_gradients
+            x_TI,
+            self.weight,
+            self.bias,
+            tp=self.tp,
+            sp=self.sp,
+            gradients=self.weight_gradients,
+            product=self.product,
         )
 
 
-class RowParallelLinear(WeightGradientLayer):
+class RowParallelLinear(ParallelLinear):
     """[T, in_features/tp] to [T/sp, out_features]; weight [out, in/tp], bias whole on every rank of `tp`."""
 
     def __init__(
         self, in_features: int, out_features: int, *, tp: Axis, sp: Axis, bias: bool, initial: Initial
     ) -> None:
-        super().__init__()
-        self.tp, self.sp = tp, sp
+        super().__init__(tp, sp)
         self.weight = shard_parameter((out_features, in_features), initial=initial, dim=1, axis=tp)
         self.bias = shard_parameter((out_features,), initial=Initial(), replicas=(tp,), partial=sp) if bias else None
 
+    @property
+    def input_axis(self) -> Axis:
+        return self.tp
+
+    @property
+    def gradient_axis(self) -> Axis:
+        return self.sp
+
     def forward(self, x_TI: Tensor) -> Tensor:
         return row_parallel_linear(
-            x_TI, self.weight, self.bias, tp=self.tp, sp=self.sp, gradients=self.weight_gradients
+            x_TI,
+            self.weight,
+            self.bias,
+            tp=self.tp,
+            sp=self.sp,
+            gradients=self.weight_gradients,
+            product=self.product,
         )
 
 
 def column_parallel_linear(
-    x_TI: Tensor, weight: Tensor, bias: Tensor | None, *, tp: Axis, sp: Axis, gradients: WeightGradients
+    x_TI: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    tp: Axis,
+    sp: Axis,
+    gradients: WeightGradients,
+    product: Product = PLAIN,
 ) -> Tensor:
     """[T, *weight.shape[:-1]] from [T/sp, I], for a weight (tied, say) that is not this layer's own.
 
     The gradient of the weight goes where `gradients` says. Keeps the T/sp tokens alone for backward and gathers them
     again there.
     """
-    y_TO: Tensor = _Column.apply(x_TI.to(_compute_dtype(x_TI)), weight, bias, tp, sp, gradients)
+    x_TI = as_product_input(x_TI)
+    # Not known any more within the Function, where no graph is made.
+    is_training = torch.is_grad_enabled()
+    y_TO: Tensor = _Column.apply(x_TI, weight, bias, tp, sp, gradients, product, is_training)
     # Here and not in the Function: autograd refuses to change in place a view that a Function made.
     return y_TO.view(y_TO.shape[0], *weight.shape[:-1])
 
 
 def row_parallel_linear(
-    x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, *, tp: Axis, sp: Axis, gradients: WeightGradients
+    x_TI: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None,
+    *,
+    tp: Axis,
+    sp: Axis,
+    gradients: WeightGradients,
+    product: Product = PLAIN,
 ) -> Tensor:
     """[T/sp, O] from [T, I/tp] and a weight [O, I/tp]; the bias is added once, after the sum over `tp`."""
-    y_TO: Tensor = _Row.apply(x_TI.to(_compute_dtype(x_TI)), weight_OI, bias_O, tp, sp, gradients)
+    x_TI = as_product_input(x_TI)
+    is_training = torch.is_grad_enabled()
+    y_TO: Tensor = _Row.apply(x_TI, weight_OI, bias_O, tp, sp, gradients, product, is_training)
     return y_TO
 
 
+def as_product_input(x: Tensor) -> Tensor:
+    """`x` in the dtype of the product, as a linear keeps it: autocast's, if it is on; float64 is left alone."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(device))
+
+
+# Note: a weight is its owner. What autograd saved of a weight comes back as another tensor wherever hooks look after
+# saved tensors (recomputation, offloading): a gradient put on that one would be lost. `ctx.owner` is the weight itself.
 class _Column(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, sp: Axis, gradients: WeightGradients
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tp: Axis,
+        sp: Axis,
+        gradients: WeightGradients,
+        product: Product,
+        is_training: bool,
     ) -> Tensor:
-        ctx.tp, ctx.sp, ctx.gradients = tp, sp, gradients
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        return F.linear(collectives.all_gather(x, sp), _as(x, weight).flatten(0, -2), _as(x, bias, flat=True))
+        ctx.tp, ctx.sp, ctx.gradients, ctx.product, ctx.dtype = tp, sp, gradients, product, x.dtype
+        ctx.owner = weight
+        kept = product.cast_input(x, is_training=is_training)
+        _keep(ctx, kept, weight)
+        return product.forward(_gathered(kept, sp), weight, bias, x.dtype, is_training=is_training)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
         # Note: what hides what. The gather of x flies behind the input's gradient; that gradient's own sum flies
         # behind those of weight and bias.
-        x, weight = ctx.saved_tensors
+        x, weight = _kept(ctx)
         sp: Axis = ctx.sp
+        product: Product = ctx.product
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = None
-        way = ctx.gradients.way(weight) if needs_weight else Way.QUEUE
+        grad = product.cast_gradient(grad_TO)
+        owner: Tensor = ctx.owner
+        way = ctx.gradients.way(owner) if needs_weight else Way.QUEUE
         if way is not Way.QUEUE:
-            x_work = collectives.all_gather(x, sp, wait=False)
+            x_work = collectives.all_gather(x.values, sp, wait=False)
         if needs_x:
-            grad_x_work = _sum_to_shard(grad_TO.mm(_as(grad_TO, weight).flatten(0, -2)), ctx.tp, sp)
+            grad_x_work = _sum_to_shard(product.input_gradient(grad, weight, ctx.dtype), ctx.tp, sp)
         if way is not Way.QUEUE:
-            grad_weight = _weight_gradient(way, weight, grad_TO, x_work.wait())
+            grad_weight = _weight_gradient(way, ctx.gradients, product, owner, grad, x._replace(values=x_work.wait()))
         elif needs_weight:
             # Gathered when its time comes: until then the shard is enough.
-            ctx.gradients.hand_in(lambda: add_product(weight, grad_TO.t(), collectives.all_gather(x, sp)))
+            home = ctx.gradients.home
+            ctx.gradients.hand_in(
+                owner, lambda: product.add_weight_gradient(owner, grad, _gathered(x, sp), home(owner))
+            )
         if needs_bias:
             grad_bias = grad_TO.sum(0).view(weight.shape[:-1]).to(weight.dtype)
         if needs_x:
             grad_x = grad_x_work.wait()
-        return grad_x, grad_weight, grad_bias, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None
 
 
 class _Row(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Axis, sp: Axis, gradients: WeightGradients
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        tp: Axis,
+        sp: Axis,
+        gradients: WeightGradients,
+        product: Product,
+        is_training: bool,
     ) -> Tensor:
-        ctx.sp, ctx.gradients = sp, gradients
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        y_TO = _sum_to_shard(F.linear(x, _as(x, weight)), tp, sp).wait()
+        ctx.sp, ctx.gradients, ctx.product, ctx.dtype = sp, gradients, product, x.dtype
+        ctx.owner = weight
+        kept = product.cast_input(x, is_training=is_training)
+        _keep(ctx, kept, weight)
+        y_TO = _sum_to_shard(product.forward(kept, weight, None, x.dtype, is_training=is_training), tp, sp).wait()
         # Before the sum, tp ranks would add it tp times.
         return y_TO if bias is None else y_TO.add_(bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight = _kept(ctx)
+        product: Product = ctx.product
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_weight = None
-        grad_work = collectives.all_gather(grad, ctx.sp, wait=False)
+        own = product.cast_gradient(grad)
+        grad_work = collectives.all_gather(own.values, ctx.sp, wait=False)
         # Of this rank's tokens alone: under sequence parallelism a part of a sum.
         grad_bias = grad.sum(0).to(weight.dtype) if needs_bias else None
-        grad_TO = grad_work.wait()
-        grad_x = grad_TO.mm(_as(grad_TO, weight)) if needs_x else None
+        whole = own._replace(values=grad_work.wait())
+        grad_x = product.input_gradient(whole, weight, ctx.dtype) if needs_x else None
         if needs_weight:
-            way = ctx.gradients.way(weight)
+            owner: Tensor = ctx.owner
+            way = ctx.gradients.way(owner)
             if way is Way.QUEUE:
-                ctx.gradients.hand_in(lambda: add_product(weight, grad_TO.t(), x))
+                home = ctx.gradients.home
+                ctx.gradients.hand_in(owner, lambda: product.add_weight_gradient(owner, whole, x, home(owner)))
             else:
-                grad_weight = _weight_gradient(way, weight, grad_TO, x)
-        return grad_x, grad_weight, grad_bias, None, None, None
+                grad_weight = _weight_gradient(way, ctx.gradients, product, owner, whole, x)
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None
 
 
-def _weight_gradient(way: Way, weight: Tensor, grad_TO: Tensor, x_TI: Tensor) -> Tensor | None:
+def _keep(ctx: Any, x: Operand, weight: Tensor) -> None:
+    """Keeps the input for backward, where the weight will want it, and the weight."""
+    ctx.save_for_backward(*(x if ctx.needs_input_grad[1] else (None, None)), weight)
+
+
+def _kept(ctx: Any) -> tuple[Operand, Tensor]:
+    values, inverse_scale, weight = ctx.saved_tensors
+    return Operand(values, inverse_scale), weight
+
+
+def _gathered(x: Operand, sp: Axis) -> Operand:
+    return x._replace(values=collectives.all_gather(x.values, sp))
+
+
+def _weight_gradient(
+    way: Way, gradients: WeightGradients, product: Product, weight: Tensor, grad_TO: Operand, x_TI: Operand
+) -> Tensor | None:
     """What autograd is to get: the gradient of the weight, or nothing where it has gone to `.grad` already."""
     if way is Way.ADD:
-        add_product(weight, grad_TO.t(), x_TI)
+        product.add_weight_gradient(weight, grad_TO, x_TI, gradients.home(weight))
         return None
-    return grad_TO.t().mm(x_TI).view(weight.shape).to(weight.dtype)
+    return product.weight_gradient(grad_TO, x_TI, weight)
 
 
 def _sum_to_shard(part: Tensor, tp: Axis, sp: Axis) -> Pending:
@@ -168,23 +294,3 @@ def _sum_to_shard(part: Tensor, tp: Axis, sp: Axis) -> Pending:
     if sp.size == tp.size:
         return collectives.reduce_scatter(part, sp, wait=False)
     return collectives.all_reduce_(part, tp, wait=False)
-
-
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of the product: autocast's, if it is on; as in torch, float64 is left alone."""
-    device = x.device.type
-    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
-        return x.dtype
-    return torch.get_autocast_dtype(device)
-
-
-def _as(x: Tensor, parameter: Any, *, flat: bool = False) -> Any:
-    """A parameter in the dtype of `x` under autocast.
-
-    Inside the Functions and once a direction: what a cast in front of them returned would be kept for backward by every
-    microbatch in flight, a copy of all weights each.
-    """
-    if parameter is None:
-        return None
-    cast = parameter.to(x.dtype) if x.dtype != parameter.dtype and parameter.dtype != torch.float64 else parameter
-    return cast.flatten() if flat else cast

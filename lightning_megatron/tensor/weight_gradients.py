@@ -15,8 +15,12 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-Task = Callable[[], None]
-"""Adds the gradient of one weight, from one microbatch, to its `.grad`."""
+Task = tuple[Tensor, Callable[[], None]]
+"""A weight, and what adds its gradient from one microbatch to its `.grad`."""
+
+
+def _nowhere(weight: Tensor) -> None:
+    return None
 
 
 class Way(Enum):
@@ -28,9 +32,13 @@ class Way(Enum):
 
 
 class WeightGradients:
-    """Where the linears of a model learn what to do with the gradients of their weights."""
+    """Where the linears of a model learn what to do with the gradients of their weights.
 
-    def __init__(self) -> None:
+    `home` tells where the first gradient of a step goes, if it shall not be a tensor of its own.
+    """
+
+    def __init__(self, home: Callable[[Tensor], Tensor | None] = _nowhere) -> None:
+        self.home = home
         self._is_open = False
         self._queue: list[Task] | None = None
 
@@ -51,10 +59,22 @@ class WeightGradients:
             return Way.RETURN
         return Way.ADD if self._queue is None else Way.QUEUE
 
-    def hand_in(self, task: Task) -> None:
+    def hand_in(self, weight: Tensor, task: Callable[[], None]) -> None:
         """Puts a task off; only where `way` said QUEUE."""
         assert self._queue is not None
-        self._queue.append(task)
+        self._queue.append((weight, task))
+
+    @torch.no_grad()
+    def add_rows(self, weight: Tensor, place_T: Tensor, rows_TI: Tensor) -> None:
+        """Adds each row to the row of the weight's `.grad` that `place_T` says; several may go to one.
+
+        In no fixed order on a GPU.
+        """
+        grad = weight.grad
+        if grad is None:
+            home = self.home(weight)
+            grad = weight.grad = torch.zeros_like(weight) if home is None else home.zero_()
+        grad.index_add_(0, place_T, rows_TI.to(grad.dtype))
 
 
 class WeightGradientLayer(nn.Module):
@@ -73,12 +93,20 @@ def share(module: nn.Module, weight_gradients: WeightGradients) -> None:
 
 
 @torch.no_grad()
-def add_product(weight: Tensor, left_OT: Tensor, right_TI: Tensor) -> None:
-    """Adds the matrix product, in the shape of the weight, to the weight's `.grad`. O rows, T tokens, I columns."""
-    grad = weight.grad
-    if grad is None:
+def add_product(weight: Tensor, left_OT: Tensor, right_TI: Tensor, home: Tensor | None) -> None:
+    """Adds the matrix product, in the shape of the weight, to the weight's `.grad`, which is made at `home` where there
+    is none yet. O rows, T tokens, I columns."""
+    grad, shape = weight.grad, (left_OT.shape[0], right_TI.shape[1])
+    if grad is None and home is None:
         weight.grad = left_OT.mm(right_TI).view(weight.shape).to(weight.dtype)
+    elif grad is None:
+        assert home is not None
+        if home.dtype == left_OT.dtype:
+            torch.mm(left_OT, right_TI, out=home.view(shape))
+        else:
+            home.view(shape).copy_(left_OT.mm(right_TI))
+        weight.grad = home
     elif grad.dtype == left_OT.dtype and grad.is_contiguous():
-        grad.view(left_OT.shape[0], right_TI.shape[1]).addmm_(left_OT, right_TI)
+        grad.view(shape).addmm_(left_OT, right_TI)
     else:
         grad.add_(left_OT.mm(right_TI).view(weight.shape))

@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_megatron import checkpoint as directory
-from lightning_megatron.checkpoint import Piece
+from lightning_megatron.checkpoint import Piece, Slot
 from lightning_megatron.mesh import Axis, Mesh
+from lightning_megatron.optim.exchange import Exchange
 from lightning_megatron.sharding import shard_of
 
 _WEIGHTS = "state_dict"
@@ -36,11 +37,22 @@ class SavedOptimizers:
 
 
 def save(
-    path: Path, checkpoint: Mapping[str, Any], module: pl.LightningModule, optimizers: Iterable[Optimizer], world: Axis
+    path: Path,
+    checkpoint: Mapping[str, Any],
+    module: pl.LightningModule,
+    optimizers: Iterable[Optimizer],
+    exchange: Exchange | None,
+    world: Axis,
 ) -> None:
-    """Writes Lightning's dictionary as a checkpoint directory. Collective over the world."""
+    """Writes Lightning's dictionary as a checkpoint directory. Collective over the world.
+
+    Weights that have main weights are saved as those.
+    """
     live = _live(module)
-    pieces: dict[str, Piece] = {}
+    lowered = {s.name: (main, s) for main, s in _mains(exchange).items() if main.dtype != s.parameter.dtype}
+    # Of a weight whose main weights are all on other replicas, those write.
+    elsewhere = _lowered_names(exchange) - lowered.keys()
+    pieces: dict[str, Piece | list[Piece]] = {}
     meta: dict[str, Any] = {}
     for key, value in checkpoint.items():
         if key == _OPTIMIZERS:
@@ -48,13 +60,19 @@ def save(
         if key == _WEIGHTS or _is_state_of(value, live):
             prefix = "" if key == _WEIGHTS else f"{key}."
             tensors = {name: tensor for name, tensor in value.items() if isinstance(tensor, Tensor)}
-            pieces |= {prefix + name: Piece.like(live.get(name, tensor), tensor) for name, tensor in tensors.items()}
+            for name, tensor in tensors.items():
+                is_live = name in live and tensor.data_ptr() == live[name].data_ptr()
+                if is_live and name in lowered:
+                    main, slot = lowered[name]
+                    pieces[prefix + name] = slot.pieces(main)
+                elif not (is_live and name in elsewhere):
+                    pieces[prefix + name] = Piece.like(live.get(name, tensor), tensor)
             if key != _WEIGHTS:
                 meta.setdefault("other_states", []).append(key)
             continue
         meta[key] = _plain(value, key)
     if _OPTIMIZERS in checkpoint:
-        names = _names(module)
+        names = _names(module, exchange)
         meta["optimizers"] = []
         for index, optimizer in enumerate(optimizers):
             moments, rest = directory.pieces_of_optimizer(optimizer, names, index)
@@ -64,7 +82,12 @@ def save(
 
 
 def load(
-    path: Path, module: pl.LightningModule, mesh: Mesh, checkpoint_io: CheckpointIO, weights_only: bool | None
+    path: Path,
+    module: pl.LightningModule,
+    exchange: Exchange | None,
+    mesh: Mesh,
+    checkpoint_io: CheckpointIO,
+    weights_only: bool | None,
 ) -> dict[str, Any]:
     """Lightning's dictionary for this rank's slices. Collective over the world.
 
@@ -74,8 +97,12 @@ def load(
         return _load_file(path, module, mesh, checkpoint_io, weights_only)
     meta = directory.read_meta(path)
     live = _live(module)
-    # Copies: with strict_loading off, what the checkpoint lacks must come back as it is.
-    state = {name: tensor.detach().clone() for name, tensor in live.items()}
+    lowered = _lowered_names(exchange)
+    # Copies: with strict_loading off, what the checkpoint lacks must come back as it is. As wide as main weights.
+    state = {
+        name: tensor.detach().to(torch.float32 if name in lowered else tensor.dtype, copy=True)
+        for name, tensor in live.items()
+    }
     pieces = {name: Piece.like(live[name], tensor) for name, tensor in state.items()}
     checkpoint = {key: value for key, value in meta.items() if key not in ("optimizers", "other_states")}
     checkpoint[_WEIGHTS] = state
@@ -101,7 +128,11 @@ def load(
 
 
 def load_optimizers(
-    checkpoint: Mapping[str, Any], module: pl.LightningModule, optimizers: Iterable[Optimizer], world: Axis
+    checkpoint: Mapping[str, Any],
+    module: pl.LightningModule,
+    optimizers: Iterable[Optimizer],
+    exchange: Exchange | None,
+    world: Axis,
 ) -> None:
     """Fills the optimizers from a dictionary that `load` made. Collective over the world."""
     saved = checkpoint[_OPTIMIZERS]
@@ -109,7 +140,7 @@ def load_optimizers(
         for optimizer, state in zip(optimizers, saved, strict=True):
             optimizer.load_state_dict(state)
         return
-    names, entries = _names(module), directory.read_entries(saved.path)
+    names, entries = _names(module, exchange), directory.read_entries(saved.path)
     optimizers = list(optimizers)
     if len(optimizers) != len(saved.rests):
         raise ValueError(
@@ -158,8 +189,27 @@ def _live(module: pl.LightningModule) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
 
-def _names(module: pl.LightningModule) -> dict[Tensor, str]:
-    return {parameter: name for name, parameter in module.named_parameters()}
+def _names(module: pl.LightningModule, exchange: Exchange | None) -> dict[Tensor, str | Slot]:
+    """What each tensor that an optimizer may step is."""
+    names: dict[Tensor, str | Slot] = {parameter: name for name, parameter in module.named_parameters()}
+    return names | _mains(exchange)
+
+
+def _mains(exchange: Exchange | None) -> dict[Tensor, Slot]:
+    """The main weights, where there are any, as parts of parameters."""
+    if exchange is None or exchange.main_weights is None:
+        return {}
+    return {
+        owned.tensor: Slot(owned.held.name, owned.held.parameter, owned.range.start, owned.range.end)
+        for owned in exchange.gradients.owned
+    }
+
+
+def _lowered_names(exchange: Exchange | None) -> set[str]:
+    """Names of the parameters that are narrower than their main weights."""
+    if exchange is None or exchange.main_weights is None:
+        return set()
+    return exchange.main_weights.lowered_names()
 
 
 def _is_state_of(value: Any, live: Mapping[str, Tensor]) -> bool:

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from lightning_megatron.checkpoint import is_checkpoint
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.planner import rules
+from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
 from lightning_megatron.transformer.config import TransformerConfig
 
@@ -35,7 +36,14 @@ class DescribesData(Protocol):
 
 
 def faults(
-    trainer: pl.Trainer, sizes: Sizes, pipeline: PipelineConfig, num_microbatches: int, arguments: tuple[Any, ...]
+    trainer: pl.Trainer,
+    sizes: Sizes,
+    pipeline: PipelineConfig,
+    num_microbatches: int,
+    arguments: tuple[Any, ...],
+    *,
+    fp8: Fp8Config | None,
+    precision: str,
 ) -> list[str]:
     """Every fault of a run, from the arguments of `trainer.fit` (or validate, test, predict)."""
     data = next((argument for argument in arguments if isinstance(argument, DescribesData)), None)
@@ -46,6 +54,8 @@ def faults(
         model=_architecture(trainer.lightning_module),
         global_batch_size=data.global_batch_size if data is not None else None,
         sequence_length=data.sequence_length if data is not None else None,
+        fp8=fp8,
+        precision=precision,
     )
     found = rules.faults(facts)
     if trainer.training:

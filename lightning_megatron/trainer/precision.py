@@ -1,20 +1,48 @@
-"""The precision plugin: Lightning's own choice of dtypes, with clipping by the norm of the whole model."""
+"""The precision plugin: Lightning's own choice of dtypes, with the norm, the checks and the weights of the whole model.
+
+    precision     weights    matrix products    gradients    main weights    loss scale
+    64-true       float64    float64            float64      -               -
+    32-true       float32    float32            float32      -               -
+    bf16-true     bfloat16   bfloat16           bfloat16     -               -
+    bf16-mixed    bfloat16   bfloat16           float32      float32         -
+    16-mixed      float16    float16            float32      float32         dynamic
+
+Vectors (weights of norms, biases) stay in float32 under mixed precision, and frozen weights in their dtype. Outside of
+fit, weights are in the main weights' dtype.
+"""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.types import Steppable
-from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import (
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+    TransformerEnginePrecision,
+)
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from lightning_megatron.optim.gradients import Gradients
+from lightning_megatron.optim.agreement import describe_nonfinite, found_nonfinite, in_words
+from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.optim.exchange import Exchange
+from lightning_megatron.optim.loss_scale import LossScale
+from lightning_megatron.precision.fp8 import Fp8Config, config_of_recipe
+from lightning_megatron.transformer.fp8_layers import Fp8Layers
 
-SUPPORTED = ("64-true", "32-true", "bf16-true", "bf16-mixed")
+SUPPORTED = ("64-true", "32-true", "bf16-true", "bf16-mixed", "16-mixed", "transformer-engine")
+
+_LOW = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+_GRADIENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# The part of the plugin's state that delayed scales follow from.
+_FP8_AMAXES = "fp8_amaxes"
+_LOSS_SCALE = "loss_scale"
 
 
 class MegatronPrecision(Precision):
@@ -22,6 +50,15 @@ class MegatronPrecision(Precision):
 
     def __init__(self, chosen: Precision) -> None:
         super().__init__()
+        self.fp8: Fp8Config | None = None
+        # what `precision="transformer-engine"` asks for
+        self.fp8_layers: Fp8Layers | None = None
+        # the layers of the model that multiply, or multiplied, in FP8
+        precision = chosen.precision
+        if isinstance(chosen, TransformerEnginePrecision):
+            self.fp8 = _fp8_of(chosen)
+            # Lightning's plugin would replace every nn.Linear by name; all else it does is this.
+            chosen = HalfPrecision("bf16-true")
         known = type(chosen) in (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
         if not known or chosen.precision not in SUPPORTED:
             raise ValueError(
@@ -29,8 +66,11 @@ class MegatronPrecision(Precision):
                 f"use one of {', '.join(SUPPORTED)}"
             )
         self.chosen = chosen
-        self.precision = chosen.precision
-        self.gradients: Gradients | None = None
+        self.precision = precision
+        self.exchange: Exchange | None = None
+        self.loss_scale: LossScale | None = None
+        self.has_skipped = False
+        # the last optimizer step, because a gradient was no number
         self.gradient_norm: Tensor | None = None
         # norm of the whole model's gradient before the last clipping, [], float64
 
@@ -56,7 +96,12 @@ class MegatronPrecision(Precision):
 
     @override
     def forward_context(self) -> AbstractContextManager[Any]:
-        return self.chosen.forward_context()
+        if self.fp8_layers is None:
+            return self.chosen.forward_context()
+        stack = ExitStack()
+        stack.enter_context(self.chosen.forward_context())
+        stack.enter_context(self.fp8_layers.context())
+        return stack
 
     @override
     def optimizer_step(  # type: ignore[override]
@@ -66,30 +111,87 @@ class MegatronPrecision(Precision):
         gradients. LBFGS runs the closure by itself, several times."""
         if isinstance(optimizer, LBFGS):
             return super().optimizer_step(optimizer, model, closure, **kwargs)
+        assert self.exchange is not None
         result = closure()
+        self.has_skipped = self._is_to_skip(model)
         self._after_closure(model, optimizer)
-        if result is None and model.automatic_optimization:
-            # training_step chose to skip the batch: there is no gradient to step by.
-            return None
+        if self.has_skipped or (result is None and model.automatic_optimization):
+            # Or training_step chose to skip the batch: there is no gradient to step by.
+            return result
+        self.exchange.prepare_step()
         optimizer.step(**kwargs)
+        self.exchange.publish()
         return result
+
+    def _is_to_skip(self, model: pl.LightningModule) -> bool:
+        """Whether the step must not be done because some rank made NaN or Inf; raises RuntimeError on all ranks where
+        that ends the run. Talks over the world."""
+        assert self.exchange is not None
+        gradients = self.exchange.gradients
+        policy = gradients.config.on_nonfinite
+        if self.loss_scale is None and policy == "ignore":
+            return False
+        world = gradients.mesh.world
+        found = found_nonfinite(gradients, world, gradients.device)
+        if self.loss_scale is not None:
+            self.loss_scale.update(found_nonfinite=found)
+            return found
+        if not found:
+            return False
+        if policy == "skip":
+            return True
+        lines = describe_nonfinite(gradients, world)
+        if not lines:
+            # A sum that left the range of its dtype, of gradients that did not.
+            return False
+        raise RuntimeError(
+            f"NaN or Inf in gradients at step {model.trainer.global_step}, before they were summed over the replicas:\n"
+            f"{in_words(lines)}\nlower the learning rate or look at that rank's data; "
+            'OptimizerConfig(on_nonfinite="skip") leaves out such steps, "ignore" does them'
+        )
 
     @override
     def clip_grad_by_norm(self, optimizer: Steppable, clip_val: int | float) -> None:
-        assert self.gradients is not None and isinstance(optimizer, Optimizer)
-        self.gradient_norm = self.gradients.clip(float(clip_val), self.main_params(optimizer))
+        assert self.exchange is not None and isinstance(optimizer, Optimizer)
+        self.gradient_norm = self.exchange.gradients.clip(float(clip_val), self.main_params(optimizer))
+
+    def low_dtype(self) -> torch.dtype | None:
+        """The dtype of weights beside main weights in float32; None where weights are stepped as they are."""
+        return _LOW.get(self.precision)
+
+    def gradient_dtype(self, config: OptimizerConfig) -> torch.dtype | None:
+        """The dtype of accumulated gradients; None: as the parameters before they were lowered."""
+        return _GRADIENTS.get(config.grad_dtype)
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return self.chosen.state_dict()
+        amaxes = self.fp8_layers.state_dict() if self.fp8_layers is not None else {}
+        state: dict[str, Any] = {_FP8_AMAXES: amaxes} if amaxes else {}
+        return state if self.loss_scale is None else state | {_LOSS_SCALE: self.loss_scale.state_dict()}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.chosen.load_state_dict(state_dict)
+        if self.fp8_layers is not None:
+            self.fp8_layers.load_state_dict(state_dict.get(_FP8_AMAXES, {}))
+        if self.loss_scale is not None and _LOSS_SCALE in state_dict:
+            self.loss_scale.load_state_dict(state_dict[_LOSS_SCALE])
+
+
+def _fp8_of(plugin: TransformerEnginePrecision) -> Fp8Config:
+    """What Lightning's plugin for Transformer Engine asks for; ValueError for what is not offered."""
+    if plugin.weights_dtype != torch.bfloat16 or plugin.replace_layers:
+        raise ValueError(
+            f"TransformerEnginePrecision(weights_dtype={plugin.weights_dtype}, replace_layers={plugin.replace_layers}) "
+            "is not supported by MegatronStrategy, which runs the linears of transformer layers in FP8 and keeps "
+            "weights in bfloat16; use Trainer(precision='transformer-engine')"
+        )
+    return config_of_recipe(plugin.recipe)
 
 
 def compute_dtype(precision: str) -> torch.dtype:
-    """The dtype in which matrix products run under a `Trainer(precision=...)`."""
-    if precision.startswith("bf16"):
+    """The dtype of activations and of what is not done in FP8 under a `Trainer(precision=...)`."""
+    if precision.startswith("bf16") or precision == TransformerEnginePrecision.precision:
         return torch.bfloat16
+    if precision.startswith("16"):
+        return torch.float16
     return torch.float64 if precision.startswith("64") else torch.float32

@@ -2,7 +2,7 @@
 
 import os
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,8 @@ from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.pipeline.module import PipelineModule
 from lightning_megatron.sharding import Shard, shard_of
 from lightning_megatron.trainer.config import ConfigurationError
+from lightning_megatron.transformer import recompute
+from lightning_megatron.transformer.recompute import RecomputeConfig
 
 
 def agree_on_seed(mesh: Mesh) -> None:
@@ -59,6 +61,34 @@ def names_inside(module: nn.Module) -> set[str]:
         for prefix, model in pipelined_modules(module).items()
         for name, _ in model.named_parameters()
     }
+
+
+def stages_by_name(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """For the parameters of pipelined models, the stages of this rank that use them."""
+    stages: dict[nn.Parameter, list[int]] = {}
+    for model in pipelined_modules(module).values():
+        for stage in model.mesh.own_stages:
+            used = dict.fromkeys(p for part in model.parts_of(stage) for p in model.parameters_of(part))
+            for parameter in used:
+                stages.setdefault(parameter, []).append(stage)
+    return {name: tuple(stages[p]) for name, p in module.named_parameters() if p in stages}
+
+
+def parameters_in_parts(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that belong to parts of pipelined models."""
+    return [
+        parameter
+        for model in pipelined_modules(module).values()
+        for stage in model.mesh.own_stages
+        for part in model.parts_of(stage)
+        for parameter in model.parameters_of(part)
+    ]
+
+
+def gather_parts_by(module: nn.Module, gather: Callable[[Iterable[nn.Parameter]], None]) -> None:
+    """Has `gather` called with the parameters of each part before the part runs."""
+    for model in pipelined_modules(module).values():
+        model.before_part = lambda part, model=model: gather(model.parameters_of(part))  # type: ignore[misc]
 
 
 def pipeline_plain_sequential(module: pl.LightningModule, mesh: Mesh) -> bool:
@@ -112,17 +142,43 @@ def require_own_mesh(module: nn.Module, mesh: Mesh) -> None:
         raise ConfigurationError(faults)
 
 
+def share_recomputation(module: nn.Module, config: RecomputeConfig, mesh: Mesh) -> None:
+    """Tells the layers and models of a module what to make again in the backward.
+
+    Raises ConfigurationError, on every rank, where nothing of the module can do what is asked.
+    """
+    models = pipelined_modules(module).values()
+    offered = recompute.offers_of(module)
+    if config.granularity == "selective":
+        # A stage may hold none of the layers in question.
+        offered = set().union(*collectives.gather_objects(offered, mesh.pp))
+    faults = recompute.part_faults(config, offered)
+    if config.granularity == "full" and not models:
+        faults.append(
+            f"recompute granularity ('full') needs a model of parts, and {type(module).__name__} has none; use a "
+            "GPTModel, or make your network a PipelineModule, for instance by PipelineModule.from_modules"
+        )
+    if faults:
+        raise ConfigurationError(faults)
+    recompute.share(module, config)
+    for model in models:
+        model.runner = recompute.StageRunner(config, tp=mesh.tp, sp=mesh.sp)
+
+
 def _cuts(mesh: Mesh) -> str:
     return f"{mesh.tp.size} x {mesh.pp.size} x {mesh.cp.size}" + (" with sequence parallel" if mesh.sp.size > 1 else "")
 
 
-def require_separable(optimizers: Iterable[Optimizer], mesh: Mesh) -> None:
-    """Raises ConfigurationError for an optimizer whose step of one weight asks for more than this rank holds."""
+def require_separable(optimizers: Iterable[Optimizer], mesh: Mesh, *, has_main_weights: bool) -> None:
+    """Raises ConfigurationError for an optimizer whose step of one weight asks for more than this rank holds, or that
+    runs forward and backward by itself, when its weights are beside those that those use."""
     faults = []
     for optimizer in optimizers:
         name = type(optimizer).__name__
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         is_cut = any(shard.box.sizes != shard.global_shape for shard in map(shard_of, parameters))
+        if isinstance(optimizer, LBFGS) and has_main_weights:
+            faults.append(f"{name} runs the step's closure in between its own, and main weights are published after it")
         if isinstance(optimizer, LBFGS) and (is_cut or mesh.pp.size > 1):
             faults.append(f"{name} looks at all parameters at once, and a rank holds only some of them")
         if isinstance(optimizer, (Adafactor, Muon)) and is_cut:
@@ -130,7 +186,10 @@ def require_separable(optimizers: Iterable[Optimizer], mesh: Mesh) -> None:
     # On every rank, also on one that holds only whole matrices: the others would wait for it.
     everywhere = {fault for found in collectives.gather_objects(faults, mesh.axis("pp+tp")) for fault in found}
     if everywhere:
-        ways = "use an optimizer that treats each number by itself, as SGD or AdamW do, or ranks that hold whole models"
+        ways = (
+            "use an optimizer that treats each number by itself, as SGD or AdamW do, or ranks that hold whole models "
+            "and the replicated optimizer in 32-true"
+        )
         raise ConfigurationError([f"{fault}; {ways}" for fault in sorted(everywhere)])
 
 

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from lightning_megatron.comm import collectives
 from lightning_megatron.comm.p2p import Hop, LaneGroups, Mailbox
 from lightning_megatron.mesh import Mesh
-from lightning_megatron.optim.gradients import Gradients, scale_in_place
+from lightning_megatron.optim.exchange import Exchange
+from lightning_megatron.optim.loss_scale import LossScale
+from lightning_megatron.optim.sums import scale_in_place
 from lightning_megatron.pipeline import microbatches
 from lightning_megatron.pipeline.collective import CollectiveCall
 from lightning_megatron.pipeline.module import Driver, PipelineModule
@@ -53,7 +55,8 @@ class Steps:
         lanes: Mapping[Hop, LaneGroups],
         num_microbatches: int,
         pipeline: PipelineConfig,
-        gradients: Gradients | None,
+        exchange: Exchange | None,
+        loss_scale: LossScale | None,
         log_dtype: torch.dtype,
     ) -> None:
         self._trainer = trainer
@@ -63,13 +66,14 @@ class Steps:
         self._device = device
         self._num_microbatches = num_microbatches
         self._pipeline = pipeline
-        self._gradients = gradients
+        self._exchange = exchange
+        self._loss_scale = loss_scale
         is_split = mesh.pp.size > 1 or num_microbatches > 1
         self._uses_schedule = is_split and pipeline.mode == "auto" and module.automatic_optimization
         self._is_plain = mesh.world.size == 1 and not self._uses_schedule
         if mesh.pp.size > 1:
             _require_one_model(pipelined, module, mesh.pp.size, self._uses_schedule)
-        self._weight_gradients = WeightGradients()
+        self._weight_gradients = WeightGradients() if exchange is None else WeightGradients(exchange.home)
         weight_gradients.share(module, self._weight_gradients)
         mailbox = Mailbox(mesh.pp, lanes, device)
         self._runtime = Runtime(mesh.pp, mailbox)
@@ -83,6 +87,10 @@ class Steps:
         self._frees_gradients = not _are_gradients_kept(trainer, module)
         self._pending: dict[nn.Parameter, Tensor] = {}
         # gradients of the last schedule, until Lightning asks for them by `backward`
+        self._factor: Tensor | None = None
+        # by which their sums over the replicas are to be multiplied, []
+        self._usual_weight: float | None = None
+        # what the mean loss of the first step divided by
         self._summed: dict[nn.Parameter, Tensor] = {}
         # gradients of earlier optimizer steps that nobody zeroed, aside while later ones are summed over ranks
         self._are_summed = False
@@ -95,10 +103,10 @@ class Steps:
         # whether a schedule is running right now
 
     @property
-    def gradients(self) -> Gradients:
-        """The gradients of this rank's parameters; there while fitting."""
-        assert self._gradients is not None
-        return self._gradients
+    def exchange(self) -> Exchange:
+        """What sums gradients and brings weights; there while fitting."""
+        assert self._exchange is not None
+        return self._exchange
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -112,7 +120,7 @@ class Steps:
         return self._train_direct(context, args, kwargs)
 
     def _train_scheduled(self, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
-        assert self._gradients is not None
+        gradients = self.exchange.gradients
         batches = microbatches.split(args[0], self._num_microbatches)
         rows = [_rows_of((batch,)) for batch in batches]
         first_sample = self._mesh.dp.rank * sum(rows)
@@ -137,19 +145,27 @@ class Steps:
                 )
             weight = self._weight_of(output, rows[microbatch])
             self._log.end_microbatch(loss, weight, rows[microbatch])
-            return loss * weight.to(loss.dtype)
+            if self._loss_scale is None:
+                return loss * weight.to(loss.dtype)
+            # Not in float16, whose range a number of tokens can leave.
+            return loss.float() * (weight * self._scale).float()
 
         def differentiate(loss: Tensor) -> None:
             self._trainer.strategy.precision_plugin.backward(loss, self._module, None)
 
-        aside = self._gradients.take()
-        if self._frees_gradients and self._trainer.fit_loop.batch_idx % self._trainer.accumulate_grad_batches == 0:
-            # Lightning is about to zero them: free them before the schedule needs the memory.
+        num_batches = self._trainer.accumulate_grad_batches
+        # Where Lightning is about to zero them anyway, they are freed before the schedule needs the memory.
+        are_freed = self._frees_gradients and self._trainer.fit_loop.batch_idx % num_batches == 0
+        gradients.free(dropped=are_freed)
+        aside = gradients.take(copied=not are_freed)
+        if are_freed:
             aside = {}
+        if num_batches == 1:
+            self.exchange.begin_backwards()
         opened = self._weight_gradients.opened
         sizes = self._mesh.sizes
         schedule = self._pipeline.schedule_of(pp=sizes.pp, vp=sizes.vp, microbatches=len(batches))
-        call = ScheduledCall(self._models, self._mesh, enter_step, differentiate, first_samples, opened)
+        call = ScheduledCall(self._models, self._mesh, enter_step, differentiate, first_samples, opened, self.exchange)
         self._drive(call)
         self.is_scheduled = True
         try:
@@ -159,15 +175,31 @@ class Steps:
             self.is_scheduled = False
             self._drive(self._direct_driver)
         summary = self._log.replay()
-        self._pending = self._gradients.take()
-        self._gradients.add(aside)
+        self._pending = gradients.take()
+        gradients.add(aside)
         # Lightning divides the loss by the number of batches of a step after this returns: too late for a schedule.
-        share = _reciprocal(summary.weight) / self._trainer.accumulate_grad_batches
-        scale_in_place(list(self._pending.values()), share)
+        self._factor = _reciprocal(summary.weight) / (num_batches * self._scale)
+        if self._loss_scale is not None and self._usual_weight is None:
+            self._usual_weight = max(1.0, summary.weight.item())
+        if num_batches > 1:
+            # Each batch has a weight of its own; of a single one the sums are scaled, of which a rank has fewer.
+            scale_in_place(list(self._pending.values()), self._factor)
+            self._factor = None
         return {"loss": summary.loss.to(self._log.dtype)}
+
+    @property
+    def _scale(self) -> float:
+        """By which the losses of a schedule are multiplied beside their weights.
+
+        The loss scale is meant for means, and these are sums: it is divided by what a step's mean usually divides by.
+        """
+        if self._loss_scale is None:
+            return 1.0
+        return self._loss_scale.factor / (self._usual_weight or 1.0)
 
     def _train_direct(self, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         rows = self._begin_direct(args)
+        self.exchange.gather(0)
         if self._is_plain:
             with context():
                 return self._module.training_step(*args, **kwargs)
@@ -192,32 +224,53 @@ class Steps:
     def backward(self, loss: Tensor, differentiate: Callable[[Tensor], None], *, reduce_now: bool) -> None:
         """Leaves the gradients of the global batch on the parameters; only this batch's parts of them where a later
         batch of the same optimizer step is still to come (`reduce_now` False)."""
-        gradients = self._gradients
-        assert gradients is not None
-        if self._are_summed and self._module.automatic_optimization:
-            self._summed, self._are_summed = gradients.take(), False
+        gradients = self.exchange.gradients
+        gradients.free(dropped=False)
         if self._uses_schedule:
+            self._set_summed_aside()
             gradients.add(self._pending)
             self._pending = {}
         elif not self._module.automatic_optimization:
             # Each manual backward reduces its own gradients; what was there before is reduced already.
-            before = gradients.take()
-            differentiate(loss if self._manual_share is None else loss * self._manual_share.to(loss.dtype))
-            gradients.reduce(outside_over_stages=False)
+            before = gradients.take(copied=True)
+            share = loss if self._manual_share is None else loss * self._manual_share.to(loss.dtype)
+            self._differentiate(share, differentiate)
+            gradients.reduce(outside_over_stages=False, factor=self._factor)
             gradients.add(before)
             return
         else:
-            differentiate(loss)
+            self._set_summed_aside()
+            # Several stages run a backward for each microbatch within this one.
+            if reduce_now and self._mesh.pp.size == 1:
+                self.exchange.begin_backwards()
+                self.exchange.expect(0)
+            self._differentiate(loss, differentiate)
+            self.exchange.complete(0)
         if reduce_now:
-            gradients.reduce(outside_over_stages=self._uses_schedule)
+            gradients.reduce(outside_over_stages=self._uses_schedule, factor=self._factor)
             gradients.add(self._summed)
             self._summed, self._are_summed = {}, True
+
+    def _set_summed_aside(self) -> None:
+        """Keeps gradients of earlier optimizer steps that nobody zeroed from being summed again."""
+        if self._are_summed:
+            self._summed, self._are_summed = self.exchange.gradients.take(copied=True), False
+
+    def _differentiate(self, loss: Tensor, differentiate: Callable[[Tensor], None]) -> None:
+        """Runs the backward of a direct step."""
+        if self._loss_scale is not None:
+            loss = loss.float() * self._loss_scale.factor
+            self._factor = torch.tensor(1.0 / self._loss_scale.factor, dtype=torch.float64, device=self._device)
+        with self._weight_gradients.opened():
+            differentiate(loss)
 
     # --- evaluation -------------------------------------------------------------------------------------------------
 
     def evaluate(self, name: str, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the user's validation, test or predict step returns, on every rank."""
         self._num_evaluated += 1
+        if self._exchange is not None:
+            self._exchange.gather_all()
         self._check_batch(name, args)
         rows = self._begin_direct(args)
         step = getattr(self._module, name)

@@ -29,6 +29,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -37,10 +38,16 @@ from typing_extensions import override
 from lightning_megatron.comm import collectives, differentiable
 from lightning_megatron.comm.p2p import Hop, LaneGroups, build_lanes
 from lightning_megatron.mesh import Axis, Mesh, Sizes, reset_ambient_mesh, set_ambient_mesh
+from lightning_megatron.optim.agreement import differing_copies, in_words
+from lightning_megatron.optim.config import LossScaleConfig, OptimizerConfig
+from lightning_megatron.optim.exchange import Exchange
 from lightning_megatron.optim.gradients import Gradients
+from lightning_megatron.optim.loss_scale import LossScale
+from lightning_megatron.optim.main_weights import MainWeights, steps_by_number
 from lightning_megatron.pipeline.choice import Schedule, placement_of
 from lightning_megatron.pipeline.lower import hops
-from lightning_megatron.pipeline.module import run_alone
+from lightning_megatron.pipeline.module import PipelineModule, at_once, run_alone
+from lightning_megatron.precision.fp8 import Fp8Config, device_faults
 from lightning_megatron.trainer import checkpoints, checks, setup_model
 from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
 from lightning_megatron.trainer.failure import FailureWatch
@@ -48,7 +55,12 @@ from lightning_megatron.trainer.launcher import CheckingLauncher
 from lightning_megatron.trainer.precision import MegatronPrecision, compute_dtype
 from lightning_megatron.trainer.step_log import REDUCED
 from lightning_megatron.trainer.steps import Steps
+from lightning_megatron.transformer.fp8_layers import use_torch, use_transformer_engine
+from lightning_megatron.transformer.layer import TransformerLayer
+from lightning_megatron.transformer.recompute import RecomputeConfig
 
+_HELD = "held"
+# No interval of Lightning's: a scheduler that has it is not stepped.
 _NAMES_OF_OPERATIONS = {
     dist.ReduceOp.SUM: "sum",
     dist.ReduceOp.AVG: "mean",
@@ -73,6 +85,10 @@ class MegatronStrategy(ParallelStrategy):
         sequence_parallel: bool = False,
         num_microbatches: int = 1,
         pipeline: PipelineConfig | None = None,
+        optimizer: OptimizerConfig | None = None,
+        loss_scale: LossScaleConfig | None = None,
+        fp8: Fp8Config | None = None,
+        recompute: RecomputeConfig | None = None,
         timeout_seconds: float = 1800.0,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -97,6 +113,11 @@ class MegatronStrategy(ParallelStrategy):
         self._sequence_parallel = sequence_parallel
         self.num_microbatches = num_microbatches
         self.pipeline = pipeline if pipeline is not None else PipelineConfig()
+        self.optimizer = optimizer if optimizer is not None else OptimizerConfig()
+        self.loss_scale = loss_scale if loss_scale is not None else LossScaleConfig()
+        # of precision 16-mixed
+        self._fp8 = fp8
+        self.recompute = recompute if recompute is not None else RecomputeConfig()
         self._timeout = timedelta(seconds=timeout_seconds)
         self._num_nodes = 1
         self._mesh: Mesh | None = None
@@ -104,7 +125,8 @@ class MegatronStrategy(ParallelStrategy):
         self._ambient: Token[Mesh | None] | None = None
         self._watch: FailureWatch | None = None
         self._steps: Steps | None = None
-        self._gradients: Gradients | None = None
+        self._exchange: Exchange | None = None
+        self._held_schedulers: list[tuple[LRSchedulerConfig, str]] = []
         self._is_synchronised = True
         self._restricted_metrics: list[Metric] = []
 
@@ -193,6 +215,11 @@ class MegatronStrategy(ParallelStrategy):
             precision_plugin = MegatronPrecision(precision_plugin)
         self._precision_plugin = precision_plugin
 
+    @property
+    def fp8(self) -> Fp8Config | None:
+        """How the linears multiply in FP8, where `fp8` or `precision="transformer-engine"` asks for it."""
+        return self._fp8 if self._fp8 is not None else self._plugin.fp8
+
     # --- processes --------------------------------------------------------------------------------------------------
 
     @override
@@ -204,7 +231,20 @@ class MegatronStrategy(ParallelStrategy):
 
     def _require_sound(self, trainer: pl.Trainer, arguments: tuple[Any, ...]) -> None:
         """Raises ConfigurationError for everything that is wrong with the run that is about to start."""
-        faults = checks.faults(trainer, self.sizes, self.pipeline, self.num_microbatches, arguments)
+        faults = checks.faults(
+            trainer,
+            self.sizes,
+            self.pipeline,
+            self.num_microbatches,
+            arguments,
+            fp8=self.fp8,
+            precision=str(self.precision_plugin.precision),
+        )
+        if self._fp8 is not None and self._plugin.fp8 is not None:
+            faults.append(
+                "FP8 is asked for twice, by precision='transformer-engine' and by MegatronStrategy(fp8=...); "
+                "give one of them"
+            )
         if faults:
             raise ConfigurationError(faults)
 
@@ -281,21 +321,15 @@ class MegatronStrategy(ParallelStrategy):
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         setup_model.equalise(module, self.mesh)
+        setup_model.share_recomputation(module, self.recompute, self.mesh)
         pipelined = setup_model.pipelined_modules(module)
+        if self.fp8 is not None:
+            self._use_fp8(self.fp8, pipelined)
         if trainer.state.fn == TrainerFn.FITTING:
-            self._gradients = Gradients(
-                module.named_parameters(),
-                setup_model.names_inside(module),
-                self.mesh,
-                self._new_group,
-                self.root_device,
-            )
-            assert isinstance(self.precision_plugin, MegatronPrecision)
-            self.precision_plugin.gradients = self._gradients
-            self.precision_plugin.gradient_norm = None
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
-            setup_model.require_separable(self.optimizers, self.mesh)
+            setup_model.require_separable(self.optimizers, self.mesh, has_main_weights=self._has_main_weights)
+            self._exchange = self._make_exchange(module)
         self.setup_precision_plugin()
         if not self.is_distributed:
             # The ranks of one replica log the same values, but Lightning sees several processes and advises to sync.
@@ -310,9 +344,79 @@ class MegatronStrategy(ParallelStrategy):
             lanes=self._lanes,
             num_microbatches=self.num_microbatches,
             pipeline=self.pipeline,
-            gradients=self._gradients,
+            exchange=self._exchange,
+            loss_scale=self._plugin.loss_scale,
             log_dtype=torch.promote_types(compute_dtype(str(self.precision_plugin.precision)), torch.float32),
         )
+
+    def _make_exchange(self, module: pl.LightningModule) -> Exchange:
+        """Buckets for the gradients and, where asked for, main weights in the place of the optimizers' parameters."""
+        plugin, config = self._plugin, self.optimizer
+        low, gradient_dtype = plugin.low_dtype(), plugin.gradient_dtype(config)
+        gradients = Gradients(
+            module.named_parameters(),
+            setup_model.names_inside(module),
+            self.mesh,
+            self._new_group,
+            self.root_device,
+            config=config,
+            stages=setup_model.stages_by_name(module),
+            dtype=gradient_dtype,
+            keeps_whole=not all(map(steps_by_number, self.optimizers)),
+            low=low,
+            is_scaled=plugin.precision == "16-mixed",
+        )
+        main_weights = None
+        if self._has_main_weights:
+            main_weights = MainWeights(gradients, self.optimizers)
+        exchange = Exchange(gradients, main_weights, setup_model.parameters_in_parts(module))
+        if config.overlap_param_gather:
+            setup_model.gather_parts_by(module, exchange.gather_part)
+        plugin.exchange, plugin.gradient_norm, plugin.has_skipped = exchange, None, False
+        plugin.loss_scale = LossScale(self.loss_scale) if plugin.precision == "16-mixed" else None
+        return exchange
+
+    @property
+    def _has_main_weights(self) -> bool:
+        """Whether optimizers step something else than the parameters, or gradients of another dtype."""
+        plugin, config = self._plugin, self.optimizer
+        return (
+            config.kind == "distributed" or plugin.low_dtype() is not None or plugin.gradient_dtype(config) is not None
+        )
+
+    @property
+    def _plugin(self) -> MegatronPrecision:
+        assert isinstance(self.precision_plugin, MegatronPrecision)
+        return self.precision_plugin
+
+    def _use_fp8(self, config: Fp8Config, pipelined: Mapping[str, PipelineModule]) -> None:
+        """Lets the linears of the models' transformer layers multiply in FP8. Collective over the world."""
+        faults = device_faults(self.root_device)
+        modules = [child for model in pipelined.values() for child in model.modules()]
+        has_layers = any(isinstance(child, TransformerLayer) for child in modules)
+        if not any(collectives.gather_objects(has_layers, self.mesh.pp)):
+            faults.append(
+                "fp8 is asked for, and the module holds no model with transformer layers (such as GPTModel); "
+                "build one in configure_model, or leave fp8 out"
+            )
+        if faults:
+            raise ConfigurationError(faults)
+        models = {name: (model, model.part_names) for name, model in pipelined.items()}
+        plugin, mesh = self._plugin, self.mesh
+        if config.engine == "torch":
+            plugin.fp8_layers = use_torch(
+                models,
+                config,
+                tp=mesh.tp,
+                replicas=mesh.axis("dp+cp"),
+                pp=mesh.pp,
+                device=self.root_device,
+            )
+        else:
+            ranks = range(mesh.world.size)
+            stage = tuple(rank for rank in ranks if Mesh.imagine(rank, mesh.sizes).pp.rank == mesh.pp.rank)
+            group = self._new_group(stage) if len(stage) > 1 else None
+            plugin.fp8_layers = use_transformer_engine(models, config, stage=group)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -357,6 +461,45 @@ class MegatronStrategy(ParallelStrategy):
         )
         return plugin.post_backward(closure_loss, module)
 
+    @override
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(optimizer, *args, **kwargs)
+        if self._plugin.fp8_layers is not None:
+            self._plugin.fp8_layers.end_step()
+        if self._plugin.has_skipped:
+            self._hold_schedulers()
+        self._check_replicas()
+        return result
+
+    def _hold_schedulers(self) -> None:
+        """Keeps schedulers that count steps where they are until the end of this batch: its step was left out."""
+        for config in self.lr_scheduler_configs:
+            if config.interval == "step":
+                self._held_schedulers.append((config, config.interval))
+                config.interval = _HELD
+
+    @override
+    def batch_to_device(self, *args: Any, **kwargs: Any) -> Any:
+        # The first that Lightning asks of a strategy after it has stepped, or not stepped, the schedulers.
+        self._let_schedulers_go()
+        return super().batch_to_device(*args, **kwargs)
+
+    def _let_schedulers_go(self) -> None:
+        for config, interval in self._held_schedulers:
+            config.interval = interval
+        self._held_schedulers = []
+
+    def _check_replicas(self) -> None:
+        every, step = self.optimizer.check_replicas_every_n_steps, self._require_module().trainer.global_step + 1
+        if not every or step % every or self._exchange is None:
+            return
+        self._exchange.gather_all()
+        if lines := differing_copies(self._exchange.gradients, self.mesh):
+            raise RuntimeError(
+                f"weights that several ranks hold differ after step {step}:\n{in_words(lines)}\na hook or a callback "
+                "changed them on some ranks only, or a rank computes wrongly; go on from the last checkpoint"
+            )
+
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
@@ -370,8 +513,7 @@ class MegatronStrategy(ParallelStrategy):
     @property
     def gradient_norm(self) -> Tensor | None:
         """Norm of the whole model's gradient before the last clipping, []; None where nothing was clipped yet."""
-        assert isinstance(self.precision_plugin, MegatronPrecision)
-        return self.precision_plugin.gradient_norm
+        return self._plugin.gradient_norm
 
     # --- collectives that Lightning and its callbacks ask for -------------------------------------------------------
 
@@ -442,7 +584,9 @@ class MegatronStrategy(ParallelStrategy):
             raise TypeError("MegatronStrategy.save_checkpoint takes no storage_options; a checkpoint is a directory")
         self._refuse_to_save_alone()
         path = Path(self.broadcast(str(filepath)))
-        checkpoints.save(path, checkpoint, self._require_module(), self.optimizers, self.mesh.world)
+        if self._exchange is not None:
+            self._exchange.settle()
+        checkpoints.save(path, checkpoint, self._require_module(), self.optimizers, self._exchange, self.mesh.world)
 
     def _refuse_to_save_alone(self) -> None:
         """Raises RuntimeError where a callback saves after a failure of this rank alone: it would wait for ever."""
@@ -462,11 +606,19 @@ class MegatronStrategy(ParallelStrategy):
         setup_model.require_own_mesh(module, self.mesh)
         # Lightning's batch size finder names its checkpoint by chance, on every rank anew.
         path = Path(self.broadcast(str(checkpoint_path)))
-        return checkpoints.load(path, module, self.mesh, self.checkpoint_io, weights_only)
+        return checkpoints.load(path, module, self._exchange, self.mesh, self.checkpoint_io, weights_only)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        super().load_model_state_dict(checkpoint, strict)
+        if self._exchange is not None and self._exchange.main_weights is not None:
+            self._exchange.main_weights.load(checkpoint["state_dict"])
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        checkpoints.load_optimizers(checkpoint, self._require_module(), self.optimizers, self.mesh.world)
+        checkpoints.load_optimizers(
+            checkpoint, self._require_module(), self.optimizers, self._exchange, self.mesh.world
+        )
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -495,15 +647,23 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        """Never collective: a rank may be gone."""
+        """Not collective after a failure: a rank may be gone."""
         if self._ambient is not None:
             reset_ambient_mesh(self._ambient)
             self._ambient = None
         if self.lightning_module is not None:
             for pipelined in setup_model.pipelined_modules(self.lightning_module).values():
-                pipelined.driver = run_alone
+                pipelined.driver, pipelined.before_part = run_alone, at_once
+        if self._plugin.fp8_layers is not None:
+            # Kept: a checkpoint may still be saved.
+            self._plugin.fp8_layers.release()
         setup_model.release_metrics(self._restricted_metrics)
         self._restricted_metrics = []
+        self._let_schedulers_go()
+        module = self.lightning_module
+        if self._exchange is not None and module is not None and not module.trainer.interrupted:
+            # Not after a failure: the other replicas may not come to it.
+            self._exchange.release()
         self._steps = None
         if self._watch is not None:
             self._watch.stop()
@@ -513,6 +673,6 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        for name in ("_mesh", "_ambient", "_watch", "_steps", "_gradients", "_launcher"):
+        for name in ("_mesh", "_ambient", "_watch", "_steps", "_exchange", "_launcher"):
             state[name] = None
         return state

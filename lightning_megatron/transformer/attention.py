@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_megatron.comm import differentiable
 from lightning_megatron.mesh import Axis
@@ -24,6 +24,7 @@ from lightning_megatron.sharding import Initial
 from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.dropout import AttentionDropout
+from lightning_megatron.transformer.recompute import RecomputeLayer, checkpoint
 from lightning_megatron.transformer.rotary import rotate_into
 from lightning_megatron.transformer.tokens import Tokens
 
@@ -129,8 +130,10 @@ def _parts(fused: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(RecomputeLayer):
     """Attention over each sequence of the stream: [T/sp, H] to [T/sp, H]. `name` is its name in the model."""
+
+    offers = frozenset({"core_attention"})
 
     def __init__(self, config: TransformerConfig, *, tp: Axis, sp: Axis, name: str, is_causal: bool = True) -> None:
         super().__init__()
@@ -165,7 +168,9 @@ class SelfAttention(nn.Module):
         queries, keys, values = _SplitHeads.apply(
             fused_TC, tokens.rotary_cos_BSR, tokens.rotary_sin_BSR, tokens.batch, tokens.sequence, self.heads
         )
-        if self.dropout.is_active:
+        if self.dropout.is_active and "core_attention" in self.recomputed:
+            attended = checkpoint(self._attend_dropping, queries, keys, values, tokens)
+        elif self.dropout.is_active:
             attended = self._attend_dropping(queries, keys, values, tokens)
         else:
             attended = F.scaled_dot_product_attention(

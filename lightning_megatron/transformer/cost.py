@@ -11,8 +11,10 @@ H hidden, A heads, G key-value groups, D head size, F feed-forward, V vocabulary
 
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.transformer.config import LanguageModelConfig, TransformerConfig
+from lightning_megatron.transformer.recompute import RecomputeConfig
 
 ONE = Sizes()
+KEEP_ALL = RecomputeConfig()
 
 
 def norm_parameters(config: TransformerConfig) -> int:
@@ -94,14 +96,21 @@ def training_flops_per_token(config: LanguageModelConfig, *, sequence: int, is_c
 
 
 def layer_activation_bytes(
-    config: TransformerConfig, sizes: Sizes = ONE, *, batch: int, sequence: int, bytes_per_element: int
+    config: TransformerConfig,
+    sizes: Sizes = ONE,
+    *,
+    batch: int,
+    sequence: int,
+    bytes_per_element: int,
+    recompute: RecomputeConfig = KEEP_ALL,
 ) -> int:
     """What one layer keeps of a microbatch for its backward, on one rank, its input included and its output not.
 
     With sequence parallelism and D = H/A, F = 4H, bf16, no dropout it is 32 batch * sequence * H / tp bytes and the
     statistics of norms and softmax (float32); each residual dropout adds a mask of one byte. Attention dropout lays
-    weights out: 5 + bytes_per_element bytes for each pair of tokens and head.
-    Source: Korthikanti et al., arXiv 2205.05198, section 4.
+    weights out: 5 + bytes_per_element bytes for each pair of tokens and head. Under full recomputation it is what a
+    recomputed layer keeps, the first of its group; the others of the group keep nothing.
+    Source: Korthikanti et al., arXiv 2205.05198, sections 4 and 5.
     """
     tp, sp = sizes.tp, sizes.tp if sizes.sequence_parallel else 1
     real = batch * sequence
@@ -109,18 +118,30 @@ def layer_activation_bytes(
     shard, statistics = padded // sp, 4 * max(bytes_per_element // 4, 1)
     heads, head_dim = config.num_attention_heads // tp, config.head_dim
     keys = max(config.num_query_groups // tp, 1)
+    if recompute.granularity == "full":
+        num_ranks = tp if recompute.shard_saved_inputs and sp == 1 else 1
+        return -(-shard * config.hidden_size // num_ranks) * bytes_per_element
+    again = recompute.parts if recompute.granularity == "selective" else ()
     # Residual stream and norm output, before attention and before the MLP.
-    kept = 4 * shard * config.hidden_size * bytes_per_element
-    kept += 2 * shard * statistics * (2 if config.normalization == "layernorm" else 1)
+    kept = (2 if "norm" in again else 4) * shard * config.hidden_size * bytes_per_element
+    num_norms = 1 if "norm" in again and "mlp" in again else 2
+    kept += num_norms * shard * statistics * (2 if config.normalization == "layernorm" else 1)
+    lays_out = config.attention_dropout > 0 and "core_attention" not in again
+    if lays_out:
+        # One key and value for each query head.
+        keys = heads
     # Queries, keys and values; what attention gives to the projection; the MLP around its activation.
     kept += real * (heads + 2 * keys) * head_dim * bytes_per_element
-    # Padding copies what attention gives.
-    kept += (real if padded == real else real + padded) * heads * head_dim * bytes_per_element
-    kept += padded * (3 if config.is_gated else 2) * (config.ffn_hidden_size // tp) * bytes_per_element
+    # Padding copies what attention gives, which the kernel keeps too; weights that are laid out have no use for it.
+    num_attended = padded if padded == real or config.attention_dropout > 0 else real + padded
+    kept += num_attended * heads * head_dim * bytes_per_element
+    if "mlp" not in again:
+        widths = (2 if config.is_gated else 1) + (0 if "activation" in again else 1)
+        kept += padded * widths * (config.ffn_hidden_size // tp) * bytes_per_element
     if config.hidden_dropout > 0:
         kept += 2 * shard * config.hidden_size
-    if config.attention_dropout > 0:
+    if lays_out:
         kept += real * sequence * heads * (statistics + 1 + bytes_per_element)
-    else:
+    elif config.attention_dropout == 0:
         kept += real * heads * statistics
     return kept

@@ -1,13 +1,17 @@
 """One pre-norm transformer layer: attention and feed-forward, each added to the residual stream."""
 
-from torch import Tensor, nn
+from collections.abc import Callable
+
+from torch import Tensor
 
 from lightning_megatron.mesh import Axis
+from lightning_megatron.tensor.linear import as_product_input
 from lightning_megatron.tensor.norm import LayerNorm, RMSNorm
 from lightning_megatron.transformer.attention import SelfAttention
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.dropout import Dropout
 from lightning_megatron.transformer.mlp import MLP
+from lightning_megatron.transformer.recompute import RecomputeLayer, apply_unkept, checkpoint
 from lightning_megatron.transformer.tokens import Tokens
 
 
@@ -17,11 +21,13 @@ def build_norm(config: TransformerConfig, *, tp: Axis, sp: Axis) -> LayerNorm | 
     return kind(config.hidden_size, eps=config.norm_epsilon, tp=tp, sp=sp)
 
 
-class TransformerLayer(nn.Module):
+class TransformerLayer(RecomputeLayer):
     """x + drop(attention(norm(x))), then x + drop(mlp(norm(x))): [T/sp, H] to [T/sp, H].
 
     `name` is the layer's name in the model: it names the dropout masks.
     """
+
+    offers = frozenset({"norm", "mlp"})
 
     def __init__(self, config: TransformerConfig, *, tp: Axis, sp: Axis, name: str, is_causal: bool = True) -> None:
         super().__init__()
@@ -33,7 +39,24 @@ class TransformerLayer(nn.Module):
         self.after_mlp = Dropout(config.hidden_dropout, f"{name}.mlp")
 
     def forward(self, hidden_TH: Tensor, tokens: Tokens) -> Tensor:
-        attended_TH = self.attention(self.attention_norm(hidden_TH), tokens)
+        attended_TH = self._norm_and(self.attention_norm, lambda x: self.attention(x, tokens), hidden_TH)
         hidden_TH = hidden_TH + self.after_attention(attended_TH, tokens)
-        output_TH: Tensor = hidden_TH + self.after_mlp(self.mlp(self.mlp_norm(hidden_TH)), tokens)
+        output_TH: Tensor = hidden_TH + self.after_mlp(self._norm_and_mlp(hidden_TH), tokens)
+        return output_TH
+
+    def _norm_and_mlp(self, hidden_TH: Tensor) -> Tensor:
+        if "mlp" not in self.recomputed:
+            return self._norm_and(self.mlp_norm, self.mlp, hidden_TH)
+        if "norm" in self.recomputed:
+            output_TH: Tensor = checkpoint(lambda x: self.mlp(self.mlp_norm(x)), hidden_TH)
+        else:
+            output_TH = checkpoint(self.mlp, as_product_input(self.mlp_norm(hidden_TH)))
+        return output_TH
+
+    def _norm_and(self, norm: LayerNorm | RMSNorm, half: Callable[[Tensor], Tensor], hidden_TH: Tensor) -> Tensor:
+        """One half of the layer, which begins with a linear, on normed hidden states."""
+        if "norm" in self.recomputed:
+            output_TH: Tensor = apply_unkept(lambda x: as_product_input(norm(x)), half, hidden_TH)
+        else:
+            output_TH = half(norm(hidden_TH))
         return output_TH

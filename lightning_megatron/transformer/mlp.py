@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import Initial
 from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.transformer.config import TransformerConfig
+from lightning_megatron.transformer.recompute import RecomputeLayer, apply_unkept
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -40,8 +41,10 @@ def swiglu(gate_up_T2F: Tensor) -> Tensor:
     return activated
 
 
-class MLP(nn.Module):
+class MLP(RecomputeLayer):
     """Two linears with an activation between them: [T/sp, H] to [T/sp, H]."""
+
+    offers = frozenset({"activation"})
 
     def __init__(self, config: TransformerConfig, *, tp: Axis, sp: Axis) -> None:
         super().__init__()
@@ -66,7 +69,11 @@ class MLP(nn.Module):
         )
 
     def forward(self, hidden_TH: Tensor) -> Tensor:
-        output: Tensor = self.down(self._activate(self.up(hidden_TH)))
+        up = self.up(hidden_TH)
+        if "activation" in self.recomputed:
+            output: Tensor = apply_unkept(self._activate, self.down, up)
+        else:
+            output = self.down(self._activate(up))
         return output
 
     def _activate(self, x: Tensor) -> Tensor:

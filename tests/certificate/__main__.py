@@ -59,6 +59,11 @@ def described(layout: Layout) -> str:
         (layout.collective, "collective mode"),
         (layout.accumulate > 1, f"accumulate {layout.accumulate}"),
         (layout.clip is not None, f"clip {layout.clip}"),
+        (layout.distributed, "distributed optimizer"),
+        (layout.overlap, "overlap"),
+        (layout.rule == "adamw", "AdamW"),
+        (layout.recompute.granularity == "full", "recomputation of layers"),
+        (layout.recompute.granularity == "selective", f"recomputation of {', '.join(layout.recompute.parts)}"),
     ]
     return ", ".join([f"{layout.world} rank{'s'[: layout.world > 1]}", *(text for holds, text in settings if holds)])
 

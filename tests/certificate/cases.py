@@ -12,9 +12,10 @@ from torch import Tensor
 
 from lightning_megatron.models import GPTConfig
 from lightning_megatron.pipeline.choice import ScheduleName
+from lightning_megatron.transformer.recompute import RecomputeConfig
 
 NUM_STEPS = 3
-BATCH = 24  # divides by every data-parallel size times number of microbatches below
+BATCH = 48  # divides by every data-parallel size times number of microbatches below
 SEQUENCE = 7  # 2 rows of 7 tokens do not divide by 4: sequence parallelism pads
 TOLERANCE = {"64-true": 1e-10, "32-true": 1e-5}
 
@@ -45,6 +46,10 @@ VARIANTS = {
 }
 
 
+_NOTHING = RecomputeConfig()
+_SELECTIVE = RecomputeConfig(granularity="selective", parts=("core_attention", "norm", "activation"))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """How many processes, how they are cut, and what the Trainer is told."""
@@ -59,6 +64,12 @@ class Layout:
     collective: bool = False
     vp: int = 1
     schedule: Literal["auto"] | ScheduleName = "auto"
+    distributed: bool = False
+    # the optimizer
+    overlap: bool = False
+    # of gradient sums with backward, and of weights with forward where the optimizer is distributed
+    rule: Literal["sgd", "adamw"] = "sgd"
+    recompute: RecomputeConfig = _NOTHING
 
     @property
     def dp(self) -> int:
@@ -93,6 +104,7 @@ LAYOUTS = {
     "vp2 pp4 m8": Layout(world=4, pp=4, vp=2, microbatches=8),
     "vp2 pp4 m8 tp2": Layout(world=8, tp=2, pp=4, vp=2, microbatches=8),
     "vp2 pp4 m6 dp2": Layout(world=8, pp=4, vp=2, microbatches=6),
+    "vp2 pp4 m8 dp2": Layout(world=8, pp=4, vp=2, microbatches=8),
     "ZB-H1 pp2": Layout(world=2, pp=2, microbatches=4, schedule="zb_h1"),
     "ZB-H1 pp2 tp2+sp dp2": Layout(world=8, tp=2, sp=True, pp=2, microbatches=4, schedule="zb_h1"),
     "ZB-H1 pp4": Layout(world=4, pp=4, microbatches=6, schedule="zb_h1"),
@@ -104,6 +116,37 @@ LAYOUTS = {
     "ZB-V pp4 tp2": Layout(world=8, tp=2, pp=4, vp=2, microbatches=6, schedule="zb_v"),
     "ZB-V pp4 dp2": Layout(world=8, pp=4, vp=2, microbatches=6, schedule="zb_v"),
     "GPipe vp2 pp2": Layout(world=2, pp=2, vp=2, microbatches=3, schedule="gpipe"),
+    "recompute full": Layout(world=1, microbatches=2, recompute=RecomputeConfig(granularity="full", num_layers=3)),
+    "recompute full, tp2 pp2": Layout(
+        world=4,
+        tp=2,
+        pp=2,
+        microbatches=3,
+        recompute=RecomputeConfig(granularity="full", method="block", num_layers=2, shard_saved_inputs=True),
+    ),
+    "recompute selective, tp2+sp pp2 vp2": Layout(
+        world=4, tp=2, sp=True, pp=2, vp=2, microbatches=4, recompute=_SELECTIVE
+    ),
+    "recompute selective, ZB-H1 pp2 dp2": Layout(
+        world=4, pp=2, microbatches=3, schedule="zb_h1", distributed=True, overlap=True, recompute=_SELECTIVE
+    ),
+    "dp2 AdamW": Layout(world=2, rule="adamw"),
+    "dp2 overlap": Layout(world=2, microbatches=2, overlap=True),
+    "ZeRO dp2": Layout(world=2, distributed=True),
+    "ZeRO dp2 AdamW overlap": Layout(world=2, microbatches=2, distributed=True, overlap=True, rule="adamw"),
+    "ZeRO dp4 overlap": Layout(world=4, microbatches=3, distributed=True, overlap=True),
+    "ZeRO dp4 AdamW clip 0.05": Layout(world=4, distributed=True, rule="adamw", clip=0.05),
+    "ZeRO dp2 tp2+sp AdamW": Layout(world=4, tp=2, sp=True, microbatches=2, distributed=True, rule="adamw"),
+    "ZeRO dp2 tp2 overlap": Layout(world=4, tp=2, microbatches=2, distributed=True, overlap=True),
+    "ZeRO dp2 pp2 vp2 overlap": Layout(world=4, pp=2, vp=2, microbatches=4, distributed=True, overlap=True),
+    "ZeRO dp2 pp2 vp2 AdamW": Layout(world=4, pp=2, vp=2, microbatches=3, distributed=True, rule="adamw"),
+    "ZeRO dp2 tp2 ZB-H1 pp2 overlap": Layout(
+        world=8, tp=2, pp=2, microbatches=3, schedule="zb_h1", distributed=True, overlap=True
+    ),
+    "ZeRO dp2 ZB-V pp2 overlap": Layout(
+        world=4, pp=2, vp=2, microbatches=4, schedule="zb_v", distributed=True, overlap=True
+    ),
+    "ZeRO dp2 accumulate 2": Layout(world=2, microbatches=2, accumulate=2, distributed=True, overlap=True),
 }
 
 
@@ -116,7 +159,7 @@ def batches(config: GPTConfig, dtype: torch.dtype, accumulate: int) -> list[dict
         # Row i keeps a share of its tokens that grows with i: replicas and microbatches hold uneven numbers.
         shares = torch.linspace(0.2, 1.0, BATCH).unsqueeze(1)
         mask = (torch.rand(BATCH, SEQUENCE, generator=generator) < shares).to(dtype)
-        mask[:6] = 0  # the first microbatch of four and more has no valid token
+        mask[:12] = 0  # the first microbatch of four and more has no valid token
         if index == 1:
             mask[: BATCH // 2] = 0  # the first of two replicas has none at all
         labels = tokens[:, 1:].clone()

@@ -5,12 +5,11 @@ Differences are absolute: losses and norms are at most about 6, gradients and we
 
 import functools
 import math
-from typing import Any
 
 import torch
 
 from tests.certificate.cases import LAYOUTS, VARIANTS
-from tests.certificate.runs import DTYPES, Outcome, reference, under_layout
+from tests.certificate.runs import DTYPES, Outcome, Parts, reference, under_layout
 from tests.harness.ranks import run_on_ranks
 
 CELLS = [(variant, precision) for variant in VARIANTS for precision in DTYPES]
@@ -40,48 +39,66 @@ def deviations(layout: str, variant: str, precision: str) -> dict[str, float]:
     expected = reference(variant, precision, LAYOUTS[layout])
     cell = CELLS.index((variant, precision))
     found = dict.fromkeys(QUANTITIES, 0.0)
-    covered: dict[str, torch.Tensor] = {
-        name: torch.zeros(w.shape, dtype=torch.bool) for name, w in expected.weights.items()
-    }
+    weights, gradients = Covered(expected), [Covered(expected) for _ in expected.steps]
     for rank in outcomes(layout):
-        for quantity, deviation in _of_rank(rank[cell], expected, covered).items():
+        for quantity, deviation in _of_rank(rank[cell], expected, weights, gradients).items():
             found[quantity] = max(found[quantity], deviation)
-    for name, mark in covered.items():
-        assert mark.all(), f"no rank held all of {name}"
+    for covered in (weights, *gradients):
+        covered.require_all()
     return found
 
 
-def _of_rank(outcome: Outcome, expected: Outcome, covered: dict[str, torch.Tensor]) -> dict[str, float]:
+class Covered:
+    """Which elements of each parameter were compared, on any rank."""
+
+    def __init__(self, expected: Outcome) -> None:
+        self.marks = {name: torch.zeros(w.shape, dtype=torch.bool) for name, w in expected.weights.items()}
+
+    def add(self, name: str, parts: Parts) -> None:
+        """These parts have been compared."""
+        for part in parts:
+            self.marks[name][_box(part)] = True
+
+    def require_all(self) -> None:
+        """Fails where some element was not compared."""
+        for name, mark in self.marks.items():
+            assert mark.all(), f"no rank held all of {name}"
+
+
+def _of_rank(outcome: Outcome, expected: Outcome, weights: Covered, gradients: list[Covered]) -> dict[str, float]:
     assert len(outcome.steps) == len(expected.steps)
     found = dict.fromkeys(QUANTITIES, 0.0)
-    for step, wanted in zip(outcome.steps, expected.steps, strict=True):
+    for step, wanted, covered in zip(outcome.steps, expected.steps, gradients, strict=True):
         for loss, wanted_loss in zip(step.losses, wanted.losses, strict=True):
             found["loss"] = max(found["loss"], _apart(loss, wanted_loss))
         found["norm"] = max(found["norm"], _apart(step.norm, wanted.norm))
-        assert step.gradients.keys() == outcome.weights.keys(), "a parameter got no gradient"
-        for name, part in step.gradients.items():
-            found["gradients"] = max(found["gradients"], _difference(part, wanted.gradients[name]))
+        for name, parts in step.gradients.items():
+            found["gradients"] = max(found["gradients"], _difference(parts, wanted.gradients[name]))
+            covered.add(name, parts)
     for norm, wanted in zip(outcome.norms, expected.steps, strict=False):
         found["norm"] = max(found["norm"], _apart(norm, wanted.norm))
-    for name, part in outcome.weights.items():
-        found["weights"] = max(found["weights"], _difference(part, expected.weights[name]))
-        covered[name][_box(part)] = True
+    for name, parts in outcome.weights.items():
+        found["weights"] = max(found["weights"], _difference(parts, expected.weights[name]))
+        weights.add(name, parts)
     assert outcome.logged.keys() >= expected.logged.keys()
     for name, value in expected.logged.items():
         found["logged"] = max(found["logged"], _apart(outcome.logged[name], value))
     return found
 
 
-def _box(part: Any) -> tuple[slice, ...]:
+def _box(part: tuple[tuple[int, ...], torch.Tensor]) -> tuple[slice, ...]:
     offsets, tensor = part
     return tuple(slice(start, start + size) for start, size in zip(offsets, tensor.shape, strict=True))
 
 
-def _difference(part: Any, whole: torch.Tensor) -> float:
-    difference = (part[1] - whole[_box(part)]).abs()
-    # NaN must not hide behind a maximum.
-    assert torch.isfinite(difference).all()
-    return difference.max().item() if difference.numel() else 0.0
+def _difference(parts: Parts, whole: torch.Tensor) -> float:
+    largest = 0.0
+    for part in parts:
+        difference = (part[1] - whole[_box(part)]).abs()
+        # NaN must not hide behind a maximum.
+        assert torch.isfinite(difference).all()
+        largest = max(largest, difference.max().item() if difference.numel() else 0.0)
+    return largest
 
 
 def _apart(value: float, wanted: float) -> float:

@@ -1,6 +1,7 @@
 """The two runs that the certificate compares: one device in plain torch, and a Trainer under a layout."""
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,10 +11,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_megatron import MegatronStrategy, PipelineConfig
+from lightning_megatron.checkpoint import Slot
 from lightning_megatron.comm.rng import Draws
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.models import GPTModel
-from lightning_megatron.sharding import shard_of
+from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.optim.gradients import Gradients
 from tests.certificate.cases import BATCH, VARIANTS, Layout, batches
 from tests.reference.gpt import ReferenceGPT
 
@@ -21,11 +24,26 @@ SEED = 7
 DTYPES = {"64-true": torch.float64, "32-true": torch.float32}
 # SGD, because Adam hides a gradient that is wrong by a factor; momentum, so that steps depend on each other.
 RATE, MOMENTUM = 0.1, 0.9
+# Far above rounding: of a gradient that is zero but for rounding (a key's bias) a smaller one makes a step of any size.
+ADAM_RATE, ADAM_EPSILON = 0.01, 1e-3
+# Numbers in a bucket: small, so that every layout has several and a parameter is cut by shards.
+BUCKET_SIZE = 3000
+
+
+def make_optimizer(rule: str, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """The rule by which weights are stepped."""
+    if rule == "adamw":
+        return torch.optim.AdamW(parameters, lr=ADAM_RATE, eps=ADAM_EPSILON, weight_decay=0.1)
+    return torch.optim.SGD(parameters, lr=RATE, momentum=MOMENTUM)
+
+
+Parts = list[tuple[tuple[int, ...], Tensor]]
+"""Of a tensor of the unsplit model: offsets, and what stands there."""
 
 
 @dataclass
 class Step:
-    """What one optimizer step amounts to. Tensors by name, whole or as (offsets, part)."""
+    """What one optimizer step amounts to. Tensors by name, whole or as parts."""
 
     losses: list[float] = field(default_factory=list)
     # of its batches
@@ -53,7 +71,7 @@ def reference(variant: str, precision: str, layout: Layout) -> Outcome:
     finally:
         torch.set_default_dtype(torch.float32)
     weights = {name: p.detach().clone().requires_grad_() for name, p in initial.named_parameters()}
-    optimizer = torch.optim.SGD(list(weights.values()), lr=RATE, momentum=MOMENTUM)
+    optimizer = make_optimizer(layout.rule, list(weights.values()))
     outcome = Outcome()
     data = batches(config, dtype, layout.accumulate)
     for first in range(0, len(data), layout.accumulate):
@@ -110,9 +128,9 @@ class Rows(Dataset[dict[str, Tensor]]):
 class Module(L.LightningModule):
     """An ordinary module: nothing in it knows of any layout."""
 
-    def __init__(self, variant: str) -> None:
+    def __init__(self, variant: str, rule: str) -> None:
         super().__init__()
-        self.variant = variant
+        self.variant, self.rule = variant, rule
         self.model: GPTModel | None = None
 
     def configure_model(self) -> None:
@@ -131,7 +149,7 @@ class Module(L.LightningModule):
         self.log("val_loss", self.model(batch["tokens"], labels=batch["labels"], loss_mask=batch["loss_mask"]))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=RATE, momentum=MOMENTUM)
+        return make_optimizer(self.rule, self.parameters())
 
 
 class Recorder(L.Callback):
@@ -142,11 +160,11 @@ class Recorder(L.Callback):
         self.losses: list[float] = []
 
     def on_before_optimizer_step(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> None:
-        step = Step()
-        step.gradients = {n: _part(p, p.grad) for n, p in _named(module) if p.grad is not None}
         strategy = trainer.strategy
         assert isinstance(strategy, MegatronStrategy)
-        step.norm = strategy.steps.gradients.norm().item()
+        gradients = strategy.steps.exchange.gradients
+        step = Step(gradients=_gradients(gradients))
+        step.norm = gradients.norm().item()
         self.outcome.steps.append(step)
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *_: Any) -> None:
@@ -161,18 +179,27 @@ class Recorder(L.Callback):
         accumulate = trainer.accumulate_grad_batches
         for index, step in enumerate(self.outcome.steps):
             step.losses = self.losses[index * accumulate : (index + 1) * accumulate]
-        self.outcome.weights = {name: _part(p, p) for name, p in _named(module)}
+        strategy = trainer.strategy
+        assert isinstance(strategy, MegatronStrategy)
+        strategy.steps.exchange.gather_all()
+        named = [(name.removeprefix("model."), p) for name, p in module.named_parameters()]
+        self.outcome.weights = {name: _parts(Slot.whole(name, p), p) for name, p in named}
         self.outcome.logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
-def _named(module: L.LightningModule) -> list[tuple[str, nn.Parameter]]:
-    return [(name.removeprefix("model."), p) for name, p in module.named_parameters()]
+def _gradients(gradients: Gradients) -> dict[str, Parts]:
+    """What this rank's optimizer is about to step by."""
+    return {
+        owned.held.name.removeprefix("model."): _parts(
+            Slot(owned.held.name, owned.held.parameter, owned.range.start, owned.range.end), owned.tensor.grad
+        )
+        for owned in gradients.owned
+        if owned.tensor.grad is not None
+    }
 
 
-def _part(parameter: nn.Parameter, tensor: Tensor | None) -> tuple[tuple[int, ...], Tensor]:
-    assert tensor is not None
-    shard = shard_of(parameter)
-    return shard.box.offsets, shard.valid(tensor.detach()).clone()
+def _parts(slot: Slot, tensor: Tensor) -> Parts:
+    return [(piece.box.offsets, piece.tensor.clone()) for piece in slot.pieces(tensor)]
 
 
 def under_layout(layout: Layout, cells: list[tuple[str, str]]) -> list[Outcome]:
@@ -189,6 +216,13 @@ def _fit(layout: Layout, variant: str, precision: str) -> Outcome:
         num_microbatches=layout.microbatches,
         virtual_pipeline_model_parallel_size=layout.vp,
         pipeline=PipelineConfig(mode="collective" if layout.collective else "auto", schedule=layout.schedule),
+        optimizer=OptimizerConfig(
+            kind="distributed" if layout.distributed else "replicated",
+            overlap_grad_reduce=layout.overlap,
+            overlap_param_gather=layout.overlap and layout.distributed,
+            bucket_size=BUCKET_SIZE,
+        ),
+        recompute=layout.recompute,
         timeout_seconds=60,
     )
     with warnings.catch_warnings():
@@ -212,7 +246,7 @@ def _fit(layout: Layout, variant: str, precision: str) -> Outcome:
             enable_model_summary=False,
         )
         data = Data(variant, precision, layout)
-        trainer.fit(Module(variant), data)
+        trainer.fit(Module(variant, layout.rule), data)
     return recorder.outcome
 
 

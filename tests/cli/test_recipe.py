@@ -47,6 +47,7 @@ def run(*options: str, module: Any = GPTModule) -> None:
     )
 
 
+STRATEGY = "--trainer.strategy.init_args"
 MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "no such path": (("--data.path=nowhere",), ("'nowhere'", "does not exist")),
     "an empty corpus": (("--data.path=empty",), ("'empty'", "no file with something in it")),
@@ -72,6 +73,16 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("--trainer.strategy.init_args.pipeline.mode=gpipe",),
         ("gpipe",),
     ),
+    "a bucket below one": ((f"{STRATEGY}.optimizer.bucket_size=-1",), ("cannot run:", "bucket_size (-1) must be")),
+    "an unknown optimizer kind": ((f"{STRATEGY}.optimizer.kind=zero3",), ("zero3", "'distributed'")),
+    "a gather without shards": ((f"{STRATEGY}.optimizer.overlap_param_gather=true",), ("needs kind 'distributed'",)),
+    "an unknown part to recompute": ((f"{STRATEGY}.recompute.parts=[core]",), ("core", "'core_attention'")),
+    "a loss scale that shrinks by growing": ((f"{STRATEGY}.loss_scale.growth_factor=0.5",), ("growth_factor (0.5)",)),
+    "FP8 with sizes that tiles do not divide": (
+        (f"{STRATEGY}.fp8.format=hybrid", "--trainer.precision=bf16-mixed", "--model.config.hidden_size=24"),
+        ("hidden_size (24)", "16"),
+    ),
+    "FP8 in float64": ((f"{STRATEGY}.fp8.format=hybrid", "--trainer.precision=64-true"), ("64-true",)),
     "a checkpoint that is not there": (("--ckpt_path=none/step.ckpt",), ("none/step.ckpt", "does not exist")),
     "a directory that is no checkpoint": (("--ckpt_path=empty",), ("empty", "without a checkpoint")),
     "a checkpoint that is not there, plain": ((*AUTO, "--ckpt_path=none.ckpt"), ("none.ckpt",)),

@@ -1,4 +1,4 @@
-"""`lightning-megatron schedule`: what it prints and writes is the plan that a run would execute, and its mistakes."""
+"""`lightning-megatron schedule`: what it prints and writes is the order that a run would execute, and its mistakes."""
 
 import json
 import re

@@ -247,8 +247,8 @@ def known_options() -> set[str]:
     options |= {f"data.{name}" for name in parameters_of(GPTDataModule)}
     for name, kind in (("config", GPTConfig), ("optimizer", AdamWConfig), ("generation", GenerationConfig)):
         options |= {f"model.{name}.{field.name}" for field in fields(kind)}
-    for script in ("tests/certificate/__main__.py", "benchmarks/step_time.py"):
-        options |= set(re.findall(r'add_argument\("--([\w-]+)"', (ROOT / script).read_text()))
+    for script in (ROOT / "tests/certificate/__main__.py", *(ROOT / "benchmarks").glob("*.py")):
+        options |= set(re.findall(r'add_argument\("--([\w-]+)"', script.read_text()))
     commands = argparse.ArgumentParser().add_subparsers()
     schedule.add_parser(commands)
     return options | {option.removeprefix("--") for option in commands.choices["schedule"]._option_string_actions}

@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis, Mesh, Sizes
-from lightning_megatron.optim.gradients import Gradients, scale_in_place, stage_axes, sum_in_place
+from lightning_megatron.optim.gradients import Gradients
+from lightning_megatron.optim.sums import scale_in_place, stage_axes
 from lightning_megatron.sharding import Initial, shard_parameter
 from tests.harness.ranks import run_on_ranks
 from tests.pipeline.meshes import make_mesh
@@ -129,16 +131,19 @@ def over_replicas() -> list[Any]:
         sometimes.grad = None
     frozen.requires_grad_(False)
     frozen.grad = None
-    gradients = Gradients(
-        [("used", used), ("sometimes", sometimes), ("frozen", frozen)], set(), mesh, group, torch.device("cpu")
-    )
+    large = plain(own, 1 << 18)
+    strided = nn.Parameter(torch.zeros(4, 6).T)
+    strided.grad = torch.full((4, 6), own).T
+    narrow = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    narrow.grad = torch.full((3,), own, dtype=torch.bfloat16)
+    mixed = [large, strided, narrow]
+    named = [("used", used), ("sometimes", sometimes), ("frozen", frozen)]
+    named += [(str(i), parameter) for i, parameter in enumerate(mixed)]
+    gradients = Gradients(named, set(), mesh, group, torch.device("cpu"))
     gradients.reduce(outside_over_stages=False)
-    large = torch.full((1 << 18,), own, dtype=torch.float64)
-    strided = torch.full((4, 6), own, dtype=torch.float32).T
-    mixed: list[Tensor] = [large, strided, torch.full((3,), own, dtype=torch.bfloat16)]
-    sum_in_place(mixed, mesh.dp)
+    grads: list[Tensor] = [p.grad for p in mixed if p.grad is not None]
     return [None if p.grad is None else p.grad.tolist() for p in (used, sometimes, frozen)] + [
-        (t.dtype, t.unique().tolist()) for t in mixed
+        (g.dtype, g.unique().tolist()) for g in grads
     ]
 
 
@@ -155,7 +160,7 @@ def axes_of_stages() -> dict[str, tuple[int, ...]]:
     found = {}
     for name, axis in sorted(axes.items()):
         total = torch.tensor([10.0**mesh.pp.rank])
-        sum_in_place([total], axis)
+        collectives.all_reduce_(total, axis)
         found[name] = (*axis.ranks, int(total.item()))
     return found
 

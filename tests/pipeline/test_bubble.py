@@ -1,6 +1,7 @@
 """Formulas of the bubble against the plans played; schedules side by side."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_megatron.pipeline.bubble import bubble_formula, schedule_table, timeline_of
-from lightning_megatron.pipeline.choice import Schedule, ScheduleName, schedule_faults
-from lightning_megatron.pipeline.simulate import Costs
+from lightning_megatron.pipeline.choice import Schedule, ScheduleName, order_of, schedule_faults
+from lightning_megatron.pipeline.lower import lower
+from lightning_megatron.pipeline.simulate import Costs, check, play
 
 NAMES: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v")
 COUNTS = st.integers(1, 6)
@@ -80,6 +82,25 @@ def test_where_there_is_none_it_would_be_wrong(schedule: Schedule, costs: Costs)
     denominators = {"zb_h1": 3, "zb_v": 6}.get(schedule.name, schedule.chunks) * schedule.microbatches + 3
     assert bubble_formula(alike, Costs()) is not None
     assert abs(timeline_of(schedule, costs).bubble - 3 / denominators) > 1e-3
+
+
+@pytest.mark.parametrize("microbatches", [1, 3, 4, 7, 13])
+@pytest.mark.parametrize("costs", [Costs(), Costs(forward=1.1, backward_input=0.3), Costs(message=0.7)])
+@pytest.mark.parametrize(("name", "chunks"), [("gpipe", 3), ("1f1b", 1), ("interleaved", 3), ("zb_h1", 1), ("zb_v", 2)])
+def test_the_timeline_is_that_of_the_full_plan_which_passes(
+    name: ScheduleName, chunks: int, costs: Costs, microbatches: int
+) -> None:
+    schedule = Schedule(name=name, pp=4, chunks=chunks, microbatches=microbatches)
+    plan = lower(order_of(schedule)).plan
+    check(plan)
+    of_chunk = replace(
+        costs,
+        forward=costs.forward / chunks,
+        backward=costs.backward / chunks,
+        backward_input=costs.backward_input / chunks,
+        backward_weight=costs.backward_weight / chunks,
+    )
+    assert timeline_of(schedule, costs) == play(plan, of_chunk)
 
 
 def test_a_step_of_more_chunks_computes_as_long() -> None:

@@ -403,3 +403,10 @@ def test_an_order_that_cannot_run_is_lowered_for_the_check_to_refuse() -> None:
     order: Order = order_of_text("0F1 0B1 0F0 0B0", "1F0 1F1 1B0 1B1")
     with pytest.raises(ScheduleError):
         check(add_messages(order))
+
+
+def test_what_no_stage_reads_is_sent_all_the_same_for_the_check_to_refuse() -> None:
+    plan = add_messages(order_of_text("0F0 0F1", "1F1"))
+    assert text_of(plan) == ["0F0 [0SF0] 0F1 [0SF1]", "[1RF1 1RF1!] 1F1"]
+    with pytest.raises(ScheduleError, match="rank 1, step 2, the end: no step of rank 1 makes the output of stage 1"):
+        check(plan)

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_megatron.mesh import Axis, Mesh, Sizes
 from lightning_megatron.sharding import Initial
@@ -67,7 +68,7 @@ def test_gradients_added_past_autograd_are_those_of_autograd(way: str, is_sequen
                 loss.backward()
             assert len(queue) == (2 if way == "later" else 0)
             before = gradients_of(model)["0.weight"]
-            for task in queue:
+            for _, task in queue:
                 task()
             after = model.get_parameter("0.weight").grad
             assert (before is None or not before.equal(after)) == (way == "later")  # type: ignore[arg-type]
@@ -105,6 +106,29 @@ def test_weights_with_hooks_and_weights_that_are_computed_stay_with_autograd() -
     assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.parameters())
 
 
+@pytest.mark.parametrize("way", ["now", "later"])
+def test_hooks_on_saved_tensors_do_not_come_between_a_weight_and_its_gradient(way: str) -> None:
+    """Recomputation and offloading give the backward other tensors than the weights themselves."""
+    model, gradients = single()
+    x = torch.randn(2, INPUT, dtype=torch.float64)
+    run(model, x).backward()
+    expected = gradients_of(model)
+    for runs in (
+        lambda: run(model, x),
+        lambda: checkpoint(run, model, x, use_reentrant=False),
+    ):
+        model.zero_grad()
+        queue: list[Task] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+            loss = runs()
+        with gradients.opened(queue if way == "later" else None):
+            loss.backward()
+        for _, task in queue:
+            task()
+        for name, value in gradients_of(model).items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=0)
+
+
 def test_a_frozen_weight_gets_no_gradient() -> None:
     model, gradients = single()
     model.get_parameter("3.weight").requires_grad_(False)
@@ -113,7 +137,7 @@ def test_a_frozen_weight_gets_no_gradient() -> None:
     with gradients.opened(queue):
         loss.backward()
     assert len(queue) == 1
-    queue[0]()
+    queue[0][1]()
     assert model.get_parameter("3.weight").grad is None
     assert model.get_parameter("0.weight").grad is not None
 

@@ -1,25 +1,16 @@
 """The cost formulas agree with what is built, counted and kept."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_megatron.comm.rng import Draws
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.models import GPTConfig, GPTModel
-from lightning_megatron.transformer import cost, rotary
+from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.config import TransformerConfig
-from lightning_megatron.transformer.layer import TransformerLayer
-from lightning_megatron.transformer.tokens import Tokens
+from tests.transformer.kept import kept_bytes
 
 GPT3 = GPTConfig(num_layers=96, hidden_size=12288, num_attention_heads=96, max_sequence_length=2048, vocab_size=51200)
 GPT_1T = GPTConfig(
@@ -90,52 +81,6 @@ def test_flops_by_formula_are_those_counted(variant: str) -> None:
 
 
 # Kept activations, on fake tensors
-
-
-@contextmanager
-def pretended(sizes: Sizes, dtype: torch.dtype) -> Iterator[Mesh]:
-    """A mesh whose collectives answer at once, with garbage; nothing but shapes is true. Layers are made in `dtype`."""
-    before = torch.get_default_dtype()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=sizes.world)
-    torch.set_default_dtype(dtype)
-    try:
-        with FakeTensorMode():
-            yield Mesh.build(sizes, 0, lambda _: dist.group.WORLD)
-    finally:
-        torch.set_default_dtype(before)
-        dist.destroy_process_group()
-
-
-def kept_bytes(config: TransformerConfig, sizes: Sizes, batch: int, sequence: int, dtype: torch.dtype) -> int:
-    """Bytes of distinct storages, parameters left out, that the backward of one layer keeps."""
-    with pretended(sizes, dtype) as mesh:
-        layer = TransformerLayer(config, tp=mesh.tp, sp=mesh.sp, name="layers.0")
-        places = torch.arange(sequence)
-        cos, sin = rotary.angles(places[None], config.rotary_width, config.rotary_base)
-        tokens = Tokens(
-            batch=batch,
-            sequence=sequence,
-            sp=mesh.sp,
-            places_S=places,
-            positions_BS=places[None],
-            sample_keys_B=Draws(seed=1).sample_keys(batch, torch.device("cpu")),
-            rotary_cos_BSR=cos,
-            rotary_sin_BSR=sin,
-        )
-        hidden = torch.empty(tokens.num_tokens // mesh.sp.size, config.hidden_size, dtype=dtype, requires_grad=True)
-        own = {parameter.untyped_storage()._cdata for parameter in layer.parameters()}
-        kept: dict[int, Any] = {}
-
-        def keep(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in own:
-                kept[storage._cdata] = storage
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            output = layer(hidden, tokens)
-        assert output.shape == hidden.shape
-        return sum(storage.nbytes() for storage in kept.values())
 
 
 def test_a_layer_of_the_largest_model_keeps_at_most_34_sbh_over_t() -> None:

@@ -1,0 +1,206 @@
+"""Training runs of one Llama shape on one device, ours and the peers', with what they took.
+
+All start from the same weights and see the same rows. Weights are float32 and products bf16 by autocast; gradients are
+clipped to norm 1; fused AdamW. A step is some microbatches and one update; its time is from the end of the step before
+to its own end, so that all that is between steps counts.
+"""
+
+import importlib.util
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.plain_llama import build_plain, our_weights
+from lightning_megatron.models import GPTConfig, GPTModel
+from lightning_megatron.transformer.layer import TransformerLayer
+
+LEARNING_RATE = 1e-4
+
+
+class NotHere(Exception):
+    """What a row needs is not installed, not on this device, or not in the package yet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is trained, where and for how long."""
+
+    config: GPTConfig
+    sequence: int
+    microbatch_rows: int
+    microbatches: int
+    warmup_steps: int
+    timed_steps: int
+    device: torch.device
+
+    @property
+    def step_rows(self) -> int:
+        return self.microbatch_rows * self.microbatches
+
+    def make_loader(self) -> Any:
+        """The rows of a step in each batch; tokens are drawn unevenly, so that there is something to learn."""
+        generator = torch.Generator().manual_seed(1)
+        shape = ((self.warmup_steps + self.timed_steps) * self.step_rows, self.sequence + 1)
+        tokens = (torch.rand(shape, generator=generator) ** 4 * self.config.vocab_size).long()
+        data = torch.utils.data.TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        return torch.utils.data.DataLoader(data, batch_size=self.step_rows)
+
+
+class Recorder:
+    """Losses, times and memory of the steps of a run."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.is_cuda = plan.device.type == "cuda"
+        self.losses: list[Tensor] = []
+        self.ends: list[Any] = []
+
+    def add(self, loss: Tensor) -> None:
+        """To be called at the end of every step; does not wait for the device."""
+        self.losses.append(loss.detach())
+        if self.is_cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.ends.append(event)
+        else:
+            self.ends.append(time.perf_counter())
+        if self.is_cuda and len(self.ends) == self.plan.warmup_steps:
+            # What building and compiling needed is not what training needs.
+            torch.cuda.reset_peak_memory_stats(self.plan.device)
+
+    def figures(self) -> dict[str, Any]:
+        """Seconds of each timed step, the loss of every step, and the peak of memory in bytes."""
+        ends = self.ends[self.plan.warmup_steps - 1 :]
+        pairs = list(pairwise(ends))
+        if self.is_cuda:
+            torch.cuda.synchronize(self.plan.device)
+            seconds = [before.elapsed_time(after) / 1e3 for before, after in pairs]
+            peak_bytes = torch.cuda.max_memory_allocated(self.plan.device)
+        else:
+            seconds = [after - before for before, after in pairs]
+            status = Path("/proc/self/status").read_text().splitlines()
+            peak_bytes = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM"))
+        losses = [loss.item() for loss in self.losses]
+        return {"seconds": seconds, "losses": losses, "peak_bytes": peak_bytes}
+
+
+def train_ours(
+    plan: Plan,
+    recorder: Recorder,
+    *,
+    strategy: Callable[[], dict[str, Any]] = dict,
+    has_compiled_layers: bool = False,
+) -> None:
+    """Our GPT under the Trainer and MegatronStrategy, with further arguments of the strategy."""
+    from benchmarks.fit import fit
+
+    def build() -> GPTModel:
+        model = GPTModel(plan.config)
+        model.load_state_dict(our_weights(build_plain(plan.config, plan.device), plan.config))
+        if has_compiled_layers:
+            for module in model.modules():
+                if isinstance(module, TransformerLayer):
+                    module.compile()
+        return model
+
+    fit(
+        build,
+        lambda replicas: plan.make_loader(),
+        {"num_microbatches": plan.microbatches, **strategy()},
+        _make_optimizer,
+        recorder.add,
+        accelerator="gpu" if plan.device.type == "cuda" else "cpu",
+        devices=1,
+        precision="bf16-mixed",
+    )
+
+
+def fp8_strategy() -> dict[str, Any]:
+    """The strategy's arguments that make the linears' products FP8."""
+    try:
+        from lightning_megatron.precision.fp8 import Fp8Config
+    except ImportError as error:
+        raise NotHere("the package has no FP8 yet") from error
+    return {"fp8": Fp8Config()}
+
+
+def recompute_strategy() -> dict[str, Any]:
+    """The strategy's arguments that make again, in the backward, what is cheap to make."""
+    try:
+        from lightning_megatron.transformer.recompute import RecomputeConfig
+    except ImportError as error:
+        raise NotHere("the package has no recomputation yet") from error
+    return {"recompute": RecomputeConfig(granularity="selective", parts=("norm", "activation"))}
+
+
+def train_plain(plan: Plan, recorder: Recorder, *, is_compiled: bool) -> None:
+    """A Llama in plain torch."""
+    model = build_plain(plan.config, plan.device)
+    if is_compiled:
+        model.compile()
+    _train(plan, recorder, model, model)
+
+
+def train_hugging_face(plan: Plan, recorder: Recorder) -> None:
+    """Hugging Face's Llama, with torch's attention, as it comes."""
+    if importlib.util.find_spec("transformers") is None:
+        raise NotHere("left out: transformers is not installed")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = plan.config
+    with plan.device:
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                num_hidden_layers=config.num_layers,
+                hidden_size=config.hidden_size,
+                num_attention_heads=config.num_attention_heads,
+                num_key_value_heads=config.num_query_groups,
+                intermediate_size=config.ffn_hidden_size,
+                vocab_size=config.vocab_size,
+                max_position_embeddings=plan.sequence,
+                rms_norm_eps=config.norm_epsilon,
+                tie_word_embeddings=False,
+                use_cache=False,
+                attn_implementation="sdpa",
+            )
+        )
+    model.load_state_dict(build_plain(config, plan.device).state_dict())
+
+    def loss_of(tokens: Tensor, labels: Tensor) -> Tensor:
+        # Its own loss would shift the labels, which are shifted already.
+        logits = model(tokens).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+    _train(plan, recorder, model.train(), loss_of)
+
+
+def _train(plan: Plan, recorder: Recorder, model: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """A hand-written loop of the same steps that the Trainer makes."""
+    optimizer = _make_optimizer(model.parameters())
+    for batch in plan.make_loader():
+        optimizer.zero_grad()
+        losses = []
+        for tokens, labels in _microbatches(plan, batch):
+            with torch.autocast(plan.device.type, torch.bfloat16):
+                loss = loss_of(tokens, labels) / plan.microbatches
+            loss.backward()
+            losses.append(loss.detach())
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        recorder.add(torch.stack(losses).sum())
+
+
+def _microbatches(plan: Plan, batch: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+    tokens, labels = (part.to(plan.device) for part in batch)
+    yield from zip(tokens.split(plan.microbatch_rows), labels.split(plan.microbatch_rows), strict=True)
+
+
+def _make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)

@@ -1,0 +1,310 @@
+"""How fast one GPU trains a GPT: ours in bf16 and FP8 beside plain torch, compiled, and Hugging Face's Llama.
+
+Needs this package, torch and lightning; the row of Hugging Face needs transformers too, and says so where it is absent.
+A Llama of 1.3 billion parameters and one with the width of the 8 billion Llama 3, with as many layers as fit by the
+formula of `benchmarks/shapes.py`, the same number for all rows; sequences of 4096 and 8192. Ours runs under the
+Trainer. Each row is a fresh process: warm-up steps, then timed ones, of which the median counts. A row that runs out of
+memory or of time says so. One whose loss strays from that of the first row shows no time, and the exit status is 1.
+
+TFLOP/s are model FLOPs by formula: matrix products of forward and backward, causal attention counted half, nothing that
+is recomputed. MFU is their share of the data sheet's dense peak at the row's precision; in the next column attention
+counts whole, as in PaLM (arXiv 2204.02311, appendix B). The share "of matmul" is of the fastest product of the model's
+own shapes, or of a square one, as measured in the same run.
+
+    python benchmarks/gpu.py --json gpu.json
+    python benchmarks/gpu.py --device cpu --size smoke
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from benchmarks.device_runs import Plan, Recorder
+
+    Row = Callable[[Plan, Recorder], None]
+
+OURS, COMPILED, EAGER = "ours, bf16", "plain torch, compiled", "plain torch, eager"
+AIMS = "55% MFU in bf16; 1.4 times the tokens/s of bf16 in FP8"
+# Of the loss, relative: bf16 rounds each implementation's products its own way, and FP8 rounds them more.
+TOLERANCE, FP8_TOLERANCE = 5e-3, 3e-2
+# As the table of peaks calls them.
+PRECISIONS = {"bf16": "bf16-mixed", "fp8": "transformer-engine"}
+
+
+def rows() -> dict[str, "Row"]:
+    """What trains each row, by its name."""
+    from benchmarks import device_runs as runs
+
+    return {
+        COMPILED: partial(runs.train_plain, is_compiled=True),
+        EAGER: partial(runs.train_plain, is_compiled=False),
+        "Hugging Face Llama": runs.train_hugging_face,
+        OURS: runs.train_ours,
+        "ours, bf16, compiled layers": partial(runs.train_ours, has_compiled_layers=True),
+        "ours, bf16, recompute": partial(runs.train_ours, strategy=runs.recompute_strategy),
+        "ours, fp8": partial(runs.train_ours, strategy=runs.fp8_strategy),
+    }
+
+
+def is_fp8(row: str) -> bool:
+    return row.endswith("fp8")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# In a process of its own
+
+
+def look_at(device_type: str, sizes: list[str]) -> dict[str, Any]:
+    """What the device is called, what it runs, how much memory is free, and how fast it multiplies, shape by shape."""
+    import torch
+
+    from benchmarks.machine import machine
+
+    if device_type == "cuda":
+        name, free_bytes = torch.cuda.get_device_name(0), torch.cuda.mem_get_info(0)[0]
+    else:
+        name, free_bytes = "CPU", os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    matmul = {size: multiply(size, torch.device(device_type)) for size in sizes}
+    return {"name": name, "free_bytes": free_bytes, "machine": machine(), "matmul": matmul}
+
+
+def multiply(size: str, device: "torch.device") -> dict[str, Any]:
+    """FLOP/s of the shape's products and of a square one, in bf16 and, where the device has it, in FP8."""
+    import torch
+
+    from benchmarks import matmul
+    from benchmarks.shapes import SHAPES
+
+    torch.manual_seed(0)
+    shape = SHAPES[size]
+    square = [(matmul.SQUARE,) * 3] if device.type == "cuda" else []
+    products = [*square, *shape.products(shape.microbatch_tokens)]
+    found: dict[str, Any] = {}
+    for precision in ("bf16", "fp8") if matmul.has_fp8(device) else ("bf16",):
+        rates = {p: matmul.rate(*p, fp8=precision == "fp8", device=device) for p in products}
+        best = max(rates, key=lambda p: rates[p])
+        by_product = {"x".join(map(str, p)): rate for p, rate in rates.items()}
+        found[precision] = {"product": "x".join(map(str, best)), "flops_per_second": rates[best], "all": by_product}
+    return found
+
+
+def run_row(row: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Trains one row: its seconds, losses and memory, or why it could not."""
+    import torch
+
+    from benchmarks.device_runs import NotHere, Plan, Recorder
+    from benchmarks.matmul import has_fp8
+    from benchmarks.shapes import SHAPES
+
+    warnings.simplefilter("ignore")
+    shape, sequence, device = SHAPES[arguments.size[0]], arguments.sequence[0], torch.device(arguments.device)
+    plan = Plan(
+        config=shape.config(arguments.layers, sequence),
+        sequence=sequence,
+        microbatch_rows=shape.microbatch_rows(sequence),
+        microbatches=arguments.microbatches,
+        warmup_steps=arguments.warmup,
+        timed_steps=arguments.steps,
+        device=device,
+    )
+    recorder = Recorder(plan)
+    try:
+        if is_fp8(row) and device.type == "cuda" and not has_fp8(device):
+            raise NotHere("this device has no FP8 units")
+        rows()[row](plan, recorder)
+    except NotHere as error:
+        return {"not_here": str(error)}
+    except torch.OutOfMemoryError as error:
+        return {"out_of_memory": f"out of memory: {str(error).splitlines()[0]}"}
+    return recorder.figures()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# In the process that starts the others
+
+
+def ask(arguments: argparse.Namespace, *command: str) -> Any:
+    """What a process of its own found: an answer, or in `failed` why there is none."""
+    from benchmarks.ranks import RankFailed, RanksTooSlow, run_ranks
+
+    try:
+        [answer] = run_ranks(
+            [__file__, "--device", arguments.device, *command], 1, timeout_seconds=arguments.row_seconds
+        )
+        return answer
+    except RanksTooSlow as error:
+        return {"out_of_time": str(error)}
+    except RankFailed as error:
+        print(error, file=sys.stderr)
+        return {"failed": f"failed: {str(error).strip().splitlines()[-1]}"}
+
+
+def fault_of(row: str, found: dict[str, Any], yardstick: dict[str, Any] | None) -> str:
+    """Why a row shows no figures; empty where it does. Its losses are held against the yardstick's, if there is one."""
+    for reason in ("not_here", "out_of_memory", "out_of_time", "failed"):
+        if reason in found:
+            return str(found[reason])
+    wanted = found["losses"] if yardstick is None else yardstick["losses"]
+    tolerance = FP8_TOLERANCE if is_fp8(row) else TOLERANCE
+    for step, (loss, other) in enumerate(zip(found["losses"], wanted, strict=True), start=1):
+        # So written that NaN is a fault.
+        if not abs(loss - other) <= tolerance * abs(other):
+            return f"wrong: the loss of step {step} is {loss:.4f}, that of the first row is {other:.4f}"
+    return ""
+
+
+def is_broken(fault: str) -> bool:
+    """Whether a fault is more than something that is absent or too small."""
+    return fault.startswith(("failed", "wrong"))
+
+
+def report(part: dict[str, Any], device_name: str) -> list[str]:
+    """The rows of the table of one shape and sequence."""
+    from benchmarks.shapes import SHAPES
+    from lightning_megatron.metrics.throughput import Speed, peak_flops
+    from lightning_megatron.transformer import cost
+
+    shape, sequence = SHAPES[part["size"]], part["sequence"]
+    config, step_rows = shape.config(part["layers"], sequence), part["step_rows"]
+    causal, whole = (
+        cost.training_flops(config, batch=step_rows, sequence=sequence, is_causal=is_causal)
+        for is_causal in (True, False)
+    )
+
+    def speed_of(found: dict[str, Any], num_flops: float) -> Speed:
+        return Speed(step_rows * sequence, num_flops, statistics.median(found["seconds"]), num_devices=1)
+
+    def share(speed: Speed, peak: float) -> str:
+        return f"{speed.mfu(peak):.1%}" if peak else "?"
+
+    lines = []
+    ours = part["rows"].get(OURS, {})
+    for row, found in part["rows"].items():
+        head = f"| {part['size']} | {part['layers']} | {sequence} | {row} |"
+        if found["fault"]:
+            lines.append(f"{head} {found['fault']} |" + "  |" * 7)
+            continue
+        speed, whole_speed = speed_of(found, causal), speed_of(found, whole)
+        precision = "fp8" if is_fp8(row) else "bf16"
+        peak = peak_flops(device_name, PRECISIONS[precision])
+        measured = part["matmul"].get(precision, {}).get("flops_per_second", 0.0)
+        ratio = ""
+        if ours and not ours["fault"]:
+            ratio = f"{statistics.median(ours['seconds']) / statistics.median(found['seconds']):.3f}"
+        lines.append(
+            f"{head} {speed.tokens_per_second:,.0f} | {speed.flops_per_second / 1e12:.4g} | {share(speed, peak)} "
+            f"| {share(whole_speed, peak)} | {share(speed, measured)} | {found['peak_bytes'] / 2**30:.2f} | {ratio} "
+            f"| {found['losses'][-1]:.4f} |"
+        )
+    return lines
+
+
+HEAD = (
+    "| shape | layers | sequence | row | tokens/s | TFLOP/s | MFU, causal half | MFU, attention whole | of matmul "
+    "| peak GiB | tokens/s to ours bf16 | last loss |\n" + "|---" * 12 + "|"
+)
+
+
+def main() -> None:
+    import torch
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--size", nargs="+", default=["1.3b", "8b"], choices=["1.3b", "8b", "smoke"])
+    parser.add_argument("--sequence", type=int, nargs="+", default=[], help="instead of those of the shape")
+    parser.add_argument("--rows", nargs="+", default=[], choices=list(rows()))
+    parser.add_argument("--no-compile", action="store_true", help="leave out what torch.compile compiles")
+    parser.add_argument("--microbatches", type=int, default=4, help="of a step, each of the shape's rows")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before the timed ones, at least 1")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps; their median counts")
+    parser.add_argument("--row-seconds", type=float, default=300.0, help="after this long a row is given up")
+    parser.add_argument("--json", type=Path, help="where to keep all figures; written after every row")
+    parser.add_argument("--layers", type=int, default=0, help="instead of as many as fit")
+    parser.add_argument("--look", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--run-row", choices=list(rows()), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if min(arguments.warmup, arguments.steps, arguments.microbatches) < 1:
+        parser.error("--warmup, --steps and --microbatches must be at least 1")
+    if arguments.look:
+        print(json.dumps(look_at(arguments.device, arguments.size)))
+    elif arguments.run_row:
+        print(json.dumps(run_row(arguments.run_row, arguments)))
+    else:
+        sys.exit(0 if compare(arguments) else 1)
+
+
+def chosen_rows(arguments: argparse.Namespace) -> list[str]:
+    """Those asked for, else all; plain torch runs eagerly only where nothing is compiled. In the table's order."""
+    compiled = [row for row in rows() if "compiled" in row]
+    unwanted = compiled if arguments.no_compile else [EAGER]
+    return [row for row in rows() if (row in arguments.rows if arguments.rows else row not in unwanted)]
+
+
+def compare(arguments: argparse.Namespace) -> bool:
+    """Runs everything, prints the table as it grows, keeps the figures; whether all that ran was right."""
+    from benchmarks.machine import as_line
+    from benchmarks.shapes import SHAPES
+    from lightning_megatron.metrics.throughput import peak_flops
+
+    device = ask(arguments, "--look", "--size", *arguments.size)
+    if "name" not in device:
+        raise SystemExit(f"the device cannot be looked at: {device}")
+    name = device["name"]
+    peaks = {kind: peak_flops(name, precision) for kind, precision in PRECISIONS.items()}
+    print(f"{as_line(device['machine'])}\naims: {AIMS}")
+    print(f"data sheet, dense TFLOP/s: {', '.join(f'{k} {p / 1e12:g}' if p else f'{k} ?' for k, p in peaks.items())}")
+    kept: dict[str, Any] = {"device": device, "peak_flops": peaks, "parts": []}
+    is_right = True
+    for size in arguments.size:
+        matmul = device["matmul"][size]
+        fastest = (f"{k} {m['flops_per_second'] / 1e12:.4g} ({m['product']})" for k, m in matmul.items())
+        print(f"\nfastest product, TFLOP/s: {', '.join(fastest)}\n\n{HEAD}", flush=True)
+        for sequence in arguments.sequence or SHAPES[size].sequences:
+            shape = SHAPES[size]
+            layers = arguments.layers or shape.fitting_layers(sequence, device["free_bytes"])
+            if layers == 0:
+                print(f"| {size} | 0 | {sequence} | not one layer fits |" + "  |" * 8, flush=True)
+                continue
+            told = (
+                f"{layers} of {shape.layers} layers, {shape.needed_bytes(layers, sequence) / 2**30:.1f} GiB by formula"
+            )
+            free = f"{device['free_bytes'] / 2**30:.1f} GiB free"
+            print(f"{size} at {sequence}: {told}, {free}", file=sys.stderr, flush=True)
+            step_rows = shape.microbatch_rows(sequence) * arguments.microbatches
+            part = {"size": size, "sequence": sequence, "layers": layers, "step_rows": step_rows}
+            part |= {"needed_bytes": shape.needed_bytes(layers, sequence), "matmul": matmul, "rows": {}}
+            kept["parts"].append(part)
+            for row in chosen_rows(arguments):
+                is_right &= add_row(row, part, arguments)
+                if arguments.json:
+                    arguments.json.write_text(json.dumps(kept, indent=1))
+            print("\n".join(report(part, name)), flush=True)
+    return is_right
+
+
+def add_row(row: str, part: dict[str, Any], arguments: argparse.Namespace) -> bool:
+    """Runs one row of a part and adds what was found; whether it is sound."""
+    settings = {"size": part["size"], "sequence": part["sequence"], "layers": part["layers"]}
+    settings |= {name: getattr(arguments, name) for name in ("microbatches", "warmup", "steps")}
+    options = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    found = ask(arguments, "--run-row", row, *options)
+    yardstick = next((other for other in part["rows"].values() if not other["fault"]), None)
+    found["fault"] = fault_of(row, found, yardstick)
+    part["rows"][row] = found
+    print(f"{part['size']}, {part['sequence']}: {row}: {found}", file=sys.stderr, flush=True)
+    return not is_broken(found["fault"])
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    main()

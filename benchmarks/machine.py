@@ -1,0 +1,51 @@
+"""What a benchmark ran on: the machine, its load, and the versions that matter, for a table's head and for its JSON."""
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+
+
+def machine() -> dict[str, str]:
+    """Names and versions by what they are of; those of a GPU where this process sees one."""
+    import torch
+
+    facts = {
+        "processor": f"{platform.machine()}, {os.cpu_count()} cores",
+        "load": ", ".join(f"{load:.1f}" for load in os.getloadavg()),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    for package in ("lightning", "transformers"):
+        if version := version_of(package):
+            facts[package] = version
+    if torch.cuda.is_available():
+        found = torch.cuda.get_device_properties(0)
+        facts["GPU"] = f"{found.name}, {found.total_memory / 2**30:.1f} GiB"
+        facts["CUDA"] = str(torch.version.cuda)
+        facts["driver"] = _driver()
+    return facts
+
+
+def version_of(package: str) -> str:
+    """That of an installed package; empty where it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def as_line(facts: dict[str, str]) -> str:
+    """The facts as the head of a table."""
+    return "; ".join(f"{name} {value}" for name, value in facts.items())
+
+
+def _driver() -> str:
+    """The version of the GPU's driver, as its own tool says it; "unknown" without that tool."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return "unknown"
+    command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return told.stdout.strip().splitlines()[0] if told.returncode == 0 and told.stdout.strip() else "unknown"

@@ -1,0 +1,241 @@
+"""One data-parallel training run of the same small GPT on this rank, by each of the optimizers that are compared.
+
+All start from the same weights, see the same rows, and do the same arithmetic: mean loss of the global batch, gradients
+clipped to norm 1, fused AdamW, float32. They differ in who holds, sums and updates what.
+"""
+
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.clock import StepClock
+from benchmarks.joined import joined_by_gloo
+from benchmarks.plain_gpt import PlainGPT
+
+LEARNING_RATE = 1e-3
+BUCKET_MB = 25
+# torch DDP's own default
+ONE_BUCKET_MB = 10_000
+
+Loader = torch.utils.data.DataLoader[list[Tensor]]
+
+
+class NotHere(Exception):
+    """What a row needs is not installed, or the package has it not yet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """The model and the steps of a run."""
+
+    layers: int
+    hidden: int
+    heads: int
+    sequence: int
+    vocabulary: int
+    rows: int
+    # of a rank in a step
+    warmup_steps: int
+    timed_steps: int
+
+    @property
+    def steps(self) -> int:
+        return self.warmup_steps + self.timed_steps
+
+
+@dataclass(kw_only=True)
+class Record:
+    """What a run left on this rank: its clock, and its own loss of each step."""
+
+    clock: StepClock
+    losses: list[Tensor] = field(default_factory=list)
+
+    def add(self, loss: Tensor) -> None:
+        """To be called at the end of every step."""
+        self.losses.append(loss.detach())
+        self.clock.tick()
+
+
+def make_model(size: Size) -> PlainGPT:
+    """The plain model, with the same weights on every rank and in every row."""
+    torch.manual_seed(0)
+    return PlainGPT(size.layers, size.hidden, size.heads, size.sequence, size.vocabulary)
+
+
+def make_loader(size: Size) -> Loader:
+    """This rank's rows, a step's in each batch; tokens are drawn unevenly, so that there is something to learn."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    generator = torch.Generator().manual_seed(1)
+    shape = (size.steps, world, size.rows, size.sequence + 1)
+    tokens = (torch.rand(shape, generator=generator) ** 4 * size.vocabulary).long()[:, rank].flatten(0, 1)
+    data = torch.utils.data.TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    return torch.utils.data.DataLoader(data, batch_size=size.rows)
+
+
+def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
+
+
+@joined_by_gloo
+def train_ddp(size: Size, microbatches: int, record: Record, *, overlap: bool) -> None:
+    """torch DDP, gradients summed once a step; without overlap they are one bucket, complete when backward ends."""
+    model = nn.parallel.DistributedDataParallel(make_model(size), bucket_cap_mb=None if overlap else ONE_BUCKET_MB)
+
+    def before_microbatch(is_last: bool) -> None:
+        model.require_backward_grad_sync = is_last
+
+    _train(model, size, microbatches, record, before_microbatch)
+
+
+@joined_by_gloo
+def train_fsdp2(size: Size, microbatches: int, record: Record) -> None:
+    """torch FSDP2, each block a unit; parameters are gathered once a step and stay until its last backward."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    model = make_model(size)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=False)
+    sharded = fully_shard(model, mesh=mesh, reshard_after_forward=False)
+
+    def before_microbatch(is_last: bool) -> None:
+        sharded.set_requires_gradient_sync(is_last)
+        sharded.set_reshard_after_backward(is_last)
+        sharded.set_is_last_backward(is_last)
+
+    _train(model, size, microbatches, record, before_microbatch)
+
+
+def _train(
+    model: nn.Module, size: Size, microbatches: int, record: Record, before_microbatch: Callable[[bool], None]
+) -> None:
+    """A hand-written loop; `before_microbatch` is told whether it is the step's last."""
+    optimizer = make_optimizer(model.parameters())
+    for tokens, labels in make_loader(size):
+        optimizer.zero_grad()
+        losses = []
+        for i, rows in enumerate(zip(tokens.chunk(microbatches), labels.chunk(microbatches), strict=True)):
+            before_microbatch(i == microbatches - 1)
+            loss = model(*rows) / microbatches
+            loss.backward()
+            losses.append(loss.detach())
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        record.add(torch.stack(losses).sum())
+
+
+def train_deepspeed(size: Size, microbatches: int, record: Record, *, overlap: bool) -> None:
+    """DeepSpeed's ZeRO stage 1 around the same AdamW; with overlap in buckets of DDP's size."""
+    if importlib.util.find_spec("deepspeed") is None:
+        raise NotHere("DeepSpeed is not installed here; --deepspeed-python names an interpreter that has it")
+    _train_deepspeed(size, microbatches, record, overlap)
+
+
+@joined_by_gloo
+def _train_deepspeed(size: Size, microbatches: int, record: Record, overlap: bool) -> None:
+    import deepspeed
+
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    model = make_model(size)
+    zero: dict[str, Any] = {"stage": 1, "overlap_comm": overlap}
+    if overlap:
+        zero["reduce_bucket_size"] = zero["allgather_bucket_size"] = BUCKET_MB * 2**20 // 4
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=make_optimizer(model.parameters()),
+        config={
+            "train_micro_batch_size_per_gpu": size.rows // microbatches,
+            "gradient_accumulation_steps": microbatches,
+            "gradient_clipping": 1.0,
+            "zero_optimization": zero,
+            "zero_allow_untested_optimizer": True,
+            "steps_per_print": size.steps + 1,
+        },
+    )
+    for tokens, labels in make_loader(size):
+        losses = []
+        for rows in zip(tokens.chunk(microbatches), labels.chunk(microbatches), strict=True):
+            loss = engine(*rows)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach() / microbatches)
+        record.add(torch.stack(losses).sum())
+
+
+def train_ours(size: Size, microbatches: int, record: Record, *, optimizer: dict[str, Any]) -> None:
+    """Our layers under the Trainer, with the arguments of OptimizerConfig; without any, the strategy as it comes."""
+    from benchmarks.fit import fit
+
+    strategy: dict[str, Any] = {"num_microbatches": microbatches}
+    if optimizer:
+        strategy["optimizer"] = _optimizer_config(optimizer)
+    fit(
+        lambda: build_ours(size),
+        lambda replicas: make_loader(size),
+        strategy,
+        make_optimizer,
+        record.add,
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+    )
+
+
+def _optimizer_config(settings: dict[str, Any]) -> Any:
+    try:
+        from lightning_megatron.optim.config import OptimizerConfig
+    except ImportError as error:
+        raise NotHere("the package has no OptimizerConfig yet") from error
+    return OptimizerConfig(**settings)
+
+
+def build_ours(size: Size) -> nn.Module:
+    """Our GPT with the weights of the plain one."""
+    from lightning_megatron.models import GPTConfig, GPTModel
+
+    config = GPTConfig(
+        num_layers=size.layers,
+        hidden_size=size.hidden,
+        num_attention_heads=size.heads,
+        max_sequence_length=size.sequence,
+        vocab_size=size.vocabulary,
+        activation="gelu_tanh",
+    )
+    model = GPTModel(config)
+    weights = _our_weights(make_model(size).state_dict(), size)
+    model.load_state_dict(weights)
+    return model
+
+
+# In a block of the plain model: in a layer of ours.
+_PLACES = {
+    "attention_norm": "attention_norm",
+    "mlp_norm": "mlp_norm",
+    "qkv": "attention.qkv",
+    "projection": "attention.projection",
+    "up": "mlp.up",
+    "down": "mlp.down",
+}
+
+
+def _our_weights(plain: dict[str, Tensor], size: Size) -> dict[str, Tensor]:
+    """The plain model's weights under our names; queries, keys and values are fused head by head there."""
+    weights = {
+        "embedding.tokens.weight": plain["tokens.weight"],
+        "embedding.positions.weight": plain["positions.weight"],
+        "final_norm.weight": plain["norm.weight"],
+        "final_norm.bias": plain["norm.bias"],
+    }
+    for name, weight in plain.items():
+        if not name.startswith("blocks."):
+            continue
+        _, number, place, kind = name.split(".")
+        if place == "qkv":
+            weight = weight.unflatten(0, (3, size.heads, -1)).transpose(0, 1).flatten(0, 2)
+        weights[f"layers.{number}.{_PLACES[place]}.{kind}"] = weight
+    return weights

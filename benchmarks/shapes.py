@@ -1,0 +1,89 @@
+"""The shapes that `gpu` trains, and how many of their layers fit into a device's memory.
+
+Llama style: rotary positions, RMSNorm, SwiGLU, no biases, head not tied. Bytes that a run needs, by formula:
+
+    18 P              a parameter in float32, its gradient and both Adam moments, and its bf16 copy for the products
+    2 L a             what the layers keep for the backward, a of each; twice, since the peers keep more than we do
+    14 T V            logits in bf16, and in float32 with their exponentials and gradients
+
+P parameters, L layers, T tokens of a microbatch, V vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_megatron.models import GPTConfig
+from lightning_megatron.transformer import cost
+
+BYTES_PER_PARAMETER = 18
+BYTES_PER_LOGIT = 14
+# Of the memory that is free at the start; the rest is for workspaces and for what the allocator cannot use.
+USABLE = 0.94
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """An architecture and how much of it is trained at once."""
+
+    layers: int
+    hidden: int
+    heads: int
+    groups: int
+    ffn: int
+    vocabulary: int
+    sequences: tuple[int, ...]
+    microbatch_tokens: int
+
+    def config(self, layers: int, sequence: int) -> GPTConfig:
+        return GPTConfig(
+            num_layers=layers,
+            hidden_size=self.hidden,
+            num_attention_heads=self.heads,
+            num_query_groups=self.groups,
+            ffn_hidden_size=self.ffn,
+            vocab_size=self.vocabulary,
+            max_sequence_length=sequence,
+            activation="swiglu",
+            normalization="rmsnorm",
+            position="rotary",
+            add_bias_linear=False,
+            tie_embeddings=False,
+        )
+
+    def microbatch_rows(self, sequence: int) -> int:
+        return max(self.microbatch_tokens // sequence, 1)
+
+    def needed_bytes(self, layers: int, sequence: int) -> int:
+        """Of device memory, by the formula above."""
+        config, rows = self.config(layers, sequence), self.microbatch_rows(sequence)
+        kept = cost.layer_activation_bytes(config, batch=rows, sequence=sequence, bytes_per_element=2)
+        logits = BYTES_PER_LOGIT * rows * sequence * self.vocabulary
+        return BYTES_PER_PARAMETER * cost.model_parameters(config) + 2 * layers * kept + logits
+
+    def fitting_layers(self, sequence: int, free_bytes: int) -> int:
+        """As many of the shape's layers as fit; 0 where not one does."""
+        fits = (n for n in range(self.layers, 0, -1) if self.needed_bytes(n, sequence) <= USABLE * free_bytes)
+        return next(fits, 0)
+
+    def products(self, tokens: int) -> list[tuple[int, int, int]]:
+        """Of a layer's linears and of the head, in forward and backward: M, N, K of [M, K] times [K, N]."""
+        size = self.hidden // self.heads
+        linears = [
+            (self.hidden, (self.heads + 2 * self.groups) * size),
+            (self.heads * size, self.hidden),
+            (self.hidden, 2 * self.ffn),
+            (self.ffn, self.hidden),
+            (self.hidden, self.vocabulary),
+        ]
+        forward = [(tokens, width, features) for features, width in linears]
+        return [way for m, n, k in forward for way in ((m, n, k), (m, k, n), (n, k, m))]
+
+
+_GPU: dict[str, Any] = {"sequences": (4096, 8192), "microbatch_tokens": 8192}
+SHAPES = {
+    "1.3b": Shape(layers=24, hidden=2048, heads=16, groups=16, ffn=5504, vocabulary=32000, **_GPU),
+    "8b": Shape(layers=32, hidden=4096, heads=32, groups=8, ffn=14336, vocabulary=128256, **_GPU),
+    "smoke": Shape(
+        layers=2, hidden=64, heads=4, groups=2, ffn=128, vocabulary=256, sequences=(32,), microbatch_tokens=64
+    ),
+}

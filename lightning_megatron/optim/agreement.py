@@ -1,0 +1,96 @@
+"""What all ranks find out together about a step: a gradient that is no number, copies of a weight that differ."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.comm import collectives
+from lightning_megatron.mesh import Axis, Mesh
+from lightning_megatron.optim.bucket import Bucket
+from lightning_megatron.optim.gradients import Gradients
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def found_nonfinite(gradients: Gradients, world: Axis, device: torch.device) -> bool:
+    """Whether any rank made a gradient with NaN or Inf in it in this step, the same answer everywhere."""
+    sums = [bucket.local_sum for bucket in gradients.buckets if bucket.local_sum is not None]
+    flag = torch.zeros((), dtype=torch.int32, device=device)
+    if sums:
+        flag = (~torch.stack([value.double() for value in sums]).isfinite()).any().to(torch.int32)
+    return bool(collectives.all_reduce_(flag, world, "max").item())
+
+
+def describe_nonfinite(gradients: Gradients, world: Axis) -> list[str]:
+    """Which ranks made NaN or Inf, and in which parameters, one line each. Collective over the world.
+
+    The sums are done by then: a rank knows of itself only which buckets were bad, and of every bad bucket the sum shows
+    in which parameters.
+    """
+    bad = [bucket for bucket in gradients.buckets if not _is_finite(bucket.local_sum)]
+    own = {
+        "buckets": [_names(bucket) for bucket in bad],
+        "parameters": [
+            owned.held.name
+            for owned in gradients.owned
+            if owned.tensor.grad is not None and not bool(owned.tensor.grad.isfinite().all())
+        ],
+    }
+    by_rank = collectives.gather_objects(own, world)
+    parameters = {name for found in by_rank for name in found["parameters"]}
+    return [
+        f"rank {rank}: {', '.join(sorted(made))}"
+        for rank, found in enumerate(by_rank)
+        if (made := {name for bucket in found["buckets"] for name in bucket} & parameters)
+    ]
+
+
+def differing_copies(gradients: Gradients, mesh: Mesh) -> list[str]:
+    """Weights that are not bit by bit the same on all ranks that hold them, one line each, on every rank.
+
+    Collective over dp+cp, the axes of replicated parameters, the holders of tied names, and the world.
+    """
+    held_ones = sorted(gradients.held, key=lambda held: held.name)
+    axes: dict[tuple[int, ...], tuple[Axis, list[int]]] = {}
+    for place, held in enumerate(held_ones):
+        shared = [mesh.axis("dp+cp"), *held.shard.replicas]
+        if held.holders is not None:
+            shared.append(held.holders)
+        for axis in shared:
+            if axis.size > 1:
+                axes.setdefault(axis.ranks, (axis, []))[1].append(place)
+    prints = [fingerprint(held.parameter.detach()) for held in held_ones]
+    differing = set()
+    for axis, places in (axes[ranks] for ranks in sorted(axes)):
+        own = torch.stack([prints[place] for place in places])
+        least, most = collectives.all_reduce(own, axis, "min"), collectives.all_reduce(own, axis, "max")
+        for place, is_same in zip(places, (least == most).tolist(), strict=True):
+            if not is_same:
+                differing.add(f"{held_ones[place].name} on ranks {', '.join(map(str, axis.ranks))}")
+    return sorted({line for lines in collectives.gather_objects(sorted(differing), mesh.world) for line in lines})
+
+
+def fingerprint(x: Tensor) -> Tensor:
+    """A number, int64 [], that two tensors share only if they have the same bits, but for chance.
+
+    The sum of the bits, each element's as an integer times an odd number that depends on its place.
+    """
+    bits = x.contiguous().view(-1).view(_INTEGERS[x.element_size()]).to(torch.int64)
+    places = torch.arange(1, 2 * bits.numel(), 2, dtype=torch.int64, device=x.device)
+    return (bits * places).sum()
+
+
+def _names(bucket: Bucket) -> list[str]:
+    return [held.name for held in bucket.members]
+
+
+def _is_finite(value: Tensor | None) -> bool:
+    return value is None or bool(value.isfinite())
+
+
+def in_words(lines: Iterable[str], limit: int = 20) -> str:
+    """Lines under each other, the first of them where there are many."""
+    all_lines = list(lines)
+    more = [f"and {len(all_lines) - limit} more"] if len(all_lines) > limit else []
+    return "\n".join(f"  - {line}" for line in [*all_lines[:limit], *more])

@@ -1,0 +1,285 @@
+"""A bucket: gradients of several parameters in one flat tensor, summed over the replicas by one message.
+
+Backward makes gradients in `.grad` of their own or adds to those that are there. When a parameter's gradient is
+complete for one backward it lands: it moves to its home, a view of the bucket, which is `.grad` from then on. A bucket
+whose last gradient of a step has landed may be sent. Buckets are sent in one order on all replicas, whatever the order
+in which they fill.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.comm import collectives
+from lightning_megatron.comm.collectives import Pending
+from lightning_megatron.mesh import Axis
+from lightning_megatron.optim.buckets import BucketLayout, Range, bucket_layouts, own_range
+from lightning_megatron.sharding import Shard
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A parameter that this rank holds."""
+
+    name: str
+    parameter: nn.Parameter
+    shard: Shard
+    holders: Axis | None
+    # the pp ranks that hold this name, where there are several
+    is_outside: bool
+    # of the pipelined model: a plain module that every stage holds
+    stages: tuple[int, ...]
+    # of this rank whose backwards add to its gradient
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether a sum over all parameters of the model takes this rank's copy."""
+        return self.shard.is_counted and (self.holders is None or self.holders.is_first)
+
+
+class Bucket:
+    """Gradients that need the same sums: over `replicas`, then over the axis of a partial sum, then over holders.
+
+    `shards` is the axis over which the sum is cut: that of the replicas, or one of a single rank. `dtype` is that of
+    the gradients, `low` that which the parameters shall have beside main weights, where not their own.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Held],
+        layout: BucketLayout,
+        *,
+        replicas: Axis,
+        shards: Axis,
+        dtype: torch.dtype,
+        low: torch.dtype | None = None,
+    ) -> None:
+        first = members[0]
+        self.low = low
+        self.members = tuple(members)
+        self.layout = layout
+        self.stages = first.stages
+        self.partial = first.shard.partial
+        self.holders = first.holders
+        self.is_outside = first.is_outside
+        self.replicas, self.shards = replicas, shards
+        # Zeros, because gaps between parameters travel too.
+        self.gradient = torch.zeros(layout.num_elements, dtype=dtype, device=first.parameter.device)
+        self.homes: dict[Tensor, Tensor] = {
+            held.parameter: self.gradient[start : start + held.parameter.numel()].view(held.parameter.shape)
+            for held, start in zip(members, layout.starts, strict=True)
+        }
+        self.pending: Pending | None = None
+        self.local_sum: Tensor | None = None
+        # of all its gradients before they were summed, []: NaN or Inf where one of them is
+
+    @property
+    def own(self) -> Tensor:
+        """This rank's shard of the gradients, flat."""
+        return collectives.shard_slice(self.gradient, self.shards)
+
+    @property
+    def is_trained(self) -> bool:
+        return any(held.parameter.requires_grad for held in self.members)
+
+    @property
+    def is_touched(self) -> bool:
+        """Whether any of its parameters has a gradient."""
+        return any(held.parameter.grad is not None for held in self.members)
+
+    def own_range(self, place: int) -> Range:
+        """The elements of its member number `place` that lie in this rank's shard."""
+        size = self.members[place].parameter.numel()
+        shards = self.shards
+        return own_range(self.layout.starts[place], size, self.layout.num_elements, shards.size, shards.rank)
+
+    def is_home(self, held: Held) -> bool:
+        """Whether a parameter's gradient stands in the bucket."""
+        return held.parameter.grad is self.homes[held.parameter]
+
+    def settle(self, held: Held) -> None:
+        """Moves a parameter's gradient to its home, if it is not there; a sparse one of a single replica stays."""
+        parameter = held.parameter
+        gradient, home = parameter.grad, self.homes[parameter]
+        if gradient is None or gradient is home:
+            return
+        if gradient.is_sparse:
+            if self.replicas.size == 1 and self.holders is None:
+                return
+            gradient = gradient.to_dense()
+        home.copy_(gradient)
+        # Where a parameter's own dtype is narrower than its gradient's, `.grad` takes it by `grad_dtype`.
+        parameter.grad = home
+
+    def send(self, *, is_checked: bool) -> None:
+        """Starts the sum over the replicas; parameters without a gradient count as zeros."""
+        for held in self.members:
+            self.settle(held)
+            if not self.is_home(held):
+                self.homes[held.parameter].zero_()
+        if is_checked:
+            self.local_sum = self.gradient.sum()
+        if self.shards.size > 1:
+            self.pending = collectives.reduce_scatter_(self.gradient, self.shards, wait=False)
+        else:
+            self.pending = collectives.all_reduce_(self.gradient, self.replicas, wait=False)
+
+    def wait(self) -> bool:
+        """Returns, once its sum has landed, whether it was sent in this step."""
+        if self.pending is None:
+            return False
+        self.pending.wait()
+        self.pending = None
+        return True
+
+
+def make_buckets(
+    held_ones: Iterable[Held],
+    *,
+    replicas: Axis,
+    shards: Axis,
+    bucket_size: int,
+    keeps_whole: bool,
+    dtype_of: Callable[[nn.Parameter], torch.dtype],
+    low_of: Callable[[nn.Parameter], torch.dtype | None],
+) -> list[Bucket]:
+    """The buckets of the parameters, in about the order in which backward completes them."""
+    groups: dict[tuple[Any, ...], list[Held]] = {}
+    # Backward runs through the model from its end.
+    for held in reversed(list(held_ones)):
+        partial, holders = held.shard.partial, held.holders
+        key = (
+            held.stages,
+            held.is_outside,
+            None if partial is None else partial.ranks,
+            None if holders is None else holders.ranks,
+            held.parameter.dtype,
+            low_of(held.parameter),
+        )
+        groups.setdefault(key, []).append(held)
+    buckets = []
+    for members in groups.values():
+        if members[0].holders is not None:
+            # By name: ranks hold shared parameters in orders of their own.
+            members.sort(key=lambda held: held.name)
+        sizes = [held.parameter.numel() for held in members]
+        for layout in bucket_layouts(sizes, num_shards=shards.size, bucket_size=bucket_size, keeps_whole=keeps_whole):
+            chosen = [members[index] for index in layout.members]
+            dtype, low = dtype_of(chosen[0].parameter), low_of(chosen[0].parameter)
+            buckets.append(Bucket(chosen, layout, replicas=replicas, shards=shards, dtype=dtype, low=low))
+    # Those that wait for the backward of the first stages come last.
+    return sorted(buckets, key=lambda bucket: -min(bucket.stages, default=0))
+
+
+class Sender:
+    """Sends buckets as their last gradients land.
+
+    A schedule says which backward of a stage is the last of the step (`expect`), and when a stage is done
+    (`complete`).
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], *, is_checked: bool) -> None:
+        self._buckets = list(buckets)
+        self._is_checked = is_checked
+        self._bucket_of: dict[Tensor, Bucket] = {
+            held.parameter: bucket for bucket in buckets for held in bucket.members
+        }
+        self._held = {held.parameter: held for bucket in buckets for held in bucket.members}
+        self._is_open = False
+        self._num_sent = 0
+        self._stages_left: dict[Bucket, set[int]] = {}
+        self._missing: dict[Bucket, set[Tensor]] = {}
+        # of buckets of which everything else is there: parameters whose last gradient is still to land
+        self._watched: list[tuple[Any, Any]] = []
+        # Nodes with their hooks: autograd keeps a node only as long as somebody holds it.
+
+    def watch(self) -> None:
+        """Begins to see gradients land. Not before the parameters have their final data: a new dtype makes autograd
+        forget the node that was watched."""
+        self._watched = [self._watch(held) for held in self._held.values() if held.parameter.requires_grad]
+
+    def _watch(self, held: Held) -> tuple[Any, Any]:
+        """Has `land` called behind autograd's own addition to the gradient: once a backward, after all uses."""
+        grad_fn = held.parameter.view_as(held.parameter).grad_fn
+        assert grad_fn is not None
+        node = grad_fn.next_functions[0][0]
+        assert node is not None
+        return node, node.register_hook(lambda *_: self._accumulated(held))
+
+    def release(self) -> None:
+        """Watches no longer."""
+        for _, handle in self._watched:
+            handle.remove()
+        self._watched = []
+
+    def home(self, parameter: Tensor) -> Tensor | None:
+        """Where a parameter's gradient belongs; none for one that no bucket has."""
+        bucket = self._bucket_of.get(parameter)
+        return None if bucket is None else bucket.homes[parameter]
+
+    def open(self) -> None:
+        """A step's gradients are about to be made that may be sent as soon as they are complete."""
+        self._is_open, self._num_sent = True, 0
+        self._stages_left = {bucket: set(bucket.stages) for bucket in self._buckets}
+        self._missing = {}
+
+    def expect(self, stage: int, parameters: Iterable[Tensor] | None = None) -> None:
+        """The last backward of a stage in this step is about to run; of `parameters` only, where given, something is
+        still missing."""
+        if not self._is_open:
+            return
+        chosen = None if parameters is None else set(parameters)
+        for bucket, stages in self._stages_left.items():
+            if stages == {stage}:
+                trained: set[Tensor] = {held.parameter for held in bucket.members if held.parameter.requires_grad}
+                self._missing[bucket] = trained if chosen is None else trained & chosen
+
+    def land(self, parameter: Tensor) -> None:
+        """A parameter's gradient of this backward is complete."""
+        bucket = self._bucket_of[parameter]
+        missing = self._missing.get(bucket)
+        if missing is not None:
+            missing.discard(parameter)
+            if not missing:
+                self._send_complete()
+
+    def complete(self, stage: int) -> None:
+        """All backwards of a stage have run."""
+        if not self._is_open:
+            return
+        for bucket, stages in self._stages_left.items():
+            stages.discard(stage)
+            if not stages:
+                self._missing[bucket] = set()
+        self._send_complete()
+
+    def close(self, *, everything: bool) -> None:
+        """The step's backwards are over; sends what is left: everything, or buckets that have a gradient."""
+        sent = self._buckets[: self._num_sent] if self._is_open else []
+        for bucket in self._buckets:
+            if bucket not in sent and bucket.is_trained and (everything or bucket.is_touched):
+                bucket.send(is_checked=self._is_checked)
+        self._is_open, self._missing, self._num_sent = False, {}, 0
+
+    def _accumulated(self, held: Held) -> None:
+        bucket = self._bucket_of[held.parameter]
+        if bucket.pending is not None and held.parameter.grad is not None:
+            raise RuntimeError(
+                f"a gradient of {held.name!r} was made after its sum over the replicas had begun; a step that runs "
+                "several backwards needs OptimizerConfig(overlap_grad_reduce=False)"
+            )
+        bucket.settle(held)
+        self.land(held.parameter)
+
+    def _send_complete(self) -> None:
+        while self._num_sent < len(self._buckets):
+            bucket = self._buckets[self._num_sent]
+            missing = self._missing.get(bucket)
+            if missing is None or missing:
+                return
+            self._num_sent += 1
+            if bucket.is_trained:
+                bucket.send(is_checked=self._is_checked)

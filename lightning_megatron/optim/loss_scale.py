@@ -1,0 +1,44 @@
+"""The dynamic loss scale of float16: what the next step's factor is, as a state machine of numbers.
+
+The loss is multiplied before the backward, gradients are divided before the step. Every rank keeps its own copy; they
+stay equal because each `update` is told what all ranks found together.
+"""
+
+from lightning_megatron.optim.config import LossScaleConfig
+
+
+class LossScale:
+    """The factor of the current step; `update` makes the next one."""
+
+    def __init__(self, config: LossScaleConfig) -> None:
+        self._config = config
+        self.factor = config.initial
+        self._good_steps = 0
+        # in a row
+        self._bad_steps_left = config.hysteresis
+        # until the factor shrinks
+
+    def update(self, *, found_nonfinite: bool) -> None:
+        """Takes in whether any gradient of the step was Inf or NaN, on any rank."""
+        config = self._config
+        if found_nonfinite:
+            self._good_steps = 0
+            self._bad_steps_left -= 1
+            if self._bad_steps_left <= 0:
+                self.factor = max(self.factor * config.backoff_factor, config.minimum)
+            return
+        self._good_steps += 1
+        if self._good_steps == config.window:
+            self._good_steps = 0
+            self._bad_steps_left = config.hysteresis
+            self.factor *= config.growth_factor
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint keeps of it: the same on every rank."""
+        return {"factor": self.factor, "good_steps": self._good_steps, "bad_steps_left": self._bad_steps_left}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Goes on from a state that `state_dict` made."""
+        self.factor = float(state["factor"])
+        self._good_steps = int(state["good_steps"])
+        self._bad_steps_left = int(state["bad_steps_left"])

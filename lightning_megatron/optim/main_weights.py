@@ -1,0 +1,232 @@
+"""Main weights: what the user's optimizer steps in place of the parameters, and the way back to those.
+
+Under mixed precision they are in float32 beside parameters in 16 bits; with the distributed optimizer each replica has
+those of its shards alone. The optimizer object is the user's own: its parameters are exchanged in place, so schedulers
+and callbacks that hold it go on. After a step the new weights are cast, and the replicas gather each other's shards.
+
+    bytes a parameter, of d replicas    weights   gradients   main weights   two moments
+    32-true, replicated                 4         4           -              8
+    32-true, distributed                4         4           -              8/d
+    bf16-mixed, replicated              2         4           4              8
+    bf16-mixed, distributed             2         4           4/d            8/d
+
+Where a parameter and its main weights have one dtype they share memory.
+Source: Rajbhandari et al., arXiv 1910.02054, sections 3.1 and 5.1.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+)
+
+from lightning_megatron.comm import collectives
+from lightning_megatron.optim.bucket import Bucket
+from lightning_megatron.optim.gradients import Gradients, Owned
+
+# Their step of each number looks at that number alone. Of others nothing is known: they get whole parameters.
+_BY_NUMBER = (ASGD, SGD, Adadelta, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop)
+
+
+def steps_by_number(optimizer: Optimizer) -> bool:
+    """Whether the optimizer may be given any part of a parameter."""
+    return type(optimizer) in _BY_NUMBER
+
+
+class MainWeights:
+    """The main weights of one rank's buckets, put in the place of the parameters in `optimizers`.
+
+    Parameters get the dtype that their bucket says. Their data moves into flat tensors, one a bucket, where shards are
+    gathered.
+    """
+
+    @torch.no_grad()
+    def __init__(self, gradients: Gradients, optimizers: Iterable[Optimizer]) -> None:
+        self._gradients = gradients
+        self._flat: dict[Bucket, Tensor] = {}
+        self._homes: dict[nn.Parameter, Tensor] = {}
+        # of the data of parameters whose shards are gathered
+        self._dtypes: dict[Bucket, torch.dtype] = {}
+        # of the main weights
+        self._flying: dict[Bucket, collectives.Pending] = {}
+        self._optimizers = list(optimizers)
+        owned_ones = [owned for bucket in gradients.buckets for owned in self._convert(bucket)]
+        gradients.owned = owned_ones
+        gradients.has_main_weights = True
+        self._owned = {owned.held.parameter: owned for owned in owned_ones}
+        self._buckets = {held.parameter: bucket for bucket in gradients.buckets for held in bucket.members}
+        for optimizer in self._optimizers:
+            self._exchange(optimizer)
+
+    def _convert(self, bucket: Bucket) -> Iterator[Owned]:
+        own_dtype = self._dtypes[bucket] = bucket.members[0].parameter.dtype
+        dtype = own_dtype if bucket.low is None else bucket.low
+        if bucket.shards.size > 1:
+            self._flat[bucket] = torch.zeros(bucket.layout.num_elements, dtype=dtype, device=bucket.gradient.device)
+        for place, held in enumerate(bucket.members):
+            parameter, own = held.parameter, bucket.own_range(place)
+            before = parameter.detach()
+            if bucket in self._flat:
+                start = bucket.layout.starts[place]
+                self._homes[parameter] = self._flat[bucket][start : start + before.numel()].view(before.shape)
+                self._bring_home(parameter)
+            elif dtype != own_dtype:
+                parameter.data = before.to(dtype)
+            if parameter.dtype != bucket.gradient.dtype:
+                parameter.grad_dtype = bucket.gradient.dtype
+            if own.is_empty and parameter.numel():
+                continue
+            whole = parameter.detach() if dtype == own_dtype else before
+            is_whole = own.end - own.start == parameter.numel()
+            part = whole if is_whole else whole.reshape(-1)[own.start : own.end]
+            if dtype != own_dtype and not is_whole:
+                # A copy, so that the whole float32 parameter can go.
+                part = part.clone()
+            yield Owned(held, nn.Parameter(part), own)
+
+    def lowered_names(self) -> set[str]:
+        """Names of this rank's parameters that are narrower than their main weights, wherever those are."""
+        return {
+            held.name
+            for bucket in self._gradients.buckets
+            for held in bucket.members
+            if held.parameter.dtype != self._dtypes[bucket]
+        }
+
+    # --- the optimizer ----------------------------------------------------------------------------------------------
+
+    def _exchange(self, optimizer: Optimizer) -> None:
+        """Puts main weights in the place of parameters, with what state there is."""
+        for group in optimizer.param_groups:
+            places = [
+                place
+                for place, parameter in enumerate(group["params"])
+                if parameter not in self._buckets or parameter in self._owned
+            ]
+            if "param_names" in group:
+                group["param_names"] = [group["param_names"][place] for place in places]
+            states = {parameter: optimizer.state.pop(parameter, None) for parameter in group["params"]}
+            kept = [group["params"][place] for place in places]
+            group["params"] = [self._owned[p].tensor if p in self._owned else p for p in kept]
+            for parameter, stepped in zip(kept, group["params"], strict=True):
+                if (state := states[parameter]) is not None:
+                    owned = self._owned.get(parameter)
+                    parts = {key: _part_of(value, parameter, owned) for key, value in state.items()}
+                    optimizer.state[stepped] = parts
+
+    def require_all(self) -> None:
+        """Raises RuntimeError where an optimizer was given a parameter later: it would step 16 bits, or a copy."""
+        for optimizer in self._optimizers:
+            for number, group in enumerate(optimizer.param_groups):
+                if any(parameter in self._buckets for parameter in group["params"]):
+                    raise RuntimeError(
+                        f"param group {number} of {type(optimizer).__name__} got a parameter after training began, "
+                        "which main weights cannot take in; give it to the optimizer in configure_optimizers, or use "
+                        'OptimizerConfig(kind="replicated") with precision 32-true or bf16-true'
+                    )
+
+    # --- the way back -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Takes over weights that somebody changed since the last step: a callback that averages or clips."""
+        for parameter, home in self._homes.items():
+            if parameter.data_ptr() != home.data_ptr():
+                self._bring_home(parameter)
+        for owned in self._owned.values():
+            now = self._own_part(owned)
+            if now.dtype != owned.tensor.dtype:
+                is_kept = now == owned.tensor.to(now.dtype)
+                # NaN is not equal to itself, and is kept all the same.
+                owned.tensor.copy_(torch.where(is_kept | now.isnan(), owned.tensor, now.to(owned.tensor.dtype)))
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Takes the main weights' values from this rank's whole parameters, by name, where those were just loaded."""
+        for owned in self._owned.values():
+            if (value := state.get(owned.held.name)) is not None:
+                part = value.reshape(-1)[owned.range.start : owned.range.end]
+                owned.tensor.copy_(part.view(owned.tensor.shape))
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Starts to bring the stepped weights to the parameters of all replicas."""
+        for owned in self._owned.values():
+            now = self._own_part(owned)
+            if now.dtype != owned.tensor.dtype:
+                now.copy_(owned.tensor)
+        # The first parts of the model stand in the last buckets, and the next forward needs them first.
+        for bucket in reversed(self._gradients.buckets):
+            if bucket in self._flat:
+                self._flying[bucket] = collectives.all_gather_(self._flat[bucket], bucket.shards, wait=False)
+
+    def wait(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
+        """Returns when weights have landed: those of `parameters`, or all."""
+        if not self._flying:
+            return
+        if parameters is None:
+            wanted = list(self._flying)
+        else:
+            wanted = [bucket for bucket in map(self._buckets.get, parameters) if bucket is not None]
+        for bucket in wanted:
+            if (pending := self._flying.pop(bucket, None)) is not None:
+                pending.wait()
+
+    @torch.no_grad()
+    def release(self) -> None:
+        """Gives the parameters the main weights' dtype and values, where training is over.
+
+        The gradients' memory takes them in, where it can, so that nothing new is needed. Collective over dp+cp.
+        """
+        for bucket in self._gradients.buckets:
+            self._release(bucket)
+
+    def _release(self, bucket: Bucket) -> None:
+        main_dtype = self._dtypes[bucket]
+        if bucket.members[0].parameter.dtype == main_dtype:
+            return
+        values = bucket.gradient if bucket.gradient.dtype == main_dtype else bucket.gradient.to(main_dtype)
+        for place, held in enumerate(bucket.members):
+            if (owned := self._owned.get(held.parameter)) is not None:
+                start = bucket.layout.starts[place]
+                values[start + owned.range.start : start + owned.range.end].copy_(owned.tensor.reshape(-1))
+        collectives.all_gather_(values, bucket.shards)
+        for place, held in enumerate(bucket.members):
+            start, parameter = bucket.layout.starts[place], held.parameter
+            parameter.grad = None
+            parameter.grad_dtype = main_dtype
+            parameter.data = values[start : start + parameter.numel()].view(parameter.shape)
+
+    def _bring_home(self, parameter: nn.Parameter) -> None:
+        """Puts a parameter's values where the replicas' shards are gathered, and lets it stand there."""
+        home = self._homes[parameter]
+        home.copy_(parameter.detach())
+        parameter.data = home
+
+    def _own_part(self, owned: Owned) -> Tensor:
+        """The view of a parameter's data that its main weights of this rank stand for."""
+        whole = owned.held.parameter.detach()
+        if whole.shape == owned.tensor.shape:
+            return whole
+        return whole.view(-1)[owned.range.start : owned.range.end].view(owned.tensor.shape)
+
+
+def _part_of(value: object, parameter: Tensor, owned: Owned | None) -> object:
+    """A state of the whole parameter as one of its main weights; others as they are."""
+    if owned is None or not isinstance(value, Tensor) or value.shape != parameter.shape:
+        return value
+    part = value.reshape(-1)[owned.range.start : owned.range.end].view(owned.tensor.shape).clone()
+    return part.to(owned.tensor.dtype) if part.is_floating_point() else part

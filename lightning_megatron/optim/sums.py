@@ -1,0 +1,57 @@
+"""Sums of gradients over axes, and which axes a parameter's name asks for."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.comm import collectives
+from lightning_megatron.mesh import Axis, Mesh, NewGroup
+
+# Elements of a gradient whose squares are summed in float32.
+_NORM_ROW = 256
+
+
+def square(x: Tensor) -> Tensor:
+    """The sum of the squares of `x`, [], float64.
+
+    Rows in float32 at least, their sum in float64: one float32 sum over a large tensor drifts on CPU, and float64
+    throughout converts every element.
+    """
+    if x.is_sparse:
+        x = x.coalesce().values()
+    if x.is_contiguous() and x.numel() % _NORM_ROW == 0:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        x = torch.linalg.vector_norm(x.view(-1, _NORM_ROW), dim=1, dtype=dtype)
+    norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.float64)
+    return norm.square()
+
+
+def scale_in_place(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiplies each tensor by the number `factor`, []."""
+    for dtype in {tensor.dtype for tensor in tensors}:
+        torch._foreach_mul_([t for t in tensors if t.dtype is dtype], factor.to(dtype))
+
+
+def stage_axes(names: Sequence[str], mesh: Mesh, new_group: NewGroup) -> dict[str, Axis]:
+    """For each name that several pp ranks hold, the axis of those ranks. Collective over pp and the world."""
+    by_rank = [set(held) for held in collectives.gather_objects(list(names), mesh.pp)]
+    holders: dict[str, tuple[int, ...]] = {}
+    for name in sorted(set().union(*by_rank)):
+        ranks = tuple(rank for rank, held in enumerate(by_rank) if name in held)
+        if len(ranks) > 1:
+            holders[name] = ranks
+    axes: dict[tuple[int, ...], Axis] = {}
+    for pp_ranks in sorted(set(holders.values())):
+        if len(pp_ranks) == mesh.pp.size:
+            axes[pp_ranks] = mesh.pp
+            continue
+        if mesh.pp.rank not in pp_ranks:
+            # torch names a group after how many groups its rank has made: a rank that made none here would disagree
+            # with the others about the name of the next one, and both would wait for ever.
+            new_group((mesh.global_rank,))
+            continue
+        global_ranks = tuple(mesh.pp.ranks[rank] for rank in pp_ranks)
+        group = new_group(tuple(sorted(global_ranks)))
+        axes[pp_ranks] = Axis("stages", len(pp_ranks), pp_ranks.index(mesh.pp.rank), global_ranks, group)
+    return {name: axes[ranks] for name, ranks in holders.items() if ranks in axes}

@@ -1,0 +1,209 @@
+"""What FP8 training is asked to be, and the one door to Transformer Engine.
+
+    engine               who multiplies                                      runs on
+    torch                torch's own scaled product, under our linears       CPU, and GPUs that know float8
+    transformer_engine   Transformer Engine's linears, with our weights      GPUs where it is installed
+
+Transformer Engine scales and keeps its amaxes by itself; what is here builds its layers for an axis of ours, translates
+the configuration, and says what to install where it is absent.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from lightning_megatron.mesh import Axis
+
+Format = Literal["e4m3", "hybrid"]
+RecipeName = Literal["current", "delayed"]
+AmaxFrom = Literal["max", "most_recent"]
+Engine = Literal["torch", "transformer_engine"]
+ParallelMode = Literal["column", "row"]
+
+HISTORY_LENGTH = 1024
+"""Steps that a delayed scale looks back on, where nothing else is said."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Config:
+    """How the linears of transformer layers multiply in FP8. Embeddings, output head and norms never do."""
+
+    format: Format = "hybrid"
+    # e4m3: inputs, weights and gradients; hybrid: gradients in e5m2, which has a wider range
+    scaling: RecipeName = "current"
+    # a tensor is scaled by its own amax, or by those of earlier steps
+    amax_history_length: int = HISTORY_LENGTH
+    # delayed: steps that are looked back on
+    amax_from: AmaxFrom = "max"
+    # delayed: the largest amax of the history, or the latest
+    margin: int = 0
+    # powers of two that are left free above the amax
+    num_first_layers_bf16: int = 0
+    # layers at the start of the model that are left alone
+    num_last_layers_bf16: int = 0
+    # and at its end
+    engine: Engine = "torch"
+    # who multiplies
+
+    def __post_init__(self) -> None:
+        if faults := self.faults():
+            raise ValueError("\n".join(faults))
+
+    def faults(self) -> list[str]:
+        """Every rule that these settings break, one sentence each."""
+        choices = {"format": Format, "scaling": RecipeName, "amax_from": AmaxFrom, "engine": Engine}
+        faults = [
+            f"fp8 {name} ({getattr(self, name)!r}) must be one of {', '.join(map(repr, get_args(choice)))}"
+            for name, choice in choices.items()
+            if getattr(self, name) not in get_args(choice)
+        ]
+        least = {"amax_history_length": 1, "margin": 0, "num_first_layers_bf16": 0, "num_last_layers_bf16": 0}
+        faults += [
+            f"fp8 {name} ({getattr(self, name)}) must be at least {smallest}"
+            for name, smallest in least.items()
+            if getattr(self, name) < smallest
+        ]
+        usual = {"amax_history_length": HISTORY_LENGTH, "amax_from": "max"}
+        faults += [
+            f"fp8 {name} ({getattr(self, name)!r}) belongs to scaling='delayed'; choose that, or leave it out"
+            for name, value in usual.items()
+            if self.scaling == "current" and getattr(self, name) != value
+        ]
+        if self.engine == "transformer_engine" and self.scaling == "current" and self.margin:
+            faults.append(
+                f"fp8 margin ({self.margin}) with scaling='current' is known to engine='torch' alone; use margin=0, "
+                "or scaling='delayed'"
+            )
+        return faults
+
+
+def engine_faults(config: Fp8Config) -> list[str]:
+    """Why the engine that is asked for cannot be had in this environment: nothing, or one sentence."""
+    if config.engine == "torch":
+        return []
+    try:
+        _transformer_engine()
+    except ImportError as error:
+        return [str(error)]
+    return []
+
+
+def device_faults(device: torch.device) -> list[str]:
+    """Why this device does not multiply float8: nothing, or one sentence."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9):
+        return []
+    major, minor = torch.cuda.get_device_capability(device)
+    return [
+        f"fp8 needs a GPU of compute capability 8.9 or more (Ada, Hopper, Blackwell), and this {device} has "
+        f"{major}.{minor}; leave fp8 out and use precision='bf16-mixed'"
+    ]
+
+
+# --- Transformer Engine -----------------------------------------------------------------------------------------------
+
+
+def _transformer_engine() -> Any:
+    """The package; raises ImportError, naming the extra, where it cannot be had."""
+    try:
+        import transformer_engine.common.recipe
+        import transformer_engine.pytorch
+    # On a machine without CUDA's libraries its import ends with a RuntimeError, or an OSError.
+    except Exception as error:
+        raise ImportError(
+            "fp8 engine 'transformer_engine' needs Transformer Engine, which cannot be imported here "
+            f"({type(error).__name__}: {error}); on a machine with an NVIDIA GPU install the extra, "
+            "pip install 'lightning-megatron[fp8]', or use Fp8Config(engine='torch')"
+        ) from error
+    return transformer_engine
+
+
+def recipe(config: Fp8Config) -> Any:
+    """Transformer Engine's recipe for the configuration."""
+    recipes = _transformer_engine().common.recipe
+    fp8_format = recipes.Format.E4M3 if config.format == "e4m3" else recipes.Format.HYBRID
+    if config.scaling == "current":
+        return recipes.Float8CurrentScaling(fp8_format=fp8_format)
+    return recipes.DelayedScaling(
+        margin=config.margin,
+        fp8_format=fp8_format,
+        amax_history_len=config.amax_history_length,
+        amax_compute_algo=config.amax_from,
+    )
+
+
+def config_of_recipe(told: Any) -> Fp8Config:
+    """The configuration that a recipe of Transformer Engine stands for; ValueError for one that is not offered."""
+    names = {"DelayedScaling": "delayed", "Float8CurrentScaling": "current"}
+    name, formats = type(told).__name__, {"E4M3": "e4m3", "HYBRID": "hybrid"}
+    fp8_format = told.fp8_format.name
+    if name not in names or fp8_format not in formats:
+        raise ValueError(
+            f"FP8 recipe {name} with format {fp8_format} is not offered; use one of {', '.join(names)} with one of "
+            f"{', '.join(formats)}"
+        )
+    fields: dict[str, Any] = {"format": formats[fp8_format], "scaling": names[name], "engine": "transformer_engine"}
+    if fields["scaling"] == "delayed":
+        fields["margin"] = told.margin
+        fields["amax_history_length"] = told.amax_history_len
+        # A function of the user's is none of the two, and refused as such.
+        fields["amax_from"] = told.amax_compute_algo
+    return Fp8Config(**fields)
+
+
+def autocast(config: Fp8Config, ranks: ProcessGroup | None) -> AbstractContextManager[None]:
+    """Inside the block Transformer Engine's layers multiply in FP8; at its end amaxes are agreed over `ranks`."""
+    context: AbstractContextManager[None] = _transformer_engine().pytorch.fp8_autocast(
+        enabled=True, fp8_recipe=recipe(config), fp8_group=ranks
+    )
+    return context
+
+
+def linear(in_features: int, out_features: int, *, mode: ParallelMode, tp: Axis, sp: Axis, **rest: Any) -> nn.Module:
+    """Transformer Engine's Linear over `tp`; features are those of the unsplit layer, `rest` as it takes it."""
+    return _build("Linear", in_features, out_features, parallel_mode=mode, **_parallel(tp, sp), **rest)
+
+
+def norm_linear(in_features: int, out_features: int, *, tp: Axis, sp: Axis, **rest: Any) -> nn.Module:
+    """Transformer Engine's LayerNormLinear: a norm and a column-parallel linear in one."""
+    return _build("LayerNormLinear", in_features, out_features, parallel_mode="column", **_parallel(tp, sp), **rest)
+
+
+def grouped_linear(
+    num_groups: int, in_features: int, out_features: int, *, mode: ParallelMode, tp: Axis, **rest: Any
+) -> nn.Module:
+    """Transformer Engine's GroupedLinear: as many linears as groups of tokens (experts), over `tp`."""
+    alone = Axis("sp", 1, 0, (tp.ranks[tp.rank],))
+    return _build(
+        "GroupedLinear", num_groups, in_features, out_features, parallel_mode=mode, **_parallel(tp, alone), **rest
+    )
+
+
+def attention(
+    num_heads: int, head_dim: int, *, num_groups: int, is_causal: bool, tp: Axis, sp: Axis, **rest: Any
+) -> nn.Module:
+    """Transformer Engine's DotProductAttention of `[S, B, A, D]` or as `rest` says; heads are those of all ranks."""
+    mask = "causal" if is_causal else "no_mask"
+    return _build(
+        "DotProductAttention",
+        num_heads,
+        head_dim,
+        num_gqa_groups=num_groups,
+        attn_mask_type=mask,
+        **_parallel(tp, sp),
+        **rest,
+    )
+
+
+def _parallel(tp: Axis, sp: Axis) -> dict[str, Any]:
+    """What each of its layers asks to know of the axis."""
+    return {"tp_group": tp.group, "tp_size": tp.size, "sequence_parallel": sp.size > 1}
+
+
+def _build(kind: str, *args: Any, **kwargs: Any) -> nn.Module:
+    build: Callable[..., nn.Module] = getattr(_transformer_engine().pytorch, kind)
+    return build(*args, **kwargs)

@@ -1,0 +1,158 @@
+"""The three matrix products of a linear layer as a value: which one a layer holds decides how it multiplies.
+
+    forward  y = x W^T        input gradient  dx = dy W        weight gradient  dW = dy^T x
+
+`Fp8Product` does each as one scaled product of float8 operands, torch's own. Those want the inner dim last on both
+sides, so the backward products transpose: the weight once a step, gradient and input each time. Inner dims are
+multiples of 16: features are so by rule, tokens are padded with zeros. Dims: T tokens, I features in, O features out.
+"""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_megatron.precision.cast import Operand
+from lightning_megatron.precision.scaling import Scaling
+
+TILE = 16
+"""What the inner and the last dim of a float8 product must be multiples of."""
+
+
+class Product(Protocol):
+    """How a linear layer multiplies. Operands are what `cast_input` and `cast_gradient` gave, gathered or not."""
+
+    def cast_input(self, x_TI: Tensor, *, is_training: bool) -> Operand:
+        """The input as it travels and is kept."""
+        ...
+
+    def cast_gradient(self, grad_TO: Tensor) -> Operand:
+        """The gradient of the output as it travels."""
+        ...
+
+    def forward(
+        self, x_TI: Operand, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, *, is_training: bool
+    ) -> Tensor:
+        """x W^T + b, [T, O] in `dtype`; weight and bias may have more dims than two and one."""
+        ...
+
+    def input_gradient(self, grad_TO: Operand, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """dy W, [T, I] in `dtype`."""
+        ...
+
+    def weight_gradient(self, grad_TO: Operand, x_TI: Operand, weight: Tensor) -> Tensor:
+        """dy^T x in the weight's shape and dtype."""
+        ...
+
+    def add_weight_gradient(self, weight: Tensor, grad_TO: Operand, x_TI: Operand, home: Tensor | None) -> None:
+        """Adds dy^T x to the weight's `.grad`."""
+        ...
+
+
+class _CastWeight:
+    """A weight in float8, and its transpose once somebody asked for it."""
+
+    def __init__(self, weight: Tensor, operand_OI: Operand) -> None:
+        self.operand_OI = operand_OI
+        self._version, self._place = weight._version, weight.data_ptr()
+        self._transposed_IO: Tensor | None = None
+
+    def is_of(self, weight: Tensor) -> bool:
+        """Whether the weight is still the one that was cast, as far as torch counts changes in place."""
+        return self._version == weight._version and self._place == weight.data_ptr()
+
+    @property
+    def transposed_IO(self) -> Tensor:
+        if self._transposed_IO is None:
+            self._transposed_IO = self.operand_OI.values.t().contiguous()
+        return self._transposed_IO
+
+
+class Fp8Product:
+    """Multiplies in float8; keeps the cast weight until `forget`, for all microbatches of a step."""
+
+    def __init__(self, *, x: Scaling, weight: Scaling, gradient: Scaling) -> None:
+        self._x, self._weight, self._gradient = x, weight, gradient
+        self._kept: _CastWeight | None = None
+
+    def forget(self) -> None:
+        """The weight is about to change, or has: the next product casts it anew."""
+        self._kept = None
+
+    def cast_input(self, x_TI: Tensor, *, is_training: bool) -> Operand:
+        return self._x.cast(x_TI, is_training=is_training)
+
+    def cast_gradient(self, grad_TO: Tensor) -> Operand:
+        return self._gradient.cast(grad_TO, is_training=True)
+
+    def forward(
+        self, x_TI: Operand, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, *, is_training: bool
+    ) -> Tensor:
+        weight_OI = self._cast_weight(weight, is_training=is_training).operand_OI
+        # Few bits in the sums are enough here; what backward rounds off would add up over steps.
+        y_TO = _multiply(x_TI, self._x.dtype, weight_OI, self._weight.dtype, dtype, is_fast=True)
+        return y_TO if bias is None else y_TO.add_(bias.flatten())
+
+    def input_gradient(self, grad_TO: Operand, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        cast = self._cast_weight(weight, is_training=True)
+        weight_IO = Operand(cast.transposed_IO, cast.operand_OI.inverse_scale)
+        return _multiply(grad_TO, self._gradient.dtype, weight_IO, self._weight.dtype, dtype)
+
+    def weight_gradient(self, grad_TO: Operand, x_TI: Operand, weight: Tensor) -> Tensor:
+        return self._gradient_in(weight.dtype, grad_TO, x_TI).view(weight.shape)
+
+    @torch.no_grad()
+    def add_weight_gradient(self, weight: Tensor, grad_TO: Operand, x_TI: Operand, home: Tensor | None) -> None:
+        if weight.grad is None and home is not None:
+            home.copy_(self._gradient_in(home.dtype, grad_TO, x_TI).view(weight.shape))
+            weight.grad = home
+        elif weight.grad is None:
+            # Where the parameter says so its gradients are wider than itself.
+            dtype = weight.grad_dtype if weight.grad_dtype is not None else weight.dtype
+            weight.grad = self._gradient_in(dtype, grad_TO, x_TI).view(weight.shape)
+        else:
+            weight.grad.add_(self._gradient_in(weight.grad.dtype, grad_TO, x_TI).view(weight.shape))
+
+    def _gradient_in(self, dtype: torch.dtype, grad_TO: Operand, x_TI: Operand) -> Tensor:
+        grad_OT = Operand(_transposed(grad_TO.values), grad_TO.inverse_scale)
+        x_IT = Operand(_transposed(x_TI.values), x_TI.inverse_scale)
+        return _multiply(grad_OT, self._gradient.dtype, x_IT, self._x.dtype, dtype)
+
+    def _cast_weight(self, weight: Tensor, *, is_training: bool) -> _CastWeight:
+        """Cast anew outside of training: between steps weights are swapped in ways that torch does not count."""
+        if is_training and self._kept is not None and self._kept.is_of(weight):
+            return self._kept
+        cast = _CastWeight(weight, self._weight.cast(weight.detach().flatten(0, -2), is_training=is_training))
+        if is_training:
+            self._kept = cast
+        return cast
+
+
+def _transposed(bytes_TC: Tensor) -> Tensor:
+    """[C, T] of the bytes of float8 [T, C], T padded with zeros to a multiple of 16."""
+    missing = -len(bytes_TC) % TILE
+    # A byte of 0 is the float8 0.
+    return (F.pad(bytes_TC, (0, 0, 0, missing)) if missing else bytes_TC).t().contiguous()
+
+
+def _multiply(
+    left_MK: Operand,
+    left_dtype: torch.dtype,
+    right_NK: Operand,
+    right_dtype: torch.dtype,
+    dtype: torch.dtype,
+    *,
+    is_fast: bool = False,
+) -> Tensor:
+    """left right^T, [M, N] in `dtype`."""
+    assert left_MK.inverse_scale is not None and right_NK.inverse_scale is not None
+    product: Tensor = torch._scaled_mm(
+        left_MK.values.view(left_dtype),
+        right_NK.values.view(right_dtype).t(),
+        scale_a=left_MK.inverse_scale,
+        scale_b=right_NK.inverse_scale,
+        out_dtype=dtype,
+        use_fast_accum=is_fast,
+    )
+    return product

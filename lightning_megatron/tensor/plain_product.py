@@ -1,0 +1,52 @@
+"""The products of a linear layer in the dtype of its activations, as torch does them."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_megatron.precision.cast import Operand
+from lightning_megatron.precision.product import Product
+from lightning_megatron.tensor.weight_gradients import add_product
+
+
+class PlainProduct:
+    """Multiplies the tensors themselves; parameters take the activations' dtype under autocast."""
+
+    def cast_input(self, x_TI: Tensor, *, is_training: bool) -> Operand:
+        return Operand(x_TI, None)
+
+    def cast_gradient(self, grad_TO: Tensor) -> Operand:
+        return Operand(grad_TO, None)
+
+    def forward(
+        self, x_TI: Operand, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, *, is_training: bool
+    ) -> Tensor:
+        x = x_TI.values
+        return F.linear(x, _as(x, weight).flatten(0, -2), _as(x, bias, flat=True))
+
+    def input_gradient(self, grad_TO: Operand, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        return grad_TO.values.mm(_as(grad_TO.values, weight).flatten(0, -2))
+
+    def weight_gradient(self, grad_TO: Operand, x_TI: Operand, weight: Tensor) -> Tensor:
+        return grad_TO.values.t().mm(x_TI.values).view(weight.shape).to(weight.dtype)
+
+    def add_weight_gradient(self, weight: Tensor, grad_TO: Operand, x_TI: Operand, home: Tensor | None) -> None:
+        add_product(weight, grad_TO.values.t(), x_TI.values, home)
+
+
+PLAIN: Product = PlainProduct()
+"""It holds nothing, so one is enough for all layers."""
+
+
+def _as(x: Tensor, parameter: Any, *, flat: bool = False) -> Any:
+    """A parameter in the dtype of `x` under autocast.
+
+    Inside the Functions and once a direction: what a cast in front of them returned would be kept for backward by every
+    microbatch in flight, a copy of all weights each.
+    """
+    if parameter is None:
+        return None
+    cast = parameter.to(x.dtype) if x.dtype != parameter.dtype and parameter.dtype != torch.float64 else parameter
+    return cast.flatten() if flat else cast

@@ -1,0 +1,106 @@
+"""Twins of a transformer layer's linears that Transformer Engine runs, with our parameters.
+
+A twin takes the place of a linear and keeps its parameters: the same objects under the same names, so that initial
+values, shards, optimizers and checkpoints know nothing of it. The module of the engine is made without memory of its
+own and is lent the parameters in each call. The norm in front of a column linear goes into the same kernel; what stands
+in its place then holds its parameters and passes hidden states on.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from lightning_megatron.precision import fp8
+from lightning_megatron.precision.fp8 import ParallelMode
+from lightning_megatron.tensor.linear import ColumnParallelLinear, ParallelLinear
+from lightning_megatron.tensor.norm import LayerNorm, RMSNorm
+from lightning_megatron.transformer.layer import TransformerLayer
+
+
+class LinearTwin(nn.Module):
+    """Runs what a linear (and, folded into it, the norm in front of it) does."""
+
+    def __init__(self, linear: ParallelLinear, norm: LayerNorm | RMSNorm | None = None) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+        self.is_first_microbatch = True
+        # after the weight has changed: the engine casts it once for the microbatches that follow
+        # In tuples: neither the engine's module nor the norm is a child, whose parameters would count twice.
+        self._norm = (norm,)
+        self._engine = (_engine_of(linear, norm),)
+
+    def forward(self, x_TI: Tensor) -> Tensor:
+        parameters = {"weight": self.weight.flatten(0, -2)}
+        if self.bias is not None:
+            parameters["bias"] = self.bias.flatten()
+        [norm], [engine] = self._norm, self._engine
+        if norm is not None:
+            parameters |= {f"layer_norm_{name}": parameter for name, parameter in norm.named_parameters()}
+        is_first = None
+        if torch.is_grad_enabled():
+            is_first, self.is_first_microbatch = self.is_first_microbatch, False
+        y_TO: Tensor = functional_call(engine, parameters, (x_TI,), {"is_first_microbatch": is_first})
+        return y_TO.view(y_TO.shape[0], *self.weight.shape[:-1])
+
+
+class FoldedNorm(nn.Module):
+    """In the place of a norm that the linear after it computes: its parameters, and hidden states as they are."""
+
+    def __init__(self, norm: LayerNorm | RMSNorm) -> None:
+        super().__init__()
+        for name, parameter in norm.named_parameters():
+            self.register_parameter(name, parameter)
+
+    def forward(self, hidden_TH: Tensor) -> Tensor:
+        return hidden_TH
+
+
+class TwinLayer:
+    """A transformer layer whose linears are twins, until they give back their places."""
+
+    def __init__(self, layer: TransformerLayer) -> None:
+        self._places: list[tuple[nn.Module, str, nn.Module]] = []
+        self.twins: list[LinearTwin] = []
+        for room, norm_name, first, second in (
+            (layer.attention, "attention_norm", "qkv", "projection"),
+            (layer.mlp, "mlp_norm", "up", "down"),
+        ):
+            norm: LayerNorm | RMSNorm = getattr(layer, norm_name)
+            self._replace(layer, norm_name, FoldedNorm(norm))
+            for name, folded in ((first, norm), (second, None)):
+                self.twins.append(LinearTwin(getattr(room, name), folded))
+                self._replace(room, name, self.twins[-1])
+
+    def _replace(self, parent: nn.Module, name: str, child: nn.Module) -> None:
+        self._places.append((parent, name, parent.get_submodule(name)))
+        setattr(parent, name, child)
+
+    def forget(self) -> None:
+        """The weights have changed."""
+        for twin in self.twins:
+            twin.is_first_microbatch = True
+
+    def give_back(self) -> None:
+        """Puts back the linears and norms that were there."""
+        for parent, name, child in self._places:
+            setattr(parent, name, child)
+
+
+def _engine_of(linear: ParallelLinear, norm: LayerNorm | RMSNorm | None) -> nn.Module:
+    is_column = isinstance(linear, ColumnParallelLinear)
+    rows, columns = linear.weight.flatten(0, -2).shape
+    inputs, outputs = (columns, rows * linear.tp.size) if is_column else (columns * linear.tp.size, rows)
+    options: dict[str, Any] = {
+        "tp": linear.tp,
+        "sp": linear.sp,
+        "bias": linear.bias is not None,
+        "params_dtype": linear.weight.dtype,
+        "device": "meta",
+    }
+    if norm is None:
+        mode: ParallelMode = "column" if is_column else "row"
+        return fp8.linear(inputs, outputs, mode=mode, **options)
+    kind = "LayerNorm" if isinstance(norm, LayerNorm) else "RMSNorm"
+    return fp8.norm_linear(inputs, outputs, eps=norm.eps, normalization=kind, **options)

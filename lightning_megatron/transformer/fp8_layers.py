@@ -1,0 +1,199 @@
+"""FP8 under the layers of a model that stands: which linears, who multiplies, and what they are told between steps.
+
+Runs at set-up, once the model is on its device. Chosen are the linears of transformer layers but for those of the first
+and last layers that the configuration leaves alone, counted over the whole model and not over a stage; in a model with
+several stacks (encoder, decoder) over each of them. Both engines leave parameters, their names and shards as they are.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from lightning_megatron.comm import collectives
+from lightning_megatron.mesh import Axis
+from lightning_megatron.precision import fp8
+from lightning_megatron.precision.cast import E4M3, E5M2
+from lightning_megatron.precision.fp8 import Fp8Config
+from lightning_megatron.precision.product import Fp8Product
+from lightning_megatron.precision.scaling import AmaxHistory, CurrentScaling, DelayedScaling, Scaling
+from lightning_megatron.tensor.linear import ParallelLinear
+from lightning_megatron.tensor.plain_product import PLAIN
+from lightning_megatron.transformer.engine_twins import TwinLayer
+from lightning_megatron.transformer.layer import TransformerLayer
+
+
+class Fp8Layers(Protocol):
+    """The layers of a rank's model that multiply in FP8."""
+
+    def context(self) -> AbstractContextManager[None]:
+        """What a call of the model runs in."""
+        ...
+
+    def end_step(self) -> None:
+        """Told once the optimizer has changed the weights. Collective over the ranks of a stage."""
+        ...
+
+    def release(self) -> None:
+        """Lets the layers multiply as they did before."""
+        ...
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What later steps depend on, by names of the unsplit model, of all stages. Collective over pp."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes over what is there for this rank's layers."""
+        ...
+
+
+def chosen_layers(
+    model: nn.Module, part_names: Sequence[str], config: Fp8Config
+) -> Iterator[tuple[str, TransformerLayer]]:
+    """The transformer layers on this rank that are to multiply in FP8, with their names.
+
+    `part_names` are those of the whole model's parts in order, of all stages.
+    """
+    for name, module in model.named_modules():
+        if not isinstance(module, TransformerLayer):
+            continue
+        stack = name.rpartition(".")[0]
+        row = [part for part in part_names if part.rpartition(".")[0] == stack]
+        place = row.index(name)
+        if config.num_first_layers_bf16 <= place < len(row) - config.num_last_layers_bf16:
+            yield name, module
+
+
+# --- torch's engine ---------------------------------------------------------------------------------------------------
+
+
+class TorchFp8Layers:
+    """Linears that hold an `Fp8Product`."""
+
+    def __init__(
+        self,
+        linears: Sequence[ParallelLinear],
+        products: Sequence[Fp8Product],
+        history: AmaxHistory | None,
+        axes: Sequence[Axis],
+        pp: Axis,
+    ) -> None:
+        self._linears, self._products, self._history, self._axes, self._pp = linears, products, history, axes, pp
+
+    def context(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def end_step(self) -> None:
+        for product in self._products:
+            product.forget()
+        if self._history is not None:
+            self._history.end_step(self._agree)
+
+    def _agree(self, amaxes: Tensor) -> Tensor:
+        for axis in self._axes:
+            amaxes = collectives.all_reduce(amaxes, axis, "max")
+        return amaxes
+
+    def release(self) -> None:
+        for linear in self._linears:
+            linear.product = PLAIN
+
+    def state_dict(self) -> dict[str, Tensor]:
+        if self._history is None:
+            return {}
+        stages = collectives.gather_objects(self._history.state_dict(), self._pp)
+        return {name: past for stage in stages for name, past in stage.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        if self._history is not None:
+            self._history.load_state_dict(state)
+
+
+def use_torch(
+    models: Mapping[str, tuple[nn.Module, Sequence[str]]],
+    config: Fp8Config,
+    *,
+    tp: Axis,
+    replicas: Axis,
+    pp: Axis,
+    device: torch.device,
+) -> TorchFp8Layers:
+    """Lets torch multiply the chosen linears of these models (with the names of all their parts) in FP8.
+
+    `replicas` is dp+cp: what a delayed scale looks back on is agreed over it and over tp at the end of each step, a
+    current scale over tp alone, in each cast of a tensor that tp cuts.
+    """
+    named = {
+        f"{prefix}.{name}.{inner}": linear
+        for prefix, (model, part_names) in models.items()
+        for name, layer in chosen_layers(model, part_names, config)
+        for inner, linear in layer.named_modules()
+        if isinstance(linear, ParallelLinear)
+    }
+    gradient_dtype = E5M2 if config.format == "hybrid" else E4M3
+    names = [f"{name}.{tensor}" for name in named for tensor in ("input", "weight", "gradient")]
+    dtypes = [E4M3, E4M3, gradient_dtype]
+    history = None
+    if config.scaling == "delayed":
+        history = AmaxHistory(names, dtypes * len(named), config, device)
+    for place, linear in enumerate(named.values()):
+        agreements = (_agreement(axis) for axis in (linear.input_axis, linear.tp, linear.gradient_axis))
+        scalings: list[Scaling] = [
+            CurrentScaling(dtype, config.margin, agree)
+            if history is None
+            else DelayedScaling(dtype, config.margin, agree, history, 3 * place + tensor)
+            for tensor, (dtype, agree) in enumerate(zip(dtypes, agreements, strict=True))
+        ]
+        linear.product = Fp8Product(x=scalings[0], weight=scalings[1], gradient=scalings[2])
+    products = [linear.product for linear in named.values() if isinstance(linear.product, Fp8Product)]
+    return TorchFp8Layers(list(named.values()), products, history, (tp, replicas), pp)
+
+
+def _agreement(axis: Axis) -> Callable[[Tensor], Tensor]:
+    return partial(collectives.all_reduce, axis=axis, op="max")
+
+
+# --- Transformer Engine's ---------------------------------------------------------------------------------------------
+
+
+class EngineFp8Layers:
+    """Transformer layers whose linears Transformer Engine runs. It keeps its amaxes to itself."""
+
+    def __init__(self, layers: Sequence[TwinLayer], config: Fp8Config, stage: ProcessGroup | None) -> None:
+        self._layers, self._config, self._stage = layers, config, stage
+
+    def context(self) -> AbstractContextManager[None]:
+        return fp8.autocast(self._config, self._stage)
+
+    def end_step(self) -> None:
+        for layer in self._layers:
+            layer.forget()
+
+    def release(self) -> None:
+        for layer in self._layers:
+            layer.give_back()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        pass
+
+
+def use_transformer_engine(
+    models: Mapping[str, tuple[nn.Module, Sequence[str]]], config: Fp8Config, *, stage: ProcessGroup | None
+) -> EngineFp8Layers:
+    """Lets Transformer Engine run the chosen layers of these models; `stage` are the ranks that agree on amaxes.
+
+    Raises ImportError, naming the extra, where it is not installed.
+    """
+    layers = [
+        TwinLayer(layer)
+        for model, part_names in models.values()
+        for _, layer in list(chosen_layers(model, part_names, config))
+    ]
+    return EngineFp8Layers(layers, config, stage)

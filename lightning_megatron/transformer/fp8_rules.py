@@ -1,0 +1,38 @@
+"""What FP8 asks of an architecture on a mesh: tiles that divide, and layers that are left over."""
+
+from lightning_megatron.mesh import Sizes
+from lightning_megatron.precision.fp8 import Fp8Config
+from lightning_megatron.precision.product import TILE
+from lightning_megatron.transformer.config import TransformerConfig
+
+
+def fp8_faults(fp8: Fp8Config, config: TransformerConfig, sizes: Sizes) -> list[str]:
+    """Every rule that FP8 breaks in this architecture on that many ranks, one sentence each."""
+    tp = sizes.tp
+    rows = config.num_query_groups * (config.heads_per_group + 2) * config.head_dim
+    heads = config.num_attention_heads * config.head_dim
+    # What is cut, and over how many ranks; a length that tp does not divide is another rule's.
+    lengths = (
+        ("hidden_size", config.hidden_size, 1),
+        ("ffn_hidden_size", config.ffn_hidden_size, tp),
+        ("num_attention_heads x head_dim", heads, tp),
+        ("the rows of the query-key-value weight", rows, tp),
+    )
+    faults = []
+    for name, length, ranks in lengths:
+        step = TILE * ranks
+        if length % ranks == 0 and length % step:
+            over = "" if ranks == 1 else f" x tensor_model_parallel_size ({TILE} x {ranks} = {step})"
+            fits = " or ".join(str(n) for n in (length // step * step, (length // step + 1) * step) if n)
+            faults.append(
+                f"{name} ({length}) must be a multiple of {TILE}{over} for fp8, whose products work in tiles of "
+                f"{TILE}; use {fits}, or leave fp8 out"
+            )
+    kept = fp8.num_first_layers_bf16 + fp8.num_last_layers_bf16
+    if kept >= config.num_layers:
+        faults.append(
+            f"fp8 num_first_layers_bf16 + num_last_layers_bf16 ({fp8.num_first_layers_bf16} + "
+            f"{fp8.num_last_layers_bf16}) must be below num_layers ({config.num_layers}): no layer would be left for "
+            "fp8; lower them, or leave fp8 out"
+        )
+    return faults

@@ -1,0 +1,287 @@
+"""Recomputation: what is not kept for the backward, and made again there from what is.
+
+Loss and gradients are those of a run that keeps everything, to the bit: dropout masks are functions of the tokens
+(see `dropout`), and the generators that a user's own layers draw from are put back.
+
+    granularity   what is made again                           what is kept of it
+    none          nothing                                      all
+    selective     core_attention: scores, softmax, dropout     queries, keys, values
+                  norm: the outputs of a layer's two norms     hidden states, which the norms keep anyway
+                  activation: that of the MLP                  what it reads
+                  mlp: the whole MLP                           its input
+                  moe: the expert layers                       their input
+    full          layers, whole                                the input of each group of layers
+
+Source: Korthikanti et al., arXiv 2205.05198, section 5 (selective); Chen et al., arXiv 1604.06174 (full).
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, get_args
+
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint as torch_checkpoint
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lightning_megatron.comm import collectives
+from lightning_megatron.mesh import Axis
+
+Granularity = Literal["none", "selective", "full"]
+RecomputePart = Literal["core_attention", "norm", "activation", "mlp", "moe"]
+Method = Literal["uniform", "block"]
+
+# Which settings act under which granularity.
+_ACTS_UNDER = {"parts": "selective", "method": "full", "num_layers": "full", "shard_saved_inputs": "full"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeConfig:
+    """What a training step makes again in its backward to keep less. Raises ValueError, telling all faults at once."""
+
+    granularity: Granularity = "none"
+    # nothing, parts of every layer, or whole layers
+    parts: tuple[RecomputePart, ...] = ("core_attention",)
+    # selective: which. core_attention acts where attention lays its weights out, which is where it drops some: the
+    # kernel that runs otherwise keeps none
+    method: Method = "uniform"
+    # full: all layers in groups, of which the first input is kept; or the first layers of each stage, one by one
+    num_layers: int = 1
+    # full: layers of a group (uniform), or layers of a stage that are recomputed (block)
+    shard_saved_inputs: bool = False
+    # full, without sequence parallelism: each tensor-parallel rank keeps a part of a saved input of our own layers,
+    # and gathers it again
+
+    def __post_init__(self) -> None:
+        if faults := self.faults():
+            raise ValueError("\n".join(faults))
+
+    def faults(self) -> list[str]:
+        """Every rule that this configuration breaks, one sentence each."""
+        faults = [
+            f"recompute {name} ({getattr(self, name)!r}) must be one of {_listed(get_args(choices))}"
+            for name, choices in (("granularity", Granularity), ("method", Method))
+            if getattr(self, name) not in get_args(choices)
+        ]
+        parts = (self.parts,) if isinstance(self.parts, str) else self.parts
+        faults += [
+            f"recompute part {part!r} is unknown; parts may be {_listed(get_args(RecomputePart))}"
+            for part in parts
+            if part not in get_args(RecomputePart)
+        ]
+        if isinstance(self.parts, str):
+            faults.append(f"recompute parts ({self.parts!r}) must be a list of parts; write ({self.parts!r},)")
+        if self.granularity == "selective" and not parts:
+            faults.append("recompute parts are empty; name some, or use granularity='none'")
+        if "mlp" in parts and "activation" in parts:
+            faults.append("recompute part 'activation' is inside 'mlp'; leave one of them out")
+        if self.num_layers < 1:
+            faults.append(f"recompute num_layers ({self.num_layers}) must be at least 1")
+        defaults = {field.name: field.default for field in fields(self)}
+        if self.granularity in get_args(Granularity):
+            faults += [
+                f"recompute {name} ({getattr(self, name)!r}) acts with granularity={granularity!r} alone, and it is "
+                f"{self.granularity!r}; leave {name} out, or use granularity={granularity!r}"
+                for name, granularity in _ACTS_UNDER.items()
+                if granularity != self.granularity and getattr(self, name) != defaults[name]
+            ]
+        return faults
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
+# Selective: parts of a layer
+
+
+class RecomputeLayer(nn.Module):
+    """A layer that can make parts of its forward again; at first it keeps all. Works on hidden states [T/sp, H]."""
+
+    offers: ClassVar[frozenset[str]] = frozenset()
+    # parts that it knows
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recomputed: frozenset[str] = frozenset()
+        # parts that it makes again
+
+
+def share(module: nn.Module, config: RecomputeConfig) -> None:
+    """Tells every layer of a module which of its parts to make again."""
+    parts = frozenset(config.parts if config.granularity == "selective" else ())
+    for layer in module.modules():
+        if isinstance(layer, RecomputeLayer):
+            layer.recomputed = parts & layer.offers
+
+
+def offers_of(module: nn.Module) -> set[str]:
+    """The parts that the layers of a module know."""
+    return {part for layer in module.modules() if isinstance(layer, RecomputeLayer) for part in layer.offers}
+
+
+def part_faults(config: RecomputeConfig, offered: set[str]) -> list[str]:
+    """One sentence for each part that is asked for and that no layer of the whole model knows."""
+    missing = [part for part in config.parts if part not in offered] if config.granularity == "selective" else []
+    may_be = f"parts may be {_listed(sorted(offered))}" if offered else "use granularity='full'"
+    what = {"moe": "has no expert layers"}
+    return [
+        f"recompute part {part!r} cannot act: the model {what.get(part, 'has no layer with that part')}; {may_be}"
+        for part in missing
+    ]
+
+
+@torch.compiler.disable
+def checkpoint(run: Callable[..., Any], *inputs: Any, buffers: Sequence[Tensor] = ()) -> Any:
+    """`run(*inputs)`, of which the inputs alone are kept: it runs again in the backward.
+
+    `buffers` are those that it changes (counts, running means): they change once.
+    """
+    if not torch.is_grad_enabled():
+        return run(*inputs)
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        return nullcontext(), _Restored(buffers)
+
+    context_fn = contexts if buffers else torch_checkpoint.noop_context_fn
+    return torch_checkpoint.checkpoint(run, *inputs, use_reentrant=False, context_fn=context_fn)
+
+
+class _Restored:
+    """A block after which buffers are what they were before it; can be entered again."""
+
+    def __init__(self, buffers: Sequence[Tensor]) -> None:
+        self._buffers = buffers
+        self._before: list[Tensor] = []
+
+    def __enter__(self) -> None:
+        self._before = [buffer.clone() for buffer in self._buffers]
+
+    @torch.no_grad()
+    def __exit__(self, *_: object) -> None:
+        for buffer, before in zip(self._buffers, self._before, strict=True):
+            buffer.copy_(before)
+        self._before = []
+
+
+@torch.compiler.disable
+def apply_unkept(make: Callable[[Tensor], Tensor], use: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`use(make(x))`; where `use` would keep what it takes for its backward, it is made again there.
+
+    For a `make` that is cheap and draws no random numbers, and a `use` that keeps what it takes as it is.
+    """
+    made = make(x)
+    if not torch.is_grad_enabled():
+        return use(made)
+    device, source = x.device.type, x.detach()
+    is_autocast, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    # A name and not the tensor: autograd keeps the hooks themselves as long as what they packed.
+    name = _name_of(made)
+
+    def pack(saved: Tensor) -> Tensor | None:
+        return None if _name_of(saved) == name else saved
+
+    def unpack(saved: Tensor | None) -> Tensor:
+        if saved is not None:
+            return saved
+        with torch.no_grad(), torch.autocast(device, dtype=dtype, enabled=is_autocast):
+            return make(source)
+
+    with saved_tensors_hooks(pack, unpack):
+        return use(made)
+
+
+def _name_of(tensor: Tensor) -> tuple[object, ...]:
+    """What two tensors that live at a time have in common if they are the same elements in the same order."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
+
+
+# Full: whole layers
+
+
+class StagePart(Protocol):
+    """A part of a stage, ready to run on what the part before it returned."""
+
+    @property
+    def module(self) -> nn.Module: ...
+
+    @property
+    def is_layer(self) -> bool: ...
+
+    @property
+    def run(self) -> Callable[[Any], Any]: ...
+
+
+class StageRunner:
+    """Runs the parts of a stage in turn, its layers recomputed as the configuration says; `tp` cuts saved inputs."""
+
+    def __init__(self, config: RecomputeConfig, *, tp: Axis, sp: Axis) -> None:
+        self._config = config
+        self._tp = tp
+        self._is_sharding = config.shard_saved_inputs and tp.size > 1 and sp.size == 1
+
+    def __call__(self, parts: Sequence[StagePart], hidden: Any) -> Any:
+        for places, is_recomputed in groups_of(self._config, [part.is_layer for part in parts]):
+            group = [parts[place] for place in places]
+            hidden = self._run_again_later(group, hidden) if is_recomputed else _run_in_turn(group, hidden)
+        return hidden
+
+    def _run_again_later(self, group: Sequence[StagePart], hidden: Any) -> Any:
+        tensors, spec = tree_flatten(hidden)
+        buffers = [buffer for part in group for buffer in part.module.buffers()]
+        # What a user's own layers hand on may differ between the ranks of tp; hidden states of ours do not.
+        is_alike = all(isinstance(part.module, RecomputeLayer) for part in group)
+        with _kept_in_shards(self._tp) if self._is_sharding and is_alike else nullcontext():
+            return checkpoint(
+                lambda *given: _run_in_turn(group, tree_unflatten(given, spec)), *tensors, buffers=buffers
+            )
+
+
+def groups_of(config: RecomputeConfig, are_layers: Sequence[bool]) -> list[tuple[range, bool]]:
+    """The parts of a stage in order, as runs of places and whether each is recomputed, with its first input kept."""
+    groups: list[tuple[range, bool]] = []
+    num_layers = 0
+    for place, is_layer in enumerate(are_layers):
+        num_layers += is_layer
+        is_full = is_layer and config.granularity == "full"
+        is_recomputed = is_full and (config.method == "uniform" or num_layers <= config.num_layers)
+        before, was_recomputed = groups[-1] if groups else (range(0), False)
+        longest = config.num_layers if config.method == "uniform" else 1
+        if is_recomputed and was_recomputed and len(before) < longest:
+            groups[-1] = (range(before.start, place + 1), True)
+        else:
+            groups.append((range(place, place + 1), is_recomputed))
+    return groups
+
+
+def _run_in_turn(parts: Sequence[StagePart], hidden: Any) -> Any:
+    for part in parts:
+        hidden = part.run(hidden)
+    return hidden
+
+
+class _Kept(NamedTuple):
+    """This rank's part of a tensor that all ranks share."""
+
+    shard: Tensor
+    shape: torch.Size
+
+
+def _kept_in_shards(axis: Axis) -> saved_tensors_hooks:
+    """A block in which saved tensors that are alike on all ranks of the axis are cut over it, and gathered again."""
+
+    def pack(saved: Tensor) -> Tensor | _Kept:
+        if not saved.is_floating_point():
+            return saved
+        flat = F.pad(saved.detach().flatten(), (0, -saved.numel() % axis.size))
+        return _Kept(collectives.shard_slice(flat, axis).clone(), saved.shape)
+
+    def unpack(kept: Tensor | _Kept) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        return collectives.all_gather(kept.shard, axis)[: kept.shape.numel()].view(kept.shape)
+
+    return saved_tensors_hooks(pack, unpack)

@@ -1,0 +1,169 @@
+"""The benchmark of one GPU runs at its smallest shape, its rows agree, and its table holds what it says."""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu import COMPILED, EAGER, OURS, TOLERANCE, chosen_rows, fault_of, is_broken, report, rows, run_row
+from benchmarks.plain_llama import build_plain, our_weights
+from benchmarks.shapes import SHAPES, USABLE
+from lightning_megatron.models import GPTModel
+from lightning_megatron.transformer import cost
+from tests.harness.ranks import ROOT, run_on_ranks
+
+GIB = 2**30
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def asked_for(device: str) -> argparse.Namespace:
+    return argparse.Namespace(
+        device=device, size=["smoke"], sequence=[32], layers=2, microbatches=2, warmup=1, steps=3, rows=[]
+    )
+
+
+def found_on(device: str, row: str) -> dict[str, Any]:
+    [found] = run_on_ranks(1, run_row, row, asked_for(device), init=False, timeout=200)
+    return found
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("row", [row for row in rows() if "compiled" not in row and row != EAGER])
+def test_a_row_trains_as_plain_torch_does(row: str, device: str) -> None:
+    if row.startswith("Hugging Face"):
+        pytest.importorskip("transformers")
+    found, yardstick = found_on(device, row), found_on(device, EAGER)
+    if "not_here" in found:
+        assert row in ("ours, bf16, recompute", "ours, fp8")
+        pytest.skip(found["not_here"])
+    assert fault_of(row, found, yardstick) == ""
+    assert len(found["seconds"]) == 3
+    assert min(found["seconds"]) > 0
+    assert found["peak_bytes"] > 0
+
+
+@pytest.mark.slow
+def test_the_command_writes_table_and_json(tmp_path: Path) -> None:
+    command = ["--device", "cpu", "--size", "smoke", "--rows", OURS, "--warmup", "1", "--steps", "2"]
+    ended = subprocess.run(
+        [sys.executable, "benchmarks/gpu.py", *command, "--json", str(tmp_path / "found.json")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert f"torch {torch.__version__}" in ended.stdout
+    [line] = [line for line in ended.stdout.splitlines() if line.startswith("| smoke")]
+    assert line.startswith(f"| smoke | 2 | 32 | {OURS} | ")
+    [part] = json.loads((tmp_path / "found.json").read_text())["parts"]
+    assert [row["fault"] for row in part["rows"].values()] == [""]
+    assert part["matmul"]["bf16"]["flops_per_second"] > 0
+
+
+def test_our_model_has_the_weights_of_the_plain_llama() -> None:
+    config = SHAPES["smoke"].config(2, 32)
+    plain = build_plain(config, torch.device("cpu")).double()
+    ours = GPTModel(config).double()
+    ours.load_state_dict(our_weights(plain, config))
+    tokens = torch.randint(config.vocab_size, (2, 32))
+    labels = tokens.roll(1, dims=1)
+    # Its mean of losses is in float32.
+    loss = plain(tokens, labels)
+    torch.testing.assert_close(ours(tokens, labels=labels).float(), loss, rtol=1e-6, atol=0)
+    query = plain.model.layers[0].self_attn.q_proj
+    query.weight.data = 30 * query.weight.data.roll(8, dims=0)
+    assert abs(plain(tokens, labels) - loss) > 1e-5
+
+
+@pytest.mark.parametrize("size", ["1.3b", "8b"])
+def test_the_products_are_all_flops_of_the_linears(size: str) -> None:
+    shape = SHAPES[size]
+    config = shape.config(shape.layers, 4096)
+    *layer, head = (2 * m * n * k for m, n, k in shape.products(8192))
+    layer, head = layer[:-2], 3 * head
+    linears = cost.layer_linear_flops(config, num_tokens=8192)
+    assert sum(layer) == 3 * linears
+    assert head == 3 * cost.head_flops(config, num_tokens=8192)
+
+
+def test_as_many_layers_as_fit() -> None:
+    for size, sequence in (("1.3b", 4096), ("8b", 8192)):
+        shape = SHAPES[size]
+        for free_bytes in (40 * GIB, 79 * GIB, 139 * GIB):
+            layers = shape.fitting_layers(sequence, free_bytes)
+            assert shape.needed_bytes(layers, sequence) <= USABLE * free_bytes
+            assert layers == shape.layers or shape.needed_bytes(layers + 1, sequence) > USABLE * free_bytes
+    assert SHAPES["1.3b"].fitting_layers(8192, 79 * GIB) == 24
+    assert 5 <= SHAPES["8b"].fitting_layers(8192, 79 * GIB) <= 12
+    assert SHAPES["8b"].fitting_layers(8192, 16 * GIB) == 0
+
+
+@pytest.mark.parametrize(("size", "billions"), [("1.3b", 1.35), ("8b", 8.03)])
+def test_the_shapes_have_the_parameters_that_they_are_named_for(size: str, billions: float) -> None:
+    shape = SHAPES[size]
+    assert cost.model_parameters(shape.config(shape.layers, 4096)) / 1e9 == pytest.approx(billions, rel=0.01)
+
+
+def made_row(seconds: float, losses: tuple[float, ...] = (4.0, 3.0)) -> dict[str, Any]:
+    return {"seconds": [9.0, seconds, 0.0], "losses": list(losses), "peak_bytes": 2 * GIB, "fault": ""}
+
+
+def made_part(**named_rows: dict[str, Any]) -> dict[str, Any]:
+    matmul = {"bf16": {"flops_per_second": 700e12}, "fp8": {"flops_per_second": 1400e12}}
+    return {"size": "1.3b", "sequence": 4096, "layers": 24, "step_rows": 8, "matmul": matmul, "rows": named_rows}
+
+
+def test_the_table_shows_shares_of_peak_and_of_matmul_at_each_precision() -> None:
+    seconds = 0.5
+    part = made_part(**{OURS: made_row(seconds), "ours, fp8": made_row(seconds / 2)})
+    half, fp8 = ([cell.strip() for cell in line.split("|")[5:-1]] for line in report(part, H100))
+    config = SHAPES["1.3b"].config(24, 4096)
+    causal, whole = (
+        cost.training_flops(config, batch=8, sequence=4096, is_causal=is_causal) for is_causal in (True, False)
+    )
+    assert half == [
+        "65,536",
+        f"{causal / seconds / 1e12:.4g}",
+        f"{causal / seconds / 989.4e12:.1%}",
+        f"{whole / seconds / 989.4e12:.1%}",
+        f"{causal / seconds / 700e12:.1%}",
+        "2.00",
+        "1.000",
+        "3.0000",
+    ]
+    # Twice as fast, against a peak and a product twice as high.
+    assert fp8[2:5] == [f"{causal / seconds / 989.4e12 * 989.4 * 2 / 1978.9:.1%}", fp8[3], half[4]]
+    assert fp8[6] == "2.000"
+    assert [cell.strip() for cell in report(part, "some card")[0].split("|")[7:9]] == ["?", "?"]
+
+
+def test_a_row_without_memory_is_told_and_not_broken() -> None:
+    found = {"out_of_memory": "out of memory: tried to allocate"}
+    found["fault"] = fault_of(OURS, found, made_row(1.0))
+    [line] = report(made_part(**{OURS: found}), H100)
+    assert "| ours, bf16 | out of memory: tried to allocate |" in line
+    assert not is_broken(found["fault"])
+    assert is_broken(fault_of(OURS, {"failed": "failed: no luck"}, made_row(1.0)))
+
+
+@pytest.mark.parametrize("loss", [3.0 * (1 + 2 * TOLERANCE), float("nan"), 0.0])
+def test_a_row_whose_loss_strays_is_refused(loss: float) -> None:
+    fault = fault_of(OURS, made_row(1.0, (4.0, loss)), made_row(1.0))
+    assert fault.startswith("wrong: the loss of step 2")
+    assert is_broken(fault)
+    assert fault_of(OURS, made_row(1.0, (4.0, 3.0 * (1 + TOLERANCE / 2))), made_row(1.0)) == ""
+
+
+def test_plain_torch_is_compiled_unless_told_otherwise() -> None:
+    def chosen(**options: Any) -> list[str]:
+        return chosen_rows(argparse.Namespace(**({"rows": [], "no_compile": False} | options)))
+
+    assert COMPILED in chosen() and EAGER not in chosen()
+    assert EAGER in chosen(no_compile=True) and COMPILED not in chosen(no_compile=True)
+    assert chosen(rows=[OURS, EAGER]) == [EAGER, OURS]

@@ -1,0 +1,160 @@
+"""A stand-in for Transformer Engine: its public names, doing what they promise in plain torch, over our groups.
+
+It writes down how it was built and called. Put into `sys.modules` by a test, for that test alone.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_megatron.comm import differentiable
+from lightning_megatron.mesh import Axis
+
+
+class Format(Enum):
+    E4M3 = "e4m3"
+    HYBRID = "hybrid"
+    E5M2 = "e5m2"
+
+
+@dataclass
+class DelayedScaling:
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: Any = "max"
+
+
+@dataclass
+class Float8CurrentScaling:
+    fp8_format: Format = Format.HYBRID
+
+
+@dataclass
+class MXFP8BlockScaling:
+    fp8_format: Format = Format.E4M3
+
+
+@dataclass
+class Log:
+    """What was asked of the stand-in."""
+
+    built: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    first_microbatch: list[bool | None] = field(default_factory=list)
+    # as each forward was told
+    autocasts: list[tuple[Any, Any]] = field(default_factory=list)
+    # recipe and group of each
+    is_open: bool = False
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> Log:
+    """Makes `import transformer_engine` give the stand-in until the test ends."""
+    log = Log()
+
+    class Linear(nn.Module):
+        def __init__(self, in_features: int, out_features: int, **options: Any) -> None:
+            super().__init__()
+            log.built.append((type(self).__name__, (in_features, out_features), options))
+            size = options["tp_size"]
+            is_row = options["parallel_mode"] == "row"
+            shape = (out_features, in_features // size) if is_row else (out_features // size, in_features)
+            device, dtype = options["device"], options["params_dtype"]
+            self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+            if options["bias"]:
+                self.bias = nn.Parameter(torch.empty(shape[0], device=device, dtype=dtype))
+            self.options, self.is_row = options, is_row
+
+        def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+            assert log.is_open and not self.weight.is_meta
+            log.first_microbatch.append(is_first_microbatch)
+            group, size = self.options["tp_group"], self.options["tp_size"]
+            ranks = tuple(range(size))
+            tp = Axis("tp", size, group.rank() if group is not None else 0, ranks, group)
+            is_cut = self.options["sequence_parallel"]
+            bias = self.bias if self.options["bias"] else None
+            if self.is_row:
+                y = F.linear(x, self.weight)
+                y = differentiable.reduce_scatter(y, tp) if is_cut else differentiable.reduce(y, tp)
+                return y if bias is None else y + bias
+            x = differentiable.gather(x, tp) if is_cut else differentiable.copy(x, tp)
+            return F.linear(x, self.weight, bias)
+
+    class LayerNormLinear(Linear):
+        def __init__(self, in_features: int, out_features: int, **options: Any) -> None:
+            super().__init__(in_features, out_features, **options)
+            self.layer_norm_weight = nn.Parameter(torch.empty(in_features, device=options["device"]))
+            if options["normalization"] == "LayerNorm":
+                self.layer_norm_bias = nn.Parameter(torch.empty(in_features, device=options["device"]))
+
+        def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+            shape, eps = x.shape[-1:], self.options["eps"]
+            if self.options["normalization"] == "LayerNorm":
+                x = F.layer_norm(x, shape, self.layer_norm_weight, self.layer_norm_bias, eps)
+            else:
+                x = F.rms_norm(x, shape, self.layer_norm_weight, eps)
+            return super().forward(x, is_first_microbatch)
+
+    def only_built(kind: str) -> Any:
+        def build(*args: Any, **options: Any) -> nn.Module:
+            log.built.append((kind, args, options))
+            return nn.Identity()
+
+        return build
+
+    @contextmanager
+    def fp8_autocast(*, enabled: bool, fp8_recipe: Any, fp8_group: Any) -> Iterator[None]:
+        assert enabled
+        log.autocasts.append((fp8_recipe, fp8_group))
+        log.is_open = True
+        yield
+        log.is_open = False
+
+    package, common, recipe, torch_part = (
+        ModuleType(name)
+        for name in (
+            "transformer_engine",
+            "transformer_engine.common",
+            "transformer_engine.common.recipe",
+            "transformer_engine.pytorch",
+        )
+    )
+    contents: dict[ModuleType, dict[str, Any]] = {
+        package: {"common": common, "pytorch": torch_part, "__path__": []},
+        common: {"recipe": recipe, "__path__": []},
+        recipe: {"Format": Format, "DelayedScaling": DelayedScaling, "Float8CurrentScaling": Float8CurrentScaling},
+        torch_part: {
+            "Linear": Linear,
+            "LayerNormLinear": LayerNormLinear,
+            "GroupedLinear": only_built("GroupedLinear"),
+            "DotProductAttention": only_built("DotProductAttention"),
+            "fp8_autocast": fp8_autocast,
+        },
+    }
+    for module, names in contents.items():
+        for name, value in names.items():
+            setattr(module, name, value)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return log
+
+
+def break_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes `import transformer_engine` end as it does on a machine without CUDA's libraries."""
+
+    class Refuse:
+        @staticmethod
+        def find_spec(name: str, path: Any = None, target: Any = None) -> None:
+            if name.partition(".")[0] == "transformer_engine":
+                raise RuntimeError("cudnn shared object not found.")
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformer_engine"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Refuse, *sys.meta_path])

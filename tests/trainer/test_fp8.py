@@ -1,0 +1,251 @@
+"""FP8 through the Trainer: alike on any layout, resumed as it was left, and refused where it cannot be had."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import TransformerEnginePrecision
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+from lightning_megatron import ConfigurationError, Fp8Config, MegatronStrategy, PipelineConfig, checkpoint
+from lightning_megatron.models import GPTConfig, GPTModel
+from lightning_megatron.precision.product import Fp8Product
+from lightning_megatron.tensor.linear import ParallelLinear
+from lightning_megatron.trainer.precision import MegatronPrecision
+from lightning_megatron.transformer.engine_twins import LinearTwin
+from tests.harness.ranks import run_on_ranks
+from tests.precision import engine_stub
+
+CONFIG = GPTConfig(
+    num_layers=4, hidden_size=32, num_attention_heads=4, max_sequence_length=8, vocab_size=61, init_std=0.2
+)
+CURRENT = Fp8Config(num_first_layers_bf16=1)
+DELAYED = Fp8Config(scaling="delayed", amax_history_length=4)
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2+sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2, zero bubble": {
+        "pipeline_model_parallel_size": 2,
+        "num_microbatches": 2,
+        "pipeline": PipelineConfig(schedule="zb_h1"),
+    },
+    "dp2": {},
+}
+
+
+class Language(L.LightningModule):
+    def __init__(self, config: GPTConfig = CONFIG) -> None:
+        super().__init__()
+        self.config = config
+        self.model: GPTModel | None = None
+        self.losses: list[float] = []
+        self.in_fp8: list[str] = []
+        self.twins = 0
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = GPTModel(self.config, seed=2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert self.model is not None
+        loss: Tensor = self.model(batch[0], labels=batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.losses.append(float(self.trainer.callback_metrics["loss"]))
+        self.in_fp8 = fp8_linears(self)
+        self.twins = sum(isinstance(child, LinearTwin) for child in self.modules())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.2)
+
+
+class NoTransformer(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = self.layer(batch[0].float()).sum()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.2)
+
+
+def fp8_linears(module: nn.Module) -> list[str]:
+    named = module.named_modules()
+    return [name for name, m in named if isinstance(m, ParallelLinear) and isinstance(m.product, Fp8Product)]
+
+
+def loader(rows: int = 16) -> Any:
+    tokens = torch.randint(0, 61, (rows, 9), generator=torch.Generator().manual_seed(0))
+    return DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=4)
+
+
+def trainer_of(world: int, layout: dict[str, Any], **options: Any) -> L.Trainer:
+    fp8 = options.pop("fp8", None)
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": world,
+        "strategy": MegatronStrategy(**layout, fp8=fp8, timeout_seconds=60),
+        "precision": "32-true",
+        "max_epochs": 1,
+        "logger": False,
+        "use_distributed_sampler": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return L.Trainer(**(defaults | options))
+
+
+def trained(world: int, layout: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    replicas = world if not layout else 1
+    for name, fp8 in (("plain", None), ("current", CURRENT), ("delayed", DELAYED)):
+        module = Language()
+        trainer = trainer_of(world, layout, fp8=fp8)
+        data: Any = loader()
+        if replicas > 1:
+            # The same global batches: each replica takes every other row.
+            rank = int(os.environ["RANK"])
+            rows = Subset(data.dataset, range(rank, len(data.dataset), replicas))
+            data = DataLoader(rows, batch_size=4 // replicas)
+        trainer.fit(module, data)
+        found[name] = module.losses
+        found[f"{name} linears"] = module.in_fp8
+        assert fp8_linears(module) == []
+    return found
+
+
+# Sums over ranks and microbatches in another order differ by 1e-7, which moves few float8 values over an edge. Under
+# current scaling a microbatch and a replica have amaxes of their own, so that scales differ by powers of two; that
+# changes numbers at the low end of the format alone.
+TOLERANCE = 2e-3
+
+
+@pytest.fixture(scope="module")
+def on_one() -> dict[str, Any]:
+    [found] = run_on_ranks(1, trained, 1, {}, init=False)
+    return found
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_fp8_trains_on_any_layout_as_on_one_rank(name: str, on_one: dict[str, Any]) -> None:
+    for found in run_on_ranks(2, trained, 2, LAYOUTS[name], init=False):
+        for scaling in ("current", "delayed"):
+            assert found[scaling] == pytest.approx(on_one[scaling], abs=TOLERANCE)
+            assert found[scaling] != found["plain"]
+        # The model's first layer, wherever it is, is left alone.
+        assert set(found["current linears"]) <= set(on_one["current linears"])
+        assert not any("layers.0." in linear for linear in found["current linears"])
+        assert found["current linears"] and not found["plain linears"]
+    assert len(on_one["current linears"]) == 3 * 4 and len(on_one["delayed linears"]) == 4 * 4
+    # They are FP8's losses and not the plain ones.
+    assert max(abs(a - b) for a, b in zip(on_one["delayed"], on_one["plain"], strict=True)) > 2 * TOLERANCE
+
+
+def resumed(folder: str, layout: dict[str, Any], first: bool) -> list[float]:
+    module = Language()
+    trainer = trainer_of(2, layout, fp8=DELAYED, max_epochs=-1, max_steps=2 if first else 4, precision="bf16-mixed")
+    path = Path(folder) / "2.ckpt"
+    trainer.fit(module, loader(4), ckpt_path=None if first else str(path))
+    trainer.save_checkpoint(path if first else Path(folder) / "4.ckpt")
+    return module.losses
+
+
+def uninterrupted() -> list[float]:
+    module = Language()
+    trainer_of(1, {}, fp8=DELAYED, max_epochs=-1, max_steps=4, precision="bf16-mixed").fit(module, loader(4))
+    return module.losses
+
+
+def amaxes_of(path: Path) -> dict[str, Tensor]:
+    amaxes: dict[str, Tensor] = checkpoint.read_meta(path)["MegatronPrecision"]["fp8_amaxes"]
+    return amaxes
+
+
+def test_amaxes_of_all_stages_are_saved_and_another_layout_goes_on_with_them(tmp_path: Path) -> None:
+    stages = {"pipeline_model_parallel_size": 2}
+    halves = {"tensor_model_parallel_size": 2}
+    run_on_ranks(2, resumed, str(tmp_path), stages, True, init=False)
+    amaxes = amaxes_of(tmp_path / "2.ckpt")
+    assert len(amaxes) == 4 * 4 * 3
+    assert "model.layers.3.mlp.down.gradient" in amaxes
+    # Two steps: two entries.
+    assert all(int((amax > 0).sum()) == 2 for amax in amaxes.values())
+    [going_on, _] = run_on_ranks(2, resumed, str(tmp_path), halves, False, init=False)
+    later = amaxes_of(tmp_path / "4.ckpt")
+    assert all(torch.equal(later[name][2:], amax[:2]) for name, amax in amaxes.items())
+    [wanted] = run_on_ranks(1, uninterrupted, init=False)
+    # A bfloat16 keeps 8 bits: sums in another order differ by as much.
+    assert going_on == pytest.approx(wanted[2:], abs=0.02)
+
+
+def test_a_hidden_size_that_tiles_do_not_divide_is_refused_before_training_with_all_other_faults() -> None:
+    config = GPTConfig(num_layers=2, hidden_size=40, num_attention_heads=5, vocab_size=61, max_sequence_length=8)
+    trainer = trainer_of(1, {}, fp8=Fp8Config(num_first_layers_bf16=2), precision="64-true")
+    with pytest.raises(ConfigurationError) as error:
+        trainer.fit(Language(config), loader())
+    text = str(error.value)
+    assert "hidden_size (40) must be a multiple of 16" in text and "use 32 or 48" in text
+    assert "num_first_layers_bf16" in text and "precision ('64-true')" in text
+
+
+def test_an_engine_that_is_absent_is_told_before_training_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine_stub.break_import(monkeypatch)
+    trainer = trainer_of(1, {}, fp8=Fp8Config(engine="transformer_engine"))
+    with pytest.raises(ConfigurationError, match=r"pip install 'lightning-megatron\[fp8\]'"):
+        trainer.fit(Language(), loader())
+
+
+def test_fp8_without_a_transformer_layer_is_refused() -> None:
+    trainer = trainer_of(1, {}, fp8=Fp8Config())
+    with pytest.raises(ConfigurationError, match="no model with transformer layers"):
+        trainer.fit(NoTransformer(), loader())
+
+
+def lightnings_plugin(monkeypatch: pytest.MonkeyPatch, **options: Any) -> TransformerEnginePrecision:
+    """The plugin that Lightning makes for `precision="transformer-engine"` where the engine is installed."""
+    engine_stub.install(monkeypatch)
+    name = "lightning.fabric.plugins.precision.transformer_engine._TRANSFORMER_ENGINE_AVAILABLE"
+    monkeypatch.setattr(name, True)
+    return TransformerEnginePrecision(**({"weights_dtype": torch.bfloat16} | options))
+
+
+def test_lightnings_plugin_becomes_our_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin = MegatronPrecision(lightnings_plugin(monkeypatch, recipe={"margin": 2, "fp8_format": "E4M3"}))
+    assert plugin.fp8 == Fp8Config(engine="transformer_engine", scaling="delayed", format="e4m3", margin=2)
+    assert plugin.precision == "transformer-engine"
+
+
+@pytest.mark.parametrize("options", [{"weights_dtype": torch.float16}, {"replace_layers": True}])
+def test_what_lightnings_plugin_asks_for_beyond_that_is_refused(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match="is not supported by MegatronStrategy"):
+        MegatronPrecision(lightnings_plugin(monkeypatch, **options))
+
+
+def test_precision_transformer_engine_trains_with_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin = lightnings_plugin(monkeypatch)
+    log = engine_stub.install(monkeypatch)
+    module = Language()
+    trainer_of(1, {"num_microbatches": 2}, precision=None, plugins=[plugin]).fit(module, loader())
+    assert module.twins == 16 and len(module.losses) == 4
+    assert next(module.parameters()).dtype == torch.bfloat16
+    # Of two microbatches the first casts.
+    assert log.first_microbatch == ([True] * 16 + [False] * 16) * 4
+    assert not any(isinstance(child, LinearTwin) for child in module.modules())
+
+
+def test_fp8_asked_for_twice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin = lightnings_plugin(monkeypatch)
+    trainer = trainer_of(1, {}, fp8=Fp8Config(), precision=None, plugins=[plugin])
+    with pytest.raises(ConfigurationError, match="asked for twice"):
+        trainer.fit(Language(), loader())

@@ -1,0 +1,110 @@
+"""How much the backward of layers keeps, measured on fake tensors: what is alive once the forward is over."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_megatron.comm.rng import Draws
+from lightning_megatron.mesh import Mesh, Sizes
+from lightning_megatron.pipeline.module import StagePart
+from lightning_megatron.transformer import recompute, rotary
+from lightning_megatron.transformer.config import TransformerConfig
+from lightning_megatron.transformer.layer import TransformerLayer
+from lightning_megatron.transformer.recompute import RecomputeConfig
+from lightning_megatron.transformer.tokens import Tokens
+
+
+@contextmanager
+def pretended(sizes: Sizes, dtype: torch.dtype) -> Iterator[Mesh]:
+    """A mesh whose collectives answer at once, with garbage; nothing but shapes is true. Layers are made in `dtype`."""
+    before = torch.get_default_dtype()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=sizes.world)
+    torch.set_default_dtype(dtype)
+    try:
+        with FakeTensorMode():
+            yield Mesh.build(sizes, 0, lambda _: dist.group.WORLD)
+    finally:
+        torch.set_default_dtype(before)
+        dist.destroy_process_group()
+
+
+class _Made(TorchDispatchMode):
+    """Notes every storage that an operation made, and not those that were there before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[StorageWeakRef, int] = {}
+        self.foreign: set[StorageWeakRef] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, Tensor) and (ref := StorageWeakRef(tensor.untyped_storage())) not in self.storages:
+                self.foreign.add(ref)
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor):
+                ref = StorageWeakRef(tensor.untyped_storage())
+                if ref not in self.foreign:
+                    self.storages[ref] = tensor.untyped_storage().nbytes()
+        return made
+
+
+def kept_bytes(
+    config: TransformerConfig,
+    sizes: Sizes,
+    batch: int,
+    sequence: int,
+    dtype: torch.dtype,
+    recomputed: RecomputeConfig | None = None,
+    num_layers: int = 1,
+) -> int:
+    """Bytes of distinct storages, parameters left out, that are alive between forward and backward of a stage.
+
+    The input of the stage is among them, where something keeps it, its output is not.
+    """
+    recomputed = recomputed if recomputed is not None else RecomputeConfig()
+    with pretended(sizes, dtype) as mesh:
+        layers = [
+            TransformerLayer(config, tp=mesh.tp, sp=mesh.sp, name=f"layers.{i}").train() for i in range(num_layers)
+        ]
+        places = torch.arange(sequence)
+        cos, sin = rotary.angles(places[None], config.rotary_width, config.rotary_base)
+        tokens = Tokens(
+            batch=batch,
+            sequence=sequence,
+            sp=mesh.sp,
+            places_S=places,
+            positions_BS=places[None],
+            sample_keys_B=Draws(seed=1).sample_keys(batch, torch.device("cpu")),
+            rotary_cos_BSR=cos,
+            rotary_sin_BSR=sin,
+        )
+        # Once for all layers: no layer keeps them.
+        assert tokens.shard_keys.shape == (tokens.num_tokens // mesh.sp.size,)
+        for layer in layers:
+            recompute.share(layer, recomputed)
+        parts = [StagePart(layer, True, lambda hidden, run=layer: run(hidden, tokens)) for layer in layers]
+        runner = recompute.StageRunner(recomputed, tp=mesh.tp, sp=mesh.sp)
+        leaf = torch.empty(tokens.num_tokens // mesh.sp.size, config.hidden_size, dtype=dtype, requires_grad=True)
+        # What the forward leaves in circles is young then, and found without a look at all that ever was.
+        gc.disable()
+        try:
+            with _Made() as made:
+                # Not the leaf, which lives in any case.
+                output = runner(parts, leaf.clone())
+            gc.collect(0)
+        finally:
+            gc.enable()
+        assert output.shape == leaf.shape
+        of_output = StorageWeakRef(output.untyped_storage())
+        return sum(nbytes for ref, nbytes in made.storages.items() if not ref.expired() and ref != of_output)

@@ -1,0 +1,116 @@
+"""Twins run by Transformer Engine (a stand-in here) train the same parameters to the same numbers, and give way."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_megatron import Fp8Config
+from lightning_megatron.mesh import Mesh
+from lightning_megatron.models import GPTConfig, GPTModel
+from lightning_megatron.transformer.fp8_layers import EngineFp8Layers, use_transformer_engine
+from tests.harness.threads import run_on_threads
+from tests.precision import engine_stub
+from tests.reference.unsplit import unsplit_gradients
+from tests.tensor.plain import on_every_layout, thread_mesh
+
+GPT2 = GPTConfig(
+    num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=64, max_sequence_length=16, init_std=0.2
+)
+LLAMA = replace(GPT2, activation="swiglu", normalization="rmsnorm", add_bias_linear=False, position="rotary")
+CONFIG = Fp8Config(engine="transformer_engine")
+# Sums of a few hundred float32 numbers of order 1, in another order.
+TOLERANCE = 2e-5
+
+
+def twin(model: GPTModel, config: Fp8Config = CONFIG) -> EngineFp8Layers:
+    return use_transformer_engine({"model": (model, model.part_names)}, config, stage=None)
+
+
+def loss_of(model: GPTModel) -> Tensor:
+    tokens = torch.randint(64, (2, 13), generator=torch.Generator().manual_seed(1))
+    loss: Tensor = model(tokens[:, :-1], labels=tokens[:, 1:])
+    return loss
+
+
+@on_every_layout
+@pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
+def test_twins_give_the_loss_and_gradients_of_the_linears(
+    config: GPTConfig, num_ranks: int, is_sequence_parallel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = engine_stub.install(monkeypatch)
+    plain = GPTModel(config, mesh=Mesh.single(), seed=3)
+    wanted = loss_of(plain)
+    wanted.backward()
+    gradients = unsplit_gradients(plain)
+
+    def on_rank(world: Any) -> None:
+        model = GPTModel(config, mesh=thread_mesh(world, is_sequence_parallel), seed=3)
+        twin(model)
+        loss = loss_of(model)
+        loss.backward()
+        assert loss.item() == pytest.approx(wanted.item(), abs=TOLERANCE)
+        found = unsplit_gradients(model)
+        assert found.keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(found[name], gradient, rtol=0, atol=TOLERANCE)
+            assert gradient.abs().max() > 10 * TOLERANCE
+
+    log.is_open = True
+    run_on_threads(num_ranks, on_rank)
+    assert len(log.first_microbatch) == 8 * num_ranks
+    kinds = [kind for kind, _, _ in log.built]
+    assert kinds.count("LayerNormLinear") == kinds.count("Linear") == 4 * num_ranks
+
+
+def test_parameters_stay_the_same_objects_under_the_same_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine_stub.install(monkeypatch)
+    model = GPTModel(LLAMA, mesh=Mesh.single(), seed=3)
+    before, modules = dict(model.named_parameters()), dict(model.named_modules())
+    layers = twin(model)
+    assert {name: id(p) for name, p in model.named_parameters()} == {name: id(p) for name, p in before.items()}
+    assert list(model.state_dict()) == list(before)
+    assert modules["layers.0.mlp.up"] is not model.get_submodule("layers.0.mlp.up")
+    layers.release()
+    assert dict(model.named_modules()) == modules
+
+
+def test_weights_are_cast_for_the_first_microbatch_of_a_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = engine_stub.install(monkeypatch)
+    model = GPTModel(GPT2, mesh=Mesh.single(), seed=3)
+    layers = twin(model, replace(CONFIG, num_last_layers_bf16=1))
+    for _ in range(2):
+        for _ in range(2):
+            with layers.context():
+                loss_of(model)
+        layers.end_step()
+    with torch.no_grad(), layers.context():
+        loss_of(model)
+    # Four linears of one layer; outside of training nothing is kept.
+    assert log.first_microbatch == ([True] * 4 + [False] * 4) * 2 + [None] * 4
+    assert len(log.autocasts) == 5 and log.autocasts[0] == (engine_stub.Float8CurrentScaling(), None)
+
+
+@pytest.mark.gpu
+def test_transformer_engine_itself_trains_as_torchs_engine_does() -> None:
+    pytest.importorskip("transformer_engine.pytorch", exc_type=ImportError)
+    config = replace(GPT2, hidden_size=64, num_attention_heads=4)
+    losses = []
+    for uses_engine in (False, True):
+        model = GPTModel(config, mesh=Mesh.single(), seed=3).cuda().bfloat16()
+        layers = twin(model) if uses_engine else None
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        tokens = torch.randint(64, (4, 17), generator=torch.Generator().manual_seed(1)).cuda()
+        for _ in range(5):
+            with layers.context() if layers is not None else torch.enable_grad():
+                loss = model(tokens[:, :-1], labels=tokens[:, 1:])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if layers is not None:
+                layers.end_step()
+        losses.append(loss.item())
+    # An e4m3 number keeps 4 bits; errors of many average out.
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)
