@@ -48,6 +48,8 @@ class Shard:
     # axes whose ranks hold the same values; each counts once in a norm
     partial: Axis | None = None
     # the axis over which gradients are parts of a sum (sequence parallel), if any
+    data: Axis | None = None
+    # the axis whose ranks hold the same slice and see other samples, where it is not dp+cp (experts: edp)
     initial: Initial = Initial()
 
     @property
@@ -127,6 +129,7 @@ def shard_parameter(
     multiple: int = 1,
     replicas: tuple[Axis, ...] = (),
     partial: Axis | None = None,
+    data: Axis | None = None,
 ) -> nn.Parameter:
     """An unfilled parameter of this rank's slice that carries its `Shard`; `initialise` fills it.
 
@@ -148,6 +151,7 @@ def shard_parameter(
         local_length=length,
         replicas=replicas,
         partial=partial,
+        data=data,
         initial=initial,
     )
     return parameter

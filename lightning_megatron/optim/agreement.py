@@ -49,12 +49,12 @@ def describe_nonfinite(gradients: Gradients, world: Axis) -> list[str]:
 def differing_copies(gradients: Gradients, mesh: Mesh) -> list[str]:
     """Weights that are not bit by bit the same on all ranks that hold them, one line each, on every rank.
 
-    Collective over dp+cp, the axes of replicated parameters, the holders of tied names, and the world.
+    Collective over the replicas, the axes of replicated parameters, the holders of tied names, and the world.
     """
     held_ones = sorted(gradients.held, key=lambda held: held.name)
     axes: dict[tuple[int, ...], tuple[Axis, list[int]]] = {}
     for place, held in enumerate(held_ones):
-        shared = [mesh.axis("dp+cp"), *held.shard.replicas]
+        shared = [held.replicas, *held.shard.replicas]
         if held.holders is not None:
             shared.append(held.holders)
         for axis in shared:

@@ -27,6 +27,8 @@ class Held:
     name: str
     parameter: nn.Parameter
     shard: Shard
+    replicas: Axis
+    # the ranks that hold the same slice and see other samples
     holders: Axis | None
     # the pp ranks that hold this name, where there are several
     is_outside: bool
@@ -41,7 +43,7 @@ class Held:
 
 
 class Bucket:
-    """Gradients that need the same sums: over `replicas`, then over the axis of a partial sum, then over holders.
+    """Gradients that need the same sums: over their replicas, then over the axis of a partial sum, then over holders.
 
     `shards` is the axis over which the sum is cut: that of the replicas, or one of a single rank. `dtype` is that of
     the gradients, `low` that which the parameters shall have beside main weights, where not their own.
@@ -52,7 +54,6 @@ class Bucket:
         members: Sequence[Held],
         layout: BucketLayout,
         *,
-        replicas: Axis,
         shards: Axis,
         dtype: torch.dtype,
         low: torch.dtype | None = None,
@@ -65,7 +66,7 @@ class Bucket:
         self.partial = first.shard.partial
         self.holders = first.holders
         self.is_outside = first.is_outside
-        self.replicas, self.shards = replicas, shards
+        self.replicas, self.shards = first.replicas, shards
         # Zeros, because gaps between parameters travel too.
         self.gradient = torch.zeros(layout.num_elements, dtype=dtype, device=first.parameter.device)
         self.homes: dict[Tensor, Tensor] = {
@@ -139,8 +140,7 @@ class Bucket:
 def make_buckets(
     held_ones: Iterable[Held],
     *,
-    replicas: Axis,
-    shards: Axis,
+    shards_of: Callable[[Axis], Axis],
     bucket_size: int,
     keeps_whole: bool,
     dtype_of: Callable[[nn.Parameter], torch.dtype],
@@ -154,6 +154,7 @@ def make_buckets(
         key = (
             held.stages,
             held.is_outside,
+            held.replicas.ranks,
             None if partial is None else partial.ranks,
             None if holders is None else holders.ranks,
             held.parameter.dtype,
@@ -165,11 +166,11 @@ def make_buckets(
         if members[0].holders is not None:
             # By name: ranks hold shared parameters in orders of their own.
             members.sort(key=lambda held: held.name)
-        sizes = [held.parameter.numel() for held in members]
+        sizes, shards = [held.parameter.numel() for held in members], shards_of(members[0].replicas)
         for layout in bucket_layouts(sizes, num_shards=shards.size, bucket_size=bucket_size, keeps_whole=keeps_whole):
             chosen = [members[index] for index in layout.members]
             dtype, low = dtype_of(chosen[0].parameter), low_of(chosen[0].parameter)
-            buckets.append(Bucket(chosen, layout, replicas=replicas, shards=shards, dtype=dtype, low=low))
+            buckets.append(Bucket(chosen, layout, shards=shards, dtype=dtype, low=low))
     # Those that wait for the backward of the first stages come last.
     return sorted(buckets, key=lambda bucket: -min(bucket.stages, default=0))
 

@@ -5,7 +5,8 @@ is read off its `Shard` and off the pp ranks that hold its name:
 
     over          which parameters                                             why
     sp (tp)       those with `Shard.partial`                                   each rank saw its tokens only
-    dp+cp         all                                                          each replica saw its samples only
+    dp+cp         all but experts                                              each replica saw its samples only
+    edp           experts: the axis that their `Shard` names                   the same
     pp ranks      names held by several of them (tied weights)                 each use adds its part
     pp ranks      modules outside the pipelined model, in a schedule           only one stage ran them
 
@@ -13,7 +14,7 @@ Gradients live in buckets (`optim.bucket`). Where the optimizer steps main weigh
 to those, each rank's shard of them; else they stay on the parameters.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -70,9 +71,7 @@ class Gradients:
         self.mesh = mesh
         self.device = device
         self.config = config if config is not None else OptimizerConfig()
-        # of every rank's messages, also those of a stage that has no parameter to tell it by
-        self._replicas = mesh.axis("dp+cp")
-        self.shards = self._replicas if self.config.kind == "distributed" else ALONE
+        is_distributed = self.config.kind == "distributed"
         named = list(named_parameters)
         holders = stage_axes([name for name, _ in named], mesh, new_group)
         self.held = []
@@ -82,11 +81,11 @@ class Gradients:
                 # A user's own parameter is whole on every tp rank and must count once.
                 shard = Shard(global_shape=tuple(parameter.shape), replicas=(mesh.tp,))
             own = mesh.own_stages if stages is None or name not in stages else tuple(stages[name])
-            self.held.append(Held(name, parameter, shard, holders.get(name), name not in inside, own))
+            replicas = shard.data if shard.data is not None else mesh.axis("dp+cp")
+            self.held.append(Held(name, parameter, shard, replicas, holders.get(name), name not in inside, own))
         self.buckets: list[Bucket] = make_buckets(
             (held for held in self.held if held.parameter.requires_grad),
-            replicas=self._replicas,
-            shards=self.shards,
+            shards_of=lambda replicas: replicas if is_distributed else ALONE,
             bucket_size=self.config.bucket_size,
             keeps_whole=keeps_whole,
             dtype_of=lambda parameter: parameter.dtype if dtype is None else dtype,
@@ -178,7 +177,7 @@ class Gradients:
             whole = gradient.contiguous()
             if held.shard.partial is not None:
                 collectives.all_reduce_(whole, held.shard.partial)
-            collectives.all_reduce_(whole, self._replicas)
+            collectives.all_reduce_(whole, held.replicas)
             if held.holders is not None and (outside_over_stages or not held.is_outside):
                 collectives.all_reduce_(whole, held.holders)
             held.parameter.grad = whole if factor is None else whole.mul_(factor.to(whole.dtype))
@@ -196,26 +195,31 @@ class Gradients:
             part = home.view(-1)[owned.range.start : owned.range.end].view(main.shape).to(main.dtype)
             main.grad = part if main.grad is None else main.grad.add_(part)
         self._is_handed_over = True
-        if self.shards.size > 1:
-            for held in self.held:
-                held.parameter.grad = None
+        for bucket in self.buckets:
+            if bucket.shards.size > 1:
+                for held in bucket.members:
+                    held.parameter.grad = None
 
     def _agree_on_presence(self, outside_over_stages: bool) -> None:
         """Gives zeros to parameters without a gradient here but with one on another rank that sums with this one."""
         trained = [held for held in self.held if held.parameter.requires_grad]
-        shared: dict[tuple[int, ...], tuple[Axis, list[Held]]] = {}
-        for held in sorted(trained, key=lambda held: held.name):
+        groups: dict[tuple[int, ...], tuple[Axis, list[int]]] = {}
+        for place, held in enumerate(trained):
+            groups.setdefault(held.replicas.ranks, (held.replicas, []))[1].append(place)
+        shared: dict[tuple[int, ...], tuple[Axis, list[int]]] = {}
+        # By name: ranks hold shared parameters in orders of their own.
+        for place, held in sorted(enumerate(trained), key=lambda item: item[1].name):
             if held.holders is not None and (outside_over_stages or not held.is_outside):
-                shared.setdefault(held.holders.ranks, (held.holders, []))[1].append(held)
-        if self._replicas.size == 1 and not shared:
+                shared.setdefault(held.holders.ranks, (held.holders, []))[1].append(place)
+        # First the replicas, then the holders: all ranks of an axis come to it in one order.
+        axes = [group for group in groups.values() if group[0].size > 1]
+        axes += [shared[ranks] for ranks in sorted(shared)]
+        if not axes:
             return
         flags = torch.tensor([held.parameter.grad is not None for held in trained], dtype=torch.int32)
         flags = flags.to(self.device)
-        collectives.all_reduce_(flags, self._replicas, "max")
-        place = {held.name: i for i, held in enumerate(trained)}
-        for ranks in sorted(shared):
-            axis, held_ones = shared[ranks]
-            own = torch.tensor([place[held.name] for held in held_ones], device=flags.device)
+        for axis, places in axes:
+            own = torch.tensor(places, device=flags.device)
             flags[own] = collectives.all_reduce(flags[own], axis, "max")
         for held, flag in zip(trained, flags.tolist(), strict=True):
             if flag and held.parameter.grad is None:
@@ -231,20 +235,28 @@ class Gradients:
     def norm(self, parameters: Iterable[nn.Parameter] | None = None) -> Tensor:
         """The 2-norm of the whole model's gradient, [], float64: each parameter of the unsplit model counts once.
 
-        Of `parameters` only, those that the optimizer has, where given. Talks over pp+tp, and over dp+cp where
-        gradients are cut over it.
+        Of `parameters` only, those that the optimizer has, where given. Talks over the world.
         """
         chosen = None if parameters is None else set(parameters)
-        whole = [(held, held.parameter) for held in self._loose]
         counted = [
             tensor.grad
-            for held, tensor in [*((owned.held, owned.tensor) for owned in self.owned), *whole]
-            if tensor.grad is not None and held.is_counted and (chosen is None or tensor in chosen)
+            for held, tensor, is_shard in self._stepped()
+            if tensor.grad is not None
+            and held.is_counted
+            and (is_shard or held.replicas.is_first)
+            and (chosen is None or tensor in chosen)
         ]
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         if counted:
             total = torch.stack([square(gradient) for gradient in counted]).sum()
-        return collectives.all_reduce(collectives.all_reduce(total, self.shards), self.mesh.axis("pp+tp")).sqrt()
+        return collectives.all_reduce(total, self.mesh.world).sqrt()
+
+    def _stepped(self) -> Iterator[tuple[Held, nn.Parameter, bool]]:
+        """What optimizers may step, and whether its gradient is one that this replica alone has."""
+        for owned in self.owned:
+            yield owned.held, owned.tensor, self.has_main_weights and self.config.kind == "distributed"
+        for held in self._loose:
+            yield held, held.parameter, False
 
     @torch.no_grad()
     def clip(self, max_norm: float, parameters: Iterable[nn.Parameter]) -> Tensor:

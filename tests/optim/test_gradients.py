@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis, Mesh, Sizes
+from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.optim.gradients import Gradients
+from lightning_megatron.optim.main_weights import MainWeights
 from lightning_megatron.optim.sums import scale_in_place, stage_axes
 from lightning_megatron.sharding import Initial, shard_parameter
 from tests.harness.ranks import run_on_ranks
@@ -210,3 +212,44 @@ def held_in_different_orders() -> dict[str, list[float]]:
 def test_stages_that_hold_shared_names_in_different_orders_sum_like_with_like() -> None:
     wanted = {"a": [1.0, 1.0], "b": [30.0, 30.0], "model.c": [300.0, 300.0], "d": [3000.0, 3000.0]}
     assert run_on_ranks(2, held_in_different_orders) == [wanted, wanted]
+
+
+def experts_among_four() -> dict[str, Any]:
+    """Two ranks share the experts, so each expert has two replicas; every rank is a replica of the rest."""
+    mesh = make_mesh(Sizes(world=4, ep=2))
+    ep, edp = mesh.axis("ep"), mesh.axis("edp")
+    own = 10.0**mesh.global_rank
+    expert = shard_parameter((4, 3), initial=Initial(), dim=0, axis=ep, data=edp)
+    dense = shard_parameter((5,), initial=Initial())
+    found: dict[str, Any] = {"ep": ep.rank, "edp": edp.rank, "dp": mesh.dp.rank}
+    for kind in ("replicated", "distributed"):
+        expert.grad, dense.grad = torch.full((2, 3), own), torch.full((5,), own)
+        named = [("model.experts", expert), ("model.dense", dense)]
+        config = OptimizerConfig(kind=kind)  # type: ignore[arg-type]
+        gradients = Gradients(named, {name for name, _ in named}, mesh, group, torch.device("cpu"), config=config)
+        if kind == "distributed":
+            optimizer = torch.optim.SGD([expert, dense], lr=1.0)
+            MainWeights(gradients, [optimizer])
+        gradients.reduce(outside_over_stages=False)
+        found[kind] = {
+            "norm": gradients.norm().item(),
+            "held": {
+                o.held.name: o.tensor.grad.flatten().tolist() for o in gradients.owned if o.tensor.grad is not None
+            },
+        }
+    return found
+
+
+def test_experts_are_summed_over_their_own_replicas_alone() -> None:
+    ranks = run_on_ranks(4, experts_among_four)
+    # ep varies faster than edp: global ranks 0 and 2 hold the first experts.
+    sums = {0: 1.0 + 100.0, 1: 10.0 + 1000.0}
+    norm = math.sqrt(6 * sums[0] ** 2 + 6 * sums[1] ** 2 + 5 * 1111.0**2)
+    for found in ranks:
+        assert found["replicated"]["held"]["model.experts"] == [sums[found["ep"]]] * 6
+        assert found["replicated"]["held"]["model.dense"] == [1111.0] * 5
+        for kind in ("replicated", "distributed"):
+            assert found[kind]["norm"] == pytest.approx(norm, rel=1e-6)
+    for name, count in (("model.experts", 12), ("model.dense", 5)):
+        # Cut over the replicas, every number is on one rank.
+        assert sum(len(found["distributed"]["held"].get(name, [])) for found in ranks) == count
