@@ -1,6 +1,7 @@
 """What all ranks find out together about a step: a gradient that is no number, copies of a weight that differ."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,15 +11,20 @@ from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.optim.bucket import Bucket
 from lightning_megatron.optim.gradients import Gradients
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Wider elements count as several of 32 bits: the highest of 64, times an even number, would leave the sum.
+_INTEGERS = {1: torch.uint8, 2: torch.int16}
 
 
-def found_nonfinite(gradients: Gradients, world: Axis, device: torch.device) -> bool:
-    """Whether any rank made a gradient with NaN or Inf in it in this step, the same answer everywhere."""
-    sums = [bucket.local_sum for bucket in gradients.buckets if bucket.local_sum is not None]
+def found_nonfinite(stepped: Sequence[Tensor], world: Axis, device: torch.device) -> bool:
+    """Whether NaN or Inf is in a gradient of what an optimizer is about to step, on any rank: the same answer
+    everywhere. Collective over the world."""
+    present = [tensor.grad for tensor in stepped if tensor.grad is not None]
+    values = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in present]
+    # Not sums, which may leave the range of numbers that do not.
+    largest = [torch.linalg.vector_norm(value, ord=math.inf).double() for value in values if value.numel()]
     flag = torch.zeros((), dtype=torch.int32, device=device)
-    if sums:
-        flag = (~torch.stack([value.double() for value in sums]).isfinite()).any().to(torch.int32)
+    if largest:
+        flag = (~torch.stack(largest).isfinite()).any().to(torch.int32)
     return bool(collectives.all_reduce_(flag, world, "max").item())
 
 
@@ -26,7 +32,7 @@ def describe_nonfinite(gradients: Gradients, world: Axis) -> list[str]:
     """Which ranks made NaN or Inf, and in which parameters, one line each. Collective over the world.
 
     The sums are done by then: a rank knows of itself only which buckets were bad, and of every bad bucket the sum shows
-    in which parameters.
+    in which parameters. What no rank made by itself came with the sum, or after it.
     """
     bad = [bucket for bucket in gradients.buckets if not _is_finite(bucket.local_sum)]
     own = {
@@ -39,11 +45,12 @@ def describe_nonfinite(gradients: Gradients, world: Axis) -> list[str]:
     }
     by_rank = collectives.gather_objects(own, world)
     parameters = {name for found in by_rank for name in found["parameters"]}
-    return [
+    by_themselves = [
         f"rank {rank}: {', '.join(sorted(made))}"
         for rank, found in enumerate(by_rank)
         if (made := {name for bucket in found["buckets"] for name in bucket} & parameters)
     ]
+    return by_themselves or [f"no rank by itself, after the sum: {', '.join(sorted(parameters))}"]
 
 
 def differing_copies(gradients: Gradients, mesh: Mesh) -> list[str]:
@@ -76,7 +83,7 @@ def fingerprint(x: Tensor) -> Tensor:
 
     The sum of the bits, each element's as an integer times an odd number that depends on its place.
     """
-    bits = x.contiguous().view(-1).view(_INTEGERS[x.element_size()]).to(torch.int64)
+    bits = x.contiguous().view(-1).view(_INTEGERS.get(x.element_size(), torch.int32)).to(torch.int64)
     places = torch.arange(1, 2 * bits.numel(), 2, dtype=torch.int64, device=x.device)
     return (bits * places).sum()
 

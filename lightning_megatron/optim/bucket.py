@@ -149,9 +149,14 @@ def make_buckets(
     """The buckets of the parameters, in about the order in which backward completes them."""
     groups: dict[tuple[Any, ...], list[Held]] = {}
     # Backward runs through the model from its end.
-    for held in reversed(list(held_ones)):
+    in_turn = list(reversed(list(held_ones)))
+    turns = {held: turn for turn, held in enumerate(in_turn)}
+    for held in in_turn:
         partial, holders = held.shard.partial, held.holders
+        # Ranks that sum shared parameters must group them alike, and each has stages of its own.
+        is_alone = holders is not None and not held.is_outside
         key = (
+            held.name if is_alone else "",
             held.stages,
             held.is_outside,
             held.replicas.ranks,
@@ -171,8 +176,12 @@ def make_buckets(
             chosen = [members[index] for index in layout.members]
             dtype, low = dtype_of(chosen[0].parameter), low_of(chosen[0].parameter)
             buckets.append(Bucket(chosen, layout, shards=shards, dtype=dtype, low=low))
-    # Those that wait for the backward of the first stages come last.
-    return sorted(buckets, key=lambda bucket: -min(bucket.stages, default=0))
+    # Those that wait for the backward of the first stages come last, and within a stage those of its first layers:
+    # norms alone fill a bucket late, and none may wait behind it.
+    return sorted(
+        buckets,
+        key=lambda bucket: (-min(bucket.stages, default=0), max(turns[held] for held in bucket.members)),
+    )
 
 
 class Sender:
@@ -240,8 +249,8 @@ class Sender:
 
     def land(self, parameter: Tensor) -> None:
         """A parameter's gradient of this backward is complete."""
-        bucket = self._bucket_of[parameter]
-        missing = self._missing.get(bucket)
+        bucket = self._bucket_of.get(parameter)
+        missing = None if bucket is None else self._missing.get(bucket)
         if missing is not None:
             missing.discard(parameter)
             if not missing:

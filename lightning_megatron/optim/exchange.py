@@ -29,7 +29,6 @@ class Exchange:
         self.main_weights = main_weights
         waited_for = set(in_parts)
         self._outside = [held.parameter for held in gradients.held if held.parameter not in waited_for]
-        self._is_over = False
         gradients.sender.watch()
 
     def home(self, parameter: Tensor) -> Tensor | None:
@@ -65,7 +64,7 @@ class Exchange:
 
     def settle(self) -> None:
         """Parameters and main weights agree from here on: what flies has landed, what somebody changed is adopted."""
-        if self.main_weights is not None and not self._is_over:
+        if self.main_weights is not None:
             self.main_weights.wait()
             self.main_weights.adopt()
 
@@ -91,15 +90,17 @@ class Exchange:
         if self.main_weights is not None:
             self.main_weights.wait()
 
+    @property
+    def has_shards(self) -> bool:
+        """Whether replicas must talk to make parameters whole."""
+        return any(bucket.shards.size > 1 for bucket in self.gradients.buckets)
+
     def release(self) -> None:
         """Training is over: parameters are what they were before, with the values of now. Collective over dp+cp.
 
-        What the optimizer steps stays known, for a checkpoint that is saved afterwards.
+        After a failure only where no replica has what another one needs: `has_shards` says whether one has.
         """
-        if self._is_over:
-            return
         self.settle()
-        self._is_over = True
         self.gradients.release()
         if self.main_weights is not None:
             self.main_weights.release()

@@ -49,8 +49,8 @@ class Gradients:
     `named_parameters` in the same order on all ranks of a stage; `inside` are the names that belong to the pipelined
     model; `stages` the stages of this rank whose backwards make gradients of a name, all of them where a name is
     absent. `dtype` is that of accumulated gradients, `low` that of matrices beside main weights. `keeps_whole`: the
-    optimizer looks at whole parameters; `is_scaled`: by a loss scale, which asks after each step whether all was
-    finite. Construction is collective over pp, and over the world where names are held by several pp ranks.
+    optimizer looks at whole parameters. Construction is collective over pp, and over the world where names are held by
+    several pp ranks.
     """
 
     def __init__(
@@ -65,7 +65,6 @@ class Gradients:
         stages: Mapping[str, Sequence[int]] | None = None,
         dtype: torch.dtype | None = None,
         keeps_whole: bool = False,
-        is_scaled: bool = False,
         low: torch.dtype | None = None,
     ) -> None:
         self.mesh = mesh
@@ -102,7 +101,7 @@ class Gradients:
         self.has_main_weights = False
         self._is_handed_over = False
         # whether main weights have gradients that stand in the buckets
-        self.sender = Sender(self.buckets, is_checked=is_scaled or self.config.on_nonfinite != "ignore")
+        self.sender = Sender(self.buckets, is_checked=self.config.on_nonfinite == "stop")
 
     # --- what is there between two backwards ------------------------------------------------------------------------
 
@@ -190,9 +189,12 @@ class Gradients:
             # Who toggles an optimizer off toggles what it steps.
             if parameter.grad is None or not main.requires_grad:
                 continue
-            home = self.sender.home(parameter)
-            assert home is not None
-            part = home.view(-1)[owned.range.start : owned.range.end].view(main.shape).to(main.dtype)
+            # A sparse one of a single replica is not at home.
+            gradient = parameter.grad if parameter.grad.is_sparse else self.sender.home(parameter)
+            assert gradient is not None
+            if not gradient.is_sparse:
+                gradient = gradient.view(-1)[owned.range.start : owned.range.end].view(main.shape)
+            part = gradient.to(main.dtype)
             main.grad = part if main.grad is None else main.grad.add_(part)
         self._is_handed_over = True
         for bucket in self.buckets:

@@ -28,7 +28,7 @@ class LossScale:
                 self.factor = max(self.factor * config.backoff_factor, config.minimum)
             return
         self._good_steps += 1
-        if self._good_steps == config.window:
+        if self._good_steps >= config.window:
             self._good_steps = 0
             self._bad_steps_left = config.hysteresis
             self.factor *= config.growth_factor

@@ -58,7 +58,7 @@ class MainWeights:
         self._gradients = gradients
         self._flat: dict[Bucket, Tensor] = {}
         self._homes: dict[nn.Parameter, Tensor] = {}
-        # of the data of parameters whose shards are gathered
+        # of the parameters' data: in flat tensors, where shards are gathered
         self._dtypes: dict[Bucket, torch.dtype] = {}
         # of the main weights
         self._flying: dict[Bucket, collectives.Pending] = {}
@@ -82,18 +82,17 @@ class MainWeights:
             if bucket in self._flat:
                 start = bucket.layout.starts[place]
                 self._homes[parameter] = self._flat[bucket][start : start + before.numel()].view(before.shape)
-                self._bring_home(parameter)
-            elif dtype != own_dtype:
-                parameter.data = before.to(dtype)
-            if parameter.dtype != bucket.gradient.dtype:
-                parameter.grad_dtype = bucket.gradient.dtype
+            else:
+                self._homes[parameter] = before if dtype == own_dtype else torch.empty_like(before, dtype=dtype)
+            self._bring_home(parameter)
+            _take_gradients_of(parameter, bucket.gradient.dtype)
             if own.is_empty and parameter.numel():
                 continue
             whole = parameter.detach() if dtype == own_dtype else before
             is_whole = own.end - own.start == parameter.numel()
             part = whole if is_whole else whole.reshape(-1)[own.start : own.end]
-            if dtype != own_dtype and not is_whole:
-                # A copy, so that the whole float32 parameter can go.
+            if dtype != own_dtype and part.untyped_storage().nbytes() > part.numel() * part.element_size():
+                # A copy, so that the whole float32 parameter can go, or the bucket that an earlier fit left it in.
                 part = part.clone()
             yield Owned(held, nn.Parameter(part), own)
 
@@ -143,9 +142,8 @@ class MainWeights:
     @torch.no_grad()
     def adopt(self) -> None:
         """Takes over weights that somebody changed since the last step: a callback that averages or clips."""
-        for parameter, home in self._homes.items():
-            if parameter.data_ptr() != home.data_ptr():
-                self._bring_home(parameter)
+        for parameter in self._homes:
+            self._bring_home(parameter)
         for owned in self._owned.values():
             now = self._own_part(owned)
             if now.dtype != owned.tensor.dtype:
@@ -197,12 +195,16 @@ class MainWeights:
     def _release(self, bucket: Bucket) -> None:
         main_dtype = self._dtypes[bucket]
         if bucket.members[0].parameter.dtype == main_dtype:
+            for held in bucket.members:
+                _take_gradients_of(held.parameter, main_dtype)
             return
         values = bucket.gradient if bucket.gradient.dtype == main_dtype else bucket.gradient.to(main_dtype)
         for place, held in enumerate(bucket.members):
             if (owned := self._owned.get(held.parameter)) is not None:
                 start = bucket.layout.starts[place]
                 values[start + owned.range.start : start + owned.range.end].copy_(owned.tensor.reshape(-1))
+                # It stood where the weights stand now.
+                owned.tensor.grad = None
         collectives.all_gather_(values, bucket.shards)
         for place, held in enumerate(bucket.members):
             start, parameter = bucket.layout.starts[place], held.parameter
@@ -211,10 +213,11 @@ class MainWeights:
             parameter.data = values[start : start + parameter.numel()].view(parameter.shape)
 
     def _bring_home(self, parameter: nn.Parameter) -> None:
-        """Puts a parameter's values where the replicas' shards are gathered, and lets it stand there."""
+        """Lets a parameter stand, with the values it has, where its main weights look for it."""
         home = self._homes[parameter]
-        home.copy_(parameter.detach())
-        parameter.data = home
+        if parameter.data_ptr() != home.data_ptr() or parameter.dtype != home.dtype:
+            home.copy_(parameter.detach())
+            parameter.data = home
 
     def _own_part(self, owned: Owned) -> Tensor:
         """The view of a parameter's data that its main weights of this rank stand for."""
@@ -222,6 +225,12 @@ class MainWeights:
         if whole.shape == owned.tensor.shape:
             return whole
         return whole.view(-1)[owned.range.start : owned.range.end].view(owned.tensor.shape)
+
+
+def _take_gradients_of(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    if parameter.grad_dtype != dtype:
+        parameter.grad = None
+        parameter.grad_dtype = dtype
 
 
 def _part_of(value: object, parameter: Tensor, owned: Owned | None) -> object:

@@ -6,7 +6,7 @@ first rank's plain data.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,12 +36,33 @@ class SavedOptimizers:
     rests: list[dict[str, Any]]
 
 
+@dataclass(frozen=True)
+class Mains:
+    """What optimizers step in place of parameters, if they do."""
+
+    slots: Mapping[Tensor, Slot] = field(default_factory=dict)
+    # main weights, as parts of parameters
+    lowered: frozenset[str] = frozenset()
+    # names of the parameters that are narrower than their main weights, wherever those are
+
+    @staticmethod
+    def of(exchange: Exchange) -> "Mains":
+        """Those of a training, or as it left them."""
+        if exchange.main_weights is None:
+            return Mains()
+        slots: dict[Tensor, Slot] = {
+            owned.tensor: Slot(owned.held.name, owned.held.parameter, owned.range.start, owned.range.end)
+            for owned in exchange.gradients.owned
+        }
+        return Mains(slots, frozenset(exchange.main_weights.lowered_names()))
+
+
 def save(
     path: Path,
     checkpoint: Mapping[str, Any],
     module: pl.LightningModule,
     optimizers: Iterable[Optimizer],
-    exchange: Exchange | None,
+    mains: Mains,
     world: Axis,
 ) -> None:
     """Writes Lightning's dictionary as a checkpoint directory. Collective over the world.
@@ -49,9 +70,9 @@ def save(
     Weights that have main weights are saved as those.
     """
     live = _live(module)
-    lowered = {s.name: (main, s) for main, s in _mains(exchange).items() if main.dtype != s.parameter.dtype}
+    lowered = {s.name: (main, s) for main, s in mains.slots.items() if s.name in mains.lowered}
     # Of a weight whose main weights are all on other replicas, those write.
-    elsewhere = _lowered_names(exchange) - lowered.keys()
+    elsewhere = mains.lowered - lowered.keys()
     pieces: dict[str, Piece | list[Piece]] = {}
     meta: dict[str, Any] = {}
     for key, value in checkpoint.items():
@@ -72,7 +93,7 @@ def save(
             continue
         meta[key] = _plain(value, key)
     if _OPTIMIZERS in checkpoint:
-        names = _names(module, exchange)
+        names = _names(module, mains)
         meta["optimizers"] = []
         for index, optimizer in enumerate(optimizers):
             moments, rest = directory.pieces_of_optimizer(optimizer, names, index)
@@ -84,7 +105,7 @@ def save(
 def load(
     path: Path,
     module: pl.LightningModule,
-    exchange: Exchange | None,
+    mains: Mains,
     mesh: Mesh,
     checkpoint_io: CheckpointIO,
     weights_only: bool | None,
@@ -97,10 +118,9 @@ def load(
         return _load_file(path, module, mesh, checkpoint_io, weights_only)
     meta = directory.read_meta(path)
     live = _live(module)
-    lowered = _lowered_names(exchange)
     # Copies: with strict_loading off, what the checkpoint lacks must come back as it is. As wide as main weights.
     state = {
-        name: tensor.detach().to(torch.float32 if name in lowered else tensor.dtype, copy=True)
+        name: tensor.detach().to(torch.float32 if name in mains.lowered else tensor.dtype, copy=True)
         for name, tensor in live.items()
     }
     pieces = {name: Piece.like(live[name], tensor) for name, tensor in state.items()}
@@ -131,16 +151,22 @@ def load_optimizers(
     checkpoint: Mapping[str, Any],
     module: pl.LightningModule,
     optimizers: Iterable[Optimizer],
-    exchange: Exchange | None,
+    mains: Mains,
     world: Axis,
 ) -> None:
     """Fills the optimizers from a dictionary that `load` made. Collective over the world."""
     saved = checkpoint[_OPTIMIZERS]
     if not isinstance(saved, SavedOptimizers):
+        if any(slot.end - slot.start < slot.parameter.numel() for slot in mains.slots.values()):
+            raise ValueError(
+                "the checkpoint is a single file with the state of whole parameters, and the optimizer of kind "
+                "'distributed' has parts of them; resume it with kind 'replicated' and save, any kind resumes the "
+                "directory that makes"
+            )
         for optimizer, state in zip(optimizers, saved, strict=True):
             optimizer.load_state_dict(state)
         return
-    names, entries = _names(module, exchange), directory.read_entries(saved.path)
+    names, entries = _names(module, mains), directory.read_entries(saved.path)
     optimizers = list(optimizers)
     if len(optimizers) != len(saved.rests):
         raise ValueError(
@@ -189,27 +215,10 @@ def _live(module: pl.LightningModule) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
 
-def _names(module: pl.LightningModule, exchange: Exchange | None) -> dict[Tensor, str | Slot]:
+def _names(module: pl.LightningModule, mains: Mains) -> dict[Tensor, str | Slot]:
     """What each tensor that an optimizer may step is."""
     names: dict[Tensor, str | Slot] = {parameter: name for name, parameter in module.named_parameters()}
-    return names | _mains(exchange)
-
-
-def _mains(exchange: Exchange | None) -> dict[Tensor, Slot]:
-    """The main weights, where there are any, as parts of parameters."""
-    if exchange is None or exchange.main_weights is None:
-        return {}
-    return {
-        owned.tensor: Slot(owned.held.name, owned.held.parameter, owned.range.start, owned.range.end)
-        for owned in exchange.gradients.owned
-    }
-
-
-def _lowered_names(exchange: Exchange | None) -> set[str]:
-    """Names of the parameters that are narrower than their main weights."""
-    if exchange is None or exchange.main_weights is None:
-        return set()
-    return exchange.main_weights.lowered_names()
+    return names | dict(mains.slots)
 
 
 def _is_state_of(value: Any, live: Mapping[str, Tensor]) -> bool:

@@ -111,9 +111,9 @@ class MegatronPrecision(Precision):
         gradients. LBFGS runs the closure by itself, several times."""
         if isinstance(optimizer, LBFGS):
             return super().optimizer_step(optimizer, model, closure, **kwargs)
-        assert self.exchange is not None
+        assert self.exchange is not None and isinstance(optimizer, Optimizer)
         result = closure()
-        self.has_skipped = self._is_to_skip(model)
+        self.has_skipped = self._is_to_skip(model, list(self.main_params(optimizer)))
         self._after_closure(model, optimizer)
         if self.has_skipped or (result is None and model.automatic_optimization):
             # Or training_step chose to skip the batch: there is no gradient to step by.
@@ -121,9 +121,12 @@ class MegatronPrecision(Precision):
         self.exchange.prepare_step()
         optimizer.step(**kwargs)
         self.exchange.publish()
+        if not model.automatic_optimization:
+            # The same training_step may go on with another forward.
+            self.exchange.gather_all()
         return result
 
-    def _is_to_skip(self, model: pl.LightningModule) -> bool:
+    def _is_to_skip(self, model: pl.LightningModule, stepped: list[Tensor]) -> bool:
         """Whether the step must not be done because some rank made NaN or Inf; raises RuntimeError on all ranks where
         that ends the run. Talks over the world."""
         assert self.exchange is not None
@@ -132,7 +135,7 @@ class MegatronPrecision(Precision):
         if self.loss_scale is None and policy == "ignore":
             return False
         world = gradients.mesh.world
-        found = found_nonfinite(gradients, world, gradients.device)
+        found = found_nonfinite(stepped, world, gradients.device)
         if self.loss_scale is not None:
             self.loss_scale.update(found_nonfinite=found)
             return found
@@ -140,13 +143,9 @@ class MegatronPrecision(Precision):
             return False
         if policy == "skip":
             return True
-        lines = describe_nonfinite(gradients, world)
-        if not lines:
-            # A sum that left the range of its dtype, of gradients that did not.
-            return False
         raise RuntimeError(
-            f"NaN or Inf in gradients at step {model.trainer.global_step}, before they were summed over the replicas:\n"
-            f"{in_words(lines)}\nlower the learning rate or look at that rank's data; "
+            f"NaN or Inf in gradients at step {model.trainer.global_step}:\n"
+            f"{in_words(describe_nonfinite(gradients, world))}\nlower the learning rate or look at that rank's data; "
             'OptimizerConfig(on_nonfinite="skip") leaves out such steps, "ignore" does them'
         )
 

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -22,6 +22,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis, Mesh
+from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.pipeline.module import PipelineModule
 from lightning_megatron.sharding import Shard, shard_of
 from lightning_megatron.trainer.config import ConfigurationError
@@ -177,10 +178,10 @@ def require_separable(optimizers: Iterable[Optimizer], mesh: Mesh, *, has_main_w
         name = type(optimizer).__name__
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         is_cut = any(shard.box.sizes != shard.global_shape for shard in map(shard_of, parameters))
-        if isinstance(optimizer, LBFGS) and has_main_weights:
-            faults.append(f"{name} runs the step's closure in between its own, and main weights are published after it")
         if isinstance(optimizer, LBFGS) and (is_cut or mesh.pp.size > 1):
             faults.append(f"{name} looks at all parameters at once, and a rank holds only some of them")
+        elif isinstance(optimizer, LBFGS) and has_main_weights:
+            faults.append(f"{name} runs forwards within its step, and main weights reach the model after it")
         if isinstance(optimizer, (Adafactor, Muon)) and is_cut:
             faults.append(f"{name} looks at whole matrices, and tensor parallelism cuts them")
     # On every rank, also on one that holds only whole matrices: the others would wait for it.
@@ -191,6 +192,25 @@ def require_separable(optimizers: Iterable[Optimizer], mesh: Mesh, *, has_main_w
             "and the replicated optimizer in 32-true"
         )
         raise ConfigurationError([f"{fault}; {ways}" for fault in sorted(everywhere)])
+
+
+def require_fitting(callbacks: Iterable[pl.Callback], config: OptimizerConfig, has_main_weights: bool) -> None:
+    """Raises ConfigurationError for callbacks that look for what is not there under main weights."""
+    faults = []
+    for callback in callbacks:
+        name = type(callback).__name__
+        if isinstance(callback, BaseFinetuning) and has_main_weights:
+            faults.append(
+                f"{name} looks for the model's parameters in the optimizer, which has main weights; use precision "
+                '32-true or bf16-true with OptimizerConfig(kind="replicated")'
+            )
+        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)) and config.overlap_param_gather:
+            faults.append(
+                f"{name} reads weights between a step and the next forward, while they are on their way; use "
+                "OptimizerConfig(overlap_param_gather=False)"
+            )
+    if faults:
+        raise ConfigurationError(faults)
 
 
 @torch.no_grad()

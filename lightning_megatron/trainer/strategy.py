@@ -48,7 +48,10 @@ from lightning_megatron.pipeline.choice import Schedule, placement_of
 from lightning_megatron.pipeline.lower import hops
 from lightning_megatron.pipeline.module import PipelineModule, at_once, run_alone
 from lightning_megatron.precision.fp8 import Fp8Config, device_faults
+from lightning_megatron.tensor import weight_gradients
+from lightning_megatron.tensor.weight_gradients import WeightGradients
 from lightning_megatron.trainer import checkpoints, checks, setup_model
+from lightning_megatron.trainer.checkpoints import Mains
 from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
 from lightning_megatron.trainer.failure import FailureWatch
 from lightning_megatron.trainer.launcher import CheckingLauncher
@@ -126,6 +129,8 @@ class MegatronStrategy(ParallelStrategy):
         self._watch: FailureWatch | None = None
         self._steps: Steps | None = None
         self._exchange: Exchange | None = None
+        self._left = Mains()
+        # by the last fit: who saves after it saves its optimizers too
         self._held_schedulers: list[tuple[LRSchedulerConfig, str]] = []
         self._is_synchronised = True
         self._restricted_metrics: list[Metric] = []
@@ -329,6 +334,8 @@ class MegatronStrategy(ParallelStrategy):
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
             setup_model.require_separable(self.optimizers, self.mesh, has_main_weights=self._has_main_weights)
+            setup_model.require_fitting(trainer.callbacks, self.optimizer, self._has_main_weights)  # type: ignore[attr-defined]
+            self._left = Mains()
             self._exchange = self._make_exchange(module)
         self.setup_precision_plugin()
         if not self.is_distributed:
@@ -364,7 +371,6 @@ class MegatronStrategy(ParallelStrategy):
             dtype=gradient_dtype,
             keeps_whole=not all(map(steps_by_number, self.optimizers)),
             low=low,
-            is_scaled=plugin.precision == "16-mixed",
         )
         main_weights = None
         if self._has_main_weights:
@@ -383,6 +389,10 @@ class MegatronStrategy(ParallelStrategy):
         return (
             config.kind == "distributed" or plugin.low_dtype() is not None or plugin.gradient_dtype(config) is not None
         )
+
+    @property
+    def _mains(self) -> Mains:
+        return self._left if self._exchange is None else Mains.of(self._exchange)
 
     @property
     def _plugin(self) -> MegatronPrecision:
@@ -586,7 +596,7 @@ class MegatronStrategy(ParallelStrategy):
         path = Path(self.broadcast(str(filepath)))
         if self._exchange is not None:
             self._exchange.settle()
-        checkpoints.save(path, checkpoint, self._require_module(), self.optimizers, self._exchange, self.mesh.world)
+        checkpoints.save(path, checkpoint, self._require_module(), self.optimizers, self._mains, self.mesh.world)
 
     def _refuse_to_save_alone(self) -> None:
         """Raises RuntimeError where a callback saves after a failure of this rank alone: it would wait for ever."""
@@ -606,7 +616,7 @@ class MegatronStrategy(ParallelStrategy):
         setup_model.require_own_mesh(module, self.mesh)
         # Lightning's batch size finder names its checkpoint by chance, on every rank anew.
         path = Path(self.broadcast(str(checkpoint_path)))
-        return checkpoints.load(path, module, self._exchange, self.mesh, self.checkpoint_io, weights_only)
+        return checkpoints.load(path, module, self._mains, self.mesh, self.checkpoint_io, weights_only)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -616,9 +626,7 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        checkpoints.load_optimizers(
-            checkpoint, self._require_module(), self.optimizers, self._exchange, self.mesh.world
-        )
+        checkpoints.load_optimizers(checkpoint, self._require_module(), self.optimizers, self._mains, self.mesh.world)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -654,25 +662,37 @@ class MegatronStrategy(ParallelStrategy):
         if self.lightning_module is not None:
             for pipelined in setup_model.pipelined_modules(self.lightning_module).values():
                 pipelined.driver, pipelined.before_part = run_alone, at_once
+            # The layers held on to the last fit's gradients.
+            weight_gradients.share(self.lightning_module, WeightGradients())
         if self._plugin.fp8_layers is not None:
             # Kept: a checkpoint may still be saved.
             self._plugin.fp8_layers.release()
         setup_model.release_metrics(self._restricted_metrics)
         self._restricted_metrics = []
         self._let_schedulers_go()
-        module = self.lightning_module
-        if self._exchange is not None and module is not None and not module.trainer.interrupted:
-            # Not after a failure: the other replicas may not come to it.
-            self._exchange.release()
+        self._release_exchange()
         self._steps = None
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
         super().teardown()
 
+    def _release_exchange(self) -> None:
+        """Leaves the module as it came, but trained. After a failure other replicas may not come to that: where they
+        would have to, weights keep the dtype that they had in training."""
+        if self._exchange is None:
+            return
+        if self._exchange.has_shards and self._require_module().trainer.interrupted:
+            self._exchange.gradients.release()
+        else:
+            self._exchange.release()
+        self._left = Mains.of(self._exchange)
+        self._exchange = self._plugin.exchange = None
+
     @override
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         for name in ("_mesh", "_ambient", "_watch", "_steps", "_exchange", "_launcher"):
             state[name] = None
+        state["_left"] = Mains()
         return state

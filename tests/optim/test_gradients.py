@@ -253,3 +253,33 @@ def test_experts_are_summed_over_their_own_replicas_alone() -> None:
     for name, count in (("model.experts", 12), ("model.dense", 5)):
         # Cut over the replicas, every number is on one rank.
         assert sum(len(found["distributed"]["held"].get(name, [])) for found in ranks) == count
+
+
+def thawed_norm(kind: Any) -> float:
+    """A parameter that was frozen when the buckets were made is whole on every replica."""
+    mesh = make_mesh(Sizes(world=2))
+    parameter = nn.Parameter(torch.zeros(4, dtype=torch.float64), requires_grad=False)
+    config = OptimizerConfig(kind=kind)
+    gradients = Gradients([("thawed", parameter)], set(), mesh, group, torch.device("cpu"), config=config)
+    parameter.requires_grad_(True)
+    parameter.grad = torch.ones(4, dtype=torch.float64)
+    gradients.reduce(outside_over_stages=False)
+    return gradients.norm().item()
+
+
+@pytest.mark.parametrize("kind", ["replicated", "distributed"])
+def test_a_parameter_thawed_later_counts_once_in_the_norm(kind: str) -> None:
+    assert run_on_ranks(2, thawed_norm, kind) == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("kind", ["replicated", "distributed"])
+def test_main_weights_get_sparse_gradients_too(kind: Any) -> None:
+    weight = nn.Parameter(torch.ones(4, 3))
+    optimizer, config = torch.optim.SGD([weight], lr=1.0), OptimizerConfig(kind=kind)
+    gradients = Gradients([("weight", weight)], set(), Mesh.single(), no_group, torch.device("cpu"), config=config)
+    main = MainWeights(gradients, [optimizer])
+    nn.functional.embedding(torch.tensor([2, 2]), weight, sparse=True).sum().backward()
+    gradients.reduce(outside_over_stages=False)
+    optimizer.step()
+    main.publish()
+    assert weight[:, 0].tolist() == [1, 1, -1, 1]

@@ -8,6 +8,7 @@ from lightning.pytorch.strategies import ParallelStrategy, Strategy
 
 from lightning_megatron import MegatronStrategy, PipelineConfig
 from lightning_megatron.mesh import StageLayout
+from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.pipeline.choice import ScheduleName
 
 # Values that the strategy hands to `log` are those of the global batch already.
@@ -27,6 +28,7 @@ class Layout:
     vp: int = 1
     schedule: Literal["auto"] | ScheduleName = "auto"
     stages: StageLayout = field(default_factory=StageLayout)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     is_plain: bool = False
     # Lightning's own strategy for one device
 
@@ -47,6 +49,7 @@ class Layout:
             pipeline=PipelineConfig(
                 mode="collective" if self.collective else "auto", schedule=self.schedule, layout=self.stages
             ),
+            optimizer=self.optimizer,
             timeout_seconds=60,
         )
 

@@ -1,0 +1,158 @@
+"""Ranks find out together which of them made NaN or Inf, and which copies of a weight differ."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.mesh import Axis, Sizes
+from lightning_megatron.optim.agreement import (
+    describe_nonfinite,
+    differing_copies,
+    fingerprint,
+    found_nonfinite,
+    in_words,
+)
+from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.optim.gradients import Gradients
+from lightning_megatron.sharding import Initial, shard_parameter
+from tests.harness.ranks import run_on_ranks
+from tests.optim.test_gradients import group, no_group
+from tests.pipeline.meshes import make_mesh
+
+CPU = torch.device("cpu")
+ALONE = Axis("alone", 1, 0, (0,))
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex128]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_fingerprint_tells_one_bit(dtype: torch.dtype) -> None:
+    x = torch.arange(60).reshape(5, 12).to(dtype)
+    bits = torch.uint8
+    for byte in range(0, x.numel() * x.element_size(), 7):
+        for bit in (0, 7) if dtype != torch.bool else (0,):
+            y = x.clone()
+            y.view(-1).view(bits)[byte] ^= 1 << bit
+            assert fingerprint(y) != fingerprint(x)
+    assert fingerprint(x.clone()) == fingerprint(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_fingerprint_tells_two_elements_that_changed_places(dtype: torch.dtype) -> None:
+    # 1 and -1 differ in the highest bit alone; 1 and 2 in high bits, at a distance of a power of two.
+    x = torch.zeros(4100, dtype=dtype)
+    x[0], x[1], x[2049] = 1.0, -1.0, 2.0
+    for one, other in ((0, 1), (0, 2049), (1, 2049), (0, 4096)):
+        y = x.clone()
+        y[one], y[other] = x[other], x[one]
+        assert fingerprint(y) != fingerprint(x), (one, other)
+
+
+def test_a_fingerprint_does_not_depend_on_strides() -> None:
+    x = torch.randn(6, 4)
+    assert fingerprint(x.T.contiguous()) == fingerprint(x.T) != fingerprint(x)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_one_bad_number_is_found(value: float) -> None:
+    parameter = nn.Parameter(torch.zeros(1000))
+    parameter.grad = torch.zeros(1000)
+    empty, without = nn.Parameter(torch.zeros(0)), nn.Parameter(torch.zeros(3))
+    empty.grad = torch.zeros(0)
+    stepped = [parameter, empty, without]
+    assert not found_nonfinite(stepped, ALONE, CPU)
+    parameter.grad[77] = value
+    assert found_nonfinite(stepped, ALONE, CPU)
+
+
+def test_large_numbers_whose_sum_leaves_the_range_are_not_bad() -> None:
+    parameter = nn.Parameter(torch.zeros(1000))
+    parameter.grad = torch.full((1000,), 3e38)
+    assert parameter.grad.sum().isinf() and not found_nonfinite([parameter], ALONE, CPU)
+
+
+def weight(name_values: float, *, tp: Axis | None = None) -> nn.Parameter:
+    """Replicated over tp where it is given, else a user's own."""
+    if tp is None:
+        return nn.Parameter(torch.full((3,), name_values))
+    parameter = shard_parameter((3,), initial=Initial(), replicas=(tp,))
+    with torch.no_grad():
+        parameter.fill_(name_values)
+    return parameter
+
+
+def copies(sizes: Sizes, changed: tuple[int, str]) -> list[str]:
+    """What all ranks hear when one rank changes the lowest bit of one parameter."""
+    mesh = make_mesh(sizes)
+    named = [
+        ("outside", weight(1.0)),
+        (f"model.{mesh.pp.rank}.norm", weight(2.0, tp=mesh.tp)),
+        ("model.tied", weight(3.0, tp=mesh.tp)),
+        (f"model.{mesh.pp.rank}.cut", shard_parameter((8,), initial=Initial(), dim=0, axis=mesh.tp)),
+    ]
+    with torch.no_grad():
+        # Of a cut weight ranks of tp hold different parts.
+        named[-1][1].fill_(10.0 + mesh.tp.rank)
+    inside = {name for name, _ in named if name.startswith("model")}
+    gradients = Gradients(named, inside, mesh, group, CPU)
+    assert differing_copies(gradients, mesh) == []
+    rank, name = changed
+    if mesh.global_rank == rank:
+        dict(named)[name].data.view(torch.int32)[1] ^= 1
+    return differing_copies(gradients, mesh)
+
+
+# Global ranks of pp 2 x dp 2 x tp 2: the last stage has 0 to 3.
+SIZES = Sizes(world=8, pp=2, tp=2)
+
+
+@pytest.mark.parametrize(
+    ("changed", "axes"),
+    [
+        ((5, "model.0.norm"), ["4, 5", "5, 7"]),
+        ((5, "model.0.cut"), ["5, 7"]),
+        ((2, "model.tied"), ["0, 2", "2, 3", "6, 2"]),
+        ((0, "outside"), ["0, 1", "0, 2", "4, 0"]),
+    ],
+)
+def test_every_axis_that_shares_a_changed_weight_is_told_on_every_rank(
+    changed: tuple[int, str], axes: list[str]
+) -> None:
+    by_rank = run_on_ranks(8, copies, SIZES, changed)
+    assert by_rank == [[f"{changed[1]} on ranks {ranks}" for ranks in axes]] * 8
+
+
+def makes_nan() -> dict[str, list[str]]:
+    """Rank 1 makes NaN in `b`, ranks 0 and 2 Inf in `c`, which is in a bucket with `d`."""
+    mesh = make_mesh(Sizes(world=3))
+    values: dict[str, Tensor] = {name: torch.ones(20) for name in ("a", "b", "c", "d", "e", "f")}
+    if mesh.global_rank == 1:
+        values["b"][3] = float("nan")
+    else:
+        values["c"][4] = float("inf")
+    named = [(name, nn.Parameter(torch.zeros(20))) for name in values]
+    for name, parameter in named:
+        parameter.grad = values[name]
+    gradients = Gradients(named, set(), mesh, no_group, CPU, config=OptimizerConfig(bucket_size=40))
+    gradients.reduce(outside_over_stages=False)
+    found = {"sent": describe_nonfinite(gradients, mesh.world)}
+    for _, parameter in named:
+        parameter.grad.zero_()  # type: ignore[union-attr]
+    if mesh.global_rank == 2:
+        dict(named)["e"].grad[0] = float("inf")  # type: ignore[index]
+    found["later"] = describe_nonfinite(gradients, mesh.world)
+    found["is found"] = [str(found_nonfinite([dict(named)["e"]], mesh.world, CPU))]
+    return found
+
+
+def test_the_rank_that_made_a_bad_number_is_named_with_the_parameter() -> None:
+    for found in run_on_ranks(3, makes_nan):
+        assert found["sent"] == ["rank 0: c", "rank 1: b", "rank 2: c"]
+        # After the sum nobody can say who it was.
+        assert found["later"] == ["no rank by itself, after the sum: e"]
+        assert found["is found"] == ["True"]
+
+
+def test_many_lines_are_cut_short() -> None:
+    told = in_words([str(i) for i in range(25)], limit=3)
+    assert told == "  - 0\n  - 1\n  - 2\n  - and 22 more"
+    assert in_words(["a", "b"], limit=2) == "  - a\n  - b"

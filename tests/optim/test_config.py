@@ -1,0 +1,70 @@
+"""What a user sets wrong about gradients and loss scales is told at once, each with its value and its rule."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from lightning_megatron.optim.config import LossScaleConfig, OptimizerConfig
+
+
+def test_all_faults_of_an_optimizer_config_are_told_together() -> None:
+    wrong: dict[str, Any] = {
+        "kind": "zero3",
+        "grad_dtype": "float16",
+        "on_nonfinite": "warn",
+        "bucket_size": -5,
+        "check_replicas_every_n_steps": -1,
+    }
+    with pytest.raises(ValueError) as error:
+        OptimizerConfig(**wrong)
+    lines = str(error.value).splitlines()
+    assert lines == [
+        "optimizer kind ('zero3') must be one of replicated, distributed",
+        "optimizer grad_dtype ('float16') must be one of auto, float32, bfloat16",
+        "optimizer on_nonfinite ('warn') must be one of stop, skip, ignore",
+        "bucket_size (-5) must be at least 1; it counts numbers, 40000000 is usual",
+        "check_replicas_every_n_steps (-1) must be at least 0; 0 is never",
+    ]
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_bucket_holds_at_least_one_number(size: int) -> None:
+    with pytest.raises(ValueError, match=rf"bucket_size \({size}\)"):
+        OptimizerConfig(bucket_size=size)
+    assert OptimizerConfig(bucket_size=1).bucket_size == 1
+
+
+def test_weights_that_nobody_else_steps_are_not_gathered() -> None:
+    with pytest.raises(ValueError, match=r"overlap_param_gather \(True\) needs kind 'distributed'"):
+        OptimizerConfig(overlap_param_gather=True)
+    assert OptimizerConfig(kind="distributed", overlap_param_gather=True).overlap_param_gather
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("minimum", 0.0),
+        ("initial", 0.5),
+        ("growth_factor", 0.9),
+        ("backoff_factor", 0.0),
+        ("backoff_factor", 1.5),
+        ("window", 0),
+        ("hysteresis", 0),
+    ],
+)
+def test_a_wrong_number_of_a_loss_scale_is_told_by_name(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=rf"^loss scale {field} \({value}\)"):
+        LossScaleConfig(**{field: value})  # type: ignore[arg-type]
+
+
+def test_all_faults_of_a_loss_scale_are_told_together() -> None:
+    with pytest.raises(ValueError) as error:
+        LossScaleConfig(minimum=2.0, initial=1.0, growth_factor=0.5, backoff_factor=2.0, window=0, hysteresis=-1)
+    assert len(str(error.value).splitlines()) == 5
+
+
+def test_configs_are_values() -> None:
+    assert OptimizerConfig() == OptimizerConfig() and hash(OptimizerConfig()) == hash(OptimizerConfig())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        OptimizerConfig().kind = "distributed"  # type: ignore[misc]
