@@ -124,19 +124,15 @@ def train_ours(
 
 def fp8_strategy() -> dict[str, Any]:
     """The strategy's arguments that make the linears' products FP8."""
-    try:
-        from lightning_megatron.precision.fp8 import Fp8Config
-    except ImportError as error:
-        raise NotHere("the package has no FP8 yet") from error
+    from lightning_megatron import Fp8Config
+
     return {"fp8": Fp8Config()}
 
 
 def recompute_strategy() -> dict[str, Any]:
     """The strategy's arguments that make again, in the backward, what is cheap to make."""
-    try:
-        from lightning_megatron.transformer.recompute import RecomputeConfig
-    except ImportError as error:
-        raise NotHere("the package has no recomputation yet") from error
+    from lightning_megatron import RecomputeConfig
+
     return {"recompute": RecomputeConfig(granularity="selective", parts=("norm", "activation"))}
 
 

@@ -187,10 +187,8 @@ def train_ours(size: Size, microbatches: int, record: Record, *, optimizer: dict
 
 
 def _optimizer_config(settings: dict[str, Any]) -> Any:
-    try:
-        from lightning_megatron.optim.config import OptimizerConfig
-    except ImportError as error:
-        raise NotHere("the package has no OptimizerConfig yet") from error
+    from lightning_megatron import OptimizerConfig
+
     return OptimizerConfig(**settings)
 
 

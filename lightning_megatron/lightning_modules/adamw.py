@@ -31,7 +31,7 @@ class AdamWConfig:
     epsilon: float = 1e-8
     # added to the root of the mean square
     warmup_steps: int = 0
-    # optimizer steps of linear rise from 0 to the peak
+    # optimizer steps of linear rise to the peak, the first at 1/warmup_steps of it
     minimum_fraction: float = 0.1
     # of the peak rate that is left at the end
     total_steps: int = 0

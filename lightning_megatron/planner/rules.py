@@ -1,7 +1,7 @@
 """Every rule that crosses configurations, as one small function of the facts of a run; all faults are told at once."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.pipeline.choice import Schedule, schedule_faults
@@ -9,6 +9,7 @@ from lightning_megatron.pipeline.layout import layout_faults as stage_faults
 from lightning_megatron.precision.fp8 import Fp8Config, engine_faults
 from lightning_megatron.transformer.config import LanguageModelConfig, TransformerConfig, layout_faults
 from lightning_megatron.transformer.fp8_rules import fp8_faults
+from lightning_megatron.transformer.recompute import RecomputeConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,8 @@ class Facts:
     # tokens of a sample, where the data module says it
     schedule: Schedule | None = None
     # of training steps, where there is one
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    # what is run again in the backward
     fp8: Fp8Config | None = None
     # how linears multiply in FP8, where that is asked for
     precision: str = "32-true"
@@ -112,6 +115,11 @@ def _fp8(facts: Facts) -> list[str]:
     if facts.precision not in _AROUND_FP8:
         faults.append(
             f"precision ({facts.precision!r}) must be one of {', '.join(_AROUND_FP8)} beside fp8; use 'bf16-mixed'"
+        )
+    if facts.fp8.engine == "transformer_engine" and facts.recompute.granularity != "none":
+        faults.append(
+            f"recompute granularity ({facts.recompute.granularity!r}) must be 'none' with the fp8 engine "
+            "'transformer_engine', whose layers would count amaxes twice; use the engine 'torch', or recompute nothing"
         )
     if facts.model is not None and not facts.sizes.faults():
         faults += fp8_faults(facts.fp8, facts.model, facts.sizes)

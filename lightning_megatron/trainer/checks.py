@@ -13,6 +13,7 @@ from lightning_megatron.planner import rules
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
 from lightning_megatron.transformer.config import TransformerConfig
+from lightning_megatron.transformer.recompute import RecomputeConfig
 
 # What a Trainer takes for ckpt_path beside a path.
 _NAMED_CHECKPOINTS = ("best", "last", "hpc", "registry")
@@ -43,6 +44,7 @@ def faults(
     arguments: tuple[Any, ...],
     *,
     fp8: Fp8Config | None,
+    recompute: RecomputeConfig,
     precision: str,
 ) -> list[str]:
     """Every fault of a run, from the arguments of `trainer.fit` (or validate, test, predict)."""
@@ -55,6 +57,7 @@ def faults(
         global_batch_size=data.global_batch_size if data is not None else None,
         sequence_length=data.sequence_length if data is not None else None,
         fp8=fp8,
+        recompute=recompute,
         precision=precision,
     )
     found = rules.faults(facts)

@@ -11,6 +11,7 @@ Vectors (weights of norms, biases) stay in float32 under mixed precision, and fr
 fit, weights are in the main weights' dtype.
 """
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
@@ -26,7 +27,7 @@ from lightning.pytorch.plugins.precision import (
     TransformerEnginePrecision,
 )
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_megatron.optim.agreement import describe_nonfinite, found_nonfinite, in_words
@@ -108,8 +109,8 @@ class MegatronPrecision(Precision):
         self, optimizer: Steppable, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Runs forward and backward before torch's step and not inside it, so that step hooks of the optimizer see
-        gradients. LBFGS runs the closure by itself, several times."""
-        if isinstance(optimizer, LBFGS):
+        gradients. An optimizer that asks for the closure (LBFGS) runs it by itself, several times."""
+        if needs_closure(optimizer):
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         assert self.exchange is not None and isinstance(optimizer, Optimizer)
         result = closure()
@@ -185,6 +186,12 @@ def _fp8_of(plugin: TransformerEnginePrecision) -> Fp8Config:
             "weights in bfloat16; use Trainer(precision='transformer-engine')"
         )
     return config_of_recipe(plugin.recipe)
+
+
+def needs_closure(optimizer: object) -> bool:
+    """Whether the optimizer's step must be given the forward and backward to run by itself."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")  # type: ignore[attr-defined]
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def compute_dtype(precision: str) -> torch.dtype:

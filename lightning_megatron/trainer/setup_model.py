@@ -26,6 +26,7 @@ from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.pipeline.module import PipelineModule
 from lightning_megatron.sharding import Shard, shard_of
 from lightning_megatron.trainer.config import ConfigurationError
+from lightning_megatron.trainer.precision import needs_closure
 from lightning_megatron.transformer import recompute
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
@@ -180,7 +181,7 @@ def require_separable(optimizers: Iterable[Optimizer], mesh: Mesh, *, has_main_w
         is_cut = any(shard.box.sizes != shard.global_shape for shard in map(shard_of, parameters))
         if isinstance(optimizer, LBFGS) and (is_cut or mesh.pp.size > 1):
             faults.append(f"{name} looks at all parameters at once, and a rank holds only some of them")
-        elif isinstance(optimizer, LBFGS) and has_main_weights:
+        elif needs_closure(optimizer) and has_main_weights:
             faults.append(f"{name} runs forwards within its step, and main weights reach the model after it")
         if isinstance(optimizer, (Adafactor, Muon)) and is_cut:
             faults.append(f"{name} looks at whole matrices, and tensor parallelism cuts them")

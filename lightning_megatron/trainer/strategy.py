@@ -58,7 +58,7 @@ from lightning_megatron.trainer.launcher import CheckingLauncher
 from lightning_megatron.trainer.precision import MegatronPrecision, compute_dtype
 from lightning_megatron.trainer.step_log import REDUCED
 from lightning_megatron.trainer.steps import Steps
-from lightning_megatron.transformer.fp8_layers import use_torch, use_transformer_engine
+from lightning_megatron.transformer.fp8_layers import tile_faults, use_torch, use_transformer_engine
 from lightning_megatron.transformer.layer import TransformerLayer
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
@@ -243,6 +243,7 @@ class MegatronStrategy(ParallelStrategy):
             self.num_microbatches,
             arguments,
             fp8=self.fp8,
+            recompute=self.recompute,
             precision=str(self.precision_plugin.precision),
         )
         if self._fp8 is not None and self._plugin.fp8 is not None:
@@ -409,7 +410,9 @@ class MegatronStrategy(ParallelStrategy):
                 "fp8 is asked for, and the module holds no model with transformer layers (such as GPTModel); "
                 "build one in configure_model, or leave fp8 out"
             )
-        if faults:
+        # On every rank, also where a stage has other layers: the others would wait for it.
+        tiles = [fault for found in collectives.gather_objects(tile_faults(modules), self.mesh.pp) for fault in found]
+        if faults := faults + sorted(set(tiles)):
             raise ConfigurationError(faults)
         models = {name: (model, model.part_names) for name, model in pipelined.items()}
         plugin, mesh = self._plugin, self.mesh
@@ -490,8 +493,10 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def batch_to_device(self, *args: Any, **kwargs: Any) -> Any:
-        # The first that Lightning asks of a strategy after it has stepped, or not stepped, the schedulers.
-        self._let_schedulers_go()
+        # The first that Lightning asks of a strategy after it has stepped, or not stepped, the schedulers. Not the
+        # batches of a validation in between: some schedulers are stepped after it.
+        if self._held_schedulers and self._require_module().trainer.training:
+            self._let_schedulers_go()
         return super().batch_to_device(*args, **kwargs)
 
     def _let_schedulers_go(self) -> None:

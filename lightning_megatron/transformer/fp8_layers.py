@@ -5,7 +5,7 @@ and last layers that the configuration leaves alone, counted over the whole mode
 several stacks (encoder, decoder) over each of them. Both engines leave parameters, their names and shards as they are.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Protocol
@@ -19,7 +19,7 @@ from lightning_megatron.mesh import Axis
 from lightning_megatron.precision import fp8
 from lightning_megatron.precision.cast import E4M3, E5M2
 from lightning_megatron.precision.fp8 import Fp8Config
-from lightning_megatron.precision.product import Fp8Product
+from lightning_megatron.precision.product import TILE, Fp8Product
 from lightning_megatron.precision.scaling import AmaxHistory, CurrentScaling, DelayedScaling, Scaling
 from lightning_megatron.tensor.linear import ParallelLinear
 from lightning_megatron.tensor.plain_product import PLAIN
@@ -111,6 +111,24 @@ class TorchFp8Layers:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         if self._history is not None:
             self._history.load_state_dict(state)
+
+
+def tile_faults(modules: Iterable[nn.Module]) -> list[str]:
+    """What keeps the linears of transformer layers from multiplying in FP8, for models whose configuration nobody saw
+    before they were built."""
+    shapes = {
+        tuple(linear.weight.flatten(0, -2).shape)
+        for layer in modules
+        if isinstance(layer, TransformerLayer)
+        for linear in layer.modules()
+        if isinstance(linear, ParallelLinear)
+    }
+    return [
+        f"a linear weight of this rank ({rows} x {columns}) must have multiples of {TILE} both ways for fp8, whose "
+        f"products work in tiles of {TILE}; change the model's sizes or tensor_model_parallel_size, or leave fp8 out"
+        for rows, columns in sorted(shapes)
+        if rows % TILE or columns % TILE
+    ]
 
 
 def use_torch(

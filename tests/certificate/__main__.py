@@ -89,8 +89,8 @@ logged values, on all ranks. Deviations are absolute. The tolerances are {tolera
 a bold cell is outside of them.
 
 The other side of the comparison is `tests/reference/gpt.py`, a GPT in plain torch, under a hand-written loop and SGD
-with momentum. It takes from the package the configuration, the initial values and the random numbers of dropout, and
-nothing else.
+with momentum, or AdamW where the row says so. It takes from the package the configuration, the initial values and the
+random numbers of dropout, and nothing else.
 
 The data tries to break the layouts: global batches of {BATCH} rows of {SEQUENCE} tokens, loss masks that are
 uneven over the rows, a first microbatch without any valid token, a global batch whose first replica has none, a

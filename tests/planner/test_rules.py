@@ -1,7 +1,10 @@
 """Every rule says the thing, its value and what would do, and all faults come at once."""
 
+from dataclasses import replace
+
 import pytest
 
+from lightning_megatron import Fp8Config, RecomputeConfig
 from lightning_megatron.mesh import Sizes, StageLayout
 from lightning_megatron.models import GPTConfig
 from lightning_megatron.pipeline.choice import Schedule
@@ -69,3 +72,11 @@ def test_only_learned_positions_bound_the_sequence() -> None:
     long = {"sizes": Sizes(), "sequence_length": 65}
     assert faults(Facts(**long, model=model()))  # type: ignore[arg-type]
     assert not faults(Facts(**long, model=model(position="rotary")))  # type: ignore[arg-type]
+
+
+def test_recomputation_is_refused_where_transformer_engine_would_count_amaxes_twice() -> None:
+    fp8, twice = Fp8Config(engine="transformer_engine"), RecomputeConfig(granularity="full")
+    facts = Facts(sizes=Sizes(), fp8=fp8, recompute=twice, precision="bf16-mixed")
+    assert any("recompute granularity ('full') must be 'none'" in fault for fault in faults(facts))
+    told = faults(replace(facts, recompute=RecomputeConfig())) + faults(replace(facts, fp8=Fp8Config()))
+    assert not any("recompute" in fault for fault in told)

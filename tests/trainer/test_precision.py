@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.models import GPTConfig, GPTModel
+from lightning_megatron.trainer.precision import needs_closure
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.layouts import Layout, make_trainer
 from tests.trainer.modules import Data, Small
@@ -139,3 +140,14 @@ def test_step_hooks_of_the_optimizer_see_gradients() -> None:
 def test_an_optimizer_that_runs_the_closure_by_itself_trains() -> None:
     [(_, is_same)] = run_on_ranks(1, hooked, True, init=False)
     assert not is_same
+
+
+class AsksForClosure(torch.optim.SGD):
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+def test_an_optimizer_that_must_have_the_closure_is_known_by_its_signature() -> None:
+    weights = [torch.nn.Parameter(torch.zeros(1))]
+    assert needs_closure(AsksForClosure(weights)) and needs_closure(torch.optim.LBFGS(weights))
+    assert not needs_closure(torch.optim.AdamW(weights))

@@ -29,7 +29,7 @@ CONFIG = GPTConfig(
     ffn_hidden_size=128,
     position="rotary",
 )
-# Of the mean loss of the last 50 steps, which is about 2.5. Two seeds of float32 differ by more than 1%.
+# Of the mean loss of the last 50 steps, which is about 2.1. Three seeds of float32 lie within 0.5% of each other.
 BOUND = 0.01
 
 
@@ -108,17 +108,17 @@ def end_of(precision: str, kind: str = "replicated", seed: int = 1, world: int =
     [
         ("bf16-mixed", "replicated", 1),
         ("bf16-mixed", "distributed", 2),
-        ("bf16-true", "replicated", 1),
         ("16-mixed", "distributed", 2),
     ],
 )
 def test_training_in_16_bits_ends_where_float32_ends(precision: str, kind: str, world: int) -> None:
     wanted = end_of("32-true")
     assert wanted < 3.0
-    bound = BOUND if precision != "bf16-true" else 5 * BOUND
-    assert abs(end_of(precision, kind, 1, world) / wanted - 1) < bound
+    assert abs(end_of(precision, kind, 1, world) / wanted - 1) < BOUND
 
 
 @pytest.mark.slow
-def test_another_seed_ends_farther_away() -> None:
-    assert abs(end_of("32-true", seed=2) / end_of("32-true") - 1) > 1e-4
+def test_without_main_weights_it_ends_outside_of_that_bound_though_not_far() -> None:
+    # Steps below the rounding of a bfloat16 weight are lost: what main weights are for, and what the bound notices.
+    apart = abs(end_of("bf16-true") / end_of("32-true") - 1)
+    assert BOUND < apart < 5 * BOUND

@@ -17,7 +17,7 @@ from lightning_megatron.models import GPTConfig, GPTModel
 from lightning_megatron.precision.product import Fp8Product
 from lightning_megatron.tensor.linear import ParallelLinear
 from lightning_megatron.tensor.weight_gradients import Task, WeightGradients, share
-from lightning_megatron.transformer.fp8_layers import TorchFp8Layers, chosen_layers, use_torch
+from lightning_megatron.transformer.fp8_layers import TorchFp8Layers, chosen_layers, tile_faults, use_torch
 from lightning_megatron.transformer.layer import TransformerLayer
 from tests.harness.threads import new_group, run_on_threads
 from tests.reference.unsplit import unsplit_gradients
@@ -338,3 +338,10 @@ def test_300_steps_in_fp8_end_within_5_percent_of_the_loss_in_bf16() -> None:
     assert last_losses(Fp8Config(scaling="delayed", amax_history_length=16)) == pytest.approx(wanted, rel=0.05)
     # Scales that are far too small leave nothing of most numbers, and the loss tells.
     assert last_losses(Fp8Config(margin=24)) > 1.05 * wanted
+
+
+def test_linears_that_tiles_do_not_divide_are_told_by_their_shape() -> None:
+    odd = GPTConfig(num_layers=2, hidden_size=40, num_attention_heads=5, vocab_size=64, max_sequence_length=16)
+    told = tile_faults(build(Mesh.single(), odd).modules())
+    assert len(told) == 4 and any("(40 x 160)" in fault for fault in told), told
+    assert tile_faults(build(Mesh.single()).modules()) == []
