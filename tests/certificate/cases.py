@@ -131,6 +131,9 @@ LAYOUTS = {
         world=4, pp=2, microbatches=3, schedule="zb_h1", distributed=True, overlap=True, recompute=_SELECTIVE
     ),
     "dp2 AdamW": Layout(world=2, rule="adamw"),
+    "dp4 AdamW": Layout(world=4, microbatches=2, rule="adamw"),
+    "dp2 tp2 AdamW overlap": Layout(world=4, tp=2, microbatches=2, overlap=True, rule="adamw"),
+    "dp2 pp2 vp2 AdamW overlap": Layout(world=4, pp=2, vp=2, microbatches=3, overlap=True, rule="adamw"),
     "dp2 overlap": Layout(world=2, microbatches=2, overlap=True),
     "ZeRO dp2": Layout(world=2, distributed=True),
     "ZeRO dp2 AdamW overlap": Layout(world=2, microbatches=2, distributed=True, overlap=True, rule="adamw"),
