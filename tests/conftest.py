@@ -35,8 +35,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _no_seed_is_left_behind() -> Iterator[None]:
-    """Lightning's seed_everything leaves its seed in the environment, where the ranks of later tests would find it."""
+def _environment_is_left_as_it_was() -> Iterator[None]:
+    """Lightning leaves a seed in the environment, and its launcher who this process is; processes and ranks that later
+    tests start would find them and, taking themselves for launched, start no others."""
+    before = dict(os.environ)
     yield
-    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-        os.environ.pop(name, None)
+    # pytest's own note of where it is.
+    kept = {name: os.environ[name] for name in ("PYTEST_CURRENT_TEST",) if name in os.environ}
+    os.environ.clear()
+    os.environ.update(before | kept)

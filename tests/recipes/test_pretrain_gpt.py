@@ -30,8 +30,7 @@ trainer:
     init_args:
       tensor_model_parallel_size: 2
       sequence_parallel: true
-      # a rank starts as a process that imports everything anew: on a busy machine that alone has taken a minute
-      timeout_seconds: 200
+      timeout_seconds: 60
   logger:
     class_path: lightning.pytorch.loggers.CSVLogger
     init_args:
@@ -77,7 +76,7 @@ def ends(session: int, seconds: float = 10.0) -> bool:
     return False
 
 
-def recipe(folder: Path, *options: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+def recipe(folder: Path, *options: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     """The recipe's run in `folder`, after which no process of it may be left."""
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "recipes" / "pretrain_gpt.py"), *options],

@@ -19,7 +19,7 @@ SCRIPT = "tests/trainer/script_of_a_user.py"
 def start(*command: str) -> "subprocess.CompletedProcess[str]":
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
     )
 
 
