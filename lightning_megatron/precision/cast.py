@@ -55,9 +55,3 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     limit = largest(dtype)
     # e5m2 would make infinities of what is beyond.
     return (x * scale).clamp_(-limit, limit).to(dtype).contiguous().view(torch.uint8)
-
-
-def decast(operand: Operand, dtype: torch.dtype) -> Tensor:
-    """The float32 tensor that a float8 operand stands for."""
-    assert operand.inverse_scale is not None
-    return operand.values.view(dtype).float() * operand.inverse_scale

@@ -179,3 +179,38 @@ def test_an_axis_of_one_rank_needs_no_group_and_gives_back_what_it_got() -> None
 def test_a_pending_result_is_finished_once() -> None:
     pending = Pending(torch.zeros(1), finish=lambda landed: landed + 1)
     assert pending.wait().item() == 1.0 and pending.wait().item() == 1.0
+
+
+def in_place(axis: Axis) -> dict[str, Tensor]:
+    """What the flat collectives leave on this rank; the answers are views of what they were given, at its own part."""
+    found: dict[str, Tensor] = {}
+    for name, waits in (("now", True), ("later", False)):
+        x = values(axis.rank, 24)
+        own = collectives.reduce_scatter_(x, axis) if waits else collectives.reduce_scatter_(x, axis, wait=False).wait()
+        assert own.data_ptr() == collectives.shard_slice(x, axis).data_ptr()
+        found[f"scatter {name}"] = own.clone()
+        y = torch.full((24,), -1.0, dtype=torch.float64)
+        collectives.shard_slice(y, axis).copy_(own)
+        whole = collectives.all_gather_(y, axis) if waits else collectives.all_gather_(y, axis, wait=False).wait()
+        assert whole is y
+        found[f"gather {name}"] = whole
+    return found
+
+
+def in_place_on_ranks() -> tuple[int, dict[str, Tensor]]:
+    axis = Axis("tp", dist.get_world_size(), dist.get_rank(), tuple(range(dist.get_world_size())), dist.group.WORLD)
+    return axis.rank, in_place(axis)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_flat_collectives_scatter_and_gather_in_place(size: int) -> None:
+    total = torch.stack([values(rank, 24) for rank in range(size)]).sum(0)
+    for rank, found in run_on_ranks(size, in_place_on_ranks):
+        for when in ("now", "later"):
+            assert torch.equal(found[f"scatter {when}"], total.chunk(size)[rank])
+            assert torch.equal(found[f"gather {when}"], total)
+
+
+def test_flat_collectives_of_one_rank_give_back_what_they_got() -> None:
+    x, alone = values(0, 24), Mesh.single().tp
+    assert collectives.reduce_scatter_(x, alone) is x and collectives.all_gather_(x, alone, wait=False).wait() is x

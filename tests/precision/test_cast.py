@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_megatron.precision.cast import E4M3, E5M2, Operand, amax_of, cast, decast, largest, scale_of
+from lightning_megatron.precision.cast import E4M3, E5M2, Operand, amax_of, cast, largest, scale_of
+from tests.precision.decast import decast
 
 both_formats = pytest.mark.parametrize("dtype", [E4M3, E5M2])
 

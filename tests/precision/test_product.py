@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.precision.cast import E4M3, E5M2, Operand, decast
+from lightning_megatron.precision.cast import E4M3, E5M2, Operand
 from lightning_megatron.precision.product import TILE, Fp8Product
 from lightning_megatron.precision.scaling import CurrentScaling
+from tests.precision.decast import decast
 
 T, INPUT, OUTPUT = 19, 32, 48
 # Sums of at most 48 float32 products of order 1, in another order.

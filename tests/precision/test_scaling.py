@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.comm.collectives import all_reduce
-from lightning_megatron.precision.cast import E4M3, E5M2, decast, largest, scale_of
+from lightning_megatron.precision.cast import E4M3, E5M2, largest, scale_of
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.precision.scaling import AmaxHistory, CurrentScaling, DelayedScaling
 from tests.harness.threads import run_on_threads
+from tests.precision.decast import decast
 from tests.tensor.plain import thread_mesh
 
 CPU = torch.device("cpu")
