@@ -3,12 +3,14 @@
 Importing the package also registers the strategy, so that `Trainer(strategy="megatron")` finds it.
 """
 
+from lightning_megatron.checkpoint import CheckpointConfig
 from lightning_megatron.mesh import StageLayout
 from lightning_megatron.optim.config import LossScaleConfig, OptimizerConfig
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.trainer import ConfigurationError, MegatronStrategy, PipelineConfig, RecomputeConfig
 
 __all__ = [
+    "CheckpointConfig",
     "ConfigurationError",
     "Fp8Config",
     "LossScaleConfig",

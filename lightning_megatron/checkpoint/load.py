@@ -3,19 +3,19 @@
 Before a byte of a tensor is read, all ranks together compare what they ask for with what is there.
 """
 
-import os
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from lightning_megatron.checkpoint.carrier import Carrier
+from lightning_megatron.checkpoint.chunk_reader import ChunkReader
+from lightning_megatron.checkpoint.folder import Address
 from lightning_megatron.checkpoint.manifest import Entry, read_entries
-from lightning_megatron.checkpoint.save import causes, single_process_is_meant
 from lightning_megatron.checkpoint.state import Piece, Pieces, as_pieces
 from lightning_megatron.comm.collectives import gather_objects
 from lightning_megatron.mesh import Axis
@@ -50,7 +50,7 @@ class LoadReport:
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: Address,
     pieces: Pieces,
     *,
     world: Axis,
@@ -61,7 +61,8 @@ def load(
 
     Only names of the checkpoint that `among` says yes to can be unexpected. Values are converted to the dtype of the
     tensor they go to. Raises ValueError when the path is no checkpoint and, with `strict`, when anything does not fit;
-    then nothing was read. Without `strict` a misfit is left as it was.
+    then nothing was read. Without `strict` a misfit is left as it was. Raises RuntimeError, naming the file, when a
+    chunk that is read is not as it was written; then what was asked for is partly filled.
     """
     asked = as_pieces(pieces)
     entries, fault = _entries(path)
@@ -77,28 +78,42 @@ def load(
         and (full := [piece for piece in held if not piece.is_empty])
     }
     try:
-        with single_process_is_meant():
+        with _single_process_is_meant():
             state_dict_loader.load(
                 carriers,
-                storage_reader=FileSystemReader(path),
+                storage_reader=ChunkReader(path, entries),
                 planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 process_group=world.group,
                 no_dist=world.size == 1,
             )
     except CheckpointException as error:
-        raise RuntimeError(f"checkpoint {path} could not be read: {causes(error)}") from error
+        raise RuntimeError(f"checkpoint {path} could not be read: {_causes(error)}") from error
     return report
 
 
-def _entries(path: str | os.PathLike[str]) -> tuple[dict[str, Entry], ValueError | OSError | None]:
+@contextmanager
+def _single_process_is_meant() -> Iterator[None]:
+    """No warning that torch.distributed is not used: an axis of one rank needs none."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        yield
+
+
+def _causes(error: CheckpointException) -> str:
+    """What each rank says went wrong, one after the other."""
+    by_rank = sorted(error.failures.items())
+    return "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in by_rank)
+
+
+def _entries(path: Address) -> tuple[dict[str, Entry], ValueError | OSError | None]:
     try:
-        return read_entries(Path(path)), None
+        return read_entries(path), None
     except (ValueError, OSError) as fault:
         return {}, fault
 
 
 def _compare(
-    path: str | os.PathLike[str],
+    path: Address,
     asked: dict[str, list[Piece]],
     entries: dict[str, Entry],
     fault: ValueError | OSError | None,

@@ -1,144 +1,264 @@
 """What a checkpoint directory holds, told without reading its tensors.
 
-    .metadata           names, global shapes, dtypes, and which file holds which box
-    __{rank}_0.distcp   the tensors that a rank wrote
-    meta.pt             plain data: what the caller saves beside the tensors, and this package's stamp
+    manifest.json       the save's id, every file, and of every tensor its shape, dtype and chunks with their checksums
+    __{rank}_0.distcp   the chunks that a rank wrote
+    meta.pt             plain data: what the caller saves beside the tensors
+    .metadata, __rest.distcp   for torch's and Lightning's own tools alone (`torch_index`); nothing here reads them
 
-The first two are as torch.distributed.checkpoint writes them.
+The manifest is written last. A directory without one is no checkpoint; one whose manifest does not sum up to its own
+checksum is a damaged one. On a file system without renames `meta.pt` and the other names begin with the save's id.
 """
 
-import io
+import json
 import os
 import pickle
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-TENSORS_FILE = ".metadata"
+from lightning_megatron.checkpoint import plain_data
+from lightning_megatron.checkpoint.chunk_file import DamagedError, Place, checksum_of, gaps, read_bytes
+from lightning_megatron.checkpoint.folder import Address, Folder
+from lightning_megatron.sharding import Box
+
+MANIFEST_FILE = "manifest.json"
 META_FILE = "meta.pt"
-# Key in the metadata of a checkpoint, and the version of this layout: a reader refuses one that is newer.
-STAMP = "lightning_megatron"
-LAYOUT_VERSION = 1
+# The version of this layout: a reader refuses one that is newer.
+LAYOUT_VERSION = 2
+_FORMAT = "lightning_megatron checkpoint"
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, Tensor, nn.Parameter)
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor and where its bytes are."""
+
+    box: Box
+    place: Place
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of a checkpoint: its shape in the unsplit model and its dtype."""
+    """A tensor of a checkpoint: its shape in the unsplit model, its dtype, and its chunks."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    chunks: tuple[Chunk, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the tensor in memory."""
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
-def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Whether there is a complete checkpoint directory at the path."""
-    return all(Path(path, name).is_file() for name in (TENSORS_FILE, META_FILE))
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """All that a checkpoint says of itself."""
 
+    save_id: str
+    layout: int
+    package: str
+    # version of lightning_megatron that wrote it
+    torch: str
+    # version of torch that wrote it
+    files: Mapping[str, int]
+    # bytes of each file, this one left out
+    whole: Mapping[str, Place]
+    # files that are one chunk each: role ("meta", "index", ...) to place
+    entries: Mapping[str, Entry]
 
-def read_meta(path: str | os.PathLike[str], *, weights_only: bool = True) -> dict[str, Any]:
-    """The metadata that the checkpoint was saved with, and this package's stamp under the key `lightning_megatron`.
-
-    `weights_only=False` runs code that the file may hold. Raises ValueError when the path is no checkpoint.
-    """
-    _require_checkpoint(path)
-    try:
-        meta = torch.load(Path(path, META_FILE), map_location="cpu", weights_only=weights_only)
-    except (pickle.UnpicklingError, EOFError, RuntimeError) as error:
-        raise ValueError(
-            f"{META_FILE} of checkpoint {path} cannot be read as plain data, is it damaged? {error}\n"
-            "If it is whole and you trust where it comes from, weights_only=False reads it"
-        ) from error
-    stamp = meta.get(STAMP) if isinstance(meta, dict) else None
-    if not isinstance(stamp, dict):
-        raise ValueError(f"checkpoint {path} was not written by lightning_megatron: its {META_FILE} has no {STAMP!r}")
-    if stamp["layout"] > LAYOUT_VERSION:
-        raise ValueError(
-            f"checkpoint {path} has layout {stamp['layout']}, written by lightning_megatron {stamp['package']}; this "
-            f"version reads layouts up to {LAYOUT_VERSION}: install that version or a newer one"
+    @staticmethod
+    def of(
+        save_id: str, files: Mapping[str, int], whole: Mapping[str, Place], entries: Mapping[str, Entry]
+    ) -> "Manifest":
+        """That of a checkpoint that this version writes."""
+        return Manifest(
+            save_id=save_id,
+            layout=LAYOUT_VERSION,
+            package=_package_version(),
+            torch=str(torch.__version__),
+            files=files,
+            whole=whole,
+            entries=entries,
         )
+
+    def to_bytes(self) -> bytes:
+        """The content of the manifest file; equal manifests have equal bytes."""
+        names = sorted(self.files)
+        numbers = {name: number for number, name in enumerate(names)}
+
+        def packed(place: Place) -> list[int]:
+            return [numbers[place.file], place.offset, place.num_bytes, place.checksum]
+
+        body = {
+            "format": _FORMAT,
+            "layout": self.layout,
+            "save_id": self.save_id,
+            "package": self.package,
+            "torch": self.torch,
+            "files": [[name, self.files[name]] for name in names],
+            "whole": {role: packed(place) for role, place in self.whole.items()},
+            "tensors": {
+                name: {
+                    "shape": list(entry.shape),
+                    "dtype": str(entry.dtype).removeprefix("torch."),
+                    "chunks": [
+                        [list(chunk.box.offsets), list(chunk.box.sizes), *packed(chunk.place)] for chunk in entry.chunks
+                    ],
+                }
+                for name, entry in self.entries.items()
+            },
+        }
+        return _signed(body)
+
+    @staticmethod
+    def from_bytes(data: bytes) -> "Manifest":
+        """The manifest that the bytes are. Raises DamagedError where they are none, ValueError where it is newer."""
+        try:
+            body = json.loads(data)
+            del body["checksum"]
+            is_sound = _signed(body) == data
+            layout, package = int(body["layout"]), str(body["package"])
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise DamagedError(f"{MANIFEST_FILE} is not one that this package writes: {error!r}") from error
+        if body.get("format") != _FORMAT or not is_sound:
+            raise DamagedError(f"{MANIFEST_FILE} does not sum up to its own checksum: it is damaged")
+        if layout > LAYOUT_VERSION:
+            raise ValueError(
+                f"it has layout {layout}, written by lightning_megatron {package}; this version reads layouts up to "
+                f"{LAYOUT_VERSION}: install that version or a newer one"
+            )
+        try:
+            return _unpacked(body)
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            raise DamagedError(f"{MANIFEST_FILE} is not one that this package writes: {error!r}") from error
+
+    def places(self) -> Iterator[Place]:
+        """Every chunk's."""
+        yield from self.whole.values()
+        for entry in self.entries.values():
+            for chunk in entry.chunks:
+                yield chunk.place
+
+    def faults(self, sizes: Mapping[str, int]) -> list[str]:
+        """What is wrong with files of these sizes, one line each, before any is read."""
+        faults = []
+        by_file: dict[str, list[Place]] = {name: [] for name in self.files}
+        for place in self.places():
+            by_file[place.file].append(place)
+        for name, num_bytes in sorted(self.files.items()):
+            if name not in sizes:
+                faults.append(f"{name} is missing")
+            elif sizes[name] != num_bytes:
+                faults.append(f"{name} has {sizes[name]} bytes and was written with {num_bytes}")
+            else:
+                faults += gaps(by_file[name], num_bytes)
+        return faults
+
+
+def is_checkpoint(path: Address) -> bool:
+    """Whether there is a complete checkpoint directory at the path."""
+    return Folder(path).has(MANIFEST_FILE)
+
+
+def read_manifest(path: Address) -> Manifest:
+    """All that the checkpoint says of itself.
+
+    Raises ValueError when the path is no checkpoint, when the manifest is damaged, or when files are missing or of
+    another size than they were written with.
+    """
+    folder = Folder(path)
+    _require_checkpoint(folder)
+    try:
+        manifest = Manifest.from_bytes(folder.read(MANIFEST_FILE))
+        if faults := manifest.faults(folder.sizes()):
+            raise DamagedError("; ".join(faults[:20]))
+    except ValueError as error:
+        raise type(error)(f"checkpoint {path}: {error}") from error
+    return manifest
+
+
+def read_meta(path: Address) -> dict[str, Any]:
+    """The metadata that the checkpoint was saved with. Raises ValueError when the path is no checkpoint."""
+    place = read_manifest(path).whole["meta"]
+    try:
+        with Folder(path).open(place.file) as stream:
+            meta = plain_data.from_bytes(read_bytes(stream, place))
+    except (ValueError, pickle.UnpicklingError, EOFError, RuntimeError) as error:
+        raise DamagedError(f"checkpoint {path}: {place.file} cannot be read as plain data: {error}") from error
     return dict(meta)
 
 
-def read_entries(path: str | os.PathLike[str]) -> dict[str, Entry]:
-    """Shape and dtype of every tensor in the checkpoint. Raises ValueError when the path is no checkpoint."""
-    _require_checkpoint(path)
-    try:
-        tensors = FileSystemReader(path).read_metadata().state_dict_metadata
-    except Exception as error:  # whatever a damaged pickle runs into
-        raise ValueError(f"{TENSORS_FILE} of checkpoint {path} cannot be read, is it damaged? {error!r}") from error
-    return {
-        name: Entry(tuple(found.size), found.properties.dtype)
-        for name, found in tensors.items()
-        if isinstance(found, TensorStorageMetadata)
-    }
+def read_entries(path: Address) -> dict[str, Entry]:
+    """Every tensor in the checkpoint, by name. Raises ValueError when the path is no checkpoint."""
+    return dict(read_manifest(path).entries)
 
 
-def read_names(path: str | os.PathLike[str]) -> dict[str, tuple[int, ...]]:
+def read_names(path: Address) -> dict[str, tuple[int, ...]]:
     """Global shape of every tensor in the checkpoint. Raises ValueError when the path is no checkpoint."""
     return {name: entry.shape for name, entry in read_entries(path).items()}
 
 
-def meta_bytes(meta: Mapping[str, Any]) -> bytes:
-    """The content of the metadata file. Raises ValueError naming every value that is not plain data."""
-    if faults := list(_not_plain(dict(meta), "meta")):
-        more = f"\nand {len(faults) - 20} more" if len(faults) > 20 else ""
-        raise ValueError(
-            "a checkpoint's metadata is plain data (containers, numbers, strings, tensors), so that reading it runs "
-            "no code; not plain:\n" + "\n".join(faults[:20]) + more
+def _signed(body: Mapping[str, Any]) -> bytes:
+    """The body as JSON, with the checksum of what it is without one at its end."""
+    return _json({**body, "checksum": f"{checksum_of(_json(body)):08x}"})
+
+
+def _json(body: Mapping[str, Any]) -> bytes:
+    return json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _unpacked(body: Mapping[str, Any]) -> Manifest:
+    files = {str(name): int(num_bytes) for name, num_bytes in body["files"]}
+    if strangers := [name for name in files if os.path.basename(name) != name or name in ("", ".", "..")]:
+        raise ValueError(f"{strangers} are not names of files in the directory")
+    names = sorted(files)
+
+    def place(number: int, offset: int, num_bytes: int, checksum: int) -> Place:
+        if min(number, offset, num_bytes) < 0:
+            raise ValueError("a place before the start")
+        return Place(names[number], int(offset), int(num_bytes), int(checksum))
+
+    entries = {}
+    for name, tensor in body["tensors"].items():
+        dtype = getattr(torch, tensor["dtype"])
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{tensor['dtype']!r} is no dtype")
+        chunks = tuple(
+            Chunk(Box(tuple(map(int, offsets)), tuple(map(int, sizes))), place(*where))
+            for offsets, sizes, *where in tensor["chunks"]
         )
-    stamp = {"layout": LAYOUT_VERSION, "package": _package_version(), "torch": str(torch.__version__)}
-    return _saved({**meta, STAMP: stamp})
+        entries[name] = Entry(tuple(map(int, tensor["shape"])), dtype, chunks)
+    return Manifest(
+        save_id=str(body["save_id"]),
+        layout=int(body["layout"]),
+        package=str(body["package"]),
+        torch=str(body["torch"]),
+        files=files,
+        whole={role: place(*where) for role, where in body["whole"].items()},
+        entries=entries,
+    )
 
 
-def _require_checkpoint(path: str | os.PathLike[str]) -> None:
+def _require_checkpoint(folder: Folder) -> None:
     """Raises ValueError that says what is at the path instead of a checkpoint."""
-    if is_checkpoint(path):
+    if folder.has(MANIFEST_FILE):
         return
-    place = Path(path)
-    expected = f"a checkpoint is a directory that holds {TENSORS_FILE} and {META_FILE}"
-    if place.is_file():
-        raise ValueError(f"checkpoint {path} is a plain file, but {expected}; was it saved by another strategy?")
-    if not place.is_dir():
-        raise ValueError(f"checkpoint {path} does not exist; {expected}")
-    found = sorted(entry.name for entry in place.iterdir())
+    expected = f"a checkpoint is a directory that holds {MANIFEST_FILE}"
+    kind = folder.kind()
+    if kind == "file":
+        raise ValueError(f"checkpoint {folder.path} is a plain file, but {expected}; was it saved by another strategy?")
+    if kind == "link":
+        raise ValueError(f"checkpoint {folder.path} is a link to {folder.target()}, which is not there; {expected}")
+    if kind == "nothing":
+        raise ValueError(f"checkpoint {folder.path} does not exist; {expected}")
+    found = sorted(folder.sizes())
     if not found:
-        raise ValueError(f"checkpoint {path} is an empty directory; {expected}")
-    missing = " and ".join(name for name in (TENSORS_FILE, META_FILE) if name not in found)
+        raise ValueError(f"checkpoint {folder.path} is an empty directory; {expected}")
     more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-    raise ValueError(f"checkpoint {path} has no {missing} among {', '.join(found[:5])}{more}; {expected}")
-
-
-def _not_plain(value: Any, where: str) -> Iterator[str]:
-    """One line for each value inside `value` that would not load as plain data."""
-    if type(value) in (dict, OrderedDict):
-        for key, item in value.items():
-            yield from _not_plain(key, f"key {key!r} of {where}")
-            yield from _not_plain(item, f"{where}[{key!r}]")
-    elif type(value) in (list, tuple):
-        for position, item in enumerate(value):
-            yield from _not_plain(item, f"{where}[{position}]")
-    elif type(value) not in _PLAIN:
-        # dtypes, sizes, counters and what else torch takes for data: the round trip decides.
-        try:
-            torch.load(io.BytesIO(_saved(value)), weights_only=True)
-        except Exception as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            yield f"  {where} is a {type(value).__module__}.{type(value).__qualname__} ({reason[:80]})"
-
-
-def _saved(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
+    raise ValueError(f"checkpoint {folder.path} has no {MANIFEST_FILE} among {', '.join(found[:5])}{more}; {expected}")
 
 
 def _package_version() -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_megatron.checkpoint.manifest import Entry
-from lightning_megatron.checkpoint.state import Piece, Slot
+from lightning_megatron.checkpoint.state import Piece, Slot, split_optimizer_name
 from lightning_megatron.comm.collectives import gather_objects
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import shard_of
@@ -134,12 +134,11 @@ def _state_pieces(optimizer: Optimizer, stepped: Tensor, slot: Slot, key: str, v
 
 def _saved_states(entries: Mapping[str, Entry], index: int) -> dict[str, dict[str, Entry]]:
     """What is saved for each parameter name, by state key."""
-    prefix = f"optimizer.{index}."
     states: dict[str, dict[str, Entry]] = {}
     for name, entry in entries.items():
-        if name.startswith(prefix):
-            parameter_name, key = name.removeprefix(prefix).rsplit(".", 1)
-            states.setdefault(parameter_name, {})[key] = entry
+        parts = split_optimizer_name(name)
+        if parts is not None and parts[0] == index:
+            states.setdefault(parts[1], {})[parts[2]] = entry
     return states
 
 

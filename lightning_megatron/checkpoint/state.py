@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_megatron.sharding import Box, boxes_of_range, shard_of
 
-_OPTIMIZER_NAME = re.compile(r"optimizer\.\d+\.")
+_OPTIMIZER_NAME = re.compile(r"optimizer\.(\d+)\.(?:(.*)\.)?([^.]*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,13 @@ def as_pieces(pieces: Pieces) -> dict[str, list[Piece]]:
 
 def is_optimizer_name(name: str) -> bool:
     """Whether the name is that of an optimizer's state."""
-    return _OPTIMIZER_NAME.match(name) is not None
+    return split_optimizer_name(name) is not None
+
+
+def split_optimizer_name(name: str) -> tuple[int, str, str] | None:
+    """Index, parameter name and state key in the name of an optimizer's state; None of any other name."""
+    found = _OPTIMIZER_NAME.fullmatch(name)
+    return None if found is None else (int(found[1]), found[2] or "", found[3])
 
 
 def is_module_name(name: str) -> bool:

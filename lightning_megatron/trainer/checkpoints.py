@@ -5,6 +5,7 @@ directory slice by slice, each under its name in the unsplit model; the optimize
 first rank's plain data.
 """
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass
 from functools import partial
@@ -20,19 +21,31 @@ from torch.optim import Optimizer
 
 from lightning_megatron import checkpoint as directory
 from lightning_megatron.checkpoint import Piece, Slot
+from lightning_megatron.checkpoint.save import OPTIMIZERS
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.optim.exchange import Exchange
 from lightning_megatron.sharding import shard_of
+from lightning_megatron.trainer import setup_model
+from lightning_megatron.trainer.saving import Saving
 
+# Keys of Lightning's dictionary.
 _WEIGHTS = "state_dict"
 _OPTIMIZERS = "optimizer_states"
+# Keys of ours beside them in the metadata, and `OPTIMIZERS`.
+_OTHER_STATES = "other_states"
+# further sets of tensors under the module's names
+_MESH = "mesh"
+# on how many ranks of which axes it was written
+_MODELS = "models"
+# class and configuration of each of this package's models, by its name in the module
+_OURS = (OPTIMIZERS, _OTHER_STATES, _MESH, _MODELS)
 
 
 @dataclass(frozen=True)
 class SavedOptimizers:
     """Stands for the optimizer states in a loaded dictionary; they are read once the optimizers exist."""
 
-    path: Path
+    path: str
     rests: list[dict[str, Any]]
 
 
@@ -58,12 +71,13 @@ class Mains:
 
 
 def save(
-    path: Path,
+    path: str,
     checkpoint: Mapping[str, Any],
     module: pl.LightningModule,
     optimizers: Iterable[Optimizer],
     mains: Mains,
-    world: Axis,
+    mesh: Mesh,
+    saving: Saving,
 ) -> None:
     """Writes Lightning's dictionary as a checkpoint directory. Collective over the world.
 
@@ -74,7 +88,7 @@ def save(
     # Of a weight whose main weights are all on other replicas, those write.
     elsewhere = mains.lowered - lowered.keys()
     pieces: dict[str, Piece | list[Piece]] = {}
-    meta: dict[str, Any] = {}
+    meta: dict[str, Any] = {_MESH: _plain(mesh.sizes, _MESH), _MODELS: _models(module)}
     for key, value in checkpoint.items():
         if key == _OPTIMIZERS:
             continue
@@ -89,24 +103,25 @@ def save(
                 elif not (is_live and name in elsewhere):
                     pieces[prefix + name] = Piece.like(live.get(name, tensor), tensor)
             if key != _WEIGHTS:
-                meta.setdefault("other_states", []).append(key)
+                meta.setdefault(_OTHER_STATES, []).append(key)
             continue
         meta[key] = _plain(value, key)
     if _OPTIMIZERS in checkpoint:
         names = _names(module, mains)
-        meta["optimizers"] = []
+        meta[OPTIMIZERS] = []
         for index, optimizer in enumerate(optimizers):
             moments, rest = directory.pieces_of_optimizer(optimizer, names, index)
             pieces |= moments
-            meta["optimizers"].append(directory.merge_rest(rest, world))
-    directory.save(path, pieces, meta, world=world)
+            meta[OPTIMIZERS].append(directory.merge_rest(rest, saving.world))
+    saving.save(path, pieces, meta, module.trainer)
 
 
 def load(
-    path: Path,
+    path: str,
     module: pl.LightningModule,
     mains: Mains,
     mesh: Mesh,
+    world: Axis,
     checkpoint_io: CheckpointIO,
     weights_only: bool | None,
 ) -> dict[str, Any]:
@@ -114,7 +129,7 @@ def load(
 
     Of a single-file checkpoint, written on one device, each rank takes its slices of the weights.
     """
-    if path.is_file():
+    if os.path.isfile(path):
         return _load_file(path, module, mesh, checkpoint_io, weights_only)
     meta = directory.read_meta(path)
     live = _live(module)
@@ -124,26 +139,26 @@ def load(
         for name, tensor in live.items()
     }
     pieces = {name: Piece.like(live[name], tensor) for name, tensor in state.items()}
-    checkpoint = {key: value for key, value in meta.items() if key not in ("optimizers", "other_states")}
+    checkpoint = {key: value for key, value in meta.items() if key not in _OURS}
     checkpoint[_WEIGHTS] = state
     strict = module.strict_loading
-    others = tuple(f"{key}." for key in meta.get("other_states", ()))
+    others = tuple(f"{key}." for key in meta.get(_OTHER_STATES, ()))
     report = directory.load(
         path,
         pieces,
-        world=mesh.world,
+        world=world,
         strict=strict,
         among=lambda name: directory.is_module_name(name) and not (bool(others) and name.startswith(others)),
     )
     for line in report.faults():
         rank_zero_warn(f"checkpoint {path}, loaded with strict_loading=False: {line}")
-    for key in meta.get("other_states", ()):
+    for key in meta.get(_OTHER_STATES, ()):
         extra = {name: tensor.detach().clone() for name, tensor in live.items()}
         more = {f"{key}.{name}": Piece.like(live[name], tensor) for name, tensor in extra.items()}
-        directory.load(path, more, world=mesh.world, strict=False, among=lambda name: False)
+        directory.load(path, more, world=world, strict=False, among=lambda name: False)
         checkpoint[key] = extra
-    if "optimizers" in meta:
-        checkpoint[_OPTIMIZERS] = SavedOptimizers(path, meta["optimizers"])
+    if OPTIMIZERS in meta:
+        checkpoint[_OPTIMIZERS] = SavedOptimizers(path, meta[OPTIMIZERS])
     return checkpoint
 
 
@@ -184,7 +199,7 @@ def _begins_with(prefix: str, name: str) -> bool:
 
 
 def _load_file(
-    path: Path, module: pl.LightningModule, mesh: Mesh, checkpoint_io: CheckpointIO, weights_only: bool | None
+    path: str, module: pl.LightningModule, mesh: Mesh, checkpoint_io: CheckpointIO, weights_only: bool | None
 ) -> dict[str, Any]:
     checkpoint: dict[str, Any] = checkpoint_io.load_checkpoint(path, weights_only=weights_only)
     if mesh.axis("pp+tp").size == 1:
@@ -219,6 +234,16 @@ def _names(module: pl.LightningModule, mains: Mains) -> dict[Tensor, str | Slot]
     """What each tensor that an optimizer may step is."""
     names: dict[Tensor, str | Slot] = {parameter: name for name, parameter in module.named_parameters()}
     return names | dict(mains.slots)
+
+
+def _models(module: pl.LightningModule) -> dict[str, Any]:
+    """What builds the models again."""
+    found = {}
+    for name, model in setup_model.pipelined_modules(module).items():
+        config = getattr(model, "config", None)
+        if is_dataclass(config):
+            found[name] = {"class": type(model).__name__, "config": _plain(config, f"{_MODELS}.{name}")}
+    return found
 
 
 def _is_state_of(value: Any, live: Mapping[str, Tensor]) -> bool:

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import Token
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
+from lightning_megatron.checkpoint import CheckpointConfig
 from lightning_megatron.comm import collectives, differentiable
 from lightning_megatron.comm.p2p import Hop, LaneGroups, build_lanes
 from lightning_megatron.mesh import Axis, Mesh, Sizes, reset_ambient_mesh, set_ambient_mesh
@@ -56,6 +58,7 @@ from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
 from lightning_megatron.trainer.failure import FailureWatch
 from lightning_megatron.trainer.launcher import CheckingLauncher
 from lightning_megatron.trainer.precision import MegatronPrecision, compute_dtype
+from lightning_megatron.trainer.saving import Saving
 from lightning_megatron.trainer.step_log import REDUCED
 from lightning_megatron.trainer.steps import Steps
 from lightning_megatron.transformer.fp8_layers import tile_faults, use_torch, use_transformer_engine
@@ -92,6 +95,7 @@ class MegatronStrategy(ParallelStrategy):
         loss_scale: LossScaleConfig | None = None,
         fp8: Fp8Config | None = None,
         recompute: RecomputeConfig | None = None,
+        checkpoint: CheckpointConfig | None = None,
         timeout_seconds: float = 1800.0,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
@@ -121,9 +125,11 @@ class MegatronStrategy(ParallelStrategy):
         # of precision 16-mixed
         self._fp8 = fp8
         self.recompute = recompute if recompute is not None else RecomputeConfig()
+        self.checkpoint = checkpoint if checkpoint is not None else CheckpointConfig()
         self._timeout = timedelta(seconds=timeout_seconds)
         self._num_nodes = 1
         self._mesh: Mesh | None = None
+        self._saves: Saving | None = None
         self._lanes: dict[Hop, LaneGroups] = {}
         self._ambient: Token[Mesh | None] | None = None
         self._watch: FailureWatch | None = None
@@ -276,6 +282,7 @@ class MegatronStrategy(ParallelStrategy):
             self._mesh = Mesh.build(self.sizes, self.global_rank, self._new_group)
             ranks = tuple(self.sizes.pp_rank_of(stage) for stage in range(self.sizes.num_stages))
             self._lanes = build_lanes(self._mesh.pp, hops(ranks), self._new_group, self._new_host_group)
+            self._saves = Saving(self._world_of_saves(self._mesh.world), self.checkpoint)
         self._ambient = set_ambient_mesh(self._mesh)
         if self.sizes.world > 1 and self._watch is None:
             self._watch = self._start_watch()
@@ -283,6 +290,10 @@ class MegatronStrategy(ParallelStrategy):
         if self.lightning_module is not None:
             # Before callbacks are set up: those that average weights copy the module then.
             setup_model.pipeline_plain_sequential(self.lightning_module, self.mesh)
+
+    def _world_of_saves(self, world: Axis) -> Axis:
+        """All ranks, over a process group that the thread of a save may use while training uses the others."""
+        return replace(world, group=self._new_host_group(world.ranks)) if world.size > 1 else world
 
     def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True)
@@ -392,6 +403,12 @@ class MegatronStrategy(ParallelStrategy):
         )
 
     @property
+    def _saving(self) -> Saving:
+        if self._saves is None:
+            raise RuntimeError("checkpoints are saved and loaded between the start and the end of a run")
+        return self._saves
+
+    @property
     def _mains(self) -> Mains:
         return self._left if self._exchange is None else Mains.of(self._exchange)
 
@@ -482,6 +499,7 @@ class MegatronStrategy(ParallelStrategy):
         if self._plugin.has_skipped:
             self._hold_schedulers()
         self._check_replicas()
+        self._saving.check()
         return result
 
     def _hold_schedulers(self) -> None:
@@ -598,10 +616,11 @@ class MegatronStrategy(ParallelStrategy):
         if storage_options is not None:
             raise TypeError("MegatronStrategy.save_checkpoint takes no storage_options; a checkpoint is a directory")
         self._refuse_to_save_alone()
-        path = Path(self.broadcast(str(filepath)))
+        path = self.broadcast(str(filepath))
         if self._exchange is not None:
             self._exchange.settle()
-        checkpoints.save(path, checkpoint, self._require_module(), self.optimizers, self._mains, self.mesh.world)
+        module = self._require_module()
+        checkpoints.save(path, checkpoint, module, self.optimizers, self._mains, self.mesh, self._saving)
 
     def _refuse_to_save_alone(self) -> None:
         """Raises RuntimeError where a callback saves after a failure of this rank alone: it would wait for ever."""
@@ -620,8 +639,9 @@ class MegatronStrategy(ParallelStrategy):
         setup_model.pipeline_late_sequential(module, self.mesh)
         setup_model.require_own_mesh(module, self.mesh)
         # Lightning's batch size finder names its checkpoint by chance, on every rank anew.
-        path = Path(self.broadcast(str(checkpoint_path)))
-        return checkpoints.load(path, module, self._mains, self.mesh, self.checkpoint_io, weights_only)
+        path = self.broadcast(str(checkpoint_path))
+        world = self._saving.world
+        return checkpoints.load(path, module, self._mains, self.mesh, world, self.checkpoint_io, weights_only)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -631,7 +651,8 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        checkpoints.load_optimizers(checkpoint, self._require_module(), self.optimizers, self._mains, self.mesh.world)
+        module, world = self._require_module(), self._saving.world
+        checkpoints.load_optimizers(checkpoint, module, self.optimizers, self._mains, world)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -641,7 +662,7 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
         if self.is_global_zero:
-            self.checkpoint_io.remove_checkpoint(filepath)
+            self._saving.remove(str(filepath))
 
     def _require_module(self) -> pl.LightningModule:
         assert self.lightning_module is not None
@@ -651,6 +672,9 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        if self._saves is not None:
+            # Before the others hear of the failure: they are needed to finish what is being written.
+            self._saves.end(is_failed=True)
         if self._watch is None:
             return
         first = self._watch.publish(exception)
@@ -661,6 +685,8 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         """Not collective after a failure: a rank may be gone."""
+        if self._saves is not None:
+            self._saves.end(is_failed=self._require_module().trainer.interrupted)
         if self._ambient is not None:
             reset_ambient_mesh(self._ambient)
             self._ambient = None
@@ -697,7 +723,7 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        for name in ("_mesh", "_ambient", "_watch", "_steps", "_exchange", "_launcher"):
+        for name in ("_mesh", "_saves", "_ambient", "_watch", "_steps", "_exchange", "_launcher"):
             state[name] = None
         state["_left"] = Mains()
         return state

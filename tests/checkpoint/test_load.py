@@ -118,8 +118,17 @@ def test_tensors_without_elements_come_and_go_unnoticed(tmp_path: Path) -> None:
     assert report == LoadReport()
 
 
-def test_a_damaged_tensor_file_is_told_with_its_path(checkpoint: Path) -> None:
+def test_a_shorter_tensor_file_is_told_with_its_path(checkpoint: Path) -> None:
     (file,) = checkpoint.glob("*.distcp")
     file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(RuntimeError, match=r"some\.ckpt could not be read: rank 0"):
+    with pytest.raises(ValueError, match=r"some\.ckpt: __0_0\.distcp has 100 bytes"):
+        load(checkpoint, {name: torch.zeros(2, 3) for name in "abc"}, world=WORLD)
+
+
+def test_a_flipped_bit_of_a_tensor_is_told_with_its_file(checkpoint: Path) -> None:
+    (file,) = checkpoint.glob("*.distcp")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(RuntimeError, match=r"some\.ckpt could not be read: rank 0: .*__0_0\.distcp is damaged"):
         load(checkpoint, {name: torch.zeros(2, 3) for name in "abc"}, world=WORLD)

@@ -1,15 +1,18 @@
 """What a checkpoint says about itself, and what is said of things that are none."""
 
+import json
 import os
+import pickle
 from collections import Counter, OrderedDict
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 import pytest
 import torch
 
-from lightning_megatron.checkpoint import is_checkpoint, load, read_entries, read_meta, read_names, save
-from lightning_megatron.checkpoint.manifest import META_FILE, STAMP, TENSORS_FILE, Entry
+from lightning_megatron.checkpoint import DamagedError, is_checkpoint, load, read_entries, read_meta, read_names, save
+from lightning_megatron.checkpoint.manifest import MANIFEST_FILE, META_FILE, Manifest, read_manifest
 from lightning_megatron.mesh import Mesh
 
 WORLD = Mesh.single().world
@@ -24,10 +27,18 @@ def checkpoint(tmp_path: Path) -> Path:
 
 def test_shapes_and_dtypes_are_told_without_reading_tensors(checkpoint: Path) -> None:
     for file in checkpoint.glob("*.distcp"):
-        file.unlink()
+        # As long as before, and nothing of what was in it.
+        file.write_bytes(b"x" * file.stat().st_size)
     assert is_checkpoint(checkpoint)
     assert read_names(checkpoint) == {"w": (3, 2), "n": ()}
-    assert read_entries(checkpoint) == {"w": Entry((3, 2), torch.float32), "n": Entry((), torch.int64)}
+    found = {name: (entry.shape, entry.dtype, entry.num_bytes) for name, entry in read_entries(checkpoint).items()}
+    assert found == {"w": ((3, 2), torch.float32, 24), "n": ((), torch.int64, 8)}
+
+
+def test_a_manifest_comes_back_from_its_bytes(checkpoint: Path) -> None:
+    manifest = read_manifest(checkpoint)
+    assert manifest.entries["w"].chunks
+    assert Manifest.from_bytes(manifest.to_bytes()) == manifest
 
 
 def test_plain_data_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -39,7 +50,6 @@ def test_plain_data_comes_back_as_it_was(tmp_path: Path) -> None:
     }
     save(tmp_path / "m.ckpt", {}, meta, world=WORLD)
     back = read_meta(tmp_path / "m.ckpt")
-    assert back.pop(STAMP)["layout"] == 1
     assert torch.equal(back.pop("tensor"), meta.pop("tensor"))
     assert back == meta
 
@@ -71,6 +81,10 @@ def make_strange(path: Path) -> None:
     Path(path, "notes.txt").touch()
 
 
+def make_dangling(path: Path) -> None:
+    path.symlink_to("gone.ckpt")
+
+
 def make_half(path: Path) -> None:
     path.mkdir()
     Path(path, META_FILE).touch()
@@ -79,11 +93,12 @@ def make_half(path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (make_missing, "does not exist; a checkpoint is a directory that holds .metadata and meta.pt"),
+        (make_missing, "does not exist; a checkpoint is a directory that holds manifest.json"),
         (make_file, "is a plain file"),
         (make_empty, "is an empty directory"),
-        (make_strange, "has no .metadata and meta.pt among notes.txt"),
-        (make_half, "has no .metadata among meta.pt"),
+        (make_strange, "has no manifest.json among notes.txt"),
+        (make_dangling, "is a link to gone.ckpt, which is not there"),
+        (make_half, "has no manifest.json among meta.pt"),
     ],
 )
 def test_what_is_no_checkpoint_is_told_by_what_it_is(tmp_path: Path, make, said: str) -> None:
@@ -97,31 +112,79 @@ def test_what_is_no_checkpoint_is_told_by_what_it_is(tmp_path: Path, make, said:
         assert str(path) in str(error.value)
 
 
-def test_damaged_files_are_value_errors(checkpoint: Path) -> None:
-    for name, read in ((META_FILE, read_meta), (TENSORS_FILE, read_names)):
-        file = checkpoint / name
-        file.write_bytes(file.read_bytes()[:-30])
-        with pytest.raises(ValueError, match="damaged"):
-            read(checkpoint)
+def edited(checkpoint: Path, **changes: object) -> None:
+    """Another manifest with a right checksum, as someone who means harm would write it."""
+    manifest = read_manifest(checkpoint)
+    body = json.loads(manifest.to_bytes())
+    del body["checksum"]
+    text = json.dumps(body | changes, separators=(",", ":")).encode()
+    signed = json.dumps(body | changes | {"checksum": f"{crc32(text):08x}"}, separators=(",", ":"))
+    Path(checkpoint, MANIFEST_FILE).write_bytes(signed.encode())
 
 
 def test_a_newer_layout_is_refused_by_name(checkpoint: Path) -> None:
-    meta = torch.load(checkpoint / META_FILE)
-    meta[STAMP] |= {"layout": 2, "package": "9.1"}
-    torch.save(meta, checkpoint / META_FILE)
-    with pytest.raises(ValueError, match=r"layout 2, written by lightning_megatron 9\.1"):
+    edited(checkpoint, layout=3, package="9.1")
+    with pytest.raises(ValueError, match=r"layout 3, written by lightning_megatron 9\.1"):
         read_meta(checkpoint)
 
 
-def test_code_in_the_metadata_runs_only_on_request(checkpoint: Path) -> None:
-    meta = torch.load(checkpoint / META_FILE)
-    torch.save(meta | {"where": Path("x")}, checkpoint / META_FILE)
-    with pytest.raises(ValueError, match="weights_only=False"):
-        read_meta(checkpoint)
-    assert read_meta(checkpoint, weights_only=False)["where"] == Path("x")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"format": "something else"},
+        {"files": [["../../etc/passwd", 10]]},
+        {"files": 3},
+        {"tensors": {"w": {"shape": [3], "dtype": "load", "chunks": []}}},
+        {"tensors": {"w": {"shape": ["a"], "dtype": "float32", "chunks": []}}},
+        {"tensors": {"w": {"shape": [1], "dtype": "float32", "chunks": [[[0], [1], 99, 0, 1, 1]]}}},
+        {"whole": {"meta": [0, -5, 1, 1]}},
+        {"whole": []},
+    ],
+)
+def test_a_crafted_manifest_is_refused(checkpoint: Path, changes: dict[str, object]) -> None:
+    edited(checkpoint, **changes)
+    with pytest.raises(DamagedError, match=r"some\.ckpt: manifest\.json"):
+        read_manifest(checkpoint)
 
 
-def test_a_checkpoint_of_another_package_is_told(checkpoint: Path) -> None:
-    torch.save({"epoch": 1}, checkpoint / META_FILE)
-    with pytest.raises(ValueError, match="was not written by lightning_megatron"):
+def test_code_in_the_metadata_is_never_run(checkpoint: Path, tmp_path: Path) -> None:
+    class Harm:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return os.mkdir, (str(tmp_path / "harm"),)
+
+    torch.save({"x": Harm()}, checkpoint / META_FILE)
+    data = Path(checkpoint, META_FILE).read_bytes()
+    manifest = read_manifest_of(checkpoint, data, crc32(data))
+    Path(checkpoint, MANIFEST_FILE).write_bytes(manifest)
+    with pytest.raises(DamagedError, match=r"meta\.pt cannot be read as plain data"):
         read_meta(checkpoint)
+    assert not (tmp_path / "harm").exists()
+
+
+def read_manifest_of(checkpoint: Path, data: bytes, checksum: int) -> bytes:
+    """A manifest that fits another metadata file."""
+    manifest = Manifest.from_bytes(Path(checkpoint, MANIFEST_FILE).read_bytes())
+    place = manifest.whole["meta"]
+    whole = dict(manifest.whole) | {"meta": type(place)(place.file, 0, len(data), checksum)}
+    files = dict(manifest.files) | {place.file: len(data)}
+    return Manifest.of(manifest.save_id, files, whole, manifest.entries).to_bytes()
+
+
+def test_code_in_torchs_own_index_is_never_run(checkpoint: Path, tmp_path: Path) -> None:
+    class Harm:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return os.mkdir, (str(tmp_path / "harm"),)
+
+    Path(checkpoint, ".metadata").write_bytes(pickle.dumps(Harm()))
+    with pytest.raises(DamagedError, match=r"\.metadata has .* bytes and was written with"):
+        load(checkpoint, {}, world=WORLD, strict=False)
+    assert not (tmp_path / "harm").exists()
+
+
+def test_every_flipped_byte_of_the_manifest_is_found(checkpoint: Path) -> None:
+    file = Path(checkpoint, MANIFEST_FILE)
+    data = file.read_bytes()
+    for position in range(0, len(data), 7):
+        file.write_bytes(data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :])
+        with pytest.raises(ValueError, match=r"manifest\.json"):
+            read_manifest(checkpoint)

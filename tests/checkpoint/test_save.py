@@ -2,14 +2,19 @@
 
 import os
 import signal
+import threading
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import filesystem
 
-from lightning_megatron.checkpoint import carrier, is_checkpoint, load, read_meta, save
+from lightning_megatron.checkpoint import Saver, carrier, draft, is_checkpoint, load, read_entries, read_meta, save
+from lightning_megatron.checkpoint.chunk_file import ChunkWriter, Place
+from lightning_megatron.checkpoint.draft import UNFINISHED, Draft
+from lightning_megatron.checkpoint.manifest import read_manifest
 from lightning_megatron.checkpoint.state import Piece
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.sharding import Box
@@ -28,58 +33,72 @@ def value_in(path: Path) -> float:
 
 
 def save_and_die(path: Path, at: str) -> None:
+    """Ends its process where the first rank is about to make the file, or to put the checkpoint in place."""
     world = mesh_of(Sizes(world=2)).world
-    rename = os.rename
+    create, put_in_place = Draft.create, draft.replace
 
-    def die(source, target) -> None:
-        if Path(target).name == at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        rename(source, target)
+    def die(*args: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def die_at(self: Draft, name: str) -> AbstractContextManager[IO[bytes]]:
+        if name == at:
+            die()
+        return create(self, name)
 
     if world.is_first:
-        os.rename = die
+        Draft.create = die_at
+        draft.replace = die if at == "place" else put_in_place
     save(path, {"w": torch.full((100,), 2.0)}, {}, world=world)
 
 
-# Half written, and wholly written but not yet in place.
-@pytest.mark.parametrize("at", [".metadata", "new.ckpt"])
+POINTS = ["__0_0.distcp", ".metadata", "manifest.json", "place"]
+
+
+@pytest.mark.parametrize("at", POINTS)
 def test_a_crash_before_the_rename_leaves_no_checkpoint(tmp_path: Path, at: str) -> None:
     with pytest.raises(RankFailed, match="SIGKILL"):
         run_on_ranks(2, save_and_die, tmp_path / "new.ckpt", at)
     assert not (tmp_path / "new.ckpt").exists()
-    (draft,) = tmp_path.iterdir()
     # Nothing that looks for checkpoints by name may take it for one.
-    assert draft.name.startswith(".unfinished-")
-    assert "ckpt" not in draft.name
+    assert os.listdir(tmp_path) == [".unfinished"]
 
 
-def test_a_crash_while_writing_over_a_checkpoint_leaves_the_old_one_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at", POINTS)
+def test_a_crash_while_writing_over_a_checkpoint_leaves_the_old_one_whole(tmp_path: Path, at: str) -> None:
     path = tmp_path / "last.ckpt"
     save(path, {"w": torch.full((100,), 1.0)}, {}, world=WORLD)
     with pytest.raises(RankFailed, match="SIGKILL"):
-        run_on_ranks(2, save_and_die, path, ".metadata")
+        run_on_ranks(2, save_and_die, path, at)
     assert value_in(path) == 1
 
 
-def test_the_old_checkpoint_stands_until_the_new_one_is_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_checkpoint_is_replaced_when_the_new_one_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
 ) -> None:
     path = tmp_path / "last.ckpt"
     save(path, {"w": torch.full((100,), 1.0)}, {"step": 1}, world=WORLD)
     seen = []
-    rename = os.rename
+    exchange = draft._exchange
 
-    def watch(source, target) -> None:
-        if Path(source) == path:
-            (draft,) = tmp_path.glob(".unfinished-*")
-            seen.append((value_in(path), value_in(draft), read_meta(draft)["step"]))
-        rename(source, target)
+    def watch(one: Path, other: Path) -> bool:
+        seen.append((value_in(other), value_in(one), read_meta(one)["step"]))
+        return can_exchange and exchange(one, other)
 
-    monkeypatch.setattr(os, "rename", watch)
+    monkeypatch.setattr(draft, "_exchange", watch)
     save(path, {"w": torch.full((100,), 2.0)}, {"step": 2}, world=WORLD)
     assert seen == [(1, 2, 2)]
     assert (value_in(path), read_meta(path)["step"]) == (2, 2)
     assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+def test_this_system_exchanges_names_in_one_step(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("a")
+    (tmp_path / "b").mkdir()
+    if not draft._exchange(tmp_path / "a", tmp_path / "b"):
+        pytest.skip("this system or file system has no exchange of names")
+    assert (tmp_path / "a").is_dir()
+    assert (tmp_path / "b").read_text() == "a"
 
 
 def test_a_rename_that_fails_puts_the_old_checkpoint_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,15 +107,39 @@ def test_a_rename_that_fails_puts_the_old_checkpoint_back(tmp_path: Path, monkey
     rename = os.rename
 
     def fail(source, target) -> None:
-        if Path(source).name.startswith(".unfinished-"):
+        if UNFINISHED in Path(source).parts:
             raise PermissionError("no")
         rename(source, target)
 
+    monkeypatch.setattr(draft, "_exchange", lambda one, other: False)
     monkeypatch.setattr(os, "rename", fail)
-    with pytest.raises(PermissionError):
+    with pytest.raises(RuntimeError, match=r"last\.ckpt was not written: rank 0: PermissionError"):
         save(path, {"w": torch.full((100,), 2.0)}, {}, world=WORLD)
     assert value_in(path) == 1
     assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+def test_every_file_and_the_directories_are_flushed_before_the_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[str] = []
+    fsync, put_in_place = os.fsync, draft.replace
+
+    def note(descriptor: int) -> None:
+        flushed.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def place(source: Path, path: Path, save_id: str) -> None:
+        flushed.append("place")
+        put_in_place(source, path, save_id)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(draft, "replace", place)
+    save(tmp_path / "a.ckpt", {"w": torch.zeros(2)}, {}, world=WORLD)
+    *files, folder, rename, parent = flushed
+    assert sorted(files) == sorted(os.listdir(tmp_path / "a.ckpt"))
+    assert files[-1] == "manifest.json"
+    assert (folder, rename, parent) == ("a.ckpt", "place", tmp_path.name)
 
 
 @on_ranks(2)
@@ -107,10 +150,10 @@ def test_a_rank_that_cannot_write_is_told_on_every_rank(tmp_path: Path) -> None:
     save(path, pieces, {}, world=world)
     if dist.get_rank() == 1:
 
-        def full(*args, **kwargs) -> None:
+        def full(*args: object) -> Place:
             raise OSError("disk full")
 
-        filesystem._write_item = full
+        ChunkWriter.write = full
     with pytest.raises(RuntimeError, match=r"last\.ckpt was not written: rank 1: OSError: disk full"):
         save(path, {name: 2 * value for name, value in pieces.items()}, {}, world=world)
     dist.barrier()
@@ -132,7 +175,7 @@ def test_the_first_ranks_metadata_counts_and_its_fault_is_told_on_every_rank(tmp
 def test_parts_that_do_not_make_the_whole_are_refused(tmp_path: Path) -> None:
     world = mesh_of(Sizes(world=2)).world
     piece = Piece((6,), Box((3 * dist.get_rank(),), (2,)), torch.zeros(2))
-    with pytest.raises(RuntimeError, match=r"hole\.ckpt was not written.*w"):
+    with pytest.raises(ValueError, match=r"hole\.ckpt was not written.*w"):
         save(tmp_path / "hole.ckpt", {"w": piece}, {}, world=world)
     dist.barrier()
     assert os.listdir(tmp_path) == []
@@ -168,17 +211,178 @@ def test_a_link_to_nothing_is_replaced(tmp_path: Path) -> None:
     assert is_checkpoint(tmp_path / "last.ckpt")
 
 
-def test_an_address_is_no_path(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="URLs are not supported"):
-        save("s3://bucket/a.ckpt", {}, {}, world=WORLD)
+@on_ranks(2)
+def test_an_address_is_written_through_fsspec(tmp_path: Path) -> None:
+    world = mesh_of(Sizes(world=2)).world
+    address = f"file://{tmp_path}/a.ckpt"
+    pieces = {name: torch.full((100,), 1.0) for name in "wxyz"}
+    for step in (1, 2):
+        save(address, {name: step * value for name, value in pieces.items()}, {"step": step}, world=world)
+        load(address, pieces, world=world)
+        assert all((value == step).all() for value in pieces.values())
+        assert read_meta(address)["step"] == step
+        pieces = {name: torch.full((100,), 1.0) for name in "wxyz"}
+    dist.barrier()
+    save_ids = {name.split("-")[0] for name in os.listdir(tmp_path / "a.ckpt")}
+    assert save_ids == {"manifest.json", read_manifest(address).save_id}
+
+
+def test_an_address_keeps_its_checkpoint_until_the_new_manifest_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = f"file://{tmp_path}/a.ckpt"
+    save(address, {"w": torch.full((100,), 1.0)}, {}, world=WORLD)
+    create = Draft.create
+
+    def fail(self: Draft, name: str) -> AbstractContextManager[IO[bytes]]:
+        if name == "manifest.json":
+            raise OSError("no")
+        return create(self, name)
+
+    monkeypatch.setattr(Draft, "create", fail)
+    with pytest.raises(RuntimeError, match="OSError: no"):
+        save(address, {"w": torch.full((100,), 2.0)}, {}, world=WORLD)
+    target = torch.zeros(100)
+    load(address, {"w": target}, world=WORLD)
+    assert (target == 1).all()
 
 
 def test_a_big_tensor_is_saved_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(carrier, "MAX_CHUNK_BYTES", 100)
     tensor = torch.randn(3, 7, 11)
     save(tmp_path / "big.ckpt", {"w": tensor}, {}, world=WORLD)
-    tensors = filesystem.FileSystemReader(tmp_path / "big.ckpt").read_metadata().state_dict_metadata
-    assert len(tensors["w"].chunks) > tensor.numel() * 4 / 100
+    assert len(read_entries(tmp_path / "big.ckpt")["w"].chunks) > tensor.numel() * 4 / 100
     target = torch.zeros(3, 7, 11)
     load(tmp_path / "big.ckpt", {"w": target}, world=WORLD)
     assert torch.equal(target, tensor)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Nothing is written until the event is set."""
+    opened, write = threading.Event(), ChunkWriter.write
+
+    def wait(self: ChunkWriter, value: torch.Tensor | bytes) -> Place:
+        assert opened.wait(30)
+        return write(self, value)
+
+    monkeypatch.setattr(ChunkWriter, "write", wait)
+    return opened
+
+
+def test_what_changes_behind_an_asynchronous_save_is_not_saved(tmp_path: Path, gate: threading.Event) -> None:
+    path, saver, tensor = tmp_path / "a.ckpt", Saver(WORLD), torch.full((100,), 1.0)
+    saver.save(path, {"w": tensor}, {}, wait=False)
+    assert saver.is_saving
+    assert not path.exists()
+    tensor.zero_()
+    gate.set()
+    assert saver.wait()
+    assert value_in(path) == 1
+
+
+def test_the_next_save_waits_for_the_one_in_flight(tmp_path: Path, gate: threading.Event) -> None:
+    saver = Saver(WORLD)
+    saver.save(tmp_path / "1.ckpt", {"w": torch.full((100,), 1.0)}, {}, wait=False)
+    threading.Timer(0.2, gate.set).start()
+    saver.save(tmp_path / "2.ckpt", {"w": torch.full((100,), 2.0)}, {}, wait=False)
+    assert value_in(tmp_path / "1.ckpt") == 1
+    saver.close()
+    assert value_in(tmp_path / "2.ckpt") == 2
+
+
+def test_the_buffers_are_made_once(tmp_path: Path) -> None:
+    saver, tensor = Saver(WORLD), torch.full((100,), 1.0)
+    seen = []
+    for step in range(3):
+        saver.save(tmp_path / f"{step}.ckpt", {"w": tensor + step}, {}, wait=False)
+        seen.append([buffer.data_ptr() for buffer in saver._staging._buffers])
+    saver.wait()
+    assert seen[0] == seen[1] == seen[2]
+    assert [value_in(tmp_path / f"{step}.ckpt") for step in range(3)] == [1, 2, 3]
+    saver.save(tmp_path / "other.ckpt", {"w": tensor, "v": torch.zeros(7)}, {}, wait=False)
+    saver.close()
+    assert set(read_entries(tmp_path / "other.ckpt")) == {"w", "v"}
+    assert saver._staging._buffers == []
+
+
+def test_what_an_asynchronous_save_ran_into_is_told_at_the_next_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object) -> Place:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ChunkWriter, "write", full)
+    saver = Saver(WORLD)
+    saver.save(tmp_path / "a.ckpt", {"w": torch.zeros(3)}, {}, wait=False)
+    saver._flight.thread.join()
+    with pytest.raises(RuntimeError, match=r"a\.ckpt was not written: rank 0: OSError: .*No space left"):
+        saver.check()
+    # Told once.
+    saver.check()
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_old_checkpoint_is_removed_only_when_the_new_one_is_in_place(tmp_path: Path, gate: threading.Event) -> None:
+    saver = Saver(WORLD)
+    gate.set()
+    saver.save(tmp_path / "1.ckpt", {"w": torch.full((100,), 1.0)}, {})
+    gate.clear()
+    saver.save(tmp_path / "2.ckpt", {"w": torch.full((100,), 2.0)}, {}, wait=False)
+    saver.remove(tmp_path / "1.ckpt")
+    assert value_in(tmp_path / "1.ckpt") == 1
+    gate.set()
+    saver.wait()
+    assert os.listdir(tmp_path) == ["2.ckpt"]
+
+
+def test_an_old_checkpoint_stays_when_the_new_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver = Saver(WORLD)
+    saver.save(tmp_path / "1.ckpt", {"w": torch.full((100,), 1.0)}, {})
+    failed = threading.Event()
+
+    def full(*args: object) -> Place:
+        failed.wait(30)
+        raise OSError("disk full")
+
+    monkeypatch.setattr(ChunkWriter, "write", full)
+    saver.save(tmp_path / "2.ckpt", {"w": torch.full((100,), 2.0)}, {}, wait=False)
+    saver.remove(tmp_path / "1.ckpt")
+    failed.set()
+    with pytest.raises(RuntimeError, match="disk full"):
+        saver.wait()
+    assert value_in(tmp_path / "1.ckpt") == 1
+
+
+def test_a_wait_with_a_time_out_comes_back_without_the_save(tmp_path: Path, gate: threading.Event) -> None:
+    saver = Saver(WORLD)
+    saver.save(tmp_path / "1.ckpt", {"w": torch.zeros(3)}, {}, wait=False)
+    assert not saver.wait(0.05)
+    gate.set()
+    assert saver.wait(30)
+
+
+@on_ranks(2)
+def test_saves_of_other_boxes_are_planned_anew_and_of_the_same_boxes_are_not(tmp_path: Path) -> None:
+    world = mesh_of(Sizes(world=2)).world
+    saver, rank = Saver(world), dist.get_rank()
+    agreed = []
+    agree = saver._planning._agree
+
+    def count(*args):
+        agreed.append(args)
+        return agree(*args)
+
+    saver._planning._agree = count
+    for step, extra in ((0, False), (1, False), (2, True), (3, True)):
+        pieces = {"w": Piece((4,), Box((2 * rank,), (2,)), torch.full((2,), float(step)))}
+        if extra and rank == 1:
+            pieces["v"] = torch.ones(3)
+        saver.save(tmp_path / f"{step}.ckpt", pieces, {}, wait=False)
+    saver.wait()
+    assert len(agreed) == 2
+    for step, names in ((0, {"w"}), (1, {"w"}), (2, {"w", "v"}), (3, {"w", "v"})):
+        assert set(read_entries(tmp_path / f"{step}.ckpt")) == names
+        target = torch.zeros(4)
+        load(tmp_path / f"{step}.ckpt", {"w": target}, world=world, strict=False)
+        assert (target == step).all()

@@ -1,0 +1,202 @@
+"""A checkpoint on its way: files that nobody takes for a checkpoint until one step makes them one.
+
+On a mounted file system they lie in a hidden directory beside the final place, and the step is a rename, after every
+file and the directory have been flushed to the disk. Where another checkpoint stands, the two change places in that one
+step. Behind an address (an object store has no renames) the files lie in the final place, under names that begin with
+the save's id, and the step is to write the manifest.
+"""
+
+import contextlib
+import ctypes
+import errno
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, cast
+
+import fsspec
+
+from lightning_megatron.checkpoint.folder import Address, Folder, is_remote
+from lightning_megatron.checkpoint.manifest import MANIFEST_FILE, is_checkpoint
+
+# Beside a checkpoint stands `.{what}/{save's id}/{its name}`: who looks for checkpoints in the folder finds none.
+UNFINISHED, REPLACED, REMOVED = ".unfinished", ".replaced", ".removed"
+_AT_WORKING_DIRECTORY, _EXCHANGE = -100, 2
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Where a save's files go; the same on every rank."""
+
+    path: str
+    save_id: str
+
+    @staticmethod
+    def start(path: Address, save_id: str) -> "Draft":
+        """An empty one whose directory has been made. Raises ValueError where something else is at the path."""
+        draft = Draft(os.fspath(path), save_id)
+        folder = Folder(path)
+        if folder.kind() == "folder" and not is_checkpoint(path) and _holds_something(folder):
+            raise ValueError(f"{path} is a directory that holds something else than a checkpoint; choose another path")
+        if is_remote(path):
+            fs, root = fsspec.core.url_to_fs(draft.path)
+            fs.makedirs(root, exist_ok=True)
+        else:
+            draft._hidden.mkdir(parents=True)
+        return draft
+
+    @property
+    def _final(self) -> Path:
+        # The parents may be links; the name itself is what is replaced.
+        return Path(os.path.abspath(self.path))
+
+    @property
+    def _hidden(self) -> Path:
+        return hidden(self._final, UNFINISHED, self.save_id)
+
+    def name_of(self, name: str) -> str:
+        """The name under which the file is written."""
+        return f"{self.save_id}-{name}" if is_remote(self.path) else name
+
+    @contextmanager
+    def create(self, name: str) -> Iterator[IO[bytes]]:
+        """A new file, on the disk for good when the block ends."""
+        if is_remote(self.path):
+            with fsspec.open(f"{self.path.rstrip('/')}/{name}", "wb") as stream:
+                yield cast(IO[bytes], stream)
+            return
+        with open(self._hidden / name, "xb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def put_in_place(self, manifest: bytes) -> None:
+        """Makes the files the checkpoint at the path. Raises OSError; then what was there is there still."""
+        if is_remote(self.path):
+            folder = Folder(self.path)
+            outdated = [name for name in folder.sizes() if not name.startswith(self.save_id) and name != MANIFEST_FILE]
+            with self.create(MANIFEST_FILE) as stream:
+                stream.write(manifest)
+            fs, root = fsspec.core.url_to_fs(self.path)
+            for name in outdated:
+                fs.rm_file(f"{root}/{name}")
+            return
+        with self.create(MANIFEST_FILE) as stream:
+            stream.write(manifest)
+        flush_directory(self._hidden)
+        replace(self._hidden, self._final, self.save_id)
+        tidy(self._hidden)
+
+    def discard(self) -> None:
+        """Removes what was written."""
+        if not is_remote(self.path):
+            shutil.rmtree(self._hidden, ignore_errors=True)
+            tidy(self._hidden)
+            return
+        fs, root = fsspec.core.url_to_fs(self.path)
+        for name in Folder(self.path).sizes():
+            if name.startswith(self.save_id):
+                fs.rm_file(f"{root}/{name}")
+
+
+def hidden(path: Path, what: str, save_id: str) -> Path:
+    """The hidden neighbour of a checkpoint."""
+    return path.parent / what / save_id / path.name
+
+
+def tidy(neighbour: Path) -> None:
+    """Removes the folders of a hidden neighbour that is gone, unless they hold another."""
+    with contextlib.suppress(OSError):
+        neighbour.parent.rmdir()
+        neighbour.parent.parent.rmdir()
+
+
+def replace(source: Path, path: Path, save_id: str) -> None:
+    """Renames `source` to `path`; what was there, whatever it is, is removed after that.
+
+    One step where the file system can exchange two names. Where it cannot, what was there is set aside first, under a
+    name by which `repair` brings it back if the machine stops just then.
+    """
+    aside = hidden(path, REPLACED, save_id)
+    # lexists: a link to a checkpoint elsewhere is replaced, not followed.
+    if not os.path.lexists(path):
+        os.rename(source, path)
+    elif _exchange(source, path):
+        aside = source
+    else:
+        aside.parent.mkdir(parents=True)
+        os.rename(path, aside)
+        try:
+            os.rename(source, path)
+        except OSError:
+            os.rename(aside, path)
+            raise
+        finally:
+            tidy(aside)
+    flush_directory(path.parent)
+    _delete(aside)
+
+
+def remove(path: Address, save_id: str) -> None:
+    """Removes a checkpoint, a file or a link: gone from its place in one step, so that no half of it is ever there."""
+    if is_remote(path):
+        fs, root = fsspec.core.url_to_fs(os.fspath(path))
+        if fs.isfile(f"{root}/{MANIFEST_FILE}"):
+            fs.rm_file(f"{root}/{MANIFEST_FILE}")
+        if fs.exists(root):
+            fs.rm(root, recursive=True)
+        return
+    final = Path(os.path.abspath(path))
+    if not os.path.lexists(final):
+        return
+    aside = hidden(final, REMOVED, save_id)
+    aside.parent.mkdir(parents=True)
+    os.rename(final, aside)
+    _delete(aside)
+
+
+def flush_directory(path: Path) -> None:
+    """Puts the directory's names on the disk for good."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems keep names by themselves and know no such call for a directory.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _delete(aside: Path) -> None:
+    if aside.is_symlink() or aside.is_file():
+        aside.unlink()
+    else:
+        shutil.rmtree(aside, ignore_errors=True)
+    tidy(aside)
+
+
+def _holds_something(folder: Folder) -> bool:
+    return bool(folder.sizes()) or (not is_remote(folder.path) and any(Path(folder.path).iterdir()))
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Lets two names change places in one step; False where the system or the file system cannot."""
+    if not sys.platform.startswith("linux"):
+        return False
+    call: Any = None
+    with contextlib.suppress(AttributeError):
+        call = ctypes.CDLL(None, use_errno=True).renameat2
+    if call is None:
+        return False
+    paths = os.fsencode(one), os.fsencode(other)
+    if call(_AT_WORKING_DIRECTORY, paths[0], _AT_WORKING_DIRECTORY, paths[1], _EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP):
+        return False
+    raise OSError(number, os.strerror(number), str(other))

@@ -1,0 +1,96 @@
+"""Who writes what: torch's planner spreads the boxes that several ranks hold over those ranks, and finds holes.
+
+Making a plan is a conversation of all ranks. It is kept: while every rank holds the same boxes as at the last save, the
+next one costs a vote.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
+
+from lightning_megatron.checkpoint import carrier
+from lightning_megatron.checkpoint.state import Piece
+from lightning_megatron.comm.collectives import all_reduce, gather_objects
+from lightning_megatron.mesh import Axis
+from lightning_megatron.sharding import Box
+
+Spot = tuple[str, tuple[int, ...]]
+# A box to write: the tensor's name and the box's offsets.
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What this rank writes, and the shape and dtype of every tensor that any rank writes."""
+
+    spots: tuple[Spot, ...] = ()
+    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Item:
+    """A box that this rank writes."""
+
+    name: str
+    box: Box
+    tensor: Tensor
+
+
+class Planning:
+    """Plans of one world, the last one kept."""
+
+    def __init__(self, world: Axis) -> None:
+        self._world = world
+        self._local: SavePlan | None = None
+        self._plan = Plan()
+
+    def items(self, held: Mapping[str, list[Piece]]) -> list[Item]:
+        """The boxes that this rank writes, in parts of a bounded size. Collective.
+
+        Raises ValueError, on every rank, where the boxes of all ranks do not make whole tensors.
+        """
+        carriers = {
+            name: carrier.Carrier([chunk for piece in full for chunk in carrier.chunks(piece, carrier.MAX_CHUNK_BYTES)])
+            for name, pieces in held.items()
+            if (full := [piece for piece in pieces if not piece.is_empty])
+        }
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(carriers, is_coordinator=self._world.is_first)
+        local = planner.create_local_plan()
+        is_known = torch.tensor(int(self._local is not None and _same(local, self._local)))
+        if not int(all_reduce(is_known, self._world, "min")):
+            self._plan = self._agree(planner, local)
+            self._local = local
+        pieces = {(name, piece.box.offsets): piece for name, held in carriers.items() for piece in held.pieces}
+        return [Item(spot[0], pieces[spot].box, pieces[spot].tensor.detach()) for spot in self._plan.spots]
+
+    @property
+    def tensors(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of every tensor of the last plan."""
+        return self._plan.tensors
+
+    def _agree(self, planner: DefaultSavePlanner, local: SavePlan) -> Plan:
+        by_rank = gather_objects(local, self._world)
+        try:
+            plans, metadata = planner.create_global_plan(by_rank)
+        except (ValueError, AssertionError) as error:
+            raise ValueError(f"the parts that the ranks hold do not make whole tensors: {error}") from error
+        tensors = {
+            name: (tuple(found.size), found.properties.dtype)
+            for name, found in metadata.state_dict_metadata.items()
+            if isinstance(found, TensorStorageMetadata)
+        }
+        spots = []
+        for item in plans[self._world.rank].items:
+            assert item.index.offset is not None
+            spots.append((item.index.fqn, tuple(item.index.offset)))
+        return Plan(tuple(spots), tensors)
+
+
+def _same(one: SavePlan, other: SavePlan) -> bool:
+    """Whether two plans of a rank hold the same boxes."""
+    return one.items == other.items

@@ -1,0 +1,93 @@
+"""The index by which torch's and Lightning's own tools read a checkpoint directory; nothing in this package reads it.
+
+`torch.distributed.checkpoint` and Lightning's `consolidate_checkpoint` look for `.metadata`, a pickle. Its names are
+those that Lightning gives: `model.{name}`, and `optimizer_{index}.state.{parameter name}.{key}`. What is plain data of
+the optimizers (groups, states that are no tensors) lies beside it in a file of its own.
+"""
+
+import io
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from lightning_megatron.checkpoint.chunk_file import Place
+from lightning_megatron.checkpoint.manifest import Entry
+from lightning_megatron.checkpoint.state import split_optimizer_name
+
+INDEX_FILE = ".metadata"
+REST_FILE = "__rest.distcp"
+
+Keys = tuple[str, ...]
+
+
+def rest_values(rests: Sequence[Mapping[str, Any]]) -> dict[Keys, bytes]:
+    """What the optimizers have beside tensors, by its place in Lightning's dictionary."""
+    values: dict[Keys, Any] = {}
+    for index, rest in enumerate(rests):
+        values[(f"optimizer_{index}", "param_groups")] = rest["groups"]
+        for name, states in rest["state"].items():
+            for key, value in states.items():
+                values[(f"optimizer_{index}", "state", name, key)] = value
+    return {keys: _saved(value) for keys, value in values.items()}
+
+
+def index_bytes(save_id: str, entries: Mapping[str, Entry], rest: Mapping[Keys, Place]) -> bytes:
+    """The content of the index file."""
+    found = Metadata(
+        state_dict_metadata={},
+        planner_data={},
+        storage_data={},
+        storage_meta=StorageMeta(save_id=save_id),
+        version="1.0.0",
+    )
+    for name, entry in entries.items():
+        keys = _keys(name)
+        flat = ".".join(keys)
+        found.planner_data[flat] = keys
+        found.state_dict_metadata[flat] = TensorStorageMetadata(
+            properties=TensorProperties(dtype=entry.dtype),
+            size=torch.Size(entry.shape),
+            chunks=[
+                ChunkStorageMetadata(torch.Size(chunk.box.offsets), torch.Size(chunk.box.sizes))
+                for chunk in entry.chunks
+            ],
+        )
+        for chunk in entry.chunks:
+            found.storage_data[MetadataIndex(flat, chunk.box.offsets)] = _info(chunk.place)
+    for keys, place in rest.items():
+        flat = ".".join(keys)
+        found.planner_data[flat] = keys
+        found.state_dict_metadata[flat] = BytesStorageMetadata()
+        found.storage_data[MetadataIndex(flat)] = _info(place)
+    return pickle.dumps(found)
+
+
+def _keys(name: str) -> Keys:
+    parts = split_optimizer_name(name)
+    if parts is None:
+        return ("model", name)
+    index, parameter_name, key = parts
+    return (f"optimizer_{index}", "state", parameter_name, key)
+
+
+def _info(place: Place) -> _StorageInfo:
+    # torch's own reader asks for this class, which has no public name.
+    return _StorageInfo(place.file, place.offset, place.num_bytes)
+
+
+def _saved(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
