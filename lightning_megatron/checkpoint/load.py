@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar, cast
 
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
@@ -17,8 +19,10 @@ from lightning_megatron.checkpoint.chunk_reader import ChunkReader
 from lightning_megatron.checkpoint.folder import Address
 from lightning_megatron.checkpoint.manifest import Entry, read_entries
 from lightning_megatron.checkpoint.state import Piece, Pieces, as_pieces
-from lightning_megatron.comm.collectives import gather_objects
+from lightning_megatron.comm.collectives import broadcast_object, gather_objects
 from lightning_megatron.mesh import Axis
+
+T = TypeVar("T")
 
 _SHOWN = 20
 
@@ -49,6 +53,23 @@ class LoadReport:
         ]
 
 
+def read_once(read: Callable[[], T], world: Axis) -> T:
+    """What the first rank reads, on every rank; what it runs into is raised on every rank.
+
+    Thousands of ranks would ask the file system for thousands of files each.
+    """
+    found: T | Exception | None = None
+    if world.is_first:
+        try:
+            found = read()
+        except (ValueError, OSError) as fault:
+            found = fault
+    found = broadcast_object(found, world)
+    if isinstance(found, Exception):
+        raise found
+    return cast(T, found)
+
+
 def load(
     path: Address,
     pieces: Pieces,
@@ -65,8 +86,8 @@ def load(
     chunk that is read is not as it was written; then what was asked for is partly filled.
     """
     asked = as_pieces(pieces)
-    entries, fault = _entries(path)
-    report = _compare(path, asked, entries, fault, world, among)
+    entries = read_once(partial(read_entries, path), world)
+    report = _compare(asked, entries, world, among)
     if strict and (faults := report.faults()):
         head = f"checkpoint {path} does not fit what is to be loaded (strict=False reads what fits):"
         raise ValueError("\n  ".join([head, *faults]))
@@ -105,22 +126,10 @@ def _causes(error: CheckpointException) -> str:
     return "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in by_rank)
 
 
-def _entries(path: Address) -> tuple[dict[str, Entry], ValueError | OSError | None]:
-    try:
-        return read_entries(path), None
-    except (ValueError, OSError) as fault:
-        return {}, fault
-
-
 def _compare(
-    path: Address,
-    asked: dict[str, list[Piece]],
-    entries: dict[str, Entry],
-    fault: ValueError | OSError | None,
-    world: Axis,
-    among: Callable[[str], bool],
+    asked: dict[str, list[Piece]], entries: dict[str, Entry], world: Axis, among: Callable[[str], bool]
 ) -> LoadReport:
-    """What does not fit, as all ranks see it together; raises the first rank's fault on every rank."""
+    """What does not fit, as all ranks see it together."""
     names = sorted(entries)
     # A tensor without elements is never written.
     shapes = {name: tuple(held[0].global_shape) for name, held in asked.items() if held}
@@ -132,17 +141,12 @@ def _compare(
     }
     # One byte a name: thousands of ranks tell each other.
     is_asked = bytes(name in asked for name in names)
-    by_rank = gather_objects((fault, missing, misshapen, is_asked), world)
-    for rank_fault, *_ in by_rank:
-        if rank_fault is not None:
-            raise rank_fault
-    if len({len(rank_is_asked) for *_, rank_is_asked in by_rank}) > 1:
-        raise ValueError(f"ranks see different checkpoints at {path}; it must be on a file system that all share")
+    by_rank = gather_objects((missing, misshapen, is_asked), world)
     asked_by_any = [any(marks) for marks in zip(*(rank_is_asked for *_, rank_is_asked in by_rank), strict=True)]
     unexpected = [name for name, known in zip(names, asked_by_any, strict=True) if not known and among(name)]
-    all_misshapen = {name: how for _, _, one, _ in by_rank for name, how in one.items()}
+    all_misshapen = {name: how for _, one, _ in by_rank for name, how in one.items()}
     return LoadReport(
-        missing=tuple(sorted({name for _, one, _, _ in by_rank for name in one})),
+        missing=tuple(sorted({name for one, _, _ in by_rank for name in one})),
         unexpected=tuple(unexpected),
         misshapen=dict(sorted(all_misshapen.items())),
     )

@@ -70,9 +70,10 @@ class Saver:
         """
         self.wait()
         # Note: one rank judges and all hear it, so that none waits in a collective that another never enters.
-        draft, content, fault = broadcast_object(_start(path, meta) if self._world.is_first else None, self._world)
-        if fault is not None:
-            raise fault
+        started, content = _start(path, meta) if self._world.is_first else (None, b"")
+        draft = broadcast_object(started, self._world)
+        if not isinstance(draft, Draft):
+            raise draft
         try:
             items = self._planning.items(as_pieces(pieces))
         except ValueError as error:
@@ -146,13 +147,13 @@ class Saver:
             remove(flight.removals.pop(), _new_id())
 
 
-def _start(path: Address, meta: Mapping[str, Any]) -> tuple[Draft | None, bytes, Exception | None]:
-    """A draft and the metadata's bytes, or what is in the way."""
+def _start(path: Address, meta: Mapping[str, Any]) -> tuple[Draft | Exception, bytes]:
+    """A draft, or what is in the way, and the metadata's bytes."""
     try:
         content = plain_data.to_bytes(meta)
-        return Draft.start(path, _new_id()), content, None
+        return Draft.start(path, _new_id()), content
     except (ValueError, OSError) as fault:
-        return None, b"", fault
+        return fault, b""
 
 
 def _new_id() -> str:

@@ -131,7 +131,7 @@ def load(
     """
     if os.path.isfile(path):
         return _load_file(path, module, mesh, checkpoint_io, weights_only)
-    meta = directory.read_meta(path)
+    meta = directory.read_once(partial(directory.read_meta, path), world)
     live = _live(module)
     # Copies: with strict_loading off, what the checkpoint lacks must come back as it is. As wide as main weights.
     state = {
@@ -181,7 +181,8 @@ def load_optimizers(
         for optimizer, state in zip(optimizers, saved, strict=True):
             optimizer.load_state_dict(state)
         return
-    names, entries = _names(module, mains), directory.read_entries(saved.path)
+    names = _names(module, mains)
+    entries = directory.read_once(partial(directory.read_entries, saved.path), world)
     optimizers = list(optimizers)
     if len(optimizers) != len(saved.rests):
         raise ValueError(

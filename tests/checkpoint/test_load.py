@@ -78,9 +78,12 @@ def test_all_ranks_together_decide_what_fits(tmp_path: Path) -> None:
     asked = {own: target} if dist.get_rank() == 0 else {own: target, "third": target}
     with pytest.raises(ValueError, match="1 asked for but not in it: third"):
         load(path, asked, world=world)
-    mine = path if dist.get_rank() == 0 else tmp_path / "nowhere.ckpt"
     with pytest.raises(ValueError, match=r"nowhere\.ckpt does not exist"):
-        load(mine, {own: target}, world=world)
+        load(tmp_path / "nowhere.ckpt", {own: target}, world=world)
+    # A file system that not all ranks share.
+    mine = path if dist.get_rank() == 0 else tmp_path / "nowhere.ckpt"
+    with pytest.raises(RuntimeError, match=r"rank 1: FileNotFoundError: .*nowhere\.ckpt"):
+        load(mine, {own: target, other: target}, world=world)
 
 
 def test_values_become_the_dtype_they_are_loaded_into(tmp_path: Path) -> None:
