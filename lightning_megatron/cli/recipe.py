@@ -15,8 +15,10 @@ from typing import Any
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.plugins.precision import TransformerEnginePrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 
+from lightning_megatron.precision.fp8 import Fp8Config, engine_faults
 from lightning_megatron.trainer import ConfigurationError, MegatronStrategy
 from lightning_megatron.trainer.checks import is_named_checkpoint
 
@@ -64,6 +66,12 @@ class RecipeCLI(LightningCLI):
         except ValueError as error:
             # Dataclasses check themselves, and so does the Trainer.
             raise ConfigurationError(_told(str(error))) from error
+        except (ImportError, OSError, RuntimeError) as error:
+            # Lightning makes its own plugin before it asks the strategy anything.
+            is_asked = self._get(self.config, "trainer.precision") == TransformerEnginePrecision.precision
+            if is_asked and (faults := engine_faults(Fp8Config(engine="transformer_engine"))):
+                raise ConfigurationError(faults) from error
+            raise
 
     def after_instantiate_classes(self) -> None:
         path = self._get(self.config, "ckpt_path")

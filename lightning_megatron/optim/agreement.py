@@ -7,8 +7,8 @@ from torch import Tensor
 
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis, Mesh
-from lightning_megatron.optim.bucket import Bucket
 from lightning_megatron.optim.gradients import Gradients
+from lightning_megatron.optim.sums import extremes
 
 # Wider elements count as several of 32 bits: the highest of 64, times an even number, would leave the sum.
 _INTEGERS = {1: torch.uint8, 2: torch.int16}
@@ -17,11 +17,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16}
 def found_nonfinite(stepped: Sequence[Tensor], world: Axis, device: torch.device) -> bool:
     """Whether NaN or Inf is in a gradient of what an optimizer is about to step, on any rank: the same answer
     everywhere. Collective over the world."""
-    present = [tensor.grad for tensor in stepped if tensor.grad is not None]
-    values = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in present]
-    # Not sums, which may leave the range of numbers that do not; nor the largest magnitude, whose kernel takes on a CPU
-    # twenty times as long. NaN is the least and the most of whatever it is in.
-    ends = [end.double() for value in values if value.numel() for end in torch.aminmax(value)]
+    ends = [extremes(tensor.grad) for tensor in stepped if tensor.grad is not None]
     flag = torch.zeros((), dtype=torch.int32, device=device)
     if ends:
         flag = (~torch.stack(ends).isfinite()).any().to(torch.int32)
@@ -31,26 +27,21 @@ def found_nonfinite(stepped: Sequence[Tensor], world: Axis, device: torch.device
 def describe_nonfinite(gradients: Gradients, world: Axis) -> list[str]:
     """Which ranks made NaN or Inf, and in which parameters, one line each. Collective over the world.
 
-    The sums are done by then: a rank knows of itself only which buckets were bad, and of every bad bucket the sum shows
-    in which parameters. What no rank made by itself came with the sum, or after it.
+    The sums are done by then, and show NaN to all ranks; what each had before them it has looked at then. What no rank
+    made by itself came with the sum, or after it.
     """
-    bad = [bucket for bucket in gradients.buckets if not _is_finite(bucket.local_sum)]
-    own = {
-        "buckets": [_names(bucket) for bucket in bad],
-        "parameters": [
-            owned.held.name
-            for owned in gradients.owned
-            if owned.tensor.grad is not None and not bool(owned.tensor.grad.isfinite().all())
-        ],
+    summed = {
+        held.name
+        for held, tensor, _ in gradients.stepped()
+        if tensor.grad is not None and not bool(extremes(tensor.grad).isfinite().all())
     }
-    by_rank = collectives.gather_objects(own, world)
-    parameters = {name for found in by_rank for name in found["parameters"]}
+    by_rank = collectives.gather_objects((gradients.made_nonfinite(), summed), world)
+    bad: set[str] = set().union(*(found for _, found in by_rank))
+    # What an earlier sum of the same step had may be gone: zeroed, or left out by a hook.
     by_themselves = [
-        f"rank {rank}: {', '.join(sorted(made))}"
-        for rank, found in enumerate(by_rank)
-        if (made := {name for bucket in found["buckets"] for name in bucket} & parameters)
+        f"rank {rank}: {', '.join(sorted(made & bad))}" for rank, (made, _) in enumerate(by_rank) if made & bad
     ]
-    return by_themselves or [f"no rank by itself, after the sum: {', '.join(sorted(parameters))}"]
+    return by_themselves or [f"no rank by itself, after the sum: {', '.join(sorted(bad))}"]
 
 
 def differing_copies(gradients: Gradients, mesh: Mesh) -> list[str]:
@@ -86,14 +77,6 @@ def fingerprint(x: Tensor) -> Tensor:
     bits = x.contiguous().view(-1).view(_INTEGERS.get(x.element_size(), torch.int32)).to(torch.int64)
     places = torch.arange(1, 2 * bits.numel(), 2, dtype=torch.int64, device=x.device)
     return (bits * places).sum()
-
-
-def _names(bucket: Bucket) -> list[str]:
-    return [held.name for held in bucket.members]
-
-
-def _is_finite(value: Tensor | None) -> bool:
-    return value is None or bool(value.isfinite())
 
 
 def in_words(lines: Iterable[str], limit: int = 20) -> str:

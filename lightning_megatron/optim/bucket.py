@@ -17,6 +17,7 @@ from lightning_megatron.comm import collectives
 from lightning_megatron.comm.collectives import Pending
 from lightning_megatron.mesh import Axis
 from lightning_megatron.optim.buckets import BucketLayout, Range, bucket_layouts, own_range
+from lightning_megatron.optim.sums import extremes
 from lightning_megatron.sharding import Shard
 
 
@@ -74,8 +75,8 @@ class Bucket:
             for held, start in zip(members, layout.starts, strict=True)
         }
         self.pending: Pending | None = None
-        self.local_sum: Tensor | None = None
-        # of all its gradients before they were summed, []: NaN or Inf where one of them is
+        self.made: list[tuple[Held, Tensor]] = []
+        # the extremes, [2], of what this rank had of each gradient before the last sum
 
     @property
     def own(self) -> Tensor:
@@ -122,7 +123,9 @@ class Bucket:
             if not self.is_home(held):
                 self.homes[held.parameter].zero_()
         if is_checked:
-            self.local_sum = self.gradient.sum()
+            # Read later: a device need not be waited for in the middle of a backward.
+            present = [(held, held.parameter.grad) for held in self.members]
+            self.made = [(held, extremes(gradient)) for held, gradient in present if gradient is not None]
         if self.shards.size > 1:
             self.pending = collectives.reduce_scatter_(self.gradient, self.shards, wait=False)
         else:

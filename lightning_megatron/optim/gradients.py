@@ -25,7 +25,7 @@ from lightning_megatron.mesh import Axis, Mesh, NewGroup
 from lightning_megatron.optim.bucket import Bucket, Held, Sender, make_buckets
 from lightning_megatron.optim.buckets import Range
 from lightning_megatron.optim.config import OptimizerConfig
-from lightning_megatron.optim.sums import scale_in_place, square, stage_axes
+from lightning_megatron.optim.sums import extremes, scale_in_place, square, stage_axes
 from lightning_megatron.sharding import Shard, shard_of
 
 # An axis of this rank alone: what is cut over it is whole.
@@ -101,7 +101,10 @@ class Gradients:
         self.has_main_weights = False
         self._is_handed_over = False
         # whether main weights have gradients that stand in the buckets
-        self.sender = Sender(self.buckets, is_checked=self.config.on_nonfinite == "stop")
+        self._is_checked = self.config.on_nonfinite == "stop"
+        self.sender = Sender(self.buckets, is_checked=self._is_checked)
+        self._made_loose: list[tuple[Held, Tensor]] = []
+        # as a bucket's `made`
 
     # --- what is there between two backwards ------------------------------------------------------------------------
 
@@ -168,11 +171,20 @@ class Gradients:
         if self.has_main_weights:
             self._hand_over()
 
+    def made_nonfinite(self) -> set[str]:
+        """Names of the parameters in whose gradients this rank had NaN or Inf by itself, before the last sums; of a
+        configuration that stops there."""
+        made = [*self._made_loose, *(entry for bucket in self.buckets for entry in bucket.made)]
+        return {held.name for held, ends in made if not bool(ends.isfinite().all())}
+
     def _reduce_loose(self, outside_over_stages: bool, factor: Tensor | None) -> None:
+        self._made_loose = []
         for held in sorted(self._loose, key=lambda held: held.name):
             gradient = held.parameter.grad
             if gradient is None:
                 continue
+            if self._is_checked:
+                self._made_loose.append((held, extremes(gradient)))
             whole = gradient.contiguous()
             if held.shard.partial is not None:
                 collectives.all_reduce_(whole, held.shard.partial)
@@ -242,7 +254,7 @@ class Gradients:
         chosen = None if parameters is None else set(parameters)
         counted = [
             tensor.grad
-            for held, tensor, is_shard in self._stepped()
+            for held, tensor, is_shard in self.stepped()
             if tensor.grad is not None
             and held.is_counted
             and (is_shard or held.replicas.is_first)
@@ -253,7 +265,7 @@ class Gradients:
             total = torch.stack([square(gradient) for gradient in counted]).sum()
         return collectives.all_reduce(total, self.mesh.world).sqrt()
 
-    def _stepped(self) -> Iterator[tuple[Held, nn.Parameter, bool]]:
+    def stepped(self) -> Iterator[tuple[Held, nn.Parameter, bool]]:
         """What optimizers may step, and whether its gradient is one that this replica alone has."""
         for owned in self.owned:
             yield owned.held, owned.tensor, self.has_main_weights and self.config.kind == "distributed"

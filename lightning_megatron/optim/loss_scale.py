@@ -4,6 +4,8 @@ The loss is multiplied before the backward, gradients are divided before the ste
 stay equal because each `update` is told what all ranks found together.
 """
 
+from typing import Any
+
 from lightning_megatron.optim.config import LossScaleConfig
 
 
@@ -17,6 +19,22 @@ class LossScale:
         # in a row
         self._bad_steps_left = config.hysteresis
         # until the factor shrinks
+        self._usual_weight: float | None = None
+        # what the mean loss of the first step divided by
+
+    @property
+    def of_sums(self) -> float:
+        """By which a sum of losses is multiplied, so that its gradients are about those of a mean times `factor`.
+
+        The factor is meant for means: it is divided by what a step's mean usually divides by.
+        """
+        return self.factor / (self._usual_weight or 1.0)
+
+    def learn_weight(self, weight: float) -> None:
+        """Takes in what the mean loss of a step divides by: of the first one, so that a scale changes by its rule
+        alone."""
+        if self._usual_weight is None:
+            self._usual_weight = max(1.0, weight)
 
     def update(self, *, found_nonfinite: bool) -> None:
         """Takes in whether any gradient of the step was Inf or NaN, on any rank."""
@@ -33,12 +51,18 @@ class LossScale:
             self._bad_steps_left = config.hysteresis
             self.factor *= config.growth_factor
 
-    def state_dict(self) -> dict[str, float]:
+    def state_dict(self) -> dict[str, float | None]:
         """What a checkpoint keeps of it: the same on every rank."""
-        return {"factor": self.factor, "good_steps": self._good_steps, "bad_steps_left": self._bad_steps_left}
+        return {
+            "factor": self.factor,
+            "good_steps": self._good_steps,
+            "bad_steps_left": self._bad_steps_left,
+            "usual_weight": self._usual_weight,
+        }
 
-    def load_state_dict(self, state: dict[str, float]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from a state that `state_dict` made."""
         self.factor = float(state["factor"])
         self._good_steps = int(state["good_steps"])
         self._bad_steps_left = int(state["bad_steps_left"])
+        self._usual_weight = state["usual_weight"]

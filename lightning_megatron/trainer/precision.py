@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_megatron.optim.agreement import describe_nonfinite, found_nonfinite, in_words
-from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.optim.config import LossScaleConfig, OptimizerConfig
 from lightning_megatron.optim.exchange import Exchange
 from lightning_megatron.optim.loss_scale import LossScale
 from lightning_megatron.precision.fp8 import Fp8Config, config_of_recipe
@@ -74,6 +74,11 @@ class MegatronPrecision(Precision):
         # the last optimizer step, because a gradient was no number
         self.gradient_norm: Tensor | None = None
         # norm of the whole model's gradient before the last clipping, [], float64
+
+    def begin(self, exchange: Exchange, config: LossScaleConfig) -> None:
+        """A fit begins that sums its gradients by `exchange`; `config` is that of float16's loss scale."""
+        self.exchange, self.gradient_norm, self.has_skipped = exchange, None, False
+        self.loss_scale = LossScale(config) if self.precision == "16-mixed" else None
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:

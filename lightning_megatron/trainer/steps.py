@@ -89,8 +89,6 @@ class Steps:
         # gradients of the last schedule, until Lightning asks for them by `backward`
         self._factor: Tensor | None = None
         # by which their sums over the replicas are to be multiplied, []
-        self._usual_weight: float | None = None
-        # what the mean loss of the first step divided by
         self._summed: dict[nn.Parameter, Tensor] = {}
         # gradients of earlier optimizer steps that nobody zeroed, aside while later ones are summed over ranks
         self._are_summed = False
@@ -179,8 +177,8 @@ class Steps:
         gradients.add(aside)
         # Lightning divides the loss by the number of batches of a step after this returns: too late for a schedule.
         self._factor = _reciprocal(summary.weight) / (num_batches * self._scale)
-        if self._loss_scale is not None and self._usual_weight is None:
-            self._usual_weight = max(1.0, summary.weight.item())
+        if self._loss_scale is not None:
+            self._loss_scale.learn_weight(summary.weight.item())
         if num_batches > 1:
             # Each batch has a weight of its own; of a single one the sums are scaled, of which a rank has fewer.
             scale_in_place(list(self._pending.values()), self._factor)
@@ -189,13 +187,8 @@ class Steps:
 
     @property
     def _scale(self) -> float:
-        """By which the losses of a schedule are multiplied beside their weights.
-
-        The loss scale is meant for means, and these are sums: it is divided by what a step's mean usually divides by.
-        """
-        if self._loss_scale is None:
-            return 1.0
-        return self._loss_scale.factor / (self._usual_weight or 1.0)
+        """By which the losses of a schedule, which are sums, are multiplied beside their weights."""
+        return 1.0 if self._loss_scale is None else self._loss_scale.of_sums
 
     def _train_direct(self, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         rows = self._begin_direct(args)

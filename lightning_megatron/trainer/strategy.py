@@ -43,16 +43,13 @@ from lightning_megatron.mesh import Axis, Mesh, Sizes, reset_ambient_mesh, set_a
 from lightning_megatron.optim.agreement import differing_copies, in_words
 from lightning_megatron.optim.config import LossScaleConfig, OptimizerConfig
 from lightning_megatron.optim.exchange import Exchange
-from lightning_megatron.optim.gradients import Gradients
-from lightning_megatron.optim.loss_scale import LossScale
-from lightning_megatron.optim.main_weights import MainWeights, steps_by_number
 from lightning_megatron.pipeline.choice import Schedule, placement_of
 from lightning_megatron.pipeline.lower import hops
-from lightning_megatron.pipeline.module import PipelineModule, at_once, run_alone
-from lightning_megatron.precision.fp8 import Fp8Config, device_faults
+from lightning_megatron.pipeline.module import at_once, run_alone
+from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.tensor import weight_gradients
 from lightning_megatron.tensor.weight_gradients import WeightGradients
-from lightning_megatron.trainer import checkpoints, checks, setup_model
+from lightning_megatron.trainer import checkpoints, checks, fp8_setup, optimization, setup_model
 from lightning_megatron.trainer.checkpoints import Mains
 from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
 from lightning_megatron.trainer.failure import FailureWatch
@@ -61,8 +58,6 @@ from lightning_megatron.trainer.precision import MegatronPrecision, compute_dtyp
 from lightning_megatron.trainer.saving import Saving
 from lightning_megatron.trainer.step_log import REDUCED
 from lightning_megatron.trainer.steps import Steps
-from lightning_megatron.transformer.fp8_layers import tile_faults, use_torch, use_transformer_engine
-from lightning_megatron.transformer.layer import TransformerLayer
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
 _HELD = "held"
@@ -341,14 +336,20 @@ class MegatronStrategy(ParallelStrategy):
         setup_model.share_recomputation(module, self.recompute, self.mesh)
         pipelined = setup_model.pipelined_modules(module)
         if self.fp8 is not None:
-            self._use_fp8(self.fp8, pipelined)
+            self._plugin.fp8_layers = fp8_setup.use_fp8(
+                self.fp8, pipelined, self.mesh, self.root_device, self._new_group
+            )
         if trainer.state.fn == TrainerFn.FITTING:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
-            setup_model.require_separable(self.optimizers, self.mesh, has_main_weights=self._has_main_weights)
-            setup_model.require_fitting(trainer.callbacks, self.optimizer, self._has_main_weights)  # type: ignore[attr-defined]
+            has_main_weights = optimization.has_main_weights(self.optimizer, self._plugin)
+            setup_model.require_separable(self.optimizers, self.mesh, has_main_weights=has_main_weights)
+            setup_model.require_fitting(trainer.callbacks, self.optimizer, has_main_weights)  # type: ignore[attr-defined]
             self._left = Mains()
-            self._exchange = self._make_exchange(module)
+            self._exchange = optimization.make_exchange(
+                module, self.optimizers, self.optimizer, self._plugin, self.mesh, self._new_group, self.root_device
+            )
+            self._plugin.begin(self._exchange, self.loss_scale)
         self.setup_precision_plugin()
         if not self.is_distributed:
             # The ranks of one replica log the same values, but Lightning sees several processes and advises to sync.
@@ -368,40 +369,6 @@ class MegatronStrategy(ParallelStrategy):
             log_dtype=torch.promote_types(compute_dtype(str(self.precision_plugin.precision)), torch.float32),
         )
 
-    def _make_exchange(self, module: pl.LightningModule) -> Exchange:
-        """Buckets for the gradients and, where asked for, main weights in the place of the optimizers' parameters."""
-        plugin, config = self._plugin, self.optimizer
-        low, gradient_dtype = plugin.low_dtype(), plugin.gradient_dtype(config)
-        gradients = Gradients(
-            module.named_parameters(),
-            setup_model.names_inside(module),
-            self.mesh,
-            self._new_group,
-            self.root_device,
-            config=config,
-            stages=setup_model.stages_by_name(module),
-            dtype=gradient_dtype,
-            keeps_whole=not all(map(steps_by_number, self.optimizers)),
-            low=low,
-        )
-        main_weights = None
-        if self._has_main_weights:
-            main_weights = MainWeights(gradients, self.optimizers)
-        exchange = Exchange(gradients, main_weights, setup_model.parameters_in_parts(module))
-        if config.overlap_param_gather:
-            setup_model.gather_parts_by(module, exchange.gather_part)
-        plugin.exchange, plugin.gradient_norm, plugin.has_skipped = exchange, None, False
-        plugin.loss_scale = LossScale(self.loss_scale) if plugin.precision == "16-mixed" else None
-        return exchange
-
-    @property
-    def _has_main_weights(self) -> bool:
-        """Whether optimizers step something else than the parameters, or gradients of another dtype."""
-        plugin, config = self._plugin, self.optimizer
-        return (
-            config.kind == "distributed" or plugin.low_dtype() is not None or plugin.gradient_dtype(config) is not None
-        )
-
     @property
     def _saving(self) -> Saving:
         if self._saves is None:
@@ -416,37 +383,6 @@ class MegatronStrategy(ParallelStrategy):
     def _plugin(self) -> MegatronPrecision:
         assert isinstance(self.precision_plugin, MegatronPrecision)
         return self.precision_plugin
-
-    def _use_fp8(self, config: Fp8Config, pipelined: Mapping[str, PipelineModule]) -> None:
-        """Lets the linears of the models' transformer layers multiply in FP8. Collective over the world."""
-        faults = device_faults(self.root_device)
-        modules = [child for model in pipelined.values() for child in model.modules()]
-        has_layers = any(isinstance(child, TransformerLayer) for child in modules)
-        if not any(collectives.gather_objects(has_layers, self.mesh.pp)):
-            faults.append(
-                "fp8 is asked for, and the module holds no model with transformer layers (such as GPTModel); "
-                "build one in configure_model, or leave fp8 out"
-            )
-        # On every rank, also where a stage has other layers: the others would wait for it.
-        tiles = [fault for found in collectives.gather_objects(tile_faults(modules), self.mesh.pp) for fault in found]
-        if faults := faults + sorted(set(tiles)):
-            raise ConfigurationError(faults)
-        models = {name: (model, model.part_names) for name, model in pipelined.items()}
-        plugin, mesh = self._plugin, self.mesh
-        if config.engine == "torch":
-            plugin.fp8_layers = use_torch(
-                models,
-                config,
-                tp=mesh.tp,
-                replicas=mesh.axis("dp+cp"),
-                pp=mesh.pp,
-                device=self.root_device,
-            )
-        else:
-            ranks = range(mesh.world.size)
-            stage = tuple(rank for rank in ranks if Mesh.imagine(rank, mesh.sizes).pp.rank == mesh.pp.rank)
-            group = self._new_group(stage) if len(stage) > 1 else None
-            plugin.fp8_layers = use_transformer_engine(models, config, stage=group)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -701,24 +637,15 @@ class MegatronStrategy(ParallelStrategy):
         setup_model.release_metrics(self._restricted_metrics)
         self._restricted_metrics = []
         self._let_schedulers_go()
-        self._release_exchange()
+        if self._exchange is not None:
+            optimization.release(self._exchange, is_interrupted=self._require_module().trainer.interrupted)
+            self._left = Mains.of(self._exchange)
+            self._exchange = self._plugin.exchange = None
         self._steps = None
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
         super().teardown()
-
-    def _release_exchange(self) -> None:
-        """Leaves the module as it came, but trained. After a failure other replicas may not come to that: where they
-        would have to, weights keep the dtype that they had in training."""
-        if self._exchange is None:
-            return
-        if self._exchange.has_shards and self._require_module().trainer.interrupted:
-            self._exchange.gradients.release()
-        else:
-            self._exchange.release()
-        self._left = Mains.of(self._exchange)
-        self._exchange = self._plugin.exchange = None
 
     @override
     def __getstate__(self) -> dict[str, Any]:

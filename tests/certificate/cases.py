@@ -68,7 +68,7 @@ class Layout:
     # the optimizer
     overlap: bool = False
     # of gradient sums with backward, and of weights with forward where the optimizer is distributed
-    rule: Literal["sgd", "adamw"] = "sgd"
+    rule: Literal["sgd", "adamw", "adamw, 16 bits"] = "sgd"
     recompute: RecomputeConfig = _NOTHING
 
     @property
@@ -130,6 +130,9 @@ LAYOUTS = {
     "recompute selective, ZB-H1 pp2 dp2": Layout(
         world=4, pp=2, microbatches=3, schedule="zb_h1", distributed=True, overlap=True, recompute=_SELECTIVE
     ),
+    "dp4": Layout(world=4, microbatches=2),
+    "dp2 tp2": Layout(world=4, tp=2, microbatches=2),
+    "dp2 pp2 vp2": Layout(world=4, pp=2, vp=2, microbatches=3),
     "dp2 AdamW": Layout(world=2, rule="adamw"),
     "dp4 AdamW": Layout(world=4, microbatches=2, rule="adamw"),
     "dp2 tp2 AdamW overlap": Layout(world=4, tp=2, microbatches=2, overlap=True, rule="adamw"),
@@ -150,6 +153,31 @@ LAYOUTS = {
         world=4, pp=2, vp=2, microbatches=4, schedule="zb_v", distributed=True, overlap=True
     ),
     "ZeRO dp2 accumulate 2": Layout(world=2, microbatches=2, accumulate=2, distributed=True, overlap=True),
+}
+
+
+# In 16 bits: dropout on, an output layer tied over stages, and rates that a scheduler halves after every step.
+HALF_VARIANT = "dropout"
+RATE_DECAY = 0.5
+HALF_ROUNDOFF = {"16-mixed": 2.0**-11, "bf16-mixed": 2.0**-8}
+# by how much of itself a number changes at most where it is rounded to 16 bits
+_NUM_LAYERS = _SMALL["num_layers"]
+HALF_ROUNDINGS = {"one device": 4 * _NUM_LAYERS + 2, "float32": 20 * _NUM_LAYERS + 6}
+# Of a value on its way through the model and back. From one device a layout differs in the sums that it cuts, two in a
+# layer each way and one at each end; from float32 16 bits differ in all they round, ten in a layer and three at an end.
+BAD_STEP = 1
+# counted from 0: of float16, in which one gradient of one rank becomes infinite
+HALF_LAYOUTS = {
+    "16 bits, one m3": Layout(world=1, microbatches=3),
+    "16 bits, dp2": Layout(world=2),
+    "16 bits, ZeRO dp2": Layout(world=2, distributed=True, rule="adamw, 16 bits"),
+    "16 bits, tp2+sp": Layout(world=2, tp=2, sp=True, microbatches=2),
+    "16 bits, pp2": Layout(world=2, pp=2, microbatches=3, rule="adamw, 16 bits"),
+    "16 bits, ZeRO dp2 tp2": Layout(world=4, tp=2, microbatches=2, distributed=True),
+    "16 bits, ZeRO dp2 pp2 vp2": Layout(world=4, pp=2, vp=2, microbatches=4, distributed=True, rule="adamw, 16 bits"),
+    "16 bits, recompute selective, ZeRO dp2 pp2": Layout(
+        world=4, pp=2, microbatches=2, distributed=True, recompute=_SELECTIVE
+    ),
 }
 
 

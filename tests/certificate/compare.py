@@ -8,12 +8,37 @@ import math
 
 import torch
 
-from tests.certificate.cases import LAYOUTS, VARIANTS
-from tests.certificate.runs import DTYPES, Outcome, Parts, reference, under_layout
+from tests.certificate.cases import (
+    BAD_STEP,
+    HALF_LAYOUTS,
+    HALF_ROUNDINGS,
+    HALF_ROUNDOFF,
+    HALF_VARIANT,
+    LAYOUTS,
+    NUM_STEPS,
+    RATE_DECAY,
+    VARIANTS,
+    Layout,
+)
+from tests.certificate.runs import (
+    DTYPES,
+    HALF_REACH,
+    SCALES,
+    HalfOutcome,
+    Outcome,
+    Parts,
+    half_under_layout,
+    reference,
+    under_layout,
+)
 from tests.harness.ranks import run_on_ranks
 
 CELLS = [(variant, precision) for variant in VARIANTS for precision in DTYPES]
 QUANTITIES = ("loss", "gradients", "norm", "weights", "logged")
+HALF_QUANTITIES = {
+    "16-mixed": ("left out", "scale", "one device", "float32"),
+    "bf16-mixed": ("one device", "float32"),
+}
 
 
 @functools.cache
@@ -104,3 +129,62 @@ def _difference(parts: Parts, whole: torch.Tensor) -> float:
 def _apart(value: float, wanted: float) -> float:
     assert math.isfinite(value)
     return abs(value - wanted)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 16 bits
+
+
+@functools.cache
+def _half_outcomes(layout: Layout) -> list[dict[str, HalfOutcome]]:
+    return run_on_ranks(layout.world, half_under_layout, layout, init=False, timeout=240)
+
+
+@functools.cache
+def _half_reference(rule: str, precision: str) -> Outcome:
+    """The same steps in float32 in plain torch; the one that float16 leaves out is left out."""
+    left_out = (BAD_STEP,) if precision == "16-mixed" else ()
+    layout = Layout(world=1, rule=rule)  # type: ignore[arg-type]
+    return reference(HALF_VARIANT, "32-true", layout, decay=RATE_DECAY, left_out=left_out)
+
+
+def half_bound(name: str, precision: str, quantity: str) -> float:
+    """The largest deviation that rounding explains; none of what a bad step moves, and of the loss scale.
+
+    A number rounded to 16 bits is off by at most u of itself, and n of them, if they are independent, by sqrt(n) u. A
+    gradient is off by so much of the largest one, and a weight by as much as all steps make of it.
+    """
+    if quantity not in HALF_ROUNDINGS:
+        return 0.0
+    steps = _half_reference(HALF_LAYOUTS[name].rule, precision).steps
+    largest = max(gradient.abs().max().item() for step in steps for gradient in step.gradients.values())
+    return math.sqrt(HALF_ROUNDINGS[quantity]) * HALF_ROUNDOFF[precision] * largest * HALF_REACH
+
+
+@functools.cache
+def half_deviations(name: str, precision: str) -> dict[str, float]:
+    """By column: what a bad step moved, how far the loss scale was from one device's, and how far the weights are at
+    the end from one device's in the same precision and from float32's in plain torch."""
+    layout = HALF_LAYOUTS[name]
+    plain = _half_reference(layout.rule, precision)
+    [one] = _half_outcomes(Layout(world=1, rule=layout.rule))
+    assert precision != "16-mixed" or one[precision].factors == SCALES, one[precision].factors
+    # One rank holds each parameter as one part.
+    alone = {parameter: tensor for parameter, [(_, tensor)] in one[precision].weights.items()}
+    found = dict.fromkeys(HALF_QUANTITIES[precision], 0.0)
+    covered = Covered(plain)
+    for outcomes in _half_outcomes(layout):
+        outcome = outcomes[precision]
+        good = [moved for step, moved in enumerate(outcome.moved) if precision != "16-mixed" or step != BAD_STEP]
+        assert len(outcome.moved) == NUM_STEPS and min(good) > 0, "a step that should have been done moved nothing"
+        worst = {
+            "left out": _apart(outcome.moved[BAD_STEP], 0.0),
+            "scale": max(_apart(*factors) for factors in zip(outcome.factors, one[precision].factors, strict=True)),
+            "one device": max(_difference(parts, alone[n]) for n, parts in outcome.weights.items()),
+            "float32": max(_difference(parts, plain.weights[n]) for n, parts in outcome.weights.items()),
+        }
+        found = {quantity: max(largest, worst[quantity]) for quantity, largest in found.items()}
+        for parameter, parts in outcome.weights.items():
+            covered.add(parameter, parts)
+    covered.require_all()
+    return found

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -15,9 +16,20 @@ from lightning_megatron.checkpoint import Slot
 from lightning_megatron.comm.rng import Draws
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.models import GPTModel
-from lightning_megatron.optim.config import OptimizerConfig
-from lightning_megatron.optim.gradients import Gradients
-from tests.certificate.cases import BATCH, VARIANTS, Layout, batches
+from lightning_megatron.optim.config import LossScaleConfig, OptimizerConfig
+from lightning_megatron.optim.gradients import Gradients, Owned
+from lightning_megatron.trainer.precision import MegatronPrecision
+from tests.certificate.cases import (
+    BAD_STEP,
+    BATCH,
+    HALF_ROUNDOFF,
+    HALF_VARIANT,
+    NUM_STEPS,
+    RATE_DECAY,
+    VARIANTS,
+    Layout,
+    batches,
+)
 from tests.reference.gpt import ReferenceGPT
 
 SEED = 7
@@ -28,13 +40,22 @@ RATE, MOMENTUM = 0.1, 0.9
 ADAM_RATE, ADAM_EPSILON = 0.01, 1e-3
 # Numbers in a bucket: small, so that every layout has several and a parameter is cut by shards.
 BUCKET_SIZE = 3000
+# Of float16: it doubles after every step, and halves after a bad one.
+LOSS_SCALE = LossScaleConfig(initial=1024.0, window=1, hysteresis=1)
+SCALES = [2048.0, 1024.0, 2048.0]
+# after each step, of which the second is bad
+# Of a gradient a step takes no more than the rate divided by it: as much as SGD's.
+HALF_EPSILON = 0.1
+# What all steps make of a gradient that is the same in each: SGD's velocities, 1 and 1 + m and 1 + m + m^2, by rate.
+HALF_REACH = sum(RATE * RATE_DECAY**step * sum(MOMENTUM**age for age in range(step + 1)) for step in range(NUM_STEPS))
 
 
 def make_optimizer(rule: str, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
     """The rule by which weights are stepped."""
-    if rule == "adamw":
-        return torch.optim.AdamW(parameters, lr=ADAM_RATE, eps=ADAM_EPSILON, weight_decay=0.1)
-    return torch.optim.SGD(parameters, lr=RATE, momentum=MOMENTUM)
+    if rule == "sgd":
+        return torch.optim.SGD(parameters, lr=RATE, momentum=MOMENTUM)
+    epsilon = ADAM_EPSILON if rule == "adamw" else HALF_EPSILON
+    return torch.optim.AdamW(parameters, lr=ADAM_RATE, eps=epsilon, weight_decay=0.1)
 
 
 Parts = list[tuple[tuple[int, ...], Tensor]]
@@ -62,8 +83,13 @@ class Outcome:
     # as the strategy clipped by
 
 
-def reference(variant: str, precision: str, layout: Layout) -> Outcome:
-    """The same steps on one device, in plain torch, by a hand-written loop."""
+def reference(
+    variant: str, precision: str, layout: Layout, *, decay: float = 1.0, left_out: tuple[int, ...] = ()
+) -> Outcome:
+    """The same steps on one device, in plain torch, by a hand-written loop.
+
+    Rates are multiplied by `decay` after each step; the steps `left_out` are not done.
+    """
     config, dtype = VARIANTS[variant], DTYPES[precision]
     torch.set_default_dtype(dtype)
     try:
@@ -87,7 +113,10 @@ def reference(variant: str, precision: str, layout: Layout) -> Outcome:
         step.norm = torch.stack(squares).sum().sqrt().item()
         if layout.clip is not None:
             nn.utils.clip_grad_norm_(list(weights.values()), layout.clip)
-        optimizer.step()
+        if len(outcome.steps) not in left_out:
+            optimizer.step()
+            for group in optimizer.param_groups:
+                group["lr"] *= decay
         outcome.steps.append(step)
     outcome.weights = {name: w.detach() for name, w in weights.items()}
     with torch.no_grad():
@@ -190,12 +219,14 @@ class Recorder(L.Callback):
 def _gradients(gradients: Gradients) -> dict[str, Parts]:
     """What this rank's optimizer is about to step by."""
     return {
-        owned.held.name.removeprefix("model."): _parts(
-            Slot(owned.held.name, owned.held.parameter, owned.range.start, owned.range.end), owned.tensor.grad
-        )
+        owned.held.name.removeprefix("model."): _parts(_slot(owned), owned.tensor.grad)
         for owned in gradients.owned
         if owned.tensor.grad is not None
     }
+
+
+def _slot(owned: Owned) -> Slot:
+    return Slot(owned.held.name, owned.held.parameter, owned.range.start, owned.range.end)
 
 
 def _parts(slot: Slot, tensor: Tensor) -> Parts:
@@ -204,11 +235,16 @@ def _parts(slot: Slot, tensor: Tensor) -> Parts:
 
 def under_layout(layout: Layout, cells: list[tuple[str, str]]) -> list[Outcome]:
     """What this rank saw of the same steps under a Trainer, for each (variant, precision)."""
-    return [_fit(layout, variant, precision) for variant, precision in cells]
+    outcomes = []
+    for variant, precision in cells:
+        recorder = Recorder()
+        _fit(layout, Module(variant, layout.rule), recorder, DTYPES[precision], precision=precision)
+        outcomes.append(recorder.outcome)
+    return outcomes
 
 
-def _fit(layout: Layout, variant: str, precision: str) -> Outcome:
-    recorder = Recorder()
+def _fit(layout: Layout, module: Module, recorder: L.Callback, dtype: torch.dtype, **options: Any) -> None:
+    """Runs all steps; the batches' masks are of `dtype`, `options` the Trainer's."""
     strategy = MegatronStrategy(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -223,6 +259,7 @@ def _fit(layout: Layout, variant: str, precision: str) -> Outcome:
             bucket_size=BUCKET_SIZE,
         ),
         recompute=layout.recompute,
+        loss_scale=LOSS_SCALE,
         timeout_seconds=60,
     )
     with warnings.catch_warnings():
@@ -231,7 +268,6 @@ def _fit(layout: Layout, variant: str, precision: str) -> Outcome:
             accelerator="cpu",
             devices=layout.world,
             strategy=strategy,
-            precision=precision,  # type: ignore[arg-type]
             max_epochs=1,
             accumulate_grad_batches=layout.accumulate,
             gradient_clip_val=layout.clip,
@@ -244,18 +280,17 @@ def _fit(layout: Layout, variant: str, precision: str) -> Outcome:
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
+            **options,
         )
-        data = Data(variant, precision, layout)
-        trainer.fit(Module(variant, layout.rule), data)
-    return recorder.outcome
+        trainer.fit(module, Data(module.variant, dtype, layout))
 
 
 class Data(L.LightningDataModule):
     """This replica's rows of every global batch."""
 
-    def __init__(self, variant: str, precision: str, layout: Layout) -> None:
+    def __init__(self, variant: str, dtype: torch.dtype, layout: Layout) -> None:
         super().__init__()
-        self.data = batches(VARIANTS[variant], DTYPES[precision], layout.accumulate)
+        self.data = batches(VARIANTS[variant], dtype, layout.accumulate)
         self.size = layout.dp
 
     def _loader(self) -> DataLoader[dict[str, Tensor]]:
@@ -269,3 +304,99 @@ class Data(L.LightningDataModule):
 
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         return self._loader()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# 16 bits
+
+
+@dataclass
+class HalfOutcome:
+    """What a rank saw of a training in 16 bits."""
+
+    moved: list[float] = field(default_factory=list)
+    # by each step: the largest change of any weight, optimizer state or rate of this rank
+    factors: list[float] = field(default_factory=list)
+    # the loss scale after each step; 1 where there is none
+    weights: dict[str, Parts] = field(default_factory=dict)
+    # the main weights, at the end
+
+
+class HalfModule(Module):
+    """Rates fall with every step; where `is_injured`, one gradient is infinite in one step on the last rank alone."""
+
+    def __init__(self, rule: str, is_injured: bool) -> None:
+        super().__init__(HALF_VARIANT, rule)
+        self.is_injured = is_injured
+        self.num_injuries = 0
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, RATE_DECAY)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_train_start(self) -> None:
+        if self.is_injured and self.global_rank == self.trainer.world_size - 1:
+            matrices = [p for name, p in self.named_parameters() if ".layers." in name and p.dim() > 1]
+            matrices[0].register_hook(self.injure)
+
+    def injure(self, gradient: Tensor) -> Tensor:
+        if self.trainer.fit_loop.batch_idx != BAD_STEP:
+            return gradient
+        self.num_injuries += 1
+        injured = gradient.clone()
+        injured.view(-1)[3] = float("inf")
+        return injured
+
+
+class HalfRecorder(L.Callback):
+    """Writes down what every step of a training in 16 bits moved on this rank."""
+
+    def __init__(self) -> None:
+        self.outcome = HalfOutcome()
+        self.before: dict[str, Tensor] = {}
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.before = _state_of(trainer)
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        now = _state_of(trainer)
+        nothing = torch.zeros(1)
+        changes = [(now[key] - self.before.get(key, nothing)).abs().max() for key in now if now[key].numel()]
+        self.outcome.moved.append(torch.stack(changes).max().item())
+        self.before = now
+        plugin = trainer.precision_plugin
+        assert isinstance(plugin, MegatronPrecision)
+        self.outcome.factors.append(1.0 if plugin.loss_scale is None else plugin.loss_scale.factor)
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        assert isinstance(trainer.strategy, MegatronStrategy)
+        owned_ones = trainer.strategy.steps.exchange.gradients.owned
+        self.outcome.weights = {o.held.name.removeprefix("model."): _parts(_slot(o), o.tensor) for o in owned_ones}
+
+
+def _state_of(trainer: L.Trainer) -> dict[str, Tensor]:
+    """Copies of all that a step moves: parameters, what the optimizer steps and keeps, and its rate."""
+    [optimizer] = trainer.optimizers
+    [group] = optimizer.param_groups
+    held = {"rate": torch.tensor(group["lr"])}
+    held |= {name: p.detach() for name, p in trainer.lightning_module.named_parameters()}
+    for place, stepped in enumerate(group["params"]):
+        held[f"{place}"] = stepped.detach()
+        states = optimizer.state.get(stepped, {})
+        held |= {f"{place}.{key}": value for key, value in states.items() if isinstance(value, Tensor)}
+    return {name: tensor.double().clone() for name, tensor in held.items()}
+
+
+def half_under_layout(layout: Layout) -> dict[str, HalfOutcome]:
+    """What this rank saw in float16, with one gradient infinite on the last rank, and in bfloat16, by precision."""
+    outcomes = {}
+    for precision in HALF_ROUNDOFF:
+        is_injured = precision == "16-mixed"
+        recorder, module = HalfRecorder(), HalfModule(layout.rule, is_injured)
+        # By name Lightning gives no float16 to a CPU.
+        plugins = [MixedPrecision(precision, "cpu")]  # type: ignore[arg-type]
+        _fit(layout, module, recorder, torch.float32, plugins=plugins)
+        assert bool(module.num_injuries) == (is_injured and module.global_rank == layout.world - 1)
+        outcomes[precision] = recorder.outcome
+    return outcomes

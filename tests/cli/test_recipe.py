@@ -83,6 +83,10 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("hidden_size (24)", "16"),
     ),
     "FP8 in float64": ((f"{STRATEGY}.fp8.format=hybrid", "--trainer.precision=64-true"), ("64-true",)),
+    "Transformer Engine where it is not installed": (
+        ("--trainer.precision=transformer-engine",),
+        ("pip install 'lightning-megatron[fp8]'", "engine 'transformer_engine'"),
+    ),
     "a checkpoint that is not there": (("--ckpt_path=none/step.ckpt",), ("none/step.ckpt", "does not exist")),
     "a directory that is no checkpoint": (("--ckpt_path=empty",), ("empty", "without a checkpoint")),
     "a checkpoint that is not there, plain": ((*AUTO, "--ckpt_path=none.ckpt"), ("none.ckpt",)),

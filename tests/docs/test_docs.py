@@ -19,7 +19,7 @@ from lightning_megatron.cli import schedule
 from lightning_megatron.lightning_modules import AdamWConfig, GenerationConfig, GPTDataModule
 from lightning_megatron.models import GPTConfig
 from lightning_megatron.trainer.precision import SUPPORTED
-from tests.certificate.cases import LAYOUTS, VARIANTS
+from tests.certificate.cases import HALF_LAYOUTS, HALF_ROUNDOFF, LAYOUTS, VARIANTS
 from tests.harness.ranks import run_on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -276,8 +276,10 @@ def test_the_precisions_told_are_those_supported() -> None:
 
 def test_the_certificate_shown_has_every_layout_and_variant() -> None:
     page = (ROOT / "docs/certificate.md").read_text()
-    rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("|")]
-    assert [row[0].strip() for row in rows[2:]] == list(LAYOUTS)
-    columns = [cell.strip().partition(",")[0] for cell in rows[0][2:]]
-    assert list(dict.fromkeys(columns)) == list(VARIANTS)
-    assert all(re.fullmatch(r" \d?e[+-]\d+ | 0e\+00 ", cell) for row in rows[2:] for cell in row[2:])
+    tables = [table.splitlines() for table in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)]
+    for table, layouts, heads in zip(tables, (LAYOUTS, HALF_LAYOUTS), (VARIANTS, HALF_ROUNDOFF), strict=True):
+        rows = [line.split("|")[1:-1] for line in table]
+        assert [row[0].strip() for row in rows[2:]] == list(layouts)
+        columns = [cell.strip().partition(",")[0] for cell in rows[0][2:]]
+        assert list(dict.fromkeys(columns)) == list(heads)
+        assert all(re.fullmatch(r" \d?e[+-]\d+ | 0e\+00 ", cell) for row in rows[2:] for cell in row[2:])

@@ -1,10 +1,12 @@
 """Ranks find out together which of them made NaN or Inf, and which copies of a weight differ."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.mesh import Axis, Sizes
+from lightning_megatron.mesh import Axis, Mesh, Sizes
 from lightning_megatron.optim.agreement import (
     describe_nonfinite,
     differing_copies,
@@ -14,6 +16,7 @@ from lightning_megatron.optim.agreement import (
 )
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.optim.gradients import Gradients
+from lightning_megatron.optim.main_weights import MainWeights
 from lightning_megatron.sharding import Initial, shard_parameter
 from tests.harness.ranks import run_on_ranks
 from tests.optim.test_gradients import group, no_group
@@ -121,35 +124,88 @@ def test_every_axis_that_shares_a_changed_weight_is_told_on_every_rank(
     assert by_rank == [[f"{changed[1]} on ranks {ranks}" for ranks in axes]] * 8
 
 
-def makes_nan() -> dict[str, list[str]]:
-    """Rank 1 makes NaN in `b`, ranks 0 and 2 Inf in `c`, which is in a bucket with `d`."""
-    mesh = make_mesh(Sizes(world=3))
-    values: dict[str, Tensor] = {name: torch.ones(20) for name in ("a", "b", "c", "d", "e", "f")}
-    if mesh.global_rank == 1:
-        values["b"][3] = float("nan")
-    else:
-        values["c"][4] = float("inf")
+def named_gradients(values: dict[str, Tensor]) -> list[tuple[str, nn.Parameter]]:
     named = [(name, nn.Parameter(torch.zeros(20))) for name in values]
     for name, parameter in named:
         parameter.grad = values[name]
-    gradients = Gradients(named, set(), mesh, no_group, CPU, config=OptimizerConfig(bucket_size=40))
+    return named
+
+
+def makes_nan(kind: str) -> dict[str, Any]:
+    """Of three parameters in one bucket, rank 0 makes NaN in `a`, rank 1 Inf in `b`, rank 2 both; `e` is in another."""
+    mesh = make_mesh(Sizes(world=3))
+    values: dict[str, Tensor] = {name: torch.ones(20) for name in ("a", "b", "c", "d", "e", "f")}
+    if mesh.global_rank in (0, 2):
+        values["a"][3] = float("nan")
+    if mesh.global_rank in (1, 2):
+        values["b"][4] = -float("inf")
+    named = named_gradients(values)
+    config = OptimizerConfig(bucket_size=60, kind=kind)  # type: ignore[arg-type]
+    gradients = Gradients(named, set(), mesh, no_group, CPU, config=config)
+    if kind == "distributed":
+        MainWeights(gradients, [torch.optim.SGD([parameter for _, parameter in named], lr=1.0)])
     gradients.reduce(outside_over_stages=False)
-    found = {"sent": describe_nonfinite(gradients, mesh.world)}
-    for _, parameter in named:
-        parameter.grad.zero_()  # type: ignore[union-attr]
-    if mesh.global_rank == 2:
-        dict(named)["e"].grad[0] = float("inf")  # type: ignore[index]
+    found: dict[str, Any] = {"buckets": [{held.name for held in bucket.members} for bucket in gradients.buckets]}
+    found["sent"] = describe_nonfinite(gradients, mesh.world)
+    for owned in gradients.owned:
+        owned.tensor.grad.zero_()  # type: ignore[union-attr]
+        if mesh.global_rank == 2 and owned.held.name == "e":
+            owned.tensor.grad[0] = float("inf")  # type: ignore[index]
     found["later"] = describe_nonfinite(gradients, mesh.world)
-    found["is found"] = [str(found_nonfinite([dict(named)["e"]], mesh.world, CPU))]
     return found
 
 
-def test_the_rank_that_made_a_bad_number_is_named_with_the_parameter() -> None:
-    for found in run_on_ranks(3, makes_nan):
-        assert found["sent"] == ["rank 0: c", "rank 1: b", "rank 2: c"]
-        # After the sum nobody can say who it was.
-        assert found["later"] == ["no rank by itself, after the sum: e"]
-        assert found["is found"] == ["True"]
+@pytest.mark.parametrize("kind", ["replicated", "distributed"])
+def test_each_rank_is_named_with_its_own_bad_parameters_though_they_share_a_bucket(kind: str) -> None:
+    ranks = run_on_ranks(3, makes_nan, kind)
+    assert {"a", "b", "c"} in ranks[0]["buckets"]
+    for found in ranks:
+        assert found["sent"] == ["rank 0: a", "rank 1: b", "rank 2: a, b"]
+    # After the sum nobody can say who it was.
+    if kind == "replicated":
+        assert all(found["later"] == ["no rank by itself, after the sum: e"] for found in ranks)
+
+
+def makes_nothing() -> list[str]:
+    """Ranks have large finite numbers, of which the sum alone leaves the range."""
+    mesh = make_mesh(Sizes(world=2))
+    values = {"a": torch.ones(20), "b": torch.full((20,), 3e38)}
+    gradients = Gradients(named_gradients(values), set(), mesh, no_group, CPU)
+    gradients.reduce(outside_over_stages=False)
+    return describe_nonfinite(gradients, mesh.world)
+
+
+def test_where_the_sum_alone_leaves_the_range_no_rank_is_named() -> None:
+    for found in run_on_ranks(2, makes_nothing):
+        assert found == ["no rank by itself, after the sum: b"]
+
+
+def thaws() -> list[str]:
+    """A parameter that has no bucket, because it was frozen when those were made, and a sparse gradient's."""
+    mesh = make_mesh(Sizes(world=2))
+    named = named_gradients({"a": torch.ones(20), "thawed": torch.ones(20)})
+    late = named[1][1]
+    late.requires_grad_(False)
+    gradients = Gradients(named, set(), mesh, no_group, CPU)
+    late.requires_grad_(True)
+    late.grad = torch.full((20,), float("nan") if mesh.global_rank == 1 else 1.0)
+    gradients.reduce(outside_over_stages=False)
+    return describe_nonfinite(gradients, mesh.world)
+
+
+def test_a_parameter_that_is_in_no_bucket_is_told_as_well() -> None:
+    for found in run_on_ranks(2, thaws):
+        assert found == ["rank 1: thawed"]
+
+
+def test_a_sparse_gradient_of_one_rank_is_told_as_well() -> None:
+    weight = nn.Parameter(torch.ones(4, 3))
+    gradients = Gradients([("weight", weight)], set(), Mesh.single(), no_group, CPU)
+    weight.grad = torch.sparse_coo_tensor(
+        torch.tensor([[1]]), torch.full((1, 3), float("nan")), (4, 3), check_invariants=True
+    )
+    gradients.reduce(outside_over_stages=False)
+    assert describe_nonfinite(gradients, Mesh.single().world) == ["rank 0: weight"]
 
 
 def test_many_lines_are_cut_short() -> None:

@@ -7,12 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis, Mesh, Sizes
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.optim.gradients import Gradients
 from lightning_megatron.optim.main_weights import MainWeights
-from lightning_megatron.optim.sums import scale_in_place, stage_axes
 from lightning_megatron.sharding import Initial, shard_parameter
 from tests.harness.ranks import run_on_ranks
 from tests.pipeline.meshes import make_mesh
@@ -155,33 +153,6 @@ def test_replicas_sum_and_agree_on_which_parameters_have_a_gradient() -> None:
         assert [values for _, values in found[3:]] == [[6], [6], [6]]
 
 
-def axes_of_stages() -> dict[str, tuple[int, ...]]:
-    mesh = make_mesh(Sizes(world=4, pp=4))
-    held = {0: ["a", "everywhere", "ends"], 1: ["b", "everywhere"], 2: ["c", "everywhere"], 3: ["everywhere", "ends"]}
-    axes = stage_axes(held[mesh.pp.rank], mesh, group)
-    found = {}
-    for name, axis in sorted(axes.items()):
-        total = torch.tensor([10.0**mesh.pp.rank])
-        collectives.all_reduce_(total, axis)
-        found[name] = (*axis.ranks, int(total.item()))
-    return found
-
-
-def test_a_name_on_several_stages_gets_an_axis_of_those_stages() -> None:
-    by_rank = run_on_ranks(4, axes_of_stages)
-    # Stage s is on rank 3 - s.
-    assert all(found["everywhere"] == (3, 2, 1, 0, 1111) for found in by_rank)
-    assert by_rank[3]["ends"] == by_rank[0]["ends"] == (3, 0, 1001)
-    assert all(found.keys() == {"everywhere"} for found in by_rank[1:3])
-
-
-def test_scaling_keeps_each_dtype() -> None:
-    tensors = [torch.ones(2, dtype=dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16)]
-    scale_in_place(tensors, torch.tensor(0.5, dtype=torch.float64))
-    assert [t.dtype for t in tensors] == [torch.float32, torch.float64, torch.bfloat16]
-    assert all(t.tolist() == [0.5, 0.5] for t in tensors)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(4096, 256), (1001, 1001)])
 def test_the_norm_of_a_large_gradient_does_not_drift(dtype: torch.dtype, shape: tuple[int, int]) -> None:
@@ -253,6 +224,25 @@ def test_experts_are_summed_over_their_own_replicas_alone() -> None:
     for name, count in (("model.experts", 12), ("model.dense", 5)):
         # Cut over the replicas, every number is on one rank.
         assert sum(len(found["distributed"]["held"].get(name, [])) for found in ranks) == count
+
+
+def norm_of_main_weights(kind: Any) -> float:
+    mesh = make_mesh(Sizes(world=2))
+    weight = nn.Parameter(torch.zeros(4, 4))
+    config = OptimizerConfig(kind=kind)
+    gradients = Gradients(
+        [("weight", weight)], set(), mesh, group, torch.device("cpu"), config=config, low=torch.bfloat16
+    )
+    MainWeights(gradients, [torch.optim.SGD([weight], lr=1.0)])
+    weight.sum().backward()
+    gradients.reduce(outside_over_stages=False)
+    return gradients.norm().item()
+
+
+@pytest.mark.parametrize("kind", ["replicated", "distributed"])
+def test_main_weights_count_once_in_the_norm_whether_every_replica_has_them_or_one(kind: str) -> None:
+    # Sixteen twos.
+    assert run_on_ranks(2, norm_of_main_weights, kind) == [8.0, 8.0]
 
 
 def thawed_norm(kind: Any) -> float:

@@ -58,6 +58,21 @@ def test_one_that_was_saved_goes_on_as_if_it_had_not_been() -> None:
             assert second.factor == whole[place]
 
 
+def test_sums_are_scaled_by_what_the_first_mean_divided_by_also_after_a_resume() -> None:
+    first, second = LossScale(LossScaleConfig(initial=64.0)), LossScale(LossScaleConfig(initial=64.0))
+    assert first.of_sums == 64
+    first.learn_weight(5.0)
+    first.learn_weight(8.0)
+    assert first.of_sums == 64 / 5
+    second.load_state_dict(first.state_dict())
+    second.learn_weight(8.0)
+    assert second.of_sums == 64 / 5
+    # A first step without anything valid, or of which the weights are small, is no reason to scale up.
+    second.load_state_dict(LossScale(LossScaleConfig(initial=64.0)).state_dict())
+    second.learn_weight(0.0)
+    assert second.of_sums == 64
+
+
 def test_a_shorter_window_at_a_resume_still_ends() -> None:
     long, short = LossScaleConfig(initial=8.0, window=100), LossScaleConfig(initial=8.0, window=3)
     first, second = LossScale(long), LossScale(short)

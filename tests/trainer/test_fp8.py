@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_megatron import ConfigurationError, Fp8Config, MegatronStrategy, PipelineConfig, checkpoint
+from lightning_megatron.mesh import Mesh
 from lightning_megatron.models import GPTConfig, GPTModel
+from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.precision.product import Fp8Product
 from lightning_megatron.tensor.linear import ParallelLinear
 from lightning_megatron.trainer.precision import MegatronPrecision
@@ -148,6 +150,56 @@ def test_fp8_trains_on_any_layout_as_on_one_rank(name: str, on_one: dict[str, An
     assert len(on_one["current linears"]) == 3 * 4 and len(on_one["delayed linears"]) == 4 * 4
     # They are FP8's losses and not the plain ones.
     assert max(abs(a - b) for a, b in zip(on_one["delayed"], on_one["plain"], strict=True)) > 2 * TOLERANCE
+
+
+EXCHANGES = {
+    "replicated": OptimizerConfig(bucket_size=700),
+    "replicated, overlap": OptimizerConfig(bucket_size=700, overlap_grad_reduce=True),
+    "distributed": OptimizerConfig(kind="distributed", bucket_size=700),
+    "distributed, overlap": OptimizerConfig(
+        kind="distributed", bucket_size=700, overlap_grad_reduce=True, overlap_param_gather=True
+    ),
+}
+Exchanged = dict[str, tuple[list[float], dict[str, Tensor]]]
+
+
+def exchanged(world: int, fp8: Fp8Config, microbatches: int) -> Exchanged:
+    """Losses, and weights at the end, under each way to exchange gradients and weights."""
+    found = {}
+    for name, config in EXCHANGES.items():
+        module = Language()
+        trainer = trainer_of(
+            world, {"optimizer": config, "num_microbatches": microbatches}, fp8=fp8, precision="bf16-mixed"
+        )
+        rows = Subset(loader().dataset, range(int(os.environ["RANK"]), 16, world))
+        trainer.fit(module, DataLoader(rows, batch_size=4 // world))
+        found[name] = module.losses, {n: p.detach().clone() for n, p in module.named_parameters()}
+    return found
+
+
+# By microbatches of a replica, of what steps add to weights: sums of products of two numbers in e4m3, each off by at
+# most 2^-4 of itself, and microbatches of other rows have amaxes of their own. With two, each has one row, here as on
+# one device: the same numbers are cast, and float32 sums in another order are all that is left.
+FP8_ROUNDING = {1: 2 * 2.0**-4, 2: 1e-4}
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("fp8", [CURRENT, DELAYED], ids=["current", "delayed"])
+def test_overlap_and_shards_change_no_bit_in_fp8_and_replicas_nothing_but_rounding(
+    fp8: Fp8Config, microbatches: int
+) -> None:
+    [one] = run_on_ranks(1, exchanged, 1, fp8, 2 * microbatches, init=False)
+    wanted_losses, wanted = one["replicated"]
+    initial = GPTModel(CONFIG, mesh=Mesh.single(), seed=2)
+    moved = max(float((wanted[f"model.{n}"] - p.detach()).abs().max()) for n, p in initial.named_parameters())
+    for found in run_on_ranks(2, exchanged, 2, fp8, microbatches, init=False):
+        losses, weights = found["replicated"]
+        for name, (other_losses, other_weights) in found.items():
+            assert other_losses == losses, name
+            assert all(torch.equal(weight, weights[n]) for n, weight in other_weights.items()), name
+        furthest = max(float((weight - wanted[n]).abs().max()) for n, weight in weights.items())
+        assert furthest < FP8_ROUNDING[microbatches] * moved
+        assert losses == pytest.approx(wanted_losses, abs=0.02)
 
 
 def resumed(folder: str, layout: dict[str, Any], first: bool) -> list[float]:

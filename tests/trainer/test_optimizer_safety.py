@@ -122,6 +122,42 @@ def test_a_bad_gradient_ends_the_run_on_all_ranks_and_says_whose_it_is(kind: str
         assert found["seconds"] < 20
 
 
+class DifferentlyInjured(Scheduled):
+    """In the third batch each of two ranks makes a bad number of its own in a parameter of its own."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        name, value = (("before.weight", float("nan")), ("net.2.bias", float("inf")))[self.global_rank]
+        loss: Tensor = super().training_step(batch, batch_idx)
+        handles = []
+        parameter = dict(self.named_parameters())[name]
+
+        def injure(gradient: Tensor) -> Tensor:
+            handles[0].remove()
+            return gradient * value
+
+        if batch_idx == 2:
+            handles.append(parameter.register_hook(injure))
+        return loss
+
+
+def differently_injured(kind: str, overlaps: bool) -> str:
+    # All of it in one bucket.
+    config = OptimizerConfig(kind=kind, overlap_grad_reduce=overlaps)  # type: ignore[arg-type]
+    try:
+        make_trainer(Layout(world=2, optimizer=config), max_epochs=1, limit_val_batches=0).fit(
+            DifferentlyInjured(), Data(40)
+        )
+    except RuntimeError as error:
+        return str(error)
+    return "not found"
+
+
+@pytest.mark.parametrize(("kind", "overlaps"), [("replicated", False), ("distributed", False), ("distributed", True)])
+def test_two_ranks_with_bad_gradients_in_one_bucket_are_told_with_their_own(kind: str, overlaps: bool) -> None:
+    for told in run_on_ranks(2, differently_injured, kind, overlaps, init=False):
+        assert "at step 2:\n  - rank 0: before.weight\n  - rank 1: net.2.bias\nlower the" in told
+
+
 @pytest.mark.parametrize("kind", ["replicated", "distributed"])
 def test_a_bad_step_is_skipped_on_all_ranks_and_the_next_one_is_not(kind: str) -> None:
     config = OptimizerConfig(kind=kind, on_nonfinite="skip", bucket_size=50)  # type: ignore[arg-type]

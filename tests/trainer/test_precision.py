@@ -1,19 +1,21 @@
 """Every precision that is offered trains on cut and staged models as it does on one device; others are refused."""
 
+from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.models import GPTConfig, GPTModel
-from lightning_megatron.trainer.precision import needs_closure
+from lightning_megatron.trainer.precision import MegatronPrecision, needs_closure
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.layouts import Layout, make_trainer
-from tests.trainer.modules import Data, Small
+from tests.trainer.modules import Data, Small, Weighted
 
 CONFIG = GPTConfig(
     num_layers=2,
@@ -151,3 +153,50 @@ def test_an_optimizer_that_must_have_the_closure_is_known_by_its_signature() -> 
     weights = [torch.nn.Parameter(torch.zeros(1))]
     assert needs_closure(AsksForClosure(weights)) and needs_closure(torch.optim.LBFGS(weights))
     assert not needs_closure(torch.optim.AdamW(weights))
+
+
+class WeightedInHalf(Weighted):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        # Sums of weights that are no powers of two: dividing by those rounds nothing.
+        return super().training_step((batch[0], batch[1], batch[2] + 0.3), batch_idx)
+
+    def logits(self, inputs: Tensor) -> Tensor:
+        return super().logits(inputs.to(self.before.bias.dtype))
+
+
+class Notes(L.Callback):
+    """The weights and the loss scale's state after each step, by its number."""
+
+    def __init__(self) -> None:
+        self.after: dict[int, tuple[dict[str, Any], dict[str, Tensor]]] = {}
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        plugin = trainer.precision_plugin
+        assert isinstance(plugin, MegatronPrecision) and plugin.loss_scale is not None
+        weights = {name: p.detach().clone() for name, p in module.named_parameters()}
+        self.after[trainer.global_step] = plugin.loss_scale.state_dict(), weights
+
+
+def in_half(folder: Path, layout: Layout) -> tuple[dict[int, Any], dict[int, Any]]:
+    """What a run noted in its second epoch, and what one noted that went on from the first one's checkpoint."""
+    noted = []
+    for epochs, resumes in ((2, False), (1, False), (2, True)):
+        notes, path = Notes(), folder / "1.ckpt"
+        plugins = [MixedPrecision("16-mixed", "cpu")]
+        options = {"plugins": plugins, "precision": None, "callbacks": [notes], "limit_val_batches": 0}
+        trainer = make_trainer(layout, max_epochs=epochs, **options)
+        trainer.fit(WeightedInHalf(), Data(40), ckpt_path=path if resumes else None)
+        if epochs == 1:
+            trainer.save_checkpoint(path)
+        noted.append(notes.after)
+    whole, _, resumed = noted
+    return {step: whole[step] for step in whole if step > 5}, resumed
+
+
+@pytest.mark.parametrize("layout", [Layout(microbatches=2), Layout(world=2, pp=2, microbatches=2)])
+def test_in_float16_a_resumed_run_goes_on_bit_by_bit(layout: Layout, tmp_path: Path) -> None:
+    for wanted, found in run_on_ranks(layout.world, in_half, tmp_path, layout, init=False):
+        assert list(found) == list(wanted) == [6, 7, 8, 9, 10]
+        for step, (state, weights) in found.items():
+            assert state == wanted[step][0] and state["usual_weight"] > 1
+            assert all(torch.equal(weight, wanted[step][1][name]) for name, weight in weights.items()), step

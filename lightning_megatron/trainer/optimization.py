@@ -1,0 +1,65 @@
+"""The strategy's use of `optim`: what sums gradients and steps weights is made when a fit begins, and let go after."""
+
+from collections.abc import Iterable
+
+import lightning.pytorch as pl
+import torch
+from torch.optim import Optimizer
+
+from lightning_megatron.mesh import Mesh, NewGroup
+from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.optim.exchange import Exchange
+from lightning_megatron.optim.gradients import Gradients
+from lightning_megatron.optim.main_weights import MainWeights, steps_by_number
+from lightning_megatron.trainer import setup_model
+from lightning_megatron.trainer.precision import MegatronPrecision
+
+
+def has_main_weights(config: OptimizerConfig, plugin: MegatronPrecision) -> bool:
+    """Whether optimizers step something else than the parameters, or gradients of another dtype."""
+    return config.kind == "distributed" or plugin.low_dtype() is not None or plugin.gradient_dtype(config) is not None
+
+
+def make_exchange(
+    module: pl.LightningModule,
+    optimizers: Iterable[Optimizer],
+    config: OptimizerConfig,
+    plugin: MegatronPrecision,
+    mesh: Mesh,
+    new_group: NewGroup,
+    device: torch.device,
+) -> Exchange:
+    """Buckets for the gradients and, where asked for, main weights in the place of the optimizers' parameters.
+
+    Collective over pp and the world, as `Gradients` is.
+    """
+    stepping = list(optimizers)
+    gradients = Gradients(
+        module.named_parameters(),
+        setup_model.names_inside(module),
+        mesh,
+        new_group,
+        device,
+        config=config,
+        stages=setup_model.stages_by_name(module),
+        dtype=plugin.gradient_dtype(config),
+        keeps_whole=not all(map(steps_by_number, stepping)),
+        low=plugin.low_dtype(),
+    )
+    main_weights = MainWeights(gradients, stepping) if has_main_weights(config, plugin) else None
+    exchange = Exchange(gradients, main_weights, setup_model.parameters_in_parts(module))
+    if config.overlap_param_gather:
+        setup_model.gather_parts_by(module, exchange.gather_part)
+    return exchange
+
+
+def release(exchange: Exchange, *, is_interrupted: bool) -> None:
+    """Leaves the module as it came, but trained.
+
+    After a failure other replicas may not come to that: where they would have to, weights keep the dtype that they had
+    in training.
+    """
+    if exchange.has_shards and is_interrupted:
+        exchange.gradients.release()
+    else:
+        exchange.release()

@@ -1,0 +1,175 @@
+"""A step waits for the weights that it is about to use and no others, and the end of training leaves plain weights."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.mesh import Mesh, Sizes
+from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.optim.exchange import Exchange
+from lightning_megatron.optim.gradients import Gradients
+from lightning_megatron.optim.main_weights import MainWeights
+from tests.harness.ranks import run_on_ranks
+from tests.optim.test_gradients import group
+from tests.pipeline.meshes import make_mesh
+
+CPU = torch.device("cpu")
+NAMES = ("a", "b", "outside")
+
+
+class Steps:
+    """Three matrices, each in a bucket of its own, of which two are waited for in parts; SGD with rate 1."""
+
+    def __init__(self, mesh: Mesh, *, low: torch.dtype | None = None, **options: Any) -> None:
+        self.named = {name: nn.Parameter(torch.full((2, 8), float(i))) for i, name in enumerate(NAMES, 1)}
+        self.optimizer = torch.optim.SGD(self.named.values(), lr=1.0)
+        config = OptimizerConfig(bucket_size=1, **options)
+        gradients = Gradients(self.named.items(), set(), mesh, group, CPU, config=config, low=low)
+        has_main_weights = config.kind == "distributed" or low is not None
+        self.main_weights = MainWeights(gradients, [self.optimizer]) if has_main_weights else None
+        self.exchange = Exchange(gradients, self.main_weights, [self.named["a"], self.named["b"]])
+
+    def step(self) -> None:
+        """Every weight falls by the sum of ones over the replicas."""
+        self.optimizer.zero_grad()
+        self.exchange.gather_all()
+        self.exchange.gradients.free(dropped=False)
+        self.exchange.begin_backwards()
+        self.exchange.expect(0)
+        loss: Tensor = sum(p.float().sum() for p in self.named.values())  # type: ignore[assignment]
+        loss.backward()
+        self.exchange.complete(0)
+        self.exchange.gradients.reduce(outside_over_stages=False)
+        self.exchange.prepare_step()
+        self.optimizer.step()
+        self.exchange.publish()
+
+    def flying(self) -> list[str]:
+        assert self.main_weights is not None
+        return sorted(held.name for bucket in self.main_weights._flying for held in bucket.members)
+
+    def values(self) -> list[float]:
+        return [p.detach().double().mean().item() for p in self.named.values()]
+
+
+def waits(overlaps: bool) -> list[Any]:
+    steps = Steps(make_mesh(Sizes(world=2)), kind="distributed", overlap_param_gather=overlaps)
+    steps.step()
+    found: list[Any] = [steps.flying()]
+    steps.exchange.gather_part([steps.named["b"]])
+    found.append(steps.flying())
+    steps.exchange.gather(0)
+    found.append(steps.flying())
+    steps.exchange.gather_all()
+    return [*found, steps.flying(), steps.values()]
+
+
+def test_with_overlap_each_wait_is_for_the_weights_that_are_asked_for() -> None:
+    for found in run_on_ranks(2, waits, True):
+        # A step that is entered may use what no part has.
+        assert found[:4] == [["a", "b", "outside"], ["a", "outside"], ["a"], []]
+        assert found[4] == [-1, 0, 1]
+
+
+def test_without_overlap_weights_have_landed_when_they_are_published() -> None:
+    for found in run_on_ranks(2, waits, False):
+        assert found == [[], [], [], [], [-1, 0, 1]]
+
+
+def steps_twice(kind: str) -> list[float]:
+    steps = Steps(make_mesh(Sizes(world=2)), kind=kind, overlap_param_gather=kind == "distributed")
+    steps.step()
+    steps.step()
+    steps.exchange.settle()
+    return steps.values()
+
+
+@pytest.mark.parametrize("kind", ["replicated", "distributed"])
+def test_what_is_settled_has_the_values_of_all_steps(kind: str) -> None:
+    assert run_on_ranks(2, steps_twice, kind) == [[-3, -2, -1]] * 2
+
+
+def changed_by_hand() -> tuple[list[float], list[float]]:
+    """Somebody writes to a parameter in 16 bits between two steps: its main weight follows, that of others does not."""
+    steps = Steps(Mesh.single(), low=torch.bfloat16)
+    steps.step()
+    with torch.no_grad():
+        steps.named["a"].fill_(10.0)
+        for owned in steps.exchange.gradients.owned:
+            if owned.held.name == "b":
+                # Less than 16 bits see.
+                owned.tensor.add_(2.0**-12)
+    steps.step()
+    by_name = {owned.held.name: owned.tensor.mean().item() for owned in steps.exchange.gradients.owned}
+    return [by_name[name] for name in NAMES], steps.values()
+
+
+def test_a_step_begins_from_what_somebody_wrote_and_keeps_what_16_bits_do_not_hold() -> None:
+    mains, values = changed_by_hand()
+    assert mains == [9.0, 2.0**-12, 1.0]
+    assert values == [9.0, pytest.approx(2.0**-12), 1.0]
+
+
+def test_an_optimizer_that_was_given_a_parameter_later_is_refused_before_its_step() -> None:
+    steps = Steps(Mesh.single(), low=torch.bfloat16)
+    steps.optimizer.add_param_group({"params": [steps.named["a"]]})
+    with pytest.raises(RuntimeError, match="param group 1 of SGD got a parameter after training began"):
+        steps.step()
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_backwards_open_the_sender_only_where_gradients_leave_early(
+    overlaps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, opened = Steps(Mesh.single(), overlap_grad_reduce=overlaps), []
+    monkeypatch.setattr(steps.exchange.gradients.sender, "open", lambda: opened.append(True))
+    steps.exchange.begin_backwards()
+    assert opened == [True] * overlaps
+
+
+def test_the_home_of_a_gradient_is_known_and_a_stranger_has_none() -> None:
+    steps = Steps(Mesh.single())
+    home = steps.exchange.home(steps.named["a"])
+    assert home is not None and home.shape == (2, 8)
+    assert steps.exchange.home(nn.Parameter(torch.zeros(1))) is None
+
+
+def released(kind: str, low: torch.dtype | None) -> list[Any]:
+    steps = Steps(make_mesh(Sizes(world=2)), kind=kind, low=low)
+    during = steps.named["a"].dtype
+    steps.step()
+    with torch.no_grad():
+        # A callback's last word.
+        steps.named["b"].fill_(5.0)
+    has_shards = steps.exchange.has_shards
+    steps.exchange.release()
+    homes = [steps.exchange.home(p) for p in steps.named.values()]
+    for parameter in steps.named.values():
+        parameter.grad = None
+    (steps.named["a"] * 2).sum().backward()
+    is_watched = any(p.grad is home for p, home in zip(steps.named.values(), homes, strict=True))
+    return [has_shards, during, {p.dtype for p in steps.named.values()}, steps.values(), is_watched]
+
+
+@pytest.mark.parametrize("kind", ["replicated", "distributed"])
+@pytest.mark.parametrize("low", [None, torch.bfloat16])
+def test_released_parameters_have_the_dtype_of_before_and_the_values_of_now(kind: str, low: torch.dtype | None) -> None:
+    for has_shards, during, dtypes, values, is_watched in run_on_ranks(2, released, kind, low):
+        assert has_shards == (kind == "distributed")
+        assert during == (low or torch.float32) and dtypes == {torch.float32}
+        assert values == [-1, 5, 1] and not is_watched
+
+
+def test_without_main_weights_nothing_is_waited_for() -> None:
+    steps = Steps(Mesh.single())
+    steps.step()
+    steps.exchange.gather_all()
+    steps.exchange.gather(0)
+    steps.exchange.gather_part([steps.named["a"]])
+    assert steps.main_weights is None and steps.values() == [0, 1, 2]
+
+
+def test_a_single_replica_has_no_shards() -> None:
+    assert not Steps(Mesh.single(), kind="distributed").exchange.has_shards
