@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from lightning_megatron import __version__
-from lightning_megatron.cli import schedule
+from lightning_megatron.cli import convert, schedule
 from lightning_megatron.cli.usage import UsageError
 
-_COMMANDS = (schedule,)
+_COMMANDS = (schedule, convert)
 _USAGE_ERROR = 2
 
 

@@ -113,7 +113,7 @@ class GPTModel(PipelineModule):
         places_S = torch.arange(sequence, device=tokens.device)
         positions_BS = places_S.unsqueeze(0)
         drops = config.hidden_dropout > 0 or config.attention_dropout > 0
-        cos_BSR, sin_BSR = rotary.angles(positions_BS, config.rotary_width, config.rotary_base)
+        cos_BSR, sin_BSR = rotary.angles(positions_BS, config.rotary_width, config.rotary_base, config.rope_scaling)
         return Tokens(
             batch=batch,
             sequence=sequence,
@@ -132,14 +132,20 @@ def gpt_parts(config: GPTConfig, mesh: Mesh) -> list[Part]:
     token_embedding = partial(build_token_embedding, config, tp=tp, sp=sp)
     layers = [f"layers.{i}" for i in range(config.num_layers)]
     sequence = config.max_sequence_length
-    layer_cost = cost.layer_linear_flops(config, num_tokens=sequence) + cost.layer_attention_flops(
-        config, batch=1, sequence=sequence, is_causal=True
-    )
+    linears = cost.layer_linear_flops(config, num_tokens=sequence)
+    attention = [
+        cost.layer_attention_flops(config, batch=1, sequence=sequence, is_causal=True, window=config.window_of(i))
+        for i in range(config.num_layers)
+    ]
     return [
         Part(name="embedding", build=partial(Embedding, config, tp=tp, sp=sp), symbol="E", cost=0.0),
         *(
-            Part(name=name, build=partial(TransformerLayer, config, tp=tp, sp=sp, name=name), cost=layer_cost)
-            for name in layers
+            Part(
+                name=name,
+                build=partial(TransformerLayer, config, tp=tp, sp=sp, name=name, window=config.window_of(i)),
+                cost=linears + attention[i],
+            )
+            for i, name in enumerate(layers)
         ),
         Part(name="final_norm", build=partial(build_norm, config, tp=tp, sp=sp), symbol="", cost=0.0),
         Part(

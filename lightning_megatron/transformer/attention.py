@@ -22,11 +22,13 @@ from lightning_megatron.comm import differentiable
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import Initial
 from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.tensor.norm import RMSNorm
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.dropout import AttentionDropout
 from lightning_megatron.transformer.recompute import RecomputeLayer, checkpoint
-from lightning_megatron.transformer.rotary import rotate_into
+from lightning_megatron.transformer.rotary import rotate, rotate_into
 from lightning_megatron.transformer.tokens import Tokens
+from lightning_megatron.transformer.window import attend_in_window, is_visible
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +83,19 @@ class _SplitHeads(torch.autograd.Function):
     """Queries, keys and values, turned by their positions, out of the fused output; the backward fuses again.
 
     They are either all views of the fused output or all copies: a mixture would keep it alive beside the copies.
+    `is_copied` where what follows would copy some.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, fused_TC: Tensor, cos_BSR: Tensor, sin_BSR: Tensor, batch: int, sequence: int, heads: Heads
+        ctx: Any,
+        fused_TC: Tensor,
+        cos_BSR: Tensor,
+        sin_BSR: Tensor,
+        batch: int,
+        sequence: int,
+        heads: Heads,
+        is_copied: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.shape, ctx.heads = fused_TC.shape, heads
         cos, sin = (table[:, :, None, None].to(fused_TC.dtype) for table in (cos_BSR, sin_BSR))
@@ -93,7 +103,7 @@ class _SplitHeads(torch.autograd.Function):
         shape = (batch, sequence, heads.groups, heads.queries + 2, heads.head_dim)
         queries, keys, values = _parts(fused_TC[: batch * sequence].view(shape), heads)
         is_mergeable = heads.num_groups == 1 or heads.num_queries == 1
-        if cos.shape[-1] or not heads.is_all or not is_mergeable:
+        if is_copied or cos.shape[-1] or not heads.is_all or not is_mergeable:
             turned = [torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in (queries, keys)]
             rotate_into(turned[0], queries, cos, sin)
             rotate_into(turned[1], keys, cos, sin)
@@ -117,7 +127,7 @@ class _SplitHeads(torch.autograd.Function):
         rotate_into(parts[0], queries, cos, -sin)
         rotate_into(parts[1], keys, cos, -sin)
         parts[2].copy_(values)
-        return fused_TC, None, None, None, None, None
+        return fused_TC, None, None, None, None, None, None
 
 
 def _parts(fused: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,13 +141,26 @@ def _parts(fused: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class SelfAttention(RecomputeLayer):
-    """Attention over each sequence of the stream: [T/sp, H] to [T/sp, H]. `name` is its name in the model."""
+    """Attention over each sequence of the stream: [T/sp, H] to [T/sp, H]. `name` is its name in the model.
+
+    Causal attention sees the last `window` tokens, or all where that is 0.
+    """
 
     offers = frozenset({"core_attention"})
 
-    def __init__(self, config: TransformerConfig, *, tp: Axis, sp: Axis, name: str, is_causal: bool = True) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        tp: Axis,
+        sp: Axis,
+        name: str,
+        is_causal: bool = True,
+        window: int = 0,
+    ) -> None:
         super().__init__()
-        self.is_causal = is_causal
+        assert is_causal or window == 0, "a window is one of causal attention"
+        self.is_causal, self.window = is_causal, window
         self.heads = own_heads(config, tp)
         # Fewer groups than ranks: every rank needs rows that others hold.
         self.is_gathered = config.num_query_groups % tp.size != 0
@@ -151,6 +174,11 @@ class SelfAttention(RecomputeLayer):
             bias=config.has_qkv_bias,
             initial=Initial(std=config.init_std),
         )
+        self.has_qk_norm = config.qk_norm
+        if config.qk_norm:
+            # Of the own heads alone, so that gradients are parts of a sum over tp, with sequence parallelism or not.
+            self.q_norm = RMSNorm(config.head_dim, eps=config.norm_epsilon, tp=tp, sp=tp)
+            self.k_norm = RMSNorm(config.head_dim, eps=config.norm_epsilon, tp=tp, sp=tp)
         self.dropout = AttentionDropout(config.attention_dropout, name, first_head=tp.rank * self.heads.num_heads)
         self.projection = RowParallelLinear(
             features,
@@ -165,19 +193,38 @@ class SelfAttention(RecomputeLayer):
         fused_TC = self.qkv(hidden_TH)
         if self.is_gathered:
             fused_TC = differentiable.gather(fused_TC, self.tp, dim=-1)
-        queries, keys, values = _SplitHeads.apply(
-            fused_TC, tokens.rotary_cos_BSR, tokens.rotary_sin_BSR, tokens.batch, tokens.sequence, self.heads
-        )
+        queries, keys, values = self._split(fused_TC, tokens)
         if self.dropout.is_active and "core_attention" in self.recomputed:
             attended = checkpoint(self._attend_dropping, queries, keys, values, tokens)
         elif self.dropout.is_active:
             attended = self._attend_dropping(queries, keys, values, tokens)
+        elif 0 < self.window < tokens.sequence:
+            attended = attend_in_window(queries, keys, values, self.window, tokens.masks)
         else:
             attended = F.scaled_dot_product_attention(
                 queries, keys, values, is_causal=self.is_causal, enable_gqa=self.heads.num_queries > 1
             )
         output: Tensor = self.projection(tokens.pad(attended.transpose(1, 2).reshape(tokens.num_real, -1)))
         return output
+
+    def _split(self, fused_TC: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of the own heads, turned by their positions: [B, heads of each, S, D]."""
+        cos_BSR, sin_BSR = tokens.rotary_cos_BSR, tokens.rotary_sin_BSR
+        if not self.has_qk_norm:
+            split: tuple[Tensor, Tensor, Tensor] = _SplitHeads.apply(
+                fused_TC, cos_BSR, sin_BSR, tokens.batch, tokens.sequence, self.heads
+            )
+            return split
+        # Norms come before the turn.
+        unturned = cos_BSR[..., :0]
+        queries, keys, values = _SplitHeads.apply(
+            fused_TC, unturned, unturned, tokens.batch, tokens.sequence, self.heads, True
+        )
+        cos, sin = (table.unsqueeze(2).to(queries.dtype) for table in (cos_BSR, sin_BSR))
+        # As [B, S, heads, D] they are contiguous, and norms make no copies.
+        queries = rotate(self.q_norm(queries.transpose(1, 2)), cos, sin).transpose(1, 2)
+        keys = rotate(self.k_norm(keys.transpose(1, 2)), cos, sin).transpose(1, 2)
+        return queries, keys, values
 
     def _attend_dropping(self, queries: Tensor, keys: Tensor, values: Tensor, tokens: Tokens) -> Tensor:
         """Attention with its weights laid out, so that the mask is ours; softmax in float32 or better."""
@@ -186,7 +233,8 @@ class SelfAttention(RecomputeLayer):
         scores = queries @ keys.transpose(-1, -2)
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * (1.0 / math.sqrt(self.heads.head_dim))
         if self.is_causal:
-            later = torch.full(scores.shape[-2:], -torch.inf, dtype=scores.dtype, device=scores.device).triu_(1)
-            scores = scores + later
+            seen = is_visible(tokens.sequence, self.window, scores.device)
+            hidden = torch.zeros(seen.shape, dtype=scores.dtype, device=scores.device).masked_fill_(~seen, -torch.inf)
+            scores = scores + hidden
         weights: Tensor = self.dropout(scores.softmax(dim=-1), tokens)
         return weights.to(values.dtype) @ values

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_megatron.mesh import Sizes
+from lightning_megatron.transformer.rotary import RopeScaling
 
 Activation = Literal["gelu", "gelu_tanh", "swiglu"]
 Normalization = Literal["layernorm", "rmsnorm"]
@@ -53,6 +54,14 @@ class TransformerConfig:
     # base of the geometric row of rotary wavelengths
     rotary_fraction: float = 1.0
     # share of a head's features that are rotated
+    rope_scaling: RopeScaling | None = None
+    # how rotary wavelengths are stretched for sequences longer than those first trained on; none: not at all
+    qk_norm: bool = False
+    # queries and keys of each head are normed (RMS over the head's features) before they are rotated
+    sliding_window: int = 0
+    # tokens that a token sees in causal attention, itself and those right before it; 0: all before it
+    full_attention_layers: tuple[int, ...] = ()
+    # layers, counted from 0, in which a token sees all before it in spite of sliding_window
     max_sequence_length: int = 2048
     # positions of a learned embedding, in tokens
     hidden_dropout: float = 0.0
@@ -115,6 +124,7 @@ class TransformerConfig:
             for name in ("norm_epsilon", "rotary_base")
             if not getattr(self, name) > 0
         ]
+        faults += self._attention_faults()
         if not (math.isfinite(self.init_std) and self.init_std >= 0):
             faults.append(f"init_std ({self.init_std}) must be at least 0")
         heads, groups = self.num_attention_heads, self.num_query_groups
@@ -130,6 +140,31 @@ class TransformerConfig:
                 "because features are rotated in pairs"
             )
         return faults
+
+    def _attention_faults(self) -> list[str]:
+        faults = []
+        if self.rope_scaling is not None and self.position != "rotary":
+            faults.append(
+                f"rope_scaling ({self.rope_scaling.kind}) stretches rotary positions, and position is "
+                f"{self.position!r}; leave rope_scaling out, or use position='rotary'"
+            )
+        if self.sliding_window < 0:
+            faults.append(f"sliding_window ({self.sliding_window}) must be at least 0; 0 is no window")
+        if self.full_attention_layers and self.sliding_window == 0:
+            faults.append(
+                f"full_attention_layers ({_list(list(self.full_attention_layers))}) need a sliding_window above 0, "
+                "which they leave out; without one leave them out: all layers see everything"
+            )
+        unknown = [layer for layer in self.full_attention_layers if not 0 <= layer < self.num_layers]
+        if unknown:
+            faults.append(
+                f"full_attention_layers {_list(unknown)} must be from 0 to num_layers - 1 ({self.num_layers - 1})"
+            )
+        return faults
+
+    def window_of(self, layer: int) -> int:
+        """Tokens that a token sees in a layer, counted from 0, under causal attention; 0: all before it."""
+        return 0 if layer in self.full_attention_layers else self.sliding_window
 
     @property
     def output_std(self) -> float:

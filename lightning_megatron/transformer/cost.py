@@ -30,7 +30,8 @@ def layer_parameters(config: TransformerConfig, sizes: Sizes = ONE) -> int:
     up = config.ffn_hidden_size * (2 if config.is_gated else 1)
     cut = qkv * hidden + query * hidden + up * hidden + config.ffn_hidden_size * hidden
     cut += qkv * config.has_qkv_bias + up * config.add_bias_linear
-    return cut // tp + 2 * hidden * config.add_bias_linear + 2 * norm_parameters(config)
+    whole = 2 * hidden * config.add_bias_linear + 2 * norm_parameters(config) + 2 * config.head_dim * config.qk_norm
+    return cut // tp + whole
 
 
 def vocabulary_parameters(config: LanguageModelConfig, sizes: Sizes = ONE) -> int:
@@ -61,14 +62,19 @@ def layer_linear_flops(config: TransformerConfig, *, num_tokens: int) -> int:
     return 2 * num_tokens * hidden * (qkv + query + mlp)
 
 
-def layer_attention_flops(config: TransformerConfig, *, batch: int, sequence: int, is_causal: bool) -> int:
+def layer_attention_flops(
+    config: TransformerConfig, *, batch: int, sequence: int, is_causal: bool, window: int = 0
+) -> int:
     """Forward FLOPs of queries times keys and weights times values in one layer.
 
     Causal attention counts half: each token needs the keys before it only, and kernels skip the others. An
-    implementation that computes all and masks spends twice this.
+    implementation that computes all and masks spends twice this. With a window w < S half of S^2 becomes what is
+    needed, w S - w^2 / 2.
     """
-    both = 4 * batch * sequence * sequence * config.num_attention_heads * config.head_dim
-    return both // 2 if is_causal else both
+    num_pairs = 2 * sequence * sequence
+    if is_causal:
+        num_pairs = window * (2 * sequence - window) if 0 < window < sequence else sequence * sequence
+    return 2 * batch * num_pairs * config.num_attention_heads * config.head_dim
 
 
 def head_flops(config: LanguageModelConfig, *, num_tokens: int) -> int:
@@ -85,9 +91,14 @@ def training_flops(config: LanguageModelConfig, *, batch: int, sequence: int, is
     of 4/3 on the layers), which counts attention whole; the half as in Dao, arXiv 2307.08691, section 4.1.
     """
     num_tokens = batch * sequence
-    layer = layer_linear_flops(config, num_tokens=num_tokens)
-    layer += layer_attention_flops(config, batch=batch, sequence=sequence, is_causal=is_causal)
-    return 3 * (config.num_layers * layer + head_flops(config, num_tokens=num_tokens))
+    layers = config.num_layers * layer_linear_flops(config, num_tokens=num_tokens)
+    layers += sum(
+        layer_attention_flops(
+            config, batch=batch, sequence=sequence, is_causal=is_causal, window=config.window_of(layer)
+        )
+        for layer in range(config.num_layers)
+    )
+    return 3 * (layers + head_flops(config, num_tokens=num_tokens))
 
 
 def training_flops_per_token(config: LanguageModelConfig, *, sequence: int, is_causal: bool = True) -> float:
@@ -103,6 +114,7 @@ def layer_activation_bytes(
     sequence: int,
     bytes_per_element: int,
     recompute: RecomputeConfig = KEEP_ALL,
+    window: int = 0,
 ) -> int:
     """What one layer keeps of a microbatch for its backward, on one rank, its input included and its output not.
 
@@ -110,6 +122,8 @@ def layer_activation_bytes(
     statistics of norms and softmax (float32); each residual dropout adds a mask of one byte. Attention dropout lays
     weights out: 5 + bytes_per_element bytes for each pair of tokens and head. Under full recomputation it is what a
     recomputed layer keeps, the first of its group; the others of the group keep nothing.
+    A `window` below the sequence keeps keys and values for each query head, past two windows those of the block before
+    beside a block's own; its mask is one for all layers and not counted.
     Source: Korthikanti et al., arXiv 2205.05198, sections 4 and 5.
     """
     tp, sp = sizes.tp, sizes.tp if sizes.sequence_parallel else 1
@@ -127,11 +141,22 @@ def layer_activation_bytes(
     num_norms = 1 if "norm" in again and "mlp" in again else 2
     kept += num_norms * shard * statistics * (2 if config.normalization == "layernorm" else 1)
     lays_out = config.attention_dropout > 0 and "core_attention" not in again
-    if lays_out:
-        # One key and value for each query head.
+    if config.qk_norm:
+        # What the norms of queries and keys read.
+        kept += real * (heads + keys) * (head_dim * bytes_per_element + statistics)
+    is_windowed = 0 < window < sequence and config.attention_dropout == 0
+    is_blocked = is_windowed and sequence > 2 * window
+    if lays_out or is_blocked or (is_windowed and keys > 1):
+        # One key and value for each query head; those of a single group are one to a mask, too.
         keys = heads
     # Queries, keys and values; what attention gives to the projection; the MLP around its activation.
     kept += real * (heads + 2 * keys) * head_dim * bytes_per_element
+    if is_blocked:
+        past = -(-sequence // window) * window - window
+        # The blocks past the first, at full length: keys and values once more, and what attention gives.
+        padding = past - (sequence - window)
+        kept += batch * (2 * past + 3 * padding) * heads * head_dim * bytes_per_element
+        kept += batch * (past + window) * heads * head_dim * bytes_per_element
     # Padding copies what attention gives, which the kernel keeps too; weights that are laid out have no use for it.
     num_attended = padded if padded == real or config.attention_dropout > 0 else real + padded
     kept += num_attended * heads * head_dim * bytes_per_element

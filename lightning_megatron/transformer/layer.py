@@ -24,15 +24,26 @@ def build_norm(config: TransformerConfig, *, tp: Axis, sp: Axis) -> LayerNorm | 
 class TransformerLayer(RecomputeLayer):
     """x + drop(attention(norm(x))), then x + drop(mlp(norm(x))): [T/sp, H] to [T/sp, H].
 
-    `name` is the layer's name in the model: it names the dropout masks.
+    `name` is the layer's name in the model: it names the dropout masks. `window` is that of its attention.
     """
 
     offers = frozenset({"norm", "mlp"})
 
-    def __init__(self, config: TransformerConfig, *, tp: Axis, sp: Axis, name: str, is_causal: bool = True) -> None:
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        tp: Axis,
+        sp: Axis,
+        name: str,
+        is_causal: bool = True,
+        window: int = 0,
+    ) -> None:
         super().__init__()
         self.attention_norm = build_norm(config, tp=tp, sp=sp)
-        self.attention = SelfAttention(config, tp=tp, sp=sp, name=f"{name}.attention", is_causal=is_causal)
+        self.attention = SelfAttention(
+            config, tp=tp, sp=sp, name=f"{name}.attention", is_causal=is_causal, window=window
+        )
         self.after_attention = Dropout(config.hidden_dropout, f"{name}.attention")
         self.mlp_norm = build_norm(config, tp=tp, sp=sp)
         self.mlp = MLP(config, tp=tp, sp=sp)

@@ -3,17 +3,151 @@
 Feature i of the first half of the rotated part makes a pair with feature i of the second half, and turns by
 position * base^(-i / pairs). Features past the rotated part stay. Angles are computed in float64, once for a call.
 Source: Su et al., arXiv 2104.09864, section 3.2.2 (there neighbours make a pair; the order of features is free).
+
+A `RopeScaling` stretches the waves, so that positions past those first trained on turn by angles that were seen:
+
+    kind     wave of length w                                                                       amplitude
+    linear   factor w                                                                               1
+    llama3   w where the original length holds many of it, factor w where it holds few, a           1
+             straight line between the two frequencies
+    yarn     the same, the line over the index of the wave                                          attention_factor
+
+R pairs of rotated features; all of them turn in float64.
 """
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+ScalingKind = Literal["linear", "llama3", "yarn"]
 
-def angles(positions_BS: Tensor, pairs: int, base: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of each position's angles: float64 [B, S, pairs] each."""
-    exponents_R = torch.arange(pairs, dtype=torch.float64, device=positions_BS.device) / max(pairs, 1)
-    angles_BSR = positions_BS.double().unsqueeze(-1) * base**-exponents_R
-    return angles_BSR.cos(), angles_BSR.sin()
+# Which settings act under which kinds.
+_ACTS_UNDER = {
+    "original_max_sequence_length": ("llama3", "yarn"),
+    "low_frequency_factor": ("llama3",),
+    "high_frequency_factor": ("llama3",),
+    "beta_fast": ("yarn",),
+    "beta_slow": ("yarn",),
+    "attention_factor": ("yarn",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How rotary wavelengths are stretched. Raises ValueError, telling all faults at once.
+
+    Source: Chen et al., arXiv 2306.15595 (linear); the Llama 3 models (llama3); Peng et al., arXiv 2309.00071 (yarn).
+    """
+
+    kind: ScalingKind
+    # the rule, as in the table above
+    factor: float
+    # by how much long waves are stretched
+    original_max_sequence_length: int = 0
+    # llama3 and yarn: tokens of the sequences first trained on
+    low_frequency_factor: float = 1.0
+    # llama3: waves of which the original length holds at most this many are stretched in full
+    high_frequency_factor: float = 4.0
+    # llama3: waves of which it holds at least this many stay
+    beta_fast: float = 32.0
+    # yarn: waves that turn at least this often in the original length stay
+    beta_slow: float = 1.0
+    # yarn: waves that turn at most this often are stretched in full
+    attention_factor: float = 0.0
+    # yarn: multiplies rotated queries and keys; 0: 0.1 ln(factor) + 1
+
+    def __post_init__(self) -> None:
+        if faults := self.faults():
+            raise ValueError("\n".join(faults))
+        if self.kind == "yarn" and self.attention_factor == 0.0:
+            object.__setattr__(self, "attention_factor", 0.1 * math.log(self.factor) + 1.0)
+
+    def faults(self) -> list[str]:
+        """Every rule that this scaling breaks, one sentence each."""
+        faults = []
+        if self.kind not in get_args(ScalingKind):
+            kinds = ", ".join(map(repr, get_args(ScalingKind)))
+            return [f"rope_scaling kind ({self.kind!r}) must be one of {kinds}"]
+        if not self.factor >= 1.0:
+            faults.append(f"rope_scaling factor ({self.factor}) must be at least 1")
+        if self.kind != "linear" and self.original_max_sequence_length < 1:
+            faults.append(
+                f"rope_scaling original_max_sequence_length ({self.original_max_sequence_length}) must be at least 1 "
+                f"under kind {self.kind!r}"
+            )
+        for low, high in (("low_frequency_factor", "high_frequency_factor"), ("beta_slow", "beta_fast")):
+            if not 0.0 < (lower := getattr(self, low)) < (upper := getattr(self, high)):
+                faults.append(f"rope_scaling {low} ({lower}) must be above 0 and below {high} ({upper})")
+        if self.attention_factor < 0.0:
+            faults.append(f"rope_scaling attention_factor ({self.attention_factor}) must be at least 0")
+        defaults = {field.name: field.default for field in fields(self)}
+        faults += [
+            f"rope_scaling {name} ({getattr(self, name)}) acts under kind {' and '.join(kinds)} alone, and it is "
+            f"{self.kind!r}; leave it out"
+            for name, kinds in _ACTS_UNDER.items()
+            if self.kind not in kinds and getattr(self, name) != defaults[name]
+        ]
+        return faults
+
+
+def frequencies(pairs: int, base: float, scaling: RopeScaling | None) -> Tensor:
+    """The angle of each pair at position 1: float64 [R]."""
+    plain_R = base ** -(torch.arange(pairs, dtype=torch.float64) / max(pairs, 1))
+    if scaling is None:
+        return plain_R
+    if scaling.kind == "linear":
+        return plain_R / scaling.factor
+    if scaling.kind == "llama3":
+        low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+        num_waves_R = scaling.original_max_sequence_length * plain_R / (2 * math.pi)
+        kept_R = ((num_waves_R - low) / (high - low)).clamp(0, 1)
+    else:
+        first, last = (_index_of(turns, pairs, base, scaling) for turns in (scaling.beta_fast, scaling.beta_slow))
+        first, last = max(math.floor(first), 0), min(math.ceil(last), 2 * pairs - 1)
+        # Where both are one index the line is a step.
+        width = last - first if last != first else 0.001
+        kept_R = 1 - ((torch.arange(pairs, dtype=torch.float64) - first) / width).clamp(0, 1)
+    return plain_R * (kept_R + (1 - kept_R) / scaling.factor)
+
+
+def _index_of(turns: float, pairs: int, base: float, scaling: RopeScaling) -> float:
+    """Index of the pair that turns that often in the original length."""
+    return pairs * math.log(scaling.original_max_sequence_length / (turns * 2 * math.pi)) / math.log(base)
+
+
+def angles(positions_BS: Tensor, pairs: int, base: float, scaling: RopeScaling | None = None) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of each position's angles, times the scaling's amplitude: float64 [B, S, R] each."""
+    frequencies_R = frequencies(pairs, base, scaling).to(positions_BS.device)
+    angles_BSR = positions_BS.double().unsqueeze(-1) * frequencies_R
+    amplitude = scaling.attention_factor if scaling is not None and scaling.kind == "yarn" else 1.0
+    return angles_BSR.cos() * amplitude, angles_BSR.sin() * amplitude
+
+
+class _Rotate(torch.autograd.Function):
+    """`rotate_into` a new tensor; keeps the angles alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        out = torch.empty_like(x)
+        rotate_into(out, x, cos, sin)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        turned = torch.empty_like(grad)
+        rotate_into(turned, grad, cos, -sin)
+        return turned, None, None
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`x` [..., D], turned by the angles [..., R], which are of the dtype of `x`."""
+    rotated: Tensor = _Rotate.apply(x, cos, sin)
+    return rotated
 
 
 def rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:

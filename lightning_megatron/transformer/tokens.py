@@ -70,6 +70,11 @@ class Tokens:
         return F.pad(real_TH, (0, 0, 0, self.num_padding)) if self.num_padding else real_TH
 
     @cached_property
+    def masks(self) -> dict[tuple[object, ...], Tensor]:
+        """Attention masks that the layers of this call share, by what they are functions of."""
+        return {}
+
+    @cached_property
     def keys_BS(self) -> Tensor:
         """A random key for each real token, int64 [B, S]."""
         assert self.sample_keys_B.numel() == self.batch, "the model made no random keys, yet a layer drops"

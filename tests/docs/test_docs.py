@@ -15,7 +15,7 @@ import lightning as L
 import pytest
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.cli import schedule
+from lightning_megatron.cli import convert, schedule
 from lightning_megatron.lightning_modules import AdamWConfig, GenerationConfig, GPTDataModule
 from lightning_megatron.models import GPTConfig
 from lightning_megatron.trainer.precision import SUPPORTED
@@ -27,7 +27,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 each_page = pytest.mark.parametrize("page", PAGES, ids=[page.relative_to(ROOT).as_posix() for page in PAGES])
 
 # What a reader is to make, and what the commands make.
-MADE_BY_USERS = {"train.py", "texts/"}
+MADE_BY_USERS = {"train.py", "texts/", "llama/", "out/"}
 ROOMS = sorted(path.name for path in (ROOT / "lightning_megatron").iterdir() if (path / "__init__.py").is_file())
 
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -250,8 +250,10 @@ def known_options() -> set[str]:
     for script in (ROOT / "tests/certificate/__main__.py", *(ROOT / "benchmarks").glob("*.py")):
         options |= set(re.findall(r'add_argument\("--([\w-]+)"', script.read_text()))
     commands = argparse.ArgumentParser().add_subparsers()
-    schedule.add_parser(commands)
-    return options | {option.removeprefix("--") for option in commands.choices["schedule"]._option_string_actions}
+    for command in (schedule, convert):
+        command.add_parser(commands)
+    parsers = commands.choices.values()
+    return options | {option.removeprefix("--") for parser in parsers for option in parser._option_string_actions}
 
 
 @each_page

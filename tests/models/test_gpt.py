@@ -11,6 +11,7 @@ from lightning_megatron.comm.rng import Draws
 from lightning_megatron.mesh import Mesh, Sizes, ambient
 from lightning_megatron.models import GPTConfig, GPTModel
 from lightning_megatron.sharding import Initial, shard_of, shard_parameter, sharded_parameters
+from lightning_megatron.transformer.rotary import RopeScaling
 from tests.harness.threads import new_group, run_on_threads
 from tests.reference.gpt import ReferenceGPT
 from tests.reference.unsplit import unsplit_gradients, unsplit_weights, whole
@@ -47,6 +48,17 @@ VARIANTS = {
     "llama tied, half rotary, qkv bias": replace(LLAMA, tie_embeddings=True, rotary_fraction=0.67, add_qkv_bias=True),
     "llama one group, dropout": replace(LLAMA, num_query_groups=1, hidden_dropout=0.3, attention_dropout=0.1),
     "llama plain heads": replace(LLAMA, num_query_groups=8, rotary_base=100.0),
+    "head norms, a window in one layer, stretched waves": replace(
+        LLAMA,
+        qk_norm=True,
+        sliding_window=3,
+        full_attention_layers=(1,),
+        rope_scaling=RopeScaling(kind="linear", factor=2.0),
+    ),
+    "head norms, one group, dropout, a window": replace(
+        LLAMA, num_query_groups=1, qk_norm=True, attention_dropout=0.1, sliding_window=3
+    ),
+    "a window of more than half the sequence": replace(LLAMA, sliding_window=5),
     "no positions, 4 groups, padded rows": replace(LLAMA, num_query_groups=4, position="none", vocab_multiple=16),
 }
 each_variant = pytest.mark.parametrize("variant", VARIANTS)

@@ -31,7 +31,8 @@ class ReferenceGPT:
         x = self.drop(x, "embedding")
         for i in range(config.num_layers):
             layer = f"layers.{i}"
-            attended = self.attend(self.norm(x, f"{layer}.attention_norm"), f"{layer}.attention")
+            normed = self.norm(x, f"{layer}.attention_norm")
+            attended = self.attend(normed, f"{layer}.attention", self.config.window_of(i))
             x = x + self.drop(attended, f"{layer}.attention")
             x = x + self.drop(self.feed_forward(self.norm(x, f"{layer}.mlp_norm"), f"{layer}.mlp"), f"{layer}.mlp")
         x = self.norm(x, "final_norm")
@@ -64,31 +65,47 @@ class ReferenceGPT:
             return F.layer_norm(x, x.shape[-1:], weight, self.weights[f"{name}.bias"], epsilon)
         return x / torch.sqrt(x.pow(2).mean(dim=-1, keepdim=True) + epsilon) * weight
 
-    def attend(self, x: Tensor, name: str) -> Tensor:
+    def attend(self, x: Tensor, name: str, window: int) -> Tensor:
         config = self.config
         sequence, size = x.shape[1], config.head_dim
         fused = self.linear(x, f"{name}.qkv")
-        later = torch.ones(sequence, sequence, dtype=torch.bool).triu(1)
+        unseen = torch.ones(sequence, sequence, dtype=torch.bool).triu(1)
+        if window:
+            unseen |= torch.ones(sequence, sequence, dtype=torch.bool).tril(-window)
         heads_per_group = config.num_attention_heads // config.num_query_groups
         outputs = []
         for group in range(config.num_query_groups):
             first = group * (heads_per_group + 2) * size
             block = fused[..., first : first + (heads_per_group + 2) * size]
-            key = self.rotate(block[..., heads_per_group * size : (heads_per_group + 1) * size])
+            key = block[..., heads_per_group * size : (heads_per_group + 1) * size]
+            key = self.rotate(self.norm_head(key, f"{name}.k_norm"))
             value = block[..., (heads_per_group + 1) * size :]
             for i in range(heads_per_group):
-                query = self.rotate(block[..., i * size : (i + 1) * size])
-                scores = (query @ key.transpose(1, 2) / math.sqrt(size)).masked_fill(later, -math.inf)
+                query = self.rotate(self.norm_head(block[..., i * size : (i + 1) * size], f"{name}.q_norm"))
+                scores = (query @ key.transpose(1, 2) / math.sqrt(size)).masked_fill(unseen, -math.inf)
                 weights = self.drop_attention(scores.softmax(dim=-1), name, group * heads_per_group + i)
                 outputs.append(weights @ value)
         return self.linear(torch.cat(outputs, dim=-1), f"{name}.projection")
 
+    def norm_head(self, x: Tensor, name: str) -> Tensor:
+        """The root of the mean square of a head's features becomes 1, where the model has that."""
+        if not self.config.qk_norm:
+            return x
+        mean_square = x.pow(2).mean(dim=-1, keepdim=True)
+        return x / torch.sqrt(mean_square + self.config.norm_epsilon) * self.weights[f"{name}.weight"]
+
     def rotate(self, x: Tensor) -> Tensor:
-        """Each pair (i, i + half) of features as a complex number, times e^(i position / wavelength)."""
+        """Each pair (i, i + half) of features as a complex number, times e^(i position / wavelength).
+
+        Of the ways to stretch wavelengths it knows the linear one.
+        """
         if self.config.position != "rotary":
             return x
         half = int(x.shape[-1] * self.config.rotary_fraction) // 2
         steps = self.config.rotary_base ** (-torch.arange(half, dtype=torch.float64) / half)
+        if self.config.rope_scaling is not None:
+            assert self.config.rope_scaling.kind == "linear"
+            steps = steps / self.config.rope_scaling.factor
         angles = torch.outer(torch.arange(x.shape[1], dtype=torch.float64), steps)
         turned = torch.complex(x[..., :half], x[..., half : 2 * half]) * torch.polar(torch.ones_like(angles), angles)
         return torch.cat([turned.real, turned.imag, x[..., 2 * half :]], dim=-1).to(x.dtype)

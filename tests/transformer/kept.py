@@ -75,7 +75,8 @@ def kept_bytes(
     recomputed = recomputed if recomputed is not None else RecomputeConfig()
     with pretended(sizes, dtype) as mesh:
         layers = [
-            TransformerLayer(config, tp=mesh.tp, sp=mesh.sp, name=f"layers.{i}").train() for i in range(num_layers)
+            TransformerLayer(config, tp=mesh.tp, sp=mesh.sp, name=f"layers.{i}", window=config.window_of(i)).train()
+            for i in range(num_layers)
         ]
         places = torch.arange(sequence)
         cos, sin = rotary.angles(places[None], config.rotary_width, config.rotary_base)

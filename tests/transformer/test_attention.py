@@ -59,12 +59,16 @@ def test_the_gradient_of_the_split_is_that_of_autograd(groups: int, tp: int, pai
     assert torch.autograd.gradcheck(lambda x: _SplitHeads.apply(x, cos, sin, 2, 3, heads), (fused,))
 
 
-@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(("is_causal", "window"), [(True, 0), (False, 0), (True, 1), (True, 4)])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_a_token_sees_the_tokens_before_it_or_all(is_causal: bool, dropout: float) -> None:
+def test_a_token_sees_the_tokens_before_it_all_or_those_of_a_window(
+    is_causal: bool, window: int, dropout: float
+) -> None:
     mesh = Mesh.single()
     config = config_of(2, attention_dropout=dropout, init_std=1.0)
-    attention = SelfAttention(config, tp=mesh.tp, sp=mesh.sp, name="attention", is_causal=is_causal).double()
+    attention = SelfAttention(
+        config, tp=mesh.tp, sp=mesh.sp, name="attention", is_causal=is_causal, window=window
+    ).double()
     initialise(attention, seed=1)
     places = torch.arange(5)
     tokens = Tokens(
@@ -79,9 +83,10 @@ def test_a_token_sees_the_tokens_before_it_or_all(is_causal: bool, dropout: floa
     )
     hidden = torch.randn(10, 32, dtype=torch.float64)
     changed = hidden.clone()
-    changed[3] += 1.0  # the fourth token of the first sequence
+    changed[3 if window != 4 else 0] += 1.0  # the fourth or first token of the first sequence
     moved = (attention(changed, tokens) - attention(hidden, tokens)).abs().amax(dim=1) > 1e-9
-    assert moved[:5].tolist() == ([False] * 3 + [True] * 2 if is_causal else [True] * 5)
+    seen_by = {0: [False] * 3 + [True] * 2, 1: [False] * 3 + [True, False], 4: [True] * 4 + [False]}
+    assert moved[:5].tolist() == (seen_by[window] if is_causal else [True] * 5)
     assert not moved[5:].any()
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.transformer.config import LanguageModelConfig, TransformerConfig, layout_faults
+from lightning_megatron.transformer.rotary import RopeScaling
 
 PLAIN: dict[str, Any] = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 8}
 
@@ -75,6 +76,33 @@ def test_a_head_size_that_does_not_come_out_even_is_told() -> None:
 def test_a_rotation_needs_a_pair() -> None:
     with pytest.raises(ValueError, match=r"head_dim \(8\) times rotary_fraction \(0.2\)"):
         TransformerConfig(**PLAIN, position="rotary", rotary_fraction=0.2)
+
+
+def test_layers_with_a_window_are_all_but_those_named() -> None:
+    config = TransformerConfig(**PLAIN, sliding_window=3, full_attention_layers=(0, 2))
+    assert [config.window_of(layer) for layer in range(4)] == [0, 3, 0, 3]
+    assert [TransformerConfig(**PLAIN).window_of(layer) for layer in range(4)] == [0] * 4
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"sliding_window": -1}, "sliding_window (-1) must be at least 0; 0 is no window"),
+        ({"full_attention_layers": (1,)}, "full_attention_layers (1) need a sliding_window above 0"),
+        (
+            {"sliding_window": 2, "full_attention_layers": (1, 4)},
+            "full_attention_layers 4 must be from 0 to num_layers - 1 (3)",
+        ),
+        (
+            {"rope_scaling": RopeScaling(kind="linear", factor=2.0)},
+            "rope_scaling (linear) stretches rotary positions, and position is 'learned'",
+        ),
+    ],
+)
+def test_windows_and_stretched_waves_that_cannot_be_are_told(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        TransformerConfig(**PLAIN, **change)
+    assert words in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.models import GPTConfig, GPTModel
+from lightning_megatron.tensor.norm import RMSNorm
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.config import TransformerConfig
 from tests.transformer.kept import kept_bytes
@@ -27,7 +29,12 @@ LLAMA = replace(
     position="rotary",
     tie_embeddings=False,
 )
-VARIANTS = {"gpt2": SMALL, "llama": LLAMA, "qkv bias": replace(LLAMA, add_qkv_bias=True, vocab_multiple=16)}
+VARIANTS = {
+    "gpt2": SMALL,
+    "llama": LLAMA,
+    "qkv bias": replace(LLAMA, add_qkv_bias=True, vocab_multiple=16),
+    "head norms": replace(LLAMA, qk_norm=True),
+}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -80,6 +87,21 @@ def test_flops_by_formula_are_those_counted(variant: str) -> None:
     assert cost.training_flops(config, batch=2, sequence=128) < 0.95 * formula  # the tolerance tells the two apart
 
 
+@pytest.mark.parametrize("window", [1, 5, 127, 128, 500])
+def test_attention_flops_count_the_pairs_that_see_each_other(window: int) -> None:
+    pairs = sum(min(place + 1, window) for place in range(128))
+    formula = cost.layer_attention_flops(SMALL, batch=3, sequence=128, is_causal=True, window=window)
+    # The formula leaves out half of the diagonal, as it does without a window.
+    assert formula == pytest.approx(4 * 3 * 64 * (pairs - min(window, 128) / 2))
+
+
+def test_training_flops_know_which_layers_have_a_window() -> None:
+    plain = cost.training_flops(LLAMA, batch=2, sequence=128)
+    windowed = replace(LLAMA, sliding_window=16, full_attention_layers=(1,))
+    one, other = (cost.layer_attention_flops(LLAMA, batch=2, sequence=128, is_causal=True, window=w) for w in (0, 16))
+    assert plain - cost.training_flops(windowed, batch=2, sequence=128) == 3 * 2 * (one - other) > 0
+
+
 # Kept activations, on fake tensors
 
 
@@ -115,6 +137,31 @@ def test_kept_bytes_by_formula_are_those_kept(sizes: Sizes, dropout: float, vari
         )
         # What is left are norm weights and the angles of rotary positions.
         assert kept_bytes(config, sizes, 3, sequence, dtype) == pytest.approx(formula, rel=0.02)
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=["one", "tp4", "tp4 sp"])
+@pytest.mark.parametrize("window", [100, 64, 50, 16])
+@pytest.mark.parametrize("groups", [1, 2, 8])
+def test_kept_bytes_with_a_window_by_formula_are_those_kept(sizes: Sizes, window: int, groups: int) -> None:
+    sizes_of_layer = {"hidden_size": 256, "head_dim": 32, "ffn_hidden_size": 512, "normalization": "layernorm"}
+    config = replace(LLAMA, **sizes_of_layer, num_query_groups=groups, sliding_window=window)
+    mask_bytes = 4 * (128 * 128 if window >= 64 else 2 * window * window)
+    formula = cost.layer_activation_bytes(config, sizes, batch=3, sequence=128, bytes_per_element=4, window=window)
+    kept = kept_bytes(config, sizes, 3, 128, torch.float32)
+    assert kept - mask_bytes == pytest.approx(formula, rel=0.02)
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=["one", "tp4", "tp4 sp"])
+@pytest.mark.parametrize("groups", [1, 2, 8])
+def test_kept_bytes_with_head_norms_by_formula_are_those_kept(
+    sizes: Sizes, groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A fused norm keeps its input and a statistic, where the RMS norm of torch on CPU keeps more.
+    monkeypatch.setattr(RMSNorm, "forward", lambda norm, x: F.layer_norm(x, norm.weight.shape, norm.weight))
+    sizes_of_layer = {"hidden_size": 256, "head_dim": 32, "ffn_hidden_size": 512, "normalization": "layernorm"}
+    config = replace(LLAMA, **sizes_of_layer, num_query_groups=groups, qk_norm=True)
+    formula = cost.layer_activation_bytes(config, sizes, batch=3, sequence=128, bytes_per_element=4)
+    assert kept_bytes(config, sizes, 3, 128, torch.float32) == pytest.approx(formula, rel=0.02)
 
 
 def test_attention_never_lays_out_its_weights_without_dropout() -> None:

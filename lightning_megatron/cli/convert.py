@@ -1,0 +1,121 @@
+"""`lightning-megatron convert`: between a folder with a Hugging Face model and a checkpoint directory.
+
+What the source is decides the direction. The work is `hf.convert`'s; here are the options and what is said.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from lightning_megatron.checkpoint import is_checkpoint
+from lightning_megatron.cli.usage import UsageError
+from lightning_megatron.hf.convert import Converted, from_checkpoint, to_checkpoint
+from lightning_megatron.hf.shards import MAX_SHARD_BYTES
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+_EPILOG = """\
+A checkpoint that is made holds the weights of the submodule 'model' of a LightningModule: validate and test it, or
+predict, with ckpt_path. It has no optimizer states, so a fit begins from lightning_megatron.hf.from_pretrained instead.
+
+examples:
+  lightning-megatron convert llama/ llama.ckpt
+  lightning-megatron convert last.ckpt out/ --family llama --dtype bfloat16 --tokenizer-from llama/
+"""
+# Options that say something of one direction alone, and their defaults.
+_OF_CHECKPOINTS = {
+    "submodule": None,
+    "config": None,
+    "family": None,
+    "max_shard_bytes": MAX_SHARD_BYTES,
+    "tokenizer_from": None,
+}
+
+
+def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Adds the command and its options."""
+    parser = commands.add_parser(
+        "convert",
+        help="convert between a Hugging Face folder and a checkpoint directory",
+        description="Converts a folder with a Hugging Face model into a checkpoint directory, or a checkpoint "
+        "directory into such a folder, with memory for one tensor at a time.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="a folder with a config.json, or a checkpoint")
+    parser.add_argument("target", type=Path, metavar="TARGET", help="where nothing is yet; a checkpoint ends in .ckpt")
+    parser.add_argument("--dtype", choices=_DTYPES, help="of the weights that are written (default: as in SOURCE)")
+    parser.add_argument("--json", action="store_true", help="print what was done as JSON")
+    out = parser.add_argument_group("from a checkpoint")
+    out.add_argument("--family", metavar="NAME", help="model_type to write, where several fit")
+    out.add_argument("--submodule", metavar="NAME", help="the model's name in the LightningModule, if it has several")
+    out.add_argument(
+        "--config", type=Path, metavar="FILE", help="YAML or JSON: the model's fields, if the checkpoint lacks them"
+    )
+    out.add_argument("--tokenizer-from", type=Path, metavar="FOLDER", help="copy the tokenizer's files from there")
+    out.add_argument(
+        "--max-shard-bytes",
+        type=int,
+        default=MAX_SHARD_BYTES,
+        metavar="BYTES",
+        help=f"of each file of weights (default: {MAX_SHARD_BYTES})",
+    )
+    parser.set_defaults(run=run_convert)
+
+
+def run_convert(options: argparse.Namespace) -> None:
+    """Converts, and prints what was done. Raises UsageError with what is wrong."""
+    try:
+        converted = _convert(options)
+    except (ValueError, ImportError, OSError) as error:
+        raise UsageError([" ".join(line.strip() for line in str(error).splitlines())]) from error
+    if options.json:
+        print(json.dumps({"source": str(options.source), "target": str(options.target), **asdict(converted)}))
+    else:
+        print(
+            f"{options.target}: {converted.family}, {converted.num_parameters:,} parameters in "
+            f"{converted.num_tensors} tensors of {converted.dtype}"
+        )
+
+
+def _convert(options: argparse.Namespace) -> Converted:
+    dtype = _DTYPES[options.dtype] if options.dtype is not None else None
+    if is_checkpoint(options.source):
+        return from_checkpoint(
+            options.source,
+            options.target,
+            submodule=options.submodule,
+            config=_config(options.config) if options.config is not None else None,
+            family=options.family,
+            dtype=dtype,
+            max_shard_bytes=options.max_shard_bytes,
+            tokenizer_from=options.tokenizer_from,
+        )
+    faults = [
+        f"--{name.replace('_', '-')} acts on a checkpoint as SOURCE alone, and {options.source} is none; leave it out"
+        for name, default in _OF_CHECKPOINTS.items()
+        if getattr(options, name) != default
+    ]
+    if options.target.suffix != ".ckpt":
+        faults.append(f"TARGET ({options.target}) is to be a checkpoint, as {options.source} is none: end it in .ckpt")
+    if faults:
+        raise UsageError(faults)
+    return to_checkpoint(options.source, options.target, dtype=dtype)
+
+
+def _config(file: Path) -> Mapping[str, Any]:
+    """The fields in a YAML or JSON file."""
+    try:
+        # JSON is YAML.
+        fields = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"--config ({file}) is neither YAML nor JSON: {error}") from error
+    if not isinstance(fields, Mapping):
+        raise ValueError(f"--config ({file}) must be a table of fields, as in 'num_layers: 2'")
+    return fields

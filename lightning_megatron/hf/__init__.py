@@ -1,0 +1,10 @@
+"""Hugging Face models in and out: the one door to safetensors and to the configurations of transformers.
+
+model = from_pretrained("folder")                       # each rank reads the slices that it holds
+save_pretrained(model, "other folder")                  # transformers.AutoModelForCausalLM.from_pretrained reads it
+"""
+
+from lightning_megatron.hf.load import config_from_pretrained, from_pretrained
+from lightning_megatron.hf.save import save_pretrained
+
+__all__ = ["config_from_pretrained", "from_pretrained", "save_pretrained"]

@@ -1,0 +1,149 @@
+"""How one of our tensors lies in those of a Hugging Face model: equal parts, each a box on either side.
+
+A row of a family's table names tensors and a layout; the layout lists blocks. Reading fills any box of ours from the
+boxes of theirs that it needs, writing fills theirs from ours, by the same list, so that one undoes the other.
+
+H hidden, F feed-forward, G key-value groups, R query heads of a group, D head size.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.sharding import Box
+from lightning_megatron.transformer.config import TransformerConfig
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A box of one of our tensors that is a box of one of theirs."""
+
+    ours: Box
+    theirs: Box
+    source: int
+    # place of theirs among the tensors of the row
+    dims: tuple[int, ...]
+    # our dim along which each dim of theirs runs; our other dims have extent 1
+
+    def from_theirs(self, theirs: Tensor) -> Tensor:
+        """Values of the block, or of a part of it, with our dims."""
+        value = theirs.permute(sorted(range(theirs.dim()), key=self.dims.__getitem__))
+        for dim in range(len(self.ours.sizes)):
+            if dim not in self.dims:
+                value = value.unsqueeze(dim)
+        return value
+
+    def to_theirs(self, ours: Tensor) -> Tensor:
+        """Values of the block with the dims of theirs."""
+        others = [dim for dim in range(ours.dim()) if dim not in self.dims]
+        return ours.permute(*self.dims, *others).flatten(len(self.dims) - 1) if others else ours.permute(self.dims)
+
+    def overlap(self, box: Box) -> tuple[Box, Box] | None:
+        """What the block shares with a box of ours: as a box of ours, and as one of theirs; None: nothing."""
+        starts = [max(a, b) for a, b in zip(self.ours.offsets, box.offsets, strict=True)]
+        ends = [min(a, b) for a, b in zip(_ends(self.ours), _ends(box), strict=True)]
+        sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
+        if any(size <= 0 for size in sizes):
+            return None
+        offsets = tuple(
+            self.theirs.offsets[i] + starts[dim] - self.ours.offsets[dim] for i, dim in enumerate(self.dims)
+        )
+        return Box(tuple(starts), sizes), Box(offsets, tuple(sizes[dim] for dim in self.dims))
+
+
+Layout = Callable[[TransformerConfig, Shape], tuple[Block, ...]]
+"""The blocks of one of our tensors of that shape."""
+
+
+def shape_of_source(blocks: Iterable[Block], source: int) -> Shape:
+    """Shape of one of their tensors, as the blocks fill it."""
+    return tuple(max(ends) for ends in zip(*(_ends(b.theirs) for b in blocks if b.source == source), strict=True))
+
+
+def part(tensor: Tensor, box: Box, offsets: Shape | None = None) -> Tensor:
+    """The view of a tensor, or of one that begins at `offsets`, that lies in the box."""
+    starts = box.offsets if offsets is None else [a - b for a, b in zip(box.offsets, offsets, strict=True)]
+    for dim, (start, size) in enumerate(zip(starts, box.sizes, strict=True)):
+        tensor = tensor.narrow(dim, start, size)
+    return tensor
+
+
+def fill_ours(out: Tensor, box: Box, blocks: Iterable[Block], read: Callable[[int, Box], Tensor]) -> None:
+    """Writes a box of ours to `out`; `read(source, box)` gives parts of theirs. The dtype is that of `out`."""
+    num_filled = 0
+    for block in blocks:
+        found = block.overlap(box)
+        if found is not None:
+            ours, theirs = found
+            part(out, ours, box.offsets).copy_(block.from_theirs(read(block.source, theirs)))
+            num_filled += math.prod(ours.sizes)
+    assert num_filled == math.prod(box.sizes), "the blocks of a layout cover our tensor once"
+
+
+def fill_theirs(out: Tensor, source: int, blocks: Iterable[Block], ours: Tensor) -> None:
+    """Writes to `out`, one of theirs, what the blocks say is in our whole tensor."""
+    for block in blocks:
+        if block.source == source:
+            part(out, block.theirs).copy_(block.to_theirs(part(ours, block.ours)))
+
+
+def whole(config: TransformerConfig, shape: Shape) -> tuple[Block, ...]:
+    """The same tensor on both sides."""
+    box = Box((0,) * len(shape), shape)
+    return (Block(box, box, 0, tuple(range(len(shape)))),)
+
+
+def transposed(config: TransformerConfig, shape: Shape) -> tuple[Block, ...]:
+    """A matrix that they keep as [in, out]."""
+    return (Block(Box((0, 0), shape), Box((0, 0), shape[::-1]), 0, (1, 0)),)
+
+
+def gate_and_up(config: TransformerConfig, shape: Shape) -> tuple[Block, ...]:
+    """[2, F, ...] of ours as two tensors [F, ...] of theirs: gate, up."""
+    theirs = Box((0,) * (len(shape) - 1), shape[1:])
+    dims = tuple(range(1, len(shape)))
+    return tuple(Block(Box((i, *theirs.offsets), (1, *shape[1:])), theirs, i, dims) for i in range(2))
+
+
+def query_key_value(config: TransformerConfig, shape: Shape) -> tuple[Block, ...]:
+    """Groups in a row of ours as three tensors of theirs, each with all groups: queries, keys, values."""
+    return tuple(_rows(shape, ours, theirs, num_rows, source) for ours, theirs, num_rows, source in _heads(config))
+
+
+def joined_query_key_value(config: TransformerConfig, shape: Shape) -> tuple[Block, ...]:
+    """As `query_key_value`, with the three of theirs joined into one and, if they are matrices, kept as [in, out]."""
+    width = config.num_attention_heads * config.head_dim
+    starts = (0, width, width + config.num_query_groups * config.head_dim)
+    rows = (_rows(shape, ours, starts[source] + theirs, n, 0) for ours, theirs, n, source in _heads(config))
+    if len(shape) == 1:
+        return tuple(rows)
+    return tuple(Block(b.ours, Box(b.theirs.offsets[::-1], b.theirs.sizes[::-1]), 0, (1, 0)) for b in rows)
+
+
+def _heads(config: TransformerConfig) -> Iterator[tuple[int, int, int, int]]:
+    """First row in our fused weight, first row in theirs, number of rows and which of theirs: q, k or v."""
+    size, queries = config.head_dim, config.heads_per_group
+    for group in range(config.num_query_groups):
+        first = group * (queries + 2) * size
+        yield first, group * queries * size, queries * size, 0
+        yield first + queries * size, group * size, size, 1
+        yield first + (queries + 1) * size, group * size, size, 2
+
+
+def _rows(shape: Shape, ours: int, theirs: int, num_rows: int, source: int) -> Block:
+    rest, sizes = (0,) * (len(shape) - 1), (num_rows, *shape[1:])
+    return Block(Box((ours, *rest), sizes), Box((theirs, *rest), sizes), source, tuple(range(len(shape))))
+
+
+def _ends(box: Box) -> list[int]:
+    return [offset + size for offset, size in zip(box.offsets, box.sizes, strict=True)]
+
+
+def empty_source(shape: Shape, dtype: torch.dtype) -> Tensor:
+    """Memory for one of their tensors on the CPU."""
+    return torch.empty(shape, dtype=dtype, device="cpu")

@@ -1,0 +1,168 @@
+"""A `config.json` of a Hugging Face model on its way to our configuration: fields are asked for, faults collected."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_megatron.transformer.config import TransformerConfig
+from lightning_megatron.transformer.rotary import RopeScaling
+
+HARMLESS = frozenset(
+    (
+        "_name_or_path",
+        "architectures",
+        "bos_token_id",
+        "chunk_size_feed_forward",
+        "dtype",
+        "eos_token_id",
+        "id2label",
+        "is_encoder_decoder",
+        "label2id",
+        "model_type",
+        "output_attentions",
+        "output_hidden_states",
+        "pad_token_id",
+        "problem_type",
+        "return_dict",
+        "torch_dtype",
+        "transformers_version",
+        "use_cache",
+    )
+)
+"""Fields that every family has and that change no number of a forward."""
+
+MISSING = object()
+
+
+class ConfigReader:
+    """The fields of a `config.json` over the defaults of its family; `faults` is all that was found wrong."""
+
+    def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        self.raw = {**defaults, **raw}
+        self.faults: list[str] = []
+        self.asked: set[str] = set()
+        if self.raw.get("quantization_config") is not None:
+            self.faults.append(
+                "quantization_config is set, and quantized weights are not read; save the model without quantization "
+                "(dequantize()) and give that"
+            )
+
+    def take(self, key: str, default: Any = MISSING) -> Any:
+        """The field, or the default where it is null or not there; with neither it is a fault."""
+        self.asked.add(key)
+        if self.raw.get(key) is None and default is MISSING:
+            self.faults.append(f"{key} is not there, and the model cannot be built without it; add it")
+            return 0
+        value = self.raw.get(key)
+        return default if value is None else value
+
+    def choose(self, key: str, choices: Mapping[str, str]) -> str:
+        """What the field's text stands for with us."""
+        value = self.take(key)
+        if value not in choices:
+            self.faults.append(
+                f"{key} ({value!r}) must be one of {', '.join(map(repr, choices))}: others are not built"
+            )
+            return next(iter(choices.values()))
+        return choices[value]
+
+    def require(self, key: str, *supported: Any) -> None:
+        """Notes a fault unless the field is absent or one of the values that change nothing."""
+        self.asked.add(key)
+        value = self.raw.get(key)
+        if value is not None and value not in supported:
+            may_be = " or ".join(map(repr, supported))
+            self.faults.append(f"{key} ({value!r}) must be {may_be}: anything else is not built")
+
+    def rope(self) -> dict[str, Any]:
+        """Our rotary fields, from either spelling: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
+        self.asked |= {"rope_parameters", "rope_theta", "rope_scaling"}
+        settings = dict(self.raw.get("rope_scaling") or {}) | dict(self.raw.get("rope_parameters") or {})
+        base = settings.pop("rope_theta", None) or self.raw.get("rope_theta") or 10000.0
+        old_kind, kind = settings.pop("type", None), settings.pop("rope_type", None)
+        kind = kind or old_kind or "default"
+        share = settings.pop("partial_rotary_factor", None)
+        if share not in (None, 1, 1.0):
+            self.faults.append(f"partial_rotary_factor ({share}) must be 1: the family's models rotate whole heads")
+        fields: dict[str, Any] = {"position": "rotary", "rotary_base": float(base)}
+        if kind != "default":
+            fields["rope_scaling"] = self._scaling(str(kind), settings)
+        return fields
+
+    def _scaling(self, kind: str, settings: dict[str, Any]) -> RopeScaling | None:
+        names = {"linear": _LINEAR, "llama3": _LLAMA3, "yarn": _YARN}.get(kind)
+        if names is None:
+            self.faults.append(
+                f"rope_type ({kind!r}) must be one of 'default', 'linear', 'llama3', 'yarn': others are not built"
+            )
+            return None
+        longest = self.raw.get("max_position_embeddings")
+        given = {key: value for key, value in settings.items() if value is not None}
+        if "original_max_position_embeddings" in names:
+            given.setdefault("original_max_position_embeddings", longest)
+        else:
+            # transformers writes it under every kind, and reads it under some.
+            given.pop("original_max_position_embeddings", None)
+        if kind == "yarn":
+            self._mscale(given)
+        unknown = sorted(given.keys() - names.keys())
+        if unknown:
+            self.faults.append(f"rope settings {', '.join(unknown)} are not known under rope_type {kind!r}")
+        if "factor" not in given:
+            self.faults.append(f"rope settings of rope_type {kind!r} need a factor")
+            return None
+        ours = {names[key]: value for key, value in given.items() if key in names}
+        try:
+            return RopeScaling(kind=kind, **ours)  # type: ignore[arg-type]
+        except ValueError as error:
+            self.faults += str(error).splitlines()
+            return None
+
+    def _mscale(self, given: dict[str, Any]) -> None:
+        """Yarn's amplitude where two coefficients give it."""
+        if given.pop("truncate", True) is not True:
+            self.faults.append("rope setting truncate (False) must be True: anything else is not built")
+        mscale, of_all = given.pop("mscale", None), given.pop("mscale_all_dim", None)
+        factor = given.get("factor")
+        if mscale and of_all and factor and "attention_factor" not in given:
+            given["attention_factor"] = yarn_amplitude(factor, mscale) / yarn_amplitude(factor, of_all)
+
+
+def yarn_amplitude(factor: float, coefficient: float) -> float:
+    """Amplitude of rotated features. Source: Peng et al., arXiv 2309.00071, section 3.4."""
+    return 0.1 * coefficient * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+_LINEAR = {"factor": "factor"}
+_LLAMA3 = {
+    "factor": "factor",
+    "original_max_position_embeddings": "original_max_sequence_length",
+    "low_freq_factor": "low_frequency_factor",
+    "high_freq_factor": "high_frequency_factor",
+}
+_YARN = {
+    "factor": "factor",
+    "original_max_position_embeddings": "original_max_sequence_length",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "attention_factor": "attention_factor",
+}
+
+
+def rope_to_hf(config: TransformerConfig) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling`, the spelling that every version of transformers reads."""
+    scaling = config.rope_scaling
+    if scaling is None:
+        return {"rope_theta": config.rotary_base, "rope_scaling": None}
+    names = {"linear": _LINEAR, "llama3": _LLAMA3, "yarn": _YARN}[scaling.kind]
+    settings = {theirs: getattr(scaling, ours) for theirs, ours in names.items()}
+    return {"rope_theta": config.rotary_base, "rope_scaling": {"rope_type": scaling.kind, **settings}}
+
+
+def differences(config: TransformerConfig, **needed: Any) -> list[str]:
+    """One sentence for each field of ours that is not what a family's models have."""
+    return [
+        f"{name} ({getattr(config, name)!r}) must be {value!r}"
+        for name, value in needed.items()
+        if getattr(config, name) != value
+    ]

@@ -1,0 +1,37 @@
+"""Every family that is known, and which of them a model is."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_megatron.hf import gpt2, llama, mistral, qwen2, qwen3
+from lightning_megatron.hf.family import Family
+from lightning_megatron.models.gpt import GPTConfig
+
+FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (gpt2, llama, mistral, qwen2, qwen3)}
+
+
+def family_of_file(raw: Mapping[str, Any], where: str) -> Family:
+    """The family that a `config.json` names. Raises ValueError for one that is not known."""
+    known = ", ".join(map(repr, FAMILIES))
+    if "model_type" not in raw:
+        raise ValueError(f"{where} has no model_type; it must be one of {known}")
+    if raw["model_type"] not in FAMILIES:
+        raise ValueError(f"model_type ({raw['model_type']!r}) in {where} must be one of {known}: others are not known")
+    return FAMILIES[str(raw["model_type"])]
+
+
+def family_of_config(config: GPTConfig, name: str | None) -> Family:
+    """The family of that name, or the one that the configuration fits. Raises ValueError where it is not one."""
+    if name is not None and name not in FAMILIES:
+        raise ValueError(f"family ({name!r}) must be one of {', '.join(map(repr, FAMILIES))}")
+    asked = FAMILIES if name is None else {name: FAMILIES[name]}
+    faults = {family: FAMILIES[family].faults(config) for family in asked}
+    fits = [family for family, found in faults.items() if not found]
+    if not fits:
+        lines = [f"{family}: {'; '.join(found)}" for family, found in faults.items()]
+        raise ValueError("\n  ".join(["the model's configuration is none that Hugging Face families have:", *lines]))
+    if len(fits) > 1:
+        raise ValueError(
+            f"the model's configuration fits families {' and '.join(map(repr, fits))}; say which: family={fits[0]!r}"
+        )
+    return FAMILIES[fits[0]]

@@ -1,0 +1,154 @@
+"""What a family of Hugging Face models is: a table of rows and a translation of its configuration, both ways.
+
+A family is one small file with a `Family`. Its `Table` for a configuration says of each tensor, on either side, what it
+is on the other; a tensor that no row names is a fault, and so is one that two rows name.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_megatron.hf.blocks import Block, Layout, Shape, shape_of_source, whole
+from lightning_megatron.hf.config_reader import ConfigReader
+from lightning_megatron.mesh import Mesh
+from lightning_megatron.models.gpt import GPTConfig, GPTModel
+from lightning_megatron.sharding import shard_of
+
+_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Row:
+    """One of our tensors and those of theirs that hold the same numbers; `{}` is a number, of a layer say."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    layout: Layout = whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One `model_type`."""
+
+    name: str
+    # the model_type
+    architecture: str
+    # the class of transformers that a saved model names
+    prefix: str
+    # of their names, left out by models that were saved without a head
+    rows: tuple[Row, ...]
+    ignored: tuple[str, ...]
+    # names of theirs that are no weights
+    tied: Mapping[str, str]
+    # names of theirs that repeat another tensor where embeddings are tied
+    defaults: Mapping[str, Any]
+    # fields of theirs that a config.json may leave out
+    harmless: frozenset[str]
+    # fields of theirs that change no number of a forward
+    config_from_hf: Callable[[ConfigReader], dict[str, Any]]
+    # our fields, with faults noted in the reader
+    config_to_hf: Callable[[GPTConfig], dict[str, Any]]
+    # their fields
+    faults: Callable[[GPTConfig], list[str]]
+    # why one of our configurations is none of this family, one sentence each
+
+    def config(self, raw: Mapping[str, Any]) -> GPTConfig:
+        """Our configuration. Raises ValueError with every field that cannot be translated."""
+        reader = ConfigReader(raw, self.defaults)
+        fields = self.config_from_hf(reader)
+        faults = reader.faults
+        try:
+            config = GPTConfig(**fields)
+        except ValueError as error:
+            # What is wrong in theirs makes ours wrong too.
+            faults = faults or str(error).splitlines()
+        if faults:
+            raise ValueError("\n  ".join([f"config.json of model_type {self.name!r} cannot be used:", *faults]))
+        return config
+
+    def build(self, config: GPTConfig, mesh: Mesh) -> GPTModel:
+        """The model on a mesh, of which torch's default device says where."""
+        return GPTModel(config, mesh=mesh)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """One of our tensors, unsplit, and where it lies in theirs."""
+
+    shape: Shape
+    sources: tuple[str, ...]
+    blocks: tuple[Block, ...]
+
+
+class Table:
+    """Every tensor of a model of one configuration: `links` by our names, `theirs` shapes by theirs, in our order."""
+
+    def __init__(self, family: Family, config: GPTConfig) -> None:
+        self.family, self.config = family, config
+        with torch.device("meta"):
+            model = family.build(config, Mesh.single())
+        shapes = {name: shard_of(parameter).global_shape for name, parameter in model.named_parameters()}
+        self.links: dict[str, Link] = {}
+        self.theirs: dict[str, Shape] = {}
+        self.source_of: dict[str, tuple[str, int]] = {}
+        # of each of theirs: our tensor that holds it, and its place among the sources of that
+        for name, shape in shapes.items():
+            row, numbers = self._row_of(name)
+            sources = tuple(source.format(*numbers) for source in row.theirs)
+            blocks = row.layout(config, shape)
+            self.links[name] = Link(shape=shape, sources=sources, blocks=blocks)
+            for place, source in enumerate(sources):
+                assert source not in self.theirs, f"two rows of {family.name} name {source}"
+                self.theirs[source] = shape_of_source(blocks, place)
+                self.source_of[source] = (name, place)
+
+    def _row_of(self, name: str) -> tuple[Row, tuple[str, ...]]:
+        for row in self.family.rows:
+            if match := matches(row.ours, name):
+                return row, match.groups()
+        raise ValueError(f"family {self.family.name!r} has no row for our tensor {name}; add one to its table")
+
+    def compare(self, shapes: Mapping[str, Shape], dtypes: Mapping[str, torch.dtype], where: str) -> dict[str, str]:
+        """Under which name of the file each of their tensors is. Raises ValueError with all that does not fit."""
+        prefix = self.family.prefix
+        is_bare = not any(name.startswith(prefix) for name in shapes)
+        found = {prefix + name if is_bare and prefix + name in self.theirs else name: name for name in shapes}
+        known = self.family.tied if self.config.tie_embeddings else {}
+        ignored = (*self.family.ignored, *(p.removeprefix(prefix) for p in self.family.ignored))
+        unknown = [
+            file_name
+            for name, file_name in found.items()
+            if name not in self.theirs and name not in known and not any(matches(p, file_name) for p in ignored)
+        ]
+        missing = [name for name in self.theirs if name not in found]
+        misshapen = [
+            f"{found[name]} ({tuple(shapes[found[name]])} there, {shape} by the config)"
+            for name, shape in self.theirs.items()
+            if name in found and tuple(shapes[found[name]]) != shape
+        ]
+        no_floats = [found[name] for name in self.theirs if name in found and not dtypes[found[name]].is_floating_point]
+        faults = [
+            *listed(unknown, f"in it and unknown to family {self.family.name!r}"),
+            *listed(missing, "needed and not in it"),
+            *listed(misshapen, "of another shape"),
+            *listed(no_floats, "neither F64, F32, F16 nor BF16"),
+        ]
+        if faults:
+            raise ValueError("\n  ".join([f"the weights in {where} do not fit its config.json:", *faults]))
+        return found
+
+
+def matches(pattern: str, name: str) -> re.Match[str] | None:
+    """The numbers in a name that a pattern with `{}` stands for, or None."""
+    return re.fullmatch(re.escape(pattern).replace(r"\{\}", r"(\d+)"), name)
+
+
+def listed(names: Iterable[str], kind: str) -> list[str]:
+    """One line of how many there are, what is wrong with them and which they are; none where there are none."""
+    names = sorted(names)
+    if not names:
+        return []
+    return [f"{len(names)} {kind}: {', '.join(names[:_SHOWN])}" + (", ..." if len(names) > _SHOWN else "")]

@@ -1,0 +1,144 @@
+"""A folder with a Hugging Face model: its configuration, and its weights read slice by slice.
+
+| file | |
+|---|---|
+| `config.json` | the configuration |
+| `model.safetensors` | all weights, or |
+| `model.safetensors.index.json` | which file holds which |
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.hf.blocks import Shape
+from lightning_megatron.sharding import Box
+
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""What weights may be, by the names in a file."""
+
+# How a file begins: the length of its header in bytes.
+_LENGTH_BYTES = 8
+_LONGEST_HEADER_BYTES = 100_000_000
+
+
+def safetensors() -> ModuleType:
+    """The package, or an error that says how to get it."""
+    try:
+        import safetensors
+    except ImportError as error:
+        raise ImportError(
+            "reading Hugging Face weights needs the package 'safetensors': pip install 'lightning-megatron[hf]'"
+        ) from error
+    return safetensors
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's `config.json`. Raises ValueError where there is none."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder; give one with {CONFIG} and {SINGLE}, as save_pretrained writes it")
+    if not (folder / CONFIG).is_file():
+        raise ValueError(f"{folder} has no {CONFIG}; give a folder with a Hugging Face model")
+    raw = _read_json(folder / CONFIG)
+    if not isinstance(raw, dict):
+        raise ValueError(f"{folder / CONFIG} is no table of fields")
+    return raw
+
+
+class WeightFiles:
+    """The weights of a folder: `shapes` and `dtypes` by name, and any box of each.
+
+    Raises ValueError with all faults of the files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.shapes: dict[str, Shape] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self._file_of = _files_by_name(folder)
+        self._open: dict[Path, Any] = {}
+        faults = []
+        for file in sorted(set(self._file_of.values())):
+            names = {name for name, place in self._file_of.items() if place == file}
+            entries = _header(file)
+            if lost := sorted(names - entries.keys()):
+                faults.append(f"{file.name} lacks what {INDEX} says is in it: {', '.join(lost[:20])}")
+            for name in sorted(names & entries.keys()):
+                self.shapes[name] = tuple(entries[name]["shape"])
+                self.dtypes[name] = DTYPES.get(entries[name]["dtype"], torch.uint8)
+        if faults:
+            raise ValueError("\n  ".join([f"the weights in {folder} cannot be read:", *faults]))
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """The values of a box, in the dtype of the file; no other value is read."""
+        slices = tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))
+        values: Tensor = self._handle(self._file_of[name]).get_slice(name)[slices]
+        return values
+
+    def _handle(self, file: Path) -> Any:
+        if file not in self._open:
+            self._open[file] = safetensors().safe_open(file, framework="pt", device="cpu")
+        return self._open[file]
+
+
+def _files_by_name(folder: Path) -> dict[str, Path]:
+    """Which file holds which weight."""
+    if (folder / INDEX).is_file():
+        index = _read_json(folder / INDEX)
+        by_name = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(by_name, Mapping) or not by_name:
+            raise ValueError(f"{folder / INDEX} has no weight_map; fetch the file again")
+        missing = sorted({file for file in by_name.values() if not (folder / file).is_file()})
+        if missing:
+            raise ValueError(
+                f"{folder} lacks {len(missing)} of the files that {INDEX} names: {', '.join(missing[:20])}; fetch them"
+            )
+        return {name: folder / file for name, file in by_name.items()}
+    if (folder / SINGLE).is_file():
+        return dict.fromkeys(_header(folder / SINGLE), folder / SINGLE)
+    pickles = sorted(path.name for pattern in ("pytorch_model*.bin", "*.pth", "*.pt") for path in folder.glob(pattern))
+    if pickles:
+        raise ValueError(
+            f"{folder} has its weights in {pickles[0]}, which is a pickle: reading it may run code. If you trust it, "
+            "convert it once: transformers.AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+        )
+    raise ValueError(f"{folder} has neither {SINGLE} nor {INDEX}; give a folder with a Hugging Face model")
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """Name, dtype and shape of each tensor of a file."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+        text = stream.read(length) if length <= min(size, _LONGEST_HEADER_BYTES) else b""
+    try:
+        entries: dict[str, Any] = json.loads(text)
+        entries.pop("__metadata__", None)
+        end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+        is_whole = size == _LENGTH_BYTES + length + end
+        is_whole &= all(math.prod(entry["shape"]) >= 0 for entry in entries.values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} is no safetensors file, or is cut off: its header cannot be read") from error
+    if not is_whole:
+        raise ValueError(
+            f"{file} is {size} bytes long, and its header says {_LENGTH_BYTES + length + end}: it is cut off or "
+            "damaged; fetch it again"
+        )
+    return entries
+
+
+def _read_json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON: {error}") from error

@@ -1,0 +1,132 @@
+"""What Llama, Mistral and Qwen have in common: rotary positions, RMS norms, gated MLPs, and names for all of it."""
+
+from typing import Any
+
+from lightning_megatron.hf.blocks import gate_and_up, query_key_value
+from lightning_megatron.hf.config_reader import ConfigReader, differences, rope_to_hf
+from lightning_megatron.hf.family import Row
+from lightning_megatron.models.gpt import GPTConfig
+
+_KINDS = ("weight", "bias")
+
+ROWS = (
+    Row("embedding.tokens.weight", ("model.embed_tokens.weight",)),
+    Row("layers.{}.attention_norm.weight", ("model.layers.{}.input_layernorm.weight",)),
+    *(
+        Row(
+            f"layers.{{}}.attention.qkv.{kind}",
+            tuple(f"model.layers.{{}}.self_attn.{part}_proj.{kind}" for part in "qkv"),
+            query_key_value,
+        )
+        for kind in _KINDS
+    ),
+    Row("layers.{}.attention.q_norm.weight", ("model.layers.{}.self_attn.q_norm.weight",)),
+    Row("layers.{}.attention.k_norm.weight", ("model.layers.{}.self_attn.k_norm.weight",)),
+    Row("layers.{}.mlp_norm.weight", ("model.layers.{}.post_attention_layernorm.weight",)),
+    *(
+        row
+        for kind in _KINDS
+        for row in (
+            Row(f"layers.{{}}.attention.projection.{kind}", (f"model.layers.{{}}.self_attn.o_proj.{kind}",)),
+            Row(
+                f"layers.{{}}.mlp.up.{kind}",
+                (f"model.layers.{{}}.mlp.gate_proj.{kind}", f"model.layers.{{}}.mlp.up_proj.{kind}"),
+                gate_and_up,
+            ),
+            Row(f"layers.{{}}.mlp.down.{kind}", (f"model.layers.{{}}.mlp.down_proj.{kind}",)),
+        )
+    ),
+    Row("final_norm.weight", ("model.norm.weight",)),
+    Row("head.weight", ("lm_head.weight",)),
+)
+PREFIX = "model."
+IGNORED = ("model.layers.{}.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")
+TIED = {"lm_head.weight": "model.embed_tokens.weight"}
+
+ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu"}
+
+
+def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
+    """Our fields, less those that a family alone has."""
+    reader.require("partial_rotary_factor", 1, 1.0)
+    return {
+        "num_layers": reader.take("num_hidden_layers"),
+        "hidden_size": reader.take("hidden_size"),
+        "num_attention_heads": reader.take("num_attention_heads"),
+        "num_query_groups": reader.take("num_key_value_heads", 0),
+        "head_dim": reader.take("head_dim", 0),
+        "ffn_hidden_size": reader.take("intermediate_size"),
+        "activation": reader.choose("hidden_act", ACTIVATIONS),
+        "normalization": "rmsnorm",
+        "norm_epsilon": reader.take("rms_norm_eps"),
+        "add_bias_linear": False,
+        "max_sequence_length": reader.take("max_position_embeddings"),
+        "attention_dropout": reader.take("attention_dropout", 0.0),
+        "init_std": reader.take("initializer_range"),
+        "vocab_size": reader.take("vocab_size"),
+        "tie_embeddings": reader.take("tie_word_embeddings"),
+        **reader.rope(),
+    }
+
+
+def config_to_hf(config: GPTConfig) -> dict[str, Any]:
+    """Their fields, less those that a family alone has."""
+    return {
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_query_groups,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.ffn_hidden_size,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_epsilon,
+        "max_position_embeddings": config.max_sequence_length,
+        "attention_dropout": config.attention_dropout,
+        "initializer_range": config.init_std,
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": config.tie_embeddings,
+        **rope_to_hf(config),
+    }
+
+
+def faults(config: GPTConfig, **needed: Any) -> list[str]:
+    """Why a configuration is none of these models; `needed` is what a family alone needs."""
+    return differences(
+        config, position="rotary", rotary_fraction=1.0, normalization="rmsnorm", activation="swiglu", **needed
+    )
+
+
+def window_from_hf(reader: ConfigReader) -> dict[str, Any]:
+    """Our window, where layers have one each or none, as Qwen's do."""
+    is_used, window = reader.take("use_sliding_window", False), reader.take("sliding_window", 0)
+    num_layers, first = reader.take("num_hidden_layers"), reader.take("max_window_layers", 0)
+    kinds = reader.take("layer_types", None)
+    if kinds is None:
+        sees_all = list(range(min(first, num_layers) if is_used and window else num_layers))
+    else:
+        unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+        if unknown or len(kinds) != num_layers:
+            reader.faults.append(
+                f"layer_types (length {len(kinds)}, kinds {', '.join(sorted(set(kinds)))}) must name one of "
+                f"'full_attention' and 'sliding_attention' for each of {num_layers} layers"
+            )
+        sees_all = [layer for layer, kind in enumerate(kinds) if kind != "sliding_attention"]
+        if len(sees_all) < num_layers and not (is_used and window):
+            reader.faults.append(
+                f"layer_types have sliding_attention, and use_sliding_window ({is_used}) and sliding_window ({window}) "
+                "say that there is none; set them, or leave layer_types out"
+            )
+    if len(sees_all) == num_layers:
+        return {}
+    return {"sliding_window": window, "full_attention_layers": tuple(sees_all)}
+
+
+def window_to_hf(config: GPTConfig) -> dict[str, Any]:
+    """Their fields, for every version of transformers that can say it."""
+    kinds = ["sliding_attention" if config.window_of(i) else "full_attention" for i in range(config.num_layers)]
+    return {
+        "use_sliding_window": config.sliding_window > 0,
+        "sliding_window": config.sliding_window or None,
+        "max_window_layers": kinds.count("full_attention"),
+        "layer_types": kinds,
+    }

@@ -1,0 +1,153 @@
+"""GPT-2: `GPT2LMHeadModel`, with learned positions, layer norms and biases; its linears are kept as [in, out]."""
+
+from typing import Any
+
+from lightning_megatron.hf.blocks import joined_query_key_value, transposed
+from lightning_megatron.hf.config_reader import HARMLESS, ConfigReader, differences
+from lightning_megatron.hf.family import Family, Row
+from lightning_megatron.models.gpt import GPTConfig
+
+ROWS = (
+    Row("embedding.tokens.weight", ("transformer.wte.weight",)),
+    Row("embedding.positions.weight", ("transformer.wpe.weight",)),
+    *(
+        Row(f"layers.{{}}.{ours}.{kind}", (f"transformer.h.{{}}.{theirs}.{kind}",))
+        for ours, theirs in (("attention_norm", "ln_1"), ("mlp_norm", "ln_2"))
+        for kind in ("weight", "bias")
+    ),
+    Row("layers.{}.attention.qkv.weight", ("transformer.h.{}.attn.c_attn.weight",), joined_query_key_value),
+    Row("layers.{}.attention.qkv.bias", ("transformer.h.{}.attn.c_attn.bias",), joined_query_key_value),
+    *(
+        row
+        for ours, theirs in (
+            ("attention.projection", "attn.c_proj"),
+            ("mlp.up", "mlp.c_fc"),
+            ("mlp.down", "mlp.c_proj"),
+        )
+        for row in (
+            Row(f"layers.{{}}.{ours}.weight", (f"transformer.h.{{}}.{theirs}.weight",), transposed),
+            Row(f"layers.{{}}.{ours}.bias", (f"transformer.h.{{}}.{theirs}.bias",)),
+        )
+    ),
+    Row("final_norm.weight", ("transformer.ln_f.weight",)),
+    Row("final_norm.bias", ("transformer.ln_f.bias",)),
+    Row("head.weight", ("lm_head.weight",)),
+)
+
+DEFAULTS = {
+    "vocab_size": 50257,
+    "n_positions": 1024,
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_head": 12,
+    "activation_function": "gelu_new",
+    "resid_pdrop": 0.1,
+    "embd_pdrop": 0.1,
+    "attn_pdrop": 0.1,
+    "layer_norm_epsilon": 1e-5,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": True,
+}
+
+# Names of other models' fields, which this family takes for its own too.
+_ALIASES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
+
+ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+
+
+def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
+    """Our fields."""
+    for alias, name in _ALIASES.items():
+        if alias in reader.raw:
+            reader.raw[name] = reader.raw[alias]
+    reader.require("scale_attn_weights", True)
+    reader.require("scale_attn_by_inverse_layer_idx", False)
+    reader.require("reorder_and_upcast_attn", False)
+    reader.require("add_cross_attention", False)
+    hidden_dropout, embedding_dropout = reader.take("resid_pdrop"), reader.take("embd_pdrop")
+    if hidden_dropout != embedding_dropout:
+        reader.faults.append(
+            f"resid_pdrop ({hidden_dropout}) and embd_pdrop ({embedding_dropout}) must be equal: there is one "
+            "hidden_dropout; set them alike"
+        )
+    return {
+        "num_layers": reader.take("n_layer"),
+        "hidden_size": reader.take("n_embd"),
+        "num_attention_heads": reader.take("n_head"),
+        "ffn_hidden_size": reader.take("n_inner", 0),
+        "activation": reader.choose("activation_function", ACTIVATIONS),
+        "norm_epsilon": reader.take("layer_norm_epsilon"),
+        "max_sequence_length": reader.take("n_positions"),
+        "hidden_dropout": hidden_dropout,
+        "attention_dropout": reader.take("attn_pdrop"),
+        "init_std": reader.take("initializer_range"),
+        "vocab_size": reader.take("vocab_size"),
+        "tie_embeddings": reader.take("tie_word_embeddings"),
+    }
+
+
+def config_to_hf(config: GPTConfig) -> dict[str, Any]:
+    """Their fields."""
+    return {
+        "n_layer": config.num_layers,
+        "n_embd": config.hidden_size,
+        "n_head": config.num_attention_heads,
+        "n_inner": config.ffn_hidden_size if config.ffn_hidden_size != 4 * config.hidden_size else None,
+        "activation_function": next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation),
+        "layer_norm_epsilon": config.norm_epsilon,
+        "n_positions": config.max_sequence_length,
+        "resid_pdrop": config.hidden_dropout,
+        "embd_pdrop": config.hidden_dropout,
+        "attn_pdrop": config.attention_dropout,
+        "initializer_range": config.init_std,
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": config.tie_embeddings,
+    }
+
+
+def faults(config: GPTConfig) -> list[str]:
+    """Why a configuration is no GPT-2."""
+    found = differences(
+        config,
+        position="learned",
+        normalization="layernorm",
+        add_bias_linear=True,
+        num_query_groups=config.num_attention_heads,
+        qk_norm=False,
+        sliding_window=0,
+    )
+    if config.activation not in ACTIVATIONS.values():
+        found.append(f"activation ({config.activation!r}) must be 'gelu' or 'gelu_tanh'")
+    if config.num_attention_heads * config.head_dim != config.hidden_size:
+        found.append(
+            f"head_dim ({config.head_dim}) must be hidden_size / num_attention_heads "
+            f"({config.hidden_size} / {config.num_attention_heads})"
+        )
+    return found
+
+
+FAMILY = Family(
+    name="gpt2",
+    architecture="GPT2LMHeadModel",
+    prefix="transformer.",
+    rows=ROWS,
+    ignored=("transformer.h.{}.attn.bias", "transformer.h.{}.attn.masked_bias"),
+    tied={"lm_head.weight": "transformer.wte.weight"},
+    defaults=DEFAULTS,
+    harmless=HARMLESS
+    | {
+        "summary_activation",
+        "summary_first_dropout",
+        "summary_proj_to_labels",
+        "summary_type",
+        "summary_use_proj",
+    },
+    config_from_hf=config_from_hf,
+    config_to_hf=config_to_hf,
+    faults=faults,
+)

@@ -1,0 +1,68 @@
+"""Llama 1, 2 and 3: `LlamaForCausalLM`."""
+
+from typing import Any
+
+from lightning_megatron.hf import gated_decoder
+from lightning_megatron.hf.config_reader import HARMLESS, ConfigReader
+from lightning_megatron.hf.family import Family
+from lightning_megatron.models.gpt import GPTConfig
+
+DEFAULTS = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+
+
+def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
+    """Our fields."""
+    fields = gated_decoder.config_from_hf(reader)
+    of_attention, of_mlp = reader.take("attention_bias", False), reader.take("mlp_bias", False)
+    if of_attention != of_mlp:
+        reader.faults.append(
+            f"attention_bias ({of_attention}) and mlp_bias ({of_mlp}) must be equal: all linears of a layer have a "
+            "bias, or none"
+        )
+    return {**fields, "add_bias_linear": of_attention}
+
+
+def config_to_hf(config: GPTConfig) -> dict[str, Any]:
+    """Their fields."""
+    biases = {"attention_bias": config.add_bias_linear, "mlp_bias": config.add_bias_linear}
+    return {**gated_decoder.config_to_hf(config), **biases}
+
+
+def faults(config: GPTConfig) -> list[str]:
+    """Why a configuration is no Llama."""
+    found = gated_decoder.faults(config, qk_norm=False, sliding_window=0)
+    if config.add_qkv_bias and not config.add_bias_linear:
+        found.append("add_qkv_bias (True) must be False where add_bias_linear is")
+    if config.hidden_size % config.num_attention_heads:
+        found.append(
+            f"hidden_size ({config.hidden_size}) must be a multiple of num_attention_heads "
+            f"({config.num_attention_heads})"
+        )
+    return found
+
+
+FAMILY = Family(
+    name="llama",
+    architecture="LlamaForCausalLM",
+    prefix=gated_decoder.PREFIX,
+    rows=gated_decoder.ROWS,
+    ignored=gated_decoder.IGNORED,
+    tied=gated_decoder.TIED,
+    defaults=DEFAULTS,
+    # How a linear was once cut for exact replication of a training; the sums are the same.
+    harmless=HARMLESS | {"pretraining_tp"},
+    config_from_hf=config_from_hf,
+    config_to_hf=config_to_hf,
+    faults=faults,
+)

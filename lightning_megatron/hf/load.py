@@ -1,0 +1,89 @@
+"""A model on any mesh from a folder with a Hugging Face model; each rank reads the slices that it holds."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.hf.blocks import fill_ours
+from lightning_megatron.hf.families import family_of_file
+from lightning_megatron.hf.family import Table
+from lightning_megatron.hf.folder import WeightFiles, read_config
+from lightning_megatron.mesh import Mesh, ambient_mesh
+from lightning_megatron.models.gpt import GPTConfig, GPTModel
+from lightning_megatron.sharding import Box, ShardedParameter, shard_of
+
+
+def from_pretrained(path: str | os.PathLike[str], mesh: Mesh | None = None) -> GPTModel:
+    """The model in a folder, this rank's part of it, on torch's default device and in its default dtype.
+
+    Without a mesh, that of the running strategy. Every rank reads for itself; none waits for another. Raises ValueError
+    for what cannot be read or is not supported, with all faults of one kind at once.
+    """
+    folder = Path(path)
+    mesh = mesh if mesh is not None else ambient_mesh()
+    raw = read_config(folder)
+    family = family_of_file(raw, str(folder / "config.json"))
+    config = family.config(raw)
+    table, files = Table(family, config), WeightFiles(folder)
+    source = Source(table, files)
+    # Values that are drawn only to be overwritten take longer than reading.
+    with torch.device("meta"):
+        model = family.build(config, mesh)
+    _take_memory(model)
+    for name, parameter in model.named_parameters():
+        shard = shard_of(parameter)
+        if not parameter.is_meta and 0 not in shard.box.sizes:
+            source.read(name, shard.box, shard.valid(parameter.detach()))
+    return model
+
+
+def config_from_pretrained(path: str | os.PathLike[str]) -> GPTConfig:
+    """The architecture of the model in a folder. Raises ValueError for what is not supported, all faults at once."""
+    folder = Path(path)
+    raw = read_config(folder)
+    return family_of_file(raw, str(folder / "config.json")).config(raw)
+
+
+class Source:
+    """Our tensors, read from theirs. Raises ValueError where the files do not fit the table."""
+
+    def __init__(self, table: Table, files: WeightFiles) -> None:
+        self._table, self._files = table, files
+        self._file_names = table.compare(files.shapes, files.dtypes, str(files.folder))
+
+    def read(self, name: str, box: Box, out: Tensor) -> None:
+        """Writes a box of one of our tensors to `out`, in its dtype."""
+        link = self._table.links[name]
+        fill_ours(out, box, link.blocks, lambda source, theirs: self._read(link.sources[source], theirs))
+
+    def _read(self, name: str, box: Box) -> Tensor:
+        values = self._files.read(self._file_names[name], box)
+        for copy in self._copies_of(name):
+            if not torch.equal(values, self._files.read(self._file_names[copy], box)):
+                raise ValueError(
+                    f"{copy} and {name} in {self._files.folder} differ, and by tie_word_embeddings they are one; "
+                    "set tie_word_embeddings to false in config.json, or save the model again"
+                )
+        return values
+
+    def _copies_of(self, name: str) -> Iterable[str]:
+        """Tensors of the files that repeat another."""
+        table = self._table
+        tied = table.family.tied.items() if table.config.tie_embeddings else ()
+        return [copy for copy, original in tied if original == name and copy in self._file_names]
+
+
+def _take_memory(model: nn.Module) -> None:
+    """Puts zeros in the place of parameters that have no memory yet; a shared one stays shared."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, bare in list(module.named_parameters(recurse=False)):
+            if bare not in made:
+                parameter = ShardedParameter(torch.zeros(bare.shape, dtype=bare.dtype))
+                parameter.shard = shard_of(bare)
+                made[bare] = parameter
+            setattr(module, name, made[bare])
+    assert not any(buffer.is_meta for buffer in model.buffers()), "buffers have values that no file has"

@@ -1,0 +1,41 @@
+"""Qwen3: `Qwen3ForCausalLM`, a Llama with norms of queries and keys, and a window for some layers."""
+
+from typing import Any
+
+from lightning_megatron.hf import gated_decoder
+from lightning_megatron.hf.config_reader import HARMLESS, ConfigReader
+from lightning_megatron.hf.family import Family
+from lightning_megatron.hf.qwen2 import DEFAULTS
+from lightning_megatron.models.gpt import GPTConfig
+
+
+def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
+    """Our fields."""
+    reader.require("attention_bias", False)
+    fields = gated_decoder.config_from_hf(reader)
+    return {**fields, "qk_norm": True, **gated_decoder.window_from_hf(reader)}
+
+
+def config_to_hf(config: GPTConfig) -> dict[str, Any]:
+    """Their fields."""
+    return {**gated_decoder.config_to_hf(config), "attention_bias": False, **gated_decoder.window_to_hf(config)}
+
+
+def faults(config: GPTConfig) -> list[str]:
+    """Why a configuration is no Qwen3."""
+    return gated_decoder.faults(config, add_bias_linear=False, add_qkv_bias=False, qk_norm=True)
+
+
+FAMILY = Family(
+    name="qwen3",
+    architecture="Qwen3ForCausalLM",
+    prefix=gated_decoder.PREFIX,
+    rows=gated_decoder.ROWS,
+    ignored=gated_decoder.IGNORED,
+    tied=gated_decoder.TIED,
+    defaults={**DEFAULTS, "head_dim": 128},
+    harmless=HARMLESS,
+    config_from_hf=config_from_hf,
+    config_to_hf=config_to_hf,
+    faults=faults,
+)

@@ -1,0 +1,137 @@
+"""A model on any mesh into a folder that transformers loads.
+
+Tensor by tensor: the ranks that share a weight gather it, and the first of each stage writes it to its place in the
+files, which all stages share. No rank has more than one whole weight, and one tensor of theirs, beside its own.
+"""
+
+import os
+import shutil
+from collections.abc import Iterable
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.comm import collectives
+from lightning_megatron.hf.blocks import empty_source, fill_theirs
+from lightning_megatron.hf.families import family_of_config
+from lightning_megatron.hf.family import Table
+from lightning_megatron.hf.shards import MAX_SHARD_BYTES, ShardPlan, finish_draft, start_draft
+from lightning_megatron.models.gpt import GPTModel
+from lightning_megatron.sharding import shard_of
+
+
+def save_pretrained(
+    model: GPTModel,
+    path: str | os.PathLike[str],
+    *,
+    family: str | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    tokenizer_from: str | os.PathLike[str] | None = None,
+) -> None:
+    """Writes `config.json` and safetensors files of at most `max_shard_bytes`; every rank of the mesh calls it.
+
+    `family` is needed where several fit. `dtype` is that of the files, by default the narrowest that holds all weights.
+    The tokenizer's files are copied from `tokenizer_from`. Nothing may be at the path, which all ranks see; the folder
+    appears there whole, by a rename. Waits for all ranks. Raises ValueError for what no family can say.
+    """
+    table = Table(family_of_config(model.config, family), model.config)
+    parameters = dict(model.named_parameters())
+    world = model.mesh.world
+    if dtype is None:
+        # Stages may hold different ones.
+        own = {parameter.dtype for parameter in parameters.values()}
+        dtype = common_dtype(found for rank in collectives.gather_objects(own, world) for found in rank)
+    plan = ShardPlan.of(table.theirs, dtype, max_shard_bytes)
+    target, tokenizer = Path(path), Path(tokenizer_from) if tokenizer_from is not None else None
+    draft, fault = collectives.broadcast_object(_start(target, tokenizer, plan) if world.is_first else None, world)
+    if fault is not None:
+        raise fault
+    fault = _write(model, parameters, table, plan, draft)
+    faults = [found for found in collectives.gather_objects(fault, world) if found is not None]
+    if world.is_first:
+        if faults:
+            shutil.rmtree(draft, ignore_errors=True)
+        else:
+            fault = _finish(draft, target, hf_config(table, dtype), tokenizer)
+            faults = [fault] if fault is not None else []
+    faults = collectives.broadcast_object(faults, world)
+    if faults:
+        raise OSError(f"{target} could not be written: {faults[0]}")
+
+
+def hf_config(table: Table, dtype: torch.dtype) -> dict[str, Any]:
+    """The `config.json` of a model."""
+    family = table.family
+    named = {"architectures": [family.architecture], "model_type": family.name}
+    return {**named, **family.config_to_hf(table.config), "torch_dtype": str(dtype).removeprefix("torch.")}
+
+
+def common_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """The narrowest dtype that holds all of them."""
+    return reduce(torch.promote_types, dtypes)
+
+
+def _start(target: Path, tokenizer: Path | None, plan: ShardPlan) -> tuple[Path | None, Exception | None]:
+    try:
+        draft = start_draft(target, tokenizer)
+        plan.begin(draft)
+    except (ValueError, OSError) as fault:
+        return None, fault
+    return draft, None
+
+
+def _finish(draft: Path, target: Path, config: dict[str, Any], tokenizer: Path | None) -> Exception | None:
+    try:
+        finish_draft(draft, target, config, tokenizer)
+    except (ValueError, OSError) as fault:
+        shutil.rmtree(draft, ignore_errors=True)
+        return fault
+    return None
+
+
+@torch.no_grad()
+def _write(
+    model: GPTModel, parameters: dict[str, torch.nn.Parameter], table: Table, plan: ShardPlan, draft: Path
+) -> Exception | None:
+    """Writes what this rank is to write; a fault ends its writing, and not its part in gathering."""
+    mesh, fault = model.mesh, None
+    for part in (name for stage in mesh.own_stages for name in model.parts_of(stage)):
+        # An optimizer may still be sending its weights.
+        model.before_part(part)
+    is_writer = all(axis.is_first for axis in (mesh.dp, mesh.cp, mesh.tp))
+    for name, link in table.links.items():
+        if _stage_of(model, name) not in mesh.own_stages:
+            continue
+        ours = _gathered(parameters[name])
+        if not is_writer or fault is not None:
+            continue
+        try:
+            for place, source in enumerate(link.sources):
+                theirs = empty_source(table.theirs[source], ours.dtype)
+                fill_theirs(theirs, place, link.blocks, ours)
+                plan.put(draft, source, theirs)
+        except OSError as error:
+            fault = error
+    return fault
+
+
+def _stage_of(model: GPTModel, name: str) -> int:
+    """The stage of the part that a tensor belongs to; others may hold it too, tied."""
+    return next(
+        stage
+        for stage in range(model.mesh.sizes.num_stages)
+        if any(name.startswith(f"{part}.") for part in model.parts_of(stage))
+    )
+
+
+def _gathered(parameter: Tensor) -> Tensor:
+    """The unsplit weight, on every rank that has a part of it."""
+    shard = shard_of(parameter)
+    if shard.dim is None or shard.axis is None:
+        return parameter.detach()
+    whole = collectives.all_gather(parameter.detach(), shard.axis, dim=shard.dim)
+    return whole.narrow(shard.dim, 0, shard.global_shape[shard.dim])

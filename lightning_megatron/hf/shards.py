@@ -1,0 +1,160 @@
+"""Weights on their way into a folder that transformers loads: which file holds which tensor, and where in it.
+
+The plan follows from names, shapes and dtype alone, so every rank makes the same, and the files do not depend on the
+mesh. Anyone may put any tensor in its place: a writer needs memory for one tensor.
+
+A file: 8 bytes with the length of the header, the header (JSON: dtype, shape and place of each tensor), the tensors.
+"""
+
+import json
+import math
+import os
+import shutil
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.hf.blocks import Shape
+from lightning_megatron.hf.folder import CONFIG, DTYPES, INDEX, SINGLE
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+# A header is padded to a multiple of this, so that tensors begin aligned.
+_ALIGNMENT_BYTES = 8
+MAX_SHARD_BYTES = 5 * 2**30
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "generation_config.json",
+)
+"""What goes along with a model, besides `chat_template.*`."""
+
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Fields of a `config.json` that a tokenizer knows and a model does not."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies: its file, and its first byte there."""
+
+    file: str
+    offset_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardPlan:
+    """All files of a model's weights."""
+
+    headers: Mapping[str, bytes]
+    # of each file: its first bytes
+    lengths_bytes: Mapping[str, int]
+    # of each file
+    places: Mapping[str, Place]
+    # of each tensor
+    dtype: torch.dtype
+    # of all tensors
+
+    @staticmethod
+    def of(shapes: Mapping[str, Shape], dtype: torch.dtype, max_shard_bytes: int) -> "ShardPlan":
+        """Tensors in their order, a new file where the next would make one longer than `max_shard_bytes`.
+
+        A larger tensor is a file of its own. Raises ValueError for a dtype that files do not hold.
+        """
+        if dtype not in _NAMES:
+            raise ValueError(f"dtype ({dtype}) must be one of {', '.join(map(str, _NAMES))}")
+        if max_shard_bytes < 1:
+            raise ValueError(f"max_shard_bytes ({max_shard_bytes}) must be at least 1")
+        groups: list[list[str]] = [[]]
+        num_bytes = 0
+        for name, shape in shapes.items():
+            length = math.prod(shape) * dtype.itemsize
+            if groups[-1] and num_bytes + length > max_shard_bytes:
+                groups.append([])
+                num_bytes = 0
+            groups[-1].append(name)
+            num_bytes += length
+        headers, lengths, places = {}, {}, {}
+        for number, names in enumerate(groups, start=1):
+            file = SINGLE if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+            header, end = _header({name: shapes[name] for name in names}, dtype)
+            headers[file], lengths[file] = header, len(header) + end
+            offset = len(header)
+            for name in names:
+                places[name] = Place(file, offset)
+                offset += math.prod(shapes[name]) * dtype.itemsize
+        return ShardPlan(headers=headers, lengths_bytes=lengths, places=places, dtype=dtype)
+
+    def begin(self, folder: Path) -> None:
+        """Makes every file, with its header and at its full length."""
+        for file, header in self.headers.items():
+            with (folder / file).open("wb") as stream:
+                stream.write(header)
+                stream.truncate(self.lengths_bytes[file])
+        if len(self.headers) > 1:
+            total = sum(length - len(self.headers[file]) for file, length in self.lengths_bytes.items())
+            weight_map = {name: place.file for name, place in sorted(self.places.items())}
+            write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+    def put(self, folder: Path, name: str, tensor: Tensor) -> None:
+        """Writes a tensor to its place."""
+        place = self.places[name]
+        values = tensor.detach().to(device="cpu", dtype=self.dtype).contiguous()
+        with (folder / place.file).open("r+b") as stream:
+            stream.seek(place.offset_bytes)
+            stream.write(values.view(-1).view(torch.uint8).numpy().data)
+
+
+def _header(shapes: Mapping[str, Shape], dtype: torch.dtype) -> tuple[bytes, int]:
+    """The first bytes of a file, and how many bytes of tensors follow."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT_BYTES)
+    return len(text).to_bytes(8, "little") + text, end
+
+
+def write_json(file: Path, value: Mapping[str, Any]) -> None:
+    """The value as text that people read."""
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def start_draft(path: Path, tokenizer_from: Path | None) -> Path:
+    """A new folder beside `path`, to be renamed to it. Raises ValueError where `path` is taken."""
+    if path.is_dir() and not any(path.iterdir()):
+        path.rmdir()
+    if path.exists():
+        raise ValueError(f"{path} exists and is not empty; give a path where nothing is, or remove it")
+    if tokenizer_from is not None and not tokenizer_from.is_dir():
+        raise ValueError(f"tokenizer_from ({tokenizer_from}) is no folder; give the folder that the tokenizer is in")
+    draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}.draft")
+    draft.mkdir(parents=True)
+    return draft
+
+
+def finish_draft(draft: Path, path: Path, config: Mapping[str, Any], tokenizer_from: Path | None) -> None:
+    """Adds what is not weights, and renames the draft to `path`."""
+    ids: dict[str, Any] = dict.fromkeys(TOKEN_IDS)
+    if tokenizer_from is not None:
+        for name in TOKENIZER_FILES:
+            if (tokenizer_from / name).is_file():
+                shutil.copyfile(tokenizer_from / name, draft / name)
+        for file in tokenizer_from.glob("chat_template.*"):
+            shutil.copyfile(file, draft / file.name)
+        if (tokenizer_from / CONFIG).is_file():
+            theirs = json.loads((tokenizer_from / CONFIG).read_text(encoding="utf-8"))
+            ids |= {name: theirs[name] for name in TOKEN_IDS if name in theirs}
+    write_json(draft / CONFIG, {**config, **ids})
+    os.rename(draft, path)

@@ -1,0 +1,116 @@
+"""`lightning-megatron convert`: both directions, what it says, and its mistakes."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_megatron.checkpoint import is_checkpoint, pieces_of_module, save
+from lightning_megatron.cli.main import main
+from lightning_megatron.hf import from_pretrained
+from lightning_megatron.mesh import Mesh
+from lightning_megatron.models import GPTConfig, GPTModel
+from tests.hf.tiny import files_of, saved
+
+FIELDS: dict[str, Any] = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 5}
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def printed(capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    assert main(["convert", *options]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def told(capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    """The one line of a command that ends with a mistake."""
+    assert main(["convert", *options]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1 and captured.err.endswith("\n")
+    return captured.err
+
+
+def bare_checkpoint(path: str) -> None:
+    """One that does not say what its model is."""
+    model = GPTModel(GPTConfig(**FIELDS), seed=1)
+    state = {f"model.{name}": value for name, value in model.state_dict(keep_vars=True).items()}
+    save(path, pieces_of_module(state), {}, world=Mesh.single().world)
+
+
+def test_there_and_back(capsys: pytest.CaptureFixture[str]) -> None:
+    saved("mistral", Path("theirs"))
+    Path("theirs/tokenizer.json").write_text("{}")
+    told_there = printed(capsys, "theirs", "model.ckpt")
+    num = sum(p.numel() for p in from_pretrained("theirs").parameters())
+    assert told_there == f"model.ckpt: mistral, {num:,} parameters in 15 tensors of float32\n"
+    assert is_checkpoint("model.ckpt")
+    options = ("--tokenizer-from", "theirs", "--dtype", "bfloat16", "--max-shard-bytes", "9000", "--json")
+    record = json.loads(printed(capsys, "model.ckpt", "again", *options))
+    assert record == {
+        "source": "model.ckpt",
+        "target": "again",
+        "family": "mistral",
+        "num_tensors": 21,
+        "num_parameters": num,
+        "dtype": "bfloat16",
+    }
+    names = files_of(Path("again"))
+    assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} < set(names)
+    assert len(names) > 5
+
+
+def test_a_configuration_comes_from_yaml_or_json(capsys: pytest.CaptureFixture[str]) -> None:
+    bare_checkpoint("bare.ckpt")
+    Path("model.yaml").write_text(
+        "\n".join(f"{name}: {value}" for name, value in [*FIELDS.items(), ("norm_epsilon", "1e-5")])
+    )
+    Path("model.json").write_text(json.dumps(asdict(GPTConfig(**FIELDS))))
+    for number, file in enumerate(("model.yaml", "model.json")):
+        assert "gpt2" in printed(capsys, "bare.ckpt", f"out{number}", "--config", file)
+    assert json.loads(Path("out0/config.json").read_text())["layer_norm_epsilon"] == 1e-5
+    assert files_of(Path("out0")) == files_of(Path("out1"))
+
+
+def test_mistakes_are_one_line_with_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:
+    saved("llama", Path("theirs"))
+    bare_checkpoint("bare.ckpt")
+    assert printed(capsys, "theirs", "model.ckpt")
+    Path("broken.yaml").write_text("a: [")
+    Path("list.yaml").write_text("- a")
+    for options, words in (
+        (("nowhere", "x.ckpt"), "nowhere is no folder"),
+        (("theirs", "x"), "TARGET (x) is to be a checkpoint, as theirs is none: end it in .ckpt"),
+        (("theirs", "x.ckpt", "--family", "llama"), "--family acts on a checkpoint as SOURCE alone"),
+        (("theirs", "x", "--submodule", "m", "--config", "c"), "--submodule acts on a checkpoint"),
+        (("theirs", "model.ckpt"), "model.ckpt exists"),
+        (("model.ckpt", "theirs", "--family", "llama"), "theirs exists and is not empty"),
+        (("model.ckpt", "x"), "say which: family='llama'"),
+        (("model.ckpt", "x", "--family", "gpt2"), "gpt2: position ('rotary') must be 'learned'"),
+        (("model.ckpt", "x", "--family", "falcon"), "family ('falcon') must be one of"),
+        (("model.ckpt", "x", "--family", "llama", "--max-shard-bytes", "0"), "max_shard_bytes (0)"),
+        (("model.ckpt", "x", "--family", "llama", "--tokenizer-from", "y"), "tokenizer_from (y) is no folder"),
+        (("model.ckpt", "x", "--submodule", "net"), "submodule ('net') must be one of 'model'"),
+        (("bare.ckpt", "x"), "--config model.yaml"),
+        (("bare.ckpt", "x", "--config", "broken.yaml"), "is neither YAML nor JSON"),
+        (("bare.ckpt", "x", "--config", "list.yaml"), "must be a table of fields"),
+        (("bare.ckpt", "x", "--config", "none.yaml"), "none.yaml"),
+        (("theirs", "x.ckpt", "--dtype", "int8"), "invalid choice: 'int8'"),
+    ):
+        assert words in told(capsys, *options), options
+    assert not any(Path(name).exists() for name in ("x", "x.ckpt"))
+    assert {path.name for path in Path().iterdir()} == {
+        "theirs",
+        "model.ckpt",
+        "bare.ckpt",
+        "broken.yaml",
+        "list.yaml",
+    }

@@ -1,0 +1,204 @@
+"""Every family computes what transformers computes, and comes back from us as it came, weights and configuration."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from lightning_megatron import hf
+from lightning_megatron.hf.config_reader import ConfigReader
+from lightning_megatron.hf.families import FAMILIES, family_of_config
+from lightning_megatron.models import GPTConfig
+from tests.hf.tiny import CASES, family_of, logits, ours, saved
+
+# Fields of theirs that say nothing of the numbers, or say again what another one says.
+NOT_COMPARED = {"_name_or_path", "bos_token_id", "eos_token_id", "dtype", "transformers_version"}
+SAID_TWICE = {"max_window_layers"}  # by layer_types
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    model = saved(case, tmp_path)
+    wanted = logits(model)
+    found = logits(ours(tmp_path))
+    # Both round at every step in float32.
+    assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max().clamp(min=1)
+    assert wanted.std() > 0.1
+    in_double = logits(ours(tmp_path, torch.float64))
+    # In float64 transformers still norms and turns in float32; GPT-2 does neither.
+    limit = 1e-12 if family_of(case) == "gpt2" else 5e-6
+    assert (in_double - logits(model.double())).abs().max() < limit * wanted.abs().max().clamp(min=1)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_model_comes_back_as_it_came(case: str, tmp_path: Path) -> None:
+    model = saved(case, tmp_path / "theirs")
+    hf.save_pretrained(ours(tmp_path / "theirs"), tmp_path / "ours", family=family_of(case))
+    again, told = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(told.values()), told
+    wanted, found = model.state_dict(), again.state_dict()
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert torch.equal(logits(again), logits(model))
+    before, after = (comparable(m.config.to_dict()) for m in (model, again))
+    assert before == after
+
+
+def comparable(config: dict[str, Any]) -> dict[str, Any]:
+    """What of a configuration of transformers decides numbers, defaults written out."""
+    fields = {name: value for name, value in config.items() if name not in NOT_COMPARED | SAID_TWICE}
+    heads = fields.get("num_attention_heads", fields.get("n_head"))
+    fields.setdefault("head_dim", fields.get("hidden_size", fields.get("n_embd")) // heads)
+    rope = fields.get("rope_parameters")
+    if rope and rope["rope_type"] == "yarn":
+        # Written out by us: 0.1 ln(4) + 1.
+        fields["rope_parameters"] = {
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "attention_factor": pytest.approx(1.1386294361119891),
+            **rope,
+        }
+    return fields
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_field_that_transformers_knows_is_translated_or_known_to_be_harmless(family: str) -> None:
+    config = transformers.AutoConfig.for_model(family)
+    reader = ConfigReader({}, FAMILIES[family].defaults)
+    FAMILIES[family].config_from_hf(reader)
+    assert reader.faults == []
+    unknown = config.to_dict().keys() - reader.asked - FAMILIES[family].harmless
+    assert unknown == set()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fields_that_are_left_out_have_the_defaults_of_transformers(family: str) -> None:
+    written_out = transformers.AutoConfig.for_model(family).to_dict()
+    assert FAMILIES[family].config({"model_type": family}) == FAMILIES[family].config(written_out)
+
+
+SCALING = {"type": "linear", "factor": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "words"),
+    [
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx (True) must be False"),
+        ("gpt2", {"reorder_and_upcast_attn": True}, "reorder_and_upcast_attn (True) must be False"),
+        ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights (False) must be True"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention (True) must be False"),
+        ("gpt2", {"activation_function": "relu"}, "activation_function ('relu') must be one of 'gelu_new'"),
+        ("gpt2", {"embd_pdrop": 0.2}, "resid_pdrop (0.1) and embd_pdrop (0.2) must be equal"),
+        ("gpt2", {"n_head": 5}, "hidden_size (768) must be a multiple of num_attention_heads (5)"),
+        ("llama", {"attention_bias": True}, "attention_bias (True) and mlp_bias (False) must be equal"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act ('gelu') must be one of 'silu', 'swish'"),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type ('dynamic') must be one of"),
+        ("llama", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type ('longrope')"),
+        ("llama", {"rope_parameters": {"rope_type": "linear"}}, "rope_type 'linear' need a factor"),
+        ("llama", {"rope_scaling": {**SCALING, "wobble": 1}}, "rope settings wobble are not known"),
+        ("llama", {"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": False}}, "truncate (False)"),
+        ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor (0.5) must be 1"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor (0.5) must be 1"),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config is set"),
+        ("llama", {"hidden_size": None}, "hidden_size is not there"),
+        ("qwen3", {"attention_bias": True}, "attention_bias (True) must be False"),
+        ("qwen2", {"num_hidden_layers": 2, "layer_types": ["full_attention"]}, "layer_types (length 1"),
+        (
+            "qwen2",
+            {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
+            "layer_types have sliding_attention, and use_sliding_window (False)",
+        ),
+        ("qwen3", {"num_hidden_layers": 1, "layer_types": ["chunked_attention"]}, "kinds chunked_attention"),
+    ],
+)
+def test_a_field_that_changes_numbers_and_is_not_built_is_refused(
+    family: str, change: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError) as raised:
+        FAMILIES[family].config({"model_type": family, **change})
+    assert words in str(raised.value)
+
+
+def test_all_faults_of_a_config_are_told_at_once() -> None:
+    changes = {"reorder_and_upcast_attn": True, "activation_function": "relu", "embd_pdrop": 0.0}
+    with pytest.raises(ValueError) as raised:
+        FAMILIES["gpt2"].config(changes)
+    assert len(str(raised.value).splitlines()) == 4
+
+
+def test_both_spellings_of_rotary_settings_are_read_alike() -> None:
+    family = FAMILIES["llama"]
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    new = family.config({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **scaling}})
+    old = family.config({"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **scaling}})
+    oldest = family.config({"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **scaling}})
+    assert new == old == oldest
+    assert new.rope_scaling is not None and new.rotary_base == 5e5
+
+
+def test_layers_with_a_window_are_those_past_max_window_layers() -> None:
+    fields = {"num_hidden_layers": 5, "max_window_layers": 3, "use_sliding_window": True, "sliding_window": 9}
+    config = FAMILIES["qwen2"].config(fields)
+    assert [config.window_of(layer) for layer in range(5)] == [0, 0, 0, 9, 9]
+    assert FAMILIES["qwen2"].config({**fields, "max_window_layers": 5}).sliding_window == 0
+
+
+GATED: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "vocab_size": 9,
+    "activation": "swiglu",
+    "normalization": "rmsnorm",
+    "position": "rotary",
+    "add_bias_linear": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "family"),
+    [
+        ({**GATED, "add_bias_linear": True}, "llama"),
+        ({**GATED, "sliding_window": 4}, "mistral"),
+        ({**GATED, "add_qkv_bias": True, "sliding_window": 4, "full_attention_layers": (1,)}, "qwen2"),
+        ({**GATED, "qk_norm": True, "head_dim": 10}, "qwen3"),
+        ({"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 5}, "gpt2"),
+    ],
+)
+def test_the_family_follows_from_the_configuration(fields: dict[str, Any], family: str) -> None:
+    config = GPTConfig(**fields)
+    assert family_of_config(config, None).name == family_of_config(config, family).name == family
+
+
+def test_a_configuration_that_several_families_have_asks_which() -> None:
+    with pytest.raises(ValueError, match=r"fits families 'llama' and 'mistral'; say which: family='llama'"):
+        family_of_config(GPTConfig(**GATED), None)
+    assert family_of_config(GPTConfig(**GATED), "mistral").name == "mistral"
+
+
+def test_a_configuration_that_no_family_has_is_told_why_by_each() -> None:
+    config = GPTConfig(**{**GATED, "position": "none"}, qk_norm=True, add_qkv_bias=True)
+    with pytest.raises(ValueError) as raised:
+        family_of_config(config, None)
+    lines = str(raised.value).splitlines()
+    assert len(lines) == 1 + len(FAMILIES)
+    assert "llama: position ('none') must be 'rotary'; qk_norm (True) must be False" in lines[2]
+    assert "qwen3: position ('none') must be 'rotary'; add_qkv_bias (True) must be False" in lines[5]
+
+
+def test_an_unknown_family_is_told_which_there_are() -> None:
+    with pytest.raises(ValueError, match=r"family \('falcon'\) must be one of 'gpt2', 'llama'"):
+        family_of_config(GPTConfig(**GATED), "falcon")
+
+
+def test_an_unknown_model_type_is_told_which_there_are(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "falcon"}))
+    with pytest.raises(ValueError, match=r"model_type \('falcon'\) .* must be one of 'gpt2', .*'qwen3'"):
+        hf.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="has no model_type"):
+        hf.from_pretrained(tmp_path)
