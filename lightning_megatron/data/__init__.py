@@ -7,21 +7,29 @@ sampler = GlobalBatchSampler(samples, global_batch_size=256, num_replicas=dp.siz
 loader = DataLoader(samples, sampler.num_replica_samples, sampler=sampler, collate_fn=collate_tokens)
 """
 
-from lightning_megatron.data.collate import collate_tokens
+from lightning_megatron.data.chat_samples import ChatSamples, prepare_chats
+from lightning_megatron.data.chat_template import ChatTemplate, load_chat_template
+from lightning_megatron.data.collate import collate_padded, collate_tokens
 from lightning_megatron.data.pack import PackedTokens, TokenBlocks, pack_documents, prepare_tokens
 from lightning_megatron.data.sampler import GlobalBatchSampler
-from lightning_megatron.data.sources import load_documents, split_documents
+from lightning_megatron.data.sources import load_documents, load_rows, split_documents
 from lightning_megatron.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
 __all__ = [
+    "ChatSamples",
+    "ChatTemplate",
     "GlobalBatchSampler",
     "PackedTokens",
     "TokenBlocks",
     "Tokenizer",
+    "collate_padded",
     "collate_tokens",
+    "load_chat_template",
     "load_documents",
+    "load_rows",
     "load_tokenizer",
     "pack_documents",
+    "prepare_chats",
     "prepare_tokens",
     "split_documents",
     "train_tokenizer",

@@ -6,6 +6,7 @@ Last on the path from text to batches: what a loader hands to `training_step`.
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -22,3 +23,18 @@ def collate_tokens(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]
                 " have the same entries and lengths: pack documents to one sequence_length"
             )
     return {name: torch.stack([sample[name] for sample in samples]) for name in shapes}
+
+
+def collate_padded(
+    samples: Sequence[Mapping[str, Tensor]], *, padding: Mapping[str, int], multiple: int
+) -> dict[str, Tensor]:
+    """The samples' entries, filled up at their ends with what `padding` says for each, and stacked: [batch, s].
+
+    s is the length of the longest sample of the batch, rounded up to a `multiple`.
+    """
+    longest = max(len(value) for sample in samples for value in sample.values())
+    length = -(-longest // multiple) * multiple
+    return {
+        name: torch.stack([F.pad(sample[name], (0, length - len(sample[name])), value=fill) for sample in samples])
+        for name, fill in padding.items()
+    }

@@ -90,6 +90,35 @@ def load_documents(
     return documents
 
 
+def load_rows(
+    *,
+    path: str | Path | None = None,
+    dataset: str | None = None,
+    split: str = "train",
+    cache_dir: str | Path | None = None,
+) -> "Documents":
+    """Rows with all of their columns, in a fixed order, from tables: files at `path`, or a named `dataset`.
+
+    Raises ValueError for none or both of the two, a source that is missing, and one that has no rows.
+    """
+    ways = "give a .json, .jsonl, .parquet, .csv or .arrow file, a directory or pattern of one kind as path, or dataset"
+    if (path is None) == (dataset is None):
+        raise ValueError(f"path ({path!r}) and dataset ({dataset!r}): one of them must be given; {ways}")
+    if dataset is not None:
+        source, rows = f"dataset ({dataset!r}), split ({split!r})", _named_dataset(dataset, split, cache_dir)
+    else:
+        assert path is not None
+        source, files = f"path ({str(path)!r})", files_of(path)
+        builders = sorted({_row_builder(file) for file in files})
+        if len(builders) > 1 or builders == [""]:
+            kinds = ", ".join(sorted({file.suffix or file.name for file in files}))
+            raise ValueError(f"{source} leads to files of kinds {kinds}, and rows come from tables of one kind; {ways}")
+        rows = _rows(builders[0], files, cache_dir)
+    if len(rows) == 0:
+        raise ValueError(f"{source} has no rows; {ways}")
+    return rows
+
+
 def files_of(path: str | Path) -> list[Path]:
     """Sorted files with something in them that a path stands for: itself, a directory's, or those that match.
 

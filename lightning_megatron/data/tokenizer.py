@@ -7,6 +7,7 @@ byte-level byte-pair encoding: its alphabet is the 256 bytes, so every text come
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -56,6 +57,28 @@ class Tokenizer:
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """The token ids of each text, with no special token added."""
         return [encoding.ids for encoding in self.engine.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def encode_spelled(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """The token ids of each text, and the characters [first, last + 1) that each token stands for.
+
+        Special tokens that are spelled out count as such: for texts that a template made. None is added.
+        """
+        encodings = self._spelled_engine.encode_batch(list(texts), add_special_tokens=False)
+        return [(encoding.ids, encoding.offsets) for encoding in encodings]
+
+    @cached_property
+    def opening(self) -> list[int]:
+        """The special token, if any, that the tokenizer puts in front of a text."""
+        ids = self.engine.encode("", add_special_tokens=True).ids
+        return [i for i in ids[:1] if i != self.end_of_text]
+
+    @cached_property
+    def _spelled_engine(self) -> "tokenizers.Tokenizer":
+        engine = type(self.engine).from_str(self.engine.to_str())
+        engine.encode_special_tokens = False
+        # It would take spaces out of what tokens stand for.
+        engine.post_processor = None
+        return engine
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of the token ids, special tokens spelled out."""

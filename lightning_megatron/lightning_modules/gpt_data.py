@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from lightning_megatron.data import (
     PackedTokens,
     Tokenizer,
+    collate_tokens,
     load_documents,
     load_tokenizer,
     prepare_tokens,
@@ -28,6 +29,7 @@ from lightning_megatron.data import (
 from lightning_megatron.data.sources import corpus_fingerprint, files_of
 from lightning_megatron.data.tokenizer import SMALLEST_VOCABULARY
 from lightning_megatron.lightning_modules.loaders import (
+    Collate,
     ReplicaLoader,
     Sample,
     evaluation_loader,
@@ -155,7 +157,7 @@ class GPTDataModule(L.LightningDataModule):
         """Tokenizer, samples to train on and samples held out; makes what is not in the cache yet."""
         if faults := self.faults():
             raise ConfigurationError(faults)
-        with _told_as_fault():
+        with told_as_fault():
             if self.tokenizer_path is not None and self._only_predicts:
                 return load_tokenizer(self.tokenizer_path), None, None
             documents = load_documents(
@@ -204,7 +206,7 @@ class GPTDataModule(L.LightningDataModule):
 
     def train_dataloader(self) -> ReplicaLoader:
         assert self._training is not None, "setup comes first; Trainer calls it"
-        with _told_as_fault():
+        with told_as_fault():
             loader = training_loader(
                 self._training.dataset,
                 self._training.count,
@@ -212,6 +214,7 @@ class GPTDataModule(L.LightningDataModule):
                 replica=self._replica,
                 seed=self.seed,
                 num_workers=self.num_workers,
+                collate=self._collate,
             )
         if self._resumed is not None:
             loader.load_state_dict(self._resumed)
@@ -223,7 +226,7 @@ class GPTDataModule(L.LightningDataModule):
         """One loader, and none where nothing is held out."""
         if self._held_out is None:
             return []
-        with _told_as_fault():
+        with told_as_fault():
             return [
                 evaluation_loader(
                     self._held_out.dataset,
@@ -231,6 +234,7 @@ class GPTDataModule(L.LightningDataModule):
                     global_batch_size=self.global_batch_size,
                     replica=self._replica,
                     num_workers=self.num_workers,
+                    collate=self._collate,
                 )
             ]
 
@@ -242,6 +246,11 @@ class GPTDataModule(L.LightningDataModule):
         # An empty prompt starts where a document would.
         ids = [encoded or [self.tokenizer.end_of_text] for encoded in self.tokenizer.encode(self.prompts or [""])]
         return prompt_loader([torch.tensor(prompt) for prompt in ids])
+
+    @property
+    def _collate(self) -> Collate:
+        """What makes a batch of samples."""
+        return collate_tokens
 
     @property
     def _replica(self) -> Replica:
@@ -262,7 +271,7 @@ class GPTDataModule(L.LightningDataModule):
 
 
 @contextmanager
-def _told_as_fault() -> Iterator[None]:
+def told_as_fault() -> Iterator[None]:
     """What `data` says with a ValueError is about what the user gave."""
     try:
         yield

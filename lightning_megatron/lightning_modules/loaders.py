@@ -3,7 +3,7 @@
 Between the samplers of `data/` and Lightning's loops.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from lightning_megatron.data import GlobalBatchSampler, collate_tokens
 from lightning_megatron.trainer.replica import Replica
 
 Sample = dict[str, Tensor]
+Collate = Callable[[list[Sample]], Sample]
 
 
 class ReplicaLoader(DataLoader[Sample]):
@@ -69,23 +70,30 @@ def training_loader(
     replica: Replica,
     seed: int,
     num_workers: int,
+    collate: Collate = collate_tokens,
 ) -> ReplicaLoader:
     """Shuffled batches of global_batch_size / replicas samples; what does not fill a global batch is left out."""
     sampler = GlobalBatchSampler(
         range(num_samples), global_batch_size=global_batch_size, num_replicas=replica.size, rank=replica.rank, seed=seed
     )
-    return _loader(samples, sampler, num_workers)
+    return _loader(samples, sampler, num_workers, collate)
 
 
 def evaluation_loader(
-    samples: Dataset[Sample], num_samples: int, *, global_batch_size: int, replica: Replica, num_workers: int
+    samples: Dataset[Sample],
+    num_samples: int,
+    *,
+    global_batch_size: int,
+    replica: Replica,
+    num_workers: int,
+    collate: Collate = collate_tokens,
 ) -> ReplicaLoader:
     """All samples in order, once each, in batches of global_batch_size / replicas."""
     whole = WholeBatches(samples, num_samples, global_batch_size)
     sampler = GlobalBatchSampler(
         whole, global_batch_size=global_batch_size, num_replicas=replica.size, rank=replica.rank, shuffle=False
     )
-    return _loader(whole, sampler, num_workers)
+    return _loader(whole, sampler, num_workers, collate)
 
 
 def prompt_loader(prompts: list[Tensor]) -> DataLoader[Sample]:
@@ -96,12 +104,12 @@ def prompt_loader(prompts: list[Tensor]) -> DataLoader[Sample]:
     return DataLoader(samples, batch_size=1, sampler=everywhere, collate_fn=collate_tokens)
 
 
-def _loader(samples: Dataset[Sample], sampler: GlobalBatchSampler, num_workers: int) -> ReplicaLoader:
+def _loader(samples: Dataset[Sample], sampler: GlobalBatchSampler, num_workers: int, collate: Collate) -> ReplicaLoader:
     return ReplicaLoader(
         samples,
         batch_size=sampler.num_replica_samples,
         sampler=sampler,
-        collate_fn=collate_tokens,
+        collate_fn=collate,
         num_workers=num_workers,
         persistent_workers=num_workers > 0,
         pin_memory=torch.cuda.is_available(),

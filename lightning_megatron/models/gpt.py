@@ -112,7 +112,6 @@ class GPTModel(PipelineModule):
         config = self.config
         places_S = torch.arange(sequence, device=tokens.device)
         positions_BS = places_S.unsqueeze(0)
-        drops = config.hidden_dropout > 0 or config.attention_dropout > 0
         cos_BSR, sin_BSR = rotary.angles(positions_BS, config.rotary_width, config.rotary_base, config.rope_scaling)
         return Tokens(
             batch=batch,
@@ -120,7 +119,7 @@ class GPTModel(PipelineModule):
             sp=self.mesh.sp,
             places_S=places_S,
             positions_BS=positions_BS,
-            sample_keys_B=self.draws.sample_keys(batch if drops else 0, tokens.device),
+            sample_keys_B=self.draws.sample_keys(batch, tokens.device),
             rotary_cos_BSR=cos_BSR,
             rotary_sin_BSR=sin_BSR,
         )

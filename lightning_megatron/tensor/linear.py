@@ -11,7 +11,7 @@ Dims: T tokens, I features in, O features out.
 Source: Narayanan et al., arXiv 2104.04473, section 2.3; Korthikanti et al., arXiv 2205.05198, section 4.2.2.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,16 +27,39 @@ from lightning_megatron.tensor.plain_product import PLAIN
 from lightning_megatron.tensor.weight_gradients import Way, WeightGradientLayer, WeightGradients
 
 
+class RowKeys(Protocol):
+    """The random keys of a stream of tokens, which name what is dropped of them."""
+
+    @property
+    def shard_keys(self) -> Tensor:
+        """Those of this rank's part of the stream: int64 [T/sp]."""
+        ...
+
+    @property
+    def stream_keys(self) -> Tensor:
+        """Those of all of it: int64 [T]."""
+        ...
+
+
 class ParallelLinear(WeightGradientLayer):
-    """A linear layer over `tp` that multiplies as its `product` says."""
+    """A linear layer over `tp` that multiplies as its `product` says.
+
+    `lora`, where it is there, is a low-rank path beside it (`tensor.low_rank`): it gets the same input, and the keys of
+    its tokens, and what it returns is added.
+    """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    lora: nn.Module | None
 
     def __init__(self, tp: Axis, sp: Axis) -> None:
         super().__init__()
         self.tp, self.sp = tp, sp
         self.product: Product = PLAIN
+        self.lora = None
+
+    def _with_lora(self, y_TO: Tensor, x_TI: Tensor, tokens: RowKeys | None) -> Tensor:
+        return y_TO if self.lora is None else y_TO + self.lora(x_TI, tokens)
 
     @property
     def input_axis(self) -> Axis:
@@ -77,8 +100,8 @@ class ColumnParallelLinear(ParallelLinear):
     def gradient_axis(self) -> Axis:
         return self.tp
 
-    def forward(self, x_TI: Tensor) -> Tensor:
-        return column_parallel_linear(
+    def forward(self, x_TI: Tensor, tokens: RowKeys | None = None) -> Tensor:
+        y_TO = column_parallel_linear(
             x_TI,
             self.weight,
             self.bias,
@@ -87,6 +110,7 @@ class ColumnParallelLinear(ParallelLinear):
             gradients=self.weight_gradients,
             product=self.product,
         )
+        return self._with_lora(y_TO, x_TI, tokens)
 
 
 class RowParallelLinear(ParallelLinear):
@@ -107,8 +131,8 @@ class RowParallelLinear(ParallelLinear):
     def gradient_axis(self) -> Axis:
         return self.sp
 
-    def forward(self, x_TI: Tensor) -> Tensor:
-        return row_parallel_linear(
+    def forward(self, x_TI: Tensor, tokens: RowKeys | None = None) -> Tensor:
+        y_TO = row_parallel_linear(
             x_TI,
             self.weight,
             self.bias,
@@ -117,6 +141,7 @@ class RowParallelLinear(ParallelLinear):
             gradients=self.weight_gradients,
             product=self.product,
         )
+        return self._with_lora(y_TO, x_TI, tokens)
 
 
 def column_parallel_linear(

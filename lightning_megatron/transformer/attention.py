@@ -190,7 +190,7 @@ class SelfAttention(RecomputeLayer):
         )
 
     def forward(self, hidden_TH: Tensor, tokens: Tokens) -> Tensor:
-        fused_TC = self.qkv(hidden_TH)
+        fused_TC = self.qkv(hidden_TH, tokens)
         if self.is_gathered:
             fused_TC = differentiable.gather(fused_TC, self.tp, dim=-1)
         queries, keys, values = self._split(fused_TC, tokens)
@@ -204,7 +204,7 @@ class SelfAttention(RecomputeLayer):
             attended = F.scaled_dot_product_attention(
                 queries, keys, values, is_causal=self.is_causal, enable_gqa=self.heads.num_queries > 1
             )
-        output: Tensor = self.projection(tokens.pad(attended.transpose(1, 2).reshape(tokens.num_real, -1)))
+        output: Tensor = self.projection(tokens.pad(attended.transpose(1, 2).reshape(tokens.num_real, -1)), tokens)
         return output
 
     def _split(self, fused_TC: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:

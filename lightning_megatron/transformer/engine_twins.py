@@ -31,7 +31,7 @@ class LinearTwin(nn.Module):
         self._norm = (norm,)
         self._engine = (_engine_of(linear, norm),)
 
-    def forward(self, x_TI: Tensor) -> Tensor:
+    def forward(self, x_TI: Tensor, tokens: object = None) -> Tensor:
         parameters = {"weight": self.weight.flatten(0, -2)}
         if self.bias is not None:
             parameters["bias"] = self.bias.flatten()
@@ -61,6 +61,11 @@ class TwinLayer:
     """A transformer layer whose linears are twins, until they give back their places."""
 
     def __init__(self, layer: TransformerLayer) -> None:
+        if any(isinstance(module, ParallelLinear) and module.lora is not None for module in layer.modules()):
+            raise ValueError(
+                "Transformer Engine runs whole linears and cannot run the low-rank paths (lora) beside them; use fp8 "
+                "with engine='torch', or leave one of the two out"
+            )
         self._places: list[tuple[nn.Module, str, nn.Module]] = []
         self.twins: list[LinearTwin] = []
         for room, norm_name, first, second in (

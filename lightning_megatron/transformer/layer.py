@@ -52,16 +52,16 @@ class TransformerLayer(RecomputeLayer):
     def forward(self, hidden_TH: Tensor, tokens: Tokens) -> Tensor:
         attended_TH = self._norm_and(self.attention_norm, lambda x: self.attention(x, tokens), hidden_TH)
         hidden_TH = hidden_TH + self.after_attention(attended_TH, tokens)
-        output_TH: Tensor = hidden_TH + self.after_mlp(self._norm_and_mlp(hidden_TH), tokens)
+        output_TH: Tensor = hidden_TH + self.after_mlp(self._norm_and_mlp(hidden_TH, tokens), tokens)
         return output_TH
 
-    def _norm_and_mlp(self, hidden_TH: Tensor) -> Tensor:
+    def _norm_and_mlp(self, hidden_TH: Tensor, tokens: Tokens) -> Tensor:
         if "mlp" not in self.recomputed:
-            return self._norm_and(self.mlp_norm, self.mlp, hidden_TH)
+            return self._norm_and(self.mlp_norm, lambda x: self.mlp(x, tokens), hidden_TH)
         if "norm" in self.recomputed:
-            output_TH: Tensor = checkpoint(lambda x: self.mlp(self.mlp_norm(x)), hidden_TH)
+            output_TH: Tensor = checkpoint(lambda x: self.mlp(self.mlp_norm(x), tokens), hidden_TH)
         else:
-            output_TH = checkpoint(self.mlp, as_product_input(self.mlp_norm(hidden_TH)))
+            output_TH = checkpoint(lambda x: self.mlp(x, tokens), as_product_input(self.mlp_norm(hidden_TH)))
         return output_TH
 
     def _norm_and(self, norm: LayerNorm | RMSNorm, half: Callable[[Tensor], Tensor], hidden_TH: Tensor) -> Tensor:

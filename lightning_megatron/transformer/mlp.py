@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import Initial
-from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.tensor.linear import ColumnParallelLinear, RowKeys, RowParallelLinear
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.recompute import RecomputeLayer, apply_unkept
 
@@ -68,12 +68,13 @@ class MLP(RecomputeLayer):
             initial=Initial(std=config.output_std),
         )
 
-    def forward(self, hidden_TH: Tensor) -> Tensor:
-        up = self.up(hidden_TH)
+    def forward(self, hidden_TH: Tensor, tokens: RowKeys | None = None) -> Tensor:
+        """`tokens` are for what drops inside of the linears."""
+        up = self.up(hidden_TH, tokens)
         if "activation" in self.recomputed:
-            output: Tensor = apply_unkept(self._activate, self.down, up)
+            output: Tensor = apply_unkept(self._activate, lambda x: self.down(x, tokens), up)
         else:
-            output = self.down(self._activate(up))
+            output = self.down(self._activate(up), tokens)
         return output
 
     def _activate(self, x: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ class Tokens:
     positions_BS: Tensor
     # int64 [batch or 1, sequence]: what position embeddings see
     sample_keys_B: Tensor
-    # int64: random key of each sequence; empty where nothing is dropped
+    # int64: random key of each sequence
     rotary_cos_BSR: Tensor
     # float64 [batch or 1, sequence, pairs]: of the angles by which queries and keys turn; no pairs, no turn
     rotary_sin_BSR: Tensor
@@ -77,10 +77,14 @@ class Tokens:
     @cached_property
     def keys_BS(self) -> Tensor:
         """A random key for each real token, int64 [B, S]."""
-        assert self.sample_keys_B.numel() == self.batch, "the model made no random keys, yet a layer drops"
         return rng.bits(self.sample_keys_B.unsqueeze(1), self.places_S)
+
+    @cached_property
+    def stream_keys(self) -> Tensor:
+        """A random key for each token of the stream: int64 [T]."""
+        return self.flat(self.keys_BS)
 
     @cached_property
     def shard_keys(self) -> Tensor:
         """A random key for each token of this rank's part: int64 [T/sp]."""
-        return self.shard(self.flat(self.keys_BS))
+        return self.shard(self.stream_keys)

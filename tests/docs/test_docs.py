@@ -17,8 +17,10 @@ import pytest
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.cli import convert, schedule
 from lightning_megatron.lightning_modules import AdamWConfig, GenerationConfig, GPTDataModule
+from lightning_megatron.lightning_modules.chat_data import ChatDataModule
 from lightning_megatron.models import GPTConfig
 from lightning_megatron.trainer.precision import SUPPORTED
+from lightning_megatron.transformer.lora import LoraConfig
 from tests.certificate.cases import HALF_LAYOUTS, HALF_ROUNDOFF, LAYOUTS, VARIANTS
 from tests.harness.ranks import run_on_ranks
 
@@ -240,12 +242,14 @@ def parameters_of(kind: type) -> set[str]:
 
 
 def known_options() -> set[str]:
-    """Options of the recipe, of our own commands, and of torchrun as far as they are named."""
+    """Options of the recipes, of our own commands, and of torchrun as far as they are named."""
     options = {"config", "print_config", "nproc-per-node", "ckpt_path"}
     options |= {f"trainer.{name}" for name in parameters_of(L.Trainer)}
     options |= {f"trainer.strategy.init_args.{name}" for name in parameters_of(MegatronStrategy)}
     options |= {f"data.{name}" for name in parameters_of(GPTDataModule)}
-    for name, kind in (("config", GPTConfig), ("optimizer", AdamWConfig), ("generation", GenerationConfig)):
+    options |= {f"data.{name}" for name in parameters_of(ChatDataModule)} | {"model.path", "export.path"}
+    configs = {"config": GPTConfig, "optimizer": AdamWConfig, "generation": GenerationConfig, "lora": LoraConfig}
+    for name, kind in configs.items():
         options |= {f"model.{name}.{field.name}" for field in fields(kind)}
     for script in (ROOT / "tests/certificate/__main__.py", *(ROOT / "benchmarks").glob("*.py")):
         options |= set(re.findall(r'add_argument\("--([\w-]+)"', script.read_text()))

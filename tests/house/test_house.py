@@ -20,6 +20,7 @@ DOORS = {
     "pytorch_lightning": (),
     "datasets": ("data/sources.py",),
     "tokenizers": ("data/tokenizer.py",),
+    "jinja2": ("data/chat_template.py",),
     "transformer_engine": ("precision/fp8.py",),
     "safetensors": ("hf/",),
     "transformers": ("hf/",),

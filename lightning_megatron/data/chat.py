@@ -1,0 +1,145 @@
+"""A row of a table as tokens, of which those that an assistant is to say are marked: what fine-tuning is trained on.
+
+    columns                text                                      marked
+    messages (role,        what the tokenizer's chat template makes  what it adds for each message of the assistant,
+    content)               of them                                   after the words that open an answer
+    prompt, completion     one after the other, and the end of text  the completion and the end
+    text                   itself and the end of text                all of it
+
+A text is tokenized whole, as it is when the model is used. A token is marked where all of its characters are. Special
+tokens that are spelled out in a row count as such.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lightning_megatron.data.chat_template import ChatTemplate, Message
+from lightning_megatron.data.tokenizer import Tokenizer
+
+RowKind = Literal["messages", "completion", "text"]
+_COLUMNS: dict[RowKind, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "completion": ("prompt", "completion"),
+    "text": ("text",),
+}
+Span = tuple[int, int]
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class MarkedTokens:
+    """Token ids, and for each whether it is one to learn."""
+
+    ids: list[int]
+    is_marked: list[bool]
+
+
+def kind_of_rows(columns: Sequence[str]) -> RowKind:
+    """What a table's columns say its rows are: the first that fits of messages, completion and text.
+
+    Raises ValueError where none does.
+    """
+    for kind, needed in _COLUMNS.items():
+        if set(needed) <= set(columns):
+            return kind
+    raise ValueError(
+        f"the rows have the columns {', '.join(map(repr, columns))}; fine-tuning needs 'messages' (a list of role and "
+        "content), or 'prompt' and 'completion', or 'text'; rename the columns of the file"
+    )
+
+
+def row_encoder(
+    kind: RowKind, tokenizer: Tokenizer, template: ChatTemplate | None
+) -> Callable[[Sequence[Row]], list[MarkedTokens]]:
+    """The function that turns rows of a kind into marked tokens; it raises ValueError for a row that is not of it."""
+    if kind == "messages" and template is None:
+        raise ValueError(
+            "the rows have 'messages', and the tokenizer has no chat template: its directory holds neither "
+            "chat_template.jinja nor a chat_template in tokenizer_config.json; use the tokenizer of an instruct model, "
+            "or rows of 'prompt' and 'completion'"
+        )
+
+    def encode(rows: Sequence[Row]) -> list[MarkedTokens]:
+        if kind == "messages":
+            assert template is not None
+            return _marked([chat_spans(_messages(row), template) for row in rows], tokenizer)
+        if kind == "completion":
+            pairs = [(_text(row, "prompt"), _text(row, "completion")) for row in rows]
+            texts = [(prompt + answer, [(len(prompt), len(prompt) + len(answer))]) for prompt, answer in pairs]
+        else:
+            texts = [(text, [(0, len(text))]) for text in (_text(row, "text") for row in rows)]
+        return [_between(tokenizer, marked) for marked in _marked(texts, tokenizer)]
+
+    return encode
+
+
+def chat_spans(messages: Sequence[Message], template: ChatTemplate) -> tuple[str, list[Span]]:
+    """The text of a conversation, and where in it stands what the assistant says, with what ends each answer.
+
+    Raises ValueError for a template that writes an earlier turn in a way in which the answer to it is not found.
+    """
+    text = template.render(messages)
+    spans = []
+    for place, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = template.render(messages[:place], opens_answer=True)
+        through = template.render(messages[: place + 1])
+        start, end = len(before), _end_of_answer(text, len(before), through, str(message.get("content") or "").strip())
+        if not text.startswith(before) or end < start:
+            raise ValueError(
+                "the chat template writes the words before an answer of the assistant in another way once more "
+                "messages follow, so its answers cannot be told from the rest; end each conversation with its only "
+                "answer, or give rows of 'prompt' and 'completion'"
+            )
+        spans.append((start, end))
+    return text, spans
+
+
+def _end_of_answer(text: str, start: int, through: str, content: str) -> int:
+    """Where an answer ends in the text of the whole conversation; -1 where that cannot be told."""
+    if text.startswith(through):
+        return len(through)
+    if not content:
+        return -1
+    # Some templates write an answer longer while it is the last (with the thoughts that led to it); its own words and
+    # what ends them are the same.
+    closing = content + through.rpartition(content)[2]
+    place = text.find(closing, start)
+    return -1 if place < 0 else place + len(closing)
+
+
+def _messages(row: Row) -> list[Message]:
+    messages: list[Message] = row["messages"]
+    is_sound = isinstance(messages, list) and all(
+        isinstance(m, Mapping) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str | None)
+        for m in messages
+    )
+    if not is_sound or not messages:
+        raise ValueError(f"'messages' must be a list of {{'role': text, 'content': text}}, and a row has {messages!r}")
+    return messages
+
+
+def _text(row: Row, column: str) -> str:
+    value = row[column]
+    if not isinstance(value, str):
+        raise ValueError(f"{column!r} must be text, and a row has {value!r}; put conversations under 'messages'")
+    return value
+
+
+def _marked(texts: Sequence[tuple[str, list[Span]]], tokenizer: Tokenizer) -> list[MarkedTokens]:
+    encoded = tokenizer.encode_spelled([text for text, _ in texts])
+    return [
+        MarkedTokens(ids, [any(start <= first and last <= end for start, end in spans) for first, last in offsets])
+        for (ids, offsets), (_, spans) in zip(encoded, texts, strict=True)
+    ]
+
+
+def _between(tokenizer: Tokenizer, marked: MarkedTokens) -> MarkedTokens:
+    """With the token that begins a text, where the tokenizer has one, and the marked one that ends it."""
+    opening = tokenizer.opening if marked.ids[:1] != tokenizer.opening else []
+    closing = [tokenizer.end_of_text] if marked.ids[-1:] != [tokenizer.end_of_text] else []
+    return MarkedTokens(
+        [*opening, *marked.ids, *closing], [*(False for _ in opening), *marked.is_marked, *(True for _ in closing)]
+    )

@@ -1,0 +1,136 @@
+"""Samples of fine-tuning: one row a sample, uneven in length, with a label where a token is to be learnt.
+
+Tokens of all rows lie one after the other in one file, made once by one process. A sample is no longer than
+`sequence_length`; what is behind is cut off and counted, and a row of which nothing to learn is left is dropped and
+counted. Samples are not packed: attention would go across them.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lightning_megatron.data.atomic_file import written_whole
+from lightning_megatron.data.chat import MarkedTokens, kind_of_rows, row_encoder
+from lightning_megatron.data.chat_template import ChatTemplate
+from lightning_megatron.data.sources import corpus_fingerprint
+from lightning_megatron.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from lightning_megatron.data.sources import Documents
+
+NO_LABEL = -100
+"""A position with this label has no target."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """What became of the rows of a table."""
+
+    samples: int
+    # rows that are samples
+    cut: int
+    # of them, those that were longer than a sample may be
+    dropped: int
+    # rows with nothing to learn within that length
+
+    def __str__(self) -> str:
+        return (
+            f"{self.samples} samples; {self.cut} of them were cut to sequence_length; {self.dropped} rows were dropped,"
+            " because nothing to learn was left within it"
+        )
+
+
+class ChatSamples(Dataset[dict[str, Tensor]]):
+    """Samples for next-token prediction from a file that `prepare_chats` wrote, held in memory."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        with np.load(self.path) as file:
+            self._tokens: NDArray[np.int32] = file["tokens"]
+            self._is_marked: NDArray[np.bool_] = file["is_marked"]
+            self._ends: NDArray[np.int64] = file["ends"]
+            self.kept = Kept(samples=len(self._ends), cut=int(file["cut"]), dropped=int(file["dropped"]))
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """`tokens` [s], `labels` [s] (the token after each, -100 where it is not to be learnt), `loss_mask` [s]."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        part = slice(self._ends[index - 1] if index else 0, self._ends[index])
+        ids = torch.from_numpy(self._tokens[part].astype(np.int64))
+        is_target = torch.from_numpy(self._is_marked[part][1:].copy())
+        labels = torch.where(is_target, ids[1:], NO_LABEL)
+        return {"tokens": ids[:-1], "labels": labels, "loss_mask": is_target.float()}
+
+    def __reduce__(self) -> tuple[type["ChatSamples"], tuple[Path]]:
+        # A loader's workers read the file themselves.
+        return ChatSamples, (self.path,)
+
+
+def prepare_chats(
+    rows: "Documents",
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    *,
+    sequence_length: int,
+    directory: str | Path,
+    batch_size: int = 1000,
+) -> Path:
+    """The `.npz` file in `directory` that holds the samples of a table, written unless it is there.
+
+    Its name says rows, tokenizer, template and length. Raises ValueError for rows of no known kind, and where no row
+    has anything to learn within `sequence_length`.
+    """
+    if sequence_length < 1:
+        raise ValueError(f"sequence_length ({sequence_length}) must be at least 1")
+    kind = kind_of_rows(rows.column_names)
+    encode = row_encoder(kind, tokenizer, template)
+    source = template.source if template is not None else ""
+    text = f"{corpus_fingerprint(rows)} {tokenizer.fingerprint} {kind} {sequence_length} {source}"
+    path = Path(directory) / f"chats-{hashlib.sha256(text.encode()).hexdigest()[:16]}.npz"
+    if path.is_file():
+        return path
+    samples: list[MarkedTokens] = []
+    num_cut = num_dropped = 0
+    for first in range(0, len(rows), batch_size):
+        batch = [rows[i] for i in range(first, min(first + batch_size, len(rows)))]
+        for encoded in encode(batch):
+            sample = _cut(encoded, sequence_length + 1)
+            if not any(sample.is_marked[1:]):
+                num_dropped += 1
+                continue
+            num_cut += len(sample.ids) < len(encoded.ids)
+            samples.append(sample)
+    if not samples:
+        raise ValueError(
+            f"none of the {len(rows)} rows has anything to learn within sequence_length ({sequence_length}): no answer "
+            "of an assistant, or only after longer prompts; give rows with answers, or a larger sequence_length"
+        )
+    _write(path, samples, num_cut, num_dropped)
+    return path
+
+
+def _cut(sample: MarkedTokens, length: int) -> MarkedTokens:
+    return MarkedTokens(sample.ids[:length], sample.is_marked[:length])
+
+
+def _write(path: Path, samples: Sequence[MarkedTokens], num_cut: int, num_dropped: int) -> None:
+    arrays: dict[str, Any] = {
+        "tokens": np.concatenate([np.array(sample.ids, dtype=np.int32) for sample in samples]),
+        "is_marked": np.concatenate([np.array(sample.is_marked, dtype=np.bool_) for sample in samples]),
+        "ends": np.cumsum([len(sample.ids) for sample in samples], dtype=np.int64),
+        "cut": num_cut,
+        "dropped": num_dropped,
+    }
+    with written_whole(path) as temporary, temporary.open("wb") as file:
+        np.savez(file, **arrays)

@@ -1,0 +1,96 @@
+"""A tokenizer's own template that turns a conversation into text: the one door to `jinja2`.
+
+The template lies beside the tokenizer, in `chat_template.jinja` or under `chat_template` in `tokenizer_config.json`,
+and is written in the dialect that transformers runs: sandboxed, blocks trimmed, with `raise_exception`,
+`strftime_now`, loop controls and the block `generation`, whose body is rendered as it is.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+Message = Mapping[str, Any]
+"""`role` and `content`, and whatever else the template reads."""
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class _Generation(Extension):
+    """`{% generation %} ... {% endgeneration %}`, by which some templates mark what the assistant says."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 reads it off the class)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """A conversation as text. `names` are what the template may call by name beside the messages."""
+
+    def __init__(self, source: str, names: Mapping[str, Any]) -> None:
+        self.source = source
+        self._names = dict(names)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+        try:
+            self._template = environment.from_string(source)
+        except TemplateError as error:
+            raise ValueError(f"the chat template cannot be read: {error}") from error
+
+    def render(self, messages: Sequence[Message], *, opens_answer: bool = False) -> str:
+        """The text of a conversation; `opens_answer` adds what stands before an answer of the assistant.
+
+        Raises ValueError with the template's own words where it refuses the messages.
+        """
+        own = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        try:
+            return self._template.render(messages=own, add_generation_prompt=opens_answer, **self._names)
+        except TemplateError as error:
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise ValueError(f"the chat template refuses a conversation of ({roles}): {error}") from error
+
+
+def load_chat_template(folder: str | Path) -> ChatTemplate | None:
+    """The template in a tokenizer's directory (or beside its tokenizer.json), if it has one."""
+    root = Path(folder)
+    root = root if root.is_dir() else root.parent
+    config: dict[str, Any] = {}
+    if (root / "tokenizer_config.json").is_file():
+        config = json.loads((root / "tokenizer_config.json").read_text(encoding="utf-8"))
+    if (root / "chat_template.jinja").is_file():
+        source: Any = (root / "chat_template.jinja").read_text(encoding="utf-8")
+    else:
+        source = config.get("chat_template")
+    if isinstance(source, list):
+        # Several under names; the one that transformers takes unless asked for another.
+        source = {entry["name"]: entry["template"] for entry in source}.get("default")
+    return None if source is None else ChatTemplate(source, _special_tokens(config))
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    spelled = {name: config[name] for name in _SPECIAL_TOKENS if config.get(name) is not None}
+    return {name: str(token["content"] if isinstance(token, dict) else token) for name, token in spelled.items()}
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    # jinja2's own would escape what HTML does not like.
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)

@@ -1,0 +1,148 @@
+"""`ChatDataModule`: conversations, or prompts with completions, for fine-tuning a model on what is to be answered.
+
+As in `GPTDataModule`, one process prepares and all processes then read the same file; the order of samples depends on
+the seed and the global batch size alone, and a resumed run goes on after the last sample that was trained on.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch.utils.data import DataLoader
+
+from lightning_megatron.data import (
+    ChatSamples,
+    ChatTemplate,
+    Tokenizer,
+    collate_padded,
+    load_chat_template,
+    load_rows,
+    load_tokenizer,
+    prepare_chats,
+    split_documents,
+)
+from lightning_megatron.data.chat_samples import NO_LABEL
+from lightning_megatron.data.sources import files_of
+from lightning_megatron.lightning_modules.gpt_data import GPTDataModule, Samples, told_as_fault
+from lightning_megatron.lightning_modules.loaders import Collate, Sample, prompt_loader
+from lightning_megatron.trainer.config import ConfigurationError
+
+
+class ChatDataModule(GPTDataModule):
+    """Batches of `tokens`, `labels` and `loss_mask`, each [global_batch_size / replicas, s], s the longest sample of
+    the batch rounded up to `pad_to_multiple`.
+
+    Rows come from `path` (a table as a file, a directory or a pattern) or `dataset` (a name that `datasets` knows, or a
+    local one), and have `messages`, or `prompt` and `completion`, or `text`. Only what is to be answered has labels. A
+    sample has at most `sequence_length` tokens; how many were cut or dropped is told. `tokenizer` is the directory of a
+    Hugging Face model: its tokenizer.json, and its chat template for messages.
+
+    Held out are the rows of `validation_path`, or `validation_fraction` of the others where it is not given. `prompts`
+    are what prediction answers: as a user's message where there is a chat template, else as text to go on with.
+    """
+
+    def __init__(
+        self,
+        *,
+        tokenizer: str,
+        sequence_length: int,
+        global_batch_size: int,
+        path: str | None = None,
+        dataset: str | None = None,
+        split: str = "train",
+        validation_path: str | None = None,
+        validation_fraction: float = 0.05,
+        pad_to_multiple: int = 8,
+        prompts: list[str] | None = None,
+        num_workers: int = 0,
+        seed: int = 0,
+        cache_directory: str = "runs/data",
+    ) -> None:
+        super().__init__(
+            vocab_size=0,
+            sequence_length=sequence_length,
+            global_batch_size=global_batch_size,
+            path=path,
+            dataset=dataset,
+            tokenizer=tokenizer,
+            validation_fraction=validation_fraction,
+            prompts=prompts,
+            num_workers=num_workers,
+            seed=seed,
+            cache_directory=cache_directory,
+        )
+        self.split = split
+        self.validation_path = validation_path
+        self.pad_to_multiple = pad_to_multiple
+        self.template: ChatTemplate | None = None
+        # there from `setup` on, where the tokenizer has one
+
+    def faults(self) -> list[str]:
+        faults = super().faults()
+        if self.pad_to_multiple < 1:
+            faults.append(f"pad_to_multiple ({self.pad_to_multiple}) must be at least 1")
+        try:
+            if self.validation_path is not None:
+                files_of(self.validation_path)
+        except ValueError as error:
+            faults.append(f"validation_path: {error}")
+        return faults
+
+    def _tokenizer_faults(self) -> list[str]:
+        try:
+            load_tokenizer(str(self.tokenizer_path))
+            load_chat_template(str(self.tokenizer_path))
+        except ValueError as error:
+            return [str(error)]
+        return []
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        for what, samples in (("training", self._training), ("validation", self._held_out)):
+            if samples is not None and isinstance(samples.dataset, ChatSamples):
+                rank_zero_info(f"{what}: {samples.dataset.kept}")
+
+    def _prepare(self) -> tuple[Tokenizer, Samples | None, Samples | None]:
+        if faults := self.faults():
+            raise ConfigurationError(faults)
+        with told_as_fault():
+            tokenizer = load_tokenizer(str(self.tokenizer_path))
+            self.template = load_chat_template(str(self.tokenizer_path))
+            if self._only_predicts:
+                return tokenizer, None, None
+            rows = load_rows(path=self.path, dataset=self.dataset, split=self.split, cache_dir=self._cache)
+            if self.validation_path is not None:
+                held_out = load_rows(path=self.validation_path, cache_dir=self._cache)
+            elif self.validation_fraction > 0:
+                rows, held_out = split_documents(rows, self.validation_fraction)
+            else:
+                return tokenizer, self._chats(rows, tokenizer), None
+            return tokenizer, self._chats(rows, tokenizer), self._chats(held_out, tokenizer)
+
+    @property
+    def _cache(self) -> Any:
+        # A named dataset may lie in the cache of `datasets` already.
+        return self.cache_directory / "documents" if self.dataset is None else None
+
+    def _chats(self, rows: Any, tokenizer: Tokenizer) -> Samples:
+        path = prepare_chats(
+            rows, tokenizer, self.template, sequence_length=self.sequence_length, directory=self.cache_directory
+        )
+        samples = ChatSamples(path)
+        return Samples(samples, len(samples))
+
+    @property
+    def _collate(self) -> Collate:
+        assert self.tokenizer is not None, "setup comes first; Trainer calls it"
+        padding = {"tokens": self.tokenizer.end_of_text, "labels": NO_LABEL, "loss_mask": 0}
+        return partial(collate_padded, padding=padding, multiple=self.pad_to_multiple)
+
+    def predict_dataloader(self) -> DataLoader[Sample]:
+        if self.template is None:
+            return super().predict_dataloader()
+        assert self.tokenizer is not None, "setup comes first; Trainer calls it"
+        with told_as_fault():
+            asked = [[{"role": "user", "content": prompt}] for prompt in self.prompts or [""]]
+            texts = [self.template.render(messages, opens_answer=True) for messages in asked]
+        return prompt_loader([torch.tensor(ids) for ids, _ in self.tokenizer.encode_spelled(texts)])

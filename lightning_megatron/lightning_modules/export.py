@@ -1,0 +1,50 @@
+"""A callback that writes the trained model as a Hugging Face directory, which transformers loads."""
+
+import json
+from pathlib import Path
+
+import lightning as L
+
+from lightning_megatron import hf
+from lightning_megatron.lightning_modules.finetune import FinetuneModule
+from lightning_megatron.trainer.config import ConfigurationError
+from lightning_megatron.transformer.lora import merged_lora
+
+
+class ExportPretrained(L.Callback):
+    """Writes the model and its tokenizer's files to `path` when training has ended; without a path it does nothing.
+
+    Low-rank paths are merged into the weights that are written; the model keeps them.
+    """
+
+    def __init__(self, path: str | None = None) -> None:
+        self.path = path
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if self.path is None or stage != "fit":
+            return
+        faults = []
+        if not isinstance(pl_module, FinetuneModule):
+            faults.append(
+                f"ExportPretrained writes a FinetuneModule, and this is a {type(pl_module).__name__}; leave it out"
+            )
+        if Path(self.path).exists():
+            # Now and not when hours of training are over.
+            faults.append(f"export path ({self.path}) exists; give one where nothing is, or remove it")
+        if faults:
+            raise ConfigurationError(faults)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # The strategy has put whole weights, and not main weights in parts, in place by now.
+        if self.path is None or not isinstance(pl_module, FinetuneModule):
+            return
+        assert pl_module.model is not None
+        with merged_lora(pl_module.model):
+            hf.save_pretrained(
+                pl_module.model, self.path, family=_family(pl_module.path), tokenizer_from=pl_module.path
+            )
+
+
+def _family(path: str) -> str:
+    """The kind of the model that was trained: one architecture may be that of several."""
+    return str(json.loads(Path(path, "config.json").read_text(encoding="utf-8"))["model_type"])

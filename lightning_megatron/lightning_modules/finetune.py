@@ -1,0 +1,57 @@
+"""`FinetuneModule`: a Hugging Face model from a local directory, trained further, whole or by low-rank paths."""
+
+from lightning_megatron import hf
+from lightning_megatron.lightning_modules.adamw import AdamWConfig
+from lightning_megatron.lightning_modules.generate import GenerationConfig
+from lightning_megatron.lightning_modules.gpt import GPTModule
+from lightning_megatron.lightning_modules.gpt_data import GPTDataModule
+from lightning_megatron.trainer import ConfigurationError, MegatronStrategy
+from lightning_megatron.transformer.lora import LoraConfig, add_lora
+
+_ADAMW = AdamWConfig(lr=1e-5, weight_decay=0.0, betas=(0.9, 0.999))
+_GENERATION = GenerationConfig()
+
+
+class FinetuneModule(GPTModule):
+    """Trains the model in the directory `path`, all of it, or, with `lora`, low-rank paths beside its frozen weights.
+
+    Each rank reads its slices of the weights when training starts. Steps, logs and predictions are those of GPTModule.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        lora: LoraConfig | None = None,
+        optimizer: AdamWConfig = _ADAMW,
+        generation: GenerationConfig = _GENERATION,
+    ) -> None:
+        super().__init__(hf.config_from_pretrained(path), optimizer, generation)
+        self.path = path
+        self.lora = lora
+
+    def setup(self, stage: str) -> None:
+        strategy = self.trainer.strategy
+        fp8 = strategy.fp8 if isinstance(strategy, MegatronStrategy) else None
+        if self.lora is not None and fp8 is not None and fp8.engine == "transformer_engine":
+            raise ConfigurationError(
+                [
+                    "lora and Transformer Engine do not go together, which runs whole linears; use "
+                    "MegatronStrategy(fp8=Fp8Config(engine='torch')), or leave one of the two out"
+                ]
+            )
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        tokenizer = data.tokenizer if isinstance(data, GPTDataModule) else None
+        if tokenizer is not None and tokenizer.vocab_size > self.config.vocab_size:
+            raise ConfigurationError(
+                [
+                    f"the tokenizer ({data.tokenizer_path}) has ids up to {tokenizer.vocab_size - 1}, and the model "
+                    f"({self.path}) has a vocabulary of {self.config.vocab_size}; give the tokenizer of the model"
+                ]
+            )
+
+    def configure_model(self) -> None:
+        if self.model is not None:
+            return
+        self.model = hf.from_pretrained(self.path)
+        if self.lora is not None:
+            add_lora(self.model, self.lora)

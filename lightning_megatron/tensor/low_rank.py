@@ -1,0 +1,115 @@
+"""A low-rank path beside a linear: y = W x + scale * B A x, of which A and B are trained and W may be frozen.
+
+Both are products of `tensor.linear`, so what is cut, what travels and where weight gradients go is told there:
+
+    beside a   A                          B                       what travels
+    column     [R, I], on every tp rank   [O/tp, R], cut as W     R numbers a token: gathered over sp, or their gradient
+                                                                  summed over tp
+    row        [R, I/tp], cut as W        [O, R], on every rank   R numbers a token: summed over tp
+
+T tokens, I features in, O features out, R rank.
+Source: Hu et al., arXiv 2106.09685, section 4.1.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.comm import rng
+from lightning_megatron.mesh import Axis
+from lightning_megatron.sharding import Initial, shard_of, shard_parameter
+from lightning_megatron.tensor.linear import (
+    ColumnParallelLinear,
+    ParallelLinear,
+    RowKeys,
+    RowParallelLinear,
+    column_parallel_linear,
+    row_parallel_linear,
+)
+from lightning_megatron.tensor.weight_gradients import WeightGradientLayer
+
+# An axis of this rank alone: what is cut over it is whole.
+_ALONE = Axis("alone", 1, 0, (0,))
+
+
+class LowRank(WeightGradientLayer):
+    """What a linear called `name` gets added to its output. At first nothing: A is drawn, B is zero.
+
+    In training each feature of the input is dropped with probability `dropout`, here alone.
+    """
+
+    a: nn.Parameter
+    b: nn.Parameter
+
+    def __init__(self, linear: ParallelLinear, *, rank: int, scale: float, dropout: float, name: str) -> None:
+        super().__init__()
+        self.tp, self.sp, self.scale, self.dropout = linear.tp, linear.sp, scale, dropout
+        self.key = rng.key(name, "low-rank dropout")
+        shard = shard_of(linear.weight)
+        *self._out_shape, self._in_features = shard.global_shape
+        # The variance that torch gives the weight of a linear.
+        drawn = Initial(std=1.0 / math.sqrt(3.0 * self._in_features))
+        with torch.device(linear.weight.device):
+            self._make(rank, shard.dim, drawn)
+
+    def _make(self, rank: int, dim: int | None, drawn: Initial) -> None:
+        """Makes `a` and `b`; `dim` is the one along which the weight beside it is cut."""
+        raise NotImplementedError
+
+    @property
+    def is_dropping(self) -> bool:
+        return self.training and self.dropout > 0.0
+
+    def _drop(self, x_TI: Tensor, keys_T: Tensor, first_column: int) -> Tensor:
+        keep_TI = rng.keep_mask(rng.bits(self.key, keys_T), x_TI.shape[1], self.dropout, first_column)
+        return torch.where(keep_TI, x_TI, 0) * (1.0 / (1.0 - self.dropout))
+
+    @torch.no_grad()
+    def product(self) -> Tensor:
+        """scale * B A in this rank's slice of the weight, in float32 or better: nothing travels."""
+        wide = torch.promote_types(self.b.dtype, torch.float32)
+        return (self.b.to(wide) @ self.a.to(wide)) * self.scale
+
+    def extra_repr(self) -> str:
+        return f"rank={self.a.shape[0]}, scale={self.scale}, dropout={self.dropout}"
+
+
+class ColumnLowRank(LowRank):
+    """Beside a column-parallel linear: [T/sp, I] to [T, *out_shape/tp]."""
+
+    def _make(self, rank: int, dim: int | None, drawn: Initial) -> None:
+        self.a = shard_parameter((rank, self._in_features), initial=drawn, replicas=(self.tp,), partial=self.sp)
+        self.b = shard_parameter((*self._out_shape, rank), initial=Initial(), dim=dim, axis=self.tp)
+
+    def forward(self, x_TI: Tensor, tokens: RowKeys | None = None) -> Tensor:
+        if self.is_dropping:
+            assert tokens is not None, "a low-rank path drops, and was not told of which tokens"
+            x_TI = self._drop(x_TI, tokens.shard_keys, first_column=0)
+        gradients = self.weight_gradients
+        h_TR = column_parallel_linear(x_TI, self.a, None, tp=_ALONE, sp=_ALONE, gradients=gradients)
+        return column_parallel_linear(h_TR * self.scale, self.b, None, tp=self.tp, sp=self.sp, gradients=gradients)
+
+
+class RowLowRank(LowRank):
+    """Beside a row-parallel linear: [T, I/tp] to [T/sp, O]."""
+
+    def _make(self, rank: int, dim: int | None, drawn: Initial) -> None:
+        self.a = shard_parameter((rank, self._in_features), initial=drawn, dim=1, axis=self.tp)
+        self.b = shard_parameter((*self._out_shape, rank), initial=Initial(), replicas=(self.tp,), partial=self.sp)
+
+    def forward(self, x_TI: Tensor, tokens: RowKeys | None = None) -> Tensor:
+        if self.is_dropping:
+            assert tokens is not None, "a low-rank path drops, and was not told of which tokens"
+            x_TI = self._drop(x_TI, tokens.stream_keys, first_column=self.tp.rank * x_TI.shape[1])
+        gradients = self.weight_gradients
+        h_TR = row_parallel_linear(x_TI, self.a, None, tp=self.tp, sp=self.sp, gradients=gradients)
+        return column_parallel_linear(h_TR * self.scale, self.b, None, tp=_ALONE, sp=_ALONE, gradients=gradients)
+
+
+def low_rank_beside(linear: ParallelLinear, *, rank: int, scale: float, dropout: float, name: str) -> LowRank:
+    """The path that fits a linear; its parameters are not filled yet."""
+    if isinstance(linear, ColumnParallelLinear):
+        return ColumnLowRank(linear, rank=rank, scale=scale, dropout=dropout, name=name)
+    assert isinstance(linear, RowParallelLinear), type(linear)
+    return RowLowRank(linear, rank=rank, scale=scale, dropout=dropout, name=name)

@@ -1,0 +1,138 @@
+"""LoRA: the weights of a model are frozen, and chosen linears of its layers get a low-rank path that is trained.
+
+    add_lora(model, LoraConfig(rank=16, alpha=32))    # before training, on every rank
+    with merged_lora(model):                          # after it: inside, a model like the one that came
+        ...
+
+A fused linear (query-key-value, gate and up) has one A for all that it makes, and a B with the rows of its weight.
+Source: Hu et al., arXiv 2106.09685, sections 4.1 and 4.2.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import nn
+
+from lightning_megatron.tensor.linear import ParallelLinear
+from lightning_megatron.tensor.low_rank import LowRank, low_rank_beside
+from lightning_megatron.transformer.init import initialise
+
+LoraTarget = Literal["attention.qkv", "attention.projection", "mlp.up", "mlp.down"]
+LoraScaling = Literal["rank", "root_of_rank"]
+_ALL: tuple[LoraTarget, ...] = get_args(LoraTarget)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """What is trained beside frozen weights. Raises ValueError, telling all faults at once."""
+
+    rank: int = 16
+    # numbers per token between A and B
+    alpha: float = 32.0
+    # what the path adds is multiplied by alpha over rank, or over its root
+    scaling: LoraScaling = "rank"
+    # which; the root keeps large ranks from learning too slowly (Kalajdzievski, arXiv 2312.03732, section 3)
+    dropout: float = 0.0
+    # probability that a feature of the path's input is dropped in training
+    targets: tuple[LoraTarget, ...] = _ALL
+    # linears of every layer that get a path
+
+    def __post_init__(self) -> None:
+        if faults := self.faults():
+            raise ValueError("\n".join(faults))
+
+    def faults(self) -> list[str]:
+        """Every rule that this configuration breaks, one sentence each."""
+        targets = (self.targets,) if isinstance(self.targets, str) else self.targets
+        faults = [
+            f"lora target {target!r} is unknown; targets may be {_listed(_ALL)}"
+            for target in targets
+            if target not in _ALL
+        ]
+        if isinstance(self.targets, str):
+            faults.append(f"lora targets ({self.targets!r}) must be a list; write ({self.targets!r},)")
+        if not targets:
+            faults.append(f"lora targets are empty; name some of {_listed(_ALL)}, or leave lora out")
+        if self.scaling not in get_args(LoraScaling):
+            faults.append(f"lora scaling ({self.scaling!r}) must be one of {_listed(get_args(LoraScaling))}")
+        if self.rank < 1:
+            faults.append(f"lora rank ({self.rank}) must be at least 1; 8 to 64 are usual")
+        if not (math.isfinite(self.alpha) and self.alpha > 0):
+            faults.append(f"lora alpha ({self.alpha}) must be above 0; once or twice the rank is usual")
+        if not 0.0 <= self.dropout < 1.0:
+            faults.append(f"lora dropout ({self.dropout}) must be at least 0 and below 1")
+        return faults
+
+    @property
+    def scale(self) -> float:
+        """By which B A x is multiplied."""
+        return self.alpha / (self.rank if self.scaling == "rank" else math.sqrt(self.rank))
+
+
+def add_lora(model: nn.Module, config: LoraConfig, *, seed: int | None = None) -> None:
+    """Freezes every parameter of a model and adds the paths, of this rank's layers and slices.
+
+    Initial values depend on seed (torch's, where none is given) and names alone. Raises ValueError where the layers of
+    the model have no linear of a target's name, or have paths already.
+    """
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, ParallelLinear)}
+    if any(linear.lora is not None for linear in linears.values()):
+        raise ValueError("the model has low-rank paths already; merge those first (merge_lora), or build it anew")
+    chosen = {name: linear for name, linear in linears.items() if _place(name) in config.targets}
+    missing = [target for target in config.targets if target not in {_place(name) for name in chosen}]
+    # A stage may hold no layer at all.
+    if linears and missing:
+        offered = sorted({_place(name) for name in linears})
+        raise ValueError(
+            f"the model has no linear named {_listed(missing)} for lora; its layers have {_listed(offered)}"
+        )
+    model.requires_grad_(False)
+    seed = torch.initial_seed() if seed is None else seed
+    for name, linear in chosen.items():
+        linear.lora = low_rank_beside(
+            linear, rank=config.rank, scale=config.scale, dropout=config.dropout, name=name
+        ).train(linear.training)
+        initialise(linear.lora, seed, prefix=f"{name}.lora.")
+
+
+@torch.no_grad()
+def merge_lora(model: nn.Module) -> None:
+    """Adds what the paths make to the weights beside them and takes the paths away; the weights stay frozen."""
+    for linear, path in _paths(model):
+        linear.weight.add_(path.product().to(linear.weight.dtype))
+        linear.lora = None
+
+
+@contextmanager
+def merged_lora(model: nn.Module) -> Iterator[None]:
+    """Inside the block the model is one without paths whose weights have them added; after it all is as before.
+
+    The weights as they were lie in host memory meanwhile, so that they come back bit by bit.
+    """
+    before = [(linear, path, linear.weight.detach().to("cpu", copy=True)) for linear, path in _paths(model)]
+    merge_lora(model)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for linear, path, weight in before:
+                linear.weight.copy_(weight)
+                linear.lora = path
+
+
+def _paths(model: nn.Module) -> list[tuple[ParallelLinear, LowRank]]:
+    linears = [module for module in model.modules() if isinstance(module, ParallelLinear)]
+    return [(linear, linear.lora) for linear in linears if isinstance(linear.lora, LowRank)]
+
+
+def _place(name: str) -> str:
+    """A linear's name within its layer: its last two steps."""
+    return ".".join(name.split(".")[-2:])
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))

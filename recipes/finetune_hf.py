@@ -1,0 +1,25 @@
+"""Fine-tunes a Hugging Face model from a local directory on conversations, whole or by LoRA, and lets it answer.
+
+    python recipes/finetune_hf.py fit --config recipes/configs/finetune_toy.yaml --model.path Llama-3.2-1B-Instruct \
+        --data.path chats.jsonl --export.path tuned
+    python recipes/finetune_hf.py predict --config recipes/configs/finetune_toy.yaml --model.path tuned \
+        --data.prompts '["Who are you?"]'
+
+Every option of FinetuneModule, ChatDataModule, the Trainer and the strategy can be given on the command line or in a
+file; `fit --print_config` prints all of them.
+"""
+
+from lightning_megatron.cli.recipe import run_recipe
+from lightning_megatron.lightning_modules import ChatDataModule
+from lightning_megatron.lightning_modules.export import ExportPretrained
+from lightning_megatron.lightning_modules.finetune import FinetuneModule
+from lightning_megatron.lightning_modules.print_text import PrintText
+from lightning_megatron.trainer.callbacks import Throughput
+
+if __name__ == "__main__":
+    run_recipe(
+        FinetuneModule,
+        ChatDataModule,
+        links={"model.path": "data.tokenizer"},
+        callbacks={"throughput": Throughput, "print_text": PrintText, "export": ExportPretrained},
+    )

@@ -1,0 +1,39 @@
+"""A small Llama as transformers writes it, and conversations to fine-tune it on."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.data.chats import HEADERS, write_rows, write_tokenizer
+
+ANSWERS = {"What is two and two?": "Four.", "Who is there?": "It is me.", "Where is the cat?": "On the mat."}
+
+
+def write_model(folder: Path, vocab_size: int = 304, **options: Any) -> Path:
+    """A Llama of transformers with two layers, and a tokenizer with a chat template."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.1,
+    }
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**(sizes | options)))
+    model.save_pretrained(str(folder))
+    return write_tokenizer(folder, HEADERS)
+
+
+def write_chats(path: Path, copies: int = 20) -> Path:
+    rows = [
+        {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+        for question, answer in ANSWERS.items()
+    ]
+    return write_rows(path, rows * copies)

@@ -1,0 +1,130 @@
+"""A model of transformers, fine-tuned whole or by low-rank paths on every layout, and given back."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+from lightning_megatron import ConfigurationError, Fp8Config, MegatronStrategy
+from lightning_megatron.lightning_modules import AdamWConfig, GPTModule
+from lightning_megatron.lightning_modules.export import ExportPretrained
+from lightning_megatron.lightning_modules.finetune import FinetuneModule
+from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.transformer.lora import LoraConfig
+from tests.data.chats import HEADERS, write_tokenizer
+from tests.harness.ranks import run_on_ranks
+from tests.lightning_modules.pretrained import write_chats, write_model
+from tests.lightning_modules.test_chat_data import data
+from tests.trainer.layouts import PLAIN, QUIET, Layout, make_trainer
+
+pytestmark = pytest.mark.filterwarnings(QUIET)
+
+LORA = LoraConfig(rank=4, dropout=0.1)
+LAYOUTS = {
+    "tp=2 sp": Layout(world=2, tp=2, sp=True),
+    "pp=2": Layout(world=2, pp=2, microbatches=2),
+    "dp=2": Layout(world=2, optimizer=OptimizerConfig(kind="distributed")),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("finetune")
+    write_model(path / "tokenizer")
+    write_chats(path / "chats.jsonl", copies=8)
+    data(path).setup("fit")  # the text is prepared once, for all layouts
+    return path
+
+
+class Losses(L.Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
+        self.losses.append(float(trainer.callback_metrics["train_loss"]))
+
+
+def tune(
+    layout: Layout, folder: Path, lora: LoraConfig | None, export: str | None, ckpt_path: str | None = None
+) -> list[float]:
+    """The losses of four steps; a checkpoint after the second, and the model exported at the end."""
+    torch.manual_seed(7)
+    losses = Losses()
+    saved = folder / f"saved-{export}" if ckpt_path is None else Path(ckpt_path).parent
+    saver = ModelCheckpoint(saved, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    trainer = make_trainer(
+        layout,
+        callbacks=[losses, saver, ExportPretrained(None if export is None else str(folder / export))],
+        max_steps=4,
+        max_epochs=-1,
+        limit_val_batches=0,
+        enable_checkpointing=True,
+    )
+    module = FinetuneModule(str(folder / "tokenizer"), lora, AdamWConfig(lr=1e-2, total_steps=4))
+    trainer.fit(module, datamodule=data(folder), ckpt_path=ckpt_path)
+    assert module.model is not None
+    assert any(".lora." in name for name, _ in module.named_parameters()) == (lora is not None)
+    return losses.losses
+
+
+def exported(folder: Path, name: str) -> dict[str, Tensor]:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(str(folder / name), dtype=torch.float64)
+    return {key: value.detach() for key, value in model.named_parameters()}
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["whole", "lora"])
+def test_what_comes_out_is_that_of_one_device(folder: Path, lora: LoraConfig | None) -> None:
+    kind = "whole" if lora is None else "lora"
+    [wanted] = run_on_ranks(1, tune, PLAIN, folder, lora, f"{kind} one", init=False)
+    assert wanted[-1] < wanted[0] - 0.05
+    first, one = exported(folder, "tokenizer"), exported(folder, f"{kind} one")
+    moved = {name for name in one if not torch.equal(one[name], first[name])}
+    frozen = {name for name in one if "_proj" not in name} if lora else set()
+    assert moved == one.keys() - frozen
+    assert (folder / f"{kind} one" / "tokenizer.json").is_file()
+    for name, layout in LAYOUTS.items():
+        for losses in run_on_ranks(layout.world, tune, layout, folder, lora, f"{kind} {name}", init=False):
+            assert losses == pytest.approx(wanted, abs=1e-9)
+        found = exported(folder, f"{kind} {name}")
+        assert max(float((found[key] - one[key]).abs().max()) for key in one) < 1e-9
+
+
+def test_paths_are_resumed_on_another_layout(folder: Path) -> None:
+    [wanted] = run_on_ranks(1, tune, Layout(), folder, LORA, "begun", init=False)
+    saved = str(folder / "saved-begun" / "step=2.ckpt")
+    for layout in LAYOUTS.values():
+        for losses in run_on_ranks(layout.world, tune, layout, folder, LORA, None, saved, init=False):
+            assert losses == pytest.approx(wanted[2:], abs=1e-9)
+
+
+def test_a_tokenizer_that_outgrows_the_model_is_a_fault(folder: Path, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "larger", HEADERS, vocab_size=300, bos_token="<s>")
+    engine = tmp_path / "larger" / "tokenizer.json"
+    engine.write_text(engine.read_text().replace('"id": 3,', '"id": 999,').replace('"<s>": 3,', '"<s>": 999,'))
+    module = FinetuneModule(str(folder / "tokenizer"))
+    with pytest.raises(ConfigurationError, match=r"ids up to 999, and the model .* has a vocabulary of 304"):
+        make_trainer(PLAIN).fit(module, datamodule=data(folder, tokenizer=str(tmp_path / "larger")))
+
+
+def test_transformer_engine_with_paths_is_a_fault(folder: Path) -> None:
+    module = FinetuneModule(str(folder / "tokenizer"), LORA)
+    strategy = MegatronStrategy(fp8=Fp8Config(engine="transformer_engine"))
+    module.trainer = make_trainer(Layout(), strategy=strategy, precision="bf16-mixed")
+    with pytest.raises(ConfigurationError, match="lora and Transformer Engine do not go together"):
+        module.setup("fit")
+
+
+def test_what_cannot_be_exported_is_told_before_training(folder: Path) -> None:
+    taken = str(folder / "tokenizer")
+    trainer = make_trainer(PLAIN, callbacks=[ExportPretrained(taken)])
+    module = GPTModule(FinetuneModule(taken).config)
+    with pytest.raises(ConfigurationError) as raised:
+        trainer.fit(module, datamodule=data(folder))
+    assert "writes a FinetuneModule, and this is a GPTModule" in str(raised.value)
+    assert f"export path ({taken}) exists" in str(raised.value)
+    assert module.model is None

@@ -1,0 +1,111 @@
+"""The fine-tuning recipe as a user runs it: a small Llama of transformers goes in, one that has learnt comes out."""
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.lightning_modules.pretrained import ANSWERS, write_chats, write_model
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "recipes" / "configs"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("finetune")
+    write_model(path / "tiny")
+    write_chats(path / "chats.jsonl")
+    return path
+
+
+def recipe(folder: Path, *options: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "recipes" / "finetune_hf.py"), *options],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def logged(folder: Path, version: int, name: str) -> list[float]:
+    path = folder / "runs" / "finetune_toy" / f"version_{version}" / "metrics.csv"
+    with path.open(newline="") as file:
+        return [float(row[name]) for row in csv.DictReader(file) if row[name]]
+
+
+TOY = ("--config", str(CONFIGS / "finetune_toy.yaml"))
+
+
+@pytest.mark.slow
+def test_a_model_learns_answers_and_transformers_and_the_recipe_load_it(folder: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    ran = recipe(folder, "fit", *TOY, "--export.path=tuned")
+    assert ran.returncode == 0, ran.stderr
+    assert (ran.stderr + ran.stdout).count("training: 57 samples; 0 of them were cut") == 1
+    losses = logged(folder, 0, "train_loss")
+    assert len(losses) == 60 and losses[-1] < 0.1 * losses[0]
+    assert logged(folder, 0, "val_loss")[-1] < 0.1 * losses[0]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder / "tuned"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(str(folder / "tuned"))
+    for question, answer in ANSWERS.items():
+        asked = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        said = model.generate(**asked, max_new_tokens=16, do_sample=False)[0, asked["input_ids"].shape[1] :]
+        assert tokenizer.decode(said).startswith(f"{answer}<|end|>")
+
+    told = recipe(folder, "predict", *TOY, "--model.path=tuned", '--data.prompts=["Who is there?"]')
+    assert told.returncode == 0, told.stderr
+    assert "assistant\n\nIt is me.<|end|>" in told.stdout
+
+
+@pytest.mark.slow
+def test_low_rank_paths_are_written_with_the_weights_that_they_were_trained_beside(folder: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    options = ("--model.lora.rank=4", "--trainer.max_steps=20", "--trainer.val_check_interval=20")
+    layout = ("tensor_model_parallel_size=1", "sequence_parallel=false", "pipeline_model_parallel_size=2")
+    strategy = [f"--trainer.strategy.init_args.{option}" for option in (*layout, "num_microbatches=2")]
+    ran = recipe(
+        folder, "fit", *TOY, *options, *strategy, "--export.path=paths", "--trainer.logger.init_args.version=9"
+    )
+    assert ran.returncode == 0, ran.stderr
+    losses = logged(folder, 9, "train_loss")
+    assert losses[-1] < 0.9 * losses[0]
+    [val_loss] = logged(folder, 9, "val_loss")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder / "paths"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(str(folder / "paths"))
+    assert "lora" not in "".join(name for name, _ in model.named_parameters())
+    # What was held out: rows 10, 30 and 50, each with an answer of its own.
+    total = count = 0.0
+    for place in (10, 30, 50):
+        question, answer = list(ANSWERS.items())[place % 3]
+        turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        ids = tokenizer.apply_chat_template(turns, return_dict=False)
+        before = tokenizer.apply_chat_template(turns[:1], add_generation_prompt=True, return_dict=False)
+        labels = torch.tensor([[-100] * len(before) + ids[len(before) :]])
+        with torch.no_grad():
+            loss = float(model(input_ids=torch.tensor([ids]), labels=labels).loss)
+        total, count = total + loss * (len(ids) - len(before)), count + len(ids) - len(before)
+    assert total / count == pytest.approx(val_loss, abs=1e-4)
+    assert losses[0] > val_loss + 0.1
+
+
+@pytest.mark.slow
+def test_mistakes_end_with_one_message(folder: Path) -> None:
+    for options, told in (
+        (("--model.path=nowhere",), "nowhere"),
+        (("--model.lora.rank=0",), "lora rank (0) must be at least 1"),
+        (("--model.lora.targets=[attention.q]",), "attention.qkv"),
+        (("--data.sequence_length=5",), "anything to learn within sequence_length (5)"),
+    ):
+        ended = recipe(folder, "fit", *TOY, *options)
+        assert ended.returncode == 2, ended.stdout + ended.stderr
+        assert "Traceback" not in ended.stdout + ended.stderr
+        assert told in ended.stderr

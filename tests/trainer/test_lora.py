@@ -1,0 +1,222 @@
+"""LoRA under the Trainer: losses, gradients, norms and weights of one device in plain torch, on every layout."""
+
+from dataclasses import replace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_megatron import Fp8Config, MegatronStrategy, PipelineConfig, RecomputeConfig
+from lightning_megatron.comm.rng import Draws
+from lightning_megatron.mesh import Mesh
+from lightning_megatron.models import GPTConfig, GPTModel
+from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.sharding import Initial, sharded_parameters
+from lightning_megatron.transformer.init import fill_initial_
+from lightning_megatron.transformer.lora import LoraConfig, add_lora
+from tests.certificate.cases import BATCH, VARIANTS, Layout, batches
+from tests.certificate.runs import SEED, Data, Module, Outcome, Parts, Recorder, Step, make_optimizer
+from tests.harness.ranks import run_on_ranks
+from tests.reference.lora import ReferenceLora
+
+LORAS = {
+    "llama": LoraConfig(rank=3, alpha=6.0, dropout=0.2),
+    "gpt2": LoraConfig(rank=2, alpha=3.0, targets=("attention.projection", "mlp.up")),
+    # Only the paths drop: the model has no keys for its own sake.
+}
+LAYOUTS = {
+    "one": Layout(world=1, microbatches=3),
+    "tp2": Layout(world=2, tp=2),
+    "tp2+sp": Layout(world=2, tp=2, sp=True, microbatches=2),
+    "pp2": Layout(world=2, pp=2, microbatches=3),
+    "pp2 ZB-H1": Layout(world=2, pp=2, microbatches=4, schedule="zb_h1"),
+    "pp2 ZB-V tp2+sp": Layout(world=4, tp=2, sp=True, pp=2, vp=2, microbatches=4, schedule="zb_v", clip=0.05),
+    "dp2": Layout(world=2),
+    "tp2 pp2": Layout(world=4, tp=2, pp=2, microbatches=3),
+    "ZeRO dp2 overlap": Layout(world=2, microbatches=2, distributed=True, overlap=True),
+    "recompute selective, tp2+sp": Layout(
+        world=2,
+        tp=2,
+        sp=True,
+        recompute=RecomputeConfig(granularity="selective", parts=("core_attention", "norm", "activation")),
+    ),
+    "recompute mlp": Layout(world=1, recompute=RecomputeConfig(granularity="selective", parts=("mlp",))),
+    "recompute norm and mlp, tp2": Layout(
+        world=2, tp=2, recompute=RecomputeConfig(granularity="selective", parts=("norm", "mlp"))
+    ),
+    "recompute full, tp2 pp2": Layout(
+        world=4, tp=2, pp=2, microbatches=2, recompute=RecomputeConfig(granularity="full", shard_saved_inputs=True)
+    ),
+}
+TOLERANCE = 1e-10  # float64
+
+
+def build(variant: str, mesh: Mesh | None) -> GPTModel:
+    """The model with its paths; B is drawn, for with zeros A would have no gradient in the first step."""
+    model = GPTModel(VARIANTS[variant], mesh=mesh, seed=SEED)
+    add_lora(model, LORAS[variant], seed=SEED)
+    for name, parameter, shard in sharded_parameters(model):
+        if name.endswith(".lora.b"):
+            fill_initial_(parameter, replace(shard, initial=Initial(std=0.3)), SEED, name)
+    return model
+
+
+class Tuned(Module):
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = build(self.variant, None)
+
+
+def reference(variant: str, layout: Layout) -> Outcome:
+    """The steps by hand: the frozen weights never leave their values."""
+    config: GPTConfig = VARIANTS[variant]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        initial = build(variant, Mesh.single())
+    finally:
+        torch.set_default_dtype(before)
+    weights = {name: p.detach().clone() for name, p in initial.named_parameters()}
+    trained = {name: w.requires_grad_() for name, w in weights.items() if ".lora." in name}
+    optimizer = make_optimizer("sgd", trained.values())
+    outcome = Outcome()
+    for index, batch in enumerate(batches(config, torch.float64, 1)):
+        optimizer.zero_grad()
+        loss = ReferenceLora(config, LORAS[variant], weights, Draws(seed=SEED, step=index)).loss(**batch)
+        loss.backward()
+        gradients = {name: w.grad.clone() for name, w in trained.items() if w.grad is not None}
+        norm = torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt().item()
+        if layout.clip is not None:
+            torch.nn.utils.clip_grad_norm_(list(trained.values()), layout.clip)
+        optimizer.step()
+        outcome.steps.append(Step(losses=[loss.item()], norm=norm, gradients=gradients))
+    outcome.weights = {name: w.detach() for name, w in weights.items()}
+    return outcome
+
+
+def fit(layout: Layout, variants: list[str], precision: Any = "64-true") -> list[Outcome]:
+    """What this rank saw of the same steps under a Trainer."""
+    found = []
+    for variant in variants:
+        recorder = Recorder()
+        strategy = MegatronStrategy(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            sequence_parallel=layout.sp,
+            num_microbatches=layout.microbatches,
+            virtual_pipeline_model_parallel_size=layout.vp,
+            pipeline=PipelineConfig(schedule=layout.schedule),
+            optimizer=OptimizerConfig(
+                kind="distributed" if layout.distributed else "replicated",
+                overlap_grad_reduce=layout.overlap,
+                overlap_param_gather=layout.overlap,
+                bucket_size=500,
+            ),
+            recompute=layout.recompute,
+            timeout_seconds=60,
+        )
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=layout.world,
+            strategy=strategy,
+            precision=precision,
+            max_epochs=1,
+            gradient_clip_val=layout.clip,
+            limit_val_batches=0,
+            use_distributed_sampler=False,
+            callbacks=[recorder],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(Tuned(variant, "sgd"), Data(variant, torch.float64, layout))
+        found.append(recorder.outcome)
+    return found
+
+
+def apart(parts: Parts, whole: Tensor) -> float:
+    found = 0.0
+    for offsets, part in parts:
+        place = tuple(slice(start, start + size) for start, size in zip(offsets, part.shape, strict=True))
+        difference = (part - whole[place]).abs()
+        assert torch.isfinite(difference).all()
+        found = max(found, difference.max().item() if difference.numel() else 0.0)
+    return found
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_training_of_the_paths_is_that_of_one_device_in_plain_torch(name: str) -> None:
+    layout, variants = LAYOUTS[name], list(LORAS)
+    ranks = run_on_ranks(layout.world, fit, layout, variants, init=False, timeout=120)
+    for place, variant in enumerate(variants):
+        wanted = reference(variant, layout)
+        compared: set[tuple[str, int]] = set()
+        for outcome in (rank[place] for rank in ranks):
+            for index, (step, expected) in enumerate(zip(outcome.steps, wanted.steps, strict=True)):
+                assert abs(step.losses[0] - expected.losses[0]) < TOLERANCE
+                assert abs(step.norm - expected.norm) < TOLERANCE
+                for parameter, parts in step.gradients.items():
+                    assert apart(parts, expected.gradients[parameter]) < TOLERANCE, (parameter, index)
+                    compared.add((parameter, index))
+            for parameter, parts in outcome.weights.items():
+                # What is frozen is what it was, bit by bit.
+                limit = TOLERANCE if ".lora." in parameter else 1e-300
+                assert apart(parts, wanted.weights[parameter]) < limit, parameter
+        assert compared == {(parameter, i) for i, step in enumerate(wanted.steps) for parameter in step.gradients}
+        assert all(g.abs().max() > 1e-4 for step in wanted.steps[:1] for g in step.gradients.values()), "it bites"
+    assert BATCH % layout.microbatches == 0
+
+
+class Losses(L.Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *_: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+
+def losses_in(precision: Any, layout: Layout, fp8: Fp8Config | None) -> tuple[list[float], bool]:
+    """The losses of a fit in a precision, and whether frozen weights are what they were, bit by bit."""
+    losses = Losses()
+    strategy = MegatronStrategy(
+        tensor_model_parallel_size=layout.tp,
+        sequence_parallel=layout.sp,
+        num_microbatches=2,
+        optimizer=OptimizerConfig(kind="distributed" if layout.distributed else "replicated"),
+        fp8=fp8,
+        timeout_seconds=60,
+    )
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=layout.world,
+        strategy=strategy,
+        precision=precision,
+        max_epochs=8,
+        limit_val_batches=0,
+        use_distributed_sampler=False,
+        callbacks=[losses],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = Tuned("gpt2", "adamw")
+    trainer.fit(module, Data("gpt2", torch.float32, layout))
+    before, after = Tuned("gpt2", "adamw"), dict(module.named_parameters())
+    with trainer.init_module():
+        before.model = build("gpt2", module.model.mesh)
+    kept = all(torch.equal(p, after[name]) == (".lora." not in name) for name, p in before.named_parameters())
+    return losses.losses, kept
+
+
+@pytest.mark.parametrize("layout", [Layout(world=1), Layout(world=2, tp=2, sp=True), Layout(world=2, distributed=True)])
+def test_narrow_numbers_train_the_paths_as_wide_ones_do(layout: Layout) -> None:
+    [(wide, kept)] = run_on_ranks(1, losses_in, "32-true", Layout(world=1), None, init=False)
+    assert kept and wide[-1] < wide[0] - 0.2
+    for fp8 in (None, Fp8Config()):
+        for narrow, kept in run_on_ranks(layout.world, losses_in, "bf16-mixed", layout, fp8, init=False):
+            assert kept
+            assert narrow != wide and narrow == pytest.approx(wide, abs=0.005 if fp8 is None else 0.04)

@@ -1,0 +1,213 @@
+"""Low-rank paths: what is refused, what they start as, and that merging them changes no output."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.comm import collectives
+from lightning_megatron.mesh import Axis, Mesh
+from lightning_megatron.models import GPTConfig, GPTModel
+from lightning_megatron.sharding import sharded_parameters
+from lightning_megatron.tensor.linear import ParallelLinear
+from lightning_megatron.transformer.engine_twins import TwinLayer
+from lightning_megatron.transformer.layer import TransformerLayer
+from lightning_megatron.transformer.lora import LoraConfig, add_lora, merge_lora, merged_lora
+from tests.harness.threads import run_on_threads
+from tests.reference.unsplit import unsplit_weights
+from tests.tensor.plain import fill, thread_mesh
+
+LLAMA = GPTConfig(
+    num_layers=2,
+    hidden_size=16,
+    num_attention_heads=4,
+    num_query_groups=2,
+    ffn_hidden_size=24,
+    vocab_size=37,
+    activation="swiglu",
+    normalization="rmsnorm",
+    add_bias_linear=False,
+    position="rotary",
+    tie_embeddings=False,
+    init_std=0.2,
+)
+TOKENS = torch.randint(37, (2, 5), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def in_float64() -> Any:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def tuned(config: LoraConfig, mesh: Mesh | None = None) -> GPTModel:
+    """A model whose paths are as after some training: no B is zero."""
+    model = GPTModel(LLAMA, mesh=mesh or Mesh.single(), seed=3)
+    add_lora(model, config, seed=4)
+    for name, parameter in model.named_parameters():
+        if name.endswith(".lora.b"):
+            nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(len(name)))
+    return model
+
+
+def test_at_first_the_paths_change_nothing_and_only_they_are_trained() -> None:
+    bare = GPTModel(LLAMA, mesh=Mesh.single(), seed=3)
+    model = GPTModel(LLAMA, mesh=Mesh.single(), seed=3)
+    add_lora(model, LoraConfig(rank=2), seed=4)
+    assert torch.equal(model(TOKENS), bare(TOKENS))
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    linears = ("attention.qkv", "attention.projection", "mlp.up", "mlp.down")
+    assert trained == {f"layers.{i}.{linear}.lora.{x}" for i in range(2) for linear in linears for x in "ab"}
+    model(TOKENS, labels=TOKENS).backward()
+    assert all((p.grad is not None) == (name in trained) for name, p in model.named_parameters())
+
+
+def test_only_the_targets_get_paths() -> None:
+    model = GPTModel(LLAMA, mesh=Mesh.single(), seed=3)
+    add_lora(model, LoraConfig(rank=2, targets=("mlp.down", "attention.qkv")), seed=4)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad and "layers.1" in name}
+    assert shapes == {
+        "layers.1.attention.qkv.lora.a": (2, 16),
+        "layers.1.attention.qkv.lora.b": (32, 2),
+        "layers.1.mlp.down.lora.a": (2, 24),
+        "layers.1.mlp.down.lora.b": (16, 2),
+    }
+
+
+@pytest.mark.parametrize("scaling", ["rank", "root_of_rank"])
+def test_merging_changes_no_output(scaling: Any) -> None:
+    model = tuned(LoraConfig(rank=4, alpha=6.0, scaling=scaling, dropout=0.5)).eval()
+    factor = 6 / 4 if scaling == "rank" else 6 / 2
+    qkv = model.get_submodule("layers.0.attention.qkv")
+    assert isinstance(qkv, ParallelLinear) and isinstance(qkv.lora, nn.Module)
+    a, b = (qkv.lora.get_parameter(name).detach() for name in "ab")
+    wanted = qkv.weight + factor * b @ a
+    before = model(TOKENS)
+    bare = GPTModel(LLAMA, mesh=Mesh.single(), seed=3).eval()(TOKENS)
+    merge_lora(model)
+    assert (qkv.weight - wanted).abs().max() < 1e-15
+    assert (model(TOKENS) - before).abs().max() < 1e-12 < 1e-2 < (before - bare).abs().max()
+    assert not any("lora" in name for name, _ in model.named_parameters())
+
+
+def test_what_is_merged_for_a_moment_comes_back_bit_by_bit() -> None:
+    model = tuned(LoraConfig(rank=4)).eval()
+    names = [name for name, _ in model.named_parameters()]
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    before = model(TOKENS)
+
+    def fail_while_merged() -> None:
+        with merged_lora(model):
+            assert [name for name, _ in model.named_parameters()] == [name for name in names if "lora" not in name]
+            assert (model(TOKENS) - before).abs().max() < 1e-12
+            raise RuntimeError("on the way")
+
+    with pytest.raises(RuntimeError, match="on the way"):
+        fail_while_merged()
+    assert [name for name, _ in model.named_parameters()] == names
+    assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
+    assert torch.equal(model(TOKENS), before)
+
+
+def merged_on(world: Any, sp: bool) -> dict[str, Tensor]:
+    model = GPTModel(LLAMA, mesh=thread_mesh(world, sp), seed=3)
+    add_lora(model, LoraConfig(rank=4), seed=4)
+    born = unsplit_weights(model)
+    for name, parameter, shard in sharded_parameters(model):
+        if name.endswith(".lora.b"):
+            # A slice of one row of numbers on every mesh.
+            whole = torch.arange(float(torch.Size(shard.global_shape).numel())).view(shard.global_shape).sin()
+            fill(parameter, whole)
+    merge_lora(model)
+    return {f"born {name}": x for name, x in born.items()} | unsplit_weights(model)
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_initial_values_and_merged_weights_do_not_depend_on_the_mesh(sp: bool) -> None:
+    [wanted] = run_on_threads(1, merged_on, False)
+    for found in run_on_threads(2, merged_on, sp):
+        assert found.keys() == wanted.keys()
+        assert max(float((found[name] - wanted[name]).abs().max()) for name in wanted) < 1e-14
+    drawn = [x for name, x in wanted.items() if name.startswith("born") and name.endswith("lora.a")]
+    assert len(drawn) == 8 and len({float(x.flatten()[0]) for x in drawn}) == 8
+    for x in drawn:
+        assert x.std() == pytest.approx((3 * x.shape[1]) ** -0.5, rel=0.3)
+
+
+def test_another_seed_draws_other_values() -> None:
+    def drawn(seed: int | None) -> Tensor:
+        model = GPTModel(LLAMA, mesh=Mesh.single(), seed=3)
+        add_lora(model, LoraConfig(rank=2), seed=seed)
+        return model.get_parameter("layers.0.mlp.up.lora.a").detach()
+
+    torch.manual_seed(11)
+    assert torch.equal(drawn(None), drawn(11)) and not torch.equal(drawn(4), drawn(11))
+
+
+def test_all_faults_are_told_at_once() -> None:
+    with pytest.raises(ValueError) as raised:
+        LoraConfig(rank=0, alpha=-1.0, dropout=1.0, targets=("attention.q",), scaling="none")  # type: ignore[arg-type]
+    lines = str(raised.value).splitlines()
+    assert len(lines) == 5
+    assert lines[0] == (
+        "lora target 'attention.q' is unknown; targets may be 'attention.qkv', 'attention.projection', 'mlp.up', "
+        "'mlp.down'"
+    )
+    for line, told in zip(lines[1:], ("scaling ('none')", "rank (0)", "alpha (-1.0)", "dropout (1.0)"), strict=True):
+        assert told in line
+    with pytest.raises(ValueError, match=r"write \('mlp\.up',\)"):
+        LoraConfig(targets="mlp.up")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="empty"):
+        LoraConfig(targets=())
+
+
+def test_a_model_without_a_target_is_told_what_it_has() -> None:
+    model = GPTModel(LLAMA, mesh=Mesh.single(), seed=3)
+    del model.get_submodule("layers.0.mlp").up
+    del model.get_submodule("layers.1.mlp").up
+    with pytest.raises(
+        ValueError, match=r"no linear named 'mlp\.up' for lora; its layers have 'attention\.projection'"
+    ):
+        add_lora(model, LoraConfig())
+
+
+def test_paths_are_not_added_twice() -> None:
+    model = tuned(LoraConfig(rank=2))
+    with pytest.raises(ValueError, match="has low-rank paths already"):
+        add_lora(model, LoraConfig(rank=2))
+
+
+def test_a_path_that_drops_must_know_its_tokens() -> None:
+    model = tuned(LoraConfig(rank=2, dropout=0.5))
+    with pytest.raises(AssertionError, match="was not told of which tokens"):
+        model.get_submodule("layers.0.mlp.up")(torch.randn(3, 16))
+
+
+def test_beside_a_column_the_rank_travels_and_not_the_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[tuple[int, ...]] = []
+    original = collectives.all_gather
+
+    def noted(x: Tensor, axis: Axis, *args: Any, **kwargs: Any) -> Any:
+        if axis.size > 1:
+            shapes.append(tuple(x.shape))
+        return original(x, axis, *args, **kwargs)
+
+    monkeypatch.setattr(collectives, "all_gather", noted)
+
+    def forward(world: Any) -> None:
+        model = GPTModel(LLAMA, mesh=thread_mesh(world, True), seed=3)
+        add_lora(model, LoraConfig(rank=3), seed=4)
+        model.get_submodule("layers.0.mlp.up.lora")(torch.randn(4, 16))
+
+    run_on_threads(2, forward)
+    assert set(shapes) == {(4, 3)}
+
+
+def test_transformer_engine_does_not_run_paths() -> None:
+    model = tuned(LoraConfig(rank=2, targets=("mlp.down",)))
+    layer = model.get_submodule("layers.1")
+    assert isinstance(layer, TransformerLayer)
+    with pytest.raises(ValueError, match="cannot run the low-rank paths"):
+        TwinLayer(layer)
