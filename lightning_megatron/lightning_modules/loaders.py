@@ -113,4 +113,6 @@ def _loader(samples: Dataset[Sample], sampler: GlobalBatchSampler, num_workers: 
         num_workers=num_workers,
         persistent_workers=num_workers > 0,
         pin_memory=torch.cuda.is_available(),
+        # From which torch draws a seed for workers whenever they begin: the default one shall not notice.
+        generator=torch.Generator(),
     )

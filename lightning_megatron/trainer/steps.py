@@ -96,7 +96,7 @@ class Steps:
         self._manual_share: Tensor | None = None
         self._num_checked: dict[str, int] = {}
         self._num_evaluated = 0
-        # batches of validation, test and prediction so far; the loops' own counters stand still there
+        # batches of validation, test and prediction since the last of training; the loops' own counters stand still
         self.is_scheduled = False
         # whether a schedule is running right now
 
@@ -111,6 +111,8 @@ class Steps:
     def train(self, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What `training_step` returns for the batch `args[0]`, its loss that of the global batch."""
         self._check_batch("training_step", args)
+        # What is drawn must not depend on how much was evaluated before: a resumed run does not do that again.
+        self._num_evaluated = 0
         for model in self._models:
             model.draws.step = self._trainer.fit_loop.epoch_loop.total_batch_idx
         if self._uses_schedule:

@@ -49,7 +49,7 @@ from lightning_megatron.pipeline.module import at_once, run_alone
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.tensor import weight_gradients
 from lightning_megatron.tensor.weight_gradients import WeightGradients
-from lightning_megatron.trainer import checkpoints, checks, fp8_setup, optimization, setup_model
+from lightning_megatron.trainer import checkpoints, checks, fp8_setup, optimization, resume, setup_model
 from lightning_megatron.trainer.checkpoints import Mains
 from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
 from lightning_megatron.trainer.failure import FailureWatch
@@ -132,6 +132,8 @@ class MegatronStrategy(ParallelStrategy):
         self._exchange: Exchange | None = None
         self._left = Mains()
         # by the last fit: who saves after it saves its optimizers too
+        self._resumption: resume.Resumption | None = None
+        # from the load of a checkpoint to the first batch after it
         self._held_schedulers: list[tuple[LRSchedulerConfig, str]] = []
         self._is_synchronised = True
         self._restricted_metrics: list[Metric] = []
@@ -388,7 +390,22 @@ class MegatronStrategy(ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         assert self.lightning_module is not None
         checks.require_cuttable(self.lightning_module.trainer, dataloader, self.num_microbatches)
-        return setup_model.seed_workers_by_replica(dataloader, self.mesh.dp)
+        trainer = self.lightning_module.trainer
+        dataloader = setup_model.seed_workers_by_replica(dataloader, self.mesh.dp)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return dataloader
+        return resume.wrap(dataloader, trainer, self.mesh, self._resumption)
+
+    @override
+    def on_train_start(self) -> None:
+        if self._resumption is not None:
+            self._resumption.start_training(self._require_module().trainer)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self._resumption is not None:
+            self._resumption.is_over = True
+            self._resumption = None
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
@@ -556,6 +573,8 @@ class MegatronStrategy(ParallelStrategy):
         if self._exchange is not None:
             self._exchange.settle()
         module = self._require_module()
+        if "optimizer_states" in checkpoint:
+            checkpoint[resume.KEY] = resume.snapshot(module.trainer, self.mesh)
         checkpoints.save(path, checkpoint, module, self.optimizers, self._mains, self.mesh, self._saving)
 
     def _refuse_to_save_alone(self) -> None:
@@ -574,10 +593,14 @@ class MegatronStrategy(ParallelStrategy):
         module = self._require_module()
         setup_model.pipeline_late_sequential(module, self.mesh)
         setup_model.require_own_mesh(module, self.mesh)
+        if compute_dtype(str(self.precision_plugin.precision)) == torch.float64:
+            # Lightning converts the module after this; what it has as float32 would be rounded to that.
+            self.precision_plugin.convert_module(module)
         # Lightning's batch size finder names its checkpoint by chance, on every rank anew.
-        path = self.broadcast(str(checkpoint_path))
-        world = self._saving.world
-        return checkpoints.load(path, module, self._mains, self.mesh, world, self.checkpoint_io, weights_only)
+        path, world = self.broadcast(str(checkpoint_path)), self._saving.world
+        checkpoint = checkpoints.load(path, module, self._mains, self.mesh, world, self.checkpoint_io, weights_only)
+        self._resumption = resume.Resumption.from_checkpoint(checkpoint, module.trainer, self.mesh)
+        return checkpoint
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -650,7 +673,7 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        for name in ("_mesh", "_saves", "_ambient", "_watch", "_steps", "_exchange", "_launcher"):
+        for name in ("_mesh", "_saves", "_ambient", "_watch", "_steps", "_exchange", "_launcher", "_resumption"):
             state[name] = None
         state["_left"] = Mains()
         return state

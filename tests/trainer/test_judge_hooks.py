@@ -151,7 +151,10 @@ def every_hook(layout: Layout, folder: Path, kind: type, **options: Any) -> Told
     trainer.validate(module, data, verbose=False)
     trainer.test(module, data, verbose=False)
     trainer.predict(module, data)
-    again = recorded(kind, "module", module_hooks, lines)()
+    # Lightning would round the checkpoint to a module's float32 before it converts the module.
+    again = recorded(kind, "module", module_hooks, lines)().double()
+    for part in getattr(again, "parts", {}).values():
+        part.double()
     longer = make_trainer(layout, callbacks=[callback, finds], **(settings | options | {"max_epochs": 3}))
     longer.fit(again, data, ckpt_path=folder / "a.ckpt")
     return {"lines": comparable(lines, layout), "found": finds.found}
