@@ -7,7 +7,13 @@ from lightning_megatron.checkpoint import CheckpointConfig
 from lightning_megatron.mesh import StageLayout
 from lightning_megatron.optim.config import LossScaleConfig, OptimizerConfig
 from lightning_megatron.precision.fp8 import Fp8Config
-from lightning_megatron.trainer import ConfigurationError, MegatronStrategy, PipelineConfig, RecomputeConfig
+from lightning_megatron.trainer import (
+    ConfigurationError,
+    MegatronStrategy,
+    PipelineConfig,
+    RecomputeConfig,
+    load_from_checkpoint,
+)
 
 __all__ = [
     "CheckpointConfig",
@@ -20,6 +26,7 @@ __all__ = [
     "RecomputeConfig",
     "StageLayout",
     "__version__",
+    "load_from_checkpoint",
 ]
 
 __version__ = "0.1.0"

@@ -169,15 +169,20 @@ def read_manifest(path: Address) -> Manifest:
     Raises ValueError when the path is no checkpoint, when the manifest is damaged, or when files are missing or of
     another size than they were written with.
     """
+    manifest = read_stored_manifest(path)
+    if faults := manifest.faults(Folder(path).sizes()):
+        raise DamagedError(f"checkpoint {path}: {'; '.join(faults[:20])}")
+    return manifest
+
+
+def read_stored_manifest(path: Address) -> Manifest:
+    """The manifest as `read_manifest`, without a look at the files that it tells of."""
     folder = Folder(path)
     _require_checkpoint(folder)
     try:
-        manifest = Manifest.from_bytes(folder.read(MANIFEST_FILE))
-        if faults := manifest.faults(folder.sizes()):
-            raise DamagedError("; ".join(faults[:20]))
+        return Manifest.from_bytes(folder.read(MANIFEST_FILE))
     except ValueError as error:
         raise type(error)(f"checkpoint {path}: {error}") from error
-    return manifest
 
 
 def read_meta(path: Address) -> dict[str, Any]:

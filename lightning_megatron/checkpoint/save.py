@@ -22,12 +22,9 @@ from lightning_megatron.checkpoint.manifest import META_FILE, Chunk, Entry, Mani
 from lightning_megatron.checkpoint.plan import Item, Planning
 from lightning_megatron.checkpoint.staging import Staging, one_by_one
 from lightning_megatron.checkpoint.state import Pieces, as_pieces
-from lightning_megatron.checkpoint.torch_index import INDEX_FILE, REST_FILE, index_bytes, rest_values
+from lightning_megatron.checkpoint.torch_index import INDEX_FILE, REST_FILE, Beside, index_bytes
 from lightning_megatron.comm.collectives import broadcast_object, gather_objects
 from lightning_megatron.mesh import Axis
-
-OPTIMIZERS = "optimizers"
-# Key of the metadata under which the optimizers' rests are, for the readers of `torch_index`.
 
 
 def save(path: Address, pieces: Pieces, meta: Mapping[str, Any], *, world: Axis) -> None:
@@ -81,10 +78,10 @@ class Saver:
                 draft.discard()
             raise ValueError(f"checkpoint {path} was not written: {error}") from error
         tensors = self._planning.tensors
-        rest = rest_values(meta.get(OPTIMIZERS, ())) if self._world.is_first else {}
+        beside = Beside.of(meta) if self._world.is_first else Beside()
 
         def write(items: Iterable[Item]) -> RuntimeError | None:
-            return _write(draft, self._world, items, tensors, content, rest)
+            return _write(draft, self._world, items, tensors, content, beside)
 
         if wait:
             if (failure := write(one_by_one(items))) is not None:
@@ -174,7 +171,7 @@ def _write(
     items: Iterable[Item],
     tensors: Mapping[str, tuple[Any, Any]],
     content: bytes,
-    rest: Mapping[tuple[str, ...], bytes],
+    beside: Beside,
 ) -> RuntimeError | None:
     """Writes this rank's files and, when all ranks have, makes them the checkpoint; what went wrong, on every rank."""
     written: _Written | None = None
@@ -189,7 +186,7 @@ def _write(
         if world.is_first:
             if not faults:
                 try:
-                    _finish(draft, [own for own, _ in by_rank], tensors, content, rest)
+                    _finish(draft, [own for own, _ in by_rank], tensors, content, beside)
                 except Exception as error:
                     fault, faults = error, [f"rank {world.rank}: {_in_words(error)}"]
             if faults:
@@ -229,7 +226,7 @@ def _finish(
     by_rank: list[_Written],
     tensors: Mapping[str, tuple[Any, Any]],
     content: bytes,
-    rest: Mapping[tuple[str, ...], bytes],
+    beside: Beside,
 ) -> None:
     chunks: dict[str, list[Chunk]] = {name: [] for name in tensors}
     files: dict[str, int] = {}
@@ -240,16 +237,16 @@ def _finish(
     entries = {name: Entry(shape, dtype, tuple(chunks[name])) for name, (shape, dtype) in tensors.items()}
     whole: dict[str, Place] = {}
     places = {}
-    if rest:
+    if beside.rest:
         name = draft.name_of(REST_FILE)
         with draft.create(name) as stream:
             writer = ChunkWriter(stream, name)
-            places = {keys: writer.write(value) for keys, value in rest.items()}
+            places = {keys: writer.write(value) for keys, value in beside.rest.items()}
         files[name] = sum(place.num_bytes for place in places.values())
         whole |= {"/".join(keys): place for keys, place in places.items()}
     for role, base, data in (
         ("meta", META_FILE, content),
-        ("index", INDEX_FILE, index_bytes(draft.save_id, entries, places)),
+        ("index", INDEX_FILE, index_bytes(draft.save_id, entries, places, beside.titles)),
     ):
         name = draft.name_of(base)
         with draft.create(name) as stream:

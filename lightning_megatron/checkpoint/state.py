@@ -7,13 +7,15 @@ copies) all name it, and it is written once.
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from lightning_megatron.sharding import Box, boxes_of_range, shard_of
 
+OTHER_STATES = "other_states"
+# Key of the metadata with the titles of further sets of tensors under the module's names: `{title}.{name}`.
 _OPTIMIZER_NAME = re.compile(r"optimizer\.(\d+)\.(?:(.*)\.)?([^.]*)", re.DOTALL)
 
 
@@ -112,6 +114,14 @@ def split_optimizer_name(name: str) -> tuple[int, str, str] | None:
     """Index, parameter name and state key in the name of an optimizer's state; None of any other name."""
     found = _OPTIMIZER_NAME.fullmatch(name)
     return None if found is None else (int(found[1]), found[2] or "", found[3])
+
+
+def other_state_of(name: str, titles: Iterable[str]) -> tuple[str, str]:
+    """The title of the further set that the tensor of that name belongs to, and its name there; no title if to none."""
+    for title in titles:
+        if name.startswith(f"{title}."):
+            return title, name.removeprefix(f"{title}.")
+    return "", name
 
 
 def is_module_name(name: str) -> bool:

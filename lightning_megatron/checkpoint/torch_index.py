@@ -1,13 +1,15 @@
 """The index by which torch's and Lightning's own tools read a checkpoint directory; nothing in this package reads it.
 
 `torch.distributed.checkpoint` and Lightning's `consolidate_checkpoint` look for `.metadata`, a pickle. Its names are
-those that Lightning gives: `model.{name}`, and `optimizer_{index}.state.{parameter name}.{key}`. What is plain data of
-the optimizers (groups, states that are no tensors) lies beside it in a file of its own.
+those that Lightning gives: `model.{name}`, and `optimizer_{index}.state.{parameter name}.{key}`; a further set of
+tensors under the module's names keeps its title, `{title}.{name}`. What is plain data of the optimizers (groups, states
+that are no tensors) lies beside it in a file of its own.
 """
 
 import io
 import pickle
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,16 +26,32 @@ from torch.distributed.checkpoint.metadata import (
 
 from lightning_megatron.checkpoint.chunk_file import Place
 from lightning_megatron.checkpoint.manifest import Entry
-from lightning_megatron.checkpoint.state import split_optimizer_name
+from lightning_megatron.checkpoint.state import OTHER_STATES, other_state_of, split_optimizer_name
 
 INDEX_FILE = ".metadata"
 REST_FILE = "__rest.distcp"
+OPTIMIZERS = "optimizers"
+# Key of the metadata under which the optimizers' rests are.
 
 Keys = tuple[str, ...]
 
 
-def rest_values(rests: Sequence[Mapping[str, Any]]) -> dict[Keys, bytes]:
-    """What the optimizers have beside tensors, by its place in Lightning's dictionary."""
+@dataclass(frozen=True, kw_only=True)
+class Beside:
+    """What the index needs to know beside the tensors."""
+
+    rest: Mapping[Keys, bytes] = field(default_factory=dict)
+    # what the optimizers have that is no tensor, by its place in Lightning's dictionary
+    titles: tuple[str, ...] = ()
+    # of further sets of tensors under the module's names
+
+    @staticmethod
+    def of(meta: Mapping[str, Any]) -> "Beside":
+        """That of a checkpoint with this metadata."""
+        return Beside(rest=_rest_values(meta.get(OPTIMIZERS, ())), titles=tuple(meta.get(OTHER_STATES, ())))
+
+
+def _rest_values(rests: Sequence[Mapping[str, Any]]) -> dict[Keys, bytes]:
     values: dict[Keys, Any] = {}
     for index, rest in enumerate(rests):
         values[(f"optimizer_{index}", "param_groups")] = rest["groups"]
@@ -43,7 +61,9 @@ def rest_values(rests: Sequence[Mapping[str, Any]]) -> dict[Keys, bytes]:
     return {keys: _saved(value) for keys, value in values.items()}
 
 
-def index_bytes(save_id: str, entries: Mapping[str, Entry], rest: Mapping[Keys, Place]) -> bytes:
+def index_bytes(
+    save_id: str, entries: Mapping[str, Entry], rest: Mapping[Keys, Place], titles: Sequence[str] = ()
+) -> bytes:
     """The content of the index file."""
     found = Metadata(
         state_dict_metadata={},
@@ -53,7 +73,7 @@ def index_bytes(save_id: str, entries: Mapping[str, Entry], rest: Mapping[Keys, 
         version="1.0.0",
     )
     for name, entry in entries.items():
-        keys = _keys(name)
+        keys = _keys(name, titles)
         flat = ".".join(keys)
         found.planner_data[flat] = keys
         found.state_dict_metadata[flat] = TensorStorageMetadata(
@@ -74,10 +94,11 @@ def index_bytes(save_id: str, entries: Mapping[str, Entry], rest: Mapping[Keys, 
     return pickle.dumps(found)
 
 
-def _keys(name: str) -> Keys:
+def _keys(name: str, titles: Sequence[str]) -> Keys:
     parts = split_optimizer_name(name)
     if parts is None:
-        return ("model", name)
+        title, own_name = other_state_of(name, titles)
+        return (title or "model", own_name)
     index, parameter_name, key = parts
     return (f"optimizer_{index}", "state", parameter_name, key)
 

@@ -1,13 +1,14 @@
 """The command `lightning-megatron`: one parser, and under it a parser for each command.
 
 Every command is a file of its own in this room with `add_parser`, which declares its options and says by
-`set_defaults(run=...)` which function runs them. A new command is a new file and a name in `_COMMANDS`.
+`set_defaults(run=...)` which function runs them; that returns nothing or the exit code. A new command is a new file and
+a name in `_COMMANDS`.
 
 | exit code | |
 |---|---|
 | 0 | done |
 | 2 | a user's mistake: one line on stderr with every fault, no traceback |
-| 1 | anything else that fails, with its traceback |
+| 1 | a command that looks for faults has found some; or anything else that fails, with its traceback |
 """
 
 import argparse
@@ -19,10 +20,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from lightning_megatron import __version__
-from lightning_megatron.cli import convert, schedule
+from lightning_megatron.cli import checkpoint, convert, schedule
 from lightning_megatron.cli.usage import UsageError
 
-_COMMANDS = (schedule, convert)
+_COMMANDS = (schedule, checkpoint, convert)
 _USAGE_ERROR = 2
 
 
@@ -40,8 +41,8 @@ def main(args: Sequence[str] | None = None) -> int:
         # second and finds nothing among what is frozen.
         atexit.register(gc.freeze)
     try:
-        options = _parser().parse_args(args)
-        options.run(options)
+        options = command_line().parse_args(args)
+        code: int | None = options.run(options)
         sys.stdout.flush()
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -49,10 +50,12 @@ def main(args: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         # Who reads, `head` perhaps, has seen enough. Python would complain when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
+        return 0
+    return code or 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_line() -> argparse.ArgumentParser:
+    """The parser of all commands."""
     parser = _Parser(
         prog="lightning-megatron",
         description="What one asks before and after a run of lightning_megatron; no command starts training.",

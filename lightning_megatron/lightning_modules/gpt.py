@@ -1,5 +1,6 @@
 """`GPTModule`: a GPT that pre-trains, validates and generates under any strategy."""
 
+from dataclasses import asdict
 from typing import Any
 
 import lightning as L
@@ -9,6 +10,7 @@ from torchmetrics import MeanMetric
 from lightning_megatron.lightning_modules.adamw import AdamWConfig, adamw_with_warmup
 from lightning_megatron.lightning_modules.generate import GenerationConfig, generate
 from lightning_megatron.models.gpt import GPTConfig, GPTModel
+from lightning_megatron.trainer.loading import rebuilt
 from lightning_megatron.transformer import cost
 
 Batch = dict[str, Tensor]
@@ -27,9 +29,13 @@ class GPTModule(L.LightningModule):
         self, config: GPTConfig, optimizer: AdamWConfig = _ADAMW, generation: GenerationConfig = _GENERATION
     ) -> None:
         super().__init__()
-        self.config = config
-        self.optimizer = optimizer
-        self.generation = generation
+        # Lightning's load_from_checkpoint hands over what was saved: plain data, so that reading it runs no code.
+        self.config: GPTConfig = rebuilt(GPTConfig, config)
+        self.optimizer: AdamWConfig = rebuilt(AdamWConfig, optimizer)
+        self.generation: GenerationConfig = rebuilt(GenerationConfig, generation)
+        self.save_hyperparameters(
+            {"config": asdict(self.config), "optimizer": asdict(self.optimizer), "generation": asdict(self.generation)}
+        )
         self.model: GPTModel | None = None
         # Sums of losses and of tokens: a mean of the batches' means would weigh a token by how full its batch is.
         self.val_loss = MeanMetric()

@@ -3,10 +3,11 @@
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
+from lightning_megatron.trainer.loading import load_from_checkpoint
 from lightning_megatron.trainer.strategy import MegatronStrategy
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
-__all__ = ["ConfigurationError", "MegatronStrategy", "PipelineConfig", "RecomputeConfig"]
+__all__ = ["ConfigurationError", "MegatronStrategy", "PipelineConfig", "RecomputeConfig", "load_from_checkpoint"]
 
 # Lightning has no entry point for strategies: importing the package is what makes the name known.
 if "megatron" not in StrategyRegistry:

@@ -21,24 +21,24 @@ from torch.optim import Optimizer
 
 from lightning_megatron import checkpoint as directory
 from lightning_megatron.checkpoint import Piece, Slot
-from lightning_megatron.checkpoint.save import OPTIMIZERS
+from lightning_megatron.checkpoint.state import OTHER_STATES
+from lightning_megatron.checkpoint.torch_index import OPTIMIZERS
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.optim.exchange import Exchange
 from lightning_megatron.sharding import shard_of
 from lightning_megatron.trainer import setup_model
 from lightning_megatron.trainer.saving import Saving
+from lightning_megatron.trainer.unsplit_order import in_unsplit_order
 
 # Keys of Lightning's dictionary.
 _WEIGHTS = "state_dict"
 _OPTIMIZERS = "optimizer_states"
-# Keys of ours beside them in the metadata, and `OPTIMIZERS`.
-_OTHER_STATES = "other_states"
-# further sets of tensors under the module's names
+# Keys of ours beside them in the metadata, and `OPTIMIZERS` and `OTHER_STATES`.
 _MESH = "mesh"
 # on how many ranks of which axes it was written
 _MODELS = "models"
 # class and configuration of each of this package's models, by its name in the module
-_OURS = (OPTIMIZERS, _OTHER_STATES, _MESH, _MODELS)
+_OURS = (OPTIMIZERS, OTHER_STATES, _MESH, _MODELS)
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,10 @@ def save(
 ) -> None:
     """Writes Lightning's dictionary as a checkpoint directory. Collective over the world.
 
-    Weights that have main weights are saved as those.
+    Weights that have main weights are saved as those. It waits for the save before.
     """
+    # What follows talks over the process group that the save in flight uses.
+    saving.wait()
     live = _live(module)
     lowered = {s.name: (main, s) for main, s in mains.slots.items() if s.name in mains.lowered}
     # Of a weight whose main weights are all on other replicas, those write.
@@ -103,7 +105,7 @@ def save(
                 elif not (is_live and name in elsewhere):
                     pieces[prefix + name] = Piece.like(live.get(name, tensor), tensor)
             if key != _WEIGHTS:
-                meta.setdefault(_OTHER_STATES, []).append(key)
+                meta.setdefault(OTHER_STATES, []).append(key)
             continue
         meta[key] = _plain(value, key)
     if _OPTIMIZERS in checkpoint:
@@ -112,7 +114,12 @@ def save(
         for index, optimizer in enumerate(optimizers):
             moments, rest = directory.pieces_of_optimizer(optimizer, names, index)
             pieces |= moments
-            meta[OPTIMIZERS].append(directory.merge_rest(rest, saving.world))
+            rest = directory.merge_rest(rest, saving.world)
+            if mesh.pp.size > 1:
+                # Each rank told the names of its own stages.
+                for group in rest["groups"]:
+                    group["params"] = in_unsplit_order(group["params"], module)
+            meta[OPTIMIZERS].append(rest)
     saving.save(path, pieces, meta, module.trainer)
 
 
@@ -124,10 +131,13 @@ def load(
     world: Axis,
     checkpoint_io: CheckpointIO,
     weights_only: bool | None,
+    *,
+    strict: bool,
 ) -> dict[str, Any]:
     """Lightning's dictionary for this rank's slices. Collective over the world.
 
-    Of a single-file checkpoint, written on one device, each rank takes its slices of the weights.
+    With `strict`, the weights of a directory must be those of the module. Of a single-file checkpoint, written on one
+    device, each rank takes its slices of the weights.
     """
     if os.path.isfile(path):
         return _load_file(path, module, mesh, checkpoint_io, weights_only)
@@ -141,8 +151,7 @@ def load(
     pieces = {name: Piece.like(live[name], tensor) for name, tensor in state.items()}
     checkpoint = {key: value for key, value in meta.items() if key not in _OURS}
     checkpoint[_WEIGHTS] = state
-    strict = module.strict_loading
-    others = tuple(f"{key}." for key in meta.get(_OTHER_STATES, ()))
+    others = tuple(f"{key}." for key in meta.get(OTHER_STATES, ()))
     report = directory.load(
         path,
         pieces,
@@ -152,7 +161,7 @@ def load(
     )
     for line in report.faults():
         rank_zero_warn(f"checkpoint {path}, loaded with strict_loading=False: {line}")
-    for key in meta.get(_OTHER_STATES, ()):
+    for key in meta.get(OTHER_STATES, ()):
         extra = {name: tensor.detach().clone() for name, tensor in live.items()}
         more = {f"{key}.{name}": Piece.like(live[name], tensor) for name, tensor in extra.items()}
         directory.load(path, more, world=world, strict=False, among=lambda name: False)

@@ -8,20 +8,23 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from typing_extensions import override
 
-Check = Callable[["pl.Trainer", tuple[Any, ...]], None]
+Prepare = Callable[["pl.Trainer", tuple[Any, ...]], tuple[Any, ...]]
 
 
 class CheckingLauncher(_SubprocessScriptLauncher):
-    """Asks `check(trainer, arguments of fit, validate, test or predict)` first; that raises where a run cannot work."""
+    """Asks `prepare(trainer, arguments of fit, validate, test or predict)` first, for the arguments to go on with.
 
-    def __init__(self, environment: ClusterEnvironment, num_processes: int, num_nodes: int, check: Check) -> None:
+    That raises where a run cannot work.
+    """
+
+    def __init__(self, environment: ClusterEnvironment, num_processes: int, num_nodes: int, prepare: Prepare) -> None:
         super().__init__(environment, num_processes, num_nodes)
-        self._check = check
+        self._prepare = prepare
 
     @override
     def launch(
         self, function: Callable[..., Any], *args: Any, trainer: "pl.Trainer | None" = None, **kwargs: Any
     ) -> Any:
         if trainer is not None:
-            self._check(trainer, args)
+            args = self._prepare(trainer, args)
         return super().launch(function, *args, trainer=trainer, **kwargs)

@@ -49,7 +49,15 @@ from lightning_megatron.pipeline.module import at_once, run_alone
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.tensor import weight_gradients
 from lightning_megatron.tensor.weight_gradients import WeightGradients
-from lightning_megatron.trainer import checkpoints, checks, fp8_setup, optimization, resume, setup_model
+from lightning_megatron.trainer import (
+    checkpoints,
+    checks,
+    fp8_setup,
+    last_checkpoint,
+    optimization,
+    resume,
+    setup_model,
+)
 from lightning_megatron.trainer.checkpoints import Mains
 from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
 from lightning_megatron.trainer.failure import FailureWatch
@@ -234,11 +242,15 @@ class MegatronStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         self._launcher = CheckingLauncher(
-            self.cluster_environment, self.num_processes, self.num_nodes, self._require_sound
+            self.cluster_environment, self.num_processes, self.num_nodes, self._prepare_run
         )
 
-    def _require_sound(self, trainer: pl.Trainer, arguments: tuple[Any, ...]) -> None:
-        """Raises ConfigurationError for everything that is wrong with the run that is about to start."""
+    def _prepare_run(self, trainer: pl.Trainer, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments of the run that is about to start, with a checkpoint that is complete.
+
+        Raises ConfigurationError for everything that is wrong with it.
+        """
+        arguments = last_checkpoint.prepared(trainer, arguments)
         faults = checks.faults(
             trainer,
             self.sizes,
@@ -256,6 +268,7 @@ class MegatronStrategy(ParallelStrategy):
             )
         if faults:
             raise ConfigurationError(faults)
+        return arguments
 
     def set_world_ranks(self) -> None:
         """Tells Lightning's environment and its rank-zero helpers who this process is."""
@@ -598,7 +611,16 @@ class MegatronStrategy(ParallelStrategy):
             self.precision_plugin.convert_module(module)
         # Lightning's batch size finder names its checkpoint by chance, on every rank anew.
         path, world = self.broadcast(str(checkpoint_path)), self._saving.world
-        checkpoint = checkpoints.load(path, module, self._mains, self.mesh, world, self.checkpoint_io, weights_only)
+        checkpoint = checkpoints.load(
+            path,
+            module,
+            self._mains,
+            self.mesh,
+            world,
+            self.checkpoint_io,
+            weights_only,
+            strict=module.strict_loading,
+        )
         self._resumption = resume.Resumption.from_checkpoint(checkpoint, module.trainer, self.mesh)
         return checkpoint
 

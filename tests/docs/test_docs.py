@@ -15,7 +15,7 @@ import lightning as L
 import pytest
 
 from lightning_megatron import MegatronStrategy
-from lightning_megatron.cli import convert, schedule
+from lightning_megatron.cli.main import command_line
 from lightning_megatron.lightning_modules import AdamWConfig, GenerationConfig, GPTDataModule
 from lightning_megatron.lightning_modules.chat_data import ChatDataModule
 from lightning_megatron.models import GPTConfig
@@ -29,7 +29,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 each_page = pytest.mark.parametrize("page", PAGES, ids=[page.relative_to(ROOT).as_posix() for page in PAGES])
 
 # What a reader is to make, and what the commands make.
-MADE_BY_USERS = {"train.py", "texts/", "llama/", "out/"}
+MADE_BY_USERS = {"train.py", "texts/", "checkpoints/", "llama/", "out/"}
 ROOMS = sorted(path.name for path in (ROOT / "lightning_megatron").iterdir() if (path / "__init__.py").is_file())
 
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -253,11 +253,16 @@ def known_options() -> set[str]:
         options |= {f"model.{name}.{field.name}" for field in fields(kind)}
     for script in (ROOT / "tests/certificate/__main__.py", *(ROOT / "benchmarks").glob("*.py")):
         options |= set(re.findall(r'add_argument\("--([\w-]+)"', script.read_text()))
-    commands = argparse.ArgumentParser().add_subparsers()
-    for command in (schedule, convert):
-        command.add_parser(commands)
-    parsers = commands.choices.values()
-    return options | {option.removeprefix("--") for parser in parsers for option in parser._option_string_actions}
+    return options | {option.removeprefix("--") for option in options_of(command_line())}
+
+
+def options_of(parser: argparse.ArgumentParser) -> set[str]:
+    """Those of a command and of the commands under it."""
+    found = set(parser._option_string_actions)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found |= {option for below in action.choices.values() for option in options_of(below)}
+    return found
 
 
 @each_page

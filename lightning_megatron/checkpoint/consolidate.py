@@ -1,0 +1,99 @@
+"""A checkpoint directory as one dictionary of whole tensors, such as Lightning saves on one device.
+
+An optimizer's states are those of `Optimizer.state_dict()`: by the number of the parameter, counted through the groups.
+The numbers follow the order in which the unsplit module has its parameters, and so fit optimizers whose groups take
+them in that order, as `module.parameters()` gives them.
+"""
+
+import os
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.checkpoint.draft import flush_directory
+from lightning_megatron.checkpoint.folder import Address
+from lightning_megatron.checkpoint.load import load
+from lightning_megatron.checkpoint.manifest import read_entries, read_meta
+from lightning_megatron.checkpoint.state import OTHER_STATES, is_module_name, other_state_of, split_optimizer_name
+from lightning_megatron.checkpoint.torch_index import OPTIMIZERS
+from lightning_megatron.mesh import Mesh
+
+# Keys of Lightning's dictionary.
+_WEIGHTS, _OPTIMIZERS = "state_dict", "optimizer_states"
+# Keys of the metadata that Lightning's dictionary has not.
+_OURS = (OPTIMIZERS, OTHER_STATES, "mesh", "models")
+
+# Those that Lightning leaves out where it saves weights alone.
+_OF_TRAINING = ("lr_schedulers", "callbacks")
+
+
+def consolidate(path: Address, *, weights_only: bool = False) -> dict[str, Any]:
+    """Lightning's dictionary with all tensors whole, in host memory: as much of it as the checkpoint is large.
+
+    With `weights_only` no optimizer states are read. Raises ValueError where the path is no checkpoint, RuntimeError
+    where it is damaged.
+    """
+    entries, meta = read_entries(path), read_meta(path)
+    if weights_only:
+        entries = {name: entry for name, entry in entries.items() if is_module_name(name)}
+    tensors = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in entries.items()}
+    load(path, tensors, world=Mesh.single().world, strict=True, among=entries.__contains__)
+    left_out = (*_OURS, *_OF_TRAINING) if weights_only else _OURS
+    checkpoint = {key: value for key, value in meta.items() if key not in left_out}
+    others = {key: dict[str, Tensor]() for key in meta.get(OTHER_STATES, ())}
+    weights: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if is_module_name(name):
+            key, own_name = other_state_of(name, others)
+            (others[key] if key else weights)[own_name] = tensor
+    checkpoint |= {_WEIGHTS: weights, **others}
+    if OPTIMIZERS in meta and not weights_only:
+        checkpoint[_OPTIMIZERS] = [
+            _optimizer_state(index, rest, tensors) for index, rest in enumerate(meta[OPTIMIZERS])
+        ]
+    return checkpoint
+
+
+def write_consolidated(path: Address, out: Path, *, weights_only: bool = False) -> None:
+    """Writes `consolidate` to a file, under another name until it is whole. Raises ValueError where `out` exists."""
+    _require_free(out)
+    checkpoint = consolidate(path, weights_only=weights_only)
+    draft = out.with_name(f".{out.name}.{uuid.uuid4().hex[:16]}")
+    try:
+        with open(draft, "xb") as stream:
+            torch.save(checkpoint, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        _require_free(out)
+        os.rename(draft, out)
+    finally:
+        draft.unlink(missing_ok=True)
+    flush_directory(out.absolute().parent)
+
+
+def _require_free(out: Path) -> None:
+    if os.path.lexists(out):
+        raise ValueError(f"{out} exists and is not overwritten; remove it, or give another path")
+    if not out.absolute().parent.is_dir():
+        raise ValueError(f"{out} lies in {out.parent}, which is no directory; make it, or give another path")
+
+
+def _optimizer_state(index: int, rest: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The optimizer's state dictionary; a parameter that has no state gets none."""
+    states: dict[str, dict[str, Any]] = {name: dict(values) for name, values in rest["state"].items()}
+    for flat, tensor in tensors.items():
+        parts = split_optimizer_name(flat)
+        if parts is not None and parts[0] == index:
+            states.setdefault(parts[1], {})[parts[2]] = tensor
+    numbers: dict[str, int] = {}
+    groups = []
+    for group in rest["groups"]:
+        for name in group["params"]:
+            numbers[name] = len(numbers)
+        groups.append({**group, "params": [numbers[name] for name in group["params"]]})
+    by_number = {number: states[name] for name, number in numbers.items() if name in states}
+    return {"state": by_number, "param_groups": groups}

@@ -1,0 +1,175 @@
+"""What a folder of checkpoints holds: complete ones, damaged ones, links to them, and what interrupted saves left.
+
+step=3.ckpt/                      a checkpoint
+last.ckpt -> step=3.ckpt          a link to one
+.unfinished/{id}/step=6.ckpt/     a save that has not ended, or what it replaced and did not come to remove
+.replaced/{id}/step=3.ckpt/       set aside while another takes its place, where names cannot be exchanged
+.removed/{id}/step=1.ckpt/        on its way out
+"""
+
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_megatron.checkpoint.draft import REMOVED, REPLACED, UNFINISHED
+from lightning_megatron.checkpoint.manifest import MANIFEST_FILE, is_checkpoint, read_manifest, read_meta
+
+SUFFIX = ".ckpt"
+# Of the metadata that Lightning saves.
+STEP, EPOCH = "global_step", "epoch"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Standing:
+    """A directory that is a checkpoint, or by its name should be one."""
+
+    path: Path
+    fault: str = ""
+    # why it cannot be read; empty: it is complete
+    step: int = -1
+    # optimizer steps before it was saved; -1 where it does not say
+    epoch: int = -1
+    saved_seconds: float = 0.0
+    # when its manifest was written, in seconds since 1970
+    num_bytes: int = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """All its files are there, in the sizes that they were written with."""
+        return not self.fault
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leftover:
+    """What a save or a removal left behind when it was interrupted, or has not come to the end of yet."""
+
+    path: Path
+    what: str
+    # UNFINISHED, REPLACED or REMOVED
+    place: Path
+    # where it was to stand, or stood
+    touched_seconds: float
+    # when anything of it was last changed, in seconds since 1970
+    num_bytes: int
+
+    @property
+    def is_draft(self) -> bool:
+        """Whether it is a save that has not come to its end; else it is an old checkpoint on its way out."""
+        if self.what != UNFINISHED:
+            return False
+        # After an exchange of names the old checkpoint, of another save, lies where the draft lay.
+        try:
+            return not is_checkpoint(self.path) or read_manifest(self.path).save_id == self.path.parent.name
+        except (ValueError, OSError):
+            return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contents:
+    """All of a folder."""
+
+    checkpoints: tuple[Standing, ...]
+    # oldest first, by step and then by time; those that are not complete come before all that are
+    leftovers: tuple[Leftover, ...]
+    links: tuple[Path, ...]
+    # whose names are those of checkpoints, or that lead to one
+
+    @property
+    def complete(self) -> tuple[Standing, ...]:
+        """The checkpoints that can be loaded, the newest last."""
+        return tuple(standing for standing in self.checkpoints if standing.is_complete)
+
+
+def contents_of(folder: Path) -> Contents:
+    """What the folder holds now; nothing where there is no folder. What vanishes meanwhile is left out."""
+    checkpoints = [_standing(path) for path in _named(folder) if not path.is_symlink()]
+    # Of one that is not complete step and time are not known: the least.
+    checkpoints.sort(key=lambda one: (one.step, one.saved_seconds, one.path.name))
+    return Contents(
+        checkpoints=tuple(checkpoints), leftovers=tuple(leftovers_of(folder)), links=tuple(links_of(folder))
+    )
+
+
+def links_of(folder: Path) -> list[Path]:
+    """The links of the folder, as `Contents.links`."""
+    return [path for path in _named(folder) if path.is_symlink()]
+
+
+def _named(folder: Path) -> list[Path]:
+    """What is a checkpoint, or a link to one, or by its name should be; not files, which Lightning writes."""
+    found = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [
+        path
+        for path in found
+        if not path.name.startswith(".") and not path.is_file() and (path.suffix == SUFFIX or is_checkpoint(path))
+    ]
+
+
+def leads_to(link: Path) -> Path:
+    """Where the link leads at last, whether anything is there or not."""
+    return Path(os.path.realpath(link))
+
+
+def _standing(path: Path) -> Standing:
+    try:
+        manifest, meta = read_manifest(path), read_meta(path)
+        saved_seconds = (path / MANIFEST_FILE).stat().st_mtime
+    except (ValueError, OSError) as error:
+        return Standing(path=path, fault=str(error))
+    return Standing(
+        path=path,
+        step=_number(meta.get(STEP)),
+        epoch=_number(meta.get(EPOCH)),
+        saved_seconds=saved_seconds,
+        num_bytes=sum(manifest.files.values()),
+    )
+
+
+def leftovers_of(folder: Path) -> list[Leftover]:
+    """What interrupted saves left in the folder."""
+    found = []
+    for what in (UNFINISHED, REPLACED, REMOVED):
+        for path in hidden_in(folder, what):
+            touched_seconds, num_bytes = _last_touched(path)
+            found.append(
+                Leftover(
+                    path=path,
+                    what=what,
+                    place=folder / path.name,
+                    touched_seconds=touched_seconds,
+                    num_bytes=num_bytes,
+                )
+            )
+    return found
+
+
+def hidden_in(folder: Path, what: str) -> list[Path]:
+    """The hidden neighbours of the folder's checkpoints, of one kind."""
+    return [path for of_a_save in _inside(folder / what) for path in _inside(of_a_save)]
+
+
+def _inside(path: Path) -> list[Path]:
+    # Not glob: that fails where a directory vanishes under it.
+    try:
+        return sorted(path.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _last_touched(path: Path) -> tuple[float, int]:
+    """When anything in it was last changed, and the bytes of its files."""
+    touched_seconds, num_bytes = 0.0, 0
+    for one in (path, *(Path(parent) / name for parent, _, names in os.walk(path) for name in names)):
+        try:
+            status = one.lstat()
+        except FileNotFoundError:
+            # Whoever wrote it goes on, or removes it.
+            continue
+        touched_seconds = max(touched_seconds, status.st_mtime)
+        num_bytes += status.st_size if stat.S_ISREG(status.st_mode) else 0
+    return touched_seconds, num_bytes
+
+
+def _number(value: object) -> int:
+    return value if isinstance(value, int) else -1

@@ -1,0 +1,91 @@
+"""Removing what interrupted saves left in a folder, and checkpoints beyond the newest ones."""
+
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_megatron.checkpoint.contents import Contents, Leftover, contents_of, leads_to
+from lightning_megatron.checkpoint.draft import REPLACED, UNFINISHED, remove, tidy
+
+# A save that has written nothing for so long is not going on.
+YOUNG_SECONDS = 3600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Removal:
+    """Something to remove, or to leave although one may have thought otherwise."""
+
+    path: Path
+    num_bytes: int
+    reason: str
+    is_checkpoint: bool = False
+    # complete, and at its place
+    is_kept: bool = False
+
+
+def plan_of(folder: Path, *, keep: int = 0, takes_young: bool = False) -> list[Removal]:
+    """What `prune` would do, and what it would leave for a reason that is not plain.
+
+    Of the complete checkpoints the newest `keep` stay, by step and then by time (0: all of them). Unfinished saves that
+    were written to within the last hour are left, a run may be at them, unless `takes_young`.
+    """
+    contents = contents_of(folder)
+    planned = [_of_leftover(leftover, takes_young) for leftover in contents.leftovers]
+    planned += [
+        Removal(
+            path=one.path, num_bytes=0, reason=f"damaged, which is not for prune to judge: {one.fault}", is_kept=True
+        )
+        for one in contents.checkpoints
+        if not one.is_complete
+    ]
+    return planned + (_beyond(contents, keep) if keep else [])
+
+
+def prune(planned: Sequence[Removal]) -> None:
+    """Carries the plan out. A checkpoint is gone from its place in one step, before its files are.
+
+    Raises RuntimeError at the first that cannot be removed.
+    """
+    for removal in planned:
+        if removal.is_kept:
+            continue
+        if removal.is_checkpoint:
+            remove(removal.path, uuid.uuid4().hex[:16])
+            continue
+        if removal.path.is_symlink() or removal.path.is_file():
+            removal.path.unlink()
+        else:
+            shutil.rmtree(removal.path, ignore_errors=True)
+        if os.path.lexists(removal.path):
+            raise RuntimeError(f"{removal.path} could not be removed; who may write to it?")
+        tidy(removal.path)
+
+
+def _of_leftover(leftover: Leftover, takes_young: bool) -> Removal:
+    age_seconds = time.time() - leftover.touched_seconds
+    reason, is_kept = "left over", False
+    if leftover.what == REPLACED and not leftover.place.exists():
+        reason, is_kept = f"{leftover.place.name} is not at its place: the next run brings this one back", True
+    elif leftover.what == UNFINISHED and age_seconds < YOUNG_SECONDS and not takes_young:
+        minutes = max(round(age_seconds / 60), 0)
+        reason, is_kept = f"written to {minutes} minutes ago: a run may be at it (--all removes it)", True
+    elif leftover.is_draft:
+        reason = "its save ended before it was complete"
+    return Removal(path=leftover.path, num_bytes=leftover.num_bytes, reason=reason, is_kept=is_kept)
+
+
+def _beyond(contents: Contents, keep: int) -> list[Removal]:
+    """All complete checkpoints but the newest, and of those but the ones that links lead to."""
+    names = {leads_to(link): link.name for link in contents.links}
+    removals = []
+    for one in contents.complete[: -keep or None]:
+        link = names.get(leads_to(one.path))
+        reason = f"older than the newest {keep}" if link is None else f"{link} leads to it"
+        removals.append(
+            Removal(path=one.path, num_bytes=one.num_bytes, reason=reason, is_checkpoint=True, is_kept=link is not None)
+        )
+    return removals

@@ -1,0 +1,73 @@
+"""Putting a folder of checkpoints in order after a run that was killed, before the next one starts.
+
+Every rank may do it, all at once: each step is one rename, and whoever comes second finds nothing to do.
+"""
+
+import contextlib
+import os
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from lightning_megatron.checkpoint.contents import contents_of, hidden_in, leads_to, leftovers_of, links_of
+from lightning_megatron.checkpoint.draft import REPLACED, tidy
+from lightning_megatron.checkpoint.manifest import is_checkpoint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repairs:
+    """What was found and done in a folder."""
+
+    unfinished: tuple[Path, ...] = ()
+    # places of saves that ended before they were complete; they stay as they are
+    done: tuple[str, ...] = ()
+    # one sentence for each thing that this process changed
+
+
+def repair(folder: Path) -> Repairs:
+    """What was found, after checkpoints that were set aside are at their places again, and links lead to one.
+
+    A link that leads to no complete checkpoint (a save makes one before it is in place) is turned to the newest that is
+    complete; where there is none it stays as it is.
+    """
+    if not folder.is_dir():
+        return Repairs()
+    done = bring_back(folder)
+    for link in links_of(folder):
+        target = leads_to(link)
+        # A link into another folder is not one that a save made.
+        if is_checkpoint(link) or target.parent != leads_to(folder):
+            continue
+        complete = contents_of(folder).complete
+        if complete and _turn(link, complete[-1].path):
+            done.append(f"{link} led to {target.name}, which is not complete; it leads to {complete[-1].path.name} now")
+    unfinished = {leftover.place for leftover in leftovers_of(folder) if leftover.is_draft}
+    return Repairs(unfinished=tuple(sorted(unfinished)), done=tuple(done))
+
+
+def bring_back(folder: Path) -> list[str]:
+    """What was done: checkpoints that were set aside for others, which never came, are at their places again."""
+    done = []
+    for aside in hidden_in(folder, REPLACED):
+        place = folder / aside.name
+        if os.path.lexists(place):
+            continue
+        # Another rank may be first, and a run that still goes on may put its checkpoint there.
+        with contextlib.suppress(OSError):
+            os.rename(aside, place)
+            done.append(f"{place} had been set aside while another was to take its place; it is back")
+            tidy(aside)
+    return done
+
+
+def _turn(link: Path, target: Path) -> bool:
+    """Lets the link lead to its neighbour `target`, in one step; False where it leads to a checkpoint by now."""
+    new = link.with_name(f".{link.name}.{uuid.uuid4().hex[:16]}")
+    os.symlink(target.name, new)
+    try:
+        if is_checkpoint(link):
+            return False
+        os.replace(new, link)
+    finally:
+        new.unlink(missing_ok=True)
+    return True

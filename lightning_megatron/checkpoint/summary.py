@@ -1,0 +1,110 @@
+"""What one checkpoint holds, in numbers and words."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_megatron.checkpoint.contents import EPOCH, STEP
+from lightning_megatron.checkpoint.folder import Address, is_remote
+from lightning_megatron.checkpoint.manifest import MANIFEST_FILE, read_manifest, read_meta
+from lightning_megatron.checkpoint.state import OTHER_STATES, is_optimizer_name, other_state_of
+
+# Of the metadata: the sizes of the mesh that it was saved on, and what builds its models again.
+MESH, MODELS = "mesh", "models"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Amount:
+    """Some tensors."""
+
+    number: int
+    num_bytes: int
+    # in memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorLine:
+    """One tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_chunks: int
+    num_bytes: int
+    # in memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """One checkpoint."""
+
+    path: str
+    save_id: str
+    saved_seconds: float
+    # when the manifest was written, in seconds since 1970; 0 behind an address
+    package: str
+    # version of lightning_megatron that wrote it
+    torch: str
+    # version of torch that wrote it
+    layout_version: int
+    # of its files
+    layout: Mapping[str, Any]
+    # sizes of the mesh that it was saved on, where it says them
+    step: int
+    epoch: int
+    # -1 where it does not say
+    models: Mapping[str, Mapping[str, Any]]
+    # class and configuration, by name in the module
+    tensors: Mapping[str, Amount]
+    # of "weights", "optimizer states", and of each further set of tensors under the module's names
+    files: Mapping[str, int]
+    # bytes of each
+
+
+def summary_of(path: Address) -> Summary:
+    """What the checkpoint holds; tensors are not read. Raises ValueError where the path is no complete checkpoint."""
+    manifest, meta = read_manifest(path), read_meta(path)
+    titles = tuple(meta.get(OTHER_STATES, ()))
+    amounts = {title: Amount(number=0, num_bytes=0) for title in ("weights", "optimizer states", *titles)}
+    for name, entry in manifest.entries.items():
+        title = "optimizer states" if is_optimizer_name(name) else other_state_of(name, titles)[0] or "weights"
+        so_far = amounts[title]
+        amounts[title] = Amount(number=so_far.number + 1, num_bytes=so_far.num_bytes + entry.num_bytes)
+    return Summary(
+        path=os.fspath(path),
+        save_id=manifest.save_id,
+        saved_seconds=0.0 if is_remote(path) else os.stat(os.path.join(path, MANIFEST_FILE)).st_mtime,
+        package=manifest.package,
+        torch=manifest.torch,
+        layout_version=manifest.layout,
+        layout=_sizes(meta.get(MESH, {})),
+        step=meta.get(STEP, -1),
+        epoch=meta.get(EPOCH, -1),
+        models=meta.get(MODELS, {}),
+        tensors=amounts,
+        files=manifest.files,
+    )
+
+
+def tensors_of(path: Address) -> list[TensorLine]:
+    """Every tensor of the checkpoint, by name."""
+    return [
+        TensorLine(
+            name=name,
+            shape=entry.shape,
+            dtype=str(entry.dtype).removeprefix("torch."),
+            num_chunks=len(entry.chunks),
+            num_bytes=entry.num_bytes,
+        )
+        for name, entry in sorted(read_manifest(path).entries.items())
+    ]
+
+
+def _sizes(mesh: Mapping[str, Any]) -> dict[str, Any]:
+    """The number of ranks, and what else is not 1 or off."""
+    found = {"world": mesh["world"]} if "world" in mesh else {}
+    found |= {name: size for name, size in mesh.items() if type(size) is int and size > 1}
+    if mesh.get("sequence_parallel"):
+        found["sequence_parallel"] = True
+    return found

@@ -1,0 +1,95 @@
+"""Whether every byte of a checkpoint is the one that was written, and whether its chunks make whole tensors."""
+
+import math
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from lightning_megatron.checkpoint.chunk_file import DamagedError, Place, where
+from lightning_megatron.checkpoint.folder import Address, Folder
+from lightning_megatron.checkpoint.manifest import Chunk, Entry, read_stored_manifest
+
+_NUM_THREADS = 8
+# What each of them holds at a time.
+_BLOCK_BYTES = 8 * 2**20
+
+
+def verify(path: Address, *, num_threads: int = _NUM_THREADS) -> list[str]:
+    """Every fault of the checkpoint, one line each, after every byte of every file was read; none if it is sound.
+
+    Memory is 8 MiB a thread, whatever the size of the checkpoint. Raises ValueError where the path is no checkpoint.
+    """
+    folder = Folder(path)
+    try:
+        manifest = read_stored_manifest(path)
+    except DamagedError as error:
+        return [str(error)]
+    sizes = folder.sizes()
+    faults = manifest.faults(sizes)
+    for name, entry in manifest.entries.items():
+        faults += [f"tensor {name}: {fault}" for fault in cover_faults(entry)]
+    # A place may be told of twice; it is read once.
+    places = sorted({place for place in manifest.places() if place.file in sizes}, key=_position)
+    with ThreadPoolExecutor(num_threads, "verify") as threads:
+        found = threads.map(lambda place: _fault(folder, place), places)
+        return faults + [fault for fault in found if fault]
+
+
+def cover_faults(entry: Entry) -> list[str]:
+    """Where the chunks of a tensor leave a hole in it, overlap or stand out, one line each."""
+    faults = []
+    num_elements = 0
+    for chunk in entry.chunks:
+        offsets, sizes = chunk.box.offsets, chunk.box.sizes
+        num_elements += math.prod(sizes)
+        if not len(offsets) == len(sizes) == len(entry.shape) or any(
+            start < 0 or start + size > length for start, size, length in zip(offsets, sizes, entry.shape, strict=True)
+        ):
+            faults.append(f"{_of(chunk)} is not within its shape {entry.shape}")
+    if faults:
+        return faults
+    faults += [f"{_of(one)} and {_of(other)} overlap" for one, other in _overlaps(entry.chunks)]
+    # Chunks that lie within the shape and apart from each other cover it where they have as many elements.
+    if not faults and num_elements != math.prod(entry.shape):
+        faults.append(f"its chunks have {num_elements} of the {math.prod(entry.shape)} elements of {entry.shape}")
+    return faults
+
+
+def _overlaps(chunks: tuple[Chunk, ...]) -> Iterator[tuple[Chunk, Chunk]]:
+    """Pairs of chunks that share an element."""
+    beside: list[Chunk] = []
+    for chunk in sorted((chunk for chunk in chunks if math.prod(chunk.box.sizes)), key=lambda chunk: chunk.box.offsets):
+        if chunk.box.offsets:
+            # Only those that reach into this one's first rows can share an element with it, or with a later one.
+            beside = [other for other in beside if other.box.offsets[0] + other.box.sizes[0] > chunk.box.offsets[0]]
+        for other in beside:
+            corners = zip(chunk.box.offsets, chunk.box.sizes, other.box.offsets, other.box.sizes, strict=True)
+            if all(start < begin + length and begin < start + size for start, size, begin, length in corners):
+                yield other, chunk
+        beside.append(chunk)
+
+
+def _fault(folder: Folder, place: Place) -> str:
+    """What is wrong with the bytes at the place; nothing if they are those that were written."""
+    checksum, num_bytes = 0, 0
+    try:
+        with folder.open(place.file) as stream:
+            stream.seek(place.offset)
+            while block := stream.read(min(_BLOCK_BYTES, place.num_bytes - num_bytes)):
+                checksum = zlib.crc32(block, checksum)
+                num_bytes += len(block)
+    except OSError as error:
+        return f"{where(place)} cannot be read: {error.strerror or error}"
+    if num_bytes < place.num_bytes:
+        return f"{where(place)} ends after {num_bytes} of its {place.num_bytes} bytes"
+    if checksum != place.checksum:
+        return f"{where(place)} has checksum {checksum:08x} and was written with {place.checksum:08x}"
+    return ""
+
+
+def _position(place: Place) -> tuple[str, int]:
+    return place.file, place.offset
+
+
+def _of(chunk: Chunk) -> str:
+    return f"the chunk at {list(chunk.box.offsets)} of {list(chunk.box.sizes)} ({where(chunk.place).rstrip(',')})"

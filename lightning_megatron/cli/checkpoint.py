@@ -1,0 +1,274 @@
+"""`lightning-megatron checkpoint`: what a checkpoint holds, whether it is sound, as one file, and tidying up.
+
+Nothing here needs the layout that a checkpoint was saved on, nor more than one process.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lightning_megatron.checkpoint.consolidate import write_consolidated
+from lightning_megatron.checkpoint.contents import Contents, Leftover, Standing, contents_of, leads_to
+from lightning_megatron.checkpoint.folder import Folder, is_remote
+from lightning_megatron.checkpoint.manifest import is_checkpoint
+from lightning_megatron.checkpoint.prune import Removal, plan_of, prune
+from lightning_megatron.checkpoint.summary import Summary, summary_of, tensors_of
+from lightning_megatron.checkpoint.verify import verify
+from lightning_megatron.cli.usage import UsageError
+
+_FAULTS_FOUND = 1
+
+
+def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Adds the command, its own commands and their options."""
+    parser = commands.add_parser(
+        "checkpoint",
+        help="look into checkpoints, check them, make one file of one, remove what is left over",
+        description="Looks into checkpoint directories, of any layout, on one process.",
+        allow_abbrev=False,
+    )
+    own = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_inspect(own)
+    _add_verify(own)
+    _add_consolidate(own)
+    _add_prune(own)
+
+
+def _add_inspect(commands: "argparse._SubParsersAction[Any]") -> None:
+    parser = commands.add_parser(
+        "inspect",
+        help="what a checkpoint, or a folder of them, holds",
+        description="Shows what a checkpoint holds: when and on which layout it was saved, its models, "
+        "numbers and bytes of its tensors. Of a folder of checkpoints, a line for each.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("path", metavar="PATH", help="a checkpoint directory, or a folder of checkpoints")
+    parser.add_argument("--tensors", action="store_true", help="list every tensor: shape, dtype, chunks, bytes")
+    _add_json(parser)
+    parser.set_defaults(run=run_inspect)
+
+
+def _add_verify(commands: "argparse._SubParsersAction[Any]") -> None:
+    parser = commands.add_parser(
+        "verify",
+        help="read every byte and name every fault",
+        description="Reads every byte of a checkpoint, holds it against the checksums, and looks whether the chunks "
+        "make whole tensors. Exits with 1 where anything is wrong.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("path", metavar="PATH", help="a checkpoint directory")
+    _add_json(parser)
+    parser.set_defaults(run=run_verify)
+
+
+def _add_consolidate(commands: "argparse._SubParsersAction[Any]") -> None:
+    parser = commands.add_parser(
+        "consolidate",
+        help="write one file that Lightning loads on one device",
+        description="Writes one file that Lightning loads on one device, with the weights of the unsplit model: by "
+        "Trainer.fit(ckpt_path=...) and load_from_checkpoint. It takes as much memory as the checkpoint has bytes.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("path", metavar="PATH", help="a checkpoint directory")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the file to write; one that exists is not overwritten")
+    parser.add_argument("--weights-only", action="store_true", help="leave out the optimizers' states")
+    parser.set_defaults(run=run_consolidate)
+
+
+def _add_prune(commands: "argparse._SubParsersAction[Any]") -> None:
+    parser = commands.add_parser(
+        "prune",
+        help="remove what interrupted saves left, and old checkpoints",
+        description="Removes what interrupted saves left in a folder and, with --keep, old checkpoints. A checkpoint "
+        "that a link (last.ckpt) leads to stays, and so does a damaged one.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a folder of checkpoints")
+    parser.add_argument(
+        "--keep",
+        type=int,
+        metavar="NUMBER",
+        help="keep that many of the complete checkpoints, the newest by step and then by time (default: all)",
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="also unfinished saves that were written to within the last hour"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="say what would be removed, and remove nothing")
+    _add_json(parser)
+    parser.set_defaults(run=run_prune)
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+
+
+def run_inspect(options: argparse.Namespace) -> None:
+    """Prints what is at the path."""
+    folder = Folder(options.path)
+    if not is_remote(options.path) and folder.kind() == "folder" and not is_checkpoint(options.path):
+        contents = contents_of(Path(options.path))
+        if contents.checkpoints or contents.leftovers or contents.links:
+            if options.tensors:
+                raise UsageError([f"--tensors needs a checkpoint, and {options.path} is a folder of them; give one"])
+            print(json.dumps(_record_of_folder(contents)) if options.json else _report_of_folder(contents))
+            return
+    summary = _told(lambda: summary_of(options.path))
+    tensors = _told(lambda: tensors_of(options.path)) if options.tensors else []
+    if options.json:
+        record = asdict(summary) | ({"tensors": [asdict(tensor) for tensor in tensors]} if options.tensors else {})
+        print(json.dumps(record))
+        return
+    print(_report(summary))
+    if tensors:
+        width = max(len(tensor.name) for tensor in tensors)
+        print()
+    for tensor in tensors:
+        chunks = _num(tensor.num_chunks, "chunk")
+        print(f"{tensor.name:<{width}}  {list(tensor.shape)} {tensor.dtype}, {chunks}, {_bytes(tensor.num_bytes)}")
+
+
+def run_verify(options: argparse.Namespace) -> int:
+    """Prints every fault. Returns 1 where there is one."""
+    started_seconds = time.monotonic()
+    faults = _told(lambda: verify(options.path))
+    if options.json:
+        print(json.dumps({"path": options.path, "is_sound": not faults, "faults": faults}))
+    elif faults:
+        print("\n".join([f"{options.path}: {_num(len(faults), 'fault')}", *faults]))
+    else:
+        num_bytes = sum(_told(lambda: Folder(options.path).sizes()).values())
+        seconds = time.monotonic() - started_seconds
+        print(f"{options.path} is sound: {_bytes(num_bytes)} read in {seconds:.1f} s")
+    return _FAULTS_FOUND if faults else 0
+
+
+def run_consolidate(options: argparse.Namespace) -> None:
+    """Writes the file."""
+    _told(lambda: write_consolidated(options.path, options.out, weights_only=options.weights_only))
+    print(f"{options.out}: {_bytes(options.out.stat().st_size)}")
+
+
+def run_prune(options: argparse.Namespace) -> None:
+    """Removes, and says what."""
+    faults = []
+    if options.keep is not None and options.keep < 1:
+        faults.append(f"--keep ({options.keep}) must be at least 1; leave it out to remove no checkpoint")
+    if not options.folder.is_dir():
+        faults.append(f"FOLDER ({options.folder}) is no directory; give a folder of checkpoints")
+    elif is_checkpoint(options.folder):
+        parent = options.folder.absolute().parent
+        faults.append(f"FOLDER ({options.folder}) is a checkpoint; give the folder that holds it: {parent}")
+    if faults:
+        raise UsageError(faults)
+    planned = _told(lambda: plan_of(options.folder, keep=options.keep or 0, takes_young=options.all))
+    if not options.dry_run:
+        _told(lambda: prune(planned))
+    if options.json:
+        print(json.dumps({"is_done": not options.dry_run, "removals": [_record_of(removal) for removal in planned]}))
+        return
+    for removal in planned:
+        what = "leaves" if removal.is_kept else "would remove" if options.dry_run else "removed"
+        size = f" ({_bytes(removal.num_bytes)})" if removal.num_bytes else ""
+        print(f"{what} {removal.path.relative_to(options.folder)}{size}: {removal.reason}")
+    if all(removal.is_kept for removal in planned):
+        print("nothing to remove")
+
+
+def _told(ask: Callable[[], Any]) -> Any:
+    """What `ask` returns; what it says of the user's files is a user's mistake, in one line."""
+    try:
+        return ask()
+    except (ValueError, RuntimeError, OSError) as error:
+        raise UsageError([" ".join(str(error).split())]) from error
+
+
+def _report(summary: Summary) -> str:
+    layout = ", ".join(f"{name} {size}" for name, size in summary.layout.items())
+    rows = [
+        ("save", f"{summary.save_id}, {_moment(summary.saved_seconds)}"),
+        ("written by", f"lightning_megatron {summary.package}, torch {summary.torch}, layout {summary.layout_version}"),
+        ("saved on", layout or "not told"),
+        ("step", f"{_or_not_told(summary.step)}, epoch {_or_not_told(summary.epoch)}"),
+    ]
+    for name, model in summary.models.items():
+        config = ", ".join(f"{key} {value}" for key, value in model["config"].items())
+        rows.append((f"model {name}", f"{model['class']}: {config}"))
+    for title, amount in summary.tensors.items():
+        rows.append((title, f"{_num(amount.number, 'tensor')}, {_bytes(amount.num_bytes)}"))
+    rows.append(("files", f"{len(summary.files)}, {_bytes(sum(summary.files.values()))}"))
+    width = max(len(title) for title, _ in rows)
+    return "\n".join([summary.path, *(f"  {title:<{width}}  {text}" for title, text in rows)])
+
+
+def _report_of_folder(contents: Contents) -> str:
+    lines = []
+    newest = contents.complete[-1] if contents.complete else None
+    for one in contents.checkpoints:
+        state = f"damaged: {one.fault}"
+        if one.is_complete:
+            when = _moment(one.saved_seconds)
+            state = f"complete, step {_or_not_told(one.step)}, epoch {_or_not_told(one.epoch)}, {when}"
+            state += f", {_bytes(one.num_bytes)}" + (", the newest" if one is newest else "")
+        lines.append(f"{one.path.name}: {state}")
+    for link in contents.links:
+        target = leads_to(link)
+        lines.append(f"{link.name}: link to {target.name}" + ("" if is_checkpoint(target) else ", which is not there"))
+    for leftover in contents.leftovers:
+        lines.append(f"{leftover.place.name}: {_state_of(leftover)}, {_bytes(leftover.num_bytes)}, at {leftover.path}")
+    return "\n".join(lines)
+
+
+def _state_of(leftover: Leftover) -> str:
+    return "unfinished" if leftover.is_draft else "left over"
+
+
+def _record_of_folder(contents: Contents) -> dict[str, Any]:
+    newest = contents.complete[-1].path.name if contents.complete else None
+    return {
+        "newest": newest,
+        "checkpoints": [_record_of_standing(one) for one in contents.checkpoints],
+        "links": {link.name: str(leads_to(link)) for link in contents.links},
+        "leftovers": [
+            {
+                "name": leftover.place.name,
+                "path": str(leftover.path),
+                "is_unfinished": leftover.is_draft,
+                "num_bytes": leftover.num_bytes,
+                "touched_seconds": leftover.touched_seconds,
+            }
+            for leftover in contents.leftovers
+        ],
+    }
+
+
+def _record_of_standing(one: Standing) -> dict[str, Any]:
+    return asdict(one) | {"path": str(one.path), "is_complete": one.is_complete}
+
+
+def _record_of(removal: Removal) -> dict[str, Any]:
+    return asdict(removal) | {"path": str(removal.path)}
+
+
+def _moment(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else "at a time not told"
+
+
+def _or_not_told(number: int) -> str:
+    return "not told" if number < 0 else str(number)
+
+
+def _num(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def _bytes(number: float) -> str:
+    """As in "1.3 GB"; a GB is 10^9 bytes."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.0f} {unit}" if unit == "bytes" else f"{number:.1f} {unit}"
+        number /= 1000
+    return f"{number:.1f} TB"

@@ -1,0 +1,116 @@
+"""Which checkpoint `ckpt_path="last"` is after a run that was killed: the last complete one; of others it is told.
+
+Lightning takes whatever is called `last*.ckpt` and was changed last. Before it looks, links are put right; and where it
+would take a directory that is no complete checkpoint, it is given the path of one that is.
+"""
+
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities import rank_zero_warn
+
+from lightning_megatron.checkpoint.contents import contents_of
+from lightning_megatron.checkpoint.folder import is_remote
+from lightning_megatron.checkpoint.manifest import read_manifest
+from lightning_megatron.checkpoint.repair import bring_back, repair
+from lightning_megatron.trainer.checks import is_named_checkpoint
+from lightning_megatron.trainer.config import ConfigurationError
+
+_LAST = "last"
+
+
+def prepared(trainer: pl.Trainer, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of fit, validate, test or predict, after their checkpoints were put in order.
+
+    Raises ConfigurationError where all that "last" may be is damaged.
+    """
+    for argument in arguments:
+        if isinstance(argument, (str, Path)) and not is_named_checkpoint(str(argument)) and not is_remote(argument):
+            _tell(bring_back(Path(argument).parent))
+    if not any(isinstance(argument, str) and argument == _LAST for argument in arguments):
+        return arguments
+    callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    folders = {callback: _folder_of(callback, trainer) for callback in callbacks}
+    for folder in dict.fromkeys(folders.values()):
+        repairs = repair(folder)
+        _tell(repairs.done)
+        if repairs.unfinished:
+            names = ", ".join(map(str, repairs.unfinished))
+            rank_zero_warn(
+                f"the save of {names} ended before it was complete and is left out; "
+                f"`lightning-megatron checkpoint prune {folder}` removes what is left of it"
+            )
+    path = _in_place_of_last(folders)
+    if path is None:
+        return arguments
+    return tuple(str(path) if isinstance(one, str) and one == _LAST else one for one in arguments)
+
+
+def _in_place_of_last(folders: dict[ModelCheckpoint, Path]) -> Path | None:
+    """The checkpoint to take where something called "last" is not complete; None where Lightning's choice is sound."""
+    candidates = {path for callback, folder in folders.items() for path in _named_last(callback, folder)}
+    damaged = {path: fault for path in candidates if (fault := _fault(path))}
+    if not damaged:
+        return None
+    told = "; ".join(damaged.values())
+    sound = sorted(candidates - damaged.keys(), key=lambda path: path.stat().st_mtime)
+    newest = [one for folder in dict.fromkeys(folders.values()) for one in contents_of(folder).complete]
+    newest.sort(key=lambda one: (one.step, one.saved_seconds))
+    paths = sound or [one.path for one in newest]
+    if not paths:
+        raise ConfigurationError(
+            [
+                f'ckpt_path="last" finds no complete checkpoint: {told}; '
+                f"remove {', '.join(map(str, sorted(damaged)))} to start anew, or give the path of a checkpoint"
+            ]
+        )
+    rank_zero_warn(f'ckpt_path="last" is {paths[-1]}: something else of that name is not complete: {told}')
+    return paths[-1]
+
+
+def _named_last(callback: ModelCheckpoint, folder: Path) -> Iterable[Path]:
+    """What Lightning would choose from: it tells it by a name alone."""
+    if not folder.is_dir():
+        return []
+    return [
+        path
+        for path in folder.glob(f"{callback.CHECKPOINT_NAME_LAST}*{callback.FILE_EXTENSION}")
+        if path.exists() and path.suffix == callback.FILE_EXTENSION
+    ]
+
+
+def _fault(path: Path) -> str:
+    """Why the directory is no complete checkpoint; nothing for one that is, and for a file, which Lightning wrote."""
+    if path.is_file():
+        return ""
+    try:
+        read_manifest(path)
+    except (ValueError, OSError) as error:
+        return str(error)
+    return ""
+
+
+def _folder_of(callback: ModelCheckpoint, trainer: pl.Trainer) -> Path:
+    """Where the callback saves.
+
+    It knows by itself only after its set-up. Until then it is as Lightning's documentation says: `checkpoints` in the
+    folder of the first logger's version or, without loggers, in the root folder.
+    """
+    if callback.dirpath is not None:
+        return Path(callback.dirpath)
+    if not trainer.loggers:
+        return Path(trainer.default_root_dir) / "checkpoints"
+    logger = trainer.loggers[0]
+    version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
+    root = logger.save_dir if logger.save_dir is not None else trainer.default_root_dir
+    return Path(root) / str(logger.name) / version / "checkpoints"
+
+
+def _tell(done: Iterable[str]) -> None:
+    # Not by the first rank alone: whoever does it says it.
+    for sentence in done:
+        warnings.warn(sentence, stacklevel=2)

@@ -1,0 +1,33 @@
+"""Folders of checkpoints as runs leave them, those that were killed among them."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from lightning_megatron.checkpoint import save
+from lightning_megatron.checkpoint.draft import hidden
+from lightning_megatron.mesh import Mesh
+
+WORLD = Mesh.single().world
+
+
+def saved(path: Path, step: int = 0, **pieces: torch.Tensor) -> Path:
+    """A small complete checkpoint of that step."""
+    save(path, {"w": torch.full((100,), float(step)), **pieces}, {"global_step": step, "epoch": step // 4}, world=WORLD)
+    return path
+
+
+def left(path: Path, what: str, save_id: str, *, is_complete: bool, age_seconds: float = 0.0) -> Path:
+    """What is left of a save, or of what it replaced, beside the place `path`."""
+    aside = hidden(path, what, save_id)
+    aside.parent.mkdir(parents=True)
+    if is_complete:
+        saved(aside, 7)
+    else:
+        aside.mkdir()
+        (aside / "__0_0.distcp").write_bytes(b"half")
+    for one in (*aside.iterdir(), aside):
+        moment = one.stat().st_mtime - age_seconds
+        os.utime(one, (moment, moment))
+    return aside

@@ -1,0 +1,81 @@
+"""What a folder of checkpoints holds is told apart: complete, damaged, linked, unfinished, left over."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lightning_megatron.checkpoint import save
+from lightning_megatron.checkpoint.contents import contents_of, leads_to
+from lightning_megatron.checkpoint.draft import REMOVED, REPLACED, UNFINISHED
+from lightning_megatron.checkpoint.manifest import read_manifest
+from tests.checkpoint.folders import WORLD, left, saved
+
+
+def test_the_newest_is_that_of_the_most_steps_and_then_the_last_saved(tmp_path: Path) -> None:
+    for name, step, moment in (("a", 10, 5), ("b", 9, 9), ("c", 10, 4), ("d", 2, 8)):
+        path = saved(tmp_path / f"{name}.ckpt", step)
+        os.utime(path / "manifest.json", (moment, moment))
+    assert [one.path.stem for one in contents_of(tmp_path).complete] == ["d", "b", "c", "a"]
+    assert contents_of(tmp_path).complete[-1].saved_seconds == 5
+
+
+def test_what_is_not_complete_is_said_why_and_is_no_checkpoint_to_load(tmp_path: Path) -> None:
+    saved(tmp_path / "sound.ckpt", 1)
+    os.truncate(saved(tmp_path / "cut.ckpt", 9) / "__0_0.distcp", 5)
+    (tmp_path / "empty.ckpt").mkdir()
+    (tmp_path / "file.ckpt").write_text("of Lightning")
+    (tmp_path / "logs").mkdir()
+    contents = contents_of(tmp_path)
+    assert [one.path.name for one in contents.complete] == ["sound.ckpt"]
+    faults = {one.path.name: one.fault for one in contents.checkpoints if not one.is_complete}
+    assert faults.keys() == {"cut.ckpt", "empty.ckpt"}
+    assert "__0_0.distcp has 5 bytes" in faults["cut.ckpt"]
+    assert "is an empty directory" in faults["empty.ckpt"]
+
+
+def test_links_are_told_apart_from_what_they_lead_to(tmp_path: Path) -> None:
+    saved(tmp_path / "a.ckpt", 1)
+    (tmp_path / "last.ckpt").symlink_to("a.ckpt")
+    (tmp_path / "gone.ckpt").symlink_to("nothing.ckpt")
+    (tmp_path / "notes").symlink_to(tmp_path)
+    contents = contents_of(tmp_path)
+    assert [one.path.name for one in contents.checkpoints] == ["a.ckpt"]
+    assert {link.name: leads_to(link).name for link in contents.links} == {
+        "gone.ckpt": "nothing.ckpt",
+        "last.ckpt": "a.ckpt",
+    }
+
+
+def test_a_draft_is_told_apart_from_an_old_checkpoint_on_its_way_out(tmp_path: Path) -> None:
+    """After names were exchanged, what was replaced lies where the draft lay."""
+    place = tmp_path / "a.ckpt"
+    half = left(place, UNFINISHED, "half", is_complete=False)
+    old = left(place, UNFINISHED, "exchanged", is_complete=True)
+    replaced = left(place, REPLACED, "replaced", is_complete=True)
+    removed = left(place, REMOVED, "removed", is_complete=False)
+    # All of a draft is there, and only the last step is missing: its manifest has the id of its folder.
+    whole = left(place, UNFINISHED, "whole", is_complete=True)
+    os.rename(whole.parent, tmp_path / UNFINISHED / read_manifest(whole).save_id)
+    is_draft = {one.path.parent.name: one.is_draft for one in contents_of(tmp_path).leftovers}
+    names = {path.parent.name for path in (half, old, replaced, removed)}
+    assert [name for name in names if is_draft[name]] == ["half"]
+    assert [is_draft[name] for name in is_draft.keys() - names] == [True]
+    assert {one.place for one in contents_of(tmp_path).leftovers} == {place}
+    assert contents_of(tmp_path).checkpoints == ()
+
+
+def test_a_checkpoint_that_tells_no_step_is_older_than_all_that_do(tmp_path: Path) -> None:
+    saved(tmp_path / "told.ckpt", 0)
+    save(tmp_path / "untold.ckpt", {}, {}, world=WORLD)
+    assert [(one.path.name, one.step) for one in contents_of(tmp_path).complete] == [
+        ("untold.ckpt", -1),
+        ("told.ckpt", 0),
+    ]
+
+
+@pytest.mark.parametrize("name", ["nowhere", "file"])
+def test_there_is_nothing_where_there_is_no_folder(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").touch()
+    contents = contents_of(tmp_path / name)
+    assert contents.checkpoints == contents.leftovers == contents.links == ()

@@ -1,0 +1,136 @@
+"""After a run that was killed, `ckpt_path="last"` is the last complete checkpoint, and what is left out is named."""
+
+import os
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+
+from lightning_megatron import ConfigurationError
+from lightning_megatron.checkpoint import is_checkpoint
+from lightning_megatron.checkpoint.draft import REPLACED, UNFINISHED, Draft
+from lightning_megatron.trainer.last_checkpoint import prepared
+from tests.checkpoint.folders import left, saved
+from tests.harness.ranks import RankFailed, run_on_ranks
+from tests.trainer.fits import weights
+from tests.trainer.layouts import Layout, make_trainer
+from tests.trainer.test_checkpoints import TOLERANCE, Language, Texts
+
+TP2 = Layout(world=2, tp=2)
+
+
+def linking(folder: Path) -> ModelCheckpoint:
+    return ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=2, save_last="link")
+
+
+def fitted(folder: Path, killed_at: str, ckpt_path: str | None) -> dict[str, Any]:
+    """Eight steps with a save after every second; ends itself where the save of that name is about to be in place."""
+    put_in_place = Draft.put_in_place
+
+    def place(self: Draft, manifest: bytes) -> None:
+        if killed_at and self.path.endswith(killed_at):
+            os.kill(os.getpid(), signal.SIGKILL)
+        put_in_place(self, manifest)
+
+    Draft.put_in_place = place  # type: ignore[method-assign]
+    module, steps = Language(), Steps()
+    trainer = make_trainer(TP2, callbacks=[linking(folder), steps], enable_checkpointing=True)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer.fit(module, Texts(), ckpt_path=ckpt_path)
+    return {"weights": weights(module), "first": steps.first, "told": [str(one.message) for one in told]}
+
+
+class Steps(L.Callback):
+    """Remembers after how many steps a run began."""
+
+    first = -1
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.first = trainer.global_step
+
+
+def test_a_killed_run_goes_on_from_the_last_complete_checkpoint(tmp_path: Path) -> None:
+    """Saves are asynchronous, and so `last.ckpt` leads to the checkpoint of step 6 before that is in place."""
+    whole = run_on_ranks(2, fitted, tmp_path / "whole", "", None, init=False)
+    folder = tmp_path / "killed"
+    with pytest.raises(RankFailed, match="SIGKILL"):
+        run_on_ranks(2, fitted, folder, "step=6.ckpt", None, init=False)
+    assert os.readlink(folder / "last.ckpt") == "step=6.ckpt" and not (folder / "step=6.ckpt").exists()
+    found = run_on_ranks(2, fitted, folder, "", "last", init=False)
+    for ours, wanted in zip(found, whole, strict=True):
+        assert ours["first"] == 4
+        for name, (_, part) in ours["weights"].items():
+            assert torch.allclose(part, wanted["weights"][name][1], rtol=0, atol=TOLERANCE), name
+    told = "\n".join(line for ours in found for line in ours["told"])
+    assert f"the save of {folder / 'step=6.ckpt'} ended before it was complete and is left out" in told
+    assert "last.ckpt led to step=6.ckpt, which is not complete; it leads to step=4.ckpt now" in told
+    # The second run saved the sixth step again, and the link leads to its last.
+    assert is_checkpoint(folder / "step=6.ckpt") and os.readlink(folder / "last.ckpt") == "step=8.ckpt"
+
+
+def trainer_of(*callbacks: L.Callback, **options: Any) -> L.Trainer:
+    return make_trainer(Layout(), callbacks=list(callbacks), enable_checkpointing=True, **options)
+
+
+def test_arguments_that_are_not_about_checkpoints_stay_as_they_are(tmp_path: Path) -> None:
+    arguments = (Language(), None, None, None, None, None)
+    assert prepared(trainer_of(linking(tmp_path)), arguments) == arguments
+    assert prepared(trainer_of(linking(tmp_path / "none")), (None, "last")) == (None, "last")
+    saved(tmp_path / "last.ckpt", 3)
+    assert prepared(trainer_of(linking(tmp_path)), ("last",)) == ("last",)
+
+
+def test_the_newest_other_is_taken_where_the_last_is_damaged_and_both_are_named(tmp_path: Path) -> None:
+    (tmp_path / "last.ckpt").mkdir()
+    saved(tmp_path / "step=3.ckpt", 3)
+    saved(tmp_path / "step=6.ckpt", 6)
+    with pytest.warns(UserWarning, match=r"last\" is .*step=6\.ckpt: .*last\.ckpt is an empty directory"):
+        assert prepared(trainer_of(linking(tmp_path)), ("last",)) == (str(tmp_path / "step=6.ckpt"),)
+    # Others of that name come first, though they have fewer steps.
+    for version, step in ((1, 2), (2, 1)):
+        path = saved(tmp_path / f"last-v{version}.ckpt", step)
+        os.utime(path, (version, version))
+    with pytest.warns(UserWarning, match=r"last-v2\.ckpt"):
+        assert prepared(trainer_of(linking(tmp_path)), ("last",)) == (str(tmp_path / "last-v2.ckpt"),)
+
+
+def test_a_last_whose_files_are_cut_is_not_taken(tmp_path: Path) -> None:
+    os.truncate(saved(tmp_path / "last.ckpt", 9) / "__0_0.distcp", 4)
+    saved(tmp_path / "step=3.ckpt", 3)
+    with pytest.warns(UserWarning, match=r"__0_0\.distcp has 4 bytes"):
+        assert prepared(trainer_of(linking(tmp_path)), ("last",)) == (str(tmp_path / "step=3.ckpt"),)
+
+
+def test_nothing_but_damaged_ones_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "last.ckpt").mkdir()
+    with pytest.raises(ConfigurationError, match=r"finds no complete checkpoint: .*remove .*last\.ckpt to start anew"):
+        trainer_of(linking(tmp_path)).fit(Language(), Texts(), ckpt_path="last")
+
+
+def test_one_that_was_set_aside_is_back_before_its_path_is_looked_for(tmp_path: Path) -> None:
+    aside = left(tmp_path / "mine.ckpt", REPLACED, "1", is_complete=True)
+    with pytest.warns(UserWarning, match=r"mine\.ckpt had been set aside"):
+        prepared(trainer_of(linking(tmp_path / "other")), (None, tmp_path / "mine.ckpt"))
+    assert is_checkpoint(tmp_path / "mine.ckpt") and not aside.exists()
+
+
+@pytest.mark.parametrize("has_logger", [True, False])
+def test_the_folder_of_a_callback_that_names_none_is_the_one_that_lightning_takes(
+    tmp_path: Path, has_logger: bool
+) -> None:
+    logger = CSVLogger(tmp_path, name="runs", version=3) if has_logger else False
+    folder = tmp_path / ("runs/version_3/checkpoints" if has_logger else "checkpoints")
+    folder.mkdir(parents=True)
+    left(folder / "a.ckpt", UNFINISHED, "1", is_complete=False)
+    callback = ModelCheckpoint()
+    trainer = trainer_of(callback, logger=logger, default_root_dir=tmp_path, max_steps=1)
+    with pytest.warns(UserWarning, match=r"the save of .*a\.ckpt ended before it was complete"):
+        prepared(trainer, ("last",))
+    assert callback._ModelCheckpoint__resolve_ckpt_dir(trainer) == str(folder)  # type: ignore[attr-defined]
