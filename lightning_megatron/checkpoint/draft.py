@@ -74,6 +74,14 @@ class Draft:
             stream.flush()
             os.fsync(stream.fileno())
 
+    def link(self, name: str, other: "Draft") -> None:
+        """A file that is the same as in the other, which is in place. Raises OSError where there can be no link."""
+        os.link(other._final / name, self._hidden / name)
+
+    def drop(self, name: str) -> None:
+        """Removes the file if it is there."""
+        (self._hidden / name).unlink(missing_ok=True)
+
     def put_in_place(self, manifest: bytes) -> None:
         """Makes the files the checkpoint at the path. Raises OSError; then what was there is there still."""
         if is_remote(self.path):

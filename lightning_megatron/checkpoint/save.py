@@ -4,26 +4,29 @@
     all ranks    write their files, flush them to the disk                   behind training
     first rank   when all have: manifest, flush, one step makes it the checkpoint
 
-One save is in flight at a time; what it ran into is told at the next question. Removing an old checkpoint waits for the
-save in flight, so that a complete one always stands.
+One save is in flight at a time; what it ran into is told at the next question. A second save of the same tensors, as
+Lightning's `save_last=True` makes one, flies behind the first and links its files. Removing an old checkpoint waits for
+the saves in flight, so that a complete one always stands.
 """
 
 import threading
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from lightning_megatron.checkpoint import plain_data
 from lightning_megatron.checkpoint.chunk_file import ChunkWriter, Place
 from lightning_megatron.checkpoint.draft import Draft, remove
-from lightning_megatron.checkpoint.folder import Address
+from lightning_megatron.checkpoint.folder import Address, is_remote
 from lightning_megatron.checkpoint.manifest import META_FILE, Chunk, Entry, Manifest
 from lightning_megatron.checkpoint.plan import Item, Planning
 from lightning_megatron.checkpoint.staging import Staging, one_by_one
 from lightning_megatron.checkpoint.state import Pieces, as_pieces
 from lightning_megatron.checkpoint.torch_index import INDEX_FILE, REST_FILE, Beside, index_bytes
-from lightning_megatron.comm.collectives import broadcast_object, gather_objects
+from lightning_megatron.comm.collectives import all_reduce, broadcast_object, gather_objects
 from lightning_megatron.mesh import Axis
 
 
@@ -37,25 +40,63 @@ def save(path: Address, pieces: Pieces, meta: Mapping[str, Any], *, world: Axis)
     Saver(world).save(path, pieces, meta)
 
 
+@dataclass(frozen=True)
+class _Order:
+    """A checkpoint to write: where, and all that is not in the tensors' files."""
+
+    draft: Draft
+    tensors: Mapping[str, tuple[Any, Any]]
+    content: bytes
+    beside: Beside
+
+
 @dataclass
 class _Flight:
-    """A save that is being written."""
+    """Saves that are being written, one after the other, all of the same tensors."""
 
-    path: str
-    thread: threading.Thread
+    orders: list[_Order]
+    copies: list[Item]
     fault: RuntimeError | None = None
     removals: list[str] = field(default_factory=list)
-    # checkpoints to remove when it is in place
+    # checkpoints to remove when all are in place
+    is_held: bool = False
+    # one more may come
+    has_landed: bool = False
+    change: threading.Condition = field(default_factory=threading.Condition)
+    thread: threading.Thread = field(init=False)
+
+    def hold(self) -> bool:
+        """Keeps it from landing until `let_go`; whether it was in the air still."""
+        with self.change:
+            self.is_held = not self.has_landed
+            return self.is_held
+
+    def let_go(self, order: _Order | None) -> None:
+        """Lets it land, after one more order if there is one."""
+        with self.change:
+            if order is not None:
+                self.orders.append(order)
+            self.is_held = False
+            self.change.notify()
+
+    def next_order(self) -> _Order | None:
+        """The next to write; None: it has landed."""
+        with self.change:
+            self.change.wait_for(lambda: self.orders or not self.is_held)
+            self.has_landed = not self.orders
+            return None if self.has_landed else self.orders.pop(0)
 
 
 class Saver:
     """Saves checkpoints of the ranks of one axis; every rank makes the same calls in the same order.
 
-    The axis must talk over host memory, and over a process group of its own where saves are to run behind training.
+    `behind` is the same axis over another process group, over which nobody else talks: for the saves that are written
+    behind training. Both talk over host memory.
     """
 
-    def __init__(self, world: Axis) -> None:
+    def __init__(self, world: Axis, behind: Axis | None = None) -> None:
         self._world = world
+        self._behind = behind if behind is not None else world
         self._planning = Planning(world)
         self._staging = Staging()
         self._flight: _Flight | None = None
@@ -63,39 +104,61 @@ class Saver:
     def save(self, path: Address, pieces: Pieces, meta: Mapping[str, Any], *, wait: bool = True) -> None:
         """As the function `save`; with `wait=False` it returns when the pieces have been copied to host memory.
 
-        The save before is waited for first. Then what cannot be written is told by `wait` or `check`.
+        The save before is waited for first, unless it is of the very same tensors: then this one follows it, and its
+        tensors' files are links to those. What cannot be written is told by `wait` or `check`.
         """
-        self.wait()
-        # Note: one rank judges and all hear it, so that none waits in a collective that another never enters.
-        started, content = _start(path, meta) if self._world.is_first else (None, b"")
-        draft = broadcast_object(started, self._world)
-        if not isinstance(draft, Draft):
-            raise draft
+        if wait or (self._world.size > 1 and self._behind is self._world):
+            # One group for two threads: whose message is whose would be chance.
+            self.wait()
+        flight = self._flight
+        is_held = flight is not None and flight.hold()
+        follower: _Order | None = None
         try:
-            items = self._planning.items(as_pieces(pieces))
-        except ValueError as error:
+            # Note: one rank judges and all hear it, so that none waits in a collective that another never enters.
+            started, content = _start(path, meta) if self._world.is_first else (None, b"")
+            draft = broadcast_object(started, self._world)
+            if not isinstance(draft, Draft):
+                raise draft
+            try:
+                items = self._planning.items(as_pieces(pieces))
+            except ValueError as error:
+                if self._world.is_first:
+                    draft.discard()
+                raise ValueError(f"checkpoint {path} was not written: {error}") from error
+            beside = Beside.of(meta) if self._world.is_first else Beside()
+            order = _Order(draft, self._planning.tensors, content, beside)
+            if not wait:
+                is_same = torch.tensor(int(is_held and self._staging.holds(items)))
+                if int(all_reduce(is_same, self._world, "min")):
+                    follower = order
+                    return
+        finally:
+            if is_held and flight is not None:
+                flight.let_go(follower)
+        try:
+            self.wait()
+        except RuntimeError:
             if self._world.is_first:
                 draft.discard()
-            raise ValueError(f"checkpoint {path} was not written: {error}") from error
-        tensors = self._planning.tensors
-        beside = Beside.of(meta) if self._world.is_first else Beside()
-
-        def write(items: Iterable[Item]) -> RuntimeError | None:
-            return _write(draft, self._world, items, tensors, content, beside)
-
+            raise
         if wait:
-            if (failure := write(one_by_one(items))) is not None:
+            if (failure := _write(order, self._world, one_by_one(items), None)[1]) is not None:
                 raise failure
             return
-        copies = self._staging.copy(items)
-        thread = threading.Thread(target=self._fly, args=(write, copies), name="checkpoint", daemon=True)
-        self._flight = _Flight(draft.path, thread)
-        thread.start()
+        flight = _Flight([order], self._staging.copy(items))
+        flight.thread = threading.Thread(target=self._fly, args=(flight,), name="checkpoint", daemon=True)
+        self._flight = flight
+        flight.thread.start()
 
     @property
     def is_saving(self) -> bool:
         """Whether a save is in flight."""
         return self._flight is not None and self._flight.thread.is_alive()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the last save has failed by now; `check` tells how."""
+        return self._flight is not None and self._flight.fault is not None and not self.is_saving
 
     def check(self) -> None:
         """Raises RuntimeError where the last save has failed by now; it does not wait."""
@@ -116,7 +179,7 @@ class Saver:
         return True
 
     def remove(self, path: Address) -> None:
-        """Removes the checkpoint, once the save in flight is in place; if that fails, not at all. First rank only."""
+        """Removes the checkpoint, once the saves in flight are in place; if one fails, not at all. First rank only."""
         if self._flight is None:
             remove(path, _new_id())
         else:
@@ -131,11 +194,17 @@ class Saver:
             if self._flight is None:
                 self._staging.release()
 
-    def _fly(self, write: Callable[[Iterable[Item]], RuntimeError | None], copies: list[Item]) -> None:
-        fault = write(copies)
-        flight = self._flight
-        assert flight is not None
-        flight.fault = fault
+    def _fly(self, flight: _Flight) -> None:
+        first: _Written | None = None
+        source: Draft | None = None
+        while (order := flight.next_order()) is not None:
+            if flight.fault is not None:
+                if self._behind.is_first:
+                    order.draft.discard()
+                continue
+            link = None if source is None or first is None else (source, first)
+            written, flight.fault = _write(order, self._behind, flight.copies, link)
+            source, first = order.draft, written
         self._remove_all(flight)
 
     @staticmethod
@@ -166,18 +235,20 @@ class _Written:
 
 
 def _write(
-    draft: Draft,
-    world: Axis,
-    items: Iterable[Item],
-    tensors: Mapping[str, tuple[Any, Any]],
-    content: bytes,
-    beside: Beside,
-) -> RuntimeError | None:
-    """Writes this rank's files and, when all ranks have, makes them the checkpoint; what went wrong, on every rank."""
+    order: _Order, world: Axis, items: Iterable[Item], twin: tuple[Draft, _Written] | None
+) -> tuple[_Written | None, RuntimeError | None]:
+    """Writes this rank's files and, when all ranks have, makes them the checkpoint.
+
+    What was written, and what went wrong, on every rank. `twin` is a checkpoint in place with the same tensors, and
+    what this rank wrote of it.
+    """
     written: _Written | None = None
     fault: Exception | None = None
+    draft = order.draft
     try:
-        written = _write_items(draft, world.rank, items)
+        written = None if twin is None else _link_items(draft, *twin)
+        if written is None:
+            written = _write_items(draft, world.rank, items)
     except Exception as error:
         fault = error
     try:
@@ -186,7 +257,7 @@ def _write(
         if world.is_first:
             if not faults:
                 try:
-                    _finish(draft, [own for own, _ in by_rank], tensors, content, beside)
+                    _finish(order, [own for own, _ in by_rank])
                 except Exception as error:
                     fault, faults = error, [f"rank {world.rank}: {_in_words(error)}"]
             if faults:
@@ -196,10 +267,24 @@ def _write(
         # Another rank is gone: what is written stays unfinished.
         fault, faults = error, [f"rank {world.rank} waited for the others: {_in_words(error)}"]
     if not faults:
-        return None
+        return written, None
     failure = RuntimeError(f"checkpoint {draft.path} was not written: {'; '.join(faults)}")
     failure.__cause__ = fault
-    return failure
+    return None, failure
+
+
+def _link_items(draft: Draft, twin: Draft, written: _Written) -> _Written | None:
+    """As `_write_items`, by links to the twin's files; None where the file system has no links from there to here."""
+    if is_remote(draft.path) or is_remote(twin.path):
+        return None
+    try:
+        for name in written.files:
+            draft.link(name, twin)
+    except OSError:
+        for name in written.files:
+            draft.drop(name)
+        return None
+    return written
 
 
 def _write_items(draft: Draft, rank: int, items: Iterable[Item]) -> _Written:
@@ -221,13 +306,8 @@ def _write_items(draft: Draft, rank: int, items: Iterable[Item]) -> _Written:
     return _Written(chunks, {name: num_bytes})
 
 
-def _finish(
-    draft: Draft,
-    by_rank: list[_Written],
-    tensors: Mapping[str, tuple[Any, Any]],
-    content: bytes,
-    beside: Beside,
-) -> None:
+def _finish(order: _Order, by_rank: list[_Written]) -> None:
+    draft, tensors, rest = order.draft, order.tensors, order.beside.rest
     chunks: dict[str, list[Chunk]] = {name: [] for name in tensors}
     files: dict[str, int] = {}
     for written in by_rank:
@@ -237,16 +317,16 @@ def _finish(
     entries = {name: Entry(shape, dtype, tuple(chunks[name])) for name, (shape, dtype) in tensors.items()}
     whole: dict[str, Place] = {}
     places = {}
-    if beside.rest:
+    if rest:
         name = draft.name_of(REST_FILE)
         with draft.create(name) as stream:
             writer = ChunkWriter(stream, name)
-            places = {keys: writer.write(value) for keys, value in beside.rest.items()}
+            places = {keys: writer.write(value) for keys, value in rest.items()}
         files[name] = sum(place.num_bytes for place in places.values())
         whole |= {"/".join(keys): place for keys, place in places.items()}
     for role, base, data in (
-        ("meta", META_FILE, content),
-        ("index", INDEX_FILE, index_bytes(draft.save_id, entries, places, beside.titles)),
+        ("meta", META_FILE, order.content),
+        ("index", INDEX_FILE, index_bytes(draft.save_id, entries, places, order.beside.titles)),
     ):
         name = draft.name_of(base)
         with draft.create(name) as stream:

@@ -81,10 +81,8 @@ def save(
 ) -> None:
     """Writes Lightning's dictionary as a checkpoint directory. Collective over the world.
 
-    Weights that have main weights are saved as those. It waits for the save before.
+    Weights that have main weights are saved as those.
     """
-    # What follows talks over the process group that the save in flight uses.
-    saving.wait()
     live = _live(module)
     lowered = {s.name: (main, s) for main, s in mains.slots.items() if s.name in mains.lowered}
     # Of a weight whose main weights are all on other replicas, those write.

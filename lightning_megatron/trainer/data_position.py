@@ -182,6 +182,10 @@ class Reader:
             return INDICES
         return OWN_STATE if self._own() is not None else READING
 
+    def own_state(self) -> dict[str, Any]:
+        """What the loader itself tells of its place; nothing where it cannot."""
+        return copy.deepcopy(self.loader.state_dict()) if isinstance(self.loader, Stateful) else {}
+
     def _own(self) -> Stateful | None:
         if isinstance(self.loader, Stateful):
             return self.loader
@@ -322,8 +326,9 @@ class PlacedIterable:
         return len(self.reader.loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the place is saved for each replica. That there is such a method tells Lightning it is saved."""
-        return {}
+        """The loader's own, for plain Lightning to go on from; here the place of each replica counts. That there is
+        such a method tells Lightning that it is saved."""
+        return self.reader.own_state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         return
@@ -344,8 +349,9 @@ class PlacedDataLoader(DataLoader[Any]):
         return len(self.reader.loader)
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing: the place is saved for each replica. That there is such a method tells Lightning it is saved."""
-        return {}
+        """The loader's own, for plain Lightning to go on from; here the place of each replica counts. That there is
+        such a method tells Lightning that it is saved."""
+        return self.reader.own_state()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         return

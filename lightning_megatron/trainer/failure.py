@@ -13,6 +13,10 @@ from datetime import timedelta
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
+from lightning_megatron.trainer.stop_vote import StopVote
+
+_NEWS = "news"
+# Anything at all: one question twice a second for each rank is what the store is asked while all is well.
 _KEY = "failure"
 _COUNT = "failures"
 _MEETING = "meeting"
@@ -22,11 +26,15 @@ _GRACE_SECONDS = 5.0
 
 
 class FailureWatch:
-    """Watches for the first failure among all ranks. `store` must be this watch's own client."""
+    """Watches for the first failure among all ranks, and carries the messages of a vote to stop.
 
-    def __init__(self, store: Store, global_rank: int) -> None:
+    `store` must be this watch's own client.
+    """
+
+    def __init__(self, store: Store, global_rank: int, vote: StopVote) -> None:
         self._store = store
         self._rank = global_rank
+        self._vote = vote
         self._stop = threading.Event()
         self._first: str | None = None
         self._num_meetings = 0
@@ -56,6 +64,7 @@ class FailureWatch:
                 return str(self._store.get(_KEY), "utf-8")
             text = "".join(traceback.format_exception(error))
             self._store.set(_KEY, f"rank {self._rank} failed:\n{text}")
+            self._store.set(_NEWS, "")
             # The store may live in this process, which is about to end: let every watcher read it first.
             time.sleep(3 * _POLL_SECONDS)
         except RuntimeError:
@@ -78,6 +87,11 @@ class FailureWatch:
     def _watch(self) -> None:
         while not self._stop.wait(_POLL_SECONDS):
             try:
+                if self._vote.tell(self._store):
+                    self._store.set(_NEWS, "")
+                if not self._store.check([_NEWS]):
+                    continue
+                self._vote.hear(self._store)
                 if not self._store.check([_KEY]):
                     continue
                 self._first = str(self._store.get(_KEY), "utf-8")

@@ -54,13 +54,19 @@ def _in_place_of_last(folders: dict[ModelCheckpoint, Path]) -> Path | None:
     """The checkpoint to take where something called "last" is not complete; None where Lightning's choice is sound."""
     candidates = {path for callback, folder in folders.items() for path in _named_last(callback, folder)}
     damaged = {path: fault for path in candidates if (fault := _fault(path))}
-    if not damaged:
+    if candidates and not damaged:
         return None
     told = "; ".join(damaged.values())
     sound = sorted(candidates - damaged.keys(), key=lambda path: path.stat().st_mtime)
     newest = [one for folder in dict.fromkeys(folders.values()) for one in contents_of(folder).complete]
     newest.sort(key=lambda one: (one.step, one.saved_seconds))
     paths = sound or [one.path for one in newest]
+    if not candidates:
+        # Lightning takes a link away before it makes the next one: a run that was killed in between has none.
+        if not paths or not any(callback.save_last for callback in folders):
+            return None
+        rank_zero_warn(f'ckpt_path="last" is {paths[-1]}, the newest: there is none of that name')
+        return paths[-1]
     if not paths:
         raise ConfigurationError(
             [

@@ -30,6 +30,14 @@ KEY = "lightning_megatron_resume"
 """Under which Lightning's dictionary holds all of it."""
 
 
+def save_into(checkpoint: dict[str, Any], trainer: pl.Trainer, mesh: Mesh) -> None:
+    """Adds to Lightning's dictionary what `Resumption` goes on from. Collective over the world."""
+    checkpoint[KEY] = snapshot(trainer, mesh)
+    loop_state = checkpoint["loops"]["fit_loop"]["state_dict"]
+    # Plain Lightning counts the states of loaders that have one of their own.
+    loop_state["combined_loader"] = [state for state in loop_state.get("combined_loader", []) if state]
+
+
 def snapshot(trainer: pl.Trainer, mesh: Mesh) -> dict[str, Any]:
     """What `Resumption` goes on from: plain data, and copies. Collective over the world."""
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress

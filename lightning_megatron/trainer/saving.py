@@ -1,9 +1,11 @@
 """When training waits for a checkpoint, and what becomes of one that is being written when training ends."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_warn
 
@@ -16,31 +18,50 @@ _GRACE_SECONDS = 30.0
 
 
 class Saving:
-    """The saves of one strategy. The axis talks over host memory and over a process group that nobody else uses."""
+    """The saves of one strategy.
 
-    def __init__(self, world: Axis, config: CheckpointConfig) -> None:
-        self._world = world
+    Both axes are the world and talk over host memory: `world` from the main thread, `behind` over a process group that
+    nobody else uses.
+    """
+
+    def __init__(self, world: Axis, behind: Axis, config: CheckpointConfig) -> None:
+        self.world = world
         self._config = config
-        self._saver = Saver(world)
-
-    @property
-    def world(self) -> Axis:
-        """The axis, when no save is in flight any more: two threads must not talk over one group."""
-        self._saver.wait()
-        return self._world
+        self._saver = Saver(world, behind)
+        self._is_urgent = False
 
     def save(self, path: str, pieces: Pieces, meta: Mapping[str, Any], trainer: pl.Trainer) -> None:
         """Writes a checkpoint: behind training while that runs, else at once. Collective over the world."""
         is_running = trainer.state.fn == TrainerFn.FITTING and trainer.state.status == TrainerStatus.RUNNING
-        self._saver.save(path, pieces, meta, wait=not (self._config.asynchronous and is_running))
+        is_behind = self._config.asynchronous and is_running and not self._is_urgent and not _is_looked_for(trainer)
+        self._saver.save(path, pieces, meta, wait=not is_behind)
+
+    @contextmanager
+    def urgent(self) -> Iterator[None]:
+        """Inside the block every save is waited for; one that is in flight lands first, well or not."""
+        try:
+            self._saver.wait()
+        except RuntimeError as error:
+            # The save to come is worth more than to tell of this one by an error.
+            rank_zero_warn(str(error))
+        self._is_urgent = True
+        try:
+            yield
+        finally:
+            self._is_urgent = False
 
     def remove(self, path: str) -> None:
         """Removes a checkpoint, once the one in flight is in place. First rank only."""
         self._saver.remove(path)
 
     def check(self) -> None:
-        """Raises RuntimeError where the last save failed."""
+        """Raises RuntimeError where the last save has failed by now; it does not wait."""
         self._saver.check()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the save in flight has failed; `wait` tells how."""
+        return self._saver.has_failed
 
     def wait(self) -> None:
         """Returns when no save is in flight. Raises RuntimeError where the last one failed."""
@@ -56,3 +77,17 @@ class Saving:
                 rank_zero_warn("the run failed while a checkpoint was being written, and it is left unfinished")
         except RuntimeError as error:
             rank_zero_warn(str(error))
+
+
+def _is_looked_for(trainer: pl.Trainer) -> bool:
+    """Whether a callback takes a checkpoint to be in place once `save_checkpoint` returns.
+
+    A link to one that is not there yet would lead nowhere if the run died now; and who keeps several of one name looks
+    which numbers are taken.
+    """
+    return any(
+        callback.save_last == "link"
+        or (callback.save_top_k not in (0, 1) and callback.filename is not None and "{" not in callback.filename)
+        for callback in trainer.checkpoint_callbacks
+        if isinstance(callback, ModelCheckpoint)
+    )

@@ -63,11 +63,25 @@ from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
 from lightning_megatron.trainer.failure import FailureWatch
 from lightning_megatron.trainer.launcher import CheckingLauncher
 from lightning_megatron.trainer.precision import MegatronPrecision, compute_dtype
+from lightning_megatron.trainer.preemption import Preemption
 from lightning_megatron.trainer.saving import Saving
 from lightning_megatron.trainer.step_log import REDUCED
 from lightning_megatron.trainer.steps import Steps
+from lightning_megatron.trainer.stop_vote import StopVote
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
+# What a copy of the strategy in another process cannot have.
+_OF_THIS_PROCESS = (
+    "_mesh",
+    "_saves",
+    "_ambient",
+    "_watch",
+    "_preemption",
+    "_steps",
+    "_exchange",
+    "_launcher",
+    "_resumption",
+)
 _HELD = "held"
 # No interval of Lightning's: a scheduler that has it is not stepped.
 _NAMES_OF_OPERATIONS = {
@@ -136,6 +150,7 @@ class MegatronStrategy(ParallelStrategy):
         self._lanes: dict[Hop, LaneGroups] = {}
         self._ambient: Token[Mesh | None] | None = None
         self._watch: FailureWatch | None = None
+        self._preemption: Preemption | None = None
         self._steps: Steps | None = None
         self._exchange: Exchange | None = None
         self._left = Mains()
@@ -292,17 +307,21 @@ class MegatronStrategy(ParallelStrategy):
             self._mesh = Mesh.build(self.sizes, self.global_rank, self._new_group)
             ranks = tuple(self.sizes.pp_rank_of(stage) for stage in range(self.sizes.num_stages))
             self._lanes = build_lanes(self._mesh.pp, hops(ranks), self._new_group, self._new_host_group)
-            self._saves = Saving(self._world_of_saves(self._mesh.world), self.checkpoint)
+            world = self._mesh.world
+            on_host = world if self.root_device.type == "cpu" else self._over_host(world)
+            self._saves = Saving(on_host, self._over_host(world), self.checkpoint)
         self._ambient = set_ambient_mesh(self._mesh)
+        vote = StopVote(self.global_rank, self.sizes.world)
+        self._preemption = Preemption(self.checkpoint, vote, self._saving, self.cluster_environment)
         if self.sizes.world > 1 and self._watch is None:
-            self._watch = self._start_watch()
+            self._watch = self._start_watch(vote)
         setup_model.agree_on_seed(self.mesh)
         if self.lightning_module is not None:
             # Before callbacks are set up: those that average weights copy the module then.
             setup_model.pipeline_plain_sequential(self.lightning_module, self.mesh)
 
-    def _world_of_saves(self, world: Axis) -> Axis:
-        """All ranks, over a process group that the thread of a save may use while training uses the others."""
+    def _over_host(self, world: Axis) -> Axis:
+        """All ranks, over a process group of its own that talks over host memory."""
         return replace(world, group=self._new_host_group(world.ranks)) if world.size > 1 else world
 
     def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
@@ -315,7 +334,7 @@ class MegatronStrategy(ParallelStrategy):
         )
         return group
 
-    def _start_watch(self) -> FailureWatch:
+    def _start_watch(self, vote: StopVote) -> FailureWatch:
         assert self.cluster_environment is not None
         host = self.cluster_environment.main_address
         store = None
@@ -324,7 +343,7 @@ class MegatronStrategy(ParallelStrategy):
         port = collectives.broadcast_object(store.port if store is not None else None, self.mesh.world)
         if store is None:
             store = FailureWatch.connect(host, port, is_host=False, timeout=self._timeout)
-        watch = FailureWatch(store, self.global_rank)
+        watch = FailureWatch(store, self.global_rank, vote)
         watch.start()
         return watch
 
@@ -337,8 +356,9 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        assert self.accelerator is not None and self.lightning_module is not None
+        assert self.accelerator is not None and self.lightning_module is not None and self._preemption is not None
         self.accelerator.setup(trainer)
+        trainer.callbacks.append(self._preemption)  # type: ignore[attr-defined]
         module = self.lightning_module
         if trainer.state.fn == TrainerFn.FITTING and self._layer_sync is not None and self.is_distributed:
             self.model = self._layer_sync.apply(module)
@@ -465,7 +485,6 @@ class MegatronStrategy(ParallelStrategy):
         if self._plugin.has_skipped:
             self._hold_schedulers()
         self._check_replicas()
-        self._saving.check()
         return result
 
     def _hold_schedulers(self) -> None:
@@ -519,6 +538,9 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def barrier(self, name: str | None = None) -> None:
         self._refuse_in_schedule("barrier")
+        if name == "run-stage" and self._preemption is not None:
+            # The first that Lightning asks of a strategy after it has registered its signal handlers.
+            self._preemption.take_over()
         if self._mesh is not None:
             collectives.barrier(self._mesh.world)
 
@@ -587,12 +609,19 @@ class MegatronStrategy(ParallelStrategy):
             self._exchange.settle()
         module = self._require_module()
         if "optimizer_states" in checkpoint:
-            checkpoint[resume.KEY] = resume.snapshot(module.trainer, self.mesh)
+            resume.save_into(checkpoint, module.trainer, self.mesh)
         checkpoints.save(path, checkpoint, module, self.optimizers, self._mains, self.mesh, self._saving)
+
+    def wait_for_checkpoint(self) -> None:
+        """Returns when no checkpoint is being written any more. Raises RuntimeError where the last one could not be.
+
+        Every rank calls it.
+        """
+        self._saving.wait()
 
     def _refuse_to_save_alone(self) -> None:
         """Raises RuntimeError where a callback saves after a failure of this rank alone: it would wait for ever."""
-        if self._watch is None or not self._require_module().trainer.interrupted:
+        if self._watch is None or not self._require_module().trainer.interrupted or self._is_leaving:
             return
         if self._watch.meets(self.mesh.world.size):
             return
@@ -611,6 +640,7 @@ class MegatronStrategy(ParallelStrategy):
             self.precision_plugin.convert_module(module)
         # Lightning's batch size finder names its checkpoint by chance, on every rank anew.
         path, world = self.broadcast(str(checkpoint_path)), self._saving.world
+        self._saving.wait()
         checkpoint = checkpoints.load(
             path,
             module,
@@ -651,8 +681,15 @@ class MegatronStrategy(ParallelStrategy):
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
+    @property
+    def _is_leaving(self) -> bool:
+        """Whether all ranks have agreed to end the run: none of them has failed."""
+        return self._preemption is not None and self._preemption.is_leaving
+
     @override
     def on_exception(self, exception: BaseException) -> None:
+        if self._is_leaving:
+            return
         if self._saves is not None:
             # Before the others hear of the failure: they are needed to finish what is being written.
             self._saves.end(is_failed=True)
@@ -666,6 +703,12 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         """Not collective after a failure: a rank may be gone."""
+        if self._preemption is not None:
+            self._preemption.give_back()
+            callbacks = self._require_module().trainer.callbacks  # type: ignore[attr-defined]
+            if self._preemption in callbacks:
+                callbacks.remove(self._preemption)
+            self._preemption = None
         if self._saves is not None:
             self._saves.end(is_failed=self._require_module().trainer.interrupted)
         if self._ambient is not None:
@@ -695,7 +738,18 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        for name in ("_mesh", "_saves", "_ambient", "_watch", "_steps", "_exchange", "_launcher", "_resumption"):
+        held = (
+            "_mesh",
+            "_saves",
+            "_ambient",
+            "_watch",
+            "_preemption",
+            "_steps",
+            "_exchange",
+            "_launcher",
+            "_resumption",
+        )
+        for name in held:
             state[name] = None
         state["_left"] = Mains()
         return state

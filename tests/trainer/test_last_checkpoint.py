@@ -57,12 +57,14 @@ class Steps(L.Callback):
 
 
 def test_a_killed_run_goes_on_from_the_last_complete_checkpoint(tmp_path: Path) -> None:
-    """Saves are asynchronous, and so `last.ckpt` leads to the checkpoint of step 6 before that is in place."""
     whole = run_on_ranks(2, fitted, tmp_path / "whole", "", None, init=False)
     folder = tmp_path / "killed"
     with pytest.raises(RankFailed, match="SIGKILL"):
         run_on_ranks(2, fitted, folder, "step=6.ckpt", None, init=False)
-    assert os.readlink(folder / "last.ckpt") == "step=6.ckpt" and not (folder / "step=6.ckpt").exists()
+    assert os.readlink(folder / "last.ckpt") == "step=4.ckpt" and not (folder / "step=6.ckpt").exists()
+    # As if it had been killed a moment later, when Lightning had made the link.
+    os.remove(folder / "last.ckpt")
+    os.symlink("step=6.ckpt", folder / "last.ckpt")
     found = run_on_ranks(2, fitted, folder, "", "last", init=False)
     for ours, wanted in zip(found, whole, strict=True):
         assert ours["first"] == 4
@@ -85,6 +87,15 @@ def test_arguments_that_are_not_about_checkpoints_stay_as_they_are(tmp_path: Pat
     assert prepared(trainer_of(linking(tmp_path / "none")), (None, "last")) == (None, "last")
     saved(tmp_path / "last.ckpt", 3)
     assert prepared(trainer_of(linking(tmp_path)), ("last",)) == ("last",)
+
+
+def test_the_newest_is_taken_where_a_link_was_taken_away_and_not_made_yet(tmp_path: Path) -> None:
+    saved(tmp_path / "step=3.ckpt", 3)
+    saved(tmp_path / "step=6.ckpt", 6)
+    with pytest.warns(UserWarning, match=r"last\" is .*step=6\.ckpt, the newest"):
+        assert prepared(trainer_of(linking(tmp_path)), ("last",)) == (str(tmp_path / "step=6.ckpt"),)
+    # Whoever never asked for one starts anew, as under plain Lightning.
+    assert prepared(trainer_of(ModelCheckpoint(tmp_path)), ("last",)) == ("last",)
 
 
 def test_the_newest_other_is_taken_where_the_last_is_damaged_and_both_are_named(tmp_path: Path) -> None:
