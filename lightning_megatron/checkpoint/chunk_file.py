@@ -5,7 +5,6 @@ those bytes, and the chunks fill the file: there is no byte that no checksum cov
 """
 
 import io
-import pickle
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -48,7 +47,13 @@ class ChunkWriter:
         counter = self._counter
         counter.num_bytes = counter.checksum = 0
         if isinstance(value, Tensor):
-            torch.save(value, cast(IO[bytes], counter))
+            try:
+                torch.save(value, cast(IO[bytes], counter))
+            except RuntimeError:
+                # Of a stream that fails, torch says only where it stood.
+                if counter.fault is not None:
+                    raise counter.fault from None
+                raise
         else:
             counter.write(value)
         place = Place(self._file, self._offset, counter.num_bytes, counter.checksum)
@@ -63,12 +68,17 @@ class _Counter:
         self._stream = stream
         self.num_bytes = 0
         self.checksum = 0
+        self.fault: OSError | None = None
 
     def write(self, data: Any) -> int:
         self.checksum = zlib.crc32(data, self.checksum)
         num_bytes = len(data)
         self.num_bytes += num_bytes
-        self._stream.write(data)
+        try:
+            self._stream.write(data)
+        except OSError as error:
+            self.fault = error
+            raise
         return num_bytes
 
     def flush(self) -> None:
@@ -80,7 +90,8 @@ def read_chunk(stream: IO[bytes], place: Place) -> Tensor:
     data = read_bytes(stream, place)
     try:
         tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, EOFError, RuntimeError, ValueError, KeyError) as error:
+    except Exception as error:
+        # Bytes that someone made up can end in any error of the unpickler.
         raise DamagedError(f"{where(place)} is no tensor: {error}") from error
     if not isinstance(tensor, Tensor):
         raise DamagedError(f"{where(place)} is a {type(tensor).__name__}, not a tensor")

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 from typing_extensions import override
 
-from lightning_megatron.checkpoint.chunk_file import Place, read_chunk
+from lightning_megatron.checkpoint.chunk_file import DamagedError, Place, read_chunk, where
 from lightning_megatron.checkpoint.folder import Address, Folder
-from lightning_megatron.checkpoint.manifest import Entry
+from lightning_megatron.checkpoint.manifest import Chunk, Entry
 
 
 class ChunkReader(StorageReader):
@@ -65,16 +65,16 @@ class ChunkReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         by_place: dict[Place, list[ReadItem]] = defaultdict(list)
         for item in plan.items:
-            by_place[self._place(item.storage_index)].append(item)
+            by_place[self._chunk(item.storage_index).place].append(item)
         by_file: dict[str, list[Place]] = defaultdict(list)
         for place in by_place:
             by_file[place.file].append(place)
         for file, places in by_file.items():
             with self._folder.open(file) as stream:
                 for place in sorted(places, key=lambda place: place.offset):
-                    chunk = read_chunk(stream, place)
+                    tensor = self._read(stream, place, by_place[place][0].storage_index)
                     for item in by_place[place]:
-                        _hand_over(chunk, item, planner)
+                        _hand_over(tensor, item, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -84,12 +84,22 @@ class ChunkReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return True
 
-    def _place(self, index: MetadataIndex) -> Place:
+    def _chunk(self, index: MetadataIndex) -> Chunk:
         chunks = self._entries[index.fqn].chunks
         # The planner's hint is the chunk's number; the offsets are what counts.
         if index.index is not None and chunks[index.index].box.offsets == index.offset:
-            return chunks[index.index].place
-        return next(chunk.place for chunk in chunks if chunk.box.offsets == index.offset)
+            return chunks[index.index]
+        return next(chunk for chunk in chunks if chunk.box.offsets == index.offset)
+
+    def _read(self, stream: IO[bytes], place: Place, index: MetadataIndex) -> torch.Tensor:
+        tensor = read_chunk(stream, place)
+        sizes, dtype = tuple(self._chunk(index).box.sizes), self._entries[index.fqn].dtype
+        if (tuple(tensor.shape), tensor.dtype) != (sizes, dtype):
+            raise DamagedError(
+                f"{where(place)} is a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}, not of {sizes} and "
+                f"{dtype} as a part of {index.fqn}: {place.file} is not as it was written"
+            )
+        return tensor
 
 
 def _hand_over(chunk: torch.Tensor, item: ReadItem, planner: LoadPlanner) -> None:

@@ -46,7 +46,14 @@ class Draft:
             fs, root = fsspec.core.url_to_fs(draft.path)
             fs.makedirs(root, exist_ok=True)
         else:
-            draft._hidden.mkdir(parents=True)
+            made = [parent for parent in draft._final.parents if not parent.exists()]
+            try:
+                draft._hidden.mkdir(parents=True)
+                for parent in made:
+                    flush_directory(parent.parent)
+            except OSError:
+                draft.discard()
+                raise
         return draft
 
     @property
@@ -118,9 +125,9 @@ def hidden(path: Path, what: str, save_id: str) -> Path:
 
 def tidy(neighbour: Path) -> None:
     """Removes the folders of a hidden neighbour that is gone, unless they hold another."""
-    with contextlib.suppress(OSError):
-        neighbour.parent.rmdir()
-        neighbour.parent.parent.rmdir()
+    for folder in (neighbour.parent, neighbour.parent.parent):
+        with contextlib.suppress(OSError):
+            folder.rmdir()
 
 
 def replace(source: Path, path: Path, save_id: str) -> None:
@@ -131,22 +138,21 @@ def replace(source: Path, path: Path, save_id: str) -> None:
     """
     aside = hidden(path, REPLACED, save_id)
     # lexists: a link to a checkpoint elsewhere is replaced, not followed.
-    if not os.path.lexists(path):
-        os.rename(source, path)
-    elif _exchange(source, path):
-        aside = source
-    else:
-        aside.parent.mkdir(parents=True)
-        os.rename(path, aside)
-        try:
+    is_exchanged = os.path.lexists(path) and _exchange(source, path)
+    try:
+        if not is_exchanged:
+            if os.path.lexists(path):
+                aside.parent.mkdir(parents=True)
+                os.rename(path, aside)
             os.rename(source, path)
-        except OSError:
-            os.rename(aside, path)
-            raise
-        finally:
-            tidy(aside)
-    flush_directory(path.parent)
-    _delete(aside)
+        flush_directory(path.parent)
+    except OSError:
+        if is_exchanged:
+            _exchange(source, path)
+        else:
+            _undo(source, path, aside)
+        raise
+    _delete(source if is_exchanged else aside)
 
 
 def remove(path: Address, save_id: str) -> None:
@@ -180,9 +186,20 @@ def flush_directory(path: Path) -> None:
         os.close(descriptor)
 
 
+def _undo(source: Path, path: Path, aside: Path) -> None:
+    """Takes the renames of `replace` back, as far as they came."""
+    if not os.path.lexists(source):
+        os.rename(path, source)
+    if os.path.lexists(aside):
+        os.rename(aside, path)
+    tidy(aside)
+
+
 def _delete(aside: Path) -> None:
+    """Removes what is in nobody's way any more; what cannot be removed stays hidden."""
     if aside.is_symlink() or aside.is_file():
-        aside.unlink()
+        with contextlib.suppress(OSError):
+            aside.unlink()
     else:
         shutil.rmtree(aside, ignore_errors=True)
     tidy(aside)

@@ -10,8 +10,8 @@ checksum is a damaged one. On a file system without renames `meta.pt` and the ot
 """
 
 import json
+import math
 import os
-import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -48,9 +48,19 @@ class Entry:
     chunks: tuple[Chunk, ...] = ()
 
     @property
+    def num_elements(self) -> int:
+        """Of the tensor."""
+        return math.prod(self.shape)
+
+    @property
+    def num_elements_of_chunks(self) -> int:
+        """Of all chunks: as many as the tensor has, where none is missing or there twice."""
+        return sum(math.prod(chunk.box.sizes) for chunk in self.chunks)
+
+    @property
     def num_bytes(self) -> int:
         """Of the tensor in memory."""
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
+        return self.dtype.itemsize * self.num_elements
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +153,16 @@ class Manifest:
                 yield chunk.place
 
     def faults(self, sizes: Mapping[str, int]) -> list[str]:
-        """What is wrong with files of these sizes, one line each, before any is read."""
+        """What is wrong with files of these sizes, or with the tensors in them, one line each, before any is read."""
+        return self.file_faults(sizes) + [
+            f"{MANIFEST_FILE} has chunks of {entry.num_elements_of_chunks} elements for the "
+            f"{entry.num_elements} of {name}"
+            for name, entry in self.entries.items()
+            if entry.num_elements_of_chunks != entry.num_elements
+        ]
+
+    def file_faults(self, sizes: Mapping[str, int]) -> list[str]:
+        """What is wrong with files of these sizes, one line each."""
         faults = []
         by_file: dict[str, list[Place]] = {name: [] for name in self.files}
         for place in self.places():
@@ -191,9 +210,10 @@ def read_meta(path: Address) -> dict[str, Any]:
     try:
         with Folder(path).open(place.file) as stream:
             meta = plain_data.from_bytes(read_bytes(stream, place))
-    except (ValueError, pickle.UnpicklingError, EOFError, RuntimeError) as error:
+        return dict(meta)
+    except Exception as error:
+        # Bytes that someone made up can end in any error of the unpickler.
         raise DamagedError(f"checkpoint {path}: {place.file} cannot be read as plain data: {error}") from error
-    return dict(meta)
 
 
 def read_entries(path: Address) -> dict[str, Entry]:

@@ -11,7 +11,8 @@ the saves in flight, so that a complete one always stands.
 
 import threading
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,7 +56,7 @@ class _Flight:
     """Saves that are being written, one after the other, all of the same tensors."""
 
     orders: list[_Order]
-    copies: list[Item]
+    copies: Future[list[Item]] = field(default_factory=Future)
     fault: RuntimeError | None = None
     removals: list[str] = field(default_factory=list)
     # checkpoints to remove when all are in place
@@ -115,8 +116,8 @@ class Saver:
         follower: _Order | None = None
         try:
             # Note: one rank judges and all hear it, so that none waits in a collective that another never enters.
-            started, content = _start(path, meta) if self._world.is_first else (None, b"")
-            draft = broadcast_object(started, self._world)
+            begun, content, beside = _begin(path, meta) if self._world.is_first else (None, b"", Beside())
+            draft = broadcast_object(begun, self._world)
             if not isinstance(draft, Draft):
                 raise draft
             try:
@@ -125,7 +126,6 @@ class Saver:
                 if self._world.is_first:
                     draft.discard()
                 raise ValueError(f"checkpoint {path} was not written: {error}") from error
-            beside = Beside.of(meta) if self._world.is_first else Beside()
             order = _Order(draft, self._planning.tensors, content, beside)
             if not wait:
                 is_same = torch.tensor(int(is_held and self._staging.holds(items)))
@@ -145,10 +145,18 @@ class Saver:
             if (failure := _write(order, self._world, one_by_one(items), None)[1]) is not None:
                 raise failure
             return
-        flight = _Flight([order], self._staging.copy(items))
+        self._flight = flight = _Flight([order])
         flight.thread = threading.Thread(target=self._fly, args=(flight,), name="checkpoint", daemon=True)
-        self._flight = flight
+        # Before the copies are there: a thread with something to do would keep this one from going on.
         flight.thread.start()
+        try:
+            flight.copies.set_result(self._staging.copy(items))
+        except Exception as error:
+            # Raised where they are written, and told there on all ranks.
+            flight.copies.set_exception(error)
+        finally:
+            if not flight.copies.done():
+                flight.copies.set_exception(RuntimeError("interrupted while the state was copied"))
 
     @property
     def is_saving(self) -> bool:
@@ -197,29 +205,46 @@ class Saver:
     def _fly(self, flight: _Flight) -> None:
         first: _Written | None = None
         source: Draft | None = None
-        while (order := flight.next_order()) is not None:
-            if flight.fault is not None:
-                if self._behind.is_first:
-                    order.draft.discard()
-                continue
-            link = None if source is None or first is None else (source, first)
-            written, flight.fault = _write(order, self._behind, flight.copies, link)
-            source, first = order.draft, written
-        self._remove_all(flight)
+        try:
+            while (order := flight.next_order()) is not None:
+                if flight.fault is not None:
+                    if self._behind.is_first:
+                        order.draft.discard()
+                    continue
+                link = None if source is None or first is None else (source, first)
+                written, flight.fault = _write(order, self._behind, _landed(flight.copies), link)
+                source, first = order.draft, written
+            self._remove_all(flight)
+        except BaseException as error:
+            # Whatever it is: what did not come to its end must not be taken for durable.
+            flight.fault = RuntimeError(f"writing checkpoints behind training ended: {_in_words(error)}")
+            flight.fault.__cause__ = error
+            flight.has_landed = True
 
     @staticmethod
     def _remove_all(flight: _Flight) -> None:
         while flight.fault is None and flight.removals:
-            remove(flight.removals.pop(), _new_id())
+            old = flight.removals.pop()
+            try:
+                remove(old, _new_id())
+            except OSError as error:
+                flight.fault = RuntimeError(f"checkpoint {old} was not removed: {_in_words(error)}")
 
 
-def _start(path: Address, meta: Mapping[str, Any]) -> tuple[Draft | Exception, bytes]:
-    """A draft, or what is in the way, and the metadata's bytes."""
+def _begin(path: Address, meta: Mapping[str, Any]) -> tuple[Draft | Exception, bytes, Beside]:
+    """A draft, or what is in the way; the metadata's bytes, and what the index needs beside the tensors."""
     try:
-        content = plain_data.to_bytes(meta)
-        return Draft.start(path, _new_id()), content
-    except (ValueError, OSError) as fault:
-        return fault, b""
+        content, beside = plain_data.to_bytes(meta), Beside.of(meta)
+        return Draft.start(path, _new_id()), content, beside
+    except ValueError as fault:
+        return fault, b"", Beside()
+    except Exception as error:
+        return RuntimeError(f"checkpoint {path} was not written: rank 0: {_in_words(error)}"), b"", Beside()
+
+
+def _landed(copies: Future[list[Item]]) -> Iterator[Item]:
+    """The copies, once they are there; raises what making them ran into."""
+    yield from copies.result()
 
 
 def _new_id() -> str:
@@ -335,5 +360,5 @@ def _finish(order: _Order, by_rank: list[_Written]) -> None:
     draft.put_in_place(Manifest.of(draft.save_id, files, whole, entries).to_bytes())
 
 
-def _in_words(error: Exception | None) -> str:
+def _in_words(error: BaseException | None) -> str:
     return "" if error is None else f"{type(error).__name__}: {error}"

@@ -25,7 +25,7 @@ def verify(path: Address, *, num_threads: int = _NUM_THREADS) -> list[str]:
     except DamagedError as error:
         return [str(error)]
     sizes = folder.sizes()
-    faults = manifest.faults(sizes)
+    faults = manifest.file_faults(sizes)
     for name, entry in manifest.entries.items():
         faults += [f"tensor {name}: {fault}" for fault in cover_faults(entry)]
     # A place may be told of twice; it is read once.
@@ -38,10 +38,8 @@ def verify(path: Address, *, num_threads: int = _NUM_THREADS) -> list[str]:
 def cover_faults(entry: Entry) -> list[str]:
     """Where the chunks of a tensor leave a hole in it, overlap or stand out, one line each."""
     faults = []
-    num_elements = 0
     for chunk in entry.chunks:
         offsets, sizes = chunk.box.offsets, chunk.box.sizes
-        num_elements += math.prod(sizes)
         if not len(offsets) == len(sizes) == len(entry.shape) or any(
             start < 0 or start + size > length for start, size, length in zip(offsets, sizes, entry.shape, strict=True)
         ):
@@ -50,8 +48,10 @@ def cover_faults(entry: Entry) -> list[str]:
         return faults
     faults += [f"{_of(one)} and {_of(other)} overlap" for one, other in _overlaps(entry.chunks)]
     # Chunks that lie within the shape and apart from each other cover it where they have as many elements.
-    if not faults and num_elements != math.prod(entry.shape):
-        faults.append(f"its chunks have {num_elements} of the {math.prod(entry.shape)} elements of {entry.shape}")
+    if not faults and entry.num_elements_of_chunks != entry.num_elements:
+        faults.append(
+            f"its chunks have {entry.num_elements_of_chunks} of the {entry.num_elements} elements of {entry.shape}"
+        )
     return faults
 
 

@@ -142,6 +142,15 @@ def test_every_file_and_the_directories_are_flushed_before_the_rename(
     assert (folder, rename, parent) == ("a.ckpt", "place", tmp_path.name)
 
 
+def test_folders_that_a_save_makes_are_flushed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[str] = []
+    flush = draft.flush_directory
+    monkeypatch.setattr(draft, "flush_directory", lambda path: flushed.append(path.name) or flush(path))
+    save(tmp_path / "one" / "two" / "a.ckpt", {"w": torch.zeros(2)}, {}, world=WORLD)
+    # Each holds the name of the next; and at last the name of the checkpoint.
+    assert flushed == ["one", tmp_path.name, "a.ckpt", "two"]
+
+
 @on_ranks(2)
 def test_a_rank_that_cannot_write_is_told_on_every_rank(tmp_path: Path) -> None:
     world = mesh_of(Sizes(world=2)).world
@@ -334,6 +343,30 @@ def test_an_old_checkpoint_is_removed_only_when_the_new_one_is_in_place(tmp_path
     gate.set()
     saver.wait()
     assert os.listdir(tmp_path) == ["2.ckpt"]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_told(
+    tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = Saver(WORLD)
+    gate.set()
+    saver.save(tmp_path / "1.ckpt", {"w": torch.full((100,), 1.0)}, {})
+    gate.clear()
+
+    rename = os.rename
+
+    def refuse(source: Path, target: Path) -> None:
+        if draft.REMOVED in Path(target).parts:
+            raise PermissionError("no")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    saver.save(tmp_path / "2.ckpt", {"w": torch.full((100,), 2.0)}, {}, wait=False)
+    saver.remove(tmp_path / "1.ckpt")
+    gate.set()
+    with pytest.raises(RuntimeError, match=r"1\.ckpt was not removed: PermissionError: no"):
+        saver.wait()
+    assert (value_in(tmp_path / "1.ckpt"), value_in(tmp_path / "2.ckpt")) == (1, 2)
 
 
 def test_an_old_checkpoint_stays_when_the_new_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

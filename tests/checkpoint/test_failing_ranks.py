@@ -1,0 +1,259 @@
+"""What one rank runs into, at any call, is told on every rank; the checkpoint before stands, and the draft is gone."""
+
+import ctypes
+import errno
+import os
+import resource
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_megatron.checkpoint import Saver, chunk_file, draft, load, save, staging
+from lightning_megatron.checkpoint.state import Piece
+from lightning_megatron.mesh import Axis, Sizes
+from lightning_megatron.sharding import Box
+from tests.checkpoint.small_model import mesh_of
+from tests.checkpoint.steps import step_in
+from tests.harness.ranks import RankFailed, on_ranks, run_on_ranks
+
+LENGTH = 3000
+# of each rank's half: larger than the buffer of a file
+
+
+def world_of_two() -> Axis:
+    return mesh_of(Sizes(world=2)).world
+
+
+def halves(step: int) -> dict[str, Any]:
+    """Of a tensor, this rank's half; both have the small one."""
+    rank = dist.get_rank()
+    half = torch.full((LENGTH,), float(step))
+    return {"w": Piece((2 * LENGTH,), Box((LENGTH * rank,), (LENGTH,)), half), "v": torch.full((5,), step)}
+
+
+def require_step(path: Path, step: int, world: Axis) -> None:
+    found = {"w": torch.zeros(2 * LENGTH), "v": torch.zeros(5, dtype=torch.int64)}
+    load(path, found, world=world)
+    assert (found["w"] == step).all() and (found["v"] == step).all(), (step, found)
+
+
+def finish(saver: Saver, path: Path, *, wait: bool) -> None:
+    """Saves the second step and waits for its end."""
+    saver.save(path, halves(2), {}, wait=wait)
+    saver.wait()
+
+
+class Fault:
+    """Raises OSError at one of the calls to the system that a save makes."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.at = 0
+        self.passed = 0
+
+    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self.passed += 1
+            if self.passed == self.at:
+                raise OSError(self.number, os.strerror(self.number))
+            return call(*args, **kwargs)
+
+        return run
+
+    @contextmanager
+    def opened(self, *args: Any) -> Iterator[Any]:
+        """A file of which each write is a call."""
+        with open(*args) as stream:
+            yield SimpleNamespace(write=self.around(stream.write), flush=stream.flush, fileno=stream.fileno)
+
+    @contextmanager
+    def put(self, at: int) -> Iterator[None]:
+        self.at, self.passed = at, 0
+        places: list[tuple[Any, str, Any]] = [(os, name, getattr(os, name)) for name in ("mkdir", "rename")]
+        places.append((draft, "_exchange", draft._exchange))
+        for owner, name, call in places:
+            setattr(owner, name, self.around(call))
+        fsync = os.fsync
+        # Nothing is to outlive the machine here, and it takes long.
+        os.fsync = self.around(lambda descriptor: None)
+        draft.open = self.around(self.opened)  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            for owner, name, call in places:
+                setattr(owner, name, call)
+            os.fsync = fsync
+            del draft.open  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("is_behind", "can_exchange"), [(False, False), (True, True)])
+@on_ranks(2, timeout=120)
+def test_no_space_at_any_call_of_either_rank_is_told_on_both(
+    tmp_path: Path, is_behind: bool, can_exchange: bool
+) -> None:
+    world, path = world_of_two(), tmp_path / "last.ckpt"
+    if not can_exchange:
+        draft._exchange = lambda one, other: False
+    saver, fault, tally = Saver(world), Fault(errno.ENOSPC), Counter[str]()
+    saver.save(path, halves(1), {"step": 1})
+    stands = 1
+    with fault.put(0):
+        saver.save(path, halves(1), {"step": 1})
+    most = max(fault.passed, *_gathered(fault.passed, world))
+    for step, (failing, at) in enumerate(((r, at) for r in (0, 1) for at in range(1, most + 1)), start=2):
+        told = ""
+        with fault.put(at if dist.get_rank() == failing else 0):
+            try:
+                saver.save(path, halves(step), {"step": step}, wait=not is_behind)
+                saver.wait()
+            except RuntimeError as error:
+                told = str(error)
+        by_rank = _gathered(told, world)
+        assert len(set(by_rank)) == 1, by_rank
+        if told:
+            tally["told"] += 1
+            assert f"{path} was not written: rank {failing}: OSError: [Errno 28]" in told
+        else:
+            tally["well"] += 1
+            stands = step
+        require_step(path, stands, world)
+        assert os.listdir(tmp_path) == ["last.ckpt"], (failing, at, os.listdir(tmp_path))
+        dist.barrier()
+    # The second rank makes fewer calls than the first.
+    assert tally["told"] > most + 10 and tally["well"] > 0, (tally, most)
+
+
+def _gathered(value: Any, world: Axis) -> list[Any]:
+    found: list[Any] = [None, None]
+    dist.all_gather_object(found, value, group=world.group)
+    return found
+
+
+@contextmanager
+def file_limit(num_bytes: int) -> Iterator[None]:
+    """No file may grow beyond it."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("is_behind", [False, True])
+@pytest.mark.parametrize("limited", [0, 1])
+@on_ranks(2)
+def test_a_file_that_cannot_grow_is_told_on_both_ranks(tmp_path: Path, limited: int, is_behind: bool) -> None:
+    world, path = world_of_two(), tmp_path / "last.ckpt"
+    saver = Saver(world)
+    saver.save(path, halves(1), {})
+    with file_limit(LENGTH) if dist.get_rank() == limited else file_limit(10**9):
+        with pytest.raises(RuntimeError, match=rf"was not written: rank {limited}: OSError: .*File too large"):
+            finish(saver, path, wait=not is_behind)
+        dist.barrier()
+    require_step(path, 1, world)
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+    dist.barrier()
+    # And the next goes well.
+    saver.save(path, halves(3), {})
+    require_step(path, 3, world)
+
+
+def mount_small(folder: Path, num_bytes: int) -> None:
+    """A file system of that size for this process alone; skips where that is not allowed."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    new_namespace, new_user, private, recursive = 0x20000, 0x10000000, 1 << 18, 1 << 14
+    if libc.unshare(new_namespace | (new_user if os.getuid() else 0)):
+        pytest.skip("this process may not have mounts of its own")
+    libc.mount(b"none", b"/", None, private | recursive, None)
+    if libc.mount(b"tmpfs", bytes(folder), b"tmpfs", 0, f"size={num_bytes}".encode()):
+        pytest.skip("this process may not mount")
+
+
+@on_ranks(1, init=False)
+def test_a_full_disk_keeps_the_old_checkpoint(tmp_path: Path) -> None:
+    mount_small(tmp_path, 2**20)
+    from tests.checkpoint.steps import ALONE
+
+    def save_sized(step: int, num_bytes: int) -> None:
+        save(tmp_path / "last.ckpt", {"w": torch.full((num_bytes // 4,), float(step))}, {"step": step}, world=ALONE)
+
+    save_sized(1, 300_000)
+    for num_bytes in (900_000, 5_000_000):
+        with pytest.raises(RuntimeError, match=r"was not written: rank 0: OSError: .*No space left on device"):
+            save_sized(2, num_bytes)
+        found = torch.zeros(75_000)
+        load(tmp_path / "last.ckpt", {"w": found}, world=ALONE)
+        assert (found == 1).all()
+        assert os.listdir(tmp_path) == ["last.ckpt"]
+    save_sized(3, 300_000)
+
+
+@on_ranks(2)
+def test_a_rank_without_memory_for_its_copies_is_told_on_both(tmp_path: Path) -> None:
+    world, path = world_of_two(), tmp_path / "last.ckpt"
+    save(path, halves(1), {}, world=world)
+    saver, make = Saver(world), staging._buffer
+    if dist.get_rank() == 1:
+
+        def no_memory(tensor: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("not enough memory: you tried to allocate 12000 bytes")
+
+        staging._buffer = no_memory
+    with pytest.raises(RuntimeError, match="was not written: rank 1: RuntimeError: not enough memory"):
+        finish(saver, path, wait=False)
+    require_step(path, 1, world)
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+    dist.barrier()
+    staging._buffer = make
+    saver.save(path, halves(3), {}, wait=False)
+    saver.wait()
+    require_step(path, 3, world)
+
+
+def save_where_one_dies(folder: Path, dying: int, at: int, is_behind: bool) -> None:
+    """The other writes down what it is told."""
+    world, path = world_of_two(), folder / "last.ckpt"
+    saver = Saver(world)
+    saver.save(path, halves(1), {})
+    dist.barrier()
+    write, num_writes = chunk_file._Counter.write, iter(range(10**6))
+
+    def die(stream: Any, data: Any) -> int:
+        if next(num_writes) == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(stream, data)
+
+    if dist.get_rank() == dying:
+        chunk_file._Counter.write = die  # type: ignore[method-assign]
+    try:
+        saver.save(path, halves(2), {}, wait=not is_behind)
+        saver.wait()
+    except RuntimeError as error:
+        (folder / ".told").write_text(str(error))
+
+
+@pytest.mark.parametrize(("dying", "at", "is_behind"), [(1, 0, False), (1, 15, True), (0, 5, True), (0, 40, False)])
+def test_a_rank_that_dies_is_told_to_the_other(tmp_path: Path, dying: int, at: int, is_behind: bool) -> None:
+    with pytest.raises(RankFailed, match="SIGKILL"):
+        run_on_ranks(2, save_where_one_dies, tmp_path, dying, at, is_behind)
+    said = (tmp_path / ".told").read_text()
+    assert f"last.ckpt was not written: rank {1 - dying} waited for the others" in said
+    found = {"w": torch.zeros(2 * LENGTH), "v": torch.zeros(5, dtype=torch.int64)}
+    from tests.checkpoint.steps import ALONE
+
+    load(tmp_path / "last.ckpt", found, world=ALONE)
+    assert (found["w"] == 1).all() and (found["v"] == 1).all()
+    # What was written stays, and nobody takes it for a checkpoint.
+    [left] = (tmp_path / draft.UNFINISHED).glob("*/*")
+    with pytest.raises(ValueError, match=r"last\.ckpt has no manifest\.json|last\.ckpt is an empty directory"):
+        step_in(left)
