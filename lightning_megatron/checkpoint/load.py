@@ -64,6 +64,9 @@ def read_once(read: Callable[[], T], world: Axis) -> T:
             found = read()
         except (ValueError, OSError) as fault:
             found = fault
+        except Exception as error:
+            # In words: not every error can be sent.
+            found = RuntimeError(f"{type(error).__name__}: {error}")
     found = broadcast_object(found, world)
     if isinstance(found, Exception):
         raise found

@@ -19,7 +19,7 @@ def to_bytes(data: Mapping[str, Any], title: str = "meta") -> bytes:
             "a checkpoint's metadata is plain data (containers, numbers, strings, tensors), so that reading it runs "
             "no code; not plain:\n" + "\n".join(faults[:20]) + more
         )
-    return _saved(dict(data))
+    return saved(dict(data))
 
 
 def from_bytes(data: bytes) -> Any:
@@ -39,13 +39,14 @@ def _not_plain(value: Any, where: str) -> Iterator[str]:
     elif type(value) not in _PLAIN:
         # dtypes, sizes, counters and what else torch takes for data: the round trip decides.
         try:
-            from_bytes(_saved(value))
+            from_bytes(saved(value))
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             yield f"  {where} is a {type(value).__module__}.{type(value).__qualname__} ({reason[:80]})"
 
 
-def _saved(value: Any) -> bytes:
+def saved(value: Any) -> bytes:
+    """The value as `torch.save` writes it."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()

@@ -9,8 +9,10 @@ Lightning's `save_last=True` makes one, flies behind the first and links its fil
 the saves in flight, so that a complete one always stands.
 """
 
+import os
 import threading
 import uuid
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -60,8 +62,10 @@ class _Flight:
     fault: RuntimeError | None = None
     removals: list[str] = field(default_factory=list)
     # checkpoints to remove when all are in place
+    not_removed: list[str] = field(default_factory=list)
+    # of them, in words; the first rank alone knows, so that it is no error
     is_held: bool = False
-    # one more may come
+    # its owner is about to say whether one more comes
     has_landed: bool = False
     change: threading.Condition = field(default_factory=threading.Condition)
     thread: threading.Thread = field(init=False)
@@ -77,6 +81,8 @@ class _Flight:
         with self.change:
             if order is not None:
                 self.orders.append(order)
+                # What is written again is not to go.
+                self.removals = [old for old in self.removals if old != order.draft.path]
             self.is_held = False
             self.change.notify()
 
@@ -106,7 +112,7 @@ class Saver:
         """As the function `save`; with `wait=False` it returns when the pieces have been copied to host memory.
 
         The save before is waited for first, unless it is of the very same tensors: then this one follows it, and its
-        tensors' files are links to those. What cannot be written is told by `wait` or `check`.
+        tensors' files are links to those. What cannot be written is told by `wait`.
         """
         if wait or (self._world.size > 1 and self._behind is self._world):
             # One group for two threads: whose message is whose would be chance.
@@ -165,13 +171,8 @@ class Saver:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the last save has failed by now; `check` tells how."""
+        """Whether the save in flight has failed; `wait` tells how."""
         return self._flight is not None and self._flight.fault is not None and not self.is_saving
-
-    def check(self) -> None:
-        """Raises RuntimeError where the last save has failed by now; it does not wait."""
-        if not self.is_saving:
-            self.wait()
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Whether no save is in flight any more. Raises RuntimeError where the last one failed."""
@@ -184,6 +185,8 @@ class Saver:
         if flight.fault is not None:
             raise flight.fault
         self._remove_all(flight)
+        for sentence in flight.not_removed:
+            warnings.warn(sentence, stacklevel=2)
         return True
 
     def remove(self, path: Address) -> None:
@@ -192,7 +195,7 @@ class Saver:
             remove(path, _new_id())
         else:
             # Whoever comes last, the thread or the next `wait`, does it.
-            self._flight.removals.append(str(path))
+            self._flight.removals.append(os.fspath(path))
 
     def close(self, timeout_seconds: float | None = None) -> bool:
         """As `wait`; gives the buffers back."""
@@ -208,6 +211,7 @@ class Saver:
         try:
             while (order := flight.next_order()) is not None:
                 if flight.fault is not None:
+                    flight.fault.add_note(f"nor was {order.draft.path}, of the same tensors")
                     if self._behind.is_first:
                         order.draft.discard()
                     continue
@@ -219,7 +223,8 @@ class Saver:
             # Whatever it is: what did not come to its end must not be taken for durable.
             flight.fault = RuntimeError(f"writing checkpoints behind training ended: {_in_words(error)}")
             flight.fault.__cause__ = error
-            flight.has_landed = True
+            with flight.change:
+                flight.has_landed = True
 
     @staticmethod
     def _remove_all(flight: _Flight) -> None:
@@ -227,8 +232,9 @@ class Saver:
             old = flight.removals.pop()
             try:
                 remove(old, _new_id())
-            except OSError as error:
-                flight.fault = RuntimeError(f"checkpoint {old} was not removed: {_in_words(error)}")
+            except Exception as error:
+                # Remote file systems have errors of their own.
+                flight.not_removed.append(f"checkpoint {old} was not removed: {_in_words(error)}")
 
 
 def _begin(path: Address, meta: Mapping[str, Any]) -> tuple[Draft | Exception, bytes, Beside]:

@@ -6,7 +6,6 @@ tensors under the module's names keeps its title, `{title}.{name}`. What is plai
 that are no tensors) lies beside it in a file of its own.
 """
 
-import io
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from lightning_megatron.checkpoint import plain_data
 from lightning_megatron.checkpoint.chunk_file import Place
 from lightning_megatron.checkpoint.manifest import Entry
 from lightning_megatron.checkpoint.state import OTHER_STATES, other_state_of, split_optimizer_name
@@ -58,7 +58,7 @@ def _rest_values(rests: Sequence[Mapping[str, Any]]) -> dict[Keys, bytes]:
         for name, states in rest["state"].items():
             for key, value in states.items():
                 values[(f"optimizer_{index}", "state", name, key)] = value
-    return {keys: _saved(value) for keys, value in values.items()}
+    return {keys: plain_data.saved(value) for keys, value in values.items()}
 
 
 def index_bytes(
@@ -106,9 +106,3 @@ def _keys(name: str, titles: Sequence[str]) -> Keys:
 def _info(place: Place) -> _StorageInfo:
     # torch's own reader asks for this class, which has no public name.
     return _StorageInfo(place.file, place.offset, place.num_bytes)
-
-
-def _saved(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()

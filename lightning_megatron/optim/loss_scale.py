@@ -6,6 +6,8 @@ stay equal because each `update` is told what all ranks found together.
 
 from typing import Any
 
+from torch import Tensor
+
 from lightning_megatron.optim.config import LossScaleConfig
 
 
@@ -30,11 +32,11 @@ class LossScale:
         """
         return self.factor / (self._usual_weight or 1.0)
 
-    def learn_weight(self, weight: float) -> None:
-        """Takes in what the mean loss of a step divides by: of the first one, so that a scale changes by its rule
-        alone."""
+    def learn_weight(self, weight: Tensor) -> None:
+        """Takes in what the mean loss of a step divides by, []: of the first one, so that a scale changes by its rule
+        alone. No other is waited for."""
         if self._usual_weight is None:
-            self._usual_weight = max(1.0, weight)
+            self._usual_weight = max(1.0, weight.item())
 
     def update(self, *, found_nonfinite: bool) -> None:
         """Takes in whether any gradient of the step was Inf or NaN, on any rank."""

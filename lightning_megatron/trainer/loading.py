@@ -9,13 +9,14 @@ import os
 import types
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
-from lightning_megatron.checkpoint import read_meta
+from lightning_megatron.checkpoint import read_meta, read_once
 from lightning_megatron.mesh import Mesh, ambient, ambient_mesh
 from lightning_megatron.trainer import checkpoints, setup_model
 from lightning_megatron.trainer.checkpoints import Mains
@@ -41,11 +42,12 @@ def load_from_checkpoint(
     Raises ValueError where the path is no checkpoint, or does not fit.
     """
     path = os.fspath(path)
-    meta = read_meta(path)
+    mesh = mesh if mesh is not None else ambient_mesh()
+    meta = read_once(partial(read_meta, path), mesh.world)
     module = cls(**_arguments(cls, meta, kwargs))
     if strict is None:
         strict = module.strict_loading
-    with ambient(mesh if mesh is not None else ambient_mesh()) as mesh:
+    with ambient(mesh):
         module.configure_model()
         setup_model.pipeline_plain_sequential(module, mesh)
         setup_model.require_own_mesh(module, mesh)

@@ -87,6 +87,7 @@ class Preemption(Checkpoint):
 
     @override
     def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._first_step = trainer.global_step
         self._pass(trainer)
 
     @override
@@ -156,6 +157,8 @@ class Preemption(Checkpoint):
         if reason == _FAILED_SAVE:
             self.is_leaving = True
             self._saving.wait()
+            # It did not raise: whoever asked has been told of it meanwhile.
+            self.is_leaving = False
         elif signal.Signals[reason] in self._requeue:
             self._requeue_job(signal.Signals[reason])
         else:
@@ -186,8 +189,10 @@ class Preemption(Checkpoint):
         self._exit(trainer, reason, what)
 
     def _exit(self, trainer: pl.Trainer, reason: str, what: str) -> NoReturn:
-        rank_zero_info(f"The run ends after step {trainer.global_step} because of {reason}: {what}")
         self.is_leaving = True
+        # What is in flight would be given seconds only, as after a failure.
+        self._saving.wait()
+        rank_zero_info(f"The run ends after step {trainer.global_step} because of {reason}: {what}")
         raise SIGTERMException
 
 

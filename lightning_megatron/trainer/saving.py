@@ -54,10 +54,6 @@ class Saving:
         """Removes a checkpoint, once the one in flight is in place. First rank only."""
         self._saver.remove(path)
 
-    def check(self) -> None:
-        """Raises RuntimeError where the last save has failed by now; it does not wait."""
-        self._saver.check()
-
     @property
     def has_failed(self) -> bool:
         """Whether the save in flight has failed; `wait` tells how."""

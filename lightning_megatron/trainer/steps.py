@@ -180,7 +180,7 @@ class Steps:
         # Lightning divides the loss by the number of batches of a step after this returns: too late for a schedule.
         self._factor = _reciprocal(summary.weight) / (num_batches * self._scale)
         if self._loss_scale is not None:
-            self._loss_scale.learn_weight(summary.weight.item())
+            self._loss_scale.learn_weight(summary.weight)
         if num_batches > 1:
             # Each batch has a weight of its own; of a single one the sums are scaled, of which a rank has fewer.
             scale_in_place(list(self._pending.values()), self._factor)

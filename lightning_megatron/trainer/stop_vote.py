@@ -42,24 +42,24 @@ class StopVote:
         self._rank = global_rank
         self._num_ranks = num_ranks
         self._lock = threading.Lock()
-        self._asked: tuple[str, ...] = ()
+        self._asked: dict[str, None] = {}
+        # in their order; changed by single operations alone, between which a signal may come
         self._passed = -1
         self._round = _Round(0)
 
     def ask(self, reason: str) -> None:
         """Asks all ranks to stop. Takes no lock: a signal may have interrupted whoever holds it."""
-        if reason not in self._asked:
-            self._asked = (*self._asked, reason)
+        self._asked.setdefault(reason)
 
     @property
     def asked(self) -> tuple[str, ...]:
         """Why this rank asks."""
-        return self._asked
+        return tuple(self._asked)
 
     def reason_to_stop(self, place: int) -> str | None:
         """Why all ranks stop at this place; None where they go on. Raises RuntimeError where a rank does not answer."""
         if self._num_ranks == 1:
-            return self._asked[0] if self._asked else None
+            return next(iter(self.asked), None)
         with self._lock:
             now = self._round
             if not now.is_frozen:
@@ -75,13 +75,13 @@ class StopVote:
     def go_on(self, place: int, reason: str) -> None:
         """After all ranks have stopped at the place for the reason: they go on, and may be asked again."""
         with self._lock:
-            self._asked = tuple(other for other in self._asked if other != reason)
+            self._asked.pop(reason, None)
             self._passed = place
             self._round = _Round(self._round.number + 1)
 
     def tell(self, store: Store) -> bool:
         """Puts this rank's wish to stop into the store; whether it has one that is new. The watcher calls it."""
-        now, asked = self._round, self._asked
+        now, asked = self._round, self.asked
         if not asked or now.has_told:
             return False
         # The first rank's reason stays.

@@ -730,6 +730,9 @@ class MegatronStrategy(ParallelStrategy):
             self._left = Mains.of(self._exchange)
             self._exchange = self._plugin.exchange = None
         self._steps = None
+        if self._resumption is not None and self._require_module().trainer.interrupted:
+            # Of a run that never came to its first batch; another fit starts from its own checkpoint, or from none.
+            self._resumption = None
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
@@ -738,18 +741,7 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        held = (
-            "_mesh",
-            "_saves",
-            "_ambient",
-            "_watch",
-            "_preemption",
-            "_steps",
-            "_exchange",
-            "_launcher",
-            "_resumption",
-        )
-        for name in held:
+        for name in _OF_THIS_PROCESS:
             state[name] = None
         state["_left"] = Mains()
         return state

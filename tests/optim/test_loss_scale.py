@@ -1,5 +1,7 @@
 """The loss scale grows after a run of good steps and shrinks after bad ones, as its settings say."""
 
+import torch
+
 from lightning_megatron.optim.config import LossScaleConfig
 from lightning_megatron.optim.loss_scale import LossScale
 
@@ -61,15 +63,15 @@ def test_one_that_was_saved_goes_on_as_if_it_had_not_been() -> None:
 def test_sums_are_scaled_by_what_the_first_mean_divided_by_also_after_a_resume() -> None:
     first, second = LossScale(LossScaleConfig(initial=64.0)), LossScale(LossScaleConfig(initial=64.0))
     assert first.of_sums == 64
-    first.learn_weight(5.0)
-    first.learn_weight(8.0)
+    first.learn_weight(torch.tensor(5.0))
+    first.learn_weight(torch.tensor(8.0))
     assert first.of_sums == 64 / 5
     second.load_state_dict(first.state_dict())
-    second.learn_weight(8.0)
+    second.learn_weight(torch.tensor(8.0))
     assert second.of_sums == 64 / 5
     # A first step without anything valid, or of which the weights are small, is no reason to scale up.
     second.load_state_dict(LossScale(LossScaleConfig(initial=64.0)).state_dict())
-    second.learn_weight(0.0)
+    second.learn_weight(torch.tensor(0.0))
     assert second.of_sums == 64
 
 
