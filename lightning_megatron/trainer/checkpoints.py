@@ -31,8 +31,8 @@ from lightning_megatron.trainer.saving import Saving
 from lightning_megatron.trainer.unsplit_order import in_unsplit_order
 
 # Keys of Lightning's dictionary.
-_WEIGHTS = "state_dict"
-_OPTIMIZERS = "optimizer_states"
+WEIGHTS = "state_dict"
+OPTIMIZER_STATES = "optimizer_states"
 # Keys of ours beside them in the metadata, and `OPTIMIZERS` and `OTHER_STATES`.
 _MESH = "mesh"
 # on how many ranks of which axes it was written
@@ -83,17 +83,17 @@ def save(
 
     Weights that have main weights are saved as those.
     """
-    live = _live(module)
+    live = live_of(module)
     lowered = {s.name: (main, s) for main, s in mains.slots.items() if s.name in mains.lowered}
     # Of a weight whose main weights are all on other replicas, those write.
     elsewhere = mains.lowered - lowered.keys()
     pieces: dict[str, Piece | list[Piece]] = {}
-    meta: dict[str, Any] = {_MESH: _plain(mesh.sizes, _MESH), _MODELS: _models(module)}
+    meta: dict[str, Any] = {_MESH: plain(mesh.sizes, _MESH), _MODELS: _models(module)}
     for key, value in checkpoint.items():
-        if key == _OPTIMIZERS:
+        if key == OPTIMIZER_STATES:
             continue
-        if key == _WEIGHTS or _is_state_of(value, live):
-            prefix = "" if key == _WEIGHTS else f"{key}."
+        if key == WEIGHTS or is_state_of(value, live):
+            prefix = "" if key == WEIGHTS else f"{key}."
             tensors = {name: tensor for name, tensor in value.items() if isinstance(tensor, Tensor)}
             for name, tensor in tensors.items():
                 is_live = name in live and tensor.data_ptr() == live[name].data_ptr()
@@ -102,12 +102,12 @@ def save(
                     pieces[prefix + name] = slot.pieces(main)
                 elif not (is_live and name in elsewhere):
                     pieces[prefix + name] = Piece.like(live.get(name, tensor), tensor)
-            if key != _WEIGHTS:
+            if key != WEIGHTS:
                 meta.setdefault(OTHER_STATES, []).append(key)
             continue
-        meta[key] = _plain(value, key)
-    if _OPTIMIZERS in checkpoint:
-        names = _names(module, mains)
+        meta[key] = plain(value, key)
+    if OPTIMIZER_STATES in checkpoint:
+        names = names_of(module, mains)
         meta[OPTIMIZERS] = []
         for index, optimizer in enumerate(optimizers):
             moments, rest = directory.pieces_of_optimizer(optimizer, names, index)
@@ -140,7 +140,7 @@ def load(
     if os.path.isfile(path):
         return _load_file(path, module, mesh, checkpoint_io, weights_only)
     meta = directory.read_once(partial(directory.read_meta, path), world)
-    live = _live(module)
+    live = live_of(module)
     # Copies: with strict_loading off, what the checkpoint lacks must come back as it is. As wide as main weights.
     state = {
         name: tensor.detach().to(torch.float32 if name in mains.lowered else tensor.dtype, copy=True)
@@ -148,7 +148,7 @@ def load(
     }
     pieces = {name: Piece.like(live[name], tensor) for name, tensor in state.items()}
     checkpoint = {key: value for key, value in meta.items() if key not in _OURS}
-    checkpoint[_WEIGHTS] = state
+    checkpoint[WEIGHTS] = state
     others = tuple(f"{key}." for key in meta.get(OTHER_STATES, ()))
     report = directory.load(
         path,
@@ -165,7 +165,7 @@ def load(
         directory.load(path, more, world=world, strict=False, among=lambda name: False)
         checkpoint[key] = extra
     if OPTIMIZERS in meta:
-        checkpoint[_OPTIMIZERS] = SavedOptimizers(path, meta[OPTIMIZERS])
+        checkpoint[OPTIMIZER_STATES] = SavedOptimizers(path, meta[OPTIMIZERS])
     return checkpoint
 
 
@@ -177,7 +177,7 @@ def load_optimizers(
     world: Axis,
 ) -> None:
     """Fills the optimizers from a dictionary that `load` made. Collective over the world."""
-    saved = checkpoint[_OPTIMIZERS]
+    saved = checkpoint[OPTIMIZER_STATES]
     if not isinstance(saved, SavedOptimizers):
         if any(slot.end - slot.start < slot.parameter.numel() for slot in mains.slots.values()):
             raise ValueError(
@@ -188,7 +188,7 @@ def load_optimizers(
         for optimizer, state in zip(optimizers, saved, strict=True):
             optimizer.load_state_dict(state)
         return
-    names = _names(module, mains)
+    names = names_of(module, mains)
     entries = directory.read_once(partial(directory.read_entries, saved.path), world)
     optimizers = list(optimizers)
     if len(optimizers) != len(saved.rests):
@@ -212,14 +212,14 @@ def _load_file(
     checkpoint: dict[str, Any] = checkpoint_io.load_checkpoint(path, weights_only=weights_only)
     if mesh.axis("pp+tp").size == 1:
         return checkpoint
-    if checkpoint.get(_OPTIMIZERS):
+    if checkpoint.get(OPTIMIZER_STATES):
         raise ValueError(
             f"checkpoint {path} is a single file with optimizer states; those can be resumed on one model-parallel "
             "rank only. Resume it there under MegatronStrategy and save; any layout resumes the directory that makes; "
             "or keep its weights alone"
         )
-    whole, local = checkpoint[_WEIGHTS], {}
-    for name, tensor in _live(module).items():
+    whole, local = checkpoint[WEIGHTS], {}
+    for name, tensor in live_of(module).items():
         if name not in whole:
             continue
         shard = shard_of(tensor)
@@ -228,17 +228,17 @@ def _load_file(
             part = part.narrow(dim, offset, size)
         local[name] = torch.zeros_like(tensor)
         shard.valid(local[name]).copy_(part)
-    checkpoint[_WEIGHTS] = local
+    checkpoint[WEIGHTS] = local
     return checkpoint
 
 
-def _live(module: pl.LightningModule) -> dict[str, Tensor]:
+def live_of(module: pl.LightningModule) -> dict[str, Tensor]:
     """Parameters (that carry their shard) and persistent buffers, by name."""
     state = module.state_dict(keep_vars=True)
     return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
 
-def _names(module: pl.LightningModule, mains: Mains) -> dict[Tensor, str | Slot]:
+def names_of(module: pl.LightningModule, mains: Mains) -> dict[Tensor, str | Slot]:
     """What each tensor that an optimizer may step is."""
     names: dict[Tensor, str | Slot] = {parameter: name for name, parameter in module.named_parameters()}
     return names | dict(mains.slots)
@@ -250,29 +250,29 @@ def _models(module: pl.LightningModule) -> dict[str, Any]:
     for name, model in setup_model.pipelined_modules(module).items():
         config = getattr(model, "config", None)
         if is_dataclass(config):
-            found[name] = {"class": type(model).__name__, "config": _plain(config, f"{_MODELS}.{name}")}
+            found[name] = {"class": type(model).__name__, "config": plain(config, f"{_MODELS}.{name}")}
     return found
 
 
-def _is_state_of(value: Any, live: Mapping[str, Tensor]) -> bool:
+def is_state_of(value: Any, live: Mapping[str, Tensor]) -> bool:
     """Whether a value is tensors under the module's names, as the weights that an averaging callback keeps."""
     return (
         isinstance(value, dict) and bool(value) and all(n in live and isinstance(t, Tensor) for n, t in value.items())
     )
 
 
-def _plain(value: Any, path: str) -> Any:
+def plain(value: Any, path: str) -> Any:
     """The value as plain data; what has no plain form is saved as its text, and said."""
     if isinstance(value, Tensor) or value is None or isinstance(value, (bool, int, float, str, bytes)):
         return value
     if isinstance(value, Path):
         return str(value)
     if is_dataclass(value) and not isinstance(value, type):
-        return _plain(asdict(value), path)
+        return plain(asdict(value), path)
     if isinstance(value, Mapping):
-        return {_plain(key, path): _plain(entry, f"{path}.{key}") for key, entry in value.items()}
+        return {plain(key, path): plain(entry, f"{path}.{key}") for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        entries = [_plain(entry, f"{path}[{i}]") for i, entry in enumerate(value)]
+        entries = [plain(entry, f"{path}[{i}]") for i, entry in enumerate(value)]
         return tuple(entries) if isinstance(value, tuple) else entries
     rank_zero_warn(f"{path} is a {type(value).__name__}, which a checkpoint keeps as text only; keep plain data in it")
     return str(value)

@@ -33,6 +33,7 @@ from typing_extensions import override
 
 from lightning_megatron.checkpoint import CheckpointConfig
 from lightning_megatron.comm.collectives import gather_objects
+from lightning_megatron.trainer.local_tier import LocalTier
 from lightning_megatron.trainer.saving import Saving
 from lightning_megatron.trainer.stop_vote import StopVote
 
@@ -213,7 +214,7 @@ def _may_validate(trainer: pl.Trainer, num_batches: int) -> bool:
 
 def _path(trainer: pl.Trainer) -> str | None:
     """Where `ckpt_path="last"` looks; None where the user wants no checkpoints."""
-    others = [callback for callback in trainer.checkpoint_callbacks if not isinstance(callback, Preemption)]
+    others = [one for one in trainer.checkpoint_callbacks if not isinstance(one, (Preemption, LocalTier))]
     for callback in others:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath:
             metrics = {

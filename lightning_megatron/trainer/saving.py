@@ -14,7 +14,7 @@ from lightning_megatron.checkpoint.state import Pieces
 from lightning_megatron.mesh import Axis
 
 # How long a failed run may go on, so that the save in flight comes to its end.
-_GRACE_SECONDS = 30.0
+GRACE_SECONDS = 30.0
 
 
 class Saving:
@@ -69,7 +69,7 @@ class Saving:
             self._saver.close()
             return
         try:
-            if not self._saver.close(_GRACE_SECONDS):
+            if not self._saver.close(GRACE_SECONDS):
                 rank_zero_warn("the run failed while a checkpoint was being written, and it is left unfinished")
         except RuntimeError as error:
             rank_zero_warn(str(error))

@@ -11,8 +11,9 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import Token
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_megatron.checkpoint import CheckpointConfig
+from lightning_megatron.checkpoint import CheckpointConfig, read_meta, read_once
 from lightning_megatron.comm import collectives, differentiable
 from lightning_megatron.comm.p2p import Hop, LaneGroups, build_lanes
 from lightning_megatron.mesh import Axis, Mesh, Sizes, reset_ambient_mesh, set_ambient_mesh
@@ -54,6 +55,7 @@ from lightning_megatron.trainer import (
     checks,
     fp8_setup,
     last_checkpoint,
+    lineage,
     optimization,
     resume,
     setup_model,
@@ -62,6 +64,8 @@ from lightning_megatron.trainer.checkpoints import Mains
 from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
 from lightning_megatron.trainer.failure import FailureWatch
 from lightning_megatron.trainer.launcher import CheckingLauncher
+from lightning_megatron.trainer.local_state import LocalState
+from lightning_megatron.trainer.local_tier import LocalTier
 from lightning_megatron.trainer.precision import MegatronPrecision, compute_dtype
 from lightning_megatron.trainer.preemption import Preemption
 from lightning_megatron.trainer.saving import Saving
@@ -74,6 +78,7 @@ from lightning_megatron.transformer.recompute import RecomputeConfig
 _OF_THIS_PROCESS = (
     "_mesh",
     "_saves",
+    "_local",
     "_ambient",
     "_watch",
     "_preemption",
@@ -147,6 +152,9 @@ class MegatronStrategy(ParallelStrategy):
         self._num_nodes = 1
         self._mesh: Mesh | None = None
         self._saves: Saving | None = None
+        self._local: LocalTier | None = None
+        self._fits: lineage.Fits = []
+        # that led to what the weights are
         self._lanes: dict[Hop, LaneGroups] = {}
         self._ambient: Token[Mesh | None] | None = None
         self._watch: FailureWatch | None = None
@@ -311,6 +319,9 @@ class MegatronStrategy(ParallelStrategy):
             on_host = world if self.root_device.type == "cpu" else self._over_host(world)
             self._saves = Saving(on_host, self._over_host(world), self.checkpoint)
         self._ambient = set_ambient_mesh(self._mesh)
+        if self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
+            self._fits = lineage.begun([], self.lightning_module.trainer.global_step, self._saving.world)
+            self._local = self._make_local_tier()
         vote = StopVote(self.global_rank, self.sizes.world)
         self._preemption = Preemption(self.checkpoint, vote, self._saving, self.cluster_environment)
         if self.sizes.world > 1 and self._watch is None:
@@ -319,6 +330,16 @@ class MegatronStrategy(ParallelStrategy):
         if self.lightning_module is not None:
             # Before callbacks are set up: those that average weights copy the module then.
             setup_model.pipeline_plain_sequential(self.lightning_module, self.mesh)
+
+    def _make_local_tier(self) -> LocalTier | None:
+        if not self.checkpoint.local_folder or self._require_module().trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return None
+        layout = {
+            "sizes": asdict(self.sizes),
+            "optimizer": asdict(self.optimizer),
+            "precision": str(self.precision_plugin.precision),
+        }
+        return LocalTier(self.checkpoint, self.mesh, self._saving.world, layout)
 
     def _over_host(self, world: Axis) -> Axis:
         """All ranks, over a process group of its own that talks over host memory."""
@@ -358,7 +379,8 @@ class MegatronStrategy(ParallelStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None and self.lightning_module is not None and self._preemption is not None
         self.accelerator.setup(trainer)
-        trainer.callbacks.append(self._preemption)  # type: ignore[attr-defined]
+        own = [self._preemption] if self._local is None else [self._local, self._preemption]
+        trainer.callbacks.extend(own)  # type: ignore[attr-defined]
         module = self.lightning_module
         if trainer.state.fn == TrainerFn.FITTING and self._layer_sync is not None and self.is_distributed:
             self.model = self._layer_sync.apply(module)
@@ -604,12 +626,16 @@ class MegatronStrategy(ParallelStrategy):
         if storage_options is not None:
             raise TypeError("MegatronStrategy.save_checkpoint takes no storage_options; a checkpoint is a directory")
         self._refuse_to_save_alone()
-        path = self.broadcast(str(filepath))
         if self._exchange is not None:
             self._exchange.settle()
         module = self._require_module()
         if "optimizer_states" in checkpoint:
             resume.save_into(checkpoint, module.trainer, self.mesh)
+            checkpoint[lineage.KEY] = list(self._fits)
+        if self._local is not None and self._local.is_own(filepath):
+            self._local.save(filepath, LocalState.of(checkpoint, module, self.optimizers, self._mains))
+            return
+        path = self.broadcast(str(filepath))
         checkpoints.save(path, checkpoint, module, self.optimizers, self._mains, self.mesh, self._saving)
 
     def wait_for_checkpoint(self) -> None:
@@ -641,18 +667,30 @@ class MegatronStrategy(ParallelStrategy):
         # Lightning's batch size finder names its checkpoint by chance, on every rank anew.
         path, world = self.broadcast(str(checkpoint_path)), self._saving.world
         self._saving.wait()
-        checkpoint = checkpoints.load(
-            path,
-            module,
-            self._mains,
-            self.mesh,
-            world,
-            self.checkpoint_io,
-            weights_only,
-            strict=module.strict_loading,
-        )
+        checkpoint = self._newest_local(path)
+        if checkpoint is None:
+            checkpoint = checkpoints.load(
+                path,
+                module,
+                self._mains,
+                self.mesh,
+                world,
+                self.checkpoint_io,
+                weights_only,
+                strict=module.strict_loading,
+            )
+        if module.trainer.state.fn == TrainerFn.FITTING:
+            self._fits = lineage.begun(lineage.fits_of(checkpoint), checkpoint["global_step"], world)
         self._resumption = resume.Resumption.from_checkpoint(checkpoint, module.trainer, self.mesh)
         return checkpoint
+
+    def _newest_local(self, path: str) -> dict[str, Any] | None:
+        """What is newer on the machines than the checkpoint at the path, which a fit is to go on from."""
+        module, is_file = self._require_module(), self.broadcast(Path(path).is_file())
+        if self._local is None or module.trainer.state.fn != TrainerFn.FITTING or is_file:
+            return None
+        meta = read_once(partial(read_meta, path), self._saving.world)
+        return self._local.newest(path, meta, self._fits, module)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -663,6 +701,9 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         module, world = self._require_module(), self._saving.world
+        if isinstance(local := checkpoint["optimizer_states"], LocalState):
+            local.load_optimizers(module, self.optimizers, self._mains)
+            return
         checkpoints.load_optimizers(checkpoint, module, self.optimizers, self._mains, world)
 
     @override
@@ -693,6 +734,8 @@ class MegatronStrategy(ParallelStrategy):
         if self._saves is not None:
             # Before the others hear of the failure: they are needed to finish what is being written.
             self._saves.end(is_failed=True)
+        if self._local is not None:
+            self._local.end(is_failed=True)
         if self._watch is None:
             return
         first = self._watch.publish(exception)
@@ -709,6 +752,12 @@ class MegatronStrategy(ParallelStrategy):
             if self._preemption in callbacks:
                 callbacks.remove(self._preemption)
             self._preemption = None
+        if self._local is not None:
+            self._local.end(is_failed=self._require_module().trainer.interrupted)
+            callbacks = self._require_module().trainer.callbacks  # type: ignore[attr-defined]
+            if self._local in callbacks:
+                callbacks.remove(self._local)
+            self._local = None
         if self._saves is not None:
             self._saves.end(is_failed=self._require_module().trainer.interrupted)
         if self._ambient is not None:

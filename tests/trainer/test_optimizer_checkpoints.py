@@ -74,7 +74,7 @@ class State(L.Callback):
 def parts(trainer: L.Trainer) -> Parts:
     mains = cast(MegatronStrategy, trainer.strategy)._mains
     [optimizer] = trainer.optimizers
-    names = checkpoints._names(trainer.lightning_module, mains)
+    names = checkpoints.names_of(trainer.lightning_module, mains)
     pieces: dict[str, list[Piece]] = pieces_of_optimizer(optimizer, names)[0]
     for group in optimizer.param_groups:
         for stepped in group["params"]:

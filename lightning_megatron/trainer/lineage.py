@@ -1,0 +1,39 @@
+"""Which fits led to a checkpoint, so that a later one of the same training is told from one of another.
+
+A fit has an id, drawn when it begins, and the number of optimizer steps that it began after. A run that goes on from a
+checkpoint has that one's fits and its own; a checkpoint holds those of the run that saved it.
+
+    fit a   0 ──── 3 ──── 6 ──── 9         9 goes on from 3 and from 6
+    fit b          └───── 6 ──── 9         from 3 of fit a, and not from its 6
+"""
+
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_megatron.comm.collectives import broadcast_object
+from lightning_megatron.mesh import Axis
+
+KEY = "lightning_megatron_fits"
+"""Under which Lightning's dictionary holds the fits."""
+
+Fits = list[tuple[str, int]]
+"""Ids, and steps that each began after; the first fit first."""
+
+
+def begun(before: Fits, step: int, world: Axis) -> Fits:
+    """The fits of a run that begins now, after those before it. Collective."""
+    new_id: str = broadcast_object(uuid.uuid4().hex[:16] if world.is_first else None, world)
+    return [*before, (new_id, step)]
+
+
+def fits_of(meta: Mapping[str, Any]) -> Fits:
+    """Those of a checkpoint; none where it does not say."""
+    return [(str(one), int(step)) for one, step in meta.get(KEY, ())]
+
+
+def goes_on_from(later: Sequence[tuple[str, int]], earlier: Sequence[tuple[str, int]], step: int) -> bool:
+    """Whether a run of the fits `later` was once where a run of the fits `earlier` was after so many steps."""
+    if not earlier or list(later[: len(earlier)]) != list(earlier):
+        return False
+    return len(later) == len(earlier) or later[len(earlier)][1] >= step
