@@ -31,6 +31,11 @@ class Folder:
         found = self._fs.ls(self._root, detail=True)
         return {os.path.basename(file["name"]): int(file["size"]) for file in found if file["type"] == "file"}
 
+    def folders(self) -> list[str]:
+        """Names of what is no file in the directory."""
+        found = self._fs.ls(self._root, detail=True)
+        return sorted(os.path.basename(one["name"].rstrip("/")) for one in found if one["type"] == "directory")
+
     def read(self, name: str) -> bytes:
         """A file's content."""
         with self.open(name) as stream:

@@ -280,6 +280,10 @@ def _require_checkpoint(folder: Folder) -> None:
     if kind == "nothing":
         raise ValueError(f"checkpoint {folder.path} does not exist; {expected}")
     found = sorted(folder.sizes())
+    if inside := folder.folders():
+        raise ValueError(
+            f"checkpoint {folder.path} is a folder with {', '.join(inside[:5])} in it; {expected}: give one of them"
+        )
     if not found:
         raise ValueError(f"checkpoint {folder.path} is an empty directory; {expected}")
     more = f" and {len(found) - 5} more" if len(found) > 5 else ""

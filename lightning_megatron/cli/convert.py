@@ -73,7 +73,7 @@ def run_convert(options: argparse.Namespace) -> None:
     """Converts, and prints what was done. Raises UsageError with what is wrong."""
     try:
         converted = _convert(options)
-    except (ValueError, ImportError, OSError) as error:
+    except (ValueError, ImportError, OSError, RuntimeError) as error:
         raise UsageError([" ".join(line.strip() for line in str(error).splitlines())]) from error
     if options.json:
         print(json.dumps({"source": str(options.source), "target": str(options.target), **asdict(converted)}))

@@ -9,7 +9,6 @@
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pickle import UnpicklingError
 from typing import Any
 
 import lightning as L
@@ -83,7 +82,10 @@ class RecipeCLI(LightningCLI):
         # LightningCLI looks into a checkpoint for options, before anyone has said whether it is one.
         try:
             super()._parse_ckpt_path()
-        except (UnpicklingError, RuntimeError, EOFError) as error:
+        except ConfigurationError:
+            raise
+        except Exception as error:
+            # A file that is no checkpoint can end in any error of the unpickler.
             path = self.config[self.config.subcommand].get("ckpt_path")
             raise ConfigurationError([f"ckpt_path ({path}) cannot be read as a checkpoint: {error}"]) from error
 

@@ -39,6 +39,7 @@ class ConfigReader:
 
     def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         self.raw = {**defaults, **raw}
+        self._defaults = defaults
         self.faults: list[str] = []
         self.asked: set[str] = set()
         if self.raw.get("quantization_config") is not None:
@@ -53,7 +54,10 @@ class ConfigReader:
         if self.raw.get(key) is None and default is MISSING:
             self.faults.append(f"{key} is not there, and the model cannot be built without it; add it")
             return 0
-        value = self.raw.get(key)
+        value, usual = self.raw.get(key), self._defaults.get(key)
+        if value is not None and usual is not None and not _is_like(value, usual):
+            self.faults.append(f"{key} ({value!r}) must be of the kind of {usual!r}")
+            return usual
         return default if value is None else value
 
     def choose(self, key: str, choices: Mapping[str, str]) -> str:
@@ -77,7 +81,12 @@ class ConfigReader:
     def rope(self) -> dict[str, Any]:
         """Our rotary fields, from either spelling: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
         self.asked |= {"rope_parameters", "rope_theta", "rope_scaling"}
-        settings = dict(self.raw.get("rope_scaling") or {}) | dict(self.raw.get("rope_parameters") or {})
+        given = [self.raw.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
+        if not all(isinstance(settings, Mapping) for settings in given):
+            self.faults.append("rope_parameters and rope_scaling must be tables of settings")
+            given = []
+        # Where both are there, transformers takes the older spelling.
+        settings = {key: value for settings in given for key, value in settings.items()}
         base = settings.pop("rope_theta", None) or self.raw.get("rope_theta") or 10000.0
         old_kind, kind = settings.pop("type", None), settings.pop("rope_type", None)
         kind = kind or old_kind or "default"
@@ -126,6 +135,15 @@ class ConfigReader:
         factor = given.get("factor")
         if mscale and of_all and factor and "attention_factor" not in given:
             given["attention_factor"] = yarn_amplitude(factor, mscale) / yarn_amplitude(factor, of_all)
+
+
+def _is_like(value: Any, usual: Any) -> bool:
+    """Whether a field is of the kind of its family's default."""
+    if isinstance(value, bool) or isinstance(usual, bool):
+        return isinstance(value, bool) and isinstance(usual, bool)
+    if isinstance(usual, float):
+        return isinstance(value, (int, float))
+    return isinstance(value, type(usual)) or not isinstance(usual, (int, str))
 
 
 def yarn_amplitude(factor: float, coefficient: float) -> float:

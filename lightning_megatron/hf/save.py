@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_megatron.comm import collectives
 from lightning_megatron.hf.blocks import empty_source, fill_theirs
 from lightning_megatron.hf.families import family_of_config
-from lightning_megatron.hf.family import Table
+from lightning_megatron.hf.family import Table, listed
 from lightning_megatron.hf.shards import MAX_SHARD_BYTES, ShardPlan, finish_draft, start_draft
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.sharding import shard_of
@@ -40,6 +40,11 @@ def save_pretrained(
     """
     table = Table(family_of_config(model.config, family), model.config)
     parameters = dict(model.named_parameters())
+    unplaced = listed(parameters.keys() - table.links.keys(), "parameters for which the family has no place")
+    if unplaced:
+        raise ValueError(
+            f"{unplaced[0]}; save low-rank paths (lora) within `merged_lora(model)`, or after `merge_lora(model)`"
+        )
     world = model.mesh.world
     if dtype is None:
         # Stages may hold different ones.

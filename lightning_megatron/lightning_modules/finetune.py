@@ -26,6 +26,7 @@ class FinetuneModule(GPTModule):
         generation: GenerationConfig = _GENERATION,
     ) -> None:
         super().__init__(hf.config_from_pretrained(path), optimizer, generation)
+        self.save_hyperparameters()
         self.path = path
         self.lora = lora
 

@@ -27,6 +27,7 @@ _Module = TypeVar("_Module", bound=pl.LightningModule)
 def load_from_checkpoint(
     cls: type[_Module],
     path: str | os.PathLike[str],
+    /,
     *,
     mesh: Mesh | None = None,
     map_location: torch.device | str | None = None,

@@ -13,7 +13,6 @@ from torch import Tensor
 from lightning_megatron.models import GPTConfig
 from lightning_megatron.pipeline.choice import ScheduleName
 from lightning_megatron.transformer.recompute import RecomputeConfig
-from lightning_megatron.transformer.rotary import RopeScaling
 
 NUM_STEPS = 3
 BATCH = 48  # divides by every data-parallel size times number of microbatches below
@@ -39,22 +38,6 @@ VARIANTS = {
         activation="swiglu",
         normalization="rmsnorm",
         position="rotary",
-        add_bias_linear=False,
-        tie_embeddings=False,
-    ),
-    "qwen-mistral": GPTConfig(
-        **_SMALL,
-        vocab_size=131,
-        num_query_groups=2,
-        head_dim=12,
-        ffn_hidden_size=48,
-        activation="swiglu",
-        normalization="rmsnorm",
-        position="rotary",
-        rope_scaling=RopeScaling(kind="linear", factor=2.0),
-        qk_norm=True,
-        sliding_window=3,
-        full_attention_layers=(1,),
         add_bias_linear=False,
         tie_embeddings=False,
     ),

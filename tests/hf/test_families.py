@@ -202,3 +202,35 @@ def test_an_unknown_model_type_is_told_which_there_are(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="has no model_type"):
         hf.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("scaling", "kind"),
+    [
+        ({"rope_type": "linear", "factor": 4.0}, "linear"),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, "yarn"),
+    ],
+)
+def test_a_scaling_written_beside_rope_parameters_counts_as_in_transformers(
+    scaling: dict[str, Any], kind: str, tmp_path: Path
+) -> None:
+    saved("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["rope_parameters"]["rope_type"] == "default"
+    (tmp_path / "config.json").write_text(json.dumps({**config, "rope_scaling": scaling}))
+    model = ours(tmp_path)
+    assert model.config.rope_scaling is not None and model.config.rope_scaling.kind == kind
+    wanted = logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path))
+    assert (logits(model) - wanted).abs().max() < 1e-5 * wanted.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("hidden_size", "32"), ("num_hidden_layers", 2.0), ("rope_scaling", "x"), ("tie_word_embeddings", "no")],
+)
+def test_a_field_of_the_wrong_kind_is_told_by_its_name(field: str, value: Any, tmp_path: Path) -> None:
+    saved("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, field: value}))
+    with pytest.raises(ValueError, match=field):
+        hf.config_from_pretrained(tmp_path)

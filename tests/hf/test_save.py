@@ -17,6 +17,7 @@ from lightning_megatron.hf import save as saving
 from lightning_megatron.hf.shards import ShardPlan
 from lightning_megatron.models import GPTConfig, GPTModel
 from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.transformer.lora import LoraConfig, add_lora, merge_lora
 from tests.harness.ranks import run_on_ranks
 from tests.hf.tiny import CASES, family_of, files_of, logits, ours, saved, tokens
 from tests.trainer.layouts import Layout, make_trainer
@@ -290,3 +291,14 @@ def test_weights_that_are_still_on_their_way_are_waited_for(tmp_path: Path, monk
     monkeypatch.setattr(saving, "_gathered", noted)
     hf.save_pretrained(model, tmp_path / "ours", family="llama")
     assert set(read[0]) == set(model.part_names)
+
+
+def test_low_rank_paths_are_not_left_out_in_silence(tmp_path: Path) -> None:
+    saved("llama", tmp_path / "theirs")
+    model = ours(tmp_path / "theirs")
+    add_lora(model, LoraConfig(rank=2))
+    with pytest.raises(ValueError, match=r"lora\.a.*merge_lora"):
+        hf.save_pretrained(model, tmp_path / "out", family="llama")
+    merge_lora(model)
+    hf.save_pretrained(model, tmp_path / "out", family="llama")
+    assert (tmp_path / "out" / "model.safetensors").is_file()
