@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from lightning_megatron.checkpoint.carrier import Carrier
+from lightning_megatron.checkpoint.chunk_file import DamagedError
 from lightning_megatron.checkpoint.chunk_reader import ChunkReader
 from lightning_megatron.checkpoint.folder import Address
 from lightning_megatron.checkpoint.manifest import Entry, read_entries
@@ -85,8 +86,9 @@ def load(
 
     Only names of the checkpoint that `among` says yes to can be unexpected. Values are converted to the dtype of the
     tensor they go to. Raises ValueError when the path is no checkpoint and, with `strict`, when anything does not fit;
-    then nothing was read. Without `strict` a misfit is left as it was. Raises RuntimeError, naming the file, when a
-    chunk that is read is not as it was written; then what was asked for is partly filled.
+    then nothing was read. Without `strict` a misfit is left as it was. Raises DamagedError, naming the file, when a
+    chunk that is read is not as it was written, RuntimeError when one cannot be read; then what was asked for is partly
+    filled.
     """
     asked = as_pieces(pieces)
     entries = read_once(partial(read_entries, path), world)
@@ -111,7 +113,9 @@ def load(
                 no_dist=world.size == 1,
             )
     except CheckpointException as error:
-        raise RuntimeError(f"checkpoint {path} could not be read: {_causes(error)}") from error
+        is_damaged = all(isinstance(cause, DamagedError) for cause, _ in error.failures.values())
+        kind = DamagedError if is_damaged else RuntimeError
+        raise kind(f"checkpoint {path} could not be read: {_causes(error)}") from error
     return report
 
 

@@ -16,6 +16,7 @@ import yaml
 from lightning_megatron.checkpoint import is_checkpoint
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.hf.convert import Converted, from_checkpoint, to_checkpoint
+from lightning_megatron.hf.folder import read_config
 from lightning_megatron.hf.shards import MAX_SHARD_BYTES
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -97,6 +98,8 @@ def _convert(options: argparse.Namespace) -> Converted:
             max_shard_bytes=options.max_shard_bytes,
             tokenizer_from=options.tokenizer_from,
         )
+    # Before what it may not be asked for: what it is.
+    read_config(options.source)
     faults = [
         f"--{name.replace('_', '-')} acts on a checkpoint as SOURCE alone, and {options.source} is none; leave it out"
         for name, default in _OF_CHECKPOINTS.items()

@@ -199,6 +199,11 @@ def _compare(table: Table, ours: Mapping[str, Entry], where: str) -> None:
         *listed((name for name in ours if name not in table.links), "in it and unknown to the configuration"),
         *listed(misshapen, "of another shape"),
     ]
+    if any(".lora." in name for name in ours):
+        faults.append(
+            "low-rank paths (lora) are not converted; `recipes/finetune_hf.py fit --ckpt_path ... --export.path ...` "
+            "merges them into the weights and writes the folder"
+        )
     if faults:
         raise ValueError("\n  ".join([f"{where} does not fit its configuration:", *faults]))
 

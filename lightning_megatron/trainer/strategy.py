@@ -667,18 +667,17 @@ class MegatronStrategy(ParallelStrategy):
         # Lightning's batch size finder names its checkpoint by chance, on every rank anew.
         path, world = self.broadcast(str(checkpoint_path)), self._saving.world
         self._saving.wait()
-        checkpoint = self._newest_local(path)
-        if checkpoint is None:
-            checkpoint = checkpoints.load(
-                path,
-                module,
-                self._mains,
-                self.mesh,
-                world,
-                self.checkpoint_io,
-                weights_only,
-                strict=module.strict_loading,
-            )
+        strict = module.strict_loading
+        try:
+            checkpoint = self._newest_local(path)
+            if checkpoint is None:
+                io = self.checkpoint_io
+                checkpoint = checkpoints.load(
+                    path, module, self._mains, self.mesh, world, io, weights_only, strict=strict
+                )
+        except ValueError as error:
+            # What is there is no checkpoint, is damaged, or is of another module: all ranks find the same.
+            raise ConfigurationError([str(error)]) from error
         if module.trainer.state.fn == TrainerFn.FITTING:
             self._fits = lineage.begun(lineage.fits_of(checkpoint), checkpoint["global_step"], world)
         self._resumption = resume.Resumption.from_checkpoint(checkpoint, module.trainer, self.mesh)

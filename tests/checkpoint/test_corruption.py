@@ -151,7 +151,7 @@ def test_a_file_of_another_save_is_found(checkpoint: Path, tmp_path: Path, name:
     if name == MANIFEST_FILE:
         # It is as sound as the other files: none of them is its own.
         require_told(checkpoint, META)
-        with pytest.raises(RuntimeError, match=DATA):
+        with pytest.raises(DamagedError, match=DATA):
             load(checkpoint, small_state(1), world=ALONE)
     else:
         require_found(checkpoint, name)
@@ -252,7 +252,7 @@ def test_code_in_any_file_is_never_run(checkpoint: Path, tmp_path: Path, name: s
 def test_a_chunk_that_is_not_what_the_manifest_says_is_told(checkpoint: Path, value: Any, said: str) -> None:
     signed(checkpoint, DATA, torch_bytes(value))
     require_told(checkpoint, DATA)
-    with pytest.raises(RuntimeError) as error:
+    with pytest.raises(DamagedError) as error:
         load(checkpoint, small_state(1), world=ALONE)
     assert said in str(error.value)
 
@@ -300,5 +300,5 @@ def test_ranks_that_see_different_saves_of_one_layout_are_told(tmp_path: Path) -
     own = saved(tmp_path / str(rank) / "a.ckpt", rank)
     found = {name: torch.zeros_like(tensor) for name, tensor in small_state(0).items()}
     # The manifest is the first rank's.
-    with pytest.raises(RuntimeError, match=r"rank 1: DamagedError: .*of another checkpoint"):
+    with pytest.raises(DamagedError, match=r"rank 1: DamagedError: .*of another checkpoint"):
         load(own, found, world=world)

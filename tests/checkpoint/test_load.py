@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_megatron.checkpoint import LoadReport, load, save
+from lightning_megatron.checkpoint import DamagedError, LoadReport, load, save
 from lightning_megatron.checkpoint.state import Piece
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.sharding import Box
@@ -133,5 +133,5 @@ def test_a_flipped_bit_of_a_tensor_is_told_with_its_file(checkpoint: Path) -> No
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    with pytest.raises(RuntimeError, match=r"some\.ckpt could not be read: rank 0: .*__0_0\.distcp is damaged"):
+    with pytest.raises(DamagedError, match=r"some\.ckpt could not be read: rank 0: .*__0_0\.distcp is damaged"):
         load(checkpoint, {name: torch.zeros(2, 3) for name in "abc"}, world=WORLD)

@@ -4,9 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from lightning_megatron.checkpoint import save
 from lightning_megatron.cli.recipe import run_recipe
 from lightning_megatron.lightning_modules import GPTDataModule, GPTModule
+from lightning_megatron.mesh import Mesh
 from lightning_megatron.trainer.callbacks import Throughput
 from tests.lightning_modules.corpus import write_corpus
 from tests.recipes.test_pretrain_gpt import TINY
@@ -14,6 +17,7 @@ from tests.recipes.test_pretrain_gpt import TINY
 TP = "--trainer.strategy.init_args.tensor_model_parallel_size"
 PP = "--trainer.strategy.init_args.pipeline_model_parallel_size"
 AUTO = ("--trainer.strategy=auto", "--trainer.devices=1")
+ALONE = (f"{TP}=1", "--trainer.devices=1")
 
 
 class Broken(GPTModule):
@@ -30,6 +34,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "tiny.yaml").write_text(TINY)
     (tmp_path / "empty").mkdir()
     (tmp_path / "garbage.ckpt").write_bytes(b"no checkpoint")
+    for name in ("other.ckpt", "damaged.ckpt"):
+        save(tmp_path / name, {"model.weight": torch.zeros(3)}, {"epoch": 0}, world=Mesh.single().world)
+    data = tmp_path / "damaged.ckpt" / "meta.pt"
+    data.write_bytes(data.read_bytes()[:-1] + b"x")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["recipe"])
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")
@@ -91,6 +99,11 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "a directory that is no checkpoint": (("--ckpt_path=empty",), ("empty", "without a checkpoint")),
     "a checkpoint that is not there, plain": ((*AUTO, "--ckpt_path=none.ckpt"), ("none.ckpt",)),
     "a directory, plain": ((*AUTO, "--ckpt_path=empty"), ("ckpt_path (empty)", "MegatronStrategy")),
+    "a checkpoint of another module": (
+        (*ALONE, "--ckpt_path=other.ckpt"),
+        ("other.ckpt does not fit", "model.weight"),
+    ),
+    "a damaged checkpoint": ((*ALONE, "--ckpt_path=damaged.ckpt"), ("damaged.ckpt: meta.pt", "damaged")),
     "a file that is no checkpoint": (("--ckpt_path=garbage.ckpt",), ("garbage.ckpt", "cannot be read")),
     "no such path, plain": ((*AUTO, "--data.path=nowhere"), ("'nowhere'",)),
     "a warm-up that is too long, plain": ((*AUTO, "--model.optimizer.warmup_steps=9"), ("warmup_steps (9)",)),

@@ -15,6 +15,7 @@ from lightning_megatron.checkpoint import pieces_of_module, read_entries, read_m
 from lightning_megatron.hf.convert import MODELS, from_checkpoint, gpt_config, to_checkpoint
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.models import GPTConfig, GPTModel
+from lightning_megatron.transformer.lora import LoraConfig, add_lora
 from lightning_megatron.transformer.rotary import RopeScaling
 from tests.harness.ranks import run_on_ranks
 from tests.hf.tiny import CASES, family_of, files_of, logits, ours, saved, tokens
@@ -149,6 +150,17 @@ def test_weights_that_are_not_those_of_the_configuration_are_all_told(tmp_path: 
     with pytest.raises(ValueError, match=r"12 in it and unknown to the configuration: layers.1."):
         from_checkpoint(path, tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["wrong.ckpt"]
+
+
+def test_low_rank_paths_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    saved("llama", tmp_path / "theirs")
+    model = ours(tmp_path / "theirs")
+    add_lora(model, LoraConfig(rank=2))
+    meta = {MODELS: {"model": {"class": "GPTModel", "config": asdict(model.config)}}}
+    pieces = {f"model.{name}": piece for name, piece in pieces_of_module(model.state_dict(keep_vars=True)).items()}
+    save(tmp_path / "model.ckpt", pieces, meta, world=WORLD)
+    with pytest.raises(ValueError, match=r"(?s)lora\.a.*are not converted; .*--export\.path"):
+        from_checkpoint(tmp_path / "model.ckpt", tmp_path / "out", family="llama")
 
 
 def test_a_model_of_another_class_is_refused(tmp_path: Path) -> None:
