@@ -15,6 +15,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from lightning_megatron.comm import collectives
@@ -317,8 +318,9 @@ class Steps:
         if self._mesh.axis("dp+cp").size == 1 and self._mesh.pp.size == 1 and not self.is_scheduled:
             return nullcontext()
         step = self._trainer.fit_loop.epoch_loop.total_batch_idx
-        stage = str(self._trainer.state.stage)
-        batch = self._trainer.fit_loop.batch_idx
+        state, batch = self._trainer.state, self._trainer.fit_loop.batch_idx
+        # A validation of its own is not the one at the end of the fit before it.
+        stage = str(state.stage) if state.fn == TrainerFn.FITTING else f"{state.fn} alone"
         place = (stage, step, batch, self._num_evaluated, self._mesh.dp.rank, microbatch)
         return aligned_random(torch.initial_seed(), *place)
 
