@@ -6,7 +6,6 @@ them in that order, as `module.parameters()` gives them.
 """
 
 import os
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.checkpoint.draft import flush_directory
+from lightning_megatron.checkpoint.draft import flush_directory, new_id
 from lightning_megatron.checkpoint.folder import Address
 from lightning_megatron.checkpoint.load import load
 from lightning_megatron.checkpoint.manifest import read_entries, read_meta
@@ -62,7 +61,7 @@ def write_consolidated(path: Address, out: Path, *, weights_only: bool = False) 
     """Writes `consolidate` to a file, under another name until it is whole. Raises ValueError where `out` exists."""
     _require_free(out)
     checkpoint = consolidate(path, weights_only=weights_only)
-    draft = out.with_name(f".{out.name}.{uuid.uuid4().hex[:16]}")
+    draft = out.with_name(f".{out.name}.{new_id()}")
     try:
         with open(draft, "xb") as stream:
             torch.save(checkpoint, stream)

@@ -12,6 +12,7 @@ import errno
 import os
 import shutil
 import sys
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -155,7 +156,12 @@ def replace(source: Path, path: Path, save_id: str) -> None:
     _delete(source if is_exchanged else aside)
 
 
-def remove(path: Address, save_id: str) -> None:
+def new_id() -> str:
+    """A name that nothing else has."""
+    return uuid.uuid4().hex[:16]
+
+
+def remove(path: Address) -> None:
     """Removes a checkpoint, a file or a link: gone from its place in one step, so that no half of it is ever there."""
     if is_remote(path):
         fs, root = fsspec.core.url_to_fs(os.fspath(path))
@@ -167,7 +173,7 @@ def remove(path: Address, save_id: str) -> None:
     final = Path(os.path.abspath(path))
     if not os.path.lexists(final):
         return
-    aside = hidden(final, REMOVED, save_id)
+    aside = hidden(final, REMOVED, new_id())
     aside.parent.mkdir(parents=True)
     os.rename(final, aside)
     _delete(aside)

@@ -3,7 +3,6 @@
 import os
 import shutil
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +53,7 @@ def prune(planned: Sequence[Removal]) -> None:
         if removal.is_kept:
             continue
         if removal.is_checkpoint:
-            remove(removal.path, uuid.uuid4().hex[:16])
+            remove(removal.path)
             continue
         if removal.path.is_symlink() or removal.path.is_file():
             removal.path.unlink()

@@ -5,12 +5,11 @@ Every rank may do it, all at once: each step is one rename, and whoever comes se
 
 import contextlib
 import os
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_megatron.checkpoint.contents import contents_of, hidden_in, leads_to, leftovers_of, links_of
-from lightning_megatron.checkpoint.draft import REPLACED, tidy
+from lightning_megatron.checkpoint.draft import REPLACED, new_id, tidy
 from lightning_megatron.checkpoint.manifest import is_checkpoint
 
 
@@ -62,7 +61,7 @@ def bring_back(folder: Path) -> list[str]:
 
 def _turn(link: Path, target: Path) -> bool:
     """Lets the link lead to its neighbour `target`, in one step; False where it leads to a checkpoint by now."""
-    new = link.with_name(f".{link.name}.{uuid.uuid4().hex[:16]}")
+    new = link.with_name(f".{link.name}.{new_id()}")
     os.symlink(target.name, new)
     try:
         if is_checkpoint(link):

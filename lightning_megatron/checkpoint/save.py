@@ -11,7 +11,6 @@ the saves in flight, so that a complete one always stands.
 
 import os
 import threading
-import uuid
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
@@ -22,7 +21,7 @@ import torch
 
 from lightning_megatron.checkpoint import plain_data
 from lightning_megatron.checkpoint.chunk_file import ChunkWriter, Place
-from lightning_megatron.checkpoint.draft import Draft, remove
+from lightning_megatron.checkpoint.draft import Draft, new_id, remove
 from lightning_megatron.checkpoint.folder import Address, is_remote
 from lightning_megatron.checkpoint.manifest import META_FILE, Chunk, Entry, Manifest
 from lightning_megatron.checkpoint.plan import Item, Planning
@@ -192,7 +191,7 @@ class Saver:
     def remove(self, path: Address) -> None:
         """Removes the checkpoint, once the saves in flight are in place; if one fails, not at all. First rank only."""
         if self._flight is None:
-            remove(path, _new_id())
+            remove(path)
         else:
             # Whoever comes last, the thread or the next `wait`, does it.
             self._flight.removals.append(os.fspath(path))
@@ -231,7 +230,7 @@ class Saver:
         while flight.fault is None and flight.removals:
             old = flight.removals.pop()
             try:
-                remove(old, _new_id())
+                remove(old)
             except Exception as error:
                 # Remote file systems have errors of their own.
                 flight.not_removed.append(f"checkpoint {old} was not removed: {_in_words(error)}")
@@ -241,7 +240,7 @@ def _begin(path: Address, meta: Mapping[str, Any]) -> tuple[Draft | Exception, b
     """A draft, or what is in the way; the metadata's bytes, and what the index needs beside the tensors."""
     try:
         content, beside = plain_data.to_bytes(meta), Beside.of(meta)
-        return Draft.start(path, _new_id()), content, beside
+        return Draft.start(path, new_id()), content, beside
     except ValueError as fault:
         return fault, b"", Beside()
     except Exception as error:
@@ -251,10 +250,6 @@ def _begin(path: Address, meta: Mapping[str, Any]) -> tuple[Draft | Exception, b
 def _landed(copies: Future[list[Item]]) -> Iterator[Item]:
     """The copies, once they are there; raises what making them ran into."""
     yield from copies.result()
-
-
-def _new_id() -> str:
-    return uuid.uuid4().hex[:16]
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,10 @@
 """The shipped configurations of fine-tuning parse, fit their ranks, and train what they say."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from lightning_megatron import hf
-from lightning_megatron.cli.recipe import RecipeCLI
 from lightning_megatron.lightning_modules import ChatDataModule
 from lightning_megatron.lightning_modules.export import ExportPretrained
 from lightning_megatron.lightning_modules.finetune import FinetuneModule
@@ -15,8 +13,8 @@ from lightning_megatron.models import GPTConfig
 from lightning_megatron.planner import rules
 from lightning_megatron.trainer.callbacks import Throughput
 from lightning_megatron.transformer import cost
+from tests.recipes.test_configs import CONFIGS, Parsed
 
-CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "configs"
 # Grattafiori et al., arXiv 2407.21783, table 3.
 LLAMA3_8B = GPTConfig(
     num_layers=32,
@@ -33,16 +31,6 @@ LLAMA3_8B = GPTConfig(
     rotary_base=500000.0,
     tie_embeddings=False,
 )
-
-
-class Parsed(RecipeCLI):
-    """Stops before there is a Trainer, whose devices this machine has not."""
-
-    def instantiate_trainer(self, **kwargs: Any) -> Any:
-        return None
-
-    def _run_subcommand(self, subcommand: str) -> None:
-        pass
 
 
 @pytest.fixture(autouse=True)

@@ -281,8 +281,8 @@ def test_a_local_save_that_fails_is_a_warning_of_its_rank(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"local_folder": "/tmp/x"}, r"local_every_n_steps \(0\) must be 1 or more"),
-        ({"local_folder": "/tmp/x", "local_every_n_steps": -1}, r"local_every_n_steps \(-1\) must be 1 or more"),
+        ({"local_folder": "here"}, r"local_every_n_steps \(0\) must be 1 or more"),
+        ({"local_folder": "here", "local_every_n_steps": -1}, r"local_every_n_steps \(-1\) must be 1 or more"),
         ({"local_every_n_steps": 5}, r"local_every_n_steps \(5\) needs local_folder"),
         ({"local_folder": "s3://x", "local_every_n_steps": 5}, "must be a folder of the machine"),
     ],
