@@ -1,6 +1,7 @@
 """`verify` names every byte that is not the one that was written, and chunks that do not make whole tensors."""
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,12 +46,9 @@ def test_one_wrong_bit_anywhere_in_any_file_is_one_fault_that_names_file_and_byt
         position = int(share * (num_bytes - 1))
         flip(path / name, position)
         [fault] = verify(path)
-        file, start, end = (
-            fault.split(",")[0],
-            *(int(word) for word in fault.replace(",", "").split() if word.isdigit()),
-        )
-        assert file == name
-        assert start <= position < end
+        found = re.fullmatch(r"(?P<file>[^,]+), bytes (?P<start>\d+) to (?P<end>\d+)\b.*", fault)
+        assert found is not None and found["file"] == name
+        assert int(found["start"]) <= position < int(found["end"])
         flip(path / name, position)
     assert verify(path) == []
 
