@@ -6,6 +6,7 @@ from typing import Literal, get_args
 OptimizerKind = Literal["replicated", "distributed"]
 GradientDtype = Literal["auto", "float32", "bfloat16"]
 OnNonfinite = Literal["stop", "skip", "ignore"]
+LooksAt = Literal["auto", "number", "parameter"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +33,17 @@ class OptimizerConfig:
     # weights as they are, on all ranks. ignore: step with it
     check_replicas_every_n_steps: int = 0
     # compare, bit by bit, weights that several ranks hold; 0: never
+    looks_at: LooksAt = "auto"
+    # what an optimizer that torch does not ship looks at when it steps one number of a weight. number: that number's
+    # gradient and state alone, as AdamW does, so that it may be given any part of a weight. parameter: more of the
+    # weight, as Muon does. auto: not known, hence refused where tensor parallelism cuts weights
 
     def __post_init__(self) -> None:
         choices = (
             ("kind", self.kind, get_args(OptimizerKind)),
             ("grad_dtype", self.grad_dtype, get_args(GradientDtype)),
             ("on_nonfinite", self.on_nonfinite, get_args(OnNonfinite)),
+            ("looks_at", self.looks_at, get_args(LooksAt)),
         )
         faults = [
             f"optimizer {name} ({value!r}) must be one of {', '.join(allowed)}"

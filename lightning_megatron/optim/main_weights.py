@@ -18,32 +18,11 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.optim import (
-    ASGD,
-    SGD,
-    Adadelta,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-    Rprop,
-)
+from torch.optim import Optimizer
 
 from lightning_megatron.comm import collectives
 from lightning_megatron.optim.bucket import Bucket
 from lightning_megatron.optim.gradients import Gradients, Owned
-
-# Their step of each number looks at that number alone. Of others nothing is known: they get whole parameters.
-_BY_NUMBER = (ASGD, SGD, Adadelta, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop)
-
-
-def steps_by_number(optimizer: Optimizer) -> bool:
-    """Whether the optimizer may be given any part of a parameter."""
-    return type(optimizer) in _BY_NUMBER
 
 
 class MainWeights:

@@ -50,8 +50,12 @@ class FailureWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the watch; a failure after this is nobody's."""
+        """Ends the watch; a failure after this is nobody's. Waits seconds for a store that does not answer."""
         self._stop.set()
+        if self._thread.is_alive():
+            # A thread that comes back from the store while the interpreter ends is ended inside torch's code, and
+            # takes the whole process down by an abort.
+            self._thread.join(_GRACE_SECONDS)
 
     def publish(self, error: BaseException) -> str | None:
         """Tells all ranks of this rank's failure; returns the earlier failure of another rank, if there was one."""

@@ -10,7 +10,8 @@ from lightning_megatron.mesh import Mesh, NewGroup
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.optim.exchange import Exchange
 from lightning_megatron.optim.gradients import Gradients
-from lightning_megatron.optim.main_weights import MainWeights, steps_by_number
+from lightning_megatron.optim.main_weights import MainWeights
+from lightning_megatron.optim.reach import steps_by_number
 from lightning_megatron.trainer import setup_model
 from lightning_megatron.trainer.precision import MegatronPrecision
 
@@ -43,7 +44,7 @@ def make_exchange(
         config=config,
         stages=setup_model.stages_by_name(module),
         dtype=plugin.gradient_dtype(config),
-        keeps_whole=not all(map(steps_by_number, stepping)),
+        keeps_whole=not all(steps_by_number(optimizer, config.looks_at) for optimizer in stepping),
         low=plugin.low_dtype(),
     )
     main_weights = MainWeights(gradients, stepping) if has_main_weights(config, plugin) else None

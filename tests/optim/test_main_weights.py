@@ -12,7 +12,8 @@ from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.optim.exchange import Exchange
 from lightning_megatron.optim.gradients import Gradients
-from lightning_megatron.optim.main_weights import MainWeights, steps_by_number
+from lightning_megatron.optim.main_weights import MainWeights
+from lightning_megatron.optim.reach import steps_by_number
 from tests.harness.ranks import run_on_ranks
 from tests.optim.test_gradients import no_group
 from tests.pipeline.meshes import make_mesh
@@ -84,7 +85,7 @@ class Training:
         self.optimizer = made(groups_of(self.named))
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
         config = OptimizerConfig(kind=kind, bucket_size=60)
-        keeps_whole = not steps_by_number(self.optimizer)
+        keeps_whole = not steps_by_number(self.optimizer, "auto")
         self.gradients = Gradients(
             self.named.items(), set(), mesh, no_group, CPU, config=config, keeps_whole=keeps_whole, low=low
         )

@@ -1,5 +1,8 @@
 """One rank's failure ends every rank, soon, and every rank tells what failed first."""
 
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,7 @@ from torch import nn
 
 from lightning_megatron.checkpoint import is_checkpoint
 from tests.harness import ranks
-from tests.harness.ranks import RankFailed, run_on_ranks
+from tests.harness.ranks import ROOT, RankFailed, run_on_ranks
 from tests.trainer.layouts import Layout, make_trainer
 from tests.trainer.modules import Data, Small
 
@@ -84,6 +87,20 @@ def fail_and_linger(layout: Layout) -> None:
 def fail_and_save(folder: Path, rank: int) -> None:
     callbacks = [OnExceptionCheckpoint(folder)]
     make_trainer(DP2, callbacks=callbacks, enable_checkpointing=True).fit(Fails(rank, "a hook"), Data())
+
+
+def test_a_store_that_answers_late_does_not_abort_a_process_that_ends() -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        [sys.executable, "tests/trainer/script_whose_store_is_late.py"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "the watch has ended" in ended.stdout, ended.stderr
+    assert ended.returncode == 0, f"status {ended.returncode}: {ended.stderr}"
 
 
 @pytest.mark.filterwarnings(NO_PATHS)

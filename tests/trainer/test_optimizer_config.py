@@ -244,3 +244,4 @@ def test_what_main_weights_cannot_do_is_refused_with_a_way_out() -> None:
         "averaged": "EMAWeightAveraging reads weights between a step and the next forward",
     }.items():
         assert message in found[name]
+    assert 'use precision 32-true or bf16-true with OptimizerConfig(kind="replicated")' in found["thawed"]
