@@ -2,7 +2,7 @@
 
 Tokens of all rows lie one after the other in one file, made once by one process. A sample is no longer than
 `sequence_length`; what is behind is cut off and counted, and a row of which nothing to learn is left is dropped and
-counted. Samples are not packed: attention would go across them.
+counted. `PackedChats` puts several samples in one row, each a segment of its own.
 """
 
 import hashlib
@@ -20,14 +20,13 @@ from torch.utils.data import Dataset
 from lightning_megatron.data.atomic_file import written_whole
 from lightning_megatron.data.chat import MarkedTokens, kind_of_rows, row_encoder
 from lightning_megatron.data.chat_template import ChatTemplate
+from lightning_megatron.data.packing import Numbers, pack_lengths
+from lightning_megatron.data.rows import NO_LABEL, join_samples
 from lightning_megatron.data.sources import corpus_fingerprint
 from lightning_megatron.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from lightning_megatron.data.sources import Documents
-
-NO_LABEL = -100
-"""A position with this label has no target."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +61,12 @@ class ChatSamples(Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return len(self._ends)
 
+    @property
+    def lengths(self) -> Numbers:
+        """Positions of each sample."""
+        # The last token of a sample is a label alone.
+        return np.diff(self._ends, prepend=0) - 1
+
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """`tokens` [s], `labels` [s] (the token after each, -100 where it is not to be learnt), `loss_mask` [s]."""
         if not 0 <= index < len(self):
@@ -75,6 +80,28 @@ class ChatSamples(Dataset[dict[str, Tensor]]):
     def __reduce__(self) -> tuple[type["ChatSamples"], tuple[Path]]:
         # A loader's workers read the file themselves.
         return ChatSamples, (self.path,)
+
+
+class PackedChats(Dataset[dict[str, Tensor]]):
+    """Rows of `sequence_length` that each hold several samples; which ones depends on their lengths and the seed."""
+
+    def __init__(self, samples: ChatSamples, sequence_length: int, *, end_of_text: int, seed: int = 0) -> None:
+        self.samples = samples
+        self.sequence_length = sequence_length
+        self.end_of_text = end_of_text
+        self.packing = pack_lengths(samples.lengths, sequence_length, seed)
+
+    def __len__(self) -> int:
+        return self.packing.num_rows
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """`tokens`, `labels`, `loss_mask` and `segments`, each [s]; `join_samples` says what is where."""
+        members = self.packing.order[self.packing.row(index)]
+        return join_samples([self.samples[int(i)] for i in members], self.sequence_length, self.end_of_text)
+
+    def __str__(self) -> str:
+        fill = int(self.samples.lengths.sum()) / (len(self) * self.sequence_length)
+        return f"{self.samples.kept}; they lie in {len(self)} rows of {self.sequence_length}, {fill:.1%} full"
 
 
 def prepare_chats(

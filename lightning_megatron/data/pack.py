@@ -60,7 +60,7 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
 
     def __init__(self, path: str | Path, sequence_length: int) -> None:
         self.path = Path(path)
-        self.blocks = TokenBlocks(_mapped(self.path), sequence_length)
+        self.blocks = TokenBlocks(mapped_tokens(self.path), sequence_length)
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -119,7 +119,8 @@ def _write_header(file: BinaryIO, dtype: np.dtype[Any], num_tokens: int) -> None
     np.lib.format.write_array_header_1_0(file, description)
 
 
-def _mapped(path: Path) -> Tokens:
+def mapped_tokens(path: Path) -> Tokens:
+    """The tokens of a file, mapped into memory."""
     if not path.is_file():
         raise ValueError(f"token file ({str(path)!r}) does not exist; prepare_tokens writes it and says its path")
     tokens: Tokens = np.load(path, mmap_mode="r")

@@ -8,12 +8,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader
 
 from lightning_megatron.data import (
     ChatSamples,
     ChatTemplate,
+    PackedChats,
     Tokenizer,
     collate_padded,
     load_chat_template,
@@ -22,7 +22,7 @@ from lightning_megatron.data import (
     prepare_chats,
     split_documents,
 )
-from lightning_megatron.data.chat_samples import NO_LABEL
+from lightning_megatron.data.rows import NO_LABEL, NO_SEGMENT
 from lightning_megatron.data.sources import files_of
 from lightning_megatron.lightning_modules.gpt_data import GPTDataModule, Samples, told_as_fault
 from lightning_megatron.lightning_modules.loaders import Collate, Sample, prompt_loader
@@ -36,7 +36,9 @@ class ChatDataModule(GPTDataModule):
     Rows come from `path` (a table as a file, a directory or a pattern) or `dataset` (a name that `datasets` knows, or a
     local one), and have `messages`, or `prompt` and `completion`, or `text`. Only what is to be answered has labels. A
     sample has at most `sequence_length` tokens; how many were cut or dropped is told. `tokenizer` is the directory of a
-    Hugging Face model: its tokenizer.json, and its chat template for messages.
+    Hugging Face model: its tokenizer.json, and its chat template for messages. With `packing` a row of a batch holds
+    several samples, up to `sequence_length`, and the batches have `segments` too, which keeps attention within each:
+    `global_batch_size` then counts rows.
 
     Held out are the rows of `validation_path`, or `validation_fraction` of the others where it is not given. `prompts`
     are what prediction answers: as a user's message where there is a chat template, else as text to go on with.
@@ -54,6 +56,7 @@ class ChatDataModule(GPTDataModule):
         validation_path: str | None = None,
         validation_fraction: float = 0.05,
         pad_to_multiple: int = 8,
+        packing: bool = False,
         prompts: list[str] | None = None,
         num_workers: int = 0,
         seed: int = 0,
@@ -75,6 +78,7 @@ class ChatDataModule(GPTDataModule):
         self.split = split
         self.validation_path = validation_path
         self.pad_to_multiple = pad_to_multiple
+        self.packs_samples = packing
         self.template: ChatTemplate | None = None
         # there from `setup` on, where the tokenizer has one
 
@@ -96,12 +100,6 @@ class ChatDataModule(GPTDataModule):
         except ValueError as error:
             return [str(error)]
         return []
-
-    def setup(self, stage: str) -> None:
-        super().setup(stage)
-        for what, samples in (("training", self._training), ("validation", self._held_out)):
-            if samples is not None and isinstance(samples.dataset, ChatSamples):
-                rank_zero_info(f"{what}: {samples.dataset.kept}")
 
     def _prepare(self) -> tuple[Tokenizer, Samples | None, Samples | None]:
         if faults := self.faults():
@@ -130,12 +128,17 @@ class ChatDataModule(GPTDataModule):
             rows, tokenizer, self.template, sequence_length=self.sequence_length, directory=self.cache_directory
         )
         samples = ChatSamples(path)
-        return Samples(samples, len(samples))
+        if not self.packs_samples:
+            return Samples(samples, len(samples), str(samples.kept))
+        rows = PackedChats(samples, self.sequence_length, end_of_text=tokenizer.end_of_text, seed=self.seed)
+        return Samples(rows, len(rows), str(rows))
 
     @property
     def _collate(self) -> Collate:
         assert self.tokenizer is not None, "setup comes first; Trainer calls it"
         padding = {"tokens": self.tokenizer.end_of_text, "labels": NO_LABEL, "loss_mask": 0}
+        if self.packs_samples:
+            padding["segments"] = NO_SEGMENT
         return partial(collate_padded, padding=padding, multiple=self.pad_to_multiple)
 
     def predict_dataloader(self) -> DataLoader[Sample]:
@@ -143,6 +146,6 @@ class ChatDataModule(GPTDataModule):
             return super().predict_dataloader()
         assert self.tokenizer is not None, "setup comes first; Trainer calls it"
         with told_as_fault():
-            asked = [[{"role": "user", "content": prompt}] for prompt in self.prompts or [""]]
+            asked = [[{"role": "user", "content": prompt}] for prompt in self.prompts]
             texts = [self.template.render(messages, opens_answer=True) for messages in asked]
         return prompt_loader([torch.tensor(ids) for ids, _ in self.tokenizer.encode_spelled(texts)])

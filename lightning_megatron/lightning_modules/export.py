@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 
 import lightning as L
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_megatron import hf
+from lightning_megatron.hf.shards import has_tokenizer
 from lightning_megatron.lightning_modules.finetune import FinetuneModule
 from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.transformer.lora import merged_lora
@@ -21,28 +23,31 @@ class ExportPretrained(L.Callback):
         self.path = path
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if self.path is None or stage != "fit":
-            return
-        faults = []
-        if not isinstance(pl_module, FinetuneModule):
+        # MegatronStrategy has asked before it started a process; others do not ask.
+        if faults := self.faults(trainer):
+            raise ConfigurationError(faults)
+
+    def faults(self, trainer: L.Trainer) -> list[str]:
+        """What keeps the model from being written when hours of training are over."""
+        if self.path is None or trainer.state.fn != TrainerFn.FITTING:
+            return []
+        faults, module = [], trainer.lightning_module
+        if not isinstance(module, FinetuneModule):
             faults.append(
-                f"ExportPretrained writes a FinetuneModule, and this is a {type(pl_module).__name__}; leave it out"
+                f"ExportPretrained writes a FinetuneModule, and this is a {type(module).__name__}; leave it out"
             )
         if Path(self.path).exists():
-            # Now and not when hours of training are over.
             faults.append(f"export path ({self.path}) exists; give one where nothing is, or remove it")
-        if faults:
-            raise ConfigurationError(faults)
+        return faults
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # The strategy has put whole weights, and not main weights in parts, in place by now.
         if self.path is None or not isinstance(pl_module, FinetuneModule):
             return
         assert pl_module.model is not None
+        tokenizer = pl_module.path if has_tokenizer(Path(pl_module.path)) else None
         with merged_lora(pl_module.model):
-            hf.save_pretrained(
-                pl_module.model, self.path, family=_family(pl_module.path), tokenizer_from=pl_module.path
-            )
+            hf.save_pretrained(pl_module.model, self.path, family=_family(pl_module.path), tokenizer_from=tokenizer)
 
 
 def _family(path: str) -> str:

@@ -1,5 +1,6 @@
 """`GPTModule`: a GPT that pre-trains, validates and generates under any strategy."""
 
+from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
@@ -7,6 +8,7 @@ import lightning as L
 from torch import Tensor
 from torchmetrics import MeanMetric
 
+from lightning_megatron.context.documents import NO_DOCUMENT, documents_of
 from lightning_megatron.lightning_modules.adamw import AdamWConfig, adamw_with_warmup
 from lightning_megatron.lightning_modules.generate import GenerationConfig, generate
 from lightning_megatron.models.gpt import GPTConfig, GPTModel
@@ -19,7 +21,8 @@ _GENERATION = GenerationConfig()
 
 
 class GPTModule(L.LightningModule):
-    """Next-token prediction. A batch holds `tokens`, `labels` and `loss_mask`, each [batch, sequence].
+    """Next-token prediction. A batch holds `tokens`, `labels` and `loss_mask`, each [batch, sequence], and `segments`
+    where its rows hold several documents.
 
     Logs `train_loss`, `val_loss` and `test_loss`: means over the valid tokens, of a global batch or of all batches.
     Prediction takes batches of `tokens` and returns them with what the model adds.
@@ -45,14 +48,21 @@ class GPTModule(L.LightningModule):
         if self.model is None:
             self.model = GPTModel(self.config)
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None, loss_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        segments: Tensor | None = None,
+    ) -> Tensor:
         """The loss with labels, else logits [batch, sequence, vocab_size]."""
         assert self.model is not None, "configure_model builds the model; Trainer calls it"
-        output: Tensor = self.model(tokens, labels=labels, loss_mask=loss_mask)
+        documents = {} if segments is None else {"segments": segments}
+        output: Tensor = self.model(tokens, labels=labels, loss_mask=loss_mask, **documents)
         return output
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        loss: Tensor = self(batch["tokens"], batch["labels"], batch["loss_mask"])
+        loss: Tensor = self(batch["tokens"], batch["labels"], batch["loss_mask"], batch.get("segments"))
         self.log("train_loss", loss, prog_bar=True)
         return loss
 
@@ -63,7 +73,7 @@ class GPTModule(L.LightningModule):
         self._evaluate("test_loss", self.test_loss, batch)
 
     def _evaluate(self, name: str, mean: MeanMetric, batch: Batch) -> None:
-        loss = self(batch["tokens"], batch["labels"], batch["loss_mask"])
+        loss = self(batch["tokens"], batch["labels"], batch["loss_mask"], batch.get("segments"))
         assert self.model is not None and self.model.loss_weight is not None
         mean.update(loss, weight=self.model.loss_weight)
         self.log(name, mean, prog_bar=True)
@@ -82,10 +92,13 @@ class GPTModule(L.LightningModule):
         return adamw_with_warmup(self, self.optimizer)
 
     def batch_tokens(self, batch: Batch) -> int:
-        """Tokens that a training step on the batch goes through."""
-        return batch["tokens"].numel()
+        """Tokens that a training step on the batch goes through; of packed rows those of documents."""
+        return batch["tokens"].numel() if "segments" not in batch else int((batch["segments"] != NO_DOCUMENT).sum())
 
     def batch_flops(self, batch: Batch) -> float:
         """Model FLOPs of a training step on the batch; `transformer.cost` says by which convention."""
         rows, sequence = batch["tokens"].shape
-        return cost.training_flops(self.config, batch=rows, sequence=sequence)
+        if "segments" not in batch:
+            return cost.training_flops(self.config, batch=rows, sequence=sequence)
+        lengths = Counter(documents_of(batch["segments"]).lengths)
+        return sum(cost.training_flops(self.config, batch=n, sequence=length) for length, n in lengths.items())

@@ -9,14 +9,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import lightning as L
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_megatron.data import (
+    LongDocuments,
+    PackedDocuments,
     PackedTokens,
     Tokenizer,
     collate_tokens,
@@ -39,6 +42,8 @@ from lightning_megatron.lightning_modules.loaders import (
 from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.trainer.replica import Replica
 
+Packing = Literal["stream", "documents"]
+
 
 @dataclass(frozen=True)
 class Samples:
@@ -46,6 +51,8 @@ class Samples:
 
     dataset: Dataset[Sample]
     count: int
+    told: str = ""
+    # what became of the text, for the log
 
 
 class GPTDataModule(L.LightningDataModule):
@@ -54,6 +61,11 @@ class GPTDataModule(L.LightningDataModule):
     Text comes from `path` (a file, a directory or a pattern), from `dataset` (a name that `datasets` knows, or a local
     one), or, where neither is given, from the source files of Python's standard library. Without `tokenizer` (a
     tokenizer.json, or a directory with one) a byte-level one of `vocab_size` tokens is trained on that text.
+
+    With `packing="stream"` the documents follow each other in one long row that is cut into samples, and attention goes
+    across their ends. With "documents" a sample holds whole documents, and the batches have `segments` too, which keeps
+    attention within each; `long_documents` says what becomes of those longer than a sample: "split" cuts them into
+    pieces that do not see each other, "drop" leaves them out, "refuse" is a fault.
 
     `validation_fraction` of the documents (of the samples, where there is one document) is held out for validation and
     test. `prompts` are the texts that prediction goes on with. What is prepared lies in `cache_directory`, under names
@@ -70,6 +82,8 @@ class GPTDataModule(L.LightningDataModule):
         dataset: str | None = None,
         text_column: str = "text",
         tokenizer: str | None = None,
+        packing: Packing = "stream",
+        long_documents: LongDocuments = "split",
         validation_fraction: float = 0.02,
         prompts: list[str] | None = None,
         num_workers: int = 0,
@@ -84,6 +98,8 @@ class GPTDataModule(L.LightningDataModule):
         self.dataset = dataset
         self.text_column = text_column
         self.tokenizer_path = tokenizer
+        self.packing = packing
+        self.long_documents = long_documents
         self.validation_fraction = validation_fraction
         self.prompts = prompts or []
         self.num_workers = num_workers
@@ -107,6 +123,14 @@ class GPTDataModule(L.LightningDataModule):
                 ("num_workers", self.num_workers, 0),
             )
             if value < least
+        ]
+        faults += [
+            f"{name} ({value!r}) must be one of {', '.join(map(repr, get_args(choices)))}"
+            for name, value, choices in (
+                ("packing", self.packing, Packing),
+                ("long_documents", self.long_documents, LongDocuments),
+            )
+            if value not in get_args(choices)
         ]
         if not 0 <= self.validation_fraction < 1:
             faults.append(f"validation_fraction ({self.validation_fraction}) must be at least 0 and below 1")
@@ -147,7 +171,17 @@ class GPTDataModule(L.LightningDataModule):
             return
 
     def setup(self, stage: str) -> None:
+        if stage == "predict" and not self.prompts:
+            raise ConfigurationError(
+                [
+                    "there are no prompts to predict from; give some, as --data.prompts '[\"Who are you?\"]' or "
+                    f'{type(self).__name__}(prompts=["Who are you?"])'
+                ]
+            )
         self.tokenizer, self._training, self._held_out = self._prepare()
+        for what, samples in (("training", self._training), ("validation", self._held_out)):
+            if samples is not None and samples.told:
+                rank_zero_info(f"{what}: {samples.told}")
 
     def teardown(self, stage: str) -> None:
         self._loader = None
@@ -188,8 +222,18 @@ class GPTDataModule(L.LightningDataModule):
         return train_tokenizer(documents["text"], self.vocab_size, path)
 
     def _samples(self, documents: Any, tokenizer: Tokenizer) -> Samples:
-        packed = PackedTokens(prepare_tokens(documents, tokenizer, self.cache_directory), self.sequence_length)
-        return Samples(packed, len(packed))
+        path = prepare_tokens(documents, tokenizer, self.cache_directory)
+        if self.packing == "stream":
+            stream = PackedTokens(path, self.sequence_length)
+            return Samples(stream, len(stream))
+        rows = PackedDocuments(
+            path,
+            self.sequence_length,
+            end_of_text=tokenizer.end_of_text,
+            seed=self.seed,
+            long_documents=self.long_documents,
+        )
+        return Samples(rows, len(rows), str(rows))
 
     def _cut(self, samples: Samples) -> tuple[Samples, Samples | None]:
         """The samples without their last part, and that part: one document alone cannot be held out."""
@@ -244,7 +288,7 @@ class GPTDataModule(L.LightningDataModule):
     def predict_dataloader(self) -> DataLoader[Sample]:
         assert self.tokenizer is not None, "setup comes first; Trainer calls it"
         # An empty prompt starts where a document would.
-        ids = [encoded or [self.tokenizer.end_of_text] for encoded in self.tokenizer.encode(self.prompts or [""])]
+        ids = [encoded or [self.tokenizer.end_of_text] for encoded in self.tokenizer.encode(self.prompts)]
         return prompt_loader([torch.tensor(prompt) for prompt in ids])
 
     @property

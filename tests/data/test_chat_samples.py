@@ -10,6 +10,7 @@ import torch
 
 from lightning_megatron.data import (
     ChatSamples,
+    PackedChats,
     collate_padded,
     load_chat_template,
     load_rows,
@@ -117,6 +118,26 @@ def test_a_batch_is_as_long_as_its_longest_sample_rounded_up(tmp_path: Path) -> 
             assert torch.equal(batch[name][row, :kept], sample[name])
             assert (batch[name][row, kept:] == fill).all() and batch[name].dtype == sample[name].dtype
     assert collate([{name: x[:8] for name, x in long.items()}])["tokens"].shape == (1, 8)
+
+
+def test_packed_rows_hold_each_sample_once_with_its_own_labels(tmp_path: Path) -> None:
+    samples = ChatSamples(prepared(tmp_path, [*ROWS, *ROWS[3:] * 9]))
+    rows = PackedChats(samples, 200, end_of_text=7, seed=2)
+    assert samples.lengths.tolist() == [len(samples[i]["tokens"]) for i in range(len(samples))]
+    assert 1 < len(rows) < len(samples) == 11
+    found = []
+    for row in (rows[i] for i in range(len(rows))):
+        unused = row["segments"] == -1
+        assert len(unused) == 200 and (row["tokens"][unused] == 7).all() and (row["labels"][unused] == -100).all()
+        assert torch.equal(row["loss_mask"], (row["labels"] != -100).float())
+        for number in range(int(row["segments"].max()) + 1):
+            part = row["segments"] == number
+            found.append([row[name][part].tolist() for name in ("tokens", "labels")])
+    assert sorted(found) == sorted([samples[i][name].tolist() for name in ("tokens", "labels")] for i in range(11))
+    assert "11 samples; 0 of them were cut to sequence_length; 2 rows were dropped" in str(rows)
+    assert f"they lie in {len(rows)} rows of 200, " in str(rows)
+    copy = pickle.loads(pickle.dumps(rows))
+    assert torch.equal(copy[1]["labels"], rows[1]["labels"]) and len(copy) == len(rows)
 
 
 def test_rows_come_from_one_kind_of_table(tmp_path: Path) -> None:

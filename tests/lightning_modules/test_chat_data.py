@@ -111,7 +111,9 @@ class Reader(L.LightningModule):
 
 
 def read(folder: Path, max_steps: int, ckpt_path: str | None = None, **options: Any) -> Reader:
-    saver = ModelCheckpoint(folder / "saved", filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    # A saver does not write over what another run has left.
+    saved = folder / ("packed" if options.get("packing") else "saved")
+    saver = ModelCheckpoint(saved, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     trainer = make_trainer(PLAIN, max_steps=max_steps, enable_checkpointing=True, callbacks=[saver], max_epochs=9)
     module = Reader()
     trainer.fit(module, datamodule=data(folder, **options), ckpt_path=ckpt_path)
@@ -142,6 +144,39 @@ def test_what_became_of_the_rows_is_told(folder: Path, caplog: pytest.LogCapture
     told = [record.message for record in caplog.records]
     assert any(line.startswith("training: ") and "were cut" in line for line in told)
     assert any(line.startswith("validation: ") for line in told)
+
+
+def test_packed_chats_are_the_same_answers_in_fewer_rows(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def answers(batches: Any) -> list[list[int]]:
+        found = []
+        for row in (row for batch in batches for row in zip(batch["labels"], batch["segments"], strict=True)):
+            found += [row[0][(row[1] == i) & (row[0] != -100)].tolist() for i in range(int(row[1].max()) + 1)]
+        return sorted(found)
+
+    def loaded(**options: Any) -> list[dict[str, Tensor]]:
+        class Keeper(L.LightningModule):
+            def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+                kept.append({"segments": torch.zeros_like(batch["tokens"]), **batch})
+
+        kept: list[dict[str, Tensor]] = []
+        module = data(folder, global_batch_size=1, **options)
+        make_trainer(PLAIN).validate(Keeper(), datamodule=module, verbose=False)
+        return kept
+
+    plain, packed = loaded(), loaded(packing=True, sequence_length=127, pad_to_multiple=8)
+    assert answers(plain) == answers(packed) and len(packed) < len(plain)
+    assert {tuple(value.shape) for batch in packed for value in batch.values()} == {(1, 128)}
+    assert all(batch["segments"][0, 127] == -1 and batch["segments"].max() > 0 for batch in packed)
+    with caplog.at_level("INFO"):
+        data(folder, packing=True).setup("fit")
+    assert any(record.message.startswith("training: ") and "rows of 64" in record.message for record in caplog.records)
+
+
+def test_a_resumed_run_over_packed_chats_sees_what_the_uninterrupted_one_saw(folder: Path) -> None:
+    wanted = read(folder, 5, packing=True, global_batch_size=2).seen
+    resumed = read(folder, 5, str(folder / "packed" / "step=3.ckpt"), packing=True, global_batch_size=2).seen
+    assert len(resumed) == 2
+    assert all(torch.equal(one, other) for one, other in zip(resumed, wanted[3:], strict=True))
 
 
 def prompts(folder: Path, **options: Any) -> list[str]:

@@ -128,3 +128,21 @@ def test_what_cannot_be_exported_is_told_before_training(folder: Path) -> None:
     assert "writes a FinetuneModule, and this is a GPTModule" in str(raised.value)
     assert f"export path ({taken}) exists" in str(raised.value)
     assert module.model is None
+
+
+def test_an_export_path_that_exists_is_told_with_other_faults_before_a_process_starts(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def starts(*_: Any) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr("subprocess.Popen", starts)
+    taken = str(folder / "tokenizer")
+    trainer = make_trainer(Layout(world=2), callbacks=[ExportPretrained(taken)])
+    with pytest.raises(ConfigurationError, match=r"has 2 faults") as raised:
+        trainer.fit(FinetuneModule(taken), datamodule=data(folder, sequence_length=0))
+    assert f"export path ({taken}) exists" in str(raised.value)
+    # Another kind of run writes nothing.
+    with pytest.raises(ConfigurationError, match="sequence_length") as raised:
+        trainer.validate(FinetuneModule(taken), datamodule=data(folder, sequence_length=0))
+    assert "export" not in str(raised.value)

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
-from lightning_megatron import ConfigurationError
+from lightning_megatron import ConfigurationError, ContextConfig
 from lightning_megatron.lightning_modules import AdamWConfig, GenerationConfig, GPTModule, generate
 from lightning_megatron.lightning_modules.print_text import PrintText
 from lightning_megatron.models import GPTModel
@@ -25,6 +25,8 @@ LAYOUTS = {
     "tp=2 sp": Layout(world=2, tp=2, sp=True),
     "pp=2": Layout(world=2, pp=2, microbatches=2),
     "dp=2": Layout(world=2),
+    "cp=2": Layout(world=2, cp=2),
+    "cp=2 dp=2 all-to-all": Layout(world=4, cp=2, context=ContextConfig(kind="all_to_all"), microbatches=2),
 }
 STEPS = 3
 
@@ -54,13 +56,13 @@ class Losses(L.Callback):
         self.losses.append(float(trainer.callback_metrics["train_loss"]))
 
 
-def run(layout: Layout, folder: Path) -> Run:
+def run(layout: Layout, folder: Path, packing: str) -> Run:
     """Three steps with validation after the last, then a test and two prompts."""
     torch.manual_seed(7)
     module, losses = gpt(), Losses()
     options: dict[str, Any] = {"max_steps": STEPS, "max_epochs": -1, "val_check_interval": STEPS}
     trainer = make_trainer(layout, callbacks=[losses], check_val_every_n_epoch=None, **options)
-    text = data(folder, prompts=["the cat sat", "it ran home to eat some fish on a mat and"])
+    text = data(folder, packing=packing, prompts=["the cat sat", "it ran home to eat some fish on a mat and"])
     trainer.fit(module, datamodule=text)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
     metrics |= {name: float(value) for name, value in trainer.test(module, datamodule=text, verbose=False)[0].items()}
@@ -77,15 +79,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @functools.cache
-def runs(layout: Layout, folder: Path) -> list[Run]:
-    return run_on_ranks(layout.world, run, layout, folder, init=False)
+def runs(layout: Layout, folder: Path, packing: str) -> list[Run]:
+    return run_on_ranks(layout.world, run, layout, folder, packing, init=False)
 
 
+@pytest.mark.parametrize("packing", ["stream", "documents"])
 @pytest.mark.parametrize("name", list(LAYOUTS))
-def test_losses_metrics_and_texts_are_those_of_one_device(name: str, folder: Path) -> None:
-    [wanted] = runs(PLAIN, folder)
+def test_losses_metrics_and_texts_are_those_of_one_device(name: str, packing: str, folder: Path) -> None:
+    [wanted] = runs(PLAIN, folder, packing)
     assert wanted.losses[-1] < wanted.losses[0] - 0.05, "it learns, so a step that is left out would show"
-    for found in runs(LAYOUTS[name], folder):
+    for found in runs(LAYOUTS[name], folder, packing):
         assert found.losses == pytest.approx(wanted.losses, abs=1e-9)
         assert found.metrics.keys() == wanted.metrics.keys() >= {"train_loss", "val_loss", "test_loss"}
         assert found.metrics == pytest.approx(wanted.metrics, abs=1e-6)  # torchmetrics sums in float32
@@ -131,6 +134,49 @@ def test_a_run_goes_on_alike_on_another_layout(folder: Path) -> None:
     for found in run_on_ranks(2, resumed_losses, folder, LAYOUTS["dp=2"], 4, path, init=False):
         assert found == pytest.approx(first[2:], abs=1e-9)
     assert abs(first[2] - first[0]) > 1e-3
+
+
+# --- documents --------------------------------------------------------------------------------------------------------
+
+
+class Recorder(nn.Module):
+    """Notes what it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.loss_weight = torch.tensor(1.0)
+        self.calls: list[dict[str, Tensor]] = []
+
+    def forward(self, tokens: Tensor, **entries: Tensor) -> Tensor:
+        self.calls.append({"tokens": tokens, **entries})
+        return self.weight.sum()
+
+
+@pytest.mark.parametrize("packing", ["stream", "documents"])
+def test_the_model_is_told_the_segments_of_batches_that_have_them(folder: Path, packing: str) -> None:
+    module = gpt()
+    module.model = recorder = Recorder()  # type: ignore[assignment]
+    trainer = make_trainer(PLAIN, max_steps=2, max_epochs=-1, limit_val_batches=1, val_check_interval=1)
+    text = data(folder, packing=packing)
+    trainer.fit(module, datamodule=text)
+    trainer.test(module, datamodule=text, verbose=False)
+    assert len(recorder.calls) >= 3
+    for call in recorder.calls:
+        wanted = {"tokens", "labels", "loss_mask"} | ({"segments"} if packing == "documents" else set())
+        assert call.keys() == wanted and {tuple(value.shape) for value in call.values()} == {(4, SEQUENCE)}
+    if packing == "documents":
+        assert any((call["segments"] == 1).any() for call in recorder.calls)
+
+
+def test_a_packed_batch_counts_what_its_documents_would_alone() -> None:
+    module = gpt()
+    segments = torch.tensor([[0, 0, 0, 1, 1, -1], [0, 0, 0, 0, 0, 0]])
+    packed = {"tokens": torch.zeros(2, 6, dtype=torch.int64), "segments": segments}
+    alone = [{"tokens": torch.zeros(1, length, dtype=torch.int64)} for length in (3, 2, 6)]
+    assert module.batch_tokens(packed) == 11
+    assert module.batch_flops(packed) == sum(module.batch_flops(batch) for batch in alone)
+    assert module.batch_flops(packed) < module.batch_flops({"tokens": packed["tokens"]})
 
 
 # --- optimizer --------------------------------------------------------------------------------------------------------
@@ -251,3 +297,17 @@ def test_predicted_texts_are_printed_with_their_prompts(folder: Path, capsys: py
     trainer.predict(module, datamodule=data(folder, prompts=["the cat sat on", "home"]))
     printed = capsys.readouterr().out
     assert printed.index("the cat sat on") < printed.index("home")
+
+
+@pytest.mark.parametrize("prompts", [None, []])
+def test_a_prediction_from_no_prompts_is_refused_and_one_from_an_empty_prompt_is_not(
+    folder: Path, prompts: list[str] | None
+) -> None:
+    text = data(folder, prompts=prompts)
+    with pytest.raises(ConfigurationError, match="there are no prompts to predict from"):
+        text.setup("predict")
+    text = data(folder, prompts=[""])
+    text.setup("predict")
+    assert text.tokenizer is not None
+    [batch] = text.predict_dataloader()
+    assert batch["tokens"].tolist() == [[text.tokenizer.end_of_text]]

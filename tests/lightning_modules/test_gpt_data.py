@@ -93,9 +93,12 @@ class Reader(L.LightningModule):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1))
         self.seen: list[Tensor] = []
+        self.segments: list[Tensor] = []
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         self.seen.append(batch["tokens"].clone())
+        if "segments" in batch:
+            self.segments.append(batch["segments"].clone())
         return self.weight.sum()
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
@@ -107,20 +110,23 @@ class Reader(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def read(folder: Path, max_steps: int, ckpt_path: str | None = None, **options: Any) -> list[Tensor]:
+def read(
+    folder: Path, max_steps: int, ckpt_path: str | None = None, packing: str = "stream", **options: Any
+) -> list[Tensor]:
     """The tokens of every batch; a checkpoint of each step is left in `folder`."""
     saver = ModelCheckpoint(folder / "saved", filename="{step}", every_n_train_steps=1, save_top_k=-1)
     trainer = make_trainer(
         PLAIN, max_steps=max_steps, max_epochs=100, enable_checkpointing=True, callbacks=[saver], **options
     )
     module = Reader()
-    trainer.fit(module, datamodule=data(folder), ckpt_path=ckpt_path)
+    trainer.fit(module, datamodule=data(folder, packing=packing), ckpt_path=ckpt_path)
+    assert len(module.segments) == (len(module.seen) if packing == "documents" else 0)
     return module.seen
 
 
-@pytest.mark.parametrize("options", [{}, {"limit_train_batches": 3}])
+@pytest.mark.parametrize("options", [{}, {"limit_train_batches": 3}, {"packing": "documents"}])
 def test_a_resumed_run_sees_what_the_uninterrupted_one_saw(tmp_path: Path, options: dict[str, Any]) -> None:
-    options = options or {"limit_train_batches": 7}
+    options = {"limit_train_batches": 7} | options
     wanted = read(tmp_path, 17, **options)
     assert not any(torch.equal(one, other) for i, one in enumerate(wanted) for other in wanted[:i])
     for step in (1, 3, 6, 7, 9, 14):
@@ -143,11 +149,15 @@ def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
         path=str(tmp_path / "empty"),
         dataset="name",
         validation_fraction=1.5,
+        packing="rows",  # type: ignore[arg-type]
+        long_documents="cut",  # type: ignore[arg-type]
     )
     faults = "\n".join(module.faults())
     for told in ("sequence_length (0)", "global_batch_size (-1)", "both given", "no file", "1.5", "vocab_size (100)"):
         assert told in faults
-    with pytest.raises(ConfigurationError, match="6 faults"):
+    assert "packing ('rows') must be one of 'stream', 'documents'" in faults
+    assert "long_documents ('cut') must be one of 'split', 'drop', 'refuse'" in faults
+    with pytest.raises(ConfigurationError, match="8 faults"):
         module.setup("fit")
 
 
@@ -182,6 +192,63 @@ def test_of_one_document_the_last_samples_are_held_out(tmp_path: Path) -> None:
     last = module._training.dataset[module._training.count - 1]["labels"][-1]
     assert last == module._held_out.dataset[0]["tokens"][0]
     assert module._training.dataset[0]["tokens"].max() < VOCABULARY
+
+
+# --- documents --------------------------------------------------------------------------------------------------------
+
+
+def documents_of(samples: Any, end_of_text: int) -> list[list[int]]:
+    """The documents of which a data set's segments are the pieces, each a piece and its last label."""
+    found = []
+    for i in range(samples.count):
+        row = samples.dataset[i]
+        for number in range(int(row["segments"].max()) + 1):
+            part = row["segments"] == number
+            found.append([*row["tokens"][part].tolist(), int(row["labels"][part][-1])])
+            assert end_of_text not in row["tokens"][part]
+    return found
+
+
+def test_packed_rows_hold_the_documents_to_train_on_and_not_those_held_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = data(tmp_path, packing="documents", sequence_length=1024)
+    with caplog.at_level("INFO"):
+        module.setup("fit")
+    assert module._training is not None and module._held_out is not None and module.tokenizer is not None
+    found = [documents_of(samples, module.tokenizer.end_of_text) for samples in (module._training, module._held_out)]
+    assert [len(documents) for documents in found] == [10, 2]
+    texts = sorted(module.tokenizer.decode(document[:-1]) for part in found for document in part)
+    assert texts == sorted(path.read_text() for path in (tmp_path / "corpus").iterdir())
+    told = [record.message for record in caplog.records]
+    assert any(line.startswith("training: 10 documents in ") and "% full" in line for line in told)
+    assert any(line.startswith("validation: 2 documents in ") for line in told)
+
+
+def test_long_documents_are_split_dropped_or_a_fault(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    (tmp_path / "corpus" / "short.txt").write_text("the cat")
+    counts = {}
+    for choice in ("split", "drop"):
+        module = data(tmp_path, packing="documents", long_documents=choice, global_batch_size=1, validation_fraction=0)
+        module.setup("fit")
+        assert module._training is not None
+        counts[choice] = module._training.count
+    assert counts["drop"] == 1 < 12 < counts["split"]
+    with pytest.raises(ConfigurationError, match=r"12 of 13 documents are longer than sequence_length \(16\)"):
+        data(tmp_path, packing="documents", long_documents="refuse", validation_fraction=0).setup("fit")
+    data(tmp_path, long_documents="refuse").setup("fit")  # in a stream no document is too long
+
+
+def test_of_one_document_the_last_rows_are_held_out(tmp_path: Path) -> None:
+    path = write_corpus(tmp_path, num_documents=1, num_words=800)
+    module = data(tmp_path, path=str(path), packing="documents")
+    module.setup("fit")
+    assert module._training is not None and module._held_out is not None and module.tokenizer is not None
+    found = [documents_of(samples, module.tokenizer.end_of_text) for samples in (module._training, module._held_out)]
+    [text] = [file.read_text() for file in path.iterdir()]
+    assert sum(len(piece) - 1 for part in found for piece in part) == len(module.tokenizer.encode([text])[0])
+    assert module._held_out.count == round(0.2 * (module._training.count + module._held_out.count))
 
 
 def test_with_nothing_held_out_there_is_no_validation(tmp_path: Path) -> None:

@@ -1,0 +1,210 @@
+"""Whole documents in rows of one length, several in a row, told apart by `segments`.
+
+Beside `pack.py` on the path from text to batches, and over the same token file. A document of n tokens, its end of text
+included, has n - 1 positions: its tokens but the last, and as their labels its tokens but the first. The end of text is
+a label and never an input, and nothing is predicted from one document to the next.
+
+Where documents end and which lie in which row is found once and written beside the token file; all processes map it.
+Rows depend on the seed and not on the epoch: so every epoch has the same number of them, by which a run that is resumed
+finds its place; the sampler gives each epoch its own order of the rows.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lightning_megatron.data.atomic_file import written_whole
+from lightning_megatron.data.pack import Tokens, mapped_tokens
+from lightning_megatron.data.packing import LongDocuments, Numbers, cut_documents, pack_lengths, row_of
+from lightning_megatron.data.rows import join_samples
+
+_FORM = 1
+"""Of the written tables; another rule of packing takes another number, so that no older table is read for it."""
+
+_TOKENS_AT_ONCE = 2**24
+"""Of a file that may be larger than memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """What became of the documents."""
+
+    num_documents: int
+    num_long: int
+    # of them, those longer than a row
+    num_positions: int
+    # of all rows, unused ends left out
+    num_rows: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowTable:
+    """Where in a row of tokens the pieces of each packed row lie."""
+
+    packed: Packed
+    ends: Numbers
+    # [rows] where in `pieces` each row ends
+    pieces: Numbers
+    # [pieces, 2] first token and number of positions, row after row
+
+    @staticmethod
+    def of(document_ends: Numbers, sequence_length: int, seed: int, long_documents: LongDocuments) -> "RowTable":
+        """The packed rows of documents that end (each before token i) at `document_ends`."""
+        sizes = np.diff(document_ends, prepend=0)
+        cut = cut_documents(sizes - 1, sequence_length, long_documents)
+        packing = pack_lengths(cut.lengths, sequence_length, seed)
+        first = (document_ends - sizes)[cut.documents] + cut.starts
+        packed = Packed(
+            num_documents=len(sizes),
+            num_long=cut.num_long,
+            num_positions=int(cut.lengths.sum()),
+            num_rows=packing.num_rows,
+        )
+        pieces = np.stack([first, cut.lengths], axis=1)[packing.order]
+        return RowTable(packed=packed, ends=packing.ends, pieces=pieces)
+
+    def flat(self) -> Numbers:
+        """All of it as one array [4 + rows + 2 pieces]."""
+        return np.concatenate([np.array(astuple(self.packed), dtype=np.int64), self.ends, self.pieces.ravel()])
+
+    @staticmethod
+    def from_flat(flat: Numbers) -> "RowTable":
+        names = list(Packed.__dataclass_fields__)
+        packed = Packed(**{name: int(value) for name, value in zip(names, flat, strict=False)})
+        ends, pieces = np.split(flat[len(names) :], [packed.num_rows])
+        return RowTable(packed=packed, ends=ends, pieces=pieces.reshape(-1, 2))
+
+
+class DocumentRows(Dataset[dict[str, Tensor]]):
+    """Samples for next-token prediction that hold whole documents, from tokens in memory or mapped."""
+
+    def __init__(self, tokens: Tokens, table: RowTable, sequence_length: int, end_of_text: int) -> None:
+        self.tokens = tokens
+        self.table = table
+        self.sequence_length = sequence_length
+        self.end_of_text = end_of_text
+
+    def __len__(self) -> int:
+        return len(self.table.ends)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """`tokens`, `labels`, `loss_mask` and `segments`, each [s]; `join_samples` says what is where."""
+        pieces = self.table.pieces[row_of(self.table.ends, index)].tolist()
+        samples = [self._sample(first, length) for first, length in pieces]
+        return join_samples(samples, self.sequence_length, self.end_of_text)
+
+    def _sample(self, first: int, length: int) -> dict[str, Tensor]:
+        ids = torch.from_numpy(self.tokens[first : first + length + 1].astype(np.int64))
+        return {"tokens": ids[:-1], "labels": ids[1:], "loss_mask": torch.ones(length)}
+
+
+class PackedDocuments(DocumentRows):
+    """`DocumentRows` of a file that `prepare_tokens` wrote.
+
+    `long_documents` says what becomes of those that do not fit a row: "split" cuts them into pieces that do not see
+    each other, "drop" leaves them out, "refuse" raises ValueError. All processes of a machine map the same files, and a
+    copy sent to a loader's worker carries the path alone. The first call writes the tables into the file's directory.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        sequence_length: int,
+        *,
+        end_of_text: int,
+        seed: int = 0,
+        long_documents: LongDocuments = "split",
+    ) -> None:
+        self.path = Path(path)
+        tokens = mapped_tokens(self.path)
+        self.seed = seed
+        self.long_documents = long_documents
+        key = f"{_FORM} {end_of_text} {sequence_length} {seed} {long_documents}"
+        flat = _written_once(
+            self.path,
+            f"rows-{hashlib.sha256(key.encode()).hexdigest()[:8]}",
+            lambda: RowTable.of(_document_ends(self.path, end_of_text), sequence_length, seed, long_documents).flat(),
+        )
+        super().__init__(tokens, RowTable.from_flat(flat), sequence_length, end_of_text)
+
+    def __reduce__(self) -> tuple[Callable[..., "PackedDocuments"], tuple[Path, int]]:
+        # A memory-mapped array pickles as all of its tokens.
+        options: dict[str, Any] = {
+            "end_of_text": self.end_of_text,
+            "seed": self.seed,
+            "long_documents": self.long_documents,
+        }
+        return partial(PackedDocuments, **options), (self.path, self.sequence_length)
+
+    def __str__(self) -> str:
+        packed = self.table.packed
+        fill = packed.num_positions / (packed.num_rows * self.sequence_length)
+        told = f"{packed.num_documents} documents in {packed.num_rows} rows of {self.sequence_length}, {fill:.1%} full"
+        became = {"split": "cut into pieces that do not see each other", "drop": "dropped", "refuse": "refused"}
+        return (
+            f"{told}; {packed.num_long} of them were longer and {became[self.long_documents]}"
+            if packed.num_long
+            else told
+        )
+
+
+def pack_rows(
+    token_ids: Iterable[Sequence[int]],
+    sequence_length: int,
+    *,
+    end_of_text: int,
+    seed: int = 0,
+    long_documents: LongDocuments = "split",
+) -> DocumentRows:
+    """Rows in memory of the documents' tokens, each document followed by the end of text."""
+    documents = [np.array([*ids, end_of_text], dtype=np.int64) for ids in token_ids]
+    ends = np.cumsum([len(document) for document in documents], dtype=np.int64)
+    table = RowTable.of(ends, sequence_length, seed, long_documents)
+    return DocumentRows(np.concatenate(documents), table, sequence_length, end_of_text)
+
+
+def document_lengths(path: str | Path, end_of_text: int) -> Numbers:
+    """Tokens of each document of a file that `prepare_tokens` wrote, the end of text included: [documents]."""
+    return np.diff(_document_ends(Path(path), end_of_text), prepend=0)
+
+
+def _document_ends(path: Path, end_of_text: int) -> Numbers:
+    """Where each document of a token file ends: behind its end of text, and the last one behind the last token."""
+    tokens = mapped_tokens(path)
+    return _written_once(path, f"ends-{end_of_text}", lambda: _find_ends(tokens, end_of_text))
+
+
+def _find_ends(tokens: Tokens, end_of_text: int) -> Numbers:
+    parts = range(0, len(tokens), _TOKENS_AT_ONCE)
+    found = [np.flatnonzero(tokens[i : i + _TOKENS_AT_ONCE] == end_of_text) + (i + 1) for i in parts]
+    ends = np.concatenate([np.empty(0, dtype=np.int64), *found])
+    if len(ends) == 0:
+        raise ValueError(
+            f"no document ends in the {len(tokens)} tokens: end_of_text ({end_of_text}) is not among them; give the"
+            " tokenizer's end_of_text that the file was prepared with"
+        )
+    return ends if ends[-1] == len(tokens) else np.append(ends, len(tokens))
+
+
+def _written_once(path: Path, what: str, make: Callable[[], Numbers]) -> Numbers:
+    """An array that is a function of the token file and of what its name says, mapped; made unless it is there.
+
+    One process calls this first and the others after it; several at once do the work twice and do no harm.
+    """
+    status = path.stat()
+    # A token file that is written anew has other documents.
+    stamp = hashlib.sha256(f"{status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:8]
+    table = path.with_name(f"{path.stem}.{what}-{stamp}.npy")
+    if not table.is_file():
+        with written_whole(table) as temporary, temporary.open("wb") as file:
+            np.save(file, make())
+    mapped: Numbers = np.load(table, mmap_mode="r")
+    return mapped

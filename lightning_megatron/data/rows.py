@@ -1,0 +1,43 @@
+"""Several samples in one row, told apart by `segments`: what attention keeps apart.
+
+Between packing and collation. A row of length s that holds samples of 3 and 2 positions:
+
+    segments    0    0    0    1    1   -1 ...    the number of the sample within its row; -1: nothing lies here
+    tokens      a0   a1   a2   b0   b1   end of text ...
+    labels      a1   a2   a3   b1   b2  -100 ...
+    loss_mask   1    1    1    1    1    0 ...
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+NO_LABEL = -100
+"""A position with this label has no target."""
+
+NO_SEGMENT = -1
+"""A position of this segment is the unused end of a row."""
+
+
+def join_samples(samples: Sequence[Mapping[str, Tensor]], sequence_length: int, end_of_text: int) -> dict[str, Tensor]:
+    """One row of the samples' `tokens`, `labels` and `loss_mask`, one after the other, and its `segments`: each [s].
+
+    Raises ValueError for samples that are together longer than `sequence_length`.
+    """
+    lengths = [len(sample["tokens"]) for sample in samples]
+    unused = sequence_length - sum(lengths)
+    if unused < 0:
+        raise ValueError(
+            f"{len(samples)} samples of together {sum(lengths)} tokens do not fit a row of sequence_length"
+            f" ({sequence_length}); pack_lengths says which do"
+        )
+    fills = {
+        "tokens": torch.full((unused,), end_of_text),
+        "labels": torch.full((unused,), NO_LABEL),
+        "loss_mask": torch.zeros(unused),
+    }
+    row = {name: torch.cat([*(sample[name] for sample in samples), fill]) for name, fill in fills.items()}
+    numbers = torch.tensor([*range(len(samples)), NO_SEGMENT])
+    row["segments"] = numbers.repeat_interleave(torch.tensor([*lengths, unused]))
+    return row
