@@ -11,7 +11,7 @@ load("last.ckpt", moments, world=world, among=is_optimizer_name)
 
 from lightning_megatron.checkpoint.chunk_file import DamagedError
 from lightning_megatron.checkpoint.config import CheckpointConfig
-from lightning_megatron.checkpoint.load import LoadReport, load, read_once
+from lightning_megatron.checkpoint.load import LoadReport, load
 from lightning_megatron.checkpoint.manifest import Entry, is_checkpoint, read_entries, read_meta, read_names
 from lightning_megatron.checkpoint.optimizer import merge_rest, pieces_of_optimizer, rebuild_optimizer
 from lightning_megatron.checkpoint.save import Saver, save
@@ -35,7 +35,6 @@ __all__ = [
     "read_entries",
     "read_meta",
     "read_names",
-    "read_once",
     "rebuild_optimizer",
     "save",
 ]

@@ -14,7 +14,6 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from lightning_megatron.checkpoint import plain_data
 from lightning_megatron.checkpoint.chunk_file import DamagedError, Place, checksum_of, gaps, read_bytes
 from lightning_megatron.checkpoint.folder import Address, Folder
 from lightning_megatron.sharding import Box
+from lightning_megatron.version import VERSION
 
 MANIFEST_FILE = "manifest.json"
 META_FILE = "meta.pt"
@@ -87,7 +87,7 @@ class Manifest:
         return Manifest(
             save_id=save_id,
             layout=LAYOUT_VERSION,
-            package=_package_version(),
+            package=VERSION,
             torch=str(torch.__version__),
             files=files,
             whole=whole,
@@ -154,26 +154,26 @@ class Manifest:
 
     def faults(self, sizes: Mapping[str, int]) -> list[str]:
         """What is wrong with files of these sizes, or with the tensors in them, one line each, before any is read."""
-        return self.file_faults(sizes) + [
+        return ["; ".join(lines) for lines in self.file_faults(sizes).values()] + [
             f"{MANIFEST_FILE} has chunks of {entry.num_elements_of_chunks} elements for the "
             f"{entry.num_elements} of {name}"
             for name, entry in self.entries.items()
             if entry.num_elements_of_chunks != entry.num_elements
         ]
 
-    def file_faults(self, sizes: Mapping[str, int]) -> list[str]:
-        """What is wrong with files of these sizes, one line each."""
-        faults = []
+    def file_faults(self, sizes: Mapping[str, int]) -> dict[str, list[str]]:
+        """What is wrong with files of these sizes, by file; those with nothing wrong are left out."""
+        faults: dict[str, list[str]] = {}
         by_file: dict[str, list[Place]] = {name: [] for name in self.files}
         for place in self.places():
             by_file[place.file].append(place)
         for name, num_bytes in sorted(self.files.items()):
             if name not in sizes:
-                faults.append(f"{name} is missing")
+                faults[name] = [f"{name} is missing"]
             elif sizes[name] != num_bytes:
-                faults.append(f"{name} has {sizes[name]} bytes and was written with {num_bytes}")
-            else:
-                faults += gaps(by_file[name], num_bytes)
+                faults[name] = [f"{name} has {sizes[name]} bytes and was written with {num_bytes}"]
+            elif found := list(gaps(by_file[name], num_bytes)):
+                faults[name] = found
         return faults
 
 
@@ -288,10 +288,3 @@ def _require_checkpoint(folder: Folder) -> None:
         raise ValueError(f"checkpoint {folder.path} is an empty directory; {expected}")
     more = f" and {len(found) - 5} more" if len(found) > 5 else ""
     raise ValueError(f"checkpoint {folder.path} has no {MANIFEST_FILE} among {', '.join(found[:5])}{more}; {expected}")
-
-
-def _package_version() -> str:
-    try:
-        return metadata.version("lightning-megatron")
-    except metadata.PackageNotFoundError:
-        return "not installed"

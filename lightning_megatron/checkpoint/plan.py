@@ -14,7 +14,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from lightning_megatron.checkpoint import carrier
-from lightning_megatron.checkpoint.state import Piece
+from lightning_megatron.checkpoint.attempt import on_all
+from lightning_megatron.checkpoint.state import Pieces, as_pieces
 from lightning_megatron.comm.collectives import all_reduce, gather_objects
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import Box
@@ -48,24 +49,19 @@ class Planning:
         self._local: SavePlan | None = None
         self._plan = Plan()
 
-    def items(self, held: Mapping[str, list[Piece]]) -> list[Item]:
+    def items(self, held: Pieces) -> list[Item]:
         """The boxes that this rank writes, in parts of a bounded size. Collective.
 
-        Raises ValueError, on every rank, where the boxes of all ranks do not make whole tensors.
+        Raises on every rank, with the words of each that found it: ValueError where what is held is not what it should
+        be, or the boxes of all ranks do not make whole tensors; RuntimeError for anything else.
         """
-        carriers = {
-            name: carrier.Carrier([chunk for piece in full for chunk in carrier.chunks(piece, carrier.MAX_CHUNK_BYTES)])
-            for name, pieces in held.items()
-            if (full := [piece for piece in pieces if not piece.is_empty])
-        }
-        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(carriers, is_coordinator=self._world.is_first)
-        local = planner.create_local_plan()
-        is_known = torch.tensor(int(self._local is not None and _same(local, self._local)))
+        proposal = on_all(lambda: _Proposal.of(held, self._world), self._world)
+        is_known = torch.tensor(int(self._local is not None and self._local.items == proposal.local.items))
         if not int(all_reduce(is_known, self._world, "min")):
-            self._plan = self._agree(planner, local)
-            self._local = local
-        pieces = {(name, piece.box.offsets): piece for name, held in carriers.items() for piece in held.pieces}
+            by_rank = gather_objects(proposal.local, self._world)
+            self._plan = on_all(lambda: _plan_of(proposal.planner, by_rank, self._world.rank), self._world)
+            self._local = proposal.local
+        pieces = {(name, piece.box.offsets): piece for name, held in proposal.carriers.items() for piece in held.pieces}
         return [Item(spot[0], pieces[spot].box, pieces[spot].tensor.detach()) for spot in self._plan.spots]
 
     @property
@@ -73,24 +69,40 @@ class Planning:
         """Shape and dtype of every tensor of the last plan."""
         return self._plan.tensors
 
-    def _agree(self, planner: DefaultSavePlanner, local: SavePlan) -> Plan:
-        by_rank = gather_objects(local, self._world)
-        try:
-            plans, metadata = planner.create_global_plan(by_rank)
-        except (ValueError, AssertionError) as error:
-            raise ValueError(f"the parts that the ranks hold do not make whole tensors: {error}") from error
-        tensors = {
-            name: (tuple(found.size), found.properties.dtype)
-            for name, found in metadata.state_dict_metadata.items()
-            if isinstance(found, TensorStorageMetadata)
+
+@dataclass(frozen=True)
+class _Proposal:
+    """What this rank could write, before the ranks have agreed who does."""
+
+    carriers: Mapping[str, carrier.Carrier]
+    planner: DefaultSavePlanner
+    local: SavePlan
+
+    @staticmethod
+    def of(held: Pieces, world: Axis) -> "_Proposal":
+        carriers = {
+            name: carrier.Carrier([chunk for piece in full for chunk in carrier.chunks(piece, carrier.MAX_CHUNK_BYTES)])
+            for name, pieces in as_pieces(held).items()
+            if (full := [piece for piece in pieces if not piece.is_empty])
         }
-        spots = []
-        for item in plans[self._world.rank].items:
-            assert item.index.offset is not None
-            spots.append((item.index.fqn, tuple(item.index.offset)))
-        return Plan(tuple(spots), tensors)
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(dict(carriers), is_coordinator=world.is_first)
+        return _Proposal(carriers, planner, planner.create_local_plan())
 
 
-def _same(one: SavePlan, other: SavePlan) -> bool:
-    """Whether two plans of a rank hold the same boxes."""
-    return one.items == other.items
+def _plan_of(planner: DefaultSavePlanner, by_rank: list[SavePlan], rank: int) -> Plan:
+    """The plan of a rank. Raises ValueError where the boxes of all ranks do not make whole tensors."""
+    try:
+        plans, metadata = planner.create_global_plan(by_rank)
+    except (ValueError, AssertionError) as error:
+        raise ValueError(f"the parts that the ranks hold do not make whole tensors: {error}") from error
+    tensors = {
+        name: (tuple(found.size), found.properties.dtype)
+        for name, found in metadata.state_dict_metadata.items()
+        if isinstance(found, TensorStorageMetadata)
+    }
+    spots = []
+    for item in plans[rank].items:
+        assert item.index.offset is not None
+        spots.append((item.index.fqn, tuple(item.index.offset)))
+    return Plan(tuple(spots), tensors)

@@ -20,13 +20,14 @@ from typing import Any
 import torch
 
 from lightning_megatron.checkpoint import plain_data
+from lightning_megatron.checkpoint.attempt import on_all
 from lightning_megatron.checkpoint.chunk_file import ChunkWriter, Place
 from lightning_megatron.checkpoint.draft import Draft, new_id, remove
 from lightning_megatron.checkpoint.folder import Address, is_remote
 from lightning_megatron.checkpoint.manifest import META_FILE, Chunk, Entry, Manifest
 from lightning_megatron.checkpoint.plan import Item, Planning
 from lightning_megatron.checkpoint.staging import Staging, one_by_one
-from lightning_megatron.checkpoint.state import Pieces, as_pieces
+from lightning_megatron.checkpoint.state import Pieces
 from lightning_megatron.checkpoint.torch_index import INDEX_FILE, REST_FILE, Beside, index_bytes
 from lightning_megatron.comm.collectives import all_reduce, broadcast_object, gather_objects
 from lightning_megatron.mesh import Axis
@@ -126,17 +127,17 @@ class Saver:
             if not isinstance(draft, Draft):
                 raise draft
             try:
-                items = self._planning.items(as_pieces(pieces))
-            except ValueError as error:
+                items = self._planning.items(pieces)
+                is_same = on_all(lambda: is_held and not wait and self._staging.holds(items), self._world)
+            except (ValueError, RuntimeError) as error:
                 if self._world.is_first:
                     draft.discard()
-                raise ValueError(f"checkpoint {path} was not written: {error}") from error
+                kind = ValueError if isinstance(error, ValueError) else RuntimeError
+                raise kind(f"checkpoint {draft.path} was not written: {error}") from error
             order = _Order(draft, self._planning.tensors, content, beside)
-            if not wait:
-                is_same = torch.tensor(int(is_held and self._staging.holds(items)))
-                if int(all_reduce(is_same, self._world, "min")):
-                    follower = order
-                    return
+            if int(all_reduce(torch.tensor(int(is_same)), self._world, "min")):
+                follower = order
+                return
         finally:
             if is_held and flight is not None:
                 flight.let_go(follower)

@@ -5,6 +5,7 @@ What the source is decides the direction. The work is `hf.convert`'s; here are t
 
 import argparse
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -75,7 +76,7 @@ def run_convert(options: argparse.Namespace) -> None:
     try:
         converted = _convert(options)
     except (ValueError, ImportError, OSError, RuntimeError) as error:
-        raise UsageError([" ".join(line.strip() for line in str(error).splitlines())]) from error
+        raise UsageError([_as_options(" ".join(line.strip() for line in str(error).splitlines()))]) from error
     if options.json:
         print(json.dumps({"source": str(options.source), "target": str(options.target), **asdict(converted)}))
     else:
@@ -83,6 +84,15 @@ def run_convert(options: argparse.Namespace) -> None:
             f"{options.target}: {converted.family}, {converted.num_parameters:,} parameters in "
             f"{converted.num_tensors} tensors of {converted.dtype}"
         )
+
+
+def _as_options(message: str) -> str:
+    """A message about arguments of a function, as one about the options of the command."""
+    for name in _OF_CHECKPOINTS:
+        option = f"--{name.replace('_', '-')}"
+        message = re.sub(rf"(?<![-\w]){name}='?([^' ;,]+)'?", rf"{option} \1", message)
+        message = re.sub(rf"(?<![-\w]){name} \(", f"{option} (", message)
+    return message
 
 
 def _convert(options: argparse.Namespace) -> Converted:

@@ -6,30 +6,38 @@
 | 1 | anything else that fails, with its traceback |
 """
 
+import inspect
 import os
+import re
 import sys
+from argparse import ArgumentError
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.precision import TransformerEnginePrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 
+from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.precision.fp8 import Fp8Config, engine_faults
 from lightning_megatron.trainer import ConfigurationError, MegatronStrategy
 from lightning_megatron.trainer.checks import is_named_checkpoint
 
 # How jsonargparse begins lines about an argument that may be of several types.
 _TRIED = ("Does not validate against", "Subtypes:", "Errors:", "Expected a <class", "Given value", "Problem with given")
+# How it names an option that does not exist.
+_UNKNOWN = (r"^unrecognized arguments: --([\w.]+)", r"[Oo]ption '([\w.]+)'")
+_STRATEGY = "trainer.strategy.init_args"
 _USAGE_ERROR = 2
 
 
 class RecipeCLI(LightningCLI):
     """`fit`, `validate`, `test` and `predict` of fixed classes, with `links` from one option to another.
 
-    What is wrong with the options is raised as ConfigurationError.
+    What is wrong with the options is raised: as UsageError where they cannot be read, else as ConfigurationError.
     """
 
     def __init__(
@@ -43,6 +51,8 @@ class RecipeCLI(LightningCLI):
     ) -> None:
         self._links = links
         self._callbacks = callbacks
+        self._names = [f"{_STRATEGY}.{name}" for name in inspect.signature(MegatronStrategy).parameters]
+        # of all options
         super().__init__(
             module,
             data,
@@ -50,6 +60,8 @@ class RecipeCLI(LightningCLI):
             auto_configure_optimizers=False,
             # The options of a run lie beside its logs; an older run's are no reason to stop.
             save_config_kwargs={"overwrite": True},
+            # What is wrong with an option is raised, and not shown below all options that there are.
+            parser_kwargs={"exit_on_error": False, **{name: {"exit_on_error": False} for name in self.subcommands()}},
             args=list(args) if args is not None else None,
         )
 
@@ -58,6 +70,13 @@ class RecipeCLI(LightningCLI):
             parser.link_arguments(source, target)
         for name, callback in self._callbacks.items():
             parser.add_lightning_class_args(callback, name)
+        self._names += parser.get_defaults(skip_validation=True).keys()
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        try:
+            super().parse_arguments(parser, args)
+        except ArgumentError as error:
+            raise UsageError([_about_option(str(error), self._names)]) from error
 
     def instantiate_classes(self) -> None:
         try:
@@ -109,11 +128,24 @@ def run_recipe(
 def _exit_on_mistake(run: Callable[[], Any]) -> None:
     try:
         run()
-    except (ConfigurationError, MisconfigurationException) as error:
+    except (ConfigurationError, MisconfigurationException, UsageError) as error:
         # Ranks find the same fault together; one a machine tells it.
         if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(_USAGE_ERROR)
+
+
+def _about_option(text: str, names: Sequence[str]) -> str:
+    """One line that says what is wrong with an option; of one that there is not, the nearest that there is."""
+    lines = _told(text) if _TRIED[0] in text else text.splitlines()
+    # The value, unless it is an option within the option.
+    lines += re.findall(r"^  Given value: (?!NestedArg).*", text, re.MULTILINE)[:1]
+    line = re.sub(r'^Parser key "([\w.]+)":', r"--\1:", " ".join(line.strip() for line in lines))
+    unknown = [name for pattern in _UNKNOWN for name in re.findall(pattern, line)]
+    # Of the strategy's own it says the last name alone.
+    known = {name.removeprefix(f"{_STRATEGY}."): name for name in names} | {name: name for name in names}
+    nearest = [known[near] for name in unknown for near in get_close_matches(name, known, 1)]
+    return line + "".join(f"; the nearest is --{name}" for name in nearest)
 
 
 def _told(text: str) -> list[str]:

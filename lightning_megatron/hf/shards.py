@@ -27,7 +27,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT_BYTES = 8
 MAX_SHARD_BYTES = 5 * 2**30
 
-TOKENIZER_FILES = (
+_TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -35,9 +35,9 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
-    "generation_config.json",
 )
-"""What goes along with a model, besides `chat_template.*`."""
+# Beside `chat_template.*`.
+_ALONG = (*_TOKENIZER_FILES, "generation_config.json")
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Fields of a `config.json` that a tokenizer knows and a model does not."""
@@ -139,16 +139,26 @@ def start_draft(path: Path, tokenizer_from: Path | None) -> Path:
         raise ValueError(f"{path} exists and is not empty; give a path where nothing is, or remove it")
     if tokenizer_from is not None and not tokenizer_from.is_dir():
         raise ValueError(f"tokenizer_from ({tokenizer_from}) is no folder; give the folder that the tokenizer is in")
+    if tokenizer_from is not None and not has_tokenizer(tokenizer_from):
+        raise ValueError(
+            f"tokenizer_from ({tokenizer_from}) has none of the files of a tokenizer ({', '.join(_TOKENIZER_FILES)}); "
+            "give the folder that the tokenizer is in, or leave it out"
+        )
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}.draft")
     draft.mkdir(parents=True)
     return draft
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a file of a tokenizer is in the folder."""
+    return any((folder / name).is_file() for name in _TOKENIZER_FILES)
 
 
 def finish_draft(draft: Path, path: Path, config: Mapping[str, Any], tokenizer_from: Path | None) -> None:
     """Adds what is not weights, and renames the draft to `path`."""
     ids: dict[str, Any] = dict.fromkeys(TOKEN_IDS)
     if tokenizer_from is not None:
-        for name in TOKENIZER_FILES:
+        for name in _ALONG:
             if (tokenizer_from / name).is_file():
                 shutil.copyfile(tokenizer_from / name, draft / name)
         for file in tokenizer_from.glob("chat_template.*"):

@@ -1,7 +1,9 @@
 """Folders of checkpoints as runs leave them, those that were killed among them."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,9 +14,10 @@ from lightning_megatron.mesh import Mesh
 WORLD = Mesh.single().world
 
 
-def saved(path: Path, step: int = 0, **pieces: torch.Tensor) -> Path:
+def saved(path: Path, step: int = 0, *, meta: Mapping[str, Any] | None = None, **pieces: torch.Tensor) -> Path:
     """A small complete checkpoint of that step."""
-    save(path, {"w": torch.full((100,), float(step)), **pieces}, {"global_step": step, "epoch": step // 4}, world=WORLD)
+    told = {"global_step": step, "epoch": step // 4, **(meta or {})}
+    save(path, {"w": torch.full((100,), float(step)), **pieces}, told, world=WORLD)
     return path
 
 

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from lightning_megatron.checkpoint import Saver, chunk_file, draft, load, save, staging
+from lightning_megatron.checkpoint import Saver, carrier, chunk_file, draft, load, save, staging
 from lightning_megatron.checkpoint.state import Piece
 from lightning_megatron.mesh import Axis, Sizes
 from lightning_megatron.sharding import Box
@@ -166,6 +167,55 @@ def test_a_file_that_cannot_grow_is_told_on_both_ranks(tmp_path: Path, limited: 
     # And the next goes well.
     saver.save(path, halves(3), {})
     require_step(path, 3, world)
+
+
+def raise_in(where: str, saver: Saver) -> None:
+    """From now on this rank cannot do that, before it comes to ask the others."""
+
+    def fail(*args: Any, **options: Any) -> Any:
+        raise MemoryError("not on this rank")
+
+    if where == "its own plan":
+        carrier.chunks = fail
+    elif where == "the plan of all":
+        DefaultSavePlanner.create_global_plan = fail  # type: ignore[method-assign]
+    else:
+        saver._staging.holds = fail  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("is_behind", [False, True])
+@pytest.mark.parametrize("where", ["its own plan", "the plan of all", "the comparison", "its input"])
+@on_ranks(2)
+def test_what_one_rank_runs_into_before_it_writes_ends_the_save_on_both(
+    tmp_path: Path, where: str, is_behind: bool
+) -> None:
+    if where == "the comparison" and not is_behind:
+        return
+    world, path = world_of_two(), tmp_path / "last.ckpt"
+    save(path, halves(1), {}, world=world)
+    saver, pieces, wanted = Saver(world, mesh_of(Sizes(world=2)).world), halves(2), "MemoryError: not on this rank"
+    kind: type[Exception] = RuntimeError
+    if where == "the comparison":
+        # It is made with a save that is in the air.
+        saver.save(tmp_path / "other.ckpt", halves(2), {}, wait=False)
+    if where == "its input":
+        kind, wanted = ValueError, "ValueError: .*must have the sizes of its box"
+    if dist.get_rank() == 1:
+        if where == "its input":
+            pieces["v"] = bad_pieces()
+        else:
+            raise_in(where, saver)
+    with pytest.raises(kind, match=rf"last\.ckpt was not written: rank 1: {wanted}") as raised:
+        saver.save(path, pieces, {}, wait=not is_behind)
+    assert (raised.value.__cause__.__cause__ is not None) == (dist.get_rank() == 1)
+    saver.wait()
+    require_step(path, 1, world)
+    assert draft.UNFINISHED not in os.listdir(tmp_path)
+
+
+def bad_pieces() -> Iterator[Piece]:
+    """A user's own, that are made when they are asked for."""
+    yield Piece((5,), Box((0,), (5,)), torch.zeros(4))
 
 
 def mount_small(folder: Path, num_bytes: int) -> None:

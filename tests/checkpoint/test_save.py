@@ -11,7 +11,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_megatron.checkpoint import Saver, carrier, draft, is_checkpoint, load, read_entries, read_meta, save
+from lightning_megatron.checkpoint import (
+    Saver,
+    carrier,
+    draft,
+    is_checkpoint,
+    load,
+    plan,
+    read_entries,
+    read_meta,
+    save,
+)
 from lightning_megatron.checkpoint.chunk_file import ChunkWriter, Place
 from lightning_megatron.checkpoint.draft import UNFINISHED, Draft
 from lightning_megatron.checkpoint.manifest import read_manifest
@@ -401,13 +411,13 @@ def test_saves_of_other_boxes_are_planned_anew_and_of_the_same_boxes_are_not(tmp
     world = mesh_of(Sizes(world=2)).world
     saver, rank = Saver(world), dist.get_rank()
     agreed = []
-    agree = saver._planning._agree
+    agree = plan._plan_of
 
     def count(*args):
         agreed.append(args)
         return agree(*args)
 
-    saver._planning._agree = count
+    plan._plan_of = count
     for step, extra in ((0, False), (1, False), (2, True), (3, True)):
         pieces = {"w": Piece((4,), Box((2 * rank,), (2,)), torch.full((2,), float(step)))}
         if extra and rank == 1:

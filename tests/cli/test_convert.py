@@ -86,6 +86,7 @@ def test_mistakes_are_one_line_with_the_way_out(capsys: pytest.CaptureFixture[st
     assert printed(capsys, "theirs", "model.ckpt")
     Path("broken.yaml").write_text("a: [")
     Path("list.yaml").write_text("- a")
+    Path("empty").mkdir()
     for options, words in (
         (("nowhere", "x.ckpt"), "nowhere is no folder"),
         (("theirs", "x"), "TARGET (x) is to be a checkpoint, as theirs is none: end it in .ckpt"),
@@ -93,12 +94,13 @@ def test_mistakes_are_one_line_with_the_way_out(capsys: pytest.CaptureFixture[st
         (("theirs", "x", "--submodule", "m", "--config", "c"), "--submodule acts on a checkpoint"),
         (("theirs", "model.ckpt"), "model.ckpt exists"),
         (("model.ckpt", "theirs", "--family", "llama"), "theirs exists and is not empty"),
-        (("model.ckpt", "x"), "say which: family='llama'"),
+        (("model.ckpt", "x"), "say which: --family llama"),
         (("model.ckpt", "x", "--family", "gpt2"), "gpt2: position ('rotary') must be 'learned'"),
-        (("model.ckpt", "x", "--family", "falcon"), "family ('falcon') must be one of"),
-        (("model.ckpt", "x", "--family", "llama", "--max-shard-bytes", "0"), "max_shard_bytes (0)"),
-        (("model.ckpt", "x", "--family", "llama", "--tokenizer-from", "y"), "tokenizer_from (y) is no folder"),
-        (("model.ckpt", "x", "--submodule", "net"), "submodule ('net') must be one of 'model'"),
+        (("model.ckpt", "x", "--family", "falcon"), "--family ('falcon') must be one of"),
+        (("model.ckpt", "x", "--family", "llama", "--max-shard-bytes", "0"), "--max-shard-bytes (0)"),
+        (("model.ckpt", "x", "--family", "llama", "--tokenizer-from", "y"), "--tokenizer-from (y) is no folder"),
+        (("model.ckpt", "x", "--submodule", "net"), "--submodule ('net') must be one of 'model'"),
+        (("model.ckpt", "x", "--family", "llama", "--tokenizer-from", "empty"), "--tokenizer-from (empty) has none"),
         (("bare.ckpt", "x"), "--config model.yaml"),
         (("bare.ckpt", "x", "--config", "broken.yaml"), "is neither YAML nor JSON"),
         (("bare.ckpt", "x", "--config", "list.yaml"), "must be a table of fields"),
@@ -113,4 +115,5 @@ def test_mistakes_are_one_line_with_the_way_out(capsys: pytest.CaptureFixture[st
         "bare.ckpt",
         "broken.yaml",
         "list.yaml",
+        "empty",
     }

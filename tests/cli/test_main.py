@@ -7,9 +7,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 import lightning_megatron
+from lightning_megatron.checkpoint import save
+from lightning_megatron.checkpoint.manifest import read_manifest
 from lightning_megatron.cli.main import main
+from lightning_megatron.mesh import Mesh
 
 ROOT = Path(__file__).resolve().parents[2]
 # A small schedule.
@@ -25,6 +29,12 @@ def test_the_script_of_the_package_is_main() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     module, _, name = scripts["lightning-megatron"].partition(":")
     assert getattr(importlib.import_module(module), name) is main
+
+
+def test_the_version_is_that_of_the_project_also_where_it_is_not_installed(tmp_path: Path) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    save(tmp_path / "a.ckpt", {"w": torch.zeros(1)}, {}, world=Mesh.single().world)
+    assert lightning_megatron.__version__ == read_manifest(tmp_path / "a.ckpt").package == project["version"]
 
 
 def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:

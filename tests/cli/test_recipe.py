@@ -32,6 +32,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory of a run, with what the command line sets in the environment taken back after it."""
     write_corpus(tmp_path)
     (tmp_path / "tiny.yaml").write_text(TINY)
+    (tmp_path / "typo.yaml").write_text("model:\n  config:\n    num_layer: 3\n")
     (tmp_path / "empty").mkdir()
     (tmp_path / "garbage.ckpt").write_bytes(b"no checkpoint")
     for name in ("other.ckpt", "damaged.ckpt"):
@@ -73,7 +74,20 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "sequences longer than the model's": (("--data.sequence_length=99",), ("sequence_length (99)", "(16)")),
     "an unknown precision": (("--trainer.precision=7-bit",), ("precision", "7-bit")),
-    "an unknown option": (("--data.pth=x",), ("pth",)),
+    "an unknown option": (("--data.pth=x",), ("--data.pth=x; the nearest is --data.path",)),
+    "an unknown option in a file": (
+        ("--config=typo.yaml",),
+        ("'model.config.num_layer'; the nearest is --model.config",),
+    ),
+    "an unknown option of the strategy": (
+        (f"{STRATEGY}.tensor_parallel_size=2",),
+        (f"'tensor_parallel_size' is not accepted; the nearest is {STRATEGY}.tensor_model_parallel_size",),
+    ),
+    "a file of options that is not there": (
+        ("--config=nothere.yaml",),
+        ("--config: File does not exist", "nothere.yaml"),
+    ),
+    "a number that is none": (("--trainer.max_steps=abc",), ("--trainer.max_steps: Expected", "abc")),
     "a size that is not one": (("--model.config.num_layers=0",), ("num_layers (0) must be at least 1",)),
     "a head size that does not come out": (("--model.config.hidden_size=33",), ("hidden_size (33)",)),
     "a rate below zero": (("--model.optimizer.lr=-1",), ("lr (-1",)),
@@ -124,6 +138,14 @@ def test_a_mistake_ends_with_its_message(mistake: str, capfd: pytest.CaptureFixt
     assert "Traceback" not in printed
     for part in told:
         assert part in printed, printed
+
+
+def test_a_mistake_in_an_option_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    for option in ("--data.pth=x", "--config=nothere.yaml", f"{STRATEGY}.tensor_parallel_size=2", "--config=typo.yaml"):
+        with pytest.raises(SystemExit):
+            run(option)
+        printed = capfd.readouterr().err
+        assert printed.startswith("error: ") and printed.count("\n") == 1, printed
 
 
 def test_all_mistakes_are_told_together(capfd: pytest.CaptureFixture[str]) -> None:

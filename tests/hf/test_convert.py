@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_megatron import hf
+from lightning_megatron import ConfigurationError, hf, load_from_checkpoint
 from lightning_megatron.checkpoint import pieces_of_module, read_entries, read_meta, save
 from lightning_megatron.hf.convert import MODELS, from_checkpoint, gpt_config, to_checkpoint
 from lightning_megatron.mesh import Mesh
@@ -67,6 +67,37 @@ def predict_from_checkpoint(layout: Layout, path: Path) -> tuple[Tensor, float]:
     [found] = make_trainer(layout, precision="32-true").validate(module, loader, ckpt_path=path, verbose=False)
     assert isinstance(output, Tensor)
     return output, found["loss"]
+
+
+class Trained(Language):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        assert self.model is not None
+        loss: Tensor = self.model(batch, labels=batch)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_refused_and_begun_from_its_weights(path: Path) -> tuple[str, bool]:
+    config, loader = gpt_config(read_meta(path)[MODELS]["model"]["config"]), DataLoader(tokens(), batch_size=2)
+    with pytest.raises(ConfigurationError) as refused:
+        make_trainer(Layout(), max_steps=1).fit(Trained(config), loader, ckpt_path=path)
+    # As the message says.
+    module = load_from_checkpoint(Trained, path, config=config)
+    assert module.model is not None
+    before = {name: weight.detach().clone() for name, weight in module.model.named_parameters()}
+    make_trainer(Layout(), max_steps=1, precision="32-true").fit(module, loader)
+    moved = [not torch.equal(weight, before[name]) for name, weight in module.model.named_parameters()]
+    return str(refused.value), any(moved)
+
+
+@pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
+def test_a_fit_that_is_to_go_on_from_it_is_told_how_to_begin_from_its_weights(tmp_path: Path) -> None:
+    saved("llama", tmp_path / "theirs")
+    to_checkpoint(tmp_path / "theirs", tmp_path / "model.ckpt")
+    [(told, has_trained)] = run_on_ranks(1, fit_refused_and_begun_from_its_weights, tmp_path / "model.ckpt", init=False)
+    assert "model.ckpt) has weights alone" in told and "hf.from_pretrained" in told and has_trained
 
 
 LAYOUTS = {"one": Layout(), "tp2+sp": Layout(world=2, tp=2, sp=True), "pp2": Layout(world=2, pp=2)}

@@ -218,13 +218,21 @@ def test_a_path_that_is_taken_is_refused(tmp_path: Path) -> None:
         ({"dtype": torch.int8}, r"dtype \(torch.int8\) must be one of torch.float64, torch.float32"),
         ({"max_shard_bytes": 0}, r"max_shard_bytes \(0\) must be at least 1"),
         ({"tokenizer_from": "nowhere"}, r"tokenizer_from \(nowhere\) is no folder"),
+        ({"tokenizer_from": "bare"}, r"tokenizer_from \(bare\) has none of the files of a tokenizer \(tokenizer.json"),
         ({"family": "llama"}, r"llama: position \('learned'\) must be 'rotary'"),
     ],
 )
-def test_what_cannot_be_written_is_told(options: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_told(
+    options: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if "tokenizer_from" in options:
+        # Things that go along with a tokenizer, and none.
+        (tmp_path / "bare").mkdir()
+        (tmp_path / "bare" / "generation_config.json").write_text("{}")
     with pytest.raises(ValueError, match=words):
         hf.save_pretrained(small(), tmp_path / "model", **options)
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir() if path.name != "bare"] == []
 
 
 def save_with_a_full_disk(target: Path) -> str:

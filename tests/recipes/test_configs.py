@@ -50,6 +50,7 @@ def sizes_of(parsed: Parsed) -> Sizes:
         world=trainer["devices"] * trainer["num_nodes"],
         tp=options["tensor_model_parallel_size"],
         pp=options["pipeline_model_parallel_size"],
+        cp=options["context_parallel_size"],
         sequence_parallel=options["sequence_parallel"],
     )
 
@@ -82,6 +83,7 @@ def test_a_shipped_configuration_has_no_fault(path: Path) -> None:
         ("gpt2_124m.yaml", 124_439_808, 8, 8),  # the released weights, counted
         ("gpt3_175b.yaml", 174.6e9, 1024, 8),  # arXiv 2104.04473, table 2
         ("gpt_1t.yaml", 1008.0e9, 3072, 6),  # arXiv 2104.04473, table 1
+        ("llama3_405b_128k.yaml", 405.85e9, 16384, 8),  # the released weights, and arXiv 2407.21783, table 4
     ],
 )
 def test_a_model_has_the_size_of_its_name(name: str, parameters: float, world: int, dp: int) -> None:
@@ -102,6 +104,15 @@ def test_the_count_is_that_of_the_published_formula() -> None:
     published = 12 * layers * hidden**2 + 13 * layers * hidden
     published += (config.vocab_size + config.max_sequence_length) * hidden
     assert cost.model_parameters(config) - published == 2 * hidden
+
+
+def test_documents_are_a_stream_unless_asked_for_and_kept_apart_by_two_options() -> None:
+    [stream, *packed] = [
+        parse("toy.yaml", *options).datamodule
+        for options in ([], ["--data.packing=documents"], ["--data.packing=documents", "--data.long_documents=drop"])
+    ]
+    assert stream.packing == "stream"
+    assert [(data.packing, data.long_documents) for data in packed] == [("documents", "split"), ("documents", "drop")]
 
 
 def test_an_option_on_the_command_line_wins_over_the_file() -> None:

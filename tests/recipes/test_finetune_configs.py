@@ -81,3 +81,8 @@ def test_the_model_has_the_size_of_its_name() -> None:
 def test_paths_can_be_asked_for_on_the_command_line() -> None:
     lora = parse("finetune_toy.yaml", "--model.lora.rank=4", '--model.lora.targets=["mlp.up"]').model.lora
     assert (lora.rank, lora.targets) == (4, ("mlp.up",))
+
+
+def test_chats_are_packed_where_that_is_asked_for() -> None:
+    assert not parse("finetune_toy.yaml").datamodule.packs_samples
+    assert parse("finetune_toy.yaml", "--data.packing=true").datamodule.packs_samples
