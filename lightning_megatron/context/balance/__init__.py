@@ -1,0 +1,25 @@
+"""Dynamic context parallelism on paper: which ranks run which documents, how wide, in which microbatch.
+
+Before a step: pure functions of the documents' lengths, the same on every rank, no communication.
+"""
+
+from lightning_megatron.context.balance.bound import lower_bound
+from lightning_megatron.context.balance.config import DynamicContextConfig, group_sizes
+from lightning_megatron.context.balance.cost import CostModel, from_model
+from lightning_megatron.context.balance.fit import Measurement, fit
+from lightning_megatron.context.balance.slots import Group, Plan, step_seconds
+from lightning_megatron.context.balance.solve import plan
+
+__all__ = [
+    "CostModel",
+    "DynamicContextConfig",
+    "Group",
+    "Measurement",
+    "Plan",
+    "fit",
+    "from_model",
+    "group_sizes",
+    "lower_bound",
+    "plan",
+    "step_seconds",
+]

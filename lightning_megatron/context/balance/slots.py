@@ -1,0 +1,86 @@
+"""A plan of a step: in every microbatch, which group of ranks runs which documents; and how long it takes.
+
+Between the balancer and the ranks: the balancer makes it, every rank reads its own line of it.
+
+The R = dp x cp ranks of one pipeline stage are a line 0..R-1. A step is M slots, one microbatch of every rank each. In
+a slot the line is cut into groups: contiguous ranks, the first a multiple of the size. A group runs its documents as
+one packed call, cut over its ranks; a group with no documents is an empty microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_megatron.context.balance.cost import CostModel
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Ranks that run one packed microbatch together."""
+
+    first: int
+    """Their first rank."""
+    size: int
+    documents: tuple[int, ...]
+    """Indices into the lengths that were planned, ascending; none where there was no document left."""
+
+    @property
+    def ranks(self) -> range:
+        return range(self.first, self.first + self.size)
+
+
+Slot = tuple[Group, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What `plan` decided; equal on all ranks that gave it the same lengths."""
+
+    num_ranks: int
+    slots: tuple[Slot, ...]
+    """The groups of every microbatch, by first rank; together they hold every rank once."""
+    seconds: float
+    """The time of the step by the cost model: see `step_seconds`."""
+    lower_bound: float
+    """What `step_seconds` of no plan can be below."""
+
+    def groups_of(self, rank: int) -> tuple[Group, ...]:
+        """The microbatches of a rank in order, one of every slot."""
+        return tuple(next(group for group in slot if rank in group.ranks) for slot in self.slots)
+
+
+def step_seconds(slots: Sequence[Slot], lengths: Sequence[int], cost: CostModel, pp: int = 1) -> float:
+    """Seconds until the slowest rank is done, with the fill and drain of a pipeline.
+
+    A group starts when the last of its ranks has ended its microbatch before; ranks that share no group do not wait
+    for each other. A pipeline of pp ranks adds the longest microbatch pp - 1 times, as in a flow shop of equal stages:
+    that is an estimate of a real schedule. With several stages on a rank the pipeline fills faster, but one long
+    microbatch still holds up every rank after it, so nothing is taken off for them.
+    """
+    clocks = [0.0] * sum(group.size for group in slots[0])
+    longest = 0.0
+    for slot in slots:
+        for group in slot:
+            seconds = group_seconds(group, lengths, cost)
+            longest = max(longest, seconds)
+            end = max(clocks[group.first : group.first + group.size]) + seconds
+            clocks[group.first : group.first + group.size] = [end] * group.size
+    return max(clocks) + (pp - 1) * longest
+
+
+def shortest_at_ends(slots: Sequence[Slot], lengths: Sequence[int], cost: CostModel) -> tuple[Slot, ...]:
+    """The slots in the order that suits a pipeline: first and last the shortest, the longest in the middle.
+
+    Ranks stand idle while the first microbatches fill the pipeline and the last ones leave it. In between, neighbours
+    of about one length let no stage wait for another.
+    """
+    longest = [max(group_seconds(group, lengths, cost) for group in slot) for slot in slots]
+    order = sorted(range(len(slots)), key=longest.__getitem__)
+    return tuple(slots[place] for place in [*order[0::2], *reversed(order[1::2])])
+
+
+def group_seconds(group: Group, lengths: Sequence[int], cost: CostModel) -> float:
+    """Seconds of one group's microbatch."""
+    own = [lengths[document] for document in group.documents]
+    return cost.seconds(sum(own), sum(length * length for length in own), group.size)

@@ -1,0 +1,112 @@
+"""How many ranks each document gets: the dial that the balancer turns, and what it makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lightning_megatron.context.balance.config import DynamicContextConfig
+from lightning_megatron.context.balance.cost import CostModel, Floats
+
+# A document is not cut further than to this many times its shortest time, unless a setting says so: the last doublings
+# of a group often gain little and cost all of its ranks.
+SLACK = 1.25
+
+# Of each document, longest first, the index of its size.
+Widths = npt.NDArray[np.intp]
+
+
+@dataclass(frozen=True, slots=True)
+class Dial:
+    """One setting of the search."""
+
+    longest_seconds: float
+    """What a document may take."""
+    slack: float
+    """Or this many times what it takes on its fastest size."""
+    num_microbatches: int
+    """At least so many."""
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """All documents, longest first, and what each would take alone on every size."""
+
+    order: npt.NDArray[np.intp]
+    sizes: tuple[int, ...]
+    """Ascending."""
+    seconds: Floats
+    """[sizes, documents], without the fixed part; infinite where the document is over the memory cap."""
+    seconds_by_level: list[list[float]]
+    """The same by level, widest first, and document as it was given."""
+    work: float
+    """Rank-seconds of all, without fixed parts and communication."""
+
+    @classmethod
+    def of(
+        cls, lengths: Sequence[int], sizes: tuple[int, ...], cost: CostModel, config: DynamicContextConfig
+    ) -> Documents:
+        order = np.argsort(-np.asarray(lengths), kind="stable")
+        tokens = np.asarray(lengths, dtype=np.float64)[order]
+        rows = [
+            np.where(
+                tokens <= size * config.max_tokens_per_rank,
+                cost.seconds(tokens, tokens**2, size) - cost.fixed_seconds,
+                np.inf,
+            )
+            for size in sizes
+        ]
+        seconds = np.array(rows)
+        as_given = np.empty_like(seconds)
+        as_given[:, order] = seconds
+        work = cost.work(float(tokens.sum()), float((tokens**2).sum()))
+        return cls(order, sizes, seconds, as_given[::-1].tolist(), work)
+
+    def widths(self, dial: Dial) -> Widths:
+        """The smallest sizes that are as fast as the dial asks."""
+        limits = np.maximum(dial.longest_seconds, dial.slack * self.seconds.min(axis=0))
+        chosen: Widths = (self.seconds <= limits).argmax(axis=0)
+        return chosen
+
+    def by_level(self, widths: Widths) -> list[list[int]]:
+        """The documents of each size, widest first, each list longest first."""
+        return [self.order[widths == level].tolist() for level in reversed(range(len(self.sizes)))]
+
+    def longest_seconds(self, widths: Widths) -> float:
+        """Seconds of the slowest document on its size."""
+        return float(self.seconds[widths, np.arange(len(self.order))].max())
+
+    def neighbours(self, widths: Widths, critical: Sequence[int]) -> Iterator[Widths]:
+        """The same widths with one document a size wider or narrower: of these and the slowest, the slowest first."""
+        own = self.seconds[widths, np.arange(len(self.order))]
+        is_critical = np.isin(self.order, critical)
+        is_critical[own.argmax()] = True
+        for place in np.flatnonzero(is_critical)[np.argsort(-own[is_critical], kind="stable")]:
+            for change in (1, -1):
+                width = widths[place] + change
+                if 0 <= width < len(self.sizes) and np.isfinite(self.seconds[width, place]):
+                    changed = widths.copy()
+                    changed[place] = width
+                    yield changed
+
+
+def dials(documents: Documents, ranks: int, fewest: int, pp: int) -> Iterator[Dial]:
+    """Settings to try.
+
+    Without a pipeline few microbatches are best, and a document may take as long as the mean rank works, or a half, a
+    quarter ... of it. With one the longest microbatch counts pp - 1 times more: the number of microbatches is tried,
+    and a document may take as long as a mean microbatch.
+    """
+    mean = documents.work / ranks
+    if pp == 1:
+        yield Dial(mean, SLACK, fewest)
+        yield Dial(mean, 1.0, fewest)
+        yield from (Dial(mean / 2**halvings, SLACK, fewest) for halvings in range(1, 2 + len(documents.sizes)))
+        return
+    for factor in (0, 1, 2, 3, 4, 6, 8):
+        count = max(fewest, factor * (pp - 1))
+        yield Dial(mean / count, SLACK, count)
+    yield Dial(mean / count, 1.0, count)
