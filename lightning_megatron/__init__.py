@@ -4,6 +4,7 @@ Importing the package also registers the strategy, so that `Trainer(strategy="me
 """
 
 from lightning_megatron.checkpoint import CheckpointConfig
+from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.mesh import StageLayout
 from lightning_megatron.optim.config import LossScaleConfig, OptimizerConfig
 from lightning_megatron.precision.fp8 import Fp8Config
@@ -14,10 +15,12 @@ from lightning_megatron.trainer import (
     RecomputeConfig,
     load_from_checkpoint,
 )
+from lightning_megatron.version import VERSION
 
 __all__ = [
     "CheckpointConfig",
     "ConfigurationError",
+    "ContextConfig",
     "Fp8Config",
     "LossScaleConfig",
     "MegatronStrategy",
@@ -29,4 +32,4 @@ __all__ = [
     "load_from_checkpoint",
 ]
 
-__version__ = "0.1.0"
+__version__ = VERSION

@@ -6,6 +6,8 @@ constructor arguments.
     dense   world = pp x dp  x cp x tp     tp varies fastest: tp neighbours sit on one node
     expert  world = pp x edp x ep x etp    the same pipeline stages, the other axes folded anew
 
+cp is outer x inner in turn, inner varying fastest: groups that exchange keys and values, of ranks that exchange heads.
+
 A stage's coordinate runs against the global rank: the last stage sits on global rank 0, because code after the model
 call runs on the last stage and loggers, progress bars and `is_global_zero` live on global rank 0.
 """
@@ -29,6 +31,10 @@ NewGroup = Callable[[tuple[int, ...]], ProcessGroup | None]
 
 Placement = Literal["loop", "v"]
 """Which stages a pipeline rank holds: every pp-th, or, of two each, those at equal distance from the middle."""
+
+
+Exchange = Literal["ring", "all_gather"]
+"""How keys and values come to the other ranks of cp: from neighbour to neighbour, or from all at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +67,12 @@ class Sizes:
     # stages
     cp: int = 1
     # ranks that share each sequence
+    cp_inner: int = 1
+    # of them, neighbours that exchange heads for tokens; the others exchange keys and values
+    cp_exchange: Exchange = "ring"
+    # how the others exchange them
+    pads_uneven: bool = True
+    # a sequence that cp does not divide is padded; else it is refused
     ep: int = 1
     # ranks that share the experts of a layer
     etp: int = 1
@@ -94,6 +106,12 @@ class Sizes:
             faults.append(
                 f"virtual_pipeline_model_parallel_size ({self.vp}) needs pipeline_model_parallel_size above 1; "
                 "with one rank use 1"
+            )
+        if self.cp_inner < 1 or self.cp % self.cp_inner:
+            fits = ", ".join(str(n) for n in range(1, self.cp + 1) if self.cp % n == 0)
+            faults.append(
+                f"inner_size ({self.cp_inner}) of the context exchange must divide context_parallel_size ({self.cp}); "
+                f"it may be {fits}"
             )
         for product, names in (
             (self.pp * self.cp * self.tp, "pipeline x context x tensor"),
@@ -244,6 +262,13 @@ class Mesh:
             if name not in axes:
                 own, ranks = _line(sizes, names, along, global_rank)
                 axes[name] = Axis(name, len(ranks), own, ranks, group_of(ranks))
+        cp = axes["cp"]
+        outer, inner = divmod(cp.rank, sizes.cp_inner)
+        for name, own, ranks in (
+            ("cp_outer", outer, cp.ranks[inner :: sizes.cp_inner]),
+            ("cp_inner", inner, cp.ranks[outer * sizes.cp_inner :][: sizes.cp_inner]),
+        ):
+            axes[name] = Axis(name, len(ranks), own, ranks, group_of(ranks))
         world = _world_ranks(sizes.world)
         axes["world"] = Axis("world", sizes.world, global_rank, world, group_of(world))
         alone = Axis("sp", 1, 0, (global_rank,))
@@ -253,7 +278,7 @@ class Mesh:
         return Mesh(global_rank, sizes, axes)
 
     def axis(self, name: str) -> Axis:
-        """The axis called `name`: one of the short names, `sp`, `world`, or a union such as `dp+cp`."""
+        """The axis called `name`: a short name, `sp`, `cp_outer`, `cp_inner`, `world`, or a union (`dp+cp`)."""
         if name not in self.axes:
             raise ValueError(f"axis {name!r} is not on the mesh; there are {', '.join(self.axes)}")
         return self.axes[name]

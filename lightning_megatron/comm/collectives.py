@@ -189,6 +189,26 @@ def all_gather_(x: Tensor, axis: Axis, *, wait: bool = True) -> Tensor | Pending
     return pending.wait() if wait else pending
 
 
+@overload
+def all_to_all(x: Tensor, axis: Axis, split: int, join: int, *, wait: Literal[True] = True) -> Tensor: ...
+@overload
+def all_to_all(x: Tensor, axis: Axis, split: int, join: int, *, wait: Literal[False]) -> Pending: ...
+def all_to_all(x: Tensor, axis: Axis, split: int, join: int, *, wait: bool = True) -> Tensor | Pending:
+    """This rank's part, along the dim `split`, of what every rank has, joined along the dim `join` in the order of the
+    axis. `split` must divide by the size of the axis."""
+    if axis.size == 1:
+        return x if wait else Pending(x)
+    _ascending(axis)
+    assert x.shape[split] % axis.size == 0, (
+        f"dim {split} of {tuple(x.shape)} does not divide by {axis.name} ({axis.size})"
+    )
+    given = torch.stack(x.chunk(axis.size, dim=split)).contiguous()
+    taken = torch.empty_like(given)
+    work = dist.all_to_all_single(taken, given, group=group_of(axis), async_op=True)
+    pending = Pending(taken, work, lambda landed: torch.cat(landed.unbind(), dim=join))
+    return pending.wait() if wait else pending
+
+
 def shard_slice(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     """This rank's equal part of `x` along `dim`, as a view; no message."""
     length, rest = divmod(x.shape[dim], axis.size)

@@ -7,6 +7,7 @@
     reduce_scatter   own part of the sum           join shards                   out of such a layer
     split            own part                      join shards                   into the sequence-parallel region
     join             join shards                   own part                      back to a replicated consumer
+    all_to_all       split one dim, join another   the other way round           tokens of some heads for heads of all
 
 `gather` and `join` differ in what reads the result: ranks that each use it for their own part (gradients are parts of a
 sum) or ranks that all do the same with it (gradients are equal; summing them would scale by the axis).
@@ -88,6 +89,17 @@ class _Join(torch.autograd.Function):
         return collectives.shard_slice(grad, ctx.axis, ctx.dim), None, None
 
 
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, split: int, join: int) -> Tensor:
+        ctx.axis, ctx.split, ctx.join = axis, split, join
+        return x.view_as(x) if axis.size == 1 else collectives.all_to_all(x, axis, split, join)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return collectives.all_to_all(grad, ctx.axis, ctx.join, ctx.split), None, None, None
+
+
 def copy(x: Tensor, axis: Axis) -> Tensor:
     """`x` itself; its gradient is summed over the axis."""
     out: Tensor = _Copy.apply(x, axis)
@@ -121,4 +133,10 @@ def split(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
 def join(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     """Shards joined along `dim`, for consumers that all do the same; each shard gets its part of the gradient."""
     out: Tensor = _Join.apply(x, axis, dim)
+    return out
+
+
+def all_to_all(x: Tensor, axis: Axis, split: int, join: int) -> Tensor:
+    """This rank's part along `split` of what every rank has, joined along `join`; gradients go back the same way."""
+    out: Tensor = _AllToAll.apply(x, axis, split, join)
     return out

@@ -95,6 +95,11 @@ def keep_mask(keys: Tensor, num_columns: int, probability: float, first_column: 
     the whole row, so that a shard of columns draws its own part of it.
     """
     columns = torch.arange(first_column, first_column + num_columns, dtype=torch.int64, device=keys.device)
+    return keep_columns(keys, columns, probability)
+
+
+def keep_columns(keys: Tensor, columns: Tensor, probability: float) -> Tensor:
+    """`keep_mask` for columns (int64) in any order: [*keys.shape, columns]."""
     # One finaliser is enough here: the row keys are finalised bits already.
     drawn = mix(keys.unsqueeze(-1) + columns * _GOLDEN)
     return drawn >= _signed(int(probability * 2.0**64) - (1 << 63))

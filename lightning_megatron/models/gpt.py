@@ -4,22 +4,24 @@ Between parts, and between stages, travels the residual stream [T/sp, H]; what e
 makes from the caller's inputs by itself.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 from torch import Tensor
 
+from lightning_megatron.context.documents import documents_of
+from lightning_megatron.context.layout import require_even
 from lightning_megatron.mesh import Mesh, ambient_mesh
 from lightning_megatron.models.embedding import Embedding, build_token_embedding
 from lightning_megatron.models.heads import LanguageModelHead, Targets, targets_of
 from lightning_megatron.pipeline.layout import layout_faults as stage_faults
 from lightning_megatron.pipeline.module import Part, PipelineModule
-from lightning_megatron.transformer import cost, rotary
+from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.config import LanguageModelConfig, layout_faults
 from lightning_megatron.transformer.init import initialise
 from lightning_megatron.transformer.layer import TransformerLayer, build_norm
-from lightning_megatron.transformer.tokens import Tokens
+from lightning_megatron.transformer.tokens import Tokens, stream_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,9 +42,12 @@ class GPTModel(PipelineModule):
     """A GPT of which this rank holds its stage and its slice of each weight.
 
     Called with labels it returns the loss: the mean over tokens that have a label and are not masked out; `loss_weight`
-    then says over how many. Without labels it returns logits [batch, sequence, vocab_size], whole on every tp rank.
+    then says over how many. Without labels it returns logits [batch, sequence, vocab_size]. Either is that of the whole
+    call, on every rank of tp and cp: they take the same inputs, and cut them by themselves.
     Raises ValueError where the architecture does not fit the mesh.
     """
+
+    cuts_sequences = True
 
     def __init__(self, config: GPTConfig, *, mesh: Mesh | None = None, seed: int | None = None) -> None:
         mesh = mesh if mesh is not None else ambient_mesh()
@@ -55,19 +60,40 @@ class GPTModel(PipelineModule):
         self.config = config
         initialise(self, self.draws.seed)
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None, loss_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        segments: Tensor | None = None,
+    ) -> Tensor:
         """The loss [] with labels, else logits; tokens, labels (-100: no target) and loss_mask are [batch, sequence].
 
-        The label of a position is the target of that position: nothing is shifted here.
+        The label of a position is the target of that position: nothing is shifted here. Where documents are packed,
+        `segments` [batch, sequence] gives each token the number of its document in its row, from 0, and -1 where there
+        is none: attention stays within a document, whose positions start at 0, and what is in none counts nothing.
         """
-        output: Tensor = super().forward(tokens, labels=labels, loss_mask=loss_mask)
+        output: Tensor = super().forward(tokens, labels=labels, loss_mask=loss_mask, segments=segments)
         return output
 
     def prepare(
-        self, tokens: Tensor, labels: Tensor | None = None, loss_mask: Tensor | None = None
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        segments: Tensor | None = None,
     ) -> tuple[Tensor, Inputs]:
-        self._check_shapes(tokens, labels, loss_mask)
-        stream = self._stream(tokens)
+        self._check_shapes(tokens, labels, loss_mask, segments)
+        documents = None if segments is None else documents_of(segments)
+        self._check_lengths((tokens.shape[1],) if documents is None else documents.lengths)
+        stream = stream_of(
+            (tokens.shape[0], tokens.shape[1]),
+            config=self.config,
+            mesh=self.mesh,
+            draws=self.draws,
+            device=tokens.device,
+            documents=documents,
+        )
         targets = None if labels is None else targets_of(labels, loss_mask, stream)
         self.loss_weight = None if targets is None else targets.sum_of_weights
         return stream.flat(tokens), Inputs(tokens=stream, targets=targets)
@@ -86,12 +112,14 @@ class GPTModel(PipelineModule):
         output: Tensor = module(hidden, context.tokens)
         return output
 
-    def _check_shapes(self, tokens: Tensor, labels: Tensor | None, loss_mask: Tensor | None) -> None:
+    def _check_shapes(
+        self, tokens: Tensor, labels: Tensor | None, loss_mask: Tensor | None, segments: Tensor | None
+    ) -> None:
         if tokens.dim() != 2 or tokens.is_floating_point():
             raise ValueError(
                 f"tokens ({tuple(tokens.shape)} of {tokens.dtype}) must be integers of shape [batch, sequence]"
             )
-        for name, value in (("labels", labels), ("loss_mask", loss_mask)):
+        for name, value in (("labels", labels), ("loss_mask", loss_mask), ("segments", segments)):
             if value is not None and value.shape != tokens.shape:
                 raise ValueError(
                     f"{name} {tuple(value.shape)} must have the shape of tokens {tuple(tokens.shape)}; "
@@ -99,30 +127,16 @@ class GPTModel(PipelineModule):
                 )
         if labels is None and loss_mask is not None:
             raise ValueError("loss_mask needs labels: without labels there is no loss to mask")
-        limit = self.config.max_sequence_length
-        if self.config.position == "learned" and tokens.shape[1] > limit:
-            raise ValueError(
-                f"the sequence ({tokens.shape[1]} tokens) must not be longer than max_sequence_length ({limit}), "
-                "because positions are learned; shorten it, or build the model with more positions"
-            )
 
-    def _stream(self, tokens: Tensor) -> Tokens:
-        """The order, positions and random keys of the call's tokens."""
-        batch, sequence = tokens.shape
-        config = self.config
-        places_S = torch.arange(sequence, device=tokens.device)
-        positions_BS = places_S.unsqueeze(0)
-        cos_BSR, sin_BSR = rotary.angles(positions_BS, config.rotary_width, config.rotary_base, config.rope_scaling)
-        return Tokens(
-            batch=batch,
-            sequence=sequence,
-            sp=self.mesh.sp,
-            places_S=places_S,
-            positions_BS=positions_BS,
-            sample_keys_B=self.draws.sample_keys(batch, tokens.device),
-            rotary_cos_BSR=cos_BSR,
-            rotary_sin_BSR=sin_BSR,
-        )
+    def _check_lengths(self, lengths: Sequence[int]) -> None:
+        limit, longest = self.config.max_sequence_length, max(lengths, default=0)
+        if self.config.position == "learned" and longest > limit:
+            raise ValueError(
+                f"a sequence of {longest} tokens must not be longer than max_sequence_length ({limit}), because "
+                "positions are learned; shorten it, or build the model with more positions"
+            )
+        if not self.mesh.sizes.pads_uneven:
+            require_even(lengths, outer=self.mesh.axis("cp_outer").size, inner=self.mesh.axis("cp_inner").size)
 
 
 def gpt_parts(config: GPTConfig, mesh: Mesh) -> list[Part]:
@@ -149,7 +163,7 @@ def gpt_parts(config: GPTConfig, mesh: Mesh) -> list[Part]:
         Part(name="final_norm", build=partial(build_norm, config, tp=tp, sp=sp), symbol="", cost=0.0),
         Part(
             name="head",
-            build=partial(LanguageModelHead, config, tp=tp, sp=sp),
+            build=partial(LanguageModelHead, config, tp=tp, sp=sp, cp=mesh.cp),
             symbol="L",
             cost=cost.head_flops(config, num_tokens=sequence),
             shares={"embedding.tokens": token_embedding} if config.tie_embeddings else {},

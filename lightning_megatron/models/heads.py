@@ -27,11 +27,14 @@ class Targets:
     weights_T: Tensor
     # of each token's loss in the mean
     sum_of_weights: Tensor
-    # float64 []: what the mean divides by
+    # float64 []: what the mean divides by, of all ranks of cp
 
 
 def targets_of(labels_BS: Tensor, loss_mask_BS: Tensor | None, tokens: Tokens) -> Targets:
-    """The targets of a stream: the mask, or ones, where there is a label; zero elsewhere."""
+    """The targets of a stream: the mask, or ones, where there is a label; zero elsewhere.
+
+    They are this rank's; their sum is that of all ranks of cp, which read the same labels.
+    """
     valid_BS = labels_BS != IGNORED
     if loss_mask_BS is None:
         weights_BS = valid_BS.float()
@@ -43,16 +46,16 @@ def targets_of(labels_BS: Tensor, loss_mask_BS: Tensor | None, tokens: Tokens) -
         labels_T=tokens.flat(labels_BS, padding=IGNORED),
         weights_T=tokens.flat(weights_BS),
         # In float64, so that sums over microbatches and ranks do not depend on how the batch was cut.
-        sum_of_weights=weights_BS.sum(dtype=torch.float64),
+        sum_of_weights=tokens.select(weights_BS).sum(dtype=torch.float64),
     )
 
 
 class LanguageModelHead(WeightGradientLayer):
     """Logits of the own part of the vocabulary from hidden states; the weight is its own or the embedding's."""
 
-    def __init__(self, config: LanguageModelConfig, *, tp: Axis, sp: Axis) -> None:
+    def __init__(self, config: LanguageModelConfig, *, tp: Axis, sp: Axis, cp: Axis) -> None:
         super().__init__()
-        self.tp, self.sp = tp, sp
+        self.tp, self.sp, self.cp = tp, sp, cp
         self.vocab_size, self.label_smoothing = config.vocab_size, config.label_smoothing
         if not config.tie_embeddings:
             self.weight = shard_parameter(
@@ -70,12 +73,15 @@ class LanguageModelHead(WeightGradientLayer):
         )
 
     def full_logits(self, logits_TV: Tensor, tokens: Tokens) -> Tensor:
-        """Logits [B, S, V] on every rank of tp, for ranks that all do the same with them."""
+        """Logits [B, S, V] on every rank of tp and cp, for ranks that all do the same with them; 0 of no document."""
         full_TV = differentiable.join(logits_TV, self.tp, dim=-1)
-        return full_TV[: tokens.num_real, : self.vocab_size].view(tokens.batch, tokens.sequence, self.vocab_size)
+        return tokens.unflat(full_TV[:, : self.vocab_size])
 
     def loss(self, logits_TV: Tensor, targets: Targets) -> Tensor:
-        """The mean loss of the tokens that count, or 0 where none does: []. May overwrite the logits."""
+        """The mean loss of the tokens that count, or 0 where none does: []. May overwrite the logits.
+
+        It is that of all ranks of cp, on each of them; as those of replicas their gradients are to be averaged.
+        """
         is_wide = logits_TV.dtype in (torch.float32, torch.float64)
         losses_T = vocab_parallel_cross_entropy(
             logits_TV,
@@ -86,6 +92,7 @@ class LanguageModelHead(WeightGradientLayer):
             # What the head made is read no more: a copy would be the largest tensor of the step.
             scratch_TV=logits_TV.detach() if is_wide else None,
         )
-        total = (losses_T * targets.weights_T.to(losses_T.dtype)).sum()
+        own = (losses_T * targets.weights_T.to(losses_T.dtype)).sum()
+        total = differentiable.reduce(differentiable.copy(own, self.cp), self.cp)
         divisor = torch.where(targets.sum_of_weights == 0, 1.0, targets.sum_of_weights)
         return total / divisor.to(total.dtype)

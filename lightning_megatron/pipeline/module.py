@@ -7,7 +7,7 @@ How a call runs (alone, as one microbatch of a schedule, or as a collective of a
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,9 @@ class PipelineModule(nn.Module):
     part, overrides `prepare` (runs on every stage, from the caller's inputs) and `run_part`. Between parts may travel a
     tensor or a dict of tensors. Raises ValueError where the parts do not fit the stages that the mesh asks for.
     """
+
+    cuts_sequences: ClassVar[bool] = False
+    # whether ranks of cp each compute a part of a call; else each computes all of it
 
     def __init__(self, parts: Sequence[Part], *, mesh: Mesh | None = None, seed: int | None = None) -> None:
         super().__init__()

@@ -46,7 +46,7 @@ def _sizes(facts: Facts) -> list[str]:
 
 
 def _layout(facts: Facts) -> list[str]:
-    return [] if facts.model is None else layout_faults(facts.model, facts.sizes)
+    return [] if facts.model is None or facts.sizes.faults() else layout_faults(facts.model, facts.sizes)
 
 
 def _stages(facts: Facts) -> list[str]:
@@ -78,9 +78,9 @@ def _microbatches(facts: Facts) -> list[str]:
 
 def _batch(facts: Facts) -> list[str]:
     batch, count = facts.global_batch_size, facts.num_microbatches
-    replicas = facts.sizes.dp
-    if batch is None or count < 1 or replicas < 1 or facts.sizes.faults():
+    if batch is None or count < 1 or facts.sizes.faults():
         return []
+    replicas = facts.sizes.dp
     step = replicas * count
     if batch >= 1 and batch % step == 0:
         return []
@@ -101,6 +101,21 @@ def _sequence(facts: Facts) -> list[str]:
     return [
         f"sequence_length ({facts.sequence_length}) must be at most the model's max_sequence_length ({longest}); "
         "shorten the samples or raise it"
+    ]
+
+
+def _context(facts: Facts) -> list[str]:
+    sizes, sequence = facts.sizes, facts.sequence_length
+    if sizes.faults() or sizes.pads_uneven or sequence is None or sequence < 1:
+        return []
+    outer = sizes.cp // sizes.cp_inner
+    step = (2 * outer if outer > 1 else 1) * sizes.cp_inner
+    if sequence % step == 0:
+        return []
+    fits = " or ".join(str(n) for n in (sequence // step * step, (sequence // step + 1) * step) if n)
+    return [
+        f"sequence_length ({sequence}) must be a multiple of {step}, by which context_parallel_size ({sizes.cp}) cuts "
+        f'sequences; use {fits}, or ContextConfig(uneven="pad")'
     ]
 
 
@@ -134,5 +149,6 @@ _RULES: tuple[Callable[[Facts], list[str]], ...] = (
     _schedule,
     _batch,
     _sequence,
+    _context,
     _fp8,
 )

@@ -21,12 +21,14 @@ from torch.optim import Optimizer
 
 from lightning_megatron import checkpoint as directory
 from lightning_megatron.checkpoint import Piece, Slot
+from lightning_megatron.checkpoint.load import read_once
 from lightning_megatron.checkpoint.state import OTHER_STATES
 from lightning_megatron.checkpoint.torch_index import OPTIMIZERS
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.optim.exchange import Exchange
 from lightning_megatron.sharding import shard_of
 from lightning_megatron.trainer import setup_model
+from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.trainer.saving import Saving
 from lightning_megatron.trainer.unsplit_order import in_unsplit_order
 
@@ -139,7 +141,7 @@ def load(
     """
     if os.path.isfile(path):
         return _load_file(path, module, mesh, checkpoint_io, weights_only)
-    meta = directory.read_once(partial(directory.read_meta, path), world)
+    meta = read_once(partial(directory.read_meta, path), world)
     live = live_of(module)
     # Copies: with strict_loading off, what the checkpoint lacks must come back as it is. As wide as main weights.
     state = {
@@ -169,6 +171,19 @@ def load(
     return checkpoint
 
 
+def require_optimizers(checkpoint: Mapping[str, Any], path: str) -> None:
+    """Raises ConfigurationError where a loaded dictionary has weights alone, which a fit cannot go on from."""
+    if OPTIMIZER_STATES not in checkpoint:
+        raise ConfigurationError(
+            [
+                f"ckpt_path ({path}) has weights alone (it was converted, or saved with save_weights_only), and a fit "
+                "goes on from a whole state. To begin from its weights leave ckpt_path out: build the model in "
+                "configure_model with lightning_megatron.hf.from_pretrained, or the module with "
+                "lightning_megatron.load_from_checkpoint"
+            ]
+        )
+
+
 def load_optimizers(
     checkpoint: Mapping[str, Any],
     module: pl.LightningModule,
@@ -189,7 +204,7 @@ def load_optimizers(
             optimizer.load_state_dict(state)
         return
     names = names_of(module, mains)
-    entries = directory.read_once(partial(directory.read_entries, saved.path), world)
+    entries = read_once(partial(directory.read_entries, saved.path), world)
     optimizers = list(optimizers)
     if len(optimizers) != len(saved.rests):
         raise ValueError(

@@ -36,6 +36,15 @@ class DescribesData(Protocol):
         ...
 
 
+@runtime_checkable
+class SaysFaults(Protocol):
+    """A callback that can say before a run what keeps it from its work."""
+
+    def faults(self, trainer: pl.Trainer) -> list[str]:
+        """One sentence for each such thing."""
+        ...
+
+
 def faults(
     trainer: pl.Trainer,
     sizes: Sizes,
@@ -64,6 +73,8 @@ def faults(
     if trainer.training:
         found += _uncut_faults(trainer.lightning_module, sizes, num_microbatches, pipeline)
     found += data.faults() if data is not None else []
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        found += callback.faults(trainer) if isinstance(callback, SaysFaults) else []
     for argument in arguments:
         if isinstance(argument, (str, Path)) and not is_named_checkpoint(str(argument)):
             found += _checkpoint_faults(str(argument))

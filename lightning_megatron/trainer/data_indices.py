@@ -61,7 +61,7 @@ class Indices:
         self._dp = dp
         self._epoch = epoch
         self.order = order_of(loader, dp)
-        self._is_followed = False
+        self.is_followed = False
         # whether `order` is a checkpoint's, in the place of the samplers' own
         self.round_start: AllStates | None = None
         # where all generators were when this round's indices began
@@ -96,7 +96,7 @@ class Indices:
         if known and order["samples"] == self.order["samples"]:
             if order["name"] != self.order["name"] or _differ_in_seed(order, self.order):
                 rank_zero_info(f"the training data goes on in the checkpoint's order: {_in_words(order)}")
-            self.order, self._is_followed = order, True
+            self.order, self.is_followed = order, True
         elif is_within:
             raise ConfigurationError(
                 [
@@ -113,7 +113,7 @@ class Indices:
         with generators.kept():
             if round_start is not None:
                 set_all_states(self._loader, round_start)
-            if self._is_followed:
+            if self.is_followed:
                 self._prepared = self._batches(samples)
             else:
                 self._prepared = iter(self._base)
@@ -121,7 +121,7 @@ class Indices:
                     pass
 
     def _batches(self, samples: int) -> Iterator[Any]:
-        if not self._is_followed:
+        if not self.is_followed:
             return iter(self._base)
         rest = self._global_order()[samples:]
         if missing := -len(rest) % self._dp.size:

@@ -150,7 +150,7 @@ class Reader:
             "kind": self.kind,
             "batch_samples": self.batch_samples,
             "replicas": self._dp.size,
-            "order": None if self.indices is None else self.indices.order,
+            **self._order(),
             "has_workers": self._epoch >= 0 and bool(getattr(self.loader, "persistent_workers", False)),
             "handed": self._handed,
             "in_epoch": self.in_epoch,
@@ -159,11 +159,16 @@ class Reader:
             "own": None if own is None else copy.deepcopy(own.state_dict()),
         }
 
+    def _order(self) -> Place:
+        if self.indices is None:
+            return {"order": None, "is_followed": False}
+        return {"order": self.indices.order, "is_followed": self.indices.is_followed}
+
     def place_after(self, trained: int) -> Place:
         """Where the loader was after `trained` batches of this epoch: Lightning may hold one that it has not trained
         on."""
         if self._resumed is not None:
-            return self._resumed
+            return self._in_own_batches(self._resumed)
         place = self.place() if self.in_epoch <= trained or self._before is None else self._before
         if self.kind == OWN_STATE:
             return place
@@ -173,7 +178,18 @@ class Reader:
 
     def place_at_end(self) -> Place:
         """Where the loader is when its epoch is done."""
-        return self.place() | {"handed": 0, "in_epoch": 0, "round_start": None}
+        place = self.place() if self._resumed is None else self._in_own_batches(self._resumed)
+        return place | {"handed": 0, "in_epoch": 0, "round_start": None}
+
+    def _in_own_batches(self, place: Place) -> Place:
+        """A checkpoint's place as this run counts: in its batches, in the order that it follows."""
+        return place | {
+            "batch_samples": self.batch_samples,
+            "replicas": self._dp.size,
+            **self._order(),
+            "handed": self.batches_of(place, place["handed"]),
+            "in_epoch": self.batches_of(place, place["in_epoch"]),
+        }
 
     @property
     def kind(self) -> str:
@@ -212,7 +228,9 @@ class Reader:
             if place["replicas"] != self._dp.size and not is_equal_everywhere:
                 raise ConfigurationError([_differs(place, self._dp.size)])
         elif self.indices is not None:
-            self.indices.follow(place["order"], is_moved=is_moved, is_within=place["handed"] > 0)
+            # A run that followed another one's order is not in that of its samplers, on the same replicas neither.
+            is_other = is_moved or place.get("is_followed", False)
+            self.indices.follow(place["order"], is_moved=is_other, is_within=place["handed"] > 0)
         elif is_moved and place["handed"]:
             raise ConfigurationError([_differs(place, self._dp.size)])
         self._resumed = place

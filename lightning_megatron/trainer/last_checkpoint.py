@@ -1,7 +1,7 @@
-"""Which checkpoint `ckpt_path="last"` is after a run that was killed: the last complete one; of others it is told.
+"""Which checkpoint `ckpt_path="last"` is: the newest complete one by its step; of others it is told.
 
 Lightning takes whatever is called `last*.ckpt` and was changed last. Before it looks, links are put right; and where it
-would take a directory that is no complete checkpoint, it is given the path of one that is.
+would take a directory that is no complete checkpoint, or an older one, it is given the path of the newest.
 """
 
 import warnings
@@ -11,14 +11,16 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_megatron.checkpoint.contents import contents_of
+from lightning_megatron.checkpoint.contents import STEP, Standing, contents_of
 from lightning_megatron.checkpoint.folder import is_remote
-from lightning_megatron.checkpoint.manifest import read_manifest
+from lightning_megatron.checkpoint.manifest import read_manifest, read_meta
 from lightning_megatron.checkpoint.repair import bring_back, repair
+from lightning_megatron.checkpoint.torch_index import OPTIMIZERS
 from lightning_megatron.trainer.checks import is_named_checkpoint
 from lightning_megatron.trainer.config import ConfigurationError
+from lightning_megatron.trainer.lineage import fits_of, goes_on_from
 
 _LAST = "last"
 
@@ -51,31 +53,64 @@ def prepared(trainer: pl.Trainer, arguments: tuple[Any, ...]) -> tuple[Any, ...]
 
 
 def _in_place_of_last(folders: dict[ModelCheckpoint, Path]) -> Path | None:
-    """The checkpoint to take where something called "last" is not complete; None where Lightning's choice is sound."""
+    """The checkpoint to take in the place of Lightning's choice; None where that is sound and the newest."""
     candidates = {path for callback, folder in folders.items() for path in _named_last(callback, folder)}
     damaged = {path: fault for path in candidates if (fault := _fault(path))}
-    if candidates and not damaged:
-        return None
-    told = "; ".join(damaged.values())
     sound = sorted(candidates - damaged.keys(), key=lambda path: path.stat().st_mtime)
-    newest = [one for folder in dict.fromkeys(folders.values()) for one in contents_of(folder).complete]
-    newest.sort(key=lambda one: (one.step, one.saved_seconds))
-    paths = sound or [one.path for one in newest]
+    newest = _newest(list(dict.fromkeys(folders.values())))
     if not candidates:
         # Lightning takes a link away before it makes the next one: a run that was killed in between has none.
-        if not paths or not any(callback.save_last for callback in folders):
+        if newest is None or not any(callback.save_last for callback in folders):
             return None
-        rank_zero_warn(f'ckpt_path="last" is {paths[-1]}, the newest: there is none of that name')
-        return paths[-1]
-    if not paths:
+        rank_zero_warn(f'ckpt_path="last" is {newest.path}, the newest: there is none of that name')
+        return newest.path
+    if newest is None and not sound:
         raise ConfigurationError(
             [
-                f'ckpt_path="last" finds no complete checkpoint: {told}; '
+                f'ckpt_path="last" finds no complete checkpoint: {"; ".join(damaged.values())}; '
                 f"remove {', '.join(map(str, sorted(damaged)))} to start anew, or give the path of a checkpoint"
             ]
         )
-    rank_zero_warn(f'ckpt_path="last" is {paths[-1]}: something else of that name is not complete: {told}')
-    return paths[-1]
+    path, older = (sound[-1], "") if sound else (None, "")
+    if newest is not None and (path is None or (older := _older(path, newest))):
+        path = newest.path
+    if damaged:
+        told = "; ".join(damaged.values())
+        rank_zero_warn(f'ckpt_path="last" is {path}: something else of that name is not complete: {told}')
+    elif older:
+        rank_zero_info(f'ckpt_path="last" is {path}, the newest: {older}')
+    else:
+        return None
+    return path
+
+
+def _newest(folders: list[Path]) -> Standing | None:
+    """The complete checkpoint of the most steps, those left out that a later run has left behind."""
+    complete = [one for folder in folders for one in contents_of(folder).complete]
+    fits = {one.path: fits_of(read_meta(one.path)) for one in complete}
+
+    def is_left(one: Standing) -> bool:
+        return any(
+            other.saved_seconds > one.saved_seconds
+            and bool(fits[one.path] and fits[other.path])
+            and not goes_on_from(fits[other.path], fits[one.path], one.step)
+            and not goes_on_from(fits[one.path], fits[other.path], other.step)
+            for other in complete
+        )
+
+    kept = [one for one in complete if not is_left(one)]
+    return max(kept, key=lambda one: (one.step, one.saved_seconds), default=None)
+
+
+def _older(path: Path, newest: Standing) -> str:
+    """In words, that what is at the path is older than the newest; nothing where it is not, or is a file."""
+    if path.is_file():
+        return ""
+    ours, theirs = read_meta(path), read_meta(newest.path)
+    # What has weights alone is nothing to go on from.
+    if newest.step <= ours.get(STEP, -1) or (OPTIMIZERS in ours and OPTIMIZERS not in theirs):
+        return ""
+    return f"it is of step {newest.step}, and {path} of step {ours.get(STEP, -1)}"
 
 
 def _named_last(callback: ModelCheckpoint, folder: Path) -> Iterable[Path]:

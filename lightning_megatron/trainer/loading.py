@@ -16,7 +16,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
-from lightning_megatron.checkpoint import read_meta, read_once
+from lightning_megatron.checkpoint import read_meta
+from lightning_megatron.checkpoint.load import read_once
 from lightning_megatron.mesh import Mesh, ambient, ambient_mesh
 from lightning_megatron.trainer import checkpoints, setup_model
 from lightning_megatron.trainer.checkpoints import Mains

@@ -34,6 +34,7 @@ from typing_extensions import override
 from lightning_megatron.checkpoint import CheckpointConfig
 from lightning_megatron.comm.collectives import gather_objects
 from lightning_megatron.trainer.local_tier import LocalTier
+from lightning_megatron.trainer.resume import is_validation_due
 from lightning_megatron.trainer.saving import Saving
 from lightning_megatron.trainer.stop_vote import StopVote
 
@@ -102,7 +103,7 @@ class Preemption(Checkpoint):
     ) -> None:
         num_batches = batch_idx + 1
         is_open = pl_module.automatic_optimization and num_batches % trainer.accumulate_grad_batches != 0
-        if not (is_open or trainer.is_last_batch or _may_validate(trainer, num_batches)):
+        if not (is_open or trainer.is_last_batch or is_validation_due(trainer, num_batches, is_at_end=False)):
             self._pass(trainer)
 
     @override
@@ -201,15 +202,6 @@ def _requeue_signal(environment: ClusterEnvironment | None) -> set[signal.Signal
     if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and environment.requeue_signal:
         return {environment.requeue_signal}
     return set()
-
-
-def _may_validate(trainer: pl.Trainer, num_batches: int) -> bool:
-    """Whether a validation may come next, after that many batches of the epoch."""
-    every = trainer.val_check_batch
-    if not trainer.enable_validation or not every or every == float("inf"):
-        return False
-    total = trainer.fit_loop.total_batch_idx + 1
-    return num_batches % every == 0 or (trainer.check_val_every_n_epoch is None and total % every == 0)
 
 
 def _path(trainer: pl.Trainer) -> str | None:

@@ -9,6 +9,7 @@ All else follows from the step, which Lightning restores: dropout masks and what
 (seed, step, sample).
 """
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,8 +31,14 @@ KEY = "lightning_megatron_resume"
 """Under which Lightning's dictionary holds all of it."""
 
 
-def save_into(checkpoint: dict[str, Any], trainer: pl.Trainer, mesh: Mesh) -> None:
+def save_into(
+    checkpoint: dict[str, Any], trainer: pl.Trainer, mesh: Mesh, resumption: "Resumption | None" = None
+) -> None:
     """Adds to Lightning's dictionary what `Resumption` goes on from. Collective over the world."""
+    if resumption is not None and not resumption.has_started:
+        # What was loaded holds still. Counters, loaders and generators are on their way there.
+        checkpoint[KEY], checkpoint["loops"]["fit_loop"] = resumption.saved, resumption.loops
+        return
     checkpoint[KEY] = snapshot(trainer, mesh)
     loop_state = checkpoint["loops"]["fit_loop"]["state_dict"]
     # Plain Lightning counts the states of loaders that have one of their own.
@@ -45,7 +52,7 @@ def snapshot(trainer: pl.Trainer, mesh: Mesh) -> dict[str, Any]:
     trained = progress.current.processed
     is_within_batch = progress.current.completed < trained
     # as in on_train_batch_end; a validation or the end of the epoch may come next
-    is_due = is_within_batch and _is_validation_due(trainer, trained, is_at_end)
+    is_due = is_within_batch and is_validation_due(trainer, trained, is_at_end=is_at_end)
     epochs: Any = trainer.fit_loop.epoch_progress.current
     if not is_at_end and trained % trainer.accumulate_grad_batches:
         rank_zero_warn(
@@ -74,7 +81,11 @@ class Resumption:
     """A run on its way from a checkpoint to its first batch."""
 
     saved: Mapping[str, Any]
+    loops: Mapping[str, Any]
+    # Lightning's counters of the fit, as they were saved
     mesh: Mesh
+    has_started: bool = False
+    # whether counters are this run's by now
     is_restored: bool = False
     # whether the default generators are those of the checkpoint by now
     states: generators.States = field(default_factory=dict)
@@ -95,13 +106,14 @@ class Resumption:
         if KEY not in checkpoint or trainer.state.fn != TrainerFn.FITTING:
             return None
         loops = checkpoint["loops"]["fit_loop"]
+        before = copy.deepcopy(loops)
         # Lightning would give every rank the first one's.
         loops["state_dict"].pop("combined_loader", None)
         if checkpoint[KEY]["is_validation_due"]:
             _have_validation_made_up(loops)
         elif checkpoint[KEY]["is_at_end"] and not checkpoint[KEY]["ends_epoch_first"]:
             _have_next_epoch_begun(loops, is_within_batch=checkpoint[KEY]["is_within_batch"])
-        return Resumption(checkpoint[KEY], mesh)
+        return Resumption(checkpoint[KEY], before, mesh)
 
     def place(self, reader: Reader) -> None:
         """Sends a loader to its place; loaders come in the order in which they were saved.
@@ -159,10 +171,11 @@ class Resumption:
         if not self.is_restored:
             generators.set_states(self.states)
             self.is_restored = True
+        self.has_started = True
 
 
-def _is_validation_due(trainer: pl.Trainer, trained: int, is_at_end: bool) -> bool:
-    """Whether validation comes after so many batches of the epoch."""
+def is_validation_due(trainer: pl.Trainer, trained: int, *, is_at_end: bool) -> bool:
+    """Whether validation comes after so many batches of the epoch, by its interval in batches."""
     every_epochs, every = trainer.check_val_every_n_epoch, trainer.val_check_batch
     is_epoch = every_epochs is None or (trainer.current_epoch + 1) % every_epochs == 0
     if not trainer.enable_validation or not is_epoch or not every:

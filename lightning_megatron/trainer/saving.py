@@ -1,5 +1,6 @@
 """When training waits for a checkpoint, and what becomes of one that is being written when training ends."""
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -78,12 +79,31 @@ class Saving:
 def _is_looked_for(trainer: pl.Trainer) -> bool:
     """Whether a callback takes a checkpoint to be in place once `save_checkpoint` returns.
 
-    A link to one that is not there yet would lead nowhere if the run died now; and who keeps several of one name looks
-    which numbers are taken.
+    A link to one that is not there yet would lead nowhere if the run died now. And where a name may come twice,
+    Lightning numbers it by what is there: two saves would get one name, and the first would be lost.
     """
-    return any(
-        callback.save_last == "link"
-        or (callback.save_top_k not in (0, 1) and callback.filename is not None and "{" not in callback.filename)
-        for callback in trainer.checkpoint_callbacks
-        if isinstance(callback, ModelCheckpoint)
+    callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    names = [(callback.dirpath, callback.filename) for callback in callbacks if callback.save_top_k != 0]
+    lasts = [(callback.dirpath, callback.CHECKPOINT_NAME_LAST) for callback in callbacks if callback.save_last]
+    return (
+        any(callback.save_last == "link" or _may_repeat_a_name(callback, trainer) for callback in callbacks)
+        or len(set(names)) < len(names)
+        or len(set(lasts)) < len(lasts)
     )
+
+
+def _may_repeat_a_name(callback: ModelCheckpoint, trainer: pl.Trainer) -> bool:
+    """Whether two checkpoints that the callback keeps may have one name by its template."""
+    # The only one that is kept is written over, and so is the newest where none is the best.
+    if callback.save_top_k in (0, 1) or callback.monitor is None or callback.filename is None:
+        return False
+    fields = re.findall(r"\{(\w+)[:}]", callback.filename)
+    return "step" not in fields and not ("epoch" in fields and _saves_once_an_epoch(callback, trainer))
+
+
+def _saves_once_an_epoch(callback: ModelCheckpoint, trainer: pl.Trainer) -> bool:
+    if not callback.every_n_epochs:
+        return False
+    # None: by the clock.
+    every = trainer.val_check_batch
+    return not trainer.enable_validation or (every is not None and every >= trainer.num_training_batches)

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveragin
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.optim import LBFGS, Adafactor, Muon, Optimizer
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 from torchmetrics.metric import jit_distributed_available
@@ -23,12 +23,18 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.optim.reach import reach_of
 from lightning_megatron.pipeline.module import PipelineModule
 from lightning_megatron.sharding import Shard, shard_of
 from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.trainer.precision import needs_closure
 from lightning_megatron.transformer import recompute
 from lightning_megatron.transformer.recompute import RecomputeConfig
+
+_SEPARABLE = (
+    "use an optimizer that treats each number by itself, as SGD or AdamW do, or ranks that hold whole models and the "
+    "replicated optimizer in 32-true"
+)
 
 
 def agree_on_seed(mesh: Mesh) -> None:
@@ -167,32 +173,58 @@ def share_recomputation(module: nn.Module, config: RecomputeConfig, mesh: Mesh) 
         model.runner = recompute.StageRunner(config, tp=mesh.tp, sp=mesh.sp)
 
 
+def warn_of_uncut(module: nn.Module, mesh: Mesh) -> None:
+    """Warns where ranks are to share sequences and nothing of the module lets them."""
+    models = pipelined_modules(module).values()
+    if mesh.cp.size > 1 and not any(model.cuts_sequences for model in models):
+        rank_zero_warn(
+            f"context_parallel_size ({mesh.cp.size}) cuts nothing of {type(module).__name__}, which holds no model of "
+            "cut sequences: every rank of cp computes the whole batch. Use GPTModel, or more replicas instead",
+            category=UserWarning,
+        )
+
+
 def _cuts(mesh: Mesh) -> str:
     return f"{mesh.tp.size} x {mesh.pp.size} x {mesh.cp.size}" + (" with sequence parallel" if mesh.sp.size > 1 else "")
 
 
-def require_separable(optimizers: Iterable[Optimizer], mesh: Mesh, *, has_main_weights: bool) -> None:
+def require_separable(
+    optimizers: Iterable[Optimizer], config: OptimizerConfig, mesh: Mesh, *, has_main_weights: bool
+) -> None:
     """Raises ConfigurationError for an optimizer whose step of one weight asks for more than this rank holds, or that
     runs forward and backward by itself, when its weights are beside those that those use."""
-    faults = []
+    faults, unknown = [], []
+    is_parted = mesh.pp.size > 1 or (config.kind == "distributed" and mesh.axis("dp+cp").size > 1)
     for optimizer in optimizers:
-        name = type(optimizer).__name__
+        name, reach = type(optimizer).__name__, reach_of(optimizer, config.looks_at)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         is_cut = any(shard.box.sizes != shard.global_shape for shard in map(shard_of, parameters))
-        if isinstance(optimizer, LBFGS) and (is_cut or mesh.pp.size > 1):
-            faults.append(f"{name} looks at all parameters at once, and a rank holds only some of them")
+        if reach == "model" and (is_cut or mesh.pp.size > 1):
+            faults.append(f"{name} looks at all parameters at once, and a rank holds only some of them; {_SEPARABLE}")
         elif needs_closure(optimizer) and has_main_weights:
-            faults.append(f"{name} runs forwards within its step, and main weights reach the model after it")
-        if isinstance(optimizer, (Adafactor, Muon)) and is_cut:
-            faults.append(f"{name} looks at whole matrices, and tensor parallelism cuts them")
+            faults.append(
+                f"{name} runs forwards within its step, and main weights reach the model after it; {_SEPARABLE}"
+            )
+        if reach == "parameter" and is_cut:
+            faults.append(f"{name} looks at whole matrices, and tensor parallelism cuts them; {_SEPARABLE}")
+        elif reach == "unknown" and is_cut:
+            faults.append(
+                f"{name} is none of torch's own, and tensor parallelism cuts matrices, which is right only for steps "
+                'that look at each number by itself; if its steps do, say OptimizerConfig(looks_at="number"), else '
+                f"{_SEPARABLE}"
+            )
+        elif reach == "unknown" and is_parted:
+            unknown.append(name)
     # On every rank, also on one that holds only whole matrices: the others would wait for it.
     everywhere = {fault for found in collectives.gather_objects(faults, mesh.axis("pp+tp")) for fault in found}
     if everywhere:
-        ways = (
-            "use an optimizer that treats each number by itself, as SGD or AdamW do, or ranks that hold whole models "
-            "and the replicated optimizer in 32-true"
+        raise ConfigurationError(sorted(everywhere))
+    for name in unknown:
+        rank_zero_warn(
+            f"{name} is none of torch's own: its step of a weight is taken to look at no other weight, because a rank "
+            "steps only some of them; one that looks at several (a rate found from all of them, a norm over them) "
+            'gives other numbers than on one device. OptimizerConfig(looks_at="parameter") says that it does not'
         )
-        raise ConfigurationError([f"{fault}; {ways}" for fault in sorted(everywhere)])
 
 
 def require_fitting(callbacks: Iterable[pl.Callback], config: OptimizerConfig, has_main_weights: bool) -> None:

@@ -105,6 +105,8 @@ class StepLog:
         self.dtype = dtype
         # in which values are logged
         self._replicas = mesh.axis("dp+cp")
+        self.num_copies = mesh.cp.size
+        # ranks that run a microbatch together and log the same: each counts for its share
         self._pp = mesh.pp
         self._device = device
         self._one_stage = tail_on_last_stage and mesh.pp.size > 1
@@ -117,7 +119,7 @@ class StepLog:
         self._entries: dict[str, _Entry] = {}
         self._weights: list[Tensor] = []
         self._losses: list[Tensor] = []
-        self._rows = 0
+        self._rows = 0.0
         self._lengths = {name: _list_lengths(metric) for name, metric in self._metrics.items()}
         self._updates = {name: metric._update_count for name, metric in self._metrics.items()}
 
@@ -134,9 +136,9 @@ class StepLog:
 
     def end_microbatch(self, loss: Tensor | None, weight: Tensor, rows: int) -> None:
         """Says what the microbatch's loss was, what it is a mean over ([] each), and how many rows there were."""
-        self._rows += rows
+        self._rows += rows / self.num_copies
         self._losses.append(torch.zeros(()) if loss is None else loss.detach())
-        self._weights.append(weight)
+        self._weights.append(weight / self.num_copies)
 
     def mark(self) -> "_Mark":
         """Where the record stands, for `rewind`."""
@@ -162,7 +164,7 @@ class StepLog:
         batch_size = bound.pop("batch_size", None)
         entry = self._entries.setdefault(name, _Entry(dict(bound), is_sized=batch_size is not None))
         if batch_size is not None:
-            entry.sizes.append(float(batch_size))
+            entry.sizes.append(batch_size / self.num_copies)
         if isinstance(value, Metric):
             entry.metric = value
             value = value._forward_cache  # its value for this microbatch, where it was called and not only updated
@@ -171,6 +173,8 @@ class StepLog:
         tensor = value.detach() if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
         if tensor.numel() != 1:
             raise ValueError(f"self.log({name!r}) got a tensor of {tuple(tensor.shape)}; it must hold one number")
+        if entry.reduction == "sum":
+            tensor = tensor.double() / self.num_copies
         entry.values.append((len(self._weights), tensor.reshape(())))
 
     def replay(self) -> StepSummary:

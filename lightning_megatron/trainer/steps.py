@@ -146,10 +146,12 @@ class Steps:
                 )
             weight = self._weight_of(output, rows[microbatch])
             self._log.end_microbatch(loss, weight, rows[microbatch])
+            # Of ranks that run a microbatch together each has the whole loss, and gradients are summed over them.
+            share = weight / self._mesh.cp.size
             if self._loss_scale is None:
-                return loss * weight.to(loss.dtype)
+                return loss * share.to(loss.dtype)
             # Not in float16, whose range a number of tokens can leave.
-            return loss.float() * (weight * self._scale).float()
+            return loss.float() * (share * self._scale).float()
 
         def differentiate(loss: Tensor) -> None:
             self._trainer.strategy.precision_plugin.backward(loss, self._module, None)
@@ -212,7 +214,7 @@ class Steps:
         summary = self._direct_log.replay()
         if loss is None or not self._module.automatic_optimization or replicas.size == 1:
             return output
-        share = loss * (weight * _reciprocal(summary.weight)).to(loss.dtype)
+        share = loss * (weight / self._mesh.cp.size * _reciprocal(summary.weight)).to(loss.dtype)
         # The value is that of the global batch, the gradient this replica's share of it.
         whole = share + (summary.loss.to(loss.dtype) - share).detach()
         return {**output, "loss": whole} if isinstance(output, dict) else whole

@@ -37,9 +37,11 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_megatron.checkpoint import CheckpointConfig, read_meta, read_once
+from lightning_megatron.checkpoint import CheckpointConfig, read_meta
+from lightning_megatron.checkpoint.load import read_once
 from lightning_megatron.comm import collectives, differentiable
 from lightning_megatron.comm.p2p import Hop, LaneGroups, build_lanes
+from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.mesh import Axis, Mesh, Sizes, reset_ambient_mesh, set_ambient_mesh
 from lightning_megatron.optim.agreement import differing_copies, in_words
 from lightning_megatron.optim.config import LossScaleConfig, OptimizerConfig
@@ -98,7 +100,7 @@ _NAMES_OF_OPERATIONS = {
 
 
 class MegatronStrategy(ParallelStrategy):
-    """Trains one model over tensor, sequence, pipeline and data parallel ranks, with the numbers of one device.
+    """Trains one model over tensor, sequence, pipeline, context and data parallel ranks, with one device's numbers.
 
     The data-parallel size is what the world leaves: processes / (tensor x pipeline x context). Raises
     ConfigurationError, telling all faults at once, before any process is started.
@@ -110,9 +112,11 @@ class MegatronStrategy(ParallelStrategy):
         tensor_model_parallel_size: int = 1,
         pipeline_model_parallel_size: int = 1,
         virtual_pipeline_model_parallel_size: int = 1,
+        context_parallel_size: int = 1,
         sequence_parallel: bool = False,
         num_microbatches: int = 1,
         pipeline: PipelineConfig | None = None,
+        context: ContextConfig | None = None,
         optimizer: OptimizerConfig | None = None,
         loss_scale: LossScaleConfig | None = None,
         fp8: Fp8Config | None = None,
@@ -139,9 +143,11 @@ class MegatronStrategy(ParallelStrategy):
         self._tp = tensor_model_parallel_size
         self._pp = pipeline_model_parallel_size
         self._vp = virtual_pipeline_model_parallel_size
+        self._cp = context_parallel_size
         self._sequence_parallel = sequence_parallel
         self.num_microbatches = num_microbatches
         self.pipeline = pipeline if pipeline is not None else PipelineConfig()
+        self.context = context if context is not None else ContextConfig()
         self.optimizer = optimizer if optimizer is not None else OptimizerConfig()
         self.loss_scale = loss_scale if loss_scale is not None else LossScaleConfig()
         # of precision 16-mixed
@@ -183,6 +189,10 @@ class MegatronStrategy(ParallelStrategy):
             world=self.num_nodes * self.num_processes,
             tp=self._tp,
             pp=self._pp,
+            cp=self._cp,
+            cp_inner=self.context.inner_of(self._cp),
+            cp_exchange="all_gather" if self.context.kind == "all_gather" else "ring",
+            pads_uneven=self.context.uneven == "pad",
             sequence_parallel=self._sequence_parallel,
             vp=self._vp,
             placement=placement_of(self.schedule.name),
@@ -391,6 +401,7 @@ class MegatronStrategy(ParallelStrategy):
         self.model_to_device()
         setup_model.equalise(module, self.mesh)
         setup_model.share_recomputation(module, self.recompute, self.mesh)
+        setup_model.warn_of_uncut(module, self.mesh)
         pipelined = setup_model.pipelined_modules(module)
         if self.fp8 is not None:
             self._plugin.fp8_layers = fp8_setup.use_fp8(
@@ -400,7 +411,7 @@ class MegatronStrategy(ParallelStrategy):
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
             has_main_weights = optimization.has_main_weights(self.optimizer, self._plugin)
-            setup_model.require_separable(self.optimizers, self.mesh, has_main_weights=has_main_weights)
+            setup_model.require_separable(self.optimizers, self.optimizer, self.mesh, has_main_weights=has_main_weights)
             setup_model.require_fitting(trainer.callbacks, self.optimizer, has_main_weights)  # type: ignore[attr-defined]
             self._left = Mains()
             self._exchange = optimization.make_exchange(
@@ -411,7 +422,7 @@ class MegatronStrategy(ParallelStrategy):
         if not self.is_distributed:
             # The ranks of one replica log the same values, but Lightning sees several processes and advises to sync.
             warnings.filterwarnings("ignore", "It is recommended to use .*sync_dist=True", PossibleUserWarning)
-        self._restricted_metrics += setup_model.restrict_metrics(module, self.mesh.axis("dp+cp"))
+        self._restricted_metrics += setup_model.restrict_metrics(module, self.mesh.dp)
         self._steps = Steps(
             trainer=trainer,
             module=module,
@@ -577,7 +588,7 @@ class MegatronStrategy(ParallelStrategy):
         self._refuse_in_schedule("reduce")
         if not isinstance(tensor, Tensor) or self._mesh is None or group is REDUCED:
             return tensor
-        return self._reduce_over(tensor, self._mesh.axis("dp+cp"), reduce_op)
+        return self._reduce_over(tensor, self._mesh.dp, reduce_op)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -591,7 +602,7 @@ class MegatronStrategy(ParallelStrategy):
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """The tensors of all replicas: [dp, *shape]."""
         self._refuse_in_schedule("all_gather")
-        axis = self.mesh.axis("dp+cp") if self._mesh is not None else Mesh.single().dp
+        axis = self.mesh.dp if self._mesh is not None else Mesh.single().dp
         if axis.size == 1:
             # As Lightning without processes: no dim is added.
             return tensor
@@ -630,7 +641,7 @@ class MegatronStrategy(ParallelStrategy):
             self._exchange.settle()
         module = self._require_module()
         if "optimizer_states" in checkpoint:
-            resume.save_into(checkpoint, module.trainer, self.mesh)
+            resume.save_into(checkpoint, module.trainer, self.mesh, self._resumption)
             checkpoint[lineage.KEY] = list(self._fits)
         if self._local is not None and self._local.is_own(filepath):
             self._local.save(filepath, LocalState.of(checkpoint, module, self.optimizers, self._mains))
@@ -679,6 +690,7 @@ class MegatronStrategy(ParallelStrategy):
             # What is there is no checkpoint, is damaged, or is of another module: all ranks find the same.
             raise ConfigurationError([str(error)]) from error
         if module.trainer.state.fn == TrainerFn.FITTING:
+            checkpoints.require_optimizers(checkpoint, path)
             self._fits = lineage.begun(lineage.fits_of(checkpoint), checkpoint["global_step"], world)
         self._resumption = resume.Resumption.from_checkpoint(checkpoint, module.trainer, self.mesh)
         return checkpoint

@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megatron.comm import differentiable
+from lightning_megatron.context.attention import attend
+from lightning_megatron.context.layout import View
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import Initial
 from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear
@@ -194,7 +196,9 @@ class SelfAttention(RecomputeLayer):
         if self.is_gathered:
             fused_TC = differentiable.gather(fused_TC, self.tp, dim=-1)
         queries, keys, values = self._split(fused_TC, tokens)
-        if self.dropout.is_active and "core_attention" in self.recomputed:
+        if not tokens.is_whole:
+            attended = self._attend_in_context(queries, keys, values, tokens)
+        elif self.dropout.is_active and "core_attention" in self.recomputed:
             attended = checkpoint(self._attend_dropping, queries, keys, values, tokens)
         elif self.dropout.is_active:
             attended = self._attend_dropping(queries, keys, values, tokens)
@@ -225,6 +229,20 @@ class SelfAttention(RecomputeLayer):
         queries = rotate(self.q_norm(queries.transpose(1, 2)), cos, sin).transpose(1, 2)
         keys = rotate(self.k_norm(keys.transpose(1, 2)), cos, sin).transpose(1, 2)
         return queries, keys, values
+
+    def _attend_in_context(self, queries: Tensor, keys: Tensor, values: Tensor, tokens: Tokens) -> Tensor:
+        """Attention within documents, whose tokens other ranks may hold too. Nothing of the size S^2 is kept."""
+        drop = self.dropout
+        return attend(
+            queries,
+            keys,
+            values,
+            layout=tokens.layout,
+            axes=tokens.context,
+            view=View(is_causal=self.is_causal, window=self.window),
+            draws=tokens.attention_draws(drop.key, drop.first_head, drop.probability) if drop.is_active else None,
+            cache=tokens.shared,
+        )
 
     def _attend_dropping(self, queries: Tensor, keys: Tensor, values: Tensor, tokens: Tokens) -> Tensor:
         """Attention with its weights laid out, so that the mask is ours; softmax in float32 or better."""

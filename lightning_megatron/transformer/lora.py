@@ -17,6 +17,7 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
+from lightning_megatron.sharding import sharded_parameters
 from lightning_megatron.tensor.linear import ParallelLinear
 from lightning_megatron.tensor.low_rank import LowRank, low_rank_beside
 from lightning_megatron.transformer.init import initialise
@@ -77,12 +78,17 @@ def add_lora(model: nn.Module, config: LoraConfig, *, seed: int | None = None) -
     """Freezes every parameter of a model and adds the paths, of this rank's layers and slices.
 
     Initial values depend on seed (torch's, where none is given) and names alone. Raises ValueError where the layers of
-    the model have no linear of a target's name, or have paths already.
+    the model have no linear of a target's name, or have paths already, and where the model is none of this package.
     """
     linears = {name: module for name, module in model.named_modules() if isinstance(module, ParallelLinear)}
     if any(linear.lora is not None for linear in linears.values()):
         raise ValueError("the model has low-rank paths already; merge those first (merge_lora), or build it anew")
     chosen = {name: linear for name, linear in linears.items() if _place(name) in config.targets}
+    if not linears and any(True for _ in model.parameters()) and not any(True for _ in sharded_parameters(model)):
+        raise ValueError(
+            f"the model ({type(model).__name__}) has no linears of this package, beside which low-rank paths stand; "
+            "lora is for its models, such as GPTModel"
+        )
     missing = [target for target in config.targets if target not in {_place(name) for name in chosen}]
     # A stage may hold no layer at all.
     if linears and missing:

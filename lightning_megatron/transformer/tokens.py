@@ -4,7 +4,11 @@ A model makes one `Tokens` for a call, on every stage alike, from its inputs; hi
 in the sequence-parallel region, [T/sp, H]. The stream is batch-major; T is batch * sequence rounded up to a multiple
 of sp, and what is beyond the real tokens is computed by nobody who looks at other tokens, and never counts.
 
-B batch, S sequence, T tokens with padding, R pairs of rotated features.
+Of a caller's [B, S] the stream of a rank is either its part of every row, cut alike, or, where documents are packed,
+its part of every document, all in one row. Tokens of no document are left out.
+
+B batch, S sequence, N rows of this rank for each sample of the stream, T tokens with padding, R pairs of rotated
+features, X tokens of a sample of the whole stream.
 """
 
 from dataclasses import dataclass
@@ -14,29 +18,52 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_megatron.comm import rng
-from lightning_megatron.mesh import Axis
+from lightning_megatron.comm import differentiable, rng
+from lightning_megatron.comm.rng import Draws
+from lightning_megatron.context.attention import AttentionDraws, ContextAxes
+from lightning_megatron.context.documents import Documents
+from lightning_megatron.context.exchange import AllGather, Ring
+from lightning_megatron.context.layout import PADDING, ContextLayout, cut
+from lightning_megatron.mesh import Axis, Mesh
+from lightning_megatron.transformer import rotary
+from lightning_megatron.transformer.config import TransformerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
     """The stream of one call; `flat` makes it from [batch, sequence]."""
 
+    shape: tuple[int, int]
+    # of what the caller gave: batch and sequence
     batch: int
-    # sequences in the stream
-    sequence: int
-    # tokens of each
+    # samples of the stream, cut alike: the caller's rows, or one where documents are packed
     sp: Axis
     # cuts the stream between tensor-parallel regions
-    places_S: Tensor
-    # int64: place of each token in its sequence, which names its random numbers
+    cp: Axis
+    # whose ranks share each sample
+    context: ContextAxes
+    # how they exchange what attention needs
+    layout: ContextLayout
+    # of each sample on the ranks of cp
+    index_X: Tensor | None
+    # int64: where in the caller's [B * S] the tokens of the stream of all ranks are; none where that has all, in order
     positions_BS: Tensor
-    # int64 [batch or 1, sequence]: what position embeddings see
-    sample_keys_B: Tensor
-    # int64: random key of each sequence
+    # int64 [1, N]: of this rank's tokens in their segments, which position embeddings see
+    keys_BX: Tensor
+    # int64: random key of each token of the stream of all ranks
     rotary_cos_BSR: Tensor
-    # float64 [batch or 1, sequence, pairs]: of the angles by which queries and keys turn; no pairs, no turn
+    # float64 [1, N, pairs]: of the angles by which queries and keys turn; no pairs, no turn
     rotary_sin_BSR: Tensor
+
+    @property
+    def sequence(self) -> int:
+        """N: this rank's rows of each sample, with the padding of an uneven cut."""
+        return self.layout.num_rows
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each sample is one segment, all of it here."""
+        return self.cp.size == 1 and self.index_X is None
 
     @property
     def num_real(self) -> int:
@@ -53,12 +80,47 @@ class Tokens:
 
     @property
     def device(self) -> torch.device:
-        return self.places_S.device
+        return self.positions_BS.device
+
+    @cached_property
+    def own_N(self) -> Tensor:
+        """The place in the stream of all ranks of each own row, 0 for padding: int64."""
+        return self.layout.places(self.context.rank).clamp(min=0).to(self.device)
+
+    @cached_property
+    def is_padding_N(self) -> Tensor:
+        """Which own rows hold no token."""
+        return (self.layout.places(self.context.rank) == PADDING).to(self.device)
+
+    def select(self, values_BS: Tensor) -> Tensor:
+        """The caller's values in the order of the stream of all ranks: [batch, X]."""
+        if self.index_X is None:
+            return values_BS
+        return values_BS.reshape(-1).index_select(0, self.index_X).unsqueeze(0)
 
     def flat(self, values_BS: Tensor, padding: int = 0) -> Tensor:
-        """One value per token of the stream, `padding` where there is no real token: [T]."""
-        values_T = values_BS.expand(self.batch, self.sequence).reshape(-1)
-        return F.pad(values_T, (0, self.num_padding), value=padding) if self.num_padding else values_T
+        """One of the caller's values per token of the stream, `padding` where there is no real token: [T]."""
+        values = values_BS.expand(self.shape)
+        if not self.is_whole:
+            values = _filled(self.select(values)).index_select(1, self.own_N).masked_fill(self.is_padding_N, padding)
+        return self._with_padding(values.reshape(-1), padding)
+
+    def flat_own(self, values_BN: Tensor) -> Tensor:
+        """One of this rank's values per token of the stream: [T]."""
+        return self._with_padding(values_BN.expand(self.batch, self.sequence).reshape(-1), 0)
+
+    def unflat(self, values_TV: Tensor) -> Tensor:
+        """What each token of the caller's [batch, sequence] has in the streams of all ranks, 0 where it is in none.
+
+        Ranks of cp that do the same with it get a gradient each, and these are summed.
+        """
+        values = values_TV[: self.num_real].view(self.batch, self.sequence, -1)
+        if not self.is_whole:
+            values = differentiable.gather(values, self.cp, dim=1).index_select(1, self.layout.rows.to(self.device))
+            if self.index_X is not None:
+                everywhere = values.new_zeros(self.shape[0] * self.shape[1], values.shape[-1])
+                values = everywhere.index_copy(0, self.index_X, values[0])
+        return values.view(*self.shape, -1)
 
     def shard(self, values_T: Tensor) -> Tensor:
         """This rank's part of a stream of values: [T/sp]."""
@@ -75,16 +137,75 @@ class Tokens:
         return {}
 
     @cached_property
+    def shared(self) -> dict[object, object]:
+        """What the context attention of the layers of this call shares."""
+        return {}
+
+    @cached_property
     def keys_BS(self) -> Tensor:
-        """A random key for each real token, int64 [B, S]."""
-        return rng.bits(self.sample_keys_B.unsqueeze(1), self.places_S)
+        """A random key for each of this rank's tokens, int64 [B, N]."""
+        return self.keys_BX if self.is_whole else _filled(self.keys_BX).index_select(1, self.own_N)
 
     @cached_property
     def stream_keys(self) -> Tensor:
         """A random key for each token of the stream: int64 [T]."""
-        return self.flat(self.keys_BS)
+        return self.flat_own(self.keys_BS)
 
     @cached_property
     def shard_keys(self) -> Tensor:
         """A random key for each token of this rank's part: int64 [T/sp]."""
         return self.shard(self.stream_keys)
+
+    def attention_draws(self, key: int, first_head: int, probability: float) -> AttentionDraws:
+        """What the dropout of attention weights is drawn from, of heads from `first_head` on."""
+        return AttentionDraws(keys_BT=self.keys_BX, name_key=key, first_head=first_head, probability=probability)
+
+    def _with_padding(self, values_T: Tensor, padding: int) -> Tensor:
+        return F.pad(values_T, (0, self.num_padding), value=padding) if self.num_padding else values_T
+
+
+def _filled(values_BX: Tensor) -> Tensor:
+    """Something for the rows of padding to take where there is no token at all."""
+    return values_BX if values_BX.shape[1] else F.pad(values_BX, (0, 1))
+
+
+def stream_of(
+    shape: tuple[int, int],
+    *,
+    config: TransformerConfig,
+    mesh: Mesh,
+    draws: Draws,
+    device: torch.device,
+    documents: Documents | None = None,
+    is_causal: bool = True,
+) -> Tokens:
+    """The stream of a call with inputs [batch, sequence], each row a segment unless its `documents` are told.
+
+    Causal work is cut over cp by zig-zag, other work into contiguous parts.
+    """
+    sizes = mesh.sizes
+    exchange = AllGather() if sizes.cp_exchange == "all_gather" else Ring()
+    axes = ContextAxes(outer=mesh.axis("cp_outer"), inner=mesh.axis("cp_inner"), exchange=exchange)
+    lengths = (shape[1],) if documents is None else documents.lengths
+    layout = cut(lengths, outer=axes.outer.size, inner=axes.inner.size, is_zigzag=is_causal)
+    positions_BS = layout.positions(axes.rank).clamp(min=0).to(device).unsqueeze(0)
+    sample_keys_B = draws.sample_keys(shape[0], device)
+    if documents is None:
+        places = torch.arange(shape[1], device=device)
+        keys_BX = rng.bits(sample_keys_B.unsqueeze(1), places)
+    else:
+        keys_BX = documents.token_keys(sample_keys_B).unsqueeze(0)
+    cos_BSR, sin_BSR = rotary.angles(positions_BS, config.rotary_width, config.rotary_base, config.rope_scaling)
+    return Tokens(
+        shape=shape,
+        batch=shape[0] if documents is None else 1,
+        sp=mesh.sp,
+        cp=mesh.cp,
+        context=axes,
+        layout=layout,
+        index_X=None if documents is None else documents.index_X,
+        positions_BS=positions_BS,
+        keys_BX=keys_BX,
+        rotary_cos_BSR=cos_BSR,
+        rotary_sin_BSR=sin_BSR,
+    )

@@ -10,9 +10,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.models import GPTConfig
 from lightning_megatron.pipeline.choice import ScheduleName
 from lightning_megatron.transformer.recompute import RecomputeConfig
+from lightning_megatron.transformer.rotary import RopeScaling
 
 NUM_STEPS = 3
 BATCH = 48  # divides by every data-parallel size times number of microbatches below
@@ -43,10 +45,42 @@ VARIANTS = {
     ),
     "vocabulary-131": GPTConfig(**_SMALL, vocab_size=131, label_smoothing=0.1),
     "dropout": GPTConfig(**_SMALL, vocab_size=128, hidden_dropout=0.1, attention_dropout=0.1),
+    "qwen-mistral": GPTConfig(
+        **_SMALL,
+        vocab_size=131,
+        num_query_groups=2,
+        head_dim=12,
+        ffn_hidden_size=48,
+        activation="swiglu",
+        normalization="rmsnorm",
+        position="rotary",
+        rope_scaling=RopeScaling(kind="linear", factor=2.0),
+        qk_norm=True,
+        sliding_window=3,
+        full_attention_layers=(1,),
+        add_bias_linear=False,
+        tie_embeddings=False,
+    ),
+    "packed": GPTConfig(
+        **_SMALL,
+        vocab_size=128,
+        num_query_groups=2,
+        activation="swiglu",
+        normalization="rmsnorm",
+        position="rotary",
+        hidden_dropout=0.1,
+        attention_dropout=0.1,
+    ),
 }
+PACKED = ("packed",)
+# variants whose rows hold several documents each, and padding
 
 
 _NOTHING = RecomputeConfig()
+_RING = ContextConfig()
+_GATHER = ContextConfig(kind="all_gather")
+_HEADS = ContextConfig(kind="all_to_all")
+_BOTH = ContextConfig(kind="hierarchical", inner_size=2)
 _SELECTIVE = RecomputeConfig(granularity="selective", parts=("core_attention", "norm", "activation"))
 
 
@@ -70,10 +104,12 @@ class Layout:
     # of gradient sums with backward, and of weights with forward where the optimizer is distributed
     rule: Literal["sgd", "adamw", "adamw, 16 bits"] = "sgd"
     recompute: RecomputeConfig = _NOTHING
+    cp: int = 1
+    context: ContextConfig = _RING
 
     @property
     def dp(self) -> int:
-        return self.world // (self.tp * self.pp)
+        return self.world // (self.tp * self.pp * self.cp)
 
 
 LAYOUTS = {
@@ -153,6 +189,28 @@ LAYOUTS = {
         world=4, pp=2, vp=2, microbatches=4, schedule="zb_v", distributed=True, overlap=True
     ),
     "ZeRO dp2 accumulate 2": Layout(world=2, microbatches=2, accumulate=2, distributed=True, overlap=True),
+    "cp2": Layout(world=2, cp=2),
+    "cp2 all-gather": Layout(world=2, cp=2, context=_GATHER, microbatches=2),
+    "cp2 all-to-all": Layout(world=2, cp=2, context=_HEADS, microbatches=2),
+    "cp4": Layout(world=4, cp=4, microbatches=3),
+    "cp4 all-gather": Layout(world=4, cp=4, context=_GATHER),
+    "cp4 all-to-all": Layout(world=4, cp=4, context=_HEADS),
+    "cp4 hierarchical": Layout(world=4, cp=4, context=_BOTH),
+    "cp2 tp2": Layout(world=4, cp=2, tp=2),
+    "cp2 tp2+sp all-to-all": Layout(world=4, cp=2, tp=2, sp=True, context=_HEADS, microbatches=2),
+    "cp2 dp2": Layout(world=4, cp=2, microbatches=2),
+    "cp2 dp2 all-gather accumulate 2": Layout(world=4, cp=2, context=_GATHER, microbatches=2, accumulate=2),
+    "ZeRO cp2 dp2 AdamW overlap": Layout(
+        world=4, cp=2, microbatches=2, distributed=True, overlap=True, rule="adamw", clip=0.05
+    ),
+    "cp2 pp2": Layout(world=4, cp=2, pp=2, microbatches=3),
+    "cp2 pp2 collective": Layout(world=4, cp=2, pp=2, microbatches=2, collective=True),
+    "cp2 pp2 vp2 tp2+sp": Layout(world=8, cp=2, pp=2, vp=2, tp=2, sp=True, microbatches=4),
+    "cp2 ZB-V pp2 dp2": Layout(world=8, cp=2, pp=2, vp=2, microbatches=4, schedule="zb_v"),
+    "recompute full, cp2 pp2": Layout(
+        world=4, cp=2, pp=2, microbatches=3, recompute=RecomputeConfig(granularity="full", num_layers=2)
+    ),
+    "recompute selective, cp2 tp2+sp": Layout(world=4, cp=2, tp=2, sp=True, recompute=_SELECTIVE),
 }
 
 
@@ -181,8 +239,9 @@ HALF_LAYOUTS = {
 }
 
 
-def batches(config: GPTConfig, dtype: torch.dtype, accumulate: int) -> list[dict[str, Tensor]]:
-    """The global batches of all steps, `accumulate` of them a step."""
+def batches(variant: str, dtype: torch.dtype, accumulate: int) -> list[dict[str, Tensor]]:
+    """The global batches of all steps of a variant, `accumulate` of them a step."""
+    config = VARIANTS[variant]
     generator = torch.Generator().manual_seed(20261121)
     made = []
     for index in range(NUM_STEPS * accumulate):
@@ -198,4 +257,18 @@ def batches(config: GPTConfig, dtype: torch.dtype, accumulate: int) -> list[dict
         # The largest ids are the ones that padding of the vocabulary could touch.
         labels[-1, 0] = config.vocab_size - 1
         made.append({"tokens": tokens[:, :-1].contiguous(), "labels": labels, "loss_mask": mask})
+        if variant in PACKED:
+            made[-1]["segments"] = _segments(index)
     return made
+
+
+def _segments(index: int) -> Tensor:
+    """The documents of each row of a batch: of 1 to SEQUENCE tokens, some with padding behind, one row of padding."""
+    rows = []
+    for row in range(BATCH):
+        lengths = torch.tensor([1 + (row + index) % SEQUENCE, 1 + row % 3, 1 + row % 2, SEQUENCE])
+        segments = torch.arange(len(lengths)).repeat_interleave(lengths)[:SEQUENCE].clone()
+        segments[SEQUENCE - row % 3 :] = -1
+        rows.append(segments)
+    rows[-2] = torch.full((SEQUENCE,), -1)
+    return torch.stack(rows)

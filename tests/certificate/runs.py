@@ -99,7 +99,7 @@ def reference(
     weights = {name: p.detach().clone().requires_grad_() for name, p in initial.named_parameters()}
     optimizer = make_optimizer(layout.rule, list(weights.values()))
     outcome = Outcome()
-    data = batches(config, dtype, layout.accumulate)
+    data = batches(variant, dtype, layout.accumulate)
     for first in range(0, len(data), layout.accumulate):
         step = Step()
         optimizer.zero_grad()
@@ -168,14 +168,14 @@ class Module(L.LightningModule):
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         assert self.model is not None
-        loss: Tensor = self.model(batch["tokens"], labels=batch["labels"], loss_mask=batch["loss_mask"])
+        loss: Tensor = self.model(**batch)
         self.log("train_loss", loss)
         self.log("valid_tokens", _valid(batch), reduce_fx="sum")
         return loss
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         assert self.model is not None
-        self.log("val_loss", self.model(batch["tokens"], labels=batch["labels"], loss_mask=batch["loss_mask"]))
+        self.log("val_loss", self.model(**batch))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return make_optimizer(self.rule, self.parameters())
@@ -248,6 +248,8 @@ def _fit(layout: Layout, module: Module, recorder: L.Callback, dtype: torch.dtyp
     strategy = MegatronStrategy(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+        context=layout.context,
         sequence_parallel=layout.sp,
         num_microbatches=layout.microbatches,
         virtual_pipeline_model_parallel_size=layout.vp,
@@ -290,7 +292,7 @@ class Data(L.LightningDataModule):
 
     def __init__(self, variant: str, dtype: torch.dtype, layout: Layout) -> None:
         super().__init__()
-        self.data = batches(VARIANTS[variant], dtype, layout.accumulate)
+        self.data = batches(variant, dtype, layout.accumulate)
         self.size = layout.dp
 
     def _loader(self) -> DataLoader[dict[str, Tensor]]:

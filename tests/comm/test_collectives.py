@@ -32,6 +32,9 @@ def every_result(axis: Axis) -> dict[str, Tensor]:
     for dim in (0, 1, -1):
         results[f"gather {dim}"] = collectives.all_gather(x, axis, dim)
         results[f"scatter {dim}"] = collectives.reduce_scatter(x, axis, dim)
+    for split, join in ((0, 1), (1, 0), (-1, -2)):
+        results[f"all to all {split} {join}"] = collectives.all_to_all(x, axis, split, join)
+    results["all to all of a transposed"] = collectives.all_to_all(x.t(), axis, 0, 1)
     results["sum of a transposed"] = collectives.all_reduce(x.t(), axis)
     results["gather of a transposed"] = collectives.all_gather(x.t(), axis)
     results["scatter of a transposed"] = collectives.reduce_scatter(x.t(), axis)
@@ -39,8 +42,9 @@ def every_result(axis: Axis) -> dict[str, Tensor]:
         collectives.all_reduce(x, axis, wait=False),
         collectives.all_gather(x, axis, 1, wait=False),
         collectives.reduce_scatter(x, axis, 1, wait=False),
+        collectives.all_to_all(x, axis, 0, 1, wait=False),
     ]
-    for name, each in zip(("sum later", "gather later", "scatter later"), pending, strict=True):
+    for name, each in zip(("sum later", "gather later", "scatter later", "all to all later"), pending, strict=True):
         results[name] = each.wait()
         assert each.wait() is results[name]  # waiting again does nothing
     assert x.equal(before)
@@ -73,6 +77,10 @@ def wanted_results(axis: Axis) -> dict[str, Tensor]:
     for dim in (0, 1, -1):
         wanted[f"gather {dim}"] = torch.cat(x, dim)
         wanted[f"scatter {dim}"] = total.chunk(size, dim)[rank]
+    for split, join in ((0, 1), (1, 0), (-1, -2)):
+        wanted[f"all to all {split} {join}"] = torch.cat([each.chunk(size, split)[rank] for each in x], join)
+    wanted["all to all of a transposed"] = torch.cat([each.t().chunk(size)[rank] for each in x], 1)
+    wanted["all to all later"] = wanted["all to all 0 1"]
     for source in range(size):
         wanted[f"from {source}"] = x[source]
     return wanted

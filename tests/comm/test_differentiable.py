@@ -130,6 +130,28 @@ def test_split_takes_the_own_part_and_joins_the_gradients(size: int, dim: int) -
     on_axis(size, on_rank)
 
 
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize(("split", "join"), [(0, 1), (1, 0), (0, 0), (-1, 0)])
+def test_all_to_all_splits_one_dim_and_joins_another_and_its_gradient_goes_back_likewise(
+    size: int, split: int, join: int
+) -> None:
+    parts, grads = [random(8, 4) for _ in range(size)], [random(8, 4) for _ in range(size)]
+
+    def exchanged(of_ranks: list[Tensor], rank: int, split: int, join: int) -> Tensor:
+        return torch.cat([each.chunk(size, split)[rank] for each in of_ranks], join)
+
+    def on_rank(axis: Axis) -> None:
+        own = parts[axis.rank].clone().requires_grad_()
+        out = differentiable.all_to_all(own, axis, split, join)
+        assert out.equal(exchanged(parts, axis.rank, split, join))
+        wanted_grads = [exchanged(grads, rank, split, join) for rank in range(size)]
+        wanted = exchanged(wanted_grads, axis.rank, join, split)
+        assert back(out, own, wanted_grads[axis.rank]).equal(wanted)
+        assert wanted.equal(grads[axis.rank])  # there and back again
+
+    on_axis(size, on_rank)
+
+
 def test_a_sharded_network_has_the_gradients_of_the_whole_one() -> None:
     x, up, down = random(*SHAPE), random(4, 12), random(12, 4)
     leaves = [tensor.clone().requires_grad_() for tensor in (x, up, down)]

@@ -80,3 +80,20 @@ def test_recomputation_is_refused_where_transformer_engine_would_count_amaxes_tw
     assert any("recompute granularity ('full') must be 'none'" in fault for fault in faults(facts))
     told = faults(replace(facts, recompute=RecomputeConfig())) + faults(replace(facts, fp8=Fp8Config()))
     assert not any("recompute" in fault for fault in told)
+
+
+def test_a_sequence_that_ranks_cannot_share_evenly_is_a_fault_on_request_alone() -> None:
+    def told(sequence: int, **sizes: object) -> list[str]:
+        facts = Facts(sizes=Sizes(world=4, cp=4, **sizes), model=model(), sequence_length=sequence)  # type: ignore[arg-type]
+        return faults(facts)
+
+    assert told(60) == [] == told(56, pads_uneven=False)
+    [fault] = told(60, pads_uneven=False)
+    assert "sequence_length (60) must be a multiple of 8" in fault and "use 56 or 64" in fault
+    # Ranks that exchange heads take any equal parts.
+    assert told(60, pads_uneven=False, cp_inner=2, cp_exchange="all_gather")[0].count("multiple of 8")
+
+
+def test_sizes_below_one_are_faults_and_not_divided_by() -> None:
+    [fault] = faults(Facts(sizes=Sizes(world=4, tp=0), model=model(), global_batch_size=8))
+    assert "tensor_model_parallel_size (0) must be at least 1" in fault

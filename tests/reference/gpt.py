@@ -21,8 +21,12 @@ class ReferenceGPT:
 
     def __init__(self, config: GPTConfig, weights: Weights, draws: rng.Draws | None = None) -> None:
         self.config, self.weights, self.draws = config, weights, draws
+        self.sample_keys: Tensor | None = None
+        # of the rows of a call, where they are not those of a batch
 
-    def logits(self, tokens: Tensor) -> Tensor:
+    def logits(self, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
+        if segments is not None:
+            return self.logits_of_documents(tokens, segments)
         config = self.config
         sequence = tokens.shape[1]
         x = self.weights["embedding.tokens.weight"][tokens]
@@ -39,10 +43,30 @@ class ReferenceGPT:
         head = "embedding.tokens.weight" if config.tie_embeddings else "head.weight"
         return F.linear(x, self.weights[head])
 
-    def loss(self, tokens: Tensor, labels: Tensor, loss_mask: Tensor | None = None) -> Tensor:
-        """Mean over the tokens with a label, weighted by the mask; 0 where there is none."""
+    def logits_of_documents(self, tokens: Tensor, segments: Tensor) -> Tensor:
+        """Each document through the model by itself; zeros where there is none."""
+        rows = None if self.draws is None else self.draws.sample_keys(len(tokens), torch.device("cpu"))
+        logits = torch.zeros(*tokens.shape, self.config.vocab_size, dtype=self.weights["final_norm.weight"].dtype)
+        for row in range(len(tokens)):
+            for number in range(int(segments[row].max()) + 1):
+                places = torch.nonzero(segments[row] == number).flatten()
+                if len(places) == 0:
+                    continue
+                if rows is not None:
+                    self.sample_keys = rng.bits(rows[row : row + 1], torch.tensor([number]))
+                own = self.logits(tokens[row, places][None])[0]
+                logits = logits.index_put((torch.tensor(row), places), own)
+        self.sample_keys = None
+        return logits
+
+    def loss(
+        self, tokens: Tensor, labels: Tensor, loss_mask: Tensor | None = None, segments: Tensor | None = None
+    ) -> Tensor:
+        """Mean over the tokens with a label, weighted by the mask; 0 where there is none. No document, no label."""
+        if segments is not None:
+            labels = torch.where(segments < 0, -100, labels)
         losses = F.cross_entropy(
-            self.logits(tokens).flatten(0, 1),
+            self.logits(tokens, segments).flatten(0, 1),
             labels.flatten(),
             ignore_index=-100,
             reduction="none",
@@ -138,4 +162,7 @@ class ReferenceGPT:
 
     def token_keys(self, batch: int, sequence: int) -> Tensor:
         assert self.draws is not None
-        return rng.bits(self.draws.sample_keys(batch, torch.device("cpu"))[:, None], torch.arange(sequence)[None])
+        keys = self.sample_keys
+        if keys is None:
+            keys = self.draws.sample_keys(batch, torch.device("cpu"))
+        return rng.bits(keys[:, None], torch.arange(sequence)[None])

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import lightning as L
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
 
-from lightning_megatron import MegatronStrategy, PipelineConfig
+from lightning_megatron import ContextConfig, MegatronStrategy, PipelineConfig
 from lightning_megatron.mesh import StageLayout
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.pipeline.choice import ScheduleName
@@ -26,6 +26,8 @@ class Layout:
     microbatches: int = 1
     collective: bool = False
     vp: int = 1
+    cp: int = 1
+    context: ContextConfig = field(default_factory=ContextConfig)
     schedule: Literal["auto"] | ScheduleName = "auto"
     stages: StageLayout = field(default_factory=StageLayout)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -34,7 +36,7 @@ class Layout:
 
     @property
     def dp(self) -> int:
-        return self.world // (self.tp * self.pp)
+        return self.world // (self.tp * self.pp * self.cp)
 
     def strategy(self) -> Strategy | str:
         """A new strategy of this layout."""
@@ -43,6 +45,8 @@ class Layout:
         return MegatronStrategy(
             tensor_model_parallel_size=self.tp,
             pipeline_model_parallel_size=self.pp,
+            context_parallel_size=self.cp,
+            context=self.context,
             sequence_parallel=self.sp,
             num_microbatches=self.microbatches,
             virtual_pipeline_model_parallel_size=self.vp,

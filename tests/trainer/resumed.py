@@ -221,6 +221,16 @@ class Recorder(L.Callback):
         if self.folder is not None and place in self.places:
             trainer.save_checkpoint(self.folder / f"{place}.ckpt")
 
+    def on_sanity_check_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self._save(trainer, "sanity")
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self._save(trainer, "start")
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+        if not self.record.batches:
+            self._save(trainer, "first batch")
+
     def on_train_batch_end(
         self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:

@@ -1,6 +1,7 @@
 """After a run that was killed, `ckpt_path="last"` is the last complete checkpoint, and what is left out is named."""
 
 import os
+import shutil
 import signal
 import warnings
 from pathlib import Path
@@ -104,12 +105,52 @@ def test_the_newest_other_is_taken_where_the_last_is_damaged_and_both_are_named(
     saved(tmp_path / "step=6.ckpt", 6)
     with pytest.warns(UserWarning, match=r"last\" is .*step=6\.ckpt: .*last\.ckpt is an empty directory"):
         assert prepared(trainer_of(linking(tmp_path)), ("last",)) == (str(tmp_path / "step=6.ckpt"),)
-    # Others of that name come first, though they have fewer steps.
-    for version, step in ((1, 2), (2, 1)):
+    # So are others of that name, where they have no fewer steps.
+    for version, step, taken in ((1, 2, "step=6"), (2, 6, "last-v2")):
         path = saved(tmp_path / f"last-v{version}.ckpt", step)
         os.utime(path, (version, version))
-    with pytest.warns(UserWarning, match=r"last-v2\.ckpt"):
-        assert prepared(trainer_of(linking(tmp_path)), ("last",)) == (str(tmp_path / "last-v2.ckpt"),)
+        with pytest.warns(UserWarning, match=rf"is .*{taken}\.ckpt: something else"):
+            assert prepared(trainer_of(linking(tmp_path)), ("last",)) == (str(tmp_path / f"{taken}.ckpt"),)
+
+
+def test_a_newer_checkpoint_is_taken_in_the_place_of_a_sound_older_last(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(tmp_path / "step=3.ckpt", 3)
+    os.symlink("step=3.ckpt", tmp_path / "last.ckpt")
+    assert prepared(trainer_of(linking(tmp_path)), ("last",)) == ("last",)
+    saved(tmp_path / "step=6.ckpt", 6)
+    caplog.set_level("INFO", "lightning.pytorch")
+    assert prepared(trainer_of(linking(tmp_path)), ("last",)) == (str(tmp_path / "step=6.ckpt"),)
+    assert "step=6.ckpt, the newest: it is of step 6, and" in caplog.text and "last.ckpt of step 3" in caplog.text
+
+
+def test_what_a_later_run_left_behind_or_has_no_optimizers_is_not_taken_for_the_newest(tmp_path: Path) -> None:
+    first, second, anew = [("a", 0)], [("a", 0), ("b", 2)], [("c", 0)]
+    full: dict[str, Any] = {"optimizers": []}
+
+    def add(name: str, step: int, fits: Any, at: int, **meta: Any) -> None:
+        path = saved(tmp_path / f"{name}.ckpt", step, meta={"lightning_megatron_fits": fits} | meta)
+        os.utime(path / "manifest.json", (at, at))
+
+    def taken() -> tuple[Any, ...]:
+        return prepared(trainer_of(linking(tmp_path)), ("last",))
+
+    add("step=6", 6, first, 1, **full)
+    add("last", 4, second, 2, **full)
+    assert taken() == ("last",)
+    add("step=9", 9, second, 3)
+    assert taken() == ("last",)
+    add("step=5", 5, second, 4, **full)
+    assert taken() == ("last",)
+    shutil.rmtree(tmp_path / "step=9.ckpt")
+    assert taken() == (str(tmp_path / "step=5.ckpt"),)
+    # A run that began anew is another one.
+    add("last", 1, anew, 5, **full)
+    assert taken() == ("last",)
+    # It goes on from the other, whatever the clock says.
+    add("step=8", 8, [*anew, ("d", 1)], 4, **full)
+    assert taken() == (str(tmp_path / "step=8.ckpt"),)
 
 
 def test_a_last_whose_files_are_cut_is_not_taken(tmp_path: Path) -> None:

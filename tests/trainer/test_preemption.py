@@ -233,6 +233,22 @@ def test_a_save_in_flight_lands_first_and_further_signals_lose_nothing(layout: L
     assert not list(tmp_path.glob("**/.unfinished"))
 
 
+def signalled_with_validations(folder: Path) -> None:
+    """Every second batch of every second epoch is followed by one."""
+    for at, ended_at, validated_at in ((1, 2, []), (7, 8, [8])):
+        paced = Paced()
+        options = {"val_check_interval": 2, "check_val_every_n_epoch": 2, "num_sanity_val_steps": 0}
+        trainer = trainer_of(ONE, folder / str(at), Signals({at: signal.SIGTERM}), paced, **options)
+        with pytest.raises(SIGTERMException):
+            trainer.fit(Small(), Rows())
+        assert trainer.global_step == ended_at
+        assert [step for step, _ in paced.validated] == validated_at
+
+
+def test_a_run_stops_behind_a_validation_that_is_due_and_waits_for_none_of_another_epoch(tmp_path: Path) -> None:
+    run_on_ranks(1, signalled_with_validations, tmp_path, init=False)
+
+
 def signalled_at_the_end(folder: Path) -> None:
     # Nobody hears of it in time.
     failure._POLL_SECONDS = 60.0  # type: ignore[attr-defined]

@@ -76,6 +76,38 @@ def test_it_does_on_many_ranks(layout: Layout, data: str, tmp_path: Path) -> Non
         assert found == []
 
 
+def saved_again(data: str, place: str, folder: Path) -> dict[str, str]:
+    """How runs differ that go on from what a resumed run saved before its first batch had been trained on."""
+    options: dict[str, Any] = {"validates": True, "num_sanity_val_steps": 1, "asks_for_steps": "stream" not in data}
+    whole = run(ONE, data, folder, frozenset({place}), **options)
+    again = folder / "again"
+    run(ONE, data, again, frozenset({"sanity", "start"}), resumed_from=folder / f"{place}.ckpt", seed=77, **options)
+    return {
+        path.stem: difference(run(ONE, data, resumed_from=path, seed=78, **options), whole)
+        for path in sorted(again.iterdir())
+    }
+
+
+@pytest.mark.parametrize(
+    ("data", "place"),
+    [
+        ("shuffled", "batch 2"),
+        ("own generator", "epoch 0"),
+        ("noisy", "batch 6"),
+        ("several", "batch 3"),
+        ("stateful stream", "batch 2"),
+        ("stream", "epoch 0"),
+    ],
+)
+def test_what_a_resumed_run_saves_before_it_trains_is_where_it_was_resumed(
+    data: str, place: str, tmp_path: Path
+) -> None:
+    [found] = run_on_ranks(1, saved_again, data, place, tmp_path, init=False)
+    # Lightning makes no check of the validation in a run that goes on within an epoch.
+    assert found.keys() == ({"sanity", "start"} if place == "epoch 0" else {"start"})
+    assert set(found.values()) == {""}, found
+
+
 def loaded_after(place: str, folder: Path) -> tuple[list[int], list[int]]:
     """The rows that a resumed run loads, and those that it trains on."""
     run(ONE, "shuffled", folder, frozenset({place}))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_megatron import MegatronStrategy
 from lightning_megatron.models import GPTModel
 from lightning_megatron.trainer.config import ConfigurationError
 from tests.harness.ranks import RankFailed, run_on_ranks
@@ -88,6 +89,37 @@ def test_another_number_of_batches_makes_up_the_same_step(tmp_path: Path) -> Non
     assert apart(resumed, DP2, whole, ONE, per=2) == ""
 
 
+@pytest.mark.parametrize("again", ["one", "dp2"])
+def test_a_resumed_run_with_another_batch_size_saves_before_it_trains(again: str, tmp_path: Path) -> None:
+    """Two batches of 4 a step, then one of 8, which saves at once; from there with either size."""
+    places = frozenset({"batch 1"})
+    whole = runs(ONE, "even", folder=tmp_path, places=places, accumulate_grad_batches=2, **QUIETLY)
+    start = {"folder": tmp_path, "places": frozenset({"start", "first batch"})}
+    runs(DP2, "even", resumed_from=tmp_path / "batch 1.ckpt", batch=8, seed=77, **start, **QUIETLY)
+    if again == "dp2":
+        resumed = runs(DP2, "even", resumed_from=tmp_path / "start.ckpt", batch=8, seed=78, **QUIETLY)
+        assert apart(resumed, DP2, whole, ONE, per=2) == ""
+        # Within the first batch Lightning has counted it; what comes is the same.
+        later = runs(DP2, "even", resumed_from=tmp_path / "first batch.ckpt", batch=8, seed=78, **QUIETLY)
+        for one, other in zip(resumed, later, strict=True):
+            assert list(one.batches.values()) == list(other.batches.values())
+    else:
+        resumed = runs(ONE, "even", resumed_from=tmp_path / "start.ckpt", accumulate_grad_batches=2, seed=78, **QUIETLY)
+        assert apart(resumed, ONE, whole, ONE) == "" and min(resumed[0].batches) == 2
+
+
+def test_a_run_that_went_on_elsewhere_is_resumed_where_it_is_now(tmp_path: Path) -> None:
+    """Saved on one replica, on two, on two again, and on one: in one order all along."""
+    whole = runs(ONE, "even", folder=tmp_path, places=frozenset({"batch 0"}), **QUIETLY)
+    came_from, folder = tmp_path / "batch 0.ckpt", tmp_path / "on"
+    for layout, place in ((DP2, "batch 1"), (DP2, "batch 7"), (DP2, "batch 8"), (ONE, "batch 9")):
+        resumed = runs(
+            layout, "even", folder=folder, places=frozenset({place}), resumed_from=came_from, seed=77, **QUIETLY
+        )
+        assert apart(resumed, layout, whole, ONE) == "", place
+        came_from = folder / f"{place}.ckpt"
+
+
 def refusal(layout: Layout, data: str, path: Path, batch: int) -> str:
     try:
         run(layout, data, resumed_from=path, batch=batch, asks_for_steps=False, **QUIETLY)
@@ -155,6 +187,9 @@ class Losses(L.Callback):
         if number == 3 and not self.checkpoint.exists():
             trainer.save_checkpoint(self.checkpoint)
         if number == 5 and self.is_killed:
+            assert isinstance(trainer.strategy, MegatronStrategy)
+            # Two steps may be over before the fourth one's files are written.
+            trainer.strategy.wait_for_checkpoint()
             os.kill(os.getpid(), signal.SIGKILL)
 
 

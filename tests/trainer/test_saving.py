@@ -24,7 +24,7 @@ from lightning_megatron.mesh import Mesh
 from lightning_megatron.trainer import failure
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.fits import Parts, weights
-from tests.trainer.layouts import Layout, make_trainer
+from tests.trainer.layouts import PLAIN, Layout, make_trainer
 from tests.trainer.modules import Data, Small
 from tests.trainer.test_checkpoints import Language, Texts
 
@@ -342,6 +342,82 @@ def fit_with_a_link(folder: Path) -> None:
 
 def test_a_link_never_leads_to_what_is_not_there_yet(tmp_path: Path) -> None:
     run_on_ranks(1, fit_with_a_link, tmp_path, init=False)
+
+
+def names_of(layout: Layout, folder: Path, *callbacks: ModelCheckpoint, **options: Any) -> dict[str, Any]:
+    """What stands after a fit of two epochs whose saves take longer than its steps, and what the callbacks keep."""
+    put_in_place = Draft.put_in_place
+    in_flight: list[bool] = []
+
+    def late(self: Draft, manifest: bytes) -> None:
+        time.sleep(0.2)
+        put_in_place(self, manifest)
+
+    class Looks(Callback):
+        def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+            if isinstance(trainer.strategy, MegatronStrategy):
+                in_flight.append(trainer.strategy._saving._saver.is_saving)
+
+    Draft.put_in_place = late  # type: ignore[method-assign]
+    trainer = run(layout, *callbacks, Looks(), **{"max_epochs": 2, "limit_train_batches": 4} | options)
+    trainer.fit(Small(), Data(32))
+    Draft.put_in_place = put_in_place  # type: ignore[method-assign]
+    kept = [sorted(Path(path).name for path in callback.best_k_models) for callback in callbacks]
+    steps = {}
+    for path in sorted(folder.iterdir()):
+        one = torch.load(path, weights_only=False) if layout.is_plain else read_meta(path)
+        steps[path.name] = one["global_step"]
+    return {"steps": steps, "kept": kept, "is behind": any(in_flight)}
+
+
+CLASHES: dict[str, Any] = {
+    "of an epoch, saved twice in it": [
+        {"filename": "{epoch}", "save_top_k": 4, "every_n_train_steps": 2, "monitor": "train_loss"}
+    ],
+    "of a rounded metric": [
+        {"filename": "{train_loss:.0f}", "save_top_k": 3, "every_n_train_steps": 1, "monitor": "train_loss"}
+    ],
+    "without a field": [{"filename": "one", "save_top_k": -1, "every_n_train_steps": 3, "monitor": "train_loss"}],
+    "written over": [{"filename": "{epoch}", "save_top_k": -1, "every_n_train_steps": 2}],
+    "of two callbacks with one template": [
+        {"every_n_train_steps": 2},
+        {"every_n_train_steps": 4, "monitor": "train_loss"},
+    ],
+    "last, of two callbacks": [
+        {"filename": "{step}", "every_n_train_steps": 2, "save_last": True},
+        {"filename": "best-{step}", "every_n_train_steps": 4, "monitor": "train_loss", "save_last": True},
+    ],
+}
+
+
+def fit_with_names(names: str, folder: Path) -> None:
+    found = []
+    for layout in (PLAIN, ONE):
+        place = folder / ("plain" if layout.is_plain else "ours")
+        found.append(names_of(layout, place, *(ModelCheckpoint(place, **one) for one in CLASHES[names])))
+    plain, ours = found
+    assert ours["steps"] == plain["steps"] and ours["kept"] == plain["kept"]
+    assert any("-v1" in name for name in plain["steps"]) == (names != "written over")
+
+
+@pytest.mark.parametrize("names", CLASHES)
+def test_names_that_may_come_twice_are_numbered_as_under_plain_lightning(names: str, tmp_path: Path) -> None:
+    run_on_ranks(1, fit_with_names, names, tmp_path, init=False)
+
+
+def fit_once_an_epoch(folder: Path) -> None:
+    for number, options in enumerate(({"val_check_interval": 1.0}, {"limit_val_batches": 0, "val_check_interval": 2})):
+        place = folder / str(number)
+        callback = ModelCheckpoint(place, "{epoch}-{train_loss:.0f}", save_top_k=2, monitor="train_loss")
+        assert names_of(ONE, place, callback, **{"limit_val_batches": 1} | options)["is behind"]
+    place = folder / "twice"
+    callback = ModelCheckpoint(place, "{epoch}", save_top_k=2, monitor="val_loss")
+    found = names_of(ONE, place, callback, limit_val_batches=1, val_check_interval=2)
+    assert not found["is behind"] and len(found["steps"]) == 2
+
+
+def test_a_save_an_epoch_with_the_epoch_in_its_name_is_behind_training(tmp_path: Path) -> None:
+    run_on_ranks(1, fit_once_an_epoch, tmp_path, init=False)
 
 
 class Slow(Language):

@@ -17,11 +17,11 @@ from torch.utils._pytree import tree_leaves
 from lightning_megatron.comm.rng import Draws
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.pipeline.module import StagePart
-from lightning_megatron.transformer import recompute, rotary
+from lightning_megatron.transformer import recompute
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.layer import TransformerLayer
 from lightning_megatron.transformer.recompute import RecomputeConfig
-from lightning_megatron.transformer.tokens import Tokens
+from lightning_megatron.transformer.tokens import stream_of
 
 
 @contextmanager
@@ -78,18 +78,7 @@ def kept_bytes(
             TransformerLayer(config, tp=mesh.tp, sp=mesh.sp, name=f"layers.{i}", window=config.window_of(i)).train()
             for i in range(num_layers)
         ]
-        places = torch.arange(sequence)
-        cos, sin = rotary.angles(places[None], config.rotary_width, config.rotary_base)
-        tokens = Tokens(
-            batch=batch,
-            sequence=sequence,
-            sp=mesh.sp,
-            places_S=places,
-            positions_BS=places[None],
-            sample_keys_B=Draws(seed=1).sample_keys(batch, torch.device("cpu")),
-            rotary_cos_BSR=cos,
-            rotary_sin_BSR=sin,
-        )
+        tokens = stream_of((batch, sequence), config=config, mesh=mesh, draws=Draws(seed=1), device=torch.device("cpu"))
         # Once for all layers: no layer keeps them.
         assert tokens.shard_keys.shape == (tokens.num_tokens // mesh.sp.size,)
         for layer in layers:

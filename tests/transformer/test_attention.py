@@ -11,7 +11,7 @@ from lightning_megatron.transformer import rotary
 from lightning_megatron.transformer.attention import SelfAttention, _SplitHeads, own_heads
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.init import initialise
-from lightning_megatron.transformer.tokens import Tokens
+from lightning_megatron.transformer.tokens import stream_of
 
 SIZE = 4
 
@@ -70,17 +70,7 @@ def test_a_token_sees_the_tokens_before_it_all_or_those_of_a_window(
         config, tp=mesh.tp, sp=mesh.sp, name="attention", is_causal=is_causal, window=window
     ).double()
     initialise(attention, seed=1)
-    places = torch.arange(5)
-    tokens = Tokens(
-        batch=2,
-        sequence=5,
-        sp=mesh.sp,
-        places_S=places,
-        positions_BS=places[None],
-        sample_keys_B=Draws(seed=1).sample_keys(2, torch.device("cpu")),
-        rotary_cos_BSR=torch.zeros(1, 5, 0),
-        rotary_sin_BSR=torch.zeros(1, 5, 0),
-    )
+    tokens = stream_of((2, 5), config=config_of(2), mesh=mesh, draws=Draws(seed=1), device=torch.device("cpu"))
     hidden = torch.randn(10, 32, dtype=torch.float64)
     changed = hidden.clone()
     changed[3 if window != 4 else 0] += 1.0  # the fourth or first token of the first sequence
@@ -92,17 +82,7 @@ def test_a_token_sees_the_tokens_before_it_all_or_those_of_a_window(
 
 def test_weights_laid_out_for_dropout_equal_those_that_are_not() -> None:
     mesh = Mesh.single()
-    places = torch.arange(6)
-    tokens = Tokens(
-        batch=2,
-        sequence=6,
-        sp=mesh.sp,
-        places_S=places,
-        positions_BS=places[None],
-        sample_keys_B=Draws(seed=1).sample_keys(2, torch.device("cpu")),
-        rotary_cos_BSR=torch.zeros(1, 6, 0),
-        rotary_sin_BSR=torch.zeros(1, 6, 0),
-    )
+    tokens = stream_of((2, 6), config=config_of(2), mesh=mesh, draws=Draws(seed=1), device=torch.device("cpu"))
     hidden = torch.randn(12, 32, dtype=torch.float64)
     outputs = []
     for probability in (0.0, 1e-18):  # the second takes the other path, and drops nothing

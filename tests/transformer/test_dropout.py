@@ -6,23 +6,17 @@ import pytest
 import torch
 
 from lightning_megatron.comm.rng import Draws
-from lightning_megatron.mesh import Axis, Mesh, Sizes
+from lightning_megatron.mesh import Mesh, Sizes
+from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.dropout import AttentionDropout, Dropout, drop
-from lightning_megatron.transformer.tokens import Tokens
+from lightning_megatron.transformer.tokens import Tokens, stream_of
 
 
-def stream(batch: int, sequence: int, sp: Axis | None = None, step: int = 0) -> Tokens:
-    places = torch.arange(sequence)
-    return Tokens(
-        batch=batch,
-        sequence=sequence,
-        sp=sp or Mesh.single().sp,
-        places_S=places,
-        positions_BS=places[None],
-        sample_keys_B=Draws(seed=1, step=step).sample_keys(batch, torch.device("cpu")),
-        rotary_cos_BSR=torch.zeros(1, sequence, 0),
-        rotary_sin_BSR=torch.zeros(1, sequence, 0),
-    )
+def stream(batch: int, sequence: int, mesh: Mesh | None = None, step: int = 0) -> Tokens:
+    config = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
+    draws = Draws(seed=1, step=step)
+    mesh = mesh or Mesh.single()
+    return stream_of((batch, sequence), config=config, mesh=mesh, draws=draws, device=torch.device("cpu"))
 
 
 def test_kept_features_are_scaled_and_the_rest_are_zero() -> None:
@@ -53,7 +47,7 @@ def test_shards_draw_their_part_of_the_whole_mask() -> None:
     x = torch.ones(3 * 7, 16)
     whole = dropout(x, stream(3, 7))
     sizes = Sizes(world=4, tp=4, sequence_parallel=True)
-    shards = [dropout(torch.ones(6, 16), stream(3, 7, Mesh.imagine(rank, sizes).sp)) for rank in range(4)]
+    shards = [dropout(torch.ones(6, 16), stream(3, 7, Mesh.imagine(rank, sizes))) for rank in range(4)]
     assert torch.equal(torch.cat(shards)[:21], whole)
 
 
@@ -77,7 +71,7 @@ def test_attention_masks_of_heads_are_slices_of_the_whole() -> None:
 
 def test_nothing_is_dropped_in_evaluation_or_at_probability_zero() -> None:
     x = torch.randn(8, 4)
-    no_keys = replace(stream(1, 8), sample_keys_B=torch.empty(0, dtype=torch.int64))
+    no_keys = replace(stream(1, 8), keys_BX=torch.empty(0, dtype=torch.int64))
     assert Dropout(0.5, "a").eval()(x, no_keys) is x
     assert Dropout(0.0, "a")(x, no_keys) is x
     assert AttentionDropout(0.5, "a", 0).eval()(x, no_keys) is x

@@ -173,6 +173,17 @@ def test_a_model_without_a_target_is_told_what_it_has() -> None:
         add_lora(model, LoraConfig())
 
 
+def test_a_model_of_another_kind_is_refused_and_stays_as_it_is() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    with pytest.raises(ValueError, match=r"the model \(Sequential\) has no linears of this package"):
+        add_lora(model, LoraConfig())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    # A stage may hold the embedding alone.
+    embedding = GPTModel(LLAMA, mesh=Mesh.single()).embedding
+    add_lora(embedding, LoraConfig())
+    assert not any(parameter.requires_grad for parameter in embedding.parameters())
+
+
 def test_paths_are_not_added_twice() -> None:
     model = tuned(LoraConfig(rank=2))
     with pytest.raises(ValueError, match="has low-rank paths already"):

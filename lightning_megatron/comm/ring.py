@@ -1,0 +1,39 @@
+"""Passing a tensor round a ring: the ranks of an axis, the last next to the first."""
+
+from typing import Literal, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_megatron.comm.collectives import Pending, group_of, group_rank
+from lightning_megatron.mesh import Axis
+
+
+@overload
+def pass_on(x: Tensor, axis: Axis, *, wait: Literal[True] = True) -> Tensor: ...
+@overload
+def pass_on(x: Tensor, axis: Axis, *, wait: Literal[False]) -> Pending: ...
+def pass_on(x: Tensor, axis: Axis, *, wait: bool = True) -> Tensor | Pending:
+    """What the rank before this one hands on, while `x` goes to the rank after it. `x` must be contiguous, of one shape
+    on all ranks, and left as it is until the wait."""
+    if axis.size == 1:
+        return x if wait else Pending(x)
+    received, group = torch.empty_like(x), group_of(axis)
+    after, before = (group_rank(axis, (axis.rank + step) % axis.size) for step in (1, -1))
+    # As one batch: NCCL takes what two ranks say to each other in order, and in a ring all would send first.
+    messages = [
+        dist.P2POp(dist.isend, x.detach(), group=group, group_peer=after),
+        dist.P2POp(dist.irecv, received, group=group, group_peer=before),
+    ]
+    first, *others = dist.batch_isend_irecv(messages)
+
+    def finish(landed: Tensor) -> Tensor:
+        for work in others:
+            work.wait()
+        # Until here they kept what is sent alive.
+        messages.clear()
+        return landed
+
+    pending = Pending(received, first, finish)
+    return pending.wait() if wait else pending

@@ -1,0 +1,210 @@
+"""Attention among tokens that several ranks share, and among documents that share a stream.
+
+    queries, keys, values of this rank's rows, all heads here
+        -> inner: all-to-all, to the rows of the group, some of the heads
+        -> outer: keys and values of every group come by; parts of the attention are added by their log-sum-exp
+        -> inner: all-to-all back
+    output of this rank's rows, all heads here
+
+B batch, A query heads here, G key groups here, N rows of this rank, Q rows of the group, D head size, T tokens of the
+whole stream.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_megatron.comm import rng
+from lightning_megatron.comm.differentiable import all_to_all
+from lightning_megatron.context.exchange import Exchange, Ring
+from lightning_megatron.context.kernel import Bias, Dropping, Pairing, kernel_for, merge_
+from lightning_megatron.context.layout import ContextLayout, View
+from lightning_megatron.mesh import Axis
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextAxes:
+    """The ranks that share a call's tokens."""
+
+    outer: Axis
+    # groups, which exchange keys and values
+    inner: Axis
+    # ranks of a group, which exchange heads for tokens
+    exchange: Exchange = field(default_factory=Ring)
+    # over outer
+
+    @property
+    def rank(self) -> int:
+        """Place among all of them."""
+        return self.outer.rank * self.inner.size + self.inner.rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionDraws:
+    """The randomness of one layer's dropout of attention weights."""
+
+    keys_BT: Tensor
+    # random key of each token of the whole stream, int64
+    name_key: int
+    # of the layer
+    first_head: int
+    # of those here, among all of the model
+    probability: float
+
+    def dropping(self, places: Tensor, inner: Axis, num_heads: int) -> Dropping:
+        """For the tokens at these places and an inner rank's share of `num_heads` heads here."""
+        num_own = num_heads // inner.size
+        first = self.first_head + inner.rank * num_own
+        heads_A = torch.arange(first, first + num_own, device=self.keys_BT.device)
+        # Rows of padding take any token's key: nothing is drawn for them.
+        keys_BQ = rng.bits(self.name_key, self.keys_BT[:, places.clamp(min=0)])
+        keys_BAQ = rng.bits(keys_BQ.unsqueeze(1), heads_A.unsqueeze(-1))
+        return Dropping(keys=keys_BAQ, probability=self.probability)
+
+
+def attend(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    layout: ContextLayout,
+    axes: ContextAxes,
+    view: View,
+    scale: float | None = None,
+    draws: AttentionDraws | None = None,
+    bias: Bias | None = None,
+    cache: dict[Any, Any] | None = None,
+) -> Tensor:
+    """Attention of this rank's queries [B, A, N, D] to the keys and values [B, G, N, D] of all ranks: [B, A, N, D].
+
+    Rows that hold no token may hold anything; their output and gradients are 0. The gradient of `bias.table` is this
+    rank's part of a sum over all ranks. `scale` is 1 / sqrt(D) where None. `cache` keeps what calls of one layout
+    share. `inner` must divide A.
+    """
+    num_heads, inner = queries.shape[1], axes.inner
+    assert (layout.outer, layout.inner) == (axes.outer.size, inner.size), "the layout is one of other axes"
+    assert num_heads % inner.size == 0, f"{num_heads} heads do not divide by {inner.name} ({inner.size})"
+    # Every inner rank needs the keys of its own heads; those that it shares with others are sent to each.
+    repeats = math.lcm(keys.shape[1], inner.size) // keys.shape[1]
+    queries, keys, values = (
+        all_to_all(x, inner, split=1, join=2) for x in (queries, _repeated(keys, repeats), _repeated(values, repeats))
+    )
+    group, device, cache = axes.outer.rank, queries.device, {} if cache is None else cache
+    scale = 1.0 / math.sqrt(queries.shape[-1]) if scale is None else scale
+    key = (layout, group, view, scale, device)
+    pairings = _once(cache, key, lambda: _pairings(layout, group, view, scale, device))
+    # Without a token there is no key to draw with, and nothing to draw for.
+    if draws is not None and layout.num_tokens:
+        places = _once(cache, (layout, group, device), lambda: layout.group_places[group].to(device))
+        dropping = draws.dropping(places, inner, num_heads)
+        pairings = [replace(pairing, dropping=dropping) for pairing in pairings]
+    table = None
+    if bias is not None:
+        table = bias.table.chunk(inner.size, dim=1)[inner.rank]
+        of_own_heads = replace(bias, table=table.detach())
+        pairings = [replace(pairing, bias=of_own_heads) for pairing in pairings]
+    output: Tensor = _Attention.apply(queries, keys, values, table, axes, pairings)
+    return all_to_all(output, inner, split=2, join=1)
+
+
+def _repeated(keys: Tensor, repeats: int) -> Tensor:
+    """Each key head that many times, one after the other."""
+    return keys.unsqueeze(2).expand(-1, -1, repeats, -1, -1).flatten(1, 2)
+
+
+def _once(cache: dict[Any, Any], key: Any, make: Callable[[], Made]) -> Made:
+    """What was made under that key, or is made now."""
+    if key not in cache:
+        cache[key] = make()
+    made: Made = cache[key]
+    return made
+
+
+def _pairings(layout: ContextLayout, group: int, view: View, scale: float, device: torch.device) -> list[Pairing]:
+    """How the queries of a group meet the keys of each."""
+    positions_OQ = layout.group_positions.to(device)
+    return [
+        Pairing(
+            blocks=layout.blocks(group, source, view),
+            query_positions=positions_OQ[group],
+            key_positions=positions,
+            view=view,
+            scale=scale,
+        )
+        for source, positions in enumerate(positions_OQ)
+    ]
+
+
+class _Attention(torch.autograd.Function):
+    """Attention [B, A, Q, D] of a group's queries to the keys of all groups; both ways they come by once.
+
+    What is kept is of the own rows alone. The backward of every part takes the output and log-sum-exp of the whole.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        table: Tensor | None,
+        axes: ContextAxes,
+        pairings: list[Pairing],
+    ) -> Tensor:
+        output: Tensor | None = None
+        lse: Tensor | None = None
+        for source, (source_keys, source_values) in axes.exchange.visits((keys, values), axes.outer):
+            pairing = pairings[source]
+            if not pairing.blocks:
+                continue
+            part = kernel_for(queries, pairing).forward(queries, source_keys, source_values, pairing)
+            if output is None or lse is None:
+                output, lse = part
+            else:
+                merge_(output, lse, *part)
+        if output is None or lse is None:
+            output = torch.zeros_like(queries)
+            lse = torch.full(queries.shape[:-1], -torch.inf, device=queries.device)
+        output = output.to(queries.dtype)
+        ctx.save_for_backward(queries, keys, values, output, lse, table)
+        ctx.axes, ctx.pairings = axes, pairings
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        queries, keys, values, output, lse, table = ctx.saved_tensors
+        exchange, outer = ctx.axes.exchange, ctx.axes.outer
+        returns = exchange.returns(keys, outer)
+        d_queries: Tensor | None = None
+        d_table: Tensor | None = None
+        for source, (source_keys, source_values) in exchange.visits((keys, values), outer):
+            pairing = ctx.pairings[source]
+            if not pairing.blocks:
+                returns.add(source, None)
+                continue
+            kernel = kernel_for(queries, pairing)
+            part = kernel.backward(grad, queries, source_keys, source_values, output, lse, pairing)
+            returns.add(source, (part.keys, part.values))
+            d_queries, d_table = _sum_(d_queries, part.queries), _sum_(d_table, part.table)
+        grads = zip((d_queries, *returns.finish(), d_table), (queries, keys, values, table), strict=True)
+        return *(_typed(grad, x) for grad, x in grads), None, None
+
+
+def _sum_(total: Tensor | None, part: Tensor | None) -> Tensor | None:
+    """The sum of what there is of the two, in the memory of `total`."""
+    return part if total is None or part is None else total.add_(part)
+
+
+def _typed(total: Tensor | None, x: Tensor | None) -> Tensor | None:
+    """The gradient of an input, if there is that input: zeros where nothing was added up."""
+    if x is None:
+        return None
+    return torch.zeros_like(x) if total is None else total.to(x.dtype)

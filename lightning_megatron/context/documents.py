@@ -1,0 +1,76 @@
+"""The documents of a packed batch: which tokens of [batch, sequence] are one segment.
+
+Here bounds are read and checked once, on the host; what attention may look at follows from them alone.
+
+B batch, S sequence, X tokens of all documents, in order.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.comm import rng
+
+NO_DOCUMENT = -1
+"""What `segments` holds where a row has no document."""
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """Where documents lie in a batch; `documents_of` reads them."""
+
+    lengths: tuple[int, ...]
+    # tokens of each document, row after row
+    index_X: Tensor
+    # int64: where each of their tokens stands in the flattened batch
+    rows_X: Tensor
+    # int64: the row of each token
+    numbers_X: Tensor
+    # int64: the number of each token's document in its row
+    positions_X: Tensor
+    # int64: of each token in its document
+
+    def token_keys(self, sample_keys_B: Tensor) -> Tensor:
+        """A random key for each token, int64 [X], of its document and its place in it, not of where it was packed."""
+        return rng.bits(rng.bits(sample_keys_B[self.rows_X], self.numbers_X), self.positions_X)
+
+
+def documents_of(segments_BS: Tensor) -> Documents:
+    """The documents that `segments` [B, S] marks: each token's number of its document in its row, -1 for none.
+
+    Raises ValueError where a document is torn, or the numbers of a row do not rise: its bounds would be a guess.
+    """
+    if segments_BS.dim() != 2 or segments_BS.is_floating_point():
+        raise ValueError(
+            f"segments ({tuple(segments_BS.shape)} of {segments_BS.dtype}) must be integers of shape [batch, sequence]"
+        )
+    segments = segments_BS.cpu().long()
+    sequence = segments.shape[1]
+    index = torch.nonzero(segments.flatten() != NO_DOCUMENT).flatten()
+    rows, numbers = index // sequence, segments.flatten()[index]
+    # A new document begins with a new row, a new number, or behind a gap.
+    begins = torch.ones(len(index), dtype=torch.bool)
+    begins[1:] = (rows.diff() != 0) | (numbers.diff() != 0) | (index.diff() != 1)
+    starts = torch.nonzero(begins).flatten()
+    _require_rising(rows[starts], numbers[starts])
+    lengths = torch.diff(starts, append=torch.tensor([len(index)]))
+    positions = torch.arange(len(index)) - starts.repeat_interleave(lengths)
+    device = segments_BS.device
+    return Documents(tuple(lengths.tolist()), *(part.to(device) for part in (index, rows, numbers, positions)))
+
+
+def _require_rising(rows: Tensor, numbers: Tensor) -> None:
+    """Of the row and number of each document in order."""
+    if (numbers < 0).any():
+        raise ValueError(
+            f"segments holds {int(numbers.min())}; it must hold the number of each token's document, from 0, or "
+            f"{NO_DOCUMENT} where there is none"
+        )
+    bad = torch.nonzero((rows.diff() == 0) & (numbers.diff() <= 0)).flatten()
+    if len(bad):
+        row, number = int(rows[bad[0] + 1]), int(numbers[bad[0] + 1])
+        raise ValueError(
+            f"segments has document {number} of row {row} behind document {int(numbers[bad[0]])}; the numbers of a row "
+            "must rise and each document lie in one piece: sort the documents of a row, or number them anew"
+        )

@@ -1,0 +1,278 @@
+"""Attention of many blocks by few calls of CUDA's flash attention, which takes sequences of any lengths in a row.
+
+A call takes blocks whose queries see alike. It counts from the end of a block, as if the last query and the last key
+stood at one position: query i of Q sees the keys from i + K - Q - `behind` to i + K - Q + `ahead`, -1 for no bound.
+What cannot be said so is computed under a mask.
+
+B batch, A query heads, G key heads, Q query rows, K key rows, D head size, T tokens of a call.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.context.by_blocks import ByBlocks
+from lightning_megatron.context.layout import Block
+from lightning_megatron.context.pairing import Gradients, Pairing, merge_, wide
+from lightning_megatron.context.product import Efficient, Product
+
+
+class Bounds(NamedTuple):
+    """How far a query sees behind and ahead of the key that stands with it."""
+
+    behind: int
+    ahead: int
+
+
+FULL, CAUSAL = Bounds(-1, -1), Bounds(-1, 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences:
+    """The blocks of one call, of all samples, one after the other."""
+
+    query_starts: Tensor
+    # of each block and the end of the last, int32
+    key_starts: Tensor
+    most_queries: int
+    most_keys: int
+    # in a block
+    bounds: Bounds
+
+
+class Lengths(Protocol):
+    """Attention of sequences in a row: queries [T, A, D], keys and values [T, G, D]."""
+
+    def forward(
+        self, queries: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Output [T, A, D] and log-sum-exp [A, T], which is inf for a query that sees no key."""
+
+    def backward(
+        self,
+        grad: Tensor,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        output: Tensor,
+        lse: Tensor,
+        sequences: Sequences,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of queries, keys and values; a query whose log-sum-exp is inf has no part in them."""
+
+
+class FlashLengths:
+    """CUDA's flash attention, in 16 bits."""
+
+    def forward(
+        self, queries: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        call = partial(torch.ops.aten._flash_attention_forward, queries, keys, values)
+        output, lse, *_ = call(
+            sequences.query_starts,
+            sequences.key_starts,
+            sequences.most_queries,
+            sequences.most_keys,
+            0.0,
+            sequences.bounds == CAUSAL,
+            False,
+            scale=scale,
+            window_size_left=sequences.bounds.behind,
+            window_size_right=sequences.bounds.ahead,
+        )
+        return output, lse
+
+    def backward(
+        self,
+        grad: Tensor,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        output: Tensor,
+        lse: Tensor,
+        sequences: Sequences,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        call = partial(torch.ops.aten._flash_attention_backward, grad, queries, keys, values, output, lse)
+        unused = torch.zeros(2, dtype=torch.uint64, device=lse.device)
+        grads: tuple[Tensor, Tensor, Tensor] = call(
+            sequences.query_starts,
+            sequences.key_starts,
+            sequences.most_queries,
+            sequences.most_keys,
+            0.0,
+            sequences.bounds == CAUSAL,
+            unused,
+            torch.empty(0, dtype=torch.uint64, device=lse.device),
+            scale=scale,
+            window_size_left=sequences.bounds.behind,
+            window_size_right=sequences.bounds.ahead,
+        )
+        return grads
+
+
+class Flash:
+    """The kernel that does blocks by calls of sequences in a row, and the few others under masks."""
+
+    def __init__(self, lengths: Lengths | None = None, product: Product | None = None) -> None:
+        self.lengths = FlashLengths() if lengths is None else lengths
+        self.by_blocks = ByBlocks(Efficient() if product is None else product)
+
+    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, pairing: Pairing) -> tuple[Tensor, Tensor]:
+        calls, rest = _plan(pairing, queries, keys)
+        dtype, batch = wide(queries.dtype), queries.shape[0]
+        output, lse = self.by_blocks.forward(queries, keys, values, rest)
+        for call in calls:
+            rows, seen = call.query_rows, call.key_rows
+            part, part_lse = self.lengths.forward(
+                _pick(queries, rows), _pick(keys, seen), _pick(values, seen), call.sequences, pairing.scale
+            )
+            part = _as_heads(part, batch).to(dtype)
+            part_lse = part_lse.unflatten(1, (batch, -1)).transpose(0, 1).to(dtype)
+            part_lse = part_lse.masked_fill(part_lse == torch.inf, -torch.inf)
+            merge_(part, part_lse, output[:, :, rows], lse[:, :, rows])
+            output[:, :, rows], lse[:, :, rows] = part, part_lse
+        return output, lse
+
+    def backward(
+        self,
+        grad: Tensor,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        output: Tensor,
+        lse: Tensor,
+        pairing: Pairing,
+    ) -> Gradients:
+        calls, rest = _plan(pairing, queries, keys)
+        sums = self.by_blocks.backward(grad, queries, keys, values, output, lse, rest)
+        grad, output = grad.to(queries.dtype), output.to(queries.dtype)
+        lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+        for call in calls:
+            rows, seen = call.query_rows, call.key_rows
+            parts = self.lengths.backward(
+                _pick(grad, rows),
+                _pick(queries, rows),
+                _pick(keys, seen),
+                _pick(values, seen),
+                _pick(output, rows),
+                lse[:, :, rows].transpose(0, 1).flatten(1).contiguous(),
+                call.sequences,
+                pairing.scale,
+            )
+            # No row stands twice in a call, so that sums have one order.
+            for total, part, where in zip(sums[:3], parts, (rows, seen, seen), strict=True):
+                total[:, :, where] += _as_heads(part, queries.shape[0])
+        return sums
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    query_rows: Tensor | slice
+    key_rows: Tensor | slice
+    sequences: Sequences
+
+
+def _pick(x: Tensor, rows: Tensor | slice) -> Tensor:
+    """Rows of [B, A, Q, D], sample by sample: [T, A, D]."""
+    picked: Tensor = x.transpose(1, 2)[:, rows]
+    return picked.flatten(0, 1)
+
+
+def _as_heads(x: Tensor, batch: int) -> Tensor:
+    """[T, A, D] as [B, A, Q, D]."""
+    samples: Tensor = x.unflatten(0, (batch, -1))
+    return samples.transpose(1, 2)
+
+
+def _plan(pairing: Pairing, queries: Tensor, keys: Tensor) -> tuple[list[_Call], Pairing]:
+    """The calls of a pairing, and the pairing of what remains."""
+    name = ("flash", queries.shape[0])
+    if name not in pairing.kept:
+        pending: dict[Bounds, list[_Pending]] = {}
+        masked: list[Block] = []
+        for block in pairing.blocks:
+            for part, bounds in _bounded(block, pairing):
+                if bounds is None:
+                    masked.append(part)
+                else:
+                    _put(part, pending.setdefault(bounds, []), queries.shape[2], keys.shape[2])
+        calls = [
+            _make_call(one.blocks, bounds, queries, keys) for bounds, several in pending.items() for one in several
+        ]
+        pairing.kept[name] = calls, replace(pairing, blocks=tuple(masked))
+    plan: tuple[list[_Call], Pairing] = pairing.kept[name]
+    return plan
+
+
+def _bounded(block: Block, pairing: Pairing) -> Iterator[tuple[Block, Bounds | None]]:
+    """A block in parts that bounds can say, or None where they cannot."""
+    if block.kind != "masked":
+        yield block, CAUSAL if block.kind == "causal" else FULL
+        return
+    # The query at the position of the last key that any query sees is the last of the first part.
+    distance, window = pairing.distance(block), pairing.view.window
+    num_keys = min(block.num_keys, block.num_queries + distance)
+    num_within = min(max(0, num_keys - distance), block.num_queries)
+    if num_within:
+        within = Block(block.query_row, num_within, block.key_row, num_keys, "masked")
+        yield within, Bounds(window - 1 if window else -1, 0)
+    if num_within < block.num_queries:
+        num_after, row = block.num_queries - num_within, block.query_row + num_within
+        if window:
+            yield Block(row, num_after, block.key_row, num_keys, "masked"), None
+        else:
+            yield Block(row, num_after, block.key_row, num_keys, "full"), FULL
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """Blocks of a call that is being made, which share no row."""
+
+    has_query: bytearray
+    has_key: bytearray
+    blocks: list[Block] = field(default_factory=list)
+
+
+def _put(block: Block, calls: list[_Pending], num_queries: int, num_keys: int) -> None:
+    """Adds a block to the first call that has none of its rows, or to a new one."""
+    rows = slice(block.query_row, block.query_row + block.num_queries)
+    seen = slice(block.key_row, block.key_row + block.num_keys)
+    call = next((call for call in calls if 1 not in call.has_query[rows] and 1 not in call.has_key[seen]), None)
+    if call is None:
+        call = _Pending(bytearray(num_queries), bytearray(num_keys))
+        calls.append(call)
+    call.has_query[rows] = b"\1" * block.num_queries
+    call.has_key[seen] = b"\1" * block.num_keys
+    call.blocks.append(block)
+
+
+def _make_call(blocks: list[Block], bounds: Bounds, queries: Tensor, keys: Tensor) -> _Call:
+    batch = queries.shape[0]
+    query_runs = [(block.query_row, block.num_queries) for block in blocks]
+    key_runs = [(block.key_row, block.num_keys) for block in blocks]
+    sequences = Sequences(
+        _starts(query_runs, batch, queries.device),
+        _starts(key_runs, batch, queries.device),
+        max(num for _, num in query_runs),
+        max(num for _, num in key_runs),
+        bounds,
+    )
+    return _Call(_rows(query_runs, queries), _rows(key_runs, keys), sequences)
+
+
+def _starts(runs: list[tuple[int, int]], batch: int, device: torch.device) -> Tensor:
+    starts = torch.tensor([num for _, num in runs], dtype=torch.int32).repeat(batch).cumsum(0, dtype=torch.int32)
+    return torch.nn.functional.pad(starts, (1, 0)).to(device)
+
+
+def _rows(runs: list[tuple[int, int]], x: Tensor) -> Tensor | slice:
+    """The rows of runs of [B, A, Q, D]; all of them, in order, need no copy."""
+    rows = torch.cat([torch.arange(row, row + num) for row, num in runs])
+    is_all = rows.numel() == x.shape[2] and bool((rows[1:] > rows[:-1]).all())
+    return slice(None) if is_all else rows.to(x.device)

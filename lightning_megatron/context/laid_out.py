@@ -1,0 +1,146 @@
+"""Attention with its scores laid out, a tile of queries at a time: for weights that are dropped or biased.
+
+Everything is float32 or wider, and the backward makes the weights anew from the log-sum-exp.
+
+B batch, A query heads, G key heads, R query heads of a key head, Q query rows, K key rows, D head size, T rows of a
+tile.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.comm import rng
+from lightning_megatron.context.layout import Block
+from lightning_megatron.context.pairing import Gradients, Pairing, merge_, wide
+
+# Scores of a tile: with the int64 draws of a mask, some tens of MB of scratch.
+_MOST_SCORES = 1 << 20
+
+
+class LaidOut:
+    """The kernel that any device has, and that does all there is to ask for."""
+
+    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, pairing: Pairing) -> tuple[Tensor, Tensor]:
+        dtype, groups = wide(queries.dtype), keys.shape[1]
+        output = torch.zeros(queries.shape, dtype=dtype, device=queries.device)
+        lse = torch.full(queries.shape[:-1], -torch.inf, dtype=dtype, device=queries.device)
+        for tile in _tiles(queries, pairing.blocks):
+            scores = tile.scores(queries, keys, pairing)
+            # Of a row that sees no key: -inf less -inf would be nan.
+            peak = scores.amax(dim=-1).nan_to_num(neginf=0.0)
+            weights = scores.sub_(peak.unsqueeze(-1)).exp_()
+            total = weights.sum(dim=-1)
+            weights.div_(total.masked_fill(total == 0.0, 1.0).unsqueeze(-1))
+            weights = _drop_(weights, tile.dropped(pairing), pairing)
+            part = _by_group(weights, groups) @ tile.keys(values)
+            merge_(tile.rows(output), tile.rows(lse), part.view(*weights.shape[:3], -1), peak + total.log())
+        return output, lse
+
+    def backward(
+        self,
+        grad: Tensor,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        output: Tensor,
+        lse: Tensor,
+        pairing: Pairing,
+    ) -> Gradients:
+        dtype, groups = wide(queries.dtype), keys.shape[1]
+        sums = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (queries, keys, values)]
+        table = None if pairing.bias is None else torch.zeros_like(pairing.bias.table, dtype=dtype)
+        # The weights of a row that saw no key come out as exp(score - inf), which is 0.
+        lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+        for tile in _tiles(queries, pairing.blocks):
+            weights = tile.scores(queries, keys, pairing).sub_(tile.rows(lse).unsqueeze(-1)).exp_()
+            dropped = tile.dropped(pairing)
+            grad_rows = tile.rows(grad).to(dtype)
+            kept = weights if dropped is None else _drop_(weights.clone(), dropped, pairing)
+            tile.keys_of(sums[2]).add_(_by_group(kept, groups).mT @ _by_group(grad_rows, groups))
+            grad_weights = (_by_group(grad_rows, groups) @ tile.keys(values).mT).view(weights.shape)
+            grad_scores = _drop_(grad_weights, dropped, pairing)
+            grad_scores.sub_((grad_rows * tile.rows(output)).sum(dim=-1, keepdim=True)).mul_(weights)
+            if pairing.bias is not None and table is not None:
+                buckets = pairing.bias.bucket(tile.offsets(pairing)).flatten()
+                table.index_add_(0, buckets, grad_scores.sum(dim=0).flatten(1).mT)
+            by_group = _by_group(grad_scores.mul_(pairing.scale), groups)
+            tile.rows(sums[0]).add_((by_group @ tile.keys(keys)).view(grad_rows.shape))
+            tile.keys_of(sums[1]).add_(by_group.mT @ _by_group(tile.rows(queries).to(dtype), groups))
+        return Gradients(sums[0], sums[1], sums[2], table)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Some samples and some queries of a block, with the keys that they see."""
+
+    block: Block
+    samples: slice
+    query_rows: slice
+    key_rows: slice
+
+    def rows(self, x: Tensor) -> Tensor:
+        """The part of [B, A, Q] or [B, A, Q, D]."""
+        return x[self.samples, :, self.query_rows]
+
+    def keys_of(self, x: Tensor) -> Tensor:
+        """The part of [B, G, K, D]."""
+        return x[self.samples, :, self.key_rows]
+
+    def keys(self, x: Tensor) -> Tensor:
+        """The part of keys or values, as wide as scores."""
+        return self.keys_of(x).to(wide(x.dtype))
+
+    def offsets(self, pairing: Pairing) -> Tensor:
+        """The position of each key (column) less that of each query (row)."""
+        return pairing.key_positions[self.key_rows] - pairing.query_positions[self.query_rows, None]
+
+    def scores(self, queries: Tensor, keys: Tensor, pairing: Pairing) -> Tensor:
+        """[b, A, T, K], with the bias, -inf where a key is not seen."""
+        rows = self.rows(queries).to(wide(queries.dtype))
+        scores = _by_group(rows, keys.shape[1]) @ self.keys(keys).mT
+        scores = scores.view(*rows.shape[:3], -1).mul_(pairing.scale)
+        if pairing.bias is not None:
+            scores += pairing.bias.table.detach()[pairing.bias.bucket(self.offsets(pairing))].permute(2, 0, 1)
+        if self.block.kind != "full":
+            positions = pairing.query_positions[self.query_rows], pairing.key_positions[self.key_rows]
+            scores.masked_fill_(~pairing.view.is_visible(*positions), -torch.inf)
+        return scores
+
+    def dropped(self, pairing: Pairing) -> Tensor | None:
+        """Which weights are dropped: bool [b or 1, A, T, K]."""
+        dropping = pairing.dropping
+        if dropping is None:
+            return None
+        keys = dropping.keys[self.samples if dropping.keys.shape[0] > 1 else slice(None), :, self.query_rows]
+        return ~rng.keep_columns(keys, pairing.key_positions[self.key_rows], dropping.probability)
+
+
+def _tiles(queries: Tensor, blocks: tuple[Block, ...]) -> Iterator[_Tile]:
+    """All of all blocks, in tiles of few scores."""
+    batch, heads = queries.shape[:2]
+    for block in blocks:
+        num_rows = min(block.num_queries, max(1, _MOST_SCORES // (heads * block.num_keys)))
+        num_samples = max(1, _MOST_SCORES // (heads * block.num_keys * num_rows))
+        end = block.query_row + block.num_queries
+        for sample in range(0, batch, num_samples):
+            for row in range(block.query_row, end, num_rows):
+                rows = slice(row, min(row + num_rows, end))
+                # Of a causal block, only the keys that some query of the tile sees.
+                num_keys = rows.stop - block.query_row if block.kind == "causal" else block.num_keys
+                seen = slice(block.key_row, block.key_row + num_keys)
+                yield _Tile(block, slice(sample, sample + num_samples), rows, seen)
+
+
+def _by_group(x: Tensor, groups: int) -> Tensor:
+    """[b, A, T, ...] as [b, G, R * T, ...]: the query heads of a key head become rows, and no key is repeated."""
+    return x.reshape(x.shape[0], groups, -1, x.shape[-1])
+
+
+def _drop_(weights: Tensor, dropped: Tensor | None, pairing: Pairing) -> Tensor:
+    """The weights, or their gradients, with what is dropped at 0 and the rest scaled; in place."""
+    if dropped is None or pairing.dropping is None:
+        return weights
+    return weights.masked_fill_(dropped, 0.0).div_(1.0 - pairing.dropping.probability)

@@ -1,0 +1,257 @@
+"""Where the tokens of a call lie on the ranks of a context axis, and which of them see which: pure index arithmetic.
+
+A stream is a row of segments (documents; an unpacked batch has one, which all its rows share). The axis is outer x
+inner ranks, inner neighbours next to each other. Every segment is cut into chunks of nearly equal length, two for each
+outer group under zig-zag and one without:
+
+    zig-zag, 4 groups     0 1 2 3 3 2 1 0      group g holds an early and a late chunk: causal work is even
+    contiguous            0 1 2 3              for attention that sees both ways
+
+A group's stream is its chunks in the order of the segments; each of its inner ranks holds an equal contiguous part of
+it. Tokens that do not divide go to the groups that have fewest, so that padding is less than one row a rank for each
+group and none where everything divides.
+
+A place counts in the stream of all ranks, a position in the segment, a row in a group's stream.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+PADDING = -1
+"""The place and the position of a row that holds no token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """Which tokens of its segment a token sees."""
+
+    is_causal: bool
+    # none behind itself
+    window: int = 0
+    # the last so many, itself among them, under causal attention; 0: all
+
+    def is_visible(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
+        """Which key (column) of its segment each query (row) sees: bool [queries, keys]."""
+        distance = query_positions[:, None] - key_positions
+        seen = distance >= 0 if self.is_causal else torch.ones_like(distance, dtype=torch.bool)
+        return seen & (distance < self.window) if self.window else seen
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Tokens that follow each other in a segment and in a group's stream."""
+
+    segment: int
+    position: int
+    row: int
+    num: int
+
+    @property
+    def last_position(self) -> int:
+        return self.position + self.num - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows of queries and rows of keys, of one segment, that one product of attention takes."""
+
+    query_row: int
+    num_queries: int
+    key_row: int
+    num_keys: int
+    kind: Literal["full", "causal", "masked"]
+    # every query sees every key; query i sees the keys to i; `View.is_visible` says
+
+
+@dataclass(frozen=True, eq=False)
+class ContextLayout:
+    """How a stream lies on outer x inner ranks; `cut` makes it."""
+
+    lengths: tuple[int, ...]
+    # tokens of each segment
+    outer: int
+    # groups that hold different tokens of a segment
+    inner: int
+    # ranks of a group, which share its stream
+    is_zigzag: bool
+    runs: tuple[tuple[Run, ...], ...]
+    # of each group, in the order of its rows
+    num_rows: int
+    # of one rank, padding among them
+
+    @property
+    def size(self) -> int:
+        """Ranks of the axis."""
+        return self.outer * self.inner
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all segments."""
+        return sum(self.lengths)
+
+    @property
+    def num_group_rows(self) -> int:
+        """Rows of a group's stream: those of its ranks in turn."""
+        return self.num_rows * self.inner
+
+    @cached_property
+    def group_places(self) -> Tensor:
+        """The place of each row, int64 [outer, group rows]."""
+        starts = [0]
+        for length in self.lengths:
+            starts.append(starts[-1] + length)
+        return self._filled([[starts[run.segment] + run.position for run in runs] for runs in self.runs])
+
+    @cached_property
+    def group_positions(self) -> Tensor:
+        """The position of each row, int64 [outer, group rows]."""
+        return self._filled([[run.position for run in runs] for runs in self.runs])
+
+    def places(self, rank: int) -> Tensor:
+        """The places of a rank's rows, int64 [rows]."""
+        return self.group_places.view(self.size, self.num_rows)[rank]
+
+    def positions(self, rank: int) -> Tensor:
+        """The positions of a rank's rows, int64 [rows]."""
+        return self.group_positions.view(self.size, self.num_rows)[rank]
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """For each place, its row among those of all ranks in turn: int64 [tokens]."""
+        places = self.group_places.flatten()
+        own = torch.nonzero(places != PADDING).flatten()
+        return torch.empty(self.num_tokens, dtype=torch.int64).index_copy_(0, places[own], own)
+
+    def blocks(self, group: int, source: int, view: View) -> tuple[Block, ...]:
+        """What the queries of one group have to do with the keys of another; a query may stand in several blocks."""
+        found = self._blocks.get((group, source, view))
+        if found is None:
+            found = self._blocks[group, source, view] = tuple(self._make_blocks(group, source, view))
+        return found
+
+    @cached_property
+    def _blocks(self) -> dict[tuple[int, int, View], tuple[Block, ...]]:
+        return {}
+
+    def _filled(self, firsts: list[list[int]]) -> Tensor:
+        filled = torch.full((self.outer, self.num_group_rows), PADDING, dtype=torch.int64)
+        for row, runs, starts in zip(filled, self.runs, firsts, strict=True):
+            for run, start in zip(runs, starts, strict=True):
+                row[run.row : run.row + run.num] = torch.arange(start, start + run.num)
+        return filled
+
+    def _make_blocks(self, group: int, source: int, view: View) -> Iterator[Block]:
+        keys_of = self._by_segment[source]
+        for segment, queries in self._by_segment[group].items():
+            keys = keys_of.get(segment, [])
+            if not keys:
+                continue
+            if view.window and view.window < self.lengths[segment]:
+                yield from _within_window(queries, keys, view.window)
+            elif view.is_causal:
+                yield from _causal(queries, keys)
+            else:
+                yield _block(queries, keys, "full")
+
+    @cached_property
+    def _by_segment(self) -> list[dict[int, list[Run]]]:
+        by_segment: list[dict[int, list[Run]]] = []
+        for runs in self.runs:
+            found: dict[int, list[Run]] = {}
+            for run in runs:
+                found.setdefault(run.segment, []).append(run)
+            by_segment.append(found)
+        return by_segment
+
+
+def cut(lengths: Sequence[int], *, outer: int = 1, inner: int = 1, is_zigzag: bool = True) -> ContextLayout:
+    """The layout of segments of these lengths, in tokens; the same on every rank."""
+    owners = [*range(outer), *reversed(range(outer))] if is_zigzag and outer > 1 else list(range(outer))
+    runs: list[list[Run]] = [[] for _ in range(outer)]
+    num_rows = [0] * outer
+    for segment, length in enumerate(lengths):
+        position = 0
+        for owner, num in zip(owners, _chunk_lengths(length, owners, num_rows), strict=True):
+            if num:
+                runs[owner].append(Run(segment, position, num_rows[owner], num))
+                num_rows[owner] += num
+            position += num
+    # A call of no token at all goes through every layer nevertheless: other ranks wait for this one.
+    most = max(1, -(-max(num_rows) // inner))
+    return ContextLayout(tuple(lengths), outer, inner, is_zigzag, tuple(map(tuple, runs)), most)
+
+
+def require_even(lengths: Sequence[int], *, outer: int, inner: int) -> None:
+    """Raises ValueError for segments that would need padding to be cut for causal attention."""
+    step = (2 * outer if outer > 1 else 1) * inner
+    uneven = [length for length in lengths if length % step]
+    if uneven:
+        below = uneven[0] // step * step
+        fits = " or ".join(str(length) for length in (below, below + step) if length)
+        raise ValueError(
+            f"{len(uneven)} of {len(lengths)} sequences, the first of {uneven[0]} tokens, are no multiples of {step} "
+            f'tokens, by which context parallelism cuts them; give {fits}, or ContextConfig(uneven="pad")'
+        )
+
+
+def _chunk_lengths(length: int, owners: Sequence[int], num_rows: Sequence[int]) -> list[int]:
+    """Equal chunks; what does not divide goes to groups with the fewest rows first."""
+    each, rest = divmod(length, len(owners))
+    lengths = [each] * len(owners)
+    if rest:
+        order = sorted(range(len(set(owners))), key=lambda group: (num_rows[group], group))
+        # Every group once before any twice.
+        turns = [owners.index(group) for group in order]
+        turns += [len(owners) - 1 - place for place in turns]
+        for chunk in turns[:rest]:
+            lengths[chunk] += 1
+    return lengths
+
+
+def _causal(queries: list[Run], keys: list[Run]) -> Iterator[Block]:
+    """Blocks of causal attention of a group's runs to another's, both in the order of positions."""
+    keys = [run for run in keys if run.position <= queries[-1].last_position]
+    queries = [run for run in queries if keys and run.last_position >= keys[0].position]
+    if not keys or not queries:
+        return
+    if [(run.position, run.num) for run in queries] == [(run.position, run.num) for run in keys]:
+        yield _block(queries, keys, "causal")
+    elif queries[0].position >= keys[-1].last_position:
+        yield _block(queries, keys, "full")
+    else:
+        for query in queries:
+            seen = [run for run in keys if run.last_position <= query.position]
+            if seen:
+                yield _block([query], seen, "full")
+            for key in keys:
+                if query.position < key.last_position and key.position <= query.last_position:
+                    yield _block([query], [key], "causal" if query.position == key.position else "masked")
+
+
+def _within_window(queries: list[Run], keys: list[Run], window: int) -> Iterator[Block]:
+    """Blocks of causal attention that looks back `window` tokens: of tiles, so that little is computed in vain."""
+    length = max(window, 128)
+    for run in queries:
+        for start in range(0, run.num, length):
+            tile = Run(run.segment, run.position + start, run.row + start, min(length, run.num - start))
+            for key in keys:
+                first = max(key.position, tile.position - window + 1)
+                last = min(key.last_position, tile.last_position)
+                if first > last:
+                    continue
+                seen = Run(key.segment, first, key.row + first - key.position, last - first + 1)
+                is_full = seen.last_position <= tile.position and tile.last_position - first < window
+                yield _block([tile], [seen], "full" if is_full else "masked")
+
+
+def _block(queries: list[Run], keys: list[Run], kind: Literal["full", "causal", "masked"]) -> Block:
+    return Block(queries[0].row, _num(queries), keys[0].row, _num(keys), kind)
+
+
+def _num(runs: list[Run]) -> int:
+    return sum(run.num for run in runs)
