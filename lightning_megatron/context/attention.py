@@ -88,6 +88,11 @@ def attend(
     rank's part of a sum over all ranks. `scale` is 1 / sqrt(D) where None. `cache` keeps what calls of one layout
     share. `inner` must divide A.
     """
+    device = queries.device
+    if torch.is_autocast_enabled(device.type):
+        # As autocast does for torch's own attention: norms of queries and keys may have left them wider.
+        dtype = torch.get_autocast_dtype(device.type)
+        queries, keys, values = (x.to(dtype) for x in (queries, keys, values))
     num_heads, inner = queries.shape[1], axes.inner
     assert (layout.outer, layout.inner) == (axes.outer.size, inner.size), "the layout is one of other axes"
     assert num_heads % inner.size == 0, f"{num_heads} heads do not divide by {inner.name} ({inner.size})"
@@ -96,7 +101,7 @@ def attend(
     queries, keys, values = (
         all_to_all(x, inner, split=1, join=2) for x in (queries, _repeated(keys, repeats), _repeated(values, repeats))
     )
-    group, device, cache = axes.outer.rank, queries.device, {} if cache is None else cache
+    group, cache = axes.outer.rank, {} if cache is None else cache
     scale = 1.0 / math.sqrt(queries.shape[-1]) if scale is None else scale
     key = (layout, group, view, scale, device)
     pairings = _once(cache, key, lambda: _pairings(layout, group, view, scale, device))
@@ -110,7 +115,9 @@ def attend(
         table = bias.table.chunk(inner.size, dim=1)[inner.rank]
         of_own_heads = replace(bias, table=table.detach())
         pairings = [replace(pairing, bias=of_own_heads) for pairing in pairings]
-    output: Tensor = _Attention.apply(queries, keys, values, table, axes, pairings)
+    # Kernels choose their dtypes by themselves, and the backward does not run under autocast.
+    with torch.autocast(device.type, enabled=False):
+        output: Tensor = _Attention.apply(queries, keys, values, table, axes, pairings)
     return all_to_all(output, inner, split=2, join=1)
 
 
@@ -143,7 +150,7 @@ def _pairings(layout: ContextLayout, group: int, view: View, scale: float, devic
 
 
 class _Attention(torch.autograd.Function):
-    """Attention [B, A, Q, D] of a group's queries to the keys of all groups; both ways they come by once.
+    """Attention [B, A, Q, D] of a group's queries to the keys of all groups, which come by once in either direction.
 
     What is kept is of the own rows alone. The backward of every part takes the output and log-sum-exp of the whole.
     """

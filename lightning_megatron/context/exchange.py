@@ -66,8 +66,8 @@ class Ring:
 
 
 class _RingReturns:
-    """Gradients of one source, which go on with this rank's part added; what the last source of a visit gets goes to
-    the rank that it came from first, its own."""
+    """Gradients that travel one step behind the keys and values they belong to, each rank adding its part: after the last
+    rank they are home."""
 
     def __init__(self, like: Tensor, axis: Axis) -> None:
         self._like, self._axis = like, axis

@@ -8,8 +8,8 @@ outer group under zig-zag and one without:
     contiguous            0 1 2 3              for attention that sees both ways
 
 A group's stream is its chunks in the order of the segments; each of its inner ranks holds an equal contiguous part of
-it. Tokens that do not divide go to the groups that have fewest, so that padding is less than one row a rank for each
-group and none where everything divides.
+it. Tokens that do not divide go to the groups that have fewest: there is no padding where all divides, and less than
+one row for each rank in all.
 
 A place counts in the stream of all ranks, a position in the segment, a row in a group's stream.
 """

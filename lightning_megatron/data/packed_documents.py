@@ -127,7 +127,7 @@ class PackedDocuments(DocumentRows):
         tokens = mapped_tokens(self.path)
         self.seed = seed
         self.long_documents = long_documents
-        key = f"{_FORM} {end_of_text} {sequence_length} {seed} {long_documents}"
+        key = f"{end_of_text} {sequence_length} {seed} {long_documents}"
         flat = _written_once(
             self.path,
             f"rows-{hashlib.sha256(key.encode()).hexdigest()[:8]}",
@@ -201,7 +201,7 @@ def _written_once(path: Path, what: str, make: Callable[[], Numbers]) -> Numbers
     """
     status = path.stat()
     # A token file that is written anew has other documents.
-    stamp = hashlib.sha256(f"{status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:8]
+    stamp = hashlib.sha256(f"{_FORM} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:8]
     table = path.with_name(f"{path.stem}.{what}-{stamp}.npy")
     if not table.is_file():
         with written_whole(table) as temporary, temporary.open("wb") as file:

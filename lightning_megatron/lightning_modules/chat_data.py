@@ -24,7 +24,7 @@ from lightning_megatron.data import (
 )
 from lightning_megatron.data.rows import NO_LABEL, NO_SEGMENT
 from lightning_megatron.data.sources import files_of
-from lightning_megatron.lightning_modules.gpt_data import GPTDataModule, Samples, told_as_fault
+from lightning_megatron.lightning_modules.gpt_data import GPTDataModule, Packing, Samples, told_as_fault
 from lightning_megatron.lightning_modules.loaders import Collate, Sample, prompt_loader
 from lightning_megatron.trainer.config import ConfigurationError
 
@@ -44,6 +44,8 @@ class ChatDataModule(GPTDataModule):
     are what prediction answers: as a user's message where there is a chat template, else as text to go on with.
     """
 
+    packings = ("none", "documents")
+
     def __init__(
         self,
         *,
@@ -56,7 +58,7 @@ class ChatDataModule(GPTDataModule):
         validation_path: str | None = None,
         validation_fraction: float = 0.05,
         pad_to_multiple: int = 8,
-        packing: bool = False,
+        packing: Packing = "none",
         prompts: list[str] | None = None,
         num_workers: int = 0,
         seed: int = 0,
@@ -78,7 +80,7 @@ class ChatDataModule(GPTDataModule):
         self.split = split
         self.validation_path = validation_path
         self.pad_to_multiple = pad_to_multiple
-        self.packs_samples = packing
+        self.packing = packing
         self.template: ChatTemplate | None = None
         # there from `setup` on, where the tokenizer has one
 
@@ -128,7 +130,7 @@ class ChatDataModule(GPTDataModule):
             rows, tokenizer, self.template, sequence_length=self.sequence_length, directory=self.cache_directory
         )
         samples = ChatSamples(path)
-        if not self.packs_samples:
+        if self.packing == "none":
             return Samples(samples, len(samples), str(samples.kept))
         rows = PackedChats(samples, self.sequence_length, end_of_text=tokenizer.end_of_text, seed=self.seed)
         return Samples(rows, len(rows), str(rows))
@@ -137,7 +139,7 @@ class ChatDataModule(GPTDataModule):
     def _collate(self) -> Collate:
         assert self.tokenizer is not None, "setup comes first; Trainer calls it"
         padding = {"tokens": self.tokenizer.end_of_text, "labels": NO_LABEL, "loss_mask": 0}
-        if self.packs_samples:
+        if self.packing == "documents":
             padding["segments"] = NO_SEGMENT
         return partial(collate_padded, padding=padding, multiple=self.pad_to_multiple)
 

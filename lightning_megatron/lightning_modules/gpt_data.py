@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import lightning as L
 import torch
@@ -42,7 +42,8 @@ from lightning_megatron.lightning_modules.loaders import (
 from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.trainer.replica import Replica
 
-Packing = Literal["stream", "documents"]
+Packing = Literal["stream", "documents", "none"]
+"""What shares a row: pieces of one long text, whole documents that do not see each other, or nothing."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,9 @@ class GPTDataModule(L.LightningDataModule):
     test. `prompts` are the texts that prediction goes on with. What is prepared lies in `cache_directory`, under names
     that say corpus and tokenizer.
     """
+
+    packings: ClassVar[tuple[Packing, ...]] = ("stream", "documents")
+    # that these data have
 
     def __init__(
         self,
@@ -125,12 +129,12 @@ class GPTDataModule(L.LightningDataModule):
             if value < least
         ]
         faults += [
-            f"{name} ({value!r}) must be one of {', '.join(map(repr, get_args(choices)))}"
+            f"{name} ({value!r}) must be one of {', '.join(map(repr, choices))}"
             for name, value, choices in (
-                ("packing", self.packing, Packing),
-                ("long_documents", self.long_documents, LongDocuments),
+                ("packing", self.packing, self.packings),
+                ("long_documents", self.long_documents, get_args(LongDocuments)),
             )
-            if value not in get_args(choices)
+            if value not in choices
         ]
         if not 0 <= self.validation_fraction < 1:
             faults.append(f"validation_fraction ({self.validation_fraction}) must be at least 0 and below 1")
@@ -242,7 +246,7 @@ class GPTDataModule(L.LightningDataModule):
             return samples, None
         count = samples.count - num_held_out
         return (
-            Samples(Subset(samples.dataset, range(count)), count),
+            Samples(Subset(samples.dataset, range(count)), count, samples.told),
             Samples(Subset(samples.dataset, range(count, samples.count)), num_held_out),
         )
 

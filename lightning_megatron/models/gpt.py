@@ -85,7 +85,9 @@ class GPTModel(PipelineModule):
     ) -> tuple[Tensor, Inputs]:
         self._check_shapes(tokens, labels, loss_mask, segments)
         documents = None if segments is None else documents_of(segments)
-        self._check_lengths((tokens.shape[1],) if documents is None else documents.lengths)
+        # Documents are as long as they are, and what is generated grows token by token.
+        is_even = documents is None and self.training
+        self._check_lengths((tokens.shape[1],) if documents is None else documents.lengths, is_even=is_even)
         stream = stream_of(
             (tokens.shape[0], tokens.shape[1]),
             config=self.config,
@@ -128,14 +130,14 @@ class GPTModel(PipelineModule):
         if labels is None and loss_mask is not None:
             raise ValueError("loss_mask needs labels: without labels there is no loss to mask")
 
-    def _check_lengths(self, lengths: Sequence[int]) -> None:
+    def _check_lengths(self, lengths: Sequence[int], *, is_even: bool) -> None:
         limit, longest = self.config.max_sequence_length, max(lengths, default=0)
         if self.config.position == "learned" and longest > limit:
             raise ValueError(
                 f"a sequence of {longest} tokens must not be longer than max_sequence_length ({limit}), because "
                 "positions are learned; shorten it, or build the model with more positions"
             )
-        if not self.mesh.sizes.pads_uneven:
+        if is_even and not self.mesh.sizes.pads_uneven:
             require_even(lengths, outer=self.mesh.axis("cp_outer").size, inner=self.mesh.axis("cp_inner").size)
 
 

@@ -106,7 +106,7 @@ class StepLog:
         # in which values are logged
         self._replicas = mesh.axis("dp+cp")
         self.num_copies = mesh.cp.size
-        # ranks that run a microbatch together and log the same: each counts for its share
+        # ranks of cp, which run a microbatch together and log the same: each counts for its share
         self._pp = mesh.pp
         self._device = device
         self._one_stage = tail_on_last_stage and mesh.pp.size > 1

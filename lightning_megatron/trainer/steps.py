@@ -146,7 +146,7 @@ class Steps:
                 )
             weight = self._weight_of(output, rows[microbatch])
             self._log.end_microbatch(loss, weight, rows[microbatch])
-            # Of ranks that run a microbatch together each has the whole loss, and gradients are summed over them.
+            # Each rank of cp has the whole loss and its gradients are summed over cp: so each counts 1/cp.
             share = weight / self._mesh.cp.size
             if self._loss_scale is None:
                 return loss * share.to(loss.dtype)

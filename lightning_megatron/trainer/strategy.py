@@ -394,7 +394,7 @@ class MegatronStrategy(ParallelStrategy):
         module = self.lightning_module
         if trainer.state.fn == TrainerFn.FITTING and self._layer_sync is not None and self.is_distributed:
             self.model = self._layer_sync.apply(module)
-            setup_model.restrict_batch_norms(module, self.mesh.axis("dp+cp"))
+            setup_model.restrict_batch_norms(module, self.mesh.dp)
         setup_model.pipeline_late_sequential(module, self.mesh)
         setup_model.require_own_mesh(module, self.mesh)
         self.model = self.precision_plugin.convert_module(module)

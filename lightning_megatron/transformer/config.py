@@ -244,11 +244,12 @@ def layout_faults(config: TransformerConfig, sizes: Sizes) -> list[str]:
         f"ffn_hidden_size ({config.ffn_hidden_size}) must be a multiple of tensor_model_parallel_size ({tp})",
     )
     if heads % tp == 0 and heads // tp % sizes.cp_inner:
-        fits = [n for n in _fitting(sizes.cp, lambda n: heads // tp % n == 0) if sizes.cp % n == 0]
+        fits = [n for n in _fitting(sizes.cp, lambda n: heads // tp % n == 0) if n > 1 and sizes.cp % n == 0]
+        ways = f'take ContextConfig(kind="hierarchical", inner_size=...) with {_list(fits)}, or ' if fits else "take "
         faults.append(
             f"num_attention_heads / tensor_model_parallel_size ({heads} / {tp} = {heads // tp}) must be a multiple of "
-            f"the context-parallel ranks that exchange heads for tokens ({sizes.cp_inner}); they may be {_list(fits)}: "
-            'take ContextConfig(kind="hierarchical", inner_size=...), or kind="ring", which asks nothing of heads'
+            f"the context-parallel ranks that exchange heads for tokens ({sizes.cp_inner}); {ways}"
+            'ContextConfig(kind="ring"), which asks nothing of heads'
         )
     return faults
 

@@ -163,18 +163,18 @@ def test_packed_chats_are_the_same_answers_in_fewer_rows(folder: Path, caplog: p
         make_trainer(PLAIN).validate(Keeper(), datamodule=module, verbose=False)
         return kept
 
-    plain, packed = loaded(), loaded(packing=True, sequence_length=127, pad_to_multiple=8)
+    plain, packed = loaded(), loaded(packing="documents", sequence_length=127, pad_to_multiple=8)
     assert answers(plain) == answers(packed) and len(packed) < len(plain)
     assert {tuple(value.shape) for batch in packed for value in batch.values()} == {(1, 128)}
     assert all(batch["segments"][0, 127] == -1 and batch["segments"].max() > 0 for batch in packed)
     with caplog.at_level("INFO"):
-        data(folder, packing=True).setup("fit")
+        data(folder, packing="documents").setup("fit")
     assert any(record.message.startswith("training: ") and "rows of 64" in record.message for record in caplog.records)
 
 
 def test_a_resumed_run_over_packed_chats_sees_what_the_uninterrupted_one_saw(folder: Path) -> None:
-    wanted = read(folder, 5, packing=True, global_batch_size=2).seen
-    resumed = read(folder, 5, str(folder / "packed" / "step=3.ckpt"), packing=True, global_batch_size=2).seen
+    wanted = read(folder, 5, packing="documents", global_batch_size=2).seen
+    resumed = read(folder, 5, str(folder / "packed" / "step=3.ckpt"), packing="documents", global_batch_size=2).seen
     assert len(resumed) == 2
     assert all(torch.equal(one, other) for one, other in zip(resumed, wanted[3:], strict=True))
 

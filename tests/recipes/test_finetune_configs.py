@@ -84,5 +84,5 @@ def test_paths_can_be_asked_for_on_the_command_line() -> None:
 
 
 def test_chats_are_packed_where_that_is_asked_for() -> None:
-    assert not parse("finetune_toy.yaml").datamodule.packs_samples
-    assert parse("finetune_toy.yaml", "--data.packing=true").datamodule.packs_samples
+    assert parse("finetune_toy.yaml").datamodule.packing == "none"
+    assert parse("finetune_toy.yaml", "--data.packing=documents").datamodule.packing == "documents"

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from lightning_megatron.context.balance.bound import rounded_up
 from lightning_megatron.context.balance.cost import CostModel
-from lightning_megatron.context.balance.empty import without_empty_groups
 from lightning_megatron.context.balance.slots import Group, Slot
 from lightning_megatron.context.balance.tree import Tree, longest_below, path_sums
 
@@ -39,7 +38,7 @@ def microbatches(tree: Tree, lengths: Sequence[int], cost: CostModel, limits: Li
         _give_to_idle(documents[-1], counts[-1], lengths)
         slots = _packed(tree.sizes, documents, counts, needs, lengths, cost, limits)
         if slots is not None:
-            return without_empty_groups(slots, tree.sizes, lengths)
+            return slots
 
 
 def fewest_slots(tree: Tree, lengths: Sequence[int], limits: Limits) -> int:

@@ -41,10 +41,11 @@ def plan(lengths: Sequence[int], ranks: int, cost: CostModel, config: DynamicCon
     drafts = search.drafts(good=bound * (1 + config.balance_tolerance))
     found: list[tuple[float, int, tuple[Slot, ...]]] = []
     for draft in drafts[:NUM_FINALISTS]:
-        slots = microbatches(draft.tree, lengths, cost, draft.limits)
-        if pp > 1:
-            slots = shortest_at_ends(slots, lengths, cost)
-        found.append((step_seconds(slots, lengths, cost, pp), most_tokens_per_rank(slots, lengths), slots))
+        made = microbatches(draft.tree, lengths, cost, draft.limits)
+        # More ranks are no gain where sending takes longer than computing: then a group stays empty.
+        for slots in (without_empty_groups(made, draft.tree.sizes, lengths), made):
+            slots = shortest_at_ends(slots, lengths, cost) if pp > 1 else slots
+            found.append((step_seconds(slots, lengths, cost, pp), most_tokens_per_rank(slots, lengths), slots))
     seconds, _, slots = min(found, key=lambda entry: entry[:2])
     return Plan(ranks, slots, seconds, bound)
 

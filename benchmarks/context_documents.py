@@ -1,0 +1,184 @@
+"""Real documents, which have a long tail, through static and through dynamic context parallelism in one run.
+
+The text is the source files of Python's standard library, packed into rows of a token budget that no rank could hold
+alone. Static: all ranks share every document. Dynamic: each packed microbatch has its own ranks, planned and routed
+beside training. Both train the same GPT on the same batches under a Trainer; a figure is shown only where their losses
+agree. Each sample is a fresh set of processes; rounds are interleaved, the ratio is taken within a round. Where there
+are more ranks than cores, a step takes the sum of all ranks' work, and what dynamic wins by balance does not show.
+
+    python benchmarks/context_documents.py --worlds 2 4 --rounds 3
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.clock import StepClock
+from benchmarks.machine import as_line, machine
+from benchmarks.ranks import run_ranks
+
+LAYERS, HIDDEN, HEADS, GROUPS, VOCABULARY = 2, 256, 8, 4, 2048
+WARMUP_STEPS, TIMED_STEPS = 1, 3
+MODES = ("static", "dynamic")
+
+
+def prepare(folder: Path) -> tuple[Path, int]:
+    """The file of tokens of the standard library, and the id of the end of text."""
+    from lightning_megatron.data import load_documents, prepare_tokens, train_tokenizer
+
+    documents = load_documents(cache_dir=folder / "documents")
+    tokenizer = train_tokenizer(documents["text"][:300], VOCABULARY, folder / "tokenizer.json")
+    return prepare_tokens(documents, tokenizer, folder), tokenizer.end_of_text
+
+
+def run_rank(mode: str, file: str, end_of_text: int, sequence: int, rows: int) -> None:
+    """Trains on this rank and prints what the steps took as JSON."""
+    import lightning as L
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor
+    from torch.utils.data import DataLoader, Subset
+
+    from lightning_megatron import DynamicContextConfig, MegatronStrategy
+    from lightning_megatron.data import PackedDocuments, collate_tokens
+    from lightning_megatron.models import GPTConfig, GPTModel
+
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    world = int(os.environ["WORLD_SIZE"])
+    config = GPTConfig(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        num_query_groups=GROUPS,
+        vocab_size=VOCABULARY,
+        position="rotary",
+        normalization="rmsnorm",
+        activation="swiglu",
+        add_bias_linear=False,
+    )
+    clock = StepClock(WARMUP_STEPS, TIMED_STEPS)
+    losses: list[float] = []
+    tokens: list[int] = []
+
+    class Module(L.LightningModule):
+        def configure_model(self) -> None:
+            self.model = GPTModel(config, seed=1)
+
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            loss: Tensor = self.model(**batch)
+            return loss
+
+        def on_train_batch_end(self, outputs: Any, batch: dict[str, Tensor], batch_idx: int) -> None:
+            # A step is over when it is over on every rank.
+            dist.barrier()
+            clock.tick()
+            losses.append(float(outputs["loss"]))
+            tokens.append(int((batch["segments"] >= 0).sum()))
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    options: dict[str, Any] = {"num_microbatches": rows}
+    if mode == "dynamic":
+        options = {"dynamic_context": DynamicContextConfig(max_tokens_per_rank=sequence // world)}
+    steps = WARMUP_STEPS + TIMED_STEPS
+    packed = PackedDocuments(Path(file), sequence, end_of_text=end_of_text, seed=1, long_documents="split")
+    loader = DataLoader(Subset(packed, range(steps * rows)), batch_size=rows, collate_fn=collate_tokens)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=world,
+        strategy=MegatronStrategy(context_parallel_size=world, **options),
+        max_steps=steps,
+        use_distributed_sampler=False,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Module(), loader)
+    timed = sum(tokens[WARMUP_STEPS:]) / TIMED_STEPS
+    print(json.dumps({"wall": clock.wall_seconds, "cpu": clock.cpu_seconds, "tokens": timed, "losses": losses}))
+
+
+def sample(mode: str, world: int, file: Path, end_of_text: int, sequence: int, rows: int) -> dict[str, Any]:
+    """Tokens per second of a run, and the CPU seconds of a step over all ranks."""
+    told = run_ranks([__file__, "--rank", mode, str(file), str(end_of_text), str(sequence), str(rows)], world)
+    wall = max(rank["wall"] for rank in told)
+    cpu = sum(rank["cpu"] for rank in told)
+    return {"speed": told[0]["tokens"] / wall, "cpu": cpu, "losses": told[0]["losses"]}
+
+
+def compare(worlds: list[int], sequence: int, rows: int, rounds: int) -> list[dict[str, Any]]:
+    """A row for each number of processes."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        file, end_of_text = prepare(Path(folder))
+        for world in worlds:
+            samples: dict[str, list[dict[str, Any]]] = {mode: [] for mode in MODES}
+            for _ in range(rounds):
+                for mode in MODES:
+                    samples[mode].append(sample(mode, world, file, end_of_text, sequence, rows))
+                    print(f"{mode}, {world} processes: {samples[mode][-1]['speed']:.0f} tokens/s", file=sys.stderr)
+            static, dynamic = samples["static"], samples["dynamic"]
+            for a, b in zip(static[0]["losses"], dynamic[0]["losses"], strict=True):
+                # Numbers beside a wrong loss would be worth nothing.
+                assert abs(a - b) < 1e-4, (static[0]["losses"], dynamic[0]["losses"])
+            found.append(
+                {
+                    "world": world,
+                    "static": statistics.median(s["speed"] for s in static),
+                    "dynamic": statistics.median(s["speed"] for s in dynamic),
+                    "speed_up": statistics.median(
+                        b["speed"] / a["speed"] for a, b in zip(static, dynamic, strict=True)
+                    ),
+                    "cpu_ratio": statistics.median(a["cpu"] / b["cpu"] for a, b in zip(static, dynamic, strict=True)),
+                }
+            )
+    return found
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as Markdown."""
+    lines = [
+        "| processes | static tokens/s | dynamic tokens/s | speed-up | CPU, static of dynamic |",
+        "|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row['world']} | {row['static']:.0f} | {row['dynamic']:.0f} | {row['speed_up']:.2f} | "
+            f"{row['cpu_ratio']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--sequence", type=int, default=16384, help="token budget of a packed row")
+    parser.add_argument("--rows", type=int, default=4, help="packed rows of a global batch")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", help="a file to write the rows to")
+    parser.add_argument("--rank", nargs=5, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank:
+        mode, file, *numbers = arguments.rank
+        run_rank(mode, file, *map(int, numbers))
+        return
+    facts = machine()
+    rows = compare(arguments.worlds, arguments.sequence, arguments.rows, arguments.rounds)
+    print(as_line(facts | {"load at the end": ", ".join(f"{load:.1f}" for load in os.getloadavg())}))
+    print(f"\n{arguments.rows} rows of {arguments.sequence} tokens a step; {arguments.rounds} rounds\n\n{table(rows)}")
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps({"machine": facts, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
