@@ -4,6 +4,7 @@ Importing the package also registers the strategy, so that `Trainer(strategy="me
 """
 
 from lightning_megatron.checkpoint import CheckpointConfig
+from lightning_megatron.context.balance import CostModel, DynamicContextConfig
 from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.mesh import StageLayout
 from lightning_megatron.optim.config import LossScaleConfig, OptimizerConfig
@@ -21,6 +22,8 @@ __all__ = [
     "CheckpointConfig",
     "ConfigurationError",
     "ContextConfig",
+    "CostModel",
+    "DynamicContextConfig",
     "Fp8Config",
     "LossScaleConfig",
     "MegatronStrategy",

@@ -73,6 +73,10 @@ class Sizes:
     # how the others exchange them
     pads_uneven: bool = True
     # a sequence that cp does not divide is padded; else it is refused
+    context_groups: tuple[int, ...] = ()
+    # sizes of the groups that single microbatches may be cut over in the place of cp, neighbours among dp x cp
+    context_groups_by_heads: bool = False
+    # whether such a group exchanges heads for tokens; else keys and values, as cp_exchange says
     ep: int = 1
     # ranks that share the experts of a layer
     etp: int = 1
@@ -113,6 +117,11 @@ class Sizes:
                 f"inner_size ({self.cp_inner}) of the context exchange must divide context_parallel_size ({self.cp}); "
                 f"it may be {fits}"
             )
+        faults += [
+            f"a group of {size} ranks does not divide the {self.dp * self.cp} data x context parallel ranks"
+            for size in self.context_groups
+            if self.world % (self.pp * self.cp * self.tp) == 0 and self.dp * self.cp % size
+        ]
         for product, names in (
             (self.pp * self.cp * self.tp, "pipeline x context x tensor"),
             (self.pp * self.ep * self.etp, "pipeline x expert x expert tensor"),
@@ -269,6 +278,11 @@ class Mesh:
             ("cp_inner", inner, cp.ranks[outer * sizes.cp_inner :][: sizes.cp_inner]),
         ):
             axes[name] = Axis(name, len(ranks), own, ranks, group_of(ranks))
+        line = axes["dp+cp"]
+        for size in sizes.context_groups:
+            block, own = divmod(line.rank, size)
+            ranks = line.ranks[block * size :][:size]
+            axes[f"context{size}"] = Axis(f"context{size}", size, own, ranks, group_of(ranks))
         world = _world_ranks(sizes.world)
         axes["world"] = Axis("world", sizes.world, global_rank, world, group_of(world))
         alone = Axis("sp", 1, 0, (global_rank,))
@@ -282,6 +296,10 @@ class Mesh:
         if name not in self.axes:
             raise ValueError(f"axis {name!r} is not on the mesh; there are {', '.join(self.axes)}")
         return self.axes[name]
+
+    def context_group(self, size: int) -> Axis:
+        """The ranks that run a microbatch together where it is cut over so many; one of `Sizes.context_groups`."""
+        return self.axis(f"context{size}")
 
     @property
     def own_stages(self) -> tuple[int, ...]:

@@ -183,3 +183,18 @@ def test_the_ambient_mesh_is_that_of_one_device_unless_one_is_set() -> None:
     with pytest.raises(KeyError), ambient(mesh):
         raise KeyError
     assert ambient_mesh().sizes == Sizes()
+
+
+def test_groups_of_every_size_are_neighbours_on_the_line_of_replicas() -> None:
+    sizes = Sizes(world=16, cp=2, tp=2, pp=2, context_groups=(1, 2, 4))
+    for rank in range(16):
+        mesh = Mesh.imagine(rank, sizes)
+        line = mesh.axis("dp+cp").ranks
+        for size in sizes.context_groups:
+            axis = mesh.context_group(size)
+            first = mesh.axis("dp+cp").rank // size * size
+            assert axis.ranks == line[first : first + size]
+            assert axis.ranks[axis.rank] == rank
+    assert Sizes(world=6, context_groups=(4,)).faults() == [
+        "a group of 4 ranks does not divide the 6 data x context parallel ranks"
+    ]

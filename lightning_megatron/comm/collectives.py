@@ -9,7 +9,7 @@ Note: sums on the CPU. Gloo's reductions cost several times an exchange followed
 gloo.md`), so two CPU ranks swap tensors and add, and more of them scatter sums by an all-to-all.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
@@ -207,6 +207,19 @@ def all_to_all(x: Tensor, axis: Axis, split: int, join: int, *, wait: bool = Tru
     work = dist.all_to_all_single(taken, given, group=group_of(axis), async_op=True)
     pending = Pending(taken, work, lambda landed: torch.cat(landed.unbind(), dim=join))
     return pending.wait() if wait else pending
+
+
+def exchange_rows(x: Tensor, given: Sequence[int], taken: Sequence[int], axis: Axis) -> Tensor:
+    """The rows that every rank of the axis has for this one, in the order of the axis, `taken[i]` of rank i.
+
+    The rows of `x` are those for each rank in turn, `given[i]` for rank i.
+    """
+    if axis.size == 1:
+        return x
+    _ascending(axis)
+    rows = torch.empty((sum(taken), *x.shape[1:]), dtype=x.dtype, device=x.device)
+    dist.all_to_all_single(rows, x.contiguous(), list(taken), list(given), group=group_of(axis))
+    return rows
 
 
 def shard_slice(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:

@@ -120,8 +120,21 @@ class Draws:
     # model calls so far within this microbatch
     first_sample: int = 0
     # place within the global batch of the first row of this call's input
+    documents: Tensor | None = None
+    # int64 [documents, 2]: of each document of this call, where it comes from elsewhere, its row in the global batch
+    # and its number in that row, -1 where it is the whole row
 
     def sample_keys(self, num_samples: int, device: torch.device) -> Tensor:
         """A key for each row of this call's input: int64 [num_samples]."""
         rows = torch.arange(self.first_sample, self.first_sample + num_samples, dtype=torch.int64, device=device)
+        return self._keys_of(rows)
+
+    def document_keys(self, device: torch.device) -> Tensor:
+        """A key for each of the `documents`, the one it has in its own row: int64 [documents]."""
+        assert self.documents is not None
+        rows, numbers = self.documents.to(device).unbind(1)
+        row_keys = self._keys_of(rows)
+        return torch.where(numbers < 0, row_keys, bits(row_keys, numbers))
+
+    def _keys_of(self, rows: Tensor) -> Tensor:
         return bits(key(self.seed, "step", self.step, self.call), rows)

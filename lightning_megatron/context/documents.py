@@ -35,6 +35,11 @@ class Documents:
         """A random key for each token, int64 [X], of its document and its place in it, not of where it was packed."""
         return rng.bits(rng.bits(sample_keys_B[self.rows_X], self.numbers_X), self.positions_X)
 
+    def token_keys_of(self, document_keys_D: Tensor) -> Tensor:
+        """The same from a key for each document."""
+        lengths = torch.tensor(self.lengths, dtype=torch.int64, device=self.index_X.device)
+        return rng.bits(document_keys_D.repeat_interleave(lengths), self.positions_X)
+
 
 def documents_of(segments_BS: Tensor) -> Documents:
     """The documents that `segments` [B, S] marks: each token's number of its document in its row, -1 for none.

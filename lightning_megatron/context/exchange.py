@@ -66,8 +66,8 @@ class Ring:
 
 
 class _RingReturns:
-    """Gradients that travel one step behind the keys and values they belong to, each rank adding its part: after the last
-    rank they are home."""
+    """Gradients that travel one step behind the keys and values they belong to, each rank adding its part: behind the
+    last rank they are home."""
 
     def __init__(self, like: Tensor, axis: Axis) -> None:
         self._like, self._axis = like, axis

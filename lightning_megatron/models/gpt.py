@@ -95,6 +95,7 @@ class GPTModel(PipelineModule):
             draws=self.draws,
             device=tokens.device,
             documents=documents,
+            group=self.context_group,
         )
         targets = None if labels is None else targets_of(labels, loss_mask, stream)
         self.loss_weight = None if targets is None else targets.sum_of_weights
@@ -110,7 +111,7 @@ class GPTModel(PipelineModule):
             logits = module(hidden, weight)
             if context.targets is None:
                 return module.full_logits(logits, context.tokens)
-            return module.loss(logits, context.targets)
+            return module.loss(logits, context.targets, context.tokens)
         output: Tensor = module(hidden, context.tokens)
         return output
 
@@ -165,7 +166,7 @@ def gpt_parts(config: GPTConfig, mesh: Mesh) -> list[Part]:
         Part(name="final_norm", build=partial(build_norm, config, tp=tp, sp=sp), symbol="", cost=0.0),
         Part(
             name="head",
-            build=partial(LanguageModelHead, config, tp=tp, sp=sp, cp=mesh.cp),
+            build=partial(LanguageModelHead, config, tp=tp, sp=sp),
             symbol="L",
             cost=cost.head_flops(config, num_tokens=sequence),
             shares={"embedding.tokens": token_embedding} if config.tie_embeddings else {},

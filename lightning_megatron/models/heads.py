@@ -53,9 +53,9 @@ def targets_of(labels_BS: Tensor, loss_mask_BS: Tensor | None, tokens: Tokens) -
 class LanguageModelHead(WeightGradientLayer):
     """Logits of the own part of the vocabulary from hidden states; the weight is its own or the embedding's."""
 
-    def __init__(self, config: LanguageModelConfig, *, tp: Axis, sp: Axis, cp: Axis) -> None:
+    def __init__(self, config: LanguageModelConfig, *, tp: Axis, sp: Axis) -> None:
         super().__init__()
-        self.tp, self.sp, self.cp = tp, sp, cp
+        self.tp, self.sp = tp, sp
         self.vocab_size, self.label_smoothing = config.vocab_size, config.label_smoothing
         if not config.tie_embeddings:
             self.weight = shard_parameter(
@@ -77,7 +77,7 @@ class LanguageModelHead(WeightGradientLayer):
         full_TV = differentiable.join(logits_TV, self.tp, dim=-1)
         return tokens.unflat(full_TV[:, : self.vocab_size])
 
-    def loss(self, logits_TV: Tensor, targets: Targets) -> Tensor:
+    def loss(self, logits_TV: Tensor, targets: Targets, tokens: Tokens) -> Tensor:
         """The mean loss of the tokens that count, or 0 where none does: []. May overwrite the logits.
 
         It is that of all ranks of cp, on each of them; as those of replicas their gradients are to be averaged.
@@ -93,6 +93,6 @@ class LanguageModelHead(WeightGradientLayer):
             scratch_TV=logits_TV.detach() if is_wide else None,
         )
         own = (losses_T * targets.weights_T.to(losses_T.dtype)).sum()
-        total = differentiable.reduce(differentiable.copy(own, self.cp), self.cp)
+        total = differentiable.reduce(differentiable.copy(own, tokens.cp), tokens.cp)
         divisor = torch.where(targets.sum_of_weights == 0, 1.0, targets.sum_of_weights)
         return total / divisor.to(total.dtype)

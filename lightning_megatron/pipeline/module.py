@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.comm.rng import Draws
-from lightning_megatron.mesh import Mesh, Sizes, ambient_mesh
+from lightning_megatron.mesh import Axis, Mesh, Sizes, ambient_mesh
 from lightning_megatron.pipeline.layout import assign
 
 
@@ -77,6 +77,8 @@ class PipelineModule(nn.Module):
         # Note: the ambient mesh. The one look-up that the design allows: layers below get their axes as arguments.
         self.mesh = mesh if mesh is not None else ambient_mesh()
         self.draws = Draws(seed=torch.initial_seed() if seed is None else seed)
+        self.context_group: Axis | None = None
+        # the ranks that share the next call's sequences, where these are not cp's; the owner of the step loop says it
         self.part_names = tuple(part.name for part in parts)
         self.layer_names = frozenset(part.name for part in parts if part.symbol == "t")
         symbols, costs = [part.symbol for part in parts], [part.cost for part in parts]

@@ -1,8 +1,10 @@
 """Every rule that crosses configurations, as one small function of the facts of a run; all faults are told at once."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from lightning_megatron.context.balance import DynamicContextConfig, group_sizes
+from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.pipeline.choice import Schedule, schedule_faults
 from lightning_megatron.pipeline.layout import layout_faults as stage_faults
@@ -34,6 +36,10 @@ class Facts:
     # how linears multiply in FP8, where that is asked for
     precision: str = "32-true"
     # the Trainer's
+    context: ContextConfig = field(default_factory=ContextConfig)
+    # how ranks that share sequences exchange what attention needs
+    dynamic_context: DynamicContextConfig | None = None
+    # how microbatches are packed and cut, each anew, where that is asked for
 
 
 def faults(facts: Facts) -> list[str]:
@@ -119,6 +125,69 @@ def _context(facts: Facts) -> list[str]:
     ]
 
 
+def with_context_groups(sizes: Sizes, config: DynamicContextConfig, context: ContextConfig) -> Sizes:
+    """The sizes with the groups that dynamic context parallelism needs; without, where its limits do not fit."""
+    try:
+        groups = group_sizes(sizes.dp * sizes.cp, config)
+    except ValueError:
+        return sizes
+    return replace(sizes, context_groups=groups, context_groups_by_heads=context.kind == "all_to_all")
+
+
+def _dynamic_context(facts: Facts) -> list[str]:
+    config, sizes = facts.dynamic_context, facts.sizes
+    if config is None or sizes.faults():
+        return []
+    faults = []
+    try:
+        largest = group_sizes(sizes.dp * sizes.cp, config)[-1]
+    except ValueError as error:
+        return str(error).splitlines()
+    if facts.num_microbatches != 1:
+        faults.append(
+            f"num_microbatches ({facts.num_microbatches}) must be 1 with dynamic_context, whose plan chooses how many "
+            "there are; use 1, and DynamicContextConfig(min_microbatches=...) for more"
+        )
+    if facts.context.kind == "hierarchical":
+        faults.append(
+            "context kind ('hierarchical') is one of a single size, and dynamic_context cuts microbatches over "
+            "several; use 'ring', 'all_gather' or 'all_to_all'"
+        )
+    if not sizes.pads_uneven:
+        faults.append(
+            "ContextConfig(uneven='refuse') refuses documents that a group does not divide, and dynamic_context "
+            "chooses groups by cost alone; use uneven='pad'"
+        )
+    if facts.fp8 is not None and config.cost is None:
+        faults.append(
+            "dynamic_context measures costs by calls of a layer, which would count in the scales of fp8; give them: "
+            "DynamicContextConfig(cost=CostModel(...))"
+        )
+    cap, longest = config.max_tokens_per_rank, facts.sequence_length
+    if longest is not None and longest > cap * largest:
+        faults.append(
+            f"sequence_length ({longest}) must be at most max_tokens_per_rank ({cap}) x the largest group ({largest} "
+            f"ranks) = {cap * largest}, because a document may be as long; set max_tokens_per_rank to "
+            f"{-(-longest // largest)}, or cut the samples"
+        )
+    return faults + _dynamic_heads(facts, largest)
+
+
+def _dynamic_heads(facts: Facts, largest: int) -> list[str]:
+    model, tp = facts.model, facts.sizes.tp
+    if model is None or facts.context.kind != "all_to_all" or model.num_attention_heads % tp:
+        return []
+    heads = model.num_attention_heads // tp
+    if heads % largest == 0:
+        return []
+    fits = ", ".join(str(1 << k) for k in range(heads.bit_length()) if heads % (1 << k) == 0)
+    return [
+        f"num_attention_heads / tensor_model_parallel_size ({heads}) must be a multiple of the largest group of "
+        f"dynamic_context ({largest}) under ContextConfig(kind='all_to_all'); set max_group_size to one of {fits}, or "
+        "kind='ring'"
+    ]
+
+
 # In these the rest of a model may run beside products in FP8.
 _AROUND_FP8 = ("bf16-mixed", "bf16-true", "32-true", "transformer-engine")
 
@@ -150,5 +219,6 @@ _RULES: tuple[Callable[[Facts], list[str]], ...] = (
     _batch,
     _sequence,
     _context,
+    _dynamic_context,
     _fp8,
 )

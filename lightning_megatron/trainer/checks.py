@@ -8,6 +8,8 @@ import lightning.pytorch as pl
 from torch.utils.data import DataLoader
 
 from lightning_megatron.checkpoint import is_checkpoint
+from lightning_megatron.context.balance import DynamicContextConfig
+from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.planner import rules
 from lightning_megatron.precision.fp8 import Fp8Config
@@ -55,6 +57,8 @@ def faults(
     fp8: Fp8Config | None,
     recompute: RecomputeConfig,
     precision: str,
+    context: ContextConfig,
+    dynamic_context: DynamicContextConfig | None,
 ) -> list[str]:
     """Every fault of a run, from the arguments of `trainer.fit` (or validate, test, predict)."""
     data = next((argument for argument in arguments if isinstance(argument, DescribesData)), None)
@@ -68,10 +72,14 @@ def faults(
         fp8=fp8,
         recompute=recompute,
         precision=precision,
+        context=context,
+        dynamic_context=dynamic_context,
     )
     found = rules.faults(facts)
     if trainer.training:
         found += _uncut_faults(trainer.lightning_module, sizes, num_microbatches, pipeline)
+        if dynamic_context is not None:
+            found += _dynamic_faults(trainer.lightning_module, pipeline)
     found += data.faults() if data is not None else []
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         found += callback.faults(trainer) if isinstance(callback, SaysFaults) else []
@@ -107,6 +115,22 @@ def _uncut_faults(
         "pipeline_model_parallel_size is 1: training_step takes the whole batch at once; use num_microbatches=1 "
         f"(and a smaller batch_size to save memory), or {' and '.join(ways)}"
     ]
+
+
+def _dynamic_faults(module: pl.LightningModule, pipeline: PipelineConfig) -> list[str]:
+    """What keeps a step from being run once for each microbatch of a plan."""
+    faults = []
+    if pipeline.mode == "collective":
+        faults.append(
+            'PipelineConfig(mode="collective") runs training_step once for the whole batch, and dynamic_context once '
+            'for each microbatch of its plan; use mode="auto"'
+        )
+    if not module.automatic_optimization:
+        faults.append(
+            f"the manual optimization of {type(module).__name__} runs training_step once for the whole batch, and "
+            "dynamic_context once for each microbatch of its plan; use automatic_optimization=True"
+        )
+    return faults
 
 
 def _checkpoint_faults(path: str) -> list[str]:

@@ -8,6 +8,7 @@ anything else                                 the first batches are read again a
 """
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, islice
@@ -38,15 +39,39 @@ Place = dict[str, Any]
 INDICES, OWN_STATE, READING = "the indices of its samplers", "a state of its own", "reading what comes first again"
 
 
+class Ahead(Protocol):
+    """What is done with a batch while the one before it is trained on."""
+
+    def begin(self) -> None:
+        """A new round of the loader begins."""
+        ...
+
+    def is_wanted(self, number: int) -> bool:
+        """Whether the batch with this number in its epoch will be trained on."""
+        ...
+
+    def prepare(self, number: int, batch: Any) -> None:
+        """The batch with this number in its epoch has been read."""
+        ...
+
+
 class Reader:
     """Hands out a loader's batches and knows where it is.
 
     In a resumed run the first round begins with its first batch, and not as soon as Lightning asks for an iterator: by
     then Lightning has restored its counters, and the default generators are those of the checkpoint.
+
+    With `ahead` each batch is read while the one before it is handed out. What counts is what was handed out.
     """
 
-    def __init__(self, loader: Any, dp: Axis, epoch: Callable[[], int], start: "Start | None") -> None:
+    def __init__(
+        self, loader: Any, dp: Axis, epoch: Callable[[], int], start: "Start | None", ahead: Ahead | None = None
+    ) -> None:
         self.loader = loader
+        self._ahead = ahead
+        self._places: dict[int, Place] = {}
+        # with `ahead`: this loader's place before each batch that was read and perhaps not trained on, by its number in
+        # the epoch
         self.indices: Indices | None = None
         self.source = loader
         # what is read, whose workers run
@@ -117,10 +142,14 @@ class Reader:
         if (epoch := self._epoch_now()) != self._epoch:
             self._epoch, self.in_epoch = epoch, 0
         self._handed, self._is_exhausted = 0, False
+        self._places.clear()
         self._round_start = all_states(self.loader) if self.kind == READING else None
         return iter(self.source)
 
     def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
+        if self._ahead is not None:
+            yield from self._count_behind(batches, self._ahead)
+            return
         while True:
             if not self._has_length:
                 self._before = self.place() | {"fetch": generators.states()}
@@ -132,6 +161,31 @@ class Reader:
             self._handed += 1
             self.in_epoch += 1
             yield batch
+
+    def _count_behind(self, batches: Iterator[Any], ahead: Ahead) -> Iterator[Any]:
+        """The same, one batch behind the reading."""
+        ahead.begin()
+        read: deque[Any] = deque()
+        while True:
+            # The batch that is handed out, and the one after it.
+            while len(read) < 2 and not self._is_exhausted and (not read or ahead.is_wanted(self.in_epoch + len(read))):
+                number = self.in_epoch + len(read)
+                before = {"handed": self._handed + len(read), "in_epoch": number, "fetch": generators.states()}
+                self._places.setdefault(number, self.place() | before)
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    self._is_exhausted = True
+                    break
+                ahead.prepare(number, batch)
+                read.append(batch)
+            if not read:
+                return
+            self._handed += 1
+            self.in_epoch += 1
+            # Lightning may hold one batch more than it has trained on.
+            self._places = {number: place for number, place in self._places.items() if number >= self.in_epoch - 2}
+            yield read.popleft()
 
     @property
     def _has_length(self) -> bool:
@@ -169,6 +223,8 @@ class Reader:
         on."""
         if self._resumed is not None:
             return self._in_own_batches(self._resumed)
+        if trained in self._places:
+            return self._places[trained]
         place = self.place() if self.in_epoch <= trained or self._before is None else self._before
         if self.kind == OWN_STATE:
             return place
@@ -266,6 +322,9 @@ class Reader:
             batches = self._begin_workers()
         else:
             batches = self._read_again(handed)
+        if place.get("fetch") is not None and self._ahead is not None:
+            self._places = {self.in_epoch: self._in_own_batches(place)}
+            return self._count(self._with_first_fetched(batches, place))
         counted = self._count(batches)
         if place.get("fetch") is None:
             return counted
@@ -274,6 +333,14 @@ class Reader:
             generators.set_states(place["fetch"])
             first = list(islice(counted, 1))
         return chain(first, counted)
+
+    def _with_first_fetched(self, batches: Iterator[Any], place: Place) -> Iterator[Any]:
+        """The batches, the first of them read where the generators were when it was read first."""
+        with generators.kept():
+            generators.set_states(place["fetch"])
+            first = list(islice(batches, 1))
+        yield from first
+        yield from batches
 
     def _go_on_with_a_round(self, place: Place) -> Iterator[Any]:
         if self.indices is not None and place["has_workers"]:
@@ -384,12 +451,14 @@ class PlacedDataLoader(DataLoader[Any]):
         self.reader.source._iterator = iterator
 
 
-def placed(loader: Any, dp: Axis, epoch: Callable[[], int], start: Start | None) -> PlacedIterable | PlacedDataLoader:
+def placed(
+    loader: Any, dp: Axis, epoch: Callable[[], int], start: Start | None, ahead: Ahead | None = None
+) -> PlacedIterable | PlacedDataLoader:
     """The loader as one that knows its place."""
     if isinstance(loader, (PlacedIterable, PlacedDataLoader)):
         # A CombinedLoader of the user keeps what an earlier fit put in.
         loader = loader.reader.loader
-    reader = Reader(loader, dp, epoch, start)
+    reader = Reader(loader, dp, epoch, start, ahead)
     return PlacedDataLoader(reader) if isinstance(loader, DataLoader) else PlacedIterable(reader)
 
 

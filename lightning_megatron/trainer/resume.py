@@ -25,7 +25,7 @@ from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.trainer import generators, setup_model
 from lightning_megatron.trainer.alignment import batch_digest
 from lightning_megatron.trainer.config import ConfigurationError
-from lightning_megatron.trainer.data_position import Place, PlacedDataLoader, PlacedIterable, Reader, placed
+from lightning_megatron.trainer.data_position import Ahead, Place, PlacedDataLoader, PlacedIterable, Reader, placed
 
 KEY = "lightning_megatron_resume"
 """Under which Lightning's dictionary holds all of it."""
@@ -237,8 +237,10 @@ def _count_anew(trainer: pl.Trainer, trained: int, readers: list[Reader], places
         counter.completed = first + now - late
 
 
-def wrap(loader: object, trainer: pl.Trainer, mesh: Mesh, resumption: Resumption | None) -> object:
-    """A training loader as one that knows its place, and has it where a run resumes.
+def wrap(
+    loader: object, trainer: pl.Trainer, mesh: Mesh, resumption: Resumption | None, ahead: Ahead | None = None
+) -> object:
+    """A training loader as one that knows its place, and has it where a run resumes; `ahead` sees its batches early.
 
     Of a resumed run a loader for validation too: before the first batch Lightning begins to read it, which draws a
     seed, and reads nothing, to count a validation that lies before the checkpoint.
@@ -250,7 +252,7 @@ def wrap(loader: object, trainer: pl.Trainer, mesh: Mesh, resumption: Resumption
         progress: Any = trainer.fit_loop.epoch_progress.current
         return int(progress.processed)
 
-    wrapped = placed(loader, mesh.dp, epoch, resumption)
+    wrapped = placed(loader, mesh.dp, epoch, resumption, ahead if trainer.training else None)
     if trainer.training and resumption is not None:
         resumption.place(wrapped.reader)
     return wrapped

@@ -184,6 +184,20 @@ def warn_of_uncut(module: nn.Module, mesh: Mesh) -> None:
         )
 
 
+def require_cutting(module: nn.Module) -> None:
+    """Raises ConfigurationError where dynamic context parallelism would have nothing to cut, or not all."""
+    models = pipelined_modules(module)
+    whole = [f"{name} ({type(model).__name__})" for name, model in models.items() if not model.cuts_sequences]
+    if whole or not models:
+        what = f"{', '.join(whole)} does not cut sequences" if whole else "it holds no model of parts"
+        raise ConfigurationError(
+            [
+                f"dynamic context parallelism packs and cuts the documents of {type(module).__name__}, and {what}; "
+                "use GPTModel, or leave dynamic_context out"
+            ]
+        )
+
+
 def _cuts(mesh: Mesh) -> str:
     return f"{mesh.tp.size} x {mesh.pp.size} x {mesh.cp.size}" + (" with sequence parallel" if mesh.sp.size > 1 else "")
 

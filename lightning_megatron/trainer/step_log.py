@@ -106,7 +106,8 @@ class StepLog:
         # in which values are logged
         self._replicas = mesh.axis("dp+cp")
         self.num_copies = mesh.cp.size
-        # ranks of cp, which run a microbatch together and log the same: each counts for its share
+        # ranks of cp or of a context group, which run the microbatch at hand together and log the same: each counts for
+        # its share
         self._pp = mesh.pp
         self._device = device
         self._one_stage = tail_on_last_stage and mesh.pp.size > 1
@@ -134,7 +135,7 @@ class StepLog:
         finally:
             del self._module.__dict__["log"]
 
-    def end_microbatch(self, loss: Tensor | None, weight: Tensor, rows: int) -> None:
+    def end_microbatch(self, loss: Tensor | None, weight: Tensor, rows: float) -> None:
         """Says what the microbatch's loss was, what it is a mean over ([] each), and how many rows there were."""
         self._rows += rows / self.num_copies
         self._losses.append(torch.zeros(()) if loss is None else loss.detach())

@@ -11,12 +11,14 @@ of the global batch, gradients are those of that mean, and what was logged is lo
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_megatron.comm import collectives
 from lightning_megatron.comm.p2p import Hop, LaneGroups, Mailbox
@@ -24,7 +26,6 @@ from lightning_megatron.mesh import Mesh
 from lightning_megatron.optim.exchange import Exchange
 from lightning_megatron.optim.loss_scale import LossScale
 from lightning_megatron.optim.sums import scale_in_place
-from lightning_megatron.pipeline import microbatches
 from lightning_megatron.pipeline.collective import CollectiveCall
 from lightning_megatron.pipeline.module import Driver, PipelineModule
 from lightning_megatron.pipeline.plans import training_plan
@@ -34,6 +35,8 @@ from lightning_megatron.tensor import weight_gradients
 from lightning_megatron.tensor.weight_gradients import WeightGradients
 from lightning_megatron.trainer.alignment import aligned_random, require_equal_batches
 from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
+from lightning_megatron.trainer.dynamic_context import DynamicContext
+from lightning_megatron.trainer.step_batches import StepBatch, as_planned, cut_evenly, rows_of
 from lightning_megatron.trainer.step_log import StepLog
 
 # Batches of each kind of loop whose contents are compared over the ranks of a replica.
@@ -59,6 +62,7 @@ class Steps:
         exchange: Exchange | None,
         loss_scale: LossScale | None,
         log_dtype: torch.dtype,
+        dynamic: DynamicContext | None = None,
     ) -> None:
         self._trainer = trainer
         self._module = module
@@ -69,7 +73,9 @@ class Steps:
         self._pipeline = pipeline
         self._exchange = exchange
         self._loss_scale = loss_scale
-        is_split = mesh.pp.size > 1 or num_microbatches > 1
+        self._dynamic = dynamic
+        # plans every training step, where there is one
+        is_split = mesh.pp.size > 1 or num_microbatches > 1 or dynamic is not None
         self._uses_schedule = is_split and pipeline.mode == "auto" and module.automatic_optimization
         self._is_plain = mesh.world.size == 1 and not self._uses_schedule
         if mesh.pp.size > 1:
@@ -111,7 +117,8 @@ class Steps:
 
     def train(self, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What `training_step` returns for the batch `args[0]`, its loss that of the global batch."""
-        self._check_batch("training_step", args)
+        if self._dynamic is None:
+            self._check_batch("training_step", args[0] if args else None)
         # What is drawn must not depend on how much was evaluated before: a resumed run does not do that again.
         self._num_evaluated = 0
         for model in self._models:
@@ -122,18 +129,17 @@ class Steps:
 
     def _train_scheduled(self, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
         gradients = self.exchange.gradients
-        batches = microbatches.split(args[0], self._num_microbatches)
-        rows = [_rows_of((batch,)) for batch in batches]
-        first_sample = self._mesh.dp.rank * sum(rows)
-        first_samples = [first_sample + sum(rows[:i]) for i in range(len(rows))]
+        parts = self._parts_of(args[0])
 
         def enter_step(microbatch: int) -> Tensor:
+            part = parts[microbatch]
             self._forget_weights()
+            self._name(part)
             # A rank that holds the last stage alone leaves no step early, and need not copy the states of metrics.
             mark = self._log.mark() if self._mesh.own_stages[0] < self._mesh.sizes.num_stages - 1 else None
             try:
-                with self._aligned(microbatch), context():
-                    output = self._module.training_step(batches[microbatch], *args[1:], **kwargs)
+                with self._aligned(microbatch, part.place), context():
+                    output = self._module.training_step(part.batch, *args[1:], **kwargs)
             except StageExit:
                 assert mark is not None
                 self._log.rewind(mark)
@@ -144,10 +150,10 @@ class Steps:
                     "training_step returned no loss for a microbatch; a schedule cannot skip one, and with several "
                     "processes Lightning skips no batch either; return a loss of zero that depends on the model"
                 )
-            weight = self._weight_of(output, rows[microbatch])
-            self._log.end_microbatch(loss, weight, rows[microbatch])
-            # Each rank of cp has the whole loss and its gradients are summed over cp: so each counts 1/cp.
-            share = weight / self._mesh.cp.size
+            weight = self._weight_of(output, part.rows)
+            self._log.end_microbatch(loss, weight, part.rows)
+            # Each of these ranks has the whole loss and their gradients are summed: so each counts for its share.
+            share = weight / part.num_copies
             if self._loss_scale is None:
                 return loss * share.to(loss.dtype)
             # Not in float16, whose range a number of tokens can leave.
@@ -167,8 +173,10 @@ class Steps:
             self.exchange.begin_backwards()
         opened = self._weight_gradients.opened
         sizes = self._mesh.sizes
-        schedule = self._pipeline.schedule_of(pp=sizes.pp, vp=sizes.vp, microbatches=len(batches))
+        schedule = self._pipeline.schedule_of(pp=sizes.pp, vp=sizes.vp, microbatches=len(parts))
+        first_samples = [part.first_sample for part in parts]
         call = ScheduledCall(self._models, self._mesh, enter_step, differentiate, first_samples, opened, self.exchange)
+        num_updates = self._num_updates()
         self._drive(call)
         self.is_scheduled = True
         try:
@@ -177,6 +185,9 @@ class Steps:
         finally:
             self.is_scheduled = False
             self._drive(self._direct_driver)
+            self._name(None)
+        if self._dynamic is not None:
+            self._refuse_metrics(num_updates)
         summary = self._log.replay()
         self._pending = gradients.take()
         gradients.add(aside)
@@ -189,6 +200,42 @@ class Steps:
             scale_in_place(list(self._pending.values()), self._factor)
             self._factor = None
         return {"loss": summary.loss.to(self._log.dtype)}
+
+    def _parts_of(self, batch: Any) -> list[StepBatch]:
+        """The microbatches of a step for this rank, on its device."""
+        if self._dynamic is None:
+            return cut_evenly(batch, self._num_microbatches, self._mesh)
+        planned = self._dynamic.take(self._trainer.fit_loop.batch_idx, batch)
+        parts = as_planned(planned.microbatches, planned.num_rows, self._mesh)
+        self._check_batch("training_step", [(part.batch, part.documents) for part in parts])
+        return [replace(part, batch=self._handed_over(part.batch)) for part in parts]
+
+    def _handed_over(self, batch: Any) -> Any:
+        """A batch of a plan as Lightning hands over that of a loader: converted, through the hooks, on the device."""
+        batch = self._trainer.precision_plugin.convert_input(batch)
+        batch = self._module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return self._trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+    def _name(self, part: StepBatch | None) -> None:
+        """Tells models and log which microbatch comes next; none: whatever comes is cut as the mesh says."""
+        for model in self._models:
+            model.context_group = None if part is None else part.context_group
+            model.draws.documents = None if part is None else part.documents
+        self._log.num_copies = self._mesh.cp.size if part is None else part.num_copies
+
+    def _num_updates(self) -> dict[str, int]:
+        """How often each metric of the module was updated."""
+        metrics = {name: child for name, child in self._module.named_modules() if isinstance(child, Metric)}
+        return {name: metric._update_count for name, metric in metrics.items()}
+
+    def _refuse_metrics(self, before: dict[str, int]) -> None:
+        """Raises where the step updated metrics: several ranks run one microbatch, and each would count it."""
+        if updated := [name for name, count in self._num_updates().items() if count != before.get(name, 0)]:
+            raise RuntimeError(
+                f"training_step updated the metrics {', '.join(updated)} under dynamic context parallelism, where each "
+                "rank of a group would count the same microbatch, and groups differ; log numbers by self.log (a mean, "
+                'or reduce_fx="sum"), or update metrics in validation'
+            )
 
     @property
     def _scale(self) -> float:
@@ -269,7 +316,7 @@ class Steps:
         self._num_evaluated += 1
         if self._exchange is not None:
             self._exchange.gather_all()
-        self._check_batch(name, args)
+        self._check_batch(name, args[0] if args else None)
         rows = self._begin_direct(args)
         step = getattr(self._module, name)
         if self._is_plain or name == "predict_step":
@@ -293,14 +340,14 @@ class Steps:
 
     def _begin_direct(self, args: tuple[Any, ...]) -> int:
         """Makes the models ready for a direct step; returns the rows of its batch, 1 where it has none."""
-        rows = _rows_of(args)
+        rows = rows_of(args[0]) if args else 1
         for model in self._models:
             model.draws.first_sample, model.draws.call = self._mesh.dp.rank * rows, 0
         self._drive(self._direct_driver)
         self._forget_weights()
         return rows
 
-    def _weight_of(self, output: Any, rows: int) -> Tensor:
+    def _weight_of(self, output: Any, rows: float) -> Tensor:
         """What the step's loss is a mean over, [], float64: as the step says, as the model says, else its rows."""
         if isinstance(output, dict) and output.get("loss_weight") is not None:
             return torch.as_tensor(output["loss_weight"], device=self._device).detach().double().reshape(())
@@ -310,11 +357,18 @@ class Steps:
                 f"{len(told)} models computed losses in one step, each a mean over its own tokens; say what the step's "
                 'loss is a mean over: return {"loss": loss, "loss_weight": number of tokens or samples}'
             )
+        if not told and self.is_scheduled and self._dynamic is not None:
+            raise ValueError(
+                "dynamic context parallelism packs documents of any rows, so a mean over rows means nothing; say what "
+                'the loss is a mean over: return {"loss": loss, "loss_weight": number of tokens}, or call the model '
+                "with labels"
+            )
         weight = told[0].detach() if told else torch.tensor(rows, device=self._device)
         return weight.double().reshape(())
 
-    def _aligned(self, microbatch: int) -> AbstractContextManager[None]:
-        """Random numbers of the user's code that agree on all ranks of a replica and differ between replicas."""
+    def _aligned(self, microbatch: int, place: int | None = None) -> AbstractContextManager[None]:
+        """Random numbers of the user's code that agree on all ranks that run a microbatch together, and differ between
+        those that do not: by `place`, which is that of the replica unless it is told."""
         # Tensor-parallel ranks of one replica run the same code on the same data: their generators stay together, and
         # draw what one device would.
         if self._mesh.axis("dp+cp").size == 1 and self._mesh.pp.size == 1 and not self.is_scheduled:
@@ -323,16 +377,19 @@ class Steps:
         state, batch = self._trainer.state, self._trainer.fit_loop.batch_idx
         # A validation of its own is not the one at the end of the fit before it.
         stage = str(state.stage) if state.fn == TrainerFn.FITTING else f"{state.fn} alone"
-        place = (stage, step, batch, self._num_evaluated, self._mesh.dp.rank, microbatch)
-        return aligned_random(torch.initial_seed(), *place)
+        replica = self._mesh.dp.rank if place is None else place
+        call = (stage, step, batch, self._num_evaluated, replica, microbatch)
+        return aligned_random(torch.initial_seed(), *call)
 
-    def _check_batch(self, name: str, args: tuple[Any, ...]) -> None:
-        replica = self._mesh.axis("pp+cp+tp")
+    def _check_batch(self, name: str, batch: Any) -> None:
+        # The cp ranks of a replica run different microbatches of a plan; whether they read the same is found before it.
+        is_planned = name == "training_step" and self._dynamic is not None
+        replica = self._mesh.axis("pp+tp" if is_planned else "pp+cp+tp")
         checked = self._num_checked.get(name, 0)
-        if replica.size == 1 or checked >= _CHECKED_BATCHES or not args:
+        if replica.size == 1 or checked >= _CHECKED_BATCHES or batch is None:
             return
         self._num_checked[name] = checked + 1
-        require_equal_batches(args[0], replica)
+        require_equal_batches(batch, replica)
 
 
 def _require_one_model(pipelined: dict[str, PipelineModule], module: nn.Module, stages: int, scheduled: bool) -> None:
@@ -364,14 +421,6 @@ def _are_gradients_kept(trainer: pl.Trainer, module: pl.LightningModule) -> bool
         or kind.on_before_zero_grad is not pl.LightningModule.on_before_zero_grad
         or any(type(c).on_before_zero_grad is not pl.Callback.on_before_zero_grad for c in trainer.callbacks)  # type: ignore[attr-defined]
     )
-
-
-def _rows_of(args: tuple[Any, ...]) -> int:
-    """Rows of a step's batch; 1 where its tensors do not agree or there are none."""
-    try:
-        return max(1, microbatches.num_rows(args[0])) if args else 1
-    except ValueError:
-        return 1
 
 
 def _loss_of(output: Any) -> Tensor | None:

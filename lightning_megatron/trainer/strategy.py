@@ -41,6 +41,7 @@ from lightning_megatron.checkpoint import CheckpointConfig, read_meta
 from lightning_megatron.checkpoint.load import read_once
 from lightning_megatron.comm import collectives, differentiable
 from lightning_megatron.comm.p2p import Hop, LaneGroups, build_lanes
+from lightning_megatron.context.balance import DynamicContextConfig
 from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.mesh import Axis, Mesh, Sizes, reset_ambient_mesh, set_ambient_mesh
 from lightning_megatron.optim.agreement import differing_copies, in_words
@@ -49,12 +50,14 @@ from lightning_megatron.optim.exchange import Exchange
 from lightning_megatron.pipeline.choice import Schedule, placement_of
 from lightning_megatron.pipeline.lower import hops
 from lightning_megatron.pipeline.module import at_once, run_alone
+from lightning_megatron.planner import rules
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.tensor import weight_gradients
 from lightning_megatron.tensor.weight_gradients import WeightGradients
 from lightning_megatron.trainer import (
     checkpoints,
     checks,
+    context_cost,
     fp8_setup,
     last_checkpoint,
     lineage,
@@ -64,6 +67,7 @@ from lightning_megatron.trainer import (
 )
 from lightning_megatron.trainer.checkpoints import Mains
 from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
+from lightning_megatron.trainer.dynamic_context import DynamicContext
 from lightning_megatron.trainer.failure import FailureWatch
 from lightning_megatron.trainer.launcher import CheckingLauncher
 from lightning_megatron.trainer.local_state import LocalState
@@ -86,6 +90,8 @@ _OF_THIS_PROCESS = (
     "_preemption",
     "_steps",
     "_exchange",
+    "_routes",
+    "_dynamic",
     "_launcher",
     "_resumption",
 )
@@ -117,6 +123,7 @@ class MegatronStrategy(ParallelStrategy):
         num_microbatches: int = 1,
         pipeline: PipelineConfig | None = None,
         context: ContextConfig | None = None,
+        dynamic_context: DynamicContextConfig | None = None,
         optimizer: OptimizerConfig | None = None,
         loss_scale: LossScaleConfig | None = None,
         fp8: Fp8Config | None = None,
@@ -148,6 +155,8 @@ class MegatronStrategy(ParallelStrategy):
         self.num_microbatches = num_microbatches
         self.pipeline = pipeline if pipeline is not None else PipelineConfig()
         self.context = context if context is not None else ContextConfig()
+        self.dynamic_context = dynamic_context
+        # how microbatches are packed and cut, each anew; none: as the sizes say
         self.optimizer = optimizer if optimizer is not None else OptimizerConfig()
         self.loss_scale = loss_scale if loss_scale is not None else LossScaleConfig()
         # of precision 16-mixed
@@ -167,6 +176,9 @@ class MegatronStrategy(ParallelStrategy):
         self._preemption: Preemption | None = None
         self._steps: Steps | None = None
         self._exchange: Exchange | None = None
+        self._routes: Axis | None = None
+        # over which documents find the ranks that run them, beside training
+        self._dynamic: DynamicContext | None = None
         self._left = Mains()
         # by the last fit: who saves after it saves its optimizers too
         self._resumption: resume.Resumption | None = None
@@ -185,7 +197,7 @@ class MegatronStrategy(ParallelStrategy):
     @property
     def sizes(self) -> Sizes:
         """Ranks on each axis; known as soon as the Trainer is made."""
-        return Sizes(
+        sizes = Sizes(
             world=self.num_nodes * self.num_processes,
             tp=self._tp,
             pp=self._pp,
@@ -198,6 +210,9 @@ class MegatronStrategy(ParallelStrategy):
             placement=placement_of(self.schedule.name),
             stage_layout=self.pipeline.layout,
         )
+        if self.dynamic_context is None or sizes.faults():
+            return sizes
+        return rules.with_context_groups(sizes, self.dynamic_context, self.context)
 
     @property
     def schedule(self) -> Schedule:
@@ -293,6 +308,8 @@ class MegatronStrategy(ParallelStrategy):
             fp8=self.fp8,
             recompute=self.recompute,
             precision=str(self.precision_plugin.precision),
+            context=self.context,
+            dynamic_context=self.dynamic_context,
         )
         if self._fp8 is not None and self._plugin.fp8 is not None:
             faults.append(
@@ -328,6 +345,8 @@ class MegatronStrategy(ParallelStrategy):
             world = self._mesh.world
             on_host = world if self.root_device.type == "cpu" else self._over_host(world)
             self._saves = Saving(on_host, self._over_host(world), self.checkpoint)
+            if self.dynamic_context is not None:
+                self._routes = self._over_host(self._mesh.axis("dp+cp"))
         self._ambient = set_ambient_mesh(self._mesh)
         if self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             self._fits = lineage.begun([], self.lightning_module.trainer.global_step, self._saving.world)
@@ -345,15 +364,16 @@ class MegatronStrategy(ParallelStrategy):
         if not self.checkpoint.local_folder or self._require_module().trainer.fast_dev_run:  # type: ignore[attr-defined]
             return None
         layout = {
-            "sizes": asdict(self.sizes),
+            # How microbatches are cut leaves nothing in the state.
+            "sizes": asdict(replace(self.sizes, context_groups=(), context_groups_by_heads=False)),
             "optimizer": asdict(self.optimizer),
             "precision": str(self.precision_plugin.precision),
         }
         return LocalTier(self.checkpoint, self.mesh, self._saving.world, layout)
 
-    def _over_host(self, world: Axis) -> Axis:
-        """All ranks, over a process group of its own that talks over host memory."""
-        return replace(world, group=self._new_host_group(world.ranks)) if world.size > 1 else world
+    def _over_host(self, axis: Axis) -> Axis:
+        """The ranks of an axis, over a process group of its own that talks over host memory."""
+        return replace(axis, group=self._new_host_group(axis.ranks)) if axis.size > 1 else axis
 
     def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True)
@@ -403,6 +423,9 @@ class MegatronStrategy(ParallelStrategy):
         setup_model.share_recomputation(module, self.recompute, self.mesh)
         setup_model.warn_of_uncut(module, self.mesh)
         pipelined = setup_model.pipelined_modules(module)
+        if self.dynamic_context is not None and trainer.state.fn == TrainerFn.FITTING:
+            setup_model.require_cutting(module)
+            self._dynamic = self._make_dynamic(trainer, self.dynamic_context)
         if self.fp8 is not None:
             self._plugin.fp8_layers = fp8_setup.use_fp8(
                 self.fp8, pipelined, self.mesh, self.root_device, self._new_group
@@ -435,6 +458,22 @@ class MegatronStrategy(ParallelStrategy):
             exchange=self._exchange,
             loss_scale=self._plugin.loss_scale,
             log_dtype=torch.promote_types(compute_dtype(str(self.precision_plugin.precision)), torch.float32),
+            dynamic=self._dynamic,
+        )
+        if self._dynamic is not None and self._dynamic.cost is None:
+            self._dynamic.cost = context_cost.of_module(
+                module, self._dynamic.config, self.root_device, self._plugin.train_step_context
+            )
+
+    def _make_dynamic(self, trainer: pl.Trainer, config: DynamicContextConfig) -> DynamicContext:
+        assert self._routes is not None
+        return DynamicContext(
+            config,
+            self.mesh,
+            self._routes,
+            num_wanted=lambda: trainer.fit_loop.max_batches,
+            schedule_of=partial(self.pipeline.schedule_of, pp=self._pp, vp=self._vp),
+            device=self.root_device,
         )
 
     @property
@@ -460,7 +499,7 @@ class MegatronStrategy(ParallelStrategy):
         dataloader = setup_model.seed_workers_by_replica(dataloader, self.mesh.dp)
         if trainer.state.fn != TrainerFn.FITTING:
             return dataloader
-        return resume.wrap(dataloader, trainer, self.mesh, self._resumption)
+        return resume.wrap(dataloader, trainer, self.mesh, self._resumption, self._dynamic)
 
     @override
     def on_train_start(self) -> None:
@@ -757,6 +796,7 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def teardown(self) -> None:
         """Not collective after a failure: a rank may be gone."""
+        is_leaving = self._is_leaving
         if self._preemption is not None:
             self._preemption.give_back()
             callbacks = self._require_module().trainer.callbacks  # type: ignore[attr-defined]
@@ -771,6 +811,9 @@ class MegatronStrategy(ParallelStrategy):
             self._local = None
         if self._saves is not None:
             self._saves.end(is_failed=self._require_module().trainer.interrupted)
+        if self._dynamic is not None:
+            self._dynamic.stop(is_failed=self._require_module().trainer.interrupted and not is_leaving)
+            self._dynamic = None
         if self._ambient is not None:
             reset_ambient_mesh(self._ambient)
             self._ambient = None

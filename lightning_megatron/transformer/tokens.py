@@ -177,30 +177,33 @@ def stream_of(
     draws: Draws,
     device: torch.device,
     documents: Documents | None = None,
+    group: Axis | None = None,
     is_causal: bool = True,
 ) -> Tokens:
     """The stream of a call with inputs [batch, sequence], each row a segment unless its `documents` are told.
 
-    Causal work is cut over cp by zig-zag, other work into contiguous parts.
+    It is cut over `group`, if there is one, else over cp: causal work by zig-zag, other work into contiguous parts.
+    Raises ValueError where documents came from other ranks (`draws.documents`) and the call does not tell them apart.
     """
-    sizes = mesh.sizes
-    exchange = AllGather() if sizes.cp_exchange == "all_gather" else Ring()
-    axes = ContextAxes(outer=mesh.axis("cp_outer"), inner=mesh.axis("cp_inner"), exchange=exchange)
+    if draws.documents is not None:
+        _require_named(documents, draws.documents)
+    axes = _axes_of(mesh, group)
     lengths = (shape[1],) if documents is None else documents.lengths
     layout = cut(lengths, outer=axes.outer.size, inner=axes.inner.size, is_zigzag=is_causal)
     positions_BS = layout.positions(axes.rank).clamp(min=0).to(device).unsqueeze(0)
-    sample_keys_B = draws.sample_keys(shape[0], device)
     if documents is None:
         places = torch.arange(shape[1], device=device)
-        keys_BX = rng.bits(sample_keys_B.unsqueeze(1), places)
+        keys_BX = rng.bits(draws.sample_keys(shape[0], device).unsqueeze(1), places)
+    elif draws.documents is None:
+        keys_BX = documents.token_keys(draws.sample_keys(shape[0], device)).unsqueeze(0)
     else:
-        keys_BX = documents.token_keys(sample_keys_B).unsqueeze(0)
+        keys_BX = documents.token_keys_of(draws.document_keys(device)).unsqueeze(0)
     cos_BSR, sin_BSR = rotary.angles(positions_BS, config.rotary_width, config.rotary_base, config.rope_scaling)
     return Tokens(
         shape=shape,
         batch=shape[0] if documents is None else 1,
         sp=mesh.sp,
-        cp=mesh.cp,
+        cp=mesh.cp if group is None else group,
         context=axes,
         layout=layout,
         index_X=None if documents is None else documents.index_X,
@@ -209,3 +212,23 @@ def stream_of(
         rotary_cos_BSR=cos_BSR,
         rotary_sin_BSR=sin_BSR,
     )
+
+
+def _axes_of(mesh: Mesh, group: Axis | None) -> ContextAxes:
+    """Over which ranks a call's attention exchanges what."""
+    exchange = AllGather() if mesh.sizes.cp_exchange == "all_gather" else Ring()
+    if group is None:
+        return ContextAxes(outer=mesh.axis("cp_outer"), inner=mesh.axis("cp_inner"), exchange=exchange)
+    alone = Axis("alone", 1, 0, (mesh.global_rank,))
+    if mesh.sizes.context_groups_by_heads:
+        return ContextAxes(outer=alone, inner=group, exchange=exchange)
+    return ContextAxes(outer=group, inner=alone, exchange=exchange)
+
+
+def _require_named(documents: Documents | None, names: Tensor) -> None:
+    num = 0 if documents is None else len(documents.lengths)
+    if documents is None or num != len(names):
+        raise ValueError(
+            f"dynamic context parallelism packed {len(names)} documents into this microbatch, and the model was told "
+            f'of {num}; hand it all rows of the batch and their bounds: model(..., segments=batch["segments"])'
+        )

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lightning_megatron.context.balance import CostModel, DynamicContextConfig
 from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.models import GPTConfig
 from lightning_megatron.pipeline.choice import ScheduleName
@@ -81,6 +82,10 @@ _RING = ContextConfig()
 _GATHER = ContextConfig(kind="all_gather")
 _HEADS = ContextConfig(kind="all_to_all")
 _BOTH = ContextConfig(kind="hierarchical", inner_size=2)
+_COST = CostModel(seconds_per_token=1.0, seconds_per_square=0.4, seconds_per_sent_token=0.1)
+# Room for so few tokens that two ranks, or four, must share the longest documents.
+_DYNAMIC = DynamicContextConfig(max_tokens_per_rank=6, cost=_COST)
+_DYNAMIC_4 = DynamicContextConfig(max_tokens_per_rank=3, cost=_COST)
 _SELECTIVE = RecomputeConfig(granularity="selective", parts=("core_attention", "norm", "activation"))
 
 
@@ -106,6 +111,8 @@ class Layout:
     recompute: RecomputeConfig = _NOTHING
     cp: int = 1
     context: ContextConfig = _RING
+    dynamic: DynamicContextConfig | None = None
+    # context parallelism: plans every step anew
 
     @property
     def dp(self) -> int:
@@ -211,6 +218,17 @@ LAYOUTS = {
         world=4, cp=2, pp=2, microbatches=3, recompute=RecomputeConfig(granularity="full", num_layers=2)
     ),
     "recompute selective, cp2 tp2+sp": Layout(world=4, cp=2, tp=2, sp=True, recompute=_SELECTIVE),
+    "dynamic dp4 clip 0.05": Layout(world=4, dynamic=_DYNAMIC_4, clip=0.05),
+    "dynamic dp2 cp2 accumulate 2": Layout(world=4, cp=2, dynamic=_DYNAMIC, accumulate=2),
+    "dynamic dp2 cp2 all-to-all": Layout(world=4, cp=2, dynamic=_DYNAMIC_4, context=_HEADS),
+    "dynamic dp2 pp2": Layout(world=4, pp=2, dynamic=_DYNAMIC),
+    "dynamic dp2 pp2 ZB-H1": Layout(world=4, pp=2, dynamic=_DYNAMIC, schedule="zb_h1"),
+    "dynamic dp2 cp2 pp2 vp2": Layout(world=8, cp=2, pp=2, vp=2, dynamic=_DYNAMIC, context=_GATHER),
+    "dynamic dp2 cp2 pp2 ZB-V": Layout(world=8, cp=2, pp=2, vp=2, dynamic=_DYNAMIC, schedule="zb_v"),
+    "dynamic ZeRO dp2 tp2+sp": Layout(
+        world=4, tp=2, sp=True, dynamic=_DYNAMIC, distributed=True, overlap=True, rule="adamw"
+    ),
+    "dynamic dp2 recompute selective": Layout(world=2, dynamic=_DYNAMIC, recompute=_SELECTIVE),
 }
 
 
@@ -233,6 +251,7 @@ HALF_LAYOUTS = {
     "16 bits, pp2": Layout(world=2, pp=2, microbatches=3, rule="adamw, 16 bits"),
     "16 bits, ZeRO dp2 tp2": Layout(world=4, tp=2, microbatches=2, distributed=True),
     "16 bits, ZeRO dp2 pp2 vp2": Layout(world=4, pp=2, vp=2, microbatches=4, distributed=True, rule="adamw, 16 bits"),
+    "16 bits, dynamic ZeRO dp2": Layout(world=2, distributed=True, dynamic=_DYNAMIC),
     "16 bits, recompute selective, ZeRO dp2 pp2": Layout(
         world=4, pp=2, microbatches=2, distributed=True, recompute=_SELECTIVE
     ),

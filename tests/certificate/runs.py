@@ -133,7 +133,11 @@ def _grad(tensor: Tensor) -> Tensor:
 
 
 def _valid(batch: dict[str, Tensor]) -> Tensor:
-    return (batch["loss_mask"] * (batch["labels"] != -100)).sum()
+    """Tokens that count; those of no document count nothing, whether a layout hands them to a step or not."""
+    is_valid = batch["labels"] != -100
+    if "segments" in batch:
+        is_valid &= batch["segments"] >= 0
+    return (batch["loss_mask"] * is_valid).sum()
 
 
 class Rows(Dataset[dict[str, Tensor]]):
@@ -250,6 +254,7 @@ def _fit(layout: Layout, module: Module, recorder: L.Callback, dtype: torch.dtyp
         pipeline_model_parallel_size=layout.pp,
         context_parallel_size=layout.cp,
         context=layout.context,
+        dynamic_context=layout.dynamic,
         sequence_parallel=layout.sp,
         num_microbatches=layout.microbatches,
         virtual_pipeline_model_parallel_size=layout.vp,

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_megatron import Fp8Config, RecomputeConfig
+from lightning_megatron import ContextConfig, CostModel, DynamicContextConfig, Fp8Config, RecomputeConfig
 from lightning_megatron.mesh import Sizes, StageLayout
 from lightning_megatron.models import GPTConfig
 from lightning_megatron.pipeline.choice import Schedule
@@ -97,3 +97,31 @@ def test_a_sequence_that_ranks_cannot_share_evenly_is_a_fault_on_request_alone()
 def test_sizes_below_one_are_faults_and_not_divided_by() -> None:
     [fault] = faults(Facts(sizes=Sizes(world=4, tp=0), model=model(), global_batch_size=8))
     assert "tensor_model_parallel_size (0) must be at least 1" in fault
+
+
+def test_faults_of_dynamic_context_parallelism_are_told_with_what_would_do() -> None:
+    config = DynamicContextConfig(max_tokens_per_rank=16)
+    sizes = Sizes(world=8, cp=2, pp=2)
+    sound = Facts(sizes=sizes, model=model(num_attention_heads=4), sequence_length=64, dynamic_context=config)
+    assert faults(sound) == []
+    [told] = faults(replace(sound, model=None, sequence_length=65))
+    assert "sequence_length (65) must be at most max_tokens_per_rank (16) x the largest group (4 ranks) = 64" in told
+    assert "set max_tokens_per_rank to 17" in told
+    wrong = replace(
+        sound,
+        num_microbatches=2,
+        model=model(),
+        sizes=replace(sizes, pads_uneven=False),
+        context=ContextConfig(kind="all_to_all"),
+    )
+    text = "\n".join(faults(wrong))
+    assert "num_microbatches (2) must be 1" in text and "uneven='pad'" in text
+    assert "(6) must be a multiple of the largest group of dynamic_context (4)" in text and "one of 1, 2" in text
+    hierarchical = ContextConfig(kind="hierarchical", inner_size=2)
+    assert any("'hierarchical'" in told for told in faults(replace(sound, context=hierarchical)))
+    [told] = faults(replace(sound, dynamic_context=replace(config, max_group_size=8)))
+    assert "max_group_size (8)" in told and "1, 2, 4" in told
+    fp8 = replace(sound, fp8=Fp8Config(), precision="bf16-mixed")
+    assert any("give them: DynamicContextConfig(cost=" in told for told in faults(fp8))
+    costly = replace(config, cost=CostModel(seconds_per_token=1.0))
+    assert not any("cost=" in told for told in faults(replace(fp8, dynamic_context=costly)))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from lightning_megatron.context.balance.bound import fewest_microbatches, lower_bound, rounded_up
 from lightning_megatron.context.balance.config import DynamicContextConfig, group_sizes
 from lightning_megatron.context.balance.cost import CostModel
+from lightning_megatron.context.balance.empty import without_empty_groups
 from lightning_megatron.context.balance.microbatches import Limits, fewest_slots, microbatches
 from lightning_megatron.context.balance.slots import Plan, Slot, shortest_at_ends, step_seconds
 from lightning_megatron.context.balance.tree import Tree, grow, slowest_documents

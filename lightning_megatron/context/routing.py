@@ -1,0 +1,183 @@
+"""Documents on their way from the ranks that read them to the ranks that run them.
+
+After a plan is made, before its step. The dp x cp ranks of a stage are a line. The cp ranks of a replica have read the
+same rows, so they share the sending: each document is sent by one of them, to every rank of its group.
+
+D documents, X tokens of all of them, W bytes of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.comm import collectives
+from lightning_megatron.context.balance.slots import Group, Plan
+from lightning_megatron.context.documents import NO_DOCUMENT, documents_of
+from lightning_megatron.mesh import Axis
+
+SEGMENTS = "segments"
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """The documents of a replica's batch; `held_in` finds them."""
+
+    lengths: tuple[int, ...]
+    names_D2: Tensor
+    # int64: of each document its row in the batch and its number in the row, -1 where it is the whole row
+    rows: int
+    # of the batch
+    index_X: Tensor
+    # int64: where each of their tokens stands in the flattened batch
+    values: Batch
+    # of each token, by key: [B, S]
+
+    @property
+    def schema(self) -> dict[str, torch.dtype]:
+        return {key: value.dtype for key, value in self.values.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Microbatch:
+    """What a rank runs in one slot of a plan."""
+
+    batch: Batch
+    # [1, X] of each key, with the segments of its documents; one token of no document where there is none
+    names_D2: Tensor
+    # int64: of each document its row in the global batch and its number there
+    group: Group
+
+
+def held_in(batch: object) -> Held:
+    """The documents of a batch of a loader: those that its `segments` mark, or each row as one.
+
+    Raises ValueError where the batch is anything but a dict of tensors [batch, sequence].
+    """
+    values = _values_of(batch)
+    rows, sequence = next(iter(values.values())).shape
+    segments = values.pop(SEGMENTS, None)
+    if segments is None:
+        names = torch.stack([torch.arange(rows), torch.full((rows,), NO_DOCUMENT)], dim=1)
+        return Held((sequence,) * rows, names, rows, torch.arange(rows * sequence), values)
+    documents = documents_of(segments)
+    starts = torch.tensor([0, *documents.lengths], dtype=torch.int64).cumsum(0)[:-1]
+    names = torch.stack([documents.rows_X[starts], documents.numbers_X[starts]], dim=1)
+    return Held(documents.lengths, names, rows, documents.index_X, values)
+
+
+def _values_of(batch: object) -> Batch:
+    rule = "dynamic context parallelism takes a batch apart: it must be a dict of tensors [batch, sequence]"
+    if not isinstance(batch, Mapping) or not batch:
+        raise ValueError(f"{rule}, and this is {type(batch).__name__}; give one, as `collate_tokens` does")
+    shape = next((value.shape for value in batch.values() if isinstance(value, Tensor) and value.dim() == 2), None)
+    faults = []
+    for key, value in batch.items():
+        what = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        if not isinstance(value, Tensor) or value.shape != shape:
+            faults.append(f"{key!r} is {what}")
+    if faults:
+        wanted = "" if shape is None else f" like the first, {tuple(shape)}"
+        raise ValueError(f"{rule}{wanted}, and {', '.join(faults)}; leave out what is not said of each token")
+    return {str(key): value.detach().cpu() for key, value in batch.items()}
+
+
+@dataclass(frozen=True)
+class Route:
+    """Who sends which document to whom: the same on every rank of the line."""
+
+    plan: Plan
+    lengths: tuple[int, ...]
+    # of all documents
+    senders: tuple[int, ...]
+    # the rank of the line that sends each
+
+    @staticmethod
+    def of(plan: Plan, lengths_by_replica: Sequence[Sequence[int]], copies: int) -> Route:
+        """The documents of all replicas in turn, of which `copies` ranks hold each."""
+        placed = sorted(document for slot in plan.slots for group in slot for document in group.documents)
+        assert placed == list(range(sum(map(len, lengths_by_replica)))), "a plan has each document once"
+        senders = [
+            replica * copies + place % copies
+            for replica, lengths in enumerate(lengths_by_replica)
+            for place in range(len(lengths))
+        ]
+        return Route(plan, tuple(length for lengths in lengths_by_replica for length in lengths), tuple(senders))
+
+    def sent(self, sender: int, receiver: int) -> list[int]:
+        """The documents that one rank sends another, in the order in which the other runs them."""
+        return [document for document in self._run_by(receiver) if self.senders[document] == sender]
+
+    def num_tokens(self, sender: int, receiver: int) -> int:
+        """Of the documents that one rank sends another."""
+        return sum(self.lengths[document] for document in self.sent(sender, receiver))
+
+    def received_by(self, receiver: int) -> list[int]:
+        """The documents that a rank gets, in the order in which their tokens come."""
+        ranks = range(self.plan.num_ranks)
+        return [document for sender in ranks for document in self.sent(sender, receiver)]
+
+    def _run_by(self, rank: int) -> list[int]:
+        return [document for group in self.plan.groups_of(rank) for document in group.documents]
+
+
+def routed(held: Held, first_document: int, names_D2: Tensor, route: Route, line: Axis) -> list[Microbatch]:
+    """The microbatches of this rank, one for each slot. Collective over the line.
+
+    `first_document` is the number of this rank's first document among all, `names_D2` are the names of all.
+    """
+    ranks = range(line.size)
+    places = [_tokens_of(held, [d - first_document for d in route.sent(line.rank, rank)]) for rank in ranks]
+    given = [len(place) for place in places]
+    taken = [route.num_tokens(rank, line.rank) for rank in ranks]
+    rows_XW = _as_bytes(held.values)[held.index_X[torch.cat(places)]]
+    came = _from_bytes(collectives.exchange_rows(rows_XW, given, taken, line), held.schema)
+    starts: dict[int, int] = {}
+    start = 0
+    for document in route.received_by(line.rank):
+        starts[document] = start
+        start += route.lengths[document]
+    groups = route.plan.groups_of(line.rank)
+    return [_microbatch(group, starts, route.lengths, came, names_D2) for group in groups]
+
+
+def _microbatch(
+    group: Group, starts: Mapping[int, int], lengths: Sequence[int], came: Batch, names_D2: Tensor
+) -> Microbatch:
+    documents = list(group.documents)
+    names = names_D2[documents]
+    if not documents:
+        batch = {key: values.new_zeros(1, 1) for key, values in came.items()}
+        return Microbatch(batch | {SEGMENTS: torch.full((1, 1), NO_DOCUMENT)}, names, group)
+    index = torch.cat([torch.arange(starts[d], starts[d] + lengths[d]) for d in documents])
+    batch = {key: values[index].unsqueeze(0) for key, values in came.items()}
+    own = torch.tensor([lengths[document] for document in documents])
+    batch[SEGMENTS] = torch.arange(len(documents)).repeat_interleave(own).unsqueeze(0)
+    return Microbatch(batch, names, group)
+
+
+def _tokens_of(held: Held, documents: Sequence[int]) -> Tensor:
+    """The places of some documents' tokens among all that are held: int64."""
+    bounds = torch.tensor([0, *held.lengths]).cumsum(0).tolist()
+    spans = [torch.arange(bounds[document], bounds[document + 1]) for document in documents]
+    return torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)
+
+
+def _as_bytes(values: Batch) -> Tensor:
+    """All values of each token of a batch, in one message: uint8 [B * S, W]."""
+    columns = [value.contiguous().reshape(-1, 1).view(torch.uint8) for value in values.values()]
+    return torch.cat(columns, dim=1)
+
+
+def _from_bytes(rows_XW: Tensor, schema: Mapping[str, torch.dtype]) -> Batch:
+    values, column = {}, 0
+    for key, dtype in schema.items():
+        width = dtype.itemsize
+        # A tensor of its own, which alone is sure to lie where the wider dtype may.
+        values[key] = rows_XW[:, column : column + width].flatten().clone().view(dtype)
+        column += width
+    return values

@@ -1,0 +1,68 @@
+"""What a scheduled step runs: the microbatches of a batch, and what is to be known of each beside its tensors."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lightning_megatron.context.routing import Microbatch
+from lightning_megatron.mesh import Axis, Mesh
+from lightning_megatron.pipeline import microbatches
+
+
+@dataclass(frozen=True, eq=False)
+class StepBatch:
+    """One microbatch of a step."""
+
+    batch: Any
+    rows: float
+    # samples of the global batch that it stands for
+    first_sample: int
+    # place of its first row in the global batch
+    place: int
+    # of the ranks that run it among all replicas: random numbers of the user's code follow from it
+    num_copies: int
+    # ranks that run it together, each with the whole loss
+    context_group: Axis | None = None
+    # these ranks, where they are not those of cp
+    documents: Tensor | None = None
+    # of each of its documents, where it comes from elsewhere: row in the global batch, number in the row
+
+
+def cut_evenly(batch: Any, num_microbatches: int, mesh: Mesh) -> list[StepBatch]:
+    """A replica's batch, cut along its rows."""
+    parts = microbatches.split(batch, num_microbatches)
+    rows = [rows_of(part) for part in parts]
+    first = mesh.dp.rank * sum(rows)
+    firsts = [first + sum(rows[:i]) for i in range(len(rows))]
+    return [
+        StepBatch(part, count, start, mesh.dp.rank, mesh.cp.size)
+        for part, count, start in zip(parts, rows, firsts, strict=True)
+    ]
+
+
+def as_planned(parts: Sequence[Microbatch], num_rows: int, mesh: Mesh) -> list[StepBatch]:
+    """The microbatches of a plan. The `num_rows` samples of the global batch are spread evenly over ranks and slots:
+    documents of one sample may be in several."""
+    share = num_rows / (mesh.axis("dp+cp").size * max(1, len(parts)))
+    return [
+        StepBatch(
+            part.batch,
+            rows=share * part.group.size,
+            first_sample=0,
+            place=part.group.first,
+            num_copies=part.group.size,
+            context_group=mesh.context_group(part.group.size),
+            documents=part.names_D2,
+        )
+        for part in parts
+    ]
+
+
+def rows_of(batch: Any) -> int:
+    """Rows of a batch; 1 where its tensors do not agree or there are none."""
+    try:
+        return max(1, microbatches.num_rows(batch))
+    except ValueError:
+        return 1
