@@ -13,6 +13,7 @@ whole stream.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from typing import Any, TypeVar
 
 import torch
@@ -115,9 +116,7 @@ def attend(
         table = bias.table.chunk(inner.size, dim=1)[inner.rank]
         of_own_heads = replace(bias, table=table.detach())
         pairings = [replace(pairing, bias=of_own_heads) for pairing in pairings]
-    # Kernels choose their dtypes by themselves, and the backward does not run under autocast.
-    with torch.autocast(device.type, enabled=False):
-        output: Tensor = _Attention.apply(queries, keys, values, table, axes, pairings)
+    output: Tensor = _Attention.apply(queries, keys, values, table, axes, pairings)
     return all_to_all(output, inner, split=2, join=1)
 
 
@@ -149,6 +148,17 @@ def _pairings(layout: ContextLayout, group: int, view: View, scale: float, devic
     ]
 
 
+def _without_autocast(function: Any) -> Any:
+    """The function of a context and queries, in the dtypes that kernels choose by themselves."""
+
+    @wraps(function)
+    def call(ctx: Any, queries: Tensor, *rest: Any) -> Any:
+        with torch.autocast(queries.device.type, enabled=False):
+            return function(ctx, queries, *rest)
+
+    return call
+
+
 class _Attention(torch.autograd.Function):
     """Attention [B, A, Q, D] of a group's queries to the keys of all groups, which come by once in either direction.
 
@@ -156,6 +166,7 @@ class _Attention(torch.autograd.Function):
     """
 
     @staticmethod
+    @_without_autocast
     def forward(
         ctx: Any,
         queries: Tensor,
@@ -185,6 +196,7 @@ class _Attention(torch.autograd.Function):
         return output
 
     @staticmethod
+    @_without_autocast
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         queries, keys, values, output, lse, table = ctx.saved_tensors

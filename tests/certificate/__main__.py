@@ -21,6 +21,7 @@ import torch
 
 from tests.certificate.cases import (
     BATCH,
+    CELLS,
     HALF_LAYOUTS,
     HALF_ROUNDINGS,
     HALF_ROUNDOFF,
@@ -29,8 +30,9 @@ from tests.certificate.cases import (
     SEQUENCE,
     TOLERANCE,
     Layout,
+    cells_of,
 )
-from tests.certificate.compare import CELLS, HALF_QUANTITIES, deviations, half_bound, half_deviations
+from tests.certificate.compare import HALF_QUANTITIES, deviations, half_bound, half_deviations
 from tests.certificate.runs import HALF_REACH
 
 COLUMNS = [f"{variant}, {precision}" for variant, precision in CELLS]
@@ -44,6 +46,9 @@ def row_of(layout: str) -> tuple[list[str], list[str]]:
     """The cells of a layout, and what is wrong with them, one line each."""
     cells, faults = [], []
     for variant, precision in CELLS:
+        if (variant, precision) not in cells_of(layout):
+            cells.append("–")
+            continue
         try:
             # What the ranks print is Lightning's banner, once for every fit.
             with contextlib.redirect_stdout(io.StringIO()):
@@ -88,6 +93,8 @@ def described(layout: Layout) -> str:
         (layout.sp, "sp"),
         (layout.pp > 1, f"pp {layout.pp}"),
         (layout.vp > 1, f"vp {layout.vp}"),
+        (layout.cp > 1, f"cp {layout.cp} ({layout.context.kind})"),
+        (layout.dynamic is not None, "dynamic context"),
         (layout.schedule != "auto", f"schedule {layout.schedule}"),
         (layout.dp > 1, f"dp {layout.dp}"),
         (layout.microbatches > 1, f"{layout.microbatches} microbatches"),
@@ -136,7 +143,9 @@ random numbers of dropout, and nothing else.
 
 The data tries to break the layouts: global batches of {BATCH} rows of {SEQUENCE} tokens, loss masks that are
 uneven over the rows, a first microbatch without any valid token, a global batch whose first replica has none, a
-vocabulary of 131 that no tensor-parallel size divides, and streams that sequence parallelism must pad.
+vocabulary of 131 that no tensor-parallel size divides, and streams that sequence and context parallelism must pad. Rows
+of *packed* hold several documents of one token and more, and padding. Rows of dynamic context parallelism have the
+models whose documents and random draws could get lost on their way.
 
 {matrix}
 

@@ -75,6 +75,8 @@ VARIANTS = {
 }
 PACKED = ("packed",)
 # variants whose rows hold several documents each, and padding
+IN_FLOAT64_ALONE = ("qwen-mistral", "packed")
+# variants whose float32 adds nothing to that of the others
 
 
 _NOTHING = RecomputeConfig()
@@ -251,6 +253,8 @@ HALF_LAYOUTS = {
     "16 bits, pp2": Layout(world=2, pp=2, microbatches=3, rule="adamw, 16 bits"),
     "16 bits, ZeRO dp2 tp2": Layout(world=4, tp=2, microbatches=2, distributed=True),
     "16 bits, ZeRO dp2 pp2 vp2": Layout(world=4, pp=2, vp=2, microbatches=4, distributed=True, rule="adamw, 16 bits"),
+    "16 bits, cp2": Layout(world=2, cp=2, microbatches=2),
+    "16 bits, cp2 all-to-all dp2": Layout(world=4, cp=2, context=_HEADS, rule="adamw, 16 bits"),
     "16 bits, dynamic ZeRO dp2": Layout(world=2, distributed=True, dynamic=_DYNAMIC),
     "16 bits, recompute selective, ZeRO dp2 pp2": Layout(
         world=4, pp=2, microbatches=2, distributed=True, recompute=_SELECTIVE
@@ -291,3 +295,20 @@ def _segments(index: int) -> Tensor:
         rows.append(segments)
     rows[-2] = torch.full((SEQUENCE,), -1)
     return torch.stack(rows)
+
+
+CELLS = [
+    (variant, precision)
+    for variant in VARIANTS
+    for precision in TOLERANCE
+    if precision == "64-true" or variant not in IN_FLOAT64_ALONE
+]
+
+
+def cells_of(layout: str) -> list[tuple[str, str]]:
+    """The models and precisions that a row of the certificate has.
+
+    Dynamic context parallelism has those whose documents and random draws could get lost on their way.
+    """
+    is_dynamic = LAYOUTS[layout].dynamic is not None
+    return [cell for cell in CELLS if not is_dynamic or cell[0] in (HALF_VARIANT, *PACKED)]

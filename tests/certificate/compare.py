@@ -17,11 +17,10 @@ from tests.certificate.cases import (
     LAYOUTS,
     NUM_STEPS,
     RATE_DECAY,
-    VARIANTS,
     Layout,
+    cells_of,
 )
 from tests.certificate.runs import (
-    DTYPES,
     HALF_REACH,
     SCALES,
     HalfOutcome,
@@ -33,7 +32,6 @@ from tests.certificate.runs import (
 )
 from tests.harness.ranks import run_on_ranks
 
-CELLS = [(variant, precision) for variant in VARIANTS for precision in DTYPES]
 QUANTITIES = ("loss", "gradients", "norm", "weights", "logged")
 HALF_QUANTITIES = {
     "16-mixed": ("left out", "scale", "one device", "float32"),
@@ -44,7 +42,8 @@ HALF_QUANTITIES = {
 @functools.cache
 def _outcomes(layout: str) -> list[list[Outcome]] | Exception:
     try:
-        return run_on_ranks(LAYOUTS[layout].world, under_layout, LAYOUTS[layout], CELLS, init=False, timeout=240)
+        own = LAYOUTS[layout]
+        return run_on_ranks(own.world, under_layout, own, cells_of(layout), init=False, timeout=240)
     except Exception as error:
         # Kept, so that the other cells of the layout fail at once instead of running into it again.
         return error
@@ -62,7 +61,7 @@ def outcomes(layout: str) -> list[list[Outcome]]:
 def deviations(layout: str, variant: str, precision: str) -> dict[str, float]:
     """The largest difference from one device, by quantity."""
     expected = reference(variant, precision, LAYOUTS[layout])
-    cell = CELLS.index((variant, precision))
+    cell = cells_of(layout).index((variant, precision))
     found = dict.fromkeys(QUANTITIES, 0.0)
     weights, gradients = Covered(expected), [Covered(expected) for _ in expected.steps]
     for rank in outcomes(layout):

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 
 from lightning_megatron.context.balance import CostModel, DynamicContextConfig, Plan, from_model, group_sizes
+from lightning_megatron.context.balance.empty import without_empty_groups
+from lightning_megatron.context.balance.slots import shortest_at_ends, step_seconds
 
 # Of one layer of Llama-13B with full recomputation on a device that reaches 400 and 300 TFLOP/s, 300 GB/s in a node of
 # 8 and 50 GB/s between nodes; 5120 hidden, 13824 feed-forward.
@@ -32,8 +34,11 @@ SLOW_RING = CostModel(
 COSTS = {"llama": LLAMA_13B, "linear": ONLY_LINEAR, "compute": ONLY_COMPUTE, "slow ring": SLOW_RING}
 
 
-def require_kept(plan: Plan, lengths: Sequence[int], ranks: int, config: DynamicContextConfig) -> None:
-    """Every document once, every rank once a slot, aligned groups of allowed sizes, the memory cap, the slot count."""
+def require_kept(
+    plan: Plan, lengths: Sequence[int], ranks: int, config: DynamicContextConfig, cost: CostModel, pp: int = 1
+) -> None:
+    """Every document once, every rank once a slot, aligned groups of allowed sizes, the memory cap, the slot count; a
+    group is empty only where documents do not go round, or joining it would make the step slower."""
     sizes = group_sizes(ranks, config)
     placed = [document for slot in plan.slots for group in slot for document in group.documents]
     assert sorted(placed) == list(range(len(lengths)))
@@ -44,8 +49,12 @@ def require_kept(plan: Plan, lengths: Sequence[int], ranks: int, config: Dynamic
             assert sum(lengths[d] for d in group.documents) <= group.size * config.max_tokens_per_rank
             assert list(group.documents) == sorted(group.documents)
     assert len(plan.slots) % config.microbatch_multiple == 0 and len(plan.slots) >= config.min_microbatches
-    if len(lengths) >= len(plan.slots) * (ranks // sizes[-1]):
-        assert all(group.documents for slot in plan.slots for group in slot)
+    has_empty = any(not group.documents for slot in plan.slots for group in slot)
+    if has_empty and len(lengths) >= len(plan.slots) * (ranks // sizes[-1]):
+        joined = without_empty_groups(plan.slots, sizes[::-1], lengths)
+        if pp > 1:
+            joined = shortest_at_ends(joined, lengths, cost)
+        assert step_seconds(joined, lengths, cost, pp) > plan.seconds
 
 
 def seconds_by_hand(plan: Plan, lengths: Sequence[int], cost: CostModel, pp: int) -> float:

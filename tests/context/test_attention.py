@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_megatron.context.attention import attend
+from lightning_megatron.context.attention import AttentionDraws, ContextAxes, attend
 from lightning_megatron.context.exchange import AllGather, Ring
-from lightning_megatron.context.layout import View
+from lightning_megatron.context.layout import View, cut
+from lightning_megatron.mesh import Mesh
 from lightning_megatron.transformer.dropout import AttentionDropout
 from tests.context.ranks import Case, axes_of, dense, errors, joined, on_threads, results_of_rank
 from tests.harness.ranks import run_on_ranks
@@ -257,3 +258,33 @@ def check_on_gloo(case: Case) -> None:
 def test_real_ranks_give_the_attention_of_one_device(ranks: tuple[int, int], exchange: Ring | AllGather) -> None:
     case = Case(lengths=(37, 3, 20), outer=ranks[0], inner=ranks[1], exchange=exchange, groups=2, head_dim=16)
     run_on_ranks(case.size, check_on_gloo, case)
+
+
+@pytest.mark.parametrize("has_draws", [False, True], ids=["whole", "dropped"])
+def test_autocast_changes_the_dtype_of_the_inputs_alone(has_draws: bool) -> None:
+    layout = cut([70, 30])
+    generator = torch.Generator().manual_seed(1)
+    wide = [torch.randn(1, 4, 100, 8, generator=generator) for _ in range(3)]
+    draws = AttentionDraws(
+        keys_BT=torch.arange(100).unsqueeze(0), name_key=1, first_head=0, probability=0.3 if has_draws else 0.0
+    )
+
+    def run(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        output = attend(
+            *leaves,
+            layout=layout,
+            axes=ContextAxes(outer=Mesh.single().cp, inner=Mesh.single().cp),
+            view=View(is_causal=True),
+            draws=draws if has_draws else None,
+        )
+        output.float().square().sum().backward()
+        return [output.detach(), *(leaf.grad.to(torch.bfloat16) for leaf in leaves if leaf.grad is not None)]
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        # Such as norms of queries and keys leave them: the first two in float32.
+        under = run([wide[0], wide[1], wide[2].to(torch.bfloat16)])
+    outside = run([x.to(torch.bfloat16) for x in wide])
+    assert under[0].dtype == torch.bfloat16
+    for one, other in zip(under, outside, strict=True):
+        assert torch.equal(one, other)

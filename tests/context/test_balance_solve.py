@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.document_lengths import COMMON_CRAWL, GITHUB, LOG_NORMAL, LengthDistribution
-from lightning_megatron.context.balance import DynamicContextConfig, Plan, group_sizes, plan
+from lightning_megatron.context.balance import CostModel, DynamicContextConfig, Plan, group_sizes, plan
 from lightning_megatron.context.balance.bound import fewest_microbatches
 from lightning_megatron.context.balance.slots import group_seconds
 from tests.context.plans import COSTS, LLAMA_13B, ONLY_COMPUTE, require_kept, seconds_by_hand
@@ -51,7 +51,7 @@ def steps(draw: st.DrawFn) -> dict[str, Any]:
 def test_every_plan_keeps_documents_groups_memory_and_microbatches(step: dict[str, Any], cost: Any) -> None:
     lengths, ranks, config = step["lengths"], step["ranks"], step["config"]
     made = plan(lengths, ranks, cost, config, pp=step["pp"])
-    require_kept(made, lengths, ranks, config)
+    require_kept(made, lengths, ranks, config, cost, step["pp"])
     assert len(made.slots) >= fewest_microbatches(lengths, ranks, config)
     assert made.seconds == pytest.approx(seconds_by_hand(made, lengths, cost, step["pp"]), rel=1e-9)
     assert made.lower_bound <= made.seconds * (1 + 1e-9)
@@ -71,7 +71,7 @@ def ratios(lengths_like: LengthDistribution, ranks: int, num_sets: int) -> list[
         own = dataclasses.replace(lengths_like, longest=longest)
         lengths = own.draw(rng, ranks * int(rng.integers(4, 33)))
         made = plan(lengths, ranks, LLAMA_13B, config)
-        require_kept(made, lengths, ranks, config)
+        require_kept(made, lengths, ranks, config, LLAMA_13B)
         found.append(made.seconds / made.lower_bound)
     return found
 
@@ -138,7 +138,7 @@ def test_a_rank_count_that_is_no_power_of_two_still_has_the_group_of_all() -> No
     config = DynamicContextConfig(max_tokens_per_rank=10)
     assert group_sizes(6, config) == (1, 2, 6)
     made = plan([60, 3, 4], 6, ONLY_COMPUTE, config)
-    require_kept(made, [60, 3, 4], 6, config)
+    require_kept(made, [60, 3, 4], 6, config, ONLY_COMPUTE)
     assert made.slots[0][0].size == 6
 
 
@@ -165,3 +165,9 @@ def test_ranks_that_a_wide_group_leaves_idle_get_few_short_documents_each() -> N
     lengths = [96_000, 44_000, 18_000, *dataclasses.replace(LOG_NORMAL, longest=16_000).draw(rng, 320)]
     made = plan(lengths, 64, LLAMA_13B, DynamicContextConfig(max_tokens_per_rank=4096))
     assert made.seconds <= 1.25 * made.lower_bound
+
+
+def test_a_group_stays_empty_where_sending_takes_longer_than_computing() -> None:
+    slow = CostModel(seconds_per_token=1e-3, latency_seconds=30.0)
+    made = plan([100], 8, slow, DynamicContextConfig(max_tokens_per_rank=200))
+    assert made.seconds == pytest.approx(0.1) == made.lower_bound

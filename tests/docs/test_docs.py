@@ -293,4 +293,4 @@ def test_the_certificate_shown_has_every_layout_and_variant() -> None:
         assert [row[0].strip() for row in rows[2:]] == list(layouts)
         columns = [cell.strip().partition(",")[0] for cell in rows[0][2:]]
         assert list(dict.fromkeys(columns)) == list(heads)
-        assert all(re.fullmatch(r" \d?e[+-]\d+ | 0e\+00 ", cell) for row in rows[2:] for cell in row[2:])
+        assert all(re.fullmatch(r" \d?e[+-]\d+ | 0e\+00 | – ", cell) for row in rows[2:] for cell in row[2:])

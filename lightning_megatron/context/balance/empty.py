@@ -17,7 +17,7 @@ def without_empty_groups(
     sizes: those of groups, descending.
     """
     if all(group.documents for slot in slots for group in slot):
-        return tuple(map(_in_order, slots))
+        return tuple(map(in_order, slots))
     widest = sizes[0]
     ranks = sum(group.size for group in slots[0])
     # One part per slot and widest group: what can be joined into one group.
@@ -30,7 +30,7 @@ def without_empty_groups(
     parts = [_joined(part, sizes) for part in parts]
     blocks = ranks // widest
     return tuple(
-        _in_order([group for part in parts[first : first + blocks] for group in part])
+        in_order([group for part in parts[first : first + blocks] for group in part])
         for first in range(0, len(parts), blocks)
     )
 
@@ -70,5 +70,6 @@ def _joined(part: list[Group], sizes: Sequence[int]) -> list[Group]:
     return part
 
 
-def _in_order(slot: Sequence[Group]) -> Slot:
+def in_order(slot: Sequence[Group]) -> Slot:
+    """The groups of a slot by their first rank."""
     return tuple(sorted(slot, key=lambda group: group.first))

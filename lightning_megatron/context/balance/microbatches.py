@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from lightning_megatron.context.balance.bound import rounded_up
 from lightning_megatron.context.balance.cost import CostModel
+from lightning_megatron.context.balance.empty import in_order
 from lightning_megatron.context.balance.slots import Group, Slot
 from lightning_megatron.context.balance.tree import Tree, longest_below, path_sums
 
@@ -38,7 +39,7 @@ def microbatches(tree: Tree, lengths: Sequence[int], cost: CostModel, limits: Li
         _give_to_idle(documents[-1], counts[-1], lengths)
         slots = _packed(tree.sizes, documents, counts, needs, lengths, cost, limits)
         if slots is not None:
-            return slots
+            return tuple(map(in_order, slots))
 
 
 def fewest_slots(tree: Tree, lengths: Sequence[int], limits: Limits) -> int:

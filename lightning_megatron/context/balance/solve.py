@@ -44,7 +44,8 @@ def plan(lengths: Sequence[int], ranks: int, cost: CostModel, config: DynamicCon
     for draft in drafts[:NUM_FINALISTS]:
         made = microbatches(draft.tree, lengths, cost, draft.limits)
         # More ranks are no gain where sending takes longer than computing: then a group stays empty.
-        for slots in (without_empty_groups(made, draft.tree.sizes, lengths), made):
+        joined = without_empty_groups(made, draft.tree.sizes, lengths)
+        for slots in [joined] if joined == made else [joined, made]:
             slots = shortest_at_ends(slots, lengths, cost) if pp > 1 else slots
             found.append((step_seconds(slots, lengths, cost, pp), most_tokens_per_rank(slots, lengths), slots))
     seconds, _, slots = min(found, key=lambda entry: entry[:2])
