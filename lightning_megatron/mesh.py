@@ -33,7 +33,7 @@ Placement = Literal["loop", "v"]
 """Which stages a pipeline rank holds: every pp-th, or, of two each, those at equal distance from the middle."""
 
 
-Exchange = Literal["ring", "all_gather"]
+ContextExchange = Literal["ring", "all_gather"]
 """How keys and values come to the other ranks of cp: from neighbour to neighbour, or from all at once."""
 
 
@@ -69,7 +69,7 @@ class Sizes:
     # ranks that share each sequence
     cp_inner: int = 1
     # of them, neighbours that exchange heads for tokens; the others exchange keys and values
-    cp_exchange: Exchange = "ring"
+    cp_exchange: ContextExchange = "ring"
     # how the others exchange them
     pads_uneven: bool = True
     # a sequence that cp does not divide is padded; else it is refused

@@ -36,7 +36,7 @@ class PositionEmbedding(nn.Module):
         )
 
     def forward(self, tokens: Tokens) -> Tensor:
-        return F.embedding(tokens.shard(tokens.flat_own(tokens.positions_BS)), self.weight)
+        return F.embedding(tokens.shard(tokens.flat_own(tokens.positions_1N)), self.weight)
 
 
 class Embedding(nn.Module):

@@ -202,7 +202,7 @@ class SelfAttention(RecomputeLayer):
             attended = checkpoint(self._attend_dropping, queries, keys, values, tokens)
         elif self.dropout.is_active:
             attended = self._attend_dropping(queries, keys, values, tokens)
-        elif 0 < self.window < tokens.sequence:
+        elif 0 < self.window < tokens.num_rows:
             attended = attend_in_window(queries, keys, values, self.window, tokens.masks)
         else:
             attended = F.scaled_dot_product_attention(
@@ -213,16 +213,16 @@ class SelfAttention(RecomputeLayer):
 
     def _split(self, fused_TC: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of the own heads, turned by their positions: [B, heads of each, S, D]."""
-        cos_BSR, sin_BSR = tokens.rotary_cos_BSR, tokens.rotary_sin_BSR
+        cos_BSR, sin_BSR = tokens.rotary_cos_1NR, tokens.rotary_sin_1NR
         if not self.has_qk_norm:
             split: tuple[Tensor, Tensor, Tensor] = _SplitHeads.apply(
-                fused_TC, cos_BSR, sin_BSR, tokens.batch, tokens.sequence, self.heads
+                fused_TC, cos_BSR, sin_BSR, tokens.batch, tokens.num_rows, self.heads
             )
             return split
         # Norms come before the turn.
         unturned = cos_BSR[..., :0]
         queries, keys, values = _SplitHeads.apply(
-            fused_TC, unturned, unturned, tokens.batch, tokens.sequence, self.heads, True
+            fused_TC, unturned, unturned, tokens.batch, tokens.num_rows, self.heads, True
         )
         cos, sin = (table.unsqueeze(2).to(queries.dtype) for table in (cos_BSR, sin_BSR))
         # As [B, S, heads, D] they are contiguous, and norms make no copies.
@@ -251,7 +251,7 @@ class SelfAttention(RecomputeLayer):
         scores = queries @ keys.transpose(-1, -2)
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * (1.0 / math.sqrt(self.heads.head_dim))
         if self.is_causal:
-            seen = is_visible(tokens.sequence, self.window, scores.device)
+            seen = is_visible(tokens.num_rows, self.window, scores.device)
             hidden = torch.zeros(seen.shape, dtype=scores.dtype, device=scores.device).masked_fill_(~seen, -torch.inf)
             scores = scores + hidden
         weights: Tensor = self.dropout(scores.softmax(dim=-1), tokens)

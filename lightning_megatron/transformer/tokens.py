@@ -1,7 +1,7 @@
 """What every layer needs to know of the tokens it works on: their order, positions and random keys.
 
 A model makes one `Tokens` for a call, on every stage alike, from its inputs; hidden states then travel as [T, H] or,
-in the sequence-parallel region, [T/sp, H]. The stream is batch-major; T is batch * sequence rounded up to a multiple
+in the sequence-parallel region, [T/sp, H]. The stream is batch-major; T is batch * num_rows rounded up to a multiple
 of sp, and what is beyond the real tokens is computed by nobody who looks at other tokens, and never counts.
 
 Of a caller's [B, S] the stream of a rank is either its part of every row, cut alike, or, where documents are packed,
@@ -47,16 +47,16 @@ class Tokens:
     # of each sample on the ranks of cp
     index_X: Tensor | None
     # int64: where in the caller's [B * S] the tokens of the stream of all ranks are; none where that has all, in order
-    positions_BS: Tensor
+    positions_1N: Tensor
     # int64 [1, N]: of this rank's tokens in their segments, which position embeddings see
     keys_BX: Tensor
     # int64: random key of each token of the stream of all ranks
-    rotary_cos_BSR: Tensor
+    rotary_cos_1NR: Tensor
     # float64 [1, N, pairs]: of the angles by which queries and keys turn; no pairs, no turn
-    rotary_sin_BSR: Tensor
+    rotary_sin_1NR: Tensor
 
     @property
-    def sequence(self) -> int:
+    def num_rows(self) -> int:
         """N: this rank's rows of each sample, with the padding of an uneven cut."""
         return self.layout.num_rows
 
@@ -67,7 +67,7 @@ class Tokens:
 
     @property
     def num_real(self) -> int:
-        return self.batch * self.sequence
+        return self.batch * self.num_rows
 
     @property
     def num_tokens(self) -> int:
@@ -80,7 +80,7 @@ class Tokens:
 
     @property
     def device(self) -> torch.device:
-        return self.positions_BS.device
+        return self.positions_1N.device
 
     @cached_property
     def own_N(self) -> Tensor:
@@ -107,14 +107,14 @@ class Tokens:
 
     def flat_own(self, values_BN: Tensor) -> Tensor:
         """One of this rank's values per token of the stream: [T]."""
-        return self._with_padding(values_BN.expand(self.batch, self.sequence).reshape(-1), 0)
+        return self._with_padding(values_BN.expand(self.batch, self.num_rows).reshape(-1), 0)
 
     def unflat(self, values_TV: Tensor) -> Tensor:
         """What each token of the caller's [batch, sequence] has in the streams of all ranks, 0 where it is in none.
 
         Ranks of cp that do the same with it get a gradient each, and these are summed.
         """
-        values = values_TV[: self.num_real].view(self.batch, self.sequence, -1)
+        values = values_TV[: self.num_real].view(self.batch, self.num_rows, -1)
         if not self.is_whole:
             values = differentiable.gather(values, self.cp, dim=1).index_select(1, self.layout.rows.to(self.device))
             if self.index_X is not None:
@@ -142,14 +142,14 @@ class Tokens:
         return {}
 
     @cached_property
-    def keys_BS(self) -> Tensor:
+    def keys_BN(self) -> Tensor:
         """A random key for each of this rank's tokens, int64 [B, N]."""
         return self.keys_BX if self.is_whole else _filled(self.keys_BX).index_select(1, self.own_N)
 
     @cached_property
     def stream_keys(self) -> Tensor:
         """A random key for each token of the stream: int64 [T]."""
-        return self.flat_own(self.keys_BS)
+        return self.flat_own(self.keys_BN)
 
     @cached_property
     def shard_keys(self) -> Tensor:
@@ -190,7 +190,7 @@ def stream_of(
     axes = _axes_of(mesh, group)
     lengths = (shape[1],) if documents is None else documents.lengths
     layout = cut(lengths, outer=axes.outer.size, inner=axes.inner.size, is_zigzag=is_causal)
-    positions_BS = layout.positions(axes.rank).clamp(min=0).to(device).unsqueeze(0)
+    positions_1N = layout.positions(axes.rank).clamp(min=0).to(device).unsqueeze(0)
     if documents is None:
         places = torch.arange(shape[1], device=device)
         keys_BX = rng.bits(draws.sample_keys(shape[0], device).unsqueeze(1), places)
@@ -198,7 +198,7 @@ def stream_of(
         keys_BX = documents.token_keys(draws.sample_keys(shape[0], device)).unsqueeze(0)
     else:
         keys_BX = documents.token_keys_of(draws.document_keys(device)).unsqueeze(0)
-    cos_BSR, sin_BSR = rotary.angles(positions_BS, config.rotary_width, config.rotary_base, config.rope_scaling)
+    cos_BSR, sin_BSR = rotary.angles(positions_1N, config.rotary_width, config.rotary_base, config.rope_scaling)
     return Tokens(
         shape=shape,
         batch=shape[0] if documents is None else 1,
@@ -207,10 +207,10 @@ def stream_of(
         context=axes,
         layout=layout,
         index_X=None if documents is None else documents.index_X,
-        positions_BS=positions_BS,
+        positions_1N=positions_1N,
         keys_BX=keys_BX,
-        rotary_cos_BSR=cos_BSR,
-        rotary_sin_BSR=sin_BSR,
+        rotary_cos_1NR=cos_BSR,
+        rotary_sin_1NR=sin_BSR,
     )
 
 

@@ -125,7 +125,7 @@ def test_what_is_dropped_of_an_unpacked_batch_is_what_its_one_device_drops(case:
     assert draws is not None
     dropout = AttentionDropout(case.dropout, "layer", first_head=draws.first_head)
     dropout.key = draws.name_key
-    kept = dropout(torch.ones_like(weights), SimpleNamespace(keys_BS=draws.keys_BT)) != 0
+    kept = dropout(torch.ones_like(weights), SimpleNamespace(keys_BN=draws.keys_BT)) != 0
     assert (weights != 0).equal(kept.tril())
     assert 0.5 < kept.double().mean() < 0.7
 

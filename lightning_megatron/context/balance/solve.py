@@ -18,7 +18,7 @@ from lightning_megatron.context.balance.empty import without_empty_groups
 from lightning_megatron.context.balance.microbatches import Limits, fewest_slots, microbatches
 from lightning_megatron.context.balance.slots import Plan, Slot, shortest_at_ends, step_seconds
 from lightning_megatron.context.balance.tree import Tree, grow, slowest_documents
-from lightning_megatron.context.balance.widths import Documents, Widths, dials
+from lightning_megatron.context.balance.widths import PlannedDocuments, Widths, dials
 
 # Trees that become microbatches.
 NUM_FINALISTS = 2
@@ -38,7 +38,7 @@ def plan(lengths: Sequence[int], ranks: int, cost: CostModel, config: DynamicCon
     _require_plannable(lengths, sizes, config)
     lengths = [int(length) for length in lengths]
     bound = lower_bound(lengths, ranks, cost, config, pp=pp)
-    search = _Search(lengths, ranks, cost, config, pp, Documents.of(lengths, sizes, cost, config))
+    search = _Search(lengths, ranks, cost, config, pp, PlannedDocuments.of(lengths, sizes, cost, config))
     drafts = search.drafts(good=bound * (1 + config.balance_tolerance))
     found: list[tuple[float, int, tuple[Slot, ...]]] = []
     for draft in drafts[:NUM_FINALISTS]:
@@ -74,7 +74,7 @@ class _Search:
     cost: CostModel
     config: DynamicContextConfig
     pp: int
-    documents: Documents
+    documents: PlannedDocuments
 
     def drafts(self, good: float) -> list[_Draft]:
         """The best first; the search ends at one that is good."""

@@ -32,7 +32,7 @@ class Dial:
 
 
 @dataclass(frozen=True, slots=True)
-class Documents:
+class PlannedDocuments:
     """All documents, longest first, and what each would take alone on every size."""
 
     order: npt.NDArray[np.intp]
@@ -48,7 +48,7 @@ class Documents:
     @classmethod
     def of(
         cls, lengths: Sequence[int], sizes: tuple[int, ...], cost: CostModel, config: DynamicContextConfig
-    ) -> Documents:
+    ) -> PlannedDocuments:
         order = np.argsort(-np.asarray(lengths), kind="stable")
         tokens = np.asarray(lengths, dtype=np.float64)[order]
         rows = [
@@ -93,7 +93,7 @@ class Documents:
                     yield changed
 
 
-def dials(documents: Documents, ranks: int, fewest: int, pp: int) -> Iterator[Dial]:
+def dials(documents: PlannedDocuments, ranks: int, fewest: int, pp: int) -> Iterator[Dial]:
     """Settings to try.
 
     Without a pipeline few microbatches are best, and a document may take as long as the mean rank works, or a half, a
