@@ -28,6 +28,7 @@ LORAS = {
 }
 LAYOUTS = {
     "one": Layout(world=1, microbatches=3),
+    "cp2": Layout(world=2, cp=2, microbatches=2),
     "tp2": Layout(world=2, tp=2),
     "tp2+sp": Layout(world=2, tp=2, sp=True, microbatches=2),
     "pp2": Layout(world=2, pp=2, microbatches=3),
@@ -82,7 +83,7 @@ def reference(variant: str, layout: Layout) -> Outcome:
     trained = {name: w.requires_grad_() for name, w in weights.items() if ".lora." in name}
     optimizer = make_optimizer("sgd", trained.values())
     outcome = Outcome()
-    for index, batch in enumerate(batches(config, torch.float64, 1)):
+    for index, batch in enumerate(batches(variant, torch.float64, 1)):
         optimizer.zero_grad()
         loss = ReferenceLora(config, LORAS[variant], weights, Draws(seed=SEED, step=index)).loss(**batch)
         loss.backward()
@@ -104,6 +105,7 @@ def fit(layout: Layout, variants: list[str], precision: Any = "64-true") -> list
         strategy = MegatronStrategy(
             tensor_model_parallel_size=layout.tp,
             pipeline_model_parallel_size=layout.pp,
+            context_parallel_size=layout.cp,
             sequence_parallel=layout.sp,
             num_microbatches=layout.microbatches,
             virtual_pipeline_model_parallel_size=layout.vp,
