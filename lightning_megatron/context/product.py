@@ -36,8 +36,8 @@ class Product(Protocol):
         """
 
 
-# With fewer tokens the CPU's backward is faster in float32 than in 16 bits (at 40 tokens five times), its forward no
-# slower; with more it is slower, at 2048 tokens 1.6 times.
+# With fewer tokens the CPU's backward is faster in float32 than in 16 bits, its forward no slower; with many more it is
+# slower.
 _MOST_WIDENED = 256
 
 
