@@ -44,6 +44,8 @@ class Shard:
     # the axis that cuts it
     local_length: int = 0
     # length of the cut dim here, padding included
+    leading: Axis | None = None
+    # the axis that cuts dim 0 as well, into equal parts without padding (experts: ep)
     replicas: tuple[Axis, ...] = ()
     # axes whose ranks hold the same values; each counts once in a norm
     partial: Axis | None = None
@@ -55,13 +57,14 @@ class Shard:
     @property
     def box(self) -> Box:
         """The part of the unsplit parameter that this rank holds, without padding."""
-        if self.dim is None or self.axis is None:
-            return Box((0,) * len(self.global_shape), self.global_shape)
-        offset = min(self.axis.rank * self.local_length, self.global_shape[self.dim])
-        length = min(self.local_length, self.global_shape[self.dim] - offset)
-        offsets = tuple(offset if i == self.dim else 0 for i in range(len(self.global_shape)))
-        sizes = tuple(length if i == self.dim else n for i, n in enumerate(self.global_shape))
-        return Box(offsets, sizes)
+        offsets, sizes = [0] * len(self.global_shape), list(self.global_shape)
+        if self.dim is not None and self.axis is not None:
+            offsets[self.dim] = min(self.axis.rank * self.local_length, self.global_shape[self.dim])
+            sizes[self.dim] = min(self.local_length, self.global_shape[self.dim] - offsets[self.dim])
+        if self.leading is not None:
+            sizes[0] //= self.leading.size
+            offsets[0] = self.leading.rank * sizes[0]
+        return Box(tuple(offsets), tuple(sizes))
 
     @property
     def is_counted(self) -> bool:
@@ -130,11 +133,12 @@ def shard_parameter(
     replicas: tuple[Axis, ...] = (),
     partial: Axis | None = None,
     data: Axis | None = None,
+    leading: Axis | None = None,
 ) -> nn.Parameter:
     """An unfilled parameter of this rank's slice that carries its `Shard`; `initialise` fills it.
 
-    Cut along `dim` over `axis`, each local length a multiple of `multiple`. Made on torch's default device, in its
-    default dtype.
+    Cut along `dim` over `axis`, each local length a multiple of `multiple`; and along dim 0 over `leading`, which must
+    divide it. Made on torch's default device, in its default dtype.
     """
     if (dim is None) != (axis is None):
         raise ValueError(f"dim ({dim}) and axis ({axis}) go together: give both or neither")
@@ -143,6 +147,12 @@ def shard_parameter(
     if dim is not None and axis is not None:
         dim = dim % len(global_shape)
         length = local_shape[dim] = cut_length(global_shape[dim], axis, multiple)
+    if leading is not None:
+        if dim == 0:
+            raise ValueError(f"dim 0 of {global_shape} is cut over {leading.name} already; dim must be another one")
+        if global_shape[0] % leading.size:
+            raise ValueError(f"dim 0 of {global_shape} must be a multiple of {leading.name} ({leading.size})")
+        local_shape[0] //= leading.size
     parameter = ShardedParameter(torch.empty(local_shape))
     parameter.shard = Shard(
         global_shape=tuple(global_shape),
@@ -152,6 +162,7 @@ def shard_parameter(
         replicas=replicas,
         partial=partial,
         data=data,
+        leading=leading,
         initial=initial,
     )
     return parameter

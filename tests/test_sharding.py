@@ -45,6 +45,31 @@ def test_the_boxes_of_all_ranks_tile_the_parameter(shape: list[int], dim: int, s
     assert count.eq(1).all()
 
 
+@pytest.mark.parametrize(("length", "ep", "etp"), [(4, 2, 1), (4, 1, 2), (5, 2, 3), (2, 4, 4)])
+def test_a_parameter_may_be_cut_along_its_first_dim_too(length: int, ep: int, etp: int) -> None:
+    shape = (8, 3, length)
+    count = torch.zeros(shape, dtype=torch.int64)
+    for rank in range(ep * etp):
+        mesh = Mesh.imagine(rank, Sizes(world=ep * etp, ep=ep, etp=etp))
+        parameter = shard_parameter(shape, initial=INITIAL, dim=-1, axis=mesh.axis("etp"), leading=mesh.axis("ep"))
+        shard = shard_of(parameter)
+        assert tuple(parameter.shape) == (8 // ep, 3, -(-length // etp))
+        assert tuple(shard.valid(parameter).shape) == shard.box.sizes
+        part = count
+        for dim, (offset, extent) in enumerate(zip(shard.box.offsets, shard.box.sizes, strict=True)):
+            part = part.narrow(dim, offset, extent)
+        part += 1
+    assert count.eq(1).all()
+
+
+def test_the_first_dim_is_cut_evenly_and_once() -> None:
+    axis = axes(3)[0]
+    with pytest.raises(ValueError, match=r"dim 0 of \(8, 2\) must be a multiple of tp \(3\)"):
+        shard_parameter((8, 2), initial=INITIAL, leading=axis)
+    with pytest.raises(ValueError, match="is cut over tp already; dim must be another one"):
+        shard_parameter((9, 2), initial=INITIAL, dim=-2, axis=axis, leading=axis)
+
+
 @given(st.integers(1, 1000), st.integers(1, 16), st.integers(1, 128))
 def test_a_cut_length_is_the_least_multiple_that_holds_the_whole(length: int, size: int, multiple: int) -> None:
     local = cut_length(length, axes(size)[0], multiple)

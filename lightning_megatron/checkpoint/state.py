@@ -85,9 +85,9 @@ class Slot:
                 valid = shard.box.sizes[shard.dim] - offsets[shard.dim]
                 sizes[shard.dim] = max(0, min(sizes[shard.dim], valid))
                 part = part.narrow(shard.dim, 0, sizes[shard.dim])
-                offsets[shard.dim] += shard.box.offsets[shard.dim]
             if part.numel():
-                pieces.append(Piece(shard.global_shape, Box(tuple(offsets), tuple(sizes)), part))
+                starts = tuple(own + first for own, first in zip(offsets, shard.box.offsets, strict=True))
+                pieces.append(Piece(shard.global_shape, Box(starts, tuple(sizes)), part))
         return pieces
 
 

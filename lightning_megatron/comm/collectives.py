@@ -209,17 +209,30 @@ def all_to_all(x: Tensor, axis: Axis, split: int, join: int, *, wait: bool = Tru
     return pending.wait() if wait else pending
 
 
-def exchange_rows(x: Tensor, given: Sequence[int], taken: Sequence[int], axis: Axis) -> Tensor:
-    """The rows that every rank of the axis has for this one, in the order of the axis, `taken[i]` of rank i.
+@overload
+def all_to_all_rows(
+    x: Tensor, axis: Axis, given: Sequence[int], taken: Sequence[int], *, wait: Literal[True] = True
+) -> Tensor: ...
+@overload
+def all_to_all_rows(
+    x: Tensor, axis: Axis, given: Sequence[int], taken: Sequence[int], *, wait: Literal[False]
+) -> Pending: ...
+def all_to_all_rows(
+    x: Tensor, axis: Axis, given: Sequence[int], taken: Sequence[int], *, wait: bool = True
+) -> Tensor | Pending:
+    """The rows that the ranks of the axis have for this one, in the order of the axis.
 
-    The rows of `x` are those for each rank in turn, `given[i]` for rank i.
+    `x` has `given[i]` rows for rank i one after another; `taken[i]` come from it. All of them may be 0.
     """
     if axis.size == 1:
-        return x
+        return x if wait else Pending(x)
     _ascending(axis)
-    rows = torch.empty((sum(taken), *x.shape[1:]), dtype=x.dtype, device=x.device)
-    dist.all_to_all_single(rows, x.contiguous(), list(taken), list(given), group=group_of(axis))
-    return rows
+    taken_rows = torch.empty((sum(taken), *x.shape[1:]), dtype=x.dtype, device=x.device)
+    work = dist.all_to_all_single(
+        taken_rows, x.contiguous(), list(taken), list(given), group=group_of(axis), async_op=True
+    )
+    pending = Pending(taken_rows, work)
+    return pending.wait() if wait else pending
 
 
 def shard_slice(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:

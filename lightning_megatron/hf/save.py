@@ -136,7 +136,8 @@ def _stage_of(model: GPTModel, name: str) -> int:
 def _gathered(parameter: Tensor) -> Tensor:
     """The unsplit weight, on every rank that has a part of it."""
     shard = shard_of(parameter)
-    if shard.dim is None or shard.axis is None:
-        return parameter.detach()
-    whole = collectives.all_gather(parameter.detach(), shard.axis, dim=shard.dim)
-    return whole.narrow(shard.dim, 0, shard.global_shape[shard.dim])
+    whole = parameter.detach()
+    if shard.dim is not None and shard.axis is not None:
+        whole = collectives.all_gather(whole, shard.axis, dim=shard.dim)
+        whole = whole.narrow(shard.dim, 0, shard.global_shape[shard.dim])
+    return whole if shard.leading is None else collectives.all_gather(whole, shard.leading)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_megatron.mesh import Sizes
+from lightning_megatron.tensor.activation import Activation
 from lightning_megatron.transformer.rotary import RopeScaling
 
-Activation = Literal["gelu", "gelu_tanh", "swiglu"]
 Normalization = Literal["layernorm", "rmsnorm"]
 Position = Literal["learned", "rotary", "none"]
 _CHOICES = {

@@ -1,12 +1,14 @@
 """Which part of which tensor a rank saves."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
 
-from lightning_megatron.checkpoint.state import Piece, pieces_of_module
+from lightning_megatron.checkpoint.state import Piece, Slot, pieces_of_module
 from lightning_megatron.mesh import Mesh, Sizes
-from lightning_megatron.sharding import Box, Initial, shard_parameter
+from lightning_megatron.sharding import Box, Initial, shard_of, shard_parameter
 
 
 def test_the_piece_of_a_padded_parameter_is_a_view_without_the_padding() -> None:
@@ -43,3 +45,28 @@ def test_a_module_name_that_reads_like_an_optimizers_is_refused() -> None:
 def test_extra_state_of_a_module_is_refused() -> None:
     with pytest.raises(ValueError, match="'_extra_state' is a dict"):
         pieces_of_module({"_extra_state": {"a": 1}})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(("ep", "etp", "num_parts"), [(1, 1, 1), (2, 1, 3), (1, 2, 2), (2, 2, 1), (2, 4, 5), (4, 2, 2)])
+def test_the_pieces_of_a_parameter_cut_along_two_dims_are_the_whole_once(ep: int, etp: int, num_parts: int) -> None:
+    whole = torch.arange(4 * 2 * 5 * 3.0).view(4, 2, 5, 3) + 1.0
+    found = torch.zeros_like(whole)
+    for rank in range(ep * etp):
+        mesh = Mesh.imagine(rank, Sizes(world=ep * etp, ep=ep, etp=etp))
+        axes = {"axis": mesh.axis("etp"), "leading": mesh.axis("ep")}
+        parameter = shard_parameter(tuple(whole.shape), initial=Initial(), dim=2, **axes)
+        box, local = shard_of(parameter).box, whole
+        for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+            local = local.narrow(dim, offset, size)
+        held = torch.full_like(parameter, -1.0)
+        shard_of(parameter).valid(held).copy_(local)
+        bounds = [held.numel() * part // num_parts for part in range(num_parts + 1)]
+        for start, end in pairwise(bounds):
+            for piece in Slot("experts", parameter, start, end).pieces(held.flatten()[start:end]):
+                assert piece.global_shape == whole.shape
+                place = found
+                for dim, (offset, size) in enumerate(zip(piece.box.offsets, piece.box.sizes, strict=True)):
+                    place = place.narrow(dim, offset, size)
+                assert place.count_nonzero() == 0
+                place.copy_(piece.tensor)
+    assert torch.equal(found, whole)

@@ -25,7 +25,10 @@ def unsplit_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def whole(local: Tensor, shard: Shard) -> Tensor:
     """The slices of all ranks joined, padding cut off."""
-    if shard.dim is None or shard.axis is None:
-        return local.clone()
-    joined = collectives.all_gather(local.contiguous(), shard.axis, shard.dim)
-    return joined.narrow(shard.dim, 0, shard.global_shape[shard.dim]).clone()
+    joined = local.contiguous()
+    if shard.dim is not None and shard.axis is not None:
+        joined = collectives.all_gather(joined, shard.axis, shard.dim)
+        joined = joined.narrow(shard.dim, 0, shard.global_shape[shard.dim])
+    if shard.leading is not None:
+        joined = collectives.all_gather(joined.contiguous(), shard.leading)
+    return joined.clone()

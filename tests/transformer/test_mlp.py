@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from lightning_megatron.mesh import Mesh
+from lightning_megatron.tensor.activation import swiglu
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.init import initialise
-from lightning_megatron.transformer.mlp import MLP, swiglu
+from lightning_megatron.transformer.mlp import MLP
 
 
 def test_the_gate_and_its_gradient_equal_plain_torch() -> None:

@@ -1,0 +1,134 @@
+"""Tensors that are on their way while a rank does other things, and rows that ranks have in unequal numbers.
+
+`depart` starts a collective and `Travelling.wait` ends it; in the backward the gradient departs where the forward
+waited and is awaited where the forward departed. What is computed in between hides the message, in both directions.
+
+    name             forward                                backward
+    exchange_rows    rows for each rank, rows of each       the rows' gradients the other way
+    gather_rows      rows of all ranks, joined              own rows' gradients, summed over the axis
+    scatter_rows     own rows, summed over the axis         the rows' gradients of all ranks, joined
+
+R rows in, S rows out.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_megatron.comm import collectives
+from lightning_megatron.comm.collectives import Pending
+from lightning_megatron.mesh import Axis
+
+Start = Callable[[Tensor], Pending]
+"""Starts a collective over a tensor."""
+
+
+class Travelling:
+    """A tensor on its way. `wait` once, and use what it gives: only then do gradients come back."""
+
+    def __init__(self, there: Start, back: Start) -> None:
+        self.there, self.back = there, back
+        self.pending: Pending | None = None
+        # in flight, in either direction
+        self.ticket: Tensor | None = None
+        # an empty tensor that ties the two ends together in autograd's graph; what has not landed stays out of it
+
+    def wait(self) -> Tensor:
+        """The tensor, once it has landed."""
+        assert self.ticket is not None, "it was waited for already"
+        ticket, self.ticket = self.ticket, None
+        landed: Tensor = _Land.apply(ticket, self)
+        return landed
+
+    def land(self) -> Tensor:
+        """What is in flight, once it has landed."""
+        assert self.pending is not None
+        pending, self.pending = self.pending, None
+        return pending.wait()
+
+
+class _Depart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, travelling: Travelling) -> Tensor:
+        ctx.travelling = travelling
+        travelling.pending = travelling.there(x.detach())
+        return x.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, ticket_grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.travelling.land(), None
+
+
+class _Land(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ticket: Tensor, travelling: Travelling) -> Tensor:
+        ctx.travelling = travelling
+        landed = travelling.land()
+        return landed.view_as(landed)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.travelling.pending = ctx.travelling.back(grad.contiguous())
+        return grad.new_empty(0), None
+
+
+class _Whole(torch.autograd.Function):
+    """A collective and its conjugate, both waited for at once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        landed = there(x.detach())
+        return landed.view_as(landed)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back(grad.contiguous()), None, None
+
+
+def depart(x: Tensor, there: Start, back: Start) -> Travelling:
+    """`x` on its way by the collective `there`; its gradient comes by `back`, the conjugate."""
+    travelling = Travelling(there, back)
+    travelling.ticket = _Depart.apply(x, travelling)
+    return travelling
+
+
+def exchange_rows(x_R: Tensor, axis: Axis, given: Sequence[int], taken: Sequence[int]) -> Travelling:
+    """The rows that the ranks of the axis have for this one: `given[i]` rows go to rank i, `taken[i]` come from it."""
+    return depart(
+        x_R,
+        lambda x: collectives.all_to_all_rows(x, axis, given, taken, wait=False),
+        lambda grad: collectives.all_to_all_rows(grad, axis, taken, given, wait=False),
+    )
+
+
+def gather_rows(x_R: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
+    """The rows of all ranks joined, of which rank i has `counts[i]`; gradients are summed and scattered."""
+    joined: Tensor = _Whole.apply(x_R, lambda x: _joined(x, axis, counts), lambda grad: _own_of_sum(grad, axis, counts))
+    return joined
+
+
+def scatter_rows(x_S: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
+    """This rank's `counts[axis.rank]` rows of the sum over the axis; gradients are joined."""
+    own: Tensor = _Whole.apply(x_S, lambda x: _own_of_sum(x, axis, counts), lambda grad: _joined(grad, axis, counts))
+    return own
+
+
+def _joined(x: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
+    # A gather of unequal shares is an exchange in which each rank gives all it has to every other.
+    copies = x.expand(axis.size, *x.shape).flatten(0, 1)
+    return collectives.all_to_all_rows(copies, axis, [len(x)] * axis.size, counts)
+
+
+def _own_of_sum(x: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
+    if axis.size == 1:
+        return x
+    own = counts[axis.rank]
+    parts = collectives.all_to_all_rows(x, axis, counts, [own] * axis.size)
+    return parts.view(axis.size, own, *x.shape[1:]).sum(0)

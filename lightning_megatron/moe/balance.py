@@ -1,0 +1,75 @@
+"""The maths of equally busy experts: auxiliary losses as sums over tokens, and the step of the bias.
+
+    balance   sum over tokens t, experts e of  p_te load_e      load_e = E c_e / sum of c    p: scores that sum up to 1
+    z         sum over tokens t of  logsumexp(logits_t)^2
+
+c_e is how many tokens of a pool have expert e among their best by score alone: no gradient passes it. A loss is its sum
+over all real tokens of the global batch, divided by their number, so a rank adds the sum over its own tokens and no
+number but c is told to others. The gradient of the balance loss needs c before the first backward: that of a sequence
+is there, that of the whole batch is not where microbatches follow, hence there the one of the step before.
+
+Note: own sums enter the backward. The ranks of dp, cp and sp hold different tokens, and their gradients are summed:
+each must add its own tokens' part, whole, not divided by cp as is the loss of a model, which each rank of cp has whole.
+`loss_factor` brings the division by the number of tokens, and undoes what gradients are divided by when all are there.
+
+Legend: T tokens, E experts, P pools.
+Source: Fedus et al., arXiv 2101.03961, section 2.2 (balance); DeepSeek-AI, arXiv 2412.19437, section 2.1.2 (of a
+sequence; scores that sum up to 1; bias); Zoph et al., arXiv 2202.08906, section 2.2 (z); Wang et al., arXiv 2408.15664.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def load(counts_PE: Tensor, dtype: torch.dtype) -> Tensor:
+    """How busy each expert of a pool is, 1 being as busy as the mean; 1 for all where none has anything: [P, E]."""
+    total_P1 = counts_PE.sum(-1, keepdim=True)
+    load_PE = counts_PE.to(dtype) * counts_PE.shape[-1] / total_P1.clamp(min=1).to(dtype)
+    return torch.where(total_P1 > 0, load_PE, 1.0)
+
+
+def balance_sum(probabilities_TE: Tensor, load_TE: Tensor, is_real_T: Tensor) -> Tensor:
+    """The balance loss of this rank's tokens, not yet divided by the number of all: []."""
+    return torch.where(is_real_T.unsqueeze(1), probabilities_TE * load_TE, 0.0).sum()
+
+
+def z_sum(logits_TE: Tensor, is_real_T: Tensor) -> Tensor:
+    """The z-loss of this rank's tokens, not yet divided by the number of all: []."""
+    return torch.where(is_real_T, logits_TE.logsumexp(1).square(), 0.0).sum()
+
+
+def bias_step(counts_E: Tensor) -> Tensor:
+    """Which way each expert's bias goes: 1 where it is less busy than the mean, -1 where more, else 0; int64 [E]."""
+    return torch.sign(counts_E.sum() - counts_E * counts_E.shape[0])
+
+
+def loss_factor(num_tokens: Tensor, divisor: Tensor | float = 1.0) -> Tensor:
+    """What multiplies a rank's own sums in the backward, 0 where there is no token: float64 [].
+
+    `num_tokens` are the real ones of the global batch: of all microbatches, replicas and ranks of cp. `divisor` is what
+    the gradients will be divided by once they are summed (the weights of all losses), times a loss scale.
+    """
+    wide = num_tokens.double()
+    return torch.where(wide > 0, divisor / wide.clamp(min=1.0), 0.0)
+
+
+class _Attach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, loss: Tensor, factor: Tensor) -> Tensor:
+        ctx.factor, ctx.dtype = factor, loss.dtype
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, ctx.factor.to(ctx.dtype), None
+
+
+def attach(x: Tensor, loss: Tensor, factor: Tensor) -> Tensor:
+    """`x` itself, in whose backward the gradient of `factor` times `loss` [] begins too.
+
+    So a layer on a stage that sees no loss adds its own to the objective.
+    """
+    attached: Tensor = _Attach.apply(x, loss, factor)
+    return attached

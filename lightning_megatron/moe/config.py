@@ -1,0 +1,162 @@
+"""How a router scores, chooses and keeps its experts equally busy."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Scope = Literal["sequence", "microbatch", "global"]
+Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
+Choice = Literal["top_k", "expert_choice", "sinkhorn", "random", "even"]
+RouterDtype = Literal["float32", "float64"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BalanceLoss:
+    """An auxiliary loss that is 1 times its coefficient where all experts are equally busy, and more where not."""
+
+    scope: Scope = "sequence"
+    # over which tokens an expert's share is taken: each sequence (packed: each document), one model call on one
+    # replica, or the global batch of the step before. Only that of "microbatch" depends on the number of microbatches
+    coefficient: float = 0.01
+    # of the loss in the objective
+
+    def faults(self) -> list[str]:
+        """Every rule that this loss breaks, one sentence each."""
+        faults = []
+        if self.scope not in get_args(Scope):
+            faults.append(f"scope of a balance loss ({self.scope!r}) must be one of {_listed(get_args(Scope))}")
+        if not (math.isfinite(self.coefficient) and self.coefficient > 0):
+            faults.append(
+                f"coefficient of the balance loss per {self.scope} ({self.coefficient}) must be above 0; "
+                "for no loss leave it out of balance"
+            )
+        return faults
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """The router of a layer of experts. Raises ValueError, telling all faults at once."""
+
+    num_experts: int
+    # of the layer
+    top_k: int = 2
+    # experts of a token; under "expert_choice" the mean number of them
+    choice: Choice = "top_k"
+    # who chooses: each token its best experts; each expert its best tokens of every sequence; tokens by a plan in which
+    # the experts of a sequence are equally busy (in training alone); or, for benchmarks, chance, or experts in turn
+    score: Score = "softmax"
+    # of a token for its experts: softmax over all of them, or a function of each alone
+    is_normalised: bool = True
+    # the weights of a token's chosen experts sum up to scaling_factor. With softmax this is softmax after the choice,
+    # without it softmax before
+    scaling_factor: float = 1.0
+    # by which the weights are multiplied
+    num_groups: int = 1
+    # of experts, neighbours in each
+    num_chosen_groups: int = 1
+    # of them may be used by one token: those whose best top_k / num_chosen_groups experts have the highest sum
+    balance: tuple[BalanceLoss, ...] = ()
+    # auxiliary losses, at most one of each scope
+    z_loss: float = 0.0
+    # coefficient of the mean square of the log-sum-exp of logits
+    bias_update_rate: float = 0.0
+    # after each step a bias that choices see, and weights do not, goes so far up or down for each expert; 0: no bias
+    jitter: float = 0.0
+    # in training, inputs of the router are multiplied by random numbers from 1 - jitter to 1 + jitter
+    num_sinkhorn_iterations: int = 20
+    # of the plan of "sinkhorn"
+    dtype: RouterDtype = "float32"
+    # of logits, scores and weights; wider inputs stay as wide as they are
+
+    def __post_init__(self) -> None:
+        if faults := self.faults():
+            raise ValueError("\n".join(faults))
+
+    def faults(self) -> list[str]:
+        """Every rule that this configuration breaks, one sentence each."""
+        faults = [
+            f"{name} ({getattr(self, name)!r}) must be one of {_listed(get_args(choices))}"
+            for name, choices in (("choice", Choice), ("score", Score), ("dtype", RouterDtype))
+            if getattr(self, name) not in get_args(choices)
+        ]
+        return faults + self._size_faults() + self._weight_faults() + self._balance_faults()
+
+    def _size_faults(self) -> list[str]:
+        small = [
+            f"{name} ({size}) must be at least 1"
+            for name in ("num_experts", "top_k", "num_groups", "num_chosen_groups", "num_sinkhorn_iterations")
+            if (size := getattr(self, name)) < 1
+        ]
+        if small:
+            return small
+        faults = []
+        if self.top_k > self.num_experts:
+            faults.append(f"top_k ({self.top_k}) must be at most num_experts ({self.num_experts})")
+        if self.num_experts % self.num_groups:
+            fits = ", ".join(str(n) for n in range(1, self.num_experts + 1) if self.num_experts % n == 0)
+            faults.append(
+                f"num_groups ({self.num_groups}) must divide num_experts ({self.num_experts}); it may be {fits}"
+            )
+        if self.num_chosen_groups > self.num_groups:
+            faults.append(
+                f"num_chosen_groups ({self.num_chosen_groups}) must be at most num_groups ({self.num_groups})"
+            )
+        elif not faults and (
+            self.top_k % self.num_chosen_groups
+            or self.top_k * self.num_groups > self.num_chosen_groups * self.num_experts
+        ):
+            size = self.num_experts // self.num_groups
+            fitting = [str(n * self.num_chosen_groups) for n in range(1, size + 1)]
+            faults.append(
+                f"top_k ({self.top_k}) must be a multiple of num_chosen_groups ({self.num_chosen_groups}), and at most "
+                f"{size} for each of them, which is the experts of a group; it may be {', '.join(fitting)}"
+            )
+        if self.num_groups > 1 and self.choice != "top_k":
+            faults.append(
+                f"num_groups ({self.num_groups}) limits choice 'top_k' alone, and choice is {self.choice!r}; set 1"
+            )
+        return faults
+
+    def _weight_faults(self) -> list[str]:
+        faults = []
+        if self.is_normalised and self.choice == "expert_choice":
+            faults.append(
+                "is_normalised (True) has no meaning for choice 'expert_choice', where a token may have no expert; "
+                "set is_normalised=False"
+            )
+        elif self.is_normalised and self.top_k == 1:
+            faults.append(
+                f"top_k (1) with is_normalised=True makes every weight {self.scaling_factor:g} and gives the router no "
+                f"gradient; set is_normalised=False, which weighs by the {self.score} score itself, or top_k 2 or more"
+            )
+        if not (math.isfinite(self.scaling_factor) and self.scaling_factor > 0):
+            faults.append(f"scaling_factor ({self.scaling_factor}) must be above 0")
+        if not 0 <= self.jitter < 1:
+            faults.append(f"jitter ({self.jitter}) must be from 0 to below 1; 0.01 is usual")
+        return faults
+
+    def _balance_faults(self) -> list[str]:
+        faults = [fault for loss in self.balance for fault in loss.faults()]
+        scopes = [loss.scope for loss in self.balance]
+        faults += [
+            f"balance has {scopes.count(scope)} losses of scope {scope!r}; give one with the sum of their coefficients"
+            for scope in dict.fromkeys(scopes)
+            if scopes.count(scope) > 1
+        ]
+        faults += [
+            f"{name} ({getattr(self, name)}) must be 0 or above"
+            for name in ("z_loss", "bias_update_rate")
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0)
+        ]
+        if self.choice == "expert_choice" and self.balance:
+            faults.append("choice 'expert_choice' keeps experts equally busy by itself; leave balance empty")
+        if self.choice != "top_k" and self.bias_update_rate > 0:
+            faults.append(
+                f"bias_update_rate ({self.bias_update_rate}) acts on choice 'top_k' alone, and choice is "
+                f"{self.choice!r}; set 0"
+            )
+        return faults
+
+
+def _listed(choices: tuple[str, ...]) -> str:
+    return ", ".join(map(repr, choices))

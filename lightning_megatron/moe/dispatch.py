@@ -1,0 +1,191 @@
+"""The way of tokens to the ranks of their experts and back, over ep and etp.
+
+Every rank of ep x etp comes with tokens of its own and holds E/ep experts, of each of them 1/etp of the features.
+
+    AllToAll     out   sort by expert; exchange over ep; join over etp; sort the rows of all ranks by expert
+                 home  the same backwards; the rows of a token are added up at home
+    AllGather    out   join all tokens over etp and ep; take the rows of own experts
+                 home  add the rows of each token up; sum over ep and etp, each rank its own tokens
+
+AllToAll moves the rows that are wanted; AllGather moves everything: it is for few ranks and many choices.
+Both hand the same rows in the same order to the experts. A fused backend is a third value of `Dispatcher`.
+
+How many rows go where is data, and a kernel's output needs its size: the host reads it once, in `_on_host`, and never
+where every expert's rows are padded to a capacity.
+
+T tokens of this rank, K choices of each, H hidden, E experts, L own experts, P ranks of ep, Q ranks of etp, R rows.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.comm import collectives, differentiable
+from lightning_megatron.comm.travel import Travelling, depart, exchange_rows, gather_rows, scatter_rows
+from lightning_megatron.mesh import Axis
+from lightning_megatron.moe.experts import Arrived
+from lightning_megatron.moe.grouped import Groups
+from lightning_megatron.moe.permute import Order, add_up, regrouped, sort_by_expert, take
+
+
+class Journey(Protocol):
+    """The tokens of one microbatch on their way. The three in turn, once each; between them, do other things."""
+
+    def arrive(self) -> Arrived:
+        """The rows for this rank's experts, once they are here."""
+        ...
+
+    def send_back(self, rows_RH: Tensor) -> None:
+        """Starts what the experts made of the rows, in the same order, on its way home."""
+        ...
+
+    def come_home(self) -> Tensor:
+        """For each token of this rank the sum of its experts' outputs, [T, H], once they are here."""
+        ...
+
+
+class Dispatcher(Protocol):
+    """How tokens travel."""
+
+    def dispatch(
+        self, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, capacity: int | None = None
+    ) -> Journey:
+        """Starts the tokens on their way to the experts that they chose; -1 is no choice.
+
+        With a capacity every expert gets so many rows of each rank, zeros behind those of tokens; no expert may be
+        chosen more often, and all ranks come with the same one.
+        """
+        ...
+
+
+class AllToAll:
+    """Sends each token to the ranks of its experts alone. Ranks may have different numbers of tokens, or none."""
+
+    def __init__(self, num_experts: int, *, ep: Axis, etp: Axis) -> None:
+        self.num_experts, self.ep, self.etp = num_experts, ep, etp
+
+    def dispatch(
+        self, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, capacity: int | None = None
+    ) -> Journey:
+        by_expert = sort_by_expert(experts_TK, self.num_experts)
+        shape = (self.ep.size, self.etp.size, self.num_experts)
+        if capacity is None:
+            counts_QE = collectives.all_gather(by_expert.counts_E[None], self.etp)
+            counts_PQE = collectives.all_gather(counts_QE[None], self.ep)
+            sizes_PQE = _on_host(counts_PQE)
+            choices_R = by_expert.dropless(int(sizes_PQE[self.ep.rank, self.etp.rank].sum()))
+        else:
+            counts_PQE = by_expert.counts_E.new_full(shape, capacity)
+            sizes_PQE = torch.full(shape, capacity)
+            choices_R = by_expert.padded(capacity)
+        of_tokens, of_choices = by_expert.orders(choices_R)
+        plan = _Exchange(self.ep, self.etp, counts_PQE, sizes_PQE)
+        return _AllToAllJourney(plan, of_tokens, take(hidden_TH, of_tokens), take(weights_TK.flatten(), of_choices))
+
+
+class _Exchange:
+    """Who sends how many rows to whom, read off the rows of each expert on each rank."""
+
+    def __init__(self, ep: Axis, etp: Axis, counts_PQE: Tensor, sizes_PQE: Tensor) -> None:
+        self.ep, self.etp = ep, etp
+        num_own = sizes_PQE.shape[2] // ep.size
+        sizes_PQPL = sizes_PQE.unflatten(2, (ep.size, num_own))
+        self.given: list[int] = sizes_PQPL[ep.rank, etp.rank].sum(1).tolist()
+        # rows for each rank of ep
+        own_PQL = sizes_PQPL[:, :, ep.rank]
+        self.taken: list[int] = own_PQL[:, etp.rank].sum(1).tolist()
+        # rows of each rank of ep
+        self.shares: list[int] = own_PQL.sum((0, 2)).tolist()
+        # rows that each rank of etp took
+        sizes_L: list[int] = own_PQL.sum((0, 1)).tolist()
+        counts_PQL = counts_PQE.unflatten(2, (ep.size, num_own))[:, :, ep.rank]
+        self.groups = Groups(tuple(sizes_L), counts_PQL.sum((0, 1)))
+        # Rows come in blocks (etp, ep, expert) and are wanted by expert, then as ranks are counted: (expert, ep, etp).
+        self.by_expert = regrouped(counts_PQL.transpose(0, 1), self.groups.num_rows)
+
+
+class _AllToAllJourney:
+    def __init__(self, plan: _Exchange, of_tokens: Order, rows_RH: Tensor, weights_R: Tensor) -> None:
+        self._plan, self._of_tokens = plan, of_tokens
+        self._out = [exchange_rows(rows, plan.ep, plan.given, plan.taken) for rows in (rows_RH, weights_R)]
+        self._home: Travelling
+
+    def arrive(self) -> Arrived:
+        plan = self._plan
+        joined = [gather_rows(rows.wait(), plan.etp, plan.shares) for rows in self._out]
+        rows_RH, weights_R = (take(rows, plan.by_expert) for rows in joined)
+        return Arrived(rows_RH, weights_R, plan.groups)
+
+    def send_back(self, rows_RH: Tensor) -> None:
+        plan = self._plan
+        own = scatter_rows(add_up(rows_RH, plan.by_expert), plan.etp, plan.shares)
+        self._home = exchange_rows(own, plan.ep, plan.taken, plan.given)
+
+    def come_home(self) -> Tensor:
+        return add_up(self._home.wait(), self._of_tokens)
+
+
+class AllGather:
+    """Sends each token to all ranks. All ranks have the same number of tokens."""
+
+    def __init__(self, num_experts: int, *, ep: Axis, etp: Axis) -> None:
+        self.num_own, self.ep, self.etp = num_experts // ep.size, ep, etp
+
+    def dispatch(
+        self, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, capacity: int | None = None
+    ) -> Journey:
+        experts = collectives.all_gather(collectives.all_gather(experts_TK, self.etp), self.ep)
+        by_expert = sort_by_expert(experts - self.ep.rank * self.num_own, self.num_own)
+        if capacity is None:
+            sizes = tuple(_on_host(by_expert.counts_E).tolist())
+            groups = Groups(sizes, by_expert.counts_E)
+            choices_R = by_expert.dropless(groups.num_rows)
+        else:
+            of_all = capacity * self.ep.size * self.etp.size
+            groups = Groups((of_all,) * self.num_own, torch.full_like(by_expert.counts_E, of_all))
+            choices_R = by_expert.padded(of_all)
+        return _AllGatherJourney(self.ep, self.etp, by_expert.orders(choices_R), groups, hidden_TH, weights_TK)
+
+
+class _AllGatherJourney:
+    def __init__(
+        self,
+        ep: Axis,
+        etp: Axis,
+        orders: tuple[Order, Order],
+        groups: Groups,
+        hidden_TH: Tensor,
+        weights_TK: Tensor,
+    ) -> None:
+        self._ep, self._etp, self._groups = ep, etp, groups
+        self._of_tokens, self._of_choices = orders
+        self._out = [
+            depart(
+                differentiable.gather(x, etp),
+                lambda x: collectives.all_gather(x, ep, wait=False),
+                lambda grad: collectives.reduce_scatter(grad, ep, wait=False),
+            )
+            for x in (hidden_TH, weights_TK)
+        ]
+        self._home: Travelling
+
+    def arrive(self) -> Arrived:
+        hidden, weights = (each.wait() for each in self._out)
+        return Arrived(take(hidden, self._of_tokens), take(weights.flatten(), self._of_choices), self._groups)
+
+    def send_back(self, rows_RH: Tensor) -> None:
+        ep = self._ep
+        self._home = depart(
+            add_up(rows_RH, self._of_tokens),
+            lambda x: collectives.reduce_scatter(x, ep, wait=False),
+            lambda grad: collectives.all_gather(grad, ep, wait=False),
+        )
+
+    def come_home(self) -> Tensor:
+        return differentiable.reduce_scatter(self._home.wait(), self._etp)
+
+
+def _on_host(counts: Tensor) -> Tensor:
+    """The counts where Python can read them. The one place where experts make the host wait for the device."""
+    return counts.cpu()

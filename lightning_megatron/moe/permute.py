@@ -1,0 +1,142 @@
+"""Tokens sorted by expert and back: index maths alone, on the device, with no message and no wait for the host.
+
+A row is a token on its way to one expert. Rows stand sorted by expert, within an expert by token. `take` makes rows of
+tokens, `add_up` adds the rows of each token up; each is the other's gradient, and both only read by index, so sums have
+one order on every device.
+
+    experts_TK = [[2, 0], [0, -1], [2, 1]]      token 1 has one choice only
+    rows      = tokens 0 1 | 2 | 0 2            of experts 0, 1, 2
+    places_TK = [[3, 0], [1, -1], [4, 2]]
+
+T tokens, K choices of each, E experts, R rows, S whatever rows are made of (tokens or choices), L own experts.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """Which row is of what: two views of the same pairs."""
+
+    sources_R: Tensor
+    # int64: what each row is of; -1 of nothing, a row of zeros
+    places_SK: Tensor
+    # int64: the rows of each source; -1 where it has one less
+
+
+@dataclass(frozen=True, eq=False)
+class SortedChoices:
+    """All choices of the tokens, sorted by expert and then by token; those of no expert last."""
+
+    choices_N: Tensor
+    # int64 [T * K]: token * K + which of its choices
+    counts_E: Tensor
+    # int64: choices of each expert
+    num_chosen: int
+
+    def dropless(self, num_rows: int) -> Tensor:
+        """The choice of each row, [R], where every choice is one; `num_rows` is the sum of the counts."""
+        return self.choices_N[:num_rows]
+
+    def padded(self, capacity: int) -> Tensor:
+        """The choice of each row, [E * capacity]: `capacity` rows for each expert, -1 behind those it has."""
+        first_E1 = (self.counts_E.cumsum(0) - self.counts_E)[:, None]
+        row_1C = torch.arange(capacity, device=self.counts_E.device)[None]
+        if not len(self.choices_N):
+            return row_1C.new_full((len(self.counts_E) * capacity,), -1)
+        choices_EC = self.choices_N[(first_E1 + row_1C).clamp(max=len(self.choices_N) - 1)]
+        return torch.where(row_1C < self.counts_E[:, None], choices_EC, -1).flatten()
+
+    def orders(self, choices_R: Tensor) -> tuple[Order, Order]:
+        """How rows of these choices are made of tokens, and of choices."""
+        num_choices = len(self.choices_N)
+        # One place more, for -1.
+        places = choices_R.new_full((num_choices + 1,), -1)
+        places[choices_R] = torch.arange(len(choices_R), device=choices_R.device)
+        of_choices = Order(choices_R, places[:num_choices, None])
+        tokens_R = choices_R.div(self.num_chosen, rounding_mode="floor")
+        return Order(tokens_R, places[:num_choices].view(-1, self.num_chosen)), of_choices
+
+
+def sort_by_expert(experts_TK: Tensor, num_experts: int) -> SortedChoices:
+    """The choices sorted by expert; experts outside of 0 to `num_experts` - 1 are no choice."""
+    chosen = experts_TK.flatten()
+    keys = torch.where((chosen >= 0) & (chosen < num_experts), chosen, num_experts)
+    sorted_keys, choices = keys.sort(stable=True)
+    # Not bincount, which waits for the device to learn its own size.
+    bounds = torch.searchsorted(sorted_keys, torch.arange(num_experts + 1, device=keys.device))
+    return SortedChoices(choices, bounds.diff(), experts_TK.shape[1])
+
+
+def regrouped(sizes_PQL: Tensor, num_rows: int) -> Order:
+    """How rows that stand in blocks (p, q, l), l fastest, of these sizes are put into blocks (l, q, p), p fastest.
+
+    `num_rows` is the sum of the sizes.
+    """
+    sizes, ends = sizes_PQL.flatten(), sizes_PQL.flatten().cumsum(0)
+    first_PQL = (ends - sizes).view(sizes_PQL.shape)
+    new_sizes = sizes_PQL.permute(2, 1, 0).flatten()
+    shift = first_PQL.permute(2, 1, 0).flatten() - (new_sizes.cumsum(0) - new_sizes)
+    rows = torch.arange(num_rows, device=sizes.device)
+    sources = rows + shift.repeat_interleave(new_sizes, output_size=num_rows)
+    places = torch.empty_like(sources)
+    places[sources] = rows
+    return Order(sources, places[:, None])
+
+
+def take(x: Tensor, order: Order) -> Tensor:
+    """The rows [R, ...] of `x` [S, ...]."""
+    rows: Tensor = _Take.apply(x, order)
+    return rows
+
+
+def add_up(rows: Tensor, order: Order) -> Tensor:
+    """The sum [S, ...] of the rows [R, ...] of each source, added in float32 or wider."""
+    sums: Tensor = _AddUp.apply(rows, order)
+    return sums
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Order) -> Tensor:
+        ctx.order = order
+        return _taken(x, order.sources_R)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _added(grad, ctx.order.places_SK), None
+
+
+class _AddUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Order) -> Tensor:
+        ctx.order = order
+        return _added(rows, order.places_SK)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _taken(grad, ctx.order.sources_R), None
+
+
+def _taken(x: Tensor, index: Tensor) -> Tensor:
+    if not len(x):
+        return x.new_zeros(len(index), *x.shape[1:])
+    taken = x.index_select(0, index.clamp(min=0))
+    return taken.masked_fill_((index < 0).view(-1, *(1 for _ in x.shape[1:])), 0)
+
+
+def _added(rows: Tensor, places_SK: Tensor) -> Tensor:
+    first, *others = places_SK.unbind(1)
+    total = _taken(rows, first)
+    if others:
+        total = total.to(torch.promote_types(rows.dtype, torch.float32))
+        for places in others:
+            total += _taken(rows, places)
+    return total.to(rows.dtype)

@@ -1,0 +1,219 @@
+"""The router of a layer of experts: which experts each token goes to, and how much each of them weighs.
+
+It stands between the norm and the dispatch of a layer, in the sequence-parallel region: each rank routes its T/sp
+tokens. The weight is whole on all ranks; where tokens are cut over `sp` its gradients are parts of a sum, as a norm's
+are. Logits, scores and weights are float32 or wider whatever the precision. Tokens of padding go nowhere.
+
+Legend: T tokens of this rank, H hidden, E experts, K chosen, P pools.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_megatron.comm import rng
+from lightning_megatron.mesh import Axis
+from lightning_megatron.moe import balance, choice
+from lightning_megatron.moe.config import RouterConfig
+from lightning_megatron.moe.load import Records
+from lightning_megatron.moe.pools import Pools, RoutedTokens, mask_of, sum_over
+from lightning_megatron.sharding import Initial, shard_parameter
+
+# Below it the scores of a token do not sum up to anything.
+_LEAST_SUM = 1e-20
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where the tokens of a rank go."""
+
+    chosen_TK: Tensor
+    # int64: experts, -1 for none: of padding, and of "expert_choice", where K is E
+    weights_TK: Tensor
+    # of their outputs in the token's, 0 for none; their backward begins the gradients of the auxiliary losses too
+
+
+class Router(nn.Module):
+    """From hidden states [T/sp, H] to a `Routing`; weight [E, H].
+
+    `name` is the router's name in the model: it names the random numbers of jitter and of chance. Without a bias or a
+    loss over the global batch it holds no state beside its weight.
+    """
+
+    expert_bias: Tensor
+    preferred_counts: Tensor
+
+    def __init__(
+        self, config: RouterConfig, hidden_size: int, *, tp: Axis, sp: Axis, cp: Axis, name: str, initial: Initial
+    ) -> None:
+        super().__init__()
+        self.config, self.axes = config, (sp, cp)
+        self.weight = shard_parameter((config.num_experts, hidden_size), initial=initial, replicas=(tp,), partial=sp)
+        self.jitter_key, self.chance_key = rng.key(name, "jitter"), rng.key(name, "chance")
+        self.records = Records()
+        if self.has_bias:
+            self.register_buffer("expert_bias", torch.zeros(config.num_experts, dtype=torch.float32))
+        if self.is_global:
+            # As integers, so that no cast of the module rounds them.
+            self.register_buffer("preferred_counts", torch.zeros(config.num_experts, dtype=torch.int64))
+
+    @property
+    def has_bias(self) -> bool:
+        return self.config.bias_update_rate > 0
+
+    @property
+    def is_global(self) -> bool:
+        """Whether a loss looks at the shares of a global batch."""
+        return any(loss.scope == "global" for loss in self.config.balance)
+
+    @property
+    def chooses_by_score(self) -> bool:
+        """Whether the chosen are the best by score alone."""
+        config = self.config
+        return config.choice == "top_k" and not self.has_bias and config.num_chosen_groups == config.num_groups
+
+    @property
+    def num_experts(self) -> int:
+        return self.config.num_experts
+
+    @property
+    def loss_names(self) -> tuple[str, ...]:
+        """The auxiliary losses there are, in the order of their sums."""
+        return (*(loss.scope for loss in self.config.balance), *(("z",) if self.config.z_loss else ()))
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    def forward(self, x_TH: Tensor, tokens: RoutedTokens) -> Routing:
+        """Talks over sp and cp where a loss or a choice looks at a whole sequence; every rank must call it."""
+        pools = Pools.of(tokens, self.axes)
+        logits_TE = self._logits(x_TH, tokens)
+        scores_TE = score(logits_TE, self.config)
+        with torch.no_grad():
+            chosen_TK = self._choose(logits_TE, scores_TE, tokens, pools)
+            chosen_TK = torch.where(tokens.is_real_T.unsqueeze(1), chosen_TK, -1)
+        weights_TK = weights_of(logits_TE, scores_TE, chosen_TK, self.config)
+        if self.training:
+            loss = self._record(logits_TE, scores_TE, chosen_TK, tokens, pools)
+            weights_TK = balance.attach(weights_TK, loss, tokens.loss_factor)
+        return Routing(chosen_TK, weights_TK)
+
+    @torch.no_grad()
+    def learn(self, preferred_E: Tensor, chosen_E: Tensor) -> None:
+        """Takes in the counts of a whole global batch, once a step: `load.end_step` calls it."""
+        if self.has_bias:
+            self.expert_bias += self.config.bias_update_rate * balance.bias_step(chosen_E)
+        if self.is_global:
+            # A step without any token says nothing about what comes.
+            self.preferred_counts.copy_(torch.where(preferred_E.sum() > 0, preferred_E, self.preferred_counts))
+
+    def _logits(self, x_TH: Tensor, tokens: RoutedTokens) -> Tensor:
+        """float32 or wider, under autocast too: [T, E]."""
+        dtype = torch.promote_types(x_TH.dtype, getattr(torch, self.config.dtype))
+        # What padding holds must not reach the weight, NaN neither.
+        x_TH = x_TH.to(dtype).masked_fill(~tokens.is_real_T.unsqueeze(1), 0.0)
+        if self.training and self.config.jitter:
+            columns_H = torch.arange(x_TH.shape[1], device=x_TH.device)
+            keys_T1 = rng.bits(self.jitter_key, tokens.keys_T).unsqueeze(1)
+            x_TH = x_TH * (1.0 + self.config.jitter * (2.0 * rng.uniform(keys_T1, columns_H) - 1.0)).to(dtype)
+        with torch.autocast(x_TH.device.type, enabled=False):
+            return F.linear(x_TH, self.weight.to(dtype))
+
+    def _choose(self, logits_TE: Tensor, scores_TE: Tensor, tokens: RoutedTokens, pools: Pools) -> Tensor:
+        """The experts of each token, those of padding too: int64 [T, K]."""
+        config, kind = self.config, self.config.choice
+        if kind == "expert_choice":
+            return choice.expert_choice(scores_TE, tokens.positions_T, pools, config.top_k)
+        if kind == "random":
+            return choice.random(rng.bits(self.chance_key, tokens.keys_T), config.num_experts, config.top_k)
+        if kind == "even":
+            return choice.even(tokens.positions_T, config.num_experts, config.top_k)
+        if kind == "sinkhorn" and self.training:
+            scores_TE = choice.sinkhorn(logits_TE, pools, config.num_sinkhorn_iterations)
+        if self.has_bias:
+            scores_TE = scores_TE + self.expert_bias.to(scores_TE.dtype)
+        if config.num_chosen_groups < config.num_groups:
+            scores_TE = choice.limit_to_groups(
+                scores_TE,
+                num_groups=config.num_groups,
+                num_chosen_groups=config.num_chosen_groups,
+                count=config.top_k,
+            )
+        return choice.top_k(scores_TE, config.top_k)
+
+    def _record(
+        self, logits_TE: Tensor, scores_TE: Tensor, chosen_TK: Tensor, tokens: RoutedTokens, pools: Pools
+    ) -> Tensor:
+        """The auxiliary losses of this rank's tokens, each times its coefficient, as one sum: []."""
+        real_T = tokens.is_real_T
+        with torch.no_grad():
+            if self.chooses_by_score:
+                preferred_TE = mask_of(chosen_TK, self.num_experts)
+            else:
+                best_TK = choice.top_k(scores_TE, self.config.top_k)
+                preferred_TE = mask_of(torch.where(real_T.unsqueeze(1), best_TK, -1), self.num_experts)
+            chosen_E = mask_of(chosen_TK, self.num_experts).sum(0)
+        probabilities_TE = probabilities(scores_TE, self.config)
+        terms = []
+        for loss in self.config.balance:
+            load_TE = self._load(loss.scope, preferred_TE, pools, scores_TE.dtype)
+            terms.append((loss.coefficient, balance.balance_sum(probabilities_TE, load_TE, real_T)))
+        if self.config.z_loss:
+            terms.append((self.config.z_loss, balance.z_sum(logits_TE, real_T)))
+        sums_S = torch.stack([real_T.sum(dtype=torch.float64), *(term.detach().double() for _, term in terms)])
+        self.records.add(tokens.call, torch.stack([preferred_TE.sum(0), chosen_E]), sums_S)
+        return torch.stack([logits_TE.new_zeros(()), *(coefficient * term for coefficient, term in terms)]).sum()
+
+    def _load(self, scope: str, preferred_TE: Tensor, pools: Pools, dtype: torch.dtype) -> Tensor:
+        """How busy the experts of each token's pool are: [T, E], or [1, E] for all."""
+        if scope == "sequence":
+            return pools.spread(balance.load(pools.sum(preferred_TE), dtype))
+        if scope == "microbatch":
+            return balance.load(sum_over(preferred_TE.sum(0, keepdim=True), self.axes), dtype)
+        return balance.load(self.preferred_counts.unsqueeze(0), dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
+        """A module cast to half takes its buffers along; a bias that moves by 0.001 would not move any more."""
+        wide: Any = self.expert_bias if self.has_bias else None
+        super()._apply(fn, recurse)
+        if wide is not None and self.expert_bias.dtype != torch.float32:
+            self.expert_bias = wide.to(self.expert_bias.device)
+        return self
+
+    def extra_repr(self) -> str:
+        return f"num_experts={self.num_experts}, top_k={self.config.top_k}, choice={self.config.choice!r}"
+
+
+def score(logits_TE: Tensor, config: RouterConfig) -> Tensor:
+    """What a token gives each expert: [T, E]."""
+    if config.score == "softmax":
+        return logits_TE.softmax(1)
+    if config.score == "sigmoid":
+        return logits_TE.sigmoid()
+    # Far below 0 softplus is 0, where the slope of the root has no end.
+    return F.softplus(logits_TE).clamp(min=torch.finfo(logits_TE.dtype).tiny).sqrt()
+
+
+def weights_of(logits_TE: Tensor, scores_TE: Tensor, chosen_TK: Tensor, config: RouterConfig) -> Tensor:
+    """The weights of the chosen experts, 0 where there is none: [T, K]."""
+    places_TK = chosen_TK.clamp(min=0)
+    if config.is_normalised and config.score == "softmax":
+        # The same as dividing by their sum, where that is not too small to divide by.
+        weights_TK = logits_TE.gather(1, places_TK).softmax(1)
+    else:
+        weights_TK = scores_TE.gather(1, places_TK)
+        if config.is_normalised:
+            weights_TK = weights_TK / (weights_TK.sum(1, keepdim=True) + _LEAST_SUM)
+    return torch.where(chosen_TK >= 0, weights_TK * config.scaling_factor, 0.0)
+
+
+def probabilities(scores_TE: Tensor, config: RouterConfig) -> Tensor:
+    """The scores, scaled so that those of a token sum up to 1: [T, E]."""
+    if config.score == "softmax":
+        return scores_TE
+    return scores_TE / (scores_TE.sum(1, keepdim=True) + _LEAST_SUM)

@@ -1,0 +1,59 @@
+"""The shared expert: a feed-forward network that every token goes through, beside those that it chose.
+
+It is cut over tp as a dense one is, sends no token to another rank, and is computed while the others travel.
+
+T tokens, H hidden, F features of the shared expert.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_megatron.mesh import Axis
+from lightning_megatron.sharding import Initial, shard_parameter
+from lightning_megatron.tensor.activation import Activation, activate
+from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear
+
+
+class SharedExpert(nn.Module):
+    """[T/sp, H] to [T/sp, H]; with a gate times sigmoid(gate . token)."""
+
+    gate: nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        *,
+        activation: Activation,
+        has_gate: bool,
+        initial: Initial,
+        output_initial: Initial,
+        tp: Axis,
+        sp: Axis,
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        is_gated = activation == "swiglu"
+        self.up = ColumnParallelLinear(
+            hidden_size,
+            (2, ffn_hidden_size) if is_gated else ffn_hidden_size,
+            tp=tp,
+            sp=sp,
+            bias=False,
+            initial=initial,
+            cut=1 if is_gated else 0,
+        )
+        self.down = RowParallelLinear(ffn_hidden_size, hidden_size, tp=tp, sp=sp, bias=False, initial=output_initial)
+        # On every tp rank; under sequence parallelism each sees its own tokens.
+        self.gate = shard_parameter((1, hidden_size), initial=initial, replicas=(tp,), partial=sp) if has_gate else None
+
+    def forward(self, hidden_TH: Tensor) -> Tensor:
+        output_TH: Tensor = self.down(activate(self.up(hidden_TH), self.activation))
+        if self.gate is None:
+            return output_TH
+        wide = torch.promote_types(hidden_TH.dtype, torch.float32)
+        # Few features: in float32 whatever the precision, as the router's scores are.
+        with torch.autocast(hidden_TH.device.type, enabled=False):
+            share_T1 = torch.sigmoid(F.linear(hidden_TH.to(wide), self.gate.to(wide)))
+        return (output_TH * share_T1).to(output_TH.dtype)

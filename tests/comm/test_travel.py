@@ -1,0 +1,102 @@
+"""Tests of what travels: it lands where it is awaited, in both directions, and unequal shares of rows fit together."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_megatron.comm import collectives
+from lightning_megatron.comm.collectives import Pending
+from lightning_megatron.comm.travel import depart, exchange_rows, gather_rows, scatter_rows
+from lightning_megatron.mesh import Axis, Mesh, Sizes
+from tests.harness.threads import new_group, run_on_threads
+
+# Rows that each rank (first) has for each other one (second).
+GIVEN = [[1, 0, 2], [0, 0, 0], [3, 1, 2]]
+TAKEN = [list(column) for column in zip(*GIVEN, strict=True)]
+COUNTS = [2, 0, 3]
+
+
+def axis_of(world: Any) -> Axis:
+    return Mesh.build(Sizes(world=world.size(), tp=world.size()), world.rank(), new_group).tp
+
+
+def test_what_is_done_between_departure_and_landing_happens_while_it_travels_in_both_directions() -> None:
+    order: list[str] = []
+
+    class Told(Pending):
+        """Tells when it is waited for."""
+
+        def wait(self) -> Tensor:
+            order.append("lands")
+            return super().wait()
+
+    def start(x: Tensor) -> Pending:
+        order.append("departs")
+        return Told(x * 3)
+
+    class Meanwhile(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            order.append("meanwhile")
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            order.append("meanwhile")
+            return grad * 2
+
+    x = torch.ones(4, requires_grad=True)
+    travelling = depart(x, start, start)
+    meanwhile = Meanwhile.apply(x)
+    out = travelling.wait() + meanwhile
+    assert order == ["departs", "meanwhile", "lands"]
+    order.clear()
+    out.sum().backward()
+    assert order == ["departs", "meanwhile", "lands"]
+    assert torch.equal(out, torch.full((4,), 5.0)) and torch.equal(x.grad, torch.full((4,), 5.0))
+    with pytest.raises(AssertionError, match="waited for already"):
+        travelling.wait()
+
+
+def test_exchanged_rows_and_their_gradients_go_to_the_ranks_they_are_for() -> None:
+    def on_rank(world: Any) -> None:
+        axis = axis_of(world)
+        own, others = GIVEN[axis.rank], TAKEN[axis.rank]
+        # 10 * sender + receiver
+        x = torch.cat([torch.full((n, 2), 10.0 * axis.rank + to) for to, n in enumerate(own)]).requires_grad_()
+        got = exchange_rows(x, axis, own, others).wait()
+        expected = torch.cat([torch.full((n, 2), 10.0 * source + axis.rank) for source, n in enumerate(others)])
+        assert torch.equal(got, expected)
+        got.backward(got.detach() + 0.5)
+        assert x.grad is not None and torch.equal(x.grad, x.detach() + 0.5)
+
+    run_on_threads(3, on_rank)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_rows_in_unequal_shares_are_joined_and_their_gradients_summed_and_the_other_way_round(size: int) -> None:
+    counts = COUNTS[:size]
+    whole, grads = torch.randn(sum(counts), 2, dtype=torch.float64), torch.randn(size, sum(counts), 2).double()
+
+    def on_rank(world: Any) -> None:
+        axis = axis_of(world)
+        share = whole.split(counts)[axis.rank].clone().requires_grad_()
+        joined = gather_rows(share, axis, counts)
+        assert torch.equal(joined, whole)
+        joined.backward(grads[axis.rank])
+        torch.testing.assert_close(share.grad, grads.sum(0).split(counts)[axis.rank], rtol=0, atol=1e-12)
+        part = grads[axis.rank].clone().requires_grad_()
+        own = scatter_rows(part, axis, counts)
+        torch.testing.assert_close(own, grads.sum(0).split(counts)[axis.rank], rtol=0, atol=1e-12)
+        own.backward(share.detach())
+        assert part.grad is not None and torch.equal(part.grad, whole)
+
+    run_on_threads(size, on_rank)
+
+
+def test_rows_come_in_the_order_of_the_axis_on_an_axis_of_one_they_stay() -> None:
+    x = torch.randn(3, 2)
+    alone = Axis("alone", 1, 0, (0,))
+    assert collectives.all_to_all_rows(x, alone, [3], [3]) is x

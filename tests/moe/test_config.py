@@ -1,0 +1,88 @@
+"""Tests of what a router's configuration refuses, and with what way out."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_megatron.moe.config import BalanceLoss, RouterConfig
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"top_k": 9}, r"top_k \(9\) must be at most num_experts \(8\)"),
+        ({"top_k": 0}, r"top_k \(0\) must be at least 1"),
+        ({"top_k": 1}, r"top_k \(1\) with is_normalised=True makes every weight 1 .*set is_normalised=False.*softmax"),
+        ({"top_k": 1, "score": "sigmoid"}, r"set is_normalised=False, which weighs by the sigmoid score"),
+        ({"num_groups": 3}, r"num_groups \(3\) must divide num_experts \(8\); it may be 1, 2, 4, 8"),
+        ({"num_groups": 2, "num_chosen_groups": 3}, r"num_chosen_groups \(3\) must be at most num_groups \(2\)"),
+        (
+            {"num_groups": 4, "num_chosen_groups": 2, "top_k": 3},
+            r"top_k \(3\) must be a multiple of num_chosen_groups \(2\).*it may be 2, 4",
+        ),
+        ({"num_groups": 4, "top_k": 4}, r"at most 2 for each of them.*it may be 1, 2"),
+        ({"num_groups": 4, "choice": "even"}, r"num_groups \(4\) limits choice 'top_k' alone"),
+        ({"choice": "best"}, r"choice \('best'\) must be one of 'top_k', 'expert_choice'"),
+        ({"score": "relu"}, r"score \('relu'\) must be one of 'softmax', 'sigmoid', 'sqrt_softplus'"),
+        ({"dtype": "bfloat16"}, r"dtype \('bfloat16'\) must be one of 'float32', 'float64'"),
+        ({"choice": "expert_choice"}, r"set is_normalised=False"),
+        (
+            {"choice": "expert_choice", "is_normalised": False, "balance": (BalanceLoss(),)},
+            r"keeps experts equally busy by itself; leave balance empty",
+        ),
+        ({"choice": "sinkhorn", "bias_update_rate": 0.1}, r"bias_update_rate \(0.1\) acts on choice 'top_k' alone"),
+        ({"scaling_factor": 0.0}, r"scaling_factor \(0.0\) must be above 0"),
+        ({"scaling_factor": float("inf")}, r"scaling_factor \(inf\)"),
+        ({"jitter": 1.0}, r"jitter \(1.0\) must be from 0 to below 1"),
+        ({"z_loss": -1.0}, r"z_loss \(-1.0\) must be 0 or above"),
+        ({"z_loss": float("nan")}, r"z_loss \(nan\) must be 0 or above"),
+        ({"balance": (BalanceLoss(coefficient=0.0),)}, r"coefficient of the balance loss per sequence \(0.0\)"),
+        ({"balance": (BalanceLoss(scope="batch"),)}, r"scope of a balance loss \('batch'\) must be one of"),  # type: ignore[arg-type]
+        ({"balance": (BalanceLoss(), BalanceLoss(coefficient=1.0))}, r"balance has 2 losses of scope 'sequence'"),
+    ],
+)
+def test_a_wrong_value_is_told_with_the_way_out(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        RouterConfig(**{"num_experts": 8, **wrong})
+
+
+def test_all_faults_are_told_at_once() -> None:
+    with pytest.raises(ValueError) as told:
+        RouterConfig(num_experts=8, top_k=9, jitter=2.0, z_loss=-1.0, score="relu")  # type: ignore[arg-type]
+    assert len(str(told.value).splitlines()) == 4
+
+
+def test_a_configuration_cannot_be_changed_unchecked() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        RouterConfig(num_experts=8).top_k = 9  # type: ignore[misc]
+
+
+sizes = st.integers(1, 12)
+
+
+@given(num_experts=sizes, top_k=sizes, num_groups=sizes, num_chosen_groups=sizes)
+def test_sizes_are_taken_exactly_where_the_groups_can_give_top_k_experts(
+    num_experts: int, top_k: int, num_groups: int, num_chosen_groups: int
+) -> None:
+    fits = (
+        num_experts % num_groups == 0
+        and num_chosen_groups <= num_groups
+        and top_k % num_chosen_groups == 0
+        and top_k // num_chosen_groups <= num_experts // num_groups
+    )
+    chosen = {
+        "num_experts": num_experts,
+        "top_k": top_k,
+        "num_groups": num_groups,
+        "num_chosen_groups": num_chosen_groups,
+        "is_normalised": False,
+    }
+    told = ""
+    try:
+        RouterConfig(**chosen)  # type: ignore[arg-type]
+    except ValueError as error:
+        told = str(error)
+    assert fits == (told == ""), told

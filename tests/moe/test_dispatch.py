@@ -1,0 +1,305 @@
+"""Tests of dispatch and combine: on every layout the experts give what a loop over them gives on one device."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_megatron.comm import collectives
+from lightning_megatron.mesh import Mesh, Sizes
+from lightning_megatron.moe import dispatch
+from lightning_megatron.moe.capacity import Capacity
+from lightning_megatron.moe.dispatch import AllGather, AllToAll, Dispatcher
+from lightning_megatron.moe.mixture import mix
+from lightning_megatron.transformer import recompute
+from tests.harness.ranks import run_on_ranks
+from tests.moe.plain import (
+    BITE,
+    LAYOUTS,
+    E,
+    K,
+    Plain,
+    assert_expert_gradients,
+    assert_same,
+    dispatcher_of,
+    experts_of,
+    on_every_layout,
+    on_mesh,
+    own,
+    with_either_dispatcher,
+)
+
+Make = Callable[..., Dispatcher]
+
+
+def check(plain: Plain, out: Tensor, make: Make, mesh: Mesh, capacity: Capacity | None = None) -> None:
+    """Output and every gradient on this rank equal those of the plain experts."""
+    experts = experts_of(plain, mesh)
+    hidden, weights = own(plain.hidden, mesh).requires_grad_(), own(plain.weights, mesh).requires_grad_()
+    mixed = mix(
+        hidden,
+        own(plain.experts, mesh),
+        weights,
+        num_experts=E,
+        dispatcher=dispatcher_of(make, mesh),
+        experts=experts,
+        capacity=capacity,
+    )
+    assert_same(mixed, own(out, mesh))
+    mixed.backward(own(plain.out_grad, mesh))
+    for leaf, whole in ((hidden, plain.hidden), (weights, plain.weights)):
+        assert leaf.grad is not None and whole.grad is not None
+        assert_same(leaf.grad, own(whole.grad, mesh))
+    assert_expert_gradients(experts, plain)
+
+
+@on_every_layout
+@with_either_dispatcher
+def test_experts_on_any_layout_equal_a_loop_over_them(world_size: int, ep: int, etp: int, make: Make) -> None:
+    plain = Plain(5 * world_size)
+    out = plain.run()
+    on_mesh(world_size, ep, etp, lambda mesh: check(plain, out, make, mesh))
+
+
+@with_either_dispatcher
+@pytest.mark.parametrize("activation", ["gelu_tanh", "swiglu"])
+@pytest.mark.parametrize("num_chosen", [1, 3])
+def test_every_activation_and_number_of_choices_equals_the_loop(make: Make, activation: Any, num_chosen: int) -> None:
+    plain = Plain(20, activation=activation, num_chosen=num_chosen)
+    out = plain.run()
+    on_mesh(4, 2, 2, lambda mesh: check(plain, out, make, mesh))
+
+
+@on_every_layout
+@with_either_dispatcher
+def test_experts_and_ranks_without_a_token_have_zero_gradients(world_size: int, ep: int, etp: int, make: Make) -> None:
+    plain = Plain(8 * world_size)
+    # All of a rank's experts empty, single ones among others, tokens with one choice or none, a rank with none at all.
+    plain.experts[(plain.experts < E // 4) | (plain.experts == E - 2)] = -1
+    plain.experts[: 8 if world_size > 1 else 4] = -1
+    out = plain.run()
+    assert (out.abs().sum(1) == 0).any() and (plain.experts >= 0).any()
+
+    def on_rank(mesh: Mesh) -> None:
+        check(plain, out, make, mesh)
+        experts = experts_of(plain, mesh)
+        nothing = torch.full((8, K), -1)
+        hidden = own(plain.hidden, mesh)
+        mixed = mix(
+            hidden,
+            nothing,
+            own(plain.weights, mesh),
+            num_experts=E,
+            dispatcher=dispatcher_of(make, mesh),
+            experts=experts,
+        )
+        mixed.sum().backward()
+        assert mixed.count_nonzero() == 0 and mixed.shape == hidden.shape
+        for parameter in experts.parameters():
+            assert parameter.grad is not None and parameter.grad.count_nonzero() == 0
+
+    on_mesh(world_size, ep, etp, on_rank)
+
+
+@pytest.mark.parametrize(("ep", "etp"), [(4, 1), (2, 2), (1, 4)])
+def test_ranks_may_have_different_numbers_of_tokens_under_all_to_all(ep: int, etp: int) -> None:
+    counts = [3, 0, 7, 1]
+    plain = Plain(sum(counts))
+    out = plain.run()
+
+    def on_rank(mesh: Mesh) -> None:
+        def mine(whole: Tensor) -> Tensor:
+            return whole.detach().split(counts)[mesh.global_rank].clone()
+
+        experts = experts_of(plain, mesh)
+        hidden, weights = mine(plain.hidden).requires_grad_(), mine(plain.weights).requires_grad_()
+        mixed = mix(
+            hidden,
+            mine(plain.experts),
+            weights,
+            num_experts=E,
+            dispatcher=dispatcher_of(AllToAll, mesh),
+            experts=experts,
+        )
+        mixed.backward(mine(plain.out_grad))
+        assert_same(mixed, mine(out))
+        for leaf, whole in ((hidden, plain.hidden), (weights, plain.weights)):
+            assert leaf.grad is not None and whole.grad is not None
+            assert_same(leaf.grad, mine(whole.grad))
+        assert_expert_gradients(experts, plain)
+
+    on_mesh(4, ep, etp, on_rank)
+
+
+@on_every_layout
+@with_either_dispatcher
+@pytest.mark.parametrize("capacity", [None, 5])
+def test_there_and_back_is_each_token_times_its_choices(
+    world_size: int, ep: int, etp: int, make: Make, capacity: int | None
+) -> None:
+    plain = Plain(5 * world_size)
+    plain.experts[::3, 0] = -1
+    plain.experts[1] = -1
+
+    def on_rank(mesh: Mesh) -> None:
+        hidden, experts = own(plain.hidden, mesh).requires_grad_(), own(plain.experts, mesh)
+        journey = dispatcher_of(make, mesh).dispatch(hidden, experts, own(plain.weights, mesh), capacity)
+        arrived = journey.arrive()
+        assert arrived.groups.num_rows == len(arrived.rows_RH) == len(arrived.weights_R)
+        assert arrived.groups.sizes_L.tolist() == list(arrived.groups.sizes)
+        # On each rank of etp they make a part of a sum.
+        journey.send_back(arrived.rows_RH / etp)
+        home = journey.come_home()
+        times = (experts >= 0).sum(1, keepdim=True)
+        assert_same(home, hidden.detach() * times)
+        home.backward(torch.ones_like(home))
+        assert hidden.grad is not None
+        assert_same(hidden.grad, torch.ones_like(home) * times)
+
+    on_mesh(world_size, ep, etp, on_rank)
+
+
+@pytest.mark.parametrize(("world_size", "ep", "etp"), LAYOUTS)
+@pytest.mark.parametrize("capacity", [None, 6])
+def test_both_dispatchers_hand_over_the_same_rows_in_the_same_order(
+    world_size: int, ep: int, etp: int, capacity: int | None
+) -> None:
+    plain = Plain(6 * world_size)
+
+    def on_rank(mesh: Mesh) -> None:
+        def arrived(make: Make) -> list[Tensor]:
+            given = (own(each, mesh) for each in (plain.hidden, plain.experts, plain.weights))
+            rows, weights, groups = dispatcher_of(make, mesh).dispatch(*given, capacity).arrive()
+            parts = [
+                torch.cat([row, weight[:, None]], dim=1)
+                for row, weight in zip(rows.split(groups.sizes), weights.split(groups.sizes), strict=True)
+            ]
+            # Padding stands behind each rank's rows, or behind those of all.
+            return [part[part[:, -1] != 0] for part in parts]
+
+        for sent, gathered in zip(arrived(AllToAll), arrived(AllGather), strict=True):
+            assert torch.equal(sent, gathered)
+
+    on_mesh(world_size, ep, etp, on_rank)
+
+
+@on_every_layout
+@with_either_dispatcher
+@pytest.mark.parametrize("keeps", ["probability", "position"])
+@pytest.mark.parametrize("pads", [False, True])
+def test_with_a_capacity_experts_equal_a_loop_over_the_choices_that_stay(
+    world_size: int, ep: int, etp: int, make: Make, keeps: Any, pads: bool
+) -> None:
+    plain = Plain(8 * world_size)
+    capacity = Capacity(factor=0.75, keeps=keeps, pads=pads)
+    given = plain.experts
+    kept = torch.cat(
+        [
+            capacity.kept(experts, weights, E)
+            for experts, weights in zip(given.split(8), plain.weights.detach().split(8), strict=True)
+        ]
+    )
+    whole = plain.run()
+    plain.experts = kept
+    out = plain.run()
+    assert (whole - out).abs().max() > BITE
+    plain.experts = given
+    on_mesh(world_size, ep, etp, lambda mesh: check(plain, out, make, mesh, capacity))
+
+
+@with_either_dispatcher
+@pytest.mark.parametrize(("pads", "num_crossings"), [(False, 1), (True, 0)])
+def test_sizes_cross_to_the_host_once_and_never_where_they_are_padded(
+    make: Make, pads: bool, num_crossings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, crossed = Plain(8 * 4), []
+    on_host = dispatch._on_host
+
+    def counted(counts: Tensor) -> Tensor:
+        crossed.append(counts)
+        return on_host(counts)
+
+    monkeypatch.setattr(dispatch, "_on_host", counted)
+
+    def on_rank(mesh: Mesh) -> None:
+        mix(
+            own(plain.hidden, mesh),
+            own(plain.experts, mesh),
+            own(plain.weights, mesh),
+            num_experts=E,
+            dispatcher=dispatcher_of(make, mesh),
+            experts=experts_of(plain, mesh),
+            capacity=Capacity(factor=1.0, pads=True) if pads else None,
+        )
+
+    on_mesh(4, 2, 2, on_rank)
+    assert len(crossed) == 4 * num_crossings
+
+
+def test_the_gradients_of_experts_are_parts_of_a_sum_over_edp_and_of_no_other() -> None:
+    plain = Plain(5 * 4)
+    out = plain.run()
+
+    def on_rank(mesh: Mesh) -> None:
+        experts = experts_of(plain, mesh)
+        mixed = mix(
+            own(plain.hidden, mesh),
+            own(plain.experts, mesh),
+            own(plain.weights, mesh),
+            num_experts=E,
+            dispatcher=dispatcher_of(AllToAll, mesh),
+            experts=experts,
+        )
+        mixed.backward(own(plain.out_grad, mesh))
+        assert_same(mixed, own(out, mesh))
+        grad = experts.up.grad
+        assert grad is not None
+        summed = collectives.all_reduce(grad, mesh.axis("edp"))
+        assert (summed - grad).abs().max() > BITE
+        assert (summed / 2 - grad).abs().max() > BITE
+
+    on_mesh(4, 2, 1, on_rank)
+
+
+@with_either_dispatcher
+def test_experts_that_are_made_again_for_the_backward_equal_the_loop(make: Make) -> None:
+    plain = Plain(5 * 4)
+    out = plain.run()
+
+    def on_rank(mesh: Mesh) -> None:
+        experts, chosen = experts_of(plain, mesh), own(plain.experts, mesh)
+        hidden, weights = own(plain.hidden, mesh).requires_grad_(), own(plain.weights, mesh).requires_grad_()
+
+        def run(hidden: Tensor, weights: Tensor) -> Tensor:
+            dispatcher = dispatcher_of(make, mesh)
+            return mix(hidden, chosen, weights, num_experts=E, dispatcher=dispatcher, experts=experts)
+
+        mixed = recompute.checkpoint(run, hidden, weights)
+        mixed.backward(own(plain.out_grad, mesh))
+        assert_same(mixed, own(out, mesh))
+        for leaf, whole in ((hidden, plain.hidden), (weights, plain.weights)):
+            assert leaf.grad is not None and whole.grad is not None
+            assert_same(leaf.grad, own(whole.grad, mesh))
+        assert_expert_gradients(experts, plain)
+
+    on_mesh(4, 2, 2, on_rank)
+
+
+def gloo_rank(make: Make) -> None:
+    """On real ranks, one of which has nothing to send."""
+
+    def new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        return dist.new_group(list(ranks), use_local_synchronization=True)
+
+    mesh = Mesh.build(Sizes(world=4, ep=2, etp=2), dist.get_rank(), new_group)
+    plain = Plain(5 * 4)
+    plain.experts[:5] = -1
+    check(plain, plain.run(), make, mesh)
+
+
+@with_either_dispatcher
+def test_experts_equal_the_loop_on_real_ranks(make: Make) -> None:
+    run_on_ranks(4, gloo_rank, make)
