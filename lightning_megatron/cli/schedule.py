@@ -66,6 +66,12 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         help="microbatches that go through a chunk before the next chunk's turn, from pp; interleaved only "
         "(default: 0, which is pp)",
     )
+    sizes.add_argument(
+        "--joint",
+        action="store_true",
+        help="a forward runs beside a backward of another microbatch, which hides the way of tokens to experts "
+        "(overlap_expert_exchange); 1f1b and interleaved only. Each pair is drawn one after the other",
+    )
     costs = parser.add_argument_group("the costs")
     for name, what in (
         ("forward", "time of a forward"),
@@ -118,6 +124,7 @@ def _read(options: argparse.Namespace) -> tuple[Schedule, Costs]:
         chunks=options.vp if options.vp is not None else 2 if kind == "zb_v" else 1,
         microbatches=options.microbatches,
         group_size=options.group_size,
+        is_joint=options.joint,
     )
     costs = Costs()
     faults = schedule_faults(schedule)
@@ -168,7 +175,8 @@ def _name(schedule: Schedule) -> str:
     ranks = _num(schedule.pp, "rank")
     chunks = "" if schedule.chunks == 1 else f" of {schedule.chunks} chunks"
     group = f" in groups of {schedule.group_size}" if schedule.group_size else ""
-    return f"{schedule.name}, {ranks}{chunks}, {_num(schedule.microbatches, 'microbatch', 'es')}{group}"
+    joint = ", forwards beside backwards" if schedule.is_joint else ""
+    return f"{schedule.name}{joint}, {ranks}{chunks}, {_num(schedule.microbatches, 'microbatch', 'es')}{group}"
 
 
 def _report(schedule: Schedule, costs: Costs, timeline: Timeline, columns: int) -> str:
@@ -207,6 +215,7 @@ def _record(schedule: Schedule, costs: Costs, timeline: Timeline) -> dict[str, A
         "pp": schedule.pp,
         "vp": schedule.chunks,
         "microbatches": schedule.microbatches,
+        "is_joint": schedule.is_joint,
         "group_size": (schedule.group_size or schedule.pp) if schedule.name == "interleaved" else None,
         "costs": vars(costs),
         "makespan": timeline.makespan,

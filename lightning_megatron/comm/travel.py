@@ -26,11 +26,19 @@ Start = Callable[[Tensor], Pending]
 """Starts a collective over a tensor."""
 
 
+GiveWay = Callable[[], None]
+"""Lets others compute before this one waits."""
+
+
+def not_at_all() -> None:
+    """Nobody else is there to compute."""
+
+
 class Travelling:
     """A tensor on its way. `wait` once, and use what it gives: only then do gradients come back."""
 
-    def __init__(self, there: Start, back: Start) -> None:
-        self.there, self.back = there, back
+    def __init__(self, there: Start, back: Start, give_way: GiveWay) -> None:
+        self.there, self.back, self.give_way = there, back, give_way
         self.pending: Pending | None = None
         # in flight, in either direction
         self.ticket: Tensor | None = None
@@ -47,6 +55,7 @@ class Travelling:
         """What is in flight, once it has landed."""
         assert self.pending is not None
         pending, self.pending = self.pending, None
+        self.give_way()
         return pending.wait()
 
 
@@ -92,19 +101,25 @@ class _Whole(torch.autograd.Function):
         return ctx.back(grad.contiguous()), None, None
 
 
-def depart(x: Tensor, there: Start, back: Start) -> Travelling:
-    """`x` on its way by the collective `there`; its gradient comes by `back`, the conjugate."""
-    travelling = Travelling(there, back)
+def depart(x: Tensor, there: Start, back: Start, give_way: GiveWay = not_at_all) -> Travelling:
+    """`x` on its way by the collective `there`; its gradient comes by `back`, the conjugate.
+
+    `give_way` is called before each wait: what else there is to do may be done then.
+    """
+    travelling = Travelling(there, back, give_way)
     travelling.ticket = _Depart.apply(x, travelling)
     return travelling
 
 
-def exchange_rows(x_R: Tensor, axis: Axis, given: Sequence[int], taken: Sequence[int]) -> Travelling:
+def exchange_rows(
+    x_R: Tensor, axis: Axis, given: Sequence[int], taken: Sequence[int], give_way: GiveWay = not_at_all
+) -> Travelling:
     """The rows that the ranks of the axis have for this one: `given[i]` rows go to rank i, `taken[i]` come from it."""
     return depart(
         x_R,
         lambda x: collectives.all_to_all_rows(x, axis, given, taken, wait=False),
         lambda grad: collectives.all_to_all_rows(grad, axis, taken, given, wait=False),
+        give_way,
     )
 
 

@@ -19,7 +19,8 @@ from typing import Literal, get_args
 from lightning_megatron.mesh import Placement
 from lightning_megatron.pipeline.collector import collector_paused
 from lightning_megatron.pipeline.interleaved import interleaved_one_f_one_b
-from lightning_megatron.pipeline.schedule import Order, gpipe, one_f_one_b
+from lightning_megatron.pipeline.joint import joint_one_f_one_b
+from lightning_megatron.pipeline.schedule import Action, Order, gpipe, one_f_one_b
 from lightning_megatron.pipeline.zero_bubble import zb_h1, zb_v
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zb_h1", "zb_v"]
@@ -39,6 +40,8 @@ class Schedule:
     # of a step
     group_size: int = 0
     # microbatches that go through a chunk before the next chunk's turn, interleaved only; 0: pp
+    is_joint: bool = False
+    # a forward and a backward run side by side, 1f1b and interleaved only
 
 
 @collector_paused()
@@ -47,18 +50,32 @@ def order_of(schedule: Schedule) -> Order:
     if faults := schedule_faults(schedule):
         raise ValueError("; ".join(faults))
     pp, chunks, microbatches = schedule.pp, schedule.chunks, schedule.microbatches
+    group_size = schedule.group_size or pp
+    if schedule.is_joint:
+        order, _ = joint_one_f_one_b(pp=pp, chunks=chunks, microbatches=microbatches, group_size=group_size)
+        return order
     match schedule.name:
         case "gpipe":
             return gpipe(pp=pp, chunks=chunks, microbatches=microbatches)
         case "1f1b":
             return one_f_one_b(pp=pp, microbatches=microbatches)
         case "interleaved":
-            group_size = schedule.group_size or pp
             return interleaved_one_f_one_b(pp=pp, chunks=chunks, microbatches=microbatches, group_size=group_size)
         case "zb_h1":
             return zb_h1(pp=pp, microbatches=microbatches)
         case "zb_v":
             return zb_v(pp=pp, microbatches=microbatches)
+
+
+def joint_of(schedule: Schedule) -> frozenset[Action]:
+    """The forwards of a schedule that run side by side with the backward behind them."""
+    if not schedule.is_joint:
+        return frozenset()
+    pp, group_size = schedule.pp, schedule.group_size or schedule.pp
+    _, joint = joint_one_f_one_b(
+        pp=pp, chunks=schedule.chunks, microbatches=schedule.microbatches, group_size=group_size
+    )
+    return joint
 
 
 def placement_of(name: ScheduleName) -> Placement:
@@ -78,6 +95,8 @@ def schedule_faults(schedule: Schedule) -> list[str]:
     ]
     if chunks >= 1:
         faults += _chunk_faults(schedule)
+    if schedule.is_joint and name not in ("1f1b", "interleaved"):
+        faults.append(f"schedule {name} does not run a forward beside a backward; use 1f1b or interleaved for that")
     return faults + _group_faults(schedule)
 
 

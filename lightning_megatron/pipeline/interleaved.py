@@ -41,16 +41,21 @@ def _interleaved_of(rank: int, pp: int, chunks: int, microbatches: int, group_si
     that are left with each other instead would shift backwards of the group before it ahead of forwards that they wait
     for: with a small last group the ranks would wait for each other for ever.
     """
-    num_groups = -(-microbatches // group_size)
-    turns = [
-        (chunk, group * group_size + place)
-        for group in range(num_groups)
-        for chunk in range(chunks)
-        for place in range(group_size)
-    ]
+    turns = turns_of(chunks, microbatches, group_size)
     actions = paired(
         [Action(Kind.FORWARD, chunk * pp + rank, microbatch) for chunk, microbatch in turns],
         [Action(Kind.BACKWARD, (chunks - 1 - chunk) * pp + rank, microbatch) for chunk, microbatch in turns],
         num_warmup=min(2 * (pp - rank - 1) + (chunks - 1) * group_size, len(turns)),
     )
     return tuple(action for action in actions if action.microbatch < microbatches)
+
+
+def turns_of(chunks: int, microbatches: int, group_size: int) -> list[tuple[int, int]]:
+    """The (chunk, microbatch) pairs in the order of a rank's forwards, the last group filled up."""
+    num_groups = -(-microbatches // group_size)
+    return [
+        (chunk, group * group_size + place)
+        for group in range(num_groups)
+        for chunk in range(chunks)
+        for place in range(group_size)
+    ]

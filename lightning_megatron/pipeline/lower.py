@@ -46,7 +46,7 @@ class Exchange:
 
 Step = Action | Exchange
 Plan = tuple[tuple[Step, ...], ...]
-"""The steps of every pp rank. An Order is the special case without messages."""
+"""The steps of every pp rank. An `Order` is the special case without messages."""
 
 MessageKey = int
 """A number that both ends of a message have in common, and no other message of a plan has."""
@@ -85,6 +85,8 @@ class Lowered:
 
     plan: Plan
     ranks: tuple[int, ...]
+    joint: frozenset[Action] = frozenset()
+    # forwards that run side by side with the backward right behind them
 
 
 def rank_of_stage(plan: Plan) -> tuple[int, ...]:
@@ -141,29 +143,31 @@ def hops(ranks: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 @collector_paused()
-def lower(order: Order) -> Lowered:
-    """An order with everything that a training step needs between its computes."""
-    return Lowered(add_gathers(add_reductions(add_messages(order))), rank_of_stage(order))
+def lower(order: Order, joint: frozenset[Action] = frozenset()) -> Lowered:
+    """An order with everything that a training step needs between its computes; `joint` as for `add_messages`."""
+    return Lowered(add_gathers(add_reductions(add_messages(order, joint))), rank_of_stage(order), joint)
 
 
-def add_messages(order: Order, *, ahead: int = 1) -> Plan:
+def add_messages(order: Order, joint: frozenset[Action] = frozenset(), *, ahead: int = 1) -> Plan:
     """The plan of an order: sends and receives between its computes.
 
     A send is posted right after the compute that makes it. A receive is awaited right before the compute that needs it
     and posted `ahead` computes earlier, so that it can travel behind them; earlier still where its lane's order asks
     for it, but a gradient not before its forward. Two neighbouring stages on one rank hand over without a message.
+    Forwards in `joint` run side by side with the compute behind them: such two count as one, with nothing in between.
     """
     ranks = rank_of_stage(order)
-    gaps = [_Gaps(len(actions)) for actions in order]
+    groups = [_grouped(actions, joint) for actions in order]
+    gaps = [_Gaps(len(of_rank)) for of_rank in groups]
     places = _Places()
     lanes: defaultdict[Lane, list[MessageKey]] = defaultdict(list)
-    for gap, actions in zip(gaps, order, strict=True):
-        _place_messages(gap, actions, ranks, places, lanes)
+    for gap, of_rank in zip(gaps, groups, strict=True):
+        _place_messages(gap, of_rank, ranks, places, lanes)
     for (_, receiver, _), sent in lanes.items():
         _post_receives(gaps[receiver], sent, places, ahead)
     for gap in gaps:
         _release_sends(gap, places, ranks)
-    return tuple(_joined(actions, gap) for actions, gap in zip(order, gaps, strict=True))
+    return tuple(_joined(of_rank, gap) for of_rank, gap in zip(groups, gaps, strict=True))
 
 
 def add_reductions(plan: Plan) -> Plan:
@@ -177,15 +181,15 @@ def add_gathers(plan: Plan) -> Plan:
 
 
 class _Gaps:
-    """The parts of the exchange that will stand before each compute of a rank, and behind the last."""
+    """The parts of the exchange that will stand before each group of a rank, and behind the last."""
 
-    def __init__(self, num_computes: int) -> None:
-        self.sent: list[Action | None] = [None] * (num_computes + 1)
-        # what the compute before makes
-        self.received: list[tuple[Action, ...]] = [()] * (num_computes + 1)
+    def __init__(self, num_groups: int) -> None:
+        self.sent: list[tuple[Action, ...]] = [()] * (num_groups + 1)
+        # what the group before makes
+        self.received = self.sent[:]
         self.awaited = self.sent[:]
-        # what the compute behind needs
-        self.released = self.received[:]
+        # what the group behind needs
+        self.released = self.sent[:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +214,17 @@ class _Places:
     receives: dict[MessageKey, Action] = field(default_factory=dict)
     # the receive itself
     forwards: dict[int, int] = field(default_factory=dict)
-    # the compute behind the gap, by stage and microbatch
+    # the forward behind the gap, by stage and microbatch
+
+
+def _grouped(actions: tuple[Action, ...], joint: frozenset[Action]) -> list[tuple[Action, ...]]:
+    groups: list[tuple[Action, ...]] = []
+    for action in actions:
+        if groups and len(groups[-1]) == 1 and groups[-1][0] in joint:
+            groups[-1] += (action,)
+        else:
+            groups.append((action,))
+    return groups
 
 
 def _send_of(action: Action, ranks: tuple[int, ...]) -> Action | None:
@@ -233,14 +247,14 @@ def _receive_of(action: Action, ranks: tuple[int, ...]) -> Action | None:
 
 def _place_messages(
     gaps: _Gaps,
-    actions: tuple[Action, ...],
+    groups: list[tuple[Action, ...]],
     ranks: tuple[int, ...],
     places: _Places,
     lanes: defaultdict[Lane, list[MessageKey]],
 ) -> None:
     """Puts the sends of a rank behind their computes and the waits ahead of theirs."""
     traffic: dict[tuple[Kind, int], _Traffic] = {}
-    for place, action in enumerate(actions):
+    for place, action in ((place, action) for place, group in enumerate(groups) for action in group):
         kind, stage, microbatch = action.kind, action.stage, action.microbatch
         ends = traffic.get((kind, stage))
         if ends is None:
@@ -249,12 +263,13 @@ def _place_messages(
             places.forwards[cell_key(stage, microbatch)] = place
         if ends.send is not None:
             key = ends.send_key + 2 * microbatch
-            gaps.sent[place + 1] = Action(ends.send, stage, microbatch)
+            gaps.sent[place + 1] += (Action(ends.send, stage, microbatch),)
             places.made[key] = place + 1
             ends.lane.append(key)
         if ends.receive is not None:
             key = ends.receive_key + 2 * microbatch
-            gaps.awaited[place] = places.receives[key] = Action(ends.receive, stage, microbatch)
+            receive = places.receives[key] = Action(ends.receive, stage, microbatch)
+            gaps.awaited[place] += (receive,)
             places.needed[key] = place
 
 
@@ -290,30 +305,29 @@ def _post_receives(gaps: _Gaps, sent: list[MessageKey], places: _Places, ahead: 
 
 def _release_sends(gaps: _Gaps, places: _Places, ranks: tuple[int, ...]) -> None:
     """Marks where a rank knows that a send has left: it has awaited something that the receiver posted afterwards."""
-    in_flight: defaultdict[int, list[tuple[int, int, Action]]] = defaultdict(list)
-    # By receiver: the gap in which it waits for the message, that of the send, and the message; the first gap first.
-    for at, (send, receive) in enumerate(zip(gaps.sent, gaps.awaited, strict=True)):
-        if send is not None:
+    in_flight: defaultdict[int, list[tuple[int, int, int, Action]]] = defaultdict(list)
+    # By receiver: the gap in which it waits for the message, that of the send, its turn there, and the message; the
+    # first gap first.
+    for at, (sends, receives) in enumerate(zip(gaps.sent, gaps.awaited, strict=True)):
+        for turn, send in enumerate(sends):
             needed_at = places.needed.get(message_key(send))
             if needed_at is not None:
-                heappush(in_flight[ranks[peer_stage(send)]], (needed_at, at, send))
-        if receive is not None:
+                heappush(in_flight[ranks[peer_stage(send)]], (needed_at, at, turn, send))
+        for receive in receives:
             on_the_way = in_flight[ranks[peer_stage(receive)]]
             made_at = places.made.get(message_key(receive), -1)
             while on_the_way and on_the_way[0][0] < made_at:
-                gaps.released[at] += (heappop(on_the_way)[2],)
+                gaps.released[at] += (heappop(on_the_way)[3],)
 
 
-def _joined(actions: tuple[Action, ...], gaps: _Gaps) -> tuple[Step, ...]:
+def _joined(groups: list[tuple[Action, ...]], gaps: _Gaps) -> tuple[Step, ...]:
     steps: list[Step] = []
-    for sent, received, awaited, released, action in zip_longest(
-        gaps.sent, gaps.received, gaps.awaited, gaps.released, actions
+    for sent, received, awaited, released, group in zip_longest(
+        gaps.sent, gaps.received, gaps.awaited, gaps.released, groups, fillvalue=()
     ):
-        if sent is not None or received or awaited is not None:
-            posted = received if sent is None else (sent, *received)
-            steps.append(Exchange(posted, () if awaited is None else (awaited,), released))
-        if action is not None:
-            steps.append(action)
+        if sent or received or awaited:
+            steps.append(Exchange(sent + received, awaited, released))
+        steps += group
     return tuple(steps)
 
 

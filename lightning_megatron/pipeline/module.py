@@ -4,6 +4,7 @@ Names are those of the unsplit model on every mesh, so state dicts, checkpoints 
 How a call runs (alone, as one microbatch of a schedule, or as a collective of all stages) is the `driver`'s business.
 """
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,6 +12,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_megatron.comm.rng import Draws
 from lightning_megatron.mesh import Axis, Mesh, Sizes, ambient_mesh
@@ -92,6 +95,7 @@ class PipelineModule(nn.Module):
         self.runner: StageRunner = run_in_turn
         self.loss_weight: Tensor | None = None
         # what the last call's loss is a mean over (number of valid tokens, []), where the model knows it
+        self._follows_optimizers = False
         own = [parts[i] for stage in self.mesh.own_stages for i in self.stages[stage]]
         for part in own:
             self._place(part.name, part.build())
@@ -151,6 +155,40 @@ class PipelineModule(nn.Module):
         """The output of one part for the output of the part before."""
         return self.get_submodule(name)(hidden)
 
+    @property
+    def learns_from_steps(self) -> bool:
+        """Whether `end_step` does anything."""
+        return False
+
+    def end_step(self, *, is_skipped: bool, replicas: Axis | None = None) -> None:
+        """What a model learns from a step beside its gradients; the owner of the step loop calls it once after each
+        optimizer step, on all ranks, and says whether the step was left out, and over which axis there are replicas
+        (those of the model's own mesh, unless it was built before the ranks were known). Of a model that nobody drives
+        (see `run_alone`) torch's optimizers tell when they have stepped its weights."""
+
+    @torch.compiler.disable
+    def _follow_optimizers(self) -> None:
+        """Has `end_step` called, as long as the model runs alone, after each step of an optimizer of its weights."""
+        if self._follows_optimizers:
+            return
+        self._follows_optimizers = True
+        known = weakref.ref(self)
+
+        def end_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            model = known()
+            if model is None or model.driver is not run_alone:
+                return
+            stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            if any(id(parameter) in stepped for parameter in model.parameters()):
+                model.end_step(is_skipped=False)
+
+        weakref.finalize(self, register_optimizer_step_post_hook(end_step).remove).atexit = False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # That is the model's of which this one is a copy.
+        self._follows_optimizers = False
+
     def run_stage(self, stage: int, hidden: Any, context: Any) -> Any:
         """The output of the parts of one of this rank's stages in turn; of the last stage, what the caller gets."""
         return self.runner([self._ready(name, context) for name in self.parts_of(stage)], hidden)
@@ -197,8 +235,12 @@ def run_alone(module: PipelineModule, args: tuple[Any, ...], kwargs: dict[str, A
             f"{module.mesh.sizes.num_stages} and was called outside of Trainer.fit, validate, test or predict; call it "
             "within a step, or build it with no pipeline"
         )
+    is_step = module.training and torch.is_grad_enabled()
+    if is_step and module.learns_from_steps:
+        # Nobody who drives the model tells when a step is over.
+        module._follow_optimizers()
     hidden, context = module.prepare(*args, **kwargs)
     output = module.run_stage(0, hidden, context)
-    if module.training and torch.is_grad_enabled():
+    if is_step:
         module.draws.step += 1
     return output

@@ -3,7 +3,7 @@
 from functools import lru_cache
 
 from lightning_megatron.mesh import Sizes
-from lightning_megatron.pipeline.choice import Schedule, order_of
+from lightning_megatron.pipeline.choice import Schedule, joint_of, order_of
 from lightning_megatron.pipeline.lower import Lowered, add_messages, lower, rank_of_stage
 from lightning_megatron.pipeline.schedule import Order, backward_chunks, forward_chunks
 
@@ -11,7 +11,7 @@ from lightning_megatron.pipeline.schedule import Order, backward_chunks, forward
 @lru_cache(maxsize=16)
 def training_plan(schedule: Schedule) -> Lowered:
     """The full plan of a training schedule. Raises ValueError where the schedule cannot be had."""
-    return lower(order_of(schedule))
+    return lower(order_of(schedule), joint_of(schedule))
 
 
 @lru_cache(maxsize=16)

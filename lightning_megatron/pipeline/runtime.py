@@ -3,12 +3,14 @@
 One interpreter serves every schedule. It knows nothing of models, losses or Lightning.
 """
 
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
 
 from lightning_megatron.comm.p2p import Like, Mailbox, Payload
 from lightning_megatron.mesh import Axis
+from lightning_megatron.pipeline.alternation import Alternation
 from lightning_megatron.pipeline.grid import plan_grid
 from lightning_megatron.pipeline.lower import Exchange, Lowered, other_end, peer_stage
 from lightning_megatron.pipeline.schedule import Action, Kind
@@ -46,11 +48,15 @@ class StageWork(Protocol):
 
 
 class Runtime:
-    """Runs the steps of one rank; `pp` is the axis of pipeline ranks."""
+    """Runs the steps of one rank; `pp` is the axis of pipeline ranks.
 
-    def __init__(self, pp: Axis, mailbox: Mailbox) -> None:
+    `alternation` runs the pairs of plans that have some.
+    """
+
+    def __init__(self, pp: Axis, mailbox: Mailbox, alternation: Alternation | None = None) -> None:
         self._pp = pp
         self._mailbox = mailbox
+        self._alternation = alternation
         self._inputs: dict[Action, Payload] = {}
         # what the computes to come will read, by the receive that brings it or would bring it from another rank
         self._outputs: dict[Action, Payload] = {}
@@ -65,17 +71,29 @@ class Runtime:
         self._inputs.clear()
         self._outputs.clear()
         self._likes = dict(likes or {})
-        for place, step in enumerate(lowered.plan[self._pp.rank]):
-            try:
-                if isinstance(step, Exchange):
-                    self._exchange(step, lowered)
-                else:
-                    self._compute(step, work, lowered)
-            except Exception as error:
-                grid = plan_grid(lowered.plan, {self._pp.rank: place})
-                error.add_note(f"in {_in_words(step, len(lowered.ranks))}\n{grid}")
-                raise
+        places = iter(range(len(lowered.plan[self._pp.rank])))
+        for place in places:
+            if lowered.plan[self._pp.rank][place] in lowered.joint:
+                assert self._alternation is not None
+                self._alternation.run(
+                    partial(self._take, place, work, lowered), partial(self._take, next(places), work, lowered)
+                )
+            else:
+                self._take(place, work, lowered)
         self._mailbox.finish()
+
+    def _take(self, place: int, work: StageWork, lowered: Lowered) -> None:
+        """Takes the step at a place of this rank's plan."""
+        step = lowered.plan[self._pp.rank][place]
+        try:
+            if isinstance(step, Exchange):
+                self._exchange(step, lowered)
+            else:
+                self._compute(step, work, lowered)
+        except Exception as error:
+            grid = plan_grid(lowered.plan, {self._pp.rank: place})
+            error.add_note(f"in {_in_words(step, len(lowered.ranks))}\n{grid}")
+            raise
 
     def _compute(self, action: Action, work: StageWork, lowered: Lowered) -> None:
         kind, stage, microbatch = action.kind, action.stage, action.microbatch

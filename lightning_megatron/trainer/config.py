@@ -27,6 +27,9 @@ class PipelineConfig:
     # of training; auto: 1f1b, or interleaved where virtual_pipeline_model_parallel_size is above 1
     microbatch_group_size: int = 0
     # interleaved: microbatches that go through one chunk before the next has its turn; 0: as many as stages in a row
+    overlap_expert_exchange: bool = False
+    # 1f1b and interleaved: the forward of one microbatch runs side by side with the backward of another, each computing
+    # while tokens of the other are on their way to experts; keeps up to pp more microbatches
     layout: StageLayout = field(default_factory=StageLayout)
     # which layers are on which stage
     mode: Mode = "auto"
@@ -40,8 +43,20 @@ class PipelineConfig:
         names = ("auto", *get_args(ScheduleName))
         if self.schedule not in names:
             raise ValueError(f"pipeline schedule ({self.schedule!r}) must be one of {', '.join(names)}")
+        if self.overlap_expert_exchange and self.mode == "collective":
+            raise ValueError(
+                "overlap_expert_exchange pairs the computes of a schedule, and mode='collective' runs none; leave one "
+                "of them out"
+            )
 
     def schedule_of(self, *, pp: int, vp: int, microbatches: int) -> Schedule:
         """The schedule of a training step of that many microbatches; it may have faults."""
         name: ScheduleName = ("interleaved" if vp > 1 else "1f1b") if self.schedule == "auto" else self.schedule
-        return Schedule(name=name, pp=pp, chunks=vp, microbatches=microbatches, group_size=self.microbatch_group_size)
+        return Schedule(
+            name=name,
+            pp=pp,
+            chunks=vp,
+            microbatches=microbatches,
+            group_size=self.microbatch_group_size,
+            is_joint=self.overlap_expert_exchange,
+        )

@@ -49,7 +49,12 @@ def schedules(draw: st.DrawFn, max_pp: int = 6, max_microbatches: int = 12) -> S
     chunks = {"1f1b": 1, "zb_h1": 1, "zb_v": 2}.get(name) or draw(st.integers(1, 3))
     extra = draw(st.integers(0, 2)) if name == "interleaved" else 0
     schedule = Schedule(
-        name=name, pp=pp, chunks=chunks, microbatches=microbatches, group_size=pp + extra if extra else 0
+        name=name,
+        pp=pp,
+        chunks=chunks,
+        microbatches=microbatches,
+        group_size=pp + extra if extra else 0,
+        is_joint=draw(st.booleans()),
     )
     assume(not schedule_faults(schedule))
     return schedule

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from lightning_megatron.comm.p2p import Like, Payload
 from lightning_megatron.mesh import Mesh, Sizes
-from lightning_megatron.pipeline.choice import Schedule, order_of, placement_of
+from lightning_megatron.pipeline.alternation import Alternation
+from lightning_megatron.pipeline.choice import Schedule, joint_of, order_of, placement_of
 from lightning_megatron.pipeline.lower import Exchange, Lowered, Plan, add_messages, lane_of, lower, rank_of_stage
 from lightning_megatron.pipeline.plans import backward_plan, forward_plan
 from lightning_megatron.pipeline.runtime import Likes, Runtime
@@ -43,12 +44,16 @@ SCHEDULES = [
     Schedule(name="zb_v", pp=2, chunks=2, microbatches=1),
     Schedule(name="zb_v", pp=2, chunks=2, microbatches=5),
     Schedule(name="zb_v", pp=4, chunks=2, microbatches=4),
+    Schedule(name="1f1b", pp=1, chunks=1, microbatches=4, is_joint=True),
+    Schedule(name="1f1b", pp=3, chunks=1, microbatches=7, is_joint=True),
+    Schedule(name="interleaved", pp=2, chunks=2, microbatches=5, is_joint=True),
 ]
 WITH_LANES = [s for s in SCHEDULES if s.pp > 1 and s.microbatches > 1]
 
 
 def name_of(schedule: Schedule) -> str:
-    return f"{schedule.name}-pp{schedule.pp}-v{schedule.chunks}-m{schedule.microbatches}"
+    joint = "-joint" if schedule.is_joint else ""
+    return f"{schedule.name}-pp{schedule.pp}-v{schedule.chunks}-m{schedule.microbatches}{joint}"
 
 
 def sizes_of(schedule: Schedule) -> Sizes:
@@ -150,26 +155,26 @@ def on_thread(world: ThreadGroup, schedule: Schedule, rows: str, travels: str, n
     """Several runs over one mailbox; what was done in each."""
     sizes = sizes_of(schedule)
     pp = make_thread_pp(sizes, world)
-    runtime = Runtime(pp, make_thread_mailbox(pp, hops_of(sizes)))
+    runtime = Runtime(pp, make_thread_mailbox(pp, hops_of(sizes)), Alternation(torch.device("cpu")))
     return pp.rank, kept_diary(runtime, schedule, rows, travels, num_runs, plan)
 
 
 def kept_diary(
     runtime: Runtime, schedule: Schedule, rows: str, travels: str, num_runs: int, plan: Plan | None = None
 ) -> list[list[str]]:
-    lowered = lower(order_of(schedule))
+    lowered = lower(order_of(schedule), joint_of(schedule))
     diary = Diary(len(lowered.ranks), ROWS[rows], travels)
     lines = []
     for run in range(num_runs):
         diary.run = run
-        runtime.run(lowered if plan is None else Lowered(plan, lowered.ranks), diary)
+        runtime.run(lowered if plan is None else Lowered(plan, lowered.ranks, lowered.joint), diary)
         lines.append(diary.lines)
         diary.lines = []
     return lines
 
 
 def require_all_done(schedule: Schedule, rank: int, runs: list[list[str]]) -> None:
-    steps = lower(order_of(schedule)).plan[rank]
+    steps = lower(order_of(schedule), joint_of(schedule)).plan[rank]
     assert runs == [[str(step) for step in steps if isinstance(step, Action)]] * len(runs)
 
 

@@ -1,0 +1,41 @@
+"""1F1B in which a forward and a backward of different microbatches run side by side, each computing while messages of
+the other travel within its layers (tokens to experts and back).
+
+A maker of orders beside `schedule` and `interleaved`. A pair starts when both have what they read, so a rank is one
+forward further ahead than under 1F1B, and two further than its next rank: when the next rank runs the pair of forward i
+and backward j, this one runs that of forward i + 1 and backward j - 1.
+
+    pp 2, rank 0    0F0 0F1 0F2   (0F3 0B0) (0F4 0B1)   0B2 0B3 0B4
+          rank 1    1F0           (1F1 1B0) (1F2 1B1) (1F3 1B2) (1F4 1B3)   1B4
+"""
+
+from __future__ import annotations
+
+from lightning_megatron.pipeline.interleaved import turns_of
+from lightning_megatron.pipeline.schedule import Action, Kind, Order, paired, require_counts
+
+
+def joint_one_f_one_b(*, pp: int, chunks: int, microbatches: int, group_size: int) -> tuple[Order, frozenset[Action]]:
+    """The order, and the forwards in it that run side by side with the backward right behind them.
+
+    Stage s is chunk s // pp of rank s % pp. Rank r keeps at most 2*(pp - r - 1) + (chunks - 1)*group + 2 activations,
+    group being the smaller of `group_size` and `microbatches`.
+    Raises ValueError for fewer than one rank, chunk or microbatch, and, with several chunks, for groups smaller than
+    pp.
+    """
+    require_counts(pp=pp, chunks=chunks, microbatches=microbatches)
+    if chunks > 1 and group_size < pp:
+        raise ValueError(f"group_size ({group_size}) must be at least pp ({pp}); use {pp} or more")
+    group_size = min(group_size, microbatches) if chunks > 1 else microbatches
+    turns = turns_of(chunks, microbatches, group_size)
+    order, joint = [], set[Action]()
+    for rank in range(pp):
+        num_warmup = min(2 * (pp - rank - 1) + (chunks - 1) * group_size + 1, len(turns))
+        forwards = [Action(Kind.FORWARD, chunk * pp + rank, m) for chunk, m in turns]
+        backwards = [Action(Kind.BACKWARD, (chunks - 1 - chunk) * pp + rank, m) for chunk, m in turns]
+        pairs = zip(forwards[num_warmup:], backwards, strict=False)
+        # As under `interleaved` it is made for full groups, and what the last group lacks is struck out.
+        joint |= {f for f, b in pairs if max(f.microbatch, b.microbatch) < microbatches}
+        actions = paired(forwards, backwards, num_warmup)
+        order.append(tuple(action for action in actions if action.microbatch < microbatches))
+    return tuple(order), frozenset(joint)

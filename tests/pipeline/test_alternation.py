@@ -1,0 +1,85 @@
+"""Two tasks in turns: who runs when, what happens where one fails, and that outside of it nothing waits."""
+
+import threading
+
+import pytest
+import torch
+
+from lightning_megatron.pipeline.alternation import Alternation
+
+
+def alternation() -> Alternation:
+    return Alternation(torch.device("cpu"))
+
+
+def test_turns_change_where_a_task_gives_way_and_nowhere_else() -> None:
+    turns, said = alternation(), list[str]()
+
+    def task(name: str, parts: int) -> None:
+        for part in range(parts):
+            said.append(f"{name}{part} begins")
+            said.append(f"{name}{part} ends")
+            turns.give_way()
+
+    turns.run(lambda: task("a", 2), lambda: task("b", 4))
+    order = ["a0", "b0", "a1", "b1", "b2", "b3"]
+    assert said == [f"{part} {what}" for part in order for what in ("begins", "ends")]
+
+
+def test_a_task_that_never_gives_way_runs_whole() -> None:
+    turns, said = alternation(), list[str]()
+    turns.run(lambda: said.append("first"), lambda: said.append("second"))
+    assert said == ["first", "second"]
+
+
+def test_outside_of_a_run_giving_way_waits_for_nobody() -> None:
+    turns = alternation()
+    turns.give_way()
+    turns.run(turns.give_way, turns.give_way)
+    turns.give_way()
+
+
+def test_a_second_thread_of_the_second_task_gives_way_for_it() -> None:
+    turns, said = alternation(), list[str]()
+
+    def second() -> None:
+        # As autograd runs backwards of a GPU.
+        worker = threading.Thread(target=lambda: (said.append("b"), turns.give_way(), said.append("d")))
+        worker.start()
+        worker.join()
+
+    def first() -> None:
+        said.append("a")
+        turns.give_way()
+        said.append("c")
+
+    turns.run(first, second)
+    assert said == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("is_at_once", [True, False])
+def test_where_one_task_fails_its_error_is_raised_and_the_other_abandoned(failing: int, is_at_once: bool) -> None:
+    turns, said = alternation(), list[str]()
+
+    def fails() -> None:
+        if not is_at_once:
+            turns.give_way()
+        raise ValueError("broken")
+
+    def goes_on() -> None:
+        try:
+            for _ in range(3):
+                turns.give_way()
+            said.append("went on")
+        finally:
+            said.append("cleaned up")
+
+    tasks = (fails, goes_on) if failing == 0 else (goes_on, fails)
+    with pytest.raises(ValueError, match="broken"):
+        turns.run(*tasks)
+    assert "went on" not in said
+    # A second task that had not begun has nothing to clean up.
+    assert said == ([] if failing == 0 and is_at_once else ["cleaned up"])
+    turns.run(lambda: said.append("again"), lambda: None)
+    assert said[-1] == "again"
