@@ -67,6 +67,11 @@ class Shard:
         return Box(tuple(offsets), tuple(sizes))
 
     @property
+    def is_cut(self) -> bool:
+        """Whether this rank holds a part of the parameter only."""
+        return self.box.sizes != self.global_shape
+
+    @property
     def is_counted(self) -> bool:
         """Whether this rank is the one of its replicas that counts in sums over all parameters."""
         return all(axis.rank == 0 for axis in self.replicas)

@@ -123,7 +123,7 @@ def _state_pieces(optimizer: Optimizer, stepped: Tensor, slot: Slot, key: str, v
     if value.shape == stepped.shape:
         return slot.pieces(value)
     shard = shard_of(slot.parameter)
-    if value.numel() == 1 or shard.dim is None:
+    if value.numel() == 1 or (shard.dim is None and shard.leading is None):
         return [Piece.whole(value)]
     raise ValueError(
         f"{_title(optimizer)} keeps {key!r} of shape {tuple(value.shape)} for {slot.name!r}, whose part here is "

@@ -17,8 +17,8 @@ class OptimizerConfig:
     """
 
     kind: OptimizerKind = "replicated"
-    # replicated: every replica steps all of its weights. distributed: each of the d replicas (dp x cp) holds the
-    # optimizer state of 1/d of them, steps those, and the replicas exchange the results
+    # replicated: every replica steps all of its weights. distributed: each of the d replicas (dp x cp; of experts edp)
+    # holds the optimizer state of 1/d of them, steps those, and the replicas exchange the results
     grad_dtype: GradientDtype = "auto"
     # of accumulated gradients and of their sums. auto: float32 under mixed precision, else that of the weights
     bucket_size: int = 40_000_000
@@ -36,7 +36,7 @@ class OptimizerConfig:
     looks_at: LooksAt = "auto"
     # what an optimizer that torch does not ship looks at when it steps one number of a weight. number: that number's
     # gradient and state alone, as AdamW does, so that it may be given any part of a weight. parameter: more of the
-    # weight, as Muon does. auto: not known, hence refused where tensor parallelism cuts weights
+    # weight, as Muon does. auto: not known, hence refused where tensor or expert parallelism cuts weights
 
     def __post_init__(self) -> None:
         choices = (

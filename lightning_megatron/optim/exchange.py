@@ -96,7 +96,7 @@ class Exchange:
         return any(bucket.shards.size > 1 for bucket in self.gradients.buckets)
 
     def release(self) -> None:
-        """Training is over: parameters are what they were before, with the values of now. Collective over dp+cp.
+        """Training is over: parameters are what they were before, with the values of now. Collective over the replicas.
 
         After a failure only where no replica has what another one needs: `has_shards` says whether one has.
         """

@@ -80,7 +80,8 @@ class Gradients:
                 # A user's own parameter is whole on every tp rank and must count once.
                 shard = Shard(global_shape=tuple(parameter.shape), replicas=(mesh.tp,))
             own = mesh.own_stages if stages is None or name not in stages else tuple(stages[name])
-            replicas = shard.data if shard.data is not None else mesh.axis("dp+cp")
+            # By its name: a module that was built before the ranks were known has the axes of one device.
+            replicas = mesh.axis("dp+cp" if shard.data is None else shard.data.name)
             self.held.append(Held(name, parameter, shard, replicas, holders.get(name), name not in inside, own))
         self.buckets: list[Bucket] = make_buckets(
             (held for held in self.held if held.parameter.requires_grad),
@@ -215,18 +216,23 @@ class Gradients:
                     held.parameter.grad = None
 
     def _agree_on_presence(self, outside_over_stages: bool) -> None:
-        """Gives zeros to parameters without a gradient here but with one on another rank that sums with this one."""
+        """Gives zeros to parameters without a gradient here but with one on another rank that sums with this one, or
+        has other experts of the same tensor: on one device all experts of a tensor are stepped or none."""
         trained = [held for held in self.held if held.parameter.requires_grad]
         groups: dict[tuple[int, ...], tuple[Axis, list[int]]] = {}
+        others: dict[tuple[int, ...], tuple[Axis, list[int]]] = {}
         for place, held in enumerate(trained):
             groups.setdefault(held.replicas.ranks, (held.replicas, []))[1].append(place)
+            if (leading := held.shard.leading) is not None:
+                others.setdefault(leading.ranks, (leading, []))[1].append(place)
         shared: dict[tuple[int, ...], tuple[Axis, list[int]]] = {}
         # By name: ranks hold shared parameters in orders of their own.
         for place, held in sorted(enumerate(trained), key=lambda item: item[1].name):
             if held.holders is not None and (outside_over_stages or not held.is_outside):
                 shared.setdefault(held.holders.ranks, (held.holders, []))[1].append(place)
-        # First the replicas, then the holders: all ranks of an axis come to it in one order.
-        axes = [group for group in groups.values() if group[0].size > 1]
+        # First the replicas, which ranks of a stage hold in one order, then those with other experts, then the holders:
+        # all ranks of an axis come to it in one order.
+        axes = [group for group in [*groups.values(), *others.values()] if group[0].size > 1]
         axes += [shared[ranks] for ranks in sorted(shared)]
         if not axes:
             return

@@ -166,7 +166,7 @@ class MainWeights:
     def release(self) -> None:
         """Gives the parameters the main weights' dtype and values, where training is over.
 
-        The gradients' memory takes them in, where it can, so that nothing new is needed. Collective over dp+cp.
+        The gradients' memory takes them in, where it can, so that nothing new is needed. Collective over the replicas.
         """
         for bucket in self._gradients.buckets:
             self._release(bucket)

@@ -153,3 +153,13 @@ def test_ranks_that_disagree_about_a_group_are_told() -> None:
     rest["groups"] = rest["groups"][: 1 + dist.get_rank()]
     with pytest.raises(ValueError, match=r"has \[1, 2\] param groups"):
         merge_rest(rest, mesh.world)
+
+
+def test_a_state_of_experts_that_no_other_mesh_could_read_is_refused() -> None:
+    ep = Mesh.imagine(1, Sizes(world=2, ep=2)).axis("ep")
+    experts = shard_parameter((4, 3), initial=Initial(), leading=ep)
+    optimizer = torch.optim.SGD([experts], lr=0.1)
+    # One number for each of this rank's experts.
+    optimizer.state[experts]["norm"] = torch.ones(2)
+    with pytest.raises(ValueError, match=r"keeps 'norm' of shape \(2,\) for 'experts', whose part here is \(2, 3\)"):
+        pieces_of_optimizer(optimizer, {experts: "experts"})
