@@ -1,6 +1,7 @@
 """`lightning-megatron convert`: between a folder with a Hugging Face model and a checkpoint directory.
 
-What the source is decides the direction. The work is `hf.convert`'s; here are the options and what is said.
+What the source is decides the direction, and the target's name with --upcycle, which may keep the format. The work is
+`hf.convert`'s; here are the options and what is said.
 """
 
 import argparse
@@ -16,9 +17,10 @@ import yaml
 
 from lightning_megatron.checkpoint import is_checkpoint
 from lightning_megatron.cli.usage import UsageError
-from lightning_megatron.hf.convert import Converted, from_checkpoint, to_checkpoint
+from lightning_megatron.hf.convert import Converted, to_checkpoint, to_folder
 from lightning_megatron.hf.folder import read_config
 from lightning_megatron.hf.shards import MAX_SHARD_BYTES
+from lightning_megatron.hf.weights import Weights, in_checkpoint, in_folder, moe_config
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 _EPILOG = """\
@@ -28,15 +30,11 @@ predict, with ckpt_path. It has no optimizer states, so a fit begins from lightn
 examples:
   lightning-megatron convert llama/ llama.ckpt
   lightning-megatron convert last.ckpt out/ --family llama --dtype bfloat16 --tokenizer-from llama/
+  lightning-megatron convert llama/ experts/ --upcycle moe.yaml --tokenizer-from llama/
 """
-# Options that say something of one direction alone, and their defaults.
-_OF_CHECKPOINTS = {
-    "submodule": None,
-    "config": None,
-    "family": None,
-    "max_shard_bytes": MAX_SHARD_BYTES,
-    "tokenizer_from": None,
-}
+# Options that say something of one kind of source, or of target, alone, and their defaults.
+_FROM_CHECKPOINTS = {"submodule": None, "config": None}
+_TO_FOLDERS = {"family": None, "max_shard_bytes": MAX_SHARD_BYTES, "tokenizer_from": None}
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -54,12 +52,22 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument("target", type=Path, metavar="TARGET", help="where nothing is yet; a checkpoint ends in .ckpt")
     parser.add_argument("--dtype", choices=_DTYPES, help="of the weights that are written (default: as in SOURCE)")
     parser.add_argument("--json", action="store_true", help="print what was done as JSON")
-    out = parser.add_argument_group("from a checkpoint")
-    out.add_argument("--family", metavar="NAME", help="model_type to write, where several fit")
-    out.add_argument("--submodule", metavar="NAME", help="the model's name in the LightningModule, if it has several")
-    out.add_argument(
+    parser.add_argument(
+        "--upcycle",
+        type=Path,
+        metavar="FILE",
+        help="YAML or JSON, fields of an MoEConfig: give a dense model such experts, with the same output at first; "
+        "TARGET may be of either kind",
+    )
+    source = parser.add_argument_group("from a checkpoint")
+    source.add_argument(
+        "--submodule", metavar="NAME", help="the model's name in the LightningModule, if it has several"
+    )
+    source.add_argument(
         "--config", type=Path, metavar="FILE", help="YAML or JSON: the model's fields, if the checkpoint lacks them"
     )
+    out = parser.add_argument_group("to a folder")
+    out.add_argument("--family", metavar="NAME", help="model_type to write, where several fit")
     out.add_argument("--tokenizer-from", type=Path, metavar="FOLDER", help="copy the tokenizer's files from there")
     out.add_argument(
         "--max-shard-bytes",
@@ -88,7 +96,7 @@ def run_convert(options: argparse.Namespace) -> None:
 
 def _as_options(message: str) -> str:
     """A message about arguments of a function, as one about the options of the command."""
-    for name in _OF_CHECKPOINTS:
+    for name in (*_FROM_CHECKPOINTS, *_TO_FOLDERS):
         option = f"--{name.replace('_', '-')}"
         message = re.sub(rf"(?<![-\w]){name}='?([^' ;,]+)'?", rf"{option} \1", message)
         message = re.sub(rf"(?<![-\w]){name} \(", f"{option} (", message)
@@ -96,39 +104,62 @@ def _as_options(message: str) -> str:
 
 
 def _convert(options: argparse.Namespace) -> Converted:
-    dtype = _DTYPES[options.dtype] if options.dtype is not None else None
-    if is_checkpoint(options.source):
-        return from_checkpoint(
-            options.source,
-            options.target,
-            submodule=options.submodule,
-            config=_config(options.config) if options.config is not None else None,
-            family=options.family,
-            dtype=dtype,
-            max_shard_bytes=options.max_shard_bytes,
-            tokenizer_from=options.tokenizer_from,
-        )
-    # Before what it may not be asked for: what it is.
-    read_config(options.source)
-    faults = [
-        f"--{name.replace('_', '-')} acts on a checkpoint as SOURCE alone, and {options.source} is none; leave it out"
-        for name, default in _OF_CHECKPOINTS.items()
-        if getattr(options, name) != default
-    ]
-    if options.target.suffix != ".ckpt":
+    is_from_checkpoint, is_ckpt = is_checkpoint(options.source), options.target.suffix == ".ckpt"
+    # Experts come into either format; else the other one is written.
+    is_to_checkpoint = not is_from_checkpoint if options.upcycle is None else is_ckpt
+    faults = []
+    if not is_from_checkpoint:
+        # Before what it may not be asked for: what it is.
+        read_config(options.source)
+        faults += _unused(options, _FROM_CHECKPOINTS, f"a checkpoint as SOURCE alone, and {options.source} is none")
+    if is_to_checkpoint:
+        faults += _unused(options, _TO_FOLDERS, f"a folder as TARGET alone, and {options.target} is to be a checkpoint")
+    if is_to_checkpoint and not is_ckpt:
         faults.append(f"TARGET ({options.target}) is to be a checkpoint, as {options.source} is none: end it in .ckpt")
     if faults:
         raise UsageError(faults)
-    return to_checkpoint(options.source, options.target, dtype=dtype)
+    weights, dtype = _weights(options), _DTYPES[options.dtype] if options.dtype is not None else None
+    if is_to_checkpoint:
+        return to_checkpoint(weights, options.target, dtype=dtype)
+    return to_folder(
+        weights,
+        options.target,
+        family=options.family,
+        dtype=dtype,
+        max_shard_bytes=options.max_shard_bytes,
+        tokenizer_from=options.tokenizer_from,
+    )
 
 
-def _config(file: Path) -> Mapping[str, Any]:
+def _weights(options: argparse.Namespace) -> Weights:
+    """What is to be written."""
+    if is_checkpoint(options.source):
+        config = _fields("config", options.config) if options.config is not None else None
+        weights = in_checkpoint(options.source, options.submodule, config)
+    else:
+        weights = in_folder(options.source)
+    if options.upcycle is None:
+        return weights
+    return weights.upcycled(moe_config(_fields("upcycle", options.upcycle)))
+
+
+def _unused(options: argparse.Namespace, defaults: Mapping[str, Any], needed: str) -> list[str]:
+    """A fault for each option that was given and acts on nothing."""
+    return [
+        f"--{name.replace('_', '-')} acts on {needed}; leave it out"
+        for name, default in defaults.items()
+        if getattr(options, name) != default
+    ]
+
+
+def _fields(option: str, file: Path) -> Mapping[str, Any]:
     """The fields in a YAML or JSON file."""
     try:
         # JSON is YAML.
         fields = yaml.safe_load(file.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
-        raise ValueError(f"--config ({file}) is neither YAML nor JSON: {error}") from error
+        raise ValueError(f"--{option} ({file}) is neither YAML nor JSON: {error}") from error
+    example = "num_layers: 2" if option == "config" else "router: {num_experts: 8}"
     if not isinstance(fields, Mapping):
-        raise ValueError(f"--config ({file}) must be a table of fields, as in 'num_layers: 2'")
+        raise ValueError(f"--{option} ({file}) must be a table of fields, as in '{example}'")
     return fields

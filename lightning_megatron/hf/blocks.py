@@ -3,7 +3,7 @@
 A row of a family's table names tensors and a layout; the layout lists blocks. Reading fills any box of ours from the
 boxes of theirs that it needs, writing fills theirs from ours, by the same list, so that one undoes the other.
 
-H hidden, F feed-forward, G key-value groups, R query heads of a group, D head size.
+H hidden, F feed-forward, G key-value groups, R query heads of a group, D head size, E experts.
 """
 
 import math
@@ -60,9 +60,12 @@ Layout = Callable[[TransformerConfig, Shape], tuple[Block, ...]]
 """The blocks of one of our tensors of that shape."""
 
 
-def shape_of_source(blocks: Iterable[Block], source: int) -> Shape:
-    """Shape of one of their tensors, as the blocks fill it."""
-    return tuple(max(ends) for ends in zip(*(_ends(b.theirs) for b in blocks if b.source == source), strict=True))
+def shapes_of_sources(blocks: Iterable[Block]) -> list[Shape]:
+    """Shape of each of their tensors, as the blocks fill it."""
+    ends: dict[int, list[list[int]]] = {}
+    for block in blocks:
+        ends.setdefault(block.source, []).append(_ends(block.theirs))
+    return [tuple(map(max, zip(*ends[source], strict=True))) for source in range(len(ends))]
 
 
 def part(tensor: Tensor, box: Box, offsets: Shape | None = None) -> Tensor:
@@ -108,6 +111,33 @@ def gate_and_up(config: TransformerConfig, shape: Shape) -> tuple[Block, ...]:
     theirs = Box((0,) * (len(shape) - 1), shape[1:])
     dims = tuple(range(1, len(shape)))
     return tuple(Block(Box((i, *theirs.offsets), (1, *shape[1:])), theirs, i, dims) for i in range(2))
+
+
+def each(config: TransformerConfig, shape: Shape) -> tuple[Block, ...]:
+    """[E, H, F] of ours as a tensor [H, F] of theirs for each expert."""
+    theirs = Box((0,) * (len(shape) - 1), shape[1:])
+    dims = tuple(range(1, len(shape)))
+    return tuple(Block(Box((e, *theirs.offsets), (1, *shape[1:])), theirs, e, dims) for e in range(shape[0]))
+
+
+def gate_and_up_of_each(config: TransformerConfig, shape: Shape) -> tuple[Block, ...]:
+    """[E, 2, F, H] of ours as two tensors [F, H] of theirs for each expert: gate, up."""
+    theirs = Box((0, 0), shape[2:])
+    return tuple(
+        Block(Box((e, i, 0, 0), (1, 1, *shape[2:])), theirs, 2 * e + i, (2, 3))
+        for e in range(shape[0])
+        for i in range(2)
+    )
+
+
+def gate_and_up_in_rows(config: TransformerConfig, shape: Shape) -> tuple[Block, ...]:
+    """[E, 2, F, H] of ours as one tensor [E, 2F, H] of theirs: of each expert first all of gate, then all of up."""
+    num_experts, _, width, hidden = shape
+    sizes = (num_experts, width, hidden)
+    return tuple(
+        Block(Box((0, i, 0, 0), (num_experts, 1, width, hidden)), Box((0, i * width, 0), sizes), 0, (0, 2, 3))
+        for i in range(2)
+    )
 
 
 def query_key_value(config: TransformerConfig, shape: Shape) -> tuple[Block, ...]:

@@ -177,6 +177,13 @@ def rope_to_hf(config: TransformerConfig) -> dict[str, Any]:
     return {"rope_theta": config.rotary_base, "rope_scaling": {"rope_type": scaling.kind, **settings}}
 
 
+def dense_faults(config: TransformerConfig) -> list[str]:
+    """One sentence where some layers have experts."""
+    if config.moe is None:
+        return []
+    return [f"moe ({config.moe.router.num_experts} experts) must be None"]
+
+
 def differences(config: TransformerConfig, **needed: Any) -> list[str]:
     """One sentence for each field of ours that is not what a family's models have."""
     return [

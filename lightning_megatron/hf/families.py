@@ -3,11 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_megatron.hf import gpt2, llama, mistral, qwen2, qwen3
+from lightning_megatron.hf import gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from lightning_megatron.hf.family import Family
 from lightning_megatron.models.gpt import GPTConfig
 
-FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (gpt2, llama, mistral, qwen2, qwen3)}
+FAMILIES: dict[str, Family] = {
+    module.FAMILY.name: module.FAMILY for module in (gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe)
+}
 
 
 def family_of_file(raw: Mapping[str, Any], where: str) -> Family:

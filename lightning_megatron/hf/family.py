@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_megatron.hf.blocks import Block, Layout, Shape, shape_of_source, whole
+from lightning_megatron.hf.blocks import Block, Layout, Shape, shapes_of_sources, whole
 from lightning_megatron.hf.config_reader import ConfigReader
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.models.gpt import GPTConfig, GPTModel
@@ -22,11 +22,20 @@ _SHOWN = 20
 
 @dataclass(frozen=True)
 class Row:
-    """One of our tensors and those of theirs that hold the same numbers; `{}` is a number, of a layer say."""
+    """One of our tensors and those of theirs that hold the same numbers; `{}` is a number, of a layer say.
+
+    Where theirs have one `{}` more it is the number of an expert: there is one of each for every index of our dim 0.
+    """
 
     ours: str
     theirs: tuple[str, ...]
     layout: Layout = whole
+
+    def sources(self, numbers: tuple[str, ...], shape: Shape) -> tuple[str, ...]:
+        """The names of theirs for our tensor of that shape, whose name has those numbers."""
+        if all(name.count("{}") == len(numbers) for name in self.theirs):
+            return tuple(name.format(*numbers) for name in self.theirs)
+        return tuple(name.format(*numbers, expert) for expert in range(shape[0]) for name in self.theirs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +49,7 @@ class Family:
     prefix: str
     # of their names, left out by models that were saved without a head
     rows: tuple[Row, ...]
+    # of the files that are written
     ignored: tuple[str, ...]
     # names of theirs that are no weights
     tied: Mapping[str, str]
@@ -54,6 +64,19 @@ class Family:
     # their fields
     faults: Callable[[GPTConfig], list[str]]
     # why one of our configurations is none of this family, one sentence each
+    other_rows: tuple[Row, ...] = ()
+    # of files that some version of transformers writes too
+
+    def rows_of(self, names: Iterable[str]) -> tuple[Row, ...]:
+        """The rows of a file with tensors of those names."""
+        if not self.other_rows:
+            return self.rows
+        of_one = {name for row in self.other_rows for name in row.theirs} - {
+            name for row in self.rows for name in row.theirs
+        }
+        bare = tuple(pattern.removeprefix(self.prefix) for pattern in of_one)
+        is_other = any(matches(pattern, name) for name in names for pattern in (*of_one, *bare))
+        return self.other_rows if is_other else self.rows
 
     def config(self, raw: Mapping[str, Any]) -> GPTConfig:
         """Our configuration. Raises ValueError with every field that cannot be translated."""
@@ -86,27 +109,25 @@ class Link:
 class Table:
     """Every tensor of a model of one configuration: `links` by our names, `theirs` shapes by theirs, in our order."""
 
-    def __init__(self, family: Family, config: GPTConfig) -> None:
+    def __init__(self, family: Family, config: GPTConfig, names: Iterable[str] = ()) -> None:
+        """`names` are those of a file's tensors, where one is read."""
         self.family, self.config = family, config
+        self._rows = family.rows_of(names)
         with torch.device("meta"):
             model = family.build(config, Mesh.single())
         shapes = {name: shard_of(parameter).global_shape for name, parameter in model.named_parameters()}
         self.links: dict[str, Link] = {}
         self.theirs: dict[str, Shape] = {}
-        self.source_of: dict[str, tuple[str, int]] = {}
-        # of each of theirs: our tensor that holds it, and its place among the sources of that
         for name, shape in shapes.items():
             row, numbers = self._row_of(name)
-            sources = tuple(source.format(*numbers) for source in row.theirs)
-            blocks = row.layout(config, shape)
+            sources, blocks = row.sources(numbers, shape), row.layout(config, shape)
             self.links[name] = Link(shape=shape, sources=sources, blocks=blocks)
-            for place, source in enumerate(sources):
+            for source, their_shape in zip(sources, shapes_of_sources(blocks), strict=True):
                 assert source not in self.theirs, f"two rows of {family.name} name {source}"
-                self.theirs[source] = shape_of_source(blocks, place)
-                self.source_of[source] = (name, place)
+                self.theirs[source] = their_shape
 
     def _row_of(self, name: str) -> tuple[Row, tuple[str, ...]]:
-        for row in self.family.rows:
+        for row in self._rows:
             if match := matches(row.ours, name):
                 return row, match.groups()
         raise ValueError(f"family {self.family.name!r} has no row for our tensor {name}; add one to its table")

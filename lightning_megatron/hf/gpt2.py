@@ -3,7 +3,7 @@
 from typing import Any
 
 from lightning_megatron.hf.blocks import joined_query_key_value, transposed
-from lightning_megatron.hf.config_reader import HARMLESS, ConfigReader, differences
+from lightning_megatron.hf.config_reader import HARMLESS, ConfigReader, dense_faults, differences
 from lightning_megatron.hf.family import Family, Row
 from lightning_megatron.models.gpt import GPTConfig
 
@@ -112,7 +112,7 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
 
 def faults(config: GPTConfig) -> list[str]:
     """Why a configuration is no GPT-2."""
-    found = differences(
+    found = dense_faults(config) + differences(
         config,
         position="learned",
         normalization="layernorm",

@@ -3,7 +3,7 @@
 from typing import Any
 
 from lightning_megatron.hf import gated_decoder
-from lightning_megatron.hf.config_reader import HARMLESS, ConfigReader
+from lightning_megatron.hf.config_reader import HARMLESS, ConfigReader, dense_faults
 from lightning_megatron.hf.family import Family
 from lightning_megatron.models.gpt import GPTConfig
 
@@ -41,7 +41,7 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
 
 def faults(config: GPTConfig) -> list[str]:
     """Why a configuration is no Llama."""
-    found = gated_decoder.faults(config, qk_norm=False, sliding_window=0)
+    found = dense_faults(config) + gated_decoder.faults(config, qk_norm=False, sliding_window=0)
     if config.add_qkv_bias and not config.add_bias_linear:
         found.append("add_qkv_bias (True) must be False where add_bias_linear is")
     if config.hidden_size % config.num_attention_heads:

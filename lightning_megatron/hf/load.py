@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,22 +14,32 @@ from lightning_megatron.hf.family import Table
 from lightning_megatron.hf.folder import WeightFiles, read_config
 from lightning_megatron.mesh import Mesh, ambient_mesh
 from lightning_megatron.models.gpt import GPTConfig, GPTModel
+from lightning_megatron.models.upcycle import Read, Upcycling
+from lightning_megatron.moe.config import MoEConfig
+from lightning_megatron.moe.router import Router
 from lightning_megatron.sharding import Box, ShardedParameter, shard_of
 
 
-def from_pretrained(path: str | os.PathLike[str], mesh: Mesh | None = None) -> GPTModel:
+def from_pretrained(
+    path: str | os.PathLike[str], mesh: Mesh | None = None, *, upcycle: MoEConfig | None = None
+) -> GPTModel:
     """The model in a folder, this rank's part of it, on torch's default device and in its default dtype.
 
-    Without a mesh, that of the running strategy. Every rank reads for itself; none waits for another. Raises ValueError
-    for what cannot be read or is not supported, with all faults of one kind at once.
+    Without a mesh, that of the running strategy. With `upcycle` a dense model becomes one with experts, which computes
+    the same. Every rank reads for itself; none waits for another. Raises ValueError for what cannot be read or is not
+    supported, with all faults of one kind at once.
     """
     folder = Path(path)
     mesh = mesh if mesh is not None else ambient_mesh()
     raw = read_config(folder)
     family = family_of_file(raw, str(folder / "config.json"))
     config = family.config(raw)
-    table, files = Table(family, config), WeightFiles(folder)
-    source = Source(table, files)
+    files = WeightFiles(folder)
+    table = Table(family, config, files.shapes)
+    read: Read = Source(table, files).read
+    if upcycle is not None:
+        way = Upcycling(dense=config, moe=upcycle)
+        config, read = way.config, partial(way.read, dense=read)
     # Values that are drawn only to be overwritten take longer than reading.
     with torch.device("meta"):
         model = family.build(config, mesh)
@@ -36,15 +47,19 @@ def from_pretrained(path: str | os.PathLike[str], mesh: Mesh | None = None) -> G
     for name, parameter in model.named_parameters():
         shard = shard_of(parameter)
         if not parameter.is_meta and 0 not in shard.box.sizes:
-            source.read(name, shard.box, shard.valid(parameter.detach()))
+            read(name, shard.box, shard.valid(parameter.detach()))
     return model
 
 
-def config_from_pretrained(path: str | os.PathLike[str]) -> GPTConfig:
-    """The architecture of the model in a folder. Raises ValueError for what is not supported, all faults at once."""
+def config_from_pretrained(path: str | os.PathLike[str], *, upcycle: MoEConfig | None = None) -> GPTConfig:
+    """The architecture of the model in a folder, or of the one with experts that it becomes.
+
+    Raises ValueError for what is not supported, all faults at once.
+    """
     folder = Path(path)
     raw = read_config(folder)
-    return family_of_file(raw, str(folder / "config.json")).config(raw)
+    config = family_of_file(raw, str(folder / "config.json")).config(raw)
+    return config if upcycle is None else Upcycling(dense=config, moe=upcycle).config
 
 
 class Source:
@@ -86,4 +101,8 @@ def _take_memory(model: nn.Module) -> None:
                 parameter.shard = shard_of(bare)
                 made[bare] = parameter
             setattr(module, name, made[bare])
+        if isinstance(module, Router):
+            # What it learns beside its weight it has not learnt yet.
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                setattr(module, name, torch.zeros(buffer.shape, dtype=buffer.dtype))
     assert not any(buffer.is_meta for buffer in model.buffers()), "buffers have values that no file has"

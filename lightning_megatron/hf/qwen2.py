@@ -3,7 +3,7 @@
 from typing import Any
 
 from lightning_megatron.hf import gated_decoder
-from lightning_megatron.hf.config_reader import HARMLESS, ConfigReader
+from lightning_megatron.hf.config_reader import HARMLESS, ConfigReader, dense_faults
 from lightning_megatron.hf.family import Family
 from lightning_megatron.models.gpt import GPTConfig
 
@@ -37,7 +37,8 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
 
 def faults(config: GPTConfig) -> list[str]:
     """Why a configuration is no Qwen2."""
-    return gated_decoder.faults(config, add_bias_linear=False, add_qkv_bias=True, qk_norm=False)
+    needed = {"add_bias_linear": False, "add_qkv_bias": True, "qk_norm": False}
+    return dense_faults(config) + gated_decoder.faults(config, **needed)
 
 
 FAMILY = Family(

@@ -7,6 +7,7 @@ import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_megatron import hf
+from lightning_megatron.hf.families import family_of_config
 from lightning_megatron.hf.shards import has_tokenizer
 from lightning_megatron.lightning_modules.finetune import FinetuneModule
 from lightning_megatron.trainer.config import ConfigurationError
@@ -36,6 +37,11 @@ class ExportPretrained(L.Callback):
             faults.append(
                 f"ExportPretrained writes a FinetuneModule, and this is a {type(module).__name__}; leave it out"
             )
+        elif module.upcycle is not None:
+            try:
+                family_of_config(module.config, None)
+            except ValueError as error:
+                faults += str(error).splitlines()
         if Path(self.path).exists():
             faults.append(f"export path ({self.path}) exists; give one where nothing is, or remove it")
         return faults
@@ -47,9 +53,11 @@ class ExportPretrained(L.Callback):
         assert pl_module.model is not None
         tokenizer = pl_module.path if has_tokenizer(Path(pl_module.path)) else None
         with merged_lora(pl_module.model):
-            hf.save_pretrained(pl_module.model, self.path, family=_family(pl_module.path), tokenizer_from=tokenizer)
+            hf.save_pretrained(pl_module.model, self.path, family=_family(pl_module), tokenizer_from=tokenizer)
 
 
-def _family(path: str) -> str:
-    """The kind of the model that was trained: one architecture may be that of several."""
-    return str(json.loads(Path(path, "config.json").read_text(encoding="utf-8"))["model_type"])
+def _family(module: FinetuneModule) -> str | None:
+    """The kind of the model that was trained: one architecture may be that of several, if it has no experts."""
+    if module.upcycle is not None:
+        return None
+    return str(json.loads(Path(module.path, "config.json").read_text(encoding="utf-8"))["model_type"])

@@ -5,6 +5,7 @@ from lightning_megatron.lightning_modules.adamw import AdamWConfig
 from lightning_megatron.lightning_modules.generate import GenerationConfig
 from lightning_megatron.lightning_modules.gpt import GPTModule
 from lightning_megatron.lightning_modules.gpt_data import GPTDataModule
+from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.trainer import ConfigurationError, MegatronStrategy
 from lightning_megatron.transformer.lora import LoraConfig, add_lora
 
@@ -15,7 +16,8 @@ _GENERATION = GenerationConfig()
 class FinetuneModule(GPTModule):
     """Trains the model in the directory `path`, all of it, or, with `lora`, low-rank paths beside its frozen weights.
 
-    Each rank reads its slices of the weights when training starts. Steps, logs and predictions are those of GPTModule.
+    With `upcycle` the MLPs of a dense model become such experts, and the model computes the same at first. Each rank
+    reads its slices of the weights when training starts. Steps, logs and predictions are those of GPTModule.
     """
 
     def __init__(
@@ -24,11 +26,18 @@ class FinetuneModule(GPTModule):
         lora: LoraConfig | None = None,
         optimizer: AdamWConfig = _ADAMW,
         generation: GenerationConfig = _GENERATION,
+        upcycle: MoEConfig | None = None,
     ) -> None:
-        super().__init__(hf.config_from_pretrained(path), optimizer, generation)
+        super().__init__(hf.config_from_pretrained(path, upcycle=upcycle), optimizer, generation)
         self.save_hyperparameters()
         self.path = path
         self.lora = lora
+        self.upcycle = upcycle
+        if lora is not None and upcycle is not None:
+            raise ValueError(
+                "lora and upcycle do not go together: lora freezes the experts, which would stay copies of each other; "
+                "leave one of the two out"
+            )
 
     def setup(self, stage: str) -> None:
         strategy = self.trainer.strategy
@@ -53,6 +62,6 @@ class FinetuneModule(GPTModule):
     def configure_model(self) -> None:
         if self.model is not None:
             return
-        self.model = hf.from_pretrained(self.path)
+        self.model = hf.from_pretrained(self.path, upcycle=self.upcycle)
         if self.lora is not None:
             add_lora(self.model, self.lora)

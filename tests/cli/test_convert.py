@@ -90,7 +90,7 @@ def test_mistakes_are_one_line_with_the_way_out(capsys: pytest.CaptureFixture[st
     for options, words in (
         (("nowhere", "x.ckpt"), "nowhere is no folder"),
         (("theirs", "x"), "TARGET (x) is to be a checkpoint, as theirs is none: end it in .ckpt"),
-        (("theirs", "x.ckpt", "--family", "llama"), "--family acts on a checkpoint as SOURCE alone"),
+        (("theirs", "x.ckpt", "--family", "llama"), "--family acts on a folder as TARGET alone"),
         (("theirs", "x", "--submodule", "m", "--config", "c"), "--submodule acts on a checkpoint"),
         (("theirs", "model.ckpt"), "model.ckpt exists"),
         (("model.ckpt", "theirs", "--family", "llama"), "theirs exists and is not empty"),
@@ -117,3 +117,39 @@ def test_mistakes_are_one_line_with_the_way_out(capsys: pytest.CaptureFixture[st
         "list.yaml",
         "empty",
     }
+
+
+MOE = "router: {num_experts: 4, top_k: 2, balance: [{coefficient: 1e-2}]}\nffn_hidden_size: 24\n"
+
+
+def test_a_dense_model_gets_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    saved("llama", Path("theirs"))
+    Path("moe.yaml").write_text(MOE)
+    assert printed(capsys, "theirs", "experts", "--upcycle", "moe.yaml").startswith("experts: mixtral, ")
+    assert json.loads(Path("experts/config.json").read_text())["router_aux_loss_coef"] == 0.01
+    assert printed(capsys, "theirs", "experts.ckpt", "--upcycle", "moe.yaml").startswith("experts.ckpt: GPTModel, ")
+    assert printed(capsys, "theirs", "dense.ckpt")
+    assert printed(capsys, "dense.ckpt", "too.ckpt", "--upcycle", "moe.yaml") and is_checkpoint("too.ckpt")
+    for number, source in enumerate(("experts.ckpt", "too.ckpt")):
+        assert printed(capsys, source, f"again{number}")
+        assert files_of(Path(f"again{number}")) == files_of(Path("experts"))
+
+
+def test_mistakes_of_upcycling_are_one_line_with_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:
+    saved("llama", Path("theirs"))
+    saved("llama with biases", Path("biased"))
+    Path("moe.yaml").write_text(MOE)
+    Path("wide.yaml").write_text("{router: {num_experts: 4}, ffn_hidden_size: 7}")
+    Path("odd.yaml").write_text("experts: 4")
+    Path("list.yaml").write_text("- a")
+    for options, words in (
+        (("theirs", "x", "--upcycle", "none.yaml"), "none.yaml"),
+        (("theirs", "x", "--upcycle", "list.yaml"), "--upcycle (list.yaml) must be a table of fields, as in 'router:"),
+        (("theirs", "x", "--upcycle", "odd.yaml"), "MoEConfig has no field experts"),
+        (("theirs", "x", "--upcycle", "wide.yaml"), "ffn_hidden_size of an expert (7) must divide the dense (48)"),
+        (("biased", "x", "--upcycle", "moe.yaml"), "add_bias_linear (True) must be False"),
+        (("theirs", "x.ckpt", "--upcycle", "moe.yaml", "--family", "mixtral"), "--family acts on a folder as TARGET"),
+        (("theirs", "x", "--upcycle", "moe.yaml", "--submodule", "m"), "--submodule acts on a checkpoint as SOURCE"),
+    ):
+        assert words in told(capsys, *options), options
+    assert not Path("x").exists() and not Path("x.ckpt").exists()

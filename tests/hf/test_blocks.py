@@ -40,6 +40,9 @@ def layouts(draw: st.DrawFn) -> tuple[tuple[blocks.Block, ...], tuple[int, ...]]
                 (blocks.whole, (groups, *rest)),
                 (blocks.transposed, (groups, hidden)),
                 (blocks.gate_and_up, (2, hidden + 1, *rest)),
+                (blocks.each, (groups, hidden, head_dim)),
+                (blocks.gate_and_up_of_each, (groups, 2, head_dim, hidden)),
+                (blocks.gate_and_up_in_rows, (groups, 2, head_dim, hidden)),
                 (blocks.query_key_value, fused),
                 (blocks.joined_query_key_value, fused),
             ]
@@ -66,10 +69,9 @@ def cut(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
 def test_what_is_written_and_read_in_pieces_is_what_it_was(data: st.DataObject) -> None:
     found, shape = data.draw(layouts())
     ours = torch.arange(math.prod(shape)).view(shape)
-    sources = sorted({block.source for block in found})
-    theirs = [torch.full(blocks.shape_of_source(found, source), -1) for source in sources]
-    for source in sources:
-        blocks.fill_theirs(theirs[source], source, found, ours)
+    theirs = [torch.full(shape, -1) for shape in blocks.shapes_of_sources(found)]
+    for source, tensor in enumerate(theirs):
+        blocks.fill_theirs(tensor, source, found, ours)
     # Every element of ours is in theirs, once.
     assert torch.cat([tensor.flatten() for tensor in theirs]).sort().values.equal(ours.flatten())
     for box in data.draw(cut(shape)):
@@ -91,7 +93,7 @@ CONFIG: dict[str, Any] = {"groups": 2, "queries": 2, "head_dim": 1, "hidden": 3}
 
 def test_groups_in_a_row_become_queries_keys_and_values() -> None:
     found = blocks.query_key_value(config_of(**CONFIG), (8,))
-    theirs = [torch.zeros(blocks.shape_of_source(found, source), dtype=torch.long) for source in range(3)]
+    theirs = [torch.zeros(shape, dtype=torch.long) for shape in blocks.shapes_of_sources(found)]
     for source, tensor in enumerate(theirs):
         blocks.fill_theirs(tensor, source, found, torch.arange(8))
     assert [tensor.tolist() for tensor in theirs] == [[0, 1, 4, 5], [2, 6], [3, 7]]
@@ -99,7 +101,7 @@ def test_groups_in_a_row_become_queries_keys_and_values() -> None:
 
 def test_joined_queries_keys_and_values_are_columns() -> None:
     found = blocks.joined_query_key_value(config_of(**CONFIG), (8, 3))
-    theirs = torch.zeros(blocks.shape_of_source(found, 0), dtype=torch.long)
+    theirs = torch.zeros(blocks.shapes_of_sources(found)[0], dtype=torch.long)
     blocks.fill_theirs(theirs, 0, found, torch.arange(24).view(8, 3))
     assert theirs.shape == (3, 8)
     assert theirs[0].tolist() == [3 * row for row in (0, 1, 4, 5, 2, 6, 3, 7)]

@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron import ConfigurationError, hf, load_from_checkpoint
 from lightning_megatron.checkpoint import pieces_of_module, read_entries, read_meta, save
-from lightning_megatron.hf.convert import MODELS, from_checkpoint, gpt_config, to_checkpoint
+from lightning_megatron.hf.convert import to_checkpoint, to_folder
+from lightning_megatron.hf.weights import MODELS, gpt_config, in_checkpoint, in_folder
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.models import GPTConfig, GPTModel
 from lightning_megatron.transformer.lora import LoraConfig, add_lora
@@ -27,8 +28,8 @@ WORLD = Mesh.single().world
 @pytest.mark.parametrize("case", CASES)
 def test_there_and_back_is_what_save_pretrained_writes(case: str, tmp_path: Path) -> None:
     saved(case, tmp_path / "theirs")
-    to_checkpoint(tmp_path / "theirs", tmp_path / "model.ckpt")
-    done = from_checkpoint(tmp_path / "model.ckpt", tmp_path / "again", family=family_of(case))
+    to_checkpoint(in_folder(tmp_path / "theirs"), tmp_path / "model.ckpt")
+    done = to_folder(in_checkpoint(tmp_path / "model.ckpt"), tmp_path / "again", family=family_of(case))
     model = ours(tmp_path / "theirs")
     hf.save_pretrained(model, tmp_path / "ours", family=family_of(case))
     assert files_of(tmp_path / "again") == files_of(tmp_path / "ours")
@@ -95,7 +96,7 @@ def fit_refused_and_begun_from_its_weights(path: Path) -> tuple[str, bool]:
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
 def test_a_fit_that_is_to_go_on_from_it_is_told_how_to_begin_from_its_weights(tmp_path: Path) -> None:
     saved("llama", tmp_path / "theirs")
-    to_checkpoint(tmp_path / "theirs", tmp_path / "model.ckpt")
+    to_checkpoint(in_folder(tmp_path / "theirs"), tmp_path / "model.ckpt")
     [(told, has_trained)] = run_on_ranks(1, fit_refused_and_begun_from_its_weights, tmp_path / "model.ckpt", init=False)
     assert "model.ckpt) has weights alone" in told and "hf.from_pretrained" in told and has_trained
 
@@ -107,7 +108,7 @@ LAYOUTS = {"one": Layout(), "tp2+sp": Layout(world=2, tp=2, sp=True), "pp2": Lay
 def test_lightning_predicts_and_validates_from_it_on_any_layout(name: str, tmp_path: Path) -> None:
     layout = LAYOUTS[name]
     model = saved("qwen3, a window in turns", tmp_path / "theirs")
-    to_checkpoint(tmp_path / "theirs", tmp_path / "model.ckpt")
+    to_checkpoint(in_folder(tmp_path / "theirs"), tmp_path / "model.ckpt")
     wanted = logits(model)
     loss = torch.nn.functional.cross_entropy(wanted.flatten(0, 1), tokens().flatten())
     for found, found_loss in run_on_ranks(
@@ -119,9 +120,9 @@ def test_lightning_predicts_and_validates_from_it_on_any_layout(name: str, tmp_p
 
 def test_a_dtype_may_be_asked_for_both_ways(tmp_path: Path) -> None:
     model = saved("llama", tmp_path / "theirs")
-    to_checkpoint(tmp_path / "theirs", tmp_path / "model.ckpt", dtype=torch.bfloat16)
+    to_checkpoint(in_folder(tmp_path / "theirs"), tmp_path / "model.ckpt", dtype=torch.bfloat16)
     assert {entry.dtype for entry in read_entries(tmp_path / "model.ckpt").values()} == {torch.bfloat16}
-    done = from_checkpoint(tmp_path / "model.ckpt", tmp_path / "again", family="llama", dtype=torch.float32)
+    done = to_folder(in_checkpoint(tmp_path / "model.ckpt"), tmp_path / "again", family="llama", dtype=torch.float32)
     assert done.dtype == "float32"
     weight = ours(tmp_path / "again").get_parameter("head.weight")
     assert torch.equal(weight, model.lm_head.weight.bfloat16().float())
@@ -147,39 +148,39 @@ def test_one_of_several_models_is_named(tmp_path: Path) -> None:
     path = tmp_path / "two.ckpt"
     checkpoint_of(path, {MODELS: {"student": said(), "teacher": said()}}, ("student", "teacher"))
     with pytest.raises(ValueError, match=r"has models 'student', 'teacher'; say which: --submodule"):
-        from_checkpoint(path, tmp_path / "out")
+        to_folder(in_checkpoint(path), tmp_path / "out")
     with pytest.raises(ValueError, match=r"submodule \('model'\) must be one of 'student', 'teacher'"):
-        from_checkpoint(path, tmp_path / "out", submodule="model")
-    assert from_checkpoint(path, tmp_path / "out", submodule="teacher").family == "gpt2"
+        to_folder(in_checkpoint(path, submodule="model"), tmp_path / "out")
+    assert to_folder(in_checkpoint(path, submodule="teacher"), tmp_path / "out").family == "gpt2"
 
 
 def test_a_checkpoint_that_names_no_model_needs_its_configuration(tmp_path: Path) -> None:
     path = tmp_path / "bare.ckpt"
     checkpoint_of(path, {}, activation="gelu_tanh")
     with pytest.raises(ValueError, match=r"does not say what its models are .*--config model.yaml"):
-        from_checkpoint(path, tmp_path / "out")
-    from_checkpoint(path, tmp_path / "out", config={**FIELDS, "activation": "gelu_tanh"})
+        to_folder(in_checkpoint(path), tmp_path / "out")
+    to_folder(in_checkpoint(path, config={**FIELDS, "activation": "gelu_tanh"}), tmp_path / "out")
     assert ours(tmp_path / "out").config == GPTConfig(**FIELDS, activation="gelu_tanh")
     checkpoint_of(tmp_path / "named.ckpt", {MODELS: {"model": said()}})
     with pytest.raises(ValueError, match="says itself what its models are"):
-        from_checkpoint(tmp_path / "named.ckpt", tmp_path / "out2", config=FIELDS)
+        to_folder(in_checkpoint(tmp_path / "named.ckpt", config=FIELDS), tmp_path / "out2")
 
 
 def test_weights_that_are_not_those_of_the_configuration_are_all_told(tmp_path: Path) -> None:
     path = tmp_path / "wrong.ckpt"
-    checkpoint_of(path, {MODELS: {"model": said(vocab_size=6, tie_embeddings=False, add_bias_linear=False)}})
+    checkpoint_of(path, {MODELS: {"model": said(add_bias_linear=False)}}, add_bias_linear=False)
     with pytest.raises(ValueError) as raised:
-        from_checkpoint(path, tmp_path / "out", family="gpt2")
+        to_folder(in_checkpoint(path), tmp_path / "out", family="gpt2")
     assert "gpt2: add_bias_linear (False) must be True" in str(raised.value)
     checkpoint_of(path, {MODELS: {"model": said(vocab_size=6, tie_embeddings=False, num_layers=2)}})
     with pytest.raises(ValueError) as raised:
-        from_checkpoint(path, tmp_path / "out")
+        to_folder(in_checkpoint(path), tmp_path / "out")
     lines = str(raised.value).splitlines()
     assert "13 needed and not in it: head.weight, layers.1." in lines[1]
     assert "1 of another shape: embedding.tokens.weight ((5, 8) there, (6, 8) by the configuration)" in lines[2]
     checkpoint_of(path, {MODELS: {"model": said()}}, num_layers=2)
     with pytest.raises(ValueError, match=r"12 in it and unknown to the configuration: layers.1."):
-        from_checkpoint(path, tmp_path / "out")
+        to_folder(in_checkpoint(path), tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["wrong.ckpt"]
 
 
@@ -191,23 +192,23 @@ def test_low_rank_paths_are_refused_with_the_way_out(tmp_path: Path) -> None:
     pieces = {f"model.{name}": piece for name, piece in pieces_of_module(model.state_dict(keep_vars=True)).items()}
     save(tmp_path / "model.ckpt", pieces, meta, world=WORLD)
     with pytest.raises(ValueError, match=r"(?s)lora\.a.*are not converted; .*--export\.path"):
-        from_checkpoint(tmp_path / "model.ckpt", tmp_path / "out", family="llama")
+        to_folder(in_checkpoint(tmp_path / "model.ckpt"), tmp_path / "out", family="llama")
 
 
 def test_a_model_of_another_class_is_refused(tmp_path: Path) -> None:
     checkpoint_of(tmp_path / "bert.ckpt", {MODELS: {"model": said("BertModel")}})
     with pytest.raises(ValueError, match=r"is a BertModel; converted are GPTModel"):
-        from_checkpoint(tmp_path / "bert.ckpt", tmp_path / "out")
+        to_folder(in_checkpoint(tmp_path / "bert.ckpt"), tmp_path / "out")
 
 
 def test_targets_that_exist_are_left_alone(tmp_path: Path) -> None:
     saved("llama", tmp_path / "theirs")
-    to_checkpoint(tmp_path / "theirs", tmp_path / "model.ckpt")
+    to_checkpoint(in_folder(tmp_path / "theirs"), tmp_path / "model.ckpt")
     before = files_of(tmp_path / "theirs")
     with pytest.raises(ValueError, match="exists"):
-        to_checkpoint(tmp_path / "theirs", tmp_path / "model.ckpt")
+        to_checkpoint(in_folder(tmp_path / "theirs"), tmp_path / "model.ckpt")
     with pytest.raises(ValueError, match="exists and is not empty"):
-        from_checkpoint(tmp_path / "model.ckpt", tmp_path / "theirs", family="llama")
+        to_folder(in_checkpoint(tmp_path / "model.ckpt"), tmp_path / "theirs", family="llama")
     assert files_of(tmp_path / "theirs") == before
 
 

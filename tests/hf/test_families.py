@@ -1,6 +1,7 @@
 """Every family computes what transformers computes, and comes back from us as it came, weights and configuration."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from lightning_megatron import hf
 from lightning_megatron.hf.config_reader import ConfigReader
 from lightning_megatron.hf.families import FAMILIES, family_of_config
 from lightning_megatron.models import GPTConfig
+from lightning_megatron.moe.capacity import Capacity
+from lightning_megatron.moe.config import BalanceLoss, MoEConfig, RouterConfig
 from tests.hf.tiny import CASES, family_of, logits, ours, saved
 
 # Fields of theirs that say nothing of the numbers, or say again what another one says.
@@ -28,6 +31,9 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     # Both round at every step in float32.
     assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max().clamp(min=1)
     assert wanted.std() > 0.1
+    if family_of(case) in ("mixtral", "qwen3_moe"):
+        # Their grouped product takes no float64.
+        model.set_experts_implementation("eager")
     in_double = logits(ours(tmp_path, torch.float64))
     # In float64 transformers still norms and turns in float32; GPT-2 does neither.
     limit = 1e-12 if family_of(case) == "gpt2" else 5e-6
@@ -52,7 +58,11 @@ def comparable(config: dict[str, Any]) -> dict[str, Any]:
     """What of a configuration of transformers decides numbers, defaults written out."""
     fields = {name: value for name, value in config.items() if name not in NOT_COMPARED | SAID_TWICE}
     heads = fields.get("num_attention_heads", fields.get("n_head"))
-    fields.setdefault("head_dim", fields.get("hidden_size", fields.get("n_embd")) // heads)
+    fields["head_dim"] = fields.get("head_dim") or fields.get("hidden_size", fields.get("n_embd")) // heads
+    if "mlp_only_layers" in fields:
+        step, dense = fields.pop("decoder_sparse_step"), fields.pop("mlp_only_layers")
+        layers = range(fields["num_hidden_layers"])
+        fields["dense"] = [layer for layer in layers if layer in dense or (layer + 1) % step]
     rope = fields.get("rope_parameters")
     if rope and rope["rope_type"] == "yarn":
         # Written out by us: 0.1 ln(4) + 1.
@@ -113,6 +123,16 @@ SCALING = {"type": "linear", "factor": 2.0}
             "layer_types have sliding_attention, and use_sliding_window (False)",
         ),
         ("qwen3", {"num_hidden_layers": 1, "layer_types": ["chunked_attention"]}, "kinds chunked_attention"),
+        ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok (1) must be at least 2"),
+        ("mixtral", {"num_experts_per_tok": 9}, "top_k (9) must be at most num_experts (8)"),
+        ("mixtral", {"num_local_experts": "8"}, "num_local_experts ('8') must be of the kind of 8"),
+        ("mixtral", {"router_jitter_noise": 1.5}, "jitter (1.5) must be from 0 to below 1"),
+        ("mixtral", {"router_aux_loss_coef": -1.0}, "coefficient of the balance loss per sequence (-1.0)"),
+        ("qwen3_moe", {"norm_topk_prob": True, "num_experts_per_tok": 1}, "num_experts_per_tok (1) must be"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step (0) must be at least 1"),
+        ("qwen3_moe", {"mlp_only_layers": list(range(24))}, "leave none of 24 layers with experts"),
+        ("qwen3_moe", {"attention_bias": True}, "attention_bias (True) must be False"),
+        ("qwen3_moe", {"use_sliding_window": True, "max_window_layers": 4}, "max_window_layers (4) must be 0"),
     ],
 )
 def test_a_field_that_changes_numbers_and_is_not_built_is_refused(
@@ -159,6 +179,9 @@ GATED: dict[str, Any] = {
 }
 
 
+ROUTER = RouterConfig(num_experts=4)
+
+
 @pytest.mark.parametrize(
     ("fields", "family"),
     [
@@ -167,6 +190,8 @@ GATED: dict[str, Any] = {
         ({**GATED, "add_qkv_bias": True, "sliding_window": 4, "full_attention_layers": (1,)}, "qwen2"),
         ({**GATED, "qk_norm": True, "head_dim": 10}, "qwen3"),
         ({"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 5}, "gpt2"),
+        ({**GATED, "moe": MoEConfig(router=ROUTER)}, "mixtral"),
+        ({**GATED, "moe": MoEConfig(router=replace(ROUTER, is_normalised=False)), "qk_norm": True}, "qwen3_moe"),
     ],
 )
 def test_the_family_follows_from_the_configuration(fields: dict[str, Any], family: str) -> None:
@@ -187,7 +212,47 @@ def test_a_configuration_that_no_family_has_is_told_why_by_each() -> None:
     lines = str(raised.value).splitlines()
     assert len(lines) == 1 + len(FAMILIES)
     assert "llama: position ('none') must be 'rotary'; qk_norm (True) must be False" in lines[2]
-    assert "qwen3: position ('none') must be 'rotary'; add_qkv_bias (True) must be False" in lines[5]
+    assert "mixtral: position ('none') must be 'rotary'; add_qkv_bias (True) must be False" in lines[4]
+    assert "moe (None) must be there" in lines[4]
+    assert "qwen3: position ('none') must be 'rotary'; add_qkv_bias (True) must be False" in lines[6]
+
+
+@pytest.mark.parametrize(
+    ("family", "moe", "words"),
+    [
+        ("mixtral", MoEConfig(router=replace(ROUTER, is_normalised=False)), "is_normalised (False) must be True"),
+        ("mixtral", MoEConfig(router=ROUTER, layers=(1,)), "layers 0 must have experts"),
+        ("mixtral", MoEConfig(router=replace(ROUTER, score="sigmoid")), "score ('sigmoid') must be 'softmax'"),
+        ("mixtral", MoEConfig(router=replace(ROUTER, choice="even")), "choice ('even') must be 'top_k' or 'sinkhorn'"),
+        ("mixtral", MoEConfig(router=replace(ROUTER, scaling_factor=2.0)), "scaling_factor (2.0) must be 1.0"),
+        ("mixtral", MoEConfig(router=replace(ROUTER, num_groups=2)), "num_chosen_groups (1) must be 2"),
+        ("mixtral", MoEConfig(router=replace(ROUTER, bias_update_rate=0.1)), "bias_update_rate (0.1) must be 0.0"),
+        ("mixtral", MoEConfig(router=ROUTER, shared_ffn_hidden_size=3), "shared_ffn_hidden_size (3) must be 0"),
+        ("mixtral", MoEConfig(router=ROUTER, capacity=Capacity(factor=2.0)), "must be None"),
+        ("llama", MoEConfig(router=ROUTER), "moe (4 experts) must be None"),
+        ("qwen3_moe", MoEConfig(router=ROUTER), "qk_norm (False) must be True"),
+    ],
+)
+def test_experts_that_a_family_has_not_are_told(family: str, moe: MoEConfig, words: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        family_of_config(GPTConfig(**GATED, moe=moe), family)
+    assert words in str(raised.value)
+
+
+def test_both_names_of_the_number_of_experts_are_read() -> None:
+    for family, name in (("mixtral", "num_experts"), ("qwen3_moe", "num_local_experts")):
+        moe = FAMILIES[family].config({name: 16}).moe
+        assert moe is not None and moe.router.num_experts == 16
+
+
+def test_what_balances_experts_is_read_and_written() -> None:
+    fields = {"router_aux_loss_coef": 0.05, "router_jitter_noise": 0.1}
+    config = FAMILIES["mixtral"].config(fields)
+    assert config.moe is not None
+    assert config.moe.router.balance == (BalanceLoss(coefficient=0.05),) and config.moe.router.jitter == 0.1
+    assert fields.items() <= FAMILIES["mixtral"].config_to_hf(config).items()
+    without = FAMILIES["mixtral"].config({"router_aux_loss_coef": 0.0}).moe
+    assert without is not None and without.router.balance == ()
 
 
 def test_an_unknown_family_is_told_which_there_are() -> None:

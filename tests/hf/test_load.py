@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,17 +27,32 @@ LAYOUTS = {
 }
 
 
+EXPERT_LAYOUTS = {
+    "one": Sizes(),
+    "ep2": Sizes(world=2, ep=2),
+    "ep2 etp2": Sizes(world=4, ep=2, etp=2),
+    "tp2 ep2": Sizes(world=4, tp=2, ep=2, sequence_parallel=True),
+    "pp2 ep2": Sizes(world=4, pp=2, ep=2),
+}
 CASES = ("gpt2", "qwen2 tied, two layers with a window", "qwen3, a window in turns")
 
 
 # Two layers, GPT-2's here, make two stages.
 @pytest.mark.parametrize(
-    ("case", "layout"), [(c, name) for c in CASES for name in LAYOUTS if (c, name) != ("gpt2", "pp2 vp2")]
+    ("case", "name", "sizes", "options"),
+    [
+        *((c, name, sizes, {}) for c in CASES for name, sizes in LAYOUTS.items() if (c, name) != ("gpt2", "pp2 vp2")),
+        *(
+            ("qwen3_moe, some layers dense, with a window", name, sizes, {"save_original_format": is_apart})
+            for name, sizes in EXPERT_LAYOUTS.items()
+            for is_apart in (True, False)
+        ),
+    ],
 )
 def test_each_rank_reads_what_it_holds_once(
-    case: str, layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, name: str, sizes: Sizes, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved(case, tmp_path)
+    saved(case, tmp_path, **options)
     whole = dict(ours(tmp_path).named_parameters())
     read: list[int] = []
     read_box = WeightFiles.read
@@ -47,7 +63,6 @@ def test_each_rank_reads_what_it_holds_once(
         return values
 
     monkeypatch.setattr(WeightFiles, "read", counted)
-    sizes = LAYOUTS[layout]
     for rank in range(sizes.world):
         read.clear()
         model = hf.from_pretrained(tmp_path, Mesh.imagine(rank, sizes))
@@ -80,6 +95,28 @@ def test_a_model_in_several_files_is_read_as_one(tmp_path: Path) -> None:
     model = saved("qwen3", tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     assert (logits(ours(tmp_path)) - logits(model)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen3_moe, some layers dense, with a window"])
+def test_experts_in_one_tensor_are_read_as_those_in_many(case: str, tmp_path: Path) -> None:
+    saved(case, tmp_path / "apart")
+    saved(case, tmp_path / "together", save_original_format=False)
+    names = {folder: load_file(tmp_path / folder / "model.safetensors").keys() for folder in ("apart", "together")}
+    assert not any("gate_up_proj" in name for name in names["apart"])
+    assert any(name.endswith("mlp.experts.gate_up_proj") for name in names["together"])
+    apart, together = (dict(ours(tmp_path / folder).named_parameters()) for folder in ("apart", "together"))
+    assert apart.keys() == together.keys()
+    assert all(torch.equal(apart[name], together[name]) for name in apart)
+
+
+def test_an_expert_that_is_not_there_is_told_by_its_name(tmp_path: Path) -> None:
+    saved("mixtral", tmp_path)
+    lost = "model.layers.1.block_sparse_moe.experts.3.w2.weight"
+    change(tmp_path, lambda weights: weights.update({lost.replace("experts.3", "experts.4"): weights.pop(lost)}))
+    with pytest.raises(ValueError) as raised:
+        hf.from_pretrained(tmp_path)
+    assert f"1 needed and not in it: {lost}" in str(raised.value)
+    assert "1 in it and unknown to family 'mixtral': model.layers.1.block_sparse_moe.experts.4.w2" in str(raised.value)
 
 
 def change(folder: Path, by: Callable[[dict[str, Tensor]], None]) -> None:

@@ -30,8 +30,16 @@ LAYOUTS = {
     "tp4+sp": Layout(world=4, tp=4, sp=True),
     "dp2 pp2": Layout(world=4, pp=2),
 }
+EXPERT_LAYOUTS = {
+    "ep2": Layout(world=2, ep=2),
+    "etp2": Layout(world=2, tp=2, etp=2),
+    "ep2 etp2": Layout(world=4, ep=2, etp=2),
+    "tp2+sp ep2": Layout(world=2, tp=2, sp=True, ep=2),
+    "pp2 ep2": Layout(world=4, pp=2, ep=2),
+}
 # One with every kind of row, and tied weights on two stages.
-ON_LAYOUTS = ("gpt2", "llama 3", "qwen2 tied, two layers with a window", "qwen3, a window in turns", "mistral")
+DENSE = ("gpt2", "llama 3", "qwen2 tied, two layers with a window", "qwen3, a window in turns", "mistral")
+WITH_EXPERTS = ("mixtral", "qwen3_moe, some layers dense, with a window")
 # Of which a tiny model's weights fill several.
 SHARD_BYTES = 20_000
 
@@ -72,9 +80,9 @@ class Imported(L.LightningModule):
         hf.save_pretrained(self.model, self.target, family=self.family, max_shard_bytes=SHARD_BYTES)
 
 
-def predict_and_save(layout: Layout, folder: Path) -> dict[str, Tensor]:
+def predict_and_save(layout: Layout, cases: tuple[str, ...], folder: Path) -> dict[str, Tensor]:
     found = {}
-    for number, case in enumerate(ON_LAYOUTS):
+    for number, case in enumerate(cases):
         module = Imported(folder / f"{number}", folder / f"{number}-again", family_of(case))
         trainer = make_trainer(layout, precision="32-true")
         [output] = trainer.predict(module, DataLoader(tokens(), batch_size=2)) or []
@@ -83,20 +91,28 @@ def predict_and_save(layout: Layout, folder: Path) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_layout_predicts_and_writes_as_one_process(layout: str, tmp_path: Path) -> None:
-    wanted = {case: logits(saved(case, tmp_path / f"{number}")) for number, case in enumerate(ON_LAYOUTS)}
-    ranks = run_on_ranks(LAYOUTS[layout].world, predict_and_save, LAYOUTS[layout], tmp_path, init=False, timeout=120)
+@pytest.mark.parametrize(
+    ("name", "layout", "cases"),
+    [
+        *((name, layout, DENSE) for name, layout in LAYOUTS.items()),
+        *((name, layout, WITH_EXPERTS) for name, layout in EXPERT_LAYOUTS.items()),
+    ],
+)
+def test_a_layout_predicts_and_writes_as_one_process(
+    name: str, layout: Layout, cases: tuple[str, ...], tmp_path: Path
+) -> None:
+    wanted = {case: logits(saved(case, tmp_path / f"{number}")) for number, case in enumerate(cases)}
+    ranks = run_on_ranks(layout.world, predict_and_save, layout, cases, tmp_path, init=False, timeout=120)
     for found in ranks:
-        for case in ON_LAYOUTS:
+        for case in cases:
             assert (found[case] - wanted[case]).abs().max() < 1e-5 * wanted[case].abs().max()
-    for number, case in enumerate(ON_LAYOUTS):
+    for number, case in enumerate(cases):
         alone = tmp_path / f"{number}-alone"
         hf.save_pretrained(ours(tmp_path / f"{number}"), alone, family=family_of(case), max_shard_bytes=SHARD_BYTES)
         assert files_of(tmp_path / f"{number}-again") == files_of(alone)
         assert len(files_of(alone)) > 4
     # No draft is left.
-    assert len(list(tmp_path.iterdir())) == 3 * len(ON_LAYOUTS)
+    assert len(list(tmp_path.iterdir())) == 3 * len(cases)
 
 
 FITS = {
@@ -281,7 +297,7 @@ def test_a_rank_gathers_one_weight_at_a_time(tmp_path: Path, monkeypatch: pytest
 
 
 def test_every_family_is_written_on_layouts() -> None:
-    assert {family_of(case) for case in ON_LAYOUTS} == {family_of(case) for case in CASES}
+    assert {family_of(case) for case in DENSE + WITH_EXPERTS} == {family_of(case) for case in CASES}
 
 
 def test_weights_that_are_still_on_their_way_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,11 @@ _GATED = {
 _QWEN = {**_GATED, "num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 7}
 
 
+# As narrow as the dense layers beside them in no size, so that none is taken for another.
+_MIXTRAL = {**_GATED, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24}
+_QWEN_MOE = {**_GATED, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "head_dim": 12}
+
+
 def _rope(kind: str, **settings: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_theta": 10000.0, "rope_type": kind, **settings}}
 
@@ -104,6 +109,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3, a window in turns": (
         "qwen3",
         {**_QWEN, "head_dim": 12, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+    "mixtral": ("mixtral", {**_MIXTRAL, "router_jitter_noise": 0.1}),
+    "mixtral tied, with a window, top 3": (
+        "mixtral",
+        {**_MIXTRAL, "tie_word_embeddings": True, "sliding_window": 5, "num_experts_per_tok": 3},
+    ),
+    "qwen3_moe": ("qwen3_moe", {**_QWEN_MOE, "norm_topk_prob": True}),
+    "qwen3_moe, weights as they are, one expert of a token": ("qwen3_moe", {**_QWEN_MOE, "num_experts_per_tok": 1}),
+    "qwen3_moe, some layers dense, with a window": (
+        "qwen3_moe",
+        {
+            **_QWEN_MOE,
+            "num_hidden_layers": 5,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [3],
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "tie_word_embeddings": True,
+        },
     ),
 }
 

@@ -1,0 +1,107 @@
+"""What Mixtral and Qwen3-MoE have in common: a gated decoder with experts, their names, and the router's fields.
+
+Files hold each expert's matrices apart; transformers 5 keeps those of a layer in two tensors, and writes them so where
+it is asked to (`save_original_format=False`). Which of the two a file is, its names tell. Written is the first, which
+every version reads.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from lightning_megatron.hf.blocks import each, gate_and_up_in_rows, gate_and_up_of_each
+from lightning_megatron.hf.config_reader import ConfigReader
+from lightning_megatron.hf.family import Row
+from lightning_megatron.models.gpt import GPTConfig
+from lightning_megatron.moe.config import BalanceLoss, MoEConfig, RouterConfig
+
+# Layers with experts, in the modules of transformers 5.
+_TOGETHER = "model.layers.{}.mlp"
+
+
+def rows_apart(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
+    """Rows of files with a tensor for each matrix of an expert; `block` is what is called `mlp` in dense layers."""
+    expert = f"model.layers.{{}}.{block}.experts.{{}}"
+    return (
+        Row("layers.{}.moe.router.weight", (f"model.layers.{{}}.{block}.gate.weight",)),
+        Row("layers.{}.moe.experts.up", (f"{expert}.{gate}.weight", f"{expert}.{up}.weight"), gate_and_up_of_each),
+        Row("layers.{}.moe.experts.down", (f"{expert}.{down}.weight",), each),
+    )
+
+
+ROWS_TOGETHER = (
+    Row("layers.{}.moe.router.weight", (f"{_TOGETHER}.gate.weight",)),
+    Row("layers.{}.moe.experts.up", (f"{_TOGETHER}.experts.gate_up_proj",), gate_and_up_in_rows),
+    Row("layers.{}.moe.experts.down", (f"{_TOGETHER}.experts.down_proj",)),
+)
+"""Rows of files with all experts of a layer in two tensors."""
+
+
+def take_alias(reader: ConfigReader, alias: str, name: str) -> None:
+    """Takes a field that is written under another name for the one that it is."""
+    reader.asked.add(alias)
+    if reader.raw.get(alias) is not None:
+        reader.raw[name] = reader.raw[alias]
+
+
+def moe_from_hf(
+    reader: ConfigReader,
+    *,
+    num_experts: int,
+    is_normalised: bool,
+    width: int = 0,
+    layers: tuple[int, ...] = (),
+    jitter: float = 0.0,
+) -> dict[str, Any]:
+    """Our field `moe`; `width` is that of an expert and `layers` are those with experts, where they differ."""
+    top_k, coefficient = reader.take("num_experts_per_tok"), reader.take("router_aux_loss_coef", 0.0)
+    if top_k == 1 and is_normalised:
+        reader.faults.append(
+            "num_experts_per_tok (1) must be at least 2 where the weights of a token's experts are made to sum up to "
+            "1: a single weight is always 1, and the router learns nothing"
+        )
+        return {}
+    try:
+        router = RouterConfig(
+            num_experts=num_experts,
+            top_k=top_k,
+            is_normalised=is_normalised,
+            balance=(BalanceLoss(coefficient=coefficient),) if coefficient else (),
+            jitter=jitter,
+        )
+        return {"moe": MoEConfig(router=router, ffn_hidden_size=width, layers=layers)}
+    except ValueError as error:
+        reader.faults += str(error).splitlines()
+        return {}
+
+
+def moe_to_hf(moe: MoEConfig) -> dict[str, Any]:
+    """Their fields, less those that a family alone has."""
+    return {
+        "num_experts_per_tok": moe.router.top_k,
+        "router_aux_loss_coef": math.fsum(loss.coefficient for loss in moe.router.balance),
+        "output_router_logits": False,
+    }
+
+
+def moe_faults(config: GPTConfig) -> list[str]:
+    """Why experts, or a router, are none that these models have: what acts in training alone is not looked at."""
+    moe = config.moe
+    if moe is None:
+        return ["moe (None) must be there: its layers have experts"]
+    router = moe.router
+    needed: Iterable[tuple[str, Any, tuple[Any, ...]]] = (
+        ("score", router.score, ("softmax",)),
+        # A plan of Sinkhorn's is made in training alone.
+        ("choice", router.choice, ("top_k", "sinkhorn")),
+        ("scaling_factor", router.scaling_factor, (1.0,)),
+        ("num_chosen_groups", router.num_chosen_groups, (router.num_groups,)),
+        ("bias_update_rate", router.bias_update_rate, (0.0,)),
+        ("shared_ffn_hidden_size", moe.shared_ffn_hidden_size, (0,)),
+        ("capacity", moe.capacity, (None,)),
+    )
+    return [
+        f"moe {name} ({value!r}) must be {' or '.join(map(repr, fits))}"
+        for name, value, fits in needed
+        if value not in fits
+    ]

@@ -1,0 +1,91 @@
+"""Mixtral: `MixtralForCausalLM`, a Mistral with experts in all layers, whose weights sum up to 1 for each token."""
+
+from typing import Any
+
+from lightning_megatron.hf import gated_decoder
+from lightning_megatron.hf.config_reader import HARMLESS, ConfigReader
+from lightning_megatron.hf.expert_decoder import (
+    ROWS_TOGETHER,
+    moe_faults,
+    moe_from_hf,
+    moe_to_hf,
+    rows_apart,
+    take_alias,
+)
+from lightning_megatron.hf.family import Family
+from lightning_megatron.models.gpt import GPTConfig
+
+DEFAULTS = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "router_aux_loss_coef": 0.001,
+    "router_jitter_noise": 0.0,
+}
+
+
+def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
+    """Our fields."""
+    take_alias(reader, "num_experts", "num_local_experts")
+    moe = moe_from_hf(
+        reader,
+        num_experts=reader.take("num_local_experts"),
+        is_normalised=True,
+        jitter=reader.take("router_jitter_noise", 0.0),
+    )
+    return {**gated_decoder.config_from_hf(reader), "sliding_window": reader.take("sliding_window", 0), **moe}
+
+
+def config_to_hf(config: GPTConfig) -> dict[str, Any]:
+    """Their fields."""
+    assert config.moe is not None
+    return {
+        **gated_decoder.config_to_hf(config),
+        "sliding_window": config.sliding_window or None,
+        "intermediate_size": config.moe.ffn_hidden_size or config.ffn_hidden_size,
+        "num_local_experts": config.moe.router.num_experts,
+        "router_jitter_noise": float(config.moe.router.jitter),
+        **moe_to_hf(config.moe),
+    }
+
+
+def faults(config: GPTConfig) -> list[str]:
+    """Why a configuration is no Mixtral."""
+    found = gated_decoder.faults(
+        config, add_bias_linear=False, add_qkv_bias=False, qk_norm=False, full_attention_layers=()
+    )
+    found += moe_faults(config)
+    if config.moe is not None:
+        if not config.moe.router.is_normalised:
+            found.append("moe is_normalised (False) must be True")
+        dense = [layer for layer in range(config.num_layers) if not config.has_experts(layer)]
+        if dense:
+            found.append(f"layers {', '.join(map(str, dense))} must have experts, as all others")
+    return found
+
+
+FAMILY = Family(
+    name="mixtral",
+    architecture="MixtralForCausalLM",
+    prefix=gated_decoder.PREFIX,
+    rows=gated_decoder.ROWS + rows_apart("block_sparse_moe", "w1", "w3", "w2"),
+    other_rows=gated_decoder.ROWS + ROWS_TOGETHER,
+    ignored=gated_decoder.IGNORED,
+    tied=gated_decoder.TIED,
+    defaults=DEFAULTS,
+    harmless=HARMLESS | {"output_router_logits"},
+    config_from_hf=config_from_hf,
+    config_to_hf=config_to_hf,
+    faults=faults,
+)

@@ -1,0 +1,120 @@
+"""Qwen3-MoE: `Qwen3MoeForCausalLM`, a Qwen3 with experts in all layers or in some, and one window for all or none."""
+
+from typing import Any
+
+from lightning_megatron.hf import gated_decoder
+from lightning_megatron.hf.config_reader import HARMLESS, ConfigReader
+from lightning_megatron.hf.expert_decoder import (
+    ROWS_TOGETHER,
+    moe_faults,
+    moe_from_hf,
+    moe_to_hf,
+    rows_apart,
+    take_alias,
+)
+from lightning_megatron.hf.family import Family
+from lightning_megatron.models.gpt import GPTConfig
+
+DEFAULTS = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "sliding_window": 4096,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": False,
+    "router_aux_loss_coef": 0.001,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
+def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
+    """Our fields."""
+    reader.require("attention_bias", False)
+    take_alias(reader, "num_local_experts", "num_experts")
+    moe = moe_from_hf(
+        reader,
+        num_experts=reader.take("num_experts"),
+        is_normalised=reader.take("norm_topk_prob", False),
+        width=reader.take("moe_intermediate_size"),
+        layers=_layers_from_hf(reader),
+    )
+    return {**gated_decoder.config_from_hf(reader), "qk_norm": True, **_window_from_hf(reader), **moe}
+
+
+def _layers_from_hf(reader: ConfigReader) -> tuple[int, ...]:
+    """The layers with experts; none named: all."""
+    num_layers, step = reader.take("num_hidden_layers"), reader.take("decoder_sparse_step")
+    dense = reader.take("mlp_only_layers", [])
+    if step < 1:
+        reader.faults.append(f"decoder_sparse_step ({step}) must be at least 1, which gives all layers experts")
+        return ()
+    layers = tuple(layer for layer in range(num_layers) if (layer + 1) % step == 0 and layer not in dense)
+    if not layers:
+        reader.faults.append(
+            f"decoder_sparse_step ({step}) and mlp_only_layers ({dense}) leave none of {num_layers} layers with "
+            "experts; a model without experts is a 'qwen3'"
+        )
+    return () if len(layers) == num_layers else layers
+
+
+def _window_from_hf(reader: ConfigReader) -> dict[str, Any]:
+    is_used, window = reader.take("use_sliding_window", False), reader.take("sliding_window", 0)
+    if is_used and window:
+        # Older versions of transformers left the window out of so many first layers, newer ones do not.
+        reader.require("max_window_layers", 0)
+        return {"sliding_window": window}
+    reader.asked.add("max_window_layers")
+    return {}
+
+
+def config_to_hf(config: GPTConfig) -> dict[str, Any]:
+    """Their fields."""
+    moe = config.moe
+    assert moe is not None
+    return {
+        **gated_decoder.config_to_hf(config),
+        "attention_bias": False,
+        "use_sliding_window": config.sliding_window > 0,
+        "sliding_window": config.sliding_window or None,
+        "max_window_layers": 0,
+        "num_experts": moe.router.num_experts,
+        "norm_topk_prob": moe.router.is_normalised,
+        "moe_intermediate_size": moe.ffn_hidden_size or config.ffn_hidden_size,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [layer for layer in range(config.num_layers) if not moe.has_experts(layer)],
+        **moe_to_hf(moe),
+    }
+
+
+def faults(config: GPTConfig) -> list[str]:
+    """Why a configuration is no Qwen3-MoE."""
+    return moe_faults(config) + gated_decoder.faults(
+        config, add_bias_linear=False, add_qkv_bias=False, qk_norm=True, full_attention_layers=()
+    )
+
+
+FAMILY = Family(
+    name="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    prefix=gated_decoder.PREFIX,
+    rows=gated_decoder.ROWS + rows_apart("mlp", "gate_proj", "up_proj", "down_proj"),
+    other_rows=gated_decoder.ROWS + ROWS_TOGETHER,
+    ignored=gated_decoder.IGNORED,
+    tied=gated_decoder.TIED,
+    defaults=DEFAULTS,
+    harmless=HARMLESS | {"output_router_logits"},
+    config_from_hf=config_from_hf,
+    config_to_hf=config_to_hf,
+    faults=faults,
+)

@@ -1,0 +1,194 @@
+"""A model on the disk, a Hugging Face folder or a checkpoint directory, to be read box by box; no model is built.
+
+A checkpoint names its models in its metadata, under `models`: for each submodule of the LightningModule its class and
+its configuration. The weights of submodule `model` are called `model.layers.0.attention.qkv.weight` and so on.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import torch
+from torch import Tensor
+
+from lightning_megatron import checkpoint
+from lightning_megatron.checkpoint import Entry, Piece
+from lightning_megatron.hf.families import family_of_file
+from lightning_megatron.hf.family import Table, listed
+from lightning_megatron.hf.folder import WeightFiles, read_config
+from lightning_megatron.hf.load import Source
+from lightning_megatron.hf.save import common_dtype
+from lightning_megatron.mesh import Mesh
+from lightning_megatron.models.gpt import GPTConfig, GPTModel
+from lightning_megatron.models.upcycle import Read, Upcycling
+from lightning_megatron.moe.config import MoEConfig
+from lightning_megatron.sharding import Box, shard_of
+
+MODELS = "models"
+"""Key of a checkpoint's metadata that says which submodule is which model."""
+
+_CLASSES = {"GPTModel": GPTConfig}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """The weights of one model."""
+
+    kind: str
+    # a folder's model_type, or the class of the model
+    config: GPTConfig
+    dtype: torch.dtype
+    # the narrowest that holds all of them
+    read: Read
+    # by our names
+
+    def upcycled(self, moe: MoEConfig) -> "Weights":
+        """Those of a model with experts that computes the same. Raises ValueError with all that keeps it from it."""
+        way = Upcycling(dense=self.config, moe=moe)
+        return Weights(
+            kind="GPTModel", config=way.config, dtype=self.dtype, read=partial(_read_upcycled, way, self.read)
+        )
+
+
+def _read_upcycled(way: Upcycling, dense: Read, name: str, box: Box, out: Tensor) -> None:
+    way.read(name, box, out, dense)
+
+
+def in_folder(path: str | os.PathLike[str]) -> Weights:
+    """The model in a Hugging Face folder. Raises ValueError for what cannot be read, or is not supported."""
+    folder = Path(path)
+    raw = read_config(folder)
+    family = family_of_file(raw, str(folder / "config.json"))
+    config, files = family.config(raw), WeightFiles(folder)
+    source = Source(Table(family, config, files.shapes), files)
+    return Weights(kind=family.name, config=config, dtype=common_dtype(files.dtypes.values()), read=source.read)
+
+
+def in_checkpoint(
+    path: str | os.PathLike[str], submodule: str | None = None, config: Mapping[str, Any] | None = None
+) -> Weights:
+    """A model of a checkpoint directory.
+
+    `submodule` is needed where it has several, `config` (the fields of a GPTConfig) where it names none. Raises
+    ValueError for what cannot be read, and with all that does not fit the configuration.
+    """
+    meta, entries = checkpoint.read_meta(path), checkpoint.read_entries(path)
+    submodule, found = _model_of(meta, submodule, config, path)
+    prefix = f"{submodule}." if submodule else ""
+    ours = {
+        name.removeprefix(prefix): entry
+        for name, entry in entries.items()
+        if name.startswith(prefix) and checkpoint.is_module_name(name)
+    }
+    model = on_meta(found)
+    shapes = {name: shard_of(parameter).global_shape for name, parameter in model.named_parameters()}
+    known = dict(model.named_buffers())
+    _compare(shapes, ours, known.keys(), f"submodule {submodule!r} of checkpoint {path}")
+
+    def read(name: str, box: Box, out: Tensor) -> None:
+        piece = Piece(ours[name].shape, box, out)
+        checkpoint.load(path, {prefix + name: piece}, world=Mesh.single().world, among=lambda other: False)
+
+    dtype = common_dtype(ours[name].dtype for name in shapes)
+    return Weights(kind="GPTModel", config=found, dtype=dtype, read=read)
+
+
+def on_meta(config: GPTConfig) -> GPTModel:
+    """The unsplit model without memory."""
+    with torch.device("meta"):
+        return GPTModel(config, mesh=Mesh.single())
+
+
+def gpt_config(saved: Mapping[str, Any]) -> GPTConfig:
+    """The configuration with those fields, nested ones given as tables. Raises ValueError for what is wrong in them."""
+    config: GPTConfig = _rebuilt(GPTConfig, saved)
+    return config
+
+
+def moe_config(saved: Mapping[str, Any]) -> MoEConfig:
+    """The same of a configuration of experts."""
+    config: MoEConfig = _rebuilt(MoEConfig, saved)
+    return config
+
+
+def _rebuilt(kind: type, saved: Mapping[str, Any]) -> Any:
+    hints, values = get_type_hints(kind), {}
+    names = {field.name for field in fields(kind)}
+    if unknown := sorted(map(str, saved.keys() - names)):
+        raise ValueError(
+            f"{kind.__name__} has no field {', '.join(unknown)}; its fields are {', '.join(sorted(names))}"
+        )
+    for name, value in saved.items():
+        inner = next((option for option in (hints[name], *get_args(hints[name])) if is_dataclass(option)), None)
+        if isinstance(inner, type):
+            value = _rebuilt_within(inner, value)
+        values[name] = tuple(value) if isinstance(value, list) else value
+    try:
+        # YAML takes 1e-5, without a point, for text.
+        numbers = {n: float(v) for n, v in values.items() if hints[n] is float and isinstance(v, str)}
+        return kind(**(values | numbers))
+    except TypeError as error:
+        raise ValueError(f"{kind.__name__} cannot be made of {', '.join(map(str, saved))}: {error}") from error
+
+
+def _rebuilt_within(kind: type, value: Any) -> Any:
+    """A table of fields, or each of several, as what it has the fields of."""
+    if isinstance(value, (list, tuple)):
+        return tuple(_rebuilt_within(kind, one) for one in value)
+    return _rebuilt(kind, value) if isinstance(value, Mapping) else value
+
+
+def _model_of(
+    meta: Mapping[str, Any],
+    submodule: str | None,
+    config: Mapping[str, Any] | None,
+    where: str | os.PathLike[str],
+) -> tuple[str, GPTConfig]:
+    """Name and configuration of the model that is asked for."""
+    models = meta.get(MODELS)
+    if not models:
+        if config is None:
+            raise ValueError(
+                f"checkpoint {where} does not say what its models are (no {MODELS!r} in its metadata); give the "
+                "configuration, a YAML or JSON file with the fields of its GPTConfig: --config model.yaml"
+            )
+        return submodule if submodule is not None else "model", gpt_config(config)
+    if config is not None:
+        raise ValueError(f"checkpoint {where} says itself what its models are; leave the configuration out")
+    if submodule is None and len(models) > 1:
+        raise ValueError(f"checkpoint {where} has models {', '.join(map(repr, models))}; say which: --submodule")
+    name = next(iter(models)) if submodule is None else submodule
+    if name not in models:
+        raise ValueError(f"submodule ({name!r}) must be one of {', '.join(map(repr, models))} in checkpoint {where}")
+    if models[name]["class"] not in _CLASSES:
+        raise ValueError(
+            f"submodule {name!r} of checkpoint {where} is a {models[name]['class']}; converted are "
+            f"{', '.join(_CLASSES)}"
+        )
+    return name, gpt_config(models[name]["config"])
+
+
+def _compare(
+    shapes: Mapping[str, tuple[int, ...]], ours: Mapping[str, Entry], may_be_there: Iterable[str], where: str
+) -> None:
+    """Raises ValueError with every tensor that does not fit."""
+    misshapen = [
+        f"{name} ({ours[name].shape} there, {shape} by the configuration)"
+        for name, shape in shapes.items()
+        if name in ours and ours[name].shape != shape
+    ]
+    faults = [
+        *listed(shapes.keys() - ours.keys(), "needed and not in it"),
+        *listed(ours.keys() - shapes.keys() - set(may_be_there), "in it and unknown to the configuration"),
+        *listed(misshapen, "of another shape"),
+    ]
+    if any(".lora." in name for name in ours):
+        faults.append(
+            "low-rank paths (lora) are not converted; `recipes/finetune_hf.py fit --ckpt_path ... --export.path ...` "
+            "merges them into the weights and writes the folder"
+        )
+    if faults:
+        raise ValueError("\n  ".join([f"{where} does not fit its configuration:", *faults]))
