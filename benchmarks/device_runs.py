@@ -1,4 +1,4 @@
-"""Training runs of one Llama shape on one device, ours and the peers', with what they took.
+"""Training runs of one Llama or Mixtral shape on one device, ours and the peers', with what they took.
 
 All start from the same weights and see the same rows. Weights are float32 and products bf16 by autocast; gradients are
 clipped to norm 1; fused AdamW. A step is some microbatches and one update; its time is from the end of the step before
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from benchmarks.plain_llama import build_plain, our_weights
 from lightning_megatron.models import GPTConfig, GPTModel
 from lightning_megatron.transformer.layer import TransformerLayer
+from lightning_megatron.transformer.recompute import RecomputePart
 
 LEARNING_RATE = 1e-4
 
@@ -95,11 +96,14 @@ def train_ours(
     plan: Plan,
     recorder: Recorder,
     *,
-    strategy: Callable[[], dict[str, Any]] = dict,
+    strategy: Callable[[GPTConfig], dict[str, Any]] = lambda config: {},
     has_compiled_layers: bool = False,
 ) -> None:
     """Our GPT under the Trainer and MegatronStrategy, with further arguments of the strategy."""
     from benchmarks.fit import fit
+
+    if has_compiled_layers and plan.config.moe is not None:
+        raise NotHere("left out: how many rows experts get changes at every call")
 
     def build() -> GPTModel:
         model = GPTModel(plan.config)
@@ -113,7 +117,7 @@ def train_ours(
     fit(
         build,
         lambda replicas: plan.make_loader(),
-        {"num_microbatches": plan.microbatches, **strategy()},
+        {"num_microbatches": plan.microbatches, **strategy(plan.config)},
         _make_optimizer,
         recorder.add,
         accelerator="gpu" if plan.device.type == "cuda" else "cpu",
@@ -122,22 +126,24 @@ def train_ours(
     )
 
 
-def fp8_strategy() -> dict[str, Any]:
+def fp8_strategy(config: GPTConfig) -> dict[str, Any]:
     """The strategy's arguments that make the linears' products FP8."""
     from lightning_megatron import Fp8Config
 
     return {"fp8": Fp8Config()}
 
 
-def recompute_strategy() -> dict[str, Any]:
-    """The strategy's arguments that make again, in the backward, what is cheap to make."""
+def recompute_strategy(config: GPTConfig) -> dict[str, Any]:
+    """The strategy's arguments that make again, in the backward, what is cheap to make in every layer."""
     from lightning_megatron import RecomputeConfig
 
-    return {"recompute": RecomputeConfig(granularity="selective", parts=("norm", "activation"))}
+    # Layers of experts do not offer their activation alone.
+    parts: tuple[RecomputePart, ...] = ("norm", "activation") if config.moe is None else ("norm",)
+    return {"recompute": RecomputeConfig(granularity="selective", parts=parts)}
 
 
 def train_plain(plan: Plan, recorder: Recorder, *, is_compiled: bool) -> None:
-    """A Llama in plain torch."""
+    """A Llama or a Mixtral in plain torch."""
     model = build_plain(plan.config, plan.device)
     if is_compiled:
         model.compile()
@@ -145,28 +151,14 @@ def train_plain(plan: Plan, recorder: Recorder, *, is_compiled: bool) -> None:
 
 
 def train_hugging_face(plan: Plan, recorder: Recorder) -> None:
-    """Hugging Face's Llama, with torch's attention, as it comes."""
+    """Hugging Face's Llama or Mixtral, with torch's attention, as it comes."""
     if importlib.util.find_spec("transformers") is None:
         raise NotHere("left out: transformers is not installed")
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from benchmarks.hugging_face import build_hugging_face
 
     config = plan.config
     with plan.device:
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                num_hidden_layers=config.num_layers,
-                hidden_size=config.hidden_size,
-                num_attention_heads=config.num_attention_heads,
-                num_key_value_heads=config.num_query_groups,
-                intermediate_size=config.ffn_hidden_size,
-                vocab_size=config.vocab_size,
-                max_position_embeddings=plan.sequence,
-                rms_norm_eps=config.norm_epsilon,
-                tie_word_embeddings=False,
-                use_cache=False,
-                attn_implementation="sdpa",
-            )
-        )
+        model = build_hugging_face(config)
     model.load_state_dict(build_plain(config, plan.device).state_dict())
 
     def loss_of(tokens: Tensor, labels: Tensor) -> Tensor:

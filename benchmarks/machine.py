@@ -5,6 +5,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 
 
 def machine() -> dict[str, str]:
@@ -28,12 +29,18 @@ def machine() -> dict[str, str]:
     return facts
 
 
-def version_of(package: str) -> str:
-    """That of an installed package; empty where it is not installed."""
+def version_of(package: str, python: str = sys.executable) -> str:
+    """That of a package which this or another interpreter has; empty where it is not installed."""
+    if python != sys.executable:
+        told = subprocess.run([python, "-c", _TELL, package], capture_output=True, text=True, timeout=60)
+        return told.stdout.strip()
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
+
+
+_TELL = "import importlib.metadata, sys; print(importlib.metadata.version(sys.argv[1]))"
 
 
 def as_line(facts: dict[str, str]) -> str:

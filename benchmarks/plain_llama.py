@@ -1,6 +1,7 @@
-"""A Llama as one would write it in plain torch: a yardstick of `gpu`, with the parameter names of Hugging Face's.
+"""A Llama or a Mixtral as one would write it in plain torch: the yardstick of `gpu` and `experts`, with the parameter
+names of Hugging Face's.
 
-B batch, S sequence, A heads, G key-value groups, D head size, R half of it.
+B batch, S sequence, A heads, G key-value groups, D head size, R half of it; T tokens, H hidden, K experts of a token.
 """
 
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatron.models import GPTConfig
+from lightning_megatron.moe.config import MoEConfig
 
 
 class Attention(nn.Module):
@@ -54,6 +56,41 @@ class MLP(nn.Module):
         return output
 
 
+class Experts(nn.Module):
+    """The weights of all experts of a layer, gate and up as one."""
+
+    def __init__(self, num: int, hidden: int, ffn: int) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(num, 2 * ffn, hidden))
+        self.down_proj = nn.Parameter(torch.empty(num, hidden, ffn))
+
+
+class Mixture(nn.Module):
+    """The best experts of each token, weighed by a softmax over them; every product is one kernel for all experts."""
+
+    def __init__(self, config: GPTConfig, moe: MoEConfig) -> None:
+        super().__init__()
+        self.num, self.num_chosen = moe.router.num_experts, moe.router.top_k
+        self.gate = nn.Linear(config.hidden_size, self.num, bias=False)
+        self.experts = Experts(self.num, config.hidden_size, moe.ffn_hidden_size or config.ffn_hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_TH = x.flatten(0, 1)
+        with torch.autocast(x.device.type, enabled=False):
+            logits = F.linear(x_TH.to(self.gate.weight.dtype), self.gate.weight)
+        best_TK, chosen_TK = logits.topk(self.num_chosen, dim=1)
+        weights_TK = best_TK.softmax(1)
+        order = chosen_TK.flatten().argsort(stable=True)
+        tokens = order // self.num_chosen
+        numbers = torch.arange(self.num, device=x.device)
+        ends = (chosen_TK.flatten()[:, None] == numbers).sum(0).cumsum(0).to(torch.int32)
+        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        up, down = (w.to(dtype).transpose(1, 2) for w in (self.experts.gate_up_proj, self.experts.down_proj))
+        gate, value = F.grouped_mm(x_TH.to(dtype)[tokens], up, offs=ends).chunk(2, dim=1)
+        rows = F.grouped_mm(F.silu(gate) * value, down, offs=ends) * weights_TK.flatten()[order, None]
+        return torch.zeros_like(x_TH).index_add(0, tokens, rows.to(x_TH.dtype)).view_as(x)
+
+
 class Layer(nn.Module):
     """Pre-norm attention and MLP."""
 
@@ -62,7 +99,7 @@ class Layer(nn.Module):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.norm_epsilon)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.norm_epsilon)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config) if config.moe is None else Mixture(config, config.moe)
 
     def forward(self, x: Tensor, cos_SR: Tensor, sin_SR: Tensor) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos_SR, sin_SR)
@@ -137,9 +174,22 @@ def our_weights(plain: PlainLlama, config: GPTConfig) -> dict[str, Tensor]:
             f"{ours}.attention.qkv.weight": torch.cat(groups, dim=1).flatten(0, 1),
             f"{ours}.attention.projection.weight": found[f"{theirs}.self_attn.o_proj.weight"],
             f"{ours}.mlp_norm.weight": found[f"{theirs}.post_attention_layernorm.weight"],
-            f"{ours}.mlp.up.weight": torch.stack(
-                (found[f"{theirs}.mlp.gate_proj.weight"], found[f"{theirs}.mlp.up_proj.weight"])
-            ),
-            f"{ours}.mlp.down.weight": found[f"{theirs}.mlp.down_proj.weight"],
+            **_our_mlp(found, theirs, ours),
         }
     return weights
+
+
+def _our_mlp(found: dict[str, Tensor], theirs: str, ours: str) -> dict[str, Tensor]:
+    """The weights of a layer's MLP, or of its router and experts."""
+    if f"{theirs}.mlp.gate.weight" in found:
+        return {
+            f"{ours}.moe.router.weight": found[f"{theirs}.mlp.gate.weight"],
+            f"{ours}.moe.experts.up": found[f"{theirs}.mlp.experts.gate_up_proj"].unflatten(1, (2, -1)),
+            f"{ours}.moe.experts.down": found[f"{theirs}.mlp.experts.down_proj"],
+        }
+    return {
+        f"{ours}.mlp.up.weight": torch.stack(
+            (found[f"{theirs}.mlp.gate_proj.weight"], found[f"{theirs}.mlp.up_proj.weight"])
+        ),
+        f"{ours}.mlp.down.weight": found[f"{theirs}.mlp.down_proj.weight"],
+    }

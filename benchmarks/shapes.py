@@ -1,6 +1,7 @@
 """The shapes that `gpu` trains, and how many of their layers fit into a device's memory.
 
-Llama style: rotary positions, RMSNorm, SwiGLU, no biases, head not tied. Bytes that a run needs, by formula:
+Llama style: rotary positions, RMSNorm, SwiGLU, no biases, head not tied; Mixtral style where there are experts, all
+layers alike. Bytes that a run needs, by formula:
 
     18 P              a parameter in float32, its gradient and both Adam moments, and its bf16 copy for the products
     2 L a             what the layers keep for the backward, a of each; twice, since the peers keep more than we do
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_megatron.models import GPTConfig
+from lightning_megatron.moe.config import MoEConfig, RouterConfig
 from lightning_megatron.transformer import cost
 
 BYTES_PER_PARAMETER = 18
@@ -33,8 +35,13 @@ class Shape:
     vocabulary: int
     sequences: tuple[int, ...]
     microbatch_tokens: int
+    experts: int = 0
+    # of a layer; 0: layers are dense
+    top_k: int = 2
+    # experts of a token
 
     def config(self, layers: int, sequence: int) -> GPTConfig:
+        moe = MoEConfig(router=RouterConfig(num_experts=self.experts, top_k=self.top_k)) if self.experts else None
         return GPTConfig(
             num_layers=layers,
             hidden_size=self.hidden,
@@ -48,6 +55,7 @@ class Shape:
             position="rotary",
             add_bias_linear=False,
             tie_embeddings=False,
+            moe=moe,
         )
 
     def microbatch_rows(self, sequence: int) -> int:
@@ -66,24 +74,28 @@ class Shape:
         return next(fits, 0)
 
     def products(self, tokens: int) -> list[tuple[int, int, int]]:
-        """Of a layer's linears and of the head, in forward and backward: M, N, K of [M, K] times [K, N]."""
+        """Of a layer's linears and of the head, in forward and backward: M, N, K of [M, K] times [K, N].
+
+        Of experts the product of one, with as many rows as each has where all have as many.
+        """
         size = self.hidden // self.heads
-        linears = [
-            (self.hidden, (self.heads + 2 * self.groups) * size),
-            (self.heads * size, self.hidden),
-            (self.hidden, 2 * self.ffn),
-            (self.ffn, self.hidden),
-            (self.hidden, self.vocabulary),
+        rows = tokens * self.top_k // self.experts if self.experts else tokens
+        forward = [
+            (tokens, (self.heads + 2 * self.groups) * size, self.hidden),
+            (tokens, self.hidden, self.heads * size),
+            (rows, 2 * self.ffn, self.hidden),
+            (rows, self.hidden, self.ffn),
+            (tokens, self.vocabulary, self.hidden),
         ]
-        forward = [(tokens, width, features) for features, width in linears]
         return [way for m, n, k in forward for way in ((m, n, k), (m, k, n), (n, k, m))]
 
 
+_SMOKE: dict[str, Any] = {"sequences": (32,), "microbatch_tokens": 64}
 _GPU: dict[str, Any] = {"sequences": (4096, 8192), "microbatch_tokens": 8192}
 SHAPES = {
     "1.3b": Shape(layers=24, hidden=2048, heads=16, groups=16, ffn=5504, vocabulary=32000, **_GPU),
     "8b": Shape(layers=32, hidden=4096, heads=32, groups=8, ffn=14336, vocabulary=128256, **_GPU),
-    "smoke": Shape(
-        layers=2, hidden=64, heads=4, groups=2, ffn=128, vocabulary=256, sequences=(32,), microbatch_tokens=64
-    ),
+    "8x7b": Shape(layers=32, hidden=4096, heads=32, groups=8, ffn=14336, vocabulary=32000, experts=8, **_GPU),
+    "smoke": Shape(layers=2, hidden=64, heads=4, groups=2, ffn=128, vocabulary=256, **_SMOKE),
+    "smoke experts": Shape(layers=2, hidden=64, heads=4, groups=2, ffn=96, vocabulary=256, experts=4, **_SMOKE),
 }

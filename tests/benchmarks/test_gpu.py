@@ -4,11 +4,13 @@ import argparse
 import json
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from benchmarks.gpu import COMPILED, EAGER, OURS, TOLERANCE, chosen_rows, fault_of, is_broken, report, rows, run_row
 from benchmarks.plain_llama import build_plain, our_weights
@@ -21,23 +23,25 @@ GIB = 2**30
 H100 = "NVIDIA H100 80GB HBM3"
 
 
-def asked_for(device: str) -> argparse.Namespace:
+def asked_for(device: str, size: str) -> argparse.Namespace:
     return argparse.Namespace(
-        device=device, size=["smoke"], sequence=[32], layers=2, microbatches=2, warmup=1, steps=3, rows=[]
+        device=device, size=[size], sequence=[32], layers=2, microbatches=2, warmup=1, steps=3, rows=[]
     )
 
 
-def found_on(device: str, row: str) -> dict[str, Any]:
-    [found] = run_on_ranks(1, run_row, row, asked_for(device), init=False, timeout=200)
+@cache
+def found_on(device: str, row: str, size: str) -> dict[str, Any]:
+    [found] = run_on_ranks(1, run_row, row, asked_for(device, size), init=False, timeout=200)
     return found
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("size", ["smoke", "smoke experts"])
 @pytest.mark.parametrize("row", [row for row in rows() if "compiled" not in row and row != EAGER])
-def test_a_row_trains_as_plain_torch_does(row: str, device: str) -> None:
+def test_a_row_trains_as_plain_torch_does(row: str, size: str, device: str) -> None:
     if row.startswith("Hugging Face"):
         pytest.importorskip("transformers")
-    found, yardstick = found_on(device, row), found_on(device, EAGER)
+    found, yardstick = found_on(device, row, size), found_on(device, EAGER, size)
     assert fault_of(row, found, yardstick) == ""
     assert len(found["seconds"]) == 3
     assert min(found["seconds"]) > 0
@@ -78,6 +82,41 @@ def test_our_model_has_the_weights_of_the_plain_llama() -> None:
     assert abs(plain(tokens, labels) - loss) > 1e-5
 
 
+def test_our_experts_have_the_weights_of_the_plain_mixtral() -> None:
+    # In float32, which is as wide as the plain one's grouped products go.
+    config = SHAPES["smoke experts"].config(2, 32)
+    plain, ours = build_plain(config, torch.device("cpu")), GPTModel(config)
+    for layer in plain.model.layers:
+        # So that experts do more than the rounding of a loss shows.
+        layer.mlp.gate.weight.data *= 50
+        layer.mlp.experts.down_proj.data *= 50
+    ours.load_state_dict(our_weights(plain, config))
+    tokens = torch.randint(config.vocab_size, (2, 32))
+    labels = tokens.roll(1, dims=1)
+    loss = plain(tokens, labels)
+    torch.testing.assert_close(ours(tokens, labels=labels), loss, rtol=1e-5, atol=0)
+    for weight in (plain.model.layers[1].mlp.gate.weight, plain.model.layers[1].mlp.experts.down_proj):
+        kept = weight.data
+        weight.data = kept.roll(1, dims=0)
+        assert abs(plain(tokens, labels) - loss) > 1e-3
+        weight.data = kept
+
+
+def test_the_plain_experts_are_those_that_a_token_chooses() -> None:
+    config = SHAPES["smoke experts"].config(1, 32)
+    mixture = build_plain(config, torch.device("cpu")).model.layers[0].mlp
+    x = torch.randn(1, 5, config.hidden_size)
+    up, down = mixture.experts.gate_up_proj, mixture.experts.down_proj
+    for token, mixed in zip(x[0], mixture(x)[0], strict=True):
+        best, chosen = mixture.gate(token).topk(2)
+        expected = torch.zeros_like(token)
+        for weight, expert in zip(best.softmax(0), chosen, strict=True):
+            gate, value = (up[expert] @ token).chunk(2)
+            expected += weight * (down[expert] @ (F.silu(gate) * value))
+        torch.testing.assert_close(mixed, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+        assert mixed.abs().max() > 0
+
+
 @pytest.mark.parametrize("size", ["1.3b", "8b"])
 def test_the_products_are_all_flops_of_the_linears(size: str) -> None:
     shape = SHAPES[size]
@@ -99,9 +138,10 @@ def test_as_many_layers_as_fit() -> None:
     assert SHAPES["1.3b"].fitting_layers(8192, 79 * GIB) == 24
     assert 5 <= SHAPES["8b"].fitting_layers(8192, 79 * GIB) <= 12
     assert SHAPES["8b"].fitting_layers(8192, 16 * GIB) == 0
+    assert [SHAPES["8x7b"].fitting_layers(4096, free * GIB) for free in (16, 79, 139)] == [0, 2, 4]
 
 
-@pytest.mark.parametrize(("size", "billions"), [("1.3b", 1.35), ("8b", 8.03)])
+@pytest.mark.parametrize(("size", "billions"), [("1.3b", 1.35), ("8b", 8.03), ("8x7b", 46.7)])
 def test_the_shapes_have_the_parameters_that_they_are_named_for(size: str, billions: float) -> None:
     shape = SHAPES[size]
     assert cost.model_parameters(shape.config(shape.layers, 4096)) / 1e9 == pytest.approx(billions, rel=0.01)

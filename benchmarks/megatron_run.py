@@ -1,0 +1,217 @@
+"""A training run of megatron-core's GPT with experts on CPU ranks, from the same weights as the other runs.
+
+megatron-core is written for GPUs: it names the device "cuda" where it makes small tensors and streams. In the process
+of this run alone these names are led to the CPU; what it computes is its own. Its layers are those that need neither
+Transformer Engine nor Apex, experts one after another, tokens sent by its all-to-all.
+"""
+
+import contextlib
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.expert_runs import LEARNING_RATE, NotHere, Record, Size, make_loader
+from benchmarks.joined import joined_by_gloo
+from benchmarks.plain_llama import build_plain, our_weights
+
+
+class _NoStream:
+    """A stream of the CPU, and an event on it: all is done already."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+    def record_event(self) -> "_NoStream":
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
+
+def lead_to_cpu() -> None:
+    """Makes what megatron-core asks of CUDA mean the CPU, in this process."""
+    stream = _NoStream()
+    cuda: Any = torch.cuda
+    cuda.Stream = _NoStream
+    cuda.current_device = lambda: "cpu"
+    cuda.current_stream = cuda.default_stream = lambda *_: stream
+    cuda.stream = lambda _: contextlib.nullcontext()
+    cuda.synchronize = cuda.empty_cache = lambda *_: None
+
+    def on_cpu(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @wraps(make)
+        def made(*args: Any, **kwargs: Any) -> Tensor:
+            return make(*args, **kwargs | ({"device": "cpu"} if kwargs.get("device") == "cuda" else {}))
+
+        return made
+
+    library: Any = torch
+    for name in ("zeros", "ones", "tensor"):
+        setattr(library, name, on_cpu(getattr(library, name)))
+    # Sizes that come from a GPU become a list on their way to the host; here they are there already, as a tensor.
+    exchange: Any = torch.distributed.all_to_all_single
+
+    @wraps(exchange)
+    def exchanged(*args: Any, **kwargs: Any) -> Any:
+        sizes = {
+            name: value.tolist() for name, value in kwargs.items() if isinstance(value, Tensor) and "split" in name
+        }
+        return exchange(*args, **kwargs | sizes)
+
+    library.distributed.all_to_all_single = exchanged
+    # Clipping asks whether gradients are of this type.
+    tensor: Any = Tensor
+    as_type = tensor.type
+    tensor.type = lambda self, *args, **kwargs: (
+        as_type(self, *args, **kwargs) if args or kwargs else as_type(self).replace("torch.", "torch.cuda.")
+    )
+
+
+def train_megatron(size: Size, record: Record, *, ep: int) -> None:
+    """Data parallelism over all ranks, experts cut over `ep` of them."""
+    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+        raise NotHere("megatron-core is not installed here; --megatron-python names an interpreter that has it")
+    lead_to_cpu()
+    _train(size, record, ep)
+
+
+@joined_by_gloo
+def _train(size: Size, record: Record, ep: int) -> None:
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer.moe import moe_utils
+
+    world = int(os.environ["WORLD_SIZE"])
+    # Attention asks for a generator of the GPU before its dropout, which is none.
+    tracker: Any = CudaRNGStatesTracker
+    tracker.fork = lambda self, *_: contextlib.nullcontext()
+    # Its router looks for a kernel of Transformer Engine by a name that is only there with it.
+    vars(moe_utils).setdefault("te_general_gemm", None)
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=ep)
+    model = build_megatron(size, ep)
+    replica = DistributedDataParallel(model.config, DistributedDataParallelConfig(overlap_grad_reduce=False), model)
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(optimizer="adam", lr=LEARNING_RATE, weight_decay=0.01, clip_grad=1.0, bf16=False, fp16=False),
+        [replica],
+    )
+    for group in optimizer.param_groups:
+        # It does not offer the faster kernel, which the other runs use; its optimizer is torch's AdamW all the same.
+        group["fused"], group["foreach"] = True, False
+    model.config.finalize_model_grads_func = finalize_model_grads
+    forward_backward, count = get_forward_backward_func(), size.microbatches(world)
+    for tokens, labels in make_loader(size, world):
+        replica.zero_grad_buffer()
+        optimizer.zero_grad()
+        losses = forward_backward(
+            forward_step_func=_forward_step,
+            data_iterator=zip(tokens.chunk(count), labels.chunk(count), strict=True),
+            model=[replica],
+            num_microbatches=count,
+            seq_length=size.sequence,
+            micro_batch_size=size.microbatch_rows,
+            forward_only=False,
+        )
+        is_done, *_ = optimizer.step()
+        assert is_done
+        record.add(torch.stack([loss["loss"] for loss in losses]).mean())
+    parallel_state.destroy_model_parallel()
+
+
+def _forward_step(microbatches: Iterator[tuple[Tensor, Tensor]], model: Any) -> Any:
+    tokens, labels = next(microbatches)
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    return model(tokens, positions, None, labels=labels), partial(_loss)
+
+
+def _loss(losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = losses.mean()
+    # A copy: the loss itself is divided in place afterwards.
+    return loss, {"loss": loss.detach().clone()}
+
+
+def build_megatron(size: Size, ep: int) -> Any:
+    """Its GPT of this size, with this rank's part of the common weights."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    config = size.config()
+    model = GPTModel(
+        config=TransformerConfig(
+            num_layers=size.layers,
+            hidden_size=size.hidden,
+            num_attention_heads=size.heads,
+            num_query_groups=config.num_query_groups,
+            ffn_hidden_size=size.ffn,
+            moe_ffn_hidden_size=size.ffn,
+            num_moe_experts=size.experts,
+            moe_router_topk=size.top_k,
+            moe_router_load_balancing_type="none",
+            moe_token_dispatcher_type="alltoall",
+            expert_model_parallel_size=ep,
+            gated_linear_unit=True,
+            activation_func=torch.nn.functional.silu,
+            bias_activation_fusion=False,
+            normalization="RMSNorm",
+            layernorm_epsilon=config.norm_epsilon,
+            add_bias_linear=False,
+            attention_dropout=0.0,
+            hidden_dropout=0.0,
+            masked_softmax_fusion=False,
+            gradient_accumulation_fusion=False,
+            use_cpu_initialization=True,
+            perform_initialization=False,
+            params_dtype=torch.float32,
+        ),
+        transformer_layer_spec=get_gpt_layer_local_spec(
+            num_experts=size.experts, moe_grouped_gemm=False, normalization="RMSNorm"
+        ),
+        vocab_size=size.vocabulary,
+        max_sequence_length=size.sequence,
+        position_embedding_type="rope",
+        rotary_base=int(config.rotary_base),
+        share_embeddings_and_output_weights=False,
+    )
+    weights = _megatron_weights(size, ep)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights.pop(name))
+    assert not weights, sorted(weights)
+    return model
+
+
+def _megatron_weights(size: Size, ep: int) -> dict[str, Tensor]:
+    """The common weights under its names: one matrix an expert, numbered from 0 on each rank."""
+    config, own = size.config(), size.experts // ep
+    ours = our_weights(build_plain(config, torch.device("cpu")), config)
+    first = int(os.environ["RANK"]) % ep * own
+    weights = {
+        "embedding.word_embeddings.weight": ours["embedding.tokens.weight"],
+        "decoder.final_layernorm.weight": ours["final_norm.weight"],
+        "output_layer.weight": ours["head.weight"],
+    }
+    for i in range(size.layers):
+        there, here = f"decoder.layers.{i}", f"layers.{i}"
+        weights |= {
+            f"{there}.input_layernorm.weight": ours[f"{here}.attention_norm.weight"],
+            f"{there}.self_attention.linear_qkv.weight": ours[f"{here}.attention.qkv.weight"],
+            f"{there}.self_attention.linear_proj.weight": ours[f"{here}.attention.projection.weight"],
+            f"{there}.pre_mlp_layernorm.weight": ours[f"{here}.mlp_norm.weight"],
+            f"{there}.mlp.router.weight": ours[f"{here}.moe.router.weight"],
+        }
+        for j in range(own):
+            expert = f"{there}.mlp.experts.local_experts.{j}"
+            weights[f"{expert}.linear_fc1.weight"] = ours[f"{here}.moe.experts.up"][first + j].flatten(0, 1)
+            weights[f"{expert}.linear_fc2.weight"] = ours[f"{here}.moe.experts.down"][first + j]
+    return weights
