@@ -95,6 +95,9 @@ def described(layout: Layout) -> str:
         (layout.vp > 1, f"vp {layout.vp}"),
         (layout.cp > 1, f"cp {layout.cp} ({layout.context.kind})"),
         (layout.dynamic is not None, "dynamic context"),
+        (layout.ep > 1, f"ep {layout.ep}"),
+        (layout.etp > 1, f"etp {layout.etp}"),
+        (layout.joint, "forwards beside backwards"),
         (layout.schedule != "auto", f"schedule {layout.schedule}"),
         (layout.dp > 1, f"dp {layout.dp}"),
         (layout.microbatches > 1, f"{layout.microbatches} microbatches"),
@@ -137,15 +140,30 @@ torch: over the losses of {NUM_STEPS} steps, every gradient, the gradient norm, 
 logged values, on all ranks. Deviations are absolute. The tolerances are {tolerances};
 a bold cell is outside of them.
 
-The other side of the comparison is `tests/reference/gpt.py`, a GPT in plain torch, under a hand-written loop and SGD
-with momentum, or AdamW where the row says so. It takes from the package the configuration, the initial values and the
-random numbers of dropout, and nothing else.
+The other side of the comparison is `tests/reference/gpt.py`, a GPT in plain torch with the experts of
+`tests/reference/moe.py`, under a hand-written loop and SGD with momentum, or AdamW where the row says so. It takes from
+the package the configuration, the initial values and the random numbers of dropout and jitter, and nothing else.
 
 The data tries to break the layouts: global batches of {BATCH} rows of {SEQUENCE} tokens, loss masks that are
 uneven over the rows, a first microbatch without any valid token, a global batch whose first replica has none, a
 vocabulary of 131 that no tensor-parallel size divides, and streams that sequence and context parallelism must pad. Rows
 of *packed* hold several documents of one token and more, and padding. Rows of dynamic context parallelism have the
-models whose documents and random draws could get lost on their way.
+models whose documents and random draws could get lost on their way; rows of 8 ranks have 64-true alone.
+
+Models with experts are compared in what their routers do, too: how many tokens chose and got each expert, the auxiliary
+losses, the bias of each expert and the shares of the global batch, after each step.
+
+- *moe*: top-2 of 8 experts in every second layer, with a hidden size of their own; auxiliary losses per sequence and
+  over the global batch, z-loss and the bias update; a shared expert with a gate; dropout. Two experts get no token of
+  the whole batch: with ep 4 they are all that one rank has.
+- *moe top-1*: top-1 of 4 experts in three layers; auxiliary loss and z-loss; a capacity of the even share, filled up,
+  that drops the choices of the least weight; the all-gather dispatcher.
+- *moe packed*: packed documents and padding; top-4 of 8 experts in two layers, of the 2 best of 4 groups; sigmoid
+  scores, jitter, auxiliary losses and the bias update; a shared expert without a gate; a capacity below the even share
+  that drops the last tokens.
+
+Rows of expert parallelism have these models alone. Experts are cut over ranks that tensor, context and data parallelism
+use for the layers around them.
 
 {matrix}
 
@@ -153,9 +171,11 @@ models whose documents and random draws could get lost on their way.
 
 Here a model with dropout and a tied output layer is trained with rates that halve after each step. In `16-mixed` one
 gradient is made infinite in the second step, on the last rank alone; the loss scale doubles after every good step and
-halves after a bad one. The cells are, over all ranks:
+halves after a bad one. Under expert parallelism every second layer has experts, the gradient is that of one of them,
+and biases make every token choose the same two: no rounding changes a choice. The cells are, over all ranks:
 
-- *left out*: the largest change of any weight, optimizer state or rate in the second step. It must be 0.
+- *left out*: the largest change of any weight, bias of a router, optimizer state or rate in the second step. It must
+  be 0.
 - *scale*: the largest deviation, after any step, of the loss scale from that on one device. It must be 0.
 - *one device*: the largest deviation of the weights after {NUM_STEPS} steps from those of one device in the same
   precision, by this package. Below {bounds["one device"]}.

@@ -13,6 +13,8 @@ from torch import Tensor
 from lightning_megatron.context.balance import CostModel, DynamicContextConfig
 from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.models import GPTConfig
+from lightning_megatron.moe.capacity import Capacity
+from lightning_megatron.moe.config import BalanceLoss, MoEConfig, RouterConfig
 from lightning_megatron.pipeline.choice import ScheduleName
 from lightning_megatron.transformer.recompute import RecomputeConfig
 from lightning_megatron.transformer.rotary import RopeScaling
@@ -72,10 +74,81 @@ VARIANTS = {
         hidden_dropout=0.1,
         attention_dropout=0.1,
     ),
+    # Coefficients and rates are far above the usual ones: what they do must stand out.
+    "moe": GPTConfig(
+        **_SMALL,
+        vocab_size=128,
+        hidden_dropout=0.1,
+        attention_dropout=0.1,
+        moe=MoEConfig(
+            router=RouterConfig(
+                num_experts=8,
+                balance=(BalanceLoss(coefficient=0.3), BalanceLoss(scope="global", coefficient=0.2)),
+                z_loss=0.1,
+                bias_update_rate=2.0**-6,
+            ),
+            ffn_hidden_size=24,
+            every=2,
+            shared_ffn_hidden_size=16,
+            has_shared_gate=True,
+        ),
+    ),
+    "moe top-1": GPTConfig(
+        **_SMALL,
+        vocab_size=128,
+        num_query_groups=2,
+        ffn_hidden_size=48,
+        activation="swiglu",
+        normalization="rmsnorm",
+        # Not rotary: rows that begin with a token twice would have two equal weights, and rounding would drop one.
+        position="learned",
+        add_bias_linear=False,
+        tie_embeddings=False,
+        moe=MoEConfig(
+            router=RouterConfig(
+                num_experts=4, top_k=1, is_normalised=False, balance=(BalanceLoss(coefficient=0.3),), z_loss=0.1
+            ),
+            layers=(1, 2, 7),
+            capacity=Capacity(factor=1.0, pads=True),
+            dispatcher="all_gather",
+        ),
+    ),
+    "moe packed": GPTConfig(
+        **_SMALL,
+        vocab_size=128,
+        num_query_groups=2,
+        activation="swiglu",
+        normalization="rmsnorm",
+        position="rotary",
+        hidden_dropout=0.1,
+        attention_dropout=0.1,
+        moe=MoEConfig(
+            router=RouterConfig(
+                num_experts=8,
+                top_k=4,
+                score="sigmoid",
+                scaling_factor=1.5,
+                num_groups=4,
+                num_chosen_groups=2,
+                balance=(BalanceLoss(coefficient=0.3), BalanceLoss(scope="global", coefficient=0.2)),
+                bias_update_rate=2.0**-5,
+                jitter=0.1,
+            ),
+            ffn_hidden_size=24,
+            layers=(0, 5),
+            shared_ffn_hidden_size=16,
+            capacity=Capacity(factor=0.75, keeps="position"),
+        ),
+    ),
 }
-PACKED = ("packed",)
+PACKED = ("packed", "moe packed")
 # variants whose rows hold several documents each, and padding
-IN_FLOAT64_ALONE = ("qwen-mistral", "packed")
+EXPERTS = tuple(variant for variant, config in VARIANTS.items() if config.moe is not None)
+# variants with experts
+SHUNNED = {"moe": (6, 7), "moe, 16 bits": (0, 3)}
+# experts whose bias is so low from the start that no token of the global batch goes to them; of the first all that a
+# rank of ep4 has
+IN_FLOAT64_ALONE = ("qwen-mistral", "packed", "moe top-1", "moe packed")
 # variants whose float32 adds nothing to that of the others
 
 
@@ -112,6 +185,10 @@ class Layout:
     rule: Literal["sgd", "adamw", "adamw, 16 bits"] = "sgd"
     recompute: RecomputeConfig = _NOTHING
     cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    joint: bool = False
+    # a forward runs beside a backward
     context: ContextConfig = _RING
     dynamic: DynamicContextConfig | None = None
     # context parallelism: plans every step anew
@@ -231,11 +308,57 @@ LAYOUTS = {
         world=4, tp=2, sp=True, dynamic=_DYNAMIC, distributed=True, overlap=True, rule="adamw"
     ),
     "dynamic dp2 recompute selective": Layout(world=2, dynamic=_DYNAMIC, recompute=_SELECTIVE),
+    "ep2": Layout(world=2, ep=2),
+    "ep4": Layout(world=4, ep=4, microbatches=2),
+    "ep2 etp2": Layout(world=4, ep=2, etp=2, microbatches=3),
+    "tp2 etp2": Layout(world=2, tp=2, etp=2),
+    "tp2+sp ep2": Layout(world=2, tp=2, sp=True, ep=2, microbatches=2),
+    "tp2+sp dp2 ep2 etp2": Layout(world=4, tp=2, sp=True, ep=2, etp=2, microbatches=2),
+    "tp2+sp cp2 ep4": Layout(world=4, tp=2, sp=True, cp=2, ep=4),
+    "cp2 ep2": Layout(world=2, cp=2, ep=2),
+    "dp4 ep2 clip 0.05": Layout(world=4, ep=2, clip=0.05),
+    "ZeRO dp4 ep4 AdamW overlap": Layout(world=4, ep=4, microbatches=3, distributed=True, overlap=True, rule="adamw"),
+    "ZeRO dp4 ep2 overlap": Layout(world=4, ep=2, microbatches=2, distributed=True, overlap=True),
+    "ep2 accumulate 2": Layout(world=2, ep=2, microbatches=2, accumulate=2),
+    "pp2 ep2": Layout(world=4, pp=2, ep=2, microbatches=3),
+    "pp2 vp2 ep2": Layout(world=4, pp=2, vp=2, ep=2, microbatches=4),
+    "ZB-V pp2 ep2": Layout(world=4, pp=2, vp=2, ep=2, microbatches=4, schedule="zb_v", distributed=True),
+    "ZB-H1 pp2 tp2+sp ep4": Layout(world=8, pp=2, tp=2, sp=True, ep=4, microbatches=3, schedule="zb_h1"),
+    "cp2 pp2 vp2 tp2+sp ep2 etp2": Layout(world=8, cp=2, pp=2, vp=2, tp=2, sp=True, ep=2, etp=2, microbatches=4),
+    "recompute full, pp2 ep2": Layout(
+        world=4, pp=2, ep=2, microbatches=3, recompute=RecomputeConfig(granularity="full", num_layers=2)
+    ),
+    "recompute selective, ep2": Layout(
+        world=2, ep=2, microbatches=2, recompute=RecomputeConfig(granularity="selective", parts=("moe", "norm"))
+    ),
+    "ep2 m3 joint": Layout(world=2, ep=2, microbatches=3, joint=True),
+    "pp2 ep2 joint": Layout(world=4, pp=2, ep=2, microbatches=4, joint=True),
+    "ZeRO pp2 vp2 ep2 joint overlap": Layout(
+        world=4, pp=2, vp=2, ep=2, microbatches=4, joint=True, distributed=True, overlap=True
+    ),
+    "dynamic dp4 ep2": Layout(world=4, ep=2, dynamic=_DYNAMIC_4),
 }
+WITH_EXPERTS = ("one", "one m3", "tp2", "tp2+sp", "pp2", "dp2", "cp2", "dynamic dp2 pp2")
+# rows that have models with experts beside all others
 
 
 # In 16 bits: dropout on, an output layer tied over stages, and rates that a scheduler halves after every step.
 HALF_VARIANT = "dropout"
+HALF_EXPERTS = "moe, 16 bits"
+CONFIGS = VARIANTS | {
+    HALF_EXPERTS: GPTConfig(
+        **_SMALL,
+        vocab_size=128,
+        hidden_dropout=0.1,
+        attention_dropout=0.1,
+        moe=MoEConfig(
+            router=RouterConfig(num_experts=4, is_normalised=False, z_loss=0.1, bias_update_rate=2.0**-6),
+            ffn_hidden_size=24,
+            every=2,
+        ),
+    )
+}
+# all models. Of the last one every token goes to the two experts that are not shunned: no rounding changes a choice
 RATE_DECAY = 0.5
 HALF_ROUNDOFF = {"16-mixed": 2.0**-11, "bf16-mixed": 2.0**-8}
 # by how much of itself a number changes at most where it is rounded to 16 bits
@@ -259,12 +382,18 @@ HALF_LAYOUTS = {
     "16 bits, recompute selective, ZeRO dp2 pp2": Layout(
         world=4, pp=2, microbatches=2, distributed=True, recompute=_SELECTIVE
     ),
+    "16 bits, ZeRO dp2 ep2": Layout(world=2, ep=2, microbatches=2, distributed=True),
 }
+
+
+def half_variant(layout: Layout) -> str:
+    """The model that a layout trains in 16 bits."""
+    return HALF_VARIANT if layout.ep == 1 else HALF_EXPERTS
 
 
 def batches(variant: str, dtype: torch.dtype, accumulate: int) -> list[dict[str, Tensor]]:
     """The global batches of all steps of a variant, `accumulate` of them a step."""
-    config = VARIANTS[variant]
+    config = CONFIGS[variant]
     generator = torch.Generator().manual_seed(20261121)
     made = []
     for index in range(NUM_STEPS * accumulate):
@@ -308,7 +437,18 @@ CELLS = [
 def cells_of(layout: str) -> list[tuple[str, str]]:
     """The models and precisions that a row of the certificate has.
 
-    Dynamic context parallelism has those whose documents and random draws could get lost on their way.
+    Rows of expert parallelism have models with experts alone, and few others have them. Dynamic context parallelism has
+    the models whose documents and random draws could get lost on their way.
     """
-    is_dynamic = LAYOUTS[layout].dynamic is not None
-    return [cell for cell in CELLS if not is_dynamic or cell[0] in (HALF_VARIANT, *PACKED)]
+    own = LAYOUTS[layout]
+    if own.ep * own.etp > 1:
+        variants = EXPERTS
+    elif layout in WITH_EXPERTS:
+        variants = tuple(VARIANTS)
+    else:
+        variants = tuple(variant for variant in VARIANTS if variant not in EXPERTS)
+    if own.dynamic is not None:
+        variants = tuple(variant for variant in variants if variant in (HALF_VARIANT, *PACKED))
+    # Many ranks take long, and what float32 adds shows on few.
+    is_large = own.world > 4
+    return [cell for cell in CELLS if cell[0] in variants and not (is_large and cell[1] == "32-true")]

@@ -1,10 +1,12 @@
 """How far a layout's outcome is from one device's: the largest difference of each quantity over all ranks.
 
 Differences are absolute: losses and norms are at most about 6, gradients and weights about 1, and the counts are exact.
+Of layers with experts it compares what their routers saw in each step, and what they carry on.
 """
 
 import functools
 import math
+from typing import Any
 
 import torch
 
@@ -13,12 +15,12 @@ from tests.certificate.cases import (
     HALF_LAYOUTS,
     HALF_ROUNDINGS,
     HALF_ROUNDOFF,
-    HALF_VARIANT,
     LAYOUTS,
     NUM_STEPS,
     RATE_DECAY,
     Layout,
     cells_of,
+    half_variant,
 )
 from tests.certificate.runs import (
     HALF_REACH,
@@ -32,7 +34,7 @@ from tests.certificate.runs import (
 )
 from tests.harness.ranks import run_on_ranks
 
-QUANTITIES = ("loss", "gradients", "norm", "weights", "logged")
+QUANTITIES = ("loss", "gradients", "norm", "weights", "routing", "logged")
 HALF_QUANTITIES = {
     "16-mixed": ("left out", "scale", "one device", "float32"),
     "bf16-mixed": ("one device", "float32"),
@@ -60,7 +62,8 @@ def outcomes(layout: str) -> list[list[Outcome]]:
 @functools.cache
 def deviations(layout: str, variant: str, precision: str) -> dict[str, float]:
     """The largest difference from one device, by quantity."""
-    expected = reference(variant, precision, LAYOUTS[layout])
+    own = LAYOUTS[layout]
+    expected = _expected(variant, precision, own.rule, own.accumulate, own.clip)
     cell = cells_of(layout).index((variant, precision))
     found = dict.fromkeys(QUANTITIES, 0.0)
     weights, gradients = Covered(expected), [Covered(expected) for _ in expected.steps]
@@ -69,7 +72,14 @@ def deviations(layout: str, variant: str, precision: str) -> dict[str, float]:
             found[quantity] = max(found[quantity], deviation)
     for covered in (weights, *gradients):
         covered.require_all()
+    told = {name for rank in outcomes(layout) for name in rank[cell].steps[-1].routing}
+    assert told == expected.steps[-1].routing.keys(), "no rank had some of the routers"
     return found
+
+
+@functools.cache
+def _expected(variant: str, precision: str, rule: Any, accumulate: int, clip: float | None) -> Outcome:
+    return reference(variant, precision, Layout(world=1, rule=rule, accumulate=accumulate, clip=clip))
 
 
 class Covered:
@@ -99,6 +109,9 @@ def _of_rank(outcome: Outcome, expected: Outcome, weights: Covered, gradients: l
         for name, parts in step.gradients.items():
             found["gradients"] = max(found["gradients"], _difference(parts, wanted.gradients[name]))
             covered.add(name, parts)
+        for name, value in step.routing.items():
+            own = ((0,) * value.dim(), value.double())
+            found["routing"] = max(found["routing"], _difference([own], wanted.routing[name].double()))
     for norm, wanted in zip(outcome.norms, expected.steps, strict=False):
         found["norm"] = max(found["norm"], _apart(norm, wanted.norm))
     for name, parts in outcome.weights.items():
@@ -135,16 +148,16 @@ def _apart(value: float, wanted: float) -> float:
 
 
 @functools.cache
-def _half_outcomes(layout: Layout) -> list[dict[str, HalfOutcome]]:
-    return run_on_ranks(layout.world, half_under_layout, layout, init=False, timeout=240)
+def _half_outcomes(layout: Layout, variant: str) -> list[dict[str, HalfOutcome]]:
+    return run_on_ranks(layout.world, half_under_layout, layout, variant, init=False, timeout=240)
 
 
 @functools.cache
-def _half_reference(rule: str, precision: str) -> Outcome:
+def _half_reference(variant: str, rule: str, precision: str) -> Outcome:
     """The same steps in float32 in plain torch; the one that float16 leaves out is left out."""
     left_out = (BAD_STEP,) if precision == "16-mixed" else ()
     layout = Layout(world=1, rule=rule)  # type: ignore[arg-type]
-    return reference(HALF_VARIANT, "32-true", layout, decay=RATE_DECAY, left_out=left_out)
+    return reference(variant, "32-true", layout, decay=RATE_DECAY, left_out=left_out)
 
 
 def half_bound(name: str, precision: str, quantity: str) -> float:
@@ -155,7 +168,8 @@ def half_bound(name: str, precision: str, quantity: str) -> float:
     """
     if quantity not in HALF_ROUNDINGS:
         return 0.0
-    steps = _half_reference(HALF_LAYOUTS[name].rule, precision).steps
+    layout = HALF_LAYOUTS[name]
+    steps = _half_reference(half_variant(layout), layout.rule, precision).steps
     largest = max(gradient.abs().max().item() for step in steps for gradient in step.gradients.values())
     return math.sqrt(HALF_ROUNDINGS[quantity]) * HALF_ROUNDOFF[precision] * largest * HALF_REACH
 
@@ -165,14 +179,15 @@ def half_deviations(name: str, precision: str) -> dict[str, float]:
     """By column: what a bad step moved, how far the loss scale was from one device's, and how far the weights are at
     the end from one device's in the same precision and from float32's in plain torch."""
     layout = HALF_LAYOUTS[name]
-    plain = _half_reference(layout.rule, precision)
-    [one] = _half_outcomes(Layout(world=1, rule=layout.rule))
+    variant = half_variant(layout)
+    plain = _half_reference(variant, layout.rule, precision)
+    [one] = _half_outcomes(Layout(world=1, rule=layout.rule), variant)
     assert precision != "16-mixed" or one[precision].factors == SCALES, one[precision].factors
     # One rank holds each parameter as one part.
     alone = {parameter: tensor for parameter, [(_, tensor)] in one[precision].weights.items()}
     found = dict.fromkeys(HALF_QUANTITIES[precision], 0.0)
     covered = Covered(plain)
-    for outcomes in _half_outcomes(layout):
+    for outcomes in _half_outcomes(layout, variant):
         outcome = outcomes[precision]
         good = [moved for step, moved in enumerate(outcome.moved) if precision != "16-mixed" or step != BAD_STEP]
         assert len(outcome.moved) == NUM_STEPS and min(good) > 0, "a step that should have been done moved nothing"

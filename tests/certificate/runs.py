@@ -22,15 +22,16 @@ from lightning_megatron.trainer.precision import MegatronPrecision
 from tests.certificate.cases import (
     BAD_STEP,
     BATCH,
+    CONFIGS,
     HALF_ROUNDOFF,
-    HALF_VARIANT,
     NUM_STEPS,
     RATE_DECAY,
-    VARIANTS,
+    SHUNNED,
     Layout,
     batches,
 )
 from tests.reference.gpt import ReferenceGPT
+from tests.reference.moe import RouterState
 
 SEED = 7
 DTYPES = {"64-true": torch.float64, "32-true": torch.float32}
@@ -70,6 +71,8 @@ class Step:
     # of its batches
     norm: float = 0.0
     gradients: dict[str, Any] = field(default_factory=dict)
+    routing: dict[str, Tensor] = field(default_factory=dict)
+    # by layer and name: what its router saw, and what it carries on
 
 
 @dataclass
@@ -90,13 +93,18 @@ def reference(
 
     Rates are multiplied by `decay` after each step; the steps `left_out` are not done.
     """
-    config, dtype = VARIANTS[variant], DTYPES[precision]
+    config, dtype = CONFIGS[variant], DTYPES[precision]
     torch.set_default_dtype(dtype)
     try:
         initial = GPTModel(config, mesh=Mesh.single(), seed=SEED)
     finally:
         torch.set_default_dtype(torch.float32)
     weights = {name: p.detach().clone().requires_grad_() for name, p in initial.named_parameters()}
+    routers = {
+        layer: RouterState.initial(config.moe.router, SHUNNED.get(variant, ()))
+        for layer in range(config.num_layers)
+        if config.moe is not None and config.has_experts(layer)
+    }
     optimizer = make_optimizer(layout.rule, list(weights.values()))
     outcome = Outcome()
     data = batches(variant, dtype, layout.accumulate)
@@ -104,7 +112,7 @@ def reference(
         step = Step()
         optimizer.zero_grad()
         for index in range(first, first + layout.accumulate):
-            model = ReferenceGPT(config, weights, Draws(seed=SEED, step=index))
+            model = ReferenceGPT(config, weights, Draws(seed=SEED, step=index), routers)
             loss = model.loss(**data[index])
             (loss / layout.accumulate).backward()
             step.losses.append(loss.item())
@@ -117,11 +125,15 @@ def reference(
             optimizer.step()
             for group in optimizer.param_groups:
                 group["lr"] *= decay
+            for layer, router in routers.items():
+                step.routing |= {f"layers.{layer} {name}": value for name, value in router.end_step().items()}
+        for router in routers.values():
+            router.forget()
         outcome.steps.append(step)
     outcome.weights = {name: w.detach() for name, w in weights.items()}
     with torch.no_grad():
         # Validation reads the first batch, after training, without dropout.
-        outcome.logged["val_loss"] = ReferenceGPT(config, weights).loss(**data[0]).item()
+        outcome.logged["val_loss"] = ReferenceGPT(config, weights, routers=routers).loss(**data[0]).item()
     outcome.logged["train_loss"] = outcome.steps[-1].losses[-1]
     outcome.logged["valid_tokens"] = _valid(data[-1]).item()
     return outcome
@@ -168,7 +180,10 @@ class Module(L.LightningModule):
 
     def configure_model(self) -> None:
         if self.model is None:
-            self.model = GPTModel(VARIANTS[self.variant], seed=SEED)
+            self.model = GPTModel(CONFIGS[self.variant], seed=SEED)
+            for router in self.model.routers.values():
+                if self.variant in SHUNNED:
+                    router.expert_bias[list(SHUNNED[self.variant])] = -1.0
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         assert self.model is not None
@@ -204,6 +219,8 @@ class Recorder(L.Callback):
         self.losses.append(float(outputs["loss"]) * trainer.accumulate_grad_batches)
         logged = float(trainer.callback_metrics["train_loss"])
         assert abs(logged - self.losses[-1]) < 1e-12 or trainer.precision == "32-true"
+        if self.outcome.steps:
+            self.outcome.steps[-1].routing = _routing(module)
         norm = trainer.strategy.gradient_norm  # type: ignore[attr-defined]
         if norm is not None:
             self.outcome.norms.append(norm.item())
@@ -218,6 +235,19 @@ class Recorder(L.Callback):
         named = [(name.removeprefix("model."), p) for name, p in module.named_parameters()]
         self.outcome.weights = {name: _parts(Slot.whole(name, p), p) for name, p in named}
         self.outcome.logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+def _routing(module: L.LightningModule) -> dict[str, Tensor]:
+    """What the routers of this rank did in the last step, and what they carry on."""
+    model = module.model
+    assert isinstance(model, GPTModel)
+    found = {}
+    for layer, router in model.routers.items():
+        report = model.routing_reports[layer]
+        own = {f"{name} loss": loss for name, loss in report.losses.items()}
+        own |= {"chosen": report.counts_E, "kept": report.kept_E} | dict(router.named_buffers())
+        found |= {f"{layer} {name}": value.clone() for name, value in own.items()}
+    return found
 
 
 def _gradients(gradients: Gradients) -> dict[str, Parts]:
@@ -253,12 +283,18 @@ def _fit(layout: Layout, module: Module, recorder: L.Callback, dtype: torch.dtyp
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
         context=layout.context,
         dynamic_context=layout.dynamic,
         sequence_parallel=layout.sp,
         num_microbatches=layout.microbatches,
         virtual_pipeline_model_parallel_size=layout.vp,
-        pipeline=PipelineConfig(mode="collective" if layout.collective else "auto", schedule=layout.schedule),
+        pipeline=PipelineConfig(
+            mode="collective" if layout.collective else "auto",
+            schedule=layout.schedule,
+            overlap_expert_exchange=layout.joint,
+        ),
         optimizer=OptimizerConfig(
             kind="distributed" if layout.distributed else "replicated",
             overlap_grad_reduce=layout.overlap,
@@ -330,10 +366,11 @@ class HalfOutcome:
 
 
 class HalfModule(Module):
-    """Rates fall with every step; where `is_injured`, one gradient is infinite in one step on the last rank alone."""
+    """Rates fall with every step; where `is_injured`, one gradient is infinite in one step on the last rank alone, that
+    of experts where there are some."""
 
-    def __init__(self, rule: str, is_injured: bool) -> None:
-        super().__init__(HALF_VARIANT, rule)
+    def __init__(self, variant: str, rule: str, is_injured: bool) -> None:
+        super().__init__(variant, rule)
         self.is_injured = is_injured
         self.num_injuries = 0
 
@@ -344,7 +381,8 @@ class HalfModule(Module):
 
     def on_train_start(self) -> None:
         if self.is_injured and self.global_rank == self.trainer.world_size - 1:
-            matrices = [p for name, p in self.named_parameters() if ".layers." in name and p.dim() > 1]
+            part = ".experts." if CONFIGS[self.variant].moe is not None else ".layers."
+            matrices = [p for name, p in self.named_parameters() if part in name and p.dim() > 1]
             matrices[0].register_hook(self.injure)
 
     def injure(self, gradient: Tensor) -> Tensor:
@@ -383,11 +421,12 @@ class HalfRecorder(L.Callback):
 
 
 def _state_of(trainer: L.Trainer) -> dict[str, Tensor]:
-    """Copies of all that a step moves: parameters, what the optimizer steps and keeps, and its rate."""
+    """Copies of all that a step moves: parameters, buffers, what the optimizer steps and keeps, and its rate."""
     [optimizer] = trainer.optimizers
     [group] = optimizer.param_groups
     held = {"rate": torch.tensor(group["lr"])}
     held |= {name: p.detach() for name, p in trainer.lightning_module.named_parameters()}
+    held |= dict(trainer.lightning_module.named_buffers())
     for place, stepped in enumerate(group["params"]):
         held[f"{place}"] = stepped.detach()
         states = optimizer.state.get(stepped, {})
@@ -395,12 +434,12 @@ def _state_of(trainer: L.Trainer) -> dict[str, Tensor]:
     return {name: tensor.double().clone() for name, tensor in held.items()}
 
 
-def half_under_layout(layout: Layout) -> dict[str, HalfOutcome]:
+def half_under_layout(layout: Layout, variant: str) -> dict[str, HalfOutcome]:
     """What this rank saw in float16, with one gradient infinite on the last rank, and in bfloat16, by precision."""
     outcomes = {}
     for precision in HALF_ROUNDOFF:
         is_injured = precision == "16-mixed"
-        recorder, module = HalfRecorder(), HalfModule(layout.rule, is_injured)
+        recorder, module = HalfRecorder(), HalfModule(variant, layout.rule, is_injured)
         # By name Lightning gives no float16 to a CPU.
         plugins = [MixedPrecision(precision, "cpu")]  # type: ignore[arg-type]
         _fit(layout, module, recorder, torch.float32, plugins=plugins)

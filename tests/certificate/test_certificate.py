@@ -1,13 +1,18 @@
 """The certificate: every layout computes the numbers of one device in plain torch."""
 
 import pytest
+import torch
 
 from tests.certificate.cases import (
     BAD_STEP,
+    BATCH,
+    EXPERTS,
     HALF_LAYOUTS,
     HALF_VARIANT,
     LAYOUTS,
     RATE_DECAY,
+    SEQUENCE,
+    SHUNNED,
     TOLERANCE,
     Layout,
     cells_of,
@@ -38,3 +43,21 @@ def test_a_step_too_many_or_a_rate_that_does_not_fall_is_far_outside_the_bounds_
         wrong = reference(HALF_VARIANT, "32-true", layout, decay=decay, left_out=left_out).weights
         largest = max((wrong[name] - weight).abs().max().item() for name, weight in right.items())
         assert largest > 10 * half_bound("16 bits, dp2", "16-mixed", "float32")
+
+
+def test_in_the_models_with_experts_all_happens_that_could_go_wrong() -> None:
+    steps = {variant: reference(variant, "64-true", Layout(world=1)).steps for variant in EXPERTS}
+    for step in steps["moe"]:
+        for layer in range(0, 8, 2):
+            chosen = step.routing[f"layers.{layer} chosen"]
+            assert not chosen[list(SHUNNED["moe"])].any() and chosen.sum() == 2 * BATCH * SEQUENCE
+            assert not step.gradients[f"layers.{layer}.moe.experts.up"][list(SHUNNED["moe"])].any()
+    for variant, layers in (("moe top-1", (1, 2, 7)), ("moe packed", (0, 5))):
+        for step in steps[variant]:
+            for layer in layers:
+                kept, chosen = (step.routing[f"layers.{layer} {name}"].sum() for name in ("kept", "chosen"))
+                assert 0.2 * chosen < kept < 0.95 * chosen
+    # The bias changes choices, and so do groups.
+    last = steps["moe packed"][-1].routing
+    assert not torch.equal(last["layers.0 chosen"], last["layers.0 preferred_counts"])
+    assert last["layers.0 expert_bias"].unique().numel() > 1

@@ -12,17 +12,31 @@ from torch import Tensor
 
 from lightning_megatron.comm import rng
 from lightning_megatron.models import GPTConfig
+from tests.reference import moe
 
 Weights = dict[str, Tensor]
 
 
 class ReferenceGPT:
-    """Loss or logits from weights by name. `draws` gives the dropout masks of a training step; none, no dropout."""
+    """Loss or logits from weights by name. `draws` gives the dropout masks of a training step; none, no training.
 
-    def __init__(self, config: GPTConfig, weights: Weights, draws: rng.Draws | None = None) -> None:
-        self.config, self.weights, self.draws = config, weights, draws
+    `routers` are those of layers with experts, by the number of the layer: read, and in training told what they saw.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        weights: Weights,
+        draws: rng.Draws | None = None,
+        routers: dict[int, moe.RouterState] | None = None,
+    ) -> None:
+        self.config, self.weights, self.draws, self.routers = config, weights, draws, routers or {}
         self.sample_keys: Tensor | None = None
         # of the rows of a call, where they are not those of a batch
+        self.counts: Tensor | None = None
+        # how much each token of a call counts [batch, sequence]
+        self.auxiliary = torch.zeros(())
+        # the losses of the routers so far: sums over tokens, each times its weight
 
     def logits(self, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
         if segments is not None:
@@ -38,33 +52,49 @@ class ReferenceGPT:
             normed = self.norm(x, f"{layer}.attention_norm")
             attended = self.attend(normed, f"{layer}.attention", self.config.window_of(i))
             x = x + self.drop(attended, f"{layer}.attention")
-            x = x + self.drop(self.feed_forward(self.norm(x, f"{layer}.mlp_norm"), f"{layer}.mlp"), f"{layer}.mlp")
+            normed = self.norm(x, f"{layer}.mlp_norm")
+            is_dense = i not in self.routers
+            y = self.feed_forward(normed, f"{layer}.mlp") if is_dense else self.mix(normed, i)
+            x = x + self.drop(y, f"{layer}.mlp")
         x = self.norm(x, "final_norm")
         head = "embedding.tokens.weight" if config.tie_embeddings else "head.weight"
         return F.linear(x, self.weights[head])
 
     def logits_of_documents(self, tokens: Tensor, segments: Tensor) -> Tensor:
-        """Each document through the model by itself; zeros where there is none."""
-        rows = None if self.draws is None else self.draws.sample_keys(len(tokens), torch.device("cpu"))
+        """Each document as a row of its own, beside others as long; zeros where there is none."""
         logits = torch.zeros(*tokens.shape, self.config.vocab_size, dtype=self.weights["final_norm.weight"].dtype)
-        for row in range(len(tokens)):
-            for number in range(int(segments[row].max()) + 1):
-                places = torch.nonzero(segments[row] == number).flatten()
-                if len(places) == 0:
-                    continue
-                if rows is not None:
-                    self.sample_keys = rng.bits(rows[row : row + 1], torch.tensor([number]))
-                own = self.logits(tokens[row, places][None])[0]
-                logits = logits.index_put((torch.tensor(row), places), own)
-        self.sample_keys = None
+        rows = None if self.draws is None else self.draws.sample_keys(len(tokens), torch.device("cpu"))
+        counts, documents = (
+            self.counts,
+            [
+                (row, number, torch.nonzero(segments[row] == number).flatten())
+                for row in range(len(tokens))
+                for number in range(int(segments[row].max()) + 1)
+            ],
+        )
+        for length in sorted({len(places) for *_, places in documents} - {0}):
+            alike = [document for document in documents if len(document[2]) == length]
+            row, number = (torch.tensor([document[i] for document in alike]) for i in (0, 1))
+            places = torch.stack([document[2] for document in alike])
+            if rows is not None:
+                self.sample_keys = rng.bits(rows[row], number)
+            self.counts = None if counts is None else counts[row[:, None], places]
+            logits = logits.index_put((row[:, None], places), self.logits(tokens[row[:, None], places]))
+        self.sample_keys, self.counts = None, counts
         return logits
 
     def loss(
         self, tokens: Tensor, labels: Tensor, loss_mask: Tensor | None = None, segments: Tensor | None = None
     ) -> Tensor:
-        """Mean over the tokens with a label, weighted by the mask; 0 where there is none. No document, no label."""
+        """Mean over the tokens with a label, weighted by the mask; 0 where there is none. No document, no label.
+
+        Losses of routers are in its gradient and not in its value.
+        """
         if segments is not None:
             labels = torch.where(segments < 0, -100, labels)
+        counts = torch.ones(labels.shape) if loss_mask is None else loss_mask
+        self.counts = torch.where(labels == -100, 0.0, counts)
+        self.auxiliary = torch.zeros(())
         losses = F.cross_entropy(
             self.logits(tokens, segments).flatten(0, 1),
             labels.flatten(),
@@ -72,9 +102,9 @@ class ReferenceGPT:
             reduction="none",
             label_smoothing=self.config.label_smoothing,
         )
-        mask = torch.ones_like(losses) if loss_mask is None else loss_mask.flatten().to(losses.dtype)
-        mask = torch.where(labels.flatten() == -100, torch.zeros_like(mask), mask)
-        return (losses * mask).sum() / (mask.sum() if mask.sum() > 0 else 1.0)
+        mask = self.counts.flatten().to(losses.dtype)
+        total = (losses * mask).sum() + (self.auxiliary - self.auxiliary.detach())
+        return total / (mask.sum() if mask.sum() > 0 else 1.0)
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         weight = self.weights[f"{name}.weight"]
@@ -135,15 +165,39 @@ class ReferenceGPT:
         return torch.cat([turned.real, turned.imag, x[..., 2 * half :]], dim=-1).to(x.dtype)
 
     def feed_forward(self, x: Tensor, name: str) -> Tensor:
-        y = self.linear(x, f"{name}.up")
+        return self.linear(self.activate(self.linear(x, f"{name}.up")), f"{name}.down")
+
+    def activate(self, y: Tensor) -> Tensor:
         if self.config.activation == "swiglu":
             gate, up = y.chunk(2, dim=-1)
-            y = gate * torch.sigmoid(gate) * up
-        elif self.config.activation == "gelu":
-            y = 0.5 * y * (1 + torch.erf(y / math.sqrt(2)))
-        else:
-            y = 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
-        return self.linear(y, f"{name}.down")
+            return gate * torch.sigmoid(gate) * up
+        if self.config.activation == "gelu":
+            return 0.5 * y * (1 + torch.erf(y / math.sqrt(2)))
+        return 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
+
+    def mix(self, x: Tensor, layer: int) -> Tensor:
+        """What the experts of a layer make of its tokens; each row is a sequence."""
+        assert self.config.moe is not None
+        state, prefix = self.routers[layer], f"layers.{layer}.moe."
+        own = {name.removeprefix(prefix): w for name, w in self.weights.items() if name.startswith(prefix)}
+        y, losses, counts = moe.mix(x, self.jitter(x, f"{prefix}router"), self.config.moe, own, state, self.activate)
+        if self.draws is not None:
+            weights = torch.ones(x.shape[:2]) if self.counts is None else self.counts
+            state.seen.add(counts, losses, weights)
+            # The tokens of a sequence share alike in what its targets weigh.
+            objective = moe.objective(losses, state.config)
+            self.auxiliary = self.auxiliary + (weights.mean(1).to(x.dtype) * objective).sum()
+        return y
+
+    def jitter(self, x: Tensor, name: str) -> Tensor:
+        """What a router reads: in training, where asked for, times random numbers around 1."""
+        assert self.config.moe is not None
+        width = self.config.moe.router.jitter
+        if self.draws is None or width == 0:
+            return x
+        keys = rng.bits(rng.key(name, "jitter"), self.token_keys(x.shape[0], x.shape[1])).unsqueeze(-1)
+        uniform = rng.uniform(keys, torch.arange(x.shape[2]))
+        return x * (1 - width + 2 * width * uniform).to(x.dtype)
 
     def drop(self, x: Tensor, name: str) -> Tensor:
         probability = self.config.hidden_dropout
