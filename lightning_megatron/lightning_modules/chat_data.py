@@ -84,6 +84,11 @@ class ChatDataModule(GPTDataModule):
         self.template: ChatTemplate | None = None
         # there from `setup` on, where the tokenizer has one
 
+    @property
+    def hides_padding(self) -> bool:
+        """Whether batches have padding that no `segments` tell of."""
+        return self.packing == "none"
+
     def faults(self) -> list[str]:
         faults = super().faults()
         if self.pad_to_multiple < 1:

@@ -12,6 +12,7 @@ from lightning_megatron.context.documents import NO_DOCUMENT, documents_of
 from lightning_megatron.lightning_modules.adamw import AdamWConfig, adamw_with_warmup
 from lightning_megatron.lightning_modules.generate import GenerationConfig, generate
 from lightning_megatron.models.gpt import GPTConfig, GPTModel
+from lightning_megatron.trainer.callbacks import ExpertMonitor
 from lightning_megatron.trainer.loading import rebuilt
 from lightning_megatron.transformer import cost
 
@@ -25,6 +26,7 @@ class GPTModule(L.LightningModule):
     where its rows hold several documents.
 
     Logs `train_loss`, `val_loss` and `test_loss`: means over the valid tokens, of a global batch or of all batches.
+    Where layers have experts an `ExpertMonitor` logs how busy they are; one that the Trainer has takes its place.
     Prediction takes batches of `tokens` and returns them with what the model adds.
     """
 
@@ -90,6 +92,12 @@ class GPTModule(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return adamw_with_warmup(self, self.optimizer)
+
+    def configure_callbacks(self) -> list[L.Callback]:
+        # Lightning would put the module's in the place of the user's.
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        has_monitor = any(isinstance(callback, ExpertMonitor) for callback in callbacks)
+        return [] if has_monitor or self.config.moe is None else [ExpertMonitor()]
 
     def batch_tokens(self, batch: Batch) -> int:
         """Tokens that a training step on the batch goes through; of packed rows those of documents."""

@@ -8,19 +8,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor
 
+from lightning_megatron.comm.p2p import Payload
 from lightning_megatron.context.documents import documents_of
 from lightning_megatron.context.layout import require_even
-from lightning_megatron.mesh import Mesh, ambient_mesh
+from lightning_megatron.mesh import Axis, Mesh, ambient_mesh
 from lightning_megatron.models.embedding import Embedding, build_token_embedding
 from lightning_megatron.models.heads import LanguageModelHead, Targets, targets_of
+from lightning_megatron.moe.experts import ExpertAxes
+from lightning_megatron.moe.load import Report, end_step, gather
+from lightning_megatron.moe.pools import RoutedTokens
+from lightning_megatron.moe.router import Router
 from lightning_megatron.pipeline.layout import layout_faults as stage_faults
 from lightning_megatron.pipeline.module import Part, PipelineModule
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.config import LanguageModelConfig, layout_faults
 from lightning_megatron.transformer.init import initialise
-from lightning_megatron.transformer.layer import TransformerLayer, build_norm
+from lightning_megatron.transformer.layer import ExpertLayer, TransformerLayer, build_norm
 from lightning_megatron.transformer.tokens import Tokens, stream_of
 
 
@@ -36,6 +42,8 @@ class Inputs:
     tokens: Tokens
     targets: Targets | None
     # none: the caller wants logits
+    routed: RoutedTokens | None
+    # none: no layer of this rank has experts
 
 
 class GPTModel(PipelineModule):
@@ -58,6 +66,12 @@ class GPTModel(PipelineModule):
             raise ValueError("\n".join(faults))
         super().__init__(gpt_parts(config, mesh), mesh=mesh, seed=seed)
         self.config = config
+        self._has_routers = bool(self.routers)
+        # on this rank
+        self._num_routed = 0
+        # calls of this step that routers counted
+        self.routing_reports: dict[str, Report] = {}
+        # what they did in the last step, by the name of the layer; of this rank's layers, and none where it was skipped
         initialise(self, self.draws.seed)
 
     def forward(
@@ -71,7 +85,8 @@ class GPTModel(PipelineModule):
 
         The label of a position is the target of that position: nothing is shifted here. Where documents are packed,
         `segments` [batch, sequence] gives each token the number of its document in its row, from 0, and -1 where there
-        is none: attention stays within a document, whose positions start at 0, and what is in none counts nothing.
+        is none: attention stays within a document, whose positions start at 0, and what is in none counts nothing, in
+        routers of experts too, which know of padding only so.
         """
         output: Tensor = super().forward(tokens, labels=labels, loss_mask=loss_mask, segments=segments)
         return output
@@ -99,21 +114,98 @@ class GPTModel(PipelineModule):
         )
         targets = None if labels is None else targets_of(labels, loss_mask, stream)
         self.loss_weight = None if targets is None else targets.sum_of_weights
-        return stream.flat(tokens), Inputs(tokens=stream, targets=targets)
+        return stream.flat(tokens), Inputs(tokens=stream, targets=targets, routed=self._routed(stream, targets))
 
-    def run_part(self, name: str, hidden: Tensor, context: Inputs) -> Tensor:
+    def _routed(self, stream: Tokens, targets: Targets | None) -> RoutedTokens | None:
+        """What the routers of this call are told of its tokens."""
+        if not self._has_routers:
+            return None
+        # Asked here and not in the layers: those that are made again in the backward run without gradients first.
+        is_counted = self.training and torch.is_grad_enabled()
+        self._num_routed += is_counted
+        # Without targets each token counts as one.
+        weights_BS = (
+            torch.ones((), device=stream.device).expand(stream.shape) if targets is None else targets.weights_BS
+        )
+        return stream.routed(weights_BS, self.mesh.tp, self._num_routed if is_counted else -1)
+
+    def run_part(self, name: str, hidden: Payload, context: Inputs) -> Payload:
+        if isinstance(hidden, Tensor):
+            return self._with_auxiliary(name, *self._run(name, hidden, None, context))
+        return self._with_auxiliary(name, *self._run(name, hidden["hidden"], hidden["auxiliary"], context))
+
+    def _run(
+        self, name: str, hidden: Tensor, auxiliary: Tensor | None, context: Inputs
+    ) -> tuple[Tensor, Tensor | None]:
+        """What a part makes of the residual stream, and the auxiliary losses of the layers so far."""
         module = self.get_submodule(name)
-        if name == "final_norm":
-            normed: Tensor = module(hidden)
-            return normed
         if isinstance(module, LanguageModelHead):
-            weight = self.get_parameter("embedding.tokens.weight" if self.config.tie_embeddings else "head.weight")
-            logits = module(hidden, weight)
-            if context.targets is None:
-                return module.full_logits(logits, context.tokens)
-            return module.loss(logits, context.targets, context.tokens)
-        output: Tensor = module(hidden, context.tokens)
-        return output
+            return self._finish(module, hidden, auxiliary, context), None
+        if isinstance(module, ExpertLayer):
+            assert context.routed is not None
+            hidden, own = module(hidden, context.tokens, context.routed)
+            return hidden, None if auxiliary is None else auxiliary + own.to(auxiliary.dtype)
+        output: Tensor = module(hidden) if name == "final_norm" else module(hidden, context.tokens)
+        return output, auxiliary
+
+    def _with_auxiliary(self, name: str, hidden: Tensor, auxiliary: Tensor | None) -> Payload:
+        """What goes to the next part: beside the residual stream, where layers have losses of their own, their sum."""
+        if name == "embedding" and self.config.has_auxiliary_losses:
+            auxiliary = torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
+        return hidden if auxiliary is None else {"hidden": hidden, "auxiliary": auxiliary}
+
+    def _finish(self, head: LanguageModelHead, hidden: Tensor, auxiliary: Tensor | None, context: Inputs) -> Tensor:
+        """The loss, or logits."""
+        weight = self.get_parameter("embedding.tokens.weight" if self.config.tie_embeddings else "head.weight")
+        logits = head(hidden, weight)
+        if context.targets is None:
+            return head.full_logits(logits, context.tokens)
+        return head.loss(logits, context.targets, context.tokens, auxiliary)
+
+    @property
+    def routers(self) -> dict[str, Router]:
+        """The routers of this rank's layers, by the name of the layer."""
+        layers = ((name, self.get_submodule(name)) for name in self.part_names if self._has(name))
+        return {name: layer.moe.router for name, layer in layers if isinstance(layer, ExpertLayer)}
+
+    def all_routing_reports(self) -> dict[str, Report]:
+        """What the routers of all layers did in the last step, by the name of the layer, on every rank of pp.
+
+        All of them call it. After a step that was skipped, and before the first, the reports count nothing.
+        """
+        if self.config.moe is None:
+            return {}
+        router = self.config.moe.router
+        layers = [f"layers.{i}" for i in range(self.config.num_layers) if self.config.has_experts(i)]
+        device = next(self.parameters()).device
+        return gather(
+            self.routing_reports,
+            layers,
+            router.loss_names,
+            router.num_experts,
+            stages=self.mesh.pp,
+            device=device,
+        )
+
+    @property
+    def learns_from_steps(self) -> bool:
+        return self.config.moe is not None
+
+    def end_step(self, *, is_skipped: bool, replicas: Axis | None = None) -> None:
+        """Lets routers learn from the calls since the last step that taught the model: those in training mode with
+        gradients. Talks over tp and dp+cp, unless the step was skipped."""
+        routers, is_empty = self.routers, self._num_routed == 0
+        self._num_routed = 0
+        if is_skipped:
+            self.routing_reports = {}
+            for router in routers.values():
+                router.records.forget()
+            return
+        data = self.mesh.axis("dp+cp") if replicas is None else replicas
+        reports = end_step(list(routers.values()), cut=self.mesh.tp, data=data)
+        # The second of two optimizers that share a model steps after no call of its own.
+        if not is_empty:
+            self.routing_reports = dict(zip(routers, reports, strict=True))
 
     def _check_shapes(
         self, tokens: Tensor, labels: Tensor | None, loss_mask: Tensor | None, segments: Tensor | None
@@ -148,9 +240,9 @@ def gpt_parts(config: GPTConfig, mesh: Mesh) -> list[Part]:
     token_embedding = partial(build_token_embedding, config, tp=tp, sp=sp)
     layers = [f"layers.{i}" for i in range(config.num_layers)]
     sequence = config.max_sequence_length
-    linears = cost.layer_linear_flops(config, num_tokens=sequence)
-    attention = [
-        cost.layer_attention_flops(config, batch=1, sequence=sequence, is_causal=True, window=config.window_of(i))
+    flops = [
+        cost.layer_linear_flops(config, num_tokens=sequence, layer=i)
+        + cost.layer_attention_flops(config, batch=1, sequence=sequence, is_causal=True, window=config.window_of(i))
         for i in range(config.num_layers)
     ]
     return [
@@ -158,8 +250,8 @@ def gpt_parts(config: GPTConfig, mesh: Mesh) -> list[Part]:
         *(
             Part(
                 name=name,
-                build=partial(TransformerLayer, config, tp=tp, sp=sp, name=name, window=config.window_of(i)),
-                cost=linears + attention[i],
+                build=partial(_build_layer, config, mesh, i, name),
+                cost=flops[i],
             )
             for i, name in enumerate(layers)
         ),
@@ -172,3 +264,11 @@ def gpt_parts(config: GPTConfig, mesh: Mesh) -> list[Part]:
             shares={"embedding.tokens": token_embedding} if config.tie_embeddings else {},
         ),
     ]
+
+
+def _build_layer(config: GPTConfig, mesh: Mesh, index: int, name: str) -> TransformerLayer | ExpertLayer:
+    """A layer, dense or of experts, as the configuration says of its place."""
+    tp, sp, window = mesh.tp, mesh.sp, config.window_of(index)
+    if config.moe is None or not config.moe.has_experts(index):
+        return TransformerLayer(config, tp=tp, sp=sp, name=name, window=window)
+    return ExpertLayer(config, config.moe, tp=tp, sp=sp, experts=ExpertAxes.of(mesh), name=name, window=window)

@@ -28,6 +28,8 @@ class Targets:
     # of each token's loss in the mean
     sum_of_weights: Tensor
     # float64 []: what the mean divides by, of all ranks of cp
+    weights_BS: Tensor
+    # of the caller's tokens
 
 
 def targets_of(labels_BS: Tensor, loss_mask_BS: Tensor | None, tokens: Tokens) -> Targets:
@@ -47,6 +49,7 @@ def targets_of(labels_BS: Tensor, loss_mask_BS: Tensor | None, tokens: Tokens) -
         weights_T=tokens.flat(weights_BS),
         # In float64, so that sums over microbatches and ranks do not depend on how the batch was cut.
         sum_of_weights=tokens.select(weights_BS).sum(dtype=torch.float64),
+        weights_BS=weights_BS,
     )
 
 
@@ -77,10 +80,12 @@ class LanguageModelHead(WeightGradientLayer):
         full_TV = differentiable.join(logits_TV, self.tp, dim=-1)
         return tokens.unflat(full_TV[:, : self.vocab_size])
 
-    def loss(self, logits_TV: Tensor, targets: Targets, tokens: Tokens) -> Tensor:
+    def loss(self, logits_TV: Tensor, targets: Targets, tokens: Tokens, auxiliary: Tensor | None = None) -> Tensor:
         """The mean loss of the tokens that count, or 0 where none does: []. May overwrite the logits.
 
-        It is that of all ranks of cp, on each of them; as those of replicas their gradients are to be averaged.
+        `auxiliary`, a sum over this rank's tokens of what layers add to the objective, gets a gradient as one more
+        term of the sum, and leaves the value as it is. The loss is that of all ranks of cp, on each of them; as those
+        of replicas their gradients are to be averaged.
         """
         is_wide = logits_TV.dtype in (torch.float32, torch.float64)
         losses_T = vocab_parallel_cross_entropy(
@@ -93,6 +98,8 @@ class LanguageModelHead(WeightGradientLayer):
             scratch_TV=logits_TV.detach() if is_wide else None,
         )
         own = (losses_T * targets.weights_T.to(losses_T.dtype)).sum()
+        if auxiliary is not None:
+            own = own + (auxiliary - auxiliary.detach()).to(own.dtype)
         total = differentiable.reduce(differentiable.copy(own, tokens.cp), tokens.cp)
         divisor = torch.where(targets.sum_of_weights == 0, 1.0, targets.sum_of_weights)
         return total / divisor.to(total.dtype)

@@ -4,20 +4,18 @@
     z         sum over tokens t of  logsumexp(logits_t)^2
 
 c_e is how many tokens of a pool have expert e among their best by score alone: no gradient passes it. A loss is its sum
-over all real tokens of the global batch, divided by their number, so a rank adds the sum over its own tokens and no
-number but c is told to others. The gradient of the balance loss needs c before the first backward: that of a sequence
-is there, that of the whole batch is not where microbatches follow, hence there the one of the step before.
+over all real tokens of the global batch, each times its weight, over the sum of these; a rank adds the sum over its own
+tokens, and no number but c is told to others. The gradient of the balance loss needs c before the first backward: that
+of a sequence is there, that of the whole batch is not where microbatches follow, hence there the one of the step
+before.
 
-Note: own sums enter the backward. The ranks of dp, cp and sp hold different tokens, and their gradients are summed:
-each must add its own tokens' part, whole, not divided by cp as is the loss of a model, which each rank of cp has whole.
-`loss_factor` brings the division by the number of tokens, and undoes what gradients are divided by when all are there.
+A token counts in them as its sequence counts in the loss of the model: with `weights_T`, whose sum over a sequence is
+that of the weights of its targets. So they are terms of the same mean, whatever calls it is made of.
 
 Legend: T tokens, E experts, P pools.
 Source: Fedus et al., arXiv 2101.03961, section 2.2 (balance); DeepSeek-AI, arXiv 2412.19437, section 2.1.2 (of a
 sequence; scores that sum up to 1; bias); Zoph et al., arXiv 2202.08906, section 2.2 (z); Wang et al., arXiv 2408.15664.
 """
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,46 +28,17 @@ def load(counts_PE: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(total_P1 > 0, load_PE, 1.0)
 
 
-def balance_sum(probabilities_TE: Tensor, load_TE: Tensor, is_real_T: Tensor) -> Tensor:
-    """The balance loss of this rank's tokens, not yet divided by the number of all: []."""
-    return torch.where(is_real_T.unsqueeze(1), probabilities_TE * load_TE, 0.0).sum()
+def balance_sum(probabilities_TE: Tensor, load_TE: Tensor, weights_T: Tensor, is_real_T: Tensor) -> Tensor:
+    """The weighted balance losses of this rank's tokens, not yet divided by the weights of all: []."""
+    # Not a product with a weight of 0: padding may hold anything, NaN too.
+    return torch.where(is_real_T.unsqueeze(1), weights_T.unsqueeze(1) * probabilities_TE * load_TE, 0.0).sum()
 
 
-def z_sum(logits_TE: Tensor, is_real_T: Tensor) -> Tensor:
-    """The z-loss of this rank's tokens, not yet divided by the number of all: []."""
-    return torch.where(is_real_T, logits_TE.logsumexp(1).square(), 0.0).sum()
+def z_sum(logits_TE: Tensor, weights_T: Tensor, is_real_T: Tensor) -> Tensor:
+    """The weighted z-losses of this rank's tokens, not yet divided by the weights of all: []."""
+    return torch.where(is_real_T, weights_T * logits_TE.logsumexp(1).square(), 0.0).sum()
 
 
 def bias_step(counts_E: Tensor) -> Tensor:
     """Which way each expert's bias goes: 1 where it is less busy than the mean, -1 where more, else 0; int64 [E]."""
     return torch.sign(counts_E.sum() - counts_E * counts_E.shape[0])
-
-
-def loss_factor(num_tokens: Tensor, divisor: Tensor | float = 1.0) -> Tensor:
-    """What multiplies a rank's own sums in the backward, 0 where there is no token: float64 [].
-
-    `num_tokens` are the real ones of the global batch: of all microbatches, replicas and ranks of cp. `divisor` is what
-    the gradients will be divided by once they are summed (the weights of all losses), times a loss scale.
-    """
-    wide = num_tokens.double()
-    return torch.where(wide > 0, divisor / wide.clamp(min=1.0), 0.0)
-
-
-class _Attach(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, factor: Tensor) -> Tensor:
-        ctx.factor, ctx.dtype = factor, loss.dtype
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return grad, ctx.factor.to(ctx.dtype), None
-
-
-def attach(x: Tensor, loss: Tensor, factor: Tensor) -> Tensor:
-    """`x` itself, in whose backward the gradient of `factor` times `loss` [] begins too.
-
-    So a layer on a stage that sees no loss adds its own to the objective.
-    """
-    attached: Tensor = _Attach.apply(x, loss, factor)
-    return attached

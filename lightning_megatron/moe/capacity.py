@@ -1,10 +1,10 @@
-"""How many tokens of a rank an expert takes at most, and which of its tokens it takes.
+"""How many tokens of a sequence an expert takes at most, and which.
 
-The share of each rank is counted by itself, so with a capacity the result depends on how tokens are spread over ranks;
-without one (dropless) it does not. A choice that an expert does not take is none (-1), and its weight is not given to
-the token's other experts.
+Shares are counted within a sequence (packed: a document), as nothing cuts a sequence out of its pool: so what is
+dropped does not depend on the layout. A choice that an expert does not take is none (-1), and its weight is not given
+to the token's other experts.
 
-T tokens of this rank, K choices of each, E experts.
+T tokens of this rank, N of all ranks that share its sequences, K choices of each, E experts, P pools, M = N * K.
 Source: Lepikhin et al., arXiv 2006.16668, section 2.2 (capacity); Fedus et al., arXiv 2101.03961, section 2.2 (factor).
 """
 
@@ -16,7 +16,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_megatron.moe.permute import sort_by_expert
+from lightning_megatron.moe.pools import Pools
 
 Keeps = Literal["probability", "position"]
 """Which choices stay: those of the greatest weights, among equals the first tokens; or those of the first tokens."""
@@ -24,14 +24,15 @@ Keeps = Literal["probability", "position"]
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """What an expert takes of each rank's tokens. Raises ValueError, telling all faults at once."""
+    """What an expert takes of each sequence. Raises ValueError, telling all faults at once."""
 
     factor: float
-    # times the even share of all choices, rounded up to whole tokens
+    # times the even share of the sequence's choices, rounded up to whole tokens
     keeps: Keeps = "probability"
     # which choices stay where there are more
     pads: bool = False
-    # fill up with zeros to the capacity: every size is known in advance, and no rank waits to learn one
+    # fill up with zeros to what may come: every size is known in advance, and no rank waits to learn one. Where
+    # documents are packed, and ranks with other documents share the experts, sizes are told as without it
 
     def __post_init__(self) -> None:
         if faults := self.faults():
@@ -49,45 +50,53 @@ class Capacity:
             faults.append(f"capacity keeps ({self.keeps!r}) must be one of {choices}")
         return faults
 
-    def token_faults(self, num_tokens: int, num_chosen: int, num_experts: int) -> list[str]:
-        """What is wrong with it for microbatches of so many tokens of a rank, one sentence each."""
-        share = self._share(num_tokens, num_chosen, num_experts)
-        if not num_tokens or share >= 1:
+    def length_faults(self, num_tokens: int, num_chosen: int, num_experts: int) -> list[str]:
+        """What is wrong with it for sequences of so many tokens, one sentence each."""
+        share = self._share(num_chosen, num_experts) * num_tokens
+        if share >= 1:
             return []
+        least = math.ceil(Fraction(num_experts, num_tokens * num_chosen) * 1000) / 1000
         return [
-            f"capacity factor ({self.factor}) for {num_tokens} tokens of a rank, {num_chosen} chosen of {num_experts} "
-            f"experts, is {float(share):.3g} tokens an expert and must be at least 1; use a factor of at least "
-            f"{_rounded_up(Fraction(num_experts, num_tokens * num_chosen))}, {-(-num_tokens // share)} tokens, "
-            "or no capacity"
+            f"capacity factor ({self.factor}) for sequences of {num_tokens} tokens, {num_chosen} chosen of "
+            f"{num_experts} experts, is {float(share):.3g} tokens an expert and must be at least 1; use a factor of at "
+            f"least {least}, sequences of {math.ceil(1 / self._share(num_chosen, num_experts))} tokens, or no capacity"
         ]
 
     def num_rows(self, num_tokens: int, num_chosen: int, num_experts: int) -> int:
-        """Tokens that an expert takes of a rank at most. Raises ValueError where the share is below one token."""
-        if faults := self.token_faults(num_tokens, num_chosen, num_experts):
-            raise ValueError("\n".join(faults))
-        return math.ceil(self._share(num_tokens, num_chosen, num_experts))
+        """Tokens that an expert takes of a sequence of so many at most."""
+        return math.ceil(self._share(num_chosen, num_experts) * num_tokens)
 
-    def _share(self, num_tokens: int, num_chosen: int, num_experts: int) -> Fraction:
+    def _share(self, num_chosen: int, num_experts: int) -> Fraction:
         # The factor as it is written: 1.1 as a float is a little more, and would round a whole share up by one.
-        return Fraction(str(self.factor)) * num_tokens * num_chosen / num_experts
+        return Fraction(str(self.factor)) * num_chosen / num_experts
 
-    def kept(self, experts_TK: Tensor, weights_TK: Tensor, num_experts: int) -> Tensor:
-        """The chosen experts with -1 in place of choices that do not stay, [T, K]."""
-        num_rows = self.num_rows(len(experts_TK), experts_TK.shape[1], num_experts)
-        flat = experts_TK.flatten()
+    def kept(
+        self, experts_TK: Tensor, weights_TK: Tensor, positions_T: Tensor, pools: Pools, *, num_chosen: int, num: int
+    ) -> Tensor:
+        """The chosen experts with -1 in place of choices that do not stay, [T, K].
+
+        `num` experts, of which a token chooses `num_chosen` (in the mean). Talks over the axes of the pools.
+        """
+        experts_NK, ids_N, positions_N = (pools.gather(values) for values in (experts_TK, pools.ids_T, positions_T))
+        num_pools, is_real_N = pools.num_pools - 1, ids_N < pools.num_pools - 1
+        sizes_P = torch.zeros(pools.num_pools, dtype=torch.int64, device=ids_N.device)
+        share = self._share(num_chosen, num)
+        most_P = sizes_P.index_add_(0, ids_N, torch.ones_like(ids_N)) * share.numerator
+        most_P = (most_P + share.denominator - 1) // share.denominator
+        # A group is an expert of a pool; behind all of them is that of choices that are none.
+        groups_NK = torch.where(
+            (experts_NK >= 0) & is_real_N[:, None], ids_N[:, None] * num + experts_NK, num_pools * num
+        )
+        groups_M = groups_NK.flatten()
+        # Sorted by group, in it by weight if asked, in equal ones by position: stable sorts, the last word first.
+        order_M = positions_N[:, None].expand_as(experts_NK).flatten().argsort(stable=True)
         if self.keeps == "probability":
-            first = weights_TK.detach().flatten().argsort(descending=True, stable=True)
-        else:
-            first = torch.arange(len(flat), device=flat.device)
-        by_expert = sort_by_expert(flat[first, None], num_experts)
-        choices = first[by_expert.choices_N]
-        starts_E = by_expert.counts_E.cumsum(0) - by_expert.counts_E
-        # Choices of no expert stand last; the place that they get here is of no matter.
-        place = torch.arange(len(flat), device=flat.device) - starts_E[flat[choices].clamp(min=0)]
-        stays = torch.empty_like(flat, dtype=torch.bool)
-        stays[choices] = place < num_rows
-        return torch.where(stays, flat, -1).view_as(experts_TK)
-
-
-def _rounded_up(share: Fraction) -> str:
-    return str(math.ceil(share * 1000) / 1000)
+            weights_M = pools.gather(weights_TK.detach()).flatten()
+            order_M = order_M[weights_M[order_M].argsort(descending=True, stable=True)]
+        order_M = order_M[groups_M[order_M].argsort(stable=True)]
+        sorted_M = groups_M[order_M]
+        first_M = torch.searchsorted(sorted_M, sorted_M)
+        places_M = torch.arange(len(order_M), device=order_M.device) - first_M
+        stays_M = torch.empty_like(groups_M, dtype=torch.bool)
+        stays_M[order_M] = (places_M < most_P[sorted_M // num]) & (sorted_M < num_pools * num)
+        return pools.own_part(torch.where(stays_M.view_as(experts_NK), experts_NK, -1))

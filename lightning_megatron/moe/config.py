@@ -1,13 +1,17 @@
-"""How a router scores, chooses and keeps its experts equally busy."""
+"""Which layers have experts, how a router chooses among them and keeps them equally busy, and how tokens reach them."""
 
 import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from lightning_megatron.moe.capacity import Capacity
+
 Scope = Literal["sequence", "microbatch", "global"]
 Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
 Choice = Literal["top_k", "expert_choice", "sinkhorn", "random", "even"]
 RouterDtype = Literal["float32", "float64"]
+DispatcherName = Literal["all_to_all", "all_gather"]
+ProductName = Literal["grouped", "one_by_one"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +20,8 @@ class BalanceLoss:
 
     scope: Scope = "sequence"
     # over which tokens an expert's share is taken: each sequence (packed: each document), one model call on one
-    # replica, or the global batch of the step before. Only that of "microbatch" depends on the number of microbatches
+    # replica, or the global batch of the step before. Only that of "microbatch" depends on the layout: on
+    # the number of microbatches and of replicas
     coefficient: float = 0.01
     # of the loss in the objective
 
@@ -80,6 +85,11 @@ class RouterConfig:
             if getattr(self, name) not in get_args(choices)
         ]
         return faults + self._size_faults() + self._weight_faults() + self._balance_faults()
+
+    @property
+    def loss_names(self) -> tuple[str, ...]:
+        """The auxiliary losses there are, in the order of their sums."""
+        return (*(loss.scope for loss in self.balance), *(("z",) if self.z_loss else ()))
 
     def _size_faults(self) -> list[str]:
         small = [
@@ -156,6 +166,75 @@ class RouterConfig:
                 f"{self.choice!r}; set 0"
             )
         return faults
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Layers of experts in the place of dense feed-forward networks. Raises ValueError, telling all faults at once."""
+
+    router: RouterConfig
+    # who chooses among how many experts
+    ffn_hidden_size: int = 0
+    # features of one expert between its two matrices; 0: those of the model's dense layers
+    every: int = 1
+    # of so many layers the first has experts: layers 0, every, 2 * every ...
+    layers: tuple[int, ...] = ()
+    # in the place of `every`: the layers with experts, counted from 0
+    shared_ffn_hidden_size: int = 0
+    # features of an expert that every token goes through beside those chosen; 0: there is none
+    has_shared_gate: bool = False
+    # each token's output of the shared expert is weighed by the sigmoid of a product with a learned vector
+    capacity: Capacity | None = None
+    # how many tokens an expert takes; none: all that chose it
+    dispatcher: DispatcherName = "all_to_all"
+    # how tokens travel: to the ranks of their experts, or to all
+    product: ProductName = "grouped"
+    # how the experts of a rank multiply: all in one kernel where there is one, or one after another
+
+    def __post_init__(self) -> None:
+        if faults := self.faults():
+            raise ValueError("\n".join(faults))
+
+    def faults(self) -> list[str]:
+        """Every rule that this configuration breaks, one sentence each."""
+        faults = [
+            f"moe {name} ({getattr(self, name)!r}) must be one of {_listed(get_args(choices))}"
+            for name, choices in (("dispatcher", DispatcherName), ("product", ProductName))
+            if getattr(self, name) not in get_args(choices)
+        ]
+        faults += [
+            f"moe {name} ({getattr(self, name)}) must be at least 0"
+            for name in ("ffn_hidden_size", "shared_ffn_hidden_size")
+            if getattr(self, name) < 0
+        ]
+        if self.every < 1:
+            faults.append(f"moe every ({self.every}) must be at least 1, which gives all layers experts")
+        if self.layers and self.every != 1:
+            faults.append(f"moe every ({self.every}) and layers both say which layers have experts; give one of them")
+        if len(set(self.layers)) < len(self.layers):
+            faults.append("moe layers name a layer twice; name each once")
+        if self.has_shared_gate and not self.shared_ffn_hidden_size:
+            faults.append("has_shared_gate needs a shared expert; give shared_ffn_hidden_size, or leave it out")
+        return faults
+
+    def layer_faults(self, num_layers: int) -> list[str]:
+        """What is wrong with it for a stack of so many layers, one sentence each."""
+        unknown = [layer for layer in self.layers if not 0 <= layer < num_layers]
+        if not unknown:
+            return []
+        return [
+            f"moe layers {', '.join(map(str, unknown))} must be from 0 to num_layers - 1 ({num_layers - 1}): layers "
+            "are counted from 0"
+        ]
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has experts."""
+        return layer in self.layers if self.layers else layer % self.every == 0
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether its routers add to the objective."""
+        return bool(self.router.balance) or self.router.z_loss > 0
 
 
 def _listed(choices: tuple[str, ...]) -> str:

@@ -22,7 +22,15 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.comm import collectives, differentiable
-from lightning_megatron.comm.travel import Travelling, depart, exchange_rows, gather_rows, scatter_rows
+from lightning_megatron.comm.travel import (
+    GiveWay,
+    Travelling,
+    depart,
+    exchange_rows,
+    gather_rows,
+    not_at_all,
+    scatter_rows,
+)
 from lightning_megatron.mesh import Axis
 from lightning_megatron.moe.experts import Arrived
 from lightning_megatron.moe.grouped import Groups
@@ -48,6 +56,9 @@ class Journey(Protocol):
 class Dispatcher(Protocol):
     """How tokens travel."""
 
+    give_way: GiveWay
+    # called before each wait for tokens on their way
+
     def dispatch(
         self, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, capacity: int | None = None
     ) -> Journey:
@@ -64,6 +75,7 @@ class AllToAll:
 
     def __init__(self, num_experts: int, *, ep: Axis, etp: Axis) -> None:
         self.num_experts, self.ep, self.etp = num_experts, ep, etp
+        self.give_way: GiveWay = not_at_all
 
     def dispatch(
         self, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, capacity: int | None = None
@@ -79,16 +91,16 @@ class AllToAll:
             counts_PQE = by_expert.counts_E.new_full(shape, capacity)
             sizes_PQE = torch.full(shape, capacity)
             choices_R = by_expert.padded(capacity)
-        of_tokens, of_choices = by_expert.orders(choices_R)
-        plan = _Exchange(self.ep, self.etp, counts_PQE, sizes_PQE)
+        of_tokens, of_choices = by_expert.orders(choices_R, is_dropless=capacity is None)
+        plan = _Exchange(self.ep, self.etp, counts_PQE, sizes_PQE, self.give_way)
         return _AllToAllJourney(plan, of_tokens, take(hidden_TH, of_tokens), take(weights_TK.flatten(), of_choices))
 
 
 class _Exchange:
     """Who sends how many rows to whom, read off the rows of each expert on each rank."""
 
-    def __init__(self, ep: Axis, etp: Axis, counts_PQE: Tensor, sizes_PQE: Tensor) -> None:
-        self.ep, self.etp = ep, etp
+    def __init__(self, ep: Axis, etp: Axis, counts_PQE: Tensor, sizes_PQE: Tensor, give_way: GiveWay) -> None:
+        self.ep, self.etp, self.give_way = ep, etp, give_way
         num_own = sizes_PQE.shape[2] // ep.size
         sizes_PQPL = sizes_PQE.unflatten(2, (ep.size, num_own))
         self.given: list[int] = sizes_PQPL[ep.rank, etp.rank].sum(1).tolist()
@@ -108,7 +120,9 @@ class _Exchange:
 class _AllToAllJourney:
     def __init__(self, plan: _Exchange, of_tokens: Order, rows_RH: Tensor, weights_R: Tensor) -> None:
         self._plan, self._of_tokens = plan, of_tokens
-        self._out = [exchange_rows(rows, plan.ep, plan.given, plan.taken) for rows in (rows_RH, weights_R)]
+        self._out = [
+            exchange_rows(rows, plan.ep, plan.given, plan.taken, plan.give_way) for rows in (rows_RH, weights_R)
+        ]
         self._home: Travelling
 
     def arrive(self) -> Arrived:
@@ -120,7 +134,7 @@ class _AllToAllJourney:
     def send_back(self, rows_RH: Tensor) -> None:
         plan = self._plan
         own = scatter_rows(add_up(rows_RH, plan.by_expert), plan.etp, plan.shares)
-        self._home = exchange_rows(own, plan.ep, plan.taken, plan.given)
+        self._home = exchange_rows(own, plan.ep, plan.taken, plan.given, plan.give_way)
 
     def come_home(self) -> Tensor:
         return add_up(self._home.wait(), self._of_tokens)
@@ -131,6 +145,7 @@ class AllGather:
 
     def __init__(self, num_experts: int, *, ep: Axis, etp: Axis) -> None:
         self.num_own, self.ep, self.etp = num_experts // ep.size, ep, etp
+        self.give_way: GiveWay = not_at_all
 
     def dispatch(
         self, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, capacity: int | None = None
@@ -145,7 +160,8 @@ class AllGather:
             of_all = capacity * self.ep.size * self.etp.size
             groups = Groups((of_all,) * self.num_own, torch.full_like(by_expert.counts_E, of_all))
             choices_R = by_expert.padded(of_all)
-        return _AllGatherJourney(self.ep, self.etp, by_expert.orders(choices_R), groups, hidden_TH, weights_TK)
+        orders = by_expert.orders(choices_R, is_dropless=capacity is None)
+        return _AllGatherJourney(self.ep, self.etp, orders, groups, hidden_TH, weights_TK, self.give_way)
 
 
 class _AllGatherJourney:
@@ -157,14 +173,16 @@ class _AllGatherJourney:
         groups: Groups,
         hidden_TH: Tensor,
         weights_TK: Tensor,
+        give_way: GiveWay,
     ) -> None:
-        self._ep, self._etp, self._groups = ep, etp, groups
+        self._ep, self._etp, self._groups, self._give_way = ep, etp, groups, give_way
         self._of_tokens, self._of_choices = orders
         self._out = [
             depart(
                 differentiable.gather(x, etp),
                 lambda x: collectives.all_gather(x, ep, wait=False),
                 lambda grad: collectives.reduce_scatter(grad, ep, wait=False),
+                give_way,
             )
             for x in (hidden_TH, weights_TK)
         ]
@@ -180,6 +198,7 @@ class _AllGatherJourney:
             add_up(rows_RH, self._of_tokens),
             lambda x: collectives.reduce_scatter(x, ep, wait=False),
             lambda grad: collectives.all_gather(grad, ep, wait=False),
+            self._give_way,
         )
 
     def come_home(self) -> Tensor:

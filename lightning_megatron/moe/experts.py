@@ -1,12 +1,17 @@
 """The experts of a layer that a rank holds: feed-forward networks, one tensor per matrix, the experts its first dim.
 
-    up     [E, F, H], for swiglu gate and up [E, 2, F, H]      dim 0 cut over ep, F over etp
-    down   [E, H, F]                                           the same
+    up          [E, F, H], for swiglu gate and up [E, 2, F, H]      dim 0 cut over ep, F over etp
+    down        [E, H, F]                                           the same
+    up_bias     [E, F] or [E, 2, F]                                 the same
+    down_bias   [E, H]                                              dim 0 cut over ep, alike on all ranks of etp
 
-What comes out on each rank of etp is a part of a sum. Gradients are summed over edp: each replica of an expert gets the
-tokens of its own ep x etp block, and together they are those of all dp x cp x tp ranks, once each. No factor is needed.
+What comes out on each rank of etp is a part of a sum; the first of them adds the second bias. Gradients are summed over
+edp: each replica of an expert gets the tokens of its own ep x etp block, and together they are those of all
+dp x cp x tp ranks, once each. No factor is needed. All ranks of etp have the whole gradient of the second bias: they
+see the same rows, and the same gradient of the sum.
 
-The router's weight multiplies between activation and down, in float32 or wider: what comes back is only added up.
+The router's weight multiplies between activation and down, and the second bias, in float32 or wider: what comes back is
+only added up.
 
 E experts, L own ones (E/ep), H hidden, F features of an expert, R rows sorted by expert.
 """
@@ -14,10 +19,10 @@ E experts, L own ones (E/ep), H hidden, F features of an expert, R rows sorted b
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_megatron.mesh import Axis
-from lightning_megatron.moe.grouped import GROUPED, GroupedProduct, Groups, grouped_linear
+from lightning_megatron.mesh import Axis, Mesh
+from lightning_megatron.moe.grouped import GROUPED, GroupedBias, GroupedProduct, Groups, grouped_linear
 from lightning_megatron.sharding import Initial, shard_parameter
 from lightning_megatron.tensor.activation import Activation, activate
 from lightning_megatron.tensor.weight_gradients import WeightGradientLayer
@@ -32,8 +37,24 @@ class Arrived(NamedTuple):
     groups: Groups
 
 
+class ExpertAxes(NamedTuple):
+    """The axes of experts: those who share a layer's, those who share each, and the replicas."""
+
+    ep: Axis
+    etp: Axis
+    edp: Axis
+
+    @staticmethod
+    def of(mesh: Mesh) -> "ExpertAxes":
+        """Those of a mesh."""
+        return ExpertAxes(mesh.axis("ep"), mesh.axis("etp"), mesh.axis("edp"))
+
+
 class Experts(WeightGradientLayer):
-    """The own experts' feed-forward networks, without biases: rows [R, H] to [R, H], a part of a sum over etp."""
+    """The own experts' feed-forward networks: rows [R, H] to [R, H], a part of a sum over etp."""
+
+    up_bias: nn.Parameter | None
+    down_bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -44,18 +65,20 @@ class Experts(WeightGradientLayer):
         activation: Activation,
         initial: Initial,
         output_initial: Initial,
-        ep: Axis,
-        etp: Axis,
-        edp: Axis,
+        axes: ExpertAxes,
+        has_bias: bool = False,
         product: GroupedProduct = GROUPED,
     ) -> None:
         super().__init__()
+        ep, etp, edp = axes
         if num_experts % ep.size:
             fits = ", ".join(str(n) for n in range(1, num_experts + 1) if num_experts % n == 0)
             raise ValueError(
                 f"number of experts ({num_experts}) must be a multiple of ep ({ep.size}); ep may be {fits}"
             )
-        self.activation, self.product = activation, product
+        self.activation, self.axes = activation, axes
+        self.product = self.up_product = self.down_product = product
+        # as asked for; and as the two matrices multiply, each by its own where they do it in float8
         width = (2, ffn_hidden_size) if activation == "swiglu" else (ffn_hidden_size,)
         self.up = shard_parameter(
             (num_experts, *width, hidden_size), initial=initial, dim=-2, axis=etp, leading=ep, data=edp
@@ -63,14 +86,29 @@ class Experts(WeightGradientLayer):
         self.down = shard_parameter(
             (num_experts, hidden_size, ffn_hidden_size), initial=output_initial, dim=-1, axis=etp, leading=ep, data=edp
         )
+        self.up_bias = self.down_bias = None
+        if has_bias:
+            self.up_bias = shard_parameter(
+                (num_experts, *width), initial=Initial(), dim=-1, axis=etp, leading=ep, data=edp
+            )
+            self.down_bias = shard_parameter(
+                (num_experts, hidden_size), initial=Initial(), replicas=(etp,), leading=ep, data=edp
+            )
 
     def forward(self, arrived: Arrived) -> Tensor:
         rows_RH, weights_R, groups = arrived
-        up = self._times(rows_RH, self.up, groups)
-        return self._times(weigh(activate(up, self.activation), weights_R), self.down, groups)
+        up_bias = down_bias = None
+        if self.up_bias is not None and self.down_bias is not None:
+            up_bias = GroupedBias(self.up_bias)
+            down_bias = GroupedBias(self.down_bias, weights_R, is_own=self.axes.etp.is_first)
+        up = self._times(rows_RH, self.up, groups, self.up_product, up_bias)
+        weighed_RF = weigh(activate(up, self.activation), weights_R)
+        return self._times(weighed_RF, self.down, groups, self.down_product, down_bias)
 
-    def _times(self, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
-        return grouped_linear(x, weight, groups, gradients=self.weight_gradients, product=self.product)
+    def _times(
+        self, x: Tensor, weight: Tensor, groups: Groups, product: GroupedProduct, bias: GroupedBias | None
+    ) -> Tensor:
+        return grouped_linear(x, weight, groups, gradients=self.weight_gradients, product=product, bias=bias)
 
 
 def weigh(x_RF: Tensor, weights_R: Tensor) -> Tensor:

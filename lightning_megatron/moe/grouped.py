@@ -1,22 +1,23 @@
 """Many matrix products at once: the rows of each expert times that expert's weight, as a value that a layer holds.
 
-    forward  y_e = x_e W_e^T        input gradient  dx_e = dy_e W_e        weight gradient  dW_e = dy_e^T x_e
+    forward  y_e = x_e W_e^T + b_e      input gradient  dx_e = dy_e W_e      weight gradient  dW_e = dy_e^T x_e
 
 `OneByOne` loops over the experts. `Grouped` is one kernel for all of them, torch's own, where that takes the tensors,
-and the loop elsewhere. An expert with no rows has a gradient too: zeros.
+and the loop elsewhere. `moe.grouped_fp8` multiplies in float8. An expert with no rows has a gradient too: zeros.
 
 R rows sorted by expert, L own experts, I features in, O features out.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lightning_megatron.precision.cast import Operand
 from lightning_megatron.tensor.linear import as_product_input
 from lightning_megatron.tensor.weight_gradients import Way, WeightGradients
 
@@ -47,68 +48,84 @@ class Groups:
 
 
 class GroupedProduct(Protocol):
-    """How experts multiply."""
+    """How experts multiply. Operands are what `cast_input` and `cast_gradient` gave; a weight is [L, *outputs, I]."""
 
-    def forward(self, x_RI: Tensor, weight_LOI: Tensor, groups: Groups) -> Tensor:
-        """[R, O]."""
+    def cast_input(self, x_RI: Tensor, *, is_training: bool) -> Operand:
+        """The rows as they are kept."""
         ...
 
-    def input_gradient(self, grad_RO: Tensor, weight_LOI: Tensor, groups: Groups) -> Tensor:
-        """[R, I]."""
+    def cast_gradient(self, grad_RO: Tensor) -> Operand:
+        """The gradient of the output as it is multiplied."""
         ...
 
-    def weight_gradient(self, grad_RO: Tensor, x_RI: Tensor, groups: Groups) -> Tensor:
-        """[L, O, I]."""
+    def forward(
+        self, x_RI: Operand, weight: Tensor, groups: Groups, dtype: torch.dtype, *, is_training: bool
+    ) -> Tensor:
+        """[R, O] in `dtype`, a tensor of its own."""
+        ...
+
+    def input_gradient(self, grad_RO: Operand, weight: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
+        """[R, I] in `dtype`."""
+        ...
+
+    def weight_gradient(self, grad_RO: Operand, x_RI: Operand, weight: Tensor, groups: Groups) -> Tensor:
+        """[L, O, I], in the dtype in which it was summed."""
         ...
 
 
 class OneByOne:
     """One product for each expert in turn."""
 
-    def forward(self, x_RI: Tensor, weight_LOI: Tensor, groups: Groups) -> Tensor:
-        y_RO = x_RI.new_empty(len(x_RI), weight_LOI.shape[1])
+    def cast_input(self, x_RI: Tensor, *, is_training: bool) -> Operand:
+        return Operand(x_RI, None)
+
+    def cast_gradient(self, grad_RO: Tensor) -> Operand:
+        return Operand(grad_RO, None)
+
+    def forward(
+        self, x_RI: Operand, weight: Tensor, groups: Groups, dtype: torch.dtype, *, is_training: bool
+    ) -> Tensor:
+        x, weight_LOI = x_RI.values, _flat(weight, dtype)
+        y_RO = x.new_empty(len(x), weight_LOI.shape[1])
         for expert, rows in groups.spans():
-            torch.mm(x_RI[rows], weight_LOI[expert].t(), out=y_RO[rows])
+            torch.mm(x[rows], weight_LOI[expert].t(), out=y_RO[rows])
         return y_RO
 
-    def input_gradient(self, grad_RO: Tensor, weight_LOI: Tensor, groups: Groups) -> Tensor:
-        grad_RI = grad_RO.new_empty(len(grad_RO), weight_LOI.shape[2])
+    def input_gradient(self, grad_RO: Operand, weight: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
+        grad, weight_LOI = grad_RO.values, _flat(weight, dtype)
+        grad_RI = grad.new_empty(len(grad), weight_LOI.shape[2])
         for expert, rows in groups.spans():
-            torch.mm(grad_RO[rows], weight_LOI[expert], out=grad_RI[rows])
+            torch.mm(grad[rows], weight_LOI[expert], out=grad_RI[rows])
         return grad_RI
 
-    def weight_gradient(self, grad_RO: Tensor, x_RI: Tensor, groups: Groups) -> Tensor:
-        grad_LOI = x_RI.new_zeros(len(groups.sizes), grad_RO.shape[1], x_RI.shape[1])
+    def weight_gradient(self, grad_RO: Operand, x_RI: Operand, weight: Tensor, groups: Groups) -> Tensor:
+        grad, x = grad_RO.values, x_RI.values
+        grad_LOI = x.new_empty(len(groups.sizes), grad.shape[1], x.shape[1])
         for expert, rows in groups.spans():
-            torch.mm(grad_RO[rows].t(), x_RI[rows], out=grad_LOI[expert])
-        return grad_LOI
+            torch.mm(grad[rows].t(), x[rows], out=grad_LOI[expert])
+        return _without_rows_zero(grad_LOI, groups)
 
 
-class Grouped:
+class Grouped(OneByOne):
     """One kernel for all experts; the loop for what the kernel does not take (float64, unaligned rows, no rows)."""
 
-    def __init__(self) -> None:
-        self._loop = OneByOne()
+    def forward(
+        self, x_RI: Operand, weight: Tensor, groups: Groups, dtype: torch.dtype, *, is_training: bool
+    ) -> Tensor:
+        if not _is_for_kernel(x_RI.values, weight.shape[-1]):
+            return super().forward(x_RI, weight, groups, dtype, is_training=is_training)
+        return F.grouped_mm(x_RI.values, _flat(weight, dtype).transpose(1, 2), offs=_ends(groups))
 
-    def forward(self, x_RI: Tensor, weight_LOI: Tensor, groups: Groups) -> Tensor:
-        if not _is_for_kernel(x_RI, weight_LOI):
-            return self._loop.forward(x_RI, weight_LOI, groups)
-        return F.grouped_mm(x_RI, weight_LOI.transpose(1, 2), offs=_ends(groups))
+    def input_gradient(self, grad_RO: Operand, weight: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
+        if not _is_for_kernel(grad_RO.values, weight.shape[-1]):
+            return super().input_gradient(grad_RO, weight, groups, dtype)
+        return F.grouped_mm(grad_RO.values, _flat(weight, dtype), offs=_ends(groups))
 
-    def input_gradient(self, grad_RO: Tensor, weight_LOI: Tensor, groups: Groups) -> Tensor:
-        if not _is_for_kernel(grad_RO, weight_LOI):
-            return self._loop.input_gradient(grad_RO, weight_LOI, groups)
-        return F.grouped_mm(grad_RO, weight_LOI, offs=_ends(groups))
-
-    def weight_gradient(self, grad_RO: Tensor, x_RI: Tensor, groups: Groups) -> Tensor:
-        if not _is_for_kernel(grad_RO, x_RI):
-            return self._loop.weight_gradient(grad_RO, x_RI, groups)
-        grad_LOI = F.grouped_mm(grad_RO.t(), x_RI, offs=_ends(groups))
-        for expert, size in enumerate(groups.sizes):
-            if not size:
-                # What the kernel leaves where there is nothing to sum is not told.
-                grad_LOI[expert].zero_()
-        return grad_LOI
+    def weight_gradient(self, grad_RO: Operand, x_RI: Operand, weight: Tensor, groups: Groups) -> Tensor:
+        if not _is_for_kernel(grad_RO.values, weight.shape[-1]):
+            return super().weight_gradient(grad_RO, x_RI, weight, groups)
+        # What the kernel leaves where there is nothing to sum is not told.
+        return _without_rows_zero(F.grouped_mm(grad_RO.values.t(), x_RI.values, offs=_ends(groups)), groups)
 
 
 ONE_BY_ONE: GroupedProduct = OneByOne()
@@ -116,55 +133,122 @@ GROUPED: GroupedProduct = Grouped()
 """Both hold nothing, so one of each is enough for all layers."""
 
 
+class GroupedBias(NamedTuple):
+    """What is added to the rows of each expert."""
+
+    values: Tensor
+    # [L, *outputs]
+    weights_R: Tensor | None = None
+    # by which a row's is multiplied; none: by 1
+    is_own: bool = True
+    # whether this rank is the one that adds it, where ranks hold parts of a sum; the others know its gradient
+
+
 def grouped_linear(
-    x_RI: Tensor, weight: Tensor, groups: Groups, *, gradients: WeightGradients, product: GroupedProduct
+    x_RI: Tensor,
+    weight: Tensor,
+    groups: Groups,
+    *,
+    gradients: WeightGradients,
+    product: GroupedProduct,
+    bias: GroupedBias | None = None,
 ) -> Tensor:
     """[R, *weight.shape[1:-1]] from the rows [R, I] of each expert; the weight is [L, *outputs, I].
 
     The gradient of the weight goes where `gradients` says.
     """
-    y_RO: Tensor = _GroupedLinear.apply(as_product_input(x_RI), weight, groups, gradients, product)
+    values, weights_R, is_own = bias if bias is not None else (None, None, False)
+    x_RI = as_product_input(x_RI)
+    # Not known any more within the Function, where no graph is made.
+    is_training = torch.is_grad_enabled()
+    y_RO: Tensor = _GroupedLinear.apply(
+        x_RI, weight, values, weights_R, groups, gradients, product, is_own, is_training
+    )
     return y_RO.view(y_RO.shape[0], *weight.shape[1:-1])
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_RI: Tensor, weight: Tensor, groups: Groups, gradients: WeightGradients, product: GroupedProduct
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        weights_R: Tensor | None,
+        groups: Groups,
+        gradients: WeightGradients,
+        product: GroupedProduct,
+        is_own: bool,
+        is_training: bool,
     ) -> Tensor:
-        ctx.groups, ctx.gradients, ctx.product = groups, gradients, product
+        ctx.groups, ctx.gradients, ctx.product, ctx.is_own, ctx.dtype = groups, gradients, product, is_own, x.dtype
         # The weight itself, as in `tensor.linear`: what autograd saved of it may come back as another tensor.
         ctx.owner = weight
-        ctx.save_for_backward(x_RI if ctx.needs_input_grad[1] else None, weight)
-        return product.forward(x_RI, _flat(weight, x_RI.dtype), groups)
+        kept = product.cast_input(x, is_training=is_training)
+        ctx.save_for_backward(*(kept if ctx.needs_input_grad[1] else (None, None)), weight, bias, weights_R)
+        y_RO = product.forward(kept, weight, groups, x.dtype, is_training=is_training)
+        if bias is not None and is_own:
+            _add_bias(y_RO, bias.flatten(1), weights_R, groups)
+        return y_RO
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, ...]:
-        x_RI, weight = ctx.saved_tensors
+        values, inverse_scale, weight, bias, weights_R = ctx.saved_tensors
         groups: Groups = ctx.groups
         gradients: WeightGradients = ctx.gradients
         product: GroupedProduct = ctx.product
         owner: Tensor = ctx.owner
         grad_RO = grad_RO.contiguous()
-        needs_x, needs_weight = ctx.needs_input_grad[:2]
-        grad_x = product.input_gradient(grad_RO, _flat(weight, grad_RO.dtype), groups) if needs_x else None
-        grad_weight = None
+        needs_x, needs_weight, needs_bias, needs_weights = ctx.needs_input_grad[:4]
+        x_RI, grad = Operand(values, inverse_scale), product.cast_gradient(grad_RO)
+        grad_x = product.input_gradient(grad, weight, groups, ctx.dtype) if needs_x else None
+        grad_weight = grad_bias = grad_weights = None
         if needs_weight:
             way = gradients.way(owner)
 
             # Put off, it runs where gradients are on.
             @torch.no_grad()
             def add() -> None:
-                _add(owner, product.weight_gradient(grad_RO, x_RI, groups), gradients.home(owner))
+                _add(owner, product.weight_gradient(grad, x_RI, owner, groups), gradients.home(owner))
 
             if way is Way.QUEUE:
                 gradients.hand_in(owner, add)
             elif way is Way.ADD:
                 add()
             else:
-                grad_weight = product.weight_gradient(grad_RO, x_RI, groups).view(weight.shape).to(weight.dtype)
-        return grad_x, grad_weight, None, None, None
+                grad_weight = product.weight_gradient(grad, x_RI, weight, groups).view(weight.shape).to(weight.dtype)
+        if needs_bias:
+            # On every rank that holds a part of the sum, whether it added the bias or not: all have the same gradient.
+            grad_bias = _bias_gradient(grad_RO, bias, weights_R, groups)
+        if needs_weights:
+            grad_weights = torch.zeros_like(weights_R)
+            if ctx.is_own:
+                for expert, rows in groups.spans():
+                    grad_weights[rows] = _wide(grad_RO[rows], weights_R) @ _wide(bias[expert].flatten(), weights_R)
+        return grad_x, grad_weight, grad_bias, grad_weights, None, None, None, None, None
+
+
+def _add_bias(y_RO: Tensor, bias_LO: Tensor, weights_R: Tensor | None, groups: Groups) -> None:
+    for expert, rows in groups.spans():
+        bias_O = bias_LO[expert]
+        y_RO[rows] += bias_O if weights_R is None else _wide(bias_O, weights_R) * weights_R[rows, None]
+
+
+def _bias_gradient(grad_RO: Tensor, bias: Tensor, weights_R: Tensor | None, groups: Groups) -> Tensor:
+    """The sum over each expert's rows, in one order on any device."""
+    grad_LO = torch.zeros_like(bias).flatten(1)
+    for expert, rows in groups.spans():
+        grad = grad_RO[rows]
+        if weights_R is not None:
+            grad = _wide(grad, weights_R) * weights_R[rows, None]
+        grad_LO[expert] = grad.sum(0)
+    return grad_LO.view(bias.shape)
+
+
+def _wide(x: Tensor, weights_R: Tensor) -> Tensor:
+    """In float32 or wider, as wide as the weights are."""
+    return x.to(torch.promote_types(torch.promote_types(x.dtype, weights_R.dtype), torch.float32))
 
 
 def _add(weight: Tensor, gradient_LOI: Tensor, home: Tensor | None) -> None:
@@ -178,17 +262,25 @@ def _add(weight: Tensor, gradient_LOI: Tensor, home: Tensor | None) -> None:
         weight.grad = home.copy_(gradient)
 
 
+def _without_rows_zero(grad_LOI: Tensor, groups: Groups) -> Tensor:
+    """The gradients, zeros for experts that have no rows."""
+    for expert, size in enumerate(groups.sizes):
+        if not size:
+            grad_LOI[expert].zero_()
+    return grad_LOI
+
+
 def _flat(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """[L, O, I] in the dtype of the rows, as under autocast."""
     return weight.to(dtype).flatten(1, -2)
 
 
-def _is_for_kernel(one: Tensor, other: Tensor) -> bool:
-    """Whether torch's kernel takes these operands, whose last dims are rows in memory."""
+def _is_for_kernel(one_R: Tensor, other_length: int) -> bool:
+    """Whether torch's kernel takes these rows, and an operand of the same dtype whose rows are so long."""
     return (
-        one.dtype in _KERNEL_DTYPES.get(one.device.type, ())
-        and len(one) > 0
-        and all(x.shape[-1] * x.element_size() % _ALIGNED_BYTES == 0 for x in (one, other))
+        one_R.dtype in _KERNEL_DTYPES.get(one_R.device.type, ())
+        and len(one_R) > 0
+        and all(length * one_R.element_size() % _ALIGNED_BYTES == 0 for length in (one_R.shape[-1], other_length))
     )
 
 

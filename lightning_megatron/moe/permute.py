@@ -27,6 +27,11 @@ class Order:
     # int64: what each row is of; -1 of nothing, a row of zeros
     places_SK: Tensor
     # int64: the rows of each source; -1 where it has one less
+    # What is known of them without a look at the device: a mask over all rows costs more than taking them.
+    has_empty_rows: bool = True
+    # whether a row may be of nothing
+    has_gaps: bool = True
+    # whether a source may have a row less
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,15 +57,16 @@ class SortedChoices:
         choices_EC = self.choices_N[(first_E1 + row_1C).clamp(max=len(self.choices_N) - 1)]
         return torch.where(row_1C < self.counts_E[:, None], choices_EC, -1).flatten()
 
-    def orders(self, choices_R: Tensor) -> tuple[Order, Order]:
-        """How rows of these choices are made of tokens, and of choices."""
+    def orders(self, choices_R: Tensor, *, is_dropless: bool = False) -> tuple[Order, Order]:
+        """How rows of these choices are made of tokens, and of choices; `is_dropless` says that no row is of none."""
         num_choices = len(self.choices_N)
         # One place more, for -1.
         places = choices_R.new_full((num_choices + 1,), -1)
         places[choices_R] = torch.arange(len(choices_R), device=choices_R.device)
-        of_choices = Order(choices_R, places[:num_choices, None])
+        known = (not is_dropless, not is_dropless or len(choices_R) < num_choices)
+        of_choices = Order(choices_R, places[:num_choices, None], *known)
         tokens_R = choices_R.div(self.num_chosen, rounding_mode="floor")
-        return Order(tokens_R, places[:num_choices].view(-1, self.num_chosen)), of_choices
+        return Order(tokens_R, places[:num_choices].view(-1, self.num_chosen), *known), of_choices
 
 
 def sort_by_expert(experts_TK: Tensor, num_experts: int) -> SortedChoices:
@@ -86,7 +92,7 @@ def regrouped(sizes_PQL: Tensor, num_rows: int) -> Order:
     sources = rows + shift.repeat_interleave(new_sizes, output_size=num_rows)
     places = torch.empty_like(sources)
     places[sources] = rows
-    return Order(sources, places[:, None])
+    return Order(sources, places[:, None], has_empty_rows=False, has_gaps=False)
 
 
 def take(x: Tensor, order: Order) -> Tensor:
@@ -105,38 +111,40 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Order) -> Tensor:
         ctx.order = order
-        return _taken(x, order.sources_R)
+        return _taken(x, order.sources_R, order.has_empty_rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _added(grad, ctx.order.places_SK), None
+        return _added(grad, ctx.order), None
 
 
 class _AddUp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Order) -> Tensor:
         ctx.order = order
-        return _added(rows, order.places_SK)
+        return _added(rows, order)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _taken(grad, ctx.order.sources_R), None
+        return _taken(grad, ctx.order.sources_R, ctx.order.has_empty_rows), None
 
 
-def _taken(x: Tensor, index: Tensor) -> Tensor:
+def _taken(x: Tensor, index: Tensor, has_none: bool) -> Tensor:
     if not len(x):
         return x.new_zeros(len(index), *x.shape[1:])
+    if not has_none:
+        return x.index_select(0, index)
     taken = x.index_select(0, index.clamp(min=0))
     return taken.masked_fill_((index < 0).view(-1, *(1 for _ in x.shape[1:])), 0)
 
 
-def _added(rows: Tensor, places_SK: Tensor) -> Tensor:
-    first, *others = places_SK.unbind(1)
-    total = _taken(rows, first)
+def _added(rows: Tensor, order: Order) -> Tensor:
+    first, *others = order.places_SK.unbind(1)
+    total = _taken(rows, first, order.has_gaps)
     if others:
         total = total.to(torch.promote_types(rows.dtype, torch.float32))
         for places in others:
-            total += _taken(rows, places)
+            total += _taken(rows, places, order.has_gaps)
     return total.to(rows.dtype)

@@ -1,10 +1,12 @@
 """What a router knows of its tokens, and sums over pools of them that several ranks share.
 
-A pool is a sequence of a model call (a row, or a packed document); its tokens lie on the ranks of `sp` and `cp`, never
-in two microbatches. Legend: T tokens of this rank (of T/sp), E experts, P pools and one more, which is that of padding.
+A pool is a sequence of a model call (a row, or a packed document); its tokens lie on the ranks of two axes, that over
+which routers have their tokens cut and cp, never in two microbatches. Legend: T tokens that this rank routes, E
+experts, P pools and one more, which is that of padding.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -15,22 +17,37 @@ from lightning_megatron.mesh import Axis
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedTokens:
-    """The tokens that one rank routes in one model call, [T/sp] of a stream of T."""
+    """The tokens that one rank routes in one model call, its part of the stream."""
 
     is_real_T: Tensor
     # bool: no padding
     segments_T: Tensor
-    # int64: the sequence (packed: the document) of each, from 0, numbered alike on all ranks of sp and cp
-    num_segments: int
-    # of the call
+    # int64: the sequence (packed: the document) of each, from 0, numbered alike on all ranks of the axes
+    lengths: tuple[int, ...]
+    # of the sequences of the call, in tokens of all ranks
     positions_T: Tensor
     # int64: the place of each in its sequence
     keys_T: Tensor
     # int64: the random key of each
-    loss_factor: Tensor
-    # float64 []: of a sum over this rank's tokens in the backward; `balance.loss_factor` makes it
+    weights_T: Tensor
+    # floating: how much each counts in the auxiliary losses
+    axes: tuple[Axis, ...]
+    # that cut sequences: that over which routers have their tokens cut, and cp
     call: int = 0
-    # which model call of the step this is; made again for the backward, it is the same call
+    # which model call of the step this is; made again for the backward, it is the same call. Below 0: one that routers
+    # do not count, because nothing is learnt from it
+    is_packed: bool = False
+    # sequences are documents: replicas, whose batches have one shape, may have different numbers of tokens
+
+    @property
+    def is_counted(self) -> bool:
+        return self.call >= 0
+
+    @cached_property
+    def pools(self) -> "Pools":
+        """The sequences of the call, which all its routers share."""
+        num = len(self.lengths)
+        return Pools(ids_T=torch.where(self.is_real_T, self.segments_T, num), num_pools=num + 1, axes=self.axes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +59,7 @@ class Pools:
     num_pools: int
     # P, with that of padding
     axes: tuple[Axis, ...]
-    # that cut sequences: sp, and cp
-
-    @staticmethod
-    def of(tokens: RoutedTokens, axes: tuple[Axis, ...]) -> "Pools":
-        """The pools of a call's tokens."""
-        ids_T = torch.where(tokens.is_real_T, tokens.segments_T, tokens.num_segments)
-        return Pools(ids_T=ids_T, num_pools=tokens.num_segments + 1, axes=axes)
+    # that cut sequences
 
     @property
     def is_real_T(self) -> Tensor:

@@ -1,8 +1,8 @@
 """The router of a layer of experts: which experts each token goes to, and how much each of them weighs.
 
-It stands between the norm and the dispatch of a layer, in the sequence-parallel region: each rank routes its T/sp
-tokens. The weight is whole on all ranks; where tokens are cut over `sp` its gradients are parts of a sum, as a norm's
-are. Logits, scores and weights are float32 or wider whatever the precision. Tokens of padding go nowhere.
+It stands between the norm and the dispatch of a layer. Each rank routes a part of the tokens: the weight is whole on
+all ranks, and its gradients are parts of a sum over the axis that cuts tokens, as a norm's are.
+Logits, scores and weights are float32 or wider whatever the precision. Tokens of padding go nowhere.
 
 Legend: T tokens of this rank, H hidden, E experts, K chosen, P pools.
 """
@@ -34,25 +34,29 @@ class Routing:
     chosen_TK: Tensor
     # int64: experts, -1 for none: of padding, and of "expert_choice", where K is E
     weights_TK: Tensor
-    # of their outputs in the token's, 0 for none; their backward begins the gradients of the auxiliary losses too
+    # of their outputs in the token's, 0 for none
+    auxiliary: Tensor
+    # []: the sum of this rank's auxiliary losses, each token's times its weight and each loss times its coefficient;
+    # 0 in evaluation, and of a call that does not count
 
 
 class Router(nn.Module):
-    """From hidden states [T/sp, H] to a `Routing`; weight [E, H].
+    """From hidden states [T/cut, H] to a `Routing`; weight [E, H].
 
-    `name` is the router's name in the model: it names the random numbers of jitter and of chance. Without a bias or a
-    loss over the global batch it holds no state beside its weight.
+    `cut` is the axis over which tokens are cut when they come. `name` is the router's name in the model: it names the
+    random numbers of jitter and of chance. Without a bias or a loss over the global batch it holds no state beside its
+    weight.
     """
 
     expert_bias: Tensor
     preferred_counts: Tensor
 
     def __init__(
-        self, config: RouterConfig, hidden_size: int, *, tp: Axis, sp: Axis, cp: Axis, name: str, initial: Initial
+        self, config: RouterConfig, hidden_size: int, *, tp: Axis, cut: Axis, name: str, initial: Initial
     ) -> None:
         super().__init__()
-        self.config, self.axes = config, (sp, cp)
-        self.weight = shard_parameter((config.num_experts, hidden_size), initial=initial, replicas=(tp,), partial=sp)
+        self.config = config
+        self.weight = shard_parameter((config.num_experts, hidden_size), initial=initial, replicas=(tp,), partial=cut)
         self.jitter_key, self.chance_key = rng.key(name, "jitter"), rng.key(name, "chance")
         self.records = Records()
         if self.has_bias:
@@ -82,31 +86,31 @@ class Router(nn.Module):
 
     @property
     def loss_names(self) -> tuple[str, ...]:
-        """The auxiliary losses there are, in the order of their sums."""
-        return (*(loss.scope for loss in self.config.balance), *(("z",) if self.config.z_loss else ()))
+        return self.config.loss_names
 
     @property
     def device(self) -> torch.device:
         return self.weight.device
 
     def forward(self, x_TH: Tensor, tokens: RoutedTokens) -> Routing:
-        """Talks over sp and cp where a loss or a choice looks at a whole sequence; every rank must call it."""
-        pools = Pools.of(tokens, self.axes)
+        """Talks over the axes that cut sequences, where a loss or a choice looks at whole ones."""
+        pools = tokens.pools
         logits_TE = self._logits(x_TH, tokens)
         scores_TE = score(logits_TE, self.config)
         with torch.no_grad():
             chosen_TK = self._choose(logits_TE, scores_TE, tokens, pools)
             chosen_TK = torch.where(tokens.is_real_T.unsqueeze(1), chosen_TK, -1)
         weights_TK = weights_of(logits_TE, scores_TE, chosen_TK, self.config)
-        if self.training:
-            loss = self._record(logits_TE, scores_TE, chosen_TK, tokens, pools)
-            weights_TK = balance.attach(weights_TK, loss, tokens.loss_factor)
-        return Routing(chosen_TK, weights_TK)
+        auxiliary = logits_TE.new_zeros(())
+        if self.training and tokens.is_counted:
+            auxiliary = self._record(logits_TE, scores_TE, chosen_TK, tokens, pools)
+        return Routing(chosen_TK, weights_TK, auxiliary)
 
     @torch.no_grad()
     def learn(self, preferred_E: Tensor, chosen_E: Tensor) -> None:
         """Takes in the counts of a whole global batch, once a step: `load.end_step` calls it."""
-        if self.has_bias:
+        if self.has_bias and self.weight.requires_grad:
+            # That of a frozen router is frozen too.
             self.expert_bias += self.config.bias_update_rate * balance.bias_step(chosen_E)
         if self.is_global:
             # A step without any token says nothing about what comes.
@@ -150,23 +154,22 @@ class Router(nn.Module):
         self, logits_TE: Tensor, scores_TE: Tensor, chosen_TK: Tensor, tokens: RoutedTokens, pools: Pools
     ) -> Tensor:
         """The auxiliary losses of this rank's tokens, each times its coefficient, as one sum: []."""
-        real_T = tokens.is_real_T
+        real_T, weights_T = tokens.is_real_T, tokens.weights_T.to(logits_TE.dtype)
         with torch.no_grad():
-            if self.chooses_by_score:
-                preferred_TE = mask_of(chosen_TK, self.num_experts)
-            else:
+            chosen_TE = preferred_TE = mask_of(chosen_TK, self.num_experts)
+            if self.config.balance and not self.chooses_by_score:
                 best_TK = choice.top_k(scores_TE, self.config.top_k)
                 preferred_TE = mask_of(torch.where(real_T.unsqueeze(1), best_TK, -1), self.num_experts)
-            chosen_E = mask_of(chosen_TK, self.num_experts).sum(0)
         probabilities_TE = probabilities(scores_TE, self.config)
         terms = []
         for loss in self.config.balance:
             load_TE = self._load(loss.scope, preferred_TE, pools, scores_TE.dtype)
-            terms.append((loss.coefficient, balance.balance_sum(probabilities_TE, load_TE, real_T)))
+            terms.append((loss.coefficient, balance.balance_sum(probabilities_TE, load_TE, weights_T, real_T)))
         if self.config.z_loss:
-            terms.append((self.config.z_loss, balance.z_sum(logits_TE, real_T)))
-        sums_S = torch.stack([real_T.sum(dtype=torch.float64), *(term.detach().double() for _, term in terms)])
-        self.records.add(tokens.call, torch.stack([preferred_TE.sum(0), chosen_E]), sums_S)
+            terms.append((self.config.z_loss, balance.z_sum(logits_TE, weights_T, real_T)))
+        weight = torch.where(real_T, tokens.weights_T, 0.0).sum(dtype=torch.float64)
+        sums_S = torch.stack([weight, *(term.detach().double() for _, term in terms)])
+        self.records.add(tokens.call, torch.stack([preferred_TE.sum(0), chosen_TE.sum(0)]), sums_S)
         return torch.stack([logits_TE.new_zeros(()), *(coefficient * term for coefficient, term in terms)]).sum()
 
     def _load(self, scope: str, preferred_TE: Tensor, pools: Pools, dtype: torch.dtype) -> Tensor:
@@ -174,7 +177,7 @@ class Router(nn.Module):
         if scope == "sequence":
             return pools.spread(balance.load(pools.sum(preferred_TE), dtype))
         if scope == "microbatch":
-            return balance.load(sum_over(preferred_TE.sum(0, keepdim=True), self.axes), dtype)
+            return balance.load(sum_over(preferred_TE.sum(0, keepdim=True), pools.axes), dtype)
         return balance.load(self.preferred_counts.unsqueeze(0), dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import Initial, shard_parameter
 from lightning_megatron.tensor.activation import Activation, activate
-from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.tensor.linear import ColumnParallelLinear, RowKeys, RowParallelLinear
 
 
 class SharedExpert(nn.Module):
@@ -31,6 +31,7 @@ class SharedExpert(nn.Module):
         output_initial: Initial,
         tp: Axis,
         sp: Axis,
+        has_bias: bool = False,
     ) -> None:
         super().__init__()
         self.activation = activation
@@ -40,16 +41,17 @@ class SharedExpert(nn.Module):
             (2, ffn_hidden_size) if is_gated else ffn_hidden_size,
             tp=tp,
             sp=sp,
-            bias=False,
+            bias=has_bias,
             initial=initial,
             cut=1 if is_gated else 0,
         )
-        self.down = RowParallelLinear(ffn_hidden_size, hidden_size, tp=tp, sp=sp, bias=False, initial=output_initial)
+        self.down = RowParallelLinear(ffn_hidden_size, hidden_size, tp=tp, sp=sp, bias=has_bias, initial=output_initial)
         # On every tp rank; under sequence parallelism each sees its own tokens.
         self.gate = shard_parameter((1, hidden_size), initial=initial, replicas=(tp,), partial=sp) if has_gate else None
 
-    def forward(self, hidden_TH: Tensor) -> Tensor:
-        output_TH: Tensor = self.down(activate(self.up(hidden_TH), self.activation))
+    def forward(self, hidden_TH: Tensor, tokens: RowKeys | None = None) -> Tensor:
+        """`tokens` are for what drops inside of the linears."""
+        output_TH: Tensor = self.down(activate(self.up(hidden_TH, tokens), self.activation), tokens)
         if self.gate is None:
             return output_TH
         wide = torch.promote_types(hidden_TH.dtype, torch.float32)

@@ -76,6 +76,34 @@ def _schedule(facts: Facts) -> list[str]:
     return [f"{_FULL_NAMES.get(thing, thing)} {rest}" for thing, _, rest in faults]
 
 
+def _joint(facts: Facts) -> list[str]:
+    if facts.schedule is None or not facts.schedule.is_joint:
+        return []
+    faults, recompute = [], facts.recompute
+    is_selective = recompute.granularity == "selective" and "moe" in recompute.parts
+    if recompute.granularity == "full" or is_selective:
+        what = "granularity ('full')" if not is_selective else "part 'moe'"
+        faults.append(
+            f"recompute {what} would run layers of experts again while overlap_expert_exchange runs a forward beside "
+            "it, and take its random state; leave one of them out"
+        )
+    if facts.model is not None and facts.model.moe is None:
+        faults.append(
+            "overlap_expert_exchange hides the way of tokens to experts, and the model has none; leave it out"
+        )
+    if facts.schedule.pp == 1 and facts.schedule.microbatches == 1 and facts.dynamic_context is None:
+        faults.append(
+            "overlap_expert_exchange runs the forward of one microbatch beside the backward of another, and "
+            "num_microbatches is 1; use 2 or more, or leave it out"
+        )
+    if facts.fp8 is not None and facts.fp8.engine == "transformer_engine":
+        faults.append(
+            "overlap_expert_exchange and the fp8 engine 'transformer_engine', whose state is one for a process, do not "
+            "go together; use the engine 'torch', or leave one of them out"
+        )
+    return faults
+
+
 def _microbatches(facts: Facts) -> list[str]:
     if facts.num_microbatches < 1:
         return [f"num_microbatches ({facts.num_microbatches}) must be at least 1"]
@@ -170,7 +198,7 @@ def _dynamic_context(facts: Facts) -> list[str]:
             f"ranks) = {cap * largest}, because a document may be as long; set max_tokens_per_rank to "
             f"{-(-longest // largest)}, or cut the samples"
         )
-    return faults + _dynamic_heads(facts, largest)
+    return faults + _dynamic_heads(facts, largest) + _dynamic_experts(facts)
 
 
 def _dynamic_heads(facts: Facts, largest: int) -> list[str]:
@@ -186,6 +214,24 @@ def _dynamic_heads(facts: Facts, largest: int) -> list[str]:
         f"dynamic_context ({largest}) under ContextConfig(kind='all_to_all'); set max_group_size to one of {fits}, or "
         "kind='ring'"
     ]
+
+
+def _dynamic_experts(facts: Facts) -> list[str]:
+    moe, sizes = None if facts.model is None else facts.model.moe, facts.sizes
+    if moe is None or sizes.ep * sizes.etp == 1:
+        return []
+    faults = []
+    if moe.dispatcher == "all_gather":
+        faults.append(
+            "dispatcher ('all_gather') of experts needs as many tokens on each rank, and dynamic_context gives ranks "
+            "different documents; use 'all_to_all'"
+        )
+    if moe.capacity is not None and moe.capacity.pads:
+        faults.append(
+            "capacity pads (True) of experts needs as many tokens on each rank, and dynamic_context gives ranks "
+            "different documents; use pads=False"
+        )
+    return faults
 
 
 # In these the rest of a model may run beside products in FP8.
@@ -216,6 +262,7 @@ _RULES: tuple[Callable[[Facts], list[str]], ...] = (
     _layout,
     _stages,
     _schedule,
+    _joint,
     _batch,
     _sequence,
     _context,

@@ -50,7 +50,7 @@ class Product(Protocol):
         ...
 
 
-class _CastWeight:
+class CastWeight:
     """A weight in float8, and its transpose once somebody asked for it."""
 
     def __init__(self, weight: Tensor, operand_OI: Operand) -> None:
@@ -74,7 +74,7 @@ class Fp8Product:
 
     def __init__(self, *, x: Scaling, weight: Scaling, gradient: Scaling) -> None:
         self._x, self._weight, self._gradient = x, weight, gradient
-        self._kept: _CastWeight | None = None
+        self._kept: CastWeight | None = None
 
     def forget(self) -> None:
         """The weight is about to change, or has: the next product casts it anew."""
@@ -89,41 +89,43 @@ class Fp8Product:
     def forward(
         self, x_TI: Operand, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, *, is_training: bool
     ) -> Tensor:
-        weight_OI = self._cast_weight(weight, is_training=is_training).operand_OI
+        weight_OI = self.cast_weight(weight, is_training=is_training).operand_OI
         # Few bits in the sums are enough here; what backward rounds off would add up over steps.
         y_TO = _multiply(x_TI, self._x.dtype, weight_OI, self._weight.dtype, dtype, is_fast=True)
         return y_TO if bias is None else y_TO.add_(bias.flatten())
 
     def input_gradient(self, grad_TO: Operand, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        cast = self._cast_weight(weight, is_training=True)
+        cast = self.cast_weight(weight, is_training=True)
         weight_IO = Operand(cast.transposed_IO, cast.operand_OI.inverse_scale)
         return _multiply(grad_TO, self._gradient.dtype, weight_IO, self._weight.dtype, dtype)
 
     def weight_gradient(self, grad_TO: Operand, x_TI: Operand, weight: Tensor) -> Tensor:
-        return self._gradient_in(weight.dtype, grad_TO, x_TI).view(weight.shape)
+        return self.gradient_in(weight.dtype, grad_TO, x_TI).view(weight.shape)
 
     @torch.no_grad()
     def add_weight_gradient(self, weight: Tensor, grad_TO: Operand, x_TI: Operand, home: Tensor | None) -> None:
         if weight.grad is None and home is not None:
-            home.copy_(self._gradient_in(home.dtype, grad_TO, x_TI).view(weight.shape))
+            home.copy_(self.gradient_in(home.dtype, grad_TO, x_TI).view(weight.shape))
             weight.grad = home
         elif weight.grad is None:
             # Where the parameter says so its gradients are wider than itself.
             dtype = weight.grad_dtype if weight.grad_dtype is not None else weight.dtype
-            weight.grad = self._gradient_in(dtype, grad_TO, x_TI).view(weight.shape)
+            weight.grad = self.gradient_in(dtype, grad_TO, x_TI).view(weight.shape)
         else:
-            weight.grad.add_(self._gradient_in(weight.grad.dtype, grad_TO, x_TI).view(weight.shape))
+            weight.grad.add_(self.gradient_in(weight.grad.dtype, grad_TO, x_TI).view(weight.shape))
 
-    def _gradient_in(self, dtype: torch.dtype, grad_TO: Operand, x_TI: Operand) -> Tensor:
+    def gradient_in(self, dtype: torch.dtype, grad_TO: Operand, x_TI: Operand) -> Tensor:
+        """dy^T x, [O, I] in `dtype`."""
         grad_OT = Operand(_transposed(grad_TO.values), grad_TO.inverse_scale)
         x_IT = Operand(_transposed(x_TI.values), x_TI.inverse_scale)
         return _multiply(grad_OT, self._gradient.dtype, x_IT, self._x.dtype, dtype)
 
-    def _cast_weight(self, weight: Tensor, *, is_training: bool) -> _CastWeight:
-        """Cast anew outside of training: between steps weights are swapped in ways that torch does not count."""
+    def cast_weight(self, weight: Tensor, *, is_training: bool) -> CastWeight:
+        """The weight in float8. Outside of training it is cast anew: between steps weights are swapped in ways that
+        torch does not count."""
         if is_training and self._kept is not None and self._kept.is_of(weight):
             return self._kept
-        cast = _CastWeight(weight, self._weight.cast(weight.detach().flatten(0, -2), is_training=is_training))
+        cast = CastWeight(weight, self._weight.cast(weight.detach().flatten(0, -2), is_training=is_training))
         if is_training:
             self._kept = cast
         return cast

@@ -33,10 +33,8 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, grad_TF: Tensor) -> Tensor:
         (gate_up_T2F,) = ctx.saved_tensors
         gate_TF, up_TF = gate_up_T2F.unbind(1)
-        grad_gate_up_T2F = torch.empty_like(gate_up_T2F)
-        grad_gate_up_T2F[:, 0] = torch.ops.aten.silu_backward(grad_TF * up_TF, gate_TF)
-        grad_gate_up_T2F[:, 1] = F.silu(gate_TF).mul_(grad_TF)
-        return grad_gate_up_T2F
+        grad_gate_TF = torch.ops.aten.silu_backward(grad_TF * up_TF, gate_TF)
+        return torch.stack((grad_gate_TF, F.silu(gate_TF).mul_(grad_TF)), dim=1)
 
 
 def swiglu(gate_up_T2F: Tensor) -> Tensor:

@@ -225,7 +225,8 @@ def _load_file(
     path: str, module: pl.LightningModule, mesh: Mesh, checkpoint_io: CheckpointIO, weights_only: bool | None
 ) -> dict[str, Any]:
     checkpoint: dict[str, Any] = checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-    if mesh.axis("pp+tp").size == 1:
+    live = live_of(module)
+    if mesh.axis("pp+tp").size == 1 and not any(shard_of(tensor).is_cut for tensor in live.values()):
         return checkpoint
     if checkpoint.get(OPTIMIZER_STATES):
         raise ValueError(
@@ -234,7 +235,7 @@ def _load_file(
             "or keep its weights alone"
         )
     whole, local = checkpoint[WEIGHTS], {}
-    for name, tensor in live_of(module).items():
+    for name, tensor in live.items():
         if name not in whole:
             continue
         shard = shard_of(tensor)

@@ -39,6 +39,13 @@ class DescribesData(Protocol):
 
 
 @runtime_checkable
+class HidesPadding(Protocol):
+    """A data module that knows whether its batches have padding that the model is not told of."""
+
+    hides_padding: bool
+
+
+@runtime_checkable
 class SaysFaults(Protocol):
     """A callback that can say before a run what keeps it from its work."""
 
@@ -81,6 +88,16 @@ def faults(
         if dynamic_context is not None:
             found += _dynamic_faults(trainer.lightning_module, pipeline)
     found += data.faults() if data is not None else []
+    if (
+        isinstance(data, HidesPadding)
+        and data.hides_padding
+        and facts.model is not None
+        and facts.model.moe is not None
+    ):
+        found.append(
+            f"{type(data).__name__} pads rows without telling the model, and routers of experts would count the "
+            "padding as tokens; use packing='documents'"
+        )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         found += callback.faults(trainer) if isinstance(callback, SaysFaults) else []
     for argument in arguments:

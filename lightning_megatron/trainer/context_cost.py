@@ -1,4 +1,4 @@
-"""The cost model of dynamic context parallelism, from a few calls of one layer on this machine.
+"""The cost model of dynamic context parallelism, from a few calls of one layer of each kind on this machine.
 
 Before the first step. Every group size runs the same few packs of documents, all groups at once, forward and backward;
 what the slowest rank took counts, and all ranks take the first one's fit.
@@ -7,6 +7,7 @@ what the slowest rank took counts, and all ranks take the first one's fit.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from lightning_megatron.context.documents import documents_of
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.trainer.config import ConfigurationError
-from lightning_megatron.transformer.layer import TransformerLayer
+from lightning_megatron.transformer.layer import ExpertLayer, TransformerLayer
 from lightning_megatron.transformer.tokens import Tokens, stream_of
 
 # Of the tokens that a rank may hold.
@@ -54,20 +55,26 @@ def measured(
     context: Callable[[], AbstractContextManager[Any]],
 ) -> CostModel:
     """The cost of a microbatch on the layers of one stage. Collective over the world."""
-    mesh = model.mesh
-    layers = [layer for layer in model.modules() if isinstance(layer, TransformerLayer)]
+    mesh, architecture = model.mesh, model.config
     packs = list(_packs(mesh.sizes.context_groups, config.max_tokens_per_rank))
-    seconds: list[float] = []
-    for size, lengths in packs if layers else []:
-        with context():
-            seconds.append(_seconds_of(model, layers[0], mesh, size, lengths, device))
-    by_rank = [own for own in collectives.gather_objects(seconds, mesh.world) if own]
-    slowest = [max(times) for times in zip(*by_rank, strict=True)]
-    num_layers = model.config.num_layers / mesh.sizes.num_stages
     measurements = [
-        Measurement(sum(lengths), sum(length * length for length in lengths), size, num_layers * one)
-        for (size, lengths), one in zip(packs, slowest, strict=True)
+        Measurement(sum(lengths), sum(length * length for length in lengths), size, 0.0) for size, lengths in packs
     ]
+    for kind in (TransformerLayer, ExpertLayer):
+        # On the stages that have a layer of the kind, as all or none of the ranks of a stage do.
+        layers = [layer for layer in model.modules() if isinstance(layer, kind)]
+        seconds: list[float] = []
+        for size, lengths in packs if layers else []:
+            with context():
+                seconds.append(_seconds_of(model, layers[0], mesh, size, lengths, device))
+        by_rank = [own for own in collectives.gather_objects(seconds, mesh.world) if own]
+        slowest = [max(times) for times in zip(*by_rank, strict=True)]
+        with_experts = sum(architecture.has_experts(layer) for layer in range(architecture.num_layers))
+        num_layers = with_experts if kind is ExpertLayer else architecture.num_layers - with_experts
+        measurements = [
+            replace(before, seconds=before.seconds + one * num_layers / mesh.sizes.num_stages)
+            for before, one in zip(measurements, slowest or [0.0] * len(packs), strict=True)
+        ]
     return collectives.broadcast_object(fit(measurements), mesh.world)  # type: ignore[no-any-return]
 
 
@@ -81,10 +88,21 @@ def _packs(sizes: Sequence[int], most_tokens: int) -> Iterator[tuple[int, list[i
 
 
 def _seconds_of(
-    model: GPTModel, layer: TransformerLayer, mesh: Mesh, size: int, lengths: list[int], device: torch.device
+    model: GPTModel,
+    layer: TransformerLayer | ExpertLayer,
+    mesh: Mesh,
+    size: int,
+    lengths: list[int],
+    device: torch.device,
 ) -> float:
     """The fastest of a few calls."""
     tokens = _stream(model, mesh, size, lengths, device)
+
+    def run() -> Tensor:
+        if isinstance(layer, TransformerLayer):
+            return layer(hidden, tokens)  # type: ignore[no-any-return]
+        return layer(hidden, tokens, tokens.routed(torch.ones(tokens.shape, device=device), mesh.tp, 0))[0]  # type: ignore[no-any-return]
+
     weight = next(layer.parameters())
     shape = (tokens.num_tokens // tokens.sp.size, model.config.hidden_size)
     generator = torch.Generator().manual_seed(0)
@@ -95,8 +113,11 @@ def _seconds_of(
         collectives.barrier(mesh.axis("dp+cp"))
         begun_seconds = _now_seconds(device)
         # Not `backward`: gradients on the parameters belong to the steps.
-        torch.autograd.grad(layer(hidden, tokens).float().sum(), wanted, allow_unused=True)
+        torch.autograd.grad(run().float().sum(), wanted, allow_unused=True)
         found.append(_now_seconds(device) - begun_seconds)
+    if isinstance(layer, ExpertLayer):
+        # None of these tokens were of a step.
+        layer.moe.router.records.forget()
     return min(found)
 
 

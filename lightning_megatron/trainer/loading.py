@@ -65,6 +65,8 @@ def load_from_checkpoint(
 def rebuilt(kind: Any, value: Any) -> Any:
     """The value, or the dataclass that `kind` (an annotation) asks for where the value is a mapping of its fields."""
     choices = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    if isinstance(value, (list, tuple)) and get_origin(kind) is tuple and get_args(kind)[1:] == (...,):
+        return tuple(rebuilt(get_args(kind)[0], part) for part in value)
     wanted = next((choice for choice in choices if isinstance(choice, type) and is_dataclass(choice)), None)
     if wanted is None or not isinstance(value, Mapping):
         return value

@@ -22,13 +22,15 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis, Mesh
+from lightning_megatron.moe.experts import Experts
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.optim.reach import reach_of
 from lightning_megatron.pipeline.module import PipelineModule
-from lightning_megatron.sharding import Shard, shard_of
+from lightning_megatron.sharding import Shard, shard_of, sharded_parameters
 from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.trainer.precision import needs_closure
 from lightning_megatron.transformer import recompute
+from lightning_megatron.transformer.moe import MoE
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
 _SEPARABLE = (
@@ -69,6 +71,17 @@ def names_inside(module: nn.Module) -> set[str]:
         for prefix, model in pipelined_modules(module).items()
         for name, _ in model.named_parameters()
     }
+
+
+def names_of_stepped(module: nn.Module, optimizers: Iterable[Optimizer], mesh: Mesh) -> list[set[str]]:
+    """For each optimizer the names of the pipelined models of whose weights it has some, on any stage."""
+    own = []
+    for optimizer in optimizers:
+        stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        models = pipelined_modules(module).items()
+        own.append({name for name, model in models if not stepped.isdisjoint(model.parameters())})
+    by_rank = collectives.gather_objects(own, mesh.pp)
+    return [set().union(*names) for names in zip(*by_rank, strict=True)]
 
 
 def stages_by_name(module: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -136,15 +149,25 @@ def pipeline_late_sequential(module: pl.LightningModule, mesh: Mesh) -> None:
 
 
 def require_own_mesh(module: nn.Module, mesh: Mesh) -> None:
-    """Raises ConfigurationError for a pipelined model that was built for other ranks than those of `mesh`.
+    """Raises ConfigurationError for a pipelined model, or experts, built for other ranks than those of `mesh`.
 
-    It would train whole on every rank, with a gradient norm that counts each copy.
+    They would train whole on every rank, with a gradient norm that counts each copy.
     """
     faults = [
-        f"{name} ({type(model).__name__}) was built for tensor x pipeline x context parallel {built}, and the strategy "
+        f"{name} ({type(model).__name__}) was built for tensor x pipeline x context x expert x expert tensor parallel "
+        f"{built}, and the strategy "
         f"has {own}; build it in configure_model, which runs once the ranks are known, and not in __init__"
         for name, model in pipelined_modules(module).items()
         if (built := _cuts(model.mesh)) != (own := _cuts(mesh))
+    ]
+    faults += [
+        f"{name} (experts) was built for {axis.size} ranks of {axis.name}, and the strategy has "
+        f"{mesh.axis(axis.name).size}; build it in configure_model, which runs once the ranks are known, and not in "
+        "__init__"
+        for name, _, shard in sharded_parameters(module)
+        if shard.data is not None
+        for axis in (shard.leading, shard.axis)
+        if axis is not None and axis.size != mesh.axis(axis.name).size
     ]
     if faults:
         raise ConfigurationError(faults)
@@ -182,6 +205,36 @@ def warn_of_uncut(module: nn.Module, mesh: Mesh) -> None:
             "cut sequences: every rank of cp computes the whole batch. Use GPTModel, or more replicas instead",
             category=UserWarning,
         )
+    sizes = mesh.sizes
+    if sizes.ep * sizes.etp > 1 and not _has_experts(module, mesh):
+        rank_zero_warn(
+            f"expert_model_parallel_size ({sizes.ep}) and expert_tensor_parallel_size ({sizes.etp}) cut nothing of "
+            f"{type(module).__name__}, which holds no experts. Use GPTConfig(moe=MoEConfig(...)), or leave them out",
+            category=UserWarning,
+        )
+
+
+def linked_replicas(module: nn.Module, mesh: Mesh) -> Axis:
+    """The replicas that make each model call together, because they share experts: all of dp, or this one alone.
+
+    Talks over pp.
+    """
+    sizes = mesh.sizes
+    is_linked = _has_experts(module, mesh) and sizes.cp * sizes.tp % (sizes.ep * sizes.etp) != 0
+    return mesh.dp if is_linked else Axis("alone", 1, 0, (mesh.global_rank,))
+
+
+def takes_sizes_for_known(module: nn.Module) -> bool:
+    """Whether experts of this stage need as many tokens on each rank that shares them."""
+    configs = [layer.config for layer in module.modules() if isinstance(layer, MoE)]
+    return any(c.dispatcher == "all_gather" or (c.capacity is not None and c.capacity.pads) for c in configs)
+
+
+def _has_experts(module: nn.Module, mesh: Mesh) -> bool:
+    """Whether any stage has layers of experts; asks nobody where none are shared."""
+    if mesh.sizes.ep * mesh.sizes.etp == 1:
+        return False
+    return any(collectives.gather_objects(any(isinstance(m, Experts) for m in module.modules()), mesh.pp))
 
 
 def require_cutting(module: nn.Module) -> None:
@@ -199,7 +252,8 @@ def require_cutting(module: nn.Module) -> None:
 
 
 def _cuts(mesh: Mesh) -> str:
-    return f"{mesh.tp.size} x {mesh.pp.size} x {mesh.cp.size}" + (" with sequence parallel" if mesh.sp.size > 1 else "")
+    sizes = (mesh.tp.size, mesh.pp.size, mesh.cp.size, mesh.sizes.ep, mesh.sizes.etp)
+    return " x ".join(map(str, sizes)) + (" with sequence parallel" if mesh.sp.size > 1 else "")
 
 
 def require_separable(
@@ -208,11 +262,14 @@ def require_separable(
     """Raises ConfigurationError for an optimizer whose step of one weight asks for more than this rank holds, or that
     runs forward and backward by itself, when its weights are beside those that those use."""
     faults, unknown = [], []
-    is_parted = mesh.pp.size > 1 or (config.kind == "distributed" and mesh.axis("dp+cp").size > 1)
     for optimizer in optimizers:
         name, reach = type(optimizer).__name__, reach_of(optimizer, config.looks_at)
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        is_cut = any(shard.box.sizes != shard.global_shape for shard in map(shard_of, parameters))
+        shards = [shard_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        # dp+cp, and edp where there are experts.
+        replicas = {"dp+cp" if shard.data is None else shard.data.name for shard in shards}
+        is_shared_out = config.kind == "distributed" and any(mesh.axis(axis).size > 1 for axis in replicas)
+        is_parted = mesh.pp.size > 1 or is_shared_out
+        is_cut, cutting = any(shard.is_cut for shard in shards), _cutting(shards)
         if reach == "model" and (is_cut or mesh.pp.size > 1):
             faults.append(f"{name} looks at all parameters at once, and a rank holds only some of them; {_SEPARABLE}")
         elif needs_closure(optimizer) and has_main_weights:
@@ -220,12 +277,12 @@ def require_separable(
                 f"{name} runs forwards within its step, and main weights reach the model after it; {_SEPARABLE}"
             )
         if reach == "parameter" and is_cut:
-            faults.append(f"{name} looks at whole matrices, and tensor parallelism cuts them; {_SEPARABLE}")
+            faults.append(f"{name} looks at whole matrices, and {cutting} parallelism cuts them; {_SEPARABLE}")
         elif reach == "unknown" and is_cut:
             faults.append(
-                f"{name} is none of torch's own, and tensor parallelism cuts matrices, which is right only for steps "
-                'that look at each number by itself; if its steps do, say OptimizerConfig(looks_at="number"), else '
-                f"{_SEPARABLE}"
+                f"{name} is none of torch's own, and {cutting} parallelism cuts matrices, which is right only for "
+                'steps that look at each number by itself; if its steps do, say OptimizerConfig(looks_at="number"), '
+                f"else {_SEPARABLE}"
             )
         elif reach == "unknown" and is_parted:
             unknown.append(name)
@@ -239,6 +296,12 @@ def require_separable(
             "steps only some of them; one that looks at several (a rate found from all of them, a norm over them) "
             'gives other numbers than on one device. OptimizerConfig(looks_at="parameter") says that it does not'
         )
+
+
+def _cutting(shards: Iterable[Shard]) -> str:
+    """What cuts the weights, in words."""
+    kinds = {"tensor" if shard.data is None else "expert" for shard in shards if shard.is_cut}
+    return " and ".join(sorted(kinds, reverse=True))
 
 
 def require_fitting(callbacks: Iterable[pl.Callback], config: OptimizerConfig, has_main_weights: bool) -> None:

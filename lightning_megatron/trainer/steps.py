@@ -26,6 +26,7 @@ from lightning_megatron.mesh import Mesh
 from lightning_megatron.optim.exchange import Exchange
 from lightning_megatron.optim.loss_scale import LossScale
 from lightning_megatron.optim.sums import scale_in_place
+from lightning_megatron.pipeline.alternation import Alternation
 from lightning_megatron.pipeline.collective import CollectiveCall
 from lightning_megatron.pipeline.module import Driver, PipelineModule
 from lightning_megatron.pipeline.plans import training_plan
@@ -33,11 +34,14 @@ from lightning_megatron.pipeline.runtime import Runtime
 from lightning_megatron.pipeline.scheduled import LocalCall, ScheduledCall, StageExit
 from lightning_megatron.tensor import weight_gradients
 from lightning_megatron.tensor.weight_gradients import WeightGradients
+from lightning_megatron.trainer import setup_model
 from lightning_megatron.trainer.alignment import aligned_random, require_equal_batches
 from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
 from lightning_megatron.trainer.dynamic_context import DynamicContext
+from lightning_megatron.trainer.even_batches import require_equal_shapes
 from lightning_megatron.trainer.step_batches import StepBatch, as_planned, cut_evenly, rows_of
 from lightning_megatron.trainer.step_log import StepLog
+from lightning_megatron.transformer.moe import share_give_way
 
 # Batches of each kind of loop whose contents are compared over the ranks of a replica.
 _CHECKED_BATCHES = 2
@@ -75,6 +79,9 @@ class Steps:
         self._loss_scale = loss_scale
         self._dynamic = dynamic
         # plans every training step, where there is one
+        self.linked = setup_model.linked_replicas(module, mesh)
+        # replicas that make each model call together
+        self._needs_equal_shapes = self.linked.size > 1 and setup_model.takes_sizes_for_known(module)
         is_split = mesh.pp.size > 1 or num_microbatches > 1 or dynamic is not None
         self._uses_schedule = is_split and pipeline.mode == "auto" and module.automatic_optimization
         self._is_plain = mesh.world.size == 1 and not self._uses_schedule
@@ -83,11 +90,13 @@ class Steps:
         self._weight_gradients = WeightGradients() if exchange is None else WeightGradients(exchange.home)
         weight_gradients.share(module, self._weight_gradients)
         mailbox = Mailbox(mesh.pp, lanes, device)
-        self._runtime = Runtime(mesh.pp, mailbox)
+        alternation = Alternation(device)
+        share_give_way(module, alternation.give_way)
+        self._runtime = Runtime(mesh.pp, mailbox, alternation)
         self._direct_driver: Driver = LocalCall()
         if mesh.pp.size > 1:
             self._direct_driver = CollectiveCall(
-                mesh.pp, mailbox, device, lambda rows: max(1, min(num_microbatches, rows))
+                mesh.pp, mailbox, device, lambda rows: self._agreed(max(1, min(num_microbatches, rows)))
             )
         self._log = StepLog(module, mesh, device, log_dtype, tail_on_last_stage=self._uses_schedule)
         self._direct_log = StepLog(module, mesh, device, log_dtype, tail_on_last_stage=False)
@@ -204,11 +213,21 @@ class Steps:
     def _parts_of(self, batch: Any) -> list[StepBatch]:
         """The microbatches of a step for this rank, on its device."""
         if self._dynamic is None:
-            return cut_evenly(batch, self._num_microbatches, self._mesh)
+            parts = cut_evenly(batch, self._num_microbatches, self._mesh)
+            # A last batch of few rows has fewer, and may have them on one replica alone.
+            count = self._agreed(len(parts))
+            return parts if count == len(parts) else cut_evenly(batch, count, self._mesh)
         planned = self._dynamic.take(self._trainer.fit_loop.batch_idx, batch)
         parts = as_planned(planned.microbatches, planned.num_rows, self._mesh)
         self._check_batch("training_step", [(part.batch, part.documents) for part in parts])
         return [replace(part, batch=self._handed_over(part.batch)) for part in parts]
+
+    def _agreed(self, num_microbatches: int) -> int:
+        """The number of microbatches that all replicas can have which make their model calls together."""
+        if self.linked.size == 1 or self._num_microbatches == 1:
+            return num_microbatches
+        own = torch.tensor(num_microbatches, device=self._device)
+        return int(collectives.all_reduce(own, self.linked, "min").item())
 
     def _handed_over(self, batch: Any) -> Any:
         """A batch of a plan as Lightning hands over that of a loader: converted, through the hooks, on the device."""
@@ -382,6 +401,8 @@ class Steps:
         return aligned_random(torch.initial_seed(), *call)
 
     def _check_batch(self, name: str, batch: Any) -> None:
+        if self._needs_equal_shapes:
+            require_equal_shapes(batch, self.linked)
         # The cp ranks of a replica run different microbatches of a plan; whether they read the same is found before it.
         is_planned = name == "training_step" and self._dynamic is not None
         replica = self._mesh.axis("pp+tp" if is_planned else "pp+cp+tp")

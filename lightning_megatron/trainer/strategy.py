@@ -41,6 +41,7 @@ from lightning_megatron.checkpoint import CheckpointConfig, read_meta
 from lightning_megatron.checkpoint.load import read_once
 from lightning_megatron.comm import collectives, differentiable
 from lightning_megatron.comm.p2p import Hop, LaneGroups, build_lanes
+from lightning_megatron.comm.travel import not_at_all
 from lightning_megatron.context.balance import DynamicContextConfig
 from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.mesh import Axis, Mesh, Sizes, reset_ambient_mesh, set_ambient_mesh
@@ -68,6 +69,7 @@ from lightning_megatron.trainer import (
 from lightning_megatron.trainer.checkpoints import Mains
 from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
 from lightning_megatron.trainer.dynamic_context import DynamicContext
+from lightning_megatron.trainer.even_batches import even
 from lightning_megatron.trainer.failure import FailureWatch
 from lightning_megatron.trainer.launcher import CheckingLauncher
 from lightning_megatron.trainer.local_state import LocalState
@@ -78,6 +80,7 @@ from lightning_megatron.trainer.saving import Saving
 from lightning_megatron.trainer.step_log import REDUCED
 from lightning_megatron.trainer.steps import Steps
 from lightning_megatron.trainer.stop_vote import StopVote
+from lightning_megatron.transformer.moe import share_give_way
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
 # What a copy of the strategy in another process cannot have.
@@ -119,6 +122,8 @@ class MegatronStrategy(ParallelStrategy):
         pipeline_model_parallel_size: int = 1,
         virtual_pipeline_model_parallel_size: int = 1,
         context_parallel_size: int = 1,
+        expert_model_parallel_size: int = 1,
+        expert_tensor_parallel_size: int = 1,
         sequence_parallel: bool = False,
         num_microbatches: int = 1,
         pipeline: PipelineConfig | None = None,
@@ -136,7 +141,9 @@ class MegatronStrategy(ParallelStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        """Sizes are numbers of ranks; the virtual pipeline size is model chunks (stages) on each pipeline rank.
+        """Sizes are numbers of ranks; the virtual pipeline size is model chunks (stages) on each pipeline rank. The
+        expert sizes fold the ranks of a stage anew: processes / (pipeline x expert x expert tensor) replicas of each
+        expert.
 
         `num_microbatches` is per step and replica, the time-out that of collectives.
         """
@@ -151,6 +158,8 @@ class MegatronStrategy(ParallelStrategy):
         self._pp = pipeline_model_parallel_size
         self._vp = virtual_pipeline_model_parallel_size
         self._cp = context_parallel_size
+        self._ep = expert_model_parallel_size
+        self._etp = expert_tensor_parallel_size
         self._sequence_parallel = sequence_parallel
         self.num_microbatches = num_microbatches
         self.pipeline = pipeline if pipeline is not None else PipelineConfig()
@@ -179,6 +188,8 @@ class MegatronStrategy(ParallelStrategy):
         self._routes: Axis | None = None
         # over which documents find the ranks that run them, beside training
         self._dynamic: DynamicContext | None = None
+        self._stepped: list[set[str]] = []
+        # by optimizer: the pipelined models of whose weights it has some
         self._left = Mains()
         # by the last fit: who saves after it saves its optimizers too
         self._resumption: resume.Resumption | None = None
@@ -205,6 +216,8 @@ class MegatronStrategy(ParallelStrategy):
             cp_inner=self.context.inner_of(self._cp),
             cp_exchange="all_gather" if self.context.kind == "all_gather" else "ring",
             pads_uneven=self.context.uneven == "pad",
+            ep=self._ep,
+            etp=self._etp,
             sequence_parallel=self._sequence_parallel,
             vp=self._vp,
             placement=placement_of(self.schedule.name),
@@ -437,6 +450,11 @@ class MegatronStrategy(ParallelStrategy):
             setup_model.require_separable(self.optimizers, self.optimizer, self.mesh, has_main_weights=has_main_weights)
             setup_model.require_fitting(trainer.callbacks, self.optimizer, has_main_weights)  # type: ignore[attr-defined]
             self._left = Mains()
+            # Before they are given main weights in the place of the model's.
+            self._stepped = setup_model.names_of_stepped(module, self.optimizers, self.mesh)
+            for model in pipelined.values():
+                # A run that was interrupted leaves what it had not learnt yet.
+                model.end_step(is_skipped=True)
             self._exchange = optimization.make_exchange(
                 module, self.optimizers, self.optimizer, self._plugin, self.mesh, self._new_group, self.root_device
             )
@@ -497,9 +515,9 @@ class MegatronStrategy(ParallelStrategy):
         checks.require_cuttable(self.lightning_module.trainer, dataloader, self.num_microbatches)
         trainer = self.lightning_module.trainer
         dataloader = setup_model.seed_workers_by_replica(dataloader, self.mesh.dp)
-        if trainer.state.fn != TrainerFn.FITTING:
-            return dataloader
-        return resume.wrap(dataloader, trainer, self.mesh, self._resumption, self._dynamic)
+        if trainer.state.fn == TrainerFn.FITTING:
+            dataloader = resume.wrap(dataloader, trainer, self.mesh, self._resumption, self._dynamic)
+        return dataloader if trainer.training else even(dataloader, self.steps.linked, self.root_device)
 
     @override
     def on_train_start(self) -> None:
@@ -554,10 +572,26 @@ class MegatronStrategy(ParallelStrategy):
         result = super().optimizer_step(optimizer, *args, **kwargs)
         if self._plugin.fp8_layers is not None:
             self._plugin.fp8_layers.end_step()
+        self._end_step_of_models(optimizer, has_stepped=self._has_stepped(result))
         if self._plugin.has_skipped:
             self._hold_schedulers()
         self._check_replicas()
         return result
+
+    def _has_stepped(self, result: Any) -> bool:
+        """Whether the optimizer's step was done, by what its closure returned: None where training_step left it out."""
+        is_left_out = result is None and self._require_module().automatic_optimization
+        return not (self._plugin.has_skipped or is_left_out)
+
+    def _end_step_of_models(self, optimizer: Optimizer, *, has_stepped: bool) -> None:
+        """Lets the models learn whose weights the optimizer has; those of no optimizer forget what they saw."""
+        models = setup_model.pipelined_modules(self._require_module())
+        of_this = self._stepped[next(i for i, known in enumerate(self.optimizers) if known is optimizer)]
+        of_any = set().union(*self._stepped)
+        for name, model in models.items():
+            if name in of_this or name not in of_any:
+                is_skipped = not has_stepped or name not in of_any
+                model.end_step(is_skipped=is_skipped, replicas=self.mesh.axis("dp+cp"))
 
     def _hold_schedulers(self) -> None:
         """Keeps schedulers that count steps where they are until the end of this batch: its step was left out."""
@@ -822,6 +856,7 @@ class MegatronStrategy(ParallelStrategy):
                 pipelined.driver, pipelined.before_part = run_alone, at_once
             # The layers held on to the last fit's gradients.
             weight_gradients.share(self.lightning_module, WeightGradients())
+            share_give_way(self.lightning_module, not_at_all)
         if self._plugin.fp8_layers is not None:
             # Kept: a checkpoint may still be saved.
             self._plugin.fp8_layers.release()

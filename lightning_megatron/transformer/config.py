@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_megatron.mesh import Sizes
+from lightning_megatron.moe import layout as moe_layout
+from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.tensor.activation import Activation
 from lightning_megatron.transformer.rotary import RopeScaling
 
@@ -68,6 +70,8 @@ class TransformerConfig:
     # probability that a feature of the embedding or of a layer half's output is dropped in training
     attention_dropout: float = 0.0
     # probability that an attention weight is dropped in training
+    moe: MoEConfig | None = None
+    # layers of experts in the place of dense MLPs; none: all are dense
     init_std: float = 0.02
     # standard deviation of initial weights; projections back into the residual stream use init_std / sqrt(2 num_layers)
 
@@ -124,7 +128,7 @@ class TransformerConfig:
             for name in ("norm_epsilon", "rotary_base")
             if not getattr(self, name) > 0
         ]
-        faults += self._attention_faults()
+        faults += self._attention_faults() + self._moe_faults()
         if not (math.isfinite(self.init_std) and self.init_std >= 0):
             faults.append(f"init_std ({self.init_std}) must be at least 0")
         heads, groups = self.num_attention_heads, self.num_query_groups
@@ -161,6 +165,24 @@ class TransformerConfig:
                 f"full_attention_layers {_list(unknown)} must be from 0 to num_layers - 1 ({self.num_layers - 1})"
             )
         return faults
+
+    def _moe_faults(self) -> list[str]:
+        if self.moe is None:
+            return []
+        faults = self.moe.layer_faults(self.num_layers)
+        if self.moe.capacity is not None and self.max_sequence_length >= 1:
+            router = self.moe.router
+            faults += self.moe.capacity.length_faults(self.max_sequence_length, router.top_k, router.num_experts)
+        return faults
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer, counted from 0, has experts in the place of a dense MLP."""
+        return self.moe is not None and self.moe.has_experts(layer)
+
+    @property
+    def has_auxiliary_losses(self) -> bool:
+        """Whether layers add terms of their own to the objective."""
+        return self.moe is not None and self.moe.has_losses
 
     def window_of(self, layer: int) -> int:
         """Tokens that a token sees in a layer, counted from 0, under causal attention; 0: all before it."""
@@ -243,6 +265,9 @@ def layout_faults(config: TransformerConfig, sizes: Sizes) -> list[str]:
         lambda n: config.ffn_hidden_size % n == 0,
         f"ffn_hidden_size ({config.ffn_hidden_size}) must be a multiple of tensor_model_parallel_size ({tp})",
     )
+    if config.moe is not None:
+        width = config.moe.ffn_hidden_size or config.ffn_hidden_size
+        faults += moe_layout.layout_faults(config.moe, width, sizes)
     if heads % tp == 0 and heads // tp % sizes.cp_inner:
         fits = [n for n in _fitting(sizes.cp, lambda n: heads // tp % n == 0) if n > 1 and sizes.cp % n == 0]
         ways = f'take ContextConfig(kind="hierarchical", inner_size=...) with {_list(fits)}, or ' if fits else "take "

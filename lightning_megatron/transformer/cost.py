@@ -3,13 +3,19 @@
 Stage balancing, the planner and MFU read it. Everything is per layer or per model, on one rank where `sizes` is given.
 
     parameters    layer = H (A + 2 G) D + A D H + c F H + biases + norms        c = 3 gated, else 2
+                  with experts E (c F H + H) + c S H in the place of c F H
     FLOPs         training = 3 * forward; a multiply-add counts 2; matrix products alone count
+                  with experts those of the K that a token chooses, and of the router and the shared expert
     activations   what the backward of a layer keeps, with attention that never lays its weights out
 
-H hidden, A heads, G key-value groups, D head size, F feed-forward, V vocabulary.
+Functions of one layer take its place in the stack, `layer`: layers of experts are alike, and so are dense ones.
+
+H hidden, A heads, G key-value groups, D head size, F feed-forward, S of the shared expert, E experts, K chosen,
+V vocabulary.
 """
 
 from lightning_megatron.mesh import Sizes
+from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.transformer.config import LanguageModelConfig, TransformerConfig
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
@@ -22,16 +28,30 @@ def norm_parameters(config: TransformerConfig) -> int:
     return config.hidden_size * (2 if config.normalization == "layernorm" else 1)
 
 
-def layer_parameters(config: TransformerConfig, sizes: Sizes = ONE) -> int:
+def layer_parameters(config: TransformerConfig, sizes: Sizes = ONE, *, layer: int = 0) -> int:
     """Parameters of one layer that a rank holds; those of the unsplit layer by default."""
     hidden, tp = config.hidden_size, sizes.tp
     query = config.num_attention_heads * config.head_dim
     qkv = query + 2 * config.num_query_groups * config.head_dim
-    up = config.ffn_hidden_size * (2 if config.is_gated else 1)
-    cut = qkv * hidden + query * hidden + up * hidden + config.ffn_hidden_size * hidden
-    cut += qkv * config.has_qkv_bias + up * config.add_bias_linear
-    whole = 2 * hidden * config.add_bias_linear + 2 * norm_parameters(config) + 2 * config.head_dim * config.qk_norm
-    return cut // tp + whole
+    cut = qkv * hidden + query * hidden + qkv * config.has_qkv_bias
+    whole = hidden * config.add_bias_linear + 2 * norm_parameters(config) + 2 * config.head_dim * config.qk_norm
+    attention = cut // tp + whole
+    if config.moe is None or not config.has_experts(layer):
+        return attention + _mlp_parameters(config, config.ffn_hidden_size, tp)
+    num_experts, shared = config.moe.router.num_experts, config.moe.shared_ffn_hidden_size
+    own = num_experts // sizes.ep * _mlp_parameters(config, _expert_width(config, config.moe), sizes.etp)
+    beside = _mlp_parameters(config, shared, tp) + hidden * config.moe.has_shared_gate if shared else 0
+    return attention + num_experts * hidden + own + beside
+
+
+def _mlp_parameters(config: TransformerConfig, width: int, ranks: int) -> int:
+    """Parameters of a feed-forward network of so many features, of which each rank holds its part."""
+    hidden, up = config.hidden_size, width * (2 if config.is_gated else 1)
+    return (up * hidden + width * hidden + up * config.add_bias_linear) // ranks + hidden * config.add_bias_linear
+
+
+def _expert_width(config: TransformerConfig, moe: MoEConfig) -> int:
+    return moe.ffn_hidden_size or config.ffn_hidden_size
 
 
 def vocabulary_parameters(config: LanguageModelConfig, sizes: Sizes = ONE) -> int:
@@ -51,15 +71,31 @@ def model_parameters(config: LanguageModelConfig) -> int:
     matrices = 1 if config.tie_embeddings else 2
     positions = config.max_sequence_length * config.hidden_size if config.position == "learned" else 0
     vocabulary = matrices * config.vocab_size * config.hidden_size + positions
-    return config.num_layers * layer_parameters(config) + norm_parameters(config) + vocabulary
+    layers = sum(layer_parameters(config, layer=layer) for layer in range(config.num_layers))
+    return layers + norm_parameters(config) + vocabulary
 
 
-def layer_linear_flops(config: TransformerConfig, *, num_tokens: int) -> int:
-    """Forward FLOPs of the linears of one layer."""
+def active_parameters(config: LanguageModelConfig) -> int:
+    """Of the parameters of the unsplit model those that one token uses: of the experts of a layer, the chosen ones."""
+    if config.moe is None:
+        return model_parameters(config)
+    num_idle = config.moe.router.num_experts - config.moe.router.top_k
+    idle = num_idle * _mlp_parameters(config, _expert_width(config, config.moe), 1)
+    return model_parameters(config) - idle * sum(config.has_experts(layer) for layer in range(config.num_layers))
+
+
+def layer_linear_flops(config: TransformerConfig, *, num_tokens: int, layer: int = 0) -> int:
+    """Forward FLOPs of the linears of one layer. Of experts those of `top_k` choices a token: what a capacity drops
+    counts as if it were computed, and what it pads counts nothing."""
     hidden, query = config.hidden_size, config.num_attention_heads * config.head_dim
     qkv = query + 2 * config.num_query_groups * config.head_dim
-    mlp = config.ffn_hidden_size * (3 if config.is_gated else 2)
-    return 2 * num_tokens * hidden * (qkv + query + mlp)
+    num_matrices = 3 if config.is_gated else 2
+    if config.moe is None or not config.has_experts(layer):
+        return 2 * num_tokens * hidden * (qkv + query + num_matrices * config.ffn_hidden_size)
+    router = config.moe.router
+    width = router.top_k * _expert_width(config, config.moe) + config.moe.shared_ffn_hidden_size
+    scores = router.num_experts + config.moe.has_shared_gate
+    return 2 * num_tokens * hidden * (qkv + query + num_matrices * width + scores)
 
 
 def layer_attention_flops(
@@ -91,9 +127,9 @@ def training_flops(config: LanguageModelConfig, *, batch: int, sequence: int, is
     of 4/3 on the layers), which counts attention whole; the half as in Dao, arXiv 2307.08691, section 4.1.
     """
     num_tokens = batch * sequence
-    layers = config.num_layers * layer_linear_flops(config, num_tokens=num_tokens)
-    layers += sum(
-        layer_attention_flops(
+    layers = sum(
+        layer_linear_flops(config, num_tokens=num_tokens, layer=layer)
+        + layer_attention_flops(
             config, batch=batch, sequence=sequence, is_causal=is_causal, window=config.window_of(layer)
         )
         for layer in range(config.num_layers)
@@ -115,6 +151,7 @@ def layer_activation_bytes(
     bytes_per_element: int,
     recompute: RecomputeConfig = KEEP_ALL,
     window: int = 0,
+    layer: int = 0,
 ) -> int:
     """What one layer keeps of a microbatch for its backward, on one rank, its input included and its output not.
 
@@ -124,6 +161,8 @@ def layer_activation_bytes(
     recomputed layer keeps, the first of its group; the others of the group keep nothing.
     A `window` below the sequence keeps keys and values for each query head, past two windows those of the block before
     beside a block's own; its mask is one for all layers and not counted.
+    Experts keep 2 K batch * sequence (H + 4 F) / tp bytes more where they are gated, and the router 4 batch * sequence
+    * H / tp: as if each expert got equally many tokens. The indices of their ways are counted, masks are not.
     Source: Korthikanti et al., arXiv 2205.05198, sections 4 and 5.
     """
     tp, sp = sizes.tp, sizes.tp if sizes.sequence_parallel else 1
@@ -136,9 +175,11 @@ def layer_activation_bytes(
         num_ranks = tp if recompute.shard_saved_inputs and sp == 1 else 1
         return -(-shard * config.hidden_size // num_ranks) * bytes_per_element
     again = recompute.parts if recompute.granularity == "selective" else ()
+    has_experts = config.has_experts(layer)
+    is_again = ("moe" if has_experts else "mlp") in again
     # Residual stream and norm output, before attention and before the MLP.
     kept = (2 if "norm" in again else 4) * shard * config.hidden_size * bytes_per_element
-    num_norms = 1 if "norm" in again and "mlp" in again else 2
+    num_norms = 1 if "norm" in again and is_again else 2
     kept += num_norms * shard * statistics * (2 if config.normalization == "layernorm" else 1)
     lays_out = config.attention_dropout > 0 and "core_attention" not in again
     if config.qk_norm:
@@ -160,8 +201,19 @@ def layer_activation_bytes(
     # Padding copies what attention gives, which the kernel keeps too; weights that are laid out have no use for it.
     num_attended = padded if padded == real or config.attention_dropout > 0 else real + padded
     kept += num_attended * heads * head_dim * bytes_per_element
-    if "mlp" not in again:
-        widths = (2 if config.is_gated else 1) + (0 if "activation" in again else 1)
+    num_inputs = 2 if config.is_gated else 1
+    if config.moe is not None and has_experts:
+        choices, rows = _routed_rows(config.moe, sizes, padded, batch, sequence)
+        # Where rows come from and go to, before they leave and when they have come.
+        kept += 8 * (3 * choices + 2 * rows)
+        if not is_again:
+            kept += _router_bytes(config, config.moe, sizes, padded, bytes_per_element)
+            kept += _expert_bytes(config, config.moe, sizes, padded, rows, bytes_per_element)
+            # What the norm gives is read by the shared expert alone, and is never made again where experts are not.
+            reads_norm = config.moe.shared_ffn_hidden_size > 0
+            kept += (reads_norm - ("norm" not in again)) * shard * config.hidden_size * bytes_per_element
+    elif not is_again:
+        widths = num_inputs + (0 if "activation" in again else 1)
         kept += padded * widths * (config.ffn_hidden_size // tp) * bytes_per_element
     if config.hidden_dropout > 0:
         kept += 2 * shard * config.hidden_size
@@ -169,4 +221,49 @@ def layer_activation_bytes(
         kept += real * sequence * heads * (statistics + 1 + bytes_per_element)
     elif config.attention_dropout == 0:
         kept += real * heads * statistics
+    return kept
+
+
+def _routed_rows(moe: MoEConfig, sizes: Sizes, padded: int, batch: int, sequence: int) -> tuple[int, int]:
+    """Choices that a rank sends and rows that its experts get, of `padded` tokens of its tp ranks."""
+    num_experts, top_k = moe.router.num_experts, moe.router.top_k
+    own = -(-padded // sizes.tp)
+    choices = own * top_k
+    if moe.capacity is not None:
+        most = batch * moe.capacity.num_rows(sequence, top_k, num_experts)
+        # All tokens of a rank may be of one expert.
+        choices = num_experts * min(most, own) if moe.capacity.pads else min(num_experts * most, choices)
+    return choices, choices * sizes.etp
+
+
+def _router_bytes(config: TransformerConfig, moe: MoEConfig, sizes: Sizes, padded: int, bytes_per_element: int) -> int:
+    """What a router keeps of its part of the tokens, in float32 or wider."""
+    router, wide = moe.router, max(bytes_per_element, 4)
+    num_experts, own = router.num_experts, -(-padded // sizes.tp)
+    weighs_logits = router.score == "softmax" and router.is_normalised
+    # Logits, scores, and how busy the experts of each token's sequence are.
+    num_scores = (
+        (weighs_logits or router.z_loss > 0)
+        + (not weighs_logits or bool(router.balance))
+        + any(loss.scope == "sequence" for loss in router.balance)
+    )
+    kept = own * (config.hidden_size + num_experts * num_scores + router.top_k) * wide + 8 * own * router.top_k
+    # In half precision its weight too, made wider.
+    return kept + num_experts * config.hidden_size * wide * (bytes_per_element < wide)
+
+
+def _expert_bytes(
+    config: TransformerConfig, moe: MoEConfig, sizes: Sizes, padded: int, rows: int, bytes_per_element: int
+) -> int:
+    """What the experts of a rank keep of their rows, and the shared expert of the tokens of its tp ranks."""
+    tp, wide, hidden = sizes.tp, max(bytes_per_element, 4), config.hidden_size
+    num_inputs = 2 if config.is_gated else 1
+    width = _expert_width(config, moe) // sizes.etp
+    # Rows, what the activation reads and gives, and that times the router's weight.
+    kept = rows * ((hidden + (num_inputs + 2) * width) * bytes_per_element + wide)
+    kept += padded * (num_inputs + 1) * (moe.shared_ffn_hidden_size // tp) * bytes_per_element
+    if moe.has_shared_gate:
+        shard = padded // tp if sizes.sequence_parallel else padded
+        # What is gated, what the gate reads if that is made wider, and the gates.
+        kept += shard * (hidden * (bytes_per_element + wide * (bytes_per_element < wide)) + wide)
     return kept

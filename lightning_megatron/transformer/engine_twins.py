@@ -3,7 +3,8 @@
 A twin takes the place of a linear and keeps its parameters: the same objects under the same names, so that initial
 values, shards, optimizers and checkpoints know nothing of it. The module of the engine is made without memory of its
 own and is lent the parameters in each call. The norm in front of a column linear goes into the same kernel; what stands
-in its place then holds its parameters and passes hidden states on.
+in its place then holds its parameters and passes hidden states on. In a layer of experts the linears of attention
+and of the shared expert have twins; the experts multiply as they did, and the router reads its norm.
 """
 
 from typing import Any
@@ -16,7 +17,7 @@ from lightning_megatron.precision import fp8
 from lightning_megatron.precision.fp8 import ParallelMode
 from lightning_megatron.tensor.linear import ColumnParallelLinear, ParallelLinear
 from lightning_megatron.tensor.norm import LayerNorm, RMSNorm
-from lightning_megatron.transformer.layer import TransformerLayer
+from lightning_megatron.transformer.layer import AttendingLayer, ExpertLayer, TransformerLayer
 
 
 class LinearTwin(nn.Module):
@@ -58,9 +59,9 @@ class FoldedNorm(nn.Module):
 
 
 class TwinLayer:
-    """A transformer layer whose linears are twins, until they give back their places."""
+    """A layer whose linears are twins, until they give back their places."""
 
-    def __init__(self, layer: TransformerLayer) -> None:
+    def __init__(self, layer: AttendingLayer) -> None:
         if any(isinstance(module, ParallelLinear) and module.lora is not None for module in layer.modules()):
             raise ValueError(
                 "Transformer Engine runs whole linears and cannot run the low-rank paths (lora) beside them; use fp8 "
@@ -68,15 +69,24 @@ class TwinLayer:
             )
         self._places: list[tuple[nn.Module, str, nn.Module]] = []
         self.twins: list[LinearTwin] = []
-        for room, norm_name, first, second in (
-            (layer.attention, "attention_norm", "qkv", "projection"),
-            (layer.mlp, "mlp_norm", "up", "down"),
-        ):
-            norm: LayerNorm | RMSNorm = getattr(layer, norm_name)
-            self._replace(layer, norm_name, FoldedNorm(norm))
-            for name, folded in ((first, norm), (second, None)):
-                self.twins.append(LinearTwin(getattr(room, name), folded))
-                self._replace(room, name, self.twins[-1])
+        self._add_twin(layer.attention, "qkv", self._folded(layer, "attention_norm"))
+        self._add_twin(layer.attention, "projection")
+        if isinstance(layer, TransformerLayer):
+            self._add_twin(layer.mlp, "up", self._folded(layer, "mlp_norm"))
+            self._add_twin(layer.mlp, "down")
+        elif isinstance(layer, ExpertLayer) and layer.moe.shared is not None:
+            self._add_twin(layer.moe.shared, "up")
+            self._add_twin(layer.moe.shared, "down")
+
+    def _folded(self, layer: AttendingLayer, name: str) -> LayerNorm | RMSNorm:
+        """The norm of this name, which the linear after it is to compute from here on."""
+        norm: LayerNorm | RMSNorm = getattr(layer, name)
+        self._replace(layer, name, FoldedNorm(norm))
+        return norm
+
+    def _add_twin(self, room: nn.Module, name: str, norm: LayerNorm | RMSNorm | None = None) -> None:
+        self.twins.append(LinearTwin(getattr(room, name), norm))
+        self._replace(room, name, self.twins[-1])
 
     def _replace(self, parent: nn.Module, name: str, child: nn.Module) -> None:
         self._places.append((parent, name, parent.get_submodule(name)))

@@ -1,14 +1,15 @@
 """FP8 under the layers of a model that stands: which linears, who multiplies, and what they are told between steps.
 
-Runs at set-up, once the model is on its device. Chosen are the linears of transformer layers but for those of the first
-and last layers that the configuration leaves alone, counted over the whole model and not over a stage; in a model with
-several stacks (encoder, decoder) over each of them. Both engines leave parameters, their names and shards as they are.
+Runs at set-up, once the model is on its device. Chosen are the linears of transformer layers, and the matrices of their
+experts, but for those of the first and last layers that the configuration leaves alone, counted over the whole model
+and not over a stage; in a model with several stacks (encoder, decoder) over each of them. Routers and gates never are.
+Both engines leave parameters, their names and shards as they are.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,8 @@ from torch.distributed import ProcessGroup
 
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis
+from lightning_megatron.moe.experts import Experts
+from lightning_megatron.moe.grouped_fp8 import GroupedFp8
 from lightning_megatron.precision import fp8
 from lightning_megatron.precision.cast import E4M3, E5M2
 from lightning_megatron.precision.fp8 import Fp8Config
@@ -24,7 +27,7 @@ from lightning_megatron.precision.scaling import AmaxHistory, CurrentScaling, De
 from lightning_megatron.tensor.linear import ParallelLinear
 from lightning_megatron.tensor.plain_product import PLAIN
 from lightning_megatron.transformer.engine_twins import TwinLayer
-from lightning_megatron.transformer.layer import TransformerLayer
+from lightning_megatron.transformer.layer import AttendingLayer
 
 
 class Fp8Layers(Protocol):
@@ -53,13 +56,13 @@ class Fp8Layers(Protocol):
 
 def chosen_layers(
     model: nn.Module, part_names: Sequence[str], config: Fp8Config
-) -> Iterator[tuple[str, TransformerLayer]]:
+) -> Iterator[tuple[str, AttendingLayer]]:
     """The transformer layers on this rank that are to multiply in FP8, with their names.
 
     `part_names` are those of the whole model's parts in order, of all stages.
     """
     for name, module in model.named_modules():
-        if not isinstance(module, TransformerLayer):
+        if not isinstance(module, AttendingLayer):
             continue
         stack = name.rpartition(".")[0]
         row = [part for part in part_names if part.rpartition(".")[0] == stack]
@@ -71,18 +74,30 @@ def chosen_layers(
 # --- torch's engine ---------------------------------------------------------------------------------------------------
 
 
+class _Matrix(NamedTuple):
+    """A weight that is to multiply in FP8."""
+
+    name: str
+    axes: tuple[Axis, Axis, Axis]
+    # over which its input, itself and the gradient of its output are cut; of size 1 where they are whole
+    use: Callable[[Scaling, Scaling, Scaling], Fp8Product | GroupedFp8]
+    # lets it, cast by these
+    leave: Callable[[], None]
+    # lets it multiply as before
+
+
 class TorchFp8Layers:
-    """Linears that hold an `Fp8Product`."""
+    """Linears that hold an `Fp8Product`, and experts that hold a `GroupedFp8` for each of their matrices."""
 
     def __init__(
         self,
-        linears: Sequence[ParallelLinear],
-        products: Sequence[Fp8Product],
+        matrices: Sequence[_Matrix],
+        products: Sequence[Fp8Product | GroupedFp8],
         history: AmaxHistory | None,
         axes: Sequence[Axis],
         pp: Axis,
     ) -> None:
-        self._linears, self._products, self._history, self._axes, self._pp = linears, products, history, axes, pp
+        self._matrices, self._products, self._history, self._axes, self._pp = matrices, products, history, axes, pp
 
     def context(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -99,8 +114,8 @@ class TorchFp8Layers:
         return amaxes
 
     def release(self) -> None:
-        for linear in self._linears:
-            linear.product = PLAIN
+        for matrix in self._matrices:
+            matrix.leave()
 
     def state_dict(self) -> dict[str, Tensor]:
         if self._history is None:
@@ -114,17 +129,17 @@ class TorchFp8Layers:
 
 
 def tile_faults(modules: Iterable[nn.Module]) -> list[str]:
-    """What keeps the linears of transformer layers from multiplying in FP8, for models whose configuration nobody saw
+    """What keeps the matrices of transformer layers from multiplying in FP8, for models whose configuration nobody saw
     before they were built."""
     shapes = {
-        tuple(linear.weight.flatten(0, -2).shape)
+        tuple(weight.flatten(0, -2).shape)
         for layer in modules
-        if isinstance(layer, TransformerLayer)
-        for linear in layer.modules()
-        if isinstance(linear, ParallelLinear)
+        if isinstance(layer, AttendingLayer)
+        for module in layer.modules()
+        for weight in _weights(module)
     }
     return [
-        f"a linear weight of this rank ({rows} x {columns}) must have multiples of {TILE} both ways for fp8, whose "
+        f"a weight of this rank ({rows} x {columns}) must have multiples of {TILE} both ways for fp8, whose "
         f"products work in tiles of {TILE}; change the model's sizes or tensor_model_parallel_size, or leave fp8 out"
         for rows, columns in sorted(shapes)
         if rows % TILE or columns % TILE
@@ -145,30 +160,74 @@ def use_torch(
     `replicas` is dp+cp: what a delayed scale looks back on is agreed over it and over tp at the end of each step, a
     current scale over tp alone, in each cast of a tensor that tp cuts.
     """
-    named = {
-        f"{prefix}.{name}.{inner}": linear
+    matrices = [
+        matrix
         for prefix, (model, part_names) in models.items()
         for name, layer in chosen_layers(model, part_names, config)
-        for inner, linear in layer.named_modules()
-        if isinstance(linear, ParallelLinear)
-    }
+        for inner, module in layer.named_modules()
+        for matrix in _matrices(f"{prefix}.{name}.{inner}", module)
+    ]
     gradient_dtype = E5M2 if config.format == "hybrid" else E4M3
-    names = [f"{name}.{tensor}" for name in named for tensor in ("input", "weight", "gradient")]
+    names = [f"{name}.{tensor}" for name, *_ in matrices for tensor in ("input", "weight", "gradient")]
     dtypes = [E4M3, E4M3, gradient_dtype]
     history = None
     if config.scaling == "delayed":
-        history = AmaxHistory(names, dtypes * len(named), config, device)
-    for place, linear in enumerate(named.values()):
-        agreements = (_agreement(axis) for axis in (linear.input_axis, linear.tp, linear.gradient_axis))
-        scalings: list[Scaling] = [
+        history = AmaxHistory(names, dtypes * len(matrices), config, device)
+    products = []
+    for place, matrix in enumerate(matrices):
+        agreements = (_agreement(axis) for axis in matrix.axes)
+        x, weight, gradient = (
             CurrentScaling(dtype, config.margin, agree)
             if history is None
             else DelayedScaling(dtype, config.margin, agree, history, 3 * place + tensor)
             for tensor, (dtype, agree) in enumerate(zip(dtypes, agreements, strict=True))
-        ]
-        linear.product = Fp8Product(x=scalings[0], weight=scalings[1], gradient=scalings[2])
-    products = [linear.product for linear in named.values() if isinstance(linear.product, Fp8Product)]
-    return TorchFp8Layers(list(named.values()), products, history, (tp, replicas), pp)
+        )
+        products.append(matrix.use(x, weight, gradient))
+    return TorchFp8Layers(matrices, products, history, (tp, replicas), pp)
+
+
+def _weights(module: nn.Module) -> tuple[Tensor, ...]:
+    """The weights of a module, without its children, that multiply in FP8; of experts that of the first."""
+    if isinstance(module, ParallelLinear):
+        return (module.weight,)
+    return (module.up[0], module.down[0]) if isinstance(module, Experts) else ()
+
+
+def _matrices(name: str, module: nn.Module) -> Iterator[_Matrix]:
+    """What of a module, without its children, is to multiply in FP8."""
+    if isinstance(module, ParallelLinear):
+        yield _of_linear(name, module)
+    elif isinstance(module, Experts):
+        etp = module.axes.etp
+        # Ranks of etp have the same rows. What ranks of ep have are other experts' rows, scaled by themselves.
+        whole = Axis("alone", 1, 0, (etp.ranks[etp.rank],))
+        yield _of_experts(f"{name}.up", module, "up_product", (whole, etp, etp))
+        yield _of_experts(f"{name}.down", module, "down_product", (etp, etp, whole))
+
+
+def _of_linear(name: str, linear: ParallelLinear) -> _Matrix:
+    def use(x: Scaling, weight: Scaling, gradient: Scaling) -> Fp8Product:
+        linear.product = product = Fp8Product(x=x, weight=weight, gradient=gradient)
+        return product
+
+    def leave() -> None:
+        linear.product = PLAIN
+
+    return _Matrix(name, (linear.input_axis, linear.tp, linear.gradient_axis), use, leave)
+
+
+def _of_experts(
+    name: str, experts: Experts, place: Literal["up_product", "down_product"], axes: tuple[Axis, Axis, Axis]
+) -> _Matrix:
+    def use(x: Scaling, weight: Scaling, gradient: Scaling) -> GroupedFp8:
+        product = GroupedFp8(len(experts.up), x=x, weight=weight, gradient=gradient)
+        setattr(experts, place, product)
+        return product
+
+    def leave() -> None:
+        setattr(experts, place, experts.product)
+
+    return _Matrix(name, axes, use, leave)
 
 
 def _agreement(axis: Axis) -> Callable[[Tensor], Tensor]:

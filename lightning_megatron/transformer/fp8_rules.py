@@ -5,24 +5,33 @@ from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.precision.product import TILE
 from lightning_megatron.transformer.config import TransformerConfig
 
+_TP = "tensor_model_parallel_size"
+
 
 def fp8_faults(fp8: Fp8Config, config: TransformerConfig, sizes: Sizes) -> list[str]:
     """Every rule that FP8 breaks in this architecture on that many ranks, one sentence each."""
-    tp = sizes.tp
+    tp, moe = sizes.tp, config.moe
     rows = config.num_query_groups * (config.heads_per_group + 2) * config.head_dim
     heads = config.num_attention_heads * config.head_dim
     # What is cut, and over how many ranks; a length that tp does not divide is another rule's.
-    lengths = (
-        ("hidden_size", config.hidden_size, 1),
-        ("ffn_hidden_size", config.ffn_hidden_size, tp),
-        ("num_attention_heads x head_dim", heads, tp),
-        ("the rows of the query-key-value weight", rows, tp),
-    )
+    lengths = [
+        ("hidden_size", config.hidden_size, "", 1),
+        ("num_attention_heads x head_dim", heads, _TP, tp),
+        ("the rows of the query-key-value weight", rows, _TP, tp),
+    ]
+    if any(not config.has_experts(layer) for layer in range(config.num_layers)):
+        lengths.insert(1, ("ffn_hidden_size", config.ffn_hidden_size, _TP, tp))
+    if moe is not None:
+        if fp8.engine == "torch":
+            # The other engine leaves experts alone.
+            features = moe.ffn_hidden_size or config.ffn_hidden_size
+            lengths.append(("ffn_hidden_size of an expert", features, "expert_tensor_parallel_size", sizes.etp))
+        lengths.append(("shared_ffn_hidden_size", moe.shared_ffn_hidden_size, _TP, tp))
     faults = []
-    for name, length, ranks in lengths:
+    for name, length, axis, ranks in lengths:
         step = TILE * ranks
         if length % ranks == 0 and length % step:
-            over = "" if ranks == 1 else f" x tensor_model_parallel_size ({TILE} x {ranks} = {step})"
+            over = "" if ranks == 1 else f" x {axis} ({TILE} x {ranks} = {step})"
             fits = " or ".join(str(n) for n in (length // step * step, (length // step + 1) * step) if n)
             faults.append(
                 f"{name} ({length}) must be a multiple of {TILE}{over} for fp8, whose products work in tiles of "

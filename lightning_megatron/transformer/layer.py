@@ -1,16 +1,20 @@
-"""One pre-norm transformer layer: attention and feed-forward, each added to the residual stream."""
+"""Pre-norm transformer layers: attention and feed-forward, dense or of experts, each added to the residual stream."""
 
 from collections.abc import Callable
 
 from torch import Tensor
 
 from lightning_megatron.mesh import Axis
+from lightning_megatron.moe.config import MoEConfig
+from lightning_megatron.moe.experts import ExpertAxes
+from lightning_megatron.moe.pools import RoutedTokens
 from lightning_megatron.tensor.linear import as_product_input
 from lightning_megatron.tensor.norm import LayerNorm, RMSNorm
 from lightning_megatron.transformer.attention import SelfAttention
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.dropout import Dropout
 from lightning_megatron.transformer.mlp import MLP
+from lightning_megatron.transformer.moe import MoE
 from lightning_megatron.transformer.recompute import RecomputeLayer, apply_unkept, checkpoint
 from lightning_megatron.transformer.tokens import Tokens
 
@@ -21,13 +25,11 @@ def build_norm(config: TransformerConfig, *, tp: Axis, sp: Axis) -> LayerNorm | 
     return kind(config.hidden_size, eps=config.norm_epsilon, tp=tp, sp=sp)
 
 
-class TransformerLayer(RecomputeLayer):
-    """x + drop(attention(norm(x))), then x + drop(mlp(norm(x))): [T/sp, H] to [T/sp, H].
+class AttendingLayer(RecomputeLayer):
+    """The half that layers share: x + drop(attention(norm(x))).
 
     `name` is the layer's name in the model: it names the dropout masks. `window` is that of its attention.
     """
-
-    offers = frozenset({"norm", "mlp"})
 
     def __init__(
         self,
@@ -46,12 +48,43 @@ class TransformerLayer(RecomputeLayer):
         )
         self.after_attention = Dropout(config.hidden_dropout, f"{name}.attention")
         self.mlp_norm = build_norm(config, tp=tp, sp=sp)
-        self.mlp = MLP(config, tp=tp, sp=sp)
         self.after_mlp = Dropout(config.hidden_dropout, f"{name}.mlp")
 
-    def forward(self, hidden_TH: Tensor, tokens: Tokens) -> Tensor:
+    def attend(self, hidden_TH: Tensor, tokens: Tokens) -> Tensor:
+        """The residual stream behind attention."""
         attended_TH = self._norm_and(self.attention_norm, lambda x: self.attention(x, tokens), hidden_TH)
-        hidden_TH = hidden_TH + self.after_attention(attended_TH, tokens)
+        stream_TH: Tensor = hidden_TH + self.after_attention(attended_TH, tokens)
+        return stream_TH
+
+    def _norm_and(self, norm: LayerNorm | RMSNorm, half: Callable[[Tensor], Tensor], hidden_TH: Tensor) -> Tensor:
+        """One half of the layer, which begins with a linear, on normed hidden states."""
+        if "norm" in self.recomputed:
+            output_TH: Tensor = apply_unkept(lambda x: as_product_input(norm(x)), half, hidden_TH)
+        else:
+            output_TH = half(norm(hidden_TH))
+        return output_TH
+
+
+class TransformerLayer(AttendingLayer):
+    """A dense layer: behind attention x + drop(mlp(norm(x))); [T/sp, H] to [T/sp, H]."""
+
+    offers = frozenset({"norm", "mlp"})
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        tp: Axis,
+        sp: Axis,
+        name: str,
+        is_causal: bool = True,
+        window: int = 0,
+    ) -> None:
+        super().__init__(config, tp=tp, sp=sp, name=name, is_causal=is_causal, window=window)
+        self.mlp = MLP(config, tp=tp, sp=sp)
+
+    def forward(self, hidden_TH: Tensor, tokens: Tokens) -> Tensor:
+        hidden_TH = self.attend(hidden_TH, tokens)
         output_TH: Tensor = hidden_TH + self.after_mlp(self._norm_and_mlp(hidden_TH, tokens), tokens)
         return output_TH
 
@@ -64,10 +97,39 @@ class TransformerLayer(RecomputeLayer):
             output_TH = checkpoint(lambda x: self.mlp(x, tokens), as_product_input(self.mlp_norm(hidden_TH)))
         return output_TH
 
-    def _norm_and(self, norm: LayerNorm | RMSNorm, half: Callable[[Tensor], Tensor], hidden_TH: Tensor) -> Tensor:
-        """One half of the layer, which begins with a linear, on normed hidden states."""
-        if "norm" in self.recomputed:
-            output_TH: Tensor = apply_unkept(lambda x: as_product_input(norm(x)), half, hidden_TH)
+
+class ExpertLayer(AttendingLayer):
+    """A layer of experts: behind attention x + drop(moe(norm(x))); [T/sp, H] to [T/sp, H] and its auxiliary losses, a
+    sum over this rank's tokens, []."""
+
+    offers = frozenset({"norm", "moe"})
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        moe: MoEConfig,
+        *,
+        tp: Axis,
+        sp: Axis,
+        experts: ExpertAxes,
+        name: str,
+        is_causal: bool = True,
+        window: int = 0,
+    ) -> None:
+        super().__init__(config, tp=tp, sp=sp, name=name, is_causal=is_causal, window=window)
+        self.moe = MoE(config, moe, tp=tp, sp=sp, experts=experts, name=f"{name}.moe")
+
+    def forward(self, hidden_TH: Tensor, tokens: Tokens, routed: RoutedTokens) -> tuple[Tensor, Tensor]:
+        hidden_TH = self.attend(hidden_TH, tokens)
+        mixed_TH, auxiliary = self._norm_and_moe(hidden_TH, routed, tokens)
+        return hidden_TH + self.after_mlp(mixed_TH, tokens), auxiliary
+
+    def _norm_and_moe(self, hidden_TH: Tensor, routed: RoutedTokens, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        # The router reads what the norm gives in full precision, and the experts what they multiply.
+        if "moe" not in self.recomputed:
+            output: tuple[Tensor, Tensor] = self.moe(self.mlp_norm(hidden_TH), routed, tokens)
+        elif "norm" in self.recomputed:
+            output = checkpoint(lambda x: self.moe(self.mlp_norm(x), routed, tokens), hidden_TH)
         else:
-            output_TH = half(norm(hidden_TH))
-        return output_TH
+            output = checkpoint(lambda x: self.moe(x, routed, tokens), self.mlp_norm(hidden_TH))
+        return output

@@ -5,6 +5,7 @@
         ...
 
 A fused linear (query-key-value, gate and up) has one A for all that it makes, and a B with the rows of its weight.
+In layers of experts attention and the shared expert get paths; the experts and their router stay frozen.
 Source: Hu et al., arXiv 2106.09685, sections 4.1 and 4.2.
 """
 
@@ -17,14 +18,18 @@ from typing import Literal, get_args
 import torch
 from torch import nn
 
+from lightning_megatron.moe.experts import Experts
 from lightning_megatron.sharding import sharded_parameters
 from lightning_megatron.tensor.linear import ParallelLinear
 from lightning_megatron.tensor.low_rank import LowRank, low_rank_beside
+from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.init import initialise
+from lightning_megatron.transformer.layer import AttendingLayer, ExpertLayer
 
-LoraTarget = Literal["attention.qkv", "attention.projection", "mlp.up", "mlp.down"]
+LoraTarget = Literal["attention.qkv", "attention.projection", "mlp.up", "mlp.down", "shared.up", "shared.down"]
 LoraScaling = Literal["rank", "root_of_rank"]
 _ALL: tuple[LoraTarget, ...] = get_args(LoraTarget)
+_DENSE = _ALL[:4]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +44,8 @@ class LoraConfig:
     # which; the root keeps large ranks from learning too slowly (Kalajdzievski, arXiv 2312.03732, section 3)
     dropout: float = 0.0
     # probability that a feature of the path's input is dropped in training
-    targets: tuple[LoraTarget, ...] = _ALL
-    # linears of every layer that get a path
+    targets: tuple[LoraTarget, ...] = _DENSE
+    # linears of every layer that has them; shared: of the expert that every token goes through
 
     def __post_init__(self) -> None:
         if faults := self.faults():
@@ -50,7 +55,9 @@ class LoraConfig:
         """Every rule that this configuration breaks, one sentence each."""
         targets = (self.targets,) if isinstance(self.targets, str) else self.targets
         faults = [
-            f"lora target {target!r} is unknown; targets may be {_listed(_ALL)}"
+            f"lora target {target!r} is one of experts or a router, which stay frozen; targets may be {_listed(_ALL)}"
+            if target.startswith(("experts", "router", "moe"))
+            else f"lora target {target!r} is unknown; targets may be {_listed(_ALL)}"
             for target in targets
             if target not in _ALL
         ]
@@ -89,12 +96,14 @@ def add_lora(model: nn.Module, config: LoraConfig, *, seed: int | None = None) -
             f"the model ({type(model).__name__}) has no linears of this package, beside which low-rank paths stand; "
             "lora is for its models, such as GPTModel"
         )
-    missing = [target for target in config.targets if target not in {_place(name) for name in chosen}]
+    offered = {_place(name) for name in linears}
+    missing = [target for target in config.targets if target not in offered | _elsewhere(model)]
     # A stage may hold no layer at all.
     if linears and missing:
-        offered = sorted({_place(name) for name in linears})
+        frozen = "" if not any(isinstance(x, Experts) for x in model.modules()) else ", and experts that stay frozen"
         raise ValueError(
-            f"the model has no linear named {_listed(missing)} for lora; its layers have {_listed(offered)}"
+            f"the model has no linear named {_listed(missing)} for lora; its layers have {_listed(sorted(offered))}"
+            f"{frozen}; name targets among them"
         )
     model.requires_grad_(False)
     seed = torch.initial_seed() if seed is None else seed
@@ -133,6 +142,19 @@ def merged_lora(model: nn.Module) -> Iterator[None]:
 def _paths(model: nn.Module) -> list[tuple[ParallelLinear, LowRank]]:
     linears = [module for module in model.modules() if isinstance(module, ParallelLinear)]
     return [(linear, linear.lora) for linear in linears if isinstance(linear.lora, LowRank)]
+
+
+def _elsewhere(model: nn.Module) -> set[str]:
+    """Targets in layers of a kind that the model has on other stages alone."""
+    config = getattr(model, "config", None)
+    if not isinstance(config, TransformerConfig):
+        return set()
+    has_experts = {config.has_experts(layer) for layer in range(config.num_layers)}
+    held = {isinstance(x, ExpertLayer) for x in model.modules() if isinstance(x, AttendingLayer)}
+    rooms = {"mlp"} if False in has_experts - held else set()
+    if True in has_experts - held and config.moe is not None and config.moe.shared_ffn_hidden_size:
+        rooms.add("shared")
+    return {target for target in _ALL if target.partition(".")[0] in rooms}
 
 
 def _place(name: str) -> str:

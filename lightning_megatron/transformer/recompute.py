@@ -6,7 +6,8 @@ Loss and gradients are those of a run that keeps everything, to the bit: dropout
     granularity   what is made again                           what is kept of it
     none          nothing                                      all
     selective     core_attention: scores, softmax, dropout     queries, keys, values
-                  norm: the outputs of a layer's two norms     hidden states, which the norms keep anyway
+                  norm: the outputs of a layer's two norms     hidden states, which the norms keep anyway; of a layer
+                                                               of experts the second output stays, without "moe"
                   activation: that of the MLP                  what it reads
                   mlp: the whole MLP                           its input
                   moe: the expert layers                       their input

@@ -8,7 +8,7 @@ Of a caller's [B, S] the stream of a rank is either its part of every row, cut a
 its part of every document, all in one row. Tokens of no document are left out.
 
 B batch, S sequence, N rows of this rank for each sample of the stream, T tokens with padding, R pairs of rotated
-features, X tokens of a sample of the whole stream.
+features, X tokens of a sample of the whole stream, G segments of a sample.
 """
 
 from dataclasses import dataclass
@@ -18,13 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_megatron.comm import differentiable, rng
+from lightning_megatron.comm import collectives, differentiable, rng
 from lightning_megatron.comm.rng import Draws
 from lightning_megatron.context.attention import AttentionDraws, ContextAxes
 from lightning_megatron.context.documents import Documents
 from lightning_megatron.context.exchange import AllGather, Ring
 from lightning_megatron.context.layout import PADDING, ContextLayout, cut
 from lightning_megatron.mesh import Axis, Mesh
+from lightning_megatron.moe.pools import RoutedTokens
 from lightning_megatron.transformer import rotary
 from lightning_megatron.transformer.config import TransformerConfig
 
@@ -155,6 +156,40 @@ class Tokens:
     def shard_keys(self) -> Tensor:
         """A random key for each token of this rank's part: int64 [T/sp]."""
         return self.shard(self.stream_keys)
+
+    def routed(self, weights_BS: Tensor, cut: Axis, call: int) -> RoutedTokens:
+        """What routers are told of this rank's part of the stream over `cut`; calls of a step have different numbers.
+
+        `weights_BS` say how much each of the caller's tokens counts in the loss of the model; in the auxiliary losses
+        the tokens of a segment share its sum alike.
+        """
+        num = len(self.layout.lengths)
+        lengths_G = torch.tensor(self.layout.lengths, dtype=torch.int64, device=self.device)
+        numbers_G = torch.arange(num, device=self.device)
+        segments_X = numbers_G.repeat_interleave(lengths_G, output_size=self.layout.num_tokens)
+        means_BG = torch.zeros(self.batch, num, dtype=torch.float64, device=self.device)
+        means_BG.index_add_(1, segments_X, self.select(weights_BS).double())
+        means_BG /= lengths_G.clamp(min=1)
+        segments_1N = _filled(segments_X.unsqueeze(0)).index_select(1, self.own_N)
+        samples_B1 = torch.arange(self.batch, device=self.device).unsqueeze(1)
+        segments_T = self.flat_own(samples_B1 * num + segments_1N)
+        is_real_T = self._with_padding((~self.is_padding_N).repeat(self.batch), False)
+        weights_T = means_BG.flatten().index_select(0, segments_T) if num else segments_T.double()
+
+        def part(values_T: Tensor) -> Tensor:
+            return collectives.shard_slice(F.pad(values_T, (0, -self.num_tokens % cut.size)), cut)
+
+        return RoutedTokens(
+            is_real_T=part(is_real_T),
+            segments_T=part(segments_T),
+            lengths=self.layout.lengths * self.batch,
+            positions_T=part(self.flat_own(self.positions_1N)),
+            keys_T=part(self.stream_keys),
+            weights_T=part(weights_T),
+            axes=(cut, self.cp),
+            call=call,
+            is_packed=self.index_X is not None,
+        )
 
     def attention_draws(self, key: int, first_head: int, probability: float) -> AttentionDraws:
         """What the dropout of attention weights is drawn from, of heads from `first_head` on."""

@@ -9,10 +9,11 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_megatron import ConfigurationError, Fp8Config, MegatronStrategy
+from lightning_megatron import ConfigurationError, Fp8Config, MegatronStrategy, load_from_checkpoint
 from lightning_megatron.lightning_modules import AdamWConfig, GPTModule
 from lightning_megatron.lightning_modules.export import ExportPretrained
 from lightning_megatron.lightning_modules.finetune import FinetuneModule
+from lightning_megatron.moe.config import BalanceLoss, MoEConfig, RouterConfig
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.transformer.lora import LoraConfig
 from tests.data.chats import HEADERS, write_tokenizer
@@ -29,6 +30,11 @@ LAYOUTS = {
     "pp=2": Layout(world=2, pp=2, microbatches=2),
     "dp=2": Layout(world=2, optimizer=OptimizerConfig(kind="distributed")),
 }
+
+
+# Half of the dense features, 48.
+UPCYCLE = MoEConfig(router=RouterConfig(num_experts=4, balance=(BalanceLoss(),)), ffn_hidden_size=24)
+EXPERT_LAYOUT = Layout(world=2, ep=2, optimizer=OptimizerConfig(kind="distributed"))
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +55,12 @@ class Losses(L.Callback):
 
 
 def tune(
-    layout: Layout, folder: Path, lora: LoraConfig | None, export: str | None, ckpt_path: str | None = None
+    layout: Layout,
+    folder: Path,
+    lora: LoraConfig | None,
+    export: str | None,
+    ckpt_path: str | None = None,
+    upcycle: MoEConfig | None = None,
 ) -> list[float]:
     """The losses of four steps; a checkpoint after the second, and the model exported at the end."""
     torch.manual_seed(7)
@@ -64,8 +75,10 @@ def tune(
         limit_val_batches=0,
         enable_checkpointing=True,
     )
-    module = FinetuneModule(str(folder / "tokenizer"), lora, AdamWConfig(lr=1e-2, total_steps=4))
-    trainer.fit(module, datamodule=data(folder), ckpt_path=ckpt_path)
+    module = FinetuneModule(str(folder / "tokenizer"), lora, AdamWConfig(lr=1e-2, total_steps=4), upcycle=upcycle)
+    # Packed, batches say what is padding, which routers must leave out.
+    chats = data(folder, packing="none" if upcycle is None else "documents")
+    trainer.fit(module, datamodule=chats, ckpt_path=ckpt_path)
     assert module.model is not None
     assert any(".lora." in name for name, _ in module.named_parameters()) == (lora is not None)
     return losses.losses
@@ -92,6 +105,32 @@ def test_what_comes_out_is_that_of_one_device(folder: Path, lora: LoraConfig | N
             assert losses == pytest.approx(wanted, abs=1e-9)
         found = exported(folder, f"{kind} {name}")
         assert max(float((found[key] - one[key]).abs().max()) for key in one) < 1e-9
+
+
+def test_experts_made_of_a_dense_model_are_trained_and_exported_as_on_one_device(folder: Path) -> None:
+    [wanted] = run_on_ranks(1, tune, Layout(), folder, None, "experts one", None, UPCYCLE, init=False)
+    assert wanted[-1] < wanted[0] - 0.05
+    one = exported(folder, "experts one")
+    up = one["model.layers.0.mlp.experts.gate_up_proj"]
+    assert up.shape == (4, 48, 32) and not torch.equal(up[0], up[2])
+    for losses in run_on_ranks(2, tune, EXPERT_LAYOUT, folder, None, "experts two", None, UPCYCLE, init=False):
+        assert losses == pytest.approx(wanted, abs=1e-9)
+    found = exported(folder, "experts two")
+    assert max(float((found[key] - one[key]).abs().max()) for key in one) < 1e-9
+    # What was kept of it says what it is.
+    module = load_from_checkpoint(FinetuneModule, folder / "saved-experts one" / "step=4.ckpt")
+    assert module.upcycle == UPCYCLE and module.config.moe == UPCYCLE
+
+
+def test_what_upcycling_cannot_go_with_is_told_before_training(folder: Path) -> None:
+    path = str(folder / "tokenizer")
+    with pytest.raises(ValueError, match="lora and upcycle do not go together"):
+        FinetuneModule(path, LORA, upcycle=UPCYCLE)
+    moe = MoEConfig(router=RouterConfig(num_experts=4, score="sigmoid"), layers=(1,))
+    trainer = make_trainer(Layout(), callbacks=[ExportPretrained(str(folder / "nowhere"))])
+    with pytest.raises(ConfigurationError) as raised:
+        trainer.fit(FinetuneModule(path, upcycle=moe), datamodule=data(folder))
+    assert "mixtral: moe score ('sigmoid') must be 'softmax'; layers 0 must have experts" in str(raised.value)
 
 
 def test_paths_are_resumed_on_another_layout(folder: Path) -> None:
@@ -146,3 +185,17 @@ def test_an_export_path_that_exists_is_told_with_other_faults_before_a_process_s
     with pytest.raises(ConfigurationError, match="sequence_length") as raised:
         trainer.validate(FinetuneModule(taken), datamodule=data(folder, sequence_length=0))
     assert "export" not in str(raised.value)
+
+
+def test_padding_that_routers_would_count_is_refused_and_that_of_dense_models_is_not(folder: Path) -> None:
+    def told(upcycle: MoEConfig | None, packing: str) -> str:
+        trainer = make_trainer(Layout(), max_steps=1, max_epochs=-1, limit_val_batches=0)
+        module = FinetuneModule(str(folder / "tokenizer"), None, AdamWConfig(total_steps=1), upcycle=upcycle)
+        try:
+            trainer.fit(module, datamodule=data(folder, packing=packing))
+        except ConfigurationError as error:
+            return str(error)
+        return ""
+
+    assert "routers of experts would count the padding" in told(UPCYCLE, "none")
+    assert not told(None, "none") and not told(UPCYCLE, "documents")

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.moe.dispatch import AllGather, AllToAll, Dispatcher
-from lightning_megatron.moe.experts import Experts
+from lightning_megatron.moe.experts import ExpertAxes, Experts
 from lightning_megatron.moe.grouped import GROUPED, GroupedProduct
 from lightning_megatron.sharding import Initial, shard_of
 from lightning_megatron.tensor.activation import Activation
@@ -93,9 +93,7 @@ def experts_of(plain: Plain, mesh: Mesh, product: GroupedProduct = GROUPED) -> E
         activation=plain.activation,
         initial=INITIAL,
         output_initial=INITIAL,
-        ep=mesh.axis("ep"),
-        etp=mesh.axis("etp"),
-        edp=mesh.axis("edp"),
+        axes=ExpertAxes.of(mesh),
         product=product,
     ).double()
     fill(experts.up, plain.up.detach())

@@ -27,10 +27,22 @@ class Batch:
     # of the whole batch, -1 for padding
     positions_BS: Tensor
     keys_BS: Tensor
+    targets_BS: Tensor
+    # how much the target of each token counts in the mean loss; of one document none does
 
     @property
     def is_real_BS(self) -> Tensor:
         return self.documents_BS >= 0
+
+    @property
+    def divisor(self) -> float:
+        """What the mean of a step divides by: the weights of all targets."""
+        return float(self.targets_BS[self.is_real_BS].sum())
+
+    def weight_of(self, document: int) -> float:
+        """How much each token of a document counts in the auxiliary losses: their sum is that of the targets."""
+        is_own_BS = self.documents_BS == document
+        return float(self.targets_BS[is_own_BS].sum()) / int(is_own_BS.sum())
 
 
 def make_batch(seed: int) -> Batch:
@@ -44,7 +56,11 @@ def make_batch(seed: int) -> Batch:
     documents_BS = torch.tensor(documents)
     x_BSH = torch.randn(B, S, H, generator=generator, dtype=torch.float64)
     x_BSH[documents_BS < 0] = torch.nan
+    targets_BS = torch.rand(B, S, generator=generator, dtype=torch.float64)
+    targets_BS[torch.rand(B, S, generator=generator) < 0.3] = 0.0
+    targets_BS[documents_BS == 1] = 0.0
     return Batch(
+        targets_BS=targets_BS,
         x_BSH=x_BSH,
         out_BSE=torch.randn(B, S, E, generator=generator, dtype=torch.float64),
         documents_BS=documents_BS,
@@ -59,7 +75,7 @@ class Plain:
 
     objective: Tensor
     losses: dict[str, Tensor]
-    # each a mean over real tokens
+    # each a mean over real tokens, by their weights
     counts: list[int]
     # of the chosen experts
     preferred: list[int]
@@ -75,9 +91,8 @@ def plain_step(
     bias: Tensor,
     preferred: list[int],
     microbatches_B: tuple[int, ...],
-    divisor: float,
 ) -> Plain:
-    """The objective of a step: the worth of all weights over `divisor`, and each loss times its coefficient.
+    """The objective of a step: the worth of all weights over the weights of targets, and each loss by its coefficient.
 
     `microbatches_B` says which rows share a model call, which the loss per microbatch looks at.
     """
@@ -92,11 +107,12 @@ def plain_step(
     documents = {place: int(batch.documents_BS[place]) for place in places}
     chosen = plain_choice(batch, places, documents, logits, scores, config, bias)
     best = {place: plain_top(scores[place].tolist(), config.top_k) for place in places}
+    counting = {place: batch.weight_of(documents[place]) / batch.divisor for place in places}
 
     objective = torch.zeros((), dtype=torch.float64)
     for place in places:
         for expert, weight in plain_weights(scores[place], chosen[place], config):
-            objective = objective + batch.out_BSE[place][expert] * weight / divisor
+            objective = objective + batch.out_BSE[place][expert] * weight / batch.divisor
 
     def busy_of(pool: list[tuple[int, int]]) -> list[float]:
         counts = [sum(e in best[place] for place in pool) for e in range(E)]
@@ -115,12 +131,12 @@ def plain_step(
                 busy = [n * E / sum(preferred) for n in preferred] if sum(preferred) else [1.0] * E
             p = scores[place] / scores[place].sum()
             for e in range(E):
-                total = total + p[e] * busy[e]
-        losses[loss.scope] = total / len(places)
+                total = total + counting[place] * p[e] * busy[e]
+        losses[loss.scope] = total
         objective = objective + loss.coefficient * losses[loss.scope]
     if config.z_loss:
-        squares = [torch.log(torch.exp(logits[place]).sum()) ** 2 for place in places]
-        losses["z"] = torch.stack(squares).sum() / len(places)
+        squares = [counting[place] * torch.log(torch.exp(logits[place]).sum()) ** 2 for place in places]
+        losses["z"] = torch.stack(squares).sum()
         objective = objective + config.z_loss * losses["z"]
     return Plain(
         objective=objective,

@@ -1,4 +1,4 @@
-"""Tests of the sums of the auxiliary losses, of the bias, and of how a loss enters a backward."""
+"""Tests of the sums of the auxiliary losses, and of the bias."""
 
 import torch
 from hypothesis import given
@@ -28,13 +28,17 @@ def test_the_bias_rises_for_the_less_busy_and_falls_for_the_busier(counts: list[
 
 def test_a_balance_loss_is_one_per_token_where_experts_are_equally_busy_and_more_where_scores_follow_load() -> None:
     probabilities_TE = torch.softmax(torch.randn(12, 4, dtype=torch.float64), 1)
-    is_real_T = torch.arange(12) < 9
+    is_real_T, ones_T = torch.arange(12) < 9, torch.ones(12, dtype=torch.float64)
     level = balance.load(torch.tensor([[5, 5, 5, 5]]), torch.float64)
-    assert_close(balance.balance_sum(probabilities_TE, level, is_real_T), torch.tensor(9.0).double())
+    assert_close(balance.balance_sum(probabilities_TE, level, ones_T, is_real_T), torch.tensor(9.0).double())
+    # A token of weight 3 counts as three.
+    weights_T = torch.where(torch.arange(12) == 4, 3.0, 1.0).double()
+    weighted = balance.balance_sum(probabilities_TE, level, weights_T, is_real_T)
+    assert_close(weighted, torch.tensor(11.0).double())
     one_sided = torch.zeros(12, 4, dtype=torch.float64)
     one_sided[:, 2] = 1.0
     steep = balance.load(torch.tensor([[0, 0, 20, 0]]), torch.float64)
-    assert balance.balance_sum(one_sided, steep, is_real_T) == 36
+    assert balance.balance_sum(one_sided, steep, ones_T, is_real_T) == 36
 
 
 def test_padding_gives_a_loss_no_gradient_even_where_it_is_not_finite() -> None:
@@ -42,23 +46,10 @@ def test_padding_gives_a_loss_no_gradient_even_where_it_is_not_finite() -> None:
     logits_TE[3] = torch.nan
     logits_TE.requires_grad_()
     is_real_T = torch.tensor([True, True, False, False])
-    balance.balance_sum(logits_TE, torch.ones(1, 3), is_real_T).backward()
+    weights_T = torch.tensor([0.5, 2.0, 1.0, 1.0], dtype=torch.float64)
+    balance.balance_sum(logits_TE, torch.ones(1, 3), weights_T, is_real_T).backward()
     assert logits_TE.grad is not None
-    assert_close(logits_TE.grad, is_real_T.double().unsqueeze(1).expand(4, 3))
-    z = balance.z_sum(logits_TE, is_real_T)
-    assert_close(z, logits_TE[:2].exp().sum(1).log().square().sum())
-
-
-def test_an_attached_loss_adds_its_factor_times_its_gradient_and_nothing_else() -> None:
-    x, inner = torch.randn(3, requires_grad=True), torch.randn(2, dtype=torch.float64, requires_grad=True)
-    out = balance.attach(x, inner.square().sum(), torch.tensor(2.5, dtype=torch.float64))
-    assert torch.equal(out, x)
-    (out * 3).sum().backward()
-    assert_close(x.grad, torch.full((3,), 3.0))
-    assert_close(inner.grad, 5 * inner.detach())
-
-
-def test_the_factor_is_the_divisor_over_the_tokens_and_zero_for_none() -> None:
-    assert float(balance.loss_factor(torch.tensor(8), 4.0)) == 0.5
-    assert float(balance.loss_factor(torch.tensor(8), torch.tensor(2.0))) == 0.25
-    assert float(balance.loss_factor(torch.tensor(0), 4.0)) == 0.0
+    assert_close(logits_TE.grad, (is_real_T * weights_T).unsqueeze(1).expand(4, 3))
+    z = balance.z_sum(logits_TE, weights_T, is_real_T)
+    squares = logits_TE[:2].exp().sum(1).log().square()
+    assert_close(z, 0.5 * squares[0] + 2.0 * squares[1])

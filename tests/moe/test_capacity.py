@@ -1,55 +1,144 @@
-"""Tests of capacity: which choices stay, how many, and what is refused."""
+"""Tests of capacity: which choices stay, how many, on every cut of the tokens, and what is refused."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_megatron.comm.collectives import shard_slice
+from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.moe.capacity import Capacity, Keeps
-
-E = 4
-
-
-def kept_by_hand(experts_TK: Tensor, weights_TK: Tensor, num_rows: int, keeps: Keeps) -> list[list[int]]:
-    """Every expert looks through its choices one by one."""
-    kept = [[-1] * experts_TK.shape[1] for _ in experts_TK]
-    for expert in range(E):
-        mine = [(t, k) for t, row in enumerate(experts_TK.tolist()) for k, each in enumerate(row) if each == expert]
-        if keeps == "probability":
-            mine.sort(key=lambda place: -float(weights_TK[place]))
-        for t, k in mine[:num_rows]:
-            kept[t][k] = expert
-    return kept
+from lightning_megatron.moe.choice import expert_choice
+from lightning_megatron.moe.pools import Pools, RoutedTokens
+from tests.harness.threads import new_group, run_on_threads
+from tests.moe.plain_capacity import E, kept_by_hand
 
 
-@given(st.integers(1, 12), st.integers(1, 3), st.sampled_from(["probability", "position"]), st.integers(0, 2**30))
-def test_the_choices_that_stay_are_those_found_by_hand(
-    num_tokens: int, num_chosen: int, keeps: Keeps, seed: int
-) -> None:
+def alone(segments: list[int], num: int) -> Pools:
+    """The pools of one device; -1 is padding."""
+    ids_T = torch.tensor(segments, dtype=torch.int64)
+    return Pools(ids_T=torch.where(ids_T < 0, num, ids_T), num_pools=num + 1, axes=())
+
+
+def kept(experts: Tensor, weights: Tensor, capacity: Capacity, *, num: int = E) -> list[list[int]]:
+    """Of one sequence in order."""
+    places = torch.arange(len(experts))
+    answer = capacity.kept(experts, weights, places, alone([0] * len(experts), 1), num_chosen=experts.shape[1], num=num)
+    return answer.tolist()
+
+
+def choices_of(num_tokens: int, num_chosen: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Different experts of each token, some none; weights of few values, so that there are equals."""
     generator = torch.Generator().manual_seed(seed)
     experts = torch.stack([torch.randperm(E, generator=generator)[:num_chosen] for _ in range(num_tokens)])
     experts[torch.rand(experts.shape, generator=generator) < 0.2] = -1
-    # Few values, so that there are equals.
-    weights = torch.randint(1, 4, experts.shape, generator=generator) / 4
-    factor = max(0.8, math.ceil(100 * E / (num_tokens * num_chosen)) / 100)
-    capacity = Capacity(factor=factor, keeps=keeps)
-    num_rows = capacity.num_rows(num_tokens, num_chosen, E)
-    kept = capacity.kept(experts, weights, E)
-    assert kept.tolist() == kept_by_hand(experts, weights, num_rows, keeps)
-    assert all((kept == expert).sum() <= num_rows for expert in range(E))
+    return experts, torch.randint(1, 4, experts.shape, generator=generator) / 4
+
+
+each_keeps = pytest.mark.parametrize("keeps", ["probability", "position"])
+
+
+@settings(max_examples=60)
+@given(
+    segments=st.lists(st.integers(-1, 2), min_size=1, max_size=16),
+    num_chosen=st.integers(1, 3),
+    factor=st.sampled_from(["0.1", "0.5", "0.8", "1.0", "1.1", "1.5", "4.0"]),
+    seed=st.integers(0, 2**30),
+)
+@each_keeps
+def test_the_choices_that_stay_are_those_found_by_hand(
+    segments: list[int], num_chosen: int, factor: str, keeps: Keeps, seed: int
+) -> None:
+    experts, weights = choices_of(len(segments), num_chosen, seed)
+    # Tokens of a sequence lie in any order, as those of several ranks do.
+    positions = torch.randperm(len(segments), generator=torch.Generator().manual_seed(seed))
+    ours = Capacity(factor=float(factor), keeps=keeps).kept(
+        experts, weights, positions, alone(segments, 3), num_chosen=num_chosen, num=E
+    )
+    assert ours.tolist() == kept_by_hand(experts, weights, segments, positions.tolist(), factor, num_chosen, keeps)
+
+
+B, S, K = 4, 8, 2
+# The rest is dp, which cuts rows; microbatches do so too.
+CUTS = {
+    "4 microbatches": (Sizes(), 4),
+    "tp 2": (Sizes(world=2, tp=2), 1),
+    "tp 2 sp": (Sizes(world=2, tp=2, sequence_parallel=True), 2),
+    "cp 2": (Sizes(world=2, cp=2), 2),
+    "dp 2": (Sizes(world=2), 2),
+    "tp 2 cp 2 dp 2": (Sizes(world=8, tp=2, cp=2), 1),
+}
+
+
+@each_keeps
+@pytest.mark.parametrize(("sizes", "num_microbatches"), CUTS.values(), ids=CUTS)
+def test_what_is_dropped_is_that_of_one_device_on_every_cut_of_the_batch(
+    sizes: Sizes, num_microbatches: int, keeps: Keeps
+) -> None:
+    capacity = Capacity(factor=0.75, keeps=keeps)
+    experts, weights = choices_of(B * S, K, 7)
+    segments = [2 * b + (s >= 3) if (b, s) < (3, 5) else -1 for b in range(B) for s in range(S)]
+    positions = [s - 3 * (s >= 3) for _ in range(B) for s in range(S)]
+    right = torch.tensor(kept_by_hand(experts, weights, segments, positions, "0.75", K, keeps))
+    # It bites: some are dropped, and rows by themselves, or parts of them, would drop others.
+    assert int((right >= 0).sum()) < int((experts[torch.tensor(segments) >= 0] >= 0).sum())
+    halves = [2 * number + s % 2 if number >= 0 else -1 for s, number in enumerate(segments)]
+    assert kept_by_hand(experts, weights, halves, positions, "0.75", K, keeps) != right.tolist()
+
+    def on_rank(world: Any) -> None:
+        mesh = Mesh.build(sizes, world.rank(), new_group)
+        rows = B // mesh.dp.size // num_microbatches
+        chunk = S // (2 * mesh.cp.size)
+        early, late = mesh.cp.rank * chunk, (2 * mesh.cp.size - 1 - mesh.cp.rank) * chunk
+        columns = torch.cat([torch.arange(early, early + chunk), torch.arange(late, late + chunk)])
+        for microbatch in range(num_microbatches):
+            first = (mesh.dp.rank * num_microbatches + microbatch) * rows
+            places_T = (torch.arange(first, first + rows).unsqueeze(1) * S + columns).flatten()
+            places_T = shard_slice(places_T, mesh.tp)
+            segments_T = torch.tensor(segments)[places_T]
+            called = [number for number in segments[first * S : (first + rows) * S] if number >= 0]
+            smallest = min(called, default=0)
+            tokens = RoutedTokens(
+                is_real_T=segments_T >= 0,
+                segments_T=segments_T - smallest,
+                lengths=tuple(called.count(number) for number in sorted(set(called))),
+                positions_T=torch.tensor(positions)[places_T],
+                keys_T=places_T,
+                weights_T=torch.ones(len(places_T)),
+                axes=(mesh.tp, mesh.cp),
+            )
+            ours = capacity.kept(
+                experts[places_T], weights[places_T], tokens.positions_T, tokens.pools, num_chosen=K, num=E
+            )
+            assert torch.equal(ours, right[places_T])
+
+    run_on_threads(sizes.world, on_rank)
+
+
+def test_experts_that_choose_lose_nothing_to_a_factor_of_one_and_their_last_to_a_half() -> None:
+    scores = torch.rand(8, E, generator=torch.Generator().manual_seed(1))
+    pools, places = alone([0] * 5 + [1] * 3, 2), torch.arange(8)
+    chosen = expert_choice(scores, places, pools, 2)
+    whole = Capacity(factor=1.0).kept(chosen, scores, places, pools, num_chosen=2, num=E)
+    assert torch.equal(whole, chosen) and bool((chosen >= 0).any())
+    half = Capacity(factor=0.5).kept(chosen, scores, places, pools, num_chosen=2, num=E)
+    # Of 5 tokens each takes 2 instead of 3, of 3 tokens 1 instead of 2.
+    assert (half[:5] >= 0).sum(0).tolist() == [2] * E and (half[5:] >= 0).sum(0).tolist() == [1] * E
+    for expert in range(E):
+        best = scores[:5, expert].argsort(descending=True)[:2].sort().values
+        assert (half[:5, expert] >= 0).nonzero().flatten().tolist() == best.tolist()
 
 
 def test_the_greatest_weights_stay_or_the_first_tokens_do() -> None:
     experts, weights = torch.tensor([[0], [0], [0], [1]]), torch.tensor([[0.1], [0.9], [0.9], [0.2]])
-    by_probability = Capacity(factor=1.0).kept(experts, weights, 2)
-    assert by_probability.flatten().tolist() == [-1, 0, 0, 1]
-    by_position = Capacity(factor=1.0, keeps="position").kept(experts, weights, 2)
-    assert by_position.flatten().tolist() == [0, 0, -1, 1]
-    among_equals = Capacity(factor=0.5).kept(experts, weights, 2)
-    assert among_equals.flatten().tolist() == [-1, 0, -1, 1]
+    assert kept(experts, weights, Capacity(factor=1.0), num=2) == [[-1], [0], [0], [1]]
+    assert kept(experts, weights, Capacity(factor=1.0, keeps="position"), num=2) == [[0], [0], [-1], [1]]
+    # Among equals the first.
+    assert kept(experts, weights, Capacity(factor=0.5), num=2) == [[-1], [0], [-1], [1]]
 
 
 def test_the_capacity_is_the_even_share_times_the_factor_rounded_up_as_the_factor_is_written() -> None:
@@ -60,21 +149,29 @@ def test_the_capacity_is_the_even_share_times_the_factor_rounded_up_as_the_facto
     assert math.ceil(1.1 * 100 / 2) == 56  # as a float
 
 
-def test_a_rank_without_tokens_has_nothing_to_drop() -> None:
+def test_a_call_without_tokens_has_nothing_to_drop() -> None:
     nothing = torch.empty(0, 2)
-    assert Capacity(factor=1.0).kept(nothing.long(), nothing, E).shape == (0, 2)
+    assert kept(nothing.long(), nothing, Capacity(factor=1.0)) == []
+    padding = Capacity(factor=1.0).kept(
+        torch.tensor([[0, 1]]), torch.ones(1, 2), torch.zeros(1).long(), alone([-1], 0), num_chosen=2, num=E
+    )
+    assert padding.tolist() == [[-1, -1]]
 
 
 def test_a_capacity_below_one_token_is_refused_with_what_would_do() -> None:
-    with pytest.raises(ValueError, match=r"is 0\.75 tokens an expert and must be at least 1") as refused:
-        Capacity(factor=1.5).num_rows(8, 2, 32)
-    assert "use a factor of at least 2.0, 11 tokens, or no capacity" in str(refused.value)
-    assert Capacity(factor=2.0).num_rows(8, 2, 32) == 1
-    assert Capacity(factor=1.5).num_rows(11, 2, 32) == 2
-    assert Capacity(factor=1.5).token_faults(10, 2, 32)
+    (fault,) = Capacity(factor=1.5).length_faults(8, 2, 32)
+    assert "is 0.75 tokens an expert and must be at least 1" in fault
+    assert "use a factor of at least 2.0, sequences of 11 tokens, or no capacity" in fault
+    assert not Capacity(factor=2.0).length_faults(8, 2, 32) and Capacity(factor=2.0).num_rows(8, 2, 32) == 1
+    assert not Capacity(factor=1.5).length_faults(11, 2, 32) and Capacity(factor=1.5).num_rows(11, 2, 32) == 2
+    assert Capacity(factor=1.5).length_faults(10, 2, 32)
     # The factor that is told is rounded up, never down.
-    assert Capacity(factor=0.1).token_faults(6, 1, 4)[0].count("0.667") == 1
-    assert not Capacity(factor=0.667).token_faults(6, 1, 4)
+    assert Capacity(factor=0.1).length_faults(6, 1, 4)[0].count("0.667") == 1
+    assert not Capacity(factor=0.667).length_faults(6, 1, 4)
+
+
+def test_a_sequence_that_is_shorter_leaves_each_expert_one_token_at_least() -> None:
+    assert [Capacity(factor=1.0).num_rows(length, 2, 32) for length in (0, 1, 15, 16, 17)] == [0, 1, 1, 1, 2]
 
 
 def test_all_faults_are_told_at_once() -> None:

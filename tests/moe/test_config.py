@@ -1,4 +1,4 @@
-"""Tests of what a router's configuration refuses, and with what way out."""
+"""Tests of what configurations of routers and of layers of experts refuse, and with what way out."""
 
 import dataclasses
 from typing import Any
@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_megatron.moe.config import BalanceLoss, RouterConfig
+from lightning_megatron.moe.capacity import Capacity
+from lightning_megatron.moe.config import BalanceLoss, MoEConfig, RouterConfig
+from lightning_megatron.transformer.config import TransformerConfig
 
 
 @pytest.mark.parametrize(
@@ -86,3 +88,41 @@ def test_sizes_are_taken_exactly_where_the_groups_can_give_top_k_experts(
     except ValueError as error:
         told = str(error)
     assert fits == (told == ""), told
+
+
+ROUTER = RouterConfig(num_experts=8)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"every": 0}, r"moe every \(0\) must be at least 1"),
+        ({"every": 2, "layers": (1,)}, r"moe every \(2\) and layers both say which layers have experts"),
+        ({"layers": (1, 1)}, "moe layers name a layer twice"),
+        ({"ffn_hidden_size": -1}, r"moe ffn_hidden_size \(-1\) must be at least 0"),
+        ({"has_shared_gate": True}, "has_shared_gate needs a shared expert; give shared_ffn_hidden_size"),
+        ({"dispatcher": "pigeon"}, r"moe dispatcher \('pigeon'\) must be one of 'all_to_all', 'all_gather'"),
+        ({"product": "slow"}, r"moe product \('slow'\) must be one of 'grouped', 'one_by_one'"),
+    ],
+)
+def test_wrong_layers_of_experts_are_told_with_the_way_out(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        MoEConfig(router=ROUTER, **wrong)
+
+
+def test_every_second_layer_or_a_list_of_layers_has_experts() -> None:
+    def layers(**options: Any) -> list[int]:
+        moe = MoEConfig(router=ROUTER, **options)
+        config = TransformerConfig(num_layers=5, hidden_size=8, num_attention_heads=2, moe=moe)
+        return [layer for layer in range(5) if config.has_experts(layer)]
+
+    assert layers() == [0, 1, 2, 3, 4] and layers(every=2) == [0, 2, 4] and layers(layers=(3, 1)) == [1, 3]
+
+
+def test_layers_that_a_stack_does_not_have_and_capacities_too_small_for_its_sequences_are_refused_at_once() -> None:
+    moe = MoEConfig(router=ROUTER, layers=(0, 4), capacity=Capacity(factor=0.5))
+    with pytest.raises(ValueError) as told:
+        TransformerConfig(num_layers=4, hidden_size=8, num_attention_heads=2, max_sequence_length=7, moe=moe)
+    layers, capacity = str(told.value).splitlines()
+    assert "moe layers 4 must be from 0 to num_layers - 1 (3)" in layers
+    assert "for sequences of 7 tokens" in capacity and "is 0.875 tokens an expert" in capacity

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.moe import grouped
-from lightning_megatron.moe.experts import Arrived, Experts, weigh
+from lightning_megatron.moe.experts import Arrived, ExpertAxes, Experts, weigh
 from lightning_megatron.moe.grouped import GROUPED, ONE_BY_ONE, GroupedProduct, Groups, grouped_linear
 from lightning_megatron.sharding import Initial, shard_of
 from lightning_megatron.tensor.weight_gradients import Task, WeightGradients, share
@@ -22,8 +22,7 @@ either = pytest.mark.parametrize("product", [ONE_BY_ONE, GROUPED])
 
 def experts_on(mesh: Mesh, **changes: Any) -> Experts:
     given: dict[str, Any] = {"activation": "gelu", "initial": Initial(std=0.3), "output_initial": Initial(std=0.2)}
-    axes = {name: mesh.axis(name) for name in ("ep", "etp", "edp")}
-    return Experts(4, 8, 16, **(given | axes | changes))
+    return Experts(4, 8, 16, **({"axes": ExpertAxes.of(mesh)} | given | changes))
 
 
 def looped(x: Tensor, weight: Tensor) -> Tensor:

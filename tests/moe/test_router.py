@@ -17,7 +17,6 @@ from torch.testing import assert_close
 from lightning_megatron.comm import differentiable, rng
 from lightning_megatron.comm.collectives import all_reduce, shard_slice
 from lightning_megatron.mesh import Mesh, Sizes
-from lightning_megatron.moe.balance import loss_factor
 from lightning_megatron.moe.config import BalanceLoss, RouterConfig
 from lightning_megatron.moe.load import Report, end_step
 from lightning_megatron.moe.pools import RoutedTokens
@@ -30,16 +29,13 @@ from tests.moe.plain_router import NAME, B, Batch, E, H, Plain, S, make_batch, p
 TOLERANCE = 1e-12
 # A wrong answer must differ by this much at least.
 BITE = 1e-4
-# What all gradients are divided by at the end of a step: the weights of its losses.
-DIVISOR = 11.0
-# Between the rows of a stream and the padding that makes it a multiple of sp.
+# Between the rows of a stream and the padding that makes it a multiple of tp.
 STREAM_PADDING = 2
 
 
 @dataclass(frozen=True)
 class Layout:
     tp: int = 1
-    is_sequence_parallel: bool = False
     cp: int = 1
     dp: int = 1
     num_microbatches: int = 1
@@ -47,7 +43,7 @@ class Layout:
     @property
     def sizes(self) -> Sizes:
         world = self.tp * self.cp * self.dp
-        return Sizes(world=world, tp=self.tp, cp=self.cp, sequence_parallel=self.is_sequence_parallel)
+        return Sizes(world=world, tp=self.tp, cp=self.cp)
 
     @property
     def microbatches_B(self) -> tuple[int, ...]:
@@ -60,11 +56,11 @@ LAYOUTS = {
     "one device": Layout(),
     "4 microbatches": Layout(num_microbatches=4),
     "tp 2": Layout(tp=2),
-    "tp 2 sp": Layout(tp=2, is_sequence_parallel=True, num_microbatches=2),
+    "tp 2, 2 microbatches": Layout(tp=2, num_microbatches=2),
     "cp 2": Layout(cp=2, num_microbatches=2),
     "dp 4": Layout(dp=4),
     "cp 2 dp 2": Layout(cp=2, dp=2, num_microbatches=2),
-    "tp 2 sp cp 2 dp 2": Layout(tp=2, is_sequence_parallel=True, cp=2, dp=2),
+    "tp 2 cp 2 dp 2": Layout(tp=2, cp=2, dp=2),
 }
 
 ALL_SCOPES = (
@@ -99,7 +95,7 @@ def weight_of() -> Tensor:
 
 
 def build(config: RouterConfig, mesh: Mesh, weight_EH: Tensor) -> Router:
-    router = Router(config, H, tp=mesh.tp, sp=mesh.sp, cp=mesh.cp, name=NAME, initial=Initial(std=1.0)).double()
+    router = Router(config, H, tp=mesh.tp, cut=mesh.tp, name=NAME, initial=Initial(std=1.0)).double()
     with torch.no_grad():
         router.weight.copy_(weight_EH)
     return router
@@ -114,7 +110,7 @@ def places_of(layout: Layout, mesh: Mesh) -> list[Tensor]:
     for microbatch in range(layout.num_microbatches):
         first = (mesh.dp.rank * layout.num_microbatches + microbatch) * rows
         stream = (torch.arange(first, first + rows).unsqueeze(1) * S + columns).flatten()
-        calls.append(shard_slice(F.pad(stream, (0, STREAM_PADDING), value=-1), mesh.sp))
+        calls.append(shard_slice(F.pad(stream, (0, STREAM_PADDING), value=-1), mesh.tp))
     return calls
 
 
@@ -123,15 +119,20 @@ def tokens_of(batch: Batch, layout: Layout, places_T: Tensor, call: int, mesh: M
     rows = B // layout.dp // layout.num_microbatches
     first = (mesh.dp.rank * layout.num_microbatches + call) * rows
     own = batch.documents_BS[first : first + rows]
-    smallest = int(own[own >= 0].min()) if bool((own >= 0).any()) else 0
+    documents = own[own >= 0].unique(sorted=True).tolist()
+    smallest = min(documents, default=0)
+    numbers = range(int(batch.documents_BS.max()) + 1)
+    weights_D = torch.tensor([batch.weight_of(number) for number in numbers], dtype=torch.float64)
     is_real_T = batch.is_real_BS.flatten()[places_T] & (places_T >= 0)
     return RoutedTokens(
         is_real_T=is_real_T,
         segments_T=torch.where(is_real_T, batch.documents_BS.flatten()[places_T] - smallest, 99),
-        num_segments=max(int(own.max()) - smallest + 1, 0),
+        lengths=tuple(int((own == number).sum()) for number in documents),
         positions_T=batch.positions_BS.flatten()[places_T],
         keys_T=batch.keys_BS.flatten()[places_T],
-        loss_factor=loss_factor(batch.is_real_BS.sum(), DIVISOR),
+        # Of padding any number.
+        weights_T=torch.where(is_real_T, weights_D[batch.documents_BS.flatten()[places_T]], 7.0),
+        axes=(mesh.tp, mesh.cp),
         call=call,
     )
 
@@ -153,20 +154,20 @@ def step(router: Router, batch: Batch, layout: Layout, mesh: Mesh) -> Stepped:
     for call, places_T in enumerate(places_of(layout, mesh)):
         x_TH = batch.x_BSH.reshape(-1, H)[places_T].clone().requires_grad_()
         routing = router(x_TH, tokens_of(batch, layout, places_T, call, mesh))
-        own = worth(routing, batch.out_BSE.reshape(-1, E)[places_T])
-        # Each rank of sp goes on with its own tokens; those of cp have the loss of all, and are averaged.
+        own = worth(routing, batch.out_BSE.reshape(-1, E)[places_T]) + routing.auxiliary
+        # Each rank of tp goes on with its own tokens; those of cp have the loss of all, and are averaged.
         total = differentiable.reduce(differentiable.copy(own, mesh.cp), mesh.cp)
         (total / mesh.cp.size).backward()
         assert x_TH.grad is not None
-        x_grads.append((places_T, x_TH.grad / DIVISOR))
+        x_grads.append((places_T, x_TH.grad / batch.divisor))
     assert router.weight.grad is not None
     weight_grad = router.weight.grad
     partial = shard_of(router.weight).partial
     assert partial is not None
     for axis in (partial, mesh.axis("dp+cp")):
         weight_grad = all_reduce(weight_grad, axis)
-    report = end_step([router], sp=mesh.sp, data=mesh.axis("dp+cp"))[0]
-    return Stepped(weight_grad / DIVISOR, x_grads, report)
+    report = end_step([router], cut=mesh.tp, data=mesh.axis("dp+cp"))[0]
+    return Stepped(weight_grad / batch.divisor, x_grads, report)
 
 
 def worth(routing: Routing, out_TE: Tensor) -> Tensor:
@@ -201,7 +202,6 @@ def two_plain_steps(config: RouterConfig, microbatches_B: tuple[int, ...]) -> li
             bias=bias_E.double(),
             preferred=preferred,
             microbatches_B=microbatches_B,
-            divisor=DIVISOR,
         )
         x_grad_BSH, weight_grad_EH = torch.autograd.grad(plain.objective, (x_BSH, weight_EH))
         mean = sum(plain.counts) / E
@@ -241,8 +241,10 @@ def test_weights_losses_and_gradients_of_two_steps_equal_those_of_one_device(
 
 def test_the_batches_of_this_test_bite() -> None:
     # Each loss moves the gradient, and each scope in another way; padding is there, and choices differ between steps.
+    # And whose targets count how much tells, of one document nothing.
     weight_EH = weight_of().requires_grad_()
     batch, grads = make_batch(1), []
+    assert batch.weight_of(1) == 0.0 and len({batch.weight_of(number) for number in range(5)}) == 5
     variants: list[dict[str, Any]] = [{}, {"z_loss": 0.1}]
     variants += [{"balance": (BalanceLoss(scope=loss.scope, coefficient=0.1),)} for loss in ALL_SCOPES]
     for variant in variants:
@@ -255,7 +257,6 @@ def test_the_batches_of_this_test_bite() -> None:
             bias=torch.zeros(E),
             preferred=[5, 0, 1, 2, 3, 4, 5, 6],
             microbatches_B=(0, 0, 1, 1),
-            divisor=DIVISOR,
         )
         grads.append(torch.autograd.grad(plain.objective, weight_EH)[0])
     for one in range(len(grads)):
@@ -272,10 +273,11 @@ def plain_tokens(num_tokens: int, *, call: int = 0) -> RoutedTokens:
     return RoutedTokens(
         is_real_T=torch.ones(num_tokens, dtype=torch.bool),
         segments_T=torch.zeros(num_tokens, dtype=torch.int64),
-        num_segments=1,
+        lengths=(num_tokens,),
         positions_T=torch.arange(num_tokens),
         keys_T=rng.bits(7, torch.arange(num_tokens)),
-        loss_factor=loss_factor(torch.tensor(num_tokens)),
+        weights_T=torch.ones(num_tokens, dtype=torch.float64),
+        axes=(),
         call=call,
     )
 
@@ -293,7 +295,7 @@ def test_where_a_token_lies_in_the_stream_changes_nothing(config: RouterConfig, 
     for places_T in (in_order_T, shuffled_T):
         router = build(config, mesh, weight_of())
         routing = router(batch.x_BSH.view(-1, H)[places_T], tokens_of(batch, layout, places_T, 0, mesh))
-        worth(routing, batch.out_BSE.view(-1, E)[places_T]).backward()
+        (worth(routing, batch.out_BSE.view(-1, E)[places_T]) + routing.auxiliary).backward()
         routings.append(routing)
         assert router.weight.grad is not None
         grads.append(router.weight.grad)
@@ -304,7 +306,7 @@ def test_where_a_token_lies_in_the_stream_changes_nothing(config: RouterConfig, 
         after.weights_TK[shuffled_T >= 0], before.weights_TK[shuffled_T[shuffled_T >= 0]], rtol=0, atol=TOLERANCE
     )
     # Gradients are those of sums, before what divides them at the end of a step.
-    assert_close(grads[1], grads[0], rtol=0, atol=DIVISOR * TOLERANCE)
+    assert_close(grads[1], grads[0], rtol=0, atol=batch.divisor * TOLERANCE)
 
 
 def test_softmax_after_the_choice_is_softmax_before_it_divided_by_the_sum_of_the_chosen() -> None:
@@ -366,13 +368,14 @@ def test_a_call_that_is_made_again_for_the_backward_counts_once() -> None:
             tokens = plain_tokens(S, call=call)
 
             def forward(x: Tensor, tokens: RoutedTokens = tokens, router: Router = router) -> Tensor:
-                return worth(router(x, tokens), out_TE)
+                routing = router(x, tokens)
+                return worth(routing, out_TE) + routing.auxiliary
 
             x = x_TH + call
             loss = torch_checkpoint.checkpoint(forward, x, use_reentrant=False) if is_recomputed else forward(x)
             loss.backward()
         mesh = Mesh.single()
-        reports.append(end_step([router], sp=mesh.sp, data=mesh.dp)[0])
+        reports.append(end_step([router], cut=mesh.tp, data=mesh.dp)[0])
         assert router.weight.grad is not None
         grads.append(router.weight.grad)
         biases.append(router.expert_bias)
@@ -380,6 +383,19 @@ def test_a_call_that_is_made_again_for_the_backward_counts_once() -> None:
     assert torch.equal(reports[0].counts_E, reports[1].counts_E)
     assert torch.equal(grads[0], grads[1]) and torch.equal(biases[0], biases[1])
     assert reports[0].losses == reports[1].losses
+
+
+def test_half_inputs_have_their_auxiliary_losses_in_float32() -> None:
+    config = RouterConfig(num_experts=E, top_k=2, balance=ALL_SCOPES, z_loss=0.5)
+    router = single(config, weight_of()).bfloat16()
+    x_TH = torch.randn(64, H).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        routing = router(x_TH, plain_tokens(64))
+    assert routing.auxiliary.dtype == torch.float32
+    logits_TE = x_TH.double() @ router.weight.detach().double().T
+    z = logits_TE.logsumexp(1).square().mean()
+    report = end_step([router], cut=Mesh.single().tp, data=Mesh.single().dp)[0]
+    assert abs(float(report.losses["z"] - z)) < 1e-5 * float(z)
 
 
 def test_evaluation_neither_jitters_nor_counts_nor_plans() -> None:
@@ -395,7 +411,7 @@ def test_evaluation_neither_jitters_nor_counts_nor_plans() -> None:
         router.records.forget()
         routing = router.eval()(x_TH, plain_tokens(S))
         assert torch.equal(routing.chosen_TK, top.chosen_TK) and torch.equal(routing.weights_TK, top.weights_TK)
-        assert not router.records.counts
+        assert not router.records.counts and not router.records.kept and float(routing.auxiliary) == 0.0
 
 
 def test_the_losses_of_a_call_without_a_real_token_are_zero() -> None:
@@ -405,14 +421,16 @@ def test_the_losses_of_a_call_without_a_real_token_are_zero() -> None:
     padding = RoutedTokens(
         is_real_T=torch.zeros(S, dtype=torch.bool),
         segments_T=tokens.segments_T,
-        num_segments=0,
+        lengths=(),
         positions_T=tokens.positions_T,
         keys_T=tokens.keys_T,
-        loss_factor=loss_factor(torch.tensor(0)),
+        weights_T=tokens.weights_T,
+        axes=(),
     )
     routing = router(torch.full((S, H), torch.nan, dtype=torch.float64), padding)
     assert bool((routing.chosen_TK == -1).all()) and bool((routing.weights_TK == 0).all())
-    routing.weights_TK.sum().backward()
+    assert float(routing.auxiliary.detach()) == 0.0
+    (routing.weights_TK.sum() + routing.auxiliary).backward()
     assert router.weight.grad is not None and bool((router.weight.grad == 0).all())
-    report = end_step([router], sp=Mesh.single().sp, data=Mesh.single().dp)[0]
+    report = end_step([router], cut=Mesh.single().tp, data=Mesh.single().dp)[0]
     assert all(float(loss) == 0 for loss in report.losses.values()) and int(report.counts_E.sum()) == 0

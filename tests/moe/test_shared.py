@@ -15,7 +15,6 @@ from tests.moe.plain import (
     BITE,
     FFN,
     INITIAL,
-    E,
     H,
     Plain,
     assert_same,
@@ -95,7 +94,7 @@ def test_a_shared_expert_equals_plain_torch(
     run_on_threads(num_ranks, on_rank)
 
 
-def test_shared_and_chosen_experts_are_added_up_where_tp_is_folded_into_ep_and_etp() -> None:
+def test_what_is_computed_while_tokens_travel_equals_plain_torch_where_tp_is_folded_into_ep_and_etp() -> None:
     plain, shared = Plain(4 * 5), PlainShared("gelu", True)
     hidden = plain.hidden.detach().clone().requires_grad_()
     shared_out = shared(hidden)
@@ -107,15 +106,17 @@ def test_shared_and_chosen_experts_are_added_up_where_tp_is_folded_into_ep_and_e
     def on_rank(world: Any) -> None:
         mesh = expert_mesh(world, 2, 2, tp=2)
         mine = own(plain.hidden, mesh).requires_grad_()
-        mixed = mix(
+        beside = shared.cut(mesh)
+        mixed, made = mix(
             mine,
             own(plain.experts, mesh),
             own(plain.weights, mesh),
-            num_experts=E,
             dispatcher=dispatcher_of(AllToAll, mesh),
             experts=experts_of(plain, mesh),
-            shared=shared.cut(mesh),
+            meanwhile=lambda: beside(mine),
         )
+        assert made is not None
+        mixed = mixed + made
         mixed.backward(own(plain.out_grad, mesh))
         assert_same(mixed, own(out, mesh))
         assert mine.grad is not None

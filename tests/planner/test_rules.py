@@ -7,6 +7,8 @@ import pytest
 from lightning_megatron import ContextConfig, CostModel, DynamicContextConfig, Fp8Config, RecomputeConfig
 from lightning_megatron.mesh import Sizes, StageLayout
 from lightning_megatron.models import GPTConfig
+from lightning_megatron.moe.capacity import Capacity
+from lightning_megatron.moe.config import MoEConfig, RouterConfig
 from lightning_megatron.pipeline.choice import Schedule
 from lightning_megatron.planner.rules import Facts, faults
 
@@ -125,3 +127,45 @@ def test_faults_of_dynamic_context_parallelism_are_told_with_what_would_do() -> 
     assert any("give them: DynamicContextConfig(cost=" in told for told in faults(fp8))
     costly = replace(config, cost=CostModel(seconds_per_token=1.0))
     assert not any("cost=" in told for told in faults(replace(fp8, dynamic_context=costly)))
+
+
+def test_a_forward_beside_a_backward_is_refused_with_recomputed_experts_and_with_nothing_else() -> None:
+    def found(recompute: RecomputeConfig, is_joint: bool = True) -> list[str]:
+        schedule = Schedule(name="1f1b", pp=2, chunks=1, microbatches=4, is_joint=is_joint)
+        return faults(Facts(sizes=Sizes(world=2, pp=2), num_microbatches=4, schedule=schedule, recompute=recompute))
+
+    full, experts = RecomputeConfig(granularity="full"), RecomputeConfig(granularity="selective", parts=("moe",))
+    assert [len(found(recompute)) for recompute in (full, experts)] == [1, 1]
+    assert "overlap_expert_exchange" in found(full)[0] and "'moe'" in found(experts)[0]
+    assert not found(full, is_joint=False) and not found(experts, is_joint=False)
+    assert not found(RecomputeConfig()) and not found(RecomputeConfig(granularity="selective", parts=("norm",)))
+
+
+def test_faults_of_experts_on_a_layout_are_told_with_what_would_do() -> None:
+    experts = MoEConfig(router=RouterConfig(num_experts=6), ffn_hidden_size=50, shared_ffn_hidden_size=25)
+    sound = Facts(sizes=Sizes(world=12, tp=1, ep=3, etp=2, pp=2), model=model(moe=experts))
+    assert faults(sound) == []
+    wrong = replace(sound, sizes=Sizes(world=16, tp=2, ep=4, etp=4))
+    told = faults(wrong)
+    assert len(told) == 4
+    text = "\n".join(told)
+    assert "number of experts (6) must be a multiple of expert_model_parallel_size (4)" in text
+    assert "expert_model_parallel_size may be 1, 2, 3, 6" in text
+    assert "ffn_hidden_size of an expert (50) must be a multiple of expert_tensor_parallel_size (4)" in text
+    assert "shared_ffn_hidden_size (25) must be a multiple of tensor_model_parallel_size (2)" in text
+    assert "expert_model_parallel_size (4) with tensor_model_parallel_size (2) needs sequence_parallel" in text
+    assert len(faults(replace(wrong, sizes=replace(wrong.sizes, sequence_parallel=True)))) == 3
+    [world] = faults(replace(sound, sizes=Sizes(world=12, pp=2, ep=2, etp=2)))
+    assert "world size (12) must be a multiple of pipeline x expert x expert tensor parallel size (8)" in world
+    assert "use 8 or 16 processes" in world
+
+
+def test_dynamic_context_parallelism_takes_experts_that_ask_each_time_how_many_tokens_come() -> None:
+    config = DynamicContextConfig(max_tokens_per_rank=32)
+    experts = MoEConfig(router=RouterConfig(num_experts=4), capacity=Capacity(factor=1.0))
+    sound = Facts(sizes=Sizes(world=4, ep=2), model=model(moe=experts), dynamic_context=config)
+    assert faults(sound) == []
+    known = replace(experts, dispatcher="all_gather", capacity=Capacity(factor=1.0, pads=True))
+    wrong = replace(sound, model=model(moe=known))
+    assert ["all_gather" in told or "pads" in told for told in faults(wrong)] == [True, True]
+    assert faults(replace(wrong, sizes=Sizes(world=4))) == []

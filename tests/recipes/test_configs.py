@@ -8,7 +8,10 @@ import pytest
 from lightning_megatron.cli.recipe import RecipeCLI
 from lightning_megatron.lightning_modules import GPTDataModule, GPTModule
 from lightning_megatron.mesh import Mesh, Sizes
+from lightning_megatron.moe.capacity import Capacity
+from lightning_megatron.moe.config import BalanceLoss
 from lightning_megatron.planner import rules
+from lightning_megatron.trainer import ConfigurationError
 from lightning_megatron.trainer.callbacks import Throughput
 from lightning_megatron.transformer import cost
 
@@ -51,6 +54,9 @@ def sizes_of(parsed: Parsed) -> Sizes:
         tp=options["tensor_model_parallel_size"],
         pp=options["pipeline_model_parallel_size"],
         cp=options["context_parallel_size"],
+        ep=options["expert_model_parallel_size"],
+        etp=options["expert_tensor_parallel_size"],
+        vp=options["virtual_pipeline_model_parallel_size"],
         sequence_parallel=options["sequence_parallel"],
     )
 
@@ -84,6 +90,10 @@ def test_a_shipped_configuration_has_no_fault(path: Path) -> None:
         ("gpt3_175b.yaml", 174.6e9, 1024, 8),  # arXiv 2104.04473, table 2
         ("gpt_1t.yaml", 1008.0e9, 3072, 6),  # arXiv 2104.04473, table 1
         ("llama3_405b_128k.yaml", 405.85e9, 16384, 8),  # the released weights, and arXiv 2407.21783, table 4
+        ("moe_toy.yaml", 5.5e6, 2, 2),
+        ("mixtral_8x7b.yaml", 46_702_792_704, 64, 16),  # the released weights, counted
+        ("mixtral_8x22b.yaml", 140_620_634_112, 128, 8),  # the released weights, counted
+        ("qwen3_30b_a3b.yaml", 30_532_122_624, 16, 8),  # the released weights, counted
     ],
 )
 def test_a_model_has_the_size_of_its_name(name: str, parameters: float, world: int, dp: int) -> None:
@@ -92,9 +102,54 @@ def test_a_model_has_the_size_of_its_name(name: str, parameters: float, world: i
     if isinstance(parameters, int):
         assert counted == parameters
     else:
-        assert counted == pytest.approx(parameters, rel=1e-2 if name == "toy.yaml" else 5e-4)
+        assert counted == pytest.approx(parameters, rel=1e-2 if "toy" in name else 5e-4)
     sizes = sizes_of(parsed)
     assert (sizes.world, sizes.dp) == (world, dp)
+
+
+@pytest.mark.parametrize(
+    ("name", "active", "edp"),
+    [
+        ("mixtral_8x7b.yaml", 12.9e9, 2),  # arXiv 2401.04088, section 3
+        ("mixtral_8x22b.yaml", 39e9, 2),  # as its makers call it
+        ("qwen3_30b_a3b.yaml", 3.3e9, 1),  # arXiv 2505.09388, section 1
+        ("moe_toy.yaml", 3.94e6, 1),
+    ],
+)
+def test_a_token_uses_as_many_parameters_as_the_name_says(name: str, active: float, edp: int) -> None:
+    parsed = parse(name)
+    assert cost.active_parameters(parsed.model.config) == pytest.approx(active, rel=0.02)
+    assert sizes_of(parsed).edp == edp
+
+
+def test_experts_come_from_the_file_and_from_the_command_line() -> None:
+    moe = parse(
+        "moe_toy.yaml", "--model.config.moe.router.num_experts=8", "--model.config.moe.every=1"
+    ).model.config.moe
+    assert moe is not None and (moe.router.num_experts, moe.every) == (8, 1)
+    assert (moe.router.top_k, moe.router.balance) == (2, (BalanceLoss(coefficient=0.01),))
+    options = ["--model.config.moe.router.num_experts=4", "--model.config.moe.capacity.factor=1.5"]
+    options += ["--model.config.moe.router.balance=[{scope: global, coefficient: 0.02}]"]
+    # A file without experts takes them, too.
+    moe = parse("toy.yaml", *options).model.config.moe
+    assert moe is not None and moe.capacity == Capacity(factor=1.5)
+    assert moe.router.balance == (BalanceLoss(scope="global", coefficient=0.02),)
+    assert parse("toy.yaml").model.config.moe is None
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["router.top_k=5", "router.jitter=2"], ["top_k (5) must be at most num_experts (4)", "jitter (2.0) must be"]),
+        (["capacity.factor=0.01"], ["capacity factor (0.01) for sequences of 128 tokens", "must be at least 1"]),
+        (["every=0", "has_shared_gate=true"], ["moe every (0) must be at least 1", "needs a shared expert"]),
+    ],
+    ids=["router", "capacity", "layers"],
+)
+def test_experts_that_cannot_be_are_faults_told_together(options: list[str], told: list[str]) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        parse("moe_toy.yaml", *(f"--model.config.moe.{option}" for option in options))
+    assert all(text in str(raised.value) for text in told)
 
 
 def test_the_count_is_that_of_the_published_formula() -> None:

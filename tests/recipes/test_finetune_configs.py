@@ -36,7 +36,7 @@ LLAMA3_8B = GPTConfig(
 @pytest.fixture(autouse=True)
 def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["finetune_hf.py"])
-    monkeypatch.setattr(hf, "config_from_pretrained", lambda path: LLAMA3_8B)
+    monkeypatch.setattr(hf, "config_from_pretrained", lambda path, **options: LLAMA3_8B)
     # The command line sets these; monkeypatch takes them back.
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")
     monkeypatch.setenv("PL_SEED_WORKERS", "0")

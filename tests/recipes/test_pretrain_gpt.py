@@ -93,16 +93,52 @@ def recipe(folder: Path, *options: str, timeout: float = 120) -> subprocess.Comp
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
+EXPERTS = """
+trainer:
+  strategy:
+    class_path: lightning_megatron.MegatronStrategy
+    init_args:
+      tensor_model_parallel_size: 1
+      sequence_parallel: false
+      expert_model_parallel_size: 2
+  logger:
+    class_path: lightning.pytorch.loggers.CSVLogger
+    init_args:
+      save_dir: logs
+      name: experts
+  callbacks:
+    - class_path: lightning.pytorch.callbacks.ModelCheckpoint
+      init_args:
+        every_n_train_steps: 2
+        save_top_k: -1
+        dirpath: experts
+        filename: "{step}"
+model:
+  config:
+    add_bias_linear: false
+    moe:
+      every: 2
+      ffn_hidden_size: 64
+      router:
+        num_experts: 4
+        balance:
+          - scope: global
+            coefficient: 0.02
+        bias_update_rate: 0.01
+"""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("recipe")
     write_corpus(path)
     (path / "tiny.yaml").write_text(TINY)
+    (path / "experts.yaml").write_text(EXPERTS)
     return path
 
 
-def losses(folder: Path, version: int) -> list[float]:
-    with (folder / "logs" / "tiny" / f"version_{version}" / "metrics.csv").open(newline="") as file:
+def losses(folder: Path, version: int, name: str = "tiny") -> list[float]:
+    with (folder / "logs" / name / f"version_{version}" / "metrics.csv").open(newline="") as file:
         return [float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]]
 
 
@@ -135,6 +171,50 @@ def test_a_run_of_two_processes_is_resumed_on_another_layout_and_writes(folder: 
     )
     assert written.returncode == 0, written.stderr
     assert "the cat sat" in written.stdout
+
+
+@pytest.mark.slow
+def test_experts_over_two_processes_are_resumed_on_another_layout_and_write(folder: Path) -> None:
+    files = ("--config", "tiny.yaml", "--config", "experts.yaml")
+    first = recipe(folder, "fit", *files)
+    assert first.returncode == 0, first.stderr
+    one = losses(folder, 0, "experts")
+    assert len(one) == 4 and one[3] < one[0]
+    resumed = recipe(
+        folder,
+        *("fit", *files, "--ckpt_path", "experts/step=2.ckpt"),
+        "--trainer.strategy.init_args.expert_model_parallel_size=1",
+        "--trainer.strategy.init_args.pipeline_model_parallel_size=2",
+        "--trainer.strategy.init_args.num_microbatches=2",
+    )
+    assert resumed.returncode == 0, resumed.stderr
+    assert losses(folder, 1, "experts") == pytest.approx(one[2:], abs=1e-5)
+    written = recipe(
+        folder,
+        *("predict", *files, "--ckpt_path", "experts/step=4.ckpt", '--data.prompts=["the cat sat", "a dog"]'),
+    )
+    assert written.returncode == 0, written.stderr
+    assert "the cat sat" in written.stdout and "a dog" in written.stdout
+
+
+@pytest.mark.slow
+def test_experts_that_fit_no_layout_are_told_in_one_message(folder: Path) -> None:
+    sizes = ("tensor_model_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size")
+    ended = recipe(
+        folder,
+        *("fit", "--config", "tiny.yaml", "--config", "experts.yaml", "--trainer.devices=4"),
+        *("--model.config.moe.router.num_experts=5", "--model.config.moe.ffn_hidden_size=63"),
+        *(f"--trainer.strategy.init_args.{name}=2" for name in sizes),
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert "Traceback" not in ended.stdout + ended.stderr
+    assert "Initializing distributed" not in ended.stdout + ended.stderr
+    for told in (
+        "number of experts (5) must be a multiple of expert_model_parallel_size (2)",
+        "ffn_hidden_size of an expert (63) must be a multiple of expert_tensor_parallel_size (2)",
+        "needs sequence_parallel",
+    ):
+        assert ended.stderr.count(told) == 1
 
 
 @pytest.mark.slow

@@ -27,6 +27,8 @@ class Layout:
     collective: bool = False
     vp: int = 1
     cp: int = 1
+    ep: int = 1
+    etp: int = 1
     context: ContextConfig = field(default_factory=ContextConfig)
     schedule: Literal["auto"] | ScheduleName = "auto"
     stages: StageLayout = field(default_factory=StageLayout)
@@ -46,6 +48,8 @@ class Layout:
             tensor_model_parallel_size=self.tp,
             pipeline_model_parallel_size=self.pp,
             context_parallel_size=self.cp,
+            expert_model_parallel_size=self.ep,
+            expert_tensor_parallel_size=self.etp,
             context=self.context,
             sequence_parallel=self.sp,
             num_microbatches=self.microbatches,

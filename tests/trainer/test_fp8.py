@@ -1,6 +1,7 @@
 """FP8 through the Trainer: alike on any layout, resumed as it was left, and refused where it cannot be had."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from lightning_megatron import ConfigurationError, Fp8Config, MegatronStrategy, PipelineConfig, checkpoint
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.models import GPTConfig, GPTModel
+from lightning_megatron.moe.config import MoEConfig, RouterConfig
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.precision.product import Fp8Product
 from lightning_megatron.tensor.linear import ParallelLinear
@@ -150,6 +152,32 @@ def test_fp8_trains_on_any_layout_as_on_one_rank(name: str, on_one: dict[str, An
     assert len(on_one["current linears"]) == 3 * 4 and len(on_one["delayed linears"]) == 4 * 4
     # They are FP8's losses and not the plain ones.
     assert max(abs(a - b) for a, b in zip(on_one["delayed"], on_one["plain"], strict=True)) > 2 * TOLERANCE
+
+
+WITH_EXPERTS = replace(
+    CONFIG,
+    num_layers=2,
+    moe=MoEConfig(router=RouterConfig(num_experts=4), ffn_hidden_size=32, shared_ffn_hidden_size=32),
+)
+
+
+def trained_experts(world: int, layout: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, fp8 in (("plain", None), ("current", Fp8Config()), ("delayed", DELAYED)):
+        module = Language(WITH_EXPERTS)
+        rows = Subset(loader().dataset, range(int(os.environ["RANK"]), 16, world))
+        trainer_of(world, layout, fp8=fp8).fit(module, DataLoader(rows, batch_size=4 // world))
+        found[name], found[f"{name} linears"] = module.losses, module.in_fp8
+    return found
+
+
+def test_a_model_whose_layers_all_have_experts_trains_in_fp8_on_ranks_that_share_them() -> None:
+    [one] = run_on_ranks(1, trained_experts, 1, {}, init=False)
+    for found in run_on_ranks(2, trained_experts, 2, {"expert_model_parallel_size": 2}, init=False):
+        for scaling in ("current", "delayed"):
+            assert found[scaling] == pytest.approx(one[scaling], abs=TOLERANCE)
+            assert len(found[f"{scaling} linears"]) == 2 * 4
+    assert max(abs(a - b) for a, b in zip(one["delayed"], one["plain"], strict=True)) > 2 * TOLERANCE
 
 
 EXCHANGES = {

@@ -197,6 +197,8 @@ def test_only_annotations_make_a_dataclass_of_a_mapping() -> None:
     assert rebuilt(Note | None, {"text": "a"}) == Note("a")
     assert rebuilt(Note | None, None) is None
     assert rebuilt(Note, Note("a")) == Note("a")
+    assert rebuilt(tuple[Note, ...], [{"text": "a"}, {"text": "b"}]) == (Note("a"), Note("b"))
+    assert rebuilt(tuple[int, ...], (1, 2)) == (1, 2)
     for kind in (dict[str, Note], Any, None, int):
         assert rebuilt(kind, {"text": "a"}) == {"text": "a"}
     with pytest.raises(ValueError, match=r"Note has no fields \['txt'\]"):

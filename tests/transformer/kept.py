@@ -1,7 +1,7 @@
 """How much the backward of layers keeps, measured on fake tensors: what is alive once the forward is over."""
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,14 +14,17 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_megatron.comm import collectives
 from lightning_megatron.comm.rng import Draws
 from lightning_megatron.mesh import Mesh, Sizes
+from lightning_megatron.moe.experts import ExpertAxes
 from lightning_megatron.pipeline.module import StagePart
 from lightning_megatron.transformer import recompute
 from lightning_megatron.transformer.config import TransformerConfig
-from lightning_megatron.transformer.layer import TransformerLayer
+from lightning_megatron.transformer.layer import ExpertLayer, TransformerLayer
 from lightning_megatron.transformer.recompute import RecomputeConfig
-from lightning_megatron.transformer.tokens import stream_of
+from lightning_megatron.transformer.tokens import Tokens, stream_of
+from tests.harness.threads import new_group, run_on_threads
 
 
 @contextmanager
@@ -74,27 +77,93 @@ def kept_bytes(
     """
     recomputed = recomputed if recomputed is not None else RecomputeConfig()
     with pretended(sizes, dtype) as mesh:
-        layers = [
-            TransformerLayer(config, tp=mesh.tp, sp=mesh.sp, name=f"layers.{i}", window=config.window_of(i)).train()
-            for i in range(num_layers)
-        ]
-        tokens = stream_of((batch, sequence), config=config, mesh=mesh, draws=Draws(seed=1), device=torch.device("cpu"))
-        # Once for all layers: no layer keeps them.
-        assert tokens.shard_keys.shape == (tokens.num_tokens // mesh.sp.size,)
-        for layer in layers:
-            recompute.share(layer, recomputed)
-        parts = [StagePart(layer, True, lambda hidden, run=layer: run(hidden, tokens)) for layer in layers]
-        runner = recompute.StageRunner(recomputed, tp=mesh.tp, sp=mesh.sp)
-        leaf = torch.empty(tokens.num_tokens // mesh.sp.size, config.hidden_size, dtype=dtype, requires_grad=True)
-        # What the forward leaves in circles is young then, and found without a look at all that ever was.
         gc.disable()
         try:
-            with _Made() as made:
-                # Not the leaf, which lives in any case.
-                output = runner(parts, leaf.clone())
-            gc.collect(0)
+            return _kept_bytes(config, mesh, batch, sequence, dtype, recomputed, num_layers)
         finally:
             gc.enable()
-        assert output.shape == leaf.shape
-        of_output = StorageWeakRef(output.untyped_storage())
-        return sum(nbytes for ref, nbytes in made.storages.items() if not ref.expired() and ref != of_output)
+
+
+def expert_kept_bytes(
+    config: TransformerConfig,
+    sizes: Sizes,
+    batch: int,
+    sequence: int,
+    dtype: torch.dtype,
+    recomputed: RecomputeConfig | None = None,
+) -> int:
+    """The same of a layer of experts on rank 0: of real tensors on ranks that are threads, as its sizes are data."""
+    recomputed = recomputed if recomputed is not None else RecomputeConfig()
+
+    def on_rank(world: Any) -> int:
+        mesh = Mesh.build(sizes, world.rank(), new_group)
+        # A thread finds no circles while another one looks for them.
+        return _kept_bytes(config, mesh, batch, sequence, dtype, recomputed, 1, is_watched=world.rank() == 0)
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    gc.disable()
+    try:
+        return int(run_on_threads(sizes.world, on_rank)[0])
+    finally:
+        gc.enable()
+        torch.set_default_dtype(before)
+
+
+def _kept_bytes(
+    config: TransformerConfig,
+    mesh: Mesh,
+    batch: int,
+    sequence: int,
+    dtype: torch.dtype,
+    recomputed: RecomputeConfig,
+    num_layers: int,
+    is_watched: bool = True,
+) -> int:
+    layers = [_layer(config, mesh, i).train() for i in range(num_layers)]
+    tokens = stream_of((batch, sequence), config=config, mesh=mesh, draws=Draws(seed=1), device=torch.device("cpu"))
+    # Once for all layers: no layer keeps them.
+    assert tokens.shard_keys.shape == (tokens.num_tokens // mesh.sp.size,)
+    for layer in layers:
+        recompute.share(layer, recomputed)
+    auxiliary: list[Tensor] = []
+    runs = [_run_of(layer, tokens, mesh, auxiliary) for layer in layers]
+    parts = [StagePart(layer, True, run) for layer, run in zip(layers, runs, strict=True)]
+    runner = recompute.StageRunner(recomputed, tp=mesh.tp, sp=mesh.sp)
+    leaf = torch.empty(tokens.num_tokens // mesh.sp.size, config.hidden_size, dtype=dtype, requires_grad=True)
+    with _Made() as made:
+        # Not the leaf, which lives in any case.
+        output = runner(parts, leaf.clone())
+    # What is on its way to ranks that are threads is theirs.
+    collectives.barrier(mesh.world)
+    if is_watched:
+        # What the forward leaves in circles is young, and found without a look at all that ever was.
+        gc.collect(0)
+    assert output.shape == leaf.shape
+    of_output = StorageWeakRef(output.untyped_storage())
+    return sum(nbytes for ref, nbytes in made.storages.items() if not ref.expired() and ref != of_output)
+
+
+def _layer(config: TransformerConfig, mesh: Mesh, index: int) -> TransformerLayer | ExpertLayer:
+    name, window = f"layers.{index}", config.window_of(index)
+    if config.moe is None or not config.has_experts(index):
+        return TransformerLayer(config, tp=mesh.tp, sp=mesh.sp, name=name, window=window)
+    axes = ExpertAxes.of(mesh)
+    return ExpertLayer(config, config.moe, tp=mesh.tp, sp=mesh.sp, experts=axes, name=name, window=window)
+
+
+def _run_of(
+    layer: TransformerLayer | ExpertLayer, tokens: Tokens, mesh: Mesh, auxiliary: list[Tensor]
+) -> Callable[[Tensor], Tensor]:
+    if isinstance(layer, TransformerLayer):
+        return lambda hidden: layer(hidden, tokens)  # type: ignore[no-any-return]
+    # Once for all layers, as the keys are; each token counts 1, as in a batch without targets.
+    routed = tokens.routed(torch.ones(tokens.shape), mesh.tp, 1)
+
+    def run(hidden: Tensor) -> Tensor:
+        hidden, loss = layer(hidden, tokens, routed)
+        # It is on its way to the head.
+        auxiliary.append(loss)
+        return hidden
+
+    return run

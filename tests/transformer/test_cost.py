@@ -1,6 +1,7 @@
 """The cost formulas agree with what is built, counted and kept."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -9,10 +10,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.models import GPTConfig, GPTModel
+from lightning_megatron.models.gpt import gpt_parts
+from lightning_megatron.moe.capacity import Capacity
+from lightning_megatron.moe.config import BalanceLoss, MoEConfig, RouterConfig
 from lightning_megatron.tensor.norm import RMSNorm
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.config import TransformerConfig
-from tests.transformer.kept import kept_bytes
+from lightning_megatron.transformer.recompute import RecomputeConfig
+from tests.transformer.kept import expert_kept_bytes, kept_bytes
 
 GPT3 = GPTConfig(num_layers=96, hidden_size=12288, num_attention_heads=96, max_sequence_length=2048, vocab_size=51200)
 GPT_1T = GPTConfig(
@@ -36,6 +41,34 @@ VARIANTS = {
     "head norms": replace(LLAMA, qk_norm=True),
 }
 
+SHARED = MoEConfig(
+    router=RouterConfig(num_experts=8, top_k=2),
+    ffn_hidden_size=48,
+    shared_ffn_hidden_size=80,
+    has_shared_gate=True,
+    every=2,
+    product="one_by_one",
+)
+EXPERTS = {
+    "dense width": replace(LLAMA, moe=MoEConfig(router=RouterConfig(num_experts=4), product="one_by_one")),
+    "shared": replace(LLAMA, moe=SHARED),
+    "plain mlp": replace(LLAMA, activation="gelu", moe=replace(SHARED, has_shared_gate=False, every=1, layers=(1,))),
+}
+MIXTRAL_8X7B = GPTConfig(
+    num_layers=32,
+    hidden_size=4096,
+    num_attention_heads=32,
+    num_query_groups=8,
+    ffn_hidden_size=14336,
+    vocab_size=32000,
+    activation="swiglu",
+    normalization="rmsnorm",
+    position="rotary",
+    add_bias_linear=False,
+    tie_embeddings=False,
+    moe=MoEConfig(router=RouterConfig(num_experts=8)),
+)
+
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("tp", [1, 2, 4])
@@ -52,6 +85,47 @@ def test_parameters_by_formula_are_those_that_are_built(variant: str, tp: int) -
     assert num("head") == (0 if config.tie_embeddings else cost.vocabulary_parameters(config, sizes))
     if tp == 1 and config.vocab_multiple == 1:
         assert sum(p.numel() for p in model.parameters()) == cost.model_parameters(config)
+
+
+LAYOUTS_OF_EXPERTS = [
+    Sizes(),
+    Sizes(world=4, ep=4),
+    Sizes(world=4, ep=2, etp=2),
+    Sizes(world=4, tp=2),
+    Sizes(world=4, tp=4, sequence_parallel=True, ep=2),
+]
+
+
+@pytest.mark.parametrize("variant", EXPERTS)
+@pytest.mark.parametrize("sizes", LAYOUTS_OF_EXPERTS, ids=["one", "ep4", "ep2 etp2", "tp2", "tp4 sp ep2"])
+def test_parameters_of_layers_of_experts_by_formula_are_those_that_are_built(variant: str, sizes: Sizes) -> None:
+    config = EXPERTS[variant]
+    model = GPTModel(config, mesh=Mesh.imagine(0, sizes), seed=1)
+    for layer in range(config.num_layers):
+        built = sum(p.numel() for p in model.get_submodule(f"layers.{layer}").parameters())
+        assert built == cost.layer_parameters(config, sizes, layer=layer)
+    if sizes.world == 1:
+        assert sum(p.numel() for p in model.parameters()) == cost.model_parameters(config)
+
+
+def test_the_parameters_of_a_token_are_those_that_move_its_logits() -> None:
+    # float64 and every router the same: the choice of one token is that of all.
+    config = EXPERTS["shared"]
+    model = GPTModel(config, seed=1).double()
+    model(torch.zeros(1, 1, dtype=torch.long)).sum().backward()
+    idle = 0
+    for name, parameter in model.named_parameters():
+        if ".experts." in name:
+            assert parameter.grad is not None
+            idle += int((parameter.grad.flatten(1) == 0).all(1).sum()) * parameter[0].numel()
+    assert idle > 0
+    assert cost.active_parameters(config) == cost.model_parameters(config) - idle
+    assert cost.active_parameters(LLAMA) == cost.model_parameters(LLAMA)
+
+
+def test_mixtral_has_its_published_sizes() -> None:
+    assert cost.model_parameters(MIXTRAL_8X7B) == 46_702_792_704  # the released weights, counted
+    assert cost.active_parameters(MIXTRAL_8X7B) == pytest.approx(12.9e9, rel=2e-3)  # arXiv 2401.04088, section 3
 
 
 @pytest.mark.parametrize(("config", "expected"), [(GPT3, 175e9), (GPT_1T, 1.008e12)], ids=["175B", "1T"])
@@ -85,6 +159,27 @@ def test_flops_by_formula_are_those_counted(variant: str) -> None:
     formula = cost.training_flops(config, batch=2, sequence=128, is_causal=False)
     assert counter.get_total_flops() == pytest.approx(formula, rel=0.02)
     assert cost.training_flops(config, batch=2, sequence=128) < 0.95 * formula  # the tolerance tells the two apart
+
+
+@pytest.mark.parametrize("variant", EXPERTS)
+def test_flops_of_experts_by_formula_are_those_counted(variant: str) -> None:
+    config = replace(EXPERTS[variant], attention_dropout=0.1)
+    model = GPTModel(config, seed=1)
+    tokens = torch.zeros(2, 128, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, labels=tokens).backward()
+    formula = cost.training_flops(config, batch=2, sequence=128, is_causal=False)
+    assert counter.get_total_flops() == formula
+    dense = cost.training_flops(replace(config, moe=None), batch=2, sequence=128, is_causal=False)
+    assert abs(dense / formula - 1) > 0.02
+
+
+def test_stages_balanced_by_cost_see_which_layers_have_experts() -> None:
+    config = EXPERTS["shared"]
+    first, second, third = (part.cost for part in gpt_parts(config, Mesh.single()) if part.symbol == "t")
+    assert first == third != second
+    # Router, two experts of 48 features, 80 shared ones and their gate in the place of 96.
+    assert first - second == 2 * 128 * 64 * (8 + 1 + 3 * (2 * 48 + 80 - 96))
 
 
 @pytest.mark.parametrize("window", [1, 5, 127, 128, 500])
@@ -173,3 +268,59 @@ def test_attention_never_lays_out_its_weights_without_dropout() -> None:
     formula = cost.layer_activation_bytes(dropping, sizes, batch=1, sequence=512, bytes_per_element=2)
     assert kept == pytest.approx(formula, rel=0.02)
     assert kept > 5 * kept_bytes(SMALL, sizes, 1, 512, torch.bfloat16)
+
+
+# Kept activations of experts, on ranks that are threads
+
+
+def experts(**changes: object) -> MoEConfig:
+    """Experts in turn, so that all are equally busy."""
+    options = {"ffn_hidden_size": 96} | changes
+    router = {"num_experts": 8, "choice": "even"} | options.pop("router", {})  # type: ignore[operator]
+    return MoEConfig(router=RouterConfig(**router), **options)  # type: ignore[arg-type]
+
+
+KEPT = {
+    "plain": experts(),
+    "top 1": experts(router={"top_k": 1, "is_normalised": False}, ffn_hidden_size=0),
+    "many": experts(router={"num_experts": 64, "top_k": 4}),
+    "losses": experts(
+        router={"num_experts": 64, "balance": (BalanceLoss(), BalanceLoss(scope="global")), "z_loss": 0.1}
+    ),
+    "sigmoid": experts(router={"num_experts": 64, "score": "sigmoid", "balance": (BalanceLoss(),)}),
+    "shared": experts(shared_ffn_hidden_size=64),
+    "gate": experts(shared_ffn_hidden_size=64, has_shared_gate=True),
+    "padded": experts(capacity=Capacity(factor=1.5, pads=True)),
+    "gathered": experts(dispatcher="all_gather"),
+}
+LAYOUTS_OF_KEPT = {
+    "one": Sizes(),
+    "tp2": Sizes(world=2, tp=2),
+    "tp2 sp ep2": Sizes(world=2, tp=2, sequence_parallel=True, ep=2),
+    "ep2 etp2": Sizes(world=4, ep=2, etp=2),
+}
+# Layer norm, because the formula counts a fused RMS norm and the one of torch on CPU keeps more.
+WIDE = replace(LLAMA, hidden_size=256, head_dim=32, ffn_hidden_size=512, normalization="layernorm")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS_OF_KEPT)
+@pytest.mark.parametrize("variant", KEPT)
+def test_kept_bytes_of_experts_by_formula_are_those_kept(layout: str, variant: str) -> None:
+    config, sizes = replace(WIDE, moe=KEPT[variant]), LAYOUTS_OF_KEPT[layout]
+    dtype = torch.float32 if layout == "tp2" else torch.bfloat16
+    formula = cost.layer_activation_bytes(config, sizes, batch=3, sequence=127, bytes_per_element=dtype.itemsize)
+    assert expert_kept_bytes(config, sizes, 3, 127, dtype) == pytest.approx(formula, rel=0.015)
+
+
+@pytest.mark.parametrize("parts", [("moe",), ("norm",), ("moe", "norm"), ("mlp",)], ids=str)
+def test_kept_bytes_of_experts_made_again_by_formula_are_those_kept(parts: tuple[str, ...]) -> None:
+    config = replace(WIDE, moe=KEPT["gate"])
+    again = RecomputeConfig(granularity="selective", parts=parts)  # type: ignore[arg-type]
+    formula = cost.layer_activation_bytes(config, batch=3, sequence=127, bytes_per_element=2, recompute=again)
+    assert expert_kept_bytes(config, Sizes(), 3, 127, torch.bfloat16, again) == pytest.approx(formula, rel=0.015)
+
+
+def test_a_dense_layer_between_layers_of_experts_keeps_what_a_dense_one_keeps() -> None:
+    config = replace(WIDE, moe=replace(KEPT["plain"], every=2))
+    by_formula = partial(cost.layer_activation_bytes, batch=3, sequence=127, bytes_per_element=2)
+    assert by_formula(config, layer=1) == by_formula(WIDE) != by_formula(config, layer=0)

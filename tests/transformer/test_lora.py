@@ -1,5 +1,6 @@
 """Low-rank paths: what is refused, what they start as, and that merging them changes no output."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.comm import collectives
-from lightning_megatron.mesh import Axis, Mesh
+from lightning_megatron.mesh import Axis, Mesh, Sizes
 from lightning_megatron.models import GPTConfig, GPTModel
+from lightning_megatron.moe.config import MoEConfig, RouterConfig
 from lightning_megatron.sharding import sharded_parameters
 from lightning_megatron.tensor.linear import ParallelLinear
 from lightning_megatron.transformer.engine_twins import TwinLayer
@@ -153,7 +155,7 @@ def test_all_faults_are_told_at_once() -> None:
     assert len(lines) == 5
     assert lines[0] == (
         "lora target 'attention.q' is unknown; targets may be 'attention.qkv', 'attention.projection', 'mlp.up', "
-        "'mlp.down'"
+        "'mlp.down', 'shared.up', 'shared.down'"
     )
     for line, told in zip(lines[1:], ("scaling ('none')", "rank (0)", "alpha (-1.0)", "dropout (1.0)"), strict=True):
         assert told in line
@@ -161,6 +163,10 @@ def test_all_faults_are_told_at_once() -> None:
         LoraConfig(targets="mlp.up")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="empty"):
         LoraConfig(targets=())
+    with pytest.raises(
+        ValueError, match=r"'experts\.up' is one of experts or a router, which stay frozen; targets may be"
+    ):
+        LoraConfig(targets=("experts.up",))  # type: ignore[arg-type]
 
 
 def test_a_model_without_a_target_is_told_what_it_has() -> None:
@@ -222,3 +228,61 @@ def test_transformer_engine_does_not_run_paths() -> None:
     assert isinstance(layer, TransformerLayer)
     with pytest.raises(ValueError, match="cannot run the low-rank paths"):
         TwinLayer(layer)
+
+
+MOE = replace(
+    LLAMA,
+    moe=MoEConfig(router=RouterConfig(num_experts=4), ffn_hidden_size=8, shared_ffn_hidden_size=8, every=2),
+)
+ALL_OF_MOE = LoraConfig(
+    rank=2,
+    dropout=0.3,
+    targets=("attention.qkv", "attention.projection", "mlp.up", "mlp.down", "shared.up", "shared.down"),
+)
+
+
+def test_attention_and_the_shared_expert_of_a_layer_of_experts_get_paths_and_its_experts_stay_frozen() -> None:
+    bare = GPTModel(MOE, mesh=Mesh.single(), seed=3)
+    model = GPTModel(MOE, mesh=Mesh.single(), seed=3)
+    add_lora(model, ALL_OF_MOE, seed=4)
+    assert torch.equal(model(TOKENS), bare(TOKENS))
+    trained = {name.rpartition(".lora.")[0] for name, p in model.named_parameters() if p.requires_grad}
+    attention = ("attention.qkv", "attention.projection")
+    assert trained == {
+        *(f"layers.{i}.{linear}" for i in range(2) for linear in attention),
+        *(f"layers.0.moe.shared.{linear}" for linear in ("up", "down")),
+        *(f"layers.1.mlp.{linear}" for linear in ("up", "down")),
+    }
+    model(TOKENS, labels=TOKENS).backward()
+    assert all((p.grad is not None) == (".lora." in name) for name, p in model.named_parameters())
+    for name, parameter in model.named_parameters():
+        if name.endswith(".lora.b"):
+            nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(len(name)))
+    model.eval()
+    before = model(TOKENS)
+    merge_lora(model)
+    assert (model(TOKENS) - before).abs().max() < 1e-12 < 1e-2 < (before - bare.eval()(TOKENS)).abs().max()
+
+
+def test_a_target_that_only_layers_of_another_stage_have_is_not_missing() -> None:
+    targets = set()
+    for rank in range(2):
+        model = GPTModel(MOE, mesh=Mesh.imagine(rank, Sizes(world=2, pp=2)), seed=3)
+        add_lora(model, ALL_OF_MOE, seed=4)
+        targets |= {
+            name.rpartition(".lora.")[0].rpartition(".")[0] for name, p in model.named_parameters() if p.requires_grad
+        }
+    assert targets == {"layers.0.attention", "layers.0.moe.shared", "layers.1.attention", "layers.1.mlp"}
+
+
+def test_a_target_that_no_layer_of_experts_has_is_told_with_those_that_there_are() -> None:
+    only_experts = replace(MOE, moe=replace(MOE.moe, every=1, shared_ffn_hidden_size=0))
+    for rank, sizes in ((0, Sizes()), (1, Sizes(world=2, pp=2))):
+        model = GPTModel(only_experts, mesh=Mesh.imagine(rank, sizes), seed=3)
+        with pytest.raises(ValueError) as raised:
+            add_lora(model, LoraConfig(rank=2))
+        assert str(raised.value) == (
+            "the model has no linear named 'mlp.up', 'mlp.down' for lora; its layers have 'attention.projection', "
+            "'attention.qkv', and experts that stay frozen; name targets among them"
+        )
+        add_lora(model, LoraConfig(rank=2, targets=("attention.qkv",)))

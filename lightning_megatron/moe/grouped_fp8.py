@@ -1,0 +1,67 @@
+"""The products of many experts in float8: one after another, each as that of a dense linear.
+
+The rows of all own experts are cast by one scale, and so are the gradients. A weight has, scaled by itself, a scale for
+each expert, and one for all of them where its scale follows from earlier steps.
+
+R rows sorted by expert, L own experts, I features in, O features out.
+"""
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.moe.grouped import Groups
+from lightning_megatron.precision.cast import Operand
+from lightning_megatron.precision.product import Fp8Product
+from lightning_megatron.precision.scaling import Scaling
+
+
+class GroupedFp8:
+    """Multiplies in float8; keeps the cast weights until `forget`, for all microbatches of a step."""
+
+    def __init__(self, num_own: int, *, x: Scaling, weight: Scaling, gradient: Scaling) -> None:
+        self._x, self._gradient = x, gradient
+        self._of_experts = [Fp8Product(x=x, weight=weight, gradient=gradient) for _ in range(num_own)]
+
+    def forget(self) -> None:
+        """The weights are about to change, or have: the next product casts them anew."""
+        for product in self._of_experts:
+            product.forget()
+
+    def cast_input(self, x_RI: Tensor, *, is_training: bool) -> Operand:
+        return self._x.cast(x_RI, is_training=is_training)
+
+    def cast_gradient(self, grad_RO: Tensor) -> Operand:
+        return self._gradient.cast(grad_RO, is_training=True)
+
+    def forward(
+        self, x_RI: Operand, weight: Tensor, groups: Groups, dtype: torch.dtype, *, is_training: bool
+    ) -> Tensor:
+        if is_training:
+            # Of experts without rows too: what later steps scale by depends on no choice of a router.
+            for product, of_expert in zip(self._of_experts, weight, strict=True):
+                product.cast_weight(of_expert, is_training=True)
+        y_RO = x_RI.values.new_empty(len(x_RI.values), weight[0].numel() // weight.shape[-1], dtype=dtype)
+        for expert, rows in groups.spans():
+            product, x = self._of_experts[expert], _part(x_RI, rows)
+            y_RO[rows] = product.forward(x, weight[expert], None, dtype, is_training=is_training)
+        return y_RO
+
+    def input_gradient(self, grad_RO: Operand, weight: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
+        grad_RI = grad_RO.values.new_empty(len(grad_RO.values), weight.shape[-1], dtype=dtype)
+        for expert, rows in groups.spans():
+            product = self._of_experts[expert]
+            grad_RI[rows] = product.input_gradient(_part(grad_RO, rows), weight[expert], dtype)
+        return grad_RI
+
+    def weight_gradient(self, grad_RO: Operand, x_RI: Operand, weight: Tensor, groups: Groups) -> Tensor:
+        shape = (len(weight), weight[0].numel() // weight.shape[-1], weight.shape[-1])
+        # As wide as `.grad` may be.
+        grad_LOI = weight.new_zeros(shape, dtype=torch.float32)
+        for expert, rows in groups.spans():
+            product = self._of_experts[expert]
+            grad_LOI[expert] = product.gradient_in(torch.float32, _part(grad_RO, rows), _part(x_RI, rows))
+        return grad_LOI
+
+
+def _part(operand: Operand, rows: slice) -> Operand:
+    return operand._replace(values=operand.values[rows])

@@ -1,0 +1,147 @@
+"""What the routers of a model do, in loggers and as a picture: are experts equally busy, are choices dropped."""
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import nn
+
+from lightning_megatron.metrics.expert_load import (
+    LoadHistory,
+    numbers_of,
+    picture_of,
+    require_matplotlib,
+    write_picture,
+)
+from lightning_megatron.models.gpt import GPTModel
+from lightning_megatron.trainer.config import ConfigurationError
+
+
+class ExpertMonitor(L.Callback):
+    """Logs, under `experts/`, the balance losses, the z-loss, the largest and smallest load and the dropped share.
+
+    They are those of the global batch of an optimizer step, of all layers, on every rank alike; under strategies other
+    than ours a process knows its own tokens only. A step that was skipped has none. A load of 1 is the mean of its
+    layer; losses are before their coefficients.
+
+    `every_n_steps` is how often; 0 is as often as the Trainer tells its loggers. `per_layer` adds the same numbers for
+    each layer, `per_expert` the load of each expert. `picture_every_n_steps` above 0 writes `experts.png`, the load of
+    each expert over the steps, so often and at the end of training, into `picture_folder` ("": where the Trainer logs),
+    and gives it to TensorBoard loggers; it needs the extra `plot`. Of several models each name begins with the model's.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int = 0,
+        per_layer: bool = False,
+        per_expert: bool = False,
+        picture_every_n_steps: int = 0,
+        picture_folder: str = "",
+    ) -> None:
+        faults = [
+            f"{name} ({value}) must be at least 0"
+            for name, value in (("every_n_steps", every_n_steps), ("picture_every_n_steps", picture_every_n_steps))
+            if value < 0
+        ]
+        if picture_folder and not picture_every_n_steps:
+            faults.append(f"picture_folder ({picture_folder!r}) needs a picture; set picture_every_n_steps above 0")
+        if faults:
+            raise ValueError("\n".join(faults))
+        self.every_n_steps = every_n_steps
+        self.per_layer = per_layer
+        self.per_expert = per_expert
+        self.picture_every_n_steps = picture_every_n_steps
+        self.picture_folder = picture_folder
+        self._histories: dict[str, LoadHistory] = {}
+        # by model
+        self._steps_before = 0
+        # optimizer steps before this batch
+        self._last_drawn = -1
+        # at which step
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        faults = self._faults(trainer, pl_module)
+        if faults:
+            raise ConfigurationError(faults)
+        self._histories = {name: LoadHistory() for name in _models_with_experts(pl_module)}
+        self._last_drawn = -1
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._steps_before = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step == self._steps_before:
+            return
+        # Lightning counts batches that stepped, as its loggers do: with two optimizers global_step goes up by two.
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped + 1
+        told = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        every = self.every_n_steps or told
+        is_logged = every > 0 and step % every == 0
+        is_drawn = self.picture_every_n_steps > 0
+        if not (is_logged or is_drawn):
+            return
+        models = _models_with_experts(pl_module)
+        for name, model in models.items():
+            reports = model.all_routing_reports()
+            numbers = numbers_of(reports, per_layer=self.per_layer, per_expert=self.per_expert)
+            if numbers and is_drawn:
+                self._histories[name].add(step, reports)
+            prefix = f"experts/{name}/" if len(models) > 1 else "experts/"
+            for key, value in numbers.items() if is_logged else ():
+                pl_module.log(prefix + key, value, prog_bar=key == "max_load")
+        if is_drawn and step % self.picture_every_n_steps == 0:
+            self._draw(trainer, step)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.picture_every_n_steps:
+            self._draw(trainer, trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+    def _faults(self, trainer: L.Trainer, module: L.LightningModule) -> list[str]:
+        faults = []
+        if not _models_with_experts(module):
+            faults.append(
+                f"ExpertMonitor has nothing to look at: no GPTModel of {type(module).__name__} has experts; give its "
+                "config moe=MoEConfig(...), or leave the callback out"
+            )
+        told = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if self.every_n_steps and told and trainer.loggers and self.every_n_steps % told:
+            nearest = max(self.every_n_steps // told, 1) * told
+            faults.append(
+                f"every_n_steps of ExpertMonitor ({self.every_n_steps}) must be a multiple of the Trainer's "
+                f"log_every_n_steps ({told}), which says when loggers are told; it may be {nearest} or "
+                f"{nearest + told}, or 0 for as often as that"
+            )
+        if self.picture_every_n_steps:
+            try:
+                require_matplotlib()
+            except ImportError as error:
+                faults.append(f"{error}, or set picture_every_n_steps=0")
+        return faults
+
+    def _draw(self, trainer: L.Trainer, step: int) -> None:
+        if step == self._last_drawn:
+            return
+        self._last_drawn = step
+        # On every rank: the Trainer's folder is the first rank's.
+        folder = Path(self.picture_folder or trainer.log_dir or trainer.default_root_dir)
+        if not trainer.is_global_zero:
+            return
+        for name, history in self._histories.items():
+            if not history.counts:
+                continue
+            own = f"experts_{name}" if len(self._histories) > 1 else "experts"
+            write_picture(history, folder / f"{own}.png")
+            for logger in trainer.loggers:
+                if isinstance(logger, TensorBoardLogger):
+                    logger.experiment.add_figure(own, picture_of(history), step)
+
+
+def _models_with_experts(module: nn.Module) -> dict[str, GPTModel]:
+    """The models with experts in a module, by attribute name; the same on every rank."""
+    models = ((name, child) for name, child in module.named_modules() if isinstance(child, GPTModel))
+    return {name: model for name, model in models if model.config.moe is not None}

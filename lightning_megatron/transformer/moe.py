@@ -1,0 +1,146 @@
+"""The feed-forward half of a layer with experts: router, the way to the experts and back, the shared expert.
+
+Tokens are routed by the rank that has them: cut over sp they come so, and where tensor-parallel ranks all have the same
+tokens each routes its part of them and they are joined behind the experts.
+
+T tokens, H hidden.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_megatron.comm import differentiable
+from lightning_megatron.comm.travel import GiveWay
+from lightning_megatron.mesh import Axis
+from lightning_megatron.moe.config import MoEConfig
+from lightning_megatron.moe.dispatch import AllGather, AllToAll, Dispatcher
+from lightning_megatron.moe.experts import ExpertAxes, Experts
+from lightning_megatron.moe.grouped import GROUPED, ONE_BY_ONE
+from lightning_megatron.moe.mixture import mix
+from lightning_megatron.moe.pools import RoutedTokens, mask_of
+from lightning_megatron.moe.router import Router, Routing
+from lightning_megatron.moe.shared import SharedExpert
+from lightning_megatron.sharding import Initial
+from lightning_megatron.tensor.linear import RowKeys
+from lightning_megatron.transformer.config import TransformerConfig
+
+
+def share_give_way(module: nn.Module, give_way: GiveWay) -> None:
+    """Has all layers of experts of a module call `give_way` before they wait for tokens on their way."""
+    for layer in module.modules():
+        if isinstance(layer, MoE):
+            layer.dispatcher.give_way = give_way
+
+
+class MoE(nn.Module):
+    """From hidden states [T/sp, H] to hidden states and the layer's auxiliary losses, a sum over this rank's tokens.
+
+    `name` is the layer's name in the model: it names the random numbers of its router. Talks over ep and etp, and over
+    the axes that cut sequences where a choice, a loss or a capacity looks at whole ones. Raises ValueError where all
+    gather the tokens of all and do not have as many.
+    """
+
+    shared: SharedExpert | None
+
+    def __init__(
+        self, config: TransformerConfig, moe: MoEConfig, *, tp: Axis, sp: Axis, experts: ExpertAxes, name: str
+    ) -> None:
+        super().__init__()
+        initial, output_initial = Initial(std=config.init_std), Initial(std=config.output_std)
+        self.config = moe
+        self.num_sharing = experts.ep.size * experts.etp.size
+        # ranks whose tokens meet in the same experts
+        # Over which tokens come whole, and are routed in parts.
+        self.split = tp if sp.size < tp.size else Axis("alone", 1, 0, (tp.ranks[tp.rank],))
+        self.router = Router(moe.router, config.hidden_size, tp=tp, cut=tp, name=f"{name}.router", initial=initial)
+        self.experts = Experts(
+            moe.router.num_experts,
+            config.hidden_size,
+            moe.ffn_hidden_size or config.ffn_hidden_size,
+            activation=config.activation,
+            initial=initial,
+            output_initial=output_initial,
+            axes=experts,
+            has_bias=config.add_bias_linear,
+            product=GROUPED if moe.product == "grouped" else ONE_BY_ONE,
+        )
+        kind = AllToAll if moe.dispatcher == "all_to_all" else AllGather
+        self.dispatcher: Dispatcher = kind(moe.router.num_experts, ep=experts.ep, etp=experts.etp)
+        self.shared = None
+        if moe.shared_ffn_hidden_size:
+            self.shared = SharedExpert(
+                config.hidden_size,
+                moe.shared_ffn_hidden_size,
+                activation=config.activation,
+                has_gate=moe.has_shared_gate,
+                has_bias=config.add_bias_linear,
+                initial=initial,
+                output_initial=output_initial,
+                tp=tp,
+                sp=sp,
+            )
+
+    # How many rows come is data, and messages fly while the host goes on: neither is for a compiler.
+    @torch.compiler.disable
+    def forward(self, hidden_TH: Tensor, tokens: RoutedTokens, keys: RowKeys | None = None) -> tuple[Tensor, Tensor]:
+        """`keys` are for what drops inside of the shared expert's linears."""
+        self._check(tokens)
+        own_TH = self._own(hidden_TH)
+        routing = self.router(own_TH, tokens)
+        experts_TK = self._kept(routing, tokens)
+        mixed_TH, shared_TH = mix(
+            own_TH,
+            experts_TK,
+            routing.weights_TK,
+            dispatcher=self.dispatcher,
+            experts=self.experts,
+            num_rows=self._num_rows(tokens),
+            meanwhile=lambda: None if self.shared is None else self.shared(hidden_TH, keys),
+        )
+        output_TH = differentiable.join(mixed_TH, self.split)[: len(hidden_TH)]
+        return output_TH if shared_TH is None else output_TH + shared_TH, routing.auxiliary
+
+    def _check(self, tokens: RoutedTokens) -> None:
+        if self.config.dispatcher == "all_gather" and not self._has_equal_sizes(tokens):
+            raise ValueError(
+                f"dispatcher 'all_gather' needs as many tokens on each of the {self.num_sharing} ranks that share "
+                "experts, and with packed documents replicas have different numbers of them; use dispatcher "
+                "'all_to_all', or batches without segments"
+            )
+
+    def _has_equal_sizes(self, tokens: RoutedTokens) -> bool:
+        """Whether ranks that share experts have as many tokens in sequences as long: of rows, or of the same call."""
+        return not tokens.is_packed or math.prod(axis.size for axis in tokens.axes) % self.num_sharing == 0
+
+    def _own(self, hidden_TH: Tensor) -> Tensor:
+        """This rank's part of tokens that all tensor-parallel ranks have."""
+        padding = -len(hidden_TH) % self.split.size
+        return differentiable.split(F.pad(hidden_TH, (0, 0, 0, padding)) if padding else hidden_TH, self.split)
+
+    def _kept(self, routing: Routing, tokens: RoutedTokens) -> Tensor:
+        """The chosen experts, -1 where an expert does not take its choice."""
+        capacity, router, chosen_TK = self.config.capacity, self.config.router, routing.chosen_TK
+        if capacity is None:
+            return chosen_TK
+        kept_TK = capacity.kept(
+            chosen_TK,
+            routing.weights_TK,
+            tokens.positions_T,
+            tokens.pools,
+            num_chosen=router.top_k,
+            num=router.num_experts,
+        )
+        if self.training and tokens.is_counted:
+            self.router.records.add_kept(tokens.call, mask_of(kept_TK, router.num_experts).sum(0))
+        return kept_TK
+
+    def _num_rows(self, tokens: RoutedTokens) -> int | None:
+        """Rows that each expert gets of each rank, where that is known in advance."""
+        capacity, router = self.config.capacity, self.config.router
+        if capacity is None or not capacity.pads or not self._has_equal_sizes(tokens):
+            return None
+        most = sum(capacity.num_rows(length, router.top_k, router.num_experts) for length in tokens.lengths)
+        return min(most, len(tokens.is_real_T))
