@@ -55,9 +55,12 @@ def rows() -> dict[str, Row]:
     """All rows of the table of steps by their names; the yardstick comes first."""
     from benchmarks import expert_runs as runs
     from benchmarks.megatron_run import train_megatron
+    from lightning_megatron import PipelineConfig
 
     def ours(ep: int, **moe: Any) -> "Callable[[Size, Record], None]":
         return partial(runs.train_ours, strategy={"expert_model_parallel_size": ep}, moe=moe)
+
+    beside = {"expert_model_parallel_size": 2, "pipeline": PipelineConfig(overlap_expert_exchange=True)}
 
     return {
         PLAIN: Row(1, runs.train_plain),
@@ -72,6 +75,7 @@ def rows() -> dict[str, Row]:
         "ours, dp2": Row(2, ours(1)),
         "ours, ep2": Row(2, ours(2)),
         "ours, ep2, all-gather": Row(2, ours(2, dispatcher="all_gather")),
+        "ours, ep2, forwards beside backwards": Row(2, partial(runs.train_ours, strategy=beside, moe={})),
     }
 
 
