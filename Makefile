@@ -40,6 +40,9 @@ bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/step_time.py
 	$(BIN)/python benchmarks/pipeline.py
 	$(BIN)/python benchmarks/optimizer.py
+	$(BIN)/python benchmarks/experts.py
+	$(BIN)/python benchmarks/generation.py
+	$(BIN)/python benchmarks/data.py
 
 # Leaves the environment: making it again takes minutes.
 clean:

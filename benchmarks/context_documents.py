@@ -31,12 +31,12 @@ MODES = ("static cp", "static dp", "dynamic")
 
 
 def prepare(folder: Path) -> tuple[Path, int]:
-    """The file of tokens of the standard library, and the id of the end of text."""
-    from lightning_megatron.data import load_documents, prepare_tokens, train_tokenizer
+    """The token files of the standard library, and the id of the end of text."""
+    from lightning_megatron.data import load_documents, prepare_corpus, train_tokenizer
 
     documents = load_documents(cache_dir=folder / "documents")
     tokenizer = train_tokenizer(documents["text"][:300], VOCABULARY, folder / "tokenizer.json")
-    return prepare_tokens(documents, tokenizer, folder), tokenizer.end_of_text
+    return prepare_corpus(documents, tokenizer, folder), tokenizer.end_of_text
 
 
 def run_rank(mode: str, file: str, end_of_text: int, sequence: int, rows: int) -> None:

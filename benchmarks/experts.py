@@ -40,8 +40,6 @@ WARMUP_STEPS = 2
 PLAIN = "plain torch"
 PEERS = ("Hugging Face", "megatron-core")
 AIM = "1.2 times the tokens/s of the better of Hugging Face and megatron-core on as many processes"
-# Of the loss: sums are taken in different orders, in float32. A step that was left out shows in the second digit.
-TOLERANCE = 1e-4
 
 
 class Row(NamedTuple):
@@ -138,21 +136,6 @@ def sample_of(figures: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def fault_of(sample: dict[str, Any], yardstick: dict[str, Any]) -> str:
-    """Why a sample must not be shown beside the yardstick's; empty where it may."""
-    for reason in ("not_here", "failed"):
-        if reason in sample:
-            return str(sample[reason])
-    losses, wanted = sample["losses"], yardstick["losses"]
-    if len(losses) != len(wanted):
-        return f"it took {len(losses)} steps, {PLAIN} took {len(wanted)}"
-    for step, (loss, other) in enumerate(zip(losses, wanted, strict=True), start=1):
-        # So written that NaN is a fault.
-        if not abs(loss - other) <= TOLERANCE * abs(other):
-            return f"wrong: the loss of step {step} is {loss:.6f}, that of {PLAIN} is {other:.6f}"
-    return ""
-
-
 Samples = dict[str, list[dict[str, Any]]]
 
 
@@ -172,6 +155,8 @@ def ratio_to_peers(samples: Samples, worlds: dict[str, int], row: str, figure: s
 
 def report_steps(samples: Samples, worlds: dict[str, int], tokens: int) -> tuple[str, bool]:
     """The table of steps, and whether all that ran was right; `tokens` are those of a step."""
+    from benchmarks.yardstick import fault_of
+
     lines = [
         "| row | processes | tokens/s | to the better peer | CPU s/step, all ranks | the better peer's to it "
         "| wall s/step | peak MB, largest rank | first and last loss |",
@@ -179,7 +164,9 @@ def report_steps(samples: Samples, worlds: dict[str, int], tokens: int) -> tuple
     ]
     is_right = True
     for row, taken in samples.items():
-        faults = [fault for own, other in zip(taken, samples[PLAIN], strict=True) if (fault := fault_of(own, other))]
+        faults = [
+            fault for own, other in zip(taken, samples[PLAIN], strict=True) if (fault := fault_of(own, other, PLAIN))
+        ]
         if faults:
             is_right &= all("not_here" in sample for sample in taken)
             lines.append(f"| {row} | {worlds[row]} | {faults[0]} |" + "  |" * 6)
@@ -237,16 +224,14 @@ def report_layers(found: list[dict[str, Any]]) -> str:
 def take(row: str, world: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """One sample of a row."""
     from benchmarks.ranks import RankFailed, RanksTooSlow, run_ranks
+    from benchmarks.yardstick import failed_sample
 
     python = arguments.megatron_python if row.startswith("megatron-core") else sys.executable
     command = [__file__, "--run-rank", row, "--size", arguments.size]
     try:
         return sample_of(run_ranks(command, world, python=python, timeout_seconds=arguments.row_seconds))
     except (RankFailed, RanksTooSlow) as error:
-        if row == PLAIN:
-            raise SystemExit(f"{PLAIN}, the yardstick, failed:\n{error}") from None
-        print(error, file=sys.stderr)
-        return {"failed": f"failed: {str(error).strip().splitlines()[-1]}"}
+        return failed_sample(row, error, PLAIN)
 
 
 def compare_layers(arguments: argparse.Namespace) -> list[dict[str, Any]]:

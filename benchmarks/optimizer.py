@@ -39,8 +39,6 @@ SIZES = {
 DDP, FSDP2 = "torch DDP", "torch FSDP2"
 # Of the CPU seconds of another row, as the project means to stay below.
 AIMS = {DDP: 1.06, FSDP2: 0.8}
-# Of the loss: sums are taken in different orders, in float32. A step that was left out shows in the second digit.
-TOLERANCE = 1e-4
 
 
 def rows() -> dict[str, "Row"]:
@@ -104,30 +102,16 @@ def sample_of(figures: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def fault_of(sample: dict[str, Any], yardstick: dict[str, Any]) -> str:
-    """Why a sample must not be shown beside the yardstick's; empty where it may."""
-    for reason in ("not_here", "failed"):
-        if reason in sample:
-            return str(sample[reason])
-    losses, wanted = sample["losses"], yardstick["losses"]
-    if len(losses) != len(wanted):
-        return f"it took {len(losses)} steps, {DDP} took {len(wanted)}"
-    for step, (loss, other) in enumerate(zip(losses, wanted, strict=True), start=1):
-        # So written that NaN is a fault.
-        if not abs(loss - other) <= TOLERANCE * abs(other):
-            return f"wrong: the loss of step {step} is {loss:.6f}, that of {DDP} is {other:.6f}"
-    return ""
-
-
 Samples = dict[str, list[dict[str, Any]]]
 
 
 def report(samples: Samples) -> tuple[str, bool]:
     """The table of one number of ranks and of microbatches, and whether all that ran was right."""
+    from benchmarks.yardstick import fault_of
 
     def ratio(row: str, to: str) -> str:
         """The median over rounds of the ratio of CPU seconds in the same round."""
-        if to not in samples or any(fault_of(*pair) for pair in zip(samples[to], samples[DDP], strict=True)):
+        if to not in samples or any(fault_of(*pair, DDP) for pair in zip(samples[to], samples[DDP], strict=True)):
             return ""
         pairs = zip(samples[row], samples[to], strict=True)
         return f"{statistics.median(own['cpu_seconds'] / other['cpu_seconds'] for own, other in pairs):.3f}"
@@ -139,7 +123,8 @@ def report(samples: Samples) -> tuple[str, bool]:
     ]
     is_right = True
     for row, taken in samples.items():
-        faults = [fault for own, other in zip(taken, samples[DDP], strict=True) if (fault := fault_of(own, other))]
+        pairs = zip(taken, samples[DDP], strict=True)
+        faults = [fault for own, other in pairs if (fault := fault_of(own, other, DDP))]
         if faults:
             is_right &= all("not_here" in sample for sample in taken)
             lines.append(f"| {row} | {faults[0]} |  |  |  |  |")
@@ -159,16 +144,14 @@ def report(samples: Samples) -> tuple[str, bool]:
 def take(row: str, arguments: argparse.Namespace, world: int, microbatches: int) -> dict[str, Any]:
     """One sample of a row."""
     from benchmarks.ranks import RankFailed, RanksTooSlow, run_ranks
+    from benchmarks.yardstick import failed_sample
 
     command = [__file__, "--run-rank", row, "--size", arguments.size, "--microbatches", str(microbatches)]
     python = arguments.deepspeed_python if row.startswith("DeepSpeed") else sys.executable
     try:
         return sample_of(run_ranks(command, world, python=python, timeout_seconds=arguments.row_seconds))
     except (RankFailed, RanksTooSlow) as error:
-        if row == DDP:
-            raise SystemExit(f"{DDP}, the yardstick, failed:\n{error}") from None
-        print(error, file=sys.stderr)
-        return {"failed": f"failed: {str(error).strip().splitlines()[-1]}"}
+        return failed_sample(row, error, DDP)
 
 
 def main() -> None:

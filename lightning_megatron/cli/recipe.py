@@ -81,6 +81,8 @@ class RecipeCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         try:
             super().instantiate_classes()
+        except ConfigurationError:
+            raise
         except ValueError as error:
             # Dataclasses check themselves, and so does the Trainer.
             raise ConfigurationError(_told(str(error))) from error

@@ -25,6 +25,7 @@ from lightning_megatron.comm.differentiable import all_to_all
 from lightning_megatron.context.exchange import Exchange, Ring
 from lightning_megatron.context.kernel import Bias, Dropping, Pairing, kernel_for, merge_
 from lightning_megatron.context.layout import ContextLayout, View
+from lightning_megatron.context.other_stream import OtherStream
 from lightning_megatron.mesh import Axis
 
 Made = TypeVar("Made")
@@ -81,13 +82,15 @@ def attend(
     scale: float | None = None,
     draws: AttentionDraws | None = None,
     bias: Bias | None = None,
+    source: OtherStream | None = None,
     cache: dict[Any, Any] | None = None,
 ) -> Tensor:
     """Attention of this rank's queries [B, A, N, D] to the keys and values [B, G, N, D] of all ranks: [B, A, N, D].
 
     Rows that hold no token may hold anything; their output and gradients are 0. The gradient of `bias.table` is this
-    rank's part of a sum over all ranks. `scale` is 1 / sqrt(D) where None. `cache` keeps what calls of one layout
-    share. `inner` must divide A.
+    rank's part of a sum over all ranks. `scale` is 1 / sqrt(D) where None. Keys and values may be of another `source`,
+    whose segments have rows of their own, [B, G, M, D]. `cache` keeps what calls of one layout share. `inner` must
+    divide A.
     """
     device = queries.device
     if torch.is_autocast_enabled(device.type):
@@ -104,8 +107,8 @@ def attend(
     )
     group, cache = axes.outer.rank, {} if cache is None else cache
     scale = 1.0 / math.sqrt(queries.shape[-1]) if scale is None else scale
-    key = (layout, group, view, scale, device)
-    pairings = _once(cache, key, lambda: _pairings(layout, group, view, scale, device))
+    key = (layout, source, group, view, scale, device)
+    pairings = _once(cache, key, lambda: _pairings(layout, source, group, view, scale, device))
     # Without a token there is no key to draw with, and nothing to draw for.
     if draws is not None and layout.num_tokens:
         places = _once(cache, (layout, group, device), lambda: layout.group_places[group].to(device))
@@ -133,18 +136,26 @@ def _once(cache: dict[Any, Any], key: Any, make: Callable[[], Made]) -> Made:
     return made
 
 
-def _pairings(layout: ContextLayout, group: int, view: View, scale: float, device: torch.device) -> list[Pairing]:
+def _pairings(
+    layout: ContextLayout,
+    source: OtherStream | None,
+    group: int,
+    view: View,
+    scale: float,
+    device: torch.device,
+) -> list[Pairing]:
     """How the queries of a group meet the keys of each."""
-    positions_OQ = layout.group_positions.to(device)
+    key_layout = layout if source is None else source.layout
+    query_positions = layout.group_positions[group].to(device)
     return [
         Pairing(
-            blocks=layout.blocks(group, source, view),
-            query_positions=positions_OQ[group],
-            key_positions=positions,
+            blocks=layout.blocks(group, place, view) if source is None else source.blocks(layout, group, place),
+            query_positions=query_positions,
+            key_positions=key_positions,
             view=view,
             scale=scale,
         )
-        for source, positions in enumerate(positions_OQ)
+        for place, key_positions in enumerate(key_layout.group_positions.to(device))
     ]
 
 

@@ -127,6 +127,10 @@ class ContextLayout:
         own = torch.nonzero(places != PADDING).flatten()
         return torch.empty(self.num_tokens, dtype=torch.int64).index_copy_(0, places[own], own)
 
+    def spans(self, group: int) -> list[tuple[int, int, int]]:
+        """Of each segment that a group holds some of, its number, its first row there and how many rows it has."""
+        return [(segment, runs[0].row, _num(runs)) for segment, runs in self._by_segment[group].items()]
+
     def blocks(self, group: int, source: int, view: View) -> tuple[Block, ...]:
         """What the queries of one group have to do with the keys of another; a query may stand in several blocks."""
         found = self._blocks.get((group, source, view))
@@ -186,9 +190,9 @@ def cut(lengths: Sequence[int], *, outer: int = 1, inner: int = 1, is_zigzag: bo
     return ContextLayout(tuple(lengths), outer, inner, is_zigzag, tuple(map(tuple, runs)), most)
 
 
-def require_even(lengths: Sequence[int], *, outer: int, inner: int) -> None:
-    """Raises ValueError for segments that would need padding to be cut for causal attention."""
-    step = (2 * outer if outer > 1 else 1) * inner
+def require_even(lengths: Sequence[int], *, outer: int, inner: int, is_zigzag: bool = True) -> None:
+    """Raises ValueError for segments that would need padding to be cut."""
+    step = (2 * outer if is_zigzag and outer > 1 else outer) * inner
     uneven = [length for length in lengths if length % step]
     if uneven:
         below = uneven[0] // step * step

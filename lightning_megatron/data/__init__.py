@@ -2,48 +2,98 @@
 
 documents = load_documents(path="corpus/")                               # one process first, then all
 tokenizer = train_tokenizer(documents["text"], 32_000, "tokenizer.json")  # one process; the others load it
-samples = PackedTokens(prepare_tokens(documents, tokenizer, "cache/"), sequence_length=1024)
+samples = GPTSamples(prepare_corpus(documents, tokenizer, "cache/"), sequence_length=1024)
 sampler = GlobalBatchSampler(samples, global_batch_size=256, num_replicas=dp.size, rank=dp.rank)
 loader = DataLoader(samples, sampler.num_replica_samples, sampler=sampler, collate_fn=collate_tokens)
 """
 
+from lightning_megatron.data.batch_ramp import BatchRamp
+from lightning_megatron.data.bert_samples import BertSampleConfig, BertSamples, BertSpans
+from lightning_megatron.data.blend import Blend, BlendedSamples
 from lightning_megatron.data.chat_samples import ChatSamples, PackedChats, prepare_chats
 from lightning_megatron.data.chat_template import ChatTemplate, load_chat_template
 from lightning_megatron.data.collate import collate_padded, collate_tokens
-from lightning_megatron.data.pack import PackedTokens, TokenBlocks, pack_documents, prepare_tokens
+from lightning_megatron.data.corpus import TokenCorpus, corpus_in_memory
+from lightning_megatron.data.endless import BlendedPasses, EndlessSampler, ShuffledPasses
+from lightning_megatron.data.fill_in_the_middle import FillInTheMiddle, fill_documents, fill_in_the_middle
+from lightning_megatron.data.gpt_samples import DocumentStretches, GPTSamples, cut_in_stretches
+from lightning_megatron.data.image_chats import encode_prompt, image_template
+from lightning_megatron.data.image_samples import ImageSamples, PackedImageSamples, prepare_image_chats
+from lightning_megatron.data.images import ImageConfig, load_image
+from lightning_megatron.data.masking import Masking, mask_words
+from lightning_megatron.data.megatron_files import MegatronCorpus, megatron_writer, token_dtype
 from lightning_megatron.data.packed_documents import (
     DocumentRows,
     PackedDocuments,
-    document_lengths,
     pack_rows,
 )
 from lightning_megatron.data.packing import LongDocuments
-from lightning_megatron.data.sampler import GlobalBatchSampler
+from lightning_megatron.data.prepare import prepare_corpus
+from lightning_megatron.data.sampler import EpochSampler, GlobalBatchSampler
+from lightning_megatron.data.sentences import split_sentences
 from lightning_megatron.data.sources import load_documents, load_rows, split_documents
-from lightning_megatron.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
+from lightning_megatron.data.span_corruption import SpanCorruption, T5Pieces, T5Samples, corrupt_spans
+from lightning_megatron.data.special_tokens import WordStarts, sentinels, special_tokens
+from lightning_megatron.data.tokenizer import FastTokenizer, Tokenizer, train_tokenizer
+from lightning_megatron.data.tokenizer_files import load_tokenizer
 
 __all__ = [
+    "BatchRamp",
+    "BertSampleConfig",
+    "BertSamples",
+    "BertSpans",
+    "Blend",
+    "BlendedPasses",
+    "BlendedSamples",
     "ChatSamples",
     "ChatTemplate",
     "DocumentRows",
+    "DocumentStretches",
+    "EndlessSampler",
+    "EpochSampler",
+    "FastTokenizer",
+    "FillInTheMiddle",
+    "GPTSamples",
     "GlobalBatchSampler",
+    "ImageConfig",
+    "ImageSamples",
     "LongDocuments",
+    "Masking",
+    "MegatronCorpus",
     "PackedChats",
     "PackedDocuments",
-    "PackedTokens",
-    "TokenBlocks",
+    "PackedImageSamples",
+    "ShuffledPasses",
+    "SpanCorruption",
+    "T5Pieces",
+    "T5Samples",
+    "TokenCorpus",
     "Tokenizer",
+    "WordStarts",
     "collate_padded",
     "collate_tokens",
-    "document_lengths",
+    "corpus_in_memory",
+    "corrupt_spans",
+    "cut_in_stretches",
+    "encode_prompt",
+    "fill_documents",
+    "fill_in_the_middle",
+    "image_template",
     "load_chat_template",
     "load_documents",
+    "load_image",
     "load_rows",
     "load_tokenizer",
-    "pack_documents",
+    "mask_words",
+    "megatron_writer",
     "pack_rows",
     "prepare_chats",
-    "prepare_tokens",
+    "prepare_corpus",
+    "prepare_image_chats",
+    "sentinels",
+    "special_tokens",
     "split_documents",
+    "split_sentences",
+    "token_dtype",
     "train_tokenizer",
 ]

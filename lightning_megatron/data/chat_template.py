@@ -61,8 +61,8 @@ class ChatTemplate:
             raise ValueError(f"the chat template refuses a conversation of ({roles}): {error}") from error
 
 
-def load_chat_template(folder: str | Path) -> ChatTemplate | None:
-    """The template in a tokenizer's directory (or beside its tokenizer.json), if it has one."""
+def load_chat_template(folder: str | Path, kind: type[ChatTemplate] = ChatTemplate) -> ChatTemplate | None:
+    """The template in a tokenizer's directory (or beside its tokenizer.json), if it has one, as one of that kind."""
     root = Path(folder)
     root = root if root.is_dir() else root.parent
     config: dict[str, Any] = {}
@@ -75,7 +75,7 @@ def load_chat_template(folder: str | Path) -> ChatTemplate | None:
     if isinstance(source, list):
         # Several under names; the one that transformers takes unless asked for another.
         source = {entry["name"]: entry["template"] for entry in source}.get("default")
-    return None if source is None else ChatTemplate(source, _special_tokens(config))
+    return None if source is None else kind(source, _special_tokens(config))
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

@@ -1,10 +1,10 @@
 """Whole documents in rows of one length, several in a row, told apart by `segments`.
 
-Beside `pack.py` on the path from text to batches, and over the same token file. A document of n tokens, its end of text
-included, has n - 1 positions: its tokens but the last, and as their labels its tokens but the first. The end of text is
-a label and never an input, and nothing is predicted from one document to the next.
+Beside `gpt_samples.py` on the path from text to batches, and over the same token files. A document of n tokens, its end
+of text included, has n - 1 positions: its tokens but the last, and as their labels its tokens but the first. The end of
+text is a label and never an input, and nothing is predicted from one document to the next.
 
-Where documents end and which lie in which row is found once and written beside the token file; all processes map it.
+Which documents lie in which row is found once and written beside the token files; all processes map it.
 Rows depend on the seed and not on the epoch: so every epoch has the same number of them, by which a run that is resumed
 finds its place; the sampler gives each epoch its own order of the rows.
 """
@@ -21,16 +21,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_megatron.data.atomic_file import written_whole
-from lightning_megatron.data.pack import Tokens, mapped_tokens
+from lightning_megatron.data.corpus import Tokens
+from lightning_megatron.data.megatron_files import MegatronCorpus, megatron_paths
 from lightning_megatron.data.packing import LongDocuments, Numbers, cut_documents, pack_lengths, row_of
 from lightning_megatron.data.rows import join_samples
+from lightning_megatron.data.tables import written_once
 
 _FORM = 1
 """Of the written tables; another rule of packing takes another number, so that no older table is read for it."""
-
-_TOKENS_AT_ONCE = 2**24
-"""Of a file that may be larger than memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +57,7 @@ class RowTable:
     def of(document_ends: Numbers, sequence_length: int, seed: int, long_documents: LongDocuments) -> "RowTable":
         """The packed rows of documents that end (each before token i) at `document_ends`."""
         sizes = np.diff(document_ends, prepend=0)
-        cut = cut_documents(sizes - 1, sequence_length, long_documents)
+        cut = cut_documents(np.maximum(sizes - 1, 0), sequence_length, long_documents)
         packing = pack_lengths(cut.lengths, sequence_length, seed)
         first = (document_ends - sizes)[cut.documents] + cut.starts
         packed = Packed(
@@ -107,42 +105,49 @@ class DocumentRows(Dataset[dict[str, Tensor]]):
 
 
 class PackedDocuments(DocumentRows):
-    """`DocumentRows` of a file that `prepare_tokens` wrote.
+    """`DocumentRows` of Megatron's `PREFIX.bin` and `PREFIX.idx`, whose documents end with the end of text.
 
     `long_documents` says what becomes of those that do not fit a row: "split" cuts them into pieces that do not see
     each other, "drop" leaves them out, "refuse" raises ValueError. All processes of a machine map the same files, and a
-    copy sent to a loader's worker carries the path alone. The first call writes the tables into the file's directory.
+    copy sent to a loader's worker carries the prefix alone. The first call writes the table beside the files.
     """
 
     def __init__(
         self,
-        path: str | Path,
+        prefix: str | Path,
         sequence_length: int,
         *,
         end_of_text: int,
         seed: int = 0,
         long_documents: LongDocuments = "split",
+        documents: tuple[int, int] | None = None,
     ) -> None:
-        self.path = Path(path)
-        tokens = mapped_tokens(self.path)
+        """`documents` are the first and the one behind the last that count; none: all."""
+        corpus = MegatronCorpus(prefix, documents)
+        self.prefix = corpus.prefix
+        self.documents = documents
         self.seed = seed
         self.long_documents = long_documents
-        key = f"{end_of_text} {sequence_length} {seed} {long_documents}"
-        flat = _written_once(
-            self.path,
+        key = f"{sequence_length} {seed} {long_documents} {documents}"
+        flat = written_once(
+            megatron_paths(prefix)[1],
             f"rows-{hashlib.sha256(key.encode()).hexdigest()[:8]}",
-            lambda: RowTable.of(_document_ends(self.path, end_of_text), sequence_length, seed, long_documents).flat(),
+            _FORM,
+            lambda: RowTable.of(np.cumsum(corpus.document_sizes()), sequence_length, seed, long_documents).flat(),
         )
+        # The table counts from the first token of the first document.
+        tokens = corpus.tokens[corpus.document_start(0) :] if corpus.num_documents else corpus.tokens
         super().__init__(tokens, RowTable.from_flat(flat), sequence_length, end_of_text)
 
-    def __reduce__(self) -> tuple[Callable[..., "PackedDocuments"], tuple[Path, int]]:
+    def __reduce__(self) -> tuple[Callable[..., "PackedDocuments"], tuple[str, int]]:
         # A memory-mapped array pickles as all of its tokens.
         options: dict[str, Any] = {
             "end_of_text": self.end_of_text,
             "seed": self.seed,
             "long_documents": self.long_documents,
+            "documents": self.documents,
         }
-        return partial(PackedDocuments, **options), (self.path, self.sequence_length)
+        return partial(PackedDocuments, **options), (self.prefix, self.sequence_length)
 
     def __str__(self) -> str:
         packed = self.table.packed
@@ -169,42 +174,3 @@ def pack_rows(
     ends = np.cumsum([len(document) for document in documents], dtype=np.int64)
     table = RowTable.of(ends, sequence_length, seed, long_documents)
     return DocumentRows(np.concatenate(documents), table, sequence_length, end_of_text)
-
-
-def document_lengths(path: str | Path, end_of_text: int) -> Numbers:
-    """Tokens of each document of a file that `prepare_tokens` wrote, the end of text included: [documents]."""
-    return np.diff(_document_ends(Path(path), end_of_text), prepend=0)
-
-
-def _document_ends(path: Path, end_of_text: int) -> Numbers:
-    """Where each document of a token file ends: behind its end of text, and the last one behind the last token."""
-    tokens = mapped_tokens(path)
-    return _written_once(path, f"ends-{end_of_text}", lambda: _find_ends(tokens, end_of_text))
-
-
-def _find_ends(tokens: Tokens, end_of_text: int) -> Numbers:
-    parts = range(0, len(tokens), _TOKENS_AT_ONCE)
-    found = [np.flatnonzero(tokens[i : i + _TOKENS_AT_ONCE] == end_of_text) + (i + 1) for i in parts]
-    ends = np.concatenate([np.empty(0, dtype=np.int64), *found])
-    if len(ends) == 0:
-        raise ValueError(
-            f"no document ends in the {len(tokens)} tokens: end_of_text ({end_of_text}) is not among them; give the"
-            " tokenizer's end_of_text that the file was prepared with"
-        )
-    return ends if ends[-1] == len(tokens) else np.append(ends, len(tokens))
-
-
-def _written_once(path: Path, what: str, make: Callable[[], Numbers]) -> Numbers:
-    """An array that is a function of the token file and of what its name says, mapped; made unless it is there.
-
-    One process calls this first and the others after it; several at once do the work twice and do no harm.
-    """
-    status = path.stat()
-    # A token file that is written anew has other documents.
-    stamp = hashlib.sha256(f"{_FORM} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:8]
-    table = path.with_name(f"{path.stem}.{what}-{stamp}.npy")
-    if not table.is_file():
-        with written_whole(table) as temporary, temporary.open("wb") as file:
-            np.save(file, make())
-    mapped: Numbers = np.load(table, mmap_mode="r")
-    return mapped

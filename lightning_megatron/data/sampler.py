@@ -97,6 +97,14 @@ class GlobalBatchSampler(DistributedSampler[int]):
         self.epoch = consumed_samples // self.total_size
 
 
+class EpochSampler(GlobalBatchSampler):
+    """The same for samples that are made anew in every epoch: sample i of epoch e is asked for by the number
+    e * samples + i, so each number comes once in a run."""
+
+    def epoch_order(self, epoch: int) -> torch.Tensor:
+        return super().epoch_order(epoch) + epoch * self.num_dataset_samples
+
+
 def _check(num_samples: int, global_batch_size: int, num_replicas: int, drop_last: bool) -> None:
     if num_replicas < 1:
         raise ValueError(f"num_replicas ({num_replicas}) must be at least 1")

@@ -15,10 +15,15 @@ import hashlib
 import logging
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from lightning_megatron.data.corpus import Tokens
+from lightning_megatron.data.packing import Numbers
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -48,6 +53,9 @@ ROW_SUFFIXES = {
 
 COMPRESSED_SUFFIXES = frozenset((".gz", ".bz2", ".xz", ".zst"))
 """Endings after one of `ROW_SUFFIXES` that its builder unpacks."""
+
+_ROWS_READ = 128
+"""Rows of a table that are looked up together."""
 
 WAYS_OUT = (
     "give a file, a directory or a pattern such as 'corpus/**/*.txt' as path, a dataset of the hub as dataset,"
@@ -119,6 +127,38 @@ def load_rows(
     return rows
 
 
+class TextStream:
+    """Texts that are read as they come, again and again from the first on; it knows where it is.
+
+    `path` and `dataset` are those of `load_documents`, of which one must be given: files are read as they are asked
+    for, a `dataset` of the hub comes over the network. Files that are not UTF-8 text are left out, and said.
+    """
+
+    def __init__(
+        self, *, path: str | Path | None = None, dataset: str | None = None, text_column: str = "text"
+    ) -> None:
+        if (path is None) == (dataset is None):
+            raise ValueError(f"path ({path!r}) and dataset ({dataset!r}): one of them must be given to be streamed")
+        if dataset is not None:
+            rows = _named_dataset(dataset, "train", None, streaming=True)
+            self._rows = _streamed_texts(rows, text_column, f"dataset ({dataset!r})")
+        else:
+            assert path is not None
+            self._rows = _streamed_files(files_of(path), text_column)
+
+    def texts(self, number: int, state: Any) -> Iterator[str | None]:
+        """The texts of pass `number` behind a state of it, all of them where there is none."""
+        self._rows.set_epoch(number)
+        if state is not None:
+            self._rows.load_state_dict(state)
+        # Not iter(rows), which would give each worker of a loader other rows.
+        return (rows["text"][0] for rows in self._rows.iter(batch_size=1))
+
+    def state_dict(self) -> Any:
+        """Where the pass is."""
+        return self._rows.state_dict()
+
+
 def files_of(path: str | Path) -> list[Path]:
     """Sorted files with something in them that a path stands for: itself, a directory's, or those that match.
 
@@ -164,9 +204,50 @@ def split_documents(documents: "Documents", held_out_fraction: float) -> "tuple[
     return documents.select([i for i in range(len(documents)) if i not in chosen]), documents.select(held_out)
 
 
+def joined_documents(parts: "Sequence[Documents]") -> "Documents":
+    """The documents of all parts, one part after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    datasets = _datasets()
+    # Builders differ in the width of a string's offsets, and only equal types are put together.
+    strings = datasets.Features({"text": datasets.Value("string")})
+    return datasets.concatenate_datasets([part if part.features == strings else part.cast(strings) for part in parts])
+
+
 def corpus_fingerprint(documents: "Documents") -> str:
     """What the documents were made from, as a short text that is the same in every process."""
     return str(documents._fingerprint)
+
+
+def corpus_bytes(documents: "Documents") -> int:
+    """Roughly the bytes of all documents."""
+    rows = documents.data
+    return int(rows.nbytes * len(documents) // max(len(rows), 1))
+
+
+def document_bytes(documents: "Documents", first: int, last: int) -> Iterator[memoryview | None]:
+    """Each document from `first` to before `last` as it lies in memory or in the file; None for one that is null."""
+    rows = documents.with_format("arrow")
+    for start in range(first, last, _ROWS_READ):
+        for text in rows[start : min(start + _ROWS_READ, last)]["text"]:
+            held = text.as_buffer()
+            yield None if held is None else memoryview(held)
+
+
+def save_token_rows(parts: Iterable[tuple[Numbers, Tokens]], directory: str | Path) -> None:
+    """Writes what `datasets.load_from_disk` reads: of each document its `input_ids`.
+
+    Each part is the lengths of its documents and their tokens, one after the other.
+    """
+    datasets = _datasets()
+    import pyarrow as pa
+
+    tables = []
+    for lengths, tokens in parts:
+        ends = np.append(0, np.cumsum(lengths, dtype=np.int64))
+        rows = pa.LargeListArray.from_arrays(pa.array(ends), pa.array(tokens))
+        tables.append(datasets.Dataset(datasets.table.InMemoryTable(pa.table({"input_ids": rows}))))
+    datasets.concatenate_datasets(tables).save_to_disk(str(directory))
 
 
 def _datasets() -> ModuleType:
@@ -196,7 +277,6 @@ def _row_builder(file: Path) -> str:
 
 def _documents_in(files: list[Path], text_column: str, cache_dir: str | Path | None) -> "Documents":
     """Text files first, then those of rows, builder by builder."""
-    datasets = _datasets()
     of_builder: dict[str, list[Path]] = {}
     for file in files:
         of_builder.setdefault(_row_builder(file), []).append(file)
@@ -207,11 +287,7 @@ def _documents_in(files: list[Path], text_column: str, cache_dir: str | Path | N
         else:
             rows = _rows(builder, members, cache_dir)
             parts.append(_text_only(rows, text_column, f"the {builder} files at {str(members[0])!r}"))
-    if len(parts) == 1:
-        return parts[0]
-    # Builders differ in the width of a string's offsets, and only equal types are put together.
-    strings = datasets.Features({"text": datasets.Value("string")})
-    return datasets.concatenate_datasets([part if part.features == strings else part.cast(strings) for part in parts])
+    return joined_documents(parts)
 
 
 # Note: text files are read here and not by the builder "text" of `datasets`
@@ -263,17 +339,60 @@ def _rows(builder: str, files: list[Path], cache_dir: str | Path | None) -> "Doc
         ) from error
 
 
-def _named_dataset(name: str, split: str, cache_dir: str | Path | None) -> "Documents":
+def _streamed_files(files: list[Path], text_column: str) -> Any:
+    """As `_documents_in`, read when it is asked for."""
+    datasets = _datasets()
+    of_builder: dict[str, list[str]] = {}
+    for file in files:
+        of_builder.setdefault(_row_builder(file), []).append(str(file.resolve()))
+    parts = []
+    for builder, names in sorted(of_builder.items()):
+        if builder == "":
+            # A list is taken for shards: the state of the stream counts files.
+            parts.append(
+                datasets.IterableDataset.from_generator(
+                    _streamed_text_files,
+                    features=datasets.Features({"text": datasets.Value("string")}),
+                    gen_kwargs={"files": names},
+                )
+            )
+        else:
+            escaped = [glob.escape(name) for name in names]
+            rows = datasets.load_dataset(builder, data_files=escaped, split="train", streaming=True)
+            parts.append(_streamed_texts(rows, text_column, f"the {builder} files at {names[0]!r}"))
+    return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
+
+
+def _streamed_text_files(files: list[str]) -> Iterator[dict[str, str]]:
+    for file in files:
+        try:
+            yield {"text": Path(file).read_text(encoding="utf-8-sig")}
+        except UnicodeDecodeError:
+            logger.warning("skipped %s, which is not UTF-8 text", file)
+
+
+def _streamed_texts(rows: Any, text_column: str, source: str) -> Any:
+    """The column of texts alone, as far as a stream tells what it has."""
+    columns = rows.column_names if rows.column_names is not None else list(next(iter(rows), {}))
+    if text_column not in columns:
+        raise ValueError(
+            f"text_column ({text_column!r}) is not a column of {source}, which has {', '.join(columns) or 'no rows'};"
+            " name the column that holds the text, or choose other files by a pattern as path"
+        )
+    rows = rows.select_columns([text_column])
+    return rows if text_column == "text" else rows.rename_column(text_column, "text")
+
+
+def _named_dataset(name: str, split: str, cache_dir: str | Path | None, *, streaming: bool = False) -> Any:
     datasets = _datasets()
     try:
-        if Path(name, "state.json").is_file():
-            return datasets.load_from_disk(name)
-        if Path(name, "dataset_dict.json").is_file():
-            return datasets.load_from_disk(name)[split]
+        if Path(name, "state.json").is_file() or Path(name, "dataset_dict.json").is_file():
+            saved = datasets.load_from_disk(name)
+            rows = saved[split] if Path(name, "dataset_dict.json").is_file() else saved
+            return rows.to_iterable_dataset() if streaming else rows
         base, _, config = (name, "", "") if Path(name).exists() else name.partition(":")
-        return datasets.load_dataset(
-            base, config or None, split=split, cache_dir=None if cache_dir is None else str(cache_dir)
-        )
+        cache = None if cache_dir is None else str(cache_dir)
+        return datasets.load_dataset(base, config or None, split=split, cache_dir=cache, streaming=streaming)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"dataset ({name!r}) with split ({split!r}) could not be loaded: {error}; give 'name' or 'name:config' of"

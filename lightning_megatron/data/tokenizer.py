@@ -1,16 +1,18 @@
-"""Text to token ids and back: the one door to `tokenizers`.
+"""Text to token ids and back, whoever does it; and the one door to `tokenizers`, which does it most often.
 
 Second on the path from text to batches, between documents and packing. A tokenizer that is trained here is
-byte-level byte-pair encoding: its alphabet is the 256 bytes, so every text comes back exactly as it was.
+byte-level byte-pair encoding: its alphabet is the 256 bytes, so every text comes back exactly as it was. Other kinds
+are files of their own; `tokenizer_files.py` tells them apart.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_megatron.data.atomic_file import written_whole
 
@@ -27,48 +29,117 @@ SMALLEST_VOCABULARY = 257
 """The 256 bytes and the end of text."""
 
 
-class Tokenizer:
+class Tokenizer(ABC):
     """Token ids of texts, texts of token ids, and the ids that have a role.
 
     A special token that is spelled out in a text is ordinary text: no document can end itself.
     """
 
+    end_of_text: int
+    """The token that ends a document."""
+
+    vocab_size: int
+    """One more than the greatest id: ids may have gaps, and an embedding needs a row up to it."""
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """A short text that differs between any two tokenizers that encode differently."""
+
+    @abstractmethod
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The token ids of each text, with no special token added."""
+
+    @abstractmethod
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of the token ids, special tokens spelled out."""
+
+    @abstractmethod
+    def token_id(self, name: str) -> int | None:
+        """The id of the token that is written so, or None."""
+
+    @abstractmethod
+    def pieces(self) -> dict[int, str]:
+        """How each token is written in the vocabulary."""
+
+    @abstractmethod
+    def special_ids(self) -> list[int]:
+        """The ids of special tokens, in order."""
+
+    @property
+    def opening(self) -> list[int]:
+        """The special token, if any, that the tokenizer puts in front of a text."""
+        return []
+
+    def encode_spelled(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """The token ids of each text, and the characters [first, last + 1) that each token stands for.
+
+        Special tokens that are spelled out count as such: for texts that a template made. None is added. Raises
+        ValueError where a tokenizer cannot tell.
+        """
+        raise ValueError(
+            f"a {type(self).__name__} does not tell which characters a token stands for, as conversations need;"
+            " take the tokenizer.json of the same model"
+        )
+
+    def with_special_token(self, name: str) -> "Tokenizer":
+        """This one, or, where it has no token that is written so, the same with one special token more."""
+        if self.token_id(name) is not None:
+            return self
+        raise ValueError(
+            f"a {type(self).__name__} takes no new token, and it has none that is written {name!r}; take the"
+            " tokenizer.json of the same model"
+        )
+
+
+class FastTokenizer(Tokenizer):
+    """A tokenizer of the package `tokenizers`: what a tokenizer.json holds."""
+
     def __init__(self, engine: "tokenizers.Tokenizer", end_of_text: str) -> None:
         ids = engine.get_vocab(with_added_tokens=True)
-        if end_of_text not in ids:
-            raise ValueError(
-                f"end_of_text ({end_of_text!r}) is not in the tokenizer's vocabulary of {len(ids)};"
-                " name the token that ends a document there"
-            )
         # A tokenizer saved for fine-tuning often brings its own truncation and padding along.
         engine.no_truncation()
         engine.no_padding()
         engine.encode_special_tokens = True
         self.engine = engine
-        self.end_of_text: int = ids[end_of_text]
-        # Ids may have gaps, and an embedding needs a row up to the greatest.
-        self.vocab_size: int = max(ids.values()) + 1
+        self.end_of_text = named_end_of_text(end_of_text, ids)
+        self.vocab_size = max(ids.values()) + 1
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        # What `tokenizers` does not pickle.
+        self.engine.encode_special_tokens = True
 
     @property
     def fingerprint(self) -> str:
-        """A short text that differs between any two tokenizers that encode differently."""
         return hashlib.sha256(f"{self.end_of_text} {self.engine.to_str()}".encode()).hexdigest()[:16]
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """The token ids of each text, with no special token added."""
         return [encoding.ids for encoding in self.engine.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_spelled(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """The token ids of each text, and the characters [first, last + 1) that each token stands for.
-
-        Special tokens that are spelled out count as such: for texts that a template made. None is added.
-        """
         encodings = self._spelled_engine.encode_batch(list(texts), add_special_tokens=False)
         return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
+    def token_id(self, name: str) -> int | None:
+        found: int | None = self.engine.token_to_id(name)
+        return found
+
+    def with_special_token(self, name: str) -> Tokenizer:
+        if self.token_id(name) is not None:
+            return self
+        engine = type(self.engine).from_str(self.engine.to_str())
+        engine.add_special_tokens([name])
+        return FastTokenizer(engine, self.pieces()[self.end_of_text])
+
+    def pieces(self) -> dict[int, str]:
+        return {i: piece for piece, i in self.engine.get_vocab(with_added_tokens=True).items()}
+
+    def special_ids(self) -> list[int]:
+        return sorted(i for i, token in self.engine.get_added_tokens_decoder().items() if token.special)
+
     @cached_property
     def opening(self) -> list[int]:
-        """The special token, if any, that the tokenizer puts in front of a text."""
         ids = self.engine.encode("", add_special_tokens=True).ids
         return [i for i in ids[:1] if i != self.end_of_text]
 
@@ -81,19 +152,23 @@ class Tokenizer:
         return engine
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of the token ids, special tokens spelled out."""
         return self.engine.decode([int(i) for i in ids], skip_special_tokens=False)
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, path: str | Path) -> Tokenizer:
+def train_tokenizer(
+    texts: Iterable[str], vocab_size: int, path: str | Path, special_tokens: Sequence[str] = ()
+) -> FastTokenizer:
     """A byte-level tokenizer of at most `vocab_size` ids, learnt from the texts and written to `path`.
 
-    The vocabulary is smaller where the texts do not hold that many pairs. Source: Sennrich et al. 2016, section 3.2,
-    over the bytes as in Radford et al. 2019, section 2.2.
+    `special_tokens` are there beside the end of text, and within `vocab_size`. The vocabulary is smaller where the
+    texts do not hold that many pairs. Source: Sennrich et al. 2016, section 3.2, over the bytes as in Radford et al.
+    2019, section 2.2.
     """
-    if vocab_size < SMALLEST_VOCABULARY:
+    smallest = SMALLEST_VOCABULARY + len(special_tokens)
+    if vocab_size < smallest:
+        others = f" and {len(special_tokens)} special tokens" if special_tokens else ""
         raise ValueError(
-            f"vocab_size ({vocab_size}) must be at least {SMALLEST_VOCABULARY}: the 256 bytes and the end of text"
+            f"vocab_size ({vocab_size}) must be at least {smallest}: the 256 bytes, the end of text{others}"
         )
     tokenizers = _tokenizers()
     engine = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -101,34 +176,56 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, path: str | Path) -> 
     engine.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
+        special_tokens=[END_OF_TEXT, *special_tokens],
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     engine.train_from_iterator(texts, trainer)
     with written_whole(Path(path)) as temporary:
         temporary.write_text(engine.to_str(), encoding="utf-8")
-    return Tokenizer(engine, END_OF_TEXT)
+    return FastTokenizer(engine, END_OF_TEXT)
 
 
-def load_tokenizer(path: str | Path, end_of_text: str | None = None) -> Tokenizer:
-    """The tokenizer of a `tokenizer.json`, or of the directory that holds one.
-
-    `end_of_text` names the token that ends a document; None takes the `eos_token` of a `tokenizer_config.json` beside
-    it, else the first well-known name in the vocabulary.
-    """
-    file = Path(path, "tokenizer.json") if Path(path).is_dir() else Path(path)
-    if not file.is_file():
-        raise ValueError(
-            f"tokenizer ({str(path)!r}) does not exist; give a tokenizer.json, or a directory with one,"
-            " as train_tokenizer writes it and models of the hub bring it"
-        )
+def read_fast_tokenizer(file: Path, end_of_text: str | None = None) -> FastTokenizer:
+    """The tokenizer of a tokenizer.json; the end of text is as in `tokenizer_files.load_tokenizer`."""
     tokenizers = _tokenizers()
     try:
         engine = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
     except Exception as error:  # `tokenizers` raises nothing narrower for a file that it cannot parse
         raise ValueError(f"tokenizer ({str(file)!r}) is not a tokenizer.json: {error}; give one") from error
-    return Tokenizer(engine, end_of_text if end_of_text is not None else _end_of_text(engine, file))
+    name = end_of_text if end_of_text is not None else configured_end_of_text(file.parent)
+    return FastTokenizer(engine, name if name is not None else known_end_of_text(engine.get_vocab(), str(file)))
+
+
+def named_end_of_text(name: str, ids: Mapping[str, int]) -> int:
+    """The id of the end of text. Raises ValueError where the vocabulary does not have it."""
+    if name not in ids:
+        raise ValueError(
+            f"end_of_text ({name!r}) is not in the tokenizer's vocabulary of {len(ids)};"
+            " name the token that ends a document there"
+        )
+    return ids[name]
+
+
+def known_end_of_text(names: Container[str], source: str) -> str:
+    """The first well-known name of the end of text that is among `names`."""
+    for name in KNOWN_ENDS_OF_TEXT:
+        if name in names:
+            return name
+    raise ValueError(
+        f"tokenizer ({source!r}) has no token that is known to end a document"
+        f" (looked for {' '.join(KNOWN_ENDS_OF_TEXT)}); name it by end_of_text"
+    )
+
+
+def configured_end_of_text(directory: Path) -> str | None:
+    """The `eos_token` of the directory's `tokenizer_config.json`, if there is one."""
+    config = directory / "tokenizer_config.json"
+    if not config.is_file():
+        return None
+    token = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+    name = token["content"] if isinstance(token, dict) else token
+    return None if name is None else str(name)
 
 
 def _tokenizers() -> ModuleType:
@@ -139,19 +236,3 @@ def _tokenizers() -> ModuleType:
             "turning text into tokens needs the package 'tokenizers': pip install 'lightning_megatron[data]'"
         ) from error
     return tokenizers
-
-
-def _end_of_text(engine: "tokenizers.Tokenizer", file: Path) -> str:
-    config = file.with_name("tokenizer_config.json")
-    if config.is_file():
-        token = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
-        name = token["content"] if isinstance(token, dict) else token
-        if name is not None:
-            return str(name)
-    for name in KNOWN_ENDS_OF_TEXT:
-        if engine.token_to_id(name) is not None:
-            return name
-    raise ValueError(
-        f"tokenizer ({str(file)!r}) has no token that is known to end a document"
-        f" (looked for {' '.join(KNOWN_ENDS_OF_TEXT)}); name it by end_of_text"
-    )

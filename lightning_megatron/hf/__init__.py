@@ -4,7 +4,8 @@ model = from_pretrained("folder")                       # each rank reads the sl
 save_pretrained(model, "other folder")                  # transformers.AutoModelForCausalLM.from_pretrained reads it
 """
 
+from lightning_megatron.hf.llava_parts import llava_from_folders
 from lightning_megatron.hf.load import config_from_pretrained, from_pretrained
 from lightning_megatron.hf.save import save_pretrained
 
-__all__ = ["config_from_pretrained", "from_pretrained", "save_pretrained"]
+__all__ = ["config_from_pretrained", "from_pretrained", "llava_from_folders", "save_pretrained"]

@@ -51,7 +51,7 @@ def to_checkpoint(weights: Weights, target: str | os.PathLike[str], *, dtype: to
     model, dtype = on_meta(weights.config), dtype if dtype is not None else weights.dtype
     parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     meta = {
-        MODELS: {"model": {"class": "GPTModel", "config": asdict(weights.config)}},
+        MODELS: {"model": {"class": type(model).__name__, "config": asdict(weights.config)}},
         "epoch": 0,
         "global_step": 0,
         # Lightning looks for it to know what it reads.

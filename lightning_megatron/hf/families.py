@@ -3,13 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_megatron.hf import gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
-from lightning_megatron.hf.family import Family
-from lightning_megatron.models.gpt import GPTConfig
+from lightning_megatron.hf import bert, gpt2, llama, llava, mistral, mixtral, qwen2, qwen3, qwen3_moe, t5
+from lightning_megatron.hf.family import Config, Family
 
-FAMILIES: dict[str, Family] = {
-    module.FAMILY.name: module.FAMILY for module in (gpt2, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe)
-}
+_MODULES = (bert, gpt2, llama, llava, mistral, mixtral, qwen2, qwen3, qwen3_moe, t5)
+
+FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _MODULES}
 
 
 def family_of_file(raw: Mapping[str, Any], where: str) -> Family:
@@ -22,11 +21,14 @@ def family_of_file(raw: Mapping[str, Any], where: str) -> Family:
     return FAMILIES[str(raw["model_type"])]
 
 
-def family_of_config(config: GPTConfig, name: str | None) -> Family:
+def family_of_config(config: Config, name: str | None) -> Family:
     """The family of that name, or the one that the configuration fits. Raises ValueError where it is not one."""
     if name is not None and name not in FAMILIES:
         raise ValueError(f"family ({name!r}) must be one of {', '.join(map(repr, FAMILIES))}")
     asked = FAMILIES if name is None else {name: FAMILIES[name]}
+    asked = {known: family for known, family in asked.items() if family.config_class is type(config)}
+    if not asked:
+        raise ValueError(f"family ({name!r}) has no models with a {type(config).__name__}; leave it out")
     faults = {family: FAMILIES[family].faults(config) for family in asked}
     fits = [family for family, found in faults.items() if not found]
     if not fits:

@@ -6,7 +6,7 @@ is on the other; a tensor that no row names is a fault, and so is one that two r
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,10 +14,32 @@ import torch
 from lightning_megatron.hf.blocks import Block, Layout, Shape, shapes_of_sources, whole
 from lightning_megatron.hf.config_reader import ConfigReader
 from lightning_megatron.mesh import Mesh
+from lightning_megatron.models.bert import BertConfig, BertModel
 from lightning_megatron.models.gpt import GPTConfig, GPTModel
+from lightning_megatron.models.llava import LlavaConfig, LlavaModel
+from lightning_megatron.models.t5 import T5Config, T5Model
 from lightning_megatron.sharding import shard_of
 
+Config = GPTConfig | BertConfig | T5Config
+# A LlavaConfig is a GPTConfig, and a LlavaModel a GPTModel.
+Model = GPTModel | BertModel | T5Model
+
+_MODELS: dict[type[Any], type[Any]] = {
+    GPTConfig: GPTModel,
+    BertConfig: BertModel,
+    T5Config: T5Model,
+    LlavaConfig: LlavaModel,
+}
+# of each configuration that families have
+
+CONFIGS: dict[str, type[Config]] = {model.__name__: config for config, model in _MODELS.items()}
+"""The configuration of each model that families have, by the name of the model's class."""
+
 _SHOWN = 20
+
+
+def _always(config: Any) -> bool:
+    return True
 
 
 @dataclass(frozen=True)
@@ -30,6 +52,8 @@ class Row:
     ours: str
     theirs: tuple[str, ...]
     layout: Layout = whole
+    is_of: Callable[[Any], bool] = _always
+    # whether a model of that configuration of ours has it so
 
     def sources(self, numbers: tuple[str, ...], shape: Shape) -> tuple[str, ...]:
         """The names of theirs for our tensor of that shape, whose name has those numbers."""
@@ -60,12 +84,16 @@ class Family:
     # fields of theirs that change no number of a forward
     config_from_hf: Callable[[ConfigReader], dict[str, Any]]
     # our fields, with faults noted in the reader
-    config_to_hf: Callable[[GPTConfig], dict[str, Any]]
-    # their fields
-    faults: Callable[[GPTConfig], list[str]]
+    config_to_hf: Callable[[Any], dict[str, Any]]
+    # their fields, of a `config_class`
+    faults: Callable[[Any], list[str]]
     # why one of our configurations is none of this family, one sentence each
     other_rows: tuple[Row, ...] = ()
     # of files that some version of transformers writes too
+    copies: Mapping[str, str] = field(default_factory=dict)
+    # names of theirs that always repeat another tensor
+    config_class: type[Config] = GPTConfig
+    # what our configurations of this family are
 
     def rows_of(self, names: Iterable[str]) -> tuple[Row, ...]:
         """The rows of a file with tensors of those names."""
@@ -78,13 +106,17 @@ class Family:
         is_other = any(matches(pattern, name) for name in names for pattern in (*of_one, *bare))
         return self.other_rows if is_other else self.rows
 
-    def config(self, raw: Mapping[str, Any]) -> GPTConfig:
+    def repeated(self, config: Config) -> Mapping[str, str]:
+        """Names of theirs that repeat another tensor in a model of that configuration."""
+        return {**self.copies, **self.tied} if config.tie_embeddings else self.copies
+
+    def config(self, raw: Mapping[str, Any]) -> Config:
         """Our configuration. Raises ValueError with every field that cannot be translated."""
         reader = ConfigReader(raw, self.defaults)
         fields = self.config_from_hf(reader)
         faults = reader.faults
         try:
-            config = GPTConfig(**fields)
+            config = self.config_class(**fields)
         except ValueError as error:
             # What is wrong in theirs makes ours wrong too.
             faults = faults or str(error).splitlines()
@@ -92,9 +124,15 @@ class Family:
             raise ValueError("\n  ".join([f"config.json of model_type {self.name!r} cannot be used:", *faults]))
         return config
 
-    def build(self, config: GPTConfig, mesh: Mesh) -> GPTModel:
+    def build(self, config: Config, mesh: Mesh) -> Model:
         """The model on a mesh, of which torch's default device says where."""
-        return GPTModel(config, mesh=mesh)
+        return model_of(config, mesh)
+
+
+def model_of(config: Config, mesh: Mesh) -> Model:
+    """The model of a configuration on a mesh."""
+    model: Model = _MODELS[type(config)](config, mesh=mesh)
+    return model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,10 +147,10 @@ class Link:
 class Table:
     """Every tensor of a model of one configuration: `links` by our names, `theirs` shapes by theirs, in our order."""
 
-    def __init__(self, family: Family, config: GPTConfig, names: Iterable[str] = ()) -> None:
+    def __init__(self, family: Family, config: Config, names: Iterable[str] = ()) -> None:
         """`names` are those of a file's tensors, where one is read."""
         self.family, self.config = family, config
-        self._rows = family.rows_of(names)
+        self._rows = tuple(row for row in family.rows_of(names) if row.is_of(config))
         with torch.device("meta"):
             model = family.build(config, Mesh.single())
         shapes = {name: shard_of(parameter).global_shape for name, parameter in model.named_parameters()}
@@ -137,7 +175,7 @@ class Table:
         prefix = self.family.prefix
         is_bare = not any(name.startswith(prefix) for name in shapes)
         found = {prefix + name if is_bare and prefix + name in self.theirs else name: name for name in shapes}
-        known = self.family.tied if self.config.tie_embeddings else {}
+        known = self.family.repeated(self.config)
         ignored = (*self.family.ignored, *(p.removeprefix(prefix) for p in self.family.ignored))
         unknown = [
             file_name

@@ -92,7 +92,13 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
 def faults(config: GPTConfig, **needed: Any) -> list[str]:
     """Why a configuration is none of these models; `needed` is what a family alone needs."""
     return differences(
-        config, position="rotary", rotary_fraction=1.0, normalization="rmsnorm", activation="swiglu", **needed
+        config,
+        position="rotary",
+        rotary_fraction=1.0,
+        normalization="rmsnorm",
+        activation="swiglu",
+        ffn_dropout=0.0,
+        **needed,
     )
 
 

@@ -120,6 +120,7 @@ def faults(config: GPTConfig) -> list[str]:
         num_query_groups=config.num_attention_heads,
         qk_norm=False,
         sliding_window=0,
+        ffn_dropout=0.0,
     )
     if config.activation not in ACTIVATIONS.values():
         found.append(f"activation ({config.activation!r}) must be 'gelu' or 'gelu_tanh'")

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from lightning_megatron.hf.blocks import fill_ours
 from lightning_megatron.hf.families import family_of_file
-from lightning_megatron.hf.family import Table
+from lightning_megatron.hf.family import Config, Model, Table
 from lightning_megatron.hf.folder import WeightFiles, read_config
 from lightning_megatron.mesh import Mesh, ambient_mesh
-from lightning_megatron.models.gpt import GPTConfig, GPTModel
+from lightning_megatron.models.gpt import GPTConfig
 from lightning_megatron.models.upcycle import Read, Upcycling
 from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.moe.router import Router
@@ -22,12 +22,12 @@ from lightning_megatron.sharding import Box, ShardedParameter, shard_of
 
 def from_pretrained(
     path: str | os.PathLike[str], mesh: Mesh | None = None, *, upcycle: MoEConfig | None = None
-) -> GPTModel:
+) -> Model:
     """The model in a folder, this rank's part of it, on torch's default device and in its default dtype.
 
-    Without a mesh, that of the running strategy. With `upcycle` a dense model becomes one with experts, which computes
-    the same. Every rank reads for itself; none waits for another. Raises ValueError for what cannot be read or is not
-    supported, with all faults of one kind at once.
+    Of the class of its family. Without a mesh, that of the running strategy. With `upcycle` a dense GPT becomes one
+    with experts, which computes the same. Every rank reads for itself; none waits for another. Raises ValueError for
+    what cannot be read or is not supported, with all faults of one kind at once.
     """
     folder = Path(path)
     mesh = mesh if mesh is not None else ambient_mesh()
@@ -38,12 +38,12 @@ def from_pretrained(
     table = Table(family, config, files.shapes)
     read: Read = Source(table, files).read
     if upcycle is not None:
-        way = Upcycling(dense=config, moe=upcycle)
+        way = upcycling(config, upcycle)
         config, read = way.config, partial(way.read, dense=read)
     # Values that are drawn only to be overwritten take longer than reading.
     with torch.device("meta"):
         model = family.build(config, mesh)
-    _take_memory(model)
+    take_memory(model)
     for name, parameter in model.named_parameters():
         shard = shard_of(parameter)
         if not parameter.is_meta and 0 not in shard.box.sizes:
@@ -51,7 +51,7 @@ def from_pretrained(
     return model
 
 
-def config_from_pretrained(path: str | os.PathLike[str], *, upcycle: MoEConfig | None = None) -> GPTConfig:
+def config_from_pretrained(path: str | os.PathLike[str], *, upcycle: MoEConfig | None = None) -> Config:
     """The architecture of the model in a folder, or of the one with experts that it becomes.
 
     Raises ValueError for what is not supported, all faults at once.
@@ -59,7 +59,15 @@ def config_from_pretrained(path: str | os.PathLike[str], *, upcycle: MoEConfig |
     folder = Path(path)
     raw = read_config(folder)
     config = family_of_file(raw, str(folder / "config.json")).config(raw)
-    return config if upcycle is None else Upcycling(dense=config, moe=upcycle).config
+    return config if upcycle is None else upcycling(config, upcycle).config
+
+
+def upcycling(config: Config, moe: MoEConfig) -> Upcycling:
+    """The way to a model with experts. Raises ValueError where there is none."""
+    # A LlavaConfig is one, too, and a vision tower has no experts.
+    if type(config) is not GPTConfig:
+        raise ValueError(f"upcycling takes a model with a GPTConfig, and this one has a {type(config).__name__}")
+    return Upcycling(dense=config, moe=moe)
 
 
 class Source:
@@ -87,17 +95,19 @@ class Source:
     def _copies_of(self, name: str) -> Iterable[str]:
         """Tensors of the files that repeat another."""
         table = self._table
-        tied = table.family.tied.items() if table.config.tie_embeddings else ()
-        return [copy for copy, original in tied if original == name and copy in self._file_names]
+        repeated = table.family.repeated(table.config)
+        return [copy for copy, original in repeated.items() if original == name and copy in self._file_names]
 
 
-def _take_memory(model: nn.Module) -> None:
+def take_memory(model: nn.Module) -> None:
     """Puts zeros in the place of parameters that have no memory yet; a shared one stays shared."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, bare in list(module.named_parameters(recurse=False)):
             if bare not in made:
-                parameter = ShardedParameter(torch.zeros(bare.shape, dtype=bare.dtype))
+                parameter = ShardedParameter(
+                    torch.zeros(bare.shape, dtype=bare.dtype), requires_grad=bare.requires_grad
+                )
                 parameter.shard = shard_of(bare)
                 made[bare] = parameter
             setattr(module, name, made[bare])

@@ -17,14 +17,13 @@ from torch import Tensor
 from lightning_megatron.comm import collectives
 from lightning_megatron.hf.blocks import empty_source, fill_theirs
 from lightning_megatron.hf.families import family_of_config
-from lightning_megatron.hf.family import Table, listed
+from lightning_megatron.hf.family import Model, Table, listed
 from lightning_megatron.hf.shards import MAX_SHARD_BYTES, ShardPlan, finish_draft, start_draft
-from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.sharding import shard_of
 
 
 def save_pretrained(
-    model: GPTModel,
+    model: Model,
     path: str | os.PathLike[str],
     *,
     family: str | None = None,
@@ -50,7 +49,7 @@ def save_pretrained(
         # Stages may hold different ones.
         own = {parameter.dtype for parameter in parameters.values()}
         dtype = common_dtype(found for rank in collectives.gather_objects(own, world) for found in rank)
-    plan = ShardPlan.of(table.theirs, dtype, max_shard_bytes)
+    config, plan = hf_config(table, dtype), ShardPlan.of(table.theirs, dtype, max_shard_bytes)
     target, tokenizer = Path(path), Path(tokenizer_from) if tokenizer_from is not None else None
     draft, fault = collectives.broadcast_object(_start(target, tokenizer, plan) if world.is_first else None, world)
     if fault is not None:
@@ -61,7 +60,7 @@ def save_pretrained(
         if faults:
             shutil.rmtree(draft, ignore_errors=True)
         else:
-            fault = _finish(draft, target, hf_config(table, dtype), tokenizer)
+            fault = _finish(draft, target, config, tokenizer)
             faults = [fault] if fault is not None else []
     faults = collectives.broadcast_object(faults, world)
     if faults:
@@ -100,7 +99,7 @@ def _finish(draft: Path, target: Path, config: dict[str, Any], tokenizer: Path |
 
 @torch.no_grad()
 def _write(
-    model: GPTModel, parameters: dict[str, torch.nn.Parameter], table: Table, plan: ShardPlan, draft: Path
+    model: Model, parameters: dict[str, torch.nn.Parameter], table: Table, plan: ShardPlan, draft: Path
 ) -> Exception | None:
     """Writes what this rank is to write; a fault ends its writing, and not its part in gathering."""
     mesh, fault = model.mesh, None
@@ -124,7 +123,7 @@ def _write(
     return fault
 
 
-def _stage_of(model: GPTModel, name: str) -> int:
+def _stage_of(model: Model, name: str) -> int:
     """The stage of the part that a tensor belongs to; others may hold it too, tied."""
     return next(
         stage

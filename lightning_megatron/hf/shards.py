@@ -42,6 +42,9 @@ _ALONG = (*_TOKENIZER_FILES, "generation_config.json")
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Fields of a `config.json` that a tokenizer knows and a model does not."""
 
+START_ID = "decoder_start_token_id"
+"""Another one, of models with an encoder: the token that their texts start with."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -156,7 +159,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 def finish_draft(draft: Path, path: Path, config: Mapping[str, Any], tokenizer_from: Path | None) -> None:
     """Adds what is not weights, and renames the draft to `path`."""
-    ids: dict[str, Any] = dict.fromkeys(TOKEN_IDS)
+    known = {**dict.fromkeys(TOKEN_IDS), **config}
     if tokenizer_from is not None:
         for name in _ALONG:
             if (tokenizer_from / name).is_file():
@@ -165,6 +168,6 @@ def finish_draft(draft: Path, path: Path, config: Mapping[str, Any], tokenizer_f
             shutil.copyfile(file, draft / file.name)
         if (tokenizer_from / CONFIG).is_file():
             theirs = json.loads((tokenizer_from / CONFIG).read_text(encoding="utf-8"))
-            ids |= {name: theirs[name] for name in TOKEN_IDS if name in theirs}
-    write_json(draft / CONFIG, {**config, **ids})
+            known |= {name: theirs[name] for name in (*TOKEN_IDS, START_ID) if name in theirs}
+    write_json(draft / CONFIG, known)
     os.rename(draft, path)

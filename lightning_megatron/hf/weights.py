@@ -17,20 +17,18 @@ from torch import Tensor
 from lightning_megatron import checkpoint
 from lightning_megatron.checkpoint import Entry, Piece
 from lightning_megatron.hf.families import family_of_file
-from lightning_megatron.hf.family import Table, listed
+from lightning_megatron.hf.family import CONFIGS, Config, Model, Table, listed, model_of
 from lightning_megatron.hf.folder import WeightFiles, read_config
-from lightning_megatron.hf.load import Source
+from lightning_megatron.hf.load import Source, upcycling
 from lightning_megatron.hf.save import common_dtype
 from lightning_megatron.mesh import Mesh
-from lightning_megatron.models.gpt import GPTConfig, GPTModel
+from lightning_megatron.models.gpt import GPTConfig
 from lightning_megatron.models.upcycle import Read, Upcycling
 from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.sharding import Box, shard_of
 
 MODELS = "models"
 """Key of a checkpoint's metadata that says which submodule is which model."""
-
-_CLASSES = {"GPTModel": GPTConfig}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +37,7 @@ class Weights:
 
     kind: str
     # a folder's model_type, or the class of the model
-    config: GPTConfig
+    config: Config
     dtype: torch.dtype
     # the narrowest that holds all of them
     read: Read
@@ -47,7 +45,7 @@ class Weights:
 
     def upcycled(self, moe: MoEConfig) -> "Weights":
         """Those of a model with experts that computes the same. Raises ValueError with all that keeps it from it."""
-        way = Upcycling(dense=self.config, moe=moe)
+        way = upcycling(self.config, moe)
         return Weights(
             kind="GPTModel", config=way.config, dtype=self.dtype, read=partial(_read_upcycled, way, self.read)
         )
@@ -93,13 +91,13 @@ def in_checkpoint(
         checkpoint.load(path, {prefix + name: piece}, world=Mesh.single().world, among=lambda other: False)
 
     dtype = common_dtype(ours[name].dtype for name in shapes)
-    return Weights(kind="GPTModel", config=found, dtype=dtype, read=read)
+    return Weights(kind=type(model).__name__, config=found, dtype=dtype, read=read)
 
 
-def on_meta(config: GPTConfig) -> GPTModel:
+def on_meta(config: Config) -> Model:
     """The unsplit model without memory."""
     with torch.device("meta"):
-        return GPTModel(config, mesh=Mesh.single())
+        return model_of(config, Mesh.single())
 
 
 def gpt_config(saved: Mapping[str, Any]) -> GPTConfig:
@@ -146,7 +144,7 @@ def _model_of(
     submodule: str | None,
     config: Mapping[str, Any] | None,
     where: str | os.PathLike[str],
-) -> tuple[str, GPTConfig]:
+) -> tuple[str, Config]:
     """Name and configuration of the model that is asked for."""
     models = meta.get(MODELS)
     if not models:
@@ -163,12 +161,12 @@ def _model_of(
     name = next(iter(models)) if submodule is None else submodule
     if name not in models:
         raise ValueError(f"submodule ({name!r}) must be one of {', '.join(map(repr, models))} in checkpoint {where}")
-    if models[name]["class"] not in _CLASSES:
+    if models[name]["class"] not in CONFIGS:
         raise ValueError(
-            f"submodule {name!r} of checkpoint {where} is a {models[name]['class']}; converted are "
-            f"{', '.join(_CLASSES)}"
+            f"submodule {name!r} of checkpoint {where} is a {models[name]['class']}; converted are {', '.join(CONFIGS)}"
         )
-    return name, gpt_config(models[name]["config"])
+    config_of: Config = _rebuilt(CONFIGS[models[name]["class"]], models[name]["config"])
+    return name, config_of
 
 
 def _compare(

@@ -1,9 +1,34 @@
 """Ready LightningModules and data modules: what the recipes train, and what a user copies from."""
 
 from lightning_megatron.lightning_modules.adamw import AdamWConfig
+from lightning_megatron.lightning_modules.bert import BertModule
+from lightning_megatron.lightning_modules.bert_data import BertDataModule
 from lightning_megatron.lightning_modules.chat_data import ChatDataModule
-from lightning_megatron.lightning_modules.generate import GenerationConfig, generate
 from lightning_megatron.lightning_modules.gpt import GPTModule
-from lightning_megatron.lightning_modules.gpt_data import GPTDataModule
+from lightning_megatron.lightning_modules.gpt_data import GPTDataModule, StreamingConfig
+from lightning_megatron.lightning_modules.llava import LlavaModule
+from lightning_megatron.lightning_modules.llava_data import LlavaDataModule
+from lightning_megatron.lightning_modules.t5 import T5Module
+from lightning_megatron.lightning_modules.t5_data import T5DataModule
+from lightning_megatron.lightning_modules.text_sources import BlendSource
+from lightning_megatron.models.generation import generate
+from lightning_megatron.models.sampling import GenerationConfig
+from lightning_megatron.models.t5_generation import generate_t5
 
-__all__ = ["AdamWConfig", "ChatDataModule", "GPTDataModule", "GPTModule", "GenerationConfig", "generate"]
+__all__ = [
+    "AdamWConfig",
+    "BertDataModule",
+    "BertModule",
+    "BlendSource",
+    "ChatDataModule",
+    "GPTDataModule",
+    "GPTModule",
+    "GenerationConfig",
+    "LlavaDataModule",
+    "LlavaModule",
+    "StreamingConfig",
+    "T5DataModule",
+    "T5Module",
+    "generate",
+    "generate_t5",
+]

@@ -5,7 +5,7 @@ the seed and the global batch size alone, and a resumed run goes on after the la
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch.utils.data import DataLoader
@@ -23,13 +23,15 @@ from lightning_megatron.data import (
     split_documents,
 )
 from lightning_megatron.data.rows import NO_LABEL, NO_SEGMENT
-from lightning_megatron.data.sources import files_of
-from lightning_megatron.lightning_modules.gpt_data import GPTDataModule, Packing, Samples, told_as_fault
+from lightning_megatron.lightning_modules.data_module import Samples, told_as_fault
 from lightning_megatron.lightning_modules.loaders import Collate, Sample, prompt_loader
-from lightning_megatron.trainer.config import ConfigurationError
+from lightning_megatron.lightning_modules.text_data import TextDataModule
+
+ChatPacking = Literal["none", "documents"]
+"""What shares a row: nothing, or samples that do not see each other."""
 
 
-class ChatDataModule(GPTDataModule):
+class ChatDataModule(TextDataModule):
     """Batches of `tokens`, `labels` and `loss_mask`, each [global_batch_size / replicas, s], s the longest sample of
     the batch rounded up to `pad_to_multiple`.
 
@@ -44,8 +46,6 @@ class ChatDataModule(GPTDataModule):
     are what prediction answers: as a user's message where there is a chat template, else as text to go on with.
     """
 
-    packings = ("none", "documents")
-
     def __init__(
         self,
         *,
@@ -58,7 +58,7 @@ class ChatDataModule(GPTDataModule):
         validation_path: str | None = None,
         validation_fraction: float = 0.05,
         pad_to_multiple: int = 8,
-        packing: Packing = "none",
+        packing: ChatPacking = "none",
         prompts: list[str] | None = None,
         num_workers: int = 0,
         seed: int = 0,
@@ -72,13 +72,13 @@ class ChatDataModule(GPTDataModule):
             dataset=dataset,
             tokenizer=tokenizer,
             validation_fraction=validation_fraction,
+            validation_path=validation_path,
             prompts=prompts,
             num_workers=num_workers,
             seed=seed,
             cache_directory=cache_directory,
         )
         self.split = split
-        self.validation_path = validation_path
         self.pad_to_multiple = pad_to_multiple
         self.packing = packing
         self.template: ChatTemplate | None = None
@@ -91,13 +91,11 @@ class ChatDataModule(GPTDataModule):
 
     def faults(self) -> list[str]:
         faults = super().faults()
+        if self.packing not in get_args(ChatPacking):
+            choices = ", ".join(map(repr, get_args(ChatPacking)))
+            faults.append(f"packing ({self.packing!r}) must be one of {choices}")
         if self.pad_to_multiple < 1:
             faults.append(f"pad_to_multiple ({self.pad_to_multiple}) must be at least 1")
-        try:
-            if self.validation_path is not None:
-                files_of(self.validation_path)
-        except ValueError as error:
-            faults.append(f"validation_path: {error}")
         return faults
 
     def _tokenizer_faults(self) -> list[str]:
@@ -108,37 +106,29 @@ class ChatDataModule(GPTDataModule):
             return [str(error)]
         return []
 
-    def _prepare(self) -> tuple[Tokenizer, Samples | None, Samples | None]:
-        if faults := self.faults():
-            raise ConfigurationError(faults)
-        with told_as_fault():
-            tokenizer = load_tokenizer(str(self.tokenizer_path))
-            self.template = load_chat_template(str(self.tokenizer_path))
-            if self._only_predicts:
-                return tokenizer, None, None
-            rows = load_rows(path=self.path, dataset=self.dataset, split=self.split, cache_dir=self._cache)
-            if self.validation_path is not None:
-                held_out = load_rows(path=self.validation_path, cache_dir=self._cache)
-            elif self.validation_fraction > 0:
-                rows, held_out = split_documents(rows, self.validation_fraction)
-            else:
-                return tokenizer, self._chats(rows, tokenizer), None
-            return tokenizer, self._chats(rows, tokenizer), self._chats(held_out, tokenizer)
+    def _prepare(self) -> tuple[Samples | None, Samples | None]:
+        self.tokenizer = load_tokenizer(str(self.tokenizer_path))
+        self.template = load_chat_template(str(self.tokenizer_path))
+        if self._only_predicts:
+            return None, None
+        rows = load_rows(path=self.path, dataset=self.dataset, split=self.split, cache_dir=self._documents_cache)
+        if self.validation_path is not None:
+            held_out = load_rows(path=self.validation_path, cache_dir=self._documents_cache)
+        elif self.validation_fraction > 0:
+            rows, held_out = split_documents(rows, self.validation_fraction)
+        else:
+            return self._samples(rows, self.tokenizer), None
+        return self._samples(rows, self.tokenizer), self._samples(held_out, self.tokenizer)
 
-    @property
-    def _cache(self) -> Any:
-        # A named dataset may lie in the cache of `datasets` already.
-        return self.cache_directory / "documents" if self.dataset is None else None
-
-    def _chats(self, rows: Any, tokenizer: Tokenizer) -> Samples:
+    def _samples(self, documents: Any, tokenizer: Tokenizer) -> Samples:
         path = prepare_chats(
-            rows, tokenizer, self.template, sequence_length=self.sequence_length, directory=self.cache_directory
+            documents, tokenizer, self.template, sequence_length=self.sequence_length, directory=self.cache_directory
         )
         samples = ChatSamples(path)
         if self.packing == "none":
-            return Samples(samples, len(samples), str(samples.kept))
+            return Samples(dataset=samples, count=len(samples), told=str(samples.kept))
         rows = PackedChats(samples, self.sequence_length, end_of_text=tokenizer.end_of_text, seed=self.seed)
-        return Samples(rows, len(rows), str(rows))
+        return Samples(dataset=rows, count=len(rows), told=str(rows))
 
     @property
     def _collate(self) -> Collate:
@@ -155,4 +145,5 @@ class ChatDataModule(GPTDataModule):
         with told_as_fault():
             asked = [[{"role": "user", "content": prompt}] for prompt in self.prompts]
             texts = [self.template.render(messages, opens_answer=True) for messages in asked]
-        return prompt_loader([torch.tensor(ids) for ids, _ in self.tokenizer.encode_spelled(texts)])
+        ids = [torch.tensor(ids) for ids, _ in self.tokenizer.encode_spelled(texts)]
+        return prompt_loader(ids, self.global_batch_size, self._replica)

@@ -2,9 +2,10 @@
 
 from lightning_megatron import hf
 from lightning_megatron.lightning_modules.adamw import AdamWConfig
-from lightning_megatron.lightning_modules.generate import GenerationConfig
 from lightning_megatron.lightning_modules.gpt import GPTModule
-from lightning_megatron.lightning_modules.gpt_data import GPTDataModule
+from lightning_megatron.lightning_modules.text_data import TextDataModule
+from lightning_megatron.models.gpt import GPTConfig, GPTModel
+from lightning_megatron.models.sampling import GenerationConfig
 from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.trainer import ConfigurationError, MegatronStrategy
 from lightning_megatron.transformer.lora import LoraConfig, add_lora
@@ -28,7 +29,14 @@ class FinetuneModule(GPTModule):
         generation: GenerationConfig = _GENERATION,
         upcycle: MoEConfig | None = None,
     ) -> None:
-        super().__init__(hf.config_from_pretrained(path, upcycle=upcycle), optimizer, generation)
+        config = hf.config_from_pretrained(path, upcycle=upcycle)
+        # A LlavaConfig is one, too.
+        if type(config) is not GPTConfig:
+            raise ValueError(
+                f"FinetuneModule trains models that write text alone, and the model in {path} has a "
+                f"{type(config).__name__}; a LLaVA trains on by LlavaModule(path=...)"
+            )
+        super().__init__(config, optimizer, generation)
         self.save_hyperparameters()
         self.path = path
         self.lora = lora
@@ -50,7 +58,7 @@ class FinetuneModule(GPTModule):
                 ]
             )
         data = self.trainer.datamodule  # type: ignore[attr-defined]
-        tokenizer = data.tokenizer if isinstance(data, GPTDataModule) else None
+        tokenizer = data.tokenizer if isinstance(data, TextDataModule) else None
         if tokenizer is not None and tokenizer.vocab_size > self.config.vocab_size:
             raise ConfigurationError(
                 [
@@ -62,6 +70,8 @@ class FinetuneModule(GPTModule):
     def configure_model(self) -> None:
         if self.model is not None:
             return
-        self.model = hf.from_pretrained(self.path, upcycle=self.upcycle)
+        model = hf.from_pretrained(self.path, upcycle=self.upcycle)
+        assert isinstance(model, GPTModel), "its configuration is a GPTConfig"
+        self.model = model
         if self.lora is not None:
-            add_lora(self.model, self.lora)
+            add_lora(model, self.lora)

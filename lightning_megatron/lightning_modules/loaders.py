@@ -3,18 +3,24 @@
 Between the samplers of `data/` and Lightning's loops.
 """
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lightning_megatron.data import GlobalBatchSampler, collate_tokens
+from lightning_megatron.data import BatchRamp, EndlessSampler, EpochSampler, GlobalBatchSampler, collate_tokens
+from lightning_megatron.pipeline.ragged import Ragged
 from lightning_megatron.trainer.replica import Replica
 
 Sample = dict[str, Tensor]
 Collate = Callable[[list[Sample]], Sample]
+COPY = -1
+"""The number of a prompt that is there to fill up a batch: nobody asked for what follows it."""
+_ALONE = Replica(0, 1)
+_Loader = TypeVar("_Loader", bound=DataLoader[Sample])
 
 
 class ReplicaLoader(DataLoader[Sample]):
@@ -45,6 +51,36 @@ class ReplicaLoader(DataLoader[Sample]):
             self.sampler.load_state_dict(state)
 
 
+class EndlessLoader(ReplicaLoader):
+    """A loader over an `EndlessSampler`, which has no epochs of its own: it goes on after the samples consumed."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for batch in DataLoader.__iter__(self):
+            self._endless.consumed_samples += self._endless.next_size
+            yield batch
+
+    @property
+    def _endless(self) -> EndlessSampler:
+        assert isinstance(self.sampler, EndlessSampler)
+        return self.sampler
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"consumed_samples": self._endless.consumed_samples}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._endless.consumed_samples = int(state["consumed_samples"])
+
+
+class SampleLists(Dataset[list[Sample]]):
+    """The samples of a list of numbers, in the place of one number."""
+
+    def __init__(self, samples: Dataset[Sample]) -> None:
+        self._samples = samples
+
+    def __getitem__(self, numbers: list[int]) -> list[Sample]:
+        return [self._samples[number] for number in numbers]
+
+
 class WholeBatches(Dataset[Sample]):
     """The samples, filled up to full batches by copies whose `loss_mask` is zero: each token counts exactly once."""
 
@@ -71,12 +107,47 @@ def training_loader(
     seed: int,
     num_workers: int,
     collate: Collate = collate_tokens,
+    shuffle: bool = True,
+    is_new_each_epoch: bool = False,
 ) -> ReplicaLoader:
-    """Shuffled batches of global_batch_size / replicas samples; what does not fill a global batch is left out."""
-    sampler = GlobalBatchSampler(
-        range(num_samples), global_batch_size=global_batch_size, num_replicas=replica.size, rank=replica.rank, seed=seed
+    """Batches of global_batch_size / replicas samples, shuffled unless their order is their own; what does not fill a
+    global batch is left out. Samples that are new in each epoch are asked for by numbers that go on over epochs."""
+    sampler = (EpochSampler if is_new_each_epoch else GlobalBatchSampler)(
+        range(num_samples),
+        global_batch_size=global_batch_size,
+        num_replicas=replica.size,
+        rank=replica.rank,
+        shuffle=shuffle,
+        seed=seed,
     )
-    return _loader(samples, sampler, num_workers, collate)
+    return _loader(ReplicaLoader, samples, sampler, num_workers, collate)
+
+
+def endless_loader(
+    samples: Dataset[Sample],
+    num_samples: int,
+    *,
+    ramp: BatchRamp,
+    replica: Replica,
+    num_workers: int,
+    collate: Collate = collate_tokens,
+) -> EndlessLoader:
+    """Batches of the sizes of a ramp over replicas, of samples without an end and in their own order; an epoch is as
+    many batches as the first `num_samples` give."""
+    num_batches = ramp.num_batches(num_samples)
+    if num_batches == 0:
+        raise ValueError(
+            f"the dataset's samples ({num_samples}) are too few for one global batch of {ramp.size_at(0)}; give more"
+            " text, a shorter sequence_length or smaller batches"
+        )
+    return EndlessLoader(
+        SampleLists(samples),  # type: ignore[arg-type]
+        batch_size=None,
+        # Each of its numbers is a list: a global batch has more or fewer samples than the one before it.
+        sampler=EndlessSampler(ramp, num_batches, num_replicas=replica.size, rank=replica.rank),
+        collate_fn=collate,
+        **_options(num_workers),
+    )
 
 
 def evaluation_loader(
@@ -87,32 +158,80 @@ def evaluation_loader(
     replica: Replica,
     num_workers: int,
     collate: Collate = collate_tokens,
-) -> ReplicaLoader:
-    """All samples in order, once each, in batches of global_batch_size / replicas."""
+) -> DataLoader[Sample]:
+    """All samples in order, once each, in batches of global_batch_size / replicas; a round begins with the first."""
     whole = WholeBatches(samples, num_samples, global_batch_size)
     sampler = GlobalBatchSampler(
         whole, global_batch_size=global_batch_size, num_replicas=replica.size, rank=replica.rank, shuffle=False
     )
-    return _loader(whole, sampler, num_workers, collate)
+    # Not one that goes on where it was left: a round may end early, and the next shall see the same.
+    return _loader(DataLoader, whole, sampler, num_workers, collate)
 
 
-def prompt_loader(prompts: list[Tensor]) -> DataLoader[Sample]:
-    """One prompt [s] a batch, as `tokens` [1, s]; every replica takes all of them."""
-    samples: Any = [{"tokens": prompt} for prompt in prompts]
+def prompt_loader(
+    prompts: list[Tensor],
+    global_batch_size: int = 1,
+    replica: Replica = _ALONE,
+    entries: Sequence[Sample] | None = None,
+) -> DataLoader[Sample]:
+    """This replica's part of batches of prompts [s]: `tokens` [batch, longest], filled up with zeros behind the
+    `lengths` [batch], and the numbers of the prompts, `samples` [batch]. `entries` are what else each row has.
+
+    Of a global batch the first replica takes the first prompts. All replicas get equally many batches and rows, because
+    some make each model call together: who would have fewer gets copies of the first prompt, with the number COPY.
+    """
+    others = entries if entries is not None else [{} for _ in prompts]
+    numbered = [
+        {"tokens": prompt, "samples": torch.tensor(number), **other}
+        for number, (prompt, other) in enumerate(zip(prompts, others, strict=True))
+    ]
+    own: Any = []
+    for first in range(0, len(prompts), global_batch_size):
+        batch = numbered[first : first + global_batch_size]
+        num_own = -(-len(batch) // replica.size)
+        rows = batch[replica.rank * num_own :][:num_own]
+        own += rows + [{**numbered[0], "samples": torch.tensor(COPY)}] * (num_own - len(rows))
     # With a sampler of this kind Lightning leaves the loader as it is.
-    everywhere: DistributedSampler[Sample] = DistributedSampler(samples, num_replicas=1, rank=0, shuffle=False)
-    return DataLoader(samples, batch_size=1, sampler=everywhere, collate_fn=collate_tokens)
+    in_order: DistributedSampler[Sample] = DistributedSampler(own, num_replicas=1, rank=0, shuffle=False)
+    batch_size = -(-global_batch_size // replica.size)
+    return DataLoader(own, batch_size=batch_size, sampler=in_order, collate_fn=_collate_prompts)
 
 
-def _loader(samples: Dataset[Sample], sampler: GlobalBatchSampler, num_workers: int, collate: Collate) -> ReplicaLoader:
-    return ReplicaLoader(
+def _collate_prompts(samples: list[Sample]) -> Sample:
+    prompts = [sample["tokens"] for sample in samples]
+    if "images" in samples[0]:
+        with_images: Sample = collate_images(samples, _collate_prompts)
+        return with_images
+    return {
+        **{name: torch.stack([sample[name] for sample in samples]) for name in samples[0] if name != "tokens"},
+        "tokens": pad_sequence(prompts, batch_first=True),
+        "lengths": torch.tensor([len(prompt) for prompt in prompts]),
+    }
+
+
+def collate_images(samples: list[Sample], collate: Collate) -> Any:
+    """A batch of the samples, their `images` as a Ragged, and what else they have by `collate`."""
+    others = [{name: value for name, value in sample.items() if name != "images"} for sample in samples]
+    return {**collate(others), "images": Ragged.of([sample["images"] for sample in samples])}
+
+
+def _loader(
+    kind: type[_Loader], samples: Dataset[Sample], sampler: GlobalBatchSampler, num_workers: int, collate: Collate
+) -> _Loader:
+    return kind(
         samples,
         batch_size=sampler.num_replica_samples,
         sampler=sampler,
         collate_fn=collate,
-        num_workers=num_workers,
-        persistent_workers=num_workers > 0,
-        pin_memory=torch.cuda.is_available(),
-        # From which torch draws a seed for workers whenever they begin: the default one shall not notice.
-        generator=torch.Generator(),
+        **_options(num_workers),
     )
+
+
+def _options(num_workers: int) -> dict[str, Any]:
+    return {
+        "num_workers": num_workers,
+        "persistent_workers": num_workers > 0,
+        "pin_memory": torch.cuda.is_available(),
+        # From which torch draws a seed for workers whenever they begin: the default one shall not notice.
+        "generator": torch.Generator(),
+    }

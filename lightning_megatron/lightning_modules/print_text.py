@@ -3,13 +3,19 @@
 from typing import Any
 
 import lightning as L
+import torch
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
-from lightning_megatron.lightning_modules.gpt_data import GPTDataModule
+from lightning_megatron.lightning_modules.loaders import COPY
+from lightning_megatron.lightning_modules.text_data import TextDataModule
 
 
 class PrintText(L.Callback):
-    """Prints each predicted row as text, once: on global rank 0. Needs a data module that has the tokenizer."""
+    """Prints the predicted texts of all replicas in the order of the prompts, once: on global rank 0.
+
+    Needs a data module that has the tokenizer and whose loader numbers the prompts, as `prompt_loader` does.
+    """
 
     def on_predict_batch_end(
         self,
@@ -21,9 +27,28 @@ class PrintText(L.Callback):
         dataloader_idx: int = 0,
     ) -> None:
         data = trainer.datamodule  # type: ignore[attr-defined]
-        if not trainer.is_global_zero or not isinstance(data, GPTDataModule) or not isinstance(outputs, Tensor):
+        if not isinstance(data, TextDataModule) or not isinstance(outputs, list):
             return
-        assert data.tokenizer is not None
-        for row in outputs:
-            # On lines of its own, below a progress bar.
-            print(f"\n--- text {batch_idx} ---\n{data.tokenizer.decode(row.tolist())}", flush=True)
+        asked = batch["samples"][batch["samples"] != COPY].tolist()
+        texts = _of_all_replicas(
+            dict(zip(asked, outputs, strict=True)), len(batch["samples"]), pl_module, trainer.strategy
+        )
+        if trainer.is_global_zero:
+            for number, text in sorted(texts.items()):
+                # On lines of its own, below a progress bar.
+                print(f"\n--- text {number} ---\n{data.text_of(text)}", flush=True)
+
+
+def _of_all_replicas(
+    texts: dict[int, Tensor], num_rows: int, module: L.LightningModule, strategy: Strategy
+) -> dict[int, list[int]]:
+    """The texts of all replicas by number, of which each has at most `num_rows`."""
+    longest = torch.tensor(max((len(text) for text in texts.values()), default=0), device=module.device)
+    columns = 2 + int(strategy.all_gather(longest).max())
+    # Of each text its number, its length, and its tokens.
+    table = torch.full((num_rows, columns), COPY, device=module.device)
+    for row, (number, text) in enumerate(texts.items()):
+        table[row, :2] = torch.tensor([number, len(text)])
+        table[row, 2 : 2 + len(text)] = text
+    rows = strategy.all_gather(table).reshape(-1, columns).tolist()
+    return {row[0]: row[2 : 2 + row[1]] for row in rows if row[0] != COPY}

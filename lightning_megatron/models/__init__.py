@@ -1,5 +1,26 @@
 """Whole models as ordered lists of named parts, ready for any mesh."""
 
+from lightning_megatron.models.bert import BertConfig, BertLogits, BertModel
+from lightning_megatron.models.generation import generate
 from lightning_megatron.models.gpt import GPTConfig, GPTModel
+from lightning_megatron.models.llava import LlavaConfig, LlavaModel
+from lightning_megatron.models.sampling import GenerationConfig
+from lightning_megatron.models.t5 import T5Config, T5Model
+from lightning_megatron.models.t5_generation import generate_t5
+from lightning_megatron.models.vision import VisionConfig
 
-__all__ = ["GPTConfig", "GPTModel"]
+__all__ = [
+    "BertConfig",
+    "BertLogits",
+    "BertModel",
+    "GPTConfig",
+    "GPTModel",
+    "GenerationConfig",
+    "LlavaConfig",
+    "LlavaModel",
+    "T5Config",
+    "T5Model",
+    "VisionConfig",
+    "generate",
+    "generate_t5",
+]

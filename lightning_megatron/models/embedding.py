@@ -51,7 +51,10 @@ class Embedding(nn.Module):
         self.dropout = Dropout(config.hidden_dropout, "embedding")
 
     def forward(self, ids_T: Tensor, tokens: Tokens) -> Tensor:
-        hidden_TH: Tensor = self.tokens(ids_T)
+        return self.placed(self.tokens(ids_T), tokens)
+
+    def placed(self, hidden_TH: Tensor, tokens: Tokens) -> Tensor:
+        """Embedded tokens, or what stands in their place, with positions and dropout."""
         if self.has_positions:
             hidden_TH = hidden_TH + self.positions(tokens)
         dropped_TH: Tensor = self.dropout(hidden_TH, tokens)

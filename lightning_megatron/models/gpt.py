@@ -25,6 +25,7 @@ from lightning_megatron.pipeline.layout import layout_faults as stage_faults
 from lightning_megatron.pipeline.module import Part, PipelineModule
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.config import LanguageModelConfig, layout_faults
+from lightning_megatron.transformer.continuation import Continuation, keeping, last_of_rows, stream_behind
 from lightning_megatron.transformer.init import initialise
 from lightning_megatron.transformer.layer import ExpertLayer, TransformerLayer, build_norm
 from lightning_megatron.transformer.tokens import Tokens, stream_of
@@ -44,6 +45,8 @@ class Inputs:
     # none: the caller wants logits
     routed: RoutedTokens | None
     # none: no layer of this rank has experts
+    continuation: Continuation | None = None
+    # none: all logits, or the loss, are asked for
 
 
 class GPTModel(PipelineModule):
@@ -57,14 +60,22 @@ class GPTModel(PipelineModule):
 
     cuts_sequences = True
 
-    def __init__(self, config: GPTConfig, *, mesh: Mesh | None = None, seed: int | None = None) -> None:
+    def __init__(
+        self,
+        config: GPTConfig,
+        *,
+        mesh: Mesh | None = None,
+        seed: int | None = None,
+        first_parts: Sequence[Part] = (),
+    ) -> None:
+        """`first_parts` are a subclass's own, before the embedding and on its stage."""
         mesh = mesh if mesh is not None else ambient_mesh()
         sizes = mesh.sizes
         faults = layout_faults(config, sizes)
         faults += stage_faults(config.num_layers, True, True, sizes.num_stages, sizes.stage_layout)
         if faults:
             raise ValueError("\n".join(faults))
-        super().__init__(gpt_parts(config, mesh), mesh=mesh, seed=seed)
+        super().__init__([*first_parts, *gpt_parts(config, mesh)], mesh=mesh, seed=seed)
         self.config = config
         self._has_routers = bool(self.routers)
         # on this rank
@@ -80,6 +91,7 @@ class GPTModel(PipelineModule):
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
         segments: Tensor | None = None,
+        continuation: Continuation | None = None,
     ) -> Tensor:
         """The loss [] with labels, else logits; tokens, labels (-100: no target) and loss_mask are [batch, sequence].
 
@@ -87,8 +99,12 @@ class GPTModel(PipelineModule):
         `segments` [batch, sequence] gives each token the number of its document in its row, from 0, and -1 where there
         is none: attention stays within a document, whose positions start at 0, and what is in none counts nothing, in
         routers of experts too, which know of padding only so.
+
+        With a `continuation`, which goes without labels, the logits are [batch, vocab_size], of what follows each row;
+        `generate` calls so.
         """
-        output: Tensor = super().forward(tokens, labels=labels, loss_mask=loss_mask, segments=segments)
+        asked = {} if continuation is None else {"continuation": continuation}
+        output: Tensor = super().forward(tokens, labels=labels, loss_mask=loss_mask, segments=segments, **asked)
         return output
 
     def prepare(
@@ -97,8 +113,11 @@ class GPTModel(PipelineModule):
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
         segments: Tensor | None = None,
+        continuation: Continuation | None = None,
     ) -> tuple[Tensor, Inputs]:
         self._check_shapes(tokens, labels, loss_mask, segments)
+        if continuation is not None and continuation.extends:
+            return self._prepare_extension(tokens, continuation)
         documents = None if segments is None else documents_of(segments)
         # Documents are as long as they are, and what is generated grows token by token.
         is_even = documents is None and self.training
@@ -112,9 +131,27 @@ class GPTModel(PipelineModule):
             documents=documents,
             group=self.context_group,
         )
+        if continuation is not None and continuation.cache is not None:
+            stream = keeping(stream, continuation)
         targets = None if labels is None else targets_of(labels, loss_mask, stream)
         self.loss_weight = None if targets is None else targets.sum_of_weights
-        return stream.flat(tokens), Inputs(tokens=stream, targets=targets, routed=self._routed(stream, targets))
+        routed = self._routed(stream, targets)
+        return stream.flat(tokens), Inputs(tokens=stream, targets=targets, routed=routed, continuation=continuation)
+
+    def _prepare_extension(self, tokens: Tensor, continuation: Continuation) -> tuple[Tensor, Inputs]:
+        """The same for tokens behind those that a cache has."""
+        self._check_lengths((int((continuation.seen_B + continuation.lengths_B).max()),), is_even=False)
+        stream = stream_behind(
+            continuation,
+            tokens.shape[1],
+            config=self.config,
+            mesh=self.mesh,
+            draws=self.draws,
+            device=tokens.device,
+        )
+        self.loss_weight = None
+        routed = self._routed(stream, None)
+        return stream.flat(tokens), Inputs(tokens=stream, targets=None, routed=routed, continuation=continuation)
 
     def _routed(self, stream: Tokens, targets: Targets | None) -> RoutedTokens | None:
         """What the routers of this call are told of its tokens."""
@@ -157,9 +194,14 @@ class GPTModel(PipelineModule):
     def _finish(self, head: LanguageModelHead, hidden: Tensor, auxiliary: Tensor | None, context: Inputs) -> Tensor:
         """The loss, or logits."""
         weight = self.get_parameter("embedding.tokens.weight" if self.config.tie_embeddings else "head.weight")
+        if context.continuation is not None:
+            lengths_B = context.continuation.lengths_B
+            picked = last_of_rows(hidden, context.tokens, lengths_B)
+            return head.joined_logits(head(picked, weight))[: len(lengths_B)]
         logits = head(hidden, weight)
         if context.targets is None:
             return head.full_logits(logits, context.tokens)
+        self.tallies = head.tallies(logits, context.targets, context.tokens)
         return head.loss(logits, context.targets, context.tokens, auxiliary)
 
     @property
@@ -186,6 +228,12 @@ class GPTModel(PipelineModule):
             stages=self.mesh.pp,
             device=device,
         )
+
+    @property
+    def is_extendable(self) -> bool:
+        """Whether what a token becomes does not depend on those behind it: else no cache may stand for a prefix."""
+        moe = self.config.moe
+        return moe is None or (moe.capacity is None and moe.router.choice in ("top_k", "even"))
 
     @property
     def learns_from_steps(self) -> bool:

@@ -4,14 +4,16 @@ T tokens of the stream, H hidden, V vocabulary, B batch, S sequence.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_megatron.comm import differentiable
+from lightning_megatron.comm import collectives, differentiable
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import Initial, shard_parameter
 from lightning_megatron.tensor.cross_entropy import IGNORED, vocab_parallel_cross_entropy
+from lightning_megatron.tensor.likeliest import likeliest_tokens
 from lightning_megatron.tensor.linear import column_parallel_linear
 from lightning_megatron.tensor.weight_gradients import WeightGradientLayer
 from lightning_megatron.transformer.config import LanguageModelConfig
@@ -77,15 +79,45 @@ class LanguageModelHead(WeightGradientLayer):
 
     def full_logits(self, logits_TV: Tensor, tokens: Tokens) -> Tensor:
         """Logits [B, S, V] on every rank of tp and cp, for ranks that all do the same with them; 0 of no document."""
-        full_TV = differentiable.join(logits_TV, self.tp, dim=-1)
-        return tokens.unflat(full_TV[:, : self.vocab_size])
+        return tokens.unflat(self.joined_logits(logits_TV))
 
-    def loss(self, logits_TV: Tensor, targets: Targets, tokens: Tokens, auxiliary: Tensor | None = None) -> Tensor:
+    def joined_logits(self, logits_TV: Tensor) -> Tensor:
+        """Logits [T, V] of the whole vocabulary, without padding, on every rank of tp."""
+        return differentiable.join(logits_TV, self.tp, dim=-1)[:, : self.vocab_size]
+
+    def tallies(self, logits_TV: Tensor, targets: Targets, tokens: Tokens) -> dict[str, Tensor]:
+        """What evaluation adds up over the tokens of all ranks of cp, each by its weight: float64 [] by name.
+
+            correct                   1 where the likeliest token is the label
+            negative_log_likelihood   of the label, which label smoothing leaves as it is
+
+        Nothing where gradients are wanted: training pays nothing for it. Before `loss`, which may overwrite the logits.
+        """
+        if torch.is_grad_enabled():
+            return {}
+        sizes: dict[str, Any] = {"tp": self.tp, "vocab_size": self.vocab_size}
+        values_2T = torch.stack(
+            (
+                (likeliest_tokens(logits_TV, **sizes) == targets.labels_T).double(),
+                vocab_parallel_cross_entropy(logits_TV, targets.labels_T, **sizes).double(),
+            )
+        )
+        sums = collectives.all_reduce((values_2T * targets.weights_T).sum(1), tokens.cp)
+        return {"correct": sums[0], "negative_log_likelihood": sums[1]}
+
+    def loss(
+        self,
+        logits_TV: Tensor,
+        targets: Targets,
+        tokens: Tokens,
+        auxiliary: Tensor | None = None,
+        of_samples: Tensor | None = None,
+    ) -> Tensor:
         """The mean loss of the tokens that count, or 0 where none does: []. May overwrite the logits.
 
-        `auxiliary`, a sum over this rank's tokens of what layers add to the objective, gets a gradient as one more
-        term of the sum, and leaves the value as it is. The loss is that of all ranks of cp, on each of them; as those
-        of replicas their gradients are to be averaged.
+        `of_samples` is one more term of this rank's sum of losses. `auxiliary`, a sum over this rank's tokens of what
+        layers add to the objective, gets a gradient as one more term of the sum, and leaves the value as it is. The
+        loss is that of all ranks of cp, on each of them; as those of replicas their gradients are to be averaged.
         """
         is_wide = logits_TV.dtype in (torch.float32, torch.float64)
         losses_T = vocab_parallel_cross_entropy(
@@ -98,6 +130,8 @@ class LanguageModelHead(WeightGradientLayer):
             scratch_TV=logits_TV.detach() if is_wide else None,
         )
         own = (losses_T * targets.weights_T.to(losses_T.dtype)).sum()
+        if of_samples is not None:
+            own = own + of_samples.to(own.dtype)
         if auxiliary is not None:
             own = own + (auxiliary - auxiliary.detach()).to(own.dtype)
         total = differentiable.reduce(differentiable.copy(own, tokens.cp), tokens.cp)

@@ -1,6 +1,6 @@
 """The experts of a layer that a rank holds: feed-forward networks, one tensor per matrix, the experts its first dim.
 
-    up          [E, F, H], for swiglu gate and up [E, 2, F, H]      dim 0 cut over ep, F over etp
+    up          [E, F, H], for gated ones gate and up [E, 2, F, H]      dim 0 cut over ep, F over etp
     down        [E, H, F]                                           the same
     up_bias     [E, F] or [E, 2, F]                                 the same
     down_bias   [E, H]                                              dim 0 cut over ep, alike on all ranks of etp
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.moe.grouped import GROUPED, GroupedBias, GroupedProduct, Groups, grouped_linear
 from lightning_megatron.sharding import Initial, shard_parameter
-from lightning_megatron.tensor.activation import Activation, activate
+from lightning_megatron.tensor.activation import GATED, Activation, activate
 from lightning_megatron.tensor.weight_gradients import WeightGradientLayer
 
 
@@ -79,7 +79,7 @@ class Experts(WeightGradientLayer):
         self.activation, self.axes = activation, axes
         self.product = self.up_product = self.down_product = product
         # as asked for; and as the two matrices multiply, each by its own where they do it in float8
-        width = (2, ffn_hidden_size) if activation == "swiglu" else (ffn_hidden_size,)
+        width = (2, ffn_hidden_size) if activation in GATED else (ffn_hidden_size,)
         self.up = shard_parameter(
             (num_experts, *width, hidden_size), initial=initial, dim=-2, axis=etp, leading=ep, data=edp
         )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import Initial, shard_parameter
-from lightning_megatron.tensor.activation import Activation, activate
+from lightning_megatron.tensor.activation import GATED, Activation, activate
 from lightning_megatron.tensor.linear import ColumnParallelLinear, RowKeys, RowParallelLinear
 
 
@@ -35,7 +35,7 @@ class SharedExpert(nn.Module):
     ) -> None:
         super().__init__()
         self.activation = activation
-        is_gated = activation == "swiglu"
+        is_gated = activation in GATED
         self.up = ColumnParallelLinear(
             hidden_size,
             (2, ffn_hidden_size) if is_gated else ffn_hidden_size,

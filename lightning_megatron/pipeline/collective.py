@@ -42,6 +42,7 @@ class _Forward:
         self.weights: list[Tensor] = []
         self.told: list[Tensor] = []
         # of the weights, those that the model said; the others are rows
+        self.tallies: list[dict[str, Tensor]] = []
         self.first_sample = module.draws.first_sample
 
     def forward(self, stage: int, microbatch: int, received: Payload | None) -> Payload | None:
@@ -63,6 +64,7 @@ class _Forward:
             if weight is not None:
                 self.told.append(weight)
             self.weights.append(torch.tensor(float(rows)) if weight is None else weight)
+            self.tallies.append(self.module.tallies)
             return None
         assert isinstance(output, (Tensor, dict)), f"a stage hands {type(output).__name__} to the next"
         return output
@@ -111,7 +113,8 @@ class CollectiveCall:
                 outputs = [work.outputs[work.last_stage, m] for m in range(len(work.calls))]
                 combined = microbatches.combine(outputs, work.weights)
         weight = torch.stack(work.told).sum() if work.told else None
-        output, module.loss_weight = self._share(combined, weight)
+        tallies = {name: torch.stack([of[name] for of in work.tallies]).sum() for name in module.tallies}
+        output, module.loss_weight, module.tallies = self._share((combined, weight, tallies))
         module.draws.first_sample = work.first_sample
         module.draws.call += 1
         if not work.is_recorded:
@@ -132,13 +135,13 @@ class CollectiveCall:
         sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0}
         return self._count(sizes.pop()) if len(sizes) == 1 else 1
 
-    def _share(self, combined: Any, weight: Tensor | None) -> tuple[Any, Tensor | None]:
-        """The last stage's output and loss weight, on every stage."""
+    def _share(self, told: Any) -> Any:
+        """What the last stage tells, on every stage."""
         last = self._pp.size - 1
         described, spec = None, None
         leaves: list[Any] = []
         if self._pp.is_last:
-            leaves, spec = tree_flatten((combined, weight))
+            leaves, spec = tree_flatten(told)
             described = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         described, spec = collectives.broadcast_object((described, spec), self._pp, last)
         shared = []
@@ -151,8 +154,7 @@ class CollectiveCall:
             else:
                 tensor = torch.empty(entry[0], dtype=entry[1], device=self._device)
             shared.append(collectives.broadcast_(tensor, self._pp, last))
-        output, weight = tree_unflatten(shared, spec)
-        return output, weight
+        return tree_unflatten(shared, spec)
 
     def run_backward(self, work: _Forward, roots: list[Tensor], grads: tuple[Tensor | None, ...]) -> list[Tensor]:
         """Runs the stages backwards from the gradients of the output; returns those of the caller's inputs."""

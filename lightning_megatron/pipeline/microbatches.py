@@ -10,13 +10,17 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from lightning_megatron.pipeline.ragged import Ragged
+
 
 def num_rows(batch: Any) -> int:
     """Rows of a batch: the first dim that its tensors share; 0 where it has no tensor with a dim.
 
     Raises ValueError when tensors differ in their first dim.
     """
-    sizes = {leaf.shape[0] for leaf in _leaves(batch) if isinstance(leaf, Tensor) and leaf.dim() > 0}
+    leaves = _leaves(batch)
+    sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0}
+    sizes |= {leaf.num_rows for leaf in leaves if isinstance(leaf, Ragged)}
     if len(sizes) > 1:
         raise ValueError(
             f"the tensors of a batch have {sorted(sizes)} rows; to be cut into microbatches all of them must have the "
@@ -77,6 +81,8 @@ def split(batch: Any, num_microbatches: int) -> list[Any]:
     def cut(value: Any, start: int, size: int) -> Any:
         if is_row_list(value):
             return value[start : start + size]
+        if isinstance(value, Ragged):
+            return value.narrow(start, size)
         entries = _entries(value)
         if entries is not None:
             return _with_entries(value, cut_all(entries, start, size))

@@ -95,6 +95,8 @@ class PipelineModule(nn.Module):
         self.runner: StageRunner = run_in_turn
         self.loss_weight: Tensor | None = None
         # what the last call's loss is a mean over (number of valid tokens, []), where the model knows it
+        self.tallies: dict[str, Tensor] = {}
+        # what the last call without gradients added up beside its loss, [] by name, where the model does
         self._follows_optimizers = False
         own = [parts[i] for stage in self.mesh.own_stages for i in self.stages[stage]]
         for part in own:
@@ -202,6 +204,7 @@ class PipelineModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the unsplit model returns, or, within a schedule, this stage's share of it: see `driver`."""
+        self.tallies = {}
         return self.driver(self, args, kwargs)
 
 

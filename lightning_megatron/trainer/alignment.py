@@ -47,7 +47,9 @@ def batch_digest(batch: Any) -> str:
         if isinstance(leaf, Tensor):
             digest.update(f"{tuple(leaf.shape)}{leaf.dtype}".encode())
             data = leaf.detach().contiguous().cpu().reshape(-1)
-            digest.update(data.view(torch.uint8).numpy().tobytes())
+            if data.numel():
+                # An empty one has no stride by which it could be viewed.
+                digest.update(data.view(torch.uint8).numpy().tobytes())
         elif isinstance(leaf, (int, float, str, bool, bytes)):
             digest.update(repr(leaf).encode())
         elif vars_of := getattr(leaf, "__dict__", None):

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 from lightning_megatron.checkpoint import is_checkpoint
 from lightning_megatron.context.balance import DynamicContextConfig
 from lightning_megatron.context.config import ContextConfig
+from lightning_megatron.data.batch_ramp import BatchRamp
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.planner import rules
 from lightning_megatron.precision.fp8 import Fp8Config
@@ -39,6 +40,13 @@ class DescribesData(Protocol):
 
 
 @runtime_checkable
+class GrowsBatches(Protocol):
+    """A data module whose batches may grow."""
+
+    batch_ramp: BatchRamp | None
+
+
+@runtime_checkable
 class HidesPadding(Protocol):
     """A data module that knows whether its batches have padding that the model is not told of."""
 
@@ -61,6 +69,7 @@ def faults(
     num_microbatches: int,
     arguments: tuple[Any, ...],
     *,
+    microbatch_size: int,
     fp8: Fp8Config | None,
     recompute: RecomputeConfig,
     precision: str,
@@ -69,12 +78,15 @@ def faults(
 ) -> list[str]:
     """Every fault of a run, from the arguments of `trainer.fit` (or validate, test, predict)."""
     data = next((argument for argument in arguments if isinstance(argument, DescribesData)), None)
+    ramp = data.batch_ramp if isinstance(data, GrowsBatches) else None
     facts = rules.Facts(
         sizes=sizes,
         num_microbatches=num_microbatches,
+        microbatch_size=microbatch_size,
         schedule=pipeline.schedule_of(pp=sizes.pp, vp=sizes.vp, microbatches=num_microbatches),
         model=_architecture(trainer.lightning_module),
         global_batch_size=data.global_batch_size if data is not None else None,
+        batch_unit=None if ramp is None else ramp.unit,
         sequence_length=data.sequence_length if data is not None else None,
         fp8=fp8,
         recompute=recompute,
@@ -84,7 +96,7 @@ def faults(
     )
     found = rules.faults(facts)
     if trainer.training:
-        found += _uncut_faults(trainer.lightning_module, sizes, num_microbatches, pipeline)
+        found += _uncut_faults(trainer.lightning_module, sizes, num_microbatches, microbatch_size, pipeline)
         if dynamic_context is not None:
             found += _dynamic_faults(trainer.lightning_module, pipeline)
     found += data.faults() if data is not None else []
@@ -113,10 +125,10 @@ def _architecture(module: pl.LightningModule) -> TransformerConfig | None:
 
 
 def _uncut_faults(
-    module: pl.LightningModule, sizes: Sizes, num_microbatches: int, pipeline: PipelineConfig
+    module: pl.LightningModule, sizes: Sizes, num_microbatches: int, microbatch_size: int, pipeline: PipelineConfig
 ) -> list[str]:
     """What makes a step run once on its whole batch, although it was to be cut; with stages each model call is cut."""
-    if sizes.pp > 1 or num_microbatches <= 1:
+    if sizes.pp > 1 or (num_microbatches <= 1 and microbatch_size < 1):
         return []
     whats, ways = [], []
     if pipeline.mode == "collective":
@@ -127,9 +139,13 @@ def _uncut_faults(
         ways.append("automatic_optimization=True")
     if not whats:
         return []
+    asked = "num_microbatches", num_microbatches, 1
+    if microbatch_size:
+        asked = "microbatch_size", microbatch_size, 0
+    name, value, wanted = asked
     return [
-        f"num_microbatches ({num_microbatches}) must be 1 with {' and '.join(whats)} where "
-        "pipeline_model_parallel_size is 1: training_step takes the whole batch at once; use num_microbatches=1 "
+        f"{name} ({value}) must be {wanted} with {' and '.join(whats)} where "
+        f"pipeline_model_parallel_size is 1: training_step takes the whole batch at once; use {name}={wanted} "
         f"(and a smaller batch_size to save memory), or {' and '.join(ways)}"
     ]
 
@@ -159,23 +175,22 @@ def _checkpoint_faults(path: str) -> list[str]:
     ]
 
 
-def require_cuttable(trainer: pl.Trainer, dataloader: object, num_microbatches: int) -> None:
+def require_cuttable(trainer: pl.Trainer, dataloader: object, num_microbatches: int, microbatch_size: int) -> None:
     """Raises ConfigurationError where a training loader's batch cannot be cut into equal microbatches.
 
     A last batch that is smaller is fine: it is cut as evenly as its rows allow, and weighted by what it holds.
     """
     batch_size = dataloader.batch_size if isinstance(dataloader, DataLoader) else None
-    if not trainer.training or batch_size is None or batch_size % num_microbatches == 0:
+    name, unit = ("microbatch_size", microbatch_size) if microbatch_size else ("num_microbatches", num_microbatches)
+    if not trainer.training or batch_size is None or batch_size % unit == 0:
         return
-    below, above = (
-        batch_size // num_microbatches * num_microbatches,
-        -(-batch_size // num_microbatches) * num_microbatches,
-    )
+    below, above = batch_size // unit * unit, -(-batch_size // unit) * unit
     fits = " or ".join(str(size) for size in (below, above) if size)
     divisors = ", ".join(str(n) for n in range(1, batch_size + 1) if batch_size % n == 0)
+    rule = "must be a multiple of microbatch_size" if microbatch_size else "must be a multiple of num_microbatches"
     raise ConfigurationError(
         [
-            f"the training DataLoader's batch_size ({batch_size}, per replica) must be a multiple of num_microbatches "
-            f"({num_microbatches}); use batch_size {fits}, or num_microbatches {divisors}"
+            f"the training DataLoader's batch_size ({batch_size}, per replica) {rule} ({unit}); use batch_size {fits}, "
+            f"or {name} {divisors}"
         ]
     )

@@ -9,10 +9,10 @@ anything else                                 the first batches are read again a
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, islice
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch.utilities import rank_zero_info
@@ -52,6 +52,15 @@ class Ahead(Protocol):
 
     def prepare(self, number: int, batch: Any) -> None:
         """The batch with this number in its epoch has been read."""
+        ...
+
+
+@runtime_checkable
+class MergesStates(Protocol):
+    """A loader whose states on all replicas make up one, from which any number of them goes on."""
+
+    def merged_state(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """What each replica's loader loads, of the states of all of them when they were saved."""
         ...
 
 

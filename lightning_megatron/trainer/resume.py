@@ -25,7 +25,15 @@ from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.trainer import generators, setup_model
 from lightning_megatron.trainer.alignment import batch_digest
 from lightning_megatron.trainer.config import ConfigurationError
-from lightning_megatron.trainer.data_position import Ahead, Place, PlacedDataLoader, PlacedIterable, Reader, placed
+from lightning_megatron.trainer.data_position import (
+    Ahead,
+    MergesStates,
+    Place,
+    PlacedDataLoader,
+    PlacedIterable,
+    Reader,
+    placed,
+)
 
 KEY = "lightning_megatron_resume"
 """Under which Lightning's dictionary holds all of it."""
@@ -131,8 +139,12 @@ class Resumption:
         self.readers.append(reader)
         is_same_dp = self.saved["layout"]["dp"] == self.mesh.dp.size
         own = _value_of(self.saved["places"], self.mesh.dp.rank if is_same_dp else 0)
-        is_equal = len({batch_digest(places[index]["own"]) for places in all_places}) == 1
-        reader.go_on_from(own[index], is_equal_everywhere=is_equal)
+        place = own[index]
+        states = [places[index]["own"] for places in all_places]
+        is_equal = len({batch_digest(state) for state in states}) == 1
+        if isinstance(reader.loader, MergesStates) and all(states):
+            place, is_equal = place | {"own": reader.loader.merged_state(states)}, True
+        reader.go_on_from(place, is_equal_everywhere=is_equal)
 
     @contextmanager
     def as_saved(self) -> Iterator[None]:

@@ -30,6 +30,25 @@ class StepBatch:
     # of each of its documents, where it comes from elsewhere: row in the global batch, number in the row
 
 
+@dataclass(frozen=True, kw_only=True)
+class Cutting:
+    """Into how many microbatches a replica's batch is cut: always as many, or as many as its rows ask for."""
+
+    number: int = 1
+    # of microbatches
+    size: int = 0
+    # rows of a microbatch, where their number follows from the batch; 0: it does not
+
+    def count_of(self, rows: int) -> int:
+        """Microbatches of a batch of so many rows."""
+        return -(-rows // self.size) if self.size else self.number
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no batch is cut."""
+        return self.number == 1 and not self.size
+
+
 def cut_evenly(batch: Any, num_microbatches: int, mesh: Mesh) -> list[StepBatch]:
     """A replica's batch, cut along its rows."""
     parts = microbatches.split(batch, num_microbatches)

@@ -39,7 +39,7 @@ from lightning_megatron.trainer.alignment import aligned_random, require_equal_b
 from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
 from lightning_megatron.trainer.dynamic_context import DynamicContext
 from lightning_megatron.trainer.even_batches import require_equal_shapes
-from lightning_megatron.trainer.step_batches import StepBatch, as_planned, cut_evenly, rows_of
+from lightning_megatron.trainer.step_batches import Cutting, StepBatch, as_planned, cut_evenly, rows_of
 from lightning_megatron.trainer.step_log import StepLog
 from lightning_megatron.transformer.moe import share_give_way
 
@@ -61,7 +61,7 @@ class Steps:
         mesh: Mesh,
         device: torch.device,
         lanes: Mapping[Hop, LaneGroups],
-        num_microbatches: int,
+        cutting: Cutting,
         pipeline: PipelineConfig,
         exchange: Exchange | None,
         loss_scale: LossScale | None,
@@ -73,7 +73,7 @@ class Steps:
         self._models = list(pipelined.values())
         self._mesh = mesh
         self._device = device
-        self._num_microbatches = num_microbatches
+        self._cutting = cutting
         self._pipeline = pipeline
         self._exchange = exchange
         self._loss_scale = loss_scale
@@ -82,7 +82,7 @@ class Steps:
         self.linked = setup_model.linked_replicas(module, mesh)
         # replicas that make each model call together
         self._needs_equal_shapes = self.linked.size > 1 and setup_model.takes_sizes_for_known(module)
-        is_split = mesh.pp.size > 1 or num_microbatches > 1 or dynamic is not None
+        is_split = mesh.pp.size > 1 or not cutting.is_whole or dynamic is not None
         self._uses_schedule = is_split and pipeline.mode == "auto" and module.automatic_optimization
         self._is_plain = mesh.world.size == 1 and not self._uses_schedule
         if mesh.pp.size > 1:
@@ -96,7 +96,7 @@ class Steps:
         self._direct_driver: Driver = LocalCall()
         if mesh.pp.size > 1:
             self._direct_driver = CollectiveCall(
-                mesh.pp, mailbox, device, lambda rows: self._agreed(max(1, min(num_microbatches, rows)))
+                mesh.pp, mailbox, device, lambda rows: self._agreed(max(1, min(cutting.count_of(rows), rows)))
             )
         self._log = StepLog(module, mesh, device, log_dtype, tail_on_last_stage=self._uses_schedule)
         self._direct_log = StepLog(module, mesh, device, log_dtype, tail_on_last_stage=False)
@@ -213,7 +213,7 @@ class Steps:
     def _parts_of(self, batch: Any) -> list[StepBatch]:
         """The microbatches of a step for this rank, on its device."""
         if self._dynamic is None:
-            parts = cut_evenly(batch, self._num_microbatches, self._mesh)
+            parts = cut_evenly(batch, self._cutting.count_of(rows_of(batch)), self._mesh)
             # A last batch of few rows has fewer, and may have them on one replica alone.
             count = self._agreed(len(parts))
             return parts if count == len(parts) else cut_evenly(batch, count, self._mesh)
@@ -224,7 +224,7 @@ class Steps:
 
     def _agreed(self, num_microbatches: int) -> int:
         """The number of microbatches that all replicas can have which make their model calls together."""
-        if self.linked.size == 1 or self._num_microbatches == 1:
+        if self.linked.size == 1 or self._cutting.is_whole:
             return num_microbatches
         own = torch.tensor(num_microbatches, device=self._device)
         return int(collectives.all_reduce(own, self.linked, "min").item())

@@ -77,6 +77,7 @@ from lightning_megatron.trainer.local_tier import LocalTier
 from lightning_megatron.trainer.precision import MegatronPrecision, compute_dtype
 from lightning_megatron.trainer.preemption import Preemption
 from lightning_megatron.trainer.saving import Saving
+from lightning_megatron.trainer.step_batches import Cutting
 from lightning_megatron.trainer.step_log import REDUCED
 from lightning_megatron.trainer.steps import Steps
 from lightning_megatron.trainer.stop_vote import StopVote
@@ -126,6 +127,7 @@ class MegatronStrategy(ParallelStrategy):
         expert_tensor_parallel_size: int = 1,
         sequence_parallel: bool = False,
         num_microbatches: int = 1,
+        microbatch_size: int = 0,
         pipeline: PipelineConfig | None = None,
         context: ContextConfig | None = None,
         dynamic_context: DynamicContextConfig | None = None,
@@ -145,7 +147,9 @@ class MegatronStrategy(ParallelStrategy):
         expert sizes fold the ranks of a stage anew: processes / (pipeline x expert x expert tensor) replicas of each
         expert.
 
-        `num_microbatches` is per step and replica, the time-out that of collectives.
+        `num_microbatches` is per step and replica. In its place `microbatch_size` says the rows of a microbatch, and
+        their number follows from each batch, as batches that grow need it; 0 leaves it to num_microbatches. The
+        time-out is that of collectives.
         """
         super().__init__(
             accelerator=accelerator,
@@ -162,6 +166,7 @@ class MegatronStrategy(ParallelStrategy):
         self._etp = expert_tensor_parallel_size
         self._sequence_parallel = sequence_parallel
         self.num_microbatches = num_microbatches
+        self.microbatch_size = microbatch_size
         self.pipeline = pipeline if pipeline is not None else PipelineConfig()
         self.context = context if context is not None else ContextConfig()
         self.dynamic_context = dynamic_context
@@ -318,6 +323,7 @@ class MegatronStrategy(ParallelStrategy):
             self.pipeline,
             self.num_microbatches,
             arguments,
+            microbatch_size=self.microbatch_size,
             fp8=self.fp8,
             recompute=self.recompute,
             precision=str(self.precision_plugin.precision),
@@ -471,7 +477,7 @@ class MegatronStrategy(ParallelStrategy):
             mesh=self.mesh,
             device=self.root_device,
             lanes=self._lanes,
-            num_microbatches=self.num_microbatches,
+            cutting=Cutting(number=self.num_microbatches, size=self.microbatch_size),
             pipeline=self.pipeline,
             exchange=self._exchange,
             loss_scale=self._plugin.loss_scale,
@@ -512,7 +518,7 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         assert self.lightning_module is not None
-        checks.require_cuttable(self.lightning_module.trainer, dataloader, self.num_microbatches)
+        checks.require_cuttable(self.lightning_module.trainer, dataloader, self.num_microbatches, self.microbatch_size)
         trainer = self.lightning_module.trainer
         dataloader = setup_model.seed_workers_by_replica(dataloader, self.mesh.dp)
         if trainer.state.fn == TrainerFn.FITTING:

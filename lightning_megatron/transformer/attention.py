@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_megatron.comm import differentiable
 from lightning_megatron.context.attention import attend
+from lightning_megatron.context.kernel import Bias
 from lightning_megatron.context.layout import View
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import Initial
@@ -162,7 +163,8 @@ class SelfAttention(RecomputeLayer):
     ) -> None:
         super().__init__()
         assert is_causal or window == 0, "a window is one of causal attention"
-        self.is_causal, self.window = is_causal, window
+        self.name, self.is_causal, self.window = name, is_causal, window
+        self.scale = 1.0 / math.sqrt(config.head_dim) if config.scales_scores else 1.0
         self.heads = own_heads(config, tp)
         # Fewer groups than ranks: every rank needs rows that others hold.
         self.is_gathered = config.num_query_groups % tp.size != 0
@@ -191,13 +193,20 @@ class SelfAttention(RecomputeLayer):
             initial=Initial(std=config.output_std),
         )
 
-    def forward(self, hidden_TH: Tensor, tokens: Tokens) -> Tensor:
+    def forward(self, hidden_TH: Tensor, tokens: Tokens, bias: Bias | None = None) -> Tensor:
+        """`bias`, its table that of the heads here, is added to scores."""
         fused_TC = self.qkv(hidden_TH, tokens)
         if self.is_gathered:
             fused_TC = differentiable.gather(fused_TC, self.tp, dim=-1)
         queries, keys, values = self._split(fused_TC, tokens)
-        if not tokens.is_whole:
-            attended = self._attend_in_context(queries, keys, values, tokens)
+        past = tokens.past
+        if past is not None:
+            past.keep(self.name, keys, values)
+        if past is not None and not past.is_first:
+            view = View(is_causal=self.is_causal, window=self.window)
+            attended = past.attend(self.name, queries, view=view, scale=self.scale, bias=bias)
+        elif not tokens.is_whole or bias is not None:
+            attended = self._attend_in_context(queries, keys, values, tokens, bias)
         elif self.dropout.is_active and "core_attention" in self.recomputed:
             attended = checkpoint(self._attend_dropping, queries, keys, values, tokens)
         elif self.dropout.is_active:
@@ -206,7 +215,12 @@ class SelfAttention(RecomputeLayer):
             attended = attend_in_window(queries, keys, values, self.window, tokens.masks)
         else:
             attended = F.scaled_dot_product_attention(
-                queries, keys, values, is_causal=self.is_causal, enable_gqa=self.heads.num_queries > 1
+                queries,
+                keys,
+                values,
+                is_causal=self.is_causal,
+                scale=self.scale,
+                enable_gqa=self.heads.num_queries > 1,
             )
         output: Tensor = self.projection(tokens.pad(attended.transpose(1, 2).reshape(tokens.num_real, -1)), tokens)
         return output
@@ -230,7 +244,9 @@ class SelfAttention(RecomputeLayer):
         keys = rotate(self.k_norm(keys.transpose(1, 2)), cos, sin).transpose(1, 2)
         return queries, keys, values
 
-    def _attend_in_context(self, queries: Tensor, keys: Tensor, values: Tensor, tokens: Tokens) -> Tensor:
+    def _attend_in_context(
+        self, queries: Tensor, keys: Tensor, values: Tensor, tokens: Tokens, bias: Bias | None
+    ) -> Tensor:
         """Attention within documents, whose tokens other ranks may hold too. Nothing of the size S^2 is kept."""
         drop = self.dropout
         return attend(
@@ -240,6 +256,8 @@ class SelfAttention(RecomputeLayer):
             layout=tokens.layout,
             axes=tokens.context,
             view=View(is_causal=self.is_causal, window=self.window),
+            scale=self.scale,
+            bias=bias,
             draws=tokens.attention_draws(drop.key, drop.first_head, drop.probability) if drop.is_active else None,
             cache=tokens.shared,
         )
@@ -249,7 +267,7 @@ class SelfAttention(RecomputeLayer):
         group_shape = (-1, -1, self.heads.num_queries, -1, -1)
         keys, values = (x.unsqueeze(2).expand(group_shape).flatten(1, 2) for x in (keys, values))
         scores = queries @ keys.transpose(-1, -2)
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * (1.0 / math.sqrt(self.heads.head_dim))
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * self.scale
         if self.is_causal:
             seen = is_visible(tokens.num_rows, self.window, scores.device)
             hidden = torch.zeros(seen.shape, dtype=scores.dtype, device=scores.device).masked_fill_(~seen, -torch.inf)

@@ -7,26 +7,30 @@ only a layout has are told by `layout_faults`, before any process group is neede
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.moe import layout as moe_layout
 from lightning_megatron.moe.config import MoEConfig
-from lightning_megatron.tensor.activation import Activation
+from lightning_megatron.tensor.activation import GATED, Activation
 from lightning_megatron.transformer.rotary import RopeScaling
 
 Normalization = Literal["layernorm", "rmsnorm"]
-Position = Literal["learned", "rotary", "none"]
+Position = Literal["learned", "rotary", "relative", "none"]
 _CHOICES = {
-    "activation": ("gelu", "gelu_tanh", "swiglu"),
+    "activation": ("gelu", "gelu_tanh", "quick_gelu", "relu", "swiglu", "geglu_tanh"),
     "normalization": ("layernorm", "rmsnorm"),
-    "position": ("learned", "rotary", "none"),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
     """The architecture of a stack of equal layers. A size given as 0 follows from others and is filled in at once."""
+
+    positions: ClassVar[tuple[Position, ...]] = ("learned", "rotary", "none")
+    # that a model of this kind can have
+    scales_scores: ClassVar[bool] = True
+    # whether products of queries and keys are divided by sqrt(head_dim)
 
     num_layers: int
     # layers of the stack, over all stages
@@ -39,9 +43,9 @@ class TransformerConfig:
     head_dim: int = 0
     # features of a head; 0: hidden_size / num_attention_heads
     ffn_hidden_size: int = 0
-    # features between the two linears of the MLP (of gate and of up alike under swiglu); 0: 4 * hidden_size
+    # features between the two linears of the MLP (of gate and of up alike where gated); 0: 4 * hidden_size
     activation: Activation = "gelu"
-    # of the MLP: exact GELU, its tanh approximation, or a gate with SiLU
+    # of the MLP: exact GELU, its approximations by tanh and by a sigmoid, ReLU, or a gate with SiLU or GELU by tanh
     normalization: Normalization = "layernorm"
     # before each half of a layer and after the last layer
     norm_epsilon: float = 1e-5
@@ -51,7 +55,8 @@ class TransformerConfig:
     add_qkv_bias: bool = False
     # the query-key-value linear has a bias even where the others have none
     position: Position = "learned"
-    # how a token knows its place: an embedding added to the input, a rotation of queries and keys, or not at all
+    # how a token knows its place: an embedding added to the input, a rotation of queries and keys, a learned number
+    # added to scores for the distance, or not at all
     rotary_base: float = 10000.0
     # base of the geometric row of rotary wavelengths
     rotary_fraction: float = 1.0
@@ -70,6 +75,8 @@ class TransformerConfig:
     # probability that a feature of the embedding or of a layer half's output is dropped in training
     attention_dropout: float = 0.0
     # probability that an attention weight is dropped in training
+    ffn_dropout: float = 0.0
+    # probability that a feature between the two linears of a dense MLP is dropped in training
     moe: MoEConfig | None = None
     # layers of experts in the place of dense MLPs; none: all are dense
     init_std: float = 0.02
@@ -113,12 +120,12 @@ class TransformerConfig:
         ]
         faults += [
             f"{name} ({getattr(self, name)!r}) must be one of {', '.join(map(repr, choices))}"
-            for name, choices in _CHOICES.items()
+            for name, choices in {**_CHOICES, "position": self.positions}.items()
             if getattr(self, name) not in choices
         ]
         faults += [
             f"{name} ({getattr(self, name)}) must be at least 0 and below 1"
-            for name in ("hidden_dropout", "attention_dropout")
+            for name in ("hidden_dropout", "attention_dropout", "ffn_dropout")
             if not 0.0 <= getattr(self, name) < 1.0
         ]
         if not 0.0 < self.rotary_fraction <= 1.0:
@@ -189,6 +196,11 @@ class TransformerConfig:
         return 0 if layer in self.full_attention_layers else self.sliding_window
 
     @property
+    def num_staged_layers(self) -> int:
+        """Layers between which stages of a pipeline are cut."""
+        return self.num_layers
+
+    @property
     def output_std(self) -> float:
         """Standard deviation of the initial projections back into the residual stream."""
         return self.init_std / math.sqrt(2 * self.num_layers)
@@ -199,7 +211,7 @@ class TransformerConfig:
 
     @property
     def is_gated(self) -> bool:
-        return self.activation == "swiglu"
+        return self.activation in GATED
 
     @property
     def heads_per_group(self) -> int:

@@ -44,6 +44,22 @@ def layer_parameters(config: TransformerConfig, sizes: Sizes = ONE, *, layer: in
     return attention + num_experts * hidden + own + beside
 
 
+def layer_expert_parameters(config: TransformerConfig, sizes: Sizes = ONE, *, layer: int = 0) -> int:
+    """Of `layer_parameters` those of routed experts, whose replicas are those of edp; 0 where the layer has none."""
+    if config.moe is None or not config.has_experts(layer):
+        return 0
+    num_own = config.moe.router.num_experts // sizes.ep
+    return num_own * _mlp_parameters(config, _expert_width(config, config.moe), sizes.etp)
+
+
+def cross_attention_parameters(config: TransformerConfig, sizes: Sizes = ONE) -> int:
+    """Parameters of a decoder layer beyond `layer_parameters`: its attention to an encoder, and the norm before it."""
+    hidden, query = config.hidden_size, config.num_attention_heads * config.head_dim
+    rows = query + 2 * config.num_query_groups * config.head_dim
+    cut = rows * hidden + query * hidden + rows * config.has_qkv_bias
+    return cut // sizes.tp + hidden * config.add_bias_linear + norm_parameters(config)
+
+
 def _mlp_parameters(config: TransformerConfig, width: int, ranks: int) -> int:
     """Parameters of a feed-forward network of so many features, of which each rank holds its part."""
     hidden, up = config.hidden_size, width * (2 if config.is_gated else 1)
@@ -89,13 +105,18 @@ def layer_linear_flops(config: TransformerConfig, *, num_tokens: int, layer: int
     counts as if it were computed, and what it pads counts nothing."""
     hidden, query = config.hidden_size, config.num_attention_heads * config.head_dim
     qkv = query + 2 * config.num_query_groups * config.head_dim
+    return 2 * num_tokens * hidden * (qkv + query) + layer_mlp_flops(config, num_tokens=num_tokens, layer=layer)
+
+
+def layer_mlp_flops(config: TransformerConfig, *, num_tokens: int, layer: int = 0) -> int:
+    """Of `layer_linear_flops` those of the feed-forward network: dense, or router and experts."""
     num_matrices = 3 if config.is_gated else 2
     if config.moe is None or not config.has_experts(layer):
-        return 2 * num_tokens * hidden * (qkv + query + num_matrices * config.ffn_hidden_size)
+        return 2 * num_tokens * config.hidden_size * num_matrices * config.ffn_hidden_size
     router = config.moe.router
     width = router.top_k * _expert_width(config, config.moe) + config.moe.shared_ffn_hidden_size
     scores = router.num_experts + config.moe.has_shared_gate
-    return 2 * num_tokens * hidden * (qkv + query + num_matrices * width + scores)
+    return 2 * num_tokens * config.hidden_size * (num_matrices * width + scores)
 
 
 def layer_attention_flops(
@@ -111,6 +132,14 @@ def layer_attention_flops(
     if is_causal:
         num_pairs = window * (2 * sequence - window) if 0 < window < sequence else sequence * sequence
     return 2 * batch * num_pairs * config.num_attention_heads * config.head_dim
+
+
+def cross_attention_flops(config: TransformerConfig, *, batch: int, sequence: int, memory: int) -> int:
+    """Forward FLOPs of a decoder layer's attention to `memory` tokens of an encoder: linears, scores and their sum."""
+    hidden, query = config.hidden_size, config.num_attention_heads * config.head_dim
+    keys = config.num_query_groups * config.head_dim
+    linears = 2 * sequence * hidden * 2 * query + 2 * memory * hidden * 2 * keys
+    return batch * (linears + 4 * sequence * memory * query)
 
 
 def head_flops(config: LanguageModelConfig, *, num_tokens: int) -> int:
@@ -215,6 +244,8 @@ def layer_activation_bytes(
     elif not is_again:
         widths = num_inputs + (0 if "activation" in again else 1)
         kept += padded * widths * (config.ffn_hidden_size // tp) * bytes_per_element
+        if config.ffn_dropout > 0:
+            kept += padded * (config.ffn_hidden_size // tp)
     if config.hidden_dropout > 0:
         kept += 2 * shard * config.hidden_size
     if lays_out:
@@ -222,6 +253,28 @@ def layer_activation_bytes(
     elif config.attention_dropout == 0:
         kept += real * heads * statistics
     return kept
+
+
+def cross_attention_activation_bytes(
+    config: TransformerConfig, sizes: Sizes = ONE, *, batch: int, sequence: int, memory: int, bytes_per_element: int
+) -> int:
+    """What a decoder layer keeps for its attention to an encoder beyond `layer_activation_bytes`, on one rank.
+
+    What the encoder gives is one tensor for all layers and not counted.
+    """
+    tp, sp = sizes.tp, sizes.tp if sizes.sequence_parallel else 1
+    shard, statistics = -(-batch * sequence // sp), 4 * max(bytes_per_element // 4, 1)
+    heads, keys = config.num_attention_heads // tp, max(config.num_query_groups // tp, 1)
+    pairs = batch * sequence * memory * heads
+    kept = 2 * shard * config.hidden_size * bytes_per_element
+    kept += shard * statistics * (2 if config.normalization == "layernorm" else 1)
+    # Queries and what attention gives; keys and values.
+    kept += batch * (2 * sequence * heads + 2 * memory * keys) * config.head_dim * bytes_per_element
+    if config.attention_dropout > 0:
+        kept += pairs * (statistics + 1 + bytes_per_element)
+    else:
+        kept += batch * sequence * heads * statistics
+    return kept + shard * config.hidden_size * (config.hidden_dropout > 0)
 
 
 def _routed_rows(moe: MoEConfig, sizes: Sizes, padded: int, batch: int, sequence: int) -> tuple[int, int]:

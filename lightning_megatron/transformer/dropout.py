@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.comm import rng
+from lightning_megatron.tensor.linear import RowKeys
 from lightning_megatron.transformer.tokens import Tokens
 
 
@@ -44,6 +45,26 @@ class Dropout(nn.Module):
             return hidden_TH
         keys_T = rng.bits(self.key, tokens.shard_keys)
         return drop(hidden_TH, rng.keep_mask(keys_T, hidden_TH.shape[-1], self.probability), self.probability)
+
+    def extra_repr(self) -> str:
+        return f"probability={self.probability}"
+
+
+class CutDropout(nn.Module):
+    """Drops features [T, F/tp] in training, of which this rank has those from `first_column` on."""
+
+    def __init__(self, probability: float, name: str, first_column: int) -> None:
+        super().__init__()
+        self.probability = probability
+        self.key = rng.key(name, "feature dropout")
+        self.first_column = first_column
+
+    def forward(self, x_TF: Tensor, tokens: RowKeys) -> Tensor:
+        if not self.training or self.probability == 0.0:
+            return x_TF
+        keys_T = rng.bits(self.key, tokens.stream_keys)
+        keep_TF = rng.keep_mask(keys_T, x_TF.shape[-1], self.probability, self.first_column)
+        return drop(x_TF, keep_TF, self.probability)
 
     def extra_repr(self) -> str:
         return f"probability={self.probability}"

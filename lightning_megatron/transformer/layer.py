@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from lightning_megatron.context.kernel import Bias
 from lightning_megatron.mesh import Axis
 from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.moe.experts import ExpertAxes
@@ -50,9 +51,9 @@ class AttendingLayer(RecomputeLayer):
         self.mlp_norm = build_norm(config, tp=tp, sp=sp)
         self.after_mlp = Dropout(config.hidden_dropout, f"{name}.mlp")
 
-    def attend(self, hidden_TH: Tensor, tokens: Tokens) -> Tensor:
+    def attend(self, hidden_TH: Tensor, tokens: Tokens, bias: Bias | None = None) -> Tensor:
         """The residual stream behind attention."""
-        attended_TH = self._norm_and(self.attention_norm, lambda x: self.attention(x, tokens), hidden_TH)
+        attended_TH = self._norm_and(self.attention_norm, lambda x: self.attention(x, tokens, bias), hidden_TH)
         stream_TH: Tensor = hidden_TH + self.after_attention(attended_TH, tokens)
         return stream_TH
 
@@ -81,10 +82,13 @@ class TransformerLayer(AttendingLayer):
         window: int = 0,
     ) -> None:
         super().__init__(config, tp=tp, sp=sp, name=name, is_causal=is_causal, window=window)
-        self.mlp = MLP(config, tp=tp, sp=sp)
+        self.mlp = MLP(config, tp=tp, sp=sp, name=f"{name}.mlp")
 
-    def forward(self, hidden_TH: Tensor, tokens: Tokens) -> Tensor:
-        hidden_TH = self.attend(hidden_TH, tokens)
+    def forward(self, hidden_TH: Tensor, tokens: Tokens, bias: Bias | None = None) -> Tensor:
+        return self.feed_forward(self.attend(hidden_TH, tokens, bias), tokens)
+
+    def feed_forward(self, hidden_TH: Tensor, tokens: Tokens) -> Tensor:
+        """The residual stream behind the MLP."""
         output_TH: Tensor = hidden_TH + self.after_mlp(self._norm_and_mlp(hidden_TH, tokens), tokens)
         return output_TH
 

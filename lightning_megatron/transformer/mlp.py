@@ -1,6 +1,6 @@
 """The feed-forward half of a layer: a column-parallel linear, an activation of the own features, a row-parallel linear.
 
-Gate and up of swiglu are one weight [2, F, H] cut along F, so that a rank's slice is one slice on every mesh.
+Gate and up of a gated one are one weight [2, F, H] cut along F, so that a rank's slice is one slice on every mesh.
 """
 
 from torch import Tensor
@@ -10,15 +10,16 @@ from lightning_megatron.sharding import Initial
 from lightning_megatron.tensor.activation import activate
 from lightning_megatron.tensor.linear import ColumnParallelLinear, RowKeys, RowParallelLinear
 from lightning_megatron.transformer.config import TransformerConfig
+from lightning_megatron.transformer.dropout import CutDropout
 from lightning_megatron.transformer.recompute import RecomputeLayer, apply_unkept
 
 
 class MLP(RecomputeLayer):
-    """Two linears with an activation between them: [T/sp, H] to [T/sp, H]."""
+    """Two linears with an activation between them: [T/sp, H] to [T/sp, H]. `name` is its name in the model."""
 
     offers = frozenset({"activation"})
 
-    def __init__(self, config: TransformerConfig, *, tp: Axis, sp: Axis) -> None:
+    def __init__(self, config: TransformerConfig, *, tp: Axis, sp: Axis, name: str) -> None:
         super().__init__()
         self.activation = config.activation
         width = config.ffn_hidden_size
@@ -31,6 +32,7 @@ class MLP(RecomputeLayer):
             initial=Initial(std=config.init_std),
             cut=1 if config.is_gated else 0,
         )
+        self.dropout = CutDropout(config.ffn_dropout, name, first_column=tp.rank * (width // tp.size))
         self.down = RowParallelLinear(
             width,
             config.hidden_size,
@@ -41,13 +43,14 @@ class MLP(RecomputeLayer):
         )
 
     def forward(self, hidden_TH: Tensor, tokens: RowKeys | None = None) -> Tensor:
-        """`tokens` are for what drops inside of the linears."""
+        """`tokens` are for what drops between and inside of the linears."""
         up = self.up(hidden_TH, tokens)
         if "activation" in self.recomputed:
-            output: Tensor = apply_unkept(self._activate, lambda x: self.down(x, tokens), up)
+            output: Tensor = apply_unkept(lambda x: self._activate(x, tokens), lambda x: self.down(x, tokens), up)
         else:
-            output = self.down(self._activate(up), tokens)
+            output = self.down(self._activate(up, tokens), tokens)
         return output
 
-    def _activate(self, x: Tensor) -> Tensor:
-        return activate(x, self.activation)
+    def _activate(self, x: Tensor, tokens: RowKeys | None) -> Tensor:
+        activated = activate(x, self.activation)
+        return activated if tokens is None else self.dropout(activated, tokens)

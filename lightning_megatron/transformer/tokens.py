@@ -21,6 +21,7 @@ from torch import Tensor
 from lightning_megatron.comm import collectives, differentiable, rng
 from lightning_megatron.comm.rng import Draws
 from lightning_megatron.context.attention import AttentionDraws, ContextAxes
+from lightning_megatron.context.cache import CachedCall
 from lightning_megatron.context.documents import Documents
 from lightning_megatron.context.exchange import AllGather, Ring
 from lightning_megatron.context.layout import PADDING, ContextLayout, cut
@@ -49,12 +50,15 @@ class Tokens:
     index_X: Tensor | None
     # int64: where in the caller's [B * S] the tokens of the stream of all ranks are; none where that has all, in order
     positions_1N: Tensor
-    # int64 [1, N]: of this rank's tokens in their segments, which position embeddings see
+    # int64 [1, N]: of this rank's tokens in their segments, which position embeddings see; [B, N] where rows go on from
+    # places of their own
     keys_BX: Tensor
     # int64: random key of each token of the stream of all ranks
     rotary_cos_1NR: Tensor
     # float64 [1, N, pairs]: of the angles by which queries and keys turn; no pairs, no turn
     rotary_sin_1NR: Tensor
+    past: CachedCall | None = None
+    # where keys and values are kept, and read from; none: they are not
 
     @property
     def num_rows(self) -> int:

@@ -11,8 +11,6 @@ from benchmarks.expert_layers import WAY_SHAPES, layer_run, variants
 from benchmarks.experts import (
     PLAIN,
     SIZES,
-    TOLERANCE,
-    fault_of,
     layer_rows,
     ratio_to_peers,
     report_layers,
@@ -22,6 +20,7 @@ from benchmarks.experts import (
     run_rank,
     sample_of,
 )
+from benchmarks.yardstick import TOLERANCE, fault_of
 from lightning_megatron.mesh import Mesh
 from tests.harness.ranks import run_on_ranks
 
@@ -39,12 +38,12 @@ def test_a_row_takes_the_steps_of_plain_torch(row: str) -> None:
     if row.startswith("Hugging Face"):
         pytest.importorskip("transformers")
     sample, yardstick = taken(row), taken(PLAIN)
-    assert fault_of(sample, yardstick) == ""
+    assert fault_of(sample, yardstick, PLAIN) == ""
     assert min(sample["wall_seconds"], sample["cpu_seconds"], sample["peak_mb"]) > 0
     # It would show: losses of steps differ by more than the tolerance, so a step that was left out is a fault.
     losses = yardstick["losses"]
     stalled = sample | {"losses": [losses[0], losses[0], *losses[1:-1]]}
-    assert "wrong: the loss of step 2" in fault_of(stalled, yardstick)
+    assert "wrong: the loss of step 2" in fault_of(stalled, yardstick, PLAIN)
 
 
 @pytest.mark.skipif(HAS_MEGATRON, reason="megatron-core is here")
@@ -89,7 +88,7 @@ def made_sample(seconds: float, losses: tuple[float, ...] = (4.0, 3.0)) -> dict[
 )
 def test_a_row_is_shown_only_where_its_losses_are_those_of_plain_torch(losses: tuple[float, ...], fault: str) -> None:
     samples = {PLAIN: [made_sample(7.25)], "ours, one": [made_sample(2.5, losses)]}
-    assert fault_of(samples["ours, one"][0], samples[PLAIN][0]).startswith(fault)
+    assert fault_of(samples["ours, one"][0], samples[PLAIN][0], PLAIN).startswith(fault)
     table, is_right = report_steps(samples, {PLAIN: 1, "ours, one": 1}, tokens=1000)
     assert is_right == (fault == "")
     assert ("| 400 |" in table) == (fault == "")

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.optimizer import DDP, FSDP2, SIZES, TOLERANCE, fault_of, report, rows, run_rank, sample_of
+from benchmarks.optimizer import DDP, FSDP2, SIZES, report, rows, run_rank, sample_of
 from benchmarks.replicas import Size, build_ours, make_model
+from benchmarks.yardstick import TOLERANCE, fault_of
 from tests.harness.ranks import run_on_ranks
 
 OURS = [row for row in rows() if row.startswith("ours")]
@@ -25,18 +26,18 @@ def taken(row: str, microbatches: int) -> dict[str, Any]:
 @pytest.mark.parametrize("row", ["torch DDP, no overlap", FSDP2, *OURS])
 def test_a_row_takes_the_steps_of_ddp(row: str, microbatches: int) -> None:
     sample, yardstick = taken(row, microbatches), taken(DDP, microbatches)
-    assert fault_of(sample, yardstick) == ""
+    assert fault_of(sample, yardstick, DDP) == ""
     assert sample["wall_seconds"] > 0
     assert len(sample["cpu_seconds_by_rank"]) == 2
     # It would show: the loss falls by far more than the tolerance, so a step that was left out is a fault.
     losses = yardstick["losses"]
     stalled = sample | {"losses": [losses[0], losses[0], *losses[1:-1]]}
-    assert "wrong: the loss of step 2" in fault_of(stalled, yardstick)
+    assert "wrong: the loss of step 2" in fault_of(stalled, yardstick, DDP)
     assert losses[0] - losses[1] > 10 * TOLERANCE * losses[0]
 
 
 def test_the_number_of_microbatches_leaves_the_loss_alone() -> None:
-    assert fault_of(taken(DDP, 4), taken(DDP, 1)) == ""
+    assert fault_of(taken(DDP, 4), taken(DDP, 1), DDP) == ""
 
 
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is not None, reason="DeepSpeed is here")
@@ -75,7 +76,7 @@ def made_sample(cpu_seconds: float, losses: tuple[float, ...] = (4.0, 3.0)) -> d
 )
 def test_a_row_is_shown_only_where_its_losses_are_those_of_ddp(losses: tuple[float, ...], fault: str) -> None:
     samples = {DDP: [made_sample(7.25)], "ours": [made_sample(2.5, losses)]}
-    assert fault_of(samples["ours"][0], samples[DDP][0]).startswith(fault)
+    assert fault_of(samples["ours"][0], samples[DDP][0], DDP).startswith(fault)
     table, is_right = report(samples)
     assert is_right == (fault == "")
     assert ("2.500" in table) == (fault == "")

@@ -140,9 +140,10 @@ torch: over the losses of {NUM_STEPS} steps, every gradient, the gradient norm, 
 logged values, on all ranks. Deviations are absolute. The tolerances are {tolerances};
 a bold cell is outside of them.
 
-The other side of the comparison is `tests/reference/gpt.py`, a GPT in plain torch with the experts of
-`tests/reference/moe.py`, under a hand-written loop and SGD with momentum, or AdamW where the row says so. It takes from
-the package the configuration, the initial values and the random numbers of dropout and jitter, and nothing else.
+The other side of the comparison is in plain torch: `tests/reference/gpt.py`, with the experts of
+`tests/reference/moe.py`, `tests/reference/bert.py`, `tests/reference/t5.py` and `tests/reference/llava.py`, under a
+hand-written loop and SGD with momentum, or AdamW where the row says so. It takes from the package the configuration,
+the initial values and the random numbers of dropout and jitter, and nothing else.
 
 The data tries to break the layouts: global batches of {BATCH} rows of {SEQUENCE} tokens, loss masks that are
 uneven over the rows, a first microbatch without any valid token, a global batch whose first replica has none, a
@@ -162,8 +163,22 @@ losses, the bias of each expert and the shares of the global batch, after each s
   scores, jitter, auxiliary losses and the bias update; a shared expert without a gate; a capacity below the even share
   that drops the last tokens.
 
-Rows of expert parallelism have these models alone. Experts are cut over ranks that tensor, context and data parallelism
-use for the layers around them.
+Other models than GPTs are in some of the rows:
+
+- *bert*: norms behind each half of a layer, a tied head, both heads, dropout, a vocabulary of 131. Rows of 1 to
+  {SEQUENCE} tokens and one of none; one in three has no target of sentence order.
+- *bert pre-norm*: norms before each half of a layer, a head of its own, groups of queries, label smoothing; the same
+  rows.
+- *t5*: four layers of either stack, relative positions, one embedding for all, dropout of all kinds; rows that are
+  padded in either stack, one of which the encoder does not read at all.
+- *t5 v1.1 packed*: three layers of the encoder and five of the decoder, gated, with a head of its own, dropout; rows of
+  two documents, of which some have no first one in the encoder, or in the decoder.
+- *llava*: a Llama with a vision tower of three layers, dropout in both; rows with no image, one and two; a microbatch
+  and a replica without any, and a whole step.
+- *llava frozen tower*, *llava projector alone*: the same rows, and parts of the model that are not trained.
+
+Rows of expert parallelism have models with experts alone. Experts are cut over ranks that tensor, context and data
+parallelism use for the layers around them.
 
 {matrix}
 

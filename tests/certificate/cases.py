@@ -4,7 +4,7 @@ The data has uneven loss masks, microbatches and a whole replica without a valid
 parallelism must pad, and a vocabulary that tensor parallelism does not divide.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -12,10 +12,11 @@ from torch import Tensor
 
 from lightning_megatron.context.balance import CostModel, DynamicContextConfig
 from lightning_megatron.context.config import ContextConfig
-from lightning_megatron.models import GPTConfig
+from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config, VisionConfig
 from lightning_megatron.moe.capacity import Capacity
 from lightning_megatron.moe.config import BalanceLoss, MoEConfig, RouterConfig
 from lightning_megatron.pipeline.choice import ScheduleName
+from lightning_megatron.pipeline.ragged import Ragged
 from lightning_megatron.transformer.recompute import RecomputeConfig
 from lightning_megatron.transformer.rotary import RopeScaling
 
@@ -33,7 +34,7 @@ _SMALL: dict[str, Any] = {
     "init_std": 0.1,
 }
 
-VARIANTS = {
+VARIANTS: dict[str, Any] = {
     "gpt2": GPTConfig(**_SMALL, vocab_size=128, activation="gelu_tanh"),
     "llama": GPTConfig(
         **_SMALL,
@@ -141,6 +142,59 @@ VARIANTS = {
         ),
     ),
 }
+VARIANTS["bert"] = BertConfig(**_SMALL, vocab_size=131, hidden_dropout=0.1, attention_dropout=0.1)
+VARIANTS["bert pre-norm"] = BertConfig(
+    **_SMALL,
+    vocab_size=131,
+    num_query_groups=2,
+    activation="gelu_tanh",
+    label_smoothing=0.1,
+    norm_placement="pre",
+    embedding_norm=False,
+    tie_embeddings=False,
+)
+BERTS = ("bert", "bert pre-norm")
+# encoders: padded rows, one of them empty, with and without a target of sentence order
+_SMALL_T5: dict[str, Any] = {
+    **_SMALL,
+    "head_dim": 6,
+    "ffn_hidden_size": 48,
+    "vocab_size": 131,
+    "max_sequence_length": 10,
+    "max_decoder_sequence_length": 7,
+    "relative_buckets": 8,
+    "relative_max_distance": 6,
+}
+VARIANTS["t5"] = T5Config(**(_SMALL_T5 | {"num_layers": 4}), hidden_dropout=0.1, attention_dropout=0.1, ffn_dropout=0.1)
+VARIANTS["t5 v1.1 packed"] = T5Config(
+    **(_SMALL_T5 | {"num_layers": 3}),
+    num_decoder_layers=5,
+    activation="geglu_tanh",
+    tie_embeddings=False,
+    scales_head=False,
+    hidden_dropout=0.1,
+)
+T5S = ("t5", "t5 v1.1 packed")
+# encoders with decoders: rows that are padded in either, or hold several documents
+_TOWER = VisionConfig(
+    num_layers=3,
+    hidden_size=24,
+    num_attention_heads=4,
+    image_size=4,
+    patch_size=2,
+    init_std=0.2,
+    hidden_dropout=0.1,
+    attention_dropout=0.1,
+)
+VARIANTS["llava"] = LlavaConfig.of(
+    replace(VARIANTS["llama"], vocab_size=131, hidden_dropout=0.1), vision=_TOWER, image_token=130
+)
+VARIANTS["llava frozen tower"] = replace(VARIANTS["llava"], vision=replace(_TOWER, attention_dropout=0.0))
+VARIANTS["llava projector alone"] = VARIANTS["llava frozen tower"]
+FROZEN = {"llava frozen tower": ("vision",), "llava projector alone": ("vision", "language")}
+# parts that are not trained
+IMAGES = ("llava", *FROZEN)
+# variants that see: rows with none, one and two images, a microbatch without any, and a replica without any
 PACKED = ("packed", "moe packed")
 # variants whose rows hold several documents each, and padding
 EXPERTS = tuple(variant for variant, config in VARIANTS.items() if config.moe is not None)
@@ -148,7 +202,10 @@ EXPERTS = tuple(variant for variant, config in VARIANTS.items() if config.moe is
 SHUNNED = {"moe": (6, 7), "moe, 16 bits": (0, 3)}
 # experts whose bias is so low from the start that no token of the global batch goes to them; of the first all that a
 # rank of ep4 has
-IN_FLOAT64_ALONE = ("qwen-mistral", "packed", "moe top-1", "moe packed")
+IN_FLOAT64_ALONE = (
+    *("qwen-mistral", "packed", "moe top-1", "moe packed", "bert pre-norm", "t5 v1.1 packed"),
+    *FROZEN,
+)
 # variants whose float32 adds nothing to that of the others
 
 
@@ -211,6 +268,7 @@ LAYOUTS = {
     "dp2": Layout(world=2),
     "dp3": Layout(world=3, microbatches=2),
     "tp2 pp2": Layout(world=4, tp=2, pp=2, microbatches=3),
+    "tp2 pp2 dp2": Layout(world=8, tp=2, pp=2, microbatches=2),
     "tp2+sp pp2 dp2": Layout(world=8, tp=2, sp=True, pp=2, microbatches=3),
     "accumulate 2": Layout(world=4, tp=2, pp=2, microbatches=2, accumulate=2),
     "accumulate 2, dp2": Layout(world=2, accumulate=2),
@@ -338,6 +396,17 @@ LAYOUTS = {
     ),
     "dynamic dp4 ep2": Layout(world=4, ep=2, dynamic=_DYNAMIC_4),
 }
+WITH_ENCODERS = (
+    *("one", "one m3", "tp2", "tp2+sp", "pp2", "pp2 collective", "pp4 m4", "vp2 pp2", "dp2", "cp2", "cp4 all-gather"),
+    *("cp2 tp2+sp all-to-all", "tp2+sp pp2 dp2", "tp2 pp2 dp2", "ZB-V pp2", "ZeRO dp2 AdamW overlap"),
+    "recompute full, cp2 pp2",
+)
+# rows that have BERTs and T5s beside all others
+WITH_IMAGES = (
+    *("one", "one m3", "tp2", "tp2+sp", "pp2", "pp2 collective", "pp4 m4", "vp2 pp2", "dp2", "cp2", "cp4"),
+    *("tp2+sp pp2 dp2", "tp2 pp2 dp2", "ZeRO dp2 AdamW overlap", "ZB-H1 pp2", "recompute full, cp2 pp2"),
+)
+# rows that have models that see beside all others
 WITH_EXPERTS = ("one", "one m3", "tp2", "tp2+sp", "pp2", "dp2", "cp2", "dynamic dp2 pp2")
 # rows that have models with experts beside all others
 
@@ -391,11 +460,13 @@ def half_variant(layout: Layout) -> str:
     return HALF_VARIANT if layout.ep == 1 else HALF_EXPERTS
 
 
-def batches(variant: str, dtype: torch.dtype, accumulate: int) -> list[dict[str, Tensor]]:
+def batches(variant: str, dtype: torch.dtype, accumulate: int) -> list[dict[str, Any]]:
     """The global batches of all steps of a variant, `accumulate` of them a step."""
     config = CONFIGS[variant]
+    if isinstance(config, T5Config):
+        return [_of_two_stacks(variant, config, dtype, index) for index in range(NUM_STEPS * accumulate)]
     generator = torch.Generator().manual_seed(20261121)
-    made = []
+    made: list[dict[str, Any]] = []
     for index in range(NUM_STEPS * accumulate):
         tokens = torch.randint(0, config.vocab_size, (BATCH, SEQUENCE + 1), generator=generator)
         # Row i keeps a share of its tokens that grows with i: replicas and microbatches hold uneven numbers.
@@ -411,7 +482,84 @@ def batches(variant: str, dtype: torch.dtype, accumulate: int) -> list[dict[str,
         made.append({"tokens": tokens[:, :-1].contiguous(), "labels": labels, "loss_mask": mask})
         if variant in PACKED:
             made[-1]["segments"] = _segments(index)
+        if isinstance(config, BertConfig):
+            made[-1] |= _of_encoder(index, generator)
+        if isinstance(config, LlavaConfig):
+            made[-1] |= _with_images(config, made[-1], index, generator)
     return made
+
+
+def _of_encoder(index: int, generator: torch.Generator) -> dict[str, Tensor]:
+    """What a BERT reads besides: rows of 1 to SEQUENCE tokens and one of none, their types, and their order, which one
+    in three does not ask for."""
+    rows = torch.arange(BATCH)
+    lengths = 1 + (rows + index) % SEQUENCE
+    lengths[-2] = 0
+    return {
+        "padding_mask": torch.arange(SEQUENCE) < lengths.unsqueeze(1),
+        "token_types": torch.randint(2, (BATCH, SEQUENCE), generator=generator),
+        "sentence_order_labels": torch.tensor((-100, 0, 1))[rows % 3],
+    }
+
+
+def _of_two_stacks(variant: str, config: T5Config, dtype: torch.dtype, index: int) -> dict[str, Tensor]:
+    """A global batch of a T5. Padded rows have 1 to all of their columns; of packed rows some lack the first document
+    of the encoder, or of the decoder. In one row the encoder reads nothing."""
+    generator = torch.Generator().manual_seed(20261121 + index)
+    width, decoder_width = config.max_sequence_length, config.max_decoder_sequence_length
+    rows = torch.arange(BATCH).unsqueeze(1)
+    segments = []
+    for columns, shift in ((torch.arange(width), 2), (torch.arange(decoder_width), 0)):
+        if variant == "t5":
+            own = torch.where(columns <= (5 * rows + index + shift) % len(columns), 0, -1)
+        else:
+            first = 1 + (rows + index + shift) % (len(columns) - 2)
+            own = torch.where(columns < first, 0, torch.where(columns < len(columns) - rows % 2, 1, -1))
+            own = own.masked_fill((rows % 5 == 1 + shift) & (own == 0), -1)
+        segments.append(own)
+    segments[0][-2] = -1
+    shares = torch.linspace(0.2, 1.0, BATCH).unsqueeze(1)
+    mask = (torch.rand(BATCH, decoder_width, generator=generator) < shares).to(dtype)
+    mask[:12] = 0  # the first microbatch of four and more has no valid token
+    if index == 1:
+        mask[: BATCH // 2] = 0  # the first of two replicas has none at all
+    read, told, labels = (
+        torch.randint(config.vocab_size, (BATCH, length), generator=generator)
+        for length in (width, decoder_width, decoder_width)
+    )
+    labels[-1, -1] = -100
+    labels[-1, 0] = config.vocab_size - 1
+    return {
+        "encoder_tokens": read,
+        "decoder_tokens": told,
+        "labels": labels,
+        "loss_mask": mask,
+        "encoder_segments": segments[0],
+        "decoder_segments": segments[1],
+    }
+
+
+def _with_images(config: LlavaConfig, batch: dict[str, Any], index: int, generator: torch.Generator) -> dict[str, Any]:
+    """The batch with image tokens in front of its text and between, and its images."""
+    counts = [row % 3 for row in range(BATCH)]
+    # The first microbatch of four and more has none, the first of two replicas once, and all of them once.
+    none = (12, BATCH // 2, BATCH)[index % 3]
+    counts[:none] = [0] * none
+    length = SEQUENCE + 2 * config.features_per_image
+    rows: dict[str, Any] = {}
+    for name, padding in (("tokens", 0), ("labels", -100), ("loss_mask", 0.0)):
+        rows[name] = torch.full((BATCH, length), padding, dtype=batch[name].dtype)
+        rows[name][:, -SEQUENCE:] = batch[name].clamp(max=config.image_token - 1)
+    for row, count in enumerate(counts):
+        for image in range(count):
+            # A token of text lies between the second and the first.
+            first = 1 + row % 2 + image * (config.features_per_image + 1)
+            rows["tokens"][row, first : first + config.features_per_image] = config.image_token
+    # One that is a label by mistake.
+    rows["labels"][-2, -2] = config.image_token
+    side = config.vision.image_size
+    values = torch.randn(sum(counts), 3, side, side, generator=generator, dtype=batch["loss_mask"].dtype)
+    return {**rows, "images": Ragged(values, counts)}
 
 
 def _segments(index: int) -> Tensor:
@@ -447,6 +595,10 @@ def cells_of(layout: str) -> list[tuple[str, str]]:
         variants = tuple(VARIANTS)
     else:
         variants = tuple(variant for variant in VARIANTS if variant not in EXPERTS)
+    if layout not in WITH_ENCODERS:
+        variants = tuple(variant for variant in variants if variant not in (*BERTS, *T5S))
+    if layout not in WITH_IMAGES:
+        variants = tuple(variant for variant in variants if variant not in IMAGES)
     if own.dynamic is not None:
         variants = tuple(variant for variant in variants if variant in (HALF_VARIANT, *PACKED))
     # Many ranks take long, and what float32 adds shows on few.

@@ -66,7 +66,7 @@ def deviations(layout: str, variant: str, precision: str) -> dict[str, float]:
     expected = _expected(variant, precision, own.rule, own.accumulate, own.clip)
     cell = cells_of(layout).index((variant, precision))
     found = dict.fromkeys(QUANTITIES, 0.0)
-    weights, gradients = Covered(expected), [Covered(expected) for _ in expected.steps]
+    weights, gradients = Covered(expected.weights), [Covered(step.gradients) for step in expected.steps]
     for rank in outcomes(layout):
         for quantity, deviation in _of_rank(rank[cell], expected, weights, gradients).items():
             found[quantity] = max(found[quantity], deviation)
@@ -85,8 +85,8 @@ def _expected(variant: str, precision: str, rule: Any, accumulate: int, clip: fl
 class Covered:
     """Which elements of each parameter were compared, on any rank."""
 
-    def __init__(self, expected: Outcome) -> None:
-        self.marks = {name: torch.zeros(w.shape, dtype=torch.bool) for name, w in expected.weights.items()}
+    def __init__(self, expected: dict[str, torch.Tensor]) -> None:
+        self.marks = {name: torch.zeros(w.shape, dtype=torch.bool) for name, w in expected.items()}
 
     def add(self, name: str, parts: Parts) -> None:
         """These parts have been compared."""
@@ -186,7 +186,7 @@ def half_deviations(name: str, precision: str) -> dict[str, float]:
     # One rank holds each parameter as one part.
     alone = {parameter: tensor for parameter, [(_, tensor)] in one[precision].weights.items()}
     found = dict.fromkeys(HALF_QUANTITIES[precision], 0.0)
-    covered = Covered(plain)
+    covered = Covered(plain.weights)
     for outcomes in _half_outcomes(layout, variant):
         outcome = outcomes[precision]
         good = [moved for step, moved in enumerate(outcome.moved) if precision != "16-mixed" or step != BAD_STEP]

@@ -15,14 +15,16 @@ from lightning_megatron import MegatronStrategy, PipelineConfig
 from lightning_megatron.checkpoint import Slot
 from lightning_megatron.comm.rng import Draws
 from lightning_megatron.mesh import Mesh
-from lightning_megatron.models import GPTModel
+from lightning_megatron.models import BertConfig, BertModel, GPTModel, LlavaConfig, LlavaModel, T5Config, T5Model
 from lightning_megatron.optim.config import LossScaleConfig, OptimizerConfig
 from lightning_megatron.optim.gradients import Gradients, Owned
+from lightning_megatron.pipeline.ragged import Ragged
 from lightning_megatron.trainer.precision import MegatronPrecision
 from tests.certificate.cases import (
     BAD_STEP,
     BATCH,
     CONFIGS,
+    FROZEN,
     HALF_ROUNDOFF,
     NUM_STEPS,
     RATE_DECAY,
@@ -30,8 +32,13 @@ from tests.certificate.cases import (
     Layout,
     batches,
 )
+from tests.reference.bert import ReferenceBert
 from tests.reference.gpt import ReferenceGPT
+from tests.reference.llava import ReferenceLlava
 from tests.reference.moe import RouterState
+from tests.reference.t5 import ReferenceT5
+
+Model = GPTModel | BertModel | T5Model
 
 SEED = 7
 DTYPES = {"64-true": torch.float64, "32-true": torch.float32}
@@ -96,31 +103,38 @@ def reference(
     config, dtype = CONFIGS[variant], DTYPES[precision]
     torch.set_default_dtype(dtype)
     try:
-        initial = GPTModel(config, mesh=Mesh.single(), seed=SEED)
+        initial = _model(variant, Mesh.single())
     finally:
         torch.set_default_dtype(torch.float32)
-    weights = {name: p.detach().clone().requires_grad_() for name, p in initial.named_parameters()}
+    weights = {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in initial.named_parameters()}
+    trained = {name: w for name, w in weights.items() if w.requires_grad}
     routers = {
         layer: RouterState.initial(config.moe.router, SHUNNED.get(variant, ()))
         for layer in range(config.num_layers)
         if config.moe is not None and config.has_experts(layer)
     }
-    optimizer = make_optimizer(layout.rule, list(weights.values()))
+    optimizer = make_optimizer(layout.rule, list(trained.values()))
     outcome = Outcome()
     data = batches(variant, dtype, layout.accumulate)
     for first in range(0, len(data), layout.accumulate):
         step = Step()
         optimizer.zero_grad()
         for index in range(first, first + layout.accumulate):
-            model = ReferenceGPT(config, weights, Draws(seed=SEED, step=index), routers)
+            model = _reference(config, weights, routers, Draws(seed=SEED, step=index))
             loss = model.loss(**data[index])
-            (loss / layout.accumulate).backward()
+            # Of a batch without an image nothing is learnt where the language model is frozen.
+            if loss.requires_grad:
+                (loss / layout.accumulate).backward()
             step.losses.append(loss.item())
-        step.gradients = {name: _grad(w).clone() for name, w in weights.items()}
+        for weight in trained.values():
+            if weight.grad is None:
+                # Of batches without an image the tower has gradients, too: zeros, by which momentum goes on.
+                weight.grad = torch.zeros_like(weight)
+        step.gradients = {name: _grad(w).clone() for name, w in trained.items()}
         squares = [g.double().square().sum() for g in step.gradients.values()]
         step.norm = torch.stack(squares).sum().sqrt().item()
         if layout.clip is not None:
-            nn.utils.clip_grad_norm_(list(weights.values()), layout.clip)
+            nn.utils.clip_grad_norm_(list(trained.values()), layout.clip)
         if len(outcome.steps) not in left_out:
             optimizer.step()
             for group in optimizer.param_groups:
@@ -133,10 +147,37 @@ def reference(
     outcome.weights = {name: w.detach() for name, w in weights.items()}
     with torch.no_grad():
         # Validation reads the first batch, after training, without dropout.
-        outcome.logged["val_loss"] = ReferenceGPT(config, weights, routers=routers).loss(**data[0]).item()
+        outcome.logged["val_loss"] = _reference(config, weights, routers).loss(**data[0]).item()
     outcome.logged["train_loss"] = outcome.steps[-1].losses[-1]
     outcome.logged["valid_tokens"] = _valid(data[-1]).item()
     return outcome
+
+
+def _model(variant: str, mesh: Mesh | None = None) -> Model:
+    """The model of a variant, with its frozen parts; on the mesh of the strategy where none is given."""
+    config = CONFIGS[variant]
+    if isinstance(config, BertConfig):
+        return BertModel(config, mesh=mesh, seed=SEED)
+    if isinstance(config, T5Config):
+        return T5Model(config, mesh=mesh, seed=SEED)
+    if not isinstance(config, LlavaConfig):
+        return GPTModel(config, mesh=mesh, seed=SEED)
+    model = LlavaModel(config, mesh=mesh, seed=SEED)
+    model.freeze(*FROZEN.get(variant, ()))
+    return model
+
+
+def _reference(
+    config: Any, weights: dict[str, Tensor], routers: dict[int, RouterState], draws: Draws | None = None
+) -> Any:
+    """The same model in plain torch."""
+    if isinstance(config, BertConfig):
+        return ReferenceBert(config, weights, draws)
+    if isinstance(config, T5Config):
+        return ReferenceT5(config, weights, draws)
+    if isinstance(config, LlavaConfig):
+        return ReferenceLlava(config, weights, draws)
+    return ReferenceGPT(config, weights, draws, routers)
 
 
 def _grad(tensor: Tensor) -> Tensor:
@@ -145,20 +186,23 @@ def _grad(tensor: Tensor) -> Tensor:
 
 
 def _valid(batch: dict[str, Tensor]) -> Tensor:
-    """Tokens that count; those of no document count nothing, whether a layout hands them to a step or not."""
+    """Tokens that count; those of no document and padding count nothing, whether a layout hands them on or not."""
     is_valid = batch["labels"] != -100
-    if "segments" in batch:
-        is_valid &= batch["segments"] >= 0
+    for name in ("segments", "decoder_segments"):
+        if name in batch:
+            is_valid &= batch[name] >= 0
+    if "padding_mask" in batch:
+        is_valid &= batch["padding_mask"]
     return (batch["loss_mask"] * is_valid).sum()
 
 
 class Rows(Dataset[dict[str, Tensor]]):
     """The rows of all global batches, one after the other."""
 
-    def __init__(self, data: list[dict[str, Tensor]], rank: int, size: int) -> None:
+    def __init__(self, data: list[dict[str, Any]], rank: int, size: int) -> None:
         share = BATCH // size
         self.rows = [
-            {name: tensor[row] for name, tensor in batch.items()}
+            {name: _row(values, row) for name, values in batch.items()}
             for batch in data
             for row in range(rank * share, (rank + 1) * share)
         ]
@@ -170,19 +214,30 @@ class Rows(Dataset[dict[str, Tensor]]):
         return self.rows[index]
 
 
+def _row(values: Any, row: int) -> Tensor:
+    return values.narrow(row, 1).values if isinstance(values, Ragged) else values[row]
+
+
+def _collate(rows: list[dict[str, Tensor]]) -> dict[str, Any]:
+    return {
+        name: Ragged.of([row[name] for row in rows]) if name == "images" else torch.stack([row[name] for row in rows])
+        for name in rows[0]
+    }
+
+
 class Module(L.LightningModule):
     """An ordinary module: nothing in it knows of any layout."""
 
     def __init__(self, variant: str, rule: str) -> None:
         super().__init__()
         self.variant, self.rule = variant, rule
-        self.model: GPTModel | None = None
+        self.model: Model | None = None
 
     def configure_model(self) -> None:
         if self.model is None:
-            self.model = GPTModel(CONFIGS[self.variant], seed=SEED)
-            for router in self.model.routers.values():
-                if self.variant in SHUNNED:
+            self.model = _model(self.variant)
+            if self.variant in SHUNNED:
+                for router in self.model.routers.values():
                     router.expert_bias[list(SHUNNED[self.variant])] = -1.0
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -240,7 +295,8 @@ class Recorder(L.Callback):
 def _routing(module: L.LightningModule) -> dict[str, Tensor]:
     """What the routers of this rank did in the last step, and what they carry on."""
     model = module.model
-    assert isinstance(model, GPTModel)
+    if not isinstance(model, GPTModel):
+        return {}
     found = {}
     for layer, router in model.routers.items():
         report = model.routing_reports[layer]
@@ -340,7 +396,8 @@ class Data(L.LightningDataModule):
         assert self.trainer is not None
         strategy = self.trainer.strategy
         assert isinstance(strategy, MegatronStrategy)
-        return DataLoader(Rows(self.data, strategy.data_parallel_rank, self.size), batch_size=BATCH // self.size)
+        rows = Rows(self.data, strategy.data_parallel_rank, self.size)
+        return DataLoader(rows, batch_size=BATCH // self.size, collate_fn=_collate)
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         return self._loader()

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from lightning_megatron.data import (
     DocumentRows,
     LongDocuments,
+    MegatronCorpus,
     PackedDocuments,
-    document_lengths,
     load_documents,
+    megatron_writer,
     pack_rows,
     packed_documents,
-    prepare_tokens,
+    prepare_corpus,
     train_tokenizer,
 )
 
@@ -29,7 +30,9 @@ DOCUMENTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 10], [], [11, 12]]
 
 
 def write(path: Path, documents: list[list[int]] = DOCUMENTS) -> Path:
-    np.save(path, np.array([i for ids in documents for i in (*ids, END)], dtype=np.uint16))
+    with megatron_writer(path, np.uint16) as writer:
+        for ids in documents:
+            writer.add_document([[*ids, END]])
     return path
 
 
@@ -81,7 +84,7 @@ def test_pieces_of_a_long_document_are_segments_of_their_own() -> None:
 def test_long_documents_are_dropped_or_split_and_counted(
     tmp_path: Path, long_documents: LongDocuments, kept: list[int]
 ) -> None:
-    path = write(tmp_path / "tokens.npy")
+    path = write(tmp_path / "tokens")
     rows = PackedDocuments(path, 5, end_of_text=END, long_documents=long_documents)
     labels = sorted(label for _, labels in pairs_of(rows) for label in labels)
     assert labels == sorted(i for number in kept for i in [*DOCUMENTS[number], END][1:])
@@ -90,7 +93,7 @@ def test_long_documents_are_dropped_or_split_and_counted(
 
 
 def test_long_documents_are_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "tokens.npy")
+    path = write(tmp_path / "tokens")
     with pytest.raises(ValueError, match=r"1 of 5 .*number 2 from 0, takes 6; raise sequence_length to 6"):
         PackedDocuments(path, 5, end_of_text=END, long_documents="refuse")
     rows = PackedDocuments(path, 6, end_of_text=END, long_documents="refuse")
@@ -98,7 +101,7 @@ def test_long_documents_are_refused(tmp_path: Path) -> None:
 
 
 def test_rows_of_a_file_are_those_of_its_documents_in_memory(tmp_path: Path) -> None:
-    rows = PackedDocuments(write(tmp_path / "tokens.npy"), 4, end_of_text=END, seed=3)
+    rows = PackedDocuments(write(tmp_path / "tokens"), 4, end_of_text=END, seed=3)
     others = pack_rows(DOCUMENTS, 4, end_of_text=END, seed=3)
     assert len(rows) == len(others)
     for i in range(len(rows)):
@@ -116,62 +119,49 @@ def test_documents_of_prepared_text_come_back(tmp_path: Path) -> None:
         (tmp_path / "text" / f"{index}.txt").write_text(text, encoding="utf-8")
     tokenizer = train_tokenizer(texts, 270, tmp_path / "tokenizer.json")
     documents = load_documents(path=tmp_path / "text", cache_dir=tmp_path / "cache")
-    path = prepare_tokens(documents, tokenizer, tmp_path / "tokens")
+    path = prepare_corpus(documents, tokenizer, tmp_path / "tokens")
     rows = PackedDocuments(path, 512, end_of_text=tokenizer.end_of_text)
     assert sorted(tokenizer.decode([*tokens, labels[-1]]) for tokens, labels in pairs_of(rows)) == sorted(
         f"{text}<|endoftext|>" for text in texts
     )
     wanted = [len(ids) + 1 for ids in tokenizer.encode(documents["text"])]
-    assert document_lengths(path, tokenizer.end_of_text).tolist() == wanted
+    assert MegatronCorpus(path).document_sizes().tolist() == wanted
 
 
 # --- the tables -------------------------------------------------------------------------------------------------------
 
 
-def test_lengths_are_found_in_parts_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = [len(ids) + 1 for ids in DOCUMENTS]
-    for num_tokens in (1, 4, 5, 100):
-        monkeypatch.setattr(packed_documents, "_TOKENS_AT_ONCE", num_tokens)
-        path = write(tmp_path / f"{num_tokens}.npy")
-        assert document_lengths(path, END).tolist() == wanted
-    np.save(tmp_path / "open.npy", np.array([1, 2, END, 3, 4], dtype=np.uint16))
-    assert document_lengths(tmp_path / "open.npy", END).tolist() == [3, 2]
-
-
 def test_tables_are_written_once_and_read_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path / "tokens.npy")
+    path = write(tmp_path / "tokens")
     first = PackedDocuments(path, 4, end_of_text=END)
     written = sorted(file.name for file in tmp_path.iterdir())
     assert len(written) == 3
     with monkeypatch.context() as patch:
         patch.setattr(packed_documents, "pack_lengths", lambda *_: pytest.fail("packed again"))
         second = PackedDocuments(path, 4, end_of_text=END)
-        assert document_lengths(path, END).sum() == len(second.tokens)
     assert sorted(file.name for file in tmp_path.iterdir()) == written
     assert pairs_of(first) == pairs_of(second) and isinstance(second.table.pieces.base, np.memmap)
 
 
 def test_other_options_make_other_tables(tmp_path: Path) -> None:
-    path = write(tmp_path / "tokens.npy", [[i] * (1 + i % 7) for i in range(1, 200)])
+    path = write(tmp_path / "tokens", [[i] * (1 + i % 7) for i in range(1, 200)])
     made = [
         PackedDocuments(path, 8, end_of_text=END),
         PackedDocuments(path, 9, end_of_text=END),
         PackedDocuments(path, 8, end_of_text=END, seed=1),
-        PackedDocuments(path, 8, end_of_text=5),
         PackedDocuments(path, 8, end_of_text=END, long_documents="drop"),
     ]
-    # Beside the file: where documents end, by two tokens, and five tables of rows.
-    assert len(list(tmp_path.iterdir())) == 1 + 2 + 5
+    assert len(list(tmp_path.iterdir())) == 2 + 4
     assert made[0][0]["tokens"].tolist() != made[2][0]["tokens"].tolist()
-    assert [rows.sequence_length for rows in made] == [8, 9, 8, 8, 8]
+    assert [rows.sequence_length for rows in made] == [8, 9, 8, 8]
 
 
-def test_a_token_file_that_is_written_anew_is_packed_anew(tmp_path: Path) -> None:
-    path = write(tmp_path / "tokens.npy", [[1, 2, 3], [4]])
-    assert document_lengths(path, END).tolist() == [4, 2]
+def test_token_files_that_are_written_anew_are_packed_anew(tmp_path: Path) -> None:
+    path = write(tmp_path / "tokens", [[1, 2, 3], [4]])
+    assert len(pairs_of(PackedDocuments(path, 4, end_of_text=END))[0][0]) == 3
     write(path, [[1, 2], [3, 4]])
-    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))  # clocks may be coarse
-    assert document_lengths(path, END).tolist() == [3, 3]
+    os.utime(f"{path}.idx", ns=(0, Path(f"{path}.idx").stat().st_mtime_ns + 1))  # clocks may be coarse
+    assert [len(tokens) for tokens, _ in pairs_of(PackedDocuments(path, 4, end_of_text=END))] == [2, 2]
 
 
 def build(path: Path) -> list[tuple[list[int], list[int]]]:
@@ -179,7 +169,7 @@ def build(path: Path) -> list[tuple[list[int], list[int]]]:
 
 
 def test_two_processes_that_pack_at_once_end_with_whole_tables(tmp_path: Path) -> None:
-    path = write(tmp_path / "tokens.npy", [[i] * (1 + i % 7) for i in range(1, 500)])
+    path = write(tmp_path / "tokens", [[i] * (1 + i % 7) for i in range(1, 500)])
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
         first, second = [work.result() for work in [pool.submit(build, path) for _ in range(2)]]
     assert first == second == build(path)
@@ -187,8 +177,7 @@ def test_two_processes_that_pack_at_once_end_with_whole_tables(tmp_path: Path) -
 
 
 def test_a_failure_midway_leaves_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path / "tokens.npy")
-    document_lengths(path, END)
+    path = write(tmp_path / "tokens")
     written = sorted(tmp_path.iterdir())
     monkeypatch.setattr(packed_documents, "pack_lengths", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -197,7 +186,7 @@ def test_a_failure_midway_leaves_no_table(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_pickled_dataset_carries_its_path_and_not_its_tokens(tmp_path: Path) -> None:
-    path = write(tmp_path / "tokens.npy", [[i] * (1 + i % 7) for i in range(1, 500)])
+    path = write(tmp_path / "tokens", [[i] * (1 + i % 7) for i in range(1, 500)])
     rows = PackedDocuments(path, 6, end_of_text=END, seed=4, long_documents="drop")
     content = pickle.dumps(rows)
     assert len(content) < 1000
@@ -207,11 +196,7 @@ def test_a_pickled_dataset_carries_its_path_and_not_its_tokens(tmp_path: Path) -
 
 
 def test_files_that_hold_no_documents_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"token file \(.*none\.npy'\) does not exist"):
-        PackedDocuments(tmp_path / "none.npy", 4, end_of_text=END)
-    with pytest.raises(ValueError, match="does not exist"):
-        document_lengths(tmp_path / "none.npy", END)
-    with pytest.raises(ValueError, match=r"no document ends in the 17 tokens: end_of_text \(70000\)"):
-        document_lengths(write(tmp_path / "tokens.npy"), 70000)
+    with pytest.raises(ValueError, match=r"token files .*none\.bin .* do not exist"):
+        PackedDocuments(tmp_path / "none", 4, end_of_text=END)
     with pytest.raises(ValueError, match="none of the 1 documents"):
         pack_rows([[1, 2, 3]], 2, end_of_text=END, long_documents="drop")

@@ -16,9 +16,16 @@ import pytest
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.cli.main import command_line
-from lightning_megatron.lightning_modules import AdamWConfig, GenerationConfig, GPTDataModule
+from lightning_megatron.lightning_modules import (
+    AdamWConfig,
+    BertDataModule,
+    GenerationConfig,
+    GPTDataModule,
+    LlavaDataModule,
+    LlavaModule,
+)
 from lightning_megatron.lightning_modules.chat_data import ChatDataModule
-from lightning_megatron.models import GPTConfig
+from lightning_megatron.models import BertConfig, GPTConfig
 from lightning_megatron.trainer.precision import SUPPORTED
 from lightning_megatron.transformer.lora import LoraConfig
 from tests.certificate.cases import HALF_LAYOUTS, HALF_ROUNDOFF, LAYOUTS, VARIANTS
@@ -248,7 +255,11 @@ def known_options() -> set[str]:
     options |= {f"trainer.strategy.init_args.{name}" for name in parameters_of(MegatronStrategy)}
     options |= {f"data.{name}" for name in parameters_of(GPTDataModule)}
     options |= {f"data.{name}" for name in parameters_of(ChatDataModule)} | {"model.path", "export.path"}
+    options |= {f"data.{name}" for name in parameters_of(LlavaDataModule)}
+    options |= {f"model.{name}" for name in parameters_of(LlavaModule)}
     configs = {"config": GPTConfig, "optimizer": AdamWConfig, "generation": GenerationConfig, "lora": LoraConfig}
+    options |= {f"data.{name}" for name in parameters_of(BertDataModule)}
+    options |= {f"model.config.{field.name}" for field in fields(BertConfig)}
     for name, kind in configs.items():
         options |= {f"model.{name}.{field.name}" for field in fields(kind)}
     for script in (ROOT / "tests/certificate/__main__.py", *(ROOT / "benchmarks").glob("*.py")):

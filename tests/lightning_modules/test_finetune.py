@@ -9,10 +9,11 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
-from lightning_megatron import ConfigurationError, Fp8Config, MegatronStrategy, load_from_checkpoint
+from lightning_megatron import ConfigurationError, Fp8Config, MegatronStrategy, hf, load_from_checkpoint
 from lightning_megatron.lightning_modules import AdamWConfig, GPTModule
 from lightning_megatron.lightning_modules.export import ExportPretrained
 from lightning_megatron.lightning_modules.finetune import FinetuneModule
+from lightning_megatron.models import LlavaModel
 from lightning_megatron.moe.config import BalanceLoss, MoEConfig, RouterConfig
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.transformer.lora import LoraConfig
@@ -20,6 +21,7 @@ from tests.data.chats import HEADERS, write_tokenizer
 from tests.harness.ranks import run_on_ranks
 from tests.lightning_modules.pretrained import write_chats, write_model
 from tests.lightning_modules.test_chat_data import data
+from tests.models.small_llava import LLAVA
 from tests.trainer.layouts import PLAIN, QUIET, Layout, make_trainer
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
@@ -199,3 +201,11 @@ def test_padding_that_routers_would_count_is_refused_and_that_of_dense_models_is
 
     assert "routers of experts would count the padding" in told(UPCYCLE, "none")
     assert not told(None, "none") and not told(UPCYCLE, "documents")
+
+
+def test_a_model_that_sees_is_neither_fine_tuned_on_text_nor_upcycled(tmp_path: Path) -> None:
+    hf.save_pretrained(LlavaModel(LLAVA, seed=1), tmp_path / "a")
+    with pytest.raises(ValueError, match=r"text alone, .* has a LlavaConfig; a LLaVA trains on by LlavaModule"):
+        FinetuneModule(str(tmp_path / "a"))
+    with pytest.raises(ValueError, match="this one has a LlavaConfig"):
+        hf.config_from_pretrained(tmp_path / "a", upcycle=MoEConfig(router=RouterConfig(num_experts=2)))

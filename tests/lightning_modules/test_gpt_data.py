@@ -86,6 +86,12 @@ def test_evaluation_counts_every_sample_once_on_any_number_of_replicas(size: int
     assert sorted(counted) == list(range(10))
 
 
+def test_an_evaluation_that_was_cut_short_begins_anew() -> None:
+    batches = evaluation_loader(Numbered(), 10, global_batch_size=4, replica=Replica(0, 1), num_workers=0)
+    assert first_of(batches, 1) == first_of(batches, 1) == [[0, 1, 2, 3]]
+    assert len(numbers(batches)) == 3
+
+
 class Reader(L.LightningModule):
     """Notes the tokens of every batch it is trained on."""
 
@@ -179,7 +185,7 @@ def test_a_tokenizer_that_outgrows_the_model_is_a_fault(tmp_path: Path) -> None:
 
 
 def test_text_that_is_too_short_is_a_fault_of_the_configuration(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="tokens are too few"):
+    with pytest.raises(ConfigurationError, match="too few for one sample"):
         data(tmp_path, sequence_length=100_000).setup("fit")
 
 

@@ -337,6 +337,23 @@ def test_an_error_tells_the_action_and_marks_its_place() -> None:
     assert note.splitlines()[2] == "rank 0 0F0 1F0 1I0 >1W0< 0I0 0W0 end"
 
 
+@pytest.mark.parametrize("faulty", ["0F1", "0B0"])
+def test_an_error_of_a_pair_tells_which_of_the_two_it_was(faulty: str) -> None:
+    class OneFails(Diary):
+        def note(self, kind: Kind, stage: int, microbatch: int) -> None:
+            if str(Action(kind, stage, microbatch)) == faulty:
+                raise ArithmeticError("too small")
+
+    schedule = Schedule(name="1f1b", pp=1, chunks=1, microbatches=3, is_joint=True)
+    lowered = lower(order_of(schedule), joint_of(schedule))
+    assert "0F1 0B0" in " ".join(map(str, lowered.plan[0])) and "0F1" in map(str, lowered.joint)
+    pp = Mesh.single().pp
+    runtime = Runtime(pp, make_thread_mailbox(pp, []), Alternation(torch.device("cpu")))
+    with pytest.raises(ArithmeticError) as error:
+        runtime.run(lowered, OneFails(1, ROWS["even"], "tensor"))
+    assert [note.splitlines()[0].split(":")[0] for note in error.value.__notes__] == [f"in action {faulty}"]
+
+
 class Untravelled(Diary):
     def forward(self, stage: int, microbatch: int, received: Payload | None) -> Any:
         return [1.0]

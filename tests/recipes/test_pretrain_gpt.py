@@ -76,10 +76,12 @@ def ends(session: int, seconds: float = 10.0) -> bool:
     return False
 
 
-def recipe(folder: Path, *options: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+def recipe(
+    folder: Path, *options: str, timeout: float = 120, script: str = "pretrain_gpt.py"
+) -> subprocess.CompletedProcess[str]:
     """The recipe's run in `folder`, after which no process of it may be left."""
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "recipes" / "pretrain_gpt.py"), *options],
+        [sys.executable, str(ROOT / "recipes" / script), *options],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
         stdout=subprocess.PIPE,

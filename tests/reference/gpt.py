@@ -43,7 +43,7 @@ class ReferenceGPT:
             return self.logits_of_documents(tokens, segments)
         config = self.config
         sequence = tokens.shape[1]
-        x = self.weights["embedding.tokens.weight"][tokens]
+        x = self.embed(tokens)
         if config.position == "learned":
             x = x + self.weights["embedding.positions.weight"][torch.arange(sequence)]
         x = self.drop(x, "embedding")
@@ -59,6 +59,9 @@ class ReferenceGPT:
         x = self.norm(x, "final_norm")
         head = "embedding.tokens.weight" if config.tie_embeddings else "head.weight"
         return F.linear(x, self.weights[head])
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.weights["embedding.tokens.weight"][tokens]
 
     def logits_of_documents(self, tokens: Tensor, segments: Tensor) -> Tensor:
         """Each document as a row of its own, beside others as long; zeros where there is none."""

@@ -29,6 +29,8 @@ class Layout:
     cp: int = 1
     ep: int = 1
     etp: int = 1
+    joint: bool = False
+    # a forward runs beside a backward
     context: ContextConfig = field(default_factory=ContextConfig)
     schedule: Literal["auto"] | ScheduleName = "auto"
     stages: StageLayout = field(default_factory=StageLayout)
@@ -55,7 +57,10 @@ class Layout:
             num_microbatches=self.microbatches,
             virtual_pipeline_model_parallel_size=self.vp,
             pipeline=PipelineConfig(
-                mode="collective" if self.collective else "auto", schedule=self.schedule, layout=self.stages
+                mode="collective" if self.collective else "auto",
+                schedule=self.schedule,
+                layout=self.stages,
+                overlap_expert_exchange=self.joint,
             ),
             optimizer=self.optimizer,
             timeout_seconds=60,
@@ -91,3 +96,9 @@ def replica_of(trainer: L.Trainer) -> tuple[int, int]:
         return 0, 1
     told = strategy.distributed_sampler_kwargs
     return told["rank"], told["num_replicas"]
+
+
+def share_of(texts: list[list[int]], layout: Layout, rank: int) -> list[list[int]]:
+    """Of what is predicted from one global batch of prompts the part of this rank's replica."""
+    num_own = -(-len(texts) // layout.dp)
+    return texts[rank // (layout.tp * layout.cp) % layout.dp * num_own :][:num_own]

@@ -44,7 +44,7 @@ def test_all_faults_are_told_in_one_error() -> None:
             hidden_size=64,
             num_attention_heads=8,
             num_query_groups=3,
-            activation="relu",  # type: ignore[arg-type]
+            activation="elu",  # type: ignore[arg-type]
             hidden_dropout=1.0,
             norm_epsilon=0.0,
             rotary_fraction=1.5,
@@ -56,7 +56,7 @@ def test_all_faults_are_told_in_one_error() -> None:
     assert len(lines) == 9
     for expected in (
         "num_layers (0) must be at least 1",
-        "activation ('relu') must be one of 'gelu', 'gelu_tanh', 'swiglu'",
+        "activation ('elu') must be one of 'gelu', 'gelu_tanh', 'quick_gelu', 'relu', 'swiglu', 'geglu_tanh'",
         "hidden_dropout (1.0) must be at least 0 and below 1",
         "rotary_fraction (1.5) must be above 0 and at most 1",
         "norm_epsilon (0.0) must be above 0",

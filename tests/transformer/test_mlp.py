@@ -36,7 +36,7 @@ def test_both_kinds_of_gelu_are_told_apart(activation: Any) -> None:
     config = TransformerConfig(
         num_layers=1, hidden_size=8, num_attention_heads=2, activation=activation, add_bias_linear=False, init_std=1.0
     )
-    mlp = MLP(config, tp=mesh.tp, sp=mesh.sp).double()
+    mlp = MLP(config, tp=mesh.tp, sp=mesh.sp, name="mlp").double()
     initialise(mlp, seed=1)
     x = torch.randn(4, 8, dtype=torch.float64)
     weights = dict(mlp.named_parameters())

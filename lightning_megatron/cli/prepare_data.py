@@ -1,0 +1,279 @@
+"""`lightning-megatron prepare-data`: text, by a tokenizer that is given or trained, as tokens that training reads.
+
+The work is `data.prepare`'s; here are the options, the progress and what is said.
+"""
+
+import argparse
+import errno
+import glob
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from lightning_megatron.cli.usage import UsageError
+from lightning_megatron.data import Tokenizer, load_documents, load_tokenizer, train_tokenizer
+from lightning_megatron.data.megatron_files import megatron_paths, token_dtype
+from lightning_megatron.data.prepare import write_tokens
+from lightning_megatron.data.sources import files_of
+from lightning_megatron.data.token_parts import MAX_DOCUMENT_BYTES, Counts, DocumentForm, usable_texts
+from lightning_megatron.data.tokenizer import SMALLEST_VOCABULARY
+
+_EPILOG = """\
+A run that is ended at any moment goes on where it was when the same command is given again. The files do not depend on
+the number of workers, and are to the byte those of Megatron's own tool for the same tokens.
+
+examples:
+  lightning-megatron prepare-data --path corpus.jsonl --tokenizer tokenizer.json --output data/corpus
+  lightning-megatron prepare-data --path 'texts/**/*.txt' --train-vocab-size 32000 --output data/texts
+  lightning-megatron prepare-data --dataset wikitext:wikitext-103-raw-v1 --tokenizer llama/ --split-sentences \\
+    --output data/wikitext
+"""
+_QUIET_SECONDS = 30.0
+"""Between two lines of progress where nobody looks on."""
+
+
+def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Adds the command and its options."""
+    parser = commands.add_parser(
+        "prepare-data",
+        help="turn text into the token files that training reads",
+        description="Tokenizes text with all cores and writes Megatron's .bin and .idx, or a table of datasets.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    source = parser.add_argument_group("text: one of --path and --dataset, or neither for Python's standard library")
+    source.add_argument("--path", metavar="PATH", help="a file, a directory or a pattern: text, JSON lines, Parquet")
+    source.add_argument("--dataset", metavar="NAME", help="'name' or 'name:config' of the hub, or a local dataset")
+    source.add_argument("--split", default="train", metavar="NAME", help="part of the dataset (default: train)")
+    source.add_argument(
+        "--text-column",
+        nargs="+",
+        default=["text"],
+        metavar="NAME",
+        help="columns with text, each written for itself as OUTPUT_NAME if there are several (default: text)",
+    )
+    source.add_argument("--cache-directory", type=Path, metavar="FOLDER", help="for what datasets keeps (default: its)")
+    tokenizer = parser.add_argument_group("tokenizer: one of --tokenizer and --train-vocab-size")
+    tokenizer.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="a tokenizer.json, .model or .tiktoken, a directory with one, tiktoken:NAME or null:SIZE",
+    )
+    tokenizer.add_argument(
+        "--train-vocab-size",
+        type=int,
+        metavar="SIZE",
+        help="train a byte-level tokenizer of that many tokens on the text, written as OUTPUT.tokenizer.json",
+    )
+    tokenizer.add_argument(
+        "--special-tokens", nargs="+", default=[], metavar="NAME", help="of the one that is trained, as '[MASK]'"
+    )
+    tokenizer.add_argument("--end-of-text", metavar="NAME", help="the token that ends a document (default: its own)")
+    out = parser.add_argument_group("output")
+    out.add_argument("--output", type=Path, required=True, metavar="PREFIX", help="PREFIX.bin and PREFIX.idx")
+    out.add_argument(
+        "--format",
+        choices=("megatron", "arrow"),
+        default="megatron",
+        help="token files, or the directory PREFIX for datasets.load_from_disk (default: megatron)",
+    )
+    out.add_argument("--no-append-eod", action="store_true", help="no end of text behind a document")
+    out.add_argument("--split-sentences", action="store_true", help="each sentence a sequence of its own, for BERT")
+    work = parser.add_argument_group("work")
+    work.add_argument("--workers", type=int, default=0, metavar="NUMBER", help="processes (default: one for each core)")
+    work.add_argument(
+        "--bad-documents",
+        choices=("skip", "refuse"),
+        default="skip",
+        help="documents that are not UTF-8, larger than --max-document-bytes, or that the tokenizer cannot take: left "
+        "without tokens and told, or a fault (default: skip)",
+    )
+    work.add_argument(
+        "--max-document-bytes",
+        type=int,
+        default=MAX_DOCUMENT_BYTES,
+        metavar="BYTES",
+        help=f"of a document that is tokenized (default: {MAX_DOCUMENT_BYTES})",
+    )
+    work.add_argument("--json", action="store_true", help="print what was done as JSON")
+    parser.set_defaults(run=run_prepare_data)
+
+
+def run_prepare_data(options: argparse.Namespace) -> int:
+    """Writes the files, and prints what was done. Raises UsageError with what is wrong."""
+    workers = options.workers or len(os.sched_getaffinity(0))
+    with _told():
+        faults, tokenizer = _faults(options)
+        if faults:
+            raise UsageError(faults)
+        records = []
+        for column, prefix in _outputs(options).items():
+            documents = load_documents(
+                path=options.path,
+                dataset=options.dataset,
+                split=options.split,
+                text_column=column,
+                cache_dir=options.cache_directory,
+            )
+            if tokenizer is None:
+                tokenizer = _trained(documents, options)
+            form = DocumentForm(
+                has_ends=not options.no_append_eod,
+                sentences=options.split_sentences,
+                max_document_bytes=options.max_document_bytes,
+                bad_documents=options.bad_documents,
+            )
+            started_seconds = time.monotonic()
+            try:
+                with _progress(column, len(documents)) as watch:
+                    counts = write_tokens(
+                        documents,
+                        tokenizer,
+                        prefix,
+                        form=form,
+                        token_format=options.format,
+                        num_workers=workers,
+                        watch=watch,
+                    )
+            except KeyboardInterrupt:
+                print("stopped; the same command goes on with what is finished", file=sys.stderr)
+                return _INTERRUPTED
+            seconds = time.monotonic() - started_seconds
+            records.append({"column": column, "output": str(prefix), "seconds": seconds, **asdict(counts)})
+            if not options.json:
+                print(_report(prefix, options.format, tokenizer, counts, seconds))
+    if options.json:
+        print(json.dumps(records))
+    return 0
+
+
+_INTERRUPTED = 130
+
+
+def _faults(options: argparse.Namespace) -> tuple[list[str], Tokenizer | None]:
+    """What is wrong as far as it shows before any text is read, and the tokenizer that was given."""
+    faults, tokenizer = [], None
+    if (options.tokenizer is None) == (options.train_vocab_size is None):
+        faults.append("one of --tokenizer and --train-vocab-size must be given, and not both")
+    smallest = SMALLEST_VOCABULARY + len(options.special_tokens)
+    if options.train_vocab_size is not None and options.train_vocab_size < smallest:
+        faults.append(
+            f"--train-vocab-size ({options.train_vocab_size}) must be at least {smallest}: the 256 bytes, the end of"
+            " text and the special tokens"
+        )
+    if options.train_vocab_size is not None and options.end_of_text is not None:
+        faults.append("--end-of-text acts on --tokenizer alone; leave it out")
+    if options.special_tokens and options.train_vocab_size is None:
+        faults.append("--special-tokens acts on --train-vocab-size alone; leave it out")
+    if options.tokenizer is not None:
+        try:
+            tokenizer = load_tokenizer(options.tokenizer, options.end_of_text)
+        except ValueError as error:
+            faults.append(str(error))
+    if options.path is not None and options.dataset is not None:
+        faults.append(f"--path ({options.path}) and --dataset ({options.dataset}) are both given; one source is read")
+    elif options.path is not None:
+        try:
+            files_of(options.path)
+        except ValueError as error:
+            faults.append(str(error))
+    for name, least in (("workers", 0), ("max_document_bytes", 1)):
+        if (value := getattr(options, name)) < least:
+            faults.append(f"--{name.replace('_', '-')} ({value}) must be at least {least}")
+    if options.format == "arrow" and options.split_sentences:
+        faults.append("--split-sentences is for --format megatron, whose files tell sentences apart; leave one out")
+    if len(set(options.text_column)) < len(options.text_column):
+        faults.append(f"--text-column ({' '.join(options.text_column)}) names a column twice")
+    for prefix in _outputs(options).values():
+        faults += _faults_of_output(prefix, options.format)
+    return faults, tokenizer
+
+
+def _outputs(options: argparse.Namespace) -> dict[str, Path]:
+    """The prefix of each column."""
+    if len(options.text_column) == 1:
+        return {options.text_column[0]: options.output}
+    return {column: Path(f"{options.output}_{column}") for column in options.text_column}
+
+
+def _faults_of_output(prefix: Path, token_format: str) -> list[str]:
+    if prefix.suffix in (".bin", ".idx"):
+        return [f"--output ({prefix}) is the path without its ending: {prefix.with_suffix('')}"]
+    if token_format == "arrow":
+        taken = [prefix] if prefix.exists() else []
+    else:
+        bin_path, idx_path = megatron_paths(prefix)
+        # The .idx comes last: a .bin alone is of a run that was ended, if its parts are there.
+        is_begun = any(prefix.parent.glob(f"{glob.escape(prefix.name)}.parts-*"))
+        taken = [path for path in (bin_path, idx_path) if path.exists()]
+        taken = [] if taken == [bin_path] and is_begun else taken
+    there = " and ".join(map(str, taken))
+    return (
+        [f"--output: {there} {'exists' if len(taken) == 1 else 'exist'}; remove it, or name another"] if taken else []
+    )
+
+
+def _trained(documents: Any, options: argparse.Namespace) -> Tokenizer:
+    path = Path(f"{options.output}.tokenizer.json")
+    print(f"training a tokenizer of {options.train_vocab_size} tokens: {path}", file=sys.stderr)
+    texts = usable_texts(documents, options.max_document_bytes)
+    return train_tokenizer(texts, options.train_vocab_size, path, options.special_tokens)
+
+
+@contextmanager
+def _progress(column: str, num_documents: int) -> Iterator[Callable[[Counts], None]]:
+    """A bar on stderr, or a line of it now and then in a file; yields what is to be called with what is done."""
+    started_seconds = time.monotonic()
+    first: list[Counts] = []
+    interval = 0.5 if sys.stderr.isatty() else _QUIET_SECONDS
+    with tqdm(total=num_documents, desc=column, unit=" documents", mininterval=interval, file=sys.stderr) as bar:
+
+        def watch(counts: Counts) -> None:
+            if not first:
+                # What an earlier run finished is no work of this one.
+                first.append(counts)
+                bar.initial = bar.n = counts.num_documents
+            seconds = max(time.monotonic() - started_seconds, 1e-9)
+            num_bytes, num_tokens = counts.num_bytes - first[0].num_bytes, counts.num_tokens - first[0].num_tokens
+            bar.set_postfix_str(f"{num_bytes / seconds / 1e6:.1f} MB/s, {num_tokens / seconds:,.0f} tokens/s", False)
+            bar.update(counts.num_documents - bar.n)
+
+        yield watch
+
+
+def _report(prefix: Path, token_format: str, tokenizer: Tokenizer, counts: Counts, seconds: float) -> str:
+    where = prefix if token_format == "arrow" else " and ".join(map(str, megatron_paths(prefix)))
+    lines = [
+        f"{where}: {counts.num_documents:,} documents, {counts.num_tokens:,} tokens of"
+        f" {token_dtype(tokenizer.vocab_size)}, from {counts.num_bytes / 1e6:.1f} MB of text in {seconds:.1f} s"
+    ]
+    if counts.num_empty:
+        lines.append(f"{counts.num_empty:,} documents are empty")
+    if counts.num_bad:
+        more = "; ..." if counts.num_bad > len(counts.bad) else ""
+        lines.append(f"{counts.num_bad:,} documents were left without tokens: {'; '.join(counts.bad)}{more}")
+    return "\n".join(lines)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """What is said of the user's text, files and packages is a user's mistake, in one line."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise UsageError([" ".join(str(error).split())]) from error
+        raise UsageError(
+            ["the disk is full; what is finished is kept: make room, about twice the tokens, and give the same command"]
+        ) from error
+    except (ValueError, ImportError, RuntimeError) as error:
+        raise UsageError([" ".join(str(error).split())]) from error

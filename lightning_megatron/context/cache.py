@@ -1,0 +1,209 @@
+"""Keys and values of tokens that a model has seen, kept so that later tokens attend to them and to nothing anew.
+
+A cache belongs to the rows of a batch, and holds on each rank of `cp` a part of the tokens: of the first call those
+that the rank computes, of later ones, whose tokens every rank computes, each token on one rank, in turn. Attention to
+what is kept is a part on each rank; the parts are added by their log-sum-exp.
+
+    call 1 (5 tokens, cut over 2 ranks)     rank 0: 0 3 4     rank 1: 1 2
+    calls 2, 3, 4 (a token each)            rank 0: 0 3 4 6   rank 1: 1 2 5 7
+
+Where also the first call is one whose tokens every rank computes, they are kept in turn from the start.
+
+Rows have different lengths: a column holds, for each row, the token that one call brought there, or none. What a column
+holds is told by its position alone, -1 for none.
+
+B rows of a call, A query heads here, G key heads here, N tokens of a row that this rank computes, C columns of this
+rank, D head size.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.comm import collectives
+from lightning_megatron.context.layout import PADDING, View
+from lightning_megatron.context.pairing import Bias, wide
+from lightning_megatron.mesh import Axis
+
+# Columns that a cache grows by at least; beyond it a quarter of what it has.
+_LEAST_GROWTH = 64
+
+
+class KeyValueCache:
+    """What the attention layers of this rank keep of `num_rows` rows, by the name of the layer.
+
+    Every rank of `cp` makes the same calls. `open` may be asked several times in a call, for some of the rows each and
+    again for the same ones; `close` ends the call. The first call's tokens are cut over cp unless `is_cut` is false.
+    """
+
+    def __init__(self, num_rows: int, *, cp: Axis, is_cut: bool = True) -> None:
+        self.num_rows, self.cp, self.is_cut = num_rows, cp, is_cut
+        self.num_columns = 0
+        # of the calls that are over
+        self.num_seen = 0
+        # tokens that calls brought behind the first, each for all rows: whose turn it is to keep
+        self.kept: dict[str, tuple[Tensor, Tensor]] = {}
+        # keys and values of each layer, [rows, G, columns or more, D]
+        self._positions_RC: Tensor | None = None
+        self._opened = (0, 0)
+        # columns and tokens of the call that is open
+
+    @property
+    def is_empty(self) -> bool:
+        """No call is over, and that which comes brings each rank its own tokens."""
+        return self.is_cut and self.num_columns == 0
+
+    def open(self, rows: slice, positions_BN: Tensor) -> "CachedCall":
+        """A call of these rows, whose tokens have these positions, -1 for none.
+
+        Of the first call, where that is cut, the tokens are this rank's, and it keeps all of them; of others they are
+        those of every rank.
+        """
+        num = positions_BN.shape[1]
+        own_N = None
+        if not self.is_empty:
+            own_N = (torch.arange(num) + self.num_seen) % self.cp.size == self.cp.rank
+            own_N = own_N.nonzero().flatten().to(positions_BN.device)
+        kept_BN = positions_BN if own_N is None else positions_BN.index_select(1, own_N)
+        first, last = self.num_columns, self.num_columns + kept_BN.shape[1]
+        if self._positions_RC is None:
+            self._positions_RC = positions_BN.new_empty(self.num_rows, 0)
+        self._positions_RC = _with_room(self._positions_RC, last, dim=1, fill=PADDING)
+        self._positions_RC[rows, first:last] = kept_BN
+        self._opened = kept_BN.shape[1], 0 if own_N is None else num
+        return self._call(rows, positions_BN, self._positions_RC, slice(first, last), own_N)
+
+    def read(self, rows: slice, positions_BN: Tensor) -> "CachedCall":
+        """A call whose tokens, which every rank has, see what is kept and are not kept themselves: cross attention."""
+        assert self._positions_RC is not None, "there is nothing to read before the first call"
+        columns = slice(self.num_columns, self.num_columns)
+        return self._call(rows, positions_BN, self._positions_RC, columns, positions_BN.new_empty(0))
+
+    def _call(
+        self, rows: slice, positions_BN: Tensor, positions_RC: Tensor, columns: slice, own_N: Tensor | None
+    ) -> "CachedCall":
+        return CachedCall(
+            cache=self,
+            rows=rows,
+            columns=columns,
+            own_N=own_N,
+            query_positions_BN=positions_BN,
+            key_positions_BC=positions_RC[rows, : columns.stop],
+            seen={},
+        )
+
+    def close(self) -> None:
+        """Ends a call: what it kept is there for the next one."""
+        num_columns, num_tokens = self._opened
+        self.num_columns, self.num_seen = self.num_columns + num_columns, self.num_seen + num_tokens
+        self._opened = (0, 0)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CachedCall:
+    """What the layers of one call keep, and read of the calls before; `KeyValueCache.open` makes it."""
+
+    cache: KeyValueCache
+    rows: slice
+    # of the cache
+    columns: slice
+    # that the call fills
+    own_N: Tensor | None
+    # int64: which tokens of the call this rank keeps; all where None
+    query_positions_BN: Tensor
+    # int64, -1 where no token
+    key_positions_BC: Tensor
+    # int64, -1 where no token
+    seen: dict[View, Tensor]
+    # which keys queries see, bool [B, N, C], which layers of a call share
+
+    @property
+    def is_first(self) -> bool:
+        """All that queries may see is in the call itself: attention needs nothing of the cache."""
+        return self.cache.is_empty
+
+    def keep(self, layer: str, keys: Tensor, values: Tensor) -> None:
+        """Keeps this rank's part of the call's keys and values [B, G, N, D]."""
+        device = keys.device.type
+        if torch.is_autocast_enabled(device):
+            # As attention reads them; norms may have left them wider.
+            keys, values = (x.to(torch.get_autocast_dtype(device)) for x in (keys, values))
+        new = [x if self.own_N is None else x.index_select(2, self.own_N) for x in (keys, values)]
+        old = self.cache.kept.get(layer)
+        if old is None:
+            old = tuple(x.new_empty(self.cache.num_rows, x.shape[1], 0, x.shape[3]) for x in new)  # type: ignore[assignment]
+        assert old is not None
+        kept_keys, kept_values = (_with_room(x, self.columns.stop, dim=2, fill=0) for x in old)
+        kept_keys[self.rows, :, self.columns], kept_values[self.rows, :, self.columns] = new
+        self.cache.kept[layer] = kept_keys, kept_values
+
+    def attend(
+        self, layer: str, queries: Tensor, *, view: View, scale: float | None = None, bias: Bias | None = None
+    ) -> Tensor:
+        """Attention of queries [B, A, N, D], which every rank of cp has, to all that was kept: [B, A, N, D].
+
+        A query without a position sees nothing under a causal view, and gets 0. `scale` is 1 / sqrt(D) where None.
+        """
+        keys, values = (x[self.rows, :, : self.columns.stop] for x in self.cache.kept[layer])
+        with torch.autocast(queries.device.type, enabled=False):
+            output, lse = self._part(queries.to(keys.dtype), keys, values, view, scale, bias)
+            return _merged(output, lse, self.cache.cp).to(queries.dtype)
+
+    def _part(
+        self, queries: Tensor, keys: Tensor, values: Tensor, view: View, scale: float | None, bias: Bias | None
+    ) -> tuple[Tensor, Tensor]:
+        """This rank's keys' part: output [B, A, N, D] and log-sum-exp [B, A, N], in float32 or wider."""
+        batch, heads, num, size = queries.shape
+        groups, rows = keys.shape[1], heads // keys.shape[1] * num
+        # The queries of a group are rows of one product with its keys, which are never repeated.
+        grouped = queries.reshape(batch, groups, rows, size)
+        scores = (grouped @ keys.transpose(-1, -2)).view(batch, heads, num, keys.shape[2])
+        scores = scores.to(wide(scores.dtype)) * (1.0 / math.sqrt(size) if scale is None else scale)
+        if bias is not None:
+            scores = scores + self._biases(bias).to(scores.dtype)
+        scores = scores.masked_fill(~self._visible(view).unsqueeze(1), -torch.inf)
+        lse = scores.logsumexp(dim=-1)
+        # Of a query that sees no key here: -inf less -inf.
+        weights = (scores - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
+        attended = weights.to(values.dtype).view(batch, groups, rows, keys.shape[2]) @ values
+        return attended.view(batch, heads, num, size).to(scores.dtype), lse
+
+    def _visible(self, view: View) -> Tensor:
+        if view not in self.seen:
+            keys = self.key_positions_BC.unsqueeze(1)
+            distance = self.query_positions_BN.unsqueeze(2) - keys
+            seen = keys != PADDING
+            if view.is_causal:
+                seen = seen & (distance >= 0)
+            if view.window:
+                seen = seen & (distance < view.window)
+            self.seen[view] = seen.expand_as(distance)
+        return self.seen[view]
+
+    def _biases(self, bias: Bias) -> Tensor:
+        """What is added to the scores, [B, A, N, C]."""
+        distance = self.key_positions_BC.unsqueeze(1) - self.query_positions_BN.unsqueeze(2)
+        return bias.table[bias.bucket(distance)].permute(0, 3, 1, 2)
+
+
+def _merged(output: Tensor, lse: Tensor, axis: Axis) -> Tensor:
+    """The parts of all ranks added by their log-sum-exp, in one message: the same bits on each of them."""
+    parts = torch.cat([output, lse.unsqueeze(-1)], dim=-1).unsqueeze(0)
+    outputs, lses = collectives.all_gather(parts, axis).split([output.shape[-1], 1], dim=-1)
+    # Nobody saw a key: -inf less -inf.
+    weights = (lses - lses.logsumexp(dim=0, keepdim=True)).exp().nan_to_num(0.0)
+    merged: Tensor = (outputs * weights).sum(dim=0)
+    return merged
+
+
+def _with_room(x: Tensor, num_columns: int, *, dim: int, fill: int) -> Tensor:
+    """`x` with that many columns or more along `dim`; what is new is `fill`."""
+    missing = num_columns - x.shape[dim]
+    if missing <= 0:
+        return x
+    shape = list(x.shape)
+    # The first call says how much comes at least; what follows comes in small steps.
+    shape[dim] = missing if x.shape[dim] == 0 else max(missing, _LEAST_GROWTH, x.shape[dim] // 4)
+    return torch.cat([x, x.new_full(shape, fill)], dim=dim)

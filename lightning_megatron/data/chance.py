@@ -1,0 +1,55 @@
+"""Random numbers and random orders that are a function of what they are for.
+
+Under the making of samples: the numbers of sample n depend on (seed, n), never on who draws them or what was drawn
+before, so that every process, worker and resumed run makes the same sample.
+"""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lightning_megatron.comm.rng import bits, key, uniform
+from lightning_megatron.data.packing import Numbers
+
+_BLOCK = 1 << 18
+"""Numbers drawn at a time: what fits a processor's cache."""
+
+
+def uniforms(count: int, *purpose: int | str) -> NDArray[np.float64]:
+    """Numbers in (0, 1) for what `purpose` names together: [count]."""
+    numbers: NDArray[np.float64] = uniform(key(*purpose), torch.arange(count)).numpy()
+    return numbers
+
+
+def uniforms_at(index: Numbers, *purpose: int | str) -> NDArray[np.float64]:
+    """Those of `uniforms` that stand at the places `index`."""
+    numbers: NDArray[np.float64] = uniform(key(*purpose), torch.from_numpy(index)).numpy()
+    return numbers
+
+
+def random_order(count: int, *purpose: int | str) -> Numbers:
+    """A permutation of `count` numbers for what `purpose` names together: they are sorted by random bits.
+
+    The lowest bits of what is sorted are the number itself, so one sort of integers does it. At least 31 bits are left
+    to chance for up to 2^33 numbers; of two with the same bits the smaller comes first.
+    """
+    order_key = key(*purpose)
+    low = (1 << max(count - 1, 1).bit_length()) - 1
+    order = np.empty(count, dtype=np.int64)
+    for start in range(0, count, _BLOCK):
+        index = torch.arange(start, min(start + _BLOCK, count))
+        order[start : start + _BLOCK] = ((bits(order_key, index) & ~low) | index).numpy()
+    order.sort()
+    order &= low
+    return order
+
+
+def shuffled_epochs(num_items: int, num_samples: int, seed: int) -> Numbers:
+    """Which item each sample is: epoch after epoch in an order of its own, the last one cut off: [num_samples]."""
+    if num_items < 1 or num_samples < 1:
+        raise ValueError(f"items ({num_items}) and samples ({num_samples}) must both be at least 1")
+    table = np.empty(num_samples, dtype=np.int64)
+    for epoch, start in enumerate(range(0, num_samples, num_items)):
+        part = table[start : start + num_items]
+        part[:] = random_order(num_items, seed, "items of epoch", epoch)[: len(part)]
+    return table

@@ -1,0 +1,124 @@
+"""Samples without an end, in an order that never depends on how many of them are taken.
+
+Between samples and the loader, where sources are blended or batches grow. Sample i is a function of i: pass after pass
+over each source, each pass in a random order of its own. So one number, the samples consumed by all replicas, is the
+place in the data, and a run that is made longer goes on as if it had always been that long.
+
+The random order of a pass is a Feistel network over the numbers of its samples, a bijection of 2^b numbers that is
+walked until it meets one that there is. The place of a sample is computed from its number alone: no order is kept.
+Source: Black and Rogaway 2002, section 4.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch.utils.data import Dataset, DistributedSampler
+
+from lightning_megatron.comm.rng import key
+from lightning_megatron.data.batch_ramp import BatchRamp
+from lightning_megatron.data.blend import Blend
+
+_NUM_ROUNDS = 6
+_MASK = (1 << 64) - 1
+
+
+class ShuffledPasses(Dataset[Any]):
+    """All of `count` samples again and again: number n is of pass n // count, which has an order of its own.
+
+    With `is_ordered` each pass has the order of the samples. Of samples that are new in each pass number i of pass p is
+    asked for as p * count + i.
+    """
+
+    def __init__(
+        self,
+        samples: Dataset[Any],
+        count: int,
+        *,
+        seed: int,
+        is_ordered: bool = False,
+        is_new_each_pass: bool = False,
+    ) -> None:
+        self.samples = samples
+        self.count = count
+        self.seed = seed
+        self.is_ordered = is_ordered
+        self.is_new_each_pass = is_new_each_pass
+
+    def __getitem__(self, number: int) -> Any:
+        first = number // self.count * self.count if self.is_new_each_pass else 0
+        return self.samples[first + self.place(number)]
+
+    def place(self, number: int) -> int:
+        """Which of the samples comes as number n."""
+        turn, place = divmod(number, self.count)
+        return place if self.is_ordered else shuffled(place, self.count, key(self.seed, "pass", turn))
+
+
+class BlendedPasses(Dataset[Any]):
+    """Endless samples of several sources by weight, each in its own order: those of `Blend`."""
+
+    def __init__(self, sources: Sequence[ShuffledPasses], weights: Sequence[float]) -> None:
+        self.sources = list(sources)
+        self.blend = Blend(weights)
+
+    def __getitem__(self, number: int) -> Any:
+        source, number_of_source = self.blend.locate(number)
+        return self.sources[source][number_of_source]
+
+
+class EndlessSampler(DistributedSampler[list[int]]):
+    """This replica's part of each global batch of endless samples: the numbers of its samples, batch after batch.
+
+    Replica r of dp takes the part [r*B/dp, (r+1)*B/dp) of a batch of B, whose size is that of the ramp. A round is
+    `num_batches` batches from `consumed_samples` on. Whoever runs the loop adds each batch's size to that number: the
+    sampler cannot, because a loader's workers read ahead of training. Lightning leaves a sampler of this base class as
+    it is.
+    """
+
+    def __init__(self, ramp: BatchRamp, num_batches: int, *, num_replicas: int, rank: int) -> None:
+        ramp.require_shared(num_replicas)
+        super().__init__(range(num_batches), num_replicas=num_replicas, rank=rank, shuffle=False)  # type: ignore[arg-type]
+        self.ramp = ramp
+        self.num_batches = num_batches
+        self.consumed_samples = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        first = self.consumed_samples
+        for _ in range(self.num_batches):
+            size = self.ramp.size_at(first)
+            share = size // self.num_replicas
+            yield list(range(first + self.rank * share, first + (self.rank + 1) * share))
+            first += size
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    @property
+    def next_size(self) -> int:
+        """Samples of the global batch that comes next."""
+        return self.ramp.size_at(self.consumed_samples)
+
+
+def shuffled(place: int, count: int, seed: int) -> int:
+    """Where a permutation of `count` numbers, one for each seed, has `place`."""
+    low_bits = max(count - 1, 1).bit_length() // 2
+    high_bits = max(count - 1, 1).bit_length() - low_bits
+    while True:
+        high, low = place >> low_bits, place & ((1 << low_bits) - 1)
+        for number in range(_NUM_ROUNDS):
+            # Halves of two widths: each is changed by the other in turn.
+            if number % 2:
+                low ^= _mixed(high, seed, number) & ((1 << low_bits) - 1)
+            else:
+                high ^= _mixed(low, seed, number) & ((1 << high_bits) - 1)
+        place = high << low_bits | low
+        if place < count:
+            return place
+
+
+def _mixed(value: int, seed: int, number: int) -> int:
+    """64 bits of a value. Source: the finaliser of splitmix64, Steele et al. 2014."""
+    x = (value * 0x9E3779B97F4A7C15 + seed + number * 0xD1B54A32D192ED03) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)

@@ -1,0 +1,182 @@
+"""Conversations with images: rows of a table as text in which `<image>` stands for each image, and that as tokens.
+
+    columns                                            a turn                            its images
+    conversations (from, value), image or images       text with `<image>` in it         the column's, in order
+    messages (role, content), image or images          the same                          the same
+    messages (role, content), content a list           parts of type "text" and "image"  the parts' `image`, `path` or
+                                                                                         `url`, else the column's
+
+An image is the name of a file. Tokens are marked as in `data.chat`; an image's are not.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning_megatron.data.chat import MarkedTokens, Row, chat_spans
+from lightning_megatron.data.chat_template import ChatTemplate, Message, load_chat_template
+from lightning_megatron.data.tokenizer import Tokenizer
+
+IMAGE = "<image>"
+"""What stands for an image in a text, and how the token of its features is written in a vocabulary."""
+
+TemplateName = Literal["vicuna", "plain", "tokenizer"]
+"""How a conversation is written: as LLaVA 1.5 was tuned (Vicuna's way), as its projector was trained before (the images
+and then the answer, what is asked left out), or by the tokenizer's own chat template."""
+
+_ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
+_SYSTEM = (
+    "A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
+    "and polite answers to the user's questions."
+)
+_VICUNA = (
+    "{% if messages[0]['role'] != 'system' %}{{ default_system + ' ' }}{% endif %}"
+    "{% for message in messages %}"
+    "{% if message['role'] == 'system' %}{{ message['content'] + ' ' }}"
+    "{% elif message['role'] == 'user' %}{{ 'USER: ' + message['content'] + ' ' }}"
+    "{% else %}{{ 'ASSISTANT: ' + message['content'] + eos_token }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+_PLAIN = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'user' %}{{ '<image>' * message['content'].count('<image>') }}"
+    "{% elif message['role'] == 'assistant' %}{{ message['content'] + '\\n' }}{% endif %}"
+    "{% endfor %}"
+)
+_NAMES = ("image", "path", "url")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """Turns whose text has an `<image>` for each image, and the names of these, in order."""
+
+    messages: list[Message]
+    images: list[str]
+
+
+class PartsTemplate(ChatTemplate):
+    """A template that wants a turn's text and images as a list of parts, as those of models that see often do."""
+
+    def render(self, messages: Sequence[Message], *, opens_answer: bool = False) -> str:
+        in_parts = [{**message, "content": _parts(message["content"])} for message in messages]
+        return super().render(in_parts, opens_answer=opens_answer)
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    pieces = text.split(IMAGE)
+    parts: list[dict[str, str]] = []
+    for place, piece in enumerate(pieces):
+        if place > 0:
+            parts.append({"type": "image"})
+        # Line breaks between an image and text are the template's to write.
+        words = piece.strip("\n") if len(pieces) > 1 else piece
+        if words:
+            parts.append({"type": "text", "text": words})
+    return parts
+
+
+def built_in_template(name: TemplateName, end_of_text: str) -> ChatTemplate:
+    """One of those that are no tokenizer's own."""
+    return ChatTemplate(_VICUNA if name == "vicuna" else _PLAIN, {"eos_token": end_of_text, "default_system": _SYSTEM})
+
+
+def image_template(name: TemplateName, tokenizer: Tokenizer, folder: str | Path) -> ChatTemplate:
+    """The template of that name; "tokenizer" is that of the tokenizer's directory. Raises ValueError without one."""
+    if name != "tokenizer":
+        return built_in_template(name, tokenizer.pieces()[tokenizer.end_of_text])
+    template = load_chat_template(folder)
+    if template is None:
+        raise ValueError(
+            f"template is 'tokenizer', and the directory of the tokenizer ({str(folder)!r}) has no chat template; take "
+            "'vicuna' or 'plain'"
+        )
+    probe = "what is in it"
+    if probe in template.render([{"role": "user", "content": probe}]):
+        return template
+    return load_chat_template(folder, PartsTemplate) or template
+
+
+def conversation_of(row: Row) -> Conversation:
+    """What a row says. Raises ValueError for a row that says nothing, or has not an `<image>` for each image."""
+    turns = row.get("conversations") or row.get("messages")
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, Mapping) for turn in turns):
+        raise ValueError(
+            "a row needs 'conversations' (a list of {'from': 'human' or 'gpt', 'value': text}) or 'messages' (a list "
+            f"of {{'role': text, 'content': text or parts}}), and this one has columns {', '.join(map(repr, row))}"
+        )
+    inner: list[str] = []
+    messages = [_message(turn, inner) for turn in turns]
+    images = inner or _column(row)
+    found = sum(str(message["content"]).count(IMAGE) for message in messages)
+    if found != len(images):
+        raise ValueError(f"its text has {found} {IMAGE}, and its images are {len(images)} ({', '.join(images)})")
+    return Conversation(messages=messages, images=images)
+
+
+def _message(turn: Mapping[str, Any], images: list[str]) -> Message:
+    """A turn with text; names of images in its parts are added to `images`."""
+    role = turn.get("from") or turn.get("role")
+    content = turn["value"] if turn.get("value") is not None else turn.get("content")
+    if role not in _ROLES:
+        raise ValueError(f"a turn is of {role!r}; it must be of one of {', '.join(map(repr, _ROLES))}")
+    if isinstance(content, list):
+        content = "".join(_text(part, images) for part in content)
+    if not isinstance(content, str):
+        raise ValueError(f"a turn of {role!r} has {content!r}, and must have text")
+    return {"role": _ROLES[role], "content": content}
+
+
+def _text(part: Any, images: list[str]) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "text":
+        return str(part["text"])
+    if kind != "image":
+        raise ValueError(f"a part of a turn is {part!r}; it must be of type 'text' or 'image'")
+    images += [str(part[name]) for name in _NAMES if part.get(name)][:1]
+    return f"{IMAGE}\n"
+
+
+def _column(row: Row) -> list[str]:
+    images = row.get("images") or row.get("image") or []
+    images = [images] if isinstance(images, str) else images
+    if not isinstance(images, list) or not all(isinstance(name, str) for name in images):
+        raise ValueError(f"its images are {images!r}; they must be names of files")
+    return images
+
+
+def encode_conversations(
+    conversations: Sequence[Conversation], tokenizer: Tokenizer, template: ChatTemplate, features_per_image: int
+) -> list[MarkedTokens]:
+    """The tokens of each, with so many image tokens for an image; marked is what the assistant says.
+
+    The tokenizer must have the token `<image>`.
+    """
+    written = [chat_spans(conversation.messages, template) for conversation in conversations]
+    encoded = tokenizer.encode_spelled([text for text, _ in written])
+    found = []
+    for (ids, offsets), (_, spans) in zip(encoded, written, strict=True):
+        marks = [any(start <= first and last <= end for start, end in spans) for first, last in offsets]
+        found.append(_expanded(ids, marks, tokenizer, features_per_image))
+    return found
+
+
+def encode_prompt(
+    conversation: Conversation, tokenizer: Tokenizer, template: ChatTemplate, features_per_image: int
+) -> list[int]:
+    """The tokens of what is asked, up to where the answer begins."""
+    [(ids, _)] = tokenizer.encode_spelled([template.render(conversation.messages, opens_answer=True)])
+    return _expanded(ids, [False] * len(ids), tokenizer, features_per_image).ids
+
+
+def _expanded(ids: Sequence[int], marks: Sequence[bool], tokenizer: Tokenizer, features_per_image: int) -> MarkedTokens:
+    """With as many image tokens as an image has features, and the token that begins a text, where there is one."""
+    image, opening = tokenizer.token_id(IMAGE), tokenizer.opening
+    begins = list(ids[: len(opening)]) == opening
+    every, marked = ([], []) if begins else (list(opening), [False] * len(opening))
+    for one, is_marked in zip(ids, marks, strict=True):
+        times = features_per_image if one == image else 1
+        every += [one] * times
+        marked += [is_marked and one != image] * times
+    return MarkedTokens(every, marked)

@@ -1,0 +1,253 @@
+"""Samples of conversations with images: tokens made once by one process, images read when a sample is asked for.
+
+A sample is no longer than `sequence_length`, and ends with the last token that is to be learnt within it: an image is
+whole or not there. What is left out is counted: rows in which nothing to learn is left, and, where `unreadable` is
+"skip", rows of which an image cannot be opened. An image that turns out to be broken later is grey, and its sample
+counts nothing: the batches are the same on every rank and every layout.
+"""
+
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lightning_megatron.data.atomic_file import written_whole
+from lightning_megatron.data.chat import MarkedTokens
+from lightning_megatron.data.chat_template import ChatTemplate
+from lightning_megatron.data.image_chats import (
+    IMAGE,
+    Conversation,
+    conversation_of,
+    encode_conversations,
+)
+from lightning_megatron.data.images import ImageConfig, UnreadableImage, load_image, unreadable_images
+from lightning_megatron.data.packing import Numbers, pack_lengths
+from lightning_megatron.data.rows import NO_LABEL, join_samples
+from lightning_megatron.data.sources import corpus_fingerprint
+from lightning_megatron.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from lightning_megatron.data.sources import Documents
+
+Unreadable = Literal["skip", "refuse"]
+"""What becomes of a row with an image that cannot be read."""
+
+_FORM = 1
+# of the file
+_SHOWN = 5
+# names that a message has
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptRows:
+    """What became of the rows of a table."""
+
+    samples: int
+    cut: int
+    # samples that were longer than they may be
+    dropped: int
+    # rows with nothing to learn within that length
+    unreadable: tuple[str, ...]
+    # rows left out for an image: which, and why
+
+    def __str__(self) -> str:
+        told = (
+            f"{self.samples} samples; {self.cut} of them were cut to sequence_length; {self.dropped} rows were dropped,"
+            " because nothing to learn was left within it"
+        )
+        if not self.unreadable:
+            return told
+        shown = "; ".join(self.unreadable[:_SHOWN]) + ("; ..." if len(self.unreadable) > _SHOWN else "")
+        return f"{told}; {len(self.unreadable)} were left out, because an image of theirs cannot be read: {shown}"
+
+
+class ImageSamples(Dataset[dict[str, Tensor]]):
+    """Samples from a file that `prepare_image_chats` wrote, with images from the folder `images`."""
+
+    def __init__(self, path: str | Path, images: str | Path, config: ImageConfig, unreadable: Unreadable) -> None:
+        self.path, self.images = Path(path), Path(images)
+        self.config, self.unreadable = config, unreadable
+        with np.load(self.path) as file:
+            self._tokens: NDArray[np.int32] = file["tokens"]
+            self._is_marked: NDArray[np.bool_] = file["is_marked"]
+            self._ends: NDArray[np.int64] = file["ends"]
+            self._image_ends: NDArray[np.int64] = file["image_ends"]
+            told = json.loads(file["told"].tobytes())
+        self._names: list[str] = told["names"]
+        self.kept = KeptRows(
+            samples=len(self._ends), cut=told["cut"], dropped=told["dropped"], unreadable=tuple(told["unreadable"])
+        )
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @property
+    def lengths(self) -> Numbers:
+        """Positions of each sample."""
+        # The last token of a sample is a label alone.
+        return np.diff(self._ends, prepend=0) - 1
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """`tokens`, `labels` and `loss_mask`, each [s], as of ChatSamples, and `images` [images, 3, size, size].
+
+        Raises UnreadableImage for a broken image, unless such are skipped.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        ids = torch.from_numpy(self._tokens[_part(self._ends, index)].astype(np.int64))
+        is_target = torch.from_numpy(self._is_marked[_part(self._ends, index)][1:].copy())
+        labels, mask = torch.where(is_target, ids[1:], NO_LABEL), is_target.float()
+        images = torch.zeros(0, 3, self.config.size, self.config.size)
+        names = self._names[_part(self._image_ends, index)]
+        try:
+            if names:
+                images = torch.stack([load_image(self.images / name, self.config) for name in names])
+        except UnreadableImage as error:
+            if self.unreadable == "refuse":
+                raise
+            logger.warning("sample %d counts nothing: %s", index, error)
+            images, mask = images.new_zeros(len(names), *images.shape[1:]), torch.zeros_like(mask)
+        return {"tokens": ids[:-1], "labels": labels, "loss_mask": mask, "images": images}
+
+    def __reduce__(self) -> tuple[type["ImageSamples"], tuple[Any, ...]]:
+        # A loader's workers read the file themselves.
+        return ImageSamples, (self.path, self.images, self.config, self.unreadable)
+
+
+class PackedImageSamples(Dataset[dict[str, Tensor]]):
+    """Rows of `sequence_length` that each hold several samples; which ones depends on their lengths and the seed."""
+
+    def __init__(self, samples: ImageSamples, sequence_length: int, *, end_of_text: int, seed: int = 0) -> None:
+        self.samples = samples
+        self.sequence_length = sequence_length
+        self.end_of_text = end_of_text
+        self.packing = pack_lengths(samples.lengths, sequence_length, seed)
+
+    def __len__(self) -> int:
+        return self.packing.num_rows
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """`tokens`, `labels`, `loss_mask` and `segments`, each [s], and the samples' `images`, in their order."""
+        members = [self.samples[int(i)] for i in self.packing.order[self.packing.row(index)]]
+        row = join_samples(members, self.sequence_length, self.end_of_text)
+        return {**row, "images": torch.cat([member["images"] for member in members])}
+
+    def __str__(self) -> str:
+        fill = int(self.samples.lengths.sum()) / (len(self) * self.sequence_length)
+        return f"{self.samples.kept}; they lie in {len(self)} rows of {self.sequence_length}, {fill:.1%} full"
+
+
+def _part(ends: NDArray[np.int64], index: int) -> slice:
+    return slice(int(ends[index - 1]) if index else 0, int(ends[index]))
+
+
+def prepare_image_chats(
+    rows: "Documents",
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    *,
+    images: str | Path,
+    features_per_image: int,
+    sequence_length: int,
+    unreadable: Unreadable,
+    directory: str | Path,
+    batch_size: int = 1000,
+) -> Path:
+    """The `.npz` file in `directory` that holds the samples of a table, written unless it is there.
+
+    Images are files in the folder `images`. The name of the file says rows, tokenizer, template, folder and lengths; of
+    rows that it leaves out no image is looked at again. Raises ValueError for a row that is no conversation, for images
+    that cannot be opened unless such are skipped, and where nothing is left to learn.
+    """
+    if unreadable not in get_args(Unreadable):
+        choices = ", ".join(map(repr, get_args(Unreadable)))
+        raise ValueError(f"unreadable_images ({unreadable!r}) must be one of {choices}")
+    key = (
+        *(_FORM, corpus_fingerprint(rows), tokenizer.fingerprint, template.source, type(template).__name__),
+        *(str(Path(images).resolve()), features_per_image, sequence_length, unreadable),
+    )
+    path = Path(directory) / f"images-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.npz"
+    if path.is_file():
+        return path
+    image = tokenizer.token_id(IMAGE)
+    assert image is not None, "the tokenizer has been given the token of images"
+    samples: list[MarkedTokens] = []
+    names: list[list[str]] = []
+    left_out: list[str] = []
+    num_cut = num_dropped = 0
+    for first in range(0, len(rows), batch_size):
+        numbered = [(i, _conversation(rows[i], i)) for i in range(first, min(first + batch_size, len(rows)))]
+        whole = _readable(numbered, Path(images), left_out, unreadable)
+        for conversation, encoded in zip(
+            whole, encode_conversations(whole, tokenizer, template, features_per_image), strict=True
+        ):
+            sample = _cut(encoded, sequence_length + 1)
+            if len(sample.ids) < 2:
+                num_dropped += 1
+                continue
+            num_cut += any(encoded.is_marked[len(sample.ids) :])
+            samples.append(sample)
+            names.append(conversation.images[: sample.ids.count(image) // features_per_image])
+    if not samples:
+        raise ValueError(
+            f"none of the {len(rows)} rows is left: of {len(left_out)} an image cannot be read"
+            f" ({'; '.join(left_out[:_SHOWN])}), and {num_dropped} have no answer within sequence_length"
+            f" ({sequence_length}), of which an image takes {features_per_image}; look after image_folder, or raise"
+            " sequence_length"
+        )
+    told = {"names": list(chain.from_iterable(names)), "cut": num_cut, "dropped": num_dropped, "unreadable": left_out}
+    with written_whole(path) as temporary, temporary.open("wb") as file:
+        np.savez(
+            file,
+            tokens=np.concatenate([np.array(sample.ids, dtype=np.int32) for sample in samples]),
+            is_marked=np.concatenate([np.array(sample.is_marked, dtype=np.bool_) for sample in samples]),
+            ends=np.cumsum([len(sample.ids) for sample in samples], dtype=np.int64),
+            image_ends=np.cumsum([len(own) for own in names], dtype=np.int64),
+            told=np.frombuffer(json.dumps(told).encode(), dtype=np.uint8),
+        )
+    return path
+
+
+def _conversation(row: Any, number: int) -> Conversation:
+    try:
+        return conversation_of(row)
+    except ValueError as error:
+        raise ValueError(f"row {number} of the table: {error}") from error
+
+
+def _readable(
+    numbered: Sequence[tuple[int, Conversation]], folder: Path, left_out: list[str], unreadable: Unreadable
+) -> list[Conversation]:
+    """The conversations whose images can be opened; what is wrong with the others is added to `left_out`."""
+    faults = unreadable_images(folder / name for _, conversation in numbered for name in conversation.images)
+    bad = {
+        number: f"row {number}, {name}: {faults[folder / name]}"
+        for number, conversation in numbered
+        for name in conversation.images
+        if folder / name in faults
+    }
+    if bad and unreadable == "refuse":
+        raise ValueError(
+            f"images of {len(bad)} rows cannot be read: {'; '.join(list(bad.values())[:_SHOWN])}; put them into"
+            f" image_folder ({str(folder)!r}), or leave such rows out by unreadable_images='skip'"
+        )
+    left_out += bad.values()
+    return [conversation for number, conversation in numbered if number not in bad]
+
+
+def _cut(sample: MarkedTokens, length: int) -> MarkedTokens:
+    """Up to the last marked token within that length, which an image never is; nothing where there is none."""
+    marks = sample.is_marked[:length]
+    end = len(marks) - marks[::-1].index(True) if any(marks[1:]) else 0
+    return MarkedTokens(sample.ids[:end], sample.is_marked[:end])

@@ -1,0 +1,123 @@
+"""Masked tokens to be told again (BERT): whole words, in runs of up to a few, and what stands in their place.
+
+Under the samples of `bert_samples.py`. Words are gone through in a random order; at each a run of 1 to `longest_run`
+words is drawn, of n with chance in proportion to 1/n, and cut short where it would meet a hidden word, a special token
+or more tokens than are left to hide. So no more is hidden than was asked for, and less only where every word that is
+left is longer than what is missing. A run goes forward, so the first words of a text, which no run before them reaches,
+are hidden less often than the others. Sources: Devlin et al. 2019, section 3.1; whole words and n-grams: Joshi et al.
+2020, section 3.1, and Lan et al. 2020, section 4.1.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_megatron.data.chance import uniforms
+from lightning_megatron.data.packing import Numbers
+from lightning_megatron.data.rows import NO_LABEL
+
+
+@dataclass(frozen=True, kw_only=True)
+class Masking:
+    """How much is hidden, and by what."""
+
+    vocab_size: int
+    # random tokens are drawn below it
+    mask_token: int
+    special_tokens: tuple[int, ...]
+    # never hidden, and never drawn as a random token; the mask token counts as one
+    share: float = 0.15
+    # of the tokens that are not special
+    longest_run: int = 3
+    # words
+    masked_share: float = 0.8
+    # of the hidden tokens: the mask token stands in their place
+    random_share: float = 0.1
+    # of the hidden tokens: any token stands in their place; the others are seen as they are
+
+    def __post_init__(self) -> None:
+        faults = []
+        if not 0 < self.share < 1:
+            faults.append(f"share ({self.share}) must lie between 0 and 1, as 0.15 does")
+        if self.longest_run < 1:
+            faults.append(f"longest_run ({self.longest_run}) must be at least 1 word")
+        if min(self.masked_share, self.random_share) < 0 or self.masked_share + self.random_share > 1 + 1e-12:
+            faults.append(
+                f"masked_share ({self.masked_share}) and random_share ({self.random_share}) must be at least 0 and"
+                " together at most 1"
+            )
+        outside = sorted(i for i in {self.mask_token, *self.special_tokens} if not 0 <= i < self.vocab_size)
+        if outside:
+            faults.append(f"special tokens {outside} must lie in the vocabulary, from 0 to {self.vocab_size - 1}")
+        elif len(self.untouched) >= self.vocab_size:
+            faults.append(f"vocab_size ({self.vocab_size}) must leave room for tokens that are not special")
+        if faults:
+            raise ValueError("; ".join(faults))
+
+    @property
+    def untouched(self) -> Numbers:
+        """The special tokens in order, the mask token among them."""
+        return np.array(sorted({self.mask_token, *self.special_tokens}), dtype=np.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Masked:
+    """What is seen, and what is to be told."""
+
+    tokens: Numbers
+    labels: Numbers
+    # the token that was there, and -100 where nothing is asked
+
+
+def mask_words(tokens: Numbers, starts_word: NDArray[np.bool_], masking: Masking, *, seed: int, sample: int) -> Masked:
+    """The tokens with words hidden: a function of (seed, sample, tokens) alone. `starts_word` is True where a token
+    begins a word; all three arrays are [s]."""
+    tokens = np.asarray(tokens, dtype=np.int64)
+    is_ordinary = ~np.isin(tokens, masking.untouched)
+    hidden = _hidden(is_ordinary, starts_word, masking, seed, sample)
+    labels = np.where(hidden, tokens, NO_LABEL)
+    drawn = uniforms(2 * len(tokens), seed, "what stands for hidden tokens", sample)
+    kind, which = drawn[: len(tokens)], drawn[len(tokens) :]
+    others = _ordinary_token((which * (masking.vocab_size - len(masking.untouched))).astype(np.int64), masking)
+    seen = np.where(kind < masking.masked_share, masking.mask_token, tokens)
+    is_random = (kind >= masking.masked_share) & (kind < masking.masked_share + masking.random_share)
+    return Masked(tokens=np.where(hidden, np.where(is_random, others, seen), tokens), labels=labels)
+
+
+def _hidden(
+    is_ordinary: NDArray[np.bool_], starts_word: NDArray[np.bool_], masking: Masking, seed: int, sample: int
+) -> NDArray[np.bool_]:
+    """True where a token is to be told: [s]."""
+    hidden = np.zeros(len(is_ordinary), dtype=np.bool_)
+    follows = np.concatenate([[False], is_ordinary[:-1]])
+    # A word also begins behind a special token, and at the very start.
+    firsts = np.flatnonzero(is_ordinary & (starts_word | ~follows))
+    if len(firsts) == 0:
+        return hidden
+    sizes = np.diff(np.cumsum(np.append(0, is_ordinary))[np.append(firsts, len(is_ordinary))]).tolist()
+    goes_on = follows[firsts].tolist()
+    num_left = max(1, round(masking.share * int(is_ordinary.sum())))
+    drawn = uniforms(2 * len(firsts), seed, "hidden words", sample)
+    chances = np.cumsum(1.0 / np.arange(1, masking.longest_run + 1))
+    runs = (np.searchsorted(chances, drawn[len(firsts) :] * chances[-1], side="right") + 1).tolist()
+    is_hidden = [False] * len(firsts)
+    for word in np.argsort(drawn[: len(firsts)], kind="stable").tolist():
+        for other in range(word, min(word + runs[word], len(firsts))):
+            is_apart = other > word and not goes_on[other]
+            if is_hidden[other] or is_apart or sizes[other] > num_left:
+                break
+            is_hidden[other] = True
+            num_left -= sizes[other]
+            hidden[firsts[other] : firsts[other] + sizes[other]] = True
+        if num_left == 0:
+            break
+    return hidden
+
+
+def _ordinary_token(number: Numbers, masking: Masking) -> Numbers:
+    """The `number`-th of the tokens that are not special."""
+    token = number.copy()
+    for special in masking.untouched:
+        token += token >= special
+    return token

@@ -1,0 +1,185 @@
+"""Documents of text as token files that samples are cut from.
+
+Between sources and tokenizer on one side and samples on the other. What is written are Megatron's `.bin` and `.idx`,
+to the byte as Megatron's own tool writes them: a document is one sequence, or one for each sentence, and its end of
+text. Documents are cut into parts, which processes tokenize side by side into a folder beside the output; parts that
+are whole are kept whatever happens, and put together in order at the end. So who is killed goes on where he was, and
+the bytes do not depend on how many took part.
+"""
+
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from lightning_megatron.data.megatron_files import MegatronCorpus, megatron_paths, megatron_writer
+from lightning_megatron.data.processes import Tell, run_jobs
+from lightning_megatron.data.sources import corpus_bytes, corpus_fingerprint, save_token_rows
+from lightning_megatron.data.token_parts import Counts, DocumentForm, PartWriter, counts_path, read_counts
+from lightning_megatron.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from lightning_megatron.data.sources import Documents
+
+logger = logging.getLogger(__name__)
+
+TokenFormat = Literal["megatron", "arrow"]
+"""Token files, or a directory that `datasets.load_from_disk` reads."""
+
+PART_BYTES = 1 << 22
+"""Of text in a part, about; more where there would be too many of them."""
+
+_MOST_PARTS = 4096
+
+_BYTES_FOR_PROCESSES = 1 << 26
+"""Of a corpus from which on processes are worth their start."""
+
+
+def prepare_corpus(
+    documents: "Documents",
+    tokenizer: Tokenizer,
+    directory: str | Path,
+    *,
+    has_ends: bool = True,
+    sentences: bool = False,
+) -> Path:
+    """The prefix in `directory` of the documents' token files, written unless they are there.
+
+    Its name says corpus, tokenizer and form, so other text makes other files. Each document is followed by the end of
+    text, unless `has_ends` is false, and is one sequence, or with `sentences` one for each of them. One process calls
+    this first and the others after it; of several at once one works and the others wait. A large corpus is tokenized
+    by as many processes as there are cores.
+    """
+    form = DocumentForm(has_ends=has_ends, sentences=sentences)
+    prefix = Path(directory) / f"tokens-{_key(documents, tokenizer, form)}"
+    if not all(path.is_file() for path in megatron_paths(prefix)):
+        cores = len(os.sched_getaffinity(0))
+        workers = cores if corpus_bytes(documents) >= _BYTES_FOR_PROCESSES else 0
+        counts = write_tokens(documents, tokenizer, prefix, form=form, num_workers=workers)
+        if counts.num_bad:
+            logger.warning("skipped %d documents: %s", counts.num_bad, "; ".join(counts.bad))
+    return prefix
+
+
+def write_tokens(
+    documents: "Documents",
+    tokenizer: Tokenizer,
+    prefix: str | Path,
+    *,
+    form: DocumentForm,
+    token_format: TokenFormat = "megatron",
+    num_workers: int = 0,
+    part_bytes: int = PART_BYTES,
+    watch: Callable[[Counts], None] = lambda counts: None,
+) -> Counts:
+    """Writes the documents' tokens at `prefix` and returns what became of them.
+
+    With 0 workers this process tokenizes, with as many threads as the tokenizer has. `watch` is called now and then
+    with what is done, earlier runs included. What this or an earlier run has finished is kept when anything ends this
+    one, in `parts_folder`. Raises ValueError for bad documents that are to be refused.
+    """
+    prefix = Path(prefix)
+    num_parts = max(1, min(len(documents), _MOST_PARTS, corpus_bytes(documents) // part_bytes))
+    folder = Path(f"{prefix}.parts-{_key(documents, tokenizer, form)}-{num_parts}")
+    bounds = [part * len(documents) // num_parts for part in range(num_parts + 1)]
+    parts = [folder / f"{part:04d}" for part in range(num_parts)]
+    writer = PartWriter(documents, tokenizer, form)
+    with _held(folder):
+        total = Counts()
+        if not _is_there(prefix, token_format):
+            _write_parts(writer, parts, bounds, num_workers, watch)
+            _put_together(parts, folder / "whole", prefix, writer, token_format)
+            for part in parts:
+                total.add(read_counts(part))
+        # Out of the way at once: half of a folder would look like work that is left.
+        finished = Path(f"{folder}.done")
+        shutil.rmtree(finished, ignore_errors=True)
+        folder.rename(finished)
+        shutil.rmtree(finished)
+    return total
+
+
+def _write_parts(
+    writer: PartWriter,
+    parts: Sequence[Path],
+    bounds: Sequence[int],
+    num_workers: int,
+    watch: Callable[[Counts], None],
+) -> None:
+    """Writes those that are not there yet."""
+    missing = [number for number, part in enumerate(parts) if not counts_path(part).is_file()]
+    kept = Counts()
+    for part in parts:
+        if counts_path(part).is_file():
+            kept.add(read_counts(part))
+
+    def write(number: int, tell: Tell) -> None:
+        writer.write(parts[number], bounds[number], bounds[number + 1], lambda counts: tell(counts.numbers()))
+
+    def watch_all(added: Sequence[int]) -> None:
+        watch(Counts.of_numbers([a + b for a, b in zip(kept.numbers(), added, strict=True)]))
+
+    num_processes = min(num_workers, len(missing))
+    run_jobs(missing, write, num_processes=num_processes, num_sums=len(kept.numbers()), watch=watch_all)
+
+
+def _put_together(
+    parts: Sequence[Path], whole: Path, prefix: Path, writer: PartWriter, token_format: TokenFormat
+) -> None:
+    """The parts in order at `prefix`. All is written beside them first, so that what is cut short is found again."""
+    if token_format == "arrow":
+        shutil.rmtree(whole, ignore_errors=True)
+        corpora = (MegatronCorpus(part) for part in parts)
+        save_token_rows(((corpus.document_sizes(), corpus.tokens) for corpus in corpora), whole)
+        whole.rename(prefix)
+        return
+    with megatron_writer(whole, writer.dtype) as megatron:
+        for part in parts:
+            megatron.append(part)
+    # The .bin comes first into its place: where there is a new .idx, there is its .bin.
+    for made, place in zip(megatron_paths(whole), megatron_paths(prefix), strict=True):
+        made.replace(place)
+
+
+def _is_there(prefix: Path, token_format: TokenFormat) -> bool:
+    return prefix.is_dir() if token_format == "arrow" else all(path.is_file() for path in megatron_paths(prefix))
+
+
+def _key(documents: "Documents", tokenizer: Tokenizer, form: DocumentForm) -> str:
+    """What the tokens are a function of."""
+    text = f"{corpus_fingerprint(documents)} {tokenizer.fingerprint} {form}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """The folder, made unless it is there, for this process alone; another one's end is waited for."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        held = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            # Who was waited for may have taken the folder away.
+            if folder.is_dir() and os.path.samestat(os.fstat(held), folder.stat()):
+                _sweep(folder)
+                try:
+                    yield
+                finally:
+                    _sweep(folder)
+                    with suppress(OSError):
+                        # Where nothing is whole, nothing is kept.
+                        folder.rmdir()
+                return
+        finally:
+            os.close(held)
+
+
+def _sweep(folder: Path) -> None:
+    """Removes what processes that were killed have begun."""
+    for begun in folder.glob(".*.tmp"):
+        begun.unlink()

@@ -1,0 +1,193 @@
+"""Spans of text taken out and told again (T5).
+
+Between a corpus and the sampler. In the text each span gives way to a sentinel of its own; the target names each
+sentinel and tells its span:
+
+    text              a b c d e f g h i            spans: c d, and g
+    encoder_tokens    a b <0> e f <1> h i end
+    decoder_tokens    start <0> c d <1> g
+    labels            <0> c d <1> g end
+
+Lengths of spans are geometric, up to a longest, until the share of tokens is reached; the last is cut to fit. Then all
+ways to put that many spans between the other tokens, no two side by side, are equally likely. Source: Raffel et al.
+2020, sections 3.1.4 and 3.3.4.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lightning_megatron.data.chance import random_order, shuffled_epochs, uniforms
+from lightning_megatron.data.corpus import TokenCorpus
+from lightning_megatron.data.packing import Numbers, cut_documents
+from lightning_megatron.data.rows import NO_LABEL, NO_SEGMENT
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpanCorruption:
+    """What is taken out, and what stands in its place."""
+
+    sentinels: tuple[int, ...]
+    # token ids, in the order in which they are used
+    start_token: int
+    # the decoder's first
+    end_token: int
+    # ends both texts
+    padding_token: int
+    encoder_length: int
+    # tokens of the encoder's text, its end and padding included
+    decoder_length: int
+    # the same of the decoder's
+    share: float = 0.15
+    # of the tokens that is taken out
+    stop_chance: float = 0.2
+    # that a span ends behind a token: the mean length is about its inverse
+    longest_span: int = 10
+    # tokens
+
+    def __post_init__(self) -> None:
+        faults = []
+        if not 0 < self.share < 1:
+            faults.append(f"share ({self.share}) must lie between 0 and 1, as 0.15 does")
+        if not 0 < self.stop_chance <= 1:
+            faults.append(f"stop_chance ({self.stop_chance}) must be above 0 and at most 1, which makes spans of 1")
+        if self.longest_span < 1:
+            faults.append(f"longest_span ({self.longest_span}) must be at least 1 token")
+        if self.encoder_length < 3:
+            faults.append(f"encoder_length ({self.encoder_length}) must be at least 3: a sentinel, a token and the end")
+        if len(set(self.sentinels)) != len(self.sentinels) or not self.sentinels:
+            faults.append(f"sentinels ({len(self.sentinels)}) must be at least one, and all different")
+        if not faults:
+            # With the fewest spans that take out so much, each with its sentinel, and the end.
+            goal = self.goal(self.most_tokens)
+            fewest = -(-goal // self.longest_span)
+            if self.decoder_length < goal + fewest + 1:
+                faults.append(
+                    f"decoder_length ({self.decoder_length}) must be at least {goal + fewest + 1}: of"
+                    f" {self.most_tokens} tokens {goal} are taken out in {fewest} spans or more, and about"
+                    f" {goal + round(2 * goal * self.stop_chance) + 1} has room for nearly all draws"
+                )
+        if faults:
+            raise ValueError("; ".join(faults))
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of a piece of text that the encoder has room for, whatever is taken out."""
+        return self.encoder_length - 1
+
+    def goal(self, num_tokens: int) -> int:
+        """How many of `num_tokens` are taken out: at least one, and one is left where there are two."""
+        return max(1, min(round(self.share * num_tokens), num_tokens - 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corrupted:
+    """The two texts, without start and padding, each with its end."""
+
+    encoder: Numbers
+    target: Numbers
+
+
+def corrupt_spans(tokens: Numbers, corruption: SpanCorruption, *, seed: int, sample: int) -> Corrupted:
+    """The text with spans taken out, and what tells them: a function of (seed, sample, tokens) alone.
+
+    There are no more spans than sentinels, nor than the decoder has room for: those drawn beyond that stay in the text.
+    """
+    tokens = np.asarray(tokens, dtype=np.int64)
+    starts, lengths = _spans(len(tokens), corruption, seed, sample)
+    sentinels = np.array(corruption.sentinels[: len(starts)], dtype=np.int64)
+    edges = np.stack([starts, starts + lengths], axis=1).ravel()
+    # Kept, taken out, kept, taken out, ..., kept.
+    pieces = np.split(tokens, edges)
+    kept, spans = pieces[0::2], pieces[1::2]
+    encoder = [part for i, piece in enumerate(kept) for part in (piece, sentinels[i : i + 1])]
+    target = [part for i, piece in enumerate(spans) for part in (sentinels[i : i + 1], piece)]
+    end = np.array([corruption.end_token], dtype=np.int64)
+    return Corrupted(encoder=np.concatenate([*encoder, end]), target=np.concatenate([*target, end]))
+
+
+class T5Pieces(Dataset[dict[str, Tensor]]):
+    """Samples of pieces of documents: each document is cut every `most_tokens`, and pieces do not cross documents.
+
+    Numbers go on over epochs, as `EpochSampler` counts: number n is piece n modulo how many there are, and what is
+    taken out of it depends on (seed, n) and the piece alone, so it is another in every epoch.
+    """
+
+    def __init__(self, corpus: TokenCorpus, corruption: SpanCorruption, *, seed: int = 0) -> None:
+        self.corpus = corpus
+        self.corruption = corruption
+        self.seed = seed
+        self.pieces = cut_documents(corpus.document_sizes(), corruption.most_tokens, "split")
+
+    def __len__(self) -> int:
+        """Pieces: samples of one epoch."""
+        return len(self.pieces.lengths)
+
+    def __getitem__(self, number: int) -> dict[str, Tensor]:
+        """`encoder_tokens` and `encoder_segments` [encoder_length]; `decoder_tokens`, `decoder_segments`, `labels` and
+        `loss_mask` [decoder_length]. Segments are 0 where there is text and -1 at padding."""
+        return self.sample(number % len(self), number)
+
+    def sample(self, piece: int, number: int) -> dict[str, Tensor]:
+        """A piece as sample `number`."""
+        first = self.corpus.document_start(int(self.pieces.documents[piece])) + int(self.pieces.starts[piece])
+        tokens = self.corpus.tokens[first : first + int(self.pieces.lengths[piece])].astype(np.int64)
+        corrupted = corrupt_spans(tokens, self.corruption, seed=self.seed, sample=number)
+        to, padding = self.corruption, self.corruption.padding_token
+        labels = _filled(corrupted.target, to.decoder_length, NO_LABEL)
+        return {
+            "encoder_tokens": _filled(corrupted.encoder, to.encoder_length, padding),
+            "encoder_segments": _filled(np.zeros_like(corrupted.encoder), to.encoder_length, NO_SEGMENT),
+            "decoder_tokens": _filled(np.append(to.start_token, corrupted.target[:-1]), to.decoder_length, padding),
+            "decoder_segments": _filled(np.zeros_like(corrupted.target), to.decoder_length, NO_SEGMENT),
+            "labels": labels,
+            "loss_mask": (labels != NO_LABEL).float(),
+        }
+
+
+class T5Samples(T5Pieces):
+    """The same in an order of their own, for a sampler that does not shuffle: epoch after epoch, each in its own.
+
+    `num_samples` 0 is one epoch. What is taken out of sample n depends on (seed, n) and its piece alone.
+    """
+
+    def __init__(self, corpus: TokenCorpus, corruption: SpanCorruption, *, num_samples: int = 0, seed: int = 0) -> None:
+        super().__init__(corpus, corruption, seed=seed)
+        num_pieces = len(self.pieces.lengths)
+        self.order = shuffled_epochs(num_pieces, num_samples or num_pieces, seed)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        return self.sample(int(self.order[index]), index)
+
+
+def _spans(num_tokens: int, corruption: SpanCorruption, seed: int, sample: int) -> tuple[Numbers, Numbers]:
+    """Where spans start, in order, and how long they are."""
+    goal = corruption.goal(num_tokens)
+    drawn = uniforms(goal, seed, "lengths of spans", sample)
+    stays = np.log1p(-corruption.stop_chance) if corruption.stop_chance < 1 else -np.inf
+    lengths = np.minimum(1 + np.floor(np.log(drawn) / stays).astype(np.int64), corruption.longest_span)
+    ends = np.cumsum(lengths)
+    num_spans = int(np.searchsorted(ends, goal)) + 1
+    lengths = lengths[:num_spans]
+    lengths[-1] -= ends[num_spans - 1] - goal
+    # As many as fit: sentinels, room in the decoder, and tokens that keep them apart.
+    room = corruption.decoder_length - 1
+    fitting = np.cumsum(lengths) + np.arange(1, num_spans + 1) <= room
+    num_spans = min(num_spans, len(corruption.sentinels), int(fitting.sum()), num_tokens - goal + 1)
+    lengths = lengths[:num_spans]
+    num_kept = num_tokens - int(lengths.sum())
+    # Span k stands before kept token gaps[k]: different gaps, so at least one token is between two spans.
+    gaps = np.sort(random_order(num_kept + 1, seed, "places of spans", sample)[:num_spans])
+    return gaps + np.cumsum(lengths) - lengths, lengths
+
+
+def _filled(values: Numbers, length: int, fill: int) -> Tensor:
+    return torch.from_numpy(np.pad(values, (0, length - len(values)), constant_values=fill).astype(np.int64))

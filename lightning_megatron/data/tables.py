@@ -1,0 +1,37 @@
+"""Tables that are made once and mapped by all processes.
+
+Used once before training: where documents end, which lie in which row, in which order samples come.
+"""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from lightning_megatron.data.atomic_file import written_whole
+from lightning_megatron.data.packing import Numbers
+
+
+def written_once(path: Path, what: str, form: int, make: Callable[[], Numbers]) -> Numbers:
+    """An array that is a function of the file `path` and of what its name says, mapped; made unless it is there.
+
+    `form` numbers the rule that makes it, so that no table of an older rule is read for it. One process calls this
+    first and the others after it; several at once do the work twice and do no harm.
+    """
+    status = path.stat()
+    # A token file that is written anew has other documents.
+    stamp = hashlib.sha256(f"{form} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:8]
+    table = path.with_name(f"{path.stem}.{what}-{stamp}.npy")
+    if not table.is_file():
+        made = make()
+        try:
+            with written_whole(table) as temporary, temporary.open("wb") as file:
+                np.save(file, made)
+        except OSError as error:
+            raise ValueError(
+                f"the index of {path} is written beside it, once, and cannot be ({error.strerror}); let a process that"
+                " may write there be first, or give links to the files in a folder of your own"
+            ) from error
+    mapped: Numbers = np.load(table, mmap_mode="r")
+    return mapped

@@ -1,0 +1,188 @@
+"""A part of a corpus as token files, and what became of its documents.
+
+Under `prepare.py`. Document i of what is written is document i of the corpus, whatever it holds: one without a token
+is a document without a sequence, as Megatron's own tool writes it.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from lightning_megatron.data.atomic_file import written_whole
+from lightning_megatron.data.megatron_files import megatron_writer, token_dtype
+from lightning_megatron.data.sentences import split_sentences
+from lightning_megatron.data.sources import document_bytes
+from lightning_megatron.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from lightning_megatron.data.sources import Documents
+
+BadDocuments = Literal["skip", "refuse"]
+"""What becomes of documents that cannot be tokenized: left empty and told, or an end of it all."""
+
+MAX_DOCUMENT_BYTES = 10**8
+"""Above it a document is bad: a tokenizer takes some hundred times its size in memory."""
+
+_BATCH_BYTES = 1 << 22
+"""Text that is tokenized together."""
+
+_BATCH_DOCUMENTS = 1000
+
+_NAMED = 5
+"""Of the bad documents of a part so many are named."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentForm:
+    """How a document is written."""
+
+    has_ends: bool = True
+    # whether the end of text follows it
+    sentences: bool = False
+    # whether each of its sentences is a sequence
+    max_document_bytes: int = MAX_DOCUMENT_BYTES
+    # a larger one is bad, and so is one that is not UTF-8, or that the tokenizer refuses
+    bad_documents: BadDocuments = "skip"
+
+
+@dataclass(kw_only=True)
+class Counts:
+    """What became of documents."""
+
+    num_documents: int = 0
+    num_bytes: int = 0
+    # of text that was tokenized
+    num_tokens: int = 0
+    num_empty: int = 0
+    # without a token, and not bad
+    num_bad: int = 0
+    bad: list[str] = field(default_factory=list)
+    # what the first of them are, and why they are bad
+
+    def numbers(self) -> list[int]:
+        """All but the names."""
+        return [getattr(self, name) for name in _NUMBERS]
+
+    @staticmethod
+    def of_numbers(numbers: Sequence[int]) -> "Counts":
+        counts = Counts()
+        for name, number in zip(_NUMBERS, numbers, strict=True):
+            setattr(counts, name, number)
+        return counts
+
+    def add(self, other: "Counts") -> None:
+        for name in _NUMBERS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.bad = (self.bad + other.bad)[:_NAMED]
+
+
+_NUMBERS = ("num_documents", "num_bytes", "num_tokens", "num_empty", "num_bad")
+
+
+@dataclass(frozen=True)
+class _Bad:
+    """A document that is not to be tokenized."""
+
+    why: str
+
+
+class PartWriter:
+    """Writes parts of a corpus, each whole or not at all."""
+
+    def __init__(self, documents: "Documents", tokenizer: Tokenizer, form: DocumentForm) -> None:
+        self.documents = documents
+        self.tokenizer = tokenizer
+        self.form = form
+        self.dtype = token_dtype(tokenizer.vocab_size)
+
+    def write(self, prefix: Path, first: int, last: int, on_batch: Callable[[Counts], None]) -> None:
+        """The token files of documents `first` to before `last`, and then `PREFIX.json`, the counts.
+
+        Calls `on_batch` with the counts of each batch. Raises ValueError for a bad document that is to be refused.
+        """
+        whole = Counts()
+        with megatron_writer(prefix, self.dtype) as writer:
+            for batch, num_bytes in self._batches(first, last):
+                counts = Counts(num_documents=len(batch), num_bytes=num_bytes)
+                for number, tokens in enumerate(self._tokenized(batch), start=first + whole.num_documents):
+                    writer.add_document([] if isinstance(tokens, _Bad) else tokens)
+                    if isinstance(tokens, _Bad):
+                        counts.num_bad += 1
+                        counts.bad.append(f"document {number} {tokens.why}")
+                    else:
+                        counts.num_empty += not tokens
+                        counts.num_tokens += sum(map(len, tokens))
+                if counts.bad and self.form.bad_documents == "refuse":
+                    raise ValueError(f"{'; '.join(counts.bad[:_NAMED])}; take such out, or let them be skipped")
+                whole.add(counts)
+                on_batch(counts)
+        with written_whole(counts_path(prefix)) as temporary:
+            temporary.write_text(json.dumps(asdict(whole)), encoding="utf-8")
+
+    def _batches(self, first: int, last: int) -> Iterator[tuple[list[str | _Bad], int]]:
+        """Documents, and the bytes of those that are not bad."""
+        batch: list[str | _Bad] = []
+        num_bytes = 0
+        for held in document_bytes(self.documents, first, last):
+            text = self._read(held)
+            batch.append(text)
+            num_bytes += len(held) if held is not None and isinstance(text, str) else 0
+            if num_bytes >= _BATCH_BYTES or len(batch) == _BATCH_DOCUMENTS:
+                yield batch, num_bytes
+                batch, num_bytes = [], 0
+        if batch:
+            yield batch, num_bytes
+
+    def _read(self, held: memoryview | None) -> str | _Bad:
+        if held is None:
+            return ""
+        if len(held) > self.form.max_document_bytes:
+            return _Bad(f"has {len(held)} bytes, above max_document_bytes ({self.form.max_document_bytes})")
+        try:
+            return str(held, "utf-8")
+        except UnicodeDecodeError as error:
+            return _Bad(f"is not UTF-8 at byte {error.start}")
+
+    def _tokenized(self, batch: list[str | _Bad]) -> list[list[list[int]] | _Bad]:
+        """The tokens of each document's sequences, those without any left out."""
+        texts = [self._sequences(text) if isinstance(text, str) else [] for text in batch]
+        try:
+            ids = iter(self.tokenizer.encode([text for sequences in texts for text in sequences]))
+        except ValueError as error:
+            if len(batch) == 1:
+                return [_Bad(f"is refused by the tokenizer: {error}")]
+            return [tokens for document in batch for tokens in self._tokenized([document])]
+        return [
+            text if isinstance(text, _Bad) else self._ended([found for _ in sequences if (found := next(ids))])
+            for text, sequences in zip(batch, texts, strict=True)
+        ]
+
+    def _sequences(self, text: str) -> list[str]:
+        return split_sentences(text) if self.form.sentences else [text]
+
+    def _ended(self, sequences: list[list[int]]) -> list[list[int]]:
+        if sequences and self.form.has_ends:
+            sequences[-1].append(self.tokenizer.end_of_text)
+        return sequences
+
+
+def counts_path(prefix: Path) -> Path:
+    """Where the counts of a part lie: it is whole where they do."""
+    return Path(f"{prefix}.json")
+
+
+def read_counts(prefix: Path) -> Counts:
+    """The counts of a part that is whole."""
+    return Counts(**json.loads(counts_path(prefix).read_text(encoding="utf-8")))
+
+
+def usable_texts(documents: "Documents", max_document_bytes: int = MAX_DOCUMENT_BYTES) -> Iterator[str]:
+    """The documents that are neither null, nor larger, nor something else than UTF-8: to train a tokenizer on."""
+    for held in document_bytes(documents, 0, len(documents)):
+        if held is not None and len(held) <= max_document_bytes:
+            try:
+                yield str(held, "utf-8")
+            except UnicodeDecodeError:
+                continue

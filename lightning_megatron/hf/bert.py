@@ -1,0 +1,170 @@
+"""BERT: `BertForPreTraining` with a binary head and `BertForMaskedLM` without, post-norm, the head tied."""
+
+from typing import Any
+
+from lightning_megatron.hf.blocks import query_key_value
+from lightning_megatron.hf.config_reader import HARMLESS, ConfigReader, dense_faults, differences
+from lightning_megatron.hf.family import Family, Row
+from lightning_megatron.models.bert import BertConfig
+
+_LAYER = "bert.encoder.layer.{}"
+_KINDS = ("weight", "bias")
+_NORMS = (
+    ("embedding.norm", "bert.embeddings.LayerNorm"),
+    ("layers.{}.attention_norm", f"{_LAYER}.attention.output.LayerNorm"),
+    ("layers.{}.mlp_norm", f"{_LAYER}.output.LayerNorm"),
+    ("head.masked_tokens.norm", "cls.predictions.transform.LayerNorm"),
+)
+_LINEARS = (
+    ("layers.{}.attention.projection", f"{_LAYER}.attention.output.dense"),
+    ("layers.{}.mlp.up", f"{_LAYER}.intermediate.dense"),
+    ("layers.{}.mlp.down", f"{_LAYER}.output.dense"),
+    ("head.masked_tokens.dense", "cls.predictions.transform.dense"),
+    ("head.sentence_order.pooler", "bert.pooler.dense"),
+    ("head.sentence_order.output", "cls.seq_relationship"),
+)
+
+
+def _rows(norm_weight: str, norm_bias: str) -> tuple[Row, ...]:
+    """All rows, for those names of a norm's parameters."""
+    return (
+        Row("embedding.tokens.weight", ("bert.embeddings.word_embeddings.weight",)),
+        Row("embedding.positions.weight", ("bert.embeddings.position_embeddings.weight",)),
+        Row("embedding.token_types.weight", ("bert.embeddings.token_type_embeddings.weight",)),
+        *(Row(f"{ours}.{kind}", (f"{theirs}.{kind}",)) for ours, theirs in _LINEARS for kind in _KINDS),
+        *(
+            row
+            for ours, theirs in _NORMS
+            for row in (
+                Row(f"{ours}.weight", (f"{theirs}.{norm_weight}",)),
+                Row(f"{ours}.bias", (f"{theirs}.{norm_bias}",)),
+            )
+        ),
+        *(
+            Row(
+                f"layers.{{}}.attention.qkv.{kind}",
+                tuple(f"{_LAYER}.attention.self.{part}.{kind}" for part in ("query", "key", "value")),
+                query_key_value,
+            )
+            for kind in _KINDS
+        ),
+        Row("head.masked_tokens.bias", ("cls.predictions.bias",)),
+    )
+
+
+DEFAULTS = {
+    "vocab_size": 30522,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "hidden_act": "gelu",
+    "hidden_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.1,
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+    "initializer_range": 0.02,
+    "layer_norm_eps": 1e-12,
+}
+
+ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+}
+
+_WITH_ORDER, _ALONE = "BertForPreTraining", "BertForMaskedLM"
+
+
+def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
+    """Our fields."""
+    reader.require("is_decoder", False)
+    reader.require("add_cross_attention", False)
+    reader.require("position_embedding_type", "absolute")
+    reader.require("tie_word_embeddings", True)
+    return {
+        "num_layers": reader.take("num_hidden_layers"),
+        "hidden_size": reader.take("hidden_size"),
+        "num_attention_heads": reader.take("num_attention_heads"),
+        "ffn_hidden_size": reader.take("intermediate_size"),
+        "activation": reader.choose("hidden_act", ACTIVATIONS),
+        "norm_epsilon": reader.take("layer_norm_eps"),
+        "max_sequence_length": reader.take("max_position_embeddings"),
+        "hidden_dropout": reader.take("hidden_dropout_prob"),
+        "attention_dropout": reader.take("attention_probs_dropout_prob"),
+        "init_std": reader.take("initializer_range"),
+        "vocab_size": reader.take("vocab_size"),
+        "num_token_types": reader.take("type_vocab_size"),
+        "add_binary_head": _ALONE not in (reader.take("architectures", None) or ()),
+    }
+
+
+def config_to_hf(config: BertConfig) -> dict[str, Any]:
+    """Their fields."""
+    return {
+        "architectures": [_WITH_ORDER if config.add_binary_head else _ALONE],
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_attention_heads,
+        "intermediate_size": config.ffn_hidden_size,
+        "hidden_act": next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation),
+        "layer_norm_eps": config.norm_epsilon,
+        "max_position_embeddings": config.max_sequence_length,
+        "hidden_dropout_prob": config.hidden_dropout,
+        "attention_probs_dropout_prob": config.attention_dropout,
+        "initializer_range": config.init_std,
+        "vocab_size": config.vocab_size,
+        "type_vocab_size": config.num_token_types,
+        "tie_word_embeddings": True,
+    }
+
+
+def faults(config: BertConfig) -> list[str]:
+    """Why a configuration is no BERT of Hugging Face."""
+    found = dense_faults(config) + differences(
+        config,
+        norm_placement="post",
+        embedding_norm=True,
+        position="learned",
+        normalization="layernorm",
+        add_bias_linear=True,
+        num_query_groups=config.num_attention_heads,
+        qk_norm=False,
+        tie_embeddings=True,
+        ffn_dropout=0.0,
+    )
+    if config.num_token_types < 1:
+        found.append(f"num_token_types ({config.num_token_types}) must be at least 1")
+    if config.num_attention_heads * config.head_dim != config.hidden_size:
+        found.append(
+            f"head_dim ({config.head_dim}) must be hidden_size / num_attention_heads "
+            f"({config.hidden_size} / {config.num_attention_heads})"
+        )
+    return found
+
+
+FAMILY = Family(
+    name="bert",
+    architecture=_WITH_ORDER,
+    prefix="bert.",
+    rows=_rows("weight", "bias"),
+    # As the first files of BERT have it.
+    other_rows=_rows("gamma", "beta"),
+    ignored=(
+        "bert.embeddings.position_ids",
+        # Of a model without a binary head, in the files of many that were made with one.
+        *(f"{theirs}.{kind}" for theirs in ("bert.pooler.dense", "cls.seq_relationship") for kind in _KINDS),
+    ),
+    tied={
+        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "cls.predictions.bias",
+    },
+    defaults=DEFAULTS,
+    harmless=HARMLESS | {"classifier_dropout"},
+    config_class=BertConfig,
+    config_from_hf=config_from_hf,
+    config_to_hf=config_to_hf,
+    faults=faults,
+)

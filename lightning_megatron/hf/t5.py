@@ -1,0 +1,191 @@
+"""T5 and T5 v1.1: `T5ForConditionalGeneration`. Both are model_type t5; the second has a gated feed-forward, a head of
+its own and does not scale what that multiplies."""
+
+from typing import Any
+
+from lightning_megatron.hf.blocks import Block, Shape, gate_and_up, query_key_value
+from lightning_megatron.hf.config_reader import HARMLESS, ConfigReader, differences
+from lightning_megatron.hf.family import Family, Row
+from lightning_megatron.models.t5 import T5Config
+from lightning_megatron.sharding import Box
+from lightning_megatron.transformer.config import TransformerConfig
+
+
+def key_value(config: TransformerConfig, shape: Shape) -> tuple[Block, ...]:
+    """Groups of a key and a value head in a row of ours as two tensors of theirs: keys, values."""
+    size, hidden = config.head_dim, shape[1]
+    return tuple(
+        Block(Box(((2 * group + i) * size, 0), (size, hidden)), Box((group * size, 0), (size, hidden)), i, (0, 1))
+        for group in range(config.num_query_groups)
+        for i in range(2)
+    )
+
+
+def _is_gated(config: T5Config) -> bool:
+    return config.is_gated
+
+
+def _is_plain(config: T5Config) -> bool:
+    return not config.is_gated
+
+
+def _rows(stack: str) -> tuple[Row, ...]:
+    """Of an encoder or a decoder; in theirs the halves of a layer are numbered."""
+    is_decoder = stack == "decoder"
+    ours, theirs = f"{stack}.layers.{{}}", f"{stack}.block.{{}}.layer"
+    feed_forward = 2 if is_decoder else 1
+    dense = f"{theirs}.{feed_forward}.DenseReluDense"
+    rows = (
+        Row(f"{ours}.attention_norm.weight", (f"{theirs}.0.layer_norm.weight",)),
+        Row(
+            f"{ours}.attention.qkv.weight",
+            tuple(f"{theirs}.0.SelfAttention.{kind}.weight" for kind in "qkv"),
+            query_key_value,
+        ),
+        Row(f"{ours}.attention.projection.weight", (f"{theirs}.0.SelfAttention.o.weight",)),
+        Row(f"{ours}.relative_bias.weight", (f"{theirs}.0.SelfAttention.relative_attention_bias.weight",)),
+        Row(f"{ours}.mlp_norm.weight", (f"{theirs}.{feed_forward}.layer_norm.weight",)),
+        Row(f"{ours}.mlp.up.weight", (f"{dense}.wi.weight",), is_of=_is_plain),
+        Row(f"{ours}.mlp.up.weight", (f"{dense}.wi_0.weight", f"{dense}.wi_1.weight"), gate_and_up, is_of=_is_gated),
+        Row(f"{ours}.mlp.down.weight", (f"{dense}.wo.weight",)),
+        Row(f"{stack}.final_norm.norm.weight", (f"{stack}.final_layer_norm.weight",)),
+    )
+    if not is_decoder:
+        return rows
+    cross = f"{theirs}.1.EncDecAttention"
+    return (
+        *rows,
+        Row(f"{ours}.cross_norm.weight", (f"{theirs}.1.layer_norm.weight",)),
+        Row(f"{ours}.cross_attention.query.weight", (f"{cross}.q.weight",)),
+        Row(f"{ours}.cross_attention.key_value.weight", (f"{cross}.k.weight", f"{cross}.v.weight"), key_value),
+        Row(f"{ours}.cross_attention.projection.weight", (f"{cross}.o.weight",)),
+    )
+
+
+ROWS = (
+    Row("embedding.tokens.weight", ("shared.weight",)),
+    *_rows("encoder"),
+    *_rows("decoder"),
+    Row("head.weight", ("lm_head.weight",)),
+)
+
+# The first models were saved with a table that cross attention never read.
+IGNORED = ("decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",)
+
+DEFAULTS = {
+    "vocab_size": 32128,
+    "d_model": 512,
+    "d_kv": 64,
+    "d_ff": 2048,
+    "num_layers": 6,
+    "num_heads": 8,
+    "relative_attention_num_buckets": 32,
+    "relative_attention_max_distance": 128,
+    "dropout_rate": 0.1,
+    "layer_norm_epsilon": 1e-6,
+    "feed_forward_proj": "relu",
+    "tie_word_embeddings": True,
+}
+
+ACTIVATIONS = {"relu": "relu", "gated-gelu": "geglu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu"}
+
+# Of initial values, of tasks that other classes are for, and what follows from feed_forward_proj.
+_HARMLESS = HARMLESS | {
+    "initializer_factor",
+    "classifier_dropout",
+    "task_specific_params",
+    "n_positions",
+    "output_past",
+    "is_gated_act",
+    "dense_act_fn",
+    "is_decoder",
+    "decoder_start_token_id",
+}
+
+TOKEN_IDS = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+"""Of T5's own tokenizers; written unless the files of another say others. Without them transformers neither trains nor
+generates."""
+
+
+def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
+    """Our fields."""
+    is_tied = reader.take("tie_word_embeddings")
+    dropout = reader.take("dropout_rate")
+    return {
+        "num_layers": reader.take("num_layers"),
+        "num_decoder_layers": reader.take("num_decoder_layers", 0),
+        "hidden_size": reader.take("d_model"),
+        "num_attention_heads": reader.take("num_heads"),
+        "head_dim": reader.take("d_kv"),
+        "ffn_hidden_size": reader.take("d_ff"),
+        "activation": reader.choose("feed_forward_proj", ACTIVATIONS),
+        "norm_epsilon": reader.take("layer_norm_epsilon"),
+        "relative_buckets": reader.take("relative_attention_num_buckets"),
+        "relative_max_distance": reader.take("relative_attention_max_distance"),
+        "hidden_dropout": dropout,
+        "attention_dropout": dropout,
+        "ffn_dropout": dropout,
+        "vocab_size": reader.take("vocab_size"),
+        "tie_embeddings": is_tied,
+        # Before there was a field for it, a head of its own was one that is not scaled.
+        "scales_head": reader.take("scale_decoder_outputs", is_tied),
+    }
+
+
+def config_to_hf(config: T5Config) -> dict[str, Any]:
+    """Their fields."""
+    return {
+        "num_layers": config.num_layers,
+        "num_decoder_layers": config.num_decoder_layers,
+        "d_model": config.hidden_size,
+        "num_heads": config.num_attention_heads,
+        "d_kv": config.head_dim,
+        "d_ff": config.ffn_hidden_size,
+        "feed_forward_proj": next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation),
+        "layer_norm_epsilon": config.norm_epsilon,
+        "relative_attention_num_buckets": config.relative_buckets,
+        "relative_attention_max_distance": config.relative_max_distance,
+        "dropout_rate": config.hidden_dropout,
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": config.tie_embeddings,
+        "scale_decoder_outputs": config.scales_head,
+        "is_encoder_decoder": True,
+        **TOKEN_IDS,
+    }
+
+
+def faults(config: T5Config) -> list[str]:
+    """Why a configuration is no T5 of theirs."""
+    found = differences(
+        config,
+        position="relative",
+        normalization="rmsnorm",
+        add_bias_linear=False,
+        add_qkv_bias=False,
+        num_query_groups=config.num_attention_heads,
+        share_embeddings=True,
+        attention_dropout=config.hidden_dropout,
+        ffn_dropout=config.hidden_dropout,
+    )
+    if config.activation not in ACTIVATIONS.values():
+        found.append(f"activation ({config.activation!r}) must be one of {', '.join(map(repr, ACTIVATIONS.values()))}")
+    if config.scales_head and not config.tie_embeddings:
+        found.append("scales_head (True) must be False where tie_embeddings is: their heads are scaled where tied")
+    return found
+
+
+FAMILY = Family(
+    name="t5",
+    architecture="T5ForConditionalGeneration",
+    prefix="",
+    rows=ROWS,
+    ignored=IGNORED,
+    tied={"lm_head.weight": "shared.weight"},
+    copies={"encoder.embed_tokens.weight": "shared.weight", "decoder.embed_tokens.weight": "shared.weight"},
+    defaults=DEFAULTS,
+    harmless=_HARMLESS,
+    config_from_hf=config_from_hf,
+    config_to_hf=config_to_hf,
+    faults=faults,
+    config_class=T5Config,
+)

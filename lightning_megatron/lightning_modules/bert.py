@@ -1,0 +1,99 @@
+"""`BertModule`: a BERT that pre-trains, validates and fills gaps under any strategy."""
+
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.data import special_tokens
+from lightning_megatron.lightning_modules.adamw import AdamWConfig
+from lightning_megatron.lightning_modules.loaders import COPY
+from lightning_megatron.lightning_modules.pretrain import Batch, PretrainModule
+from lightning_megatron.lightning_modules.text_data import TextDataModule
+from lightning_megatron.models.bert import BertConfig, BertLogits, BertModel
+from lightning_megatron.models.bert_cost import bert_training_flops
+from lightning_megatron.trainer.loading import rebuilt
+
+_ADAMW = AdamWConfig(lr=1e-4, weight_decay=0.01, betas=(0.9, 0.999), epsilon=1e-6)
+
+
+class BertModule(PretrainModule):
+    """Masked tokens and, where the model has a head for it, the order of sentences.
+
+    A batch holds `tokens`, `labels`, `loss_mask` and `padding_mask`, each [batch, sequence], `token_types` as well, of
+    which a model without an embedding of types sees nothing, and `sentence_order_labels` [batch], which a model without
+    a head for them refuses. Losses are those of `BertModel`: of tokens and of order together.
+
+    Prediction takes batches of `tokens`, filled up to one length behind their `lengths` [batch], and returns each row
+    with the likeliest token at each mask token: what that is says the tokenizer of the data module.
+    """
+
+    model: BertModel | None
+
+    def __init__(self, config: BertConfig, optimizer: AdamWConfig = _ADAMW) -> None:
+        self.config: BertConfig = rebuilt(BertConfig, config)
+        super().__init__(optimizer, config=self.config)
+
+    def _build(self) -> BertModel:
+        return BertModel(self.config)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        token_types: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        sentence_order_labels: Tensor | None = None,
+    ) -> Tensor | BertLogits:
+        """The loss with labels, else logits."""
+        assert self.model is not None, "configure_model builds the model; Trainer calls it"
+        output: Tensor | BertLogits = self.model(
+            tokens,
+            labels=labels,
+            loss_mask=loss_mask,
+            token_types=token_types if self.config.num_token_types else None,
+            padding_mask=padding_mask,
+            sentence_order_labels=sentence_order_labels,
+        )
+        return output
+
+    def _loss(self, batch: Batch) -> Tensor:
+        optional = ("token_types", "padding_mask", "sentence_order_labels")
+        loss = self(
+            batch["tokens"], batch["labels"], batch["loss_mask"], **{name: batch.get(name) for name in optional}
+        )
+        assert isinstance(loss, Tensor), "with labels it is the loss"
+        return loss
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> list[Tensor]:
+        tokens, lengths = batch["tokens"], batch["lengths"]
+        is_token = torch.arange(tokens.shape[1], device=tokens.device) < lengths.unsqueeze(1)
+        logits = self(tokens, padding_mask=is_token)
+        assert isinstance(logits, BertLogits), "without labels they are logits"
+        filled = torch.where(tokens == self._mask_token, logits.tokens.argmax(dim=-1), tokens)
+        samples = batch["samples"].tolist() if "samples" in batch else range(len(tokens))
+        rows = zip(filled, lengths.tolist(), samples, strict=True)
+        return [row[:length] for row, length, number in rows if number != COPY]
+
+    @property
+    def _mask_token(self) -> int:
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        if not isinstance(data, TextDataModule) or data.tokenizer is None:
+            raise ValueError("prediction fills mask tokens and needs a data module with a tokenizer: a BertDataModule")
+        return special_tokens(data.tokenizer, ("mask",))["mask"]
+
+    def batch_tokens(self, batch: Batch) -> int:
+        """Tokens that a training step on the batch goes through, without padding."""
+        return sum(self._lengths(batch))
+
+    def batch_flops(self, batch: Batch) -> float:
+        """Model FLOPs of a training step on the batch, of padding none; `models.bert_cost` says by which convention."""
+        lengths = Counter(self._lengths(batch))
+        return sum(bert_training_flops(self.config, batch=n, sequence=length) for length, n in lengths.items())
+
+    def _lengths(self, batch: Batch) -> list[int]:
+        is_token = batch.get("padding_mask")
+        lengths = torch.ones_like(batch["tokens"]) if is_token is None else is_token != 0
+        counted: list[int] = lengths.sum(dim=1).tolist()
+        return counted

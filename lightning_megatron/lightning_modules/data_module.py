@@ -1,0 +1,260 @@
+"""`ReplicaDataModule`: what all ready data modules share, from prepared samples to loaders that resume.
+
+One process prepares; all processes then map the same files. Each replica takes its part of every global batch, whose
+samples depend on the seed and the global batch size alone, and a resumed run goes on after the last sample that was
+trained on, on any layout.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from lightning_megatron.data import BatchRamp, ShuffledPasses, collate_tokens
+from lightning_megatron.lightning_modules.loaders import (
+    Collate,
+    ReplicaLoader,
+    Sample,
+    endless_loader,
+    evaluation_loader,
+    training_loader,
+)
+from lightning_megatron.lightning_modules.stream_loader import StreamLoader
+from lightning_megatron.trainer.config import ConfigurationError
+from lightning_megatron.trainer.replica import Replica
+
+
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """A data set and how many samples it has."""
+
+    dataset: Dataset[Sample]
+    count: int
+    told: str = ""
+    # what became of the source, for the log
+    is_ordered: bool = False
+    # whether the order is the samples' own: they are not shuffled
+    is_new_each_epoch: bool = False
+    # whether sample i of epoch e is another in each of them, and asked for by the number e * count + i
+    is_endless: bool = False
+    # whether every number is a sample, and `count` are those of an epoch
+
+    def part(self, first: int, last: int) -> "Samples":
+        """Those from `first` to before `last`."""
+        dataset: Dataset[Sample] = Subset(self.dataset, range(first, last))
+        if self.is_new_each_epoch:
+            dataset = _PartOfEpochs(self.dataset, self.count, first, last - first)
+        return replace(self, dataset=dataset, count=last - first, told="")
+
+    def cut(self, held_out_fraction: float) -> "tuple[Samples, Samples | None]":
+        """The samples without their last part, and that part."""
+        num_held_out = min(round(self.count * held_out_fraction), self.count - 1)
+        if num_held_out == 0:
+            return self, None
+        return self.part(0, self.count - num_held_out), self.part(self.count - num_held_out, self.count)
+
+    def passes(self, seed: int) -> ShuffledPasses:
+        """All of them again and again."""
+        return ShuffledPasses(
+            self.dataset, self.count, seed=seed, is_ordered=self.is_ordered, is_new_each_pass=self.is_new_each_epoch
+        )
+
+
+class _PartOfEpochs(Dataset[Sample]):
+    """Of samples whose numbers go on over epochs of `whole` those from `first` on, `count` an epoch."""
+
+    def __init__(self, dataset: Dataset[Sample], whole: int, first: int, count: int) -> None:
+        self._dataset, self._whole, self._first, self._count = dataset, whole, first, count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: int) -> Sample:
+        epoch, place = divmod(number, self._count)
+        return self._dataset[epoch * self._whole + self._first + place]
+
+
+class ReplicaDataModule(L.LightningDataModule):
+    """Global batches of samples that a subclass prepares.
+
+    A subclass says what is wrong with its options (`faults`), how samples are made (`_prepare`, called by every process
+    after one has called it), and how they become a batch (`_collate`).
+
+    With `batch_ramp` batches grow up to `global_batch_size` while the run is young.
+    """
+
+    def __init__(
+        self, *, global_batch_size: int, num_workers: int, seed: int, batch_ramp: BatchRamp | None = None
+    ) -> None:
+        super().__init__()
+        self.global_batch_size = global_batch_size
+        self.batch_ramp = batch_ramp
+        self.num_workers = num_workers
+        self.seed = seed
+        self._training: Samples | None = None
+        self._held_out: Samples | None = None
+        self._loader: ReplicaLoader | StreamLoader | None = None
+        self._resumed: dict[str, Any] | None = None
+        # a checkpoint's state, until the loader that it is for exists
+
+    def faults(self) -> list[str]:
+        """One sentence for each thing that keeps samples from being made, as far as it shows without reading any."""
+        faults = [
+            f"{name} ({value}) must be at least {least}"
+            for name, value, least in (
+                ("global_batch_size", self.global_batch_size, 1),
+                ("num_workers", self.num_workers, 0),
+            )
+            if value < least
+        ]
+        if self.batch_ramp is not None and self.batch_ramp.last_size != self.global_batch_size:
+            faults.append(
+                f"batch_ramp ends with last_size ({self.batch_ramp.last_size}), which must be global_batch_size"
+                f" ({self.global_batch_size}): the size of the batches behind the ramp"
+            )
+        return faults
+
+    def _prepare(self) -> tuple[Samples | None, Samples | None]:
+        """Samples to train on and samples held out; makes what is not in the cache yet. A ValueError is told as a
+        fault of what the user gave."""
+        raise NotImplementedError
+
+    @property
+    def _collate(self) -> Collate:
+        """What makes a batch of samples."""
+        return collate_tokens
+
+    # --- preparing --------------------------------------------------------------------------------------------------
+
+    def prepare_data(self) -> None:
+        try:
+            self._prepare_checked()
+        except ConfigurationError:
+            # Only some processes come here, and the others wait for them: `setup` meets the same fault on every one.
+            return
+
+    def setup(self, stage: str) -> None:
+        self._training, self._held_out = self._prepare_checked()
+        for what, samples in (("training", self._training), ("validation", self._held_out)):
+            if samples is not None and samples.told:
+                rank_zero_info(f"{what}: {samples.told}")
+
+    def teardown(self, stage: str) -> None:
+        self._loader = None
+        self._resumed = None
+
+    def _prepare_checked(self) -> tuple[Samples | None, Samples | None]:
+        if faults := self.faults():
+            raise ConfigurationError(faults)
+        with told_as_fault():
+            return self._prepare()
+
+    @property
+    def _only_predicts(self) -> bool:
+        return self.trainer is not None and self.trainer.state.fn == TrainerFn.PREDICTING
+
+    # --- loaders ----------------------------------------------------------------------------------------------------
+
+    def train_dataloader(self) -> ReplicaLoader | StreamLoader:
+        with told_as_fault():
+            loader = self._training_loader()
+        if self._resumed is not None:
+            loader.load_state_dict(self._resumed)
+            self._resumed = None
+        self._loader = loader
+        return loader
+
+    def _training_loader(self) -> ReplicaLoader | StreamLoader:
+        assert self._training is not None, "setup comes first; Trainer calls it"
+        samples = self._training
+        if self.batch_ramp is None and not samples.is_endless:
+            return training_loader(
+                samples.dataset,
+                samples.count,
+                global_batch_size=self.global_batch_size,
+                replica=self._replica,
+                seed=self.seed,
+                num_workers=self.num_workers,
+                collate=self._collate,
+                shuffle=not samples.is_ordered,
+                is_new_each_epoch=samples.is_new_each_epoch,
+            )
+        self._refuse_overfitting()
+        return endless_loader(
+            samples.dataset if samples.is_endless else samples.passes(self.seed),
+            samples.count,
+            ramp=self._ramp,
+            replica=self._replica,
+            num_workers=self.num_workers,
+            collate=self._collate,
+        )
+
+    @property
+    def _ramp(self) -> BatchRamp:
+        return self.batch_ramp if self.batch_ramp is not None else BatchRamp.constant(self.global_batch_size)
+
+    def _refuse_overfitting(self) -> None:
+        """Lightning would take the sampler away that says which samples a batch has."""
+        if self.trainer is None:
+            # Somebody looks at the batches.
+            return
+        if batches := self.trainer.overfit_batches:  # type: ignore[attr-defined]
+            raise ValueError(
+                f"overfit_batches ({batches}) takes the samples of a data set in their order, and those of a blend, a"
+                " stream or a batch ramp have none but their own; set limit_train_batches, or leave these out"
+            )
+
+    def val_dataloader(self) -> list[DataLoader[Sample]]:
+        """One loader, and none where nothing is held out."""
+        return self._evaluation_loaders(self._held_out)
+
+    def _evaluation_loaders(self, samples: Samples | None) -> list[DataLoader[Sample]]:
+        if samples is None:
+            return []
+        with told_as_fault():
+            return [
+                evaluation_loader(
+                    samples.dataset,
+                    samples.count,
+                    global_batch_size=self.global_batch_size,
+                    replica=self._replica,
+                    num_workers=self.num_workers,
+                    collate=self._collate,
+                )
+            ]
+
+    def test_dataloader(self) -> list[DataLoader[Sample]]:
+        return self.val_dataloader()
+
+    @property
+    def _replica(self) -> Replica:
+        # Without a Trainer somebody looks at the batches.
+        return Replica(0, 1) if self.trainer is None else Replica.under(self.trainer.strategy)
+
+    # --- resuming ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._loader is None else self._loader.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        # Lightning may ask for the loader before it reads the checkpoint, or after.
+        if self._loader is None:
+            self._resumed = state_dict
+        else:
+            self._loader.load_state_dict(state_dict)
+
+
+@contextmanager
+def told_as_fault() -> Iterator[None]:
+    """What `data` says with a ValueError is about what the user gave."""
+    try:
+        yield
+    except ConfigurationError:
+        raise
+    except ValueError as error:
+        raise ConfigurationError([str(error)]) from error

@@ -1,0 +1,109 @@
+"""`LlavaModule`: a LLaVA that trains, with any part of it frozen, validates and answers under any strategy."""
+
+from collections import Counter
+
+from torch import Tensor
+
+from lightning_megatron import hf
+from lightning_megatron.context.documents import documents_of
+from lightning_megatron.lightning_modules.adamw import AdamWConfig
+from lightning_megatron.lightning_modules.gpt import GPTModule
+from lightning_megatron.lightning_modules.pretrain import Batch
+from lightning_megatron.models.generation import generate
+from lightning_megatron.models.images import Images
+from lightning_megatron.models.llava import PARTS, LlavaConfig, LlavaModel
+from lightning_megatron.models.llava_cost import training_flops
+from lightning_megatron.models.sampling import GenerationConfig
+from lightning_megatron.trainer.config import ConfigurationError
+from lightning_megatron.trainer.loading import rebuilt
+
+_ADAMW = AdamWConfig()
+_GENERATION = GenerationConfig()
+
+
+class LlavaModule(GPTModule):
+    """Next-token prediction beside images: batches as of GPTModule, with `images`, those of each row.
+
+    `frozen` are parts that are not trained, of "vision", "projector" and "language". Weights are drawn, unless they
+    come from the folder of a whole LLaVA (`path`), or from those of a language model (`language`) and of a vision tower
+    (`vision`), either or both: then what they do not have, the projector and new rows of the vocabulary, is drawn. What
+    comes from a folder must be of the configuration. Logs and predictions are those of GPTModule.
+    """
+
+    model: LlavaModel | None
+
+    def __init__(
+        self,
+        config: LlavaConfig,
+        optimizer: AdamWConfig = _ADAMW,
+        generation: GenerationConfig = _GENERATION,
+        frozen: list[str] | None = None,
+        path: str | None = None,
+        language: str | None = None,
+        vision: str | None = None,
+    ) -> None:
+        super().__init__(rebuilt(LlavaConfig, config), optimizer, generation)
+        self.frozen = list(frozen or [])
+        # Not the folders: a checkpoint has the weights.
+        self.save_hyperparameters({"frozen": self.frozen})
+        self.path, self.language, self.vision = path, language, vision
+        faults = []
+        if unknown := [name for name in self.frozen if name not in PARTS]:
+            faults.append(f"frozen ({', '.join(map(repr, unknown))}) must be of {', '.join(map(repr, PARTS))}")
+        if set(self.frozen) == set(PARTS):
+            faults.append("frozen names all parts, and nothing is left to train; leave one out")
+        if path is not None and (language is not None or vision is not None):
+            faults.append(
+                f"path ({path!r}) names a whole LLaVA; leave it out, or language and vision, which name its parts"
+            )
+        if faults:
+            raise ConfigurationError(faults)
+
+    def _build(self) -> LlavaModel:
+        assert isinstance(self.config, LlavaConfig)
+        try:
+            model = hf.llava_from_folders(self.config, whole=self.path, language=self.language, vision=self.vision)
+        except ValueError as error:
+            raise ConfigurationError(str(error).splitlines()) from error
+        model.freeze(*self.frozen)
+        return model
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        images: Images | None = None,
+    ) -> Tensor:
+        """The loss with labels, else logits [batch, sequence, vocab_size]."""
+        assert self.model is not None, "configure_model builds the model; Trainer calls it"
+        output: Tensor = self.model(tokens, labels=labels, loss_mask=loss_mask, segments=segments, images=images)
+        return output
+
+    def _loss(self, batch: Batch) -> Tensor:
+        loss: Tensor = self(
+            batch["tokens"], batch["labels"], batch["loss_mask"], batch.get("segments"), batch.get("images")
+        )
+        return loss
+
+    def _write(self, batch: Batch, generation: GenerationConfig, samples: Tensor) -> list[Tensor]:
+        assert self.model is not None, "configure_model builds the model; Trainer calls it"
+        return generate(
+            self.model,
+            batch["tokens"],
+            generation,
+            lengths=batch.get("lengths"),
+            samples=samples,
+            images=batch.get("images"),
+        )
+
+    def batch_flops(self, batch: Batch) -> float:
+        """Model FLOPs of a training step on the batch, of what is frozen no more than is needed."""
+        assert isinstance(self.config, LlavaConfig)
+        rows, sequence = batch["tokens"].shape
+        lengths = Counter({sequence: rows})
+        if "segments" in batch:
+            lengths = Counter(documents_of(batch["segments"]).lengths)
+        num_images = 0 if batch.get("images") is None else sum(batch["images"].counts)
+        return training_flops(self.config, lengths=lengths, num_images=num_images, frozen=self.frozen)

@@ -1,0 +1,82 @@
+"""`PretrainModule`: what the ready LightningModules share."""
+
+from dataclasses import asdict
+from typing import Any, Literal
+
+import lightning as L
+from torch import Tensor, nn
+
+from lightning_megatron.lightning_modules.adamw import AdamWConfig, adamw_with_warmup
+from lightning_megatron.metrics.token_means import Perplexity, TokenMean
+from lightning_megatron.pipeline.module import PipelineModule
+from lightning_megatron.trainer.loading import rebuilt
+
+Batch = dict[str, Any]
+_MEANS = {"loss": TokenMean, "perplexity": Perplexity, "accuracy": TokenMean}
+
+
+class PretrainModule(L.LightningModule):
+    """A model that is trained on its own loss by AdamW, and evaluated.
+
+    Logs `train_loss`, the mean over the valid tokens of a global batch. Of all batches of a validation it logs
+    `val_loss`, `val_perplexity` (of the labels, without label smoothing and what else the loss has) and `val_accuracy`
+    (the share of labels that are the likeliest token), of a test the same with `test_`; each is one mean over all valid
+    tokens.
+    A subclass says how its model is built (`_build`) and called (`_loss`), and what a batch costs (`batch_tokens`,
+    `batch_flops`).
+    """
+
+    def __init__(self, optimizer: AdamWConfig, **settings: Any) -> None:
+        """`settings` are the subclass's other configurations, dataclasses all, which its checkpoints hold too."""
+        super().__init__()
+        # Lightning's load_from_checkpoint hands over what was saved: plain data, so that reading it runs no code.
+        self.optimizer: AdamWConfig = rebuilt(AdamWConfig, optimizer)
+        self.save_hyperparameters(
+            {"optimizer": asdict(self.optimizer)} | {name: asdict(value) for name, value in settings.items()}
+        )
+        self.model: Any = None
+        # there from `configure_model` on
+        self._means = nn.ModuleDict(
+            {f"{stage}_{name}": kind() for stage in ("val", "test") for name, kind in _MEANS.items()}
+        )
+
+    def _build(self) -> PipelineModule:
+        """The model, this rank's part of it."""
+        raise NotImplementedError
+
+    def _loss(self, batch: Batch) -> Tensor:
+        """The loss of a batch [], by a call of the model."""
+        raise NotImplementedError
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = self._build()
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = self._loss(batch)
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self._evaluate("val", batch)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self._evaluate("test", batch)
+
+    def _evaluate(self, stage: Literal["val", "test"], batch: Batch) -> None:
+        loss = self._loss(batch)
+        assert self.model is not None and self.model.loss_weight is not None
+        weight, tallies = self.model.loss_weight, self.model.tallies
+        totals = {
+            "loss": loss * weight,
+            "perplexity": tallies["negative_log_likelihood"],
+            "accuracy": tallies["correct"],
+        }
+        for name, total in totals.items():
+            mean = self._means[f"{stage}_{name}"]
+            assert isinstance(mean, TokenMean)
+            mean.update(total, weight)
+            self.log(f"{stage}_{name}", mean, prog_bar=name == "loss")
+
+    def configure_optimizers(self) -> Any:
+        return adamw_with_warmup(self, self.optimizer)

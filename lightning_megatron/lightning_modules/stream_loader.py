@@ -1,0 +1,102 @@
+"""A loader of samples that are read as they come, which a checkpoint can resume on any layout.
+
+Between `data/streaming.py` and Lightning's loops.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_megatron.data.batch_ramp import BatchRamp
+from lightning_megatron.data.collate import collate_tokens
+from lightning_megatron.data.streaming import StreamedBatches, StreamReader, StreamStart
+from lightning_megatron.lightning_modules.loaders import Sample
+from lightning_megatron.trainer.config import ConfigurationError
+from lightning_megatron.trainer.replica import Replica
+
+
+class StreamLoader:
+    """This replica's part of each global batch, `num_batches` of them a round; the next round goes on behind it.
+
+    Its state is the samples consumed and what its readers have not told yet; `merged_state` makes one for all replicas
+    of those of each.
+    """
+
+    def __init__(
+        self,
+        make_reader: Callable[[Sequence[int]], StreamReader],
+        *,
+        ramp: BatchRamp,
+        num_batches: int,
+        replica: Replica,
+        num_workers: int,
+    ) -> None:
+        ramp.require_shared(replica.size)
+        share = ramp.unit // replica.size
+        self._make_reader = make_reader
+        self._ramp = ramp
+        self._num_batches = num_batches
+        self._lanes = range(replica.rank * share, (replica.rank + 1) * share)
+        self._num_workers = min(num_workers, share)
+        # each has one lane at least
+        self._start = StreamStart()
+
+    def __len__(self) -> int:
+        return self._num_batches
+
+    def __iter__(self) -> Iterator[Sample]:
+        dataset = StreamedBatches(self._make_reader, self._lanes, self._ramp, self._num_batches, self._start)
+        loader = DataLoader(
+            dataset,
+            batch_size=None,
+            num_workers=self._num_workers,
+            # From which torch draws a seed for workers whenever they begin: the default one shall not notice.
+            generator=torch.Generator(),
+        )
+        parts = iter(loader)
+        for _ in range(self._num_batches):
+            found = [next(parts) for _ in range(max(self._num_workers, 1))]
+            states = tuple(state for _, state in found if state is not None)
+            consumed = self._start.consumed_samples
+            self._start = StreamStart(
+                state_samples=consumed if states else self._start.state_samples,
+                states=states or self._start.states,
+                consumed_samples=consumed + self._ramp.size_at(consumed),
+            )
+            yield collate_tokens([sample for samples, _ in found for sample in samples])
+
+    def state_dict(self) -> dict[str, Any]:
+        start = self._start
+        return {
+            "consumed_samples": start.consumed_samples,
+            "state_samples": start.state_samples,
+            "states": list(start.states),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        _require_of_stream(state)
+        self._start = StreamStart(
+            state_samples=state["state_samples"],
+            states=tuple(state["states"]),
+            consumed_samples=state["consumed_samples"],
+        )
+
+    def merged_state(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The state that every replica goes on from, of those of all replicas when they were saved."""
+        for state in states:
+            _require_of_stream(state)
+        # Those that go on from a checkpoint and have taken no state since all have what it held.
+        of_lanes = {tuple(part["lanes"]): part for state in states for part in state["states"]}
+        return {**states[0], "states": list(of_lanes.values())}
+
+
+def _require_of_stream(state: Mapping[str, Any]) -> None:
+    if "states" not in state:
+        raise ConfigurationError(
+            [
+                "the checkpoint is of a run whose text did not stream, and has no place in a stream; resume it without"
+                " streaming, or start anew from its weights"
+            ]
+        )

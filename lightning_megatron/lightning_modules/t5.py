@@ -1,0 +1,98 @@
+"""`T5Module`: a T5 that pre-trains, validates and answers under any strategy."""
+
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.context.documents import NO_DOCUMENT
+from lightning_megatron.lightning_modules.adamw import AdamWConfig
+from lightning_megatron.lightning_modules.pretrain import Batch
+from lightning_megatron.lightning_modules.writing import WritingModule
+from lightning_megatron.models.sampling import GenerationConfig
+from lightning_megatron.models.t5 import T5Config, T5Model
+from lightning_megatron.models.t5_cost import training_flops
+from lightning_megatron.models.t5_generation import generate_t5
+from lightning_megatron.trainer.loading import rebuilt
+
+_ADAMW = AdamWConfig()
+_GENERATION = GenerationConfig()
+_INPUTS = ("encoder_tokens", "decoder_tokens", "labels", "loss_mask")
+_BOUNDS = ("encoder_padding_mask", "encoder_segments", "decoder_segments")
+
+
+class T5Module(WritingModule):
+    """Text to text. A batch holds `encoder_tokens` [batch, encoder sequence], `decoder_tokens`, `labels` and
+    `loss_mask`, each [batch, decoder sequence]; and where there is padding, or rows hold several documents,
+    `encoder_padding_mask`, or `encoder_segments` and `decoder_segments`.
+
+    Prediction takes batches of `tokens`, which the encoder reads, and `decoder_tokens` [batch, 1 or more], with which
+    answers begin, and returns what the decoder writes behind them, up to the end of the text. A batch of texts that are
+    filled up to one length says their `lengths` [batch]; `samples` [batch] are their numbers among all, which name the
+    draws.
+    """
+
+    model: T5Model | None
+
+    def __init__(
+        self, config: T5Config, optimizer: AdamWConfig = _ADAMW, generation: GenerationConfig = _GENERATION
+    ) -> None:
+        self.config: T5Config = rebuilt(T5Config, config)
+        super().__init__(optimizer, generation, config=self.config)
+
+    def _build(self) -> T5Model:
+        return T5Model(self.config)
+
+    def forward(
+        self,
+        encoder_tokens: Tensor,
+        decoder_tokens: Tensor,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        **bounds: Tensor,
+    ) -> Tensor:
+        """The loss with labels, else logits [batch, decoder sequence, vocab_size]."""
+        assert self.model is not None, "configure_model builds the model; Trainer calls it"
+        output: Tensor = self.model(encoder_tokens, decoder_tokens, labels=labels, loss_mask=loss_mask, **bounds)
+        return output
+
+    def _loss(self, batch: Batch) -> Tensor:
+        bounds = {name: batch[name] for name in _BOUNDS if name in batch}
+        loss: Tensor = self(*(batch[name] for name in _INPUTS), **bounds)
+        return loss
+
+    def _write(self, batch: Batch, generation: GenerationConfig, samples: Tensor) -> list[Tensor]:
+        assert self.model is not None, "configure_model builds the model; Trainer calls it"
+        begun = batch["decoder_tokens"]
+        rows = generate_t5(
+            self.model, batch["tokens"], begun, generation, lengths=batch.get("lengths"), samples=samples
+        )
+        return [row[begun.shape[1] :] for row in rows]
+
+    def batch_tokens(self, batch: Batch) -> int:
+        """Tokens that a training step on the batch goes through, of both stacks, without padding."""
+        return sum(n * (read + told) for (read, told), n in _lengths(batch).items())
+
+    def batch_flops(self, batch: Batch) -> float:
+        """Model FLOPs of a training step on the batch; `t5_cost.training_flops` says by which convention."""
+        return sum(
+            training_flops(self.config, batch=n, sequence=read, decoder_sequence=told)
+            for (read, told), n in _lengths(batch).items()
+        )
+
+
+def _lengths(batch: Batch) -> Counter[tuple[int, int]]:
+    """How many documents of a batch have how many tokens of the encoder and of the decoder."""
+    rows, width = batch["encoder_tokens"].shape
+    decoder_width = batch["decoder_tokens"].shape[1]
+    if "encoder_padding_mask" in batch:
+        return Counter((int(num), decoder_width) for num in batch["encoder_padding_mask"].bool().sum(dim=1))
+    if "encoder_segments" not in batch:
+        return Counter({(width, decoder_width): rows})
+    sizes: list[Counter[tuple[int, int]]] = []
+    # of each stack the tokens of a document, by its row and number
+    for name in ("encoder_segments", "decoder_segments"):
+        segments = batch[name].cpu()
+        numbered = torch.nonzero(segments != NO_DOCUMENT)[:, 0].tolist(), segments[segments != NO_DOCUMENT].tolist()
+        sizes.append(Counter(zip(*numbered, strict=True)))
+    return Counter((sizes[0][document], sizes[1][document]) for document in sizes[0].keys() | sizes[1].keys())

@@ -1,0 +1,158 @@
+"""`T5DataModule`: pieces of text with spans taken out, which a T5 is to tell."""
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_megatron.data import (
+    BatchRamp,
+    MegatronCorpus,
+    SpanCorruption,
+    T5Pieces,
+    TokenCorpus,
+    Tokenizer,
+    load_tokenizer,
+    prepare_corpus,
+    sentinels,
+    special_tokens,
+)
+from lightning_megatron.data.special_tokens import SENTINEL
+from lightning_megatron.lightning_modules.data_module import Samples
+from lightning_megatron.lightning_modules.loaders import Sample, prompt_loader
+from lightning_megatron.lightning_modules.text_data import TextDataModule
+from lightning_megatron.lightning_modules.text_sources import BlendSource
+
+_PADDING = "<pad>"
+
+
+class T5DataModule(TextDataModule):
+    """Batches of `encoder_tokens` and `encoder_segments` [global_batch_size / replicas, sequence_length], and of
+    `decoder_tokens`, `decoder_segments`, `labels` and `loss_mask`, each [.., decoder_sequence_length].
+
+    Sources, tokenizer and what is held out are those of TextDataModule. Each document is cut into pieces, which the
+    encoder reads with spans taken out, about `share` of the tokens, and the decoder tells; a span ends behind each of
+    its tokens with `stop_chance`, and with `longest_span` at the latest. An epoch has every piece once, in an order of
+    its own and with other spans. Token files are taken as they are, and should have no ends of text, of which each
+    sample has its own. A tokenizer must have padding, which starts the decoder, and sentinels; one that is trained here
+    has 100.
+
+    `prompts` are what the encoder reads in prediction; sentinels in them, written as `<extra_id_0>` and on, are gaps.
+    """
+
+    special_tokens: ClassVar[tuple[str, ...]] = (_PADDING, *(SENTINEL.format(i) for i in range(100)))
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        sequence_length: int,
+        decoder_sequence_length: int,
+        global_batch_size: int,
+        path: str | None = None,
+        dataset: str | None = None,
+        text_column: str = "text",
+        blend: list[BlendSource] | None = None,
+        epoch_samples: int = 0,
+        tokenizer: str | None = None,
+        share: float = 0.15,
+        stop_chance: float = 0.2,
+        longest_span: int = 10,
+        validation_fraction: float = 0.02,
+        validation_path: str | None = None,
+        document_split: str | None = None,
+        batch_ramp: BatchRamp | None = None,
+        prompts: list[str] | None = None,
+        num_workers: int = 0,
+        seed: int = 0,
+        cache_directory: str = "runs/data",
+    ) -> None:
+        super().__init__(
+            vocab_size=vocab_size,
+            sequence_length=sequence_length,
+            global_batch_size=global_batch_size,
+            path=path,
+            dataset=dataset,
+            text_column=text_column,
+            blend=blend,
+            epoch_samples=epoch_samples,
+            tokenizer=tokenizer,
+            validation_fraction=validation_fraction,
+            validation_path=validation_path,
+            document_split=document_split,
+            batch_ramp=batch_ramp,
+            prompts=prompts,
+            num_workers=num_workers,
+            seed=seed,
+            cache_directory=cache_directory,
+        )
+        self.decoder_sequence_length = decoder_sequence_length
+        self.share = share
+        self.stop_chance = stop_chance
+        self.longest_span = longest_span
+
+    def faults(self) -> list[str]:
+        faults = super().faults()
+        try:
+            # Which tokens they are changes nothing of what is wrong.
+            self._corruption((2,), padding=0, end=1)
+        except ValueError as error:
+            told = str(error).replace("encoder_length", "sequence_length")
+            faults += told.replace("decoder_length", "decoder_sequence_length").split("; ")
+        return faults
+
+    def _corruption(self, named: tuple[int, ...], *, padding: int, end: int) -> SpanCorruption:
+        return SpanCorruption(
+            sentinels=named,
+            start_token=padding,
+            end_token=end,
+            padding_token=padding,
+            encoder_length=self.sequence_length,
+            decoder_length=self.decoder_sequence_length,
+            share=self.share,
+            stop_chance=self.stop_chance,
+            longest_span=self.longest_span,
+        )
+
+    def _tokenizer_faults(self) -> list[str]:
+        faults = super()._tokenizer_faults()
+        if faults or self.tokenizer_path is None:
+            return faults
+        tokenizer = load_tokenizer(self.tokenizer_path)
+        for look in (_padding_of, sentinels):
+            try:
+                look(tokenizer)
+            except ValueError as error:
+                faults.append(str(error))
+        return faults
+
+    def _samples(self, documents: Any, tokenizer: Tokenizer) -> Samples:
+        # Both texts of a sample have an end of their own.
+        prefix = prepare_corpus(documents, tokenizer, self.cache_directory, has_ends=False)
+        return self._pieces(MegatronCorpus(prefix), tokenizer)
+
+    def _token_samples(self, prefix: Path, documents: tuple[int, int], tokenizer: Tokenizer | None) -> Samples:
+        if tokenizer is None:
+            raise ValueError(
+                f"path ({prefix}) leads to token files; give the tokenizer, which says what the sentinels are"
+            )
+        return self._pieces(MegatronCorpus(prefix, documents), tokenizer)
+
+    def _pieces(self, corpus: TokenCorpus, tokenizer: Tokenizer) -> Samples:
+        corruption = self._corruption(sentinels(tokenizer), padding=_padding_of(tokenizer), end=tokenizer.end_of_text)
+        pieces = T5Pieces(corpus, corruption, seed=self.seed)
+        return Samples(dataset=pieces, count=len(pieces), is_new_each_epoch=True)
+
+    def predict_dataloader(self) -> DataLoader[Sample]:
+        """What the encoder reads, with its end, and `decoder_tokens` [batch, 1] that start each answer."""
+        assert self.tokenizer is not None, "setup comes first; Trainer calls it"
+        spelled = self.tokenizer.encode_spelled(self.prompts)
+        read = [torch.tensor([*ids, self.tokenizer.end_of_text]) for ids, _ in spelled]
+        start = {"decoder_tokens": torch.tensor([_padding_of(self.tokenizer)])}
+        return prompt_loader(read, self.global_batch_size, self._replica, [start] * len(read))
+
+
+def _padding_of(tokenizer: Tokenizer) -> int:
+    """The padding token, with which a T5's decoder starts too."""
+    return special_tokens(tokenizer, ("padding",))["padding"]

@@ -1,0 +1,322 @@
+"""`TextDataModule`: what ready data modules of text share, from documents and a tokenizer to samples of a subclass."""
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_megatron.comm.rng import key
+from lightning_megatron.data import (
+    BatchRamp,
+    Blend,
+    BlendedPasses,
+    BlendedSamples,
+    Tokenizer,
+    load_tokenizer,
+    split_documents,
+    train_tokenizer,
+)
+from lightning_megatron.data.sources import corpus_fingerprint, joined_documents
+from lightning_megatron.data.tokenizer import SMALLEST_VOCABULARY
+from lightning_megatron.lightning_modules.data_module import ReplicaDataModule, Samples
+from lightning_megatron.lightning_modules.loaders import Sample, prompt_loader
+from lightning_megatron.lightning_modules.text_sources import (
+    BlendSource,
+    ReadSource,
+    blend_faults,
+    split_bounds,
+    split_faults,
+)
+from lightning_megatron.trainer.config import ConfigurationError
+
+
+class TextDataModule(ReplicaDataModule):
+    """Samples of text, which a subclass makes of documents and a tokenizer (`_samples`).
+
+    Text comes from `path` (a file, a directory or a pattern), from `dataset` (a name that `datasets` knows, or a local
+    one), or, where neither is given, from the source files of Python's standard library. A `path` may be the prefix of
+    Megatron's token files too, whose text is tokens already. Without `tokenizer` (a tokenizer.json, or a directory with
+    one) a byte-level one of `vocab_size` tokens is trained on the text; token files alone need none to train.
+
+    With `blend` samples come from several sources by weight. They have no end and an order that does not depend on how
+    many are taken; an epoch is `epoch_samples` of them, or as many as come before a source would begin again.
+
+    `validation_fraction` of the documents (of the samples, where there is one document) is held out for validation and
+    test: of text spread over the corpus, of token files the last ones. In its place there are `validation_path`, which
+    is read besides, and `document_split`, such as "969,30,1": the first documents for training, those behind them for
+    validation, and the last for test. What blended sources hold out is blended too.
+
+    `prompts` are the texts that prediction goes on with, `global_batch_size` at a time. What is prepared lies in
+    `cache_directory`, under names that say corpus and tokenizer.
+    """
+
+    special_tokens: ClassVar[tuple[str, ...]] = ()
+    # of a tokenizer that is trained here, beside the end of text
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        sequence_length: int,
+        global_batch_size: int,
+        path: str | None = None,
+        dataset: str | None = None,
+        text_column: str = "text",
+        blend: list[BlendSource] | None = None,
+        epoch_samples: int = 0,
+        tokenizer: str | None = None,
+        validation_fraction: float = 0.02,
+        validation_path: str | None = None,
+        document_split: str | None = None,
+        batch_ramp: BatchRamp | None = None,
+        prompts: list[str] | None = None,
+        num_workers: int = 0,
+        seed: int = 0,
+        cache_directory: str = "runs/data",
+    ) -> None:
+        super().__init__(global_batch_size=global_batch_size, num_workers=num_workers, seed=seed, batch_ramp=batch_ramp)
+        self.vocab_size = vocab_size
+        self.sequence_length = sequence_length
+        self.path = path
+        self.dataset = dataset
+        self.text_column = text_column
+        self.blend = blend
+        self.epoch_samples = epoch_samples
+        self.validation_path = validation_path
+        self.document_split = document_split
+        self.tokenizer_path = tokenizer
+        self.validation_fraction = validation_fraction
+        self.prompts = prompts or []
+        self.cache_directory = Path(cache_directory)
+        self.tokenizer: Tokenizer | None = None
+        # there from `setup` on, but for token files alone
+        self._tested: Samples | None = None
+        # for test, where there are others than for validation
+
+    @property
+    def _sources(self) -> list[BlendSource]:
+        if self.blend is not None:
+            return self.blend
+        return [BlendSource(weight=1.0, path=self.path, dataset=self.dataset, text_column=self.text_column)]
+
+    @property
+    def _validation_source(self) -> BlendSource:
+        return BlendSource(weight=1.0, path=self.validation_path, text_column=self.text_column)
+
+    @property
+    def _has_text(self) -> bool:
+        """Whether any of the sources is to be tokenized."""
+        return not all(source.has_tokens for source in self._sources)
+
+    def faults(self) -> list[str]:
+        faults = super().faults()
+        if self.sequence_length < 1:
+            faults.append(f"sequence_length ({self.sequence_length}) must be at least 1")
+        if not 0 <= self.validation_fraction < 1:
+            faults.append(f"validation_fraction ({self.validation_fraction}) must be at least 0 and below 1")
+        return faults + self._source_faults() + self._tokenizer_faults()
+
+    def _source_faults(self) -> list[str]:
+        if self.blend is None:
+            faults = self._sources[0].faults()
+        else:
+            faults = blend_faults(self.blend)
+            if self.path is not None or self.dataset is not None:
+                faults.append("blend is given beside path or dataset; give these as one of its sources")
+        if self.epoch_samples < 0 or (self.epoch_samples and not self._has_free_epochs):
+            faults.append(
+                f"epoch_samples ({self.epoch_samples}) must be at least 0, and is for what has no end of its own, as a"
+                " blend; of one source all samples are an epoch: leave it out"
+            )
+        if self.validation_path is not None:
+            faults += [f"validation_path: {fault}" for fault in self._validation_source.faults()]
+        if self.document_split is not None:
+            faults += split_faults(self.document_split)
+            if self.validation_path is not None:
+                faults.append("document_split and validation_path both say what is held out; leave one of them out")
+        return faults
+
+    @property
+    def _has_free_epochs(self) -> bool:
+        return self.blend is not None
+
+    def _tokenizer_faults(self) -> list[str]:
+        if self.tokenizer_path is None:
+            read = [*self._sources, *([self._validation_source] if self.validation_path is not None else [])]
+            if len({source.has_tokens for source in read}) > 1:
+                return [
+                    "token files beside text need the tokenizer that they were made with: one that is trained here"
+                    " gives other numbers to the same words; give it as tokenizer"
+                ]
+            if not self._has_text:
+                return []
+            smallest = SMALLEST_VOCABULARY + len(self.special_tokens)
+            if self.vocab_size >= smallest:
+                return []
+            others = f" and {len(self.special_tokens)} special tokens" if self.special_tokens else ""
+            return [
+                f"vocab_size ({self.vocab_size}) must be at least {smallest} for a tokenizer to be trained: "
+                f"the 256 bytes, the end of text{others}; raise it, or give a tokenizer"
+            ]
+        try:
+            needed = load_tokenizer(self.tokenizer_path).vocab_size
+        except ValueError as error:
+            return [str(error)]
+        if needed <= self.vocab_size:
+            return []
+        return [
+            f"vocab_size ({self.vocab_size}) must be at least that of the tokenizer ({self.tokenizer_path}), {needed}"
+        ]
+
+    def setup(self, stage: str) -> None:
+        if stage == "predict" and not self.prompts:
+            raise ConfigurationError(
+                [
+                    "there are no prompts to predict from; give some, as --data.prompts '[\"Who are you?\"]' or "
+                    f'{type(self).__name__}(prompts=["Who are you?"])'
+                ]
+            )
+        if stage == "predict" and self.tokenizer_path is None and not self._has_text:
+            raise ConfigurationError(["token files alone say no text of a token; give the tokenizer to predict"])
+        super().setup(stage)
+
+    def _prepare(self) -> tuple[Samples | None, Samples | None]:
+        if self.tokenizer_path is not None:
+            self.tokenizer = load_tokenizer(self.tokenizer_path)
+            if self._only_predicts:
+                return None, None
+        sources = [source for source in self._sources if source.weight > 0]
+        read = [source.read(self.cache_directory / "documents") for source in sources]
+        if faults := [fault for one in read for fault in one.token_faults(self.vocab_size)]:
+            raise ConfigurationError(faults)
+        if self.tokenizer is None and (texts := [one.documents for one in read if one.corpus is None]):
+            self.tokenizer = self._tokenizer_for(joined_documents(texts))
+        if self._only_predicts:
+            return None, None
+        parts = [self._cut(one) for one in read]
+        self._tested = self._blended([test for _, _, test in parts])
+        if self.blend is None:
+            [(training, held_out, _)] = parts
+        else:
+            training = self._blended_training([part for part, _, _ in parts])
+            held_out = self._blended([part for _, part, _ in parts])
+        return training, held_out if self.validation_path is None else self._validation()
+
+    def _validation(self) -> Samples:
+        assert self.validation_path is not None
+        read = self._validation_source.read(self.cache_directory / "documents")
+        if faults := read.token_faults(self.vocab_size):
+            raise ConfigurationError(faults)
+        return self._samples_between(read, 0, read.num_documents)
+
+    def _cut(self, read: ReadSource) -> tuple[Samples, Samples | None, Samples | None]:
+        """What of a source is for training, for validation and for test alone."""
+        count, fraction = read.num_documents, self.validation_fraction
+        if self.document_split is not None:
+            ends = split_bounds(self.document_split, count)
+            training, held_out, tested = (
+                self._samples_between(read, first, last) if last > first else None
+                for first, last in zip([0, *ends], ends, strict=False)
+            )
+            if training is None:
+                raise ValueError(f"document_split ({self.document_split}) leaves none of {count} documents to train on")
+            return training, held_out, tested
+        if self.validation_path is not None or fraction == 0:
+            return self._samples_between(read, 0, count), None, None
+        if count == 1:
+            # One document alone cannot be held out.
+            return *self._samples_between(read, 0, 1).cut(fraction), None
+        if read.corpus is None:
+            kept, held = split_documents(read.documents, fraction)
+            return self._text_samples(kept), self._text_samples(held), None
+        num_kept = count - min(max(1, round(count * fraction)), count - 1)
+        return self._samples_between(read, 0, num_kept), self._samples_between(read, num_kept, count), None
+
+    def _samples_between(self, read: ReadSource, first: int, last: int) -> Samples:
+        """Those of the documents from `first` to before `last`."""
+        if read.corpus is not None:
+            return self._token_samples(Path(read.corpus.prefix), (first, last), self.tokenizer)
+        is_all = (first, last) == (0, read.num_documents)
+        return self._text_samples(read.documents if is_all else read.documents.select(range(first, last)))
+
+    def _text_samples(self, documents: Any) -> Samples:
+        assert self.tokenizer is not None, "there is one as soon as there is text"
+        return self._samples(documents, self.tokenizer)
+
+    def _samples(self, documents: Any, tokenizer: Tokenizer) -> Samples:
+        """The samples that documents make; makes what is not in the cache yet."""
+        raise NotImplementedError
+
+    def _token_samples(self, prefix: Path, documents: tuple[int, int], tokenizer: Tokenizer | None) -> Samples:
+        """The samples of token files, of the documents from the first to before the second number."""
+        raise ValueError(f"{type(self).__name__} makes its samples of text, and path ({prefix}) leads to token files")
+
+    # --- blending ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _weights(self) -> list[float]:
+        return [source.weight for source in self._sources if source.weight > 0]
+
+    def _blended_training(self, parts: list[Samples]) -> Samples:
+        """Passes over the sources without an end."""
+        sources = [part.passes(seed=key(self.seed, "source", number)) for number, part in enumerate(parts)]
+        blended = BlendedPasses(sources, self._weights)
+        counts = [part.count for part in parts]
+        count = self.epoch_samples or max(blended.blend.most_samples(counts), 1)
+        names = [str(source) for source in self._sources if source.weight > 0]
+        shares = ", ".join(
+            f"{share:.1%} of {name} ({size} samples{f'; {part.told}' if part.told else ''})"
+            for share, name, size, part in zip(blended.blend.shares, names, counts, parts, strict=True)
+        )
+        return Samples(dataset=blended, count=count, told=f"{shares}; an epoch is {count} samples", is_endless=True)
+
+    def _blended(self, parts: list[Samples | None]) -> Samples | None:
+        """As many of the sources' samples as can be blended without taking one twice."""
+        found = [part for part in parts if part is not None]
+        if not found:
+            return None
+        if len(found) < len(parts):
+            raise ValueError(
+                "of the blend some sources have documents to hold out and others have none; give them more"
+            )
+        if len(found) == 1:
+            return found[0]
+        counts = [part.count for part in found]
+        count = Blend(self._weights).most_samples(counts)
+        if count == 0:
+            raise ValueError(f"what the sources of the blend hold out ({counts} samples) is too little to be blended")
+        sized = [part.part(0, part.count).dataset for part in found]
+        return Samples(dataset=BlendedSamples(sized, self._weights, count), count=count, is_ordered=True)
+
+    def test_dataloader(self) -> list[DataLoader[Sample]]:
+        """That for validation, unless documents are set apart for test."""
+        return self._evaluation_loaders(self._tested) if self._tested is not None else self.val_dataloader()
+
+    def _tokenizer_for(self, documents: Any) -> Tokenizer:
+        if self.tokenizer_path is not None:
+            return load_tokenizer(self.tokenizer_path)
+        others = hashlib.sha256(repr(self.special_tokens).encode()).hexdigest()[:8] if self.special_tokens else "plain"
+        name = f"tokenizer-{corpus_fingerprint(documents)}-{self.vocab_size}-{others}.json"
+        path = self.cache_directory / name
+        if path.is_file():
+            return load_tokenizer(path)
+        return train_tokenizer(documents["text"], self.vocab_size, path, self.special_tokens)
+
+    def text_of(self, ids: Sequence[int]) -> str:
+        """How a row of tokens is shown."""
+        assert self.tokenizer is not None, "setup comes first; Trainer calls it"
+        return self.tokenizer.decode(ids)
+
+    @property
+    def _documents_cache(self) -> Path | None:
+        # A named dataset may lie in the cache of `datasets` already.
+        return self.cache_directory / "documents" if self.dataset is None else None
+
+    def predict_dataloader(self) -> DataLoader[Sample]:
+        assert self.tokenizer is not None, "setup comes first; Trainer calls it"
+        # An empty prompt starts where a document would.
+        ids = [encoded or [self.tokenizer.end_of_text] for encoded in self.tokenizer.encode(self.prompts)]
+        return prompt_loader([torch.tensor(prompt) for prompt in ids], self.global_batch_size, self._replica)

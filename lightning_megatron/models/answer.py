@@ -1,0 +1,60 @@
+"""What a call of a T5 is told that shall say what follows each row of the decoder, beside what was kept for it.
+
+    call 1         the encoder runs; each decoder layer keeps keys and values of its output (`memory`), and of the own
+                   first tokens
+    calls 2, ...   the decoder's new tokens alone
+
+Every rank of cp works on all of the decoder's tokens: there are few. The encoder is cut over cp as in training, its
+rows without their padding in one row; what a rank keeps are the tokens that it computed.
+
+B samples, N rows of this rank's part of the encoder's stream, C columns that this rank keeps.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.context.cache import KeyValueCache
+from lightning_megatron.context.documents import Documents
+from lightning_megatron.context.layout import PADDING
+from lightning_megatron.transformer.continuation import Continuation
+from lightning_megatron.transformer.cross_attention import KeptMemory
+from lightning_megatron.transformer.tokens import Tokens
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Answer(Continuation):
+    """Asks for logits [B, V] of what follows each row of the decoder's tokens.
+
+    Of its `cache`, that of self-attention, no call is cut over cp.
+    """
+
+    memory: KeyValueCache
+    # of cross attention: tokens of the encoder
+
+
+def kept_memory(answer: Answer, decoder: Tokens, encoder: Tokens | None, documents: Documents | None) -> KeptMemory:
+    """Where cross attention keeps what it makes of the encoder's stream, and reads it; no `encoder`: it was kept."""
+    assert decoder.past is not None
+    queries_BN = decoder.past.query_positions_BN
+    if encoder is None or documents is None:
+        return KeptMemory(answer.memory.read(answer.rows, queries_BN), queries_BN.new_empty(0))
+    own_BC, positions_BC = _by_sample(encoder, documents)
+    call = answer.memory.open(answer.rows, positions_BC)
+    return KeptMemory(replace(call, query_positions_BN=queries_BN, seen={}), own_BC)
+
+
+def _by_sample(encoder: Tokens, documents: Documents) -> tuple[Tensor, Tensor]:
+    """For each sample where in this rank's stream its tokens are, and their positions: [B, C] each, -1 for none."""
+    batch, sequence = encoder.shape
+    places_N = encoder.layout.places(encoder.context.rank).to(encoder.device)
+    own = torch.nonzero(places_N != PADDING).flatten()
+    samples, positions = documents.rows_X[places_N[own]], documents.positions_X[places_N[own]]
+    # They come sample after sample.
+    columns = torch.arange(len(own), device=encoder.device) - torch.searchsorted(samples, samples)
+    # As many for any samples of this width: microbatches keep theirs side by side.
+    shape = (batch, -(-sequence // encoder.layout.outer))
+    own_BC, positions_BC = (torch.full(shape, PADDING, device=encoder.device) for _ in range(2))
+    own_BC[samples, columns], positions_BC[samples, columns] = own, positions
+    return own_BC, positions_BC

@@ -1,0 +1,295 @@
+"""BERT: an encoder that sees both ways, as parts `embedding`, `layers.0` and on, `head`; pre-norm layers have a
+`final_norm` before the head.
+
+Between parts, and between stages, travels the residual stream [T/sp, H]; what else a part needs (`Inputs`) every stage
+makes from the caller's inputs by itself. Padding behind the tokens of a row is left out: each row is a document.
+
+Source: Devlin et al., arXiv 1810.04805; sentence order: Lan et al., arXiv 1909.11942, section 3.1.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.comm.p2p import Payload
+from lightning_megatron.context.documents import NO_DOCUMENT, Documents, documents_of
+from lightning_megatron.context.layout import require_even
+from lightning_megatron.mesh import Mesh, ambient_mesh
+from lightning_megatron.models.bert_embedding import BertEmbedding
+from lightning_megatron.models.bert_heads import BertHead, SampleTargets
+from lightning_megatron.models.embedding import build_token_embedding
+from lightning_megatron.models.heads import Targets, targets_of
+from lightning_megatron.pipeline.layout import layout_faults as stage_faults
+from lightning_megatron.pipeline.module import Part, PipelineModule
+from lightning_megatron.tensor.cross_entropy import IGNORED
+from lightning_megatron.transformer import cost
+from lightning_megatron.transformer.config import LanguageModelConfig, layout_faults
+from lightning_megatron.transformer.init import initialise
+from lightning_megatron.transformer.layer import TransformerLayer, build_norm
+from lightning_megatron.transformer.post_norm_layer import PostNormLayer
+from lightning_megatron.transformer.tokens import Tokens, stream_of
+
+NormPlacement = Literal["post", "pre"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertConfig(LanguageModelConfig):
+    """The architecture of a BERT: Google's by default; Megatron's with pre-norm layers and no norm of the embedding."""
+
+    norm_epsilon: float = 1e-12
+    # added to the variance (or mean square) under the root
+    max_sequence_length: int = 512
+    # positions of a learned embedding, in tokens
+    norm_placement: NormPlacement = "post"
+    # norms stand behind each half of a layer, or before it and behind the last layer
+    embedding_norm: bool = True
+    # the sum of the embeddings is normed
+    num_token_types: int = 2
+    # rows of the token type embedding; 0: there is none
+    add_binary_head: bool = True
+    # beside the head of masked tokens there is one that says in which order the two parts of a sample were
+
+    def faults(self) -> list[str]:
+        faults = super().faults()
+        if self.norm_placement not in ("post", "pre"):
+            faults.append(f"norm_placement ({self.norm_placement!r}) must be one of 'post', 'pre'")
+        if self.num_token_types < 0:
+            faults.append(f"num_token_types ({self.num_token_types}) must be at least 0; 0 is no embedding of types")
+        if self.is_gated:
+            faults.append(f"activation ({self.activation!r}) must be 'gelu' or 'gelu_tanh': BERT's head has no gate")
+        if self.moe is not None:
+            faults.append(f"moe ({self.moe.router.num_experts} experts) must be None: BERT's layers are dense")
+        if self.sliding_window:
+            faults.append(f"sliding_window ({self.sliding_window}) must be 0: a window is one of causal attention")
+        return faults
+
+
+class BertLogits(NamedTuple):
+    """What BERT says of a batch."""
+
+    tokens: Tensor
+    # [batch, sequence, vocab_size]; 0 where there is padding
+    sentence_order: Tensor | None
+    # [batch, 2], 0 of a sample without tokens; none where there is no binary head
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What the parts of a call read beside the hidden states."""
+
+    tokens: Tokens
+    types_T: Tensor
+    # int64: of the tokens of the stream
+    targets: Targets | None
+    # none: the caller wants logits
+    samples: SampleTargets | None
+    # the same of the binary head, where there is one
+
+
+class BertModel(PipelineModule):
+    """A BERT of which this rank holds its stage and its slice of each weight.
+
+    Called with labels it returns the loss: the mean over tokens that have a label and are not masked out, and with
+    sentence_order_labels on top a mean over samples, in which each weighs as its labels do (see `bert_heads`, Note: a
+    sample weighs its targets). `loss_weight` then says over how many tokens. Without labels it returns `BertLogits`.
+    Either is that of the whole call, on every rank of tp and cp: they take the same inputs, and cut them by themselves.
+    Raises ValueError where the architecture does not fit the mesh.
+    """
+
+    cuts_sequences = True
+
+    def __init__(self, config: BertConfig, *, mesh: Mesh | None = None, seed: int | None = None) -> None:
+        mesh = mesh if mesh is not None else ambient_mesh()
+        sizes = mesh.sizes
+        faults = layout_faults(config, sizes)
+        faults += stage_faults(config.num_layers, True, True, sizes.num_stages, sizes.stage_layout)
+        if faults:
+            raise ValueError("\n".join(faults))
+        super().__init__(bert_parts(config, mesh), mesh=mesh, seed=seed)
+        self.config = config
+        initialise(self, self.draws.seed)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        token_types: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        sentence_order_labels: Tensor | None = None,
+    ) -> Tensor | BertLogits:
+        """The loss [] with labels, else logits.
+
+        tokens, labels (-100: no target), loss_mask, token_types (0 where not given) and padding_mask are [batch,
+        sequence]. padding_mask is 1 where there is a token and 0 for the padding behind the tokens of a row, which
+        nothing sees and which counts nothing. sentence_order_labels [batch] are 0 or 1, -100 where there is no target.
+        """
+        output: Tensor | BertLogits = super().forward(
+            tokens,
+            labels=labels,
+            loss_mask=loss_mask,
+            token_types=token_types,
+            padding_mask=padding_mask,
+            sentence_order_labels=sentence_order_labels,
+        )
+        return output
+
+    def prepare(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        token_types: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        sentence_order_labels: Tensor | None = None,
+    ) -> tuple[Tensor, Inputs]:
+        of_tokens = {"labels": labels, "loss_mask": loss_mask, "token_types": token_types, "padding_mask": padding_mask}
+        _require_shapes(tokens, of_tokens, sentence_order_labels)
+        self._require_known(token_types, sentence_order_labels)
+        is_token_BS = None if padding_mask is None else padding_mask != 0
+        documents = None if is_token_BS is None else _rows_of(is_token_BS)
+        self._require_length(tokens.shape[1] if documents is None else max(documents.lengths, default=0))
+        if documents is None and self.training and not self.mesh.sizes.pads_uneven:
+            # Of attention that sees both ways each rank has one part.
+            require_even((tokens.shape[1],), outer=1, inner=self.mesh.cp.size)
+        stream = stream_of(
+            (tokens.shape[0], tokens.shape[1]),
+            config=self.config,
+            mesh=self.mesh,
+            draws=self.draws,
+            device=tokens.device,
+            documents=documents,
+            group=self.context_group,
+            is_causal=False,
+        )
+        targets = samples = None
+        if labels is not None:
+            labels = labels if is_token_BS is None else labels.masked_fill(~is_token_BS, IGNORED)
+            targets = targets_of(labels, loss_mask, stream)
+            if self.config.add_binary_head:
+                samples = _sample_targets(sentence_order_labels, targets)
+        self.loss_weight = None if targets is None else targets.sum_of_weights
+        types = torch.zeros_like(tokens) if token_types is None else token_types
+        return stream.flat(tokens), Inputs(tokens=stream, types_T=stream.flat(types), targets=targets, samples=samples)
+
+    def run_part(self, name: str, hidden: Payload, context: Inputs) -> Tensor | BertLogits:
+        assert isinstance(hidden, Tensor)
+        module = self.get_submodule(name)
+        if isinstance(module, BertHead):
+            return self._finish(module, hidden, context)
+        if isinstance(module, BertEmbedding):
+            embedded: Tensor = module(hidden, context.types_T, context.tokens)
+            return embedded
+        output: Tensor = module(hidden) if name == "final_norm" else module(hidden, context.tokens)
+        return output
+
+    def _finish(self, head: BertHead, hidden: Tensor, context: Inputs) -> Tensor | BertLogits:
+        """The loss, or logits."""
+        tied, own = "embedding.tokens.weight", "head.masked_tokens.weight"
+        weight = self.get_parameter(tied if self.config.tie_embeddings else own)
+        of_tokens, of_samples, stream = head.masked_tokens, head.sentence_order, context.tokens
+        logits = of_tokens(hidden, weight)
+        if context.targets is None:
+            order = None if of_samples is None else of_samples.full_logits(hidden, stream)
+            return BertLogits(of_tokens.full_logits(logits, stream), order)
+        added = None
+        if of_samples is not None:
+            assert context.samples is not None
+            added = of_samples.loss_sum(hidden, context.samples, stream)
+        self.tallies = of_tokens.tallies(logits, context.targets, stream)
+        return of_tokens.loss(logits, context.targets, stream, of_samples=added)
+
+    def _require_known(self, token_types: Tensor | None, sentence_order_labels: Tensor | None) -> None:
+        """Raises ValueError for inputs that this architecture has no use for."""
+        if token_types is not None and not self.config.num_token_types:
+            raise ValueError("token_types are given, and num_token_types (0) says that there are none; leave them out")
+        if sentence_order_labels is not None and not self.config.add_binary_head:
+            raise ValueError(
+                "sentence_order_labels are given, and the model has no binary head to learn them; leave them out, or "
+                "build it with BertConfig(add_binary_head=True)"
+            )
+
+    def _require_length(self, longest: int) -> None:
+        limit = self.config.max_sequence_length
+        if self.config.position == "learned" and longest > limit:
+            raise ValueError(
+                f"a sequence of {longest} tokens must not be longer than max_sequence_length ({limit}), because "
+                "positions are learned; shorten it, or build the model with more positions"
+            )
+
+
+def _require_shapes(tokens: Tensor, of_tokens: dict[str, Tensor | None], of_samples: Tensor | None) -> None:
+    if tokens.dim() != 2 or tokens.is_floating_point():
+        raise ValueError(
+            f"tokens ({tuple(tokens.shape)} of {tokens.dtype}) must be integers of shape [batch, sequence]"
+        )
+    for name, value in of_tokens.items():
+        if value is not None and value.shape != tokens.shape:
+            raise ValueError(f"{name} {tuple(value.shape)} must have the shape of tokens {tuple(tokens.shape)}")
+    if of_samples is not None and of_samples.shape != tokens.shape[:1]:
+        raise ValueError(
+            f"sentence_order_labels {tuple(of_samples.shape)} must be one for each row of tokens: [{tokens.shape[0]}]"
+        )
+    if of_tokens["labels"] is None and (of_tokens["loss_mask"] is not None or of_samples is not None):
+        name = "sentence_order_labels" if of_samples is not None else "loss_mask"
+        raise ValueError(f"{name} needs labels: without labels there is no loss")
+
+
+def _rows_of(is_token_BS: Tensor) -> Documents:
+    """Each row as a document. Raises ValueError where padding stands before a token."""
+    torn_B = (is_token_BS[:, 1:] & ~is_token_BS[:, :-1]).any(dim=1)
+    if torn_B.any():
+        row = int(torn_B.nonzero()[0])
+        raise ValueError(
+            f"padding_mask of row {row} has padding before a token; it must be 1 for the tokens of a row and 0 for the "
+            "padding behind them: put the padding at the end"
+        )
+    return documents_of(torch.where(is_token_BS, 0, NO_DOCUMENT))
+
+
+def _sample_targets(labels_B: Tensor | None, targets: Targets) -> SampleTargets:
+    """The targets of samples, none of them where no labels are given: the binary head then has gradients of zero."""
+    weights_B = targets.weights_BS.sum(dim=1, dtype=torch.float64)
+    if labels_B is None:
+        labels_B = torch.full(weights_B.shape, IGNORED, device=weights_B.device)
+    return SampleTargets(labels_B=labels_B.long(), weights_B=weights_B)
+
+
+def bert_parts(config: BertConfig, mesh: Mesh) -> list[Part]:
+    """The parts of a BERT in order; costs are the FLOPs of a full sequence's forward."""
+    tp, sp = mesh.tp, mesh.sp
+    is_pre, sequence = config.norm_placement == "pre", config.max_sequence_length
+    kind = TransformerLayer if is_pre else PostNormLayer
+    flops = cost.layer_linear_flops(config, num_tokens=sequence) + cost.layer_attention_flops(
+        config, batch=1, sequence=sequence, is_causal=False
+    )
+    embedding = partial(
+        BertEmbedding,
+        config,
+        num_token_types=config.num_token_types,
+        has_norm=config.embedding_norm,
+        tp=tp,
+        sp=sp,
+    )
+    layers = [f"layers.{i}" for i in range(config.num_layers)]
+    norm = Part(name="final_norm", build=partial(build_norm, config, tp=tp, sp=sp), symbol="", cost=0.0)
+    token_embedding = partial(build_token_embedding, config, tp=tp, sp=sp)
+    return [
+        Part(name="embedding", build=embedding, symbol="E", cost=0.0),
+        *(
+            Part(name=name, build=partial(kind, config, tp=tp, sp=sp, name=name, is_causal=False), cost=flops)
+            for name in layers
+        ),
+        *([norm] if is_pre else []),
+        Part(
+            name="head",
+            build=partial(BertHead, config, has_sentence_order=config.add_binary_head, tp=tp, sp=sp),
+            symbol="L",
+            # The dense layer before the logits is a matrix of hidden by hidden.
+            cost=cost.head_flops(config, num_tokens=sequence) + 2 * sequence * config.hidden_size**2,
+            shares={"embedding.tokens": token_embedding} if config.tie_embeddings else {},
+        ),
+    ]

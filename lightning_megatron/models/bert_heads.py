@@ -1,0 +1,122 @@
+"""The ways out of BERT: which token stood at a place, and in which order the two parts of a sample were.
+
+Note: a sample weighs its targets. The loss is
+
+    sum over tokens of w loss  +  sum over samples of W loss          W: sum of the w of the sample's tokens
+    --------------------------------------------------------
+                     sum over tokens of w
+
+The second term is a mean over samples, each of which weighs as much as in the first. So one number, the sum of w, says
+what either is a mean over, and microbatches and replicas add up exactly.
+
+T tokens of the stream, H hidden, V vocabulary, B samples.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_megatron.comm import differentiable
+from lightning_megatron.mesh import Axis
+from lightning_megatron.models.heads import LanguageModelHead
+from lightning_megatron.sharding import Initial, shard_parameter
+from lightning_megatron.tensor.activation import activate
+from lightning_megatron.tensor.cross_entropy import IGNORED
+from lightning_megatron.tensor.linear import column_parallel_linear
+from lightning_megatron.tensor.whole_linear import WholeLinear
+from lightning_megatron.transformer.config import LanguageModelConfig
+from lightning_megatron.transformer.layer import build_norm
+from lightning_megatron.transformer.tokens import Tokens
+
+
+class MaskedTokenHead(LanguageModelHead):
+    """Dense, activation and norm before the logits of the own part of the vocabulary, which have a bias."""
+
+    def __init__(self, config: LanguageModelConfig, *, tp: Axis, sp: Axis) -> None:
+        super().__init__(config, tp=tp, sp=sp)
+        self.activation = config.activation
+        hidden = config.hidden_size
+        self.dense = WholeLinear(hidden, hidden, tp=tp, partial=sp, initial=Initial(std=config.init_std))
+        self.norm = build_norm(config, tp=tp, sp=sp)
+        self.bias = shard_parameter(
+            (config.vocab_size,), initial=Initial(), dim=0, axis=tp, multiple=config.vocab_multiple
+        )
+
+    def forward(self, hidden_TH: Tensor, weight_VH: Tensor) -> Tensor:
+        """Logits [T, V/tp] from [T/sp, H], padded columns included."""
+        hidden_TH = self.norm(activate(self.dense(hidden_TH), self.activation))
+        return column_parallel_linear(
+            hidden_TH, weight_VH, self.bias, tp=self.tp, sp=self.sp, gradients=self.weight_gradients
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleTargets:
+    """What each sample of the batch shall be told to be, and how much it counts."""
+
+    labels_B: Tensor
+    # int64: 0 or 1, -100 where there is no target
+    weights_B: Tensor
+    # of each sample's loss in the sum: those of its tokens; see Note: a sample weighs its targets
+
+
+class SentenceOrderHead(nn.Module):
+    """Two logits of each sample from its first token, through a pooler: a dense layer and tanh.
+
+    Every rank of tp does the same with the first tokens that its rank of cp holds.
+    """
+
+    def __init__(self, config: LanguageModelConfig, *, tp: Axis, sp: Axis) -> None:
+        super().__init__()
+        self.sp = sp
+        hidden, initial = config.hidden_size, Initial(std=config.init_std)
+        # Of no axis parts of a sum: the first tokens are brought to all ranks of sp.
+        self.pooler = WholeLinear(hidden, hidden, tp=tp, partial=None, initial=initial)
+        self.output = WholeLinear(hidden, 2, tp=tp, partial=None, initial=initial)
+
+    def forward(self, hidden_TH: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """Logits [B, 2] from [T/sp, H], and which samples' first tokens are this rank of cp's: bool [B]."""
+        first_BH, is_own_B = self._first_tokens(hidden_TH, tokens)
+        return self.output(self.pooler(first_BH).tanh()), is_own_B
+
+    def full_logits(self, hidden_TH: Tensor, tokens: Tokens) -> Tensor:
+        """Those of all samples on every rank of tp and cp, for ranks that all do the same with them; 0 of an empty
+        sample."""
+        logits_B2, is_own_B = self(hidden_TH, tokens)
+        own_B2 = torch.where(is_own_B.unsqueeze(1), logits_B2, 0)
+        return differentiable.reduce(differentiable.copy(own_B2, tokens.cp), tokens.cp)
+
+    def loss_sum(self, hidden_TH: Tensor, targets: SampleTargets, tokens: Tokens) -> Tensor:
+        """The weighted sum of the losses of this rank of cp's samples: []."""
+        logits_B2, is_own_B = self(hidden_TH, tokens)
+        wide = torch.promote_types(logits_B2.dtype, torch.float32)
+        losses_B = F.cross_entropy(logits_B2.to(wide), targets.labels_B, ignore_index=IGNORED, reduction="none")
+        return (losses_B * torch.where(is_own_B, targets.weights_B, 0).to(wide)).sum()
+
+    def _first_tokens(self, hidden_TH: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        """The hidden state of each sample's first token, zeros for those that other ranks of cp hold: [B, H]."""
+        batch, length = tokens.shape[0], hidden_TH.shape[0]
+        samples_B = torch.arange(batch, device=tokens.device)
+        samples_BS = torch.full(tokens.shape, -1, device=tokens.device)
+        samples_BS[:, :1] = samples_B.unsqueeze(1)
+        samples_T = tokens.flat(samples_BS, padding=-1)
+        # One more place takes all tokens that are first in nothing.
+        places = torch.full((batch + 1,), -1, device=tokens.device)
+        places[samples_T.remainder(batch + 1)] = torch.arange(len(samples_T), device=tokens.device)
+        places_B = places[:batch]
+        local_B = places_B - self.sp.rank * length
+        is_here_B = (places_B >= 0) & (local_B >= 0) & (local_B < length)
+        rows_BH = hidden_TH.index_select(0, local_B.clamp(0, length - 1))
+        first_BH = torch.where(is_here_B.unsqueeze(1), rows_BH, 0)
+        return differentiable.reduce(first_BH, self.sp), places_B >= 0
+
+
+class BertHead(nn.Module):
+    """Both heads, or that of tokens alone."""
+
+    def __init__(self, config: LanguageModelConfig, *, has_sentence_order: bool, tp: Axis, sp: Axis) -> None:
+        super().__init__()
+        self.masked_tokens = MaskedTokenHead(config, tp=tp, sp=sp)
+        self.sentence_order = SentenceOrderHead(config, tp=tp, sp=sp) if has_sentence_order else None

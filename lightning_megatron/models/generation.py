@@ -1,0 +1,205 @@
+"""Text from a language model: rows of different lengths, token by token, the same on every layout.
+
+    write         the loop: asks a `Follow` for logits, draws a token for each row that is not over, until all are
+    follow_gpt    how a GPT answers: the prompts in one call, then the new tokens alone, beside a key-value cache
+    follow_llava  the same, with the images of the prompts in the first call
+
+Every rank calls alike: a model call is a collective. What is drawn is told by one rank to those that share the row.
+A model of another kind brings its own `Follow`: what it makes once of its other inputs, it makes in the first call.
+
+B rows, L tokens of the longest row so far and room behind it, V vocabulary.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.comm import collectives
+from lightning_megatron.context.cache import KeyValueCache
+from lightning_megatron.mesh import Axis
+from lightning_megatron.models.gpt import GPTModel
+from lightning_megatron.models.images import Images, images_by_row
+from lightning_megatron.models.llava import LlavaModel
+from lightning_megatron.models.sampling import GenerationConfig, draw
+from lightning_megatron.transformer.continuation import Continuation
+
+
+class Follow(Protocol):
+    """What a model says of the token that follows each row."""
+
+    def __call__(self, text_BL: Tensor, lengths_B: Tensor) -> Tensor:
+        """Logits [B, V] of what follows the first `lengths_B` (on the host) tokens of each row.
+
+        Of a row that has not grown since the last call they may be anything.
+        """
+
+
+def generate(
+    model: GPTModel,
+    tokens: Tensor,
+    config: GenerationConfig,
+    *,
+    lengths: Tensor | None = None,
+    samples: Tensor | None = None,
+    images: Images | None = None,
+) -> list[Tensor]:
+    """The prompts with what the model adds, a tensor [length] for each row; the same on every rank.
+
+    `tokens` [batch, sequence] are filled up at their ends to one length; `lengths` [batch] says how long the prompts
+    are, where it is not the same. `samples` [batch] are the numbers of the rows among all that are generated, which
+    with the seed name the draws; from 0 where not given. `images` are those of the prompts of a LLaVA, as
+    `images_by_row` takes them without rows. A model with learned positions sees the last `max_sequence_length` tokens.
+    Raises ValueError for prompts without a token, RuntimeError in training mode.
+    """
+    if model.training:
+        raise RuntimeError("generate was called on a model in training mode, which drops; call model.eval() first")
+    mesh, batch = model.mesh, tokens.shape[0]
+    # Ranks that share experts make each call together, and end together.
+    together = () if model.config.moe is None else (mesh.axis("ep"), mesh.axis("etp"))
+    if isinstance(model, LlavaModel):
+        follow = follow_llava(model, batch, images)
+    elif images is None:
+        follow = follow_gpt(model, batch)
+    else:
+        raise ValueError(f"images are for a LlavaModel, and this is a {type(model).__name__}; leave them out")
+    return write(
+        follow,
+        tokens,
+        _lengths_of(tokens, lengths),
+        config,
+        samples_B=torch.arange(batch) if samples is None else samples,
+        sharing=(mesh.tp, mesh.cp),
+        together=together,
+    )
+
+
+@torch.no_grad()
+def write(
+    follow: Follow,
+    tokens_BS: Tensor,
+    lengths_B: Tensor,
+    config: GenerationConfig,
+    *,
+    samples_B: Tensor,
+    sharing: Sequence[Axis],
+    together: Sequence[Axis] = (),
+) -> list[Tensor]:
+    """Each row with what follows, up to `max_new_tokens` or its first stop token.
+
+    Ranks of the axes `sharing` have the same rows, and take the first one's draws: of equal rows they may have logits
+    that differ in the last bits. Ranks of `together` call `follow` equally often.
+    """
+    text_BL = torch.nn.functional.pad(tokens_BS, (0, config.max_new_tokens))
+    lengths_B, samples_B = lengths_B.clone(), samples_B.to(lengths_B)
+    stop_tokens = torch.tensor(config.stop_tokens, dtype=torch.int64)
+    rows_B = torch.arange(len(lengths_B))
+    is_over_B = torch.zeros(len(lengths_B), dtype=torch.bool)
+    for _ in range(config.max_new_tokens):
+        if _is_over(bool(is_over_B.all()), together, text_BL.device):
+            break
+        logits_BV = follow(text_BL, lengths_B)
+        device = logits_BV.device
+        drawn_B = draw(logits_BV, config, samples_B=samples_B.to(device), positions_B=lengths_B.to(device)).contiguous()
+        for axis in sharing:
+            collectives.broadcast_(drawn_B, axis)
+        drawn_B, going = drawn_B.cpu(), rows_B[~is_over_B]
+        text_BL[going.to(text_BL.device), lengths_B[going].to(text_BL.device)] = drawn_B[going].to(text_BL)
+        lengths_B[going] += 1
+        is_over_B |= torch.isin(drawn_B, stop_tokens)
+    return [row[:length].clone() for row, length in zip(text_BL, lengths_B.tolist(), strict=True)]
+
+
+def follow_gpt(model: GPTModel, num_rows: int) -> Follow:
+    """What follows rows of a GPT, each call with no more than what is new in them, as far as the model allows it."""
+    return _FollowGPT(model, num_rows, {})
+
+
+def follow_llava(model: LlavaModel, num_rows: int, images: Images | None) -> Follow:
+    """The same for a LLaVA and the images of the rows. It says no image token: there is no image for one."""
+    by_row = images_by_row(images, None, num_rows)
+    follow = _FollowGPT(model, num_rows, {} if by_row is None else {"images": by_row})
+
+    def follow_text(text_BL: Tensor, lengths_B: Tensor) -> Tensor:
+        logits_BV = follow(text_BL, lengths_B)
+        is_image_V = torch.arange(logits_BV.shape[1], device=logits_BV.device) == model.config.image_token
+        return logits_BV.masked_fill(is_image_V, -torch.inf)
+
+    return follow_text
+
+
+class _FollowGPT:
+    """`prompt` are inputs of a call that has the beginnings of the rows."""
+
+    def __init__(self, model: GPTModel, num_rows: int, prompt: Mapping[str, Any]) -> None:
+        self._model, self._prompt = model, prompt
+        self._cache = KeyValueCache(num_rows, cp=model.mesh.cp) if model.is_extendable else None
+        self._rows_B = torch.arange(num_rows)
+        self._seen_B = torch.zeros(num_rows, dtype=torch.int64)
+        self._limit = model.config.max_sequence_length if model.config.position == "learned" else None
+
+    def __call__(self, text_BL: Tensor, lengths_B: Tensor) -> Tensor:
+        if self._limit is not None and int(lengths_B.max()) > self._limit:
+            if self._prompt:
+                raise ValueError(
+                    f"a row has come to {int(lengths_B.max())} tokens, and images cannot be left behind as text is "
+                    f"behind max_sequence_length ({self._limit}); ask for fewer new tokens, or give fewer images"
+                )
+            # All tokens that are still seen stand at new positions from now on.
+            self._cache = None
+        if self._cache is None:
+            return self._whole(text_BL, lengths_B)
+        new_B = lengths_B - self._seen_B
+        tokens_BS = _window(text_BL, self._seen_B, new_B)
+        continuation = Continuation(lengths_B=new_B, seen_B=self._seen_B, rows_B=self._rows_B, cache=self._cache)
+        # What comes behind the prompts has seen their images by keys and values.
+        prompt = {} if continuation.extends else self._prompt
+        logits_BV: Tensor = self._model(tokens_BS, continuation=continuation, **prompt)
+        self._cache.close()
+        self._seen_B = lengths_B.clone()
+        return logits_BV
+
+    def _whole(self, text_BL: Tensor, lengths_B: Tensor) -> Tensor:
+        """From all tokens that the model sees, each row as if it were alone."""
+        seen_B = lengths_B if self._limit is None else lengths_B.clamp(max=self._limit)
+        tokens_BS = _window(text_BL, lengths_B - seen_B, seen_B)
+        places_S = torch.arange(tokens_BS.shape[1])
+        segments_BS = torch.where(places_S < seen_B.unsqueeze(1), 0, -1)
+        # Where there is padding, nothing of it may count, in no expert's capacity either.
+        segments = None if bool((segments_BS == 0).all()) else segments_BS.to(text_BL.device)
+        zeros_B = torch.zeros_like(seen_B)
+        continuation = Continuation(lengths_B=seen_B, seen_B=zeros_B, rows_B=self._rows_B, cache=None)
+        logits_BV: Tensor = self._model(tokens_BS, segments=segments, continuation=continuation, **self._prompt)
+        return logits_BV
+
+
+def _window(text_BL: Tensor, starts_B: Tensor, lengths_B: Tensor) -> Tensor:
+    """Tokens of each row from its start on, as many as the most that a row has there; anything behind them: [B, S]."""
+    # One at least: ranks that share experts call for each other when no row of their own goes on.
+    places_BS = starts_B.unsqueeze(1) + torch.arange(max(1, int(lengths_B.max())))
+    return text_BL.gather(1, places_BS.clamp(max=text_BL.shape[1] - 1).to(text_BL.device))
+
+
+def _lengths_of(tokens: Tensor, lengths: Tensor | None) -> Tensor:
+    """How long the prompts are, on the host."""
+    batch, sequence = tokens.shape
+    lengths_B = torch.full((batch,), sequence) if lengths is None else lengths.cpu().long()
+    if lengths_B.shape != (batch,):
+        raise ValueError(f"lengths {tuple(lengths_B.shape)} must be [{batch}], one for each row of tokens")
+    bad = ((lengths_B < 1) | (lengths_B > sequence)).nonzero().flatten()
+    if len(bad):
+        row = int(bad[0])
+        raise ValueError(
+            f"the prompt of row {row} has {int(lengths_B[row])} tokens; it must have 1 to {sequence}, the "
+            "columns of tokens; an empty prompt may be the end of a text"
+        )
+    return lengths_B
+
+
+def _is_over(is_over: bool, together: Sequence[Axis], device: torch.device) -> bool:
+    """Whether no rank of these axes has anything to do."""
+    flag = torch.tensor(int(is_over), device=device)
+    for axis in together:
+        flag = collectives.all_reduce(flag, axis, "min")
+    return bool(flag)

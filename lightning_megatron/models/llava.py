@@ -1,0 +1,368 @@
+"""LLaVA: a GPT that reads images, as parts `vision.*`, `projector` and those of the GPT, under the GPT's names.
+
+    pixels ─ vision.embedding ─ vision.layers.0 ... ─ projector ─┐
+    tokens ───────────────────────────────────────── embedding ──┴─ layers.0 ... ─ final_norm ─ head
+    └──────────────────── stage 0 ──────────────────────────────┘
+
+The features of an image take the places of its image tokens: the k-th feature of a row's images that of the k-th image
+token of the row. The tower is on the first stage; what travels between stages is what travels in a GPT. Ranks of cp
+look at different images and gather their features, of which each rank needs those of its own tokens; gradients go back
+the same way. A rank without an image looks at an empty one, which nobody reads: its gradients are zeros, and a step is
+the same on every rank whatever the batch.
+
+N images of a call, P features of an image, F feature rows of all ranks, T tokens of the stream, H hidden, B batch,
+S sequence.
+Source: Liu et al., arXiv 2304.08485, section 4.1; arXiv 2310.03744, section 3.3 (the projector of two layers).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_megatron.comm import differentiable, rng
+from lightning_megatron.comm.p2p import Payload
+from lightning_megatron.mesh import Axis, Mesh, ambient_mesh
+from lightning_megatron.models.embedding import Embedding
+from lightning_megatron.models.gpt import GPTConfig, GPTModel, Inputs
+from lightning_megatron.models.images import Images, images_by_row
+from lightning_megatron.models.vision import VisionConfig, image_stream, vision_parts
+from lightning_megatron.pipeline.module import Part
+from lightning_megatron.pipeline.ragged import Ragged
+from lightning_megatron.sharding import Initial
+from lightning_megatron.tensor.activation import Activation, activate
+from lightning_megatron.tensor.cross_entropy import IGNORED
+from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.transformer.config import layout_faults
+from lightning_megatron.transformer.continuation import Continuation
+from lightning_megatron.transformer.tokens import Tokens
+
+_VISION, _PROJECTOR, _LANGUAGE = "vision", "projector", "language"
+PARTS = (_VISION, _PROJECTOR, _LANGUAGE)
+"""What can be frozen."""
+
+_PROJECTOR_ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu")
+_SHOWN = 5
+# rows that an error names
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlavaConfig(GPTConfig):
+    """The architecture of a LLaVA: that of a language model, whose fields are its own, and how it sees."""
+
+    vision: VisionConfig
+    # the tower that images go through
+    image_token: int
+    # id that stands for one feature of an image; it need not be in the vocabulary
+    feature_layer: int = -2
+    # whose output is the features, counted as in a list of the embedding's output and that of each layer: -1 is the
+    # last layer, -2 the one before it
+    keeps_class_token: bool = False
+    # the class token's output is a feature of the image, its first
+    projector_activation: Activation = "gelu"
+    # between the two linears that make features hidden states of the language model
+    projector_bias: bool = True
+    # both linears have one
+
+    @classmethod
+    def of(cls, language: GPTConfig, **own: Any) -> "LlavaConfig":
+        """The configuration with that language model; `own` are the fields that a LLaVA has beyond it."""
+        return cls(**_fields_of(language), **own)
+
+    @property
+    def language(self) -> GPTConfig:
+        """The language model alone."""
+        return GPTConfig(**_fields_of(self))
+
+    @property
+    def num_vision_layers(self) -> int:
+        """Layers of the tower that images go through; what is behind them is of no use."""
+        return self.feature_layer + (self.vision.num_layers + 1 if self.feature_layer < 0 else 0)
+
+    @property
+    def features_per_image(self) -> int:
+        """P, and the image tokens that an image takes."""
+        return self.vision.num_patches + self.keeps_class_token
+
+    def faults(self) -> list[str]:
+        faults = super().faults()
+        num_layers = self.vision.num_layers
+        if not 0 <= self.num_vision_layers <= num_layers:
+            faults.append(
+                f"feature_layer ({self.feature_layer}) must be from {-num_layers - 1} to {num_layers}, because the "
+                f"vision tower has {num_layers} layers"
+            )
+        if self.projector_activation not in _PROJECTOR_ACTIVATIONS:
+            may_be = ", ".join(map(repr, _PROJECTOR_ACTIVATIONS))
+            faults.append(f"projector_activation ({self.projector_activation!r}) must be one of {may_be}")
+        if self.image_token == IGNORED:
+            faults.append(f"image_token ({self.image_token}) must be another number: as a label it means no target")
+        return faults
+
+
+def _fields_of(config: GPTConfig) -> dict[str, Any]:
+    return {field.name: getattr(config, field.name) for field in fields(GPTConfig)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Looked:
+    """What the first stage does with the images of a call."""
+
+    pixels: Tensor
+    # those that this rank looks at: [images, channels, height, width]
+    stream: Tokens
+    # of their patches
+    features_T: Tensor
+    # int64 [T/sp]: which row of the features of all ranks takes the place of each own token; -1: none
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlavaInputs(Inputs):
+    """What the parts of a call read beside the hidden states."""
+
+    ids_T: Tensor
+    # of the tokens, 0 at image tokens
+    looked: Looked | None
+    # none: there is nothing to see, or another stage does it
+
+
+class Projector(nn.Module):
+    """Features of the tower to hidden states of the language model: two linears, [T/sp, H of vision] to [T/sp, H]."""
+
+    def __init__(self, config: LlavaConfig, *, tp: Axis, sp: Axis) -> None:
+        super().__init__()
+        self.activation = config.projector_activation
+        width, bias, initial = config.hidden_size, config.projector_bias, Initial(std=config.init_std)
+        self.up = ColumnParallelLinear(config.vision.hidden_size, width, tp=tp, sp=sp, bias=bias, initial=initial)
+        self.down = RowParallelLinear(width, width, tp=tp, sp=sp, bias=bias, initial=initial)
+
+    def forward(self, features_TH: Tensor, tokens: Tokens) -> Tensor:
+        hidden_TH: Tensor = self.down(activate(self.up(features_TH, tokens), self.activation), tokens)
+        return hidden_TH
+
+
+class LlavaModel(GPTModel):
+    """A LLaVA of which this rank holds its stage and its slice of each weight; it is called as a GPT, with images.
+
+    Without images it computes what a GPT with the same weights computes. Layers of the tower behind those that are used
+    are there for files that have them, and are not trained.
+    Raises ValueError where the architecture does not fit the mesh.
+    """
+
+    config: LlavaConfig
+
+    def __init__(self, config: LlavaConfig, *, mesh: Mesh | None = None, seed: int | None = None) -> None:
+        mesh = mesh if mesh is not None else ambient_mesh()
+        if faults := llava_layout_faults(config, mesh):
+            raise ValueError("\n".join(faults))
+        super().__init__(config, mesh=mesh, seed=seed, first_parts=_first_parts(config, mesh))
+        used = [f"{_VISION}.layers.{i}" for i in range(config.num_vision_layers)]
+        # Recomputed as those of the language model are.
+        self.layer_names |= frozenset(used)
+        behind = [f"{_VISION}.layers.{i}" for i in range(config.num_vision_layers, config.vision.num_layers)]
+        self._unused = frozenset((*behind, f"{_VISION}.final_norm"))
+        for name in self._unused:
+            if self._has(name):
+                self.get_submodule(name).requires_grad_(False)
+
+    def freeze(self, *names: str) -> None:
+        """Takes "vision", "projector" or "language", or several of them, out of the training.
+
+        Raises ValueError for another name.
+        """
+        if unknown := sorted(set(names) - set(PARTS)):
+            raise ValueError(
+                f"{', '.join(map(repr, unknown))} is no part of a LLaVA that could be frozen; it may be "
+                f"{_VISION!r}, {_PROJECTOR!r} or {_LANGUAGE!r}"
+            )
+        for name, parameter in self.named_parameters():
+            if _owner(name) in names:
+                parameter.requires_grad_(False)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        continuation: Continuation | None = None,
+        images: Images | None = None,
+        image_rows: Tensor | None = None,
+    ) -> Tensor:
+        """The loss [] with labels, else logits, as of a GPT. Image tokens are no targets, whatever the mask says.
+
+        `images` and `image_rows` are as `images_by_row` takes them. Raises ValueError where a row has not
+        `features_per_image` image tokens for each of its images.
+        """
+        # Before the call is cut into microbatches: of the forms that images have, not all can be.
+        by_row = images_by_row(images, image_rows, tokens.shape[0])
+        asked = {} if continuation is None else {"continuation": continuation}
+        output: Tensor = super(GPTModel, self).forward(
+            tokens, labels=labels, loss_mask=loss_mask, segments=segments, images=by_row, **asked
+        )
+        return output
+
+    def prepare(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        continuation: Continuation | None = None,
+        images: Ragged | None = None,
+    ) -> tuple[Tensor, LlavaInputs]:
+        is_image_BS = tokens == self.config.image_token
+        if continuation is not None:
+            # What is behind a row is nothing, whatever stands there.
+            places_S = torch.arange(tokens.shape[1])
+            is_image_BS &= (places_S < continuation.lengths_B.unsqueeze(1)).to(tokens.device)
+        if labels is not None:
+            labels = labels.masked_fill(labels == self.config.image_token, IGNORED)
+        # Image tokens are looked up in no table.
+        ids_T, inputs = super().prepare(tokens.masked_fill(is_image_BS, 0), labels, loss_mask, segments, continuation)
+        counts = (0,) * tokens.shape[0] if images is None else images.counts
+        pixels = self._pixels(images, tokens.device)
+        self._check_image_tokens(counts, is_image_BS)
+        looked = self._look(pixels, counts, is_image_BS, inputs.tokens) if self._is_to_look(len(pixels)) else None
+        return ids_T, LlavaInputs(**vars(inputs), ids_T=ids_T, looked=looked)
+
+    def run_part(self, name: str, hidden: Payload, context: Inputs) -> Payload:
+        assert isinstance(context, LlavaInputs)
+        looked = context.looked
+        if name in self._unused or (_owner(name) != _LANGUAGE and looked is None):
+            return hidden
+        if name == f"{_VISION}.embedding":
+            assert looked is not None
+            return self._module_output(name, looked.pixels, looked.stream)
+        if _owner(name) != _LANGUAGE:
+            assert looked is not None
+            return self._module_output(name, hidden, looked.stream)
+        if name == "embedding":
+            assert isinstance(hidden, Tensor)
+            return self._with_auxiliary(name, self._embed(hidden, context), None)
+        return super().run_part(name, hidden, context)
+
+    def _module_output(self, name: str, x: Payload, stream: Tokens) -> Tensor:
+        output: Tensor = self.get_submodule(name)(x, stream)
+        return output
+
+    def _embed(self, projected_TH: Tensor, context: LlavaInputs) -> Tensor:
+        """The embedding of tokens, with features of images in the places of image tokens."""
+        embedding = self.get_submodule("embedding")
+        assert isinstance(embedding, Embedding)
+        hidden_TH: Tensor = embedding.tokens(context.ids_T)
+        if context.looked is not None:
+            # Each rank reads the features of its own tokens: what comes back is a part of a sum.
+            features_FH = differentiable.gather(differentiable.gather(projected_TH, self.mesh.sp), self.mesh.cp)
+            places_T = context.looked.features_T
+            taken_TH = features_FH.to(hidden_TH.dtype).index_select(0, places_T.clamp(min=0))
+            hidden_TH = torch.where((places_T >= 0).unsqueeze(1), taken_TH, hidden_TH)
+        return embedding.placed(hidden_TH, context.tokens)
+
+    def _is_to_look(self, num_images: int) -> bool:
+        """Whether this rank runs the tower, as all or none of its neighbours of tp and cp do."""
+        if 0 not in self.mesh.own_stages:
+            return False
+        sees = (p for name, p in self.named_parameters() if _owner(name) != _LANGUAGE)
+        return num_images > 0 or (torch.is_grad_enabled() and any(parameter.requires_grad for parameter in sees))
+
+    def _look(self, pixels: Tensor, counts: Sequence[int], is_image_BS: Tensor, tokens: Tokens) -> Looked:
+        """This rank's images, and where the features of all go."""
+        config, cp = self.config, self.mesh.cp
+        if self.context_group is not None or self.draws.documents is not None:
+            raise ValueError(
+                "a LLaVA does not train with dynamic context parallelism, which spreads documents and not images; "
+                "leave dynamic_context out"
+            )
+        num_own = max(1, -(-len(pixels) // cp.size))
+        first = min(cp.rank * num_own, len(pixels))
+        own_pixels, own_keys = (
+            _padded(values[first : first + num_own], num_own)
+            for values in (pixels, self._keys_of(counts, pixels.device))
+        )
+        stream = image_stream(own_keys, config.vision, self.mesh)
+        # Feature number n of the call is that of patch n % P of image n // P.
+        number_BS = (is_image_BS.flatten().cumsum(0) - 1).view_as(is_image_BS)
+        image_BS, patch_BS = number_BS // config.features_per_image, number_BS % config.features_per_image
+        row_BS = (image_BS // num_own) * stream.num_tokens + (image_BS % num_own) * config.vision.max_sequence_length
+        row_BS = row_BS + patch_BS + (not config.keeps_class_token)
+        features_T = tokens.shard(tokens.flat(torch.where(is_image_BS, row_BS, -1), padding=-1))
+        # The weights of the tower say what it computes in.
+        dtype = self.get_parameter(f"{_VISION}.embedding.patches").dtype
+        return Looked(pixels=own_pixels.to(dtype), stream=stream, features_T=features_T)
+
+    def _keys_of(self, counts: Sequence[int], device: torch.device) -> Tensor:
+        """A random key for each image, by its row and its place in the row: int64 [N]."""
+        keys_B = self.draws.sample_keys(len(counts), device)
+        places = [place for count in counts for place in range(1, count + 1)]
+        counts_B = torch.tensor(counts, dtype=torch.int64, device=device)
+        keys_N = keys_B.repeat_interleave(counts_B, output_size=len(places))
+        return rng.bits(keys_N, torch.tensor(places, dtype=torch.int64, device=device))
+
+    def _pixels(self, images: Ragged | None, device: torch.device) -> Tensor:
+        side, channels = self.config.vision.image_size, self.config.vision.num_channels
+        if images is None or len(images.values) == 0:
+            return torch.zeros(0, channels, side, side, device=device)
+        pixels = images.values
+        if pixels.shape[1:] != (channels, side, side) or not pixels.is_floating_point():
+            raise ValueError(
+                f"images ({tuple(pixels.shape)} of {pixels.dtype}) must be floating-point numbers of shape [images, "
+                f"{channels}, {side}, {side}], as the vision tower has been built for"
+            )
+        return pixels
+
+    def _check_image_tokens(self, num_images: Sequence[int], is_image_BS: Tensor) -> None:
+        """Raises ValueError unless each row has an image token for each feature of its images."""
+        each, found = self.config.features_per_image, is_image_BS.sum(1).tolist()
+        wrong = [row for row, num in enumerate(num_images) if found[row] != num * each]
+        if wrong:
+            shown = "; ".join(
+                f"row {row} has {found[row]}, and its images ({num_images[row]}) take {num_images[row] * each}"
+                for row in wrong[:_SHOWN]
+            )
+            raise ValueError(
+                f"an image takes {each} image tokens (id {self.config.image_token}) of its row, one for each of its "
+                f"features: {shown}{'; ...' if len(wrong) > _SHOWN else ''}"
+            )
+
+
+def _padded(values: Tensor, length: int) -> Tensor:
+    """The values with zeros behind them."""
+    return F.pad(values, (0, 0) * (values.dim() - 1) + (0, length - len(values)))
+
+
+def _owner(name: str) -> str:
+    """Which of the three a part or a parameter belongs to."""
+    first = name.partition(".")[0]
+    return first if first in (_VISION, _PROJECTOR) else _LANGUAGE
+
+
+def llava_layout_faults(config: LlavaConfig, mesh: Mesh) -> list[str]:
+    """Every rule that tower and projector break on such a mesh, one sentence each."""
+    tp = mesh.sizes.tp
+    # The tower's sequences are never cut.
+    faults = [f"vision: {fault}" for fault in layout_faults(config.vision, replace(mesh.sizes, cp=1, cp_inner=1))]
+    if config.hidden_size % tp:
+        faults.append(
+            f"hidden_size ({config.hidden_size}), the features between the linears of the projector, must be a "
+            f"multiple of tensor_model_parallel_size ({tp})"
+        )
+    return faults
+
+
+def _first_parts(config: LlavaConfig, mesh: Mesh) -> list[Part]:
+    """Tower and projector; costs are the FLOPs of one image's forward."""
+    tokens, width = config.vision.max_sequence_length, config.hidden_size
+    return [
+        *vision_parts(config.vision, mesh, _VISION, config.num_vision_layers),
+        Part(
+            name=_PROJECTOR,
+            build=partial(Projector, config, tp=mesh.tp, sp=mesh.sp),
+            symbol="",
+            cost=2.0 * tokens * width * (config.vision.hidden_size + width),
+        ),
+    ]

@@ -1,0 +1,167 @@
+"""A vision transformer: images become hidden states of patches, as parts `embedding` and `layers.0` and on.
+
+Before its first layer an image is cut into squares; each of them, and a class token in front of them, is one token of a
+stream in which attention sees the whole image and no other. tp and sp cut the tower as they cut any stack of layers.
+Its stream is never cut over cp: whole images are given to the ranks (`models.llava`).
+
+N images of this rank, C channels, P side of a patch, S tokens of an image, T tokens of all images, H hidden.
+Source: Dosovitskiy et al., arXiv 2010.11929, section 3.1; Radford et al., arXiv 2103.00020, section 2.4.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_megatron.comm import rng
+from lightning_megatron.context.attention import ContextAxes
+from lightning_megatron.context.exchange import Ring
+from lightning_megatron.context.layout import cut
+from lightning_megatron.mesh import Axis, Mesh
+from lightning_megatron.models.embedding import PositionEmbedding
+from lightning_megatron.pipeline.module import Part
+from lightning_megatron.sharding import Initial, shard_parameter
+from lightning_megatron.tensor.activation import Activation
+from lightning_megatron.transformer import cost
+from lightning_megatron.transformer.config import TransformerConfig
+from lightning_megatron.transformer.layer import TransformerLayer, build_norm
+from lightning_megatron.transformer.tokens import Tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionConfig(TransformerConfig):
+    """The architecture of a vision tower: CLIP's kind by default."""
+
+    image_size: int
+    # height and width of an image, in pixels
+    patch_size: int
+    # height and width of a patch, in pixels
+    num_channels: int = 3
+    # values of a pixel
+    has_input_norm: bool = True
+    # a norm between the embedding of patches and the first layer
+    activation: Activation = "quick_gelu"
+    # of the MLP
+    max_sequence_length: int = 0
+    # tokens of an image: its patches and the class token; 0: what follows from the sizes
+
+    def __post_init__(self) -> None:
+        if self.max_sequence_length == 0 and self.patch_size > 0:
+            object.__setattr__(self, "max_sequence_length", self.num_patches + 1)
+        super().__post_init__()
+
+    def faults(self) -> list[str]:
+        faults = super().faults()
+        sizes = ("image_size", "patch_size", "num_channels")
+        faults += [f"{name} ({getattr(self, name)}) must be at least 1" for name in sizes if getattr(self, name) < 1]
+        if self.patch_size > 0 and self.image_size % self.patch_size:
+            below = self.image_size // self.patch_size * self.patch_size
+            fits = " or ".join(str(size) for size in (below, below + self.patch_size) if size)
+            faults.append(
+                f"image_size ({self.image_size}) must be a multiple of patch_size ({self.patch_size}); it may be {fits}"
+            )
+        elif self.patch_size > 0 and self.max_sequence_length != self.num_patches + 1:
+            faults.append(
+                f"max_sequence_length ({self.max_sequence_length}) must be the patches of an image and the class token "
+                f"({self.num_patches + 1}); leave it out"
+            )
+        needed = {"position": "learned", "sliding_window": 0, "moe": None}
+        faults += [
+            f"{name} ({getattr(self, name)!r}) must be {value!r} in a vision tower"
+            for name, value in needed.items()
+            if getattr(self, name) != value
+        ]
+        return faults
+
+    @property
+    def num_patches(self) -> int:
+        """Of an image."""
+        return (self.image_size // self.patch_size) ** 2
+
+
+class PatchEmbedding(nn.Module):
+    """Images [N, C, height, width] to hidden states [T/sp, H] of their patches, each image behind a class token."""
+
+    def __init__(self, config: VisionConfig, *, tp: Axis, sp: Axis) -> None:
+        super().__init__()
+        self.patch_size = config.patch_size
+        initial, hidden = Initial(std=config.init_std), config.hidden_size
+        shape = (hidden, config.num_channels, config.patch_size, config.patch_size)
+        self.patches = shard_parameter(shape, initial=initial, replicas=(tp,), partial=sp)
+        self.class_token = shard_parameter((hidden,), initial=initial, replicas=(tp,), partial=sp)
+        self.positions = PositionEmbedding(config, tp=tp, sp=sp)
+        self.norm = build_norm(config, tp=tp, sp=sp) if config.has_input_norm else nn.Identity()
+
+    def forward(self, images: Tensor, tokens: Tokens) -> Tensor:
+        # Every rank cuts its own tokens out of the pixels: no message, and no product of tokens that others have.
+        pixels_NSX = F.pad(cut_into_patches(images, self.patch_size), (0, 0, 1, 0))
+        pixels_TX = tokens.shard(tokens.pad(pixels_NSX.flatten(0, 1)))
+        # The class token's row of zeros has no part in the product.
+        hidden_TH = F.linear(pixels_TX, self.patches.flatten(1))
+        is_class_T1 = tokens.shard(tokens.flat_own(tokens.positions_1N == 0)).unsqueeze(1)
+        hidden_TH = (
+            hidden_TH + torch.where(is_class_T1, self.class_token.to(hidden_TH.dtype), 0) + self.positions(tokens)
+        )
+        normed_TH: Tensor = self.norm(hidden_TH)
+        return normed_TH
+
+
+def cut_into_patches(images: Tensor, size: int) -> Tensor:
+    """The pixels of each patch, row by row of patches: [N, patches, C * size * size] of [N, C, height, width]."""
+    patches: Tensor = images.unflatten(3, (-1, size)).unflatten(2, (-1, size))
+    return patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+
+
+def image_stream(image_keys_N: Tensor, config: VisionConfig, mesh: Mesh) -> Tokens:
+    """The stream of the images that this rank looks at; `image_keys_N` (int64) name what is dropped of each."""
+    num_tokens, device = config.max_sequence_length, image_keys_N.device
+    alone = Axis("alone", 1, 0, (mesh.global_rank,))
+    places = torch.arange(num_tokens, device=device)
+    unturned = torch.zeros(1, num_tokens, 0, dtype=torch.float64, device=device)
+    return Tokens(
+        shape=(len(image_keys_N), num_tokens),
+        batch=len(image_keys_N),
+        sp=mesh.sp,
+        cp=alone,
+        context=ContextAxes(outer=alone, inner=alone, exchange=Ring()),
+        layout=cut((num_tokens,), outer=1, inner=1, is_zigzag=False),
+        index_X=None,
+        positions_1N=places.unsqueeze(0),
+        keys_BX=rng.bits(image_keys_N.unsqueeze(1), places),
+        rotary_cos_1NR=unturned,
+        rotary_sin_1NR=unturned,
+    )
+
+
+def vision_parts(config: VisionConfig, mesh: Mesh, prefix: str, num_used: int) -> Sequence[Part]:
+    """The parts of a tower of which the first `num_used` layers are used, on the stage of the part behind them.
+
+    Costs are the FLOPs of one image's forward.
+    """
+    tp, sp, num_tokens = mesh.tp, mesh.sp, config.max_sequence_length
+    flops = cost.layer_linear_flops(config, num_tokens=num_tokens) + cost.layer_attention_flops(
+        config, batch=1, sequence=num_tokens, is_causal=False
+    )
+    pixels = config.num_channels * config.patch_size**2
+    names = [f"{prefix}.layers.{i}" for i in range(config.num_layers)]
+    return [
+        Part(
+            name=f"{prefix}.embedding",
+            build=partial(PatchEmbedding, config, tp=tp, sp=sp),
+            symbol="",
+            cost=2.0 * config.num_patches * pixels * config.hidden_size,
+        ),
+        *(
+            Part(
+                name=name,
+                build=partial(TransformerLayer, config, tp=tp, sp=sp, name=name, is_causal=False),
+                symbol="",
+                cost=float(flops if i < num_used else 0),
+            )
+            for i, name in enumerate(names)
+        ),
+        Part(name=f"{prefix}.final_norm", build=partial(build_norm, config, tp=tp, sp=sp), symbol="", cost=0.0),
+    ]

@@ -1,0 +1,26 @@
+"""The likeliest token of each row of logits whose vocabulary is cut over `tp`, with no rank ever holding a whole row.
+
+Dims: T tokens, V vocabulary columns of this rank, padding included.
+"""
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.comm import collectives
+from lightning_megatron.mesh import Axis
+from lightning_megatron.tensor.vocabulary import num_own
+
+
+def likeliest_tokens(logits_TV: Tensor, *, tp: Axis, vocab_size: int) -> Tensor:
+    """The id of the largest logit of each row, of equal ones the first, as torch.argmax of the whole row: int64 [T].
+
+    Padded columns take no part. Of a row with a NaN it is `vocab_size`, no token. Waits for `tp` twice.
+    """
+    length = logits_TV.shape[1]
+    valid = num_own(vocab_size, length, tp)
+    max_T = logits_TV.new_full((len(logits_TV),), -torch.inf)
+    place_T = torch.zeros(len(logits_TV), dtype=torch.int64, device=logits_TV.device)
+    if valid:
+        max_T, place_T = logits_TV.narrow(1, 0, valid).max(dim=1)
+    is_largest_T = max_T == collectives.all_reduce(max_T, tp, "max")
+    return collectives.all_reduce(torch.where(is_largest_T, tp.rank * length + place_T, vocab_size), tp, "min")

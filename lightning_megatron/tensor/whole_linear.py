@@ -1,0 +1,28 @@
+"""A linear layer that every rank of `tp` has whole: small ones, of which a part would not be worth a message.
+
+Dims: T tokens, or samples, I features in, O features out.
+"""
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_megatron.mesh import Axis
+from lightning_megatron.sharding import Initial, shard_parameter
+
+
+class WholeLinear(nn.Module):
+    """[T, in_features] to [T, out_features]; weight [out, in].
+
+    `partial` is the axis whose ranks each see other rows, so that gradients are parts of a sum over it; none where all
+    ranks of `tp` see the same.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, *, tp: Axis, partial: Axis | None, initial: Initial
+    ) -> None:
+        super().__init__()
+        self.weight = shard_parameter((out_features, in_features), initial=initial, replicas=(tp,), partial=partial)
+        self.bias = shard_parameter((out_features,), initial=Initial(), replicas=(tp,), partial=partial)
+
+    def forward(self, x_TI: Tensor) -> Tensor:
+        return F.linear(x_TI, self.weight, self.bias)

@@ -1,0 +1,110 @@
+"""What a model call is told that shall say what follows the last token of each row, and the stream that it works on.
+
+The first call of a cache is an ordinary one, cut over cp, whose attention layers keep their keys and values beside.
+Every later one works on new tokens alone, which all ranks of cp have: there are too few to share. Rows go on from
+places of their own.
+
+B rows, S tokens of a row in this call, T tokens of the stream, H hidden.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.comm import collectives
+from lightning_megatron.comm.rng import Draws
+from lightning_megatron.context.attention import ContextAxes
+from lightning_megatron.context.cache import KeyValueCache
+from lightning_megatron.context.layout import PADDING, cut
+from lightning_megatron.mesh import Axis, Mesh
+from lightning_megatron.transformer import rotary
+from lightning_megatron.transformer.config import TransformerConfig
+from lightning_megatron.transformer.tokens import Tokens
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Continuation:
+    """Asks for logits [B, V] of what follows each row. A batch of rows may be cut into microbatches, this with it.
+
+    Of a row of no token in this call the logits mean nothing.
+    """
+
+    lengths_B: Tensor
+    # int64, on the host: tokens of each row in this call; what is behind them is padding
+    seen_B: Tensor
+    # int64, on the host: tokens of each row that the cache has already
+    rows_B: Tensor
+    # int64, on the host: where each row is in the cache, one after the other
+    cache: KeyValueCache | None
+    # none: the call has all tokens of each row, and nothing is kept
+
+    @property
+    def extends(self) -> bool:
+        """Whether calls before this one had the beginnings of the rows."""
+        return self.cache is not None and not self.cache.is_empty
+
+    @property
+    def rows(self) -> slice:
+        first = int(self.rows_B[0])
+        return slice(first, first + len(self.rows_B))
+
+    def positions_BS(self, num_tokens: int) -> Tensor:
+        """The place of each token in its row, -1 for padding: int64 [B, S]."""
+        places_S = torch.arange(num_tokens)
+        return torch.where(places_S < self.lengths_B.unsqueeze(1), places_S + self.seen_B.unsqueeze(1), PADDING)
+
+
+def keeping(tokens: Tokens, continuation: Continuation) -> Tokens:
+    """The stream of an ordinary call whose keys and values are kept."""
+    assert continuation.cache is not None and tokens.index_X is None, "rows are kept as they are, not packed"
+    places_N = tokens.layout.places(tokens.context.rank)
+    is_token_BN = (places_N != PADDING) & (places_N < continuation.lengths_B.unsqueeze(1))
+    positions_BN = torch.where(is_token_BN, places_N, PADDING).to(tokens.device)
+    return replace(tokens, past=continuation.cache.open(continuation.rows, positions_BN))
+
+
+def stream_behind(
+    continuation: Continuation,
+    num_tokens: int,
+    *,
+    config: TransformerConfig,
+    mesh: Mesh,
+    draws: Draws,
+    device: torch.device,
+) -> Tokens:
+    """The stream of a call that extends what the cache has: each rank of cp works on all of it."""
+    assert continuation.cache is not None
+    positions_BS = continuation.positions_BS(num_tokens).to(device)
+    places_BN = positions_BS.clamp(min=0)
+    cos_BNR, sin_BNR = rotary.angles(places_BN, config.rotary_width, config.rotary_base, config.rope_scaling)
+    alone = Axis("alone", 1, 0, (mesh.global_rank,))
+    batch = len(continuation.rows_B)
+    return Tokens(
+        shape=(batch, num_tokens),
+        batch=batch,
+        sp=mesh.sp,
+        cp=alone,
+        context=ContextAxes(outer=alone, inner=alone),
+        layout=cut((num_tokens,)),
+        index_X=None,
+        positions_1N=places_BN,
+        keys_BX=draws.sample_keys(batch, device).unsqueeze(1).expand(batch, num_tokens),
+        rotary_cos_1NR=cos_BNR,
+        rotary_sin_1NR=sin_BNR,
+        past=continuation.cache.open(continuation.rows, positions_BS),
+    )
+
+
+def last_of_rows(hidden_TH: Tensor, tokens: Tokens, lengths_B: Tensor) -> Tensor:
+    """The hidden states [T/sp, H] of each row's last token, as a stream of B tokens: [B rounded up to sp / sp, H]."""
+    batch, sequence = tokens.shape
+    numbers_BS = torch.where(
+        torch.arange(sequence) == lengths_B.unsqueeze(1) - 1, torch.arange(1, batch + 1).unsqueeze(1), 0
+    )
+    numbers_T = tokens.shard(tokens.flat(numbers_BS.to(hidden_TH.device)))
+    # All others land in row 0, which nobody reads.
+    num_rows = -(-batch // tokens.sp.size) * tokens.sp.size
+    picked_BH = hidden_TH.new_zeros(1 + num_rows, hidden_TH.shape[1]).index_copy(0, numbers_T, hidden_TH)[1:]
+    # Each row is one rank's, and zeros on the others.
+    return collectives.reduce_scatter(collectives.all_reduce(picked_BH, tokens.cp), tokens.sp)

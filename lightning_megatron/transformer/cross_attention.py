@@ -1,0 +1,144 @@
+"""Attention of a decoder to what an encoder made: queries of one stream, keys and values of another.
+
+The rows of the fused key-value weight are G groups, each of one key head and one value head: [G * 2 * D, H]. Where tp
+divides G a rank holds whole groups; where G divides tp the output is gathered over tp and a rank takes its group, as in
+self-attention.
+
+B batch, N rows of this rank of each sample, T tokens, H hidden, A query heads here, G groups, D head size.
+"""
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from lightning_megatron.comm import differentiable
+from lightning_megatron.context.attention import attend
+from lightning_megatron.context.cache import CachedCall
+from lightning_megatron.context.layout import View
+from lightning_megatron.context.other_stream import OtherStream
+from lightning_megatron.mesh import Axis
+from lightning_megatron.sharding import Initial
+from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from lightning_megatron.transformer.attention import own_heads
+from lightning_megatron.transformer.config import TransformerConfig
+from lightning_megatron.transformer.dropout import AttentionDropout
+from lightning_megatron.transformer.tokens import Tokens
+
+# Every token sees all of its source.
+_VIEW = View(is_causal=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """What a decoder looks at."""
+
+    hidden_MH: Tensor
+    # the encoder's output [M/sp, H]
+    tokens: Tokens
+    # the encoder's stream
+    source: OtherStream | None
+    # what of it each segment of the decoder's stream sees; none where keys and values are kept
+
+
+@dataclass(frozen=True, eq=False)
+class KeptMemory:
+    """Keys and values of what a decoder looks at, kept by the call that has its `Memory` and read by that and others.
+
+    Every rank of cp has all of the decoder's tokens, and a part of the encoder's.
+    """
+
+    past: CachedCall
+    # whose queries are the decoder's tokens
+    own_BC: Tensor
+    # int64: where in this rank's part of the encoder's stream, all in one row, each sample's tokens are; -1 for none
+
+    def keep(self, layer: str, keys: Tensor, values: Tensor) -> None:
+        """Keeps keys and values of this rank's stream [1, G, M, D]."""
+        own = self.own_BC.clamp(min=0)
+        self.past.keep(
+            layer,
+            *(x[0].index_select(1, own.flatten()).unflatten(1, own.shape).transpose(0, 1) for x in (keys, values)),
+        )
+
+
+class CrossAttention(nn.Module):
+    """Attention of a stream to the encoder's: [T/sp, H] and the encoder's [M/sp, H] to [T/sp, H].
+
+    `name` is its name in the model. A token whose document has nothing in the other stream gets 0 before the
+    projection. Where keys and values are `kept` they need no memory but in the call that makes them.
+    """
+
+    def __init__(self, config: TransformerConfig, *, tp: Axis, sp: Axis, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.heads = own_heads(config, tp)
+        self.is_gathered = config.num_query_groups % tp.size != 0
+        self.tp = tp
+        self.scale = 1.0 / math.sqrt(config.head_dim) if config.scales_scores else 1.0
+        features, initial = config.num_attention_heads * config.head_dim, Initial(std=config.init_std)
+        self.query = ColumnParallelLinear(
+            config.hidden_size, features, tp=tp, sp=sp, bias=config.has_qkv_bias, initial=initial
+        )
+        self.key_value = ColumnParallelLinear(
+            config.hidden_size,
+            2 * config.num_query_groups * config.head_dim,
+            tp=tp,
+            sp=sp,
+            bias=config.has_qkv_bias,
+            initial=initial,
+        )
+        self.dropout = AttentionDropout(config.attention_dropout, name, first_head=tp.rank * self.heads.num_heads)
+        self.projection = RowParallelLinear(
+            features,
+            config.hidden_size,
+            tp=tp,
+            sp=sp,
+            bias=config.add_bias_linear,
+            initial=Initial(std=config.output_std),
+        )
+
+    def forward(
+        self, hidden_TH: Tensor, tokens: Tokens, memory: Memory | None, kept: KeptMemory | None = None
+    ) -> Tensor:
+        queries = self._by_head(self.query(hidden_TH, tokens), tokens).transpose(1, 2)
+        if kept is not None:
+            if memory is not None:
+                kept.keep(self.name, *self._keys_and_values(memory))
+            attended = kept.past.attend(self.name, queries, view=_VIEW, scale=self.scale)
+        else:
+            assert memory is not None
+            attended = self._attend(queries, tokens, memory)
+        output: Tensor = self.projection(tokens.pad(attended.transpose(1, 2).reshape(tokens.num_real, -1)), tokens)
+        return output
+
+    def _keys_and_values(self, memory: Memory) -> tuple[Tensor, Tensor]:
+        """Of the own heads: [B, G, M, D] each."""
+        pairs = self.key_value(memory.hidden_MH, memory.tokens)
+        if self.is_gathered:
+            pairs = differentiable.gather(pairs, self.tp, dim=-1)
+        own = self._by_head(pairs, memory.tokens).unflatten(2, (self.heads.groups, 2))
+        own = own.narrow(2, self.heads.first_group, self.heads.num_groups)
+        return own[:, :, :, 0].transpose(1, 2), own[:, :, :, 1].transpose(1, 2)
+
+    def _attend(self, queries: Tensor, tokens: Tokens, memory: Memory) -> Tensor:
+        assert memory.source is not None
+        keys, values = self._keys_and_values(memory)
+        drop = self.dropout
+        # What attends keeps no scores: there is nothing to make again.
+        return attend(
+            queries,
+            keys,
+            values,
+            layout=tokens.layout,
+            axes=tokens.context,
+            view=_VIEW,
+            scale=self.scale,
+            draws=tokens.attention_draws(drop.key, drop.first_head, drop.probability) if drop.is_active else None,
+            source=memory.source,
+            cache=tokens.shared,
+        )
+
+    def _by_head(self, x_TC: Tensor, tokens: Tokens) -> Tensor:
+        """The real tokens' features by head: [B, N, heads, D]."""
+        return x_TC[: tokens.num_real].view(tokens.batch, tokens.num_rows, -1, self.heads.head_dim)

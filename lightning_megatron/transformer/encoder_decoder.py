@@ -1,0 +1,33 @@
+"""Layers of a decoder that looks at an encoder's output: between attention and feed-forward comes cross attention."""
+
+from torch import Tensor
+
+from lightning_megatron.context.kernel import Bias
+from lightning_megatron.mesh import Axis
+from lightning_megatron.transformer.config import TransformerConfig
+from lightning_megatron.transformer.cross_attention import CrossAttention, KeptMemory, Memory
+from lightning_megatron.transformer.dropout import Dropout
+from lightning_megatron.transformer.layer import TransformerLayer, build_norm
+from lightning_megatron.transformer.tokens import Tokens
+
+
+class DecoderLayer(TransformerLayer):
+    """Behind attention x + drop(cross(norm(x), memory)), behind that the feed-forward half: [T/sp, H] to [T/sp, H]."""
+
+    def __init__(self, config: TransformerConfig, *, tp: Axis, sp: Axis, name: str) -> None:
+        super().__init__(config, tp=tp, sp=sp, name=name)
+        self.cross_norm = build_norm(config, tp=tp, sp=sp)
+        self.cross_attention = CrossAttention(config, tp=tp, sp=sp, name=f"{name}.cross_attention")
+        self.after_cross = Dropout(config.hidden_dropout, f"{name}.cross_attention")
+
+    def forward(
+        self,
+        hidden_TH: Tensor,
+        tokens: Tokens,
+        bias: Bias | None = None,
+        memory: Memory | None = None,
+        kept: KeptMemory | None = None,
+    ) -> Tensor:
+        hidden_TH = self.attend(hidden_TH, tokens, bias)
+        crossed_TH = self._norm_and(self.cross_norm, lambda x: self.cross_attention(x, tokens, memory, kept), hidden_TH)
+        return self.feed_forward(hidden_TH + self.after_cross(crossed_TH, tokens), tokens)

@@ -1,0 +1,44 @@
+"""Post-norm transformer layers, as those of BERT: each half is added to the residual stream, and the sum is normed.
+
+    x = norm(x + drop(attention(x)))
+    x = norm(x + drop(mlp(x)))
+
+What travels is normed already; there is no norm behind the last layer. Names of the modules are those of a pre-norm
+layer. Dims: T tokens, H hidden.
+"""
+
+from torch import Tensor
+
+from lightning_megatron.mesh import Axis
+from lightning_megatron.transformer.attention import SelfAttention
+from lightning_megatron.transformer.config import TransformerConfig
+from lightning_megatron.transformer.dropout import Dropout
+from lightning_megatron.transformer.layer import build_norm
+from lightning_megatron.transformer.mlp import MLP
+from lightning_megatron.transformer.recompute import RecomputeLayer, checkpoint
+from lightning_megatron.transformer.tokens import Tokens
+
+
+class PostNormLayer(RecomputeLayer):
+    """A dense layer: [T/sp, H] to [T/sp, H]. `name` is its name in the model: it names the dropout masks."""
+
+    offers = frozenset({"mlp"})
+
+    def __init__(self, config: TransformerConfig, *, tp: Axis, sp: Axis, name: str, is_causal: bool = True) -> None:
+        super().__init__()
+        self.attention = SelfAttention(config, tp=tp, sp=sp, name=f"{name}.attention", is_causal=is_causal)
+        self.after_attention = Dropout(config.hidden_dropout, f"{name}.attention")
+        self.attention_norm = build_norm(config, tp=tp, sp=sp)
+        self.mlp = MLP(config, tp=tp, sp=sp, name=f"{name}.mlp")
+        self.after_mlp = Dropout(config.hidden_dropout, f"{name}.mlp")
+        self.mlp_norm = build_norm(config, tp=tp, sp=sp)
+
+    def forward(self, hidden_TH: Tensor, tokens: Tokens) -> Tensor:
+        attended_TH = self.attention(hidden_TH, tokens)
+        hidden_TH = self.attention_norm(hidden_TH + self.after_attention(attended_TH, tokens))
+        if "mlp" in self.recomputed:
+            fed_TH: Tensor = checkpoint(lambda x: self.mlp(x, tokens), hidden_TH)
+        else:
+            fed_TH = self.mlp(hidden_TH, tokens)
+        output_TH: Tensor = self.mlp_norm(hidden_TH + self.after_mlp(fed_TH, tokens))
+        return output_TH

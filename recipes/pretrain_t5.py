@@ -1,0 +1,22 @@
+"""Pre-trains a T5 on text with spans taken out, validates it, and lets it fill gaps.
+
+    python recipes/pretrain_t5.py fit --config recipes/configs/t5_toy.yaml
+    python recipes/pretrain_t5.py predict --config recipes/configs/t5_toy.yaml --ckpt_path last.ckpt \
+        --data.prompts '["import<extra_id_0>\n\ndef main(<extra_id_1>:"]'
+
+Every option of T5Module, T5DataModule, the Trainer and the strategy can be given on the command line or in a file;
+`fit --print_config` prints all of them.
+"""
+
+from lightning_megatron.cli.recipe import run_recipe
+from lightning_megatron.lightning_modules import T5DataModule, T5Module
+from lightning_megatron.lightning_modules.print_text import PrintText
+from lightning_megatron.trainer.callbacks import Throughput
+
+if __name__ == "__main__":
+    run_recipe(
+        T5Module,
+        T5DataModule,
+        links={"model.config.vocab_size": "data.vocab_size"},
+        callbacks={"throughput": Throughput, "print_text": PrintText},
+    )

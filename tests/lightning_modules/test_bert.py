@@ -1,0 +1,155 @@
+"""The ready BERT: what it steps, logs and fills in is the same on every layout."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_megatron.lightning_modules import AdamWConfig, BertModule
+from lightning_megatron.lightning_modules.print_text import PrintText
+from lightning_megatron.models.bert_cost import bert_training_flops
+from tests.harness.ranks import run_on_ranks
+from tests.lightning_modules.sentences import SEQUENCE, bert_config, bert_data
+from tests.lightning_modules.test_gpt import Losses, Run
+from tests.trainer.layouts import PLAIN, QUIET, Layout, make_trainer, share_of
+
+pytestmark = pytest.mark.filterwarnings(QUIET)
+
+LAYOUTS = {
+    "tp=2 sp": Layout(world=2, tp=2, sp=True),
+    "pp=2": Layout(world=2, pp=2, microbatches=2),
+    "dp=2": Layout(world=2),
+    "cp=2": Layout(world=2, cp=2),
+}
+STEPS = 4
+PROMPTS = ["The cat[MASK] on a mat.", "It ran[MASK][MASK] to eat some fish. Then it[MASK]."]
+
+
+def bert(steps: int = 0, **options: Any) -> BertModule:
+    optimizer = AdamWConfig(lr=1e-2, warmup_steps=1, total_steps=steps, epsilon=1e-6)
+    return BertModule(bert_config(hidden_dropout=0.1, **options), optimizer)
+
+
+def run(layout: Layout, folder: Path, has_order: bool) -> Run:
+    """Steps with validation after the last, then a test and two prompts."""
+    torch.manual_seed(7)
+    losses = Losses()
+    # Without an order there are no token types either.
+    module = bert() if has_order else bert(add_binary_head=False, num_token_types=0, norm_placement="pre")
+    trainer = make_trainer(
+        layout,
+        callbacks=[losses],
+        check_val_every_n_epoch=None,
+        max_steps=STEPS,
+        max_epochs=-1,
+        val_check_interval=STEPS,
+    )
+    text = bert_data(folder, sentence_order=has_order, prompts=PROMPTS)
+    trainer.fit(module, datamodule=text)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    metrics |= {name: float(value) for name, value in trainer.test(module, datamodule=text, verbose=False)[0].items()}
+    predicted = trainer.predict(module, datamodule=text)
+    assert predicted is not None
+    return Run(losses.losses, metrics, [row.tolist() for batch in predicted for row in batch])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("bert")
+    for has_order in (True, False):
+        bert_data(path, sentence_order=has_order).setup("fit")  # the text is prepared once, for all layouts
+    return path
+
+
+@functools.cache
+def runs(layout: Layout, folder: Path, has_order: bool) -> list[Run]:
+    return run_on_ranks(layout.world, run, layout, folder, has_order, init=False)
+
+
+@pytest.mark.parametrize("has_order", [True, False], ids=["order", "no order"])
+@pytest.mark.parametrize("name", list(LAYOUTS))
+def test_losses_metrics_and_what_is_filled_in_are_those_of_one_device(name: str, has_order: bool, folder: Path) -> None:
+    [wanted] = runs(PLAIN, folder, has_order)
+    assert wanted.losses[-1] < wanted.losses[0] - 0.05, "it learns, so a step that is left out would show"
+    for rank, found in enumerate(runs(LAYOUTS[name], folder, has_order)):
+        assert found.losses == pytest.approx(wanted.losses, abs=1e-9)
+        assert found.metrics.keys() == wanted.metrics.keys() >= {"train_loss", "val_loss", "test_loss"}
+        assert found.metrics == pytest.approx(wanted.metrics, rel=1e-9)
+        assert found.texts == share_of(wanted.texts, LAYOUTS[name], rank) != []
+
+
+def test_gaps_get_the_likeliest_tokens_and_all_else_stays(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # Large, so that whoever sees padding says something else.
+    module, text = bert(init_std=1.0), bert_data(folder, prompts=PROMPTS)
+    trainer = make_trainer(PLAIN, callbacks=[PrintText()])
+    predicted = trainer.predict(module, datamodule=text)
+    assert predicted is not None and text.tokenizer is not None and module.model is not None
+    rows = [row for batch in predicted for row in batch]
+    mask, separator = text.tokenizer.token_id("[MASK]"), text.tokenizer.token_id("[SEP]")
+    for prompt, row, (ids, _) in zip(PROMPTS, rows, text.tokenizer.encode_spelled(PROMPTS), strict=True):
+        asked = [text.tokenizer.token_id("[CLS]"), *ids, separator]
+        assert ids.count(mask) == prompt.count("[MASK]") and len(row) == len(asked)
+        with torch.no_grad():
+            logits = module.model.eval()(torch.tensor([asked])).tokens[0]
+        wanted = [int(logits[i].argmax()) if token == mask else token for i, token in enumerate(asked)]
+        assert row.tolist() == wanted
+    printed = capsys.readouterr().out
+    assert "--- text 1 ---" in printed and "to eat some fish" in printed
+
+
+def resumed_losses(folder: Path, layout: Layout, steps: int, ckpt_path: str | None) -> list[float]:
+    torch.manual_seed(7)
+    losses = Losses()
+    saver = ModelCheckpoint(folder / "saved", filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    trainer = make_trainer(
+        layout,
+        max_steps=steps,
+        max_epochs=-1,
+        limit_val_batches=0,
+        enable_checkpointing=True,
+        callbacks=[losses, saver],
+    )
+    trainer.fit(bert(steps=4), datamodule=bert_data(folder), ckpt_path=ckpt_path)
+    return losses.losses
+
+
+def test_a_run_goes_on_alike_on_another_layout(folder: Path) -> None:
+    [first, _] = run_on_ranks(2, resumed_losses, folder, LAYOUTS["tp=2 sp"], 4, None, init=False)
+    path = str(folder / "saved" / "step=2.ckpt")
+    for found in run_on_ranks(2, resumed_losses, folder, LAYOUTS["pp=2"], 4, path, init=False):
+        assert found == pytest.approx(first[2:], abs=1e-9)
+
+
+def test_tokens_and_flops_of_a_batch_are_those_of_its_texts() -> None:
+    module = bert()
+    lengths = torch.tensor([5, SEQUENCE, 5, 0])
+    batch = {
+        "tokens": torch.zeros(4, SEQUENCE).long(),
+        "padding_mask": torch.arange(SEQUENCE) < lengths.unsqueeze(1),
+    }
+    assert module.batch_tokens(batch) == 10 + SEQUENCE
+    wanted = sum(bert_training_flops(module.config, batch=1, sequence=length) for length in (5, 5, SEQUENCE))
+    # An empty row has a first token for the binary head all the same.
+    assert module.batch_flops(batch) - wanted == bert_training_flops(module.config, batch=1, sequence=0)
+    whole = {"tokens": batch["tokens"]}
+    assert module.batch_tokens(whole) == 4 * SEQUENCE
+    assert module.batch_flops(whole) == bert_training_flops(module.config, batch=4, sequence=SEQUENCE)
+
+
+def test_an_order_that_the_model_has_no_head_for_is_refused(folder: Path) -> None:
+    trainer = make_trainer(PLAIN, max_steps=2, limit_val_batches=0)
+    with pytest.raises(ValueError, match="no binary head to learn them"):
+        trainer.fit(bert(add_binary_head=False), datamodule=bert_data(folder))
+
+
+def test_prediction_without_a_tokenizer_says_what_it_needs() -> None:
+    batch = {"tokens": torch.zeros(1, 4).long(), "lengths": torch.tensor([4])}
+    loader: Any = torch.utils.data.DataLoader([batch], batch_size=None)
+    with pytest.raises(ValueError, match="needs a data module with a tokenizer"):
+        L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False).predict(
+            bert(), dataloaders=loader
+        )

@@ -1,0 +1,112 @@
+"""Prediction through a Trainer: replicas share the prompts, and no layout or precision changes what is written."""
+
+import functools
+import io
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron import Fp8Config, MegatronStrategy
+from lightning_megatron.lightning_modules import GenerationConfig, GPTModule
+from lightning_megatron.lightning_modules.print_text import PrintText
+from lightning_megatron.moe.capacity import Capacity
+from lightning_megatron.moe.config import MoEConfig, RouterConfig
+from tests.harness.ranks import run_on_ranks
+from tests.lightning_modules.corpus import SEQUENCE, config, data
+from tests.trainer.layouts import PLAIN, QUIET, Layout, make_trainer
+
+pytestmark = pytest.mark.filterwarnings(QUIET)
+
+# Of different lengths, more than one batch, and not divisible by two replicas.
+PROMPTS = ["the cat sat", "it ran home to eat some fish on a mat and", "", "a mat", "then it sat on the fish"]
+BATCH = 4
+TOP_2 = MoEConfig(router=RouterConfig(num_experts=4, top_k=2), ffn_hidden_size=32)
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "rotary": {"position": "rotary", "normalization": "rmsnorm", "sliding_window": 5},
+    "experts": {"moe": TOP_2},
+    "experts with a capacity": {"moe": replace(TOP_2, capacity=Capacity(factor=0.75))},
+}
+LAYOUTS = {
+    "pp2 vp2": Layout(world=2, pp=2, vp=2, microbatches=2),
+    "dp2": Layout(world=2),
+    "ep2": Layout(world=2, ep=2),
+    "pp2 dp2": Layout(world=4, pp=2, microbatches=2),
+}
+Told = tuple[list[list[list[int]]], str]
+"""By batch the rows that a rank got, and what it printed."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("predict")
+    data(path).setup("fit")
+    return path
+
+
+def predicted(layout: Layout, folder: Path, model: str, precision: str = "64-true") -> Told:
+    torch.manual_seed(7)
+    # Longer than the positions that the model knows.
+    generation = GenerationConfig(max_new_tokens=SEQUENCE, temperature=0.9, seed=3)
+    module = GPTModule(config(num_layers=4, **MODELS[model]), generation=generation)
+    text = data(folder, prompts=PROMPTS, global_batch_size=BATCH)
+    options: dict[str, Any] = {"precision": precision}
+    if precision == "fp8":
+        strategy = MegatronStrategy(
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vp,
+            num_microbatches=layout.microbatches,
+            fp8=Fp8Config(),
+        )
+        options = {"precision": "bf16-mixed", "strategy": strategy}
+    trainer = make_trainer(layout, callbacks=[PrintText()], **options)
+    with redirect_stdout(io.StringIO()) as printed:
+        batches: Any = trainer.predict(module, datamodule=text)
+    lines = printed.getvalue()
+    return [[row.tolist() for row in batch] for batch in batches], lines[max(0, lines.find("\n--- text")) :]
+
+
+@functools.cache
+def on_one_device(folder: Path, model: str) -> Told:
+    return predicted(PLAIN, folder, model)
+
+
+CASES = [
+    *((name, "dense") for name in LAYOUTS if name != "ep2"),
+    ("pp2 vp2", "rotary"),
+    ("pp2 vp2", "experts with a capacity"),
+    ("ep2", "experts"),
+    ("ep2", "experts with a capacity"),
+]
+
+
+@pytest.mark.parametrize(("name", "model"), CASES)
+def test_replicas_together_write_in_order_what_one_device_writes(name: str, model: str, folder: Path) -> None:
+    layout, (wanted, printed) = LAYOUTS[name], on_one_device(folder, model)
+    ranks = run_on_ranks(layout.world, predicted, layout, folder, model, init=False, timeout=120)
+    by_replica = [batches for batches, _ in ranks[: layout.dp]]
+    assert [[row for rows in batch for row in rows] for batch in zip(*by_replica, strict=True)] == wanted
+    for rank, (batches, _) in enumerate(ranks):
+        assert batches == by_replica[rank % layout.dp], "stages agree"
+    assert [told for _, told in ranks] == [printed] + [""] * (layout.world - 1)
+
+
+def test_each_prompt_is_printed_with_its_number_in_order(folder: Path) -> None:
+    batches, printed = on_one_device(folder, "dense")
+    assert [len(batch) for batch in batches] == [4, 1]
+    places = [printed.index(f"--- text {number} ---\n{prompt}") for number, prompt in enumerate(PROMPTS)]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "fp8"])
+@pytest.mark.parametrize("model", ["rotary", "experts"])
+def test_half_precision_writes_on_stages_what_it_writes_on_one_device(model: str, precision: str, folder: Path) -> None:
+    [(wanted, _)] = run_on_ranks(1, predicted, Layout(), folder, model, precision, init=False)
+    layout = LAYOUTS["pp2 vp2"]
+    for found, _ in run_on_ranks(2, predicted, layout, folder, model, precision, init=False):
+        assert found == wanted
+    assert len({tuple(row) for batch in wanted for row in batch}) == len(PROMPTS)

@@ -1,0 +1,64 @@
+"""The recipe of BERT as a user runs it: real processes from one command line."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from tests.lightning_modules.sentences import write_sentences
+from tests.recipes.test_pretrain_gpt import TINY, recipe
+
+BERT = TINY.replace("name: tiny", "name: bert").replace("16", "24")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("recipe")
+    write_sentences(path)
+    (path / "bert.yaml").write_text(BERT)
+    return path
+
+
+def losses(folder: Path, version: int) -> list[float]:
+    with (folder / "logs" / "bert" / f"version_{version}" / "metrics.csv").open(newline="") as file:
+        return [float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]]
+
+
+@pytest.mark.slow
+def test_a_run_of_two_processes_is_resumed_on_another_layout_and_fills_gaps(folder: Path) -> None:
+    first = recipe(folder, "fit", "--config", "bert.yaml", script="pretrain_bert.py")
+    assert first.returncode == 0, first.stderr
+    one = losses(folder, 0)
+    assert len(one) == 4 and one[3] < one[0]
+    header = (folder / "logs" / "bert" / "version_0" / "metrics.csv").read_text().splitlines()[0].split(",")
+    assert {"train_loss", "val_loss", "tokens/s", "FLOP/s"} <= set(header)
+
+    resumed = recipe(
+        folder,
+        *("fit", "--config", "bert.yaml", "--ckpt_path", "saved/step=2.ckpt"),
+        "--trainer.strategy.init_args.tensor_model_parallel_size=1",
+        "--trainer.strategy.init_args.sequence_parallel=false",
+        "--trainer.strategy.init_args.pipeline_model_parallel_size=2",
+        "--trainer.strategy.init_args.num_microbatches=2",
+        script="pretrain_bert.py",
+    )
+    assert resumed.returncode == 0, resumed.stderr
+    assert losses(folder, 1) == pytest.approx(one[2:], abs=1e-5)
+
+    filled = recipe(
+        folder,
+        *("predict", "--config", "bert.yaml", "--ckpt_path", "saved/step=4.ckpt"),
+        '--data.prompts=["The cat[MASK] on a mat."]',
+        script="pretrain_bert.py",
+    )
+    assert filled.returncode == 0, filled.stderr
+    assert "The cat" in filled.stdout and "on a mat." in filled.stdout
+    assert "[CLS]" in filled.stdout and "[MASK]" not in filled.stdout
+
+
+@pytest.mark.slow
+def test_prompts_without_a_gap_are_told_and_end_without_a_traceback(folder: Path) -> None:
+    ended = recipe(folder, "predict", "--config", "bert.yaml", '--data.prompts=["a", "b"]', script="pretrain_bert.py")
+    assert ended.returncode == 2, ended.stderr
+    assert "Traceback" not in ended.stdout + ended.stderr
+    assert ended.stderr.count("has no [MASK]") == 2

@@ -1,0 +1,128 @@
+"""The recipe of T5s as a user runs it: real processes from one command line."""
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.lightning_modules.corpus import write_corpus
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = """
+trainer:
+  accelerator: cpu
+  devices: 2
+  precision: 32-true
+  max_steps: 4
+  log_every_n_steps: 1
+  limit_val_batches: 2
+  val_check_interval: 4
+  check_val_every_n_epoch: null
+  num_sanity_val_steps: 0
+  enable_model_summary: false
+  strategy:
+    class_path: lightning_megatron.MegatronStrategy
+    init_args:
+      tensor_model_parallel_size: 2
+      sequence_parallel: true
+      timeout_seconds: 60
+  logger:
+    class_path: lightning.pytorch.loggers.CSVLogger
+    init_args:
+      save_dir: logs
+      name: tiny
+  callbacks:
+    - class_path: lightning.pytorch.callbacks.ModelCheckpoint
+      init_args:
+        every_n_train_steps: 2
+        save_top_k: -1
+        dirpath: saved
+        filename: "{step}"
+model:
+  config:
+    num_layers: 1
+    num_decoder_layers: 2
+    hidden_size: 32
+    num_attention_heads: 4
+    vocab_size: 420
+    max_sequence_length: 24
+  optimizer:
+    lr: 1.0e-2
+    total_steps: 4
+  generation:
+    max_new_tokens: 8
+data:
+  path: corpus
+  validation_fraction: 0.2
+  sequence_length: 24
+  decoder_sequence_length: 16
+  global_batch_size: 4
+  cache_directory: cache
+throughput:
+  every_n_batches: 1
+"""
+
+
+def recipe(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """The recipe's run in `folder`."""
+    return subprocess.run(
+        [sys.executable, str(ROOT / "recipes" / "pretrain_t5.py"), *options],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+
+
+def losses(folder: Path, version: int) -> list[float]:
+    with (folder / "logs" / "tiny" / f"version_{version}" / "metrics.csv").open(newline="") as file:
+        return [float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]]
+
+
+@pytest.mark.slow
+def test_a_run_of_two_processes_is_resumed_on_stages_over_both_stacks_and_fills_gaps(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    first = recipe(tmp_path, "fit", "--config", "tiny.yaml")
+    assert first.returncode == 0, first.stderr
+    one = losses(tmp_path, 0)
+    assert len(one) == 4 and one[3] < one[0]
+    header = (tmp_path / "logs" / "tiny" / "version_0" / "metrics.csv").read_text().splitlines()[0].split(",")
+    assert {"train_loss", "val_loss", "tokens/s", "FLOP/s"} <= set(header)
+    stages = (
+        "--trainer.strategy.init_args.tensor_model_parallel_size=1",
+        "--trainer.strategy.init_args.sequence_parallel=false",
+        "--trainer.strategy.init_args.pipeline_model_parallel_size=2",
+        "--trainer.strategy.init_args.num_microbatches=2",
+        "--trainer.strategy.init_args.pipeline.layout.text=Et|ttL",
+    )
+    resumed = recipe(tmp_path, "fit", "--config", "tiny.yaml", "--ckpt_path", "saved/step=2.ckpt", *stages)
+    assert resumed.returncode == 0, resumed.stderr
+    assert losses(tmp_path, 1) == pytest.approx(one[2:], abs=1e-5)
+    written = recipe(
+        tmp_path,
+        *("predict", "--config", "tiny.yaml", "--ckpt_path", "saved/step=4.ckpt", *stages),
+        '--data.prompts=["the cat<extra_id_0> a mat", "home"]',
+    )
+    assert written.returncode == 0, written.stderr
+    assert "--- text 0 ---" in written.stdout and written.stdout.count("--- text 1 ---") == 1
+
+
+@pytest.mark.slow
+def test_faults_that_show_before_the_start_are_told_together(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    (tmp_path / "tiny.yaml").write_text(TINY)
+    ended = recipe(
+        tmp_path,
+        *("fit", "--config", "tiny.yaml", "--data.decoder_sequence_length=2", "--data.share=1.5"),
+        *("--trainer.strategy.init_args.tensor_model_parallel_size=1", "--model.config.num_attention_heads=5"),
+        *("--trainer.strategy.init_args.sequence_parallel=false", "--model.config.head_dim=8", "--trainer.devices=5"),
+        "--trainer.strategy.init_args.pipeline_model_parallel_size=5",
+    )
+    assert ended.returncode == 2, ended.stderr
+    assert "Traceback" not in ended.stdout + ended.stderr
+    assert "share (1.5)" in ended.stderr and "layers" in ended.stderr
