@@ -22,10 +22,14 @@ class Facts:
     # ranks on each axis
     num_microbatches: int = 1
     # per step and replica
+    microbatch_size: int = 0
+    # rows of a microbatch, where their number follows from the batch
     model: TransformerConfig | None = None
     # the architecture, where the module says it
     global_batch_size: int | None = None
     # samples of a step over all replicas, where the data module says it
+    batch_unit: int | None = None
+    # the greatest number that divides the sizes of all batches, where they grow
     sequence_length: int | None = None
     # tokens of a sample, where the data module says it
     schedule: Schedule | None = None
@@ -58,7 +62,7 @@ def _layout(facts: Facts) -> list[str]:
 def _stages(facts: Facts) -> list[str]:
     if not isinstance(facts.model, LanguageModelConfig) or facts.sizes.faults():
         return []
-    return stage_faults(facts.model.num_layers, True, True, facts.sizes.num_stages, facts.sizes.stage_layout)
+    return stage_faults(facts.model.num_staged_layers, True, True, facts.sizes.num_stages, facts.sizes.stage_layout)
 
 
 # What users call the sizes of a schedule.
@@ -91,7 +95,8 @@ def _joint(facts: Facts) -> list[str]:
         faults.append(
             "overlap_expert_exchange hides the way of tokens to experts, and the model has none; leave it out"
         )
-    if facts.schedule.pp == 1 and facts.schedule.microbatches == 1 and facts.dynamic_context is None:
+    is_one = facts.schedule.microbatches == 1 and not facts.microbatch_size
+    if facts.schedule.pp == 1 and is_one and facts.dynamic_context is None:
         faults.append(
             "overlap_expert_exchange runs the forward of one microbatch beside the backward of another, and "
             "num_microbatches is 1; use 2 or more, or leave it out"
@@ -105,13 +110,25 @@ def _joint(facts: Facts) -> list[str]:
 
 
 def _microbatches(facts: Facts) -> list[str]:
+    faults = []
     if facts.num_microbatches < 1:
-        return [f"num_microbatches ({facts.num_microbatches}) must be at least 1"]
-    return []
+        faults.append(f"num_microbatches ({facts.num_microbatches}) must be at least 1")
+    if facts.microbatch_size < 0:
+        faults.append(
+            f"microbatch_size ({facts.microbatch_size}) must be at least 1, or 0, which leaves it to num_microbatches"
+        )
+    if facts.microbatch_size > 0 and facts.num_microbatches > 1:
+        faults.append(
+            f"num_microbatches ({facts.num_microbatches}) and microbatch_size ({facts.microbatch_size}) both say how a "
+            "batch is cut; leave one of them out"
+        )
+    return faults
 
 
 def _batch(facts: Facts) -> list[str]:
-    batch, count = facts.global_batch_size, facts.num_microbatches
+    batch, count, name = facts.global_batch_size, facts.num_microbatches, "num_microbatches"
+    if facts.microbatch_size:
+        count, name = facts.microbatch_size, "microbatch_size"
     if batch is None or count < 1 or facts.sizes.faults():
         return []
     replicas = facts.sizes.dp
@@ -121,8 +138,22 @@ def _batch(facts: Facts) -> list[str]:
     below, above = max(batch, 0) // step * step, (max(batch, 0) // step + 1) * step
     fits = " or ".join(str(size) for size in (below, above) if size)
     return [
-        f"global_batch_size ({batch}) must be a multiple of data-parallel size x num_microbatches "
+        f"global_batch_size ({batch}) must be a multiple of data-parallel size x {name} "
         f"({replicas} x {count} = {step}); use {fits}"
+    ]
+
+
+def _growing_batch(facts: Facts) -> list[str]:
+    unit = facts.batch_unit
+    if unit is None or facts.sizes.faults() or facts.microbatch_size < 0:
+        return []
+    replicas, rows = facts.sizes.dp, max(facts.microbatch_size, 1)
+    if unit % (replicas * rows) == 0:
+        return []
+    return [
+        f"batch_ramp leads to batches that have {unit} as their greatest divisor, which must be a multiple of "
+        f"data-parallel size x microbatch_size ({replicas} x {rows} = {replicas * rows}); choose first_size and "
+        "step_size so"
     ]
 
 
@@ -175,6 +206,11 @@ def _dynamic_context(facts: Facts) -> list[str]:
         faults.append(
             f"num_microbatches ({facts.num_microbatches}) must be 1 with dynamic_context, whose plan chooses how many "
             "there are; use 1, and DynamicContextConfig(min_microbatches=...) for more"
+        )
+    if facts.microbatch_size:
+        faults.append(
+            f"microbatch_size ({facts.microbatch_size}) must be 0 with dynamic_context, whose plan chooses what a "
+            "microbatch holds; leave it out"
         )
     if facts.context.kind == "hierarchical":
         faults.append(
@@ -264,6 +300,7 @@ _RULES: tuple[Callable[[Facts], list[str]], ...] = (
     _schedule,
     _joint,
     _batch,
+    _growing_batch,
     _sequence,
     _context,
     _dynamic_context,

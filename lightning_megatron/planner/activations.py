@@ -1,0 +1,153 @@
+"""Bytes that stages keep of a microbatch until its backward, at the formulas of `transformer.cost`.
+
+Beside what layers keep: the ids and the mask of dropout of an embedding; what the final norm reads, and the head; under
+full recomputation the inputs of groups of layers, and of one group at a time all that is made again.
+T tokens of a microbatch on this rank, H hidden.
+"""
+
+from functools import lru_cache
+
+from lightning_megatron.mesh import Sizes
+from lightning_megatron.planner.anatomy import Layer, Piece, Stage
+from lightning_megatron.planner.run import Run
+from lightning_megatron.transformer import cost
+from lightning_megatron.transformer.recompute import RecomputeConfig, groups_of
+
+_INPUTS = RecomputeConfig(granularity="full")
+_ALL = RecomputeConfig()
+
+
+def stage_bytes(run: Run, stage: Stage) -> float:
+    """What a stage keeps of one microbatch."""
+    ends = sum(_end_bytes(run, piece) for piece in stage if piece.layer is None)
+    layers = 0.0
+    for group, is_again in _groups(run.recompute, stage):
+        if is_again:
+            layers += _layer_bytes(run, group[0], _INPUTS)
+        else:
+            own = run.recompute if run.recompute.granularity == "selective" else _ALL
+            layers += sum(_layer_bytes(run, piece, own) for piece in group)
+    return ends + layers
+
+
+def again_bytes(run: Run, stage: Stage) -> float:
+    """What full recomputation makes again at a time, beyond the input that it is made of."""
+    if run.recompute.granularity != "full":
+        return 0.0
+    groups = [group for group, is_again in _groups(run.recompute, stage) if is_again]
+    sums = (
+        sum(_layer_bytes(run, piece, _ALL) for piece in group) - _layer_bytes(run, group[0], _INPUTS)
+        for group in groups
+    )
+    return max(sums, default=0.0)
+
+
+def logit_bytes(run: Run, stage: Stage) -> float:
+    """Logits of one microbatch, and what the loss makes of them."""
+    tokens = max((piece.logit_tokens for piece in stage), default=0)
+    if not tokens:
+        return 0.0
+    columns = cost.vocabulary_parameters(run.model, run.sizes) // run.model.hidden_size
+    each = run.software.logit_bytes if run.is_half else 4
+    return run.micro_batch_size * tokens / run.sizes.cp * columns * each
+
+
+def _groups(recompute: RecomputeConfig, stage: Stage) -> list[tuple[list[Piece], bool]]:
+    """The layers of a stage in runs, and whether each run is made again from its first input."""
+    layers = [piece for piece, count in stage.items() if piece.layer is not None for _ in range(count)]
+    if recompute.granularity != "full":
+        return [(layers, False)]
+    ranges = groups_of(recompute, [piece.symbol == "t" for piece in layers])
+    return [([layers[place] for place in places], is_again) for places, is_again in ranges]
+
+
+def _end_bytes(run: Run, piece: Piece) -> float:
+    """What a piece that is no layer keeps."""
+    sizes, hidden, width = run.sizes, run.model.hidden_size, run.bytes_per_element
+    sp = sizes.tp if sizes.sequence_parallel else 1
+    tokens = run.micro_batch_size * (run.texts.decoder_sequence or run.texts.sequence) / sizes.cp
+    if piece.embedded_tokens:
+        # Ids, and the mask of dropout.
+        rows = run.micro_batch_size * piece.embedded_tokens / sizes.cp
+        return rows * (8 + hidden / sp * (run.model.hidden_dropout > 0))
+    if piece.symbol == "L":
+        # Sequence parallelism keeps a part and gathers it again.
+        return tokens * hidden * width / sp
+    if piece.products:
+        return sum(
+            run.micro_batch_size * product.tokens * (product.inputs + product.outputs) * width
+            for product in piece.products
+        )
+    return tokens * hidden * width / sp
+
+
+def _layer_bytes(run: Run, piece: Piece, recompute: RecomputeConfig) -> float:
+    assert piece.layer is not None
+    return _kept(
+        piece.layer,
+        run.sizes,
+        run.micro_batch_size,
+        run.bytes_per_element,
+        recompute,
+        run.fp8 is not None,
+        run.software.pair_bytes,
+    )
+
+
+@lru_cache(maxsize=65536)
+def _kept(
+    layer: Layer,
+    sizes: Sizes,
+    micro_batch: int,
+    width: int,
+    recompute: RecomputeConfig,
+    is_fp8: bool,
+    pair_bytes: int,
+) -> float:
+    config, tp, streams = layer.config, sizes.tp, micro_batch * layer.repeats
+    sequence = -(-layer.sequence // (sizes.cp if layer.is_cut_by_context else 1))
+    if streams == 0:
+        return 0.0
+    kept = float(
+        cost.layer_activation_bytes(
+            config,
+            sizes,
+            batch=streams,
+            sequence=sequence,
+            bytes_per_element=width,
+            recompute=recompute,
+            window=layer.window,
+            layer=layer.index,
+        )
+    )
+    if recompute.granularity == "full":
+        return kept
+    lays_out = config.attention_dropout > 0 and "core_attention" not in _parts(recompute)
+    if lays_out:
+        # The formula is that of our own attention, and of queries as many as keys.
+        pairs = streams * sequence * layer.sequence * config.num_attention_heads / tp
+        kept += pairs * pair_bytes - streams * sequence**2 * config.num_attention_heads // tp * (5 + width)
+    if layer.memory:
+        kept += cost.cross_attention_activation_bytes(
+            config, sizes, batch=streams, sequence=sequence, memory=layer.memory // sizes.cp, bytes_per_element=width
+        )
+        if config.attention_dropout > 0:
+            pairs = streams * sequence * layer.memory / sizes.cp * config.num_attention_heads / tp
+            kept += pairs * (pair_bytes - 5 - width)
+    return kept - (_fp8_saving(layer, sizes, streams * sequence, width, recompute) if is_fp8 else 0.0)
+
+
+def _fp8_saving(layer: Layer, sizes: Sizes, tokens: int, width: int, recompute: RecomputeConfig) -> float:
+    """Less than without FP8: inputs of products are kept in one byte, attention's output for itself as well."""
+    config, tp = layer.config, sizes.tp
+    sp = tp if sizes.sequence_parallel else 1
+    again = _parts(recompute)
+    saved = tokens / sp * config.hidden_size * (width - 1) * (0 if "norm" in again else 1 + (not layer.has_experts))
+    saved -= tokens * config.num_attention_heads * config.head_dim / tp
+    if not layer.has_experts and not {"activation", "mlp"} & set(again):
+        saved += tokens * config.ffn_hidden_size / tp * (width - 1)
+    return saved
+
+
+def _parts(recompute: RecomputeConfig) -> tuple[str, ...]:
+    return recompute.parts if recompute.granularity == "selective" else ()

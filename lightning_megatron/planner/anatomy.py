@@ -1,0 +1,333 @@
+"""A model as costs see it: its parts in order, each with its parameters, its products and what it keeps.
+
+GPT, BERT, T5 and LLaVA come down to one list of `Piece`s, on which stages, memory and time are planned. Equal layers
+are equal values, so that a stage is a few kinds of pieces and how many there are of each.
+
+H hidden, V vocabulary; tokens are those of one sample.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, lru_cache
+from typing import Literal
+
+from lightning_megatron.mesh import Sizes, StageLayout
+from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config
+from lightning_megatron.pipeline.layout import assign
+from lightning_megatron.transformer import cost
+from lightning_megatron.transformer.config import TransformerConfig
+
+Model = GPTConfig | BertConfig | T5Config
+"""A LlavaConfig is a GPTConfig."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Texts:
+    """How long the samples are, in tokens."""
+
+    sequence: int
+    # of a text, or of T5's encoder
+    decoder_sequence: int = 0
+    # of T5's decoder
+    images: int = 0
+    # in each sample of a LLaVA
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One transformer layer on a sample's stream."""
+
+    config: TransformerConfig
+    index: int = 0
+    # of the first layer of its kind
+    sequence: int
+    # tokens of its stream
+    is_causal: bool = True
+    memory: int = 0
+    # tokens of an encoder that it attends to
+    repeats: int = 1
+    # streams of a sample: images
+    is_cut_by_context: bool = True
+    # ranks of cp share its stream
+
+    # Looked up often, and configurations have many fields.
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def window(self) -> int:
+        return self.config.window_of(self.index) if self.is_causal else 0
+
+    @property
+    def has_experts(self) -> bool:
+        return self.config.has_experts(self.index)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """A matrix product outside of layers, [tokens, inputs] by [inputs, outputs]."""
+
+    tokens: int
+    inputs: int
+    outputs: int
+    is_cut: bool = True
+    # over tp
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A part of a model: a layer, or one of its ends."""
+
+    symbol: Literal["E", "t", "L", ""]
+    # as in `pipeline.layout`
+    layer: Layer | None = None
+    matrices: int = 0
+    # over the vocabulary, [V, H], cut over tp
+    shared_matrices: int = 0
+    # the same, of another part: built here where no part of the stage has it
+    cut: int = 0
+    # other parameters that tp cuts
+    whole: int = 0
+    # parameters that every rank has
+    products: tuple[Product, ...] = ()
+    # beyond those of the layer
+    embedded_tokens: int = 0
+    # which it looks up
+    logit_tokens: int = 0
+    # for which it makes logits
+
+    # Looked up often, and configurations have many fields.
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
+Stage = Mapping[Piece, int]
+"""The pieces of a stage, and how many there are of each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Anatomy:
+    """The pieces of a model, in order."""
+
+    config: Model
+    texts: Texts
+    pieces: tuple[Piece, ...]
+
+    # Looked up often, and configurations have many fields.
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def num_layers(self) -> int:
+        """That stages divide."""
+        return sum(piece.symbol == "t" for piece in self.pieces)
+
+    @property
+    def tokens(self) -> int:
+        """Of a sample, as tokens per second count them: of a T5 those of both stacks."""
+        return self.texts.sequence + self.texts.decoder_sequence
+
+    def parameters(self) -> int:
+        """Of the unsplit model, without the padding of its vocabulary."""
+        config = self.config
+        padded = cost.vocabulary_parameters(config)
+        matrices = sum(piece.matrices for piece in self.pieces)
+        held = sum(sum(parameters_of(piece, self, cost.ONE)) for piece in self.pieces)
+        return held - matrices * (padded - config.vocab_size * config.hidden_size)
+
+
+@lru_cache(maxsize=64)
+def anatomy_of(model: Model, texts: Texts) -> Anatomy:
+    """The pieces of a model on samples of that length."""
+    if isinstance(model, T5Config):
+        pieces = _t5(model, texts)
+    elif isinstance(model, BertConfig):
+        pieces = _bert(model, texts)
+    elif isinstance(model, LlavaConfig):
+        pieces = (*_tower(model, texts), *_gpt(model, texts))
+    else:
+        pieces = _gpt(model, texts)
+    return Anatomy(config=model, texts=texts, pieces=pieces)
+
+
+@lru_cache(maxsize=4096)
+def stages_of(anatomy: Anatomy, num_stages: int, layout: StageLayout) -> tuple[Stage, ...]:
+    """Of each stage its pieces and how many there are of each; equal stages are one object."""
+    pieces = anatomy.pieces
+    costs = [float(piece_flops(piece, anatomy.config, batch=1)) for piece in pieces] if layout.balance == "cost" else []
+    ranges = _ranges(tuple(piece.symbol for piece in pieces), tuple(costs), num_stages, layout)
+    made: dict[tuple[int, ...], Stage] = {}
+    numbers = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
+    kinds = [numbers[piece] for piece in pieces]
+    for first, end in ranges:
+        if (key := tuple(kinds[first:end])) not in made:
+            made[key] = Counter(pieces[first:end])
+    return tuple(made[tuple(kinds[first:end])] for first, end in ranges)
+
+
+@lru_cache(maxsize=1024)
+def _ranges(
+    symbols: tuple[str, ...], costs: tuple[float, ...], num_stages: int, layout: StageLayout
+) -> tuple[tuple[int, int], ...]:
+    ranges = assign(symbols, costs or [1.0] * len(symbols), num_stages, layout)
+    return tuple((parts.start, parts.stop) for parts in ranges)
+
+
+@lru_cache(maxsize=65536)
+def parameters_of(piece: Piece, anatomy: Anatomy, sizes: Sizes) -> tuple[int, int]:
+    """Parameters of a piece that a rank holds: those with replicas over dp and cp, and those of experts, over edp.
+
+    Matrices that it shares are not among them.
+    """
+    dense = piece.matrices * cost.vocabulary_parameters(anatomy.config, sizes) + piece.cut // sizes.tp + piece.whole
+    layer = piece.layer
+    if layer is None:
+        return dense, 0
+    experts = cost.layer_expert_parameters(layer.config, sizes, layer=layer.index)
+    dense += cost.layer_parameters(layer.config, sizes, layer=layer.index) - experts
+    return dense + (cost.cross_attention_parameters(layer.config, sizes) if layer.memory else 0), experts
+
+
+def piece_flops(piece: Piece, config: Model, *, batch: int, counts_all_pairs: bool = False) -> int:
+    """Forward FLOPs of matrix products of the unsplit piece; causal attention counts half, or all pairs."""
+    flops = sum(2 * batch * product.tokens * product.inputs * product.outputs for product in piece.products)
+    flops += cost.head_flops(config, num_tokens=batch * piece.logit_tokens)
+    layer = piece.layer
+    if layer is None:
+        return flops
+    streams, own = batch * layer.repeats, layer.config
+    flops += cost.layer_linear_flops(own, num_tokens=streams * layer.sequence, layer=layer.index)
+    flops += cost.layer_attention_flops(
+        own,
+        batch=streams,
+        sequence=layer.sequence,
+        is_causal=layer.is_causal and not counts_all_pairs,
+        window=layer.window,
+    )
+    if layer.memory:
+        flops += cost.cross_attention_flops(own, batch=streams, sequence=layer.sequence, memory=layer.memory)
+    return flops
+
+
+def _gpt(model: GPTConfig, texts: Texts) -> tuple[Piece, ...]:
+    hidden = model.hidden_size
+    positions = model.max_sequence_length * hidden if model.position == "learned" else 0
+    return (
+        Piece(symbol="E", matrices=1, whole=positions, embedded_tokens=texts.sequence),
+        *_layers(model, texts.sequence, is_causal=True),
+        Piece(symbol="", whole=cost.norm_parameters(model)),
+        _head(model, texts.sequence),
+    )
+
+
+def _head(model: Model, tokens: int) -> Piece:
+    return Piece(
+        symbol="L",
+        matrices=int(not model.tie_embeddings),
+        shared_matrices=int(model.tie_embeddings),
+        logit_tokens=tokens,
+    )
+
+
+def _layers(model: TransformerConfig, sequence: int, *, is_causal: bool) -> tuple[Piece, ...]:
+    """Layers of a stack; those of one kind are equal."""
+    first: dict[tuple[bool, int], int] = {}
+    kinds = [(model.has_experts(i), model.window_of(i)) for i in range(model.num_layers)]
+    for index, kind in enumerate(kinds):
+        first.setdefault(kind, index)
+    return tuple(
+        Piece(symbol="t", layer=Layer(config=model, index=first[kind], sequence=sequence, is_causal=is_causal))
+        for kind in kinds
+    )
+
+
+def _bert(model: BertConfig, texts: Texts) -> tuple[Piece, ...]:
+    hidden, sequence = model.hidden_size, texts.sequence
+    positions = model.max_sequence_length * hidden if model.position == "learned" else 0
+    norm = cost.norm_parameters(model)
+    square = hidden * hidden + hidden
+    embedding = positions + model.num_token_types * hidden + norm * model.embedding_norm
+    binary = square + 2 * hidden + 2 if model.add_binary_head else 0
+    dense = Product(tokens=sequence, inputs=hidden, outputs=hidden, is_cut=False)
+    return (
+        Piece(symbol="E", matrices=1, whole=embedding, embedded_tokens=sequence),
+        *_layers(model, sequence, is_causal=False),
+        *([Piece(symbol="", whole=norm)] if model.norm_placement == "pre" else []),
+        replace(_head(model, sequence), cut=model.vocab_size, whole=square + norm + binary, products=(dense,)),
+    )
+
+
+def _t5(model: T5Config, texts: Texts) -> tuple[Piece, ...]:
+    hidden, norm = model.hidden_size, cost.norm_parameters(model)
+    is_learned, has_tables = model.position == "learned", model.position == "relative"
+    table = model.relative_buckets * model.num_attention_heads if has_tables else 0
+    encoder = Layer(config=model, sequence=texts.sequence, is_causal=False)
+    decoder = Layer(config=model, sequence=texts.decoder_sequence, memory=texts.sequence)
+    own = int(not model.share_embeddings)
+    return (
+        Piece(
+            symbol="E",
+            matrices=1,
+            whole=model.max_sequence_length * hidden * is_learned,
+            embedded_tokens=texts.sequence,
+        ),
+        # The first layer of a stack has its table of relative positions; other stages build their own.
+        Piece(symbol="t", layer=encoder, cut=table),
+        *[Piece(symbol="t", layer=encoder)] * (model.num_layers - 1),
+        Piece(symbol="", whole=norm),
+        Piece(
+            symbol="",
+            matrices=own,
+            shared_matrices=1 - own,
+            whole=model.max_decoder_sequence_length * hidden * is_learned,
+            embedded_tokens=texts.decoder_sequence,
+        ),
+        Piece(symbol="t", layer=decoder, cut=table),
+        *[Piece(symbol="t", layer=decoder)] * (model.num_decoder_layers - 1),
+        Piece(symbol="", whole=norm),
+        _head(model, texts.decoder_sequence),
+    )
+
+
+def _tower(model: LlavaConfig, texts: Texts) -> tuple[Piece, ...]:
+    """The vision tower and the projector. Layers behind the one that is read are held and not run."""
+    vision, hidden = model.vision, model.hidden_size
+    width, length, norm = vision.hidden_size, vision.max_sequence_length, cost.norm_parameters(vision)
+    pixels = vision.num_channels * vision.patch_size**2
+    embedding = pixels * width + width + length * width + norm * vision.has_input_norm
+    # What is read goes through the projector.
+    features = texts.images * length
+    used = Layer(config=vision, sequence=length, is_causal=False, repeats=texts.images, is_cut_by_context=False)
+    num_used = model.num_vision_layers
+    return (
+        Piece(
+            symbol="",
+            whole=embedding,
+            products=(Product(tokens=texts.images * vision.num_patches, inputs=pixels, outputs=width, is_cut=False),),
+        ),
+        *[Piece(symbol="", layer=used)] * num_used,
+        *[Piece(symbol="", layer=replace(used, repeats=0))] * (vision.num_layers - num_used),
+        Piece(symbol="", whole=norm),
+        Piece(
+            symbol="",
+            cut=width * hidden + hidden * hidden + hidden * model.projector_bias,
+            whole=hidden * model.projector_bias,
+            products=(
+                Product(tokens=features, inputs=width, outputs=hidden),
+                Product(tokens=features, inputs=hidden, outputs=hidden),
+            ),
+        ),
+    )

@@ -1,0 +1,101 @@
+"""FLOPs of a step by any convention that publications use: a convention is a value, and each number names its own.
+
+    training step = 3 x forward                        a multiply-add is 2, matrix products alone
+    causal attention                                   half of all pairs, or all of them
+    recomputation                                      left out (model FLOPs), or added (hardware FLOPs)
+    by parameters                                      6 N a token, and 12 L H S for attention, of all pairs
+
+Sources: Narayanan et al., arXiv 2104.04473, appendix; Korthikanti et al., arXiv 2205.05198, appendix A; Chowdhery et
+al., arXiv 2204.02311, appendix B (by parameters).
+"""
+
+from dataclasses import dataclass
+
+from lightning_megatron.planner.anatomy import Anatomy, Piece, piece_flops
+from lightning_megatron.planner.run import Run
+from lightning_megatron.transformer import cost
+from lightning_megatron.transformer.recompute import RecomputeConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Convention:
+    """What counts as a FLOP."""
+
+    name: str
+    # as a report calls it
+    counts_all_pairs: bool = False
+    # causal attention counts as if every token saw all others
+    counts_recompute: bool = False
+    # what is run again counts again
+    by_parameters: bool = False
+    # 6 N a token in the place of products; attention's pairs as above
+
+
+MODEL = Convention(name="model FLOPs, causal attention half")
+"""That of this package, as `metrics.throughput` has it."""
+MODEL_ALL_PAIRS = Convention(name="model FLOPs, causal attention whole", counts_all_pairs=True)
+HARDWARE_ALL_PAIRS = Convention(
+    name="hardware FLOPs, causal attention whole", counts_all_pairs=True, counts_recompute=True
+)
+BY_PARAMETERS = Convention(
+    name="6 N a token and attention, causal attention whole", counts_all_pairs=True, by_parameters=True
+)
+
+
+def step_flops(run: Run, convention: Convention = MODEL) -> float:
+    """FLOPs of a step on all GPUs together."""
+    return batch_flops(run.anatomy, run.global_batch_size, convention, run.recompute, run.sizes.num_stages)
+
+
+def batch_flops(
+    anatomy: Anatomy, batch: int, convention: Convention, recompute: RecomputeConfig, num_stages: int = 1
+) -> float:
+    """FLOPs of forward and backward of so many samples."""
+    all_pairs = convention.counts_all_pairs
+    if convention.by_parameters:
+        flops = 6.0 * anatomy.parameters() * batch * anatomy.tokens
+        flops += 3.0 * sum(_attention_flops(piece, batch, all_pairs) for piece in anatomy.pieces)
+        is_again = convention.counts_recompute and recompute.granularity == "full"
+        return flops * 4 / 3 if is_again else flops
+    flops, again = 0.0, 0.0
+    for piece in anatomy.pieces:
+        forward = piece_flops(piece, anatomy.config, batch=batch, counts_all_pairs=all_pairs)
+        flops += 3.0 * forward
+        if piece.layer is not None and convention.counts_recompute:
+            again += _again_flops(piece, forward, batch, all_pairs, recompute)
+    if recompute.granularity == "full" and recompute.method == "block":
+        again *= min(recompute.num_layers * num_stages / anatomy.num_layers, 1.0)
+    return flops + again
+
+
+def _again_flops(piece: Piece, forward: float, batch: int, all_pairs: bool, recompute: RecomputeConfig) -> float:
+    assert piece.layer is not None
+    if recompute.granularity == "full":
+        return forward
+    if recompute.granularity == "none":
+        return 0.0
+    again = 0.0
+    layer = piece.layer
+    if "core_attention" in recompute.parts and layer.config.attention_dropout > 0:
+        again += _attention_flops(piece, batch, all_pairs)
+    if ("moe" if layer.has_experts else "mlp") in recompute.parts:
+        again += cost.layer_mlp_flops(
+            layer.config, num_tokens=batch * layer.repeats * layer.sequence, layer=layer.index
+        )
+    return again
+
+
+def _attention_flops(piece: Piece, batch: int, all_pairs: bool) -> float:
+    """Forward FLOPs of scores, and of what they weigh."""
+    layer = piece.layer
+    if layer is None:
+        return 0.0
+    own, streams = layer.config, batch * layer.repeats
+    flops = cost.layer_attention_flops(
+        own,
+        batch=streams,
+        sequence=layer.sequence,
+        is_causal=layer.is_causal and not all_pairs,
+        window=layer.window,
+    )
+    return flops + 4 * streams * layer.sequence * layer.memory * own.num_attention_heads * own.head_dim

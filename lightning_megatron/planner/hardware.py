@@ -1,0 +1,162 @@
+"""The GPUs that are known, and one's own: peaks, measured matmul ceilings, memory and links, each with its source.
+
+First on the way of a plan. `gpus.json` holds the known ones; a YAML file with the same fields describes another.
+"""
+
+import json
+from dataclasses import MISSING, dataclass, fields
+from difflib import get_close_matches
+from functools import lru_cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+GIGA, TERA = 1e9, 1e12
+# Share of its peak that the largest matmul measured on any GPU reaches, where none is measured.
+_USUAL_SHARE = 0.8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU and the machine around it. Raises ValueError, telling all faults at once."""
+
+    name: str
+    # by which it is asked for
+    family: str = ""
+    # of its architecture, which fitted constants go by; empty or unknown: those of the newest
+    memory_gb: float
+    # of the device, in 1e9 bytes
+    memory_tb_per_second: float
+    # of that memory
+    half_tflops: float
+    # dense peak of bf16 and fp16 matrix products
+    fp8_tflops: float = 0.0
+    # dense peak in FP8; 0: it has no such units
+    half_matmul_tflops: float = 0.0
+    # the most that a large matmul was measured to reach; 0: not measured
+    fp8_matmul_tflops: float = 0.0
+    # the same in FP8
+    nvlink_gb_per_second: float = 0.0
+    # each way, to the GPUs of its node; 0: there is none
+    pcie_gb_per_second: float = 32.0
+    # each way, in the place of NVLink where there is none
+    network_gb_per_second: float = 25.0
+    # each way, its share of the node's network
+    gpus_per_node: int = 8
+    # GPUs that NVLink joins
+    source: str = ""
+    # of these numbers
+    aliases: tuple[str, ...] = ()
+    # further names
+
+    def __post_init__(self) -> None:
+        positive = ("memory_gb", "memory_tb_per_second", "half_tflops", "pcie_gb_per_second", "network_gb_per_second")
+        faults = [f"{name} ({getattr(self, name)}) must be above 0" for name in positive if not getattr(self, name) > 0]
+        natural = ("fp8_tflops", "half_matmul_tflops", "fp8_matmul_tflops", "nvlink_gb_per_second")
+        faults += [f"{name} ({getattr(self, name)}) must be 0 or above" for name in natural if getattr(self, name) < 0]
+        faults += [
+            f"{name}_matmul_tflops ({measured}) must be at most {name}_tflops ({peak}), the peak"
+            for name, measured, peak in (
+                ("half", self.half_matmul_tflops, self.half_tflops),
+                ("fp8", self.fp8_matmul_tflops, self.fp8_tflops),
+            )
+            if measured > peak
+        ]
+        if self.gpus_per_node < 1:
+            faults.append(f"gpus_per_node ({self.gpus_per_node}) must be at least 1")
+        if faults:
+            raise ValueError("\n".join(f"GPU {self.name!r}: {fault}" for fault in faults))
+
+    @property
+    def memory_bytes(self) -> float:
+        return self.memory_gb * GIGA
+
+    @property
+    def memory_bytes_per_second(self) -> float:
+        return self.memory_tb_per_second * TERA
+
+    @property
+    def link_bytes_per_second(self) -> float:
+        """Each way, to a GPU of the same node."""
+        return (self.nvlink_gb_per_second or self.pcie_gb_per_second) * GIGA
+
+    @property
+    def network_bytes_per_second(self) -> float:
+        """Each way, to another node."""
+        return self.network_gb_per_second * GIGA
+
+    def peak_flops(self, *, is_fp8: bool) -> float:
+        """Dense peak of matrix products in FLOP/s; 0 where there are no such units."""
+        return (self.fp8_tflops if is_fp8 else self.half_tflops) * TERA
+
+    def matmul_flops(self, *, is_fp8: bool) -> float:
+        """The most that a matmul is known to reach, in FLOP/s."""
+        measured = self.fp8_matmul_tflops if is_fp8 else self.half_matmul_tflops
+        return (measured * TERA) or _USUAL_SHARE * self.peak_flops(is_fp8=is_fp8)
+
+
+@lru_cache(maxsize=1)
+def known_gpus() -> dict[str, Gpu]:
+    """The GPUs that come with the package, by name."""
+    text = resources.files(__package__).joinpath("gpus.json").read_text(encoding="utf-8")
+    gpus = [_made_of(record, "gpus.json") for record in json.loads(text)]
+    return {gpu.name: gpu for gpu in gpus}
+
+
+def gpu_of(name: str) -> Gpu:
+    """The known GPU of that name, or the one that a YAML file describes.
+
+    Raises ValueError, naming the known ones, for any other name, and with all faults of a file.
+    """
+    path = Path(name)
+    if path.suffix in (".yaml", ".yml"):
+        return _read(path)
+    wanted, known = name.lower(), known_gpus()
+    for gpu in known.values():
+        if wanted in (gpu.name, *gpu.aliases):
+            return gpu
+    nearest = get_close_matches(wanted, known, n=1)
+    hint = f"did you mean {nearest[0]}? " if nearest else ""
+    raise ValueError(
+        f"GPU {name!r} is not known; {hint}known are {', '.join(known)}; for another give a YAML file with the fields "
+        f"{', '.join(_needed())}"
+    )
+
+
+def _read(path: Path) -> Gpu:
+    try:
+        record = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"GPU file {path} cannot be read: {error.strerror or error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"GPU file {path} is no YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"GPU file {path} must be a table of fields: {', '.join(_needed())}")
+    return _made_of({"name": path.stem, **record}, str(path))
+
+
+def _made_of(record: dict[str, Any], where: str) -> Gpu:
+    kinds = {field.name: field.type for field in fields(Gpu)}
+    faults = [
+        f"field {name!r} in {where} is not known; fields are {', '.join(kinds)}" for name in record if name not in kinds
+    ]
+    faults += [f"field {name!r} is missing in {where}" for name in _needed() if name not in record]
+    made: dict[str, Any] = {}
+    for name, value in record.items():
+        wants_number = kinds.get(name) in (float, int)
+        if wants_number and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            faults.append(
+                f"field {name!r} in {where} ({value!r}) must be a number, as 1000.0: YAML takes 1e3 for a word"
+            )
+        elif kinds.get(name) is int and value != int(value):
+            faults.append(f"field {name!r} in {where} ({value!r}) must be a whole number")
+        made[name] = tuple(value) if isinstance(value, list) else value
+    if faults:
+        raise ValueError("\n".join(faults))
+    return Gpu(**made)
+
+
+def _needed() -> list[str]:
+    return [field.name for field in fields(Gpu) if field.default is MISSING and field.name != "name"]

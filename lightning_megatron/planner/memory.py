@@ -1,0 +1,150 @@
+"""Bytes that each pipeline rank holds, by kind, at the peak of a step.
+
+    weights, gradients, main weights, moments     bytes a parameter as in `optim.main_weights`; d replicas of dense
+                                                  weights are dp x cp, of experts edp
+    activations                                   what a stage keeps of a microbatch, times the microbatches that the
+                                                  schedule keeps; under full recomputation one group of layers on top
+    logits                                        of the last stage, where most of its peak comes from
+    buffers                                       workspaces, the largest weight's gradient before it is added, FP8
+                                                  weights, weights that are gathered for a layer
+    overhead                                      what no allocator counts: context, communicators, workspaces
+
+Sources: Korthikanti et al., arXiv 2205.05198, section 4; Rajbhandari et al., arXiv 1910.02054, section 3.
+"""
+
+from dataclasses import dataclass, fields, replace
+
+from lightning_megatron.planner.activations import again_bytes, logit_bytes, stage_bytes
+from lightning_megatron.planner.anatomy import Stage, parameters_of
+from lightning_megatron.planner.pipeline_load import kept_by_chunk
+from lightning_megatron.planner.run import Run
+from lightning_megatron.transformer import cost
+
+OVERHEAD_BYTES = 1.5e9
+"""Context 0.5 GB, cuBLAS workspaces, and NCCL's buffers of a handful of communicators: `nvidia-smi` less what torch has
+reserved is between 1 and 2 GB in runs of this kind. Source: reference notes on Megatron, "NCCL 1-2 GB"."""
+
+WORKSPACE_BYTES = 0.13e9
+"""What torch counts as allocated for cuBLAS and the step's own small tensors. Source: the smallest of Megatron Core's
+functional tests, whose weights and optimizer states are 0.08 to 0.15 GB less than what was measured."""
+
+FRAGMENTATION = 0.03
+"""Share of what is allocated that the allocator reserves and cannot use, with expandable segments."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of one rank by kind."""
+
+    weights: float = 0.0
+    gradients: float = 0.0
+    main_weights: float = 0.0
+    moments: float = 0.0
+    activations: float = 0.0
+    logits: float = 0.0
+    buffers: float = 0.0
+    overhead: float = 0.0
+
+    @property
+    def static(self) -> float:
+        """What is held from step to step."""
+        return self.weights + self.gradients + self.main_weights + self.moments
+
+    @property
+    def allocated(self) -> float:
+        """At the peak, as torch counts it."""
+        return self.static + self.activations + self.logits + self.buffers
+
+    @property
+    def total(self) -> float:
+        """At the peak, as the device counts it."""
+        return self.allocated + self.overhead
+
+    def by_kind(self) -> dict[str, float]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def memory_of(run: Run) -> tuple[Memory, ...]:
+    """Of each pipeline rank, the first stage's first. The run must have no faults."""
+    return tuple(rank_memory(run, rank) for rank in range(run.sizes.pp))
+
+
+def rank_memory(run: Run, rank: int) -> Memory:
+    """Of one pipeline rank."""
+    dense, experts, largest, matrix = parameters_of_rank(run, rank)
+    stages = run.stages[rank]
+    kept = kept_by_chunk(run.schedule, rank)
+    activations = sum(count * stage_bytes(run, stage) for count, stage in zip(kept, stages, strict=True))
+    activations += max(again_bytes(run, stage) for stage in stages)
+    logits = max(logit_bytes(run, stage) for stage in stages)
+    # What is left of the logits while their weight's gradient is made; a layer's is made when they are gone.
+    at_head = logits / 3 + matrix * run.bytes_per_element if logits else 0.0
+    memory = Memory(
+        **_states(run, dense, experts),
+        activations=activations,
+        logits=logits,
+        buffers=max(at_head - logits, largest * run.bytes_per_element - logits, 0.0) + _buffers(run, stages),
+    )
+    return replace(memory, overhead=OVERHEAD_BYTES + FRAGMENTATION * memory.allocated)
+
+
+def _states(run: Run, dense: int, experts: int) -> dict[str, float]:
+    """What a rank holds of its parameters from step to step, by kind."""
+    weights, gradients, main, moments = _bytes_per_parameter(run)
+    sharding = run.software.shards_weights
+    # Where weights are cut, those are the main weights; low ones are gathered for a layer at a time.
+    low = 0 if sharding == "always" and main else weights
+    held = {"weights": 0.0, "gradients": 0.0, "main_weights": 0.0, "moments": 0.0}
+    for number, replicas in ((dense, run.sizes.dp * run.sizes.cp), (experts, run.sizes.edp)):
+        own = number / replicas
+        stepped = own if run.optimizer.kind == "distributed" or sharding != "none" else number
+        held["weights"] += low * (own if sharding == "always" else number)
+        held["gradients"] += gradients * (own if sharding != "none" else number)
+        held["main_weights"] += main * stepped
+        held["moments"] += moments * stepped
+    return held
+
+
+def _buffers(run: Run, stages: tuple[Stage, ...]) -> float:
+    """Workspaces, weights in FP8, and weights that are gathered for a layer."""
+    pieces = [(piece, count) for stage in stages for piece, count in stage.items()]
+    held = {piece: sum(parameters_of(piece, run.anatomy, run.sizes)) for piece, _ in pieces}
+    buffers = WORKSPACE_BYTES
+    if run.fp8 is not None:
+        # The cast weights of a step, and their transposes.
+        buffers += 2 * sum(held[piece] * count for piece, count in pieces if piece.layer is not None)
+    if run.software.shards_weights == "always":
+        # The layer at work, and the next one on its way; its gradients before they are scattered.
+        buffers += 3 * run.bytes_per_element * max(held.values())
+    return buffers
+
+
+def parameters_of_rank(run: Run, rank: int) -> tuple[int, int, int, int]:
+    """Parameters that a rank holds: dense ones, and those of experts; of its largest matrix in a layer, and of one over
+    the vocabulary."""
+    sizes = run.sizes
+    dense, experts, largest = 0, 0, 0
+    has_matrix, needs_matrix = False, False
+    for stage in run.stages[rank]:
+        for piece, count in stage.items():
+            own_dense, own_experts = parameters_of(piece, run.anatomy, sizes)
+            dense, experts = dense + count * own_dense, experts + count * own_experts
+            has_matrix |= piece.matrices > 0
+            needs_matrix |= piece.shared_matrices > 0
+            if piece.layer is not None:
+                config = piece.layer.config
+                width = config.ffn_hidden_size // sizes.tp * (2 if config.is_gated else 1)
+                largest = max(largest, width * config.hidden_size)
+    matrix = cost.vocabulary_parameters(run.model, sizes)
+    if needs_matrix and not has_matrix:
+        dense += matrix
+    return dense, experts, largest, matrix if has_matrix or needs_matrix else 0
+
+
+def _bytes_per_parameter(run: Run) -> tuple[int, int, int, int]:
+    """Weights, gradients, main weights and two moments, as AdamW has them, where nothing is cut over replicas."""
+    low = 2 if run.precision in ("bf16-mixed", "16-mixed", "bf16-true") else 4
+    is_mixed = run.precision in ("bf16-mixed", "16-mixed")
+    own = 4 if is_mixed or low == 4 else 2
+    gradients = {"auto": own, "float32": 4, "bfloat16": 2}[run.optimizer.grad_dtype]
+    return low, gradients, 4 if is_mixed else 0, 2 * own

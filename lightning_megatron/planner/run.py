@@ -1,0 +1,127 @@
+"""`Run`: a training run as the planner sees it, without Lightning and without a process: what is trained, and how.
+
+`faults_of` tells what keeps it from running, by the rules that the strategy checks too.
+"""
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from lightning_megatron.context.config import ContextConfig
+from lightning_megatron.mesh import Sizes
+from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.pipeline.choice import Schedule, ScheduleName
+from lightning_megatron.planner.anatomy import Anatomy, Model, Stage, Texts, anatomy_of, stages_of
+from lightning_megatron.planner.rules import Facts, faults
+from lightning_megatron.planner.software import OURS, Software
+from lightning_megatron.precision.fp8 import Fp8Config
+from lightning_megatron.transformer.recompute import RecomputeConfig
+
+PRECISIONS = ("bf16-mixed", "bf16-true", "16-mixed", "32-true")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What is trained, on which layout, with what."""
+
+    model: Model
+    # the architecture
+    texts: Texts
+    # how long samples are
+    sizes: Sizes
+    # ranks on each axis
+    global_batch_size: int
+    # samples of a step
+    micro_batch_size: int = 1
+    # samples of a microbatch
+    precision: str = "bf16-mixed"
+    # the Trainer's
+    fp8: Fp8Config | None = None
+    # how linears multiply in FP8, where they do
+    recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
+    # what is run again in the backward
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    # who steps which weights, and what travels behind compute
+    schedule_name: ScheduleName | None = None
+    # none: 1f1b, or interleaved where there are several stages on a rank
+    group_size: int = 0
+    # of an interleaved schedule; 0: pp
+    context: ContextConfig = field(default_factory=ContextConfig)
+    # how ranks that share sequences exchange what attention needs
+    software: Software = OURS
+    # the code that runs it
+
+    @cached_property
+    def anatomy(self) -> Anatomy:
+        return anatomy_of(self.model, self.texts)
+
+    @cached_property
+    def num_microbatches(self) -> int:
+        """Per step and replica, rounded down; 0 where the batch is smaller than the replicas."""
+        return self.global_batch_size // (self.sizes.dp * self.micro_batch_size)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """Of a step; it may have faults."""
+        name: ScheduleName = self.schedule_name or ("interleaved" if self.sizes.vp > 1 else "1f1b")
+        return Schedule(
+            name=name,
+            pp=self.sizes.pp,
+            chunks=self.sizes.vp,
+            microbatches=max(self.num_microbatches, 1),
+            group_size=self.group_size,
+        )
+
+    @cached_property
+    def stages(self) -> tuple[tuple[Stage, ...], ...]:
+        """Of each pipeline rank its stages, its first chunk's first."""
+        sizes = self.sizes
+        stages = stages_of(self.anatomy, sizes.num_stages, sizes.stage_layout)
+        own: list[list[Stage]] = [[] for _ in range(sizes.pp)]
+        for number, stage in enumerate(stages):
+            own[sizes.pp_rank_of(number)].append(stage)
+        return tuple(map(tuple, own))
+
+    @property
+    def is_half(self) -> bool:
+        """Whether products are in 16 bits, or fewer."""
+        return self.precision != "32-true"
+
+    @property
+    def bytes_per_element(self) -> int:
+        """Of activations."""
+        return 2 if self.is_half else 4
+
+    @property
+    def num_tokens(self) -> int:
+        """Of a step."""
+        return self.global_batch_size * self.anatomy.tokens
+
+
+def faults_of(run: Run) -> list[str]:
+    """One sentence for each rule that the run breaks."""
+    sizes, batch, micro = run.sizes, run.global_batch_size, run.micro_batch_size
+    found = []
+    if run.precision not in PRECISIONS:
+        found.append(f"precision ({run.precision!r}) must be one of {', '.join(map(repr, PRECISIONS))}")
+    if micro < 1:
+        found.append(f"micro_batch_size ({micro}) must be at least 1")
+    elif not sizes.faults() and (batch < 1 or batch % (sizes.dp * micro)):
+        step = sizes.dp * micro
+        below, above = max(batch, 0) // step * step, (max(batch, 0) // step + 1) * step
+        fits = " or ".join(str(size) for size in (below, above) if size)
+        found.append(
+            f"global_batch_size ({batch}) must be a multiple of data-parallel size x micro batch ({sizes.dp} x {micro} "
+            f"= {step}); use {fits}, or other sizes"
+        )
+    facts = Facts(
+        sizes=sizes,
+        num_microbatches=max(run.num_microbatches, 1) if not sizes.faults() and micro >= 1 else 1,
+        model=run.model,
+        sequence_length=run.texts.sequence,
+        schedule=None if sizes.faults() or micro < 1 else run.schedule,
+        recompute=run.recompute,
+        fp8=run.fp8,
+        precision=run.precision,
+        context=run.context,
+    )
+    return found + faults(facts)

@@ -1,0 +1,159 @@
+"""Every layout of a model on so many GPUs that is worth a look: those that fit, fastest first, and why others do not.
+
+Tried are tensor sizes within a node, every pipeline size and chunk count that layers allow, context sizes where
+sequences are long, expert sizes that divide the experts, and microbatches of 1 to 8 samples. Nothing is recomputed
+where that fits; where it does not, whole layers are. Each layout goes through the rules of the strategy.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from lightning_megatron.mesh import Sizes
+from lightning_megatron.planner.constants import fitted
+from lightning_megatron.planner.hardware import GIGA, Gpu
+from lightning_megatron.planner.memory import rank_memory
+from lightning_megatron.planner.run import Run, faults_of
+from lightning_megatron.planner.step_time import step_time
+from lightning_megatron.transformer.recompute import RecomputeConfig
+
+_FULL = RecomputeConfig(granularity="full")
+_MICRO_BATCHES = (1, 2, 4, 8)
+_CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)
+_LEAST_TOKENS = 4096
+# of a sequence on a rank, before more context ranks are worth their messages
+_MOST_TENSOR = 8
+_GROWTH = 6
+# doublings of the GPUs that are tried where nothing fits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejected:
+    """A layout that cannot run, or not in this memory."""
+
+    run: Run
+    why: str
+    # in one sentence
+    needed_bytes: float = 0.0
+    # of the fullest rank, where memory is what it lacks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a search found."""
+
+    fitting: tuple[Run, ...]
+    # fastest first
+    seconds: tuple[float, ...]
+    # of a step of each
+    rejected: tuple[Rejected, ...]
+
+    def least(self) -> Rejected | None:
+        """Of the layouts that lack memory the one that needs the least."""
+        lacking = [one for one in self.rejected if one.needed_bytes]
+        return min(lacking, key=lambda one: one.needed_bytes, default=None)
+
+    def reasons(self) -> dict[str, int]:
+        """Why layouts fell out, and how many for each reason."""
+        return dict(Counter(_kind(one) for one in self.rejected).most_common())
+
+
+def search(run: Run, gpu: Gpu, *, memory_bytes: float, free_recompute: bool = True) -> Found:
+    """All layouts of the run's model and batch on its world, whatever its own layout.
+
+    `free_recompute` lets whole layers be run again where nothing else fits. Precision, optimizer and FP8 are the run's.
+    """
+    constants = fitted()
+    fitting: list[tuple[float, Run]] = []
+    rejected: list[Rejected] = []
+    for candidate in candidates(run, gpu):
+        if faults := faults_of(candidate):
+            rejected.append(Rejected(run=candidate, why="; ".join(faults)))
+            continue
+        best = _that_fits(candidate, memory_bytes, free_recompute)
+        if isinstance(best, Rejected):
+            rejected.append(best)
+        else:
+            fitting.append((step_time(best, gpu, constants).total, best))
+    fitting.sort(key=lambda pair: pair[0])
+    return Found(
+        fitting=tuple(run for _, run in fitting),
+        seconds=tuple(seconds for seconds, _ in fitting),
+        rejected=tuple(rejected),
+    )
+
+
+def fewest_gpus(run: Run, gpu: Gpu, *, memory_bytes: float, free_recompute: bool = True) -> int:
+    """The least number of GPUs, of those got by doubling, on which some layout fits; 0 where none does."""
+    world = run.sizes.world
+    for _ in range(_GROWTH):
+        world *= 2
+        grown = replace(run, sizes=Sizes(world=world))
+        for candidate in candidates(grown, gpu):
+            if not faults_of(candidate) and isinstance(_that_fits(candidate, memory_bytes, free_recompute), Run):
+                return world
+    return 0
+
+
+def candidates(run: Run, gpu: Gpu) -> Iterator[Run]:
+    """The layouts that are tried; some may have faults."""
+    model, world, sequence = run.model, run.sizes.world, run.texts.sequence
+    num_layers = run.anatomy.num_layers
+    num_experts = model.moe.router.num_experts if model.moe is not None else 1
+    tensors = [tp for tp in _powers(min(gpu.gpus_per_node, _MOST_TENSOR)) if world % tp == 0]
+    contexts = [cp for cp in _powers(world) if cp == 1 or sequence // cp >= _LEAST_TOKENS]
+    experts = [ep for ep in range(1, num_experts + 1) if num_experts % ep == 0]
+    for tp, cp in product(tensors, contexts):
+        for pp in _divisors(world // tp // cp if world % (tp * cp) == 0 else 0):
+            if pp > num_layers:
+                continue
+            dp = world // (tp * cp * pp)
+            micros = [micro for micro in _MICRO_BATCHES if run.global_batch_size % (dp * micro) == 0]
+            for ep, micro in product([ep for ep in experts if world % (pp * ep) == 0], micros):
+                m = run.global_batch_size // (dp * micro)
+                for vp in _CHUNKS:
+                    # Groups of microbatches that are full, and stages that are alike.
+                    if vp > 1 and (pp == 1 or m % pp or num_layers % (pp * vp)):
+                        continue
+                    sizes = replace(
+                        run.sizes, tp=tp, cp=cp, pp=pp, ep=ep, etp=1, vp=vp, sequence_parallel=tp > 1, placement="loop"
+                    )
+                    yield replace(run, sizes=sizes, micro_batch_size=micro, schedule_name=None, group_size=0)
+
+
+def _that_fits(run: Run, memory_bytes: float, free_recompute: bool) -> Run | Rejected:
+    """The run, with as little recomputation as fits."""
+    needed = 0.0
+    for recompute in dict.fromkeys([run.recompute, _FULL] if free_recompute else [run.recompute]):
+        tried = replace(run, recompute=recompute)
+        pp = run.sizes.pp
+        ranks = {rank: rank_memory(tried, rank) for rank in {0, min(1, pp - 1), pp - 1}}
+        rank, fullest = max(ranks.items(), key=lambda pair: pair[1].total)
+        needed = fullest.total
+        if needed <= memory_bytes:
+            return tried
+    most = max(fullest.by_kind().items(), key=lambda pair: pair[1])
+    return Rejected(
+        run=tried,
+        why=(
+            f"needs {needed / GIGA:.1f} GB on pipeline rank {rank} of {memory_bytes / GIGA:.1f} GB; "
+            f"most of it {most[0].replace('_', ' ')}, {most[1] / GIGA:.1f} GB"
+        ),
+        needed_bytes=needed,
+    )
+
+
+def _kind(rejected: Rejected) -> str:
+    """Sentences with the numbers of one layout are alike for all."""
+    if rejected.needed_bytes:
+        return "not enough memory"
+    return rejected.why.partition(" (")[0] + " does not fit"
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << k for k in range(most.bit_length()) if 1 << k <= most]
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

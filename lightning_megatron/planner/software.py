@@ -1,0 +1,45 @@
+"""What the code that runs a layout keeps and sends beyond what the layout says, as a value.
+
+`OURS` is this package. The others describe the code behind published runs, so that the same formulas can be checked
+against what was measured there; a search never proposes them.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Sharding = Literal["none", "between_passes", "always"]
+"""When replicas hold their own part of the weights alone: never; but from a step's first forward to its last backward;
+or gathering each layer before its forward and its backward."""
+
+AttentionKernel = Literal["first", "second", "vendor"]
+"""That of the first open source ones (2022), that of FlashAttention-2, which torch has, or the GPU vendor's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Software:
+    """Habits of a training system."""
+
+    name: str
+    # as a report calls it
+    shards_weights: Sharding = "none"
+    # over replicas, besides what the optimizer does
+    pair_bytes: int = 7
+    # kept for each pair of tokens and head where attention lays its weights out: softmax, mask, what was dropped
+    logit_bytes: int = 6
+    # for each token and row of the vocabulary at the peak: logits in half precision, and exponentials in float32
+    is_fused: bool = False
+    # neighbouring elementwise kernels are one, by hand or by a compiler
+    attention: AttentionKernel = "second"
+    # where attention runs in one kernel
+
+
+OURS = Software(name="lightning_megatron")
+
+MEGATRON = Software(name="Megatron Core", pair_bytes=5, is_fused=True, attention="vendor")
+"""Source: Korthikanti et al., arXiv 2205.05198, section 4.1: softmax 2, mask 1, dropped weights 2."""
+
+FULLY_SHARDED = Software(name="fully sharded data parallel", shards_weights="always", attention="first")
+"""Source: Rajbhandari et al., arXiv 1910.02054, section 5.3 (ZeRO, stage 3)."""
+
+SHARDED_BETWEEN_PASSES = Software(name="sharded gradients", shards_weights="between_passes", attention="first")
+"""Source: the same, section 5.2 (stage 2), with weights that are gathered once a step."""

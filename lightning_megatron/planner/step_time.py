@@ -1,0 +1,211 @@
+"""Seconds of a step, from what every rank does and sends, and how much of that is hidden.
+
+    step = (pipeline + gradients, weights and main weights that nothing hides + optimizer + the rest)
+           x (1 + straggling log2 of the GPUs)
+
+A layer's products take FLOPs over a measured ceiling; attention, elementwise kernels, messages and the host have rates
+of their own. A backward does the products twice and attention in one kernel two and a half times, since it makes the
+weights again. The pipeline is played, or in closed form where there is one (`pipeline_load`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lightning_megatron.planner.constants import Constants
+from lightning_megatron.planner.hardware import Gpu
+from lightning_megatron.planner.memory import parameters_of_rank
+from lightning_megatron.planner.network import exchange_seconds, gather_seconds, groups_of, hop_seconds
+from lightning_megatron.planner.pipeline_load import step_seconds
+from lightning_megatron.planner.run import Run
+from lightning_megatron.planner.work import Work, work_of
+
+# A kernel of attention makes the weights again in its backward. Source: Dao, arXiv 2307.08691, section 4.1.
+_FLASH_BACKWARD = 2.5
+# Bytes a weight that an optimizer's step reads and writes: main weight, two moments, gradient, low weight.
+_STEP_BYTES = 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """Seconds of one microbatch through a rank, forward or backward."""
+
+    compute: float = 0.0
+    exposed: Mapping[str, float] = field(default_factory=dict)
+    # what is waited for, by axis
+
+    @property
+    def total(self) -> float:
+        return self.compute + sum(self.exposed.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """Where the seconds of a step go, on the slowest pipeline rank."""
+
+    compute: float
+    exposed: Mapping[str, float]
+    # messages that nothing hides, by axis; dp are gradients and weights
+    bubble: float
+    # waiting for other stages
+    optimizer: float
+    other: float
+    # data, logging, the slowest of many GPUs
+    forwards: tuple[float, ...]
+    # of a microbatch, by pipeline rank
+    backwards: tuple[float, ...]
+
+    @property
+    def total(self) -> float:
+        return self.compute + sum(self.exposed.values()) + self.bubble + self.optimizer + self.other
+
+
+def step_time(run: Run, gpu: Gpu, constants: Constants) -> StepTime:
+    """The time of a step. The run must have no faults."""
+    seen: dict[tuple[int, ...], tuple[Pass, Pass]] = {}
+    # by the stages of a rank, of which equal ones are one object
+    passes = []
+    for rank in range(run.sizes.pp):
+        key = tuple(map(id, run.stages[rank]))
+        if key not in seen:
+            seen[key] = _passes(run, rank, gpu, constants)
+        passes.append(seen[key])
+    forwards = tuple(forward.total for forward, _ in passes)
+    backwards = tuple(backward.total for _, backward in passes)
+    pipeline = step_seconds(run.schedule, forwards, backwards)
+    slowest = max(range(run.sizes.pp), key=lambda rank: forwards[rank] + backwards[rank])
+    m = run.schedule.microbatches
+    exposed: dict[str, float] = {}
+    for part in passes[slowest]:
+        for axis, seconds in part.exposed.items():
+            exposed[axis] = exposed.get(axis, 0.0) + m * seconds
+    replicas, optimizer = 0.0, 0.0
+    for rank in {0, slowest, run.sizes.pp - 1}:
+        sums, stepping = _replica_seconds(run, rank, forwards[rank], backwards[rank], gpu, constants)
+        replicas, optimizer = max(replicas, sums), max(optimizer, stepping)
+    exposed["dp"] = exposed.get("dp", 0.0) + replicas
+    busy = pipeline + replicas + optimizer
+    straggling = busy * constants.straggling * (run.sizes.world.bit_length() - 1)
+    return StepTime(
+        compute=m * sum(part.compute for part in passes[slowest]),
+        exposed=exposed,
+        bubble=pipeline - m * (forwards[slowest] + backwards[slowest]),
+        optimizer=optimizer,
+        other=constants.step_seconds + straggling,
+        forwards=forwards,
+        backwards=backwards,
+    )
+
+
+def _passes(run: Run, rank: int, gpu: Gpu, constants: Constants) -> tuple[Pass, Pass]:
+    """The forward and the backward of one microbatch through a rank."""
+    compute = [0.0, 0.0]
+    exposed: tuple[dict[str, float], dict[str, float]] = ({}, {})
+    for stage in run.stages[rank]:
+        for piece, count in stage.items():
+            work = work_of(piece, run.anatomy, run.sizes, run.micro_batch_size, run.bytes_per_element)
+            for place, part in enumerate(_piece_passes(run, work, gpu, constants)):
+                compute[place] += count * part.compute
+                for axis, seconds in part.exposed.items():
+                    exposed[place][axis] = exposed[place].get(axis, 0.0) + count * seconds
+    sp = run.sizes.tp if run.sizes.sequence_parallel else 1
+    if run.sizes.pp > 1:
+        tokens = run.micro_batch_size * run.anatomy.tokens / run.sizes.cp / sp
+        hop = hop_seconds(
+            tokens * run.model.hidden_size * run.bytes_per_element, groups_of(run.sizes)["pp"], gpu, constants
+        )
+        for waited in exposed:
+            waited["pp"] = (constants.exposed_hop * hop + constants.hop_seconds) * run.sizes.vp
+    if run.software.shards_weights != "none":
+        totals = [seconds + sum(waited.values()) for seconds, waited in zip(compute, exposed, strict=True)]
+        for waited, seconds in zip(exposed, _gathered_seconds(run, rank, totals, gpu, constants), strict=True):
+            waited["dp"] = seconds
+    return Pass(compute=compute[0], exposed=exposed[0]), Pass(compute=compute[1], exposed=exposed[1])
+
+
+def _piece_passes(run: Run, work: Work, gpu: Gpu, constants: Constants) -> tuple[Pass, Pass]:
+    is_fp8 = run.fp8 is not None
+    half = gpu.matmul_flops(is_fp8=False)
+    rate = gpu.matmul_flops(is_fp8=is_fp8) * constants.product_share(gpu.family, is_fp8=is_fp8)
+    product = (
+        work.product_flops + constants.edge * work.edge_flops + constants.grouped_edge * work.grouped_edge_flops
+    ) / rate + work.head_flops / (half * constants.product_share(gpu.family, is_fp8=False))
+    share = constants.flash_share(gpu.family, run.software.attention)
+    flash, laid_out = work.flash_flops / (half * share), work.laid_out_flops / (half * constants.laid_out_share)
+    traffic = constants.traffic if run.software.is_fused else constants.unfused_traffic
+    moved = traffic * work.moved_bytes / gpu.memory_bytes_per_second
+    casts = constants.cast_traffic * work.cast_bytes / gpu.memory_bytes_per_second if is_fp8 else 0.0
+    forward = max(product + flash + laid_out + moved + casts, constants.layer_seconds * work.num_layers)
+    backward = 2 * product + _FLASH_BACKWARD * flash + 2 * laid_out + 2 * (moved + casts)
+    backward = max(backward, constants.layer_seconds * work.num_layers)
+    messages = _messages(run, work, flash, gpu, constants)
+    later = {axis: seconds * (constants.exposed_tensor if axis == "tp" else 1.0) for axis, seconds in messages.items()}
+    recompute = run.recompute
+    if recompute.granularity == "full" and work.num_layers:
+        backward += forward
+        later = {axis: seconds + messages[axis] for axis, seconds in later.items()}
+    elif recompute.granularity == "selective" and work.num_layers:
+        if "core_attention" in recompute.parts:
+            backward += laid_out
+        if ("moe" if work.num_expert_layers else "mlp") in recompute.parts:
+            backward += product * work.mlp_flops / work.product_flops
+            later["ep"] = later.get("ep", 0.0) + messages.get("ep", 0.0)
+    return Pass(compute=forward, exposed=messages), Pass(compute=backward, exposed=later)
+
+
+def _messages(run: Run, work: Work, flash: float, gpu: Gpu, constants: Constants) -> dict[str, float]:
+    """What a forward waits for, by axis."""
+    groups = groups_of(run.sizes)
+    waited: dict[str, float] = {}
+    if work.num_tensor_messages:
+        each = gather_seconds(work.tensor_bytes / work.num_tensor_messages, groups["tp"], gpu, constants)
+        waited["tp"] = work.num_tensor_messages * each
+    if work.context_bytes:
+        waited["cp"] = max(hop_seconds(work.context_bytes, groups["cp"], gpu, constants) - flash, 0.0)
+    if work.num_expert_layers:
+        waited["ep"] = constants.routing_seconds + 2 * exchange_seconds(
+            work.expert_bytes / 2, groups["ep"], gpu, constants
+        )
+        waited["ep"] += 2 * gather_seconds(work.expert_tensor_bytes / 2, groups["etp"], gpu, constants)
+    return waited
+
+
+def _gathered_seconds(run: Run, rank: int, totals: list[float], gpu: Gpu, constants: Constants) -> tuple[float, float]:
+    """What forward and backward wait for weights that replicas share, and for the sums of their gradients."""
+    dense, experts, _, _ = parameters_of_rank(run, rank)
+    groups = groups_of(run.sizes)
+    gather = gather_seconds(2 * dense, groups["replicas"], gpu, constants)
+    gather += gather_seconds(2 * experts, groups["edp"], gpu, constants)
+    scatter = 2 * gather
+    is_always = run.software.shards_weights == "always"
+    sent = gather if is_always else gather / run.schedule.microbatches, scatter + (gather if is_always else 0.0)
+    waits = []
+    for total, seconds in zip(totals, sent, strict=True):
+        waits.append(max(seconds - total, 0.0) + constants.exposed_gather * min(seconds, total))
+    return waits[0], waits[1]
+
+
+def _replica_seconds(
+    run: Run, rank: int, forward: float, backward: float, gpu: Gpu, constants: Constants
+) -> tuple[float, float]:
+    """What a step waits for sums of gradients and for weights of other replicas; and the optimizer's own seconds."""
+    dense, experts, _, _ = parameters_of_rank(run, rank)
+    groups = groups_of(run.sizes)
+    is_sharded = run.software.shards_weights != "none"
+    is_cut = run.optimizer.kind == "distributed" or is_sharded
+    waited, stepped = 0.0, 0.0
+    width = 2 if run.optimizer.grad_dtype == "bfloat16" else 4
+    for number, group in ((dense, groups["replicas"]), (experts, groups["edp"])):
+        stepped += number / (group.size if is_cut else 1)
+        if is_sharded:
+            continue
+        scatter = gather_seconds(width * number, group, gpu, constants)
+        gather = gather_seconds(run.bytes_per_element * number if is_cut else width * number, group, gpu, constants)
+        waited += _unhidden(scatter, backward, run.optimizer.overlap_grad_reduce, constants)
+        waited += _unhidden(gather, forward, run.optimizer.overlap_param_gather, constants)
+    return waited, constants.traffic * _STEP_BYTES * stepped / gpu.memory_bytes_per_second
+
+
+def _unhidden(seconds: float, behind: float, is_overlapped: bool, constants: Constants) -> float:
+    if not is_overlapped:
+        return seconds
+    return max(seconds - behind, 0.0) + constants.exposed_gather * min(seconds, behind)

@@ -1,0 +1,177 @@
+"""What a layer, or an end of a model, does with one microbatch on one rank, in numbers that a clock is put to later.
+
+Everything is of a forward; `step_time` says what a backward is. FLOPs are those that are done: causal attention half.
+T tokens of the microbatch here, H hidden, M x K by K x N a product.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from lightning_megatron.mesh import Sizes
+from lightning_megatron.planner.anatomy import Anatomy, Layer, Piece
+from lightning_megatron.transformer import cost
+from lightning_megatron.transformer.config import TransformerConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """The forward of one microbatch through a piece, on one rank."""
+
+    product_flops: float = 0.0
+    # of matrix products in layers, which FP8 makes faster
+    edge_flops: float = 0.0
+    # the same, each times 1/M + 1/N + 1/K
+    grouped_edge_flops: float = 0.0
+    # the same of products of experts
+    head_flops: float = 0.0
+    # of products that are never in FP8
+    flash_flops: float = 0.0
+    # of attention in one kernel
+    laid_out_flops: float = 0.0
+    # of attention that lays its weights out
+    moved_bytes: float = 0.0
+    # that elementwise kernels read and write at least
+    cast_bytes: float = 0.0
+    # of inputs of products, which FP8 casts
+    tensor_bytes: float = 0.0
+    # of tensors that tp gathers and scatters
+    num_tensor_messages: int = 0
+    # over tp
+    context_bytes: float = 0.0
+    # of keys and values that go round a ring
+    expert_bytes: float = 0.0
+    # that a rank sends to experts and back
+    expert_tensor_bytes: float = 0.0
+    # of rows that etp gathers and scatters
+    mlp_flops: float = 0.0
+    # of `product_flops` those of the feed-forward network
+    num_layers: int = 0
+    # that the host starts
+    num_expert_layers: int = 0
+    # of them, with experts
+
+
+@lru_cache(maxsize=65536)
+def work_of(piece: Piece, anatomy: Anatomy, sizes: Sizes, micro_batch: int, width: int) -> Work:
+    """The work of a piece; `width` is the bytes of an activation."""
+    if piece.layer is None:
+        return _end(piece, anatomy, sizes, micro_batch, width)
+    return _layer(piece.layer, sizes, micro_batch, width)
+
+
+def _end(piece: Piece, anatomy: Anatomy, sizes: Sizes, micro_batch: int, width: int) -> Work:
+    hidden, tp = anatomy.config.hidden_size, sizes.tp
+    flops = sum(
+        2.0 * micro_batch * p.tokens / sizes.cp * p.inputs * p.outputs / (tp if p.is_cut else 1) for p in piece.products
+    )
+    tokens = micro_batch * piece.logit_tokens / sizes.cp
+    columns = cost.vocabulary_parameters(anatomy.config, sizes) // hidden
+    moved, gathered = 0.0, 0.0
+    if piece.logit_tokens:
+        flops += 2 * tokens * hidden * columns
+        # Logits written and read for their maximum; exponentials, in float32, written, changed in place and summed.
+        # A backward that counts twice that counts its casts.
+        moved = tokens * columns * (2 * width + 10)
+        gathered = tokens * hidden * width
+    elif piece.embedded_tokens:
+        rows = micro_batch * piece.embedded_tokens / sizes.cp
+        moved, gathered = 3 * rows * hidden * width, rows * hidden * width
+    return Work(
+        head_flops=flops,
+        moved_bytes=moved,
+        tensor_bytes=gathered if tp > 1 else 0.0,
+        num_tensor_messages=int(tp > 1 and gathered > 0),
+    )
+
+
+def _layer(layer: Layer, sizes: Sizes, micro_batch: int, width: int) -> Work:
+    config, tp = layer.config, sizes.tp
+    sp = tp if sizes.sequence_parallel else 1
+    cp = sizes.cp if layer.is_cut_by_context else 1
+    streams = micro_batch * layer.repeats
+    tokens = streams * layer.sequence / cp
+    if not tokens:
+        return Work()
+    hidden, query = config.hidden_size, config.num_attention_heads * config.head_dim
+    keys = config.num_query_groups * config.head_dim
+    products = [(tokens, hidden, (query + 2 * keys) / tp), (tokens, query / tp, hidden)]
+    if layer.memory:
+        memory = streams * layer.memory / cp
+        products += [
+            (tokens, hidden, query / tp),
+            (memory, hidden, 2 * keys / tp),
+            (tokens, query / tp, hidden),
+        ]
+    # Two norms read and write, two sums read twice and write; what rotates queries and keys.
+    norms = 3 if layer.memory else 2
+    moved = tokens / sp * hidden * width * (5 + (config.hidden_dropout > 0)) * norms
+    if config.position == "rotary":
+        moved += 2 * tokens * (query + keys) / tp * width
+    if config.qk_norm:
+        moved += 2 * tokens * (query + keys) / tp * width
+    attention = _attention(layer, streams, cp, tp)
+    laid_out = attention if config.attention_dropout > 0 else 0.0
+    if laid_out:
+        pairs = streams * layer.sequence / cp * (layer.sequence + layer.memory) * config.num_attention_heads / tp
+        # Scores written, softmax read and written, its dropout read and written, read again.
+        moved += pairs * (6 * width + 1)
+    casts = sum(rows * inner for rows, inner, _ in products)
+    num_attention_products = len(products)
+    grouped: list[tuple[float, float, float]] = []
+    expert_bytes = expert_tensor_bytes = 0.0
+    gates = 2 if config.is_gated else 1
+    num_gathers = 2 + 2 + (2 if layer.memory else 0)
+    if config.moe is not None and layer.has_experts:
+        moe = config.moe
+        features = (moe.ffn_hidden_size or config.ffn_hidden_size) / sizes.etp
+        own = moe.router.num_experts / sizes.ep
+        # Each token of tp's ranks goes from one of them.
+        sent = tokens / tp * moe.router.top_k
+        rows = sent * sizes.etp
+        grouped = [(rows / own, hidden, gates * features), (rows / own, features, hidden)]
+        moved += rows * (hidden * 6 + features * (gates + 2)) * width
+        casts += rows * (hidden + features)
+        expert_bytes = 2 * sent * hidden * width
+        expert_tensor_bytes = 2 * rows * hidden * width if sizes.etp > 1 else 0.0
+        products.append((tokens / tp, hidden, moe.router.num_experts))
+        if moe.shared_ffn_hidden_size:
+            wide = moe.shared_ffn_hidden_size / tp
+            products += [(tokens, hidden, gates * wide), (tokens, wide, hidden)]
+            moved += tokens * wide * (gates + 1) * width
+        else:
+            num_gathers -= 2
+    else:
+        own = 1.0
+        wide = config.ffn_hidden_size / tp
+        products += [(tokens, hidden, gates * wide), (tokens, wide, hidden)]
+        moved += tokens * wide * (gates + 1) * width
+        casts += tokens * (hidden + wide)
+    own_flops = [2 * m * n * k for m, k, n in products]
+    grouped_flops = own * sum(2 * m * n * k for m, k, n in grouped)
+    edges = sum(2 * m * n * k * (1 / m + 1 / n + 1 / k) for m, k, n in products)
+    return Work(
+        product_flops=sum(own_flops) + grouped_flops,
+        edge_flops=edges,
+        grouped_edge_flops=own * sum(2 * m * n * k * (1 / m + 1 / n + 1 / k) for m, k, n in grouped),
+        flash_flops=attention - laid_out,
+        laid_out_flops=2 * laid_out if layer.is_causal else laid_out,
+        moved_bytes=moved,
+        cast_bytes=3 * casts,
+        tensor_bytes=num_gathers * tokens * hidden * width if tp > 1 else 0.0,
+        num_tensor_messages=num_gathers if tp > 1 else 0,
+        context_bytes=2 * tokens * keys / min(tp, config.num_query_groups) * width * (cp - 1) if cp > 1 else 0.0,
+        expert_bytes=expert_bytes,
+        expert_tensor_bytes=expert_tensor_bytes,
+        mlp_flops=sum(own_flops[num_attention_products:]) + grouped_flops,
+        num_layers=1,
+        num_expert_layers=int(layer.has_experts),
+    )
+
+
+def _attention(layer: Layer, streams: int, cp: int, tp: int) -> float:
+    config: TransformerConfig = layer.config
+    flops = cost.layer_attention_flops(
+        config, batch=streams, sequence=layer.sequence, is_causal=layer.is_causal, window=layer.window
+    )
+    flops += 4 * streams * layer.sequence * layer.memory * config.num_attention_heads * config.head_dim
+    return flops / cp / tp

@@ -1,0 +1,75 @@
+"""GPUs are known by name, or described by a file; what is wrong with either is told."""
+
+from pathlib import Path
+
+import pytest
+
+from lightning_megatron.metrics.throughput import peak_flops
+from lightning_megatron.planner.constants import FAMILIES, fitted
+from lightning_megatron.planner.hardware import gpu_of, known_gpus
+
+
+def test_a_gpu_is_found_by_any_of_its_names() -> None:
+    assert gpu_of("A100") is gpu_of("a100-80gb")
+    assert gpu_of("h100").memory_gb == 80
+
+
+def test_an_unknown_gpu_lists_the_known_ones_and_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"'h1000'.*did you mean h100\?.*gb200.*YAML") as caught:
+        gpu_of("h1000")
+    assert all(name in str(caught.value) for name in known_gpus())
+
+
+def test_every_known_gpu_says_where_its_numbers_are_from_and_measures_less_than_its_peak() -> None:
+    for gpu in known_gpus().values():
+        assert len(gpu.source) > 10
+        assert 0.5 * gpu.half_tflops <= gpu.matmul_flops(is_fp8=False) / 1e12 < gpu.half_tflops
+
+
+@pytest.mark.parametrize(
+    ("name", "driver_name"),
+    [
+        ("a100-80gb", "NVIDIA A100-SXM4-80GB"),
+        ("h100", "NVIDIA H100 80GB HBM3"),
+        ("h200", "NVIDIA H200"),
+        ("b200", "NVIDIA B200"),
+        ("gb200", "NVIDIA GB200"),
+    ],
+)
+def test_peaks_are_those_that_mfu_is_measured_against(name: str, driver_name: str) -> None:
+    gpu = gpu_of(name)
+    assert gpu.peak_flops(is_fp8=False) == peak_flops(driver_name, "bf16-mixed")
+    assert gpu.peak_flops(is_fp8=True) == peak_flops(driver_name, "transformer-engine")
+
+
+def test_a_file_describes_another_gpu(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("memory_gb: 64\nmemory_tb_per_second: 3.2\nhalf_tflops: 383\nnvlink_gb_per_second: 50\n")
+    gpu = gpu_of(str(file))
+    assert (gpu.name, gpu.memory_gb, gpu.gpus_per_node) == ("mine", 64, 8)
+    assert gpu.family not in FAMILIES and 0 < fitted().product_share(gpu.family, is_fp8=False) < 1
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("memory_gb: 64\n", "'memory_tb_per_second' is missing"),
+        ("memory_gb: lots\nmemory_tb_per_second: 3\nhalf_tflops: 1\n", "must be a number"),
+        ("memory_gb: 0\nmemory_tb_per_second: 3\nhalf_tflops: 1\n", "memory_gb (0) must be above 0"),
+        ("memory_gb: 1\nmemory_tb_per_second: 3\nhalf_tflops: 1\nvram: 3\n", "'vram'"),
+        ("memory_gb: 1\nmemory_tb_per_second: 3\nhalf_tflops: 1\nhalf_matmul_tflops: 2\n", "at most half_tflops"),
+        ("- 1\n", "table of fields"),
+        ("a: [\n", "no YAML"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_told(tmp_path: Path, text: str, told: str) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError) as caught:
+        gpu_of(str(file))
+    assert told in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_told() -> None:
+    with pytest.raises(ValueError, match=r"none\.yaml cannot be read"):
+        gpu_of("none.yaml")

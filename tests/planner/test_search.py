@@ -1,0 +1,77 @@
+"""A search finds the layouts that fit, fastest first, and says why others do not."""
+
+from dataclasses import replace
+
+from lightning_megatron.mesh import Sizes
+from lightning_megatron.planner.estimate import estimate
+from lightning_megatron.planner.hardware import GIGA, gpu_of
+from lightning_megatron.planner.presets import PRESETS
+from lightning_megatron.planner.run import Run, faults_of
+from lightning_megatron.planner.search import candidates, fewest_gpus, search
+
+H100 = gpu_of("h100")
+
+
+def run_of(name: str, world: int, **changes: object) -> Run:
+    preset = PRESETS[name]
+    fields = {
+        "model": preset.model,
+        "texts": preset.texts,
+        "sizes": Sizes(world=world),
+        "global_batch_size": preset.global_batch_size,
+    }
+    return Run(**(fields | changes))  # type: ignore[arg-type]
+
+
+def test_what_fits_comes_fastest_first_and_fits() -> None:
+    found = search(run_of("llama3_8b", 16), H100, memory_bytes=H100.memory_bytes)
+    assert len(found.fitting) > 5 and list(found.seconds) == sorted(found.seconds)
+    for run in found.fitting:
+        assert faults_of(run) == []
+        assert estimate(run, H100).peak_bytes <= H100.memory_bytes
+
+
+def test_layouts_that_need_too_much_say_what_they_need() -> None:
+    found = search(run_of("llama3_8b", 16), H100, memory_bytes=40 * GIGA)
+    lacking = [one for one in found.rejected if one.needed_bytes]
+    assert lacking and all(one.needed_bytes > 40 * GIGA and "of 40.0 GB" in one.why for one in lacking)
+    assert found.least() is min(lacking, key=lambda one: one.needed_bytes)
+    assert "not enough memory" in found.reasons()
+
+
+def test_whole_layers_are_run_again_only_where_nothing_else_fits() -> None:
+    found = search(run_of("llama3_70b", 64), H100, memory_bytes=H100.memory_bytes)
+    for run in found.fitting:
+        if run.recompute.granularity == "full":
+            bare = replace(run, recompute=type(run.recompute)())
+            assert estimate(bare, H100).peak_bytes > 0.99 * H100.memory_bytes
+
+
+def test_experts_are_spread_by_divisors_of_their_number() -> None:
+    sizes = {run.sizes.ep for run in candidates(run_of("mixtral_8x7b", 64), H100)}
+    assert sizes == {1, 2, 4, 8}
+
+
+def test_long_sequences_are_cut_and_short_ones_are_not() -> None:
+    long = run_of("llama3_8b", 16)
+    assert {run.sizes.cp for run in candidates(long, H100)} == {1, 2}
+    assert {run.sizes.cp for run in candidates(run_of("bert_large", 16), H100)} == {1}
+
+
+def test_where_nothing_fits_more_gpus_may_do() -> None:
+    run = run_of("gpt3_175b", 8)
+    assert not search(run, H100, memory_bytes=H100.memory_bytes).fitting
+    more = fewest_gpus(run, H100, memory_bytes=H100.memory_bytes)
+    assert more > 8 and search(run_of("gpt3_175b", more), H100, memory_bytes=H100.memory_bytes).fitting
+
+
+def test_a_layout_with_faults_tells_all_of_them() -> None:
+    run = run_of("gpt3_175b", 35, sizes=Sizes(world=35, tp=5, pp=7), micro_batch_size=7)
+    told = "\n".join(faults_of(run))
+    assert "num_attention_heads (96)" in told and "global_batch_size (1536)" in told and "use 1533 or 1540" in told
+
+
+def test_layouts_that_rules_refuse_are_told_with_the_rule() -> None:
+    found = search(run_of("gpt2_124m", 8), H100, memory_bytes=H100.memory_bytes)
+    assert all(12 % run.sizes.tp == 0 for run in found.fitting)
+    assert any("num_attention_heads (12)" in one.why for one in found.rejected)

@@ -1,0 +1,58 @@
+"""What ranks do adds up to the FLOPs of the unsplit model, and what they send is what layouts ask for."""
+
+import pytest
+
+from lightning_megatron.mesh import Sizes
+from lightning_megatron.planner.anatomy import anatomy_of, piece_flops
+from lightning_megatron.planner.presets import PRESETS
+from lightning_megatron.planner.work import Work, work_of
+
+LLAMA = PRESETS["llama3_8b"]
+
+
+def layer_work(sizes: Sizes, name: str = "llama3_8b") -> Work:
+    preset = PRESETS[name]
+    anatomy = anatomy_of(preset.model, preset.texts)
+    [piece] = {piece for piece in anatomy.pieces if piece.symbol == "t"}
+    return work_of(piece, anatomy, sizes, 1, 2)
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("name", ["gpt3_175b", "llama3_8b", "mixtral_8x7b", "bert_large", "t5_11b", "llava_7b"])
+def test_the_flops_of_all_ranks_are_those_of_the_model(name: str, tp: int, cp: int) -> None:
+    preset = PRESETS[name]
+    anatomy = anatomy_of(preset.model, preset.texts)
+    sizes = Sizes(world=tp * cp, tp=tp, cp=cp, sequence_parallel=tp > 1)
+    for piece in set(anatomy.pieces):
+        if any(not product.is_cut for product in piece.products):
+            continue
+        work = work_of(piece, anatomy, sizes, 2, 2)
+        done = (work.product_flops + work.flash_flops + work.head_flops) * tp
+        ranks = cp if piece.layer is None or piece.layer.is_cut_by_context else 1
+        # A vocabulary that tp does not divide is padded.
+        assert done * ranks == pytest.approx(piece_flops(piece, anatomy.config, batch=2), rel=1e-3)
+
+
+def test_a_layer_gathers_and_scatters_its_stream_twice_each() -> None:
+    assert layer_work(Sizes()).tensor_bytes == 0
+    work = layer_work(Sizes(world=4, tp=4, sequence_parallel=True))
+    assert work.num_tensor_messages == 4 and work.tensor_bytes == 4 * 8192 * 4096 * 2
+
+
+def test_a_ring_passes_on_the_keys_and_values_of_all_other_ranks() -> None:
+    assert layer_work(Sizes()).context_bytes == 0
+    assert layer_work(Sizes(world=4, cp=4)).context_bytes == 3 * 2 * 2048 * 8 * 128 * 2
+
+
+def test_tokens_go_to_their_experts_and_back() -> None:
+    work = layer_work(Sizes(world=8, tp=2, ep=4, sequence_parallel=True), "mixtral_8x7b")
+    assert work.expert_bytes == 2 * (4096 / 2) * 2 * 4096 * 2 and work.num_expert_layers == 1
+
+
+def test_experts_have_as_many_rows_as_tokens_choose_whatever_the_layout() -> None:
+    alone = layer_work(Sizes(), "mixtral_8x7b")
+    spread = layer_work(Sizes(world=8, ep=8), "mixtral_8x7b")
+    assert spread.product_flops == pytest.approx(alone.product_flops)
+    # A rank with one expert multiplies all rows of it at once.
+    assert spread.grouped_edge_flops < alone.grouped_edge_flops
