@@ -10,6 +10,7 @@ import inspect
 import os
 import re
 import sys
+import time
 from argparse import ArgumentError
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
@@ -32,6 +33,8 @@ _TRIED = ("Does not validate against", "Subtypes:", "Errors:", "Expected a <clas
 _UNKNOWN = (r"^unrecognized arguments: --([\w.]+)", r"[Oo]ption '([\w.]+)'")
 _STRATEGY = "trainer.strategy.init_args"
 _USAGE_ERROR = 2
+# What the rank that tells a fault gets to end before the others do.
+_SECONDS_TO_TELL = 10.0
 
 
 class RecipeCLI(LightningCLI):
@@ -134,7 +137,17 @@ def _exit_on_mistake(run: Callable[[], Any]) -> None:
         # Ranks find the same fault together; one a machine tells it.
         if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            _wait_for_the_parent()
         sys.exit(_USAGE_ERROR)
+
+
+def _wait_for_the_parent() -> None:
+    # Lightning's launcher starts the other ranks from the first, and kills it when one of them ends before it: its
+    # message and its exit code would be lost.
+    parent, end = os.getppid(), time.monotonic() + _SECONDS_TO_TELL
+    while os.getppid() == parent and time.monotonic() < end:
+        time.sleep(0.05)
 
 
 def _about_option(text: str, names: Sequence[str]) -> str:

@@ -1,5 +1,7 @@
 """A mistake of the user's ends a recipe with one message that says the thing; any other fault keeps its traceback."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -178,3 +180,36 @@ def test_options_can_be_printed_and_read_again(folder: Path, capsys: pytest.Capt
     with pytest.raises(SystemExit):
         run("--print_config")
     assert "lr: 0.5" in capsys.readouterr().out
+
+
+FIRST_RANK = """
+import os, subprocess, sys
+child = subprocess.Popen(
+    [sys.executable, "-c", sys.argv[1]], env={**os.environ, "LOCAL_RANK": "1"}, stdout=subprocess.PIPE, text=True
+)
+assert child.stdout.readline() == "fails\\n"
+try:
+    print("ended with", child.wait(5))
+except subprocess.TimeoutExpired:
+    print("waits")
+"""
+SECOND_RANK = """
+from lightning_megatron.cli import recipe
+from lightning_megatron.trainer import ConfigurationError
+
+def mistake():
+    print("fails", flush=True)
+    raise ConfigurationError(["a mistake"])
+
+recipe._SECONDS_TO_TELL = 600
+recipe._exit_on_mistake(mistake)
+"""
+
+
+def test_a_rank_ends_after_the_one_that_tells_the_mistake() -> None:
+    # Lightning kills the first rank when the second ends before it.
+    both = subprocess.run(
+        [sys.executable, "-c", FIRST_RANK, SECOND_RANK], capture_output=True, text=True, timeout=60, check=True
+    )
+    # stderr is shared: what is read to its end is that of both, so the second ended with the first.
+    assert (both.stdout, both.stderr) == ("waits\n", "")
