@@ -313,11 +313,12 @@ def last_losses(fp8: Fp8Config | None) -> float:
     text = torch.tensor(list(inspect.getsource(argparse).encode()))
     model = build(Mesh.single(), TINY)
     layers = in_fp8(model, fp8) if fp8 is not None else None
-    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     generator = torch.Generator().manual_seed(0)
     losses = []
     for _ in range(300):
-        starts = torch.randint(len(text) - 33, (4,), generator=generator).tolist()
+        # Rows enough that the end does not hang on which ones come last: the text is that of whatever Python runs.
+        starts = torch.randint(len(text) - 33, (16,), generator=generator).tolist()
         rows = torch.stack([text[start : start + 33] for start in starts])
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = model(rows[:, :-1], labels=rows[:, 1:])
@@ -337,7 +338,7 @@ def test_300_steps_in_fp8_end_within_5_percent_of_the_loss_in_bf16() -> None:
     assert last_losses(CURRENT) == pytest.approx(wanted, rel=0.05)
     assert last_losses(Fp8Config(scaling="delayed", amax_history_length=16)) == pytest.approx(wanted, rel=0.05)
     # Scales that are far too small leave nothing of most numbers, and the loss tells.
-    assert last_losses(Fp8Config(margin=24)) > 1.05 * wanted
+    assert last_losses(Fp8Config(margin=24)) > 1.1 * wanted
 
 
 def test_linears_that_tiles_do_not_divide_are_told_by_their_shape() -> None:
