@@ -4,7 +4,7 @@ A twin takes the place of a linear and keeps its parameters: the same objects un
 values, shards, optimizers and checkpoints know nothing of it. The module of the engine is made without memory of its
 own and is lent the parameters in each call. The norm in front of a column linear goes into the same kernel; what stands
 in its place then holds its parameters and passes hidden states on. In a layer of experts the linears of attention
-and of the shared expert have twins; the experts multiply as they did, and the router reads its norm.
+and of the shared expert have twins, the experts have one together (`engine_experts`), and the router reads its norm.
 """
 
 from typing import Any
@@ -17,6 +17,7 @@ from lightning_megatron.precision import fp8
 from lightning_megatron.precision.fp8 import ParallelMode
 from lightning_megatron.tensor.linear import ColumnParallelLinear, ParallelLinear
 from lightning_megatron.tensor.norm import LayerNorm, RMSNorm
+from lightning_megatron.transformer.engine_experts import ExpertsTwin
 from lightning_megatron.transformer.layer import AttendingLayer, ExpertLayer, TransformerLayer
 
 
@@ -68,15 +69,18 @@ class TwinLayer:
                 "with engine='torch', or leave one of the two out"
             )
         self._places: list[tuple[nn.Module, str, nn.Module]] = []
-        self.twins: list[LinearTwin] = []
+        self.twins: list[LinearTwin | ExpertsTwin] = []
         self._add_twin(layer.attention, "qkv", self._folded(layer, "attention_norm"))
         self._add_twin(layer.attention, "projection")
         if isinstance(layer, TransformerLayer):
             self._add_twin(layer.mlp, "up", self._folded(layer, "mlp_norm"))
             self._add_twin(layer.mlp, "down")
-        elif isinstance(layer, ExpertLayer) and layer.moe.shared is not None:
-            self._add_twin(layer.moe.shared, "up")
-            self._add_twin(layer.moe.shared, "down")
+        elif isinstance(layer, ExpertLayer):
+            self.twins.append(ExpertsTwin(layer.moe.experts))
+            self._replace(layer.moe, "experts", self.twins[-1])
+            if layer.moe.shared is not None:
+                self._add_twin(layer.moe.shared, "up")
+                self._add_twin(layer.moe.shared, "down")
 
     def _folded(self, layer: AttendingLayer, name: str) -> LayerNorm | RMSNorm:
         """The norm of this name, which the linear after it is to compute from here on."""

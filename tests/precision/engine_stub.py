@@ -103,6 +103,26 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Log:
                 x = F.rms_norm(x, shape, self.layer_norm_weight, eps)
             return super().forward(x, is_first_microbatch)
 
+    class GroupedLinear(nn.Module):
+        def __init__(self, num_gemms: int, in_features: int, out_features: int, **options: Any) -> None:
+            super().__init__()
+            log.built.append(("GroupedLinear", (num_gemms, in_features, out_features), options))
+            assert not options["bias"] and not options["sequence_parallel"]
+            size = options["tp_size"]
+            is_row = options["parallel_mode"] == "row"
+            shape = (out_features, in_features // size) if is_row else (out_features // size, in_features)
+            for number in range(num_gemms):
+                weight = torch.empty(shape, device=options["device"], dtype=options["params_dtype"])
+                self.register_parameter(f"weight{number}", nn.Parameter(weight))
+
+        def forward(self, x: Tensor, m_splits: list[int], is_first_microbatch: bool | None = None) -> Tensor:
+            # It sums nothing over ranks, and takes no rows beside its tiles of 16.
+            assert log.is_open and len(x) == sum(m_splits) and all(m > 0 and m % 16 == 0 for m in m_splits)
+            log.first_microbatch.append(is_first_microbatch)
+            weights = [getattr(self, f"weight{number}") for number in range(len(m_splits))]
+            assert not any(weight.is_meta for weight in weights)
+            return torch.cat([F.linear(rows, w) for rows, w in zip(x.split(m_splits), weights, strict=True)])
+
     def only_built(kind: str) -> Any:
         def build(*args: Any, **options: Any) -> nn.Module:
             log.built.append((kind, args, options))
@@ -134,7 +154,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Log:
         torch_part: {
             "Linear": Linear,
             "LayerNormLinear": LayerNormLinear,
-            "GroupedLinear": only_built("GroupedLinear"),
+            "GroupedLinear": GroupedLinear,
             "DotProductAttention": only_built("DotProductAttention"),
             "fp8_autocast": fp8_autocast,
         },

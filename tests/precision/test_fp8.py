@@ -81,7 +81,7 @@ def test_a_recipe_that_is_not_offered_is_refused(recipe: Any, message: str) -> N
 
 def test_layers_of_the_engine_get_our_axis(monkeypatch: pytest.MonkeyPatch) -> None:
     log = engine_stub.install(monkeypatch)
-    fp8.grouped_linear(8, 16, 32, mode="column", tp=TP, bias=False)
+    fp8.grouped_linear(8, 16, 32, mode="column", tp=TP, bias=False, device="meta", params_dtype=torch.bfloat16)
     fp8.attention(4, 8, num_groups=2, is_causal=True, tp=TP, sp=SP, qkv_format="bshd")
     (kind, sizes, grouped), (other, heads, attention) = log.built
     assert (kind, sizes, other, heads) == ("GroupedLinear", (8, 16, 32), "DotProductAttention", (4, 8))
@@ -91,6 +91,8 @@ def test_layers_of_the_engine_get_our_axis(monkeypatch: pytest.MonkeyPatch) -> N
         "tp_size": 2,
         "sequence_parallel": False,
         "bias": False,
+        "device": "meta",
+        "params_dtype": torch.bfloat16,
     }
     assert attention == {
         "num_gqa_groups": 2,

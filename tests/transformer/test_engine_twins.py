@@ -5,13 +5,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_megatron import Fp8Config
-from lightning_megatron.mesh import Mesh
+from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.models import GPTConfig, GPTModel
+from lightning_megatron.moe.config import BalanceLoss, MoEConfig, RouterConfig
+from lightning_megatron.moe.experts import Arrived, ExpertAxes, Experts
+from lightning_megatron.moe.grouped import Groups
+from lightning_megatron.sharding import Initial
+from lightning_megatron.transformer.engine_experts import ExpertsTwin
 from lightning_megatron.transformer.fp8_layers import EngineFp8Layers, use_transformer_engine
-from tests.harness.threads import run_on_threads
+from tests.harness.threads import new_group, run_on_threads
 from tests.precision import engine_stub
 from tests.reference.unsplit import unsplit_gradients
 from tests.tensor.plain import on_every_layout, thread_mesh
@@ -91,6 +96,91 @@ def test_weights_are_cast_for_the_first_microbatch_of_a_step_alone(monkeypatch: 
     # Four linears of one layer; outside of training nothing is kept.
     assert log.first_microbatch == ([True] * 4 + [False] * 4) * 2 + [None] * 4
     assert len(log.autocasts) == 5 and log.autocasts[0] == (engine_stub.Float8CurrentScaling(), None)
+
+
+MOE = MoEConfig(
+    router=RouterConfig(num_experts=4, top_k=2, balance=(BalanceLoss(coefficient=0.1),)),
+    ffn_hidden_size=24,
+    shared_ffn_hidden_size=16,
+)
+EXPERTS = {
+    "biases": replace(GPT2, moe=MOE),
+    "gated": replace(LLAMA, moe=MOE),
+}
+EXPERT_LAYOUTS = {
+    "one device": Sizes(),
+    "ep 2": Sizes(world=2, ep=2),
+    "tp 2 sp, ep 2": Sizes(world=2, tp=2, sequence_parallel=True, ep=2),
+    "tp 2 sp cp 2, ep 2 etp 2": Sizes(world=4, tp=2, sequence_parallel=True, cp=2, ep=2, etp=2),
+}
+
+
+@torch.no_grad()
+def fill_with_waves(parameter: nn.Parameter) -> None:
+    """The same numbers in every call, on every thread; of the kind that initial values are not."""
+    parameter.copy_(torch.arange(parameter.numel()).sin().view(parameter.shape))
+
+
+@pytest.mark.parametrize("config", EXPERTS.values(), ids=EXPERTS)
+@pytest.mark.parametrize("sizes", EXPERT_LAYOUTS.values(), ids=EXPERT_LAYOUTS)
+def test_experts_have_a_twin_with_the_same_loss_and_gradients(
+    sizes: Sizes, config: GPTConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = engine_stub.install(monkeypatch)
+    log.is_open = True
+
+    def on_rank(world: Any) -> None:
+        models = []
+        for has_twins in (False, True):
+            model = GPTModel(config, mesh=Mesh.build(sizes, world.rank(), new_group), seed=3)
+            for name, parameter in model.named_parameters():
+                if "bias" in name:
+                    fill_with_waves(parameter)
+            if has_twins:
+                twin(model)
+            tokens = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(1))
+            losses = [model(tokens[:, :-1], labels=tokens[:, 1:]) for _ in range(2)]
+            sum(losses).backward()
+            models.append((losses[0].item(), dict(model.named_parameters())))
+        (wanted, parameters), (found, twins) = models
+        assert found == pytest.approx(wanted, abs=TOLERANCE)
+        assert twins.keys() == parameters.keys()
+        for name, parameter in parameters.items():
+            gradient, of_twin = parameter.grad, twins[name].grad
+            assert gradient is not None and of_twin is not None, name
+            torch.testing.assert_close(of_twin, gradient, rtol=0, atol=5 * TOLERANCE)
+            assert gradient.abs().max() > 0.002, name
+
+    run_on_threads(sizes.world, on_rank)
+    built = [(sizes, options["parallel_mode"]) for kind, sizes, options in log.built if kind == "GroupedLinear"]
+    width = 48 if config.activation == "swiglu" else 24
+    num_own = 4 // sizes.ep
+    assert sorted(built) == sorted([((num_own, 32, width), "column"), ((num_own, 24, 32), "row")] * 2 * sizes.world)
+    # Attention's two linears, the shared expert's and the experts', in two layers and two microbatches.
+    assert sorted(log.first_microbatch) == [False] * 12 * sizes.world + [True] * 12 * sizes.world
+
+
+@pytest.mark.parametrize("sizes", [(3, 0, 17, 16), (0, 0, 0, 0)], ids=["one without rows", "no rows"])
+def test_experts_without_rows_get_gradients_of_zero(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine_stub.install(monkeypatch).is_open = True
+    normal = Initial(std=0.2)
+    options: dict[str, Any] = {"activation": "swiglu", "initial": normal, "output_initial": normal, "has_bias": True}
+    experts = Experts(4, 8, 12, axes=ExpertAxes.of(Mesh.single()), **options)
+    for parameter in experts.parameters():
+        fill_with_waves(parameter)
+    rows = torch.randn(sum(sizes), 8, generator=torch.Generator().manual_seed(0))
+    weights = torch.linspace(0.1, 0.9, sum(sizes))
+    found = []
+    for module in (experts, ExpertsTwin(experts)):
+        experts.zero_grad()
+        x, w = rows.clone().requires_grad_(), weights.clone().requires_grad_()
+        output = module(Arrived(x, w, Groups(sizes, torch.tensor(sizes))))
+        output.square().sum().backward()
+        found.append([output, x.grad, w.grad, *(parameter.grad for parameter in experts.parameters())])
+    for plain, of_twin in zip(*found, strict=True):
+        assert plain is not None and of_twin is not None
+        torch.testing.assert_close(of_twin, plain, rtol=1e-4, atol=TOLERANCE)
+    assert all(not gradient[1].any() for gradient in found[1][3:])
 
 
 @pytest.mark.gpu
