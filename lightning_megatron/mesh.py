@@ -15,7 +15,7 @@ call runs on the last stage and loggers, progress bars and `is_global_zero` live
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -170,6 +170,11 @@ class Axis:
     ranks: tuple[int, ...]
     group: ProcessGroup | None = field(default=None, compare=False, repr=False)
 
+    @staticmethod
+    def alone(global_rank: int, name: str = "alone") -> "Axis":
+        """The axis of one rank: what is cut over it is whole, and nothing travels."""
+        return Axis(name, 1, 0, (global_rank,))
+
     @property
     def is_first(self) -> bool:
         return self.rank == 0
@@ -285,10 +290,8 @@ class Mesh:
             axes[f"context{size}"] = Axis(f"context{size}", size, own, ranks, group_of(ranks))
         world = _world_ranks(sizes.world)
         axes["world"] = Axis("world", sizes.world, global_rank, world, group_of(world))
-        alone = Axis("sp", 1, 0, (global_rank,))
         # sp is tp where activations are cut over it, else an axis of one: layers ask for `sp` and need no flag.
-        tp = axes["tp"]
-        axes["sp"] = Axis("sp", tp.size, tp.rank, tp.ranks, tp.group) if sizes.sequence_parallel else alone
+        axes["sp"] = replace(axes["tp"], name="sp") if sizes.sequence_parallel else Axis.alone(global_rank, "sp")
         return Mesh(global_rank, sizes, axes)
 
     def axis(self, name: str) -> Axis:

@@ -1,7 +1,8 @@
 """Pre-trains a BERT on text, validates it, and lets it fill gaps.
 
     python recipes/pretrain_bert.py fit --config recipes/configs/bert_toy.yaml
-    python recipes/pretrain_bert.py predict --config recipes/configs/bert_toy.yaml --ckpt_path last.ckpt \
+    python recipes/pretrain_bert.py predict --config recipes/configs/bert_toy.yaml \
+        --ckpt_path runs/bert_toy/version_0/checkpoints/step=1500.ckpt \
         --data.prompts '["for i in[MASK](10):"]'
 
 Every option of BertModule, BertDataModule, the Trainer and the strategy can be given on the command line or in a file;

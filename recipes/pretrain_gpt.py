@@ -1,7 +1,8 @@
 """Pre-trains a GPT on text, validates it, and lets it write.
 
     python recipes/pretrain_gpt.py fit --config recipes/configs/toy.yaml
-    python recipes/pretrain_gpt.py predict --config recipes/configs/toy.yaml --ckpt_path last.ckpt \
+    python recipes/pretrain_gpt.py predict --config recipes/configs/toy.yaml \
+        --ckpt_path runs/toy/version_0/checkpoints/step=200.ckpt \
         --data.prompts '["def main("]'
 
 Every option of GPTModule, GPTDataModule, the Trainer and the strategy can be given on the command line or in a file;

@@ -1,7 +1,8 @@
 """Trains a LLaVA on conversations with images, any part of it frozen, validates it, and lets it answer.
 
     python recipes/pretrain_llava.py fit --config recipes/configs/llava_toy.yaml
-    python recipes/pretrain_llava.py predict --config recipes/configs/llava_toy.yaml --ckpt_path last.ckpt \
+    python recipes/pretrain_llava.py predict --config recipes/configs/llava_toy.yaml \
+        --ckpt_path runs/llava_toy/version_0/checkpoints/step=600.ckpt \
         --data.prompts '["What do you see?"]' --data.prompt_images '[["picture.png"]]'
 
 Weights start from the folders of a language model and of a vision tower (`--model.language`, `--model.vision`), or from

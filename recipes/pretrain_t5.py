@@ -1,7 +1,8 @@
 """Pre-trains a T5 on text with spans taken out, validates it, and lets it fill gaps.
 
     python recipes/pretrain_t5.py fit --config recipes/configs/t5_toy.yaml
-    python recipes/pretrain_t5.py predict --config recipes/configs/t5_toy.yaml --ckpt_path last.ckpt \
+    python recipes/pretrain_t5.py predict --config recipes/configs/t5_toy.yaml \
+        --ckpt_path runs/t5_toy/version_0/checkpoints/step=400.ckpt \
         --data.prompts '["import<extra_id_0>\n\ndef main(<extra_id_1>:"]'
 
 Every option of T5Module, T5DataModule, the Trainer and the strategy can be given on the command line or in a file;

@@ -198,3 +198,10 @@ def test_groups_of_every_size_are_neighbours_on_the_line_of_replicas() -> None:
     assert Sizes(world=6, context_groups=(4,)).faults() == [
         "a group of 4 ranks does not divide the 6 data x context parallel ranks"
     ]
+
+
+def test_a_rank_alone_is_an_axis_of_one() -> None:
+    alone = Axis.alone(5)
+    assert (alone.name, alone.size, alone.rank, alone.ranks, alone.group) == ("alone", 1, 0, (5,), None)
+    assert alone.is_first and alone.is_last
+    assert Mesh.imagine(3, Sizes(world=4, tp=2)).sp == Axis.alone(3, "sp")

@@ -17,7 +17,8 @@ from lightning_megatron.mesh import Mesh
 from lightning_megatron.models.bert import BertConfig, BertModel
 from lightning_megatron.models.gpt import GPTConfig, GPTModel
 from lightning_megatron.models.llava import LlavaConfig, LlavaModel
-from lightning_megatron.models.t5 import T5Config, T5Model
+from lightning_megatron.models.t5 import T5Model
+from lightning_megatron.models.t5_config import T5Config
 from lightning_megatron.sharding import shard_of
 
 Config = GPTConfig | BertConfig | T5Config

@@ -6,7 +6,7 @@ from typing import Any
 from lightning_megatron.hf.blocks import Block, Shape, gate_and_up, query_key_value
 from lightning_megatron.hf.config_reader import HARMLESS, ConfigReader, differences
 from lightning_megatron.hf.family import Family, Row
-from lightning_megatron.models.t5 import T5Config
+from lightning_megatron.models.t5_config import T5Config
 from lightning_megatron.sharding import Box
 from lightning_megatron.transformer.config import TransformerConfig
 
@@ -87,17 +87,30 @@ DEFAULTS = {
     "tie_word_embeddings": True,
 }
 
-ACTIVATIONS = {"relu": "relu", "gated-gelu": "geglu_tanh", "gelu_new": "gelu_tanh", "gelu": "gelu"}
+_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate", "gelu_fast")
+# GELU by tanh; spellings of one function.
+PLAIN = {"relu": "relu", "gelu": "gelu", "gelu_python": "gelu", "quick_gelu": "quick_gelu"} | dict.fromkeys(
+    _TANH, "gelu_tanh"
+)
+GATES = {"silu": "swiglu", "swish": "swiglu"} | dict.fromkeys(_TANH, "geglu_tanh")
+"""Activations by their names of the function, of plain feed-forward networks and of gated ones."""
+_WRITTEN = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "quick_gelu": "quick_gelu",
+    "gelu_tanh": "gelu_new",
+    "geglu_tanh": "gated-gelu",
+    "swiglu": "gated-silu",
+}
+# feed_forward_proj by our activation
 
-# Of initial values, of tasks that other classes are for, and what follows from feed_forward_proj.
+# Of initial values, and of tasks that other classes are for.
 _HARMLESS = HARMLESS | {
     "initializer_factor",
     "classifier_dropout",
     "task_specific_params",
     "n_positions",
     "output_past",
-    "is_gated_act",
-    "dense_act_fn",
     "is_decoder",
     "decoder_start_token_id",
 }
@@ -118,7 +131,7 @@ def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
         "num_attention_heads": reader.take("num_heads"),
         "head_dim": reader.take("d_kv"),
         "ffn_hidden_size": reader.take("d_ff"),
-        "activation": reader.choose("feed_forward_proj", ACTIVATIONS),
+        "activation": _activation(reader),
         "norm_epsilon": reader.take("layer_norm_epsilon"),
         "relative_buckets": reader.take("relative_attention_num_buckets"),
         "relative_max_distance": reader.take("relative_attention_max_distance"),
@@ -132,6 +145,25 @@ def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
     }
 
 
+def _activation(reader: ConfigReader) -> str:
+    """Ours for `feed_forward_proj`: a function, or `gated-` and one. What follows from it is in some files too, and
+    counts there."""
+    named = reader.take("feed_forward_proj")
+    *before, function = named.split("-")
+    is_gated = reader.take("is_gated_act", before == ["gated"])
+    # The first gated ones were named without the kind of GELU.
+    function = reader.take("dense_act_fn", "gelu_new" if named == "gated-gelu" else function)
+    choices = GATES if is_gated else PLAIN
+    if before not in ([], ["gated"]) or function not in choices:
+        gated = ", ".join(repr(f"gated-{gate}") for gate in ("gelu", *GATES))
+        reader.faults.append(
+            f"feed_forward_proj ({named!r}, with dense_act_fn {function!r} and is_gated_act {is_gated}) must be one of "
+            f"{', '.join(map(repr, PLAIN))}, {gated}: others are not built"
+        )
+        return "relu"
+    return choices[function]
+
+
 def config_to_hf(config: T5Config) -> dict[str, Any]:
     """Their fields."""
     return {
@@ -141,7 +173,7 @@ def config_to_hf(config: T5Config) -> dict[str, Any]:
         "num_heads": config.num_attention_heads,
         "d_kv": config.head_dim,
         "d_ff": config.ffn_hidden_size,
-        "feed_forward_proj": next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation),
+        "feed_forward_proj": _WRITTEN[config.activation],
         "layer_norm_epsilon": config.norm_epsilon,
         "relative_attention_num_buckets": config.relative_buckets,
         "relative_attention_max_distance": config.relative_max_distance,
@@ -167,8 +199,8 @@ def faults(config: T5Config) -> list[str]:
         attention_dropout=config.hidden_dropout,
         ffn_dropout=config.hidden_dropout,
     )
-    if config.activation not in ACTIVATIONS.values():
-        found.append(f"activation ({config.activation!r}) must be one of {', '.join(map(repr, ACTIVATIONS.values()))}")
+    if config.activation not in _WRITTEN:
+        found.append(f"activation ({config.activation!r}) must be one of {', '.join(map(repr, _WRITTEN))}")
     if config.scales_head and not config.tie_embeddings:
         found.append("scales_head (True) must be False where tie_embeddings is: their heads are scaled where tied")
     return found

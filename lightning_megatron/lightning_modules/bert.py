@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.data import special_tokens
+from lightning_megatron.data.special_tokens import Role
 from lightning_megatron.lightning_modules.adamw import AdamWConfig
 from lightning_megatron.lightning_modules.loaders import COPY
 from lightning_megatron.lightning_modules.pretrain import Batch, PretrainModule
@@ -24,8 +25,9 @@ class BertModule(PretrainModule):
     which a model without an embedding of types sees nothing, and `sentence_order_labels` [batch], which a model without
     a head for them refuses. Losses are those of `BertModel`: of tokens and of order together.
 
-    Prediction takes batches of `tokens`, filled up to one length behind their `lengths` [batch], and returns each row
-    with the likeliest token at each mask token: what that is says the tokenizer of the data module.
+    Prediction takes batches of `tokens`, filled up to one length behind their `lengths` [batch], and returns the text
+    of each row with the likeliest token at each mask token, without tokens of class and separator: what these are says
+    the tokenizer of the data module.
     """
 
     model: BertModel | None
@@ -71,17 +73,20 @@ class BertModule(PretrainModule):
         is_token = torch.arange(tokens.shape[1], device=tokens.device) < lengths.unsqueeze(1)
         logits = self(tokens, padding_mask=is_token)
         assert isinstance(logits, BertLogits), "without labels they are logits"
-        filled = torch.where(tokens == self._mask_token, logits.tokens.argmax(dim=-1), tokens)
+        roles = self._roles
+        filled = torch.where(tokens == roles["mask"], logits.tokens.argmax(dim=-1), tokens)
+        # By what was asked: whatever fills a gap is text.
+        is_text = is_token & (tokens != roles["class"]) & (tokens != roles["separator"])
         samples = batch["samples"].tolist() if "samples" in batch else range(len(tokens))
-        rows = zip(filled, lengths.tolist(), samples, strict=True)
-        return [row[:length] for row, length, number in rows if number != COPY]
+        rows = zip(filled, is_text, samples, strict=True)
+        return [row[is_own] for row, is_own, number in rows if number != COPY]
 
     @property
-    def _mask_token(self) -> int:
+    def _roles(self) -> dict[Role, int]:
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         if not isinstance(data, TextDataModule) or data.tokenizer is None:
             raise ValueError("prediction fills mask tokens and needs a data module with a tokenizer: a BertDataModule")
-        return special_tokens(data.tokenizer, ("mask",))["mask"]
+        return special_tokens(data.tokenizer, ("mask", "class", "separator"))
 
     def batch_tokens(self, batch: Batch) -> int:
         """Tokens that a training step on the batch goes through, without padding."""

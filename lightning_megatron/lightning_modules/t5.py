@@ -10,7 +10,8 @@ from lightning_megatron.lightning_modules.adamw import AdamWConfig
 from lightning_megatron.lightning_modules.pretrain import Batch
 from lightning_megatron.lightning_modules.writing import WritingModule
 from lightning_megatron.models.sampling import GenerationConfig
-from lightning_megatron.models.t5 import T5Config, T5Model
+from lightning_megatron.models.t5 import T5Model
+from lightning_megatron.models.t5_config import T5Config
 from lightning_megatron.models.t5_cost import training_flops
 from lightning_megatron.models.t5_generation import generate_t5
 from lightning_megatron.trainer.loading import rebuilt

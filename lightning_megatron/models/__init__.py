@@ -5,7 +5,8 @@ from lightning_megatron.models.generation import generate
 from lightning_megatron.models.gpt import GPTConfig, GPTModel
 from lightning_megatron.models.llava import LlavaConfig, LlavaModel
 from lightning_megatron.models.sampling import GenerationConfig
-from lightning_megatron.models.t5 import T5Config, T5Model
+from lightning_megatron.models.t5 import T5Model
+from lightning_megatron.models.t5_config import T5Config
 from lightning_megatron.models.t5_generation import generate_t5
 from lightning_megatron.models.vision import VisionConfig
 

@@ -9,24 +9,24 @@ Source: Devlin et al., arXiv 1810.04805; sentence order: Lan et al., arXiv 1909.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_megatron.comm.p2p import Payload
 from lightning_megatron.context.documents import NO_DOCUMENT, Documents, documents_of
-from lightning_megatron.context.layout import require_even
 from lightning_megatron.mesh import Mesh, ambient_mesh
 from lightning_megatron.models.bert_embedding import BertEmbedding
 from lightning_megatron.models.bert_heads import BertHead, SampleTargets
 from lightning_megatron.models.embedding import build_token_embedding
 from lightning_megatron.models.heads import Targets, targets_of
-from lightning_megatron.pipeline.layout import layout_faults as stage_faults
+from lightning_megatron.models.inputs import require_even_parts, require_labels, require_positions, require_shapes
+from lightning_megatron.models.layout import require_fit
 from lightning_megatron.pipeline.module import Part, PipelineModule
 from lightning_megatron.tensor.cross_entropy import IGNORED
 from lightning_megatron.transformer import cost
-from lightning_megatron.transformer.config import LanguageModelConfig, layout_faults
+from lightning_megatron.transformer.config import LanguageModelConfig
 from lightning_megatron.transformer.init import initialise
 from lightning_megatron.transformer.layer import TransformerLayer, build_norm
 from lightning_megatron.transformer.post_norm_layer import PostNormLayer
@@ -38,6 +38,8 @@ NormPlacement = Literal["post", "pre"]
 @dataclass(frozen=True, kw_only=True)
 class BertConfig(LanguageModelConfig):
     """The architecture of a BERT: Google's by default; Megatron's with pre-norm layers and no norm of the embedding."""
+
+    sees_both_ways: ClassVar[bool] = True
 
     norm_epsilon: float = 1e-12
     # added to the variance (or mean square) under the root
@@ -103,11 +105,7 @@ class BertModel(PipelineModule):
 
     def __init__(self, config: BertConfig, *, mesh: Mesh | None = None, seed: int | None = None) -> None:
         mesh = mesh if mesh is not None else ambient_mesh()
-        sizes = mesh.sizes
-        faults = layout_faults(config, sizes)
-        faults += stage_faults(config.num_layers, True, True, sizes.num_stages, sizes.stage_layout)
-        if faults:
-            raise ValueError("\n".join(faults))
+        require_fit(config, mesh.sizes)
         super().__init__(bert_parts(config, mesh), mesh=mesh, seed=seed)
         self.config = config
         initialise(self, self.draws.seed)
@@ -147,14 +145,17 @@ class BertModel(PipelineModule):
         sentence_order_labels: Tensor | None = None,
     ) -> tuple[Tensor, Inputs]:
         of_tokens = {"labels": labels, "loss_mask": loss_mask, "token_types": token_types, "padding_mask": padding_mask}
-        _require_shapes(tokens, of_tokens, sentence_order_labels)
+        require_shapes("tokens", tokens, of_tokens)
+        require_labels(labels, {"sentence_order_labels": sentence_order_labels, "loss_mask": loss_mask})
+        _require_one_for_each_row(tokens, sentence_order_labels)
         self._require_known(token_types, sentence_order_labels)
         is_token_BS = None if padding_mask is None else padding_mask != 0
         documents = None if is_token_BS is None else _rows_of(is_token_BS)
-        self._require_length(tokens.shape[1] if documents is None else max(documents.lengths, default=0))
-        if documents is None and self.training and not self.mesh.sizes.pads_uneven:
+        lengths = (tokens.shape[1],) if documents is None else documents.lengths
+        require_positions(self.config, lengths, self.config.max_sequence_length)
+        if documents is None and self.training:
             # Of attention that sees both ways each rank has one part.
-            require_even((tokens.shape[1],), outer=1, inner=self.mesh.cp.size)
+            require_even_parts(lengths, self.mesh, is_causal=False)
         stream = stream_of(
             (tokens.shape[0], tokens.shape[1]),
             config=self.config,
@@ -212,30 +213,12 @@ class BertModel(PipelineModule):
                 "build it with BertConfig(add_binary_head=True)"
             )
 
-    def _require_length(self, longest: int) -> None:
-        limit = self.config.max_sequence_length
-        if self.config.position == "learned" and longest > limit:
-            raise ValueError(
-                f"a sequence of {longest} tokens must not be longer than max_sequence_length ({limit}), because "
-                "positions are learned; shorten it, or build the model with more positions"
-            )
 
-
-def _require_shapes(tokens: Tensor, of_tokens: dict[str, Tensor | None], of_samples: Tensor | None) -> None:
-    if tokens.dim() != 2 or tokens.is_floating_point():
-        raise ValueError(
-            f"tokens ({tuple(tokens.shape)} of {tokens.dtype}) must be integers of shape [batch, sequence]"
-        )
-    for name, value in of_tokens.items():
-        if value is not None and value.shape != tokens.shape:
-            raise ValueError(f"{name} {tuple(value.shape)} must have the shape of tokens {tuple(tokens.shape)}")
+def _require_one_for_each_row(tokens: Tensor, of_samples: Tensor | None) -> None:
     if of_samples is not None and of_samples.shape != tokens.shape[:1]:
         raise ValueError(
             f"sentence_order_labels {tuple(of_samples.shape)} must be one for each row of tokens: [{tokens.shape[0]}]"
         )
-    if of_tokens["labels"] is None and (of_tokens["loss_mask"] is not None or of_samples is not None):
-        name = "sentence_order_labels" if of_samples is not None else "loss_mask"
-        raise ValueError(f"{name} needs labels: without labels there is no loss")
 
 
 def _rows_of(is_token_BS: Tensor) -> Documents:

@@ -22,6 +22,7 @@ from lightning_megatron.mesh import Axis
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.models.images import Images, images_by_row
 from lightning_megatron.models.llava import LlavaModel
+from lightning_megatron.models.rows import lengths_of, window
 from lightning_megatron.models.sampling import GenerationConfig, draw
 from lightning_megatron.transformer.continuation import Continuation
 
@@ -67,7 +68,7 @@ def generate(
     return write(
         follow,
         tokens,
-        _lengths_of(tokens, lengths),
+        lengths_of(tokens, lengths),
         config,
         samples_B=torch.arange(batch) if samples is None else samples,
         sharing=(mesh.tp, mesh.cp),
@@ -151,7 +152,7 @@ class _FollowGPT:
         if self._cache is None:
             return self._whole(text_BL, lengths_B)
         new_B = lengths_B - self._seen_B
-        tokens_BS = _window(text_BL, self._seen_B, new_B)
+        tokens_BS = window(text_BL, self._seen_B, new_B)
         continuation = Continuation(lengths_B=new_B, seen_B=self._seen_B, rows_B=self._rows_B, cache=self._cache)
         # What comes behind the prompts has seen their images by keys and values.
         prompt = {} if continuation.extends else self._prompt
@@ -163,7 +164,7 @@ class _FollowGPT:
     def _whole(self, text_BL: Tensor, lengths_B: Tensor) -> Tensor:
         """From all tokens that the model sees, each row as if it were alone."""
         seen_B = lengths_B if self._limit is None else lengths_B.clamp(max=self._limit)
-        tokens_BS = _window(text_BL, lengths_B - seen_B, seen_B)
+        tokens_BS = window(text_BL, lengths_B - seen_B, seen_B)
         places_S = torch.arange(tokens_BS.shape[1])
         segments_BS = torch.where(places_S < seen_B.unsqueeze(1), 0, -1)
         # Where there is padding, nothing of it may count, in no expert's capacity either.
@@ -172,29 +173,6 @@ class _FollowGPT:
         continuation = Continuation(lengths_B=seen_B, seen_B=zeros_B, rows_B=self._rows_B, cache=None)
         logits_BV: Tensor = self._model(tokens_BS, segments=segments, continuation=continuation, **self._prompt)
         return logits_BV
-
-
-def _window(text_BL: Tensor, starts_B: Tensor, lengths_B: Tensor) -> Tensor:
-    """Tokens of each row from its start on, as many as the most that a row has there; anything behind them: [B, S]."""
-    # One at least: ranks that share experts call for each other when no row of their own goes on.
-    places_BS = starts_B.unsqueeze(1) + torch.arange(max(1, int(lengths_B.max())))
-    return text_BL.gather(1, places_BS.clamp(max=text_BL.shape[1] - 1).to(text_BL.device))
-
-
-def _lengths_of(tokens: Tensor, lengths: Tensor | None) -> Tensor:
-    """How long the prompts are, on the host."""
-    batch, sequence = tokens.shape
-    lengths_B = torch.full((batch,), sequence) if lengths is None else lengths.cpu().long()
-    if lengths_B.shape != (batch,):
-        raise ValueError(f"lengths {tuple(lengths_B.shape)} must be [{batch}], one for each row of tokens")
-    bad = ((lengths_B < 1) | (lengths_B > sequence)).nonzero().flatten()
-    if len(bad):
-        row = int(bad[0])
-        raise ValueError(
-            f"the prompt of row {row} has {int(lengths_B[row])} tokens; it must have 1 to {sequence}, the "
-            "columns of tokens; an empty prompt may be the end of a text"
-        )
-    return lengths_B
 
 
 def _is_over(is_over: bool, together: Sequence[Axis], device: torch.device) -> bool:

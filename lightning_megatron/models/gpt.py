@@ -13,18 +13,18 @@ from torch import Tensor
 
 from lightning_megatron.comm.p2p import Payload
 from lightning_megatron.context.documents import documents_of
-from lightning_megatron.context.layout import require_even
 from lightning_megatron.mesh import Axis, Mesh, ambient_mesh
 from lightning_megatron.models.embedding import Embedding, build_token_embedding
 from lightning_megatron.models.heads import LanguageModelHead, Targets, targets_of
+from lightning_megatron.models.inputs import require_even_parts, require_labels, require_positions, require_shapes
+from lightning_megatron.models.layout import require_fit
 from lightning_megatron.moe.experts import ExpertAxes
 from lightning_megatron.moe.load import Report, end_step, gather
 from lightning_megatron.moe.pools import RoutedTokens
 from lightning_megatron.moe.router import Router
-from lightning_megatron.pipeline.layout import layout_faults as stage_faults
 from lightning_megatron.pipeline.module import Part, PipelineModule
 from lightning_megatron.transformer import cost
-from lightning_megatron.transformer.config import LanguageModelConfig, layout_faults
+from lightning_megatron.transformer.config import LanguageModelConfig
 from lightning_megatron.transformer.continuation import Continuation, keeping, last_of_rows, stream_behind
 from lightning_megatron.transformer.init import initialise
 from lightning_megatron.transformer.layer import ExpertLayer, TransformerLayer, build_norm
@@ -59,6 +59,7 @@ class GPTModel(PipelineModule):
     """
 
     cuts_sequences = True
+    spreads_documents = True
 
     def __init__(
         self,
@@ -70,11 +71,7 @@ class GPTModel(PipelineModule):
     ) -> None:
         """`first_parts` are a subclass's own, before the embedding and on its stage."""
         mesh = mesh if mesh is not None else ambient_mesh()
-        sizes = mesh.sizes
-        faults = layout_faults(config, sizes)
-        faults += stage_faults(config.num_layers, True, True, sizes.num_stages, sizes.stage_layout)
-        if faults:
-            raise ValueError("\n".join(faults))
+        require_fit(config, mesh.sizes)
         super().__init__([*first_parts, *gpt_parts(config, mesh)], mesh=mesh, seed=seed)
         self.config = config
         self._has_routers = bool(self.routers)
@@ -115,13 +112,16 @@ class GPTModel(PipelineModule):
         segments: Tensor | None = None,
         continuation: Continuation | None = None,
     ) -> tuple[Tensor, Inputs]:
-        self._check_shapes(tokens, labels, loss_mask, segments)
+        require_shapes("tokens", tokens, {"labels": labels, "loss_mask": loss_mask, "segments": segments})
+        require_labels(labels, {"loss_mask": loss_mask})
         if continuation is not None and continuation.extends:
             return self._prepare_extension(tokens, continuation)
         documents = None if segments is None else documents_of(segments)
+        lengths = (tokens.shape[1],) if documents is None else documents.lengths
+        require_positions(self.config, lengths, self.config.max_sequence_length)
         # Documents are as long as they are, and what is generated grows token by token.
-        is_even = documents is None and self.training
-        self._check_lengths((tokens.shape[1],) if documents is None else documents.lengths, is_even=is_even)
+        if documents is None and self.training:
+            require_even_parts(lengths, self.mesh)
         stream = stream_of(
             (tokens.shape[0], tokens.shape[1]),
             config=self.config,
@@ -140,7 +140,8 @@ class GPTModel(PipelineModule):
 
     def _prepare_extension(self, tokens: Tensor, continuation: Continuation) -> tuple[Tensor, Inputs]:
         """The same for tokens behind those that a cache has."""
-        self._check_lengths((int((continuation.seen_B + continuation.lengths_B).max()),), is_even=False)
+        lengths = (continuation.seen_B + continuation.lengths_B).tolist()
+        require_positions(self.config, lengths, self.config.max_sequence_length)
         stream = stream_behind(
             continuation,
             tokens.shape[1],
@@ -254,32 +255,6 @@ class GPTModel(PipelineModule):
         # The second of two optimizers that share a model steps after no call of its own.
         if not is_empty:
             self.routing_reports = dict(zip(routers, reports, strict=True))
-
-    def _check_shapes(
-        self, tokens: Tensor, labels: Tensor | None, loss_mask: Tensor | None, segments: Tensor | None
-    ) -> None:
-        if tokens.dim() != 2 or tokens.is_floating_point():
-            raise ValueError(
-                f"tokens ({tuple(tokens.shape)} of {tokens.dtype}) must be integers of shape [batch, sequence]"
-            )
-        for name, value in (("labels", labels), ("loss_mask", loss_mask), ("segments", segments)):
-            if value is not None and value.shape != tokens.shape:
-                raise ValueError(
-                    f"{name} {tuple(value.shape)} must have the shape of tokens {tuple(tokens.shape)}; "
-                    "labels are not shifted here: give each position its own target"
-                )
-        if labels is None and loss_mask is not None:
-            raise ValueError("loss_mask needs labels: without labels there is no loss to mask")
-
-    def _check_lengths(self, lengths: Sequence[int], *, is_even: bool) -> None:
-        limit, longest = self.config.max_sequence_length, max(lengths, default=0)
-        if self.config.position == "learned" and longest > limit:
-            raise ValueError(
-                f"a sequence of {longest} tokens must not be longer than max_sequence_length ({limit}), because "
-                "positions are learned; shorten it, or build the model with more positions"
-            )
-        if is_even and not self.mesh.sizes.pads_uneven:
-            require_even(lengths, outer=self.mesh.axis("cp_outer").size, inner=self.mesh.axis("cp_inner").size)
 
 
 def gpt_parts(config: GPTConfig, mesh: Mesh) -> list[Part]:

@@ -16,7 +16,7 @@ Source: Liu et al., arXiv 2304.08485, section 4.1; arXiv 2310.03744, section 3.3
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.comm import differentiable, rng
 from lightning_megatron.comm.p2p import Payload
-from lightning_megatron.mesh import Axis, Mesh, ambient_mesh
+from lightning_megatron.mesh import Axis, Mesh, Sizes, ambient_mesh
 from lightning_megatron.models.embedding import Embedding
 from lightning_megatron.models.gpt import GPTConfig, GPTModel, Inputs
 from lightning_megatron.models.images import Images, images_by_row
@@ -37,7 +37,6 @@ from lightning_megatron.sharding import Initial
 from lightning_megatron.tensor.activation import Activation, activate
 from lightning_megatron.tensor.cross_entropy import IGNORED
 from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from lightning_megatron.transformer.config import layout_faults
 from lightning_megatron.transformer.continuation import Continuation
 from lightning_megatron.transformer.tokens import Tokens
 
@@ -103,6 +102,26 @@ class LlavaConfig(GPTConfig):
             faults.append(f"image_token ({self.image_token}) must be another number: as a label it means no target")
         return faults
 
+    def layout_faults(self, sizes: Sizes) -> list[str]:
+        faults = super().layout_faults(sizes)
+        faults += [f"vision: {fault}" for fault in self.vision.layout_faults(sizes)]
+        if self.hidden_size % sizes.tp:
+            faults.append(
+                f"hidden_size ({self.hidden_size}), the features between the linears of the projector, must be a "
+                f"multiple of tensor_model_parallel_size ({sizes.tp})"
+            )
+        return faults
+
+    @property
+    def has_dense_layers(self) -> bool:
+        # Those of the tower are.
+        return True
+
+    @property
+    def idle_parts(self) -> frozenset[str]:
+        behind = range(self.num_vision_layers, self.vision.num_layers)
+        return frozenset((*(f"{_VISION}.layers.{i}" for i in behind), f"{_VISION}.final_norm"))
+
 
 def _fields_of(config: GPTConfig) -> dict[str, Any]:
     return {field.name: getattr(config, field.name) for field in fields(GPTConfig)}
@@ -153,19 +172,18 @@ class LlavaModel(GPTModel):
     Raises ValueError where the architecture does not fit the mesh.
     """
 
+    spreads_documents = False
+
     config: LlavaConfig
 
     def __init__(self, config: LlavaConfig, *, mesh: Mesh | None = None, seed: int | None = None) -> None:
         mesh = mesh if mesh is not None else ambient_mesh()
-        if faults := llava_layout_faults(config, mesh):
-            raise ValueError("\n".join(faults))
         super().__init__(config, mesh=mesh, seed=seed, first_parts=_first_parts(config, mesh))
         used = [f"{_VISION}.layers.{i}" for i in range(config.num_vision_layers)]
         # Recomputed as those of the language model are.
         self.layer_names |= frozenset(used)
-        behind = [f"{_VISION}.layers.{i}" for i in range(config.num_vision_layers, config.vision.num_layers)]
-        self._unused = frozenset((*behind, f"{_VISION}.final_norm"))
-        for name in self._unused:
+        self._idle = config.idle_parts
+        for name in self._idle:
             if self._has(name):
                 self.get_submodule(name).requires_grad_(False)
 
@@ -233,7 +251,7 @@ class LlavaModel(GPTModel):
     def run_part(self, name: str, hidden: Payload, context: Inputs) -> Payload:
         assert isinstance(context, LlavaInputs)
         looked = context.looked
-        if name in self._unused or (_owner(name) != _LANGUAGE and looked is None):
+        if name in self._idle or (_owner(name) != _LANGUAGE and looked is None):
             return hidden
         if name == f"{_VISION}.embedding":
             assert looked is not None
@@ -339,19 +357,6 @@ def _owner(name: str) -> str:
     """Which of the three a part or a parameter belongs to."""
     first = name.partition(".")[0]
     return first if first in (_VISION, _PROJECTOR) else _LANGUAGE
-
-
-def llava_layout_faults(config: LlavaConfig, mesh: Mesh) -> list[str]:
-    """Every rule that tower and projector break on such a mesh, one sentence each."""
-    tp = mesh.sizes.tp
-    # The tower's sequences are never cut.
-    faults = [f"vision: {fault}" for fault in layout_faults(config.vision, replace(mesh.sizes, cp=1, cp_inner=1))]
-    if config.hidden_size % tp:
-        faults.append(
-            f"hidden_size ({config.hidden_size}), the features between the linears of the projector, must be a "
-            f"multiple of tensor_model_parallel_size ({tp})"
-        )
-    return faults
 
 
 def _first_parts(config: LlavaConfig, mesh: Mesh) -> list[Part]:

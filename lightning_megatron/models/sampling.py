@@ -6,6 +6,7 @@ B rows, V vocabulary.
 Source: Fan et al., arXiv 1805.04833, section 5.1 (top-k); Holtzman et al., arXiv 1904.09751, section 3.1 (top-p).
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -35,13 +36,13 @@ class GenerationConfig:
 
     def __post_init__(self) -> None:
         faults = [
-            f"{name} ({value}) must be at least 0"
+            f"{name} ({value}) must be a number of at least 0"
             for name, value in (
                 ("max_new_tokens", self.max_new_tokens),
                 ("temperature", self.temperature),
                 ("top_k", self.top_k),
             )
-            if not value >= 0
+            if not (value >= 0 and math.isfinite(value))
         ]
         if not 0 < self.top_p <= 1:
             faults.append(f"top_p ({self.top_p}) must be above 0 and at most 1; 1 draws from all tokens")

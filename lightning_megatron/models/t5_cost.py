@@ -6,17 +6,16 @@
 H hidden, A heads, G key-value groups, D head size.
 """
 
-from lightning_megatron.models.t5 import T5Config, layer_flops
+from lightning_megatron.models.t5_config import T5Config
+from lightning_megatron.models.t5_parts import layer_flops
 from lightning_megatron.transformer import cost
 
 
 def model_parameters(config: T5Config) -> int:
     """Parameters of the unsplit model; a shared or tied matrix counts once and padded rows do not count."""
-    hidden, query = config.hidden_size, config.num_attention_heads * config.head_dim
-    pairs = 2 * config.num_query_groups * config.head_dim
-    cross = hidden * (2 * query + pairs) + (query + pairs) * config.has_qkv_bias + hidden * config.add_bias_linear
-    layer, norm = cost.layer_parameters(config), cost.norm_parameters(config)
-    layers = config.num_layers * layer + config.num_decoder_layers * (layer + cross + norm)
+    hidden, norm, layer = config.hidden_size, cost.norm_parameters(config), cost.layer_parameters(config)
+    layers = config.num_layers * layer
+    layers += config.num_decoder_layers * (layer + cost.cross_attention_parameters(config))
     matrices = 1 + (not config.share_embeddings) + (not config.tie_embeddings)
     positions = {
         "learned": (config.max_sequence_length + config.max_decoder_sequence_length) * hidden,

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from lightning_megatron.context.cache import KeyValueCache
 from lightning_megatron.models.answer import Answer
-from lightning_megatron.models.generation import Follow, _lengths_of, _window, write
+from lightning_megatron.models.generation import Follow, write
+from lightning_megatron.models.rows import lengths_of, window
 from lightning_megatron.models.sampling import GenerationConfig
 from lightning_megatron.models.t5 import T5Model
 
@@ -40,9 +41,9 @@ def generate_t5(
             f"max_decoder_sequence_length ({limit}) of them, and an answer begins with {num_first} tokens"
         )
     return write(
-        follow_t5(model, encoder_tokens, _lengths_of(encoder_tokens, lengths)),
+        follow_t5(model, encoder_tokens, lengths_of(encoder_tokens, lengths)),
         decoder_tokens,
-        _lengths_of(decoder_tokens, None),
+        lengths_of(decoder_tokens, None),
         config,
         samples_B=torch.arange(batch) if samples is None else samples,
         sharing=(model.mesh.tp, model.mesh.cp),
@@ -67,7 +68,7 @@ class _FollowT5:
     def __call__(self, text_BL: Tensor, lengths_B: Tensor) -> Tensor:
         new_B = lengths_B - self._seen_B
         answer = Answer(lengths_B=new_B, seen_B=self._seen_B, rows_B=self._rows_B, cache=self._own, memory=self._memory)
-        tokens_BS = _window(text_BL, self._seen_B, new_B)
+        tokens_BS = window(text_BL, self._seen_B, new_B)
         logits_BV: Tensor = self._model(
             self._encoder_tokens, tokens_BS, encoder_padding_mask=self._is_token, answer=answer
         )

@@ -9,8 +9,9 @@ Source: Dosovitskiy et al., arXiv 2010.11929, section 3.1; Radford et al., arXiv
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from lightning_megatron.comm import rng
 from lightning_megatron.context.attention import ContextAxes
 from lightning_megatron.context.exchange import Ring
 from lightning_megatron.context.layout import cut
-from lightning_megatron.mesh import Axis, Mesh
+from lightning_megatron.mesh import Axis, Mesh, Sizes
 from lightning_megatron.models.embedding import PositionEmbedding
 from lightning_megatron.pipeline.module import Part
 from lightning_megatron.sharding import Initial, shard_parameter
@@ -34,6 +35,8 @@ from lightning_megatron.transformer.tokens import Tokens
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig(TransformerConfig):
     """The architecture of a vision tower: CLIP's kind by default."""
+
+    sees_both_ways: ClassVar[bool] = True
 
     image_size: int
     # height and width of an image, in pixels
@@ -75,6 +78,10 @@ class VisionConfig(TransformerConfig):
             if getattr(self, name) != value
         ]
         return faults
+
+    def layout_faults(self, sizes: Sizes) -> list[str]:
+        # An image is never cut.
+        return super().layout_faults(replace(sizes, cp=1, cp_inner=1))
 
     @property
     def num_patches(self) -> int:
@@ -118,7 +125,7 @@ def cut_into_patches(images: Tensor, size: int) -> Tensor:
 def image_stream(image_keys_N: Tensor, config: VisionConfig, mesh: Mesh) -> Tokens:
     """The stream of the images that this rank looks at; `image_keys_N` (int64) name what is dropped of each."""
     num_tokens, device = config.max_sequence_length, image_keys_N.device
-    alone = Axis("alone", 1, 0, (mesh.global_rank,))
+    alone = Axis.alone(mesh.global_rank)
     places = torch.arange(num_tokens, device=device)
     unturned = torch.zeros(1, num_tokens, 0, dtype=torch.float64, device=device)
     return Tokens(

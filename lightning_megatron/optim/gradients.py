@@ -29,7 +29,7 @@ from lightning_megatron.optim.sums import extremes, scale_in_place, square, stag
 from lightning_megatron.sharding import Shard, shard_of
 
 # An axis of this rank alone: what is cut over it is whole.
-ALONE = Axis("alone", 1, 0, (0,))
+ALONE = Axis.alone(0)
 
 
 @dataclass(frozen=True, eq=False)

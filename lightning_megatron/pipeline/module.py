@@ -74,6 +74,8 @@ class PipelineModule(nn.Module):
 
     cuts_sequences: ClassVar[bool] = False
     # whether ranks of cp each compute a part of a call; else each computes all of it
+    spreads_documents: ClassVar[bool] = False
+    # whether any ranks may run any documents of a batch, as dynamic context parallelism has them
 
     def __init__(self, parts: Sequence[Part], *, mesh: Mesh | None = None, seed: int | None = None) -> None:
         super().__init__()

@@ -6,11 +6,12 @@ from dataclasses import dataclass, field, replace
 from lightning_megatron.context.balance import DynamicContextConfig, group_sizes
 from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.mesh import Sizes
+from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config
 from lightning_megatron.pipeline.choice import Schedule, schedule_faults
 from lightning_megatron.pipeline.layout import layout_faults as stage_faults
 from lightning_megatron.precision.fp8 import Fp8Config, engine_faults
-from lightning_megatron.transformer.config import LanguageModelConfig, TransformerConfig, layout_faults
-from lightning_megatron.transformer.fp8_rules import fp8_faults
+from lightning_megatron.transformer.config import LanguageModelConfig, TransformerConfig
+from lightning_megatron.transformer.fp8_rules import fp8_faults, tile_faults
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
 
@@ -32,6 +33,8 @@ class Facts:
     # the greatest number that divides the sizes of all batches, where they grow
     sequence_length: int | None = None
     # tokens of a sample, where the data module says it
+    decoder_sequence_length: int | None = None
+    # the same of the decoder, where there is one beside an encoder
     schedule: Schedule | None = None
     # of training steps, where there is one
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
@@ -56,7 +59,7 @@ def _sizes(facts: Facts) -> list[str]:
 
 
 def _layout(facts: Facts) -> list[str]:
-    return [] if facts.model is None or facts.sizes.faults() else layout_faults(facts.model, facts.sizes)
+    return [] if facts.model is None or facts.sizes.faults() else facts.model.layout_faults(facts.sizes)
 
 
 def _stages(facts: Facts) -> list[str]:
@@ -158,29 +161,40 @@ def _growing_batch(facts: Facts) -> list[str]:
 
 
 def _sequence(facts: Facts) -> list[str]:
-    if facts.model is None or facts.sequence_length is None or facts.model.position != "learned":
+    if facts.model is None or facts.model.position != "learned":
         return []
-    longest = facts.model.max_sequence_length
-    if facts.sequence_length <= longest:
-        return []
+    known = [("sequence_length", facts.sequence_length, facts.model.max_sequence_length)]
+    if isinstance(facts.model, T5Config):
+        limit = facts.model.max_decoder_sequence_length
+        known.append(("decoder_sequence_length", facts.decoder_sequence_length, limit))
     return [
-        f"sequence_length ({facts.sequence_length}) must be at most the model's max_sequence_length ({longest}); "
-        "shorten the samples or raise it"
+        f"{name} ({length}) must be at most the model's max_{name} ({longest}); shorten the samples or raise it"
+        for name, length, longest in known
+        if length is not None and length > longest
     ]
 
 
 def _context(facts: Facts) -> list[str]:
-    sizes, sequence = facts.sizes, facts.sequence_length
-    if sizes.faults() or sizes.pads_uneven or sequence is None or sequence < 1:
+    sizes = facts.sizes
+    if sizes.faults() or sizes.pads_uneven:
         return []
     outer = sizes.cp // sizes.cp_inner
-    step = (2 * outer if outer > 1 else 1) * sizes.cp_inner
-    if sequence % step == 0:
-        return []
-    fits = " or ".join(str(n) for n in (sequence // step * step, (sequence // step + 1) * step) if n)
+    # Of causal attention a rank has two pieces, so that all have as much to do; of the other it has one.
+    causal_step = (2 * outer if outer > 1 else 1) * sizes.cp_inner
+    step = sizes.cp if facts.model is not None and facts.model.sees_both_ways else causal_step
     return [
-        f"sequence_length ({sequence}) must be a multiple of {step}, by which context_parallel_size ({sizes.cp}) cuts "
-        f'sequences; use {fits}, or ContextConfig(uneven="pad")'
+        *_uneven("sequence_length", facts.sequence_length, step, sizes),
+        *_uneven("decoder_sequence_length", facts.decoder_sequence_length, causal_step, sizes),
+    ]
+
+
+def _uneven(name: str, length: int | None, step: int, sizes: Sizes) -> list[str]:
+    if length is None or length < 1 or length % step == 0:
+        return []
+    fits = " or ".join(str(n) for n in (length // step * step, (length // step + 1) * step) if n)
+    return [
+        f"{name} ({length}) must be a multiple of {step}, by which context_parallel_size ({sizes.cp}) cuts sequences; "
+        f'use {fits}, or ContextConfig(uneven="pad")'
     ]
 
 
@@ -197,11 +211,11 @@ def _dynamic_context(facts: Facts) -> list[str]:
     config, sizes = facts.dynamic_context, facts.sizes
     if config is None or sizes.faults():
         return []
-    faults = []
+    faults = _dynamic_model(facts)
     try:
         largest = group_sizes(sizes.dp * sizes.cp, config)[-1]
     except ValueError as error:
-        return str(error).splitlines()
+        return faults + str(error).splitlines()
     if facts.num_microbatches != 1:
         faults.append(
             f"num_microbatches ({facts.num_microbatches}) must be 1 with dynamic_context, whose plan chooses how many "
@@ -235,6 +249,19 @@ def _dynamic_context(facts: Facts) -> list[str]:
             f"{-(-longest // largest)}, or cut the samples"
         )
     return faults + _dynamic_heads(facts, largest) + _dynamic_experts(facts)
+
+
+def _dynamic_model(facts: Facts) -> list[str]:
+    model = facts.model
+    if not isinstance(model, LanguageModelConfig) or (
+        isinstance(model, GPTConfig) and not isinstance(model, LlavaConfig)
+    ):
+        return []
+    what = "and no images" if isinstance(model, LlavaConfig) else "of one stack that sees what came before"
+    return [
+        f"the model ({type(model).__name__}) must be a GPT's (GPTConfig) with dynamic_context, which spreads documents "
+        f"{what} over the ranks; leave dynamic_context out: context_parallel_size cuts sequences of this model too"
+    ]
 
 
 def _dynamic_heads(facts: Facts, largest: int) -> list[str]:
@@ -288,7 +315,19 @@ def _fp8(facts: Facts) -> list[str]:
             "'transformer_engine', whose layers would count amaxes twice; use the engine 'torch', or recompute nothing"
         )
     if facts.model is not None and not facts.sizes.faults():
-        faults += fp8_faults(facts.fp8, facts.model, facts.sizes)
+        faults += _fp8_model(facts.fp8, facts.model, facts.sizes)
+    return faults
+
+
+def _fp8_model(fp8: Fp8Config, model: TransformerConfig, sizes: Sizes) -> list[str]:
+    if isinstance(model, BertConfig) and model.norm_placement == "post":
+        return [
+            "norm_placement ('post') must be 'pre' for fp8, which is for layers whose norms stand before their "
+            "linears; use BertConfig(norm_placement='pre'), or leave fp8 out"
+        ]
+    faults = fp8_faults(fp8, model, sizes)
+    if isinstance(model, LlavaConfig):
+        faults += [f"vision: {fault}" for fault in tile_faults(fp8, model.vision, sizes)]
     return faults
 
 

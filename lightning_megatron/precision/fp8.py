@@ -177,7 +177,7 @@ def grouped_linear(
     num_groups: int, in_features: int, out_features: int, *, mode: ParallelMode, tp: Axis, **rest: Any
 ) -> nn.Module:
     """Transformer Engine's GroupedLinear: as many linears as groups of tokens (experts), over `tp`."""
-    alone = Axis("sp", 1, 0, (tp.ranks[tp.rank],))
+    alone = Axis.alone(tp.ranks[tp.rank])
     return _build(
         "GroupedLinear", num_groups, in_features, out_features, parallel_mode=mode, **_parallel(tp, alone), **rest
     )

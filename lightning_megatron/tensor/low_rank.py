@@ -30,7 +30,7 @@ from lightning_megatron.tensor.linear import (
 from lightning_megatron.tensor.weight_gradients import WeightGradientLayer
 
 # An axis of this rank alone: what is cut over it is whole.
-_ALONE = Axis("alone", 1, 0, (0,))
+_ALONE = Axis.alone(0)
 
 
 class LowRank(WeightGradientLayer):

@@ -40,6 +40,13 @@ class DescribesData(Protocol):
 
 
 @runtime_checkable
+class FeedsDecoder(Protocol):
+    """A data module of samples for an encoder and a decoder; `sequence_length` is the encoder's."""
+
+    decoder_sequence_length: int
+
+
+@runtime_checkable
 class GrowsBatches(Protocol):
     """A data module whose batches may grow."""
 
@@ -88,6 +95,7 @@ def faults(
         global_batch_size=data.global_batch_size if data is not None else None,
         batch_unit=None if ramp is None else ramp.unit,
         sequence_length=data.sequence_length if data is not None else None,
+        decoder_sequence_length=data.decoder_sequence_length if isinstance(data, FeedsDecoder) else None,
         fp8=fp8,
         recompute=recompute,
         precision=precision,

@@ -13,6 +13,8 @@ from datetime import timedelta
 
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
+from lightning_megatron.comm import collectives
+from lightning_megatron.mesh import Axis
 from lightning_megatron.trainer.stop_vote import StopVote
 
 _NEWS = "news"
@@ -39,6 +41,19 @@ class FailureWatch:
         self._first: str | None = None
         self._num_meetings = 0
         self._thread = threading.Thread(target=self._watch, name="failure-watch", daemon=True)
+
+    @staticmethod
+    def started(host: str, world: Axis, vote: StopVote, timeout: timedelta) -> "FailureWatch":
+        """A watch that has begun, over a store that the first rank serves at `host`. Collective over the world."""
+        store = None
+        if world.rank == 0:
+            store = FailureWatch.connect(host, 0, is_host=True, timeout=timeout)
+        port = collectives.broadcast_object(store.port if store is not None else None, world)
+        if store is None:
+            store = FailureWatch.connect(host, port, is_host=False, timeout=timeout)
+        watch = FailureWatch(store, world.rank, vote)
+        watch.start()
+        return watch
 
     @staticmethod
     def connect(host: str, port: int, *, is_host: bool, timeout: timedelta) -> TCPStore:

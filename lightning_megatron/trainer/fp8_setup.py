@@ -27,8 +27,9 @@ def use_fp8(
     has_layers = any(isinstance(child, AttendingLayer) for child in modules)
     if not any(collectives.gather_objects(has_layers, mesh.pp)):
         faults.append(
-            "fp8 is asked for, and the module holds no model with transformer layers (such as GPTModel); "
-            "build one in configure_model, or leave fp8 out"
+            "fp8 is asked for, and the module holds no model with transformer layers whose norms stand before their "
+            "linears (such as GPTModel, or BertModel with norm_placement='pre'); build one in configure_model, or "
+            "leave fp8 out"
         )
     # On every rank, also where a stage has other layers: the others would wait for it.
     tiles = [fault for found in collectives.gather_objects(tile_faults(modules), mesh.pp) for fault in found]

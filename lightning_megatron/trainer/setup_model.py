@@ -221,7 +221,7 @@ def linked_replicas(module: nn.Module, mesh: Mesh) -> Axis:
     """
     sizes = mesh.sizes
     is_linked = _has_experts(module, mesh) and sizes.cp * sizes.tp % (sizes.ep * sizes.etp) != 0
-    return mesh.dp if is_linked else Axis("alone", 1, 0, (mesh.global_rank,))
+    return mesh.dp if is_linked else Axis.alone(mesh.global_rank)
 
 
 def takes_sizes_for_known(module: nn.Module) -> bool:
@@ -237,12 +237,12 @@ def _has_experts(module: nn.Module, mesh: Mesh) -> bool:
     return any(collectives.gather_objects(any(isinstance(m, Experts) for m in module.modules()), mesh.pp))
 
 
-def require_cutting(module: nn.Module) -> None:
-    """Raises ConfigurationError where dynamic context parallelism would have nothing to cut, or not all."""
+def require_spreading(module: nn.Module) -> None:
+    """Raises ConfigurationError where dynamic context parallelism would have nothing to spread, or not all."""
     models = pipelined_modules(module)
-    whole = [f"{name} ({type(model).__name__})" for name, model in models.items() if not model.cuts_sequences]
+    whole = [f"{name} ({type(model).__name__})" for name, model in models.items() if not model.spreads_documents]
     if whole or not models:
-        what = f"{', '.join(whole)} does not cut sequences" if whole else "it holds no model of parts"
+        what = f"{', '.join(whole)} does not take documents one by one" if whole else "it holds no model of parts"
         raise ConfigurationError(
             [
                 f"dynamic context parallelism packs and cuts the documents of {type(module).__name__}, and {what}; "

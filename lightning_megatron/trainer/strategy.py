@@ -19,7 +19,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
@@ -31,7 +30,6 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
-from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -71,11 +69,14 @@ from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
 from lightning_megatron.trainer.dynamic_context import DynamicContext
 from lightning_megatron.trainer.even_batches import even
 from lightning_megatron.trainer.failure import FailureWatch
+from lightning_megatron.trainer.groups import Groups
+from lightning_megatron.trainer.held_schedulers import HeldSchedulers
 from lightning_megatron.trainer.launcher import CheckingLauncher
 from lightning_megatron.trainer.local_state import LocalState
 from lightning_megatron.trainer.local_tier import LocalTier
 from lightning_megatron.trainer.precision import MegatronPrecision, compute_dtype
 from lightning_megatron.trainer.preemption import Preemption
+from lightning_megatron.trainer.reduction import reduced
 from lightning_megatron.trainer.saving import Saving
 from lightning_megatron.trainer.step_batches import Cutting
 from lightning_megatron.trainer.step_log import REDUCED
@@ -99,14 +100,6 @@ _OF_THIS_PROCESS = (
     "_launcher",
     "_resumption",
 )
-_HELD = "held"
-# No interval of Lightning's: a scheduler that has it is not stepped.
-_NAMES_OF_OPERATIONS = {
-    dist.ReduceOp.SUM: "sum",
-    dist.ReduceOp.AVG: "mean",
-    dist.ReduceOp.MAX: "max",
-    dist.ReduceOp.MIN: "min",
-}
 
 
 class MegatronStrategy(ParallelStrategy):
@@ -177,7 +170,7 @@ class MegatronStrategy(ParallelStrategy):
         self._fp8 = fp8
         self.recompute = recompute if recompute is not None else RecomputeConfig()
         self.checkpoint = checkpoint if checkpoint is not None else CheckpointConfig()
-        self._timeout = timedelta(seconds=timeout_seconds)
+        self._groups = Groups(timedelta(seconds=timeout_seconds))
         self._num_nodes = 1
         self._mesh: Mesh | None = None
         self._saves: Saving | None = None
@@ -199,7 +192,7 @@ class MegatronStrategy(ParallelStrategy):
         # by the last fit: who saves after it saves its optimizers too
         self._resumption: resume.Resumption | None = None
         # from the load of a checkpoint to the first batch after it
-        self._held_schedulers: list[tuple[LRSchedulerConfig, str]] = []
+        self._held_schedulers = HeldSchedulers()
         self._is_synchronised = True
         self._restricted_metrics: list[Metric] = []
 
@@ -356,16 +349,18 @@ class MegatronStrategy(ParallelStrategy):
             device = self.root_device
             backend = _get_default_process_group_backend_for_device(device)
             device_id = device if device.type != "cpu" else None
-            _init_dist_connection(self.cluster_environment, backend, timeout=self._timeout, device_id=device_id)
+            timeout = self._groups.timeout
+            _init_dist_connection(self.cluster_environment, backend, timeout=timeout, device_id=device_id)
         if self._mesh is None:
-            self._mesh = Mesh.build(self.sizes, self.global_rank, self._new_group)
+            groups = self._groups
+            self._mesh = Mesh.build(self.sizes, self.global_rank, groups.on_device)
             ranks = tuple(self.sizes.pp_rank_of(stage) for stage in range(self.sizes.num_stages))
-            self._lanes = build_lanes(self._mesh.pp, hops(ranks), self._new_group, self._new_host_group)
+            self._lanes = build_lanes(self._mesh.pp, hops(ranks), groups.on_device, groups.on_host)
             world = self._mesh.world
-            on_host = world if self.root_device.type == "cpu" else self._over_host(world)
-            self._saves = Saving(on_host, self._over_host(world), self.checkpoint)
+            on_host = world if self.root_device.type == "cpu" else groups.over_host(world)
+            self._saves = Saving(on_host, groups.over_host(world), self.checkpoint)
             if self.dynamic_context is not None:
-                self._routes = self._over_host(self._mesh.axis("dp+cp"))
+                self._routes = groups.over_host(self._mesh.axis("dp+cp"))
         self._ambient = set_ambient_mesh(self._mesh)
         if self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             self._fits = lineage.begun([], self.lightning_module.trainer.global_step, self._saving.world)
@@ -373,7 +368,9 @@ class MegatronStrategy(ParallelStrategy):
         vote = StopVote(self.global_rank, self.sizes.world)
         self._preemption = Preemption(self.checkpoint, vote, self._saving, self.cluster_environment)
         if self.sizes.world > 1 and self._watch is None:
-            self._watch = self._start_watch(vote)
+            assert self.cluster_environment is not None
+            host = self.cluster_environment.main_address
+            self._watch = FailureWatch.started(host, self.mesh.world, vote, self._groups.timeout)
         setup_model.agree_on_seed(self.mesh)
         if self.lightning_module is not None:
             # Before callbacks are set up: those that average weights copy the module then.
@@ -389,33 +386,6 @@ class MegatronStrategy(ParallelStrategy):
             "precision": str(self.precision_plugin.precision),
         }
         return LocalTier(self.checkpoint, self.mesh, self._saving.world, layout)
-
-    def _over_host(self, axis: Axis) -> Axis:
-        """The ranks of an axis, over a process group of its own that talks over host memory."""
-        return replace(axis, group=self._new_host_group(axis.ranks)) if axis.size > 1 else axis
-
-    def _new_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        group: dist.ProcessGroup = dist.new_group(list(ranks), timeout=self._timeout, use_local_synchronization=True)
-        return group
-
-    def _new_host_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        group: dist.ProcessGroup = dist.new_group(
-            list(ranks), timeout=self._timeout, backend="gloo", use_local_synchronization=True
-        )
-        return group
-
-    def _start_watch(self, vote: StopVote) -> FailureWatch:
-        assert self.cluster_environment is not None
-        host = self.cluster_environment.main_address
-        store = None
-        if self.global_rank == 0:
-            store = FailureWatch.connect(host, 0, is_host=True, timeout=self._timeout)
-        port = collectives.broadcast_object(store.port if store is not None else None, self.mesh.world)
-        if store is None:
-            store = FailureWatch.connect(host, port, is_host=False, timeout=self._timeout)
-        watch = FailureWatch(store, self.global_rank, vote)
-        watch.start()
-        return watch
 
     # --- model and optimizers ---------------------------------------------------------------------------------------
 
@@ -443,11 +413,11 @@ class MegatronStrategy(ParallelStrategy):
         setup_model.warn_of_uncut(module, self.mesh)
         pipelined = setup_model.pipelined_modules(module)
         if self.dynamic_context is not None and trainer.state.fn == TrainerFn.FITTING:
-            setup_model.require_cutting(module)
+            setup_model.require_spreading(module)
             self._dynamic = self._make_dynamic(trainer, self.dynamic_context)
         if self.fp8 is not None:
             self._plugin.fp8_layers = fp8_setup.use_fp8(
-                self.fp8, pipelined, self.mesh, self.root_device, self._new_group
+                self.fp8, pipelined, self.mesh, self.root_device, self._groups.on_device
             )
         if trainer.state.fn == TrainerFn.FITTING:
             self._reset_optimizers_and_schedulers()
@@ -462,7 +432,13 @@ class MegatronStrategy(ParallelStrategy):
                 # A run that was interrupted leaves what it had not learnt yet.
                 model.end_step(is_skipped=True)
             self._exchange = optimization.make_exchange(
-                module, self.optimizers, self.optimizer, self._plugin, self.mesh, self._new_group, self.root_device
+                module,
+                self.optimizers,
+                self.optimizer,
+                self._plugin,
+                self.mesh,
+                self._groups.on_device,
+                self.root_device,
             )
             self._plugin.begin(self._exchange, self.loss_scale)
         self.setup_precision_plugin()
@@ -580,7 +556,7 @@ class MegatronStrategy(ParallelStrategy):
             self._plugin.fp8_layers.end_step()
         self._end_step_of_models(optimizer, has_stepped=self._has_stepped(result))
         if self._plugin.has_skipped:
-            self._hold_schedulers()
+            self._held_schedulers.hold(self.lr_scheduler_configs)
         self._check_replicas()
         return result
 
@@ -599,25 +575,13 @@ class MegatronStrategy(ParallelStrategy):
                 is_skipped = not has_stepped or name not in of_any
                 model.end_step(is_skipped=is_skipped, replicas=self.mesh.axis("dp+cp"))
 
-    def _hold_schedulers(self) -> None:
-        """Keeps schedulers that count steps where they are until the end of this batch: its step was left out."""
-        for config in self.lr_scheduler_configs:
-            if config.interval == "step":
-                self._held_schedulers.append((config, config.interval))
-                config.interval = _HELD
-
     @override
     def batch_to_device(self, *args: Any, **kwargs: Any) -> Any:
         # The first that Lightning asks of a strategy after it has stepped, or not stepped, the schedulers. Not the
         # batches of a validation in between: some schedulers are stepped after it.
-        if self._held_schedulers and self._require_module().trainer.training:
-            self._let_schedulers_go()
+        if not self._held_schedulers.is_empty and self._require_module().trainer.training:
+            self._held_schedulers.let_go()
         return super().batch_to_device(*args, **kwargs)
-
-    def _let_schedulers_go(self) -> None:
-        for config, interval in self._held_schedulers:
-            config.interval = interval
-        self._held_schedulers = []
 
     def _check_replicas(self) -> None:
         every, step = self.optimizer.check_replicas_every_n_steps, self._require_module().trainer.global_step + 1
@@ -667,7 +631,7 @@ class MegatronStrategy(ParallelStrategy):
         self._refuse_in_schedule("reduce")
         if not isinstance(tensor, Tensor) or self._mesh is None or group is REDUCED:
             return tensor
-        return self._reduce_over(tensor, self._mesh.dp, reduce_op)
+        return reduced(tensor, self._mesh.dp, reduce_op)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -689,17 +653,6 @@ class MegatronStrategy(ParallelStrategy):
             return differentiable.gather(tensor.unsqueeze(0), axis)
         with torch.no_grad():
             return collectives.all_gather(tensor.unsqueeze(0), axis)
-
-    @staticmethod
-    def _reduce_over(tensor: Tensor, axis: Axis, reduce_op: Any) -> Tensor:
-        name = reduce_op.lower() if isinstance(reduce_op, str) else _NAMES_OF_OPERATIONS[reduce_op]
-        match name:
-            case "mean" | "avg":
-                summed = collectives.all_reduce(tensor if tensor.is_floating_point() else tensor.float(), axis)
-                return summed / axis.size
-            case "sum" | "max" | "min":
-                return collectives.all_reduce(tensor, axis, name)
-        raise ValueError(f"reduce_op ({reduce_op!r}) must be one of mean, avg, sum, max, min")
 
     def _refuse_in_schedule(self, what: str) -> None:
         if self._steps is not None and self._steps.is_scheduled:
@@ -839,15 +792,11 @@ class MegatronStrategy(ParallelStrategy):
         is_leaving = self._is_leaving
         if self._preemption is not None:
             self._preemption.give_back()
-            callbacks = self._require_module().trainer.callbacks  # type: ignore[attr-defined]
-            if self._preemption in callbacks:
-                callbacks.remove(self._preemption)
+            self._leave_callbacks(self._preemption)
             self._preemption = None
         if self._local is not None:
             self._local.end(is_failed=self._require_module().trainer.interrupted)
-            callbacks = self._require_module().trainer.callbacks  # type: ignore[attr-defined]
-            if self._local in callbacks:
-                callbacks.remove(self._local)
+            self._leave_callbacks(self._local)
             self._local = None
         if self._saves is not None:
             self._saves.end(is_failed=self._require_module().trainer.interrupted)
@@ -868,7 +817,7 @@ class MegatronStrategy(ParallelStrategy):
             self._plugin.fp8_layers.release()
         setup_model.release_metrics(self._restricted_metrics)
         self._restricted_metrics = []
-        self._let_schedulers_go()
+        self._held_schedulers.let_go()
         if self._exchange is not None:
             optimization.release(self._exchange, is_interrupted=self._require_module().trainer.interrupted)
             self._left = Mains.of(self._exchange)
@@ -881,6 +830,11 @@ class MegatronStrategy(ParallelStrategy):
             self._watch.stop()
             self._watch = None
         super().teardown()
+
+    def _leave_callbacks(self, own: pl.Callback) -> None:
+        callbacks = self._require_module().trainer.callbacks  # type: ignore[attr-defined]
+        if own in callbacks:
+            callbacks.remove(own)
 
     @override
     def __getstate__(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What a transformer is: the sizes and choices of its layers, and nothing about who runs them.
 
 Read by the layers, by the cost model and by checkpoints. Faults of a configuration are told all at once; those that
-only a layout has are told by `layout_faults`, before any process group is needed.
+only a layout has are told by its `layout_faults`, before any process group is needed.
 """
 
 import math
@@ -31,6 +31,10 @@ class TransformerConfig:
     # that a model of this kind can have
     scales_scores: ClassVar[bool] = True
     # whether products of queries and keys are divided by sqrt(head_dim)
+    sees_both_ways: ClassVar[bool] = False
+    # whether a token sees those behind it: ranks of cp then hold one piece of a sequence each; of two stacks the first
+    has_cross_attention: ClassVar[bool] = False
+    # whether some layers look at the output of others
 
     num_layers: int
     # layers of the stack, over all stages
@@ -182,9 +186,56 @@ class TransformerConfig:
             faults += self.moe.capacity.length_faults(self.max_sequence_length, router.top_k, router.num_experts)
         return faults
 
+    def layout_faults(self, sizes: Sizes) -> list[str]:
+        """Every rule that this architecture breaks on that many ranks, one sentence each."""
+        tp, heads, groups = sizes.tp, self.num_attention_heads, self.num_query_groups
+        faults = []
+
+        def add_unless(fits: Callable[[int], bool], rule: str) -> None:
+            if not fits(tp):
+                may_be = _list(_fitting(min(heads, self.ffn_hidden_size), fits))
+                faults.append(f"{rule}; tensor_model_parallel_size may be {may_be}")
+
+        add_unless(
+            lambda n: heads % n == 0,
+            f"num_attention_heads ({heads}) must be a multiple of tensor_model_parallel_size ({tp})",
+        )
+        add_unless(
+            lambda n: groups % n == 0 or n % groups == 0,
+            f"num_query_groups ({groups}) must be a multiple or a divisor of tensor_model_parallel_size ({tp})",
+        )
+        rows = groups * (self.heads_per_group + 2) * self.head_dim
+        if groups % tp == 0 or tp % groups == 0:
+            add_unless(
+                lambda n: rows % n == 0,
+                f"the rows of the query-key-value weight ({rows} = num_query_groups * (num_attention_heads / "
+                f"num_query_groups + 2) * head_dim) must be a multiple of tensor_model_parallel_size ({tp})",
+            )
+        add_unless(
+            lambda n: self.ffn_hidden_size % n == 0,
+            f"ffn_hidden_size ({self.ffn_hidden_size}) must be a multiple of tensor_model_parallel_size ({tp})",
+        )
+        if self.moe is not None:
+            width = self.moe.ffn_hidden_size or self.ffn_hidden_size
+            faults += moe_layout.layout_faults(self.moe, width, sizes)
+        if heads % tp == 0 and heads // tp % sizes.cp_inner:
+            fits = [n for n in _fitting(sizes.cp, lambda n: heads // tp % n == 0) if n > 1 and sizes.cp % n == 0]
+            way = f'ContextConfig(kind="hierarchical", inner_size=...) with {_list(fits)}, or ' if fits else ""
+            faults.append(
+                f"num_attention_heads / tensor_model_parallel_size ({heads} / {tp} = {heads // tp}) must be a multiple "
+                f"of the context-parallel ranks that exchange heads for tokens ({sizes.cp_inner}); take {way}"
+                'ContextConfig(kind="ring"), which asks nothing of heads'
+            )
+        return faults
+
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts in the place of a dense MLP."""
         return self.moe is not None and self.moe.has_experts(layer)
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether some layers of the model have a dense MLP."""
+        return not all(self.has_experts(layer) for layer in range(self.num_layers))
 
     @property
     def has_auxiliary_losses(self) -> bool:
@@ -199,6 +250,11 @@ class TransformerConfig:
     def num_staged_layers(self) -> int:
         """Layers between which stages of a pipeline are cut."""
         return self.num_layers
+
+    @property
+    def idle_parts(self) -> frozenset[str]:
+        """Parts of the model that are there for files that have them, and never run."""
+        return frozenset()
 
     @property
     def output_std(self) -> float:
@@ -246,49 +302,6 @@ class LanguageModelConfig(TransformerConfig):
         if not 0.0 <= self.label_smoothing < 1.0:
             faults.append(f"label_smoothing ({self.label_smoothing}) must be at least 0 and below 1")
         return faults
-
-
-def layout_faults(config: TransformerConfig, sizes: Sizes) -> list[str]:
-    """Every rule that this architecture breaks on that many ranks, one sentence each."""
-    tp, heads, groups = sizes.tp, config.num_attention_heads, config.num_query_groups
-    faults = []
-
-    def add_unless(fits: Callable[[int], bool], rule: str) -> None:
-        if not fits(tp):
-            may_be = _list(_fitting(min(heads, config.ffn_hidden_size), fits))
-            faults.append(f"{rule}; tensor_model_parallel_size may be {may_be}")
-
-    add_unless(
-        lambda n: heads % n == 0,
-        f"num_attention_heads ({heads}) must be a multiple of tensor_model_parallel_size ({tp})",
-    )
-    add_unless(
-        lambda n: groups % n == 0 or n % groups == 0,
-        f"num_query_groups ({groups}) must be a multiple or a divisor of tensor_model_parallel_size ({tp})",
-    )
-    rows = groups * (config.heads_per_group + 2) * config.head_dim
-    if groups % tp == 0 or tp % groups == 0:
-        add_unless(
-            lambda n: rows % n == 0,
-            f"the rows of the query-key-value weight ({rows} = num_query_groups * (num_attention_heads / "
-            f"num_query_groups + 2) * head_dim) must be a multiple of tensor_model_parallel_size ({tp})",
-        )
-    add_unless(
-        lambda n: config.ffn_hidden_size % n == 0,
-        f"ffn_hidden_size ({config.ffn_hidden_size}) must be a multiple of tensor_model_parallel_size ({tp})",
-    )
-    if config.moe is not None:
-        width = config.moe.ffn_hidden_size or config.ffn_hidden_size
-        faults += moe_layout.layout_faults(config.moe, width, sizes)
-    if heads % tp == 0 and heads // tp % sizes.cp_inner:
-        fits = [n for n in _fitting(sizes.cp, lambda n: heads // tp % n == 0) if n > 1 and sizes.cp % n == 0]
-        ways = f'take ContextConfig(kind="hierarchical", inner_size=...) with {_list(fits)}, or ' if fits else "take "
-        faults.append(
-            f"num_attention_heads / tensor_model_parallel_size ({heads} / {tp} = {heads // tp}) must be a multiple of "
-            f"the context-parallel ranks that exchange heads for tokens ({sizes.cp_inner}); {ways}"
-            'ContextConfig(kind="ring"), which asks nothing of heads'
-        )
-    return faults
 
 
 def _fitting(largest: int, fits: Callable[[int], bool]) -> list[int]:

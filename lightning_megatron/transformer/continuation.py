@@ -78,7 +78,7 @@ def stream_behind(
     positions_BS = continuation.positions_BS(num_tokens).to(device)
     places_BN = positions_BS.clamp(min=0)
     cos_BNR, sin_BNR = rotary.angles(places_BN, config.rotary_width, config.rotary_base, config.rope_scaling)
-    alone = Axis("alone", 1, 0, (mesh.global_rank,))
+    alone = Axis.alone(mesh.global_rank)
     batch = len(continuation.rows_B)
     return Tokens(
         shape=(batch, num_tokens),

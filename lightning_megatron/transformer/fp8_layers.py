@@ -200,7 +200,7 @@ def _matrices(name: str, module: nn.Module) -> Iterator[_Matrix]:
     elif isinstance(module, Experts):
         etp = module.axes.etp
         # Ranks of etp have the same rows. What ranks of ep have are other experts' rows, scaled by themselves.
-        whole = Axis("alone", 1, 0, (etp.ranks[etp.rank],))
+        whole = Axis.alone(etp.ranks[etp.rank])
         yield _of_experts(f"{name}.up", module, "up_product", (whole, etp, etp))
         yield _of_experts(f"{name}.down", module, "down_product", (etp, etp, whole))
 

@@ -10,6 +10,19 @@ _TP = "tensor_model_parallel_size"
 
 def fp8_faults(fp8: Fp8Config, config: TransformerConfig, sizes: Sizes) -> list[str]:
     """Every rule that FP8 breaks in this architecture on that many ranks, one sentence each."""
+    faults = tile_faults(fp8, config, sizes)
+    kept = fp8.num_first_layers_bf16 + fp8.num_last_layers_bf16
+    if kept >= config.num_layers:
+        faults.append(
+            f"fp8 num_first_layers_bf16 + num_last_layers_bf16 ({fp8.num_first_layers_bf16} + "
+            f"{fp8.num_last_layers_bf16}) must be below num_layers ({config.num_layers}): no layer would be left for "
+            "fp8; lower them, or leave fp8 out"
+        )
+    return faults
+
+
+def tile_faults(fp8: Fp8Config, config: TransformerConfig, sizes: Sizes) -> list[str]:
+    """Of these the lengths that tiles do not divide."""
     tp, moe = sizes.tp, config.moe
     rows = config.num_query_groups * (config.heads_per_group + 2) * config.head_dim
     heads = config.num_attention_heads * config.head_dim
@@ -27,6 +40,10 @@ def fp8_faults(fp8: Fp8Config, config: TransformerConfig, sizes: Sizes) -> list[
             features = moe.ffn_hidden_size or config.ffn_hidden_size
             lengths.append(("ffn_hidden_size of an expert", features, "expert_tensor_parallel_size", sizes.etp))
         lengths.append(("shared_ffn_hidden_size", moe.shared_ffn_hidden_size, _TP, tp))
+    if config.has_cross_attention and fp8.engine == "torch":
+        # The other engine leaves cross attention alone.
+        pairs = 2 * config.num_query_groups * config.head_dim
+        lengths.append(("the rows of the key-value weight of cross attention", pairs, _TP, tp))
     faults = []
     for name, length, axis, ranks in lengths:
         step = TILE * ranks
@@ -37,11 +54,4 @@ def fp8_faults(fp8: Fp8Config, config: TransformerConfig, sizes: Sizes) -> list[
                 f"{name} ({length}) must be a multiple of {TILE}{over} for fp8, whose products work in tiles of "
                 f"{TILE}; use {fits}, or leave fp8 out"
             )
-    kept = fp8.num_first_layers_bf16 + fp8.num_last_layers_bf16
-    if kept >= config.num_layers:
-        faults.append(
-            f"fp8 num_first_layers_bf16 + num_last_layers_bf16 ({fp8.num_first_layers_bf16} + "
-            f"{fp8.num_last_layers_bf16}) must be below num_layers ({config.num_layers}): no layer would be left for "
-            "fp8; lower them, or leave fp8 out"
-        )
     return faults

@@ -5,7 +5,8 @@
         ...
 
 A fused linear (query-key-value, gate and up) has one A for all that it makes, and a B with the rows of its weight.
-In layers of experts attention and the shared expert get paths; the experts and their router stay frozen.
+In layers of experts attention and the shared expert get paths; the experts and their router stay frozen. Layers that
+never run (`TransformerConfig.idle_parts`) get none.
 Source: Hu et al., arXiv 2106.09685, sections 4.1 and 4.2.
 """
 
@@ -26,7 +27,17 @@ from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.init import initialise
 from lightning_megatron.transformer.layer import AttendingLayer, ExpertLayer
 
-LoraTarget = Literal["attention.qkv", "attention.projection", "mlp.up", "mlp.down", "shared.up", "shared.down"]
+LoraTarget = Literal[
+    "attention.qkv",
+    "attention.projection",
+    "mlp.up",
+    "mlp.down",
+    "shared.up",
+    "shared.down",
+    "cross_attention.query",
+    "cross_attention.key_value",
+    "cross_attention.projection",
+]
 LoraScaling = Literal["rank", "root_of_rank"]
 _ALL: tuple[LoraTarget, ...] = get_args(LoraTarget)
 _DENSE = _ALL[:4]
@@ -45,7 +56,8 @@ class LoraConfig:
     dropout: float = 0.0
     # probability that a feature of the path's input is dropped in training
     targets: tuple[LoraTarget, ...] = _DENSE
-    # linears of every layer that has them; shared: of the expert that every token goes through
+    # linears of every layer that has them; shared: of the expert that every token goes through; cross_attention: of a
+    # decoder that looks at an encoder
 
     def __post_init__(self) -> None:
         if faults := self.faults():
@@ -87,7 +99,11 @@ def add_lora(model: nn.Module, config: LoraConfig, *, seed: int | None = None) -
     Initial values depend on seed (torch's, where none is given) and names alone. Raises ValueError where the layers of
     the model have no linear of a target's name, or have paths already, and where the model is none of this package.
     """
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, ParallelLinear)}
+    linears = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, ParallelLinear) and not _is_idle(name, model)
+    }
     if any(linear.lora is not None for linear in linears.values()):
         raise ValueError("the model has low-rank paths already; merge those first (merge_lora), or build it anew")
     chosen = {name: linear for name, linear in linears.items() if _place(name) in config.targets}
@@ -146,15 +162,27 @@ def _paths(model: nn.Module) -> list[tuple[ParallelLinear, LowRank]]:
 
 def _elsewhere(model: nn.Module) -> set[str]:
     """Targets in layers of a kind that the model has on other stages alone."""
-    config = getattr(model, "config", None)
-    if not isinstance(config, TransformerConfig):
+    config = _config_of(model)
+    if config is None:
         return set()
-    has_experts = {config.has_experts(layer) for layer in range(config.num_layers)}
     held = {isinstance(x, ExpertLayer) for x in model.modules() if isinstance(x, AttendingLayer)}
-    rooms = {"mlp"} if False in has_experts - held else set()
-    if True in has_experts - held and config.moe is not None and config.moe.shared_ffn_hidden_size:
+    rooms = {"mlp"} if config.has_dense_layers and False not in held else set()
+    if config.moe is not None and config.moe.shared_ffn_hidden_size and True not in held:
         rooms.add("shared")
+    if config.has_cross_attention:
+        rooms.add("cross_attention")
     return {target for target in _ALL if target.partition(".")[0] in rooms}
+
+
+def _is_idle(name: str, model: nn.Module) -> bool:
+    """Whether a linear is in a layer that never runs."""
+    config = _config_of(model)
+    return config is not None and any(name.startswith(f"{part}.") for part in config.idle_parts)
+
+
+def _config_of(model: nn.Module) -> TransformerConfig | None:
+    config = getattr(model, "config", None)
+    return config if isinstance(config, TransformerConfig) else None
 
 
 def _place(name: str) -> str:

@@ -54,7 +54,7 @@ class MoE(nn.Module):
         self.num_sharing = experts.ep.size * experts.etp.size
         # ranks whose tokens meet in the same experts
         # Over which tokens come whole, and are routed in parts.
-        self.split = tp if sp.size < tp.size else Axis("alone", 1, 0, (tp.ranks[tp.rank],))
+        self.split = tp if sp.size < tp.size else Axis.alone(tp.ranks[tp.rank])
         self.router = Router(moe.router, config.hidden_size, tp=tp, cut=tp, name=f"{name}.router", initial=initial)
         self.experts = Experts(
             moe.router.num_experts,

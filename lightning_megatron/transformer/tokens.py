@@ -258,7 +258,7 @@ def _axes_of(mesh: Mesh, group: Axis | None) -> ContextAxes:
     exchange = AllGather() if mesh.sizes.cp_exchange == "all_gather" else Ring()
     if group is None:
         return ContextAxes(outer=mesh.axis("cp_outer"), inner=mesh.axis("cp_inner"), exchange=exchange)
-    alone = Axis("alone", 1, 0, (mesh.global_rank,))
+    alone = Axis.alone(mesh.global_rank)
     if mesh.sizes.context_groups_by_heads:
         return ContextAxes(outer=alone, inner=group, exchange=exchange)
     return ContextAxes(outer=group, inner=alone, exchange=exchange)

@@ -98,5 +98,5 @@ def test_rows_in_unequal_shares_are_joined_and_their_gradients_summed_and_the_ot
 
 def test_rows_come_in_the_order_of_the_axis_on_an_axis_of_one_they_stay() -> None:
     x = torch.randn(3, 2)
-    alone = Axis("alone", 1, 0, (0,))
+    alone = Axis.alone(0)
     assert collectives.all_to_all_rows(x, alone, [3], [3]) is x

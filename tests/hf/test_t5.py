@@ -10,15 +10,18 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.activations import ACT2FN
 from transformers.models.t5 import modeling_t5
 
 from lightning_megatron import hf
 from lightning_megatron.hf.blocks import fill_theirs
 from lightning_megatron.hf.families import FAMILIES
 from lightning_megatron.hf.family import Table
+from lightning_megatron.hf.t5 import GATES, PLAIN
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.models import GenerationConfig, T5Config, T5Model, generate_t5
 from lightning_megatron.sharding import sharded_parameters
+from lightning_megatron.tensor.activation import activate
 from lightning_megatron.transformer.relative import bucket_of
 
 transformers.utils.logging.set_verbosity_error()
@@ -49,6 +52,10 @@ CASES: dict[str, dict[str, Any]] = {
     # Newer versions of transformers tie what they make, and say that it is not scaled.
     "v1.1 tied": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
     "v1.1": {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False},
+    "gated by SiLU": {"feed_forward_proj": "gated-silu", "tie_word_embeddings": False},
+    "gelu": {"feed_forward_proj": "gelu"},
+    "gelu by tanh": {"feed_forward_proj": "gelu_new"},
+    "gelu by a sigmoid": {"feed_forward_proj": "quick_gelu"},
 }
 each_case = pytest.mark.parametrize("case", CASES)
 
@@ -210,6 +217,43 @@ def test_every_rank_reads_its_slices(layout: str, case: str, tmp_path: Path) -> 
             for dim, (start, size) in enumerate(zip(shard.box.offsets, shard.box.sizes, strict=True)):
                 wanted = wanted.narrow(dim, start, size)
             assert torch.equal(shard.valid(parameter), wanted), name
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_functions_of_the_feed_forward_network_are_those_of_transformers(is_gated: bool) -> None:
+    x = torch.linspace(-6, 6, 200)
+    for name, ours in (GATES if is_gated else PLAIN).items():
+        theirs = ACT2FN[name](x)
+        found = activate(torch.stack((x, 2 * torch.ones_like(x)), dim=1), ours) / 2 if is_gated else activate(x, ours)
+        # One of them has a constant of ten digits.
+        assert (found - theirs).abs().max() < 1e-8, name
+
+
+@pytest.mark.parametrize(
+    ("fields", "activation"),
+    [
+        ({"feed_forward_proj": "gated-gelu"}, "geglu_tanh"),
+        ({"feed_forward_proj": "gated-gelu_pytorch_tanh"}, "geglu_tanh"),
+        ({"feed_forward_proj": "gated-swish", "dense_act_fn": "swish", "is_gated_act": True}, "swiglu"),
+        ({"feed_forward_proj": "relu", "dense_act_fn": "gelu"}, "gelu"),
+        ({"feed_forward_proj": "relu", "dense_act_fn": "gelu_new", "is_gated_act": True}, "geglu_tanh"),
+    ],
+)
+def test_what_follows_from_the_feed_forward_network_counts_where_a_file_has_it(
+    fields: dict[str, Any], activation: str
+) -> None:
+    config = FAMILIES["t5"].config({"model_type": "t5", **SMALL, **fields})
+    theirs = transformers.T5Config(**SMALL, **fields)
+    assert config.activation == activation
+    assert {True: GATES, False: PLAIN}[theirs.is_gated_act][theirs.dense_act_fn] == activation
+
+
+@pytest.mark.parametrize("name", ["gated-relu", "silu", "gated-gelu-new", "linear-relu", "gated"])
+def test_functions_that_are_not_built_are_told_with_those_that_are(name: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        FAMILIES["t5"].config({"model_type": "t5", **SMALL, "feed_forward_proj": name})
+    assert f"feed_forward_proj ({name!r}, with" in str(raised.value)
+    assert "'gelu_new'" in str(raised.value) and "'gated-silu'" in str(raised.value)
 
 
 def test_what_transformers_cannot_say_is_told(tmp_path: Path) -> None:

@@ -84,21 +84,39 @@ def test_losses_metrics_and_what_is_filled_in_are_those_of_one_device(name: str,
 
 def test_gaps_get_the_likeliest_tokens_and_all_else_stays(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # Large, so that whoever sees padding says something else.
-    module, text = bert(init_std=1.0), bert_data(folder, prompts=PROMPTS)
+    prompts = [*PROMPTS, "A cat[SEP] and a[MASK].[CLS]"]
+    module, text = bert(init_std=1.0), bert_data(folder, prompts=prompts)
     trainer = make_trainer(PLAIN, callbacks=[PrintText()])
     predicted = trainer.predict(module, datamodule=text)
     assert predicted is not None and text.tokenizer is not None and module.model is not None
     rows = [row for batch in predicted for row in batch]
-    mask, separator = text.tokenizer.token_id("[MASK]"), text.tokenizer.token_id("[SEP]")
-    for prompt, row, (ids, _) in zip(PROMPTS, rows, text.tokenizer.encode_spelled(PROMPTS), strict=True):
-        asked = [text.tokenizer.token_id("[CLS]"), *ids, separator]
-        assert ids.count(mask) == prompt.count("[MASK]") and len(row) == len(asked)
+    first, separator, mask = (text.tokenizer.token_id(name) for name in ("[CLS]", "[SEP]", "[MASK]"))
+    for prompt, row, (ids, _) in zip(prompts, rows, text.tokenizer.encode_spelled(prompts), strict=True):
+        asked = [first, *ids, separator]
+        assert ids.count(mask) == prompt.count("[MASK]")
         with torch.no_grad():
             logits = module.model.eval()(torch.tensor([asked])).tokens[0]
-        wanted = [int(logits[i].argmax()) if token == mask else token for i, token in enumerate(asked)]
-        assert row.tolist() == wanted
+        filled = [int(logits[i].argmax()) if token == mask else token for i, token in enumerate(asked)]
+        # Of the tokens around the text nothing is left, wherever the prompt has them.
+        assert row.tolist() == [
+            token for token, before in zip(filled, asked, strict=True) if before not in (first, separator)
+        ]
     printed = capsys.readouterr().out
-    assert "--- text 1 ---" in printed and "to eat some fish" in printed
+    assert "--- text 1 ---\nIt ran" in printed and "to eat some fish" in printed
+
+
+def test_a_gap_that_is_filled_with_a_separator_keeps_it(folder: Path) -> None:
+    module, text = bert(tie_embeddings=False), bert_data(folder, prompts=PROMPTS[:1])
+    text.setup("predict")
+    assert text.tokenizer is not None
+    separator = text.tokenizer.token_id("[SEP]")
+    module.configure_model()
+    assert module.model is not None
+    with torch.no_grad():
+        module.model.get_parameter("head.masked_tokens.bias")[separator] = 1e3
+    [[row]] = make_trainer(PLAIN).predict(module, datamodule=text)  # type: ignore[misc]
+    [(ids, _)] = text.tokenizer.encode_spelled(PROMPTS[:1])
+    assert len(row) == len(ids) and row.tolist().count(separator) == 1
 
 
 def resumed_losses(folder: Path, layout: Layout, steps: int, ckpt_path: str | None) -> list[float]:

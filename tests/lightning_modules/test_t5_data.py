@@ -84,6 +84,18 @@ def test_the_pieces_of_an_epoch_are_the_documents_without_those_held_out(folder:
     assert found[0] == "".join(sorted(kept, key=found[0].index))
 
 
+def test_the_decoder_starts_with_padding_and_reads_what_it_has_told(folder: Path) -> None:
+    data = t5_data(folder)
+    data.setup("fit")
+    assert data._training is not None and data.tokenizer is not None
+    start = data.tokenizer.token_id("<pad>")
+    for i in range(data._training.count):
+        sample = data._training.dataset[i]
+        told = sample["labels"][sample["labels"] != -100].tolist()
+        assert sample["decoder_tokens"][: len(told)].tolist() == [start, *told[:-1]]
+        assert told[-1] == data.tokenizer.end_of_text != start
+
+
 class Reader(L.LightningModule):
     """Notes the tokens of every batch it is trained on, the labels of validation too."""
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.models import BertConfig, BertModel
+from lightning_megatron.planner.rules import Facts, faults
 from lightning_megatron.sharding import sharded_parameters
 from lightning_megatron.transformer.mlp import MLP
 from tests.harness.threads import new_group, run_on_threads
@@ -376,6 +377,18 @@ def test_rows_that_cp_does_not_divide_are_refused_on_request() -> None:
     model = BertModel(POST, mesh=Mesh.imagine(0, Sizes(world=2, cp=2, pads_uneven=False)), seed=1)
     with pytest.raises(ValueError, match="7 tokens, are no multiples of 2 "):
         model(torch.zeros(1, 7, dtype=torch.long))
+
+
+@pytest.mark.parametrize("layout", ["ring of 2", "all-gather of 2", "all-to-all of 2", "ring of 3"])
+def test_rows_that_cp_divides_once_need_no_padding_and_equal_the_reference(layout: str) -> None:
+    """Of causal attention each rank would have two pieces, and 6 tokens of 2 ranks, or 9 of 3, would be refused."""
+    cp = LAYOUTS[layout]["cp"]
+    batch = batch_of(POST, False, sequence=3 * cp)
+    sizes = Sizes(world=cp, pads_uneven=False, **LAYOUTS[layout])
+    assert faults(Facts(sizes=sizes, model=POST, sequence_length=3 * cp)) == []
+    expected = wanted(POST, batch)
+    for found in run_on_threads(cp, on_mesh, sizes, POST, batch):
+        require_equal(found, expected)
 
 
 def test_each_rank_of_cp_holds_one_piece_of_a_row() -> None:

@@ -188,6 +188,18 @@ def test_what_is_drawn_is_the_same_on_every_layout(layout: str) -> None:
         assert found == texts
 
 
+@pytest.mark.parametrize(
+    ("options", "num_microbatches"),
+    [({"pp": 2}, 3), ({"pp": 2, "tp": 2, "sequence_parallel": True}, 2), ({"pp": 2, "cp": 2}, 1)],
+    ids=["pp2", "pp2 tp2 sp", "pp2 cp2"],
+)
+def test_what_is_drawn_is_the_same_on_stages(options: dict[str, Any], num_microbatches: int) -> None:
+    [[texts, _]] = run_on_threads(1, on_mesh, Sizes(), LLAMA, DRAWN)
+    sizes = sizes_of(options)
+    for found, _ in run_on_ranks(sizes.world, on_stages, sizes, num_microbatches, "llama", DRAWN):
+        assert found == texts
+
+
 def test_a_sample_draws_the_same_in_any_batch() -> None:
     model, tokens = model_of(LLAMA).eval(), prompts()
     together = generate(model, tokens, DRAWN, lengths=torch.tensor(LENGTHS))
@@ -338,13 +350,63 @@ def test_ranks_of_cp_keep_equal_parts_of_what_is_written() -> None:
     assert run_on_threads(2, on_rank) == [7, 7]
 
 
-def test_a_text_longer_than_learned_positions_goes_on_from_its_last_tokens() -> None:
-    model = model_of(VARIANTS["gpt2"]).eval()
-    rows = generate(model, prompts(), replace(GREEDY, max_new_tokens=14), lengths=torch.tensor(LENGTHS))
-    for row, length in zip(rows, LENGTHS, strict=True):
-        for end in range(length, length + 14):
-            assert row[end] == model(row[max(0, end - 16) : end].unsqueeze(0))[0, -1].argmax()
-    assert len(rows[0]) > 16
+# Learned positions are 16: one prompt has as many tokens, one has one less, and one has more.
+LONG = (15, 16, 20, 1)
+
+
+def written_long(model: GPTModel, lengths: tuple[int, ...]) -> list[list[int]]:
+    tokens = torch.randint(131, (len(lengths), max(lengths)), generator=torch.Generator().manual_seed(12))
+    config = replace(GREEDY, max_new_tokens=5)
+    return [row.tolist() for row in generate(model.eval(), tokens, config, lengths=torch.tensor(lengths))]
+
+
+def long_on_stages(sizes: Sizes, lengths: tuple[int, ...]) -> list[list[int]]:
+    model = model_of(VARIANTS["gpt2"], make_mesh(sizes))
+    model.driver = CollectiveCall(model.mesh.pp, make_mailbox(model.mesh), torch.device("cpu"), lambda rows: 1)
+    return written_long(model, lengths)
+
+
+@pytest.mark.parametrize("lengths", [LONG, LONG[:2], LONG[1:2], LONG[3:]], ids=str)
+def test_a_text_longer_than_learned_positions_goes_on_from_its_last_tokens(lengths: tuple[int, ...]) -> None:
+    model = model_of(VARIANTS["gpt2"])
+    rows = written_long(model, lengths)
+    for row, length in zip(rows, lengths, strict=True):
+        for end in range(length, length + 5):
+            seen = torch.tensor([row[max(0, end - 16) : end]])
+            assert row[end] == model(seen)[0, -1].argmax()
+    assert [len(row) for row in rows] == [length + 5 for length in lengths]
+
+
+@pytest.mark.parametrize("layout", ["tp 4, sp", "cp 2", "cp 4, all-gather"])
+def test_texts_longer_than_learned_positions_are_the_same_on_every_layout(layout: str) -> None:
+    expected, sizes = written_long(model_of(VARIANTS["gpt2"]), LONG), sizes_of(LAYOUTS[layout])
+
+    def on_rank(world: Any) -> list[list[int]]:
+        return written_long(model_of(VARIANTS["gpt2"], Mesh.build(sizes, world.rank(), new_group)), LONG)
+
+    assert run_on_threads(sizes.world, on_rank) == [expected] * sizes.world
+
+
+def test_texts_longer_than_learned_positions_are_the_same_on_stages() -> None:
+    expected = written_long(model_of(VARIANTS["gpt2"]), LONG)
+    assert run_on_ranks(2, long_on_stages, Sizes(world=2, pp=2), LONG) == [expected] * 2
+
+
+def test_no_new_token_is_no_call_and_the_prompts_come_back() -> None:
+    rows = generate(model_of(LLAMA).eval(), prompts(), replace(GREEDY, max_new_tokens=0), lengths=torch.tensor(LENGTHS))
+    assert [row.tolist() for row in rows] == [
+        row[:length].tolist() for row, length in zip(prompts(), LENGTHS, strict=True)
+    ]
+    assert shapes_of_calls(model_of(LLAMA).eval(), 0) == []
+
+
+def test_a_stop_token_in_a_prompt_ends_nothing() -> None:
+    texts, _ = wanted("llama")
+    stop = int(prompts()[0, 2])
+    assert all(stop not in text[length:] for text, length in zip(texts, LENGTHS, strict=True))
+    config = replace(GREEDY, stop_tokens=(stop,))
+    rows = generate(model_of(LLAMA).eval(), prompts(), config, lengths=torch.tensor(LENGTHS))
+    assert [row.tolist() for row in rows] == texts
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

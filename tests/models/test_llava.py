@@ -288,6 +288,39 @@ def test_frozen_parts_get_no_gradient_and_the_others_get_theirs(names: tuple[str
             assert torch.equal(parameter.grad, expected[name].grad)
 
 
+def test_each_image_drops_features_of_its_own_in_each_step() -> None:
+    config = replace(LLAVA, vision=replace(VISION, hidden_dropout=0.2))
+    batch, model = batch_of(config, (1, 2)), model_of(config)
+    pixels = torch.randn(1, 3, 6, 6, dtype=torch.float64)
+    # One picture three times.
+    batch["images"] = [pixels, pixels.expand(2, -1, -1, -1)]
+    seen: list[Tensor] = []
+    model.get_submodule("vision.layers.1").register_forward_hook(lambda _, args, output: seen.append(output))
+    for step, is_training in ((0, True), (1, True), (1, False)):
+        model.draws.step = step
+        model.train(is_training)(**batch)
+    first, second, without = (output.detach().view(3, -1) for output in seen)
+    dropped = torch.cat((first, second))
+    assert all((one - other).abs().max() > 1e-3 for i, one in enumerate(dropped) for other in dropped[:i])
+    assert (without - without[0]).abs().max() < TOLERANCE
+
+
+def test_a_frozen_tower_drops_as_one_that_is_trained() -> None:
+    config = replace(LLAVA, vision=replace(VISION, attention_dropout=0.2, hidden_dropout=0.1))
+    batch = batch_of(config, COUNTS["some"])
+    free, frozen = model_of(config), model_of(config)
+    frozen.freeze("vision")
+    losses = [model(**batch) for model in (free, frozen)]
+    assert torch.equal(*losses)
+    assert abs(losses[0].item() - free.eval()(**batch).item()) > 1e-3
+    for loss in losses:
+        loss.backward()
+    wanted = dict(free.named_parameters())
+    for name, parameter in frozen.named_parameters():
+        if parameter.requires_grad:
+            assert torch.equal(parameter.grad, wanted[name].grad)
+
+
 def test_layers_of_the_tower_are_recomputed_with_the_others() -> None:
     batch = batch_of(LLAVA, COUNTS["some"])
     kept, again = model_of(LLAVA), model_of(LLAVA)

@@ -41,15 +41,15 @@ def prompts(config: LlavaConfig = LLAVA) -> tuple[Tensor, list[Tensor | None]]:
     return tokens, batch["images"]
 
 
-def written(model: LlavaModel) -> list[list[int]]:
+def written(model: LlavaModel, config: GenerationConfig = GREEDY) -> list[list[int]]:
     tokens, images = prompts()
-    rows = generate(model.eval(), tokens, GREEDY, lengths=torch.tensor(LENGTHS), images=images)
+    rows = generate(model.eval(), tokens, config, lengths=torch.tensor(LENGTHS), images=images)
     return [row.tolist() for row in rows]
 
 
 @functools.cache
-def wanted(sees: bool = True) -> list[list[int]]:
-    """What transformers writes, each row alone; or what it writes of grey images."""
+def wanted(sees: bool = True, stop: int | None = None) -> list[list[int]]:
+    """What transformers writes, each row alone, up to that token; or what it writes of grey images."""
     model, _ = theirs_of(LLAVA)
     tokens, images = prompts()
     texts = []
@@ -61,7 +61,7 @@ def wanted(sees: bool = True) -> list[list[int]]:
             max_new_tokens=NEW,
             do_sample=False,
             suppress_tokens=[IMAGE],
-            eos_token_id=None,
+            eos_token_id=stop,
             pad_token_id=0,
             **given,
         )
@@ -69,22 +69,26 @@ def wanted(sees: bool = True) -> list[list[int]]:
     return texts
 
 
-def on_stages(sizes: Sizes) -> list[list[int]]:
+def on_stages(sizes: Sizes, config: GenerationConfig = GREEDY) -> list[list[int]]:
     model = model_of(LLAVA, make_mesh(sizes))
     mesh = model.mesh
     model.driver = CollectiveCall(mesh.pp, make_mailbox(mesh), torch.device("cpu"), lambda rows: rows)
-    return written(model)
+    return written(model, config)
+
+
+def on_mesh(world: Any, sizes: Sizes, config: GenerationConfig) -> list[list[int]]:
+    return written(model_of(LLAVA, Mesh.build(sizes, world.rank(), new_group)), config)
+
+
+def sizes_of(layout: str) -> Sizes:
+    options = LAYOUTS[layout]
+    return Sizes(world=options.get("tp", 1) * options.get("cp", 1), **options)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_writes_what_transformers_writes(layout: str) -> None:
-    options = LAYOUTS[layout]
-    sizes = Sizes(world=options.get("tp", 1) * options.get("cp", 1), **options)
-
-    def on_rank(world: Any) -> list[list[int]]:
-        return written(model_of(LLAVA, Mesh.build(sizes, world.rank(), new_group)))
-
-    assert all(texts == wanted() for texts in run_on_threads(sizes.world, on_rank))
+    sizes = sizes_of(layout)
+    assert all(texts == wanted() for texts in run_on_threads(sizes.world, on_mesh, sizes, GREEDY))
     # The rows with images would go on otherwise if these were others.
     assert [one == other for one, other in zip(wanted(), wanted(sees=False), strict=True)] == [False, True, False]
 
@@ -92,6 +96,34 @@ def test_every_layout_writes_what_transformers_writes(layout: str) -> None:
 @pytest.mark.parametrize("sizes", [Sizes(world=2, pp=2), Sizes(world=4, pp=2, tp=2, sequence_parallel=True)])
 def test_stages_write_what_transformers_writes(sizes: Sizes) -> None:
     assert all(texts == wanted() for texts in run_on_ranks(sizes.world, on_stages, sizes))
+
+
+def test_a_row_ends_with_a_stop_token_where_that_of_transformers_does_and_the_others_go_on() -> None:
+    new = [text[length:] for text, length in zip(wanted(), LENGTHS, strict=True)]
+    stop = next(token for token in new[2][1:-1] if token not in new[0] + new[1])
+    config = replace(GREEDY, stop_tokens=(stop,))
+    expected = wanted(stop=stop)
+    assert [len(text) - length for text, length in zip(expected, LENGTHS, strict=True)] == [
+        NEW,
+        NEW,
+        1 + new[2].index(stop),
+    ]
+    for layout in LAYOUTS:
+        sizes = sizes_of(layout)
+        assert all(texts == expected for texts in run_on_threads(sizes.world, on_mesh, sizes, config))
+    assert all(texts == expected for texts in run_on_ranks(2, on_stages, Sizes(world=2, pp=2), config))
+
+
+DRAWN = GenerationConfig(max_new_tokens=NEW, temperature=3.0, top_k=50, top_p=0.95, seed=5)
+
+
+def test_what_is_drawn_is_the_same_on_every_layout() -> None:
+    expected = written(model_of(LLAVA), DRAWN)
+    assert expected != wanted() and expected != written(model_of(LLAVA), replace(DRAWN, seed=6))
+    for layout in LAYOUTS:
+        sizes = sizes_of(layout)
+        assert all(texts == expected for texts in run_on_threads(sizes.world, on_mesh, sizes, DRAWN))
+    assert all(texts == expected for texts in run_on_ranks(2, on_stages, Sizes(world=2, pp=2), DRAWN))
 
 
 def test_an_image_token_is_never_said() -> None:

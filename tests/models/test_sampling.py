@@ -74,6 +74,9 @@ def test_all_settings_that_make_no_sense_are_told_at_once() -> None:
     with pytest.raises(ValueError) as told:
         GenerationConfig(max_new_tokens=-1, temperature=float("nan"), top_k=-2, top_p=0.0, stop_tokens=(3, -1))
     assert all(word in str(told.value) for word in ("max_new_tokens (-1)", "nan", "top_k (-2)", "top_p (0.0)", "-1;"))
+    # It would make a number out of what shall never be said.
+    with pytest.raises(ValueError, match=r"temperature \(inf\) must be a number of at least 0"):
+        GenerationConfig(temperature=math.inf)
 
 
 def plain(logits: list[float], temperature: float, top_k: int, top_p: float) -> list[float]:
@@ -112,16 +115,37 @@ def test_probabilities_are_exactly_those_of_a_plain_reference(
         torch.testing.assert_close(found[row], wanted, rtol=0, atol=1e-12)
 
 
-def test_probabilities_are_those_of_transformers() -> None:
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "fewest", "most"),
+    [
+        (0.7, 50, 0.8, 6, 49),
+        (0.7, 50, 1.0, 50, 50),
+        (0.7, 0, 0.8, 6, 199),
+        (5.0, 0, 0.99, 100, 199),
+        # More than there are.
+        (1.0, 1000, 1.0, 200, 200),
+        (1.0, 1000, 0.5, 2, 199),
+        # The likeliest alone, however it is asked for.
+        (1.0, 1, 1.0, 1, 1),
+        (1.0, 0, 1e-12, 1, 1),
+        (1.0, 3, 1e-12, 1, 1),
+        (1e-5, 0, 1.0, 1, 1),
+    ],
+)
+def test_probabilities_are_those_of_transformers(
+    temperature: float, top_k: int, top_p: float, fewest: int, most: int
+) -> None:
     processors = pytest.importorskip("transformers.generation.logits_process")
     logits = torch.randn(6, 200, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    warped = logits
-    for warper in (
-        processors.TemperatureLogitsWarper(0.7),
-        processors.TopKLogitsWarper(50),
-        processors.TopPLogitsWarper(0.8),
-    ):
-        warped = warper(None, warped)
-    found = probabilities(logits, GenerationConfig(temperature=0.7, top_k=50, top_p=0.8))
+    # What is never said.
+    logits[2, 17] = -torch.inf
+    warped = processors.TemperatureLogitsWarper(temperature)(None, logits)
+    if top_k:
+        warped = processors.TopKLogitsWarper(top_k)(None, warped)
+    if top_p < 1:
+        warped = processors.TopPLogitsWarper(top_p)(None, warped)
+    found = probabilities(logits, GenerationConfig(temperature=temperature, top_k=top_k, top_p=top_p))
     torch.testing.assert_close(found, warped.softmax(dim=-1), rtol=0, atol=1e-12)
-    assert 5 < int((found > 0).sum(dim=-1).min()) <= int((found > 0).sum(dim=-1).max()) < 50
+    kept = (found > 0).sum(dim=-1)
+    assert fewest <= int(kept[0]) <= most and int(kept.min()) >= 1
+    assert not found[2, 17]

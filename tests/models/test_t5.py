@@ -8,18 +8,13 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.comm import collectives
-from lightning_megatron.comm.p2p import Mailbox, build_lanes
 from lightning_megatron.mesh import Mesh, Sizes, StageLayout
 from lightning_megatron.models import GPTConfig, T5Config, T5Model
 from lightning_megatron.pipeline.choice import Schedule, placement_of
 from lightning_megatron.pipeline.collective import CollectiveCall
-from lightning_megatron.pipeline.lower import hops
-from lightning_megatron.pipeline.plans import training_plan
-from lightning_megatron.pipeline.runtime import Runtime
-from lightning_megatron.pipeline.scheduled import ScheduledCall
 from lightning_megatron.sharding import sharded_parameters
-from lightning_megatron.tensor.weight_gradients import WeightGradients, share
 from tests.harness.threads import new_group, run_on_threads
+from tests.models.scheduled import mailbox_of, run_step, summed
 from tests.models.test_gpt import largest_difference
 from tests.reference.unsplit import unsplit_gradients
 
@@ -181,35 +176,16 @@ def scheduled(world: Any, sizes: Sizes, config: T5Config, schedule: Schedule, ki
     mesh = Mesh.build(sizes, world.rank(), new_group)
     model = model_of(config, mesh)
     model.draws.step = 5
-    gradients = WeightGradients()
-    share(model, gradients)
     num = schedule.microbatches
     batch = batch_of(kind, 2 * num)
     total = torch.where(batch["labels"] != -100, batch["loss_mask"], 0.0).sum()
-    losses: list[float] = []
-
-    def enter(microbatch: int) -> Tensor:
-        rows = slice(2 * microbatch, 2 * microbatch + 2)
-        loss = model(**{name: value[rows] for name, value in batch.items()})
-        assert model.loss_weight is not None
-        losses.append((loss * model.loss_weight / total).item())
-        return loss * model.loss_weight / total
-
-    starts = [2 * m for m in range(num)]
-    call = ScheduledCall([model], mesh, enter, lambda loss: loss.backward(), starts, gradients.opened)
-    model.driver = call
     mailbox = mailbox_of(mesh)
-    Runtime(mesh.pp, mailbox).run(training_plan(schedule), call)
+    loss = run_step(model, schedule, batch, total, mailbox)
     model.driver = CollectiveCall(mesh.pp, mailbox, torch.device("cpu"), lambda rows: 2)
     model.eval()
     with torch.no_grad():
         logits = logits_of(model, batch)
-    return {"loss": sum(losses), "grads": unsplit_gradients(model), "logits": logits, "stages": model.stages}
-
-
-def mailbox_of(mesh: Mesh) -> Mailbox:
-    ranks = tuple(mesh.sizes.pp_rank_of(stage) for stage in range(mesh.sizes.num_stages))
-    return Mailbox(mesh.pp, build_lanes(mesh.pp, hops(ranks), new_group, new_group), torch.device("cpu"))
+    return {"loss": loss, "grads": unsplit_gradients(model), "logits": logits, "stages": model.stages}
 
 
 SCHEDULES = {
@@ -258,12 +234,7 @@ def check_stages(name: str, variant: str, kind: str, tp: int) -> None:
     logits = logits_of(alone, batch).detach()
     found = run_on_threads(sizes.world, scheduled, sizes, config, schedule, kind)
     assert sum(result["loss"] for result in found[::tp]) == pytest.approx(loss.item(), abs=TOLERANCE)
-    # What several stages hold is tied: each adds its part.
-    grads: dict[str, Tensor] = {}
-    for result in found[::tp]:
-        for parameter, grad in result["grads"].items():
-            grads[parameter] = grads[parameter] + grad if parameter in grads else grad
-    assert largest_difference(grads, expected) < TOLERANCE
+    assert largest_difference(summed([result["grads"] for result in found[::tp]]), expected) < TOLERANCE
     for result in found:
         assert (result["logits"] - logits).abs().max() < TOLERANCE
 

@@ -116,7 +116,7 @@ def on_mesh(world: Any, sizes: Sizes, config: T5Config, generation: GenerationCo
     return written(model_of(config, Mesh.build(sizes, world.rank(), new_group)), generation)
 
 
-def on_stages(sizes: Sizes, num_microbatches: int, name: str) -> Any:
+def on_stages(sizes: Sizes, num_microbatches: int, name: str, config: GenerationConfig = GREEDY) -> Any:
     model = model_of(VARIANTS[name], make_mesh(sizes))
     model.driver = CollectiveCall(
         model.mesh.pp,
@@ -124,7 +124,7 @@ def on_stages(sizes: Sizes, num_microbatches: int, name: str) -> Any:
         torch.device("cpu"),
         lambda rows: max(1, min(rows, num_microbatches)),
     )
-    return written(model, GREEDY)
+    return written(model, config)
 
 
 @pytest.mark.parametrize("name", ["t5", LEARNED])
@@ -144,6 +144,16 @@ def test_on_stages_and_in_microbatches_the_answers_are_the_same(
 # --- draws and costs --------------------------------------------------------------------------------------------------
 
 DRAWN = GenerationConfig(max_new_tokens=NEW, temperature=3.0, top_k=50, top_p=0.95, seed=5)
+
+
+@pytest.mark.parametrize(
+    ("options", "num_microbatches"), [({"pp": 2}, 3), ({"pp": 2, "cp": 2}, 1)], ids=["pp2", "pp2 cp2"]
+)
+def test_what_is_drawn_is_the_same_on_stages(options: dict[str, Any], num_microbatches: int) -> None:
+    [[answers, _]] = run_on_threads(1, on_mesh, Sizes(), VARIANTS["v1.1"], DRAWN)
+    sizes = sizes_of(options)
+    for found, _ in run_on_ranks(sizes.world, on_stages, sizes, num_microbatches, "v1.1", DRAWN):
+        assert found == answers
 
 
 @pytest.mark.parametrize("layout", ["tp4 sp", "cp2 tp2 sp"])
@@ -194,6 +204,40 @@ def test_ranks_of_cp_keep_equal_parts() -> None:
     assert one[2] == other[2] == 7
 
 
+def stopped_on(world: Any, sizes: Sizes, config: GenerationConfig) -> list[list[int]]:
+    model, (read, begun) = model_of(VARIANTS["v1.1"], Mesh.build(sizes, world.rank(), new_group)).eval(), texts()
+    return [row.tolist() for row in generate_t5(model, read, begun, config, lengths=torch.tensor(LENGTHS))]
+
+
+def stopped_on_stages(sizes: Sizes, config: GenerationConfig) -> list[list[int]]:
+    model, (read, begun) = model_of(VARIANTS["v1.1"], make_mesh(sizes)).eval(), texts()
+    model.driver = CollectiveCall(model.mesh.pp, make_mailbox(model.mesh), torch.device("cpu"), lambda rows: 1)
+    return [row.tolist() for row in generate_t5(model, read, begun, config, lengths=torch.tensor(LENGTHS))]
+
+
+def test_an_answer_ends_with_its_first_stop_token_and_the_others_go_on_on_every_layout() -> None:
+    answers, _ = wanted("v1.1")
+    new = [answer[2:] for answer in answers]
+    stop = next(token for token in new[1][1:-1] if token not in new[0] + new[1][:1])
+    expected = [
+        answer[: 3 + told.index(stop)] if stop in told else answer for answer, told in zip(answers, new, strict=True)
+    ]
+    assert len(answers[1]) > len(expected[1]) > 3 and expected[0] == answers[0]
+    config = replace(GREEDY, stop_tokens=(stop,))
+    for options in LAYOUTS.values():
+        sizes = sizes_of(options)
+        assert run_on_threads(sizes.world, stopped_on, sizes, config) == [expected] * sizes.world
+    assert run_on_ranks(2, stopped_on_stages, Sizes(world=2, pp=2), config) == [expected] * 2
+
+
+def test_a_token_that_begins_an_answer_ends_nothing() -> None:
+    answers, _ = wanted("v1.1")
+    begun = texts()[1][0].tolist()
+    assert not any(token in answer[2:] for token in begun for answer in answers)
+    [found] = run_on_threads(1, stopped_on, Sizes(), replace(GREEDY, stop_tokens=tuple(begun)))
+    assert found == answers
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -203,6 +247,22 @@ def test_answers_that_would_outgrow_learned_positions_are_refused() -> None:
     assert [len(row) for row in rows] == [13] * 3
     with pytest.raises(ValueError, match=r"max_new_tokens \(12\) must be at most 11"):
         generate_t5(model, read, begun, replace(GREEDY, max_new_tokens=12))
+
+
+def test_texts_fill_all_learned_positions_of_the_encoder_and_no_more() -> None:
+    model = model_of(VARIANTS[LEARNED]).eval()
+    read, begun = torch.randint(131, (2, 17)), texts()[1][:2]
+    config = replace(GREEDY, max_new_tokens=2)
+    rows = generate_t5(model, read[:, :16], begun, config, lengths=torch.tensor([16, 1]))
+    for row, length in zip(rows, (16, 1), strict=True):
+        index = int(length == 1)
+        for end in (2, 3):
+            logits = model(read[index : index + 1, :length], row[None, :end])
+            assert row[end] == logits[0, -1].argmax()
+    with pytest.raises(
+        ValueError, match=r"17 tokens of the encoder must not be longer than max_sequence_length \(16\)"
+    ):
+        generate_t5(model, read, begun, config)
 
 
 def test_generation_takes_no_model_that_drops_and_no_text_without_tokens() -> None:

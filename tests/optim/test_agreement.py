@@ -23,7 +23,7 @@ from tests.optim.test_gradients import group, no_group
 from tests.pipeline.meshes import make_mesh
 
 CPU = torch.device("cpu")
-ALONE = Axis("alone", 1, 0, (0,))
+ALONE = Axis.alone(0)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex128]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_megatron import ContextConfig, CostModel, DynamicContextConfig, Fp8Config, RecomputeConfig
 from lightning_megatron.mesh import Sizes, StageLayout
-from lightning_megatron.models import GPTConfig
+from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config, VisionConfig
 from lightning_megatron.moe.capacity import Capacity
 from lightning_megatron.moe.config import MoEConfig, RouterConfig
 from lightning_megatron.pipeline.choice import Schedule
@@ -169,3 +169,116 @@ def test_dynamic_context_parallelism_takes_experts_that_ask_each_time_how_many_t
     wrong = replace(sound, model=model(moe=known))
     assert ["all_gather" in told or "pads" in told for told in faults(wrong)] == [True, True]
     assert faults(replace(wrong, sizes=Sizes(world=4))) == []
+
+
+TOWER = VisionConfig(num_layers=3, hidden_size=32, num_attention_heads=4, image_size=28, patch_size=14)
+SIZES_OF_MODEL = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100}
+
+
+def t5(**changes: object) -> T5Config:
+    return T5Config(**(SIZES_OF_MODEL | changes))  # type: ignore[arg-type]
+
+
+def bert(**changes: object) -> BertConfig:
+    return BertConfig(**(SIZES_OF_MODEL | changes))  # type: ignore[arg-type]
+
+
+def llava(tower: VisionConfig = TOWER, **changes: object) -> LlavaConfig:
+    return LlavaConfig.of(GPTConfig(**(SIZES_OF_MODEL | changes)), vision=tower, image_token=99)  # type: ignore[arg-type]
+
+
+def test_what_keeps_a_t5_from_its_ranks_is_told_with_all_other_faults() -> None:
+    sizes = Sizes(world=4, tp=4)
+    assert faults(Facts(sizes=sizes, model=t5())) == []
+    narrow = t5(num_query_groups=1, head_dim=5, ffn_hidden_size=66)
+    told = "\n".join(faults(Facts(sizes=sizes, model=narrow, num_microbatches=0)))
+    for fault in (
+        "the rows of the key-value weight of cross attention (10 = num_query_groups * 2 * head_dim) must be a multiple "
+        "of tensor_model_parallel_size (4)",
+        "the rows of the query-key-value weight (30",
+        "ffn_hidden_size (66)",
+        "num_microbatches (0)",
+    ):
+        assert fault in told
+    stages = faults(Facts(sizes=Sizes(world=9, pp=9), model=t5()))
+    assert len(stages) == 1 and "layers (8)" in stages[0]
+
+
+def test_what_keeps_a_llava_from_its_ranks_is_told_with_all_other_faults() -> None:
+    sizes = Sizes(world=8, tp=2, cp=4, cp_inner=2)
+    assert faults(Facts(sizes=sizes, model=llava())) == []
+    # Images are not cut over cp, so ranks that exchange heads ask nothing of the tower's.
+    assert faults(Facts(sizes=sizes, model=llava(replace(TOWER, num_attention_heads=2, num_query_groups=2)))) == []
+    tower = replace(TOWER, num_attention_heads=3, num_query_groups=3, head_dim=8)
+    told = faults(Facts(sizes=sizes, model=llava(tower, hidden_size=63, head_dim=16), global_batch_size=0))
+    assert len(told) == 4
+    text = "\n".join(told)
+    assert "vision: num_attention_heads (3) must be a multiple of tensor_model_parallel_size (2)" in text
+    assert "vision: num_query_groups (3) must be a multiple or a divisor" in text
+    assert "hidden_size (63), the features between the linears of the projector" in text
+    assert "global_batch_size (0)" in text
+
+
+def test_sequences_that_see_both_ways_are_cut_into_one_piece_for_each_rank() -> None:
+    def told(model: object, sequence: int, decoder: int | None = None, **sizes: object) -> list[str]:
+        cut = Sizes(world=4, cp=4, pads_uneven=False, **sizes)  # type: ignore[arg-type]
+        return faults(Facts(sizes=cut, model=model, sequence_length=sequence, decoder_sequence_length=decoder))  # type: ignore[arg-type]
+
+    for sizes in ({}, {"cp_inner": 2}, {"cp_inner": 4}):
+        assert told(bert(), 60, **sizes) == [] == told(t5(), 60, **sizes)
+        [fault] = told(bert(), 62, **sizes)
+        assert "sequence_length (62) must be a multiple of 4" in fault and "use 60 or 64" in fault
+    # A decoder sees what came before alone: each rank has two pieces.
+    assert told(t5(), 60, 56) == []
+    [fault] = told(t5(), 60, 60)
+    assert fault.startswith("decoder_sequence_length (60) must be a multiple of 8") and "use 56 or 64" in fault
+    assert len(told(t5(), 61, 60)) == 2
+    assert told(t5(), 60, 60, cp_inner=4) == []
+
+
+def test_learned_positions_bound_the_sequence_of_each_stack() -> None:
+    model = t5(position="learned", max_sequence_length=32, max_decoder_sequence_length=16)
+    sound = Facts(sizes=Sizes(), model=model, sequence_length=32, decoder_sequence_length=16)
+    assert faults(sound) == []
+    told = faults(replace(sound, sequence_length=33, decoder_sequence_length=17))
+    assert told[0].startswith("sequence_length (33) must be at most the model's max_sequence_length (32)")
+    assert told[1].startswith(
+        "decoder_sequence_length (17) must be at most the model's max_decoder_sequence_length (16)"
+    )
+    assert faults(replace(sound, model=t5(), sequence_length=33, decoder_sequence_length=999)) == []
+
+
+@pytest.mark.parametrize("model", [t5(), bert(), llava()], ids=["t5", "bert", "llava"])
+def test_dynamic_context_parallelism_takes_gpts_alone_and_names_the_model(model: object) -> None:
+    config = DynamicContextConfig(max_tokens_per_rank=16)
+    sound = Facts(sizes=Sizes(world=4, cp=2), model=GPTConfig(**SIZES_OF_MODEL), dynamic_context=config)  # type: ignore[arg-type]
+    assert faults(sound) == []
+    [told] = faults(replace(sound, model=model))  # type: ignore[arg-type]
+    assert f"the model ({type(model).__name__}) must be a GPT's (GPTConfig) with dynamic_context" in told
+    assert "leave dynamic_context out: context_parallel_size" in told
+    # Beside what is wrong with its own settings.
+    both = faults(replace(sound, model=model, dynamic_context=replace(config, max_group_size=8)))  # type: ignore[arg-type]
+    assert len(both) == 2 and "max_group_size (8)" in both[1]
+
+
+def test_fp8_asks_for_norms_before_the_linears_of_a_bert() -> None:
+    facts = Facts(sizes=Sizes(), model=bert(), fp8=Fp8Config(), precision="bf16-mixed")
+    [told] = faults(facts)
+    assert told.startswith("norm_placement ('post') must be 'pre' for fp8")
+    assert "BertConfig(norm_placement='pre'), or leave fp8 out" in told
+    assert faults(replace(facts, model=bert(norm_placement="pre"))) == []
+    assert faults(replace(facts, fp8=None)) == []
+
+
+def test_tiles_of_cross_attention_and_of_a_tower_are_told() -> None:
+    facts = Facts(sizes=Sizes(world=2, tp=2), fp8=Fp8Config(), precision="bf16-mixed")
+    assert faults(replace(facts, model=t5())) == [] == faults(replace(facts, model=llava()))
+    # 4 heads and 1 group of 8: 48 rows of queries, keys and values, and 16 of keys and values.
+    narrow = t5(num_query_groups=1, head_dim=8, ffn_hidden_size=64)
+    cross = [fault for fault in faults(replace(facts, model=narrow)) if "cross attention" in fault]
+    assert len(cross) == 1 and "(16) must be a multiple of 16 x tensor_model_parallel_size (16 x 2 = 32)" in cross[0]
+    [told] = faults(replace(facts, model=llava(replace(TOWER, ffn_hidden_size=72))))
+    assert told.startswith("vision: ffn_hidden_size (72) must be a multiple of 16 x tensor_model_parallel_size")
+    # That no layer of the tower is left for fp8 is nobody's fault.
+    kept = Fp8Config(num_first_layers_bf16=3)
+    assert faults(replace(facts, model=llava(), fp8=kept)) == []

@@ -12,7 +12,7 @@ from tests.precision import engine_stub
 
 TP = Axis("tp", 2, 1, (4, 5))
 SP = Axis("sp", 2, 1, (4, 5))
-ALONE = Axis("sp", 1, 0, (5,))
+ALONE = Axis.alone(5)
 ENGINE = Fp8Config(engine="transformer_engine")
 
 

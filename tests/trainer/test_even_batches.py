@@ -205,7 +205,7 @@ def test_expert_sizes_without_experts_are_told() -> None:
 def test_a_loader_keeps_its_attributes_and_is_wrapped_once() -> None:
     def on_rank(world: Any) -> tuple[int, int]:
         loader = torch.utils.data.DataLoader(range(3 + 4 * world.rank()), batch_size=2)  # type: ignore[arg-type,var-annotated]
-        alone, device = Axis("alone", 1, 0, (0,)), torch.device("cpu")
+        alone, device = Axis.alone(0), torch.device("cpu")
         two = Axis("dp", 2, world.rank(), (0, 1), world)
         assert even(loader, alone, device) is loader
         wrapped = even(even(loader, two, device), two, device)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_megatron import ConfigurationError, Fp8Config, MegatronStrategy, PipelineConfig, checkpoint
 from lightning_megatron.mesh import Mesh
-from lightning_megatron.models import GPTConfig, GPTModel
+from lightning_megatron.models import BertConfig, BertModel, GPTConfig, GPTModel
 from lightning_megatron.moe.config import MoEConfig, RouterConfig
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.precision.product import Fp8Product
@@ -288,6 +288,19 @@ def test_fp8_without_a_transformer_layer_is_refused() -> None:
     trainer = trainer_of(1, {}, fp8=Fp8Config())
     with pytest.raises(ConfigurationError, match="no model with transformer layers"):
         trainer.fit(NoTransformer(), loader())
+
+
+class Hidden(NoTransformer):
+    """Of whose model nobody knows the architecture before it is built."""
+
+    def configure_model(self) -> None:
+        self.bert = BertModel(BertConfig(num_layers=1, hidden_size=32, num_attention_heads=2, vocab_size=61))
+
+
+def test_fp8_for_norms_behind_the_linears_says_which_there_are() -> None:
+    trainer = trainer_of(1, {}, fp8=Fp8Config())
+    with pytest.raises(ConfigurationError, match=r"whose norms stand before .*BertModel with norm_placement='pre'"):
+        trainer.fit(Hidden(), loader())
 
 
 def lightnings_plugin(monkeypatch: pytest.MonkeyPatch, **options: Any) -> TransformerEnginePrecision:

@@ -7,9 +7,10 @@ from torch import Tensor
 
 from lightning_megatron import ConfigurationError
 from lightning_megatron.mesh import Mesh, Sizes
-from lightning_megatron.models import GPTConfig, GPTModel
-from lightning_megatron.trainer.setup_model import pipeline_plain_sequential
+from lightning_megatron.models import BertModel, GPTConfig, GPTModel, LlavaModel, T5Model
+from lightning_megatron.trainer.setup_model import pipeline_plain_sequential, require_spreading
 from tests.harness.ranks import run_on_ranks
+from tests.models import small_llava, test_bert, test_t5
 from tests.trainer.layouts import Layout, make_trainer
 
 CONFIG = GPTConfig(num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=32, max_sequence_length=8)
@@ -97,3 +98,22 @@ def test_synchronised_batch_norms_talk_over_the_replicas_of_their_stage() -> Non
         assert talks and all(sorted(ranks) == ([0, 1] if rank < 2 else [2, 3]) for ranks in talks)
     assert len(by_rank[0]) + len(by_rank[2]) == 3 + 2
     assert len(by_rank[0]) != len(by_rank[2])
+
+
+class Holder(torch.nn.Module):
+    """Of whose model nobody knows the architecture before it is built."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+def test_dynamic_context_parallelism_is_refused_for_what_is_no_gpt_by_the_name_of_the_model() -> None:
+    require_spreading(Holder(GPTModel(CONFIG)))
+    others = (T5Model(test_t5.T5), BertModel(test_bert.POST), LlavaModel(small_llava.LLAVA))
+    for model in others:
+        told = rf"documents of Holder, and model \({type(model).__name__}\) does not take .* leave dynamic_context out"
+        with pytest.raises(ConfigurationError, match=told):
+            require_spreading(Holder(model))
+    with pytest.raises(ConfigurationError, match="it holds no model of parts"):
+        require_spreading(torch.nn.Linear(2, 2))

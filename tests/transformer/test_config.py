@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_megatron.mesh import Sizes
-from lightning_megatron.transformer.config import LanguageModelConfig, TransformerConfig, layout_faults
+from lightning_megatron.transformer.config import LanguageModelConfig, TransformerConfig
 from lightning_megatron.transformer.rotary import RopeScaling
 
 PLAIN: dict[str, Any] = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 8}
@@ -130,7 +130,7 @@ def test_windows_and_stretched_waves_that_cannot_be_are_told(change: dict[str, A
     ],
 )
 def test_faults_of_a_layout_name_what_would_do(change: dict[str, Any], sizes: Sizes, faults: list[str]) -> None:
-    found = layout_faults(TransformerConfig(**{**PLAIN, **change}), sizes)
+    found = TransformerConfig(**{**PLAIN, **change}).layout_faults(sizes)
     assert len(found) == len(faults), found
     for pattern, fault in zip(faults, found, strict=True):
         assert re.match(pattern.replace("(", r"\(").replace(")", r"\)"), fault), fault

@@ -1,5 +1,6 @@
 """Twins run by Transformer Engine (a stand-in here) train the same parameters to the same numbers, and give way."""
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -9,11 +10,12 @@ from torch import Tensor, nn
 
 from lightning_megatron import Fp8Config
 from lightning_megatron.mesh import Mesh, Sizes
-from lightning_megatron.models import GPTConfig, GPTModel
+from lightning_megatron.models import GPTConfig, GPTModel, T5Config, T5Model
 from lightning_megatron.moe.config import BalanceLoss, MoEConfig, RouterConfig
 from lightning_megatron.moe.experts import Arrived, ExpertAxes, Experts
 from lightning_megatron.moe.grouped import Groups
 from lightning_megatron.sharding import Initial
+from lightning_megatron.tensor.linear import ParallelLinear
 from lightning_megatron.transformer.engine_experts import ExpertsTwin
 from lightning_megatron.transformer.fp8_layers import EngineFp8Layers, use_transformer_engine
 from tests.harness.threads import new_group, run_on_threads
@@ -30,7 +32,7 @@ CONFIG = Fp8Config(engine="transformer_engine")
 TOLERANCE = 2e-5
 
 
-def twin(model: GPTModel, config: Fp8Config = CONFIG) -> EngineFp8Layers:
+def twin(model: GPTModel | T5Model, config: Fp8Config = CONFIG) -> EngineFp8Layers:
     return use_transformer_engine({"model": (model, model.part_names)}, config, stage=None)
 
 
@@ -204,3 +206,27 @@ def test_transformer_engine_itself_trains_as_torchs_engine_does() -> None:
         losses.append(loss.item())
     # An e4m3 number keeps 4 bits; errors of many average out.
     assert losses[1] == pytest.approx(losses[0], rel=0.05)
+
+
+def test_in_a_t5_cross_attention_stays_as_it_is_and_the_rest_has_twins(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine_stub.install(monkeypatch)
+    config = T5Config(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=64, init_std=0.2)
+    tokens = torch.randint(64, (2, 13), generator=torch.Generator().manual_seed(1))
+    gradients = []
+    for has_twins in (False, True):
+        model = T5Model(config, mesh=Mesh.single(), seed=3)
+        context: AbstractContextManager[None] = nullcontext()
+        if has_twins:
+            context = twin(model).context()
+            names = {name for name, module in model.named_modules() if isinstance(module, ParallelLinear)}
+            assert names == {
+                f"decoder.layers.{i}.cross_attention.{part}"
+                for i in range(2)
+                for part in ("query", "key_value", "projection")
+            }
+        with context:
+            model(tokens, tokens, labels=tokens).backward()
+        gradients.append(unsplit_gradients(model))
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, rtol=0, atol=TOLERANCE)
+        assert gradient.abs().max() > 10 * TOLERANCE

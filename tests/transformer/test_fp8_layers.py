@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_megatron import Fp8Config
 from lightning_megatron.comm.collectives import all_reduce_
 from lightning_megatron.mesh import Mesh, Sizes
-from lightning_megatron.models import GPTConfig, GPTModel
+from lightning_megatron.models import GPTConfig, GPTModel, T5Config, T5Model
 from lightning_megatron.precision.product import Fp8Product
 from lightning_megatron.tensor.linear import ParallelLinear
 from lightning_megatron.tensor.weight_gradients import Task, WeightGradients, share
@@ -37,7 +37,7 @@ def build(mesh: Mesh, config: GPTConfig = CONFIG) -> GPTModel:
     return GPTModel(config, mesh=mesh, seed=4)
 
 
-def in_fp8(model: GPTModel, fp8: Fp8Config, replicas: str = "dp+cp") -> TorchFp8Layers:
+def in_fp8(model: GPTModel | T5Model, fp8: Fp8Config, replicas: str = "dp+cp") -> TorchFp8Layers:
     mesh = model.mesh
     return use_torch(
         {"model": (model, model.part_names)},
@@ -346,3 +346,38 @@ def test_linears_that_tiles_do_not_divide_are_told_by_their_shape() -> None:
     told = tile_faults(build(Mesh.single(), odd).modules())
     assert len(told) == 4 and any("(40 x 160)" in fault for fault in told), told
     assert tile_faults(build(Mesh.single()).modules()) == []
+
+
+# Two heads a rank make 2 * 2 * 8 = 32 rows of keys and values.
+T5 = T5Config(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=64, init_std=0.1)
+
+
+@both_scalings
+@pytest.mark.parametrize("is_sequence_parallel", [False, True])
+def test_cross_attention_of_a_cut_t5_multiplies_in_fp8_as_on_one_rank(
+    fp8: Fp8Config, is_sequence_parallel: bool
+) -> None:
+    tokens, labels = batch(1)
+
+    def losses(model: T5Model) -> list[float]:
+        layers, found = in_fp8(model, fp8), []
+        for _ in range(2):
+            loss = model(tokens, tokens, labels=labels)
+            loss.backward()
+            layers.end_step()
+            found.append(loss.item())
+        for part in ("query", "key_value", "projection"):
+            for layer in range(2):
+                linear = model.get_submodule(f"decoder.layers.{layer}.cross_attention.{part}")
+                assert isinstance(linear, ParallelLinear) and isinstance(linear.product, Fp8Product)
+        return found
+
+    wanted = losses(T5Model(T5, mesh=Mesh.single(), seed=4))
+    plain = T5Model(T5, mesh=Mesh.single(), seed=4)(tokens, tokens, labels=labels).item()
+    assert abs(plain - wanted[0]) > 2 * TOLERANCE
+
+    def on_rank(world: Any) -> None:
+        mesh = thread_mesh(world, is_sequence_parallel)
+        assert losses(T5Model(T5, mesh=mesh, seed=4)) == pytest.approx(wanted, abs=TOLERANCE)
+
+    run_on_threads(2, on_rank)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis, Mesh, Sizes
-from lightning_megatron.models import GPTConfig, GPTModel
+from lightning_megatron.models import GPTConfig, GPTModel, LlavaConfig, LlavaModel, T5Config, T5Model, VisionConfig
 from lightning_megatron.moe.config import MoEConfig, RouterConfig
 from lightning_megatron.sharding import sharded_parameters
 from lightning_megatron.tensor.linear import ParallelLinear
@@ -17,7 +17,7 @@ from lightning_megatron.transformer.engine_twins import TwinLayer
 from lightning_megatron.transformer.layer import TransformerLayer
 from lightning_megatron.transformer.lora import LoraConfig, add_lora, merge_lora, merged_lora
 from tests.harness.threads import run_on_threads
-from tests.reference.unsplit import unsplit_weights
+from tests.reference.unsplit import unsplit_gradients, unsplit_weights
 from tests.tensor.plain import fill, thread_mesh
 
 LLAMA = GPTConfig(
@@ -155,7 +155,8 @@ def test_all_faults_are_told_at_once() -> None:
     assert len(lines) == 5
     assert lines[0] == (
         "lora target 'attention.q' is unknown; targets may be 'attention.qkv', 'attention.projection', 'mlp.up', "
-        "'mlp.down', 'shared.up', 'shared.down'"
+        "'mlp.down', 'shared.up', 'shared.down', 'cross_attention.query', 'cross_attention.key_value', "
+        "'cross_attention.projection'"
     )
     for line, told in zip(lines[1:], ("scaling ('none')", "rank (0)", "alpha (-1.0)", "dropout (1.0)"), strict=True):
         assert told in line
@@ -286,3 +287,117 @@ def test_a_target_that_no_layer_of_experts_has_is_told_with_those_that_there_are
             "'attention.qkv', and experts that stay frozen; name targets among them"
         )
         add_lora(model, LoraConfig(rank=2, targets=("attention.qkv",)))
+
+
+# --- models of several stacks -----------------------------------------------------------------------------------------
+
+T5 = T5Config(num_layers=2, hidden_size=16, num_attention_heads=4, ffn_hidden_size=24, vocab_size=37, init_std=0.2)
+OF_T5 = LoraConfig(
+    rank=2,
+    dropout=0.3,
+    targets=(
+        "attention.qkv",
+        "mlp.down",
+        "cross_attention.query",
+        "cross_attention.key_value",
+        "cross_attention.projection",
+    ),
+)
+CROSS = [
+    f"decoder.layers.{i}.cross_attention.{linear}" for i in range(2) for linear in ("query", "key_value", "projection")
+]
+
+
+def t5_of(mesh: Mesh | None = None) -> T5Model:
+    """A T5 with paths whose B are not zero."""
+    model = T5Model(T5, mesh=mesh or Mesh.single(), seed=3)
+    add_lora(model, OF_T5, seed=4)
+    for name, parameter, shard in sharded_parameters(model):
+        if name.endswith(".lora.b"):
+            fill(parameter, torch.arange(float(torch.Size(shard.global_shape).numel())).view(shard.global_shape).sin())
+    return model
+
+
+def test_cross_attention_of_a_decoder_gets_paths_where_it_is_named() -> None:
+    bare, model = T5Model(T5, mesh=Mesh.single(), seed=3), T5Model(T5, mesh=Mesh.single(), seed=3)
+    add_lora(model, LoraConfig(rank=2), seed=4)
+    assert not any("cross_attention" in name for name, p in model.named_parameters() if p.requires_grad)
+    model = t5_of()
+    trained = {name.rpartition(".lora.")[0] for name, p in model.named_parameters() if p.requires_grad}
+    assert {name for name in trained if "cross_attention" in name} == set(CROSS)
+    model(TOKENS, TOKENS, labels=TOKENS).backward()
+    # Each reaches the loss.
+    assert all((p.grad is not None) == (".lora." in name) for name, p in model.named_parameters())
+    assert min(float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None) > 1e-8
+    model.eval()
+    before = model(TOKENS, TOKENS)
+    merge_lora(model)
+    assert (model(TOKENS, TOKENS) - before).abs().max() < 1e-12
+    assert (before - bare.eval()(TOKENS, TOKENS)).abs().max() > 1e-2
+
+
+def gradients_of_t5(world: Any, sp: bool) -> dict[str, Tensor]:
+    model = t5_of(thread_mesh(world, sp))
+    model.draws.step = 5
+    model(TOKENS, TOKENS, labels=TOKENS).backward()
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    return {name: grad for name, grad in unsplit_gradients(model).items() if name in trained}
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_gradients_of_paths_in_cross_attention_do_not_depend_on_the_mesh(sp: bool) -> None:
+    [wanted] = run_on_threads(1, gradients_of_t5, False)
+    for found in run_on_threads(2, gradients_of_t5, sp):
+        assert found.keys() == wanted.keys() >= {f"{name}.lora.a" for name in CROSS}
+        for name, grad in wanted.items():
+            assert grad.abs().max() > 1e-8
+            # Sums of a few hundred float64 numbers of order 1, in another order.
+            assert (found[name] - grad).abs().max() < 1e-11, name
+
+
+def test_a_stage_without_a_decoder_takes_targets_in_cross_attention() -> None:
+    found = set()
+    for rank in range(2):
+        model = T5Model(T5, mesh=Mesh.imagine(rank, Sizes(world=2, pp=2)), seed=3)
+        add_lora(model, OF_T5, seed=4)
+        found |= {name.rpartition(".lora.")[0] for name, p in model.named_parameters() if p.requires_grad}
+    assert found == {name.rpartition(".lora.")[0] for name, p in t5_of().named_parameters() if p.requires_grad}
+    with pytest.raises(ValueError, match=r"no linear named 'cross_attention\.query'"):
+        add_lora(GPTModel(LLAMA, mesh=Mesh.single()), LoraConfig(targets=("cross_attention.query",)))
+
+
+TOWER = VisionConfig(num_layers=3, hidden_size=8, num_attention_heads=2, image_size=6, patch_size=3)
+LLAVA = LlavaConfig.of(LLAMA, vision=TOWER, image_token=36)
+
+
+@pytest.mark.parametrize(("feature_layer", "num_used"), [(-2, 2), (-3, 1), (3, 3)])
+def test_layers_of_a_tower_that_never_run_get_no_paths(feature_layer: int, num_used: int) -> None:
+    model = LlavaModel(replace(LLAVA, feature_layer=feature_layer), mesh=Mesh.single(), seed=3)
+    add_lora(model, LoraConfig(rank=2), seed=4)
+    trained = {
+        name.partition(".attention")[0].partition(".mlp")[0] for name, p in model.named_parameters() if p.requires_grad
+    }
+    assert trained == {"layers.0", "layers.1", *(f"vision.layers.{i}" for i in range(num_used))}
+    tokens = TOKENS.clamp(max=35)
+    tokens[0, :4] = 36
+    model(tokens, labels=tokens, images=[torch.randn(1, 3, 6, 6), None]).backward()
+    # A weight that is trained and gets no gradient would be waited for.
+    assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+
+
+def test_parts_of_a_llava_are_frozen_with_their_paths() -> None:
+    model = LlavaModel(LLAVA, mesh=Mesh.single(), seed=3)
+    add_lora(model, LoraConfig(rank=2), seed=4)
+    model.freeze("vision")
+    assert {name.partition(".")[0] for name, p in model.named_parameters() if p.requires_grad} == {"layers"}
+
+
+def test_the_dense_layers_of_a_tower_are_no_stage_of_experts() -> None:
+    language = replace(MOE, moe=MoEConfig(router=RouterConfig(num_experts=4), ffn_hidden_size=8))
+    config = LlavaConfig.of(language, vision=TOWER, image_token=36)
+    for rank in range(2):
+        model = LlavaModel(config, mesh=Mesh.imagine(rank, Sizes(world=2, pp=2)), seed=3)
+        add_lora(model, LoraConfig(rank=2), seed=4)
+        found = {name.rpartition(".lora.")[0] for name, p in model.named_parameters() if p.requires_grad}
+        assert ("layers.1.attention.qkv" in found) == (rank == 0)
+        assert ("vision.layers.0.mlp.up" in found) == (rank == 1)

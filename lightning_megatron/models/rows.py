@@ -1,0 +1,33 @@
+"""Rows of text that have different lengths and grow: how long they are, and what of them a call is given.
+
+B rows, L tokens of the longest row and room behind it, S tokens of a call.
+"""
+
+import torch
+from torch import Tensor
+
+
+def window(text_BL: Tensor, starts_B: Tensor, lengths_B: Tensor) -> Tensor:
+    """Tokens of each row from its start on, as many as the most that a row has there; anything behind them: [B, S]."""
+    # One at least: ranks that share experts call for each other when no row of their own goes on.
+    places_BS = starts_B.unsqueeze(1) + torch.arange(max(1, int(lengths_B.max())))
+    return text_BL.gather(1, places_BS.clamp(max=text_BL.shape[1] - 1).to(text_BL.device))
+
+
+def lengths_of(tokens: Tensor, lengths: Tensor | None) -> Tensor:
+    """How long the rows of `tokens` [batch, sequence] are, on the host: as `lengths` says, or as wide as they are.
+
+    Raises ValueError for a row without a token.
+    """
+    batch, sequence = tokens.shape
+    lengths_B = torch.full((batch,), sequence) if lengths is None else lengths.cpu().long()
+    if lengths_B.shape != (batch,):
+        raise ValueError(f"lengths {tuple(lengths_B.shape)} must be [{batch}], one for each row of tokens")
+    bad = ((lengths_B < 1) | (lengths_B > sequence)).nonzero().flatten()
+    if len(bad):
+        row = int(bad[0])
+        raise ValueError(
+            f"the prompt of row {row} has {int(lengths_B[row])} tokens; it must have 1 to {sequence}, the "
+            "columns of tokens; an empty prompt may be the end of a text"
+        )
+    return lengths_B

@@ -1,0 +1,31 @@
+"""Schedulers that count steps, kept where they are while a step is left out: their batch ends without stepping them."""
+
+from collections.abc import Iterable
+
+from lightning.pytorch.utilities.types import LRSchedulerConfig
+
+# No interval of Lightning's: a scheduler that has it is not stepped.
+_HELD = "held"
+
+
+class HeldSchedulers:
+    """Those of one batch, with the intervals that are to come back."""
+
+    def __init__(self) -> None:
+        self._held: list[tuple[LRSchedulerConfig, str]] = []
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._held
+
+    def hold(self, configs: Iterable[LRSchedulerConfig]) -> None:
+        """Has Lightning pass over those that are stepped after each step, until `let_go`."""
+        for config in configs:
+            if config.interval == "step":
+                self._held.append((config, config.interval))
+                config.interval = _HELD
+
+    def let_go(self) -> None:
+        for config, interval in self._held:
+            config.interval = interval
+        self._held = []
