@@ -36,7 +36,7 @@ def make_corpus(folder: Path, num_bytes: int) -> None:
     from lightning_megatron.data.prepare import write_tokens
     from lightning_megatron.data.token_parts import DocumentForm
 
-    texts = load_documents(cache_dir=folder / "documents")["text"][:]
+    texts = [text for text in load_documents(cache_dir=folder / "documents")["text"] if text is not None]
     tokenizer = train_tokenizer(texts[::4], VOCABULARY, folder / "tokenizer.json")
     written = 0
     with (folder / "corpus.jsonl").open("w") as file:

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -20,10 +20,11 @@ from tqdm import tqdm
 
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.data import Tokenizer, load_documents, load_tokenizer, train_tokenizer
+from lightning_megatron.data.document_files import MAX_DOCUMENT_BYTES
 from lightning_megatron.data.megatron_files import megatron_paths, token_dtype
 from lightning_megatron.data.prepare import write_tokens
 from lightning_megatron.data.sources import files_of
-from lightning_megatron.data.token_parts import MAX_DOCUMENT_BYTES, Counts, DocumentForm, usable_texts
+from lightning_megatron.data.token_parts import Counts, DocumentForm, usable_texts
 from lightning_megatron.data.tokenizer import SMALLEST_VOCABULARY
 
 _EPILOG = """\
@@ -94,8 +95,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "--bad-documents",
         choices=("skip", "refuse"),
         default="skip",
-        help="documents that are not UTF-8, larger than --max-document-bytes, or that the tokenizer cannot take: left "
-        "without tokens and told, or a fault (default: skip)",
+        help="documents that are not UTF-8 or not JSON, damaged, larger than --max-document-bytes, or that the "
+        "tokenizer cannot take: left without tokens and told, or a fault (default: skip)",
     )
     work.add_argument(
         "--max-document-bytes",
@@ -115,15 +116,11 @@ def run_prepare_data(options: argparse.Namespace) -> int:
         faults, tokenizer = _faults(options)
         if faults:
             raise UsageError(faults)
-        records = []
-        for column, prefix in _outputs(options).items():
-            documents = load_documents(
-                path=options.path,
-                dataset=options.dataset,
-                split=options.split,
-                text_column=column,
-                cache_dir=options.cache_directory,
-            )
+        outputs, records = _outputs(options), []
+        # All columns are looked at before any is written.
+        columns = _columns(list(outputs), options)
+        for column, documents in columns.items():
+            prefix = outputs[column]
             if tokenizer is None:
                 tokenizer = _trained(documents, options)
             form = DocumentForm(
@@ -196,6 +193,26 @@ def _faults(options: argparse.Namespace) -> tuple[list[str], Tokenizer | None]:
     for prefix in _outputs(options).values():
         faults += _faults_of_output(prefix, options.format)
     return faults, tokenizer
+
+
+def _columns(names: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
+    """The documents of each column. Raises UsageError that tells of all that cannot be had."""
+    found: dict[str, Any] = {}
+    faults: list[str] = []
+    for name in names:
+        try:
+            found[name] = load_documents(
+                path=options.path,
+                dataset=options.dataset,
+                split=options.split,
+                text_column=name,
+                cache_dir=options.cache_directory,
+            )
+        except ValueError as error:
+            faults.append(" ".join(str(error).split()))
+    if faults:
+        raise UsageError(faults)
+    return found
 
 
 def _outputs(options: argparse.Namespace) -> dict[str, Path]:

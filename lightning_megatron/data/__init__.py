@@ -7,6 +7,7 @@ sampler = GlobalBatchSampler(samples, global_batch_size=256, num_replicas=dp.siz
 loader = DataLoader(samples, sampler.num_replica_samples, sampler=sampler, collate_fn=collate_tokens)
 """
 
+from lightning_megatron.data.answer_samples import AnswerSamples, prepare_answers
 from lightning_megatron.data.batch_ramp import BatchRamp
 from lightning_megatron.data.bert_samples import BertSampleConfig, BertSamples, BertSpans
 from lightning_megatron.data.blend import Blend, BlendedSamples
@@ -38,6 +39,7 @@ from lightning_megatron.data.tokenizer import FastTokenizer, Tokenizer, train_to
 from lightning_megatron.data.tokenizer_files import load_tokenizer
 
 __all__ = [
+    "AnswerSamples",
     "BatchRamp",
     "BertSampleConfig",
     "BertSamples",
@@ -87,6 +89,7 @@ __all__ = [
     "mask_words",
     "megatron_writer",
     "pack_rows",
+    "prepare_answers",
     "prepare_chats",
     "prepare_corpus",
     "prepare_image_chats",

@@ -103,7 +103,8 @@ def sentence_spans(
     if not found:
         raise ValueError(
             f"none of the {len(document_bounds) - 1} documents has two sentences, and a sample is parted between two;"
-            " prepare the text with its sentences split, one sequence each"
+            " prepare the text with its sentences split, one sequence each, or ask nothing about the order by"
+            " is_pair=False"
             if fewest == 2
             else f"none of the {len(document_bounds) - 1} documents has a token"
         )

@@ -53,17 +53,12 @@ def row_encoder(
     kind: RowKind, tokenizer: Tokenizer, template: ChatTemplate | None
 ) -> Callable[[Sequence[Row]], list[MarkedTokens]]:
     """The function that turns rows of a kind into marked tokens; it raises ValueError for a row that is not of it."""
-    if kind == "messages" and template is None:
-        raise ValueError(
-            "the rows have 'messages', and the tokenizer has no chat template: its directory holds neither "
-            "chat_template.jinja nor a chat_template in tokenizer_config.json; use the tokenizer of an instruct model, "
-            "or rows of 'prompt' and 'completion'"
-        )
+    if kind == "messages":
+        _required(template)
 
     def encode(rows: Sequence[Row]) -> list[MarkedTokens]:
         if kind == "messages":
-            assert template is not None
-            return _marked([chat_spans(_messages(row), template) for row in rows], tokenizer)
+            return _marked([chat_spans(_messages(row), _required(template)) for row in rows], tokenizer)
         if kind == "completion":
             pairs = [(_text(row, "prompt"), _text(row, "completion")) for row in rows]
             texts = [(prompt + answer, [(len(prompt), len(prompt) + len(answer))]) for prompt, answer in pairs]
@@ -72,6 +67,27 @@ def row_encoder(
         return [_between(tokenizer, marked) for marked in _marked(texts, tokenizer)]
 
     return encode
+
+
+@dataclass(frozen=True)
+class Question:
+    """A text, and what is to be answered to it."""
+
+    asked: str
+    answer: str
+
+
+def questions_of(kind: RowKind, row: Row, template: ChatTemplate | None) -> list[Question]:
+    """The answers of a row, each with all that comes before it. Raises ValueError for a row that is not of that kind.
+
+    Of messages what is asked ends with the words that open an answer, and the answer with what ends it.
+    """
+    if kind == "completion":
+        return [Question(_text(row, "prompt"), _text(row, "completion"))]
+    if kind == "text":
+        raise ValueError("a text alone asks nothing; give rows of 'prompt' and 'completion', or of 'messages'")
+    text, spans = chat_spans(_messages(row), _required(template))
+    return [Question(text[:start], text[start:end]) for start, end in spans]
 
 
 def chat_spans(messages: Sequence[Message], template: ChatTemplate) -> tuple[str, list[Span]]:
@@ -108,6 +124,16 @@ def _end_of_answer(text: str, start: int, through: str, content: str) -> int:
     closing = content + through.rpartition(content)[2]
     place = text.find(closing, start)
     return -1 if place < 0 else place + len(closing)
+
+
+def _required(template: ChatTemplate | None) -> ChatTemplate:
+    if template is None:
+        raise ValueError(
+            "the rows have 'messages', and the tokenizer has no chat template: its directory holds neither "
+            "chat_template.jinja nor a chat_template in tokenizer_config.json; use the tokenizer of an instruct model, "
+            "or rows of 'prompt' and 'completion'"
+        )
+    return template
 
 
 def _messages(row: Row) -> list[Message]:

@@ -113,7 +113,7 @@ class GPTSamples(DocumentStretches):
     """`DocumentStretches` of Megatron's `PREFIX.bin` and `PREFIX.idx`.
 
     `num_samples` is as many as asked for, of as many epochs as it takes; 0 is as many as one epoch gives. The order is
-    the samples' own: a sampler should not shuffle them. The first call writes the index beside the files; all processes
+    the samples' own: a sampler should not shuffle them. The first call writes the index; all processes
     map it, and a copy sent to a loader's worker carries the prefix alone.
     """
 
@@ -125,12 +125,15 @@ class GPTSamples(DocumentStretches):
         num_samples: int = 0,
         seed: int = 0,
         documents: tuple[int, int] | None = None,
+        index_directory: str | Path | None = None,
     ) -> None:
-        """`documents` are the first and the one behind the last that count; none: all."""
+        """`documents` are the first and the one behind the last that count; none: all. The index is written into
+        `index_directory`, or beside the files where it is not given."""
         corpus = MegatronCorpus(prefix, documents)
         self.num_samples = num_samples
         self.seed = seed
         self.documents = documents
+        self.index_directory = index_directory
         count = _checked_count(corpus.document_sizes(), sequence_length, num_samples, corpus.prefix)
         key = hashlib.sha256(f"{sequence_length} {count} {seed} {documents}".encode()).hexdigest()[:8]
         flat = written_once(
@@ -138,6 +141,7 @@ class GPTSamples(DocumentStretches):
             f"stretches-{key}",
             _FORM,
             lambda: StretchIndex.of(corpus.document_sizes(), sequence_length, count, seed).flat(),
+            index_directory,
         )
         self.prefix = corpus.prefix
         super().__init__(corpus, StretchIndex.from_flat(flat), sequence_length)
@@ -148,6 +152,7 @@ class GPTSamples(DocumentStretches):
             "num_samples": self.num_samples,
             "seed": self.seed,
             "documents": self.documents,
+            "index_directory": self.index_directory,
         }
         return partial(GPTSamples, **options), (self.prefix, self.sequence_length)
 
@@ -173,7 +178,7 @@ def _checked_count(sizes: Numbers, sequence_length: int, num_samples: int, what:
     if count == 0 or num_tokens == 0:
         raise ValueError(
             f"{what} has {num_tokens} tokens in {len(sizes)} documents, too few for one sample of sequence_length"
-            f" ({sequence_length}), which takes {sequence_length + 1}; give more text, a sequence_length of at most"
-            f" {max(num_tokens - 1, 0)}, or num_samples, which repeats the documents"
+            f" ({sequence_length}), which takes {sequence_length + 1}; give more text, or a sequence_length of at most"
+            f" {max(num_tokens - 1, 0)}"
         )
     return count

@@ -6,7 +6,8 @@
     messages (role, content), content a list           parts of type "text" and "image"  the parts' `image`, `path` or
                                                                                          `url`, else the column's
 
-An image is the name of a file. Tokens are marked as in `data.chat`; an image's are not.
+An image is the name of a file, or {"bytes", "path"}, which is what `datasets` makes of one that lies in a table:
+without bytes its path is that of a file. Tokens are marked as in `data.chat`; an image's are not.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any, Literal
 
 from lightning_megatron.data.chat import MarkedTokens, Row, chat_spans
 from lightning_megatron.data.chat_template import ChatTemplate, Message, load_chat_template
+from lightning_megatron.data.images import TableImage
 from lightning_megatron.data.tokenizer import Tokenizer
 
 IMAGE = "<image>"
@@ -50,10 +52,10 @@ _NAMES = ("image", "path", "url")
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """Turns whose text has an `<image>` for each image, and the names of these, in order."""
+    """Turns whose text has an `<image>` for each image, and these, in order: names of files, or what they held."""
 
     messages: list[Message]
-    images: list[str]
+    images: list[str | TableImage]
 
 
 class PartsTemplate(ChatTemplate):
@@ -106,16 +108,18 @@ def conversation_of(row: Row) -> Conversation:
             "a row needs 'conversations' (a list of {'from': 'human' or 'gpt', 'value': text}) or 'messages' (a list "
             f"of {{'role': text, 'content': text or parts}}), and this one has columns {', '.join(map(repr, row))}"
         )
-    inner: list[str] = []
+    inner: list[Any] = []
     messages = [_message(turn, inner) for turn in turns]
-    images = inner or _column(row)
+    images = [_image(one, place) for place, one in enumerate(inner or _column(row))]
     found = sum(str(message["content"]).count(IMAGE) for message in messages)
     if found != len(images):
-        raise ValueError(f"its text has {found} {IMAGE}, and its images are {len(images)} ({', '.join(images)})")
+        raise ValueError(
+            f"its text has {found} {IMAGE}, and its images are {len(images)} ({', '.join(map(str, images))})"
+        )
     return Conversation(messages=messages, images=images)
 
 
-def _message(turn: Mapping[str, Any], images: list[str]) -> Message:
+def _message(turn: Mapping[str, Any], images: list[Any]) -> Message:
     """A turn with text; names of images in its parts are added to `images`."""
     role = turn.get("from") or turn.get("role")
     content = turn["value"] if turn.get("value") is not None else turn.get("content")
@@ -128,22 +132,31 @@ def _message(turn: Mapping[str, Any], images: list[str]) -> Message:
     return {"role": _ROLES[role], "content": content}
 
 
-def _text(part: Any, images: list[str]) -> str:
+def _text(part: Any, images: list[Any]) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "text":
         return str(part["text"])
     if kind != "image":
         raise ValueError(f"a part of a turn is {part!r}; it must be of type 'text' or 'image'")
-    images += [str(part[name]) for name in _NAMES if part.get(name)][:1]
+    images += [part[name] for name in _NAMES if part.get(name)][:1]
     return f"{IMAGE}\n"
 
 
-def _column(row: Row) -> list[str]:
+def _column(row: Row) -> list[Any]:
     images = row.get("images") or row.get("image") or []
-    images = [images] if isinstance(images, str) else images
-    if not isinstance(images, list) or not all(isinstance(name, str) for name in images):
-        raise ValueError(f"its images are {images!r}; they must be names of files")
-    return images
+    return images if isinstance(images, list) else [images]
+
+
+def _image(given: Any, place: int) -> str | TableImage:
+    if isinstance(given, str):
+        return given
+    if isinstance(given, Mapping) and isinstance(content := given.get("bytes"), bytes):
+        return TableImage(content, f"image {place}" + (f" ({given['path']})" if given.get("path") else ""))
+    if isinstance(given, Mapping) and isinstance(path := given.get("path"), str):
+        return path
+    raise ValueError(
+        f"its image {place} is {str(given)[:100]}; it must be the name of a file, or {{'bytes', 'path'}} of one"
+    )
 
 
 def encode_conversations(

@@ -30,10 +30,17 @@ from lightning_megatron.data.image_chats import (
     conversation_of,
     encode_conversations,
 )
-from lightning_megatron.data.images import ImageConfig, UnreadableImage, load_image, unreadable_images
+from lightning_megatron.data.images import (
+    ImageConfig,
+    ImageSource,
+    TableImage,
+    UnreadableImage,
+    load_image,
+    unreadable_images,
+)
 from lightning_megatron.data.packing import Numbers, pack_lengths
 from lightning_megatron.data.rows import NO_LABEL, join_samples
-from lightning_megatron.data.sources import corpus_fingerprint
+from lightning_megatron.data.sources import corpus_fingerprint, plain_rows
 from lightning_megatron.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -42,7 +49,7 @@ if TYPE_CHECKING:
 Unreadable = Literal["skip", "refuse"]
 """What becomes of a row with an image that cannot be read."""
 
-_FORM = 1
+_FORM = 2
 # of the file
 _SHOWN = 5
 # names that a message has
@@ -73,10 +80,17 @@ class KeptRows:
 
 
 class ImageSamples(Dataset[dict[str, Tensor]]):
-    """Samples from a file that `prepare_image_chats` wrote, with images from the folder `images`."""
+    """Samples from a file that `prepare_image_chats` wrote of `rows`, with images from them or the folder `images`."""
 
-    def __init__(self, path: str | Path, images: str | Path, config: ImageConfig, unreadable: Unreadable) -> None:
-        self.path, self.images = Path(path), Path(images)
+    def __init__(
+        self,
+        path: str | Path,
+        rows: "Documents",
+        images: str | Path | None,
+        config: ImageConfig,
+        unreadable: Unreadable,
+    ) -> None:
+        self.path, self.rows, self.images = Path(path), rows, Path(images or "")
         self.config, self.unreadable = config, unreadable
         with np.load(self.path) as file:
             self._tokens: NDArray[np.int32] = file["tokens"]
@@ -84,7 +98,8 @@ class ImageSamples(Dataset[dict[str, Tensor]]):
             self._ends: NDArray[np.int64] = file["ends"]
             self._image_ends: NDArray[np.int64] = file["image_ends"]
             told = json.loads(file["told"].tobytes())
-        self._names: list[str] = told["names"]
+        self._images: list[str | list[int]] = told["images"]
+        # names of files, or the row and which of its images it is
         self.kept = KeptRows(
             samples=len(self._ends), cut=told["cut"], dropped=told["dropped"], unreadable=tuple(told["unreadable"])
         )
@@ -109,20 +124,29 @@ class ImageSamples(Dataset[dict[str, Tensor]]):
         is_target = torch.from_numpy(self._is_marked[_part(self._ends, index)][1:].copy())
         labels, mask = torch.where(is_target, ids[1:], NO_LABEL), is_target.float()
         images = torch.zeros(0, 3, self.config.size, self.config.size)
-        names = self._names[_part(self._image_ends, index)]
+        own = self._images[_part(self._image_ends, index)]
         try:
-            if names:
-                images = torch.stack([load_image(self.images / name, self.config) for name in names])
+            if own:
+                images = torch.stack([load_image(self._source(image), self.config) for image in own])
         except UnreadableImage as error:
             if self.unreadable == "refuse":
                 raise
             logger.warning("sample %d counts nothing: %s", index, error)
-            images, mask = images.new_zeros(len(names), *images.shape[1:]), torch.zeros_like(mask)
+            images, mask = images.new_zeros(len(own), *images.shape[1:]), torch.zeros_like(mask)
         return {"tokens": ids[:-1], "labels": labels, "loss_mask": mask, "images": images}
+
+    def _source(self, image: str | list[int]) -> ImageSource:
+        if isinstance(image, str):
+            return self.images / image
+        number, place = image
+        [row] = plain_rows(self.rows, number, number + 1)
+        held = conversation_of(row).images[place]
+        assert isinstance(held, TableImage), "it was one when the file was written"
+        return TableImage(held.content, f"row {number}, {held.name}")
 
     def __reduce__(self) -> tuple[type["ImageSamples"], tuple[Any, ...]]:
         # A loader's workers read the file themselves.
-        return ImageSamples, (self.path, self.images, self.config, self.unreadable)
+        return ImageSamples, (self.path, self.rows, self.images, self.config, self.unreadable)
 
 
 class PackedImageSamples(Dataset[dict[str, Tensor]]):
@@ -157,25 +181,26 @@ def prepare_image_chats(
     tokenizer: Tokenizer,
     template: ChatTemplate,
     *,
-    images: str | Path,
+    images: str | Path | None,
     features_per_image: int,
     sequence_length: int,
     unreadable: Unreadable,
     directory: str | Path,
-    batch_size: int = 1000,
+    batch_size: int = 128,
 ) -> Path:
     """The `.npz` file in `directory` that holds the samples of a table, written unless it is there.
 
-    Images are files in the folder `images`. The name of the file says rows, tokenizer, template, folder and lengths; of
-    rows that it leaves out no image is looked at again. Raises ValueError for a row that is no conversation, for images
-    that cannot be opened unless such are skipped, and where nothing is left to learn.
+    Images lie in the rows, or are files in the folder `images`; where that is none, no file is found. The name of the
+    file says rows, tokenizer, template, folder and lengths; of rows that it leaves out no image is looked at again.
+    Raises ValueError for a row that is no conversation, for images that cannot be opened unless such are skipped, and
+    where nothing is left to learn.
     """
     if unreadable not in get_args(Unreadable):
         choices = ", ".join(map(repr, get_args(Unreadable)))
         raise ValueError(f"unreadable_images ({unreadable!r}) must be one of {choices}")
     key = (
         *(_FORM, corpus_fingerprint(rows), tokenizer.fingerprint, template.source, type(template).__name__),
-        *(str(Path(images).resolve()), features_per_image, sequence_length, unreadable),
+        *(None if images is None else str(Path(images).resolve()), features_per_image, sequence_length, unreadable),
     )
     path = Path(directory) / f"images-{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.npz"
     if path.is_file():
@@ -183,37 +208,38 @@ def prepare_image_chats(
     image = tokenizer.token_id(IMAGE)
     assert image is not None, "the tokenizer has been given the token of images"
     samples: list[MarkedTokens] = []
-    names: list[list[str]] = []
+    of_samples: list[list[str | list[int]]] = []
     left_out: list[str] = []
     num_cut = num_dropped = 0
     for first in range(0, len(rows), batch_size):
-        numbered = [(i, _conversation(rows[i], i)) for i in range(first, min(first + batch_size, len(rows)))]
-        whole = _readable(numbered, Path(images), left_out, unreadable)
-        for conversation, encoded in zip(
-            whole, encode_conversations(whole, tokenizer, template, features_per_image), strict=True
-        ):
+        some = plain_rows(rows, first, min(first + batch_size, len(rows)))
+        numbered = [(i, _conversation(row, i)) for i, row in enumerate(some, first)]
+        whole = _readable(numbered, None if images is None else Path(images), left_out, unreadable)
+        written = encode_conversations([one for _, one in whole], tokenizer, template, features_per_image)
+        for (number, conversation), encoded in zip(whole, written, strict=True):
             sample = _cut(encoded, sequence_length + 1)
             if len(sample.ids) < 2:
                 num_dropped += 1
                 continue
             num_cut += any(encoded.is_marked[len(sample.ids) :])
             samples.append(sample)
-            names.append(conversation.images[: sample.ids.count(image) // features_per_image])
+            kept = conversation.images[: sample.ids.count(image) // features_per_image]
+            of_samples.append([one if isinstance(one, str) else [number, place] for place, one in enumerate(kept)])
     if not samples:
-        raise ValueError(
-            f"none of the {len(rows)} rows is left: of {len(left_out)} an image cannot be read"
-            f" ({'; '.join(left_out[:_SHOWN])}), and {num_dropped} have no answer within sequence_length"
-            f" ({sequence_length}), of which an image takes {features_per_image}; look after image_folder, or raise"
-            " sequence_length"
-        )
-    told = {"names": list(chain.from_iterable(names)), "cut": num_cut, "dropped": num_dropped, "unreadable": left_out}
+        raise ValueError(_nothing_left(len(rows), left_out, num_dropped, sequence_length, features_per_image))
+    told = {
+        "images": list(chain.from_iterable(of_samples)),
+        "cut": num_cut,
+        "dropped": num_dropped,
+        "unreadable": left_out,
+    }
     with written_whole(path) as temporary, temporary.open("wb") as file:
         np.savez(
             file,
             tokens=np.concatenate([np.array(sample.ids, dtype=np.int32) for sample in samples]),
             is_marked=np.concatenate([np.array(sample.is_marked, dtype=np.bool_) for sample in samples]),
             ends=np.cumsum([len(sample.ids) for sample in samples], dtype=np.int64),
-            image_ends=np.cumsum([len(own) for own in names], dtype=np.int64),
+            image_ends=np.cumsum([len(own) for own in of_samples], dtype=np.int64),
             told=np.frombuffer(json.dumps(told).encode(), dtype=np.uint8),
         )
     return path
@@ -226,24 +252,47 @@ def _conversation(row: Any, number: int) -> Conversation:
         raise ValueError(f"row {number} of the table: {error}") from error
 
 
+def _nothing_left(
+    num_rows: int, left_out: Sequence[str], num_dropped: int, sequence_length: int, features_per_image: int
+) -> str:
+    why, ways = [], []
+    if left_out:
+        why.append(f"of {len(left_out)} an image cannot be read ({'; '.join(left_out[:_SHOWN])})")
+        ways.append("look after image_folder")
+    if num_dropped:
+        why.append(
+            f"{num_dropped} have no answer within sequence_length ({sequence_length}), of which an image takes"
+            f" {features_per_image}"
+        )
+        ways.append("give rows with answers, or raise sequence_length")
+    return f"none of the {num_rows} rows is left: {', and '.join(why)}; {', or '.join(ways)}"
+
+
 def _readable(
-    numbered: Sequence[tuple[int, Conversation]], folder: Path, left_out: list[str], unreadable: Unreadable
-) -> list[Conversation]:
+    numbered: Sequence[tuple[int, Conversation]], folder: Path | None, left_out: list[str], unreadable: Unreadable
+) -> list[tuple[int, Conversation]]:
     """The conversations whose images can be opened; what is wrong with the others is added to `left_out`."""
-    faults = unreadable_images(folder / name for _, conversation in numbered for name in conversation.images)
+    images = [(number, image) for number, conversation in numbered for image in conversation.images]
+    if folder is None and (named := [f"row {number}, {image}" for number, image in images if isinstance(image, str)]):
+        raise ValueError(
+            f"images are files ({'; '.join(named[:_SHOWN])}), and the dataset does not say where they lie; give"
+            " image_folder"
+        )
+    sources = [image if folder is None or isinstance(image, TableImage) else folder / image for _, image in images]
+    faults = unreadable_images(sources)
     bad = {
-        number: f"row {number}, {name}: {faults[folder / name]}"
-        for number, conversation in numbered
-        for name in conversation.images
-        if folder / name in faults
+        number: f"row {number}, {image}: {faults[source]}"
+        for (number, image), source in zip(images, sources, strict=True)
+        if source in faults
     }
     if bad and unreadable == "refuse":
+        where = "" if folder is None else f"put them into image_folder ({str(folder)!r}), or "
         raise ValueError(
-            f"images of {len(bad)} rows cannot be read: {'; '.join(list(bad.values())[:_SHOWN])}; put them into"
-            f" image_folder ({str(folder)!r}), or leave such rows out by unreadable_images='skip'"
+            f"images of {len(bad)} rows cannot be read: {'; '.join(list(bad.values())[:_SHOWN])}; {where}leave such"
+            " rows out by unreadable_images='skip'"
         )
     left_out += bad.values()
-    return [conversation for number, conversation in numbered if number not in bad]
+    return [(number, conversation) for number, conversation in numbered if number not in bad]
 
 
 def _cut(sample: MarkedTokens, length: int) -> MarkedTokens:

@@ -11,6 +11,7 @@ or holds all of it with the mean's colour beside it ("pad", as LLaVA 1.5 does). 
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Literal, get_args
@@ -59,24 +60,39 @@ class ImageConfig:
             raise ValueError("\n".join(faults))
 
 
-def load_image(path: str | Path, config: ImageConfig) -> Tensor:
-    """The image in a file: float32 [3, size, size]. Raises UnreadableImage."""
+@dataclass(frozen=True)
+class TableImage:
+    """An image that lies in a table: what its file held, and how it is called."""
+
+    content: bytes
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+ImageSource = str | Path | TableImage
+"""A file, or what one held."""
+
+
+def load_image(source: ImageSource, config: ImageConfig) -> Tensor:
+    """The image: float32 [3, size, size]. Raises UnreadableImage."""
     try:
-        with _pil().open(path) as image:
+        with _opened(source) as image:
             square = _square(_on_white(image), config)
     except Exception as error:  # a broken file ends in any error of its decoder
-        raise UnreadableImage(f"image {str(path)!r} cannot be read: {error}") from error
+        raise UnreadableImage(f"image {str(source)!r} cannot be read: {error}") from error
     values_CHW = (np.asarray(square).transpose(2, 0, 1) * (1 / 255)).astype(np.float32)
     mean, std = (np.array(values, dtype=np.float32)[:, None, None] for values in (config.mean, config.std))
     return torch.from_numpy((values_CHW - mean) / std)
 
 
-def unreadable_images(paths: Iterable[Path]) -> dict[Path, str]:
-    """Those of the files that are no images, as far as their beginnings show, and why."""
-    distinct = list(dict.fromkeys(paths))
+def unreadable_images(sources: Iterable[ImageSource]) -> dict[ImageSource, str]:
+    """Those that are no images, as far as their beginnings show, and why."""
+    distinct = list(dict.fromkeys(sources))
     with ThreadPoolExecutor(_THREADS) as threads:
         found = zip(distinct, threads.map(_fault, distinct), strict=True)
-        return {path: fault for path, fault in found if fault}
+        return {source: fault for source, fault in found if fault}
 
 
 def write_image(values_HWC: NDArray[np.uint8], path: Path) -> None:
@@ -84,12 +100,18 @@ def write_image(values_HWC: NDArray[np.uint8], path: Path) -> None:
     _pil().fromarray(values_HWC).save(path)
 
 
-def _fault(path: Path) -> str:
+def _fault(source: ImageSource) -> str:
     try:
-        with _pil().open(path):
+        with _opened(source):
             return ""
     except Exception as error:  # as in `load_image`
-        return str(error)
+        # PIL names the object in memory that it read.
+        return "it is no image that PIL knows" if isinstance(source, TableImage) else str(error)
+
+
+def _opened(source: ImageSource) -> "Image.Image":
+    opened: Image.Image = _pil().open(BytesIO(source.content) if isinstance(source, TableImage) else source)
+    return opened
 
 
 def _on_white(image: "Image.Image") -> "Image.Image":

@@ -101,14 +101,15 @@ class MegatronCorpus(TokenCorpus):
         # A memory-mapped array pickles as all of its tokens.
         return MegatronCorpus, (self.prefix, self.documents)
 
-    def token_bounds(self) -> tuple[int, int]:
-        """The smallest and the largest token of the file, found once and kept beside it. Raises ValueError for tokens
-        that are no whole numbers."""
+    def token_bounds(self, directory: str | Path | None = None) -> tuple[int, int]:
+        """The smallest and the largest token of the file, found once and kept in `directory`, or beside it. Raises
+        ValueError for tokens that are no whole numbers."""
         if self.tokens.dtype.kind not in "iu":
             raise ValueError(f"{self.prefix} holds tokens of {self.tokens.dtype}, and token ids are whole numbers")
         if len(self.tokens) == 0:
             return 0, 0
-        smallest, largest = written_once(megatron_paths(self.prefix)[1], "bounds", 1, self._find_bounds).tolist()
+        index = megatron_paths(self.prefix)[1]
+        smallest, largest = written_once(index, "bounds", 1, self._find_bounds, directory).tolist()
         return smallest, largest
 
     def _find_bounds(self) -> Numbers:

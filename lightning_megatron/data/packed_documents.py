@@ -109,7 +109,7 @@ class PackedDocuments(DocumentRows):
 
     `long_documents` says what becomes of those that do not fit a row: "split" cuts them into pieces that do not see
     each other, "drop" leaves them out, "refuse" raises ValueError. All processes of a machine map the same files, and a
-    copy sent to a loader's worker carries the prefix alone. The first call writes the table beside the files.
+    copy sent to a loader's worker carries the prefix alone. The first call writes the table.
     """
 
     def __init__(
@@ -121,11 +121,14 @@ class PackedDocuments(DocumentRows):
         seed: int = 0,
         long_documents: LongDocuments = "split",
         documents: tuple[int, int] | None = None,
+        index_directory: str | Path | None = None,
     ) -> None:
-        """`documents` are the first and the one behind the last that count; none: all."""
+        """`documents` are the first and the one behind the last that count; none: all. The table is written into
+        `index_directory`, or beside the files where it is not given."""
         corpus = MegatronCorpus(prefix, documents)
         self.prefix = corpus.prefix
         self.documents = documents
+        self.index_directory = index_directory
         self.seed = seed
         self.long_documents = long_documents
         key = f"{sequence_length} {seed} {long_documents} {documents}"
@@ -134,6 +137,7 @@ class PackedDocuments(DocumentRows):
             f"rows-{hashlib.sha256(key.encode()).hexdigest()[:8]}",
             _FORM,
             lambda: RowTable.of(np.cumsum(corpus.document_sizes()), sequence_length, seed, long_documents).flat(),
+            index_directory,
         )
         # The table counts from the first token of the first document.
         tokens = corpus.tokens[corpus.document_start(0) :] if corpus.num_documents else corpus.tokens
@@ -146,6 +150,7 @@ class PackedDocuments(DocumentRows):
             "seed": self.seed,
             "long_documents": self.long_documents,
             "documents": self.documents,
+            "index_directory": self.index_directory,
         }
         return partial(PackedDocuments, **options), (self.prefix, self.sequence_length)
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from lightning_megatron.data.document_files import MAX_DOCUMENT_BYTES, BadDocuments
 from lightning_megatron.data.megatron_files import MegatronCorpus, megatron_paths, megatron_writer
 from lightning_megatron.data.processes import Tell, run_jobs
 from lightning_megatron.data.sources import corpus_bytes, corpus_fingerprint, save_token_rows
@@ -47,22 +48,27 @@ def prepare_corpus(
     *,
     has_ends: bool = True,
     sentences: bool = False,
+    max_document_bytes: int = MAX_DOCUMENT_BYTES,
+    bad_documents: BadDocuments = "skip",
 ) -> Path:
     """The prefix in `directory` of the documents' token files, written unless they are there.
 
     Its name says corpus, tokenizer and form, so other text makes other files. Each document is followed by the end of
     text, unless `has_ends` is false, and is one sequence, or with `sentences` one for each of them. One process calls
     this first and the others after it; of several at once one works and the others wait. A large corpus is tokenized
-    by as many processes as there are cores.
+    by as many processes as there are cores. `DocumentForm` says which documents are bad.
     """
-    form = DocumentForm(has_ends=has_ends, sentences=sentences)
+    form = DocumentForm(
+        has_ends=has_ends, sentences=sentences, max_document_bytes=max_document_bytes, bad_documents=bad_documents
+    )
     prefix = Path(directory) / f"tokens-{_key(documents, tokenizer, form)}"
     if not all(path.is_file() for path in megatron_paths(prefix)):
         cores = len(os.sched_getaffinity(0))
         workers = cores if corpus_bytes(documents) >= _BYTES_FOR_PROCESSES else 0
         counts = write_tokens(documents, tokenizer, prefix, form=form, num_workers=workers)
         if counts.num_bad:
-            logger.warning("skipped %d documents: %s", counts.num_bad, "; ".join(counts.bad))
+            more = "; ..." if counts.num_bad > len(counts.bad) else ""
+            logger.warning("skipped %d documents: %s%s", counts.num_bad, "; ".join(counts.bad), more)
     return prefix
 
 
@@ -81,7 +87,8 @@ def write_tokens(
 
     With 0 workers this process tokenizes, with as many threads as the tokenizer has. `watch` is called now and then
     with what is done, earlier runs included. What this or an earlier run has finished is kept when anything ends this
-    one, in `parts_folder`. Raises ValueError for bad documents that are to be refused.
+    one, in a folder beside `prefix`. Raises ValueError for bad documents that are to be refused, and where none has a
+    token.
     """
     prefix = Path(prefix)
     num_parts = max(1, min(len(documents), _MOST_PARTS, corpus_bytes(documents) // part_bytes))
@@ -93,9 +100,12 @@ def write_tokens(
         total = Counts()
         if not _is_there(prefix, token_format):
             _write_parts(writer, parts, bounds, num_workers, watch)
-            _put_together(parts, folder / "whole", prefix, writer, token_format)
             for part in parts:
                 total.add(read_counts(part))
+            if total.num_tokens == 0:
+                shutil.rmtree(folder)
+                raise ValueError(_no_token(total))
+            _put_together(parts, folder / "whole", prefix, writer, token_format)
         # Out of the way at once: half of a folder would look like work that is left.
         finished = Path(f"{folder}.done")
         shutil.rmtree(finished, ignore_errors=True)
@@ -126,6 +136,14 @@ def _write_parts(
 
     num_processes = min(num_workers, len(missing))
     run_jobs(missing, write, num_processes=num_processes, num_sums=len(kept.numbers()), watch=watch_all)
+
+
+def _no_token(counts: Counts) -> str:
+    return (
+        f"none of the {counts.num_documents} documents has a token: {counts.num_empty} are empty, and"
+        f" {counts.num_bad} are bad{': ' if counts.bad else ''}{'; '.join(counts.bad)}; give text, and a tokenizer"
+        " for it"
+    )
 
 
 def _put_together(

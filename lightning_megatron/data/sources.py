@@ -18,11 +18,20 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from lightning_megatron.data.corpus import Tokens
+from lightning_megatron.data.document_files import (
+    DAMAGES,
+    MAX_DOCUMENT_BYTES,
+    BadDocuments,
+    is_of_disk,
+    json_fault,
+    read_documents,
+    require_column,
+)
 from lightning_megatron.data.packing import Numbers
 
 if TYPE_CHECKING:
@@ -57,6 +66,9 @@ COMPRESSED_SUFFIXES = frozenset((".gz", ".bz2", ".xz", ".zst"))
 _ROWS_READ = 128
 """Rows of a table that are looked up together."""
 
+_NAMED = 5
+"""Of the bad documents of a stream so many are named one by one."""
+
 WAYS_OUT = (
     "give a file, a directory or a pattern such as 'corpus/**/*.txt' as path, a dataset of the hub as dataset,"
     " or neither for Python's standard library"
@@ -71,7 +83,8 @@ def load_documents(
     split: str = "train",
     cache_dir: str | Path | None = None,
 ) -> "Documents":
-    """Documents in a fixed order, with the one column `text`.
+    """Documents in a fixed order, with the column `text`, and `fault` where some of them cannot be read: they have no
+    text, and `fault` says why. All others have none.
 
     `split` chooses among the splits of a `dataset`; `cache_dir` is None for the cache that `datasets` chooses.
     Raises ValueError for both sources at once, a source that is missing, and one without a document.
@@ -80,11 +93,7 @@ def load_documents(
         raise ValueError(
             f"path ({str(path)!r}) and dataset ({dataset!r}) are both given, but one source is read; {WAYS_OUT}"
         )
-    if path is not None and split != "train":
-        raise ValueError(
-            f"split ({split!r}) chooses a part of a dataset, but path ({str(path)!r}) names files, which are all"
-            " 'train'; leave split out, or give the files of that part as path"
-        )
+    _refuse_split_of_files(path, split)
     if dataset is not None:
         documents = _named_dataset(dataset, split, cache_dir)
         documents = _text_only(documents, text_column, f"dataset ({dataset!r})")
@@ -95,6 +104,11 @@ def load_documents(
         documents = _documents_in(files, text_column, cache_dir)
     if len(documents) == 0:
         raise ValueError(f"{source} holds no document, and a corpus needs at least one of UTF-8 text; {WAYS_OUT}")
+    if "fault" in documents.column_names and all(documents["fault"]):
+        raise ValueError(
+            f"none of the {len(documents)} documents of {source} can be read: the first {documents['fault'][0]};"
+            f" convert them, or {WAYS_OUT}"
+        )
     return documents
 
 
@@ -112,6 +126,7 @@ def load_rows(
     ways = "give a .json, .jsonl, .parquet, .csv or .arrow file, a directory or pattern of one kind as path, or dataset"
     if (path is None) == (dataset is None):
         raise ValueError(f"path ({path!r}) and dataset ({dataset!r}): one of them must be given; {ways}")
+    _refuse_split_of_files(path, split)
     if dataset is not None:
         source, rows = f"dataset ({dataset!r}), split ({split!r})", _named_dataset(dataset, split, cache_dir)
     else:
@@ -121,7 +136,15 @@ def load_rows(
         if len(builders) > 1 or builders == [""]:
             kinds = ", ".join(sorted({file.suffix or file.name for file in files}))
             raise ValueError(f"{source} leads to files of kinds {kinds}, and rows come from tables of one kind; {ways}")
-        rows = _rows(builders[0], files, cache_dir)
+        try:
+            rows = _rows(builders[0], files, cache_dir)
+        except ValueError as error:
+            found = [fault for file in files if (fault := json_fault(str(file)))] if builders == ["json"] else []
+            if not found:
+                raise
+            raise ValueError(
+                f"{source} leads to rows that cannot be read: {'; '.join(found[:_NAMED])}; mend them, or take them out"
+            ) from error
     if len(rows) == 0:
         raise ValueError(f"{source} has no rows; {ways}")
     return rows
@@ -131,32 +154,73 @@ class TextStream:
     """Texts that are read as they come, again and again from the first on; it knows where it is.
 
     `path` and `dataset` are those of `load_documents`, of which one must be given: files are read as they are asked
-    for, a `dataset` of the hub comes over the network. Files that are not UTF-8 text are left out, and said.
+    for, a `dataset` of the hub comes over the network. Documents that cannot be read, or are larger than
+    `max_document_bytes`, are left out and, where `is_telling`, named; or they are refused by a ValueError.
     """
 
     def __init__(
-        self, *, path: str | Path | None = None, dataset: str | None = None, text_column: str = "text"
+        self,
+        *,
+        path: str | Path | None = None,
+        dataset: str | None = None,
+        text_column: str = "text",
+        bad_documents: BadDocuments = "skip",
+        max_document_bytes: int = MAX_DOCUMENT_BYTES,
+        is_telling: bool = True,
     ) -> None:
         if (path is None) == (dataset is None):
             raise ValueError(f"path ({path!r}) and dataset ({dataset!r}): one of them must be given to be streamed")
+        self.bad_documents = bad_documents
+        self.max_document_bytes = max_document_bytes
+        self._is_telling = is_telling
+        self._num_bad = 0
         if dataset is not None:
             rows = _named_dataset(dataset, "train", None, streaming=True)
             self._rows = _streamed_texts(rows, text_column, f"dataset ({dataset!r})")
         else:
             assert path is not None
-            self._rows = _streamed_files(files_of(path), text_column)
+            self._rows = _streamed_files(files_of(path), text_column, max_document_bytes)
+
+    def require_text(self) -> None:
+        """Raises ValueError where no document, or, where bad ones are refused, not the first one can be read."""
+        if not any(self.texts(0, None)):
+            raise ValueError("the stream holds no document that can be read, and a corpus needs at least one")
 
     def texts(self, number: int, state: Any) -> Iterator[str | None]:
-        """The texts of pass `number` behind a state of it, all of them where there is none."""
+        """The texts of pass `number` behind a state of it, all of them where there is none; None is nothing."""
         self._rows.set_epoch(number)
         if state is not None:
             self._rows.load_state_dict(state)
         # Not iter(rows), which would give each worker of a loader other rows.
-        return (rows["text"][0] for rows in self._rows.iter(batch_size=1))
+        for rows in self._rows.iter(batch_size=1):
+            text, [fault] = rows["text"][0], rows.get("fault", [""])
+            fault = fault or self._fault(text)
+            if fault:
+                self.take_bad(fault)
+            yield None if fault else text
+
+    def take_bad(self, fault: str) -> None:
+        """Names a bad document, or refuses it."""
+        if self.bad_documents == "refuse":
+            raise ValueError(f"a document {fault}; mend it, or let such be skipped by bad_documents='skip'")
+        self._num_bad += 1
+        # The first ones, and then fewer and fewer: a stream has no end at which they could be counted.
+        if self._is_telling and (self._num_bad <= _NAMED or self._num_bad.bit_count() == 1):
+            logger.warning("skipped, as number %d so far, a document that %s", self._num_bad, fault)
 
     def state_dict(self) -> Any:
         """Where the pass is."""
         return self._rows.state_dict()
+
+    def _fault(self, text: Any) -> str:
+        if text is None:
+            return ""
+        if not isinstance(text, str):
+            return f"is not text but {str(text)[:100]!r}"
+        # A character is four bytes at most.
+        if 4 * len(text) > self.max_document_bytes and (size := len(text.encode())) > self.max_document_bytes:
+            return f"has {size} bytes, above max_document_bytes ({self.max_document_bytes}): {text[:40]!r} and on"
+        return ""
 
 
 def files_of(path: str | Path) -> list[Path]:
@@ -210,8 +274,10 @@ def joined_documents(parts: "Sequence[Documents]") -> "Documents":
         return parts[0]
     datasets = _datasets()
     # Builders differ in the width of a string's offsets, and only equal types are put together.
-    strings = datasets.Features({"text": datasets.Value("string")})
-    return datasets.concatenate_datasets([part if part.features == strings else part.cast(strings) for part in parts])
+    features = [datasets.Features(dict.fromkeys(part.column_names, datasets.Value("string"))) for part in parts]
+    return datasets.concatenate_datasets(
+        [part if part.features == own else part.cast(own) for part, own in zip(parts, features, strict=True)]
+    )
 
 
 def corpus_fingerprint(documents: "Documents") -> str:
@@ -225,13 +291,31 @@ def corpus_bytes(documents: "Documents") -> int:
     return int(rows.nbytes * len(documents) // max(len(rows), 1))
 
 
-def document_bytes(documents: "Documents", first: int, last: int) -> Iterator[memoryview | None]:
-    """Each document from `first` to before `last` as it lies in memory or in the file; None for one that is null."""
+class HeldDocument(NamedTuple):
+    """A document as it lies in memory or in the file."""
+
+    content: memoryview | None
+    # UTF-8, unless the file holds something else; none for one that is null or bad
+    fault: str
+    # what is wrong with it, as the source knows; empty: nothing
+
+
+def held_documents(documents: "Documents", first: int, last: int) -> Iterator[HeldDocument]:
+    """Each document from `first` to before `last`."""
     rows = documents.with_format("arrow")
     for start in range(first, last, _ROWS_READ):
-        for text in rows[start : min(start + _ROWS_READ, last)]["text"]:
+        some = rows[start : min(start + _ROWS_READ, last)]
+        faults = some["fault"].to_pylist() if "fault" in some.column_names else [None] * len(some)
+        for text, fault in zip(some["text"], faults, strict=True):
             held = text.as_buffer()
-            yield None if held is None else memoryview(held)
+            yield HeldDocument(None if held is None else memoryview(held), fault or "")
+
+
+def plain_rows(rows: "Documents", first: int = 0, last: int | None = None) -> Iterator[dict[str, Any]]:
+    """Rows from `first` to before `last` as they lie in the table: an image is its bytes and its path, not opened."""
+    plain, end = rows.with_format("arrow"), len(rows) if last is None else last
+    for start in range(first, end, _ROWS_READ):
+        yield from plain[start : min(start + _ROWS_READ, end)].to_pylist()
 
 
 def save_token_rows(parts: Iterable[tuple[Numbers, Tokens]], directory: str | Path) -> None:
@@ -248,6 +332,14 @@ def save_token_rows(parts: Iterable[tuple[Numbers, Tokens]], directory: str | Pa
         rows = pa.LargeListArray.from_arrays(pa.array(ends), pa.array(tokens))
         tables.append(datasets.Dataset(datasets.table.InMemoryTable(pa.table({"input_ids": rows}))))
     datasets.concatenate_datasets(tables).save_to_disk(str(directory))
+
+
+def _refuse_split_of_files(path: str | Path | None, split: str) -> None:
+    if path is not None and split != "train":
+        raise ValueError(
+            f"split ({split!r}) chooses a part of a dataset, but path ({str(path)!r}) names files, which are all"
+            " 'train'; leave split out, or give the files of that part as path"
+        )
 
 
 def _datasets() -> ModuleType:
@@ -283,46 +375,64 @@ def _documents_in(files: list[Path], text_column: str, cache_dir: str | Path | N
     parts = []
     for builder, members in sorted(of_builder.items()):
         if builder == "":
-            parts.append(_text_documents(members, cache_dir))
+            parts.append(_documents_one_by_one(members, builder, text_column, cache_dir))
         else:
-            rows = _rows(builder, members, cache_dir)
-            parts.append(_text_only(rows, text_column, f"the {builder} files at {str(members[0])!r}"))
+            parts.append(_table_documents(members, builder, text_column, cache_dir))
     return joined_documents(parts)
 
 
+def _table_documents(files: list[Path], builder: str, text_column: str, cache_dir: str | Path | None) -> "Documents":
+    """All rows at once where nothing is wrong with any; else one by one, so that the others are read."""
+    try:
+        rows = _rows(builder, files, cache_dir)
+    except ValueError:
+        require_column(str(files[0]), builder, text_column)
+        return _documents_one_by_one(files, builder, text_column, cache_dir)
+    return _text_only(rows, text_column, f"the {builder} files at {str(files[0])!r}")
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
 # Note: text files are read here and not by the builder "text" of `datasets`
-# That builder stops at the first file that is not UTF-8 and takes "[" in a file's name for a pattern.
-def _text_documents(files: list[Path], cache_dir: str | Path | None) -> "Documents":
+# That builder stops at the first file that is not UTF-8 and takes "[" in a file's name for a pattern. Tables of which a
+# row is broken are read the same way: the builders would give none of them.
+def _documents_one_by_one(
+    files: list[Path], builder: str, text_column: str, cache_dir: str | Path | None
+) -> "Documents":
     datasets = _datasets()
     stats = [file.stat() for file in files]
     stamp = hashlib.sha256(repr([(stat.st_size, stat.st_mtime_ns) for stat in stats]).encode()).hexdigest()
     # A tuple, since `datasets` takes a list for shards and would call the generator once per file.
-    arguments = {"files": tuple(str(file.resolve()) for file in files), "stamp": stamp}
+    names = tuple(str(file.resolve()) for file in files)
+    arguments = {"files": names, "builder": builder, "text_column": text_column, "stamp": stamp}
+    what = f"the {builder or 'text'} files at {str(files[0])!r}"
     try:
         return datasets.Dataset.from_generator(
-            _read_texts,
-            features=datasets.Features({"text": datasets.Value("string")}),
+            _read_one_by_one,
+            features=_document_features(datasets),
             cache_dir=None if cache_dir is None else str(cache_dir),
             gen_kwargs=arguments,
         )
     except datasets.exceptions.DatasetGenerationError as error:
-        raise ValueError(f"the text files at {str(files[0])!r} could not be read: {error.__cause__}") from error
+        raise ValueError(f"{what} could not be read: {error.__cause__}") from error
+    except ValueError as error:
+        # That there is nothing to make a data set of.
+        raise ValueError(f"{what} hold no document, and a corpus needs at least one; {WAYS_OUT}") from error
 
 
-def _read_texts(files: tuple[str, ...], stamp: str) -> Iterator[dict[str, str]]:
-    """One row per file that is UTF-8. The stamp makes a changed file another entry of the cache."""
-    skipped: list[str] = []
+def _document_features(datasets: ModuleType) -> Any:
+    return datasets.Features({"text": datasets.Value("string"), "fault": datasets.Value("string")})
+
+
+def _read_one_by_one(files: tuple[str, ...], builder: str, text_column: str, stamp: str) -> Iterator[dict[str, Any]]:
+    """All documents, bad ones too. The stamp makes a changed file another entry of the cache."""
     for file in files:
-        try:
-            text = Path(file).read_text(encoding="utf-8-sig")
-        except UnicodeDecodeError:
-            skipped.append(file)
-            continue
-        yield {"text": text}
-    if len(skipped) == len(files):
-        raise ValueError(f"none of the {len(files)} is UTF-8 text; convert them, or choose others by a pattern as path")
-    if skipped:
-        logger.warning("skipped %d of %d files that are not UTF-8 text, first %s", len(skipped), len(files), skipped[0])
+        for document in read_documents(file, builder, text_column):
+            yield {"text": document.text, "fault": document.fault or None}
 
 
 def _rows(builder: str, files: list[Path], cache_dir: str | Path | None) -> "Documents":
@@ -332,43 +442,31 @@ def _rows(builder: str, files: list[Path], cache_dir: str | Path | None) -> "Doc
         return datasets.load_dataset(
             builder, data_files=names, split="train", cache_dir=None if cache_dir is None else str(cache_dir)
         )
-    except (datasets.exceptions.DatasetGenerationError, ValueError) as error:
+    except (datasets.exceptions.DatasetGenerationError, *DAMAGES) as error:
+        if is_of_disk(cause := _first_cause(error)):
+            raise cause from None
         raise ValueError(
             f"the {builder} files at {str(files[0])!r} could not be read as rows with the same columns"
             f" ({error.__cause__ or error}); choose the files to read by a pattern as path"
         ) from error
 
 
-def _streamed_files(files: list[Path], text_column: str) -> Any:
+def _streamed_files(files: list[Path], text_column: str, max_bytes: int) -> Any:
     """As `_documents_in`, read when it is asked for."""
     datasets = _datasets()
-    of_builder: dict[str, list[str]] = {}
-    for file in files:
-        of_builder.setdefault(_row_builder(file), []).append(str(file.resolve()))
-    parts = []
-    for builder, names in sorted(of_builder.items()):
-        if builder == "":
-            # A list is taken for shards: the state of the stream counts files.
-            parts.append(
-                datasets.IterableDataset.from_generator(
-                    _streamed_text_files,
-                    features=datasets.Features({"text": datasets.Value("string")}),
-                    gen_kwargs={"files": names},
-                )
-            )
-        else:
-            escaped = [glob.escape(name) for name in names]
-            rows = datasets.load_dataset(builder, data_files=escaped, split="train", streaming=True)
-            parts.append(_streamed_texts(rows, text_column, f"the {builder} files at {names[0]!r}"))
-    return parts[0] if len(parts) == 1 else datasets.concatenate_datasets(parts)
+    named = sorted((_row_builder(file), str(file.resolve())) for file in files)
+    for builder in dict(named):
+        require_column(next(name for kind, name in named if kind == builder), builder, text_column)
+    # A list is taken for shards: the state of the stream counts files.
+    arguments = {"files": named, "text_column": text_column, "max_bytes": max_bytes}
+    features = _document_features(datasets)
+    return datasets.IterableDataset.from_generator(_stream_one_by_one, features=features, gen_kwargs=arguments)
 
 
-def _streamed_text_files(files: list[str]) -> Iterator[dict[str, str]]:
-    for file in files:
-        try:
-            yield {"text": Path(file).read_text(encoding="utf-8-sig")}
-        except UnicodeDecodeError:
-            logger.warning("skipped %s, which is not UTF-8 text", file)
+def _stream_one_by_one(files: list[tuple[str, str]], text_column: str, max_bytes: int) -> Iterator[dict[str, Any]]:
+    for builder, file in files:
+        for document in read_documents(file, builder, text_column, max_bytes):
+            yield {"text": document.text, "fault": document.fault or None}
 
 
 def _streamed_texts(rows: Any, text_column: str, source: str) -> Any:
@@ -379,6 +477,8 @@ def _streamed_texts(rows: Any, text_column: str, source: str) -> Any:
             f"text_column ({text_column!r}) is not a column of {source}, which has {', '.join(columns) or 'no rows'};"
             " name the column that holds the text, or choose other files by a pattern as path"
         )
+    if rows.features is not None:
+        _require_strings(rows.features[text_column], columns, text_column, source)
     rows = rows.select_columns([text_column])
     return rows if text_column == "text" else rows.rename_column(text_column, "text")
 
@@ -401,18 +501,21 @@ def _named_dataset(name: str, split: str, cache_dir: str | Path | None, *, strea
 
 
 def _text_only(documents: "Documents", text_column: str, source: str) -> "Documents":
-    datasets = _datasets()
     columns = documents.column_names
     if text_column not in columns:
         raise ValueError(
             f"text_column ({text_column!r}) is not a column of {source}, which has {', '.join(columns)};"
             " name the column that holds the text, or choose other files by a pattern as path"
         )
-    feature = documents.features[text_column]
+    _require_strings(documents.features[text_column], columns, text_column, source)
+    documents = documents.select_columns([text_column])
+    return documents if text_column == "text" else documents.rename_column(text_column, "text")
+
+
+def _require_strings(feature: Any, columns: Sequence[str], text_column: str, source: str) -> None:
+    datasets = _datasets()
     if feature not in (datasets.Value("string"), datasets.Value("large_string")):
         raise ValueError(
             f"text_column ({text_column!r}) of {source} holds {feature}, but documents are strings;"
             f" the columns are {', '.join(columns)}"
         )
-    documents = documents.select_columns([text_column])
-    return documents if text_column == "text" else documents.rename_column(text_column, "text")

@@ -29,6 +29,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from lightning_megatron.data.batch_ramp import BatchRamp
 from lightning_megatron.data.chance import random_order
 from lightning_megatron.data.lanes import Lane, Sample
+from lightning_megatron.data.token_parts import BadDocument, encoded
 from lightning_megatron.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -75,6 +76,10 @@ class Dealer:
 
     def __next__(self) -> Dealt:
         return next(self._documents)
+
+    def take_bad(self, fault: str) -> None:
+        """Names a document that turned out to be bad, or refuses it, as the stream does."""
+        self._stream.take_bad(fault)
 
     @property
     def num_passes(self) -> int:
@@ -169,15 +174,19 @@ class StreamReader:
     def _read(self) -> None:
         dealt = [next(self._dealer) for _ in range(max(_NUM_DEALT, self._dealer.num_lanes))]
         own = [one for one in dealt if one.lane in self._lanes and one.number >= self._seen[one.lane]]
-        for one, ids in zip(own, self._tokenizer.encode([one.text for one in own]), strict=True):
+        for one, ids in zip(own, encoded(self._tokenizer, [one.text for one in own]), strict=True):
+            if isinstance(ids, BadDocument):
+                self._dealer.take_bad(f"{ids.why} (it begins with {one.text[:40]!r})")
+                self._num_dropped += 1
+                continue
             is_kept = self._lanes[one.lane].add(np.array([*ids, self._tokenizer.end_of_text], dtype=np.int64))
             self._num_dropped = 0 if is_kept else self._num_dropped + 1
         # As many as in two passes, of a small corpus more: by chance a lane may have long ones alone for a while.
         dealer = self._dealer
         if self._num_dropped >= _MANY_DROPPED and self._num_dropped * dealer.num_passes >= 2 * dealer.number:
             raise ValueError(
-                f"the last {self._num_dropped} documents of the stream gave no sample: they are empty, or longer than a"
-                " row and dropped; raise sequence_length, or set long_documents to 'split'"
+                f"the last {self._num_dropped} documents of the stream gave no sample: they are empty, bad, or longer"
+                " than a row and dropped; raise sequence_length, or set long_documents to 'split'"
             )
 
     def state_dict(self) -> State:
@@ -193,11 +202,11 @@ class StreamReader:
     def load_state_dicts(self, consumed_samples: int, states: Sequence[State]) -> None:
         """Goes on after the samples consumed, from the states of readers that had all lanes together."""
         lanes = {int(name): lane for state in states for name, lane in state["lanes"].items()}
+        require_lanes(states, self._dealer.num_lanes)
         if lanes.keys() != set(range(self._dealer.num_lanes)):
             raise ValueError(
-                f"the state of a stream has the lanes {sorted(lanes)} and this run {self._dealer.num_lanes} lanes, one"
-                " for each sample that batches of all sizes share: go on with the same global batch sizes, and from a"
-                " checkpoint that holds the states of all replicas, as those of MegatronStrategy do"
+                f"the state of a stream has the lanes {sorted(lanes)} of {self._dealer.num_lanes}: go on"
+                " from a checkpoint that holds the states of all replicas, as those of MegatronStrategy do"
             )
         self.consumed_samples = consumed_samples
         dealer = min((state["dealer"] for state in states), key=itemgetter("number"))
@@ -205,6 +214,17 @@ class StreamReader:
         for name, own in self._lanes.items():
             own.load_state_dict(lanes[name]["lane"])
             self._seen[name] = lanes[name]["seen"]
+
+
+def require_lanes(states: Sequence[State], num_lanes: int) -> None:
+    """Raises ValueError unless the texts were dealt to so many lanes where the states were taken."""
+    for state in states:
+        if (found := len(state["dealer"]["characters"])) != num_lanes:
+            raise ValueError(
+                f"the checkpoint's stream was dealt to {found} lanes, and this run has {num_lanes}, one for each sample"
+                " that batches of all sizes share; go on with the same global_batch_size and batch_ramp, or start anew"
+                " from the checkpoint's weights"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,10 +237,15 @@ class StreamStart:
     consumed_samples: int = 0
 
 
-class StreamedBatches(IterableDataset[tuple[list[Sample], State | None]]):
+Part = tuple[list[Sample], State | None] | ValueError
+"""Of a batch the samples of some lanes, and now and then the state before it; or what is wrong with the text."""
+
+
+class StreamedBatches(IterableDataset[Part]):
     """Of each of `num_batches` global batches the samples of some lanes; of every 32nd the state before it too.
 
     Each worker of a loader has its share of the lanes. Workers come in turn, so the parts of a batch follow each other.
+    A ValueError about the text comes as one of them, the last: raised in a worker, it would end in its traceback.
     """
 
     def __init__(
@@ -237,7 +262,13 @@ class StreamedBatches(IterableDataset[tuple[list[Sample], State | None]]):
         self.num_batches = num_batches
         self.start = start
 
-    def __iter__(self) -> Iterator[tuple[list[Sample], State | None]]:
+    def __iter__(self) -> Iterator[Part]:
+        try:
+            yield from self._parts()
+        except ValueError as error:
+            yield error
+
+    def _parts(self) -> Iterator[Part]:
         worker = get_worker_info()
         rank, count = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         first, last = (len(self.lanes) * i // count for i in (rank, rank + 1))

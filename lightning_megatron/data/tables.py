@@ -13,16 +13,20 @@ from lightning_megatron.data.atomic_file import written_whole
 from lightning_megatron.data.packing import Numbers
 
 
-def written_once(path: Path, what: str, form: int, make: Callable[[], Numbers]) -> Numbers:
+def written_once(
+    path: Path, what: str, form: int, make: Callable[[], Numbers], directory: str | Path | None = None
+) -> Numbers:
     """An array that is a function of the file `path` and of what its name says, mapped; made unless it is there.
 
-    `form` numbers the rule that makes it, so that no table of an older rule is read for it. One process calls this
-    first and the others after it; several at once do the work twice and do no harm.
+    It lies in `directory`, or beside the file where that is not given. `form` numbers the rule that makes it, so that
+    no table of an older rule is read for it. One process calls this first and the others after it; several at once do
+    the work twice and do no harm.
     """
     status = path.stat()
-    # A token file that is written anew has other documents.
-    stamp = hashlib.sha256(f"{form} {status.st_size} {status.st_mtime_ns}".encode()).hexdigest()[:8]
-    table = path.with_name(f"{path.stem}.{what}-{stamp}.npy")
+    # A token file that is written anew has other documents; in a directory for several there may be two of one name.
+    place = "" if directory is None else path.resolve()
+    stamp = hashlib.sha256(f"{form} {status.st_size} {status.st_mtime_ns}{place}".encode()).hexdigest()[:8]
+    table = Path(directory or path.parent) / f"{path.stem}.{what}-{stamp}.npy"
     if not table.is_file():
         made = make()
         try:
@@ -30,8 +34,8 @@ def written_once(path: Path, what: str, form: int, make: Callable[[], Numbers]) 
                 np.save(file, made)
         except OSError as error:
             raise ValueError(
-                f"the index of {path} is written beside it, once, and cannot be ({error.strerror}); let a process that"
-                " may write there be first, or give links to the files in a folder of your own"
+                f"the index of {path} is written once, as {table}, and cannot be ({error.strerror}); let a process that"
+                " may write there be first, or give a directory of your own for it (cache_directory of a data module)"
             ) from error
     mapped: Numbers = np.load(table, mmap_mode="r")
     return mapped

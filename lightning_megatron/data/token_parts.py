@@ -8,22 +8,17 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from lightning_megatron.data.atomic_file import written_whole
+from lightning_megatron.data.document_files import MAX_DOCUMENT_BYTES, BadDocuments
 from lightning_megatron.data.megatron_files import megatron_writer, token_dtype
 from lightning_megatron.data.sentences import split_sentences
-from lightning_megatron.data.sources import document_bytes
+from lightning_megatron.data.sources import HeldDocument, held_documents
 from lightning_megatron.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from lightning_megatron.data.sources import Documents
-
-BadDocuments = Literal["skip", "refuse"]
-"""What becomes of documents that cannot be tokenized: left empty and told, or an end of it all."""
-
-MAX_DOCUMENT_BYTES = 10**8
-"""Above it a document is bad: a tokenizer takes some hundred times its size in memory."""
 
 _BATCH_BYTES = 1 << 22
 """Text that is tokenized together."""
@@ -43,7 +38,7 @@ class DocumentForm:
     sentences: bool = False
     # whether each of its sentences is a sequence
     max_document_bytes: int = MAX_DOCUMENT_BYTES
-    # a larger one is bad, and so is one that is not UTF-8, or that the tokenizer refuses
+    # a larger one is bad, and so is one that cannot be read, or that the tokenizer refuses
     bad_documents: BadDocuments = "skip"
 
 
@@ -82,10 +77,21 @@ _NUMBERS = ("num_documents", "num_bytes", "num_tokens", "num_empty", "num_bad")
 
 
 @dataclass(frozen=True)
-class _Bad:
+class BadDocument:
     """A document that is not to be tokenized."""
 
     why: str
+    # to be said behind "document 5"
+
+
+def encoded(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int] | BadDocument]:
+    """The tokens of each text, or that the tokenizer refuses it, and why."""
+    try:
+        return list(tokenizer.encode(texts))
+    except ValueError as error:
+        if len(texts) == 1:
+            return [BadDocument(f"is refused by the tokenizer: {error}")]
+        return [ids for text in texts for ids in encoded(tokenizer, [text])]
 
 
 class PartWriter:
@@ -107,55 +113,57 @@ class PartWriter:
             for batch, num_bytes in self._batches(first, last):
                 counts = Counts(num_documents=len(batch), num_bytes=num_bytes)
                 for number, tokens in enumerate(self._tokenized(batch), start=first + whole.num_documents):
-                    writer.add_document([] if isinstance(tokens, _Bad) else tokens)
-                    if isinstance(tokens, _Bad):
+                    writer.add_document([] if isinstance(tokens, BadDocument) else tokens)
+                    if isinstance(tokens, BadDocument):
                         counts.num_bad += 1
                         counts.bad.append(f"document {number} {tokens.why}")
                     else:
                         counts.num_empty += not tokens
                         counts.num_tokens += sum(map(len, tokens))
                 if counts.bad and self.form.bad_documents == "refuse":
-                    raise ValueError(f"{'; '.join(counts.bad[:_NAMED])}; take such out, or let them be skipped")
+                    raise ValueError(f"{'; '.join(counts.bad[:_NAMED])}; take such out, or skip them (bad_documents)")
                 whole.add(counts)
                 on_batch(counts)
         with written_whole(counts_path(prefix)) as temporary:
             temporary.write_text(json.dumps(asdict(whole)), encoding="utf-8")
 
-    def _batches(self, first: int, last: int) -> Iterator[tuple[list[str | _Bad], int]]:
+    def _batches(self, first: int, last: int) -> Iterator[tuple[list[str | BadDocument], int]]:
         """Documents, and the bytes of those that are not bad."""
-        batch: list[str | _Bad] = []
+        batch: list[str | BadDocument] = []
         num_bytes = 0
-        for held in document_bytes(self.documents, first, last):
+        for held in held_documents(self.documents, first, last):
             text = self._read(held)
             batch.append(text)
-            num_bytes += len(held) if held is not None and isinstance(text, str) else 0
+            num_bytes += len(held.content) if held.content is not None and isinstance(text, str) else 0
             if num_bytes >= _BATCH_BYTES or len(batch) == _BATCH_DOCUMENTS:
                 yield batch, num_bytes
                 batch, num_bytes = [], 0
         if batch:
             yield batch, num_bytes
 
-    def _read(self, held: memoryview | None) -> str | _Bad:
-        if held is None:
+    def _read(self, held: HeldDocument) -> str | BadDocument:
+        if held.fault:
+            return BadDocument(held.fault)
+        if held.content is None:
             return ""
-        if len(held) > self.form.max_document_bytes:
-            return _Bad(f"has {len(held)} bytes, above max_document_bytes ({self.form.max_document_bytes})")
+        if (size := len(held.content)) > self.form.max_document_bytes:
+            return BadDocument(f"has {size} bytes, above max_document_bytes ({self.form.max_document_bytes})")
         try:
-            return str(held, "utf-8")
+            return str(held.content, "utf-8")
         except UnicodeDecodeError as error:
-            return _Bad(f"is not UTF-8 at byte {error.start}")
+            return BadDocument(f"is not UTF-8 at byte {error.start}")
 
-    def _tokenized(self, batch: list[str | _Bad]) -> list[list[list[int]] | _Bad]:
+    def _tokenized(self, batch: list[str | BadDocument]) -> list[list[list[int]] | BadDocument]:
         """The tokens of each document's sequences, those without any left out."""
         texts = [self._sequences(text) if isinstance(text, str) else [] for text in batch]
         try:
             ids = iter(self.tokenizer.encode([text for sequences in texts for text in sequences]))
         except ValueError as error:
             if len(batch) == 1:
-                return [_Bad(f"is refused by the tokenizer: {error}")]
+                return [BadDocument(f"is refused by the tokenizer: {error}")]
             return [tokens for document in batch for tokens in self._tokenized([document])]
         return [
-            text if isinstance(text, _Bad) else self._ended([found for _ in sequences if (found := next(ids))])
+            text if isinstance(text, BadDocument) else self._ended([found for _ in sequences if (found := next(ids))])
             for text, sequences in zip(batch, texts, strict=True)
         ]
 
@@ -180,9 +188,9 @@ def read_counts(prefix: Path) -> Counts:
 
 def usable_texts(documents: "Documents", max_document_bytes: int = MAX_DOCUMENT_BYTES) -> Iterator[str]:
     """The documents that are neither null, nor larger, nor something else than UTF-8: to train a tokenizer on."""
-    for held in document_bytes(documents, 0, len(documents)):
-        if held is not None and len(held) <= max_document_bytes:
+    for held in held_documents(documents, 0, len(documents)):
+        if held.content is not None and len(held.content) <= max_document_bytes:
             try:
-                yield str(held, "utf-8")
+                yield str(held.content, "utf-8")
             except UnicodeDecodeError:
                 continue

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from lightning_megatron.data.atomic_file import written_whole
+from lightning_megatron.data.long_texts import PART_CHARACTERS, is_cuttable, parts_of
 
 if TYPE_CHECKING:
     import tokenizers
@@ -115,7 +116,20 @@ class FastTokenizer(Tokenizer):
         return hashlib.sha256(f"{self.end_of_text} {self.engine.to_str()}".encode()).hexdigest()[:16]
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self.engine.encode_batch_fast(list(texts), add_special_tokens=False)]
+        is_long = [len(text) > PART_CHARACTERS and self._is_cuttable for text in texts]
+        short = iter(self._encode([text for text, long in zip(texts, is_long, strict=True) if not long]))
+        # Part by part, of which each takes as much memory as any other text.
+        return [
+            [i for part in parts_of(text) for i in self._encode([part])[0]] if long else next(short)
+            for text, long in zip(texts, is_long, strict=True)
+        ]
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self.engine.encode_batch_fast(texts, add_special_tokens=False)]
+
+    @cached_property
+    def _is_cuttable(self) -> bool:
+        return is_cuttable(json.loads(self.engine.to_str()))
 
     def encode_spelled(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         encodings = self._spelled_engine.encode_batch(list(texts), add_special_tokens=False)
@@ -156,9 +170,9 @@ class FastTokenizer(Tokenizer):
 
 
 def train_tokenizer(
-    texts: Iterable[str], vocab_size: int, path: str | Path, special_tokens: Sequence[str] = ()
+    texts: Iterable[str | None], vocab_size: int, path: str | Path, special_tokens: Sequence[str] = ()
 ) -> FastTokenizer:
-    """A byte-level tokenizer of at most `vocab_size` ids, learnt from the texts and written to `path`.
+    """A byte-level tokenizer of at most `vocab_size` ids, learnt from the texts that there are and written to `path`.
 
     `special_tokens` are there beside the end of text, and within `vocab_size`. The vocabulary is smaller where the
     texts do not hold that many pairs. Source: Sennrich et al. 2016, section 3.2, over the bytes as in Radford et al.
@@ -180,7 +194,7 @@ def train_tokenizer(
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    engine.train_from_iterator(texts, trainer)
+    engine.train_from_iterator((text for text in texts if text is not None), trainer)
     with written_whole(Path(path)) as temporary:
         temporary.write_text(engine.to_str(), encoding="utf-8")
     return FastTokenizer(engine, END_OF_TEXT)

@@ -9,7 +9,9 @@ from lightning_megatron.lightning_modules.gpt_data import GPTDataModule, Streami
 from lightning_megatron.lightning_modules.llava import LlavaModule
 from lightning_megatron.lightning_modules.llava_data import LlavaDataModule
 from lightning_megatron.lightning_modules.t5 import T5Module
+from lightning_megatron.lightning_modules.t5_chat_data import T5ChatDataModule
 from lightning_megatron.lightning_modules.t5_data import T5DataModule
+from lightning_megatron.lightning_modules.t5_finetune import T5FinetuneModule
 from lightning_megatron.lightning_modules.text_sources import BlendSource
 from lightning_megatron.models.generation import generate
 from lightning_megatron.models.sampling import GenerationConfig
@@ -27,7 +29,9 @@ __all__ = [
     "LlavaDataModule",
     "LlavaModule",
     "StreamingConfig",
+    "T5ChatDataModule",
     "T5DataModule",
+    "T5FinetuneModule",
     "T5Module",
     "generate",
     "generate_t5",

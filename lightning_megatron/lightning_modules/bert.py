@@ -1,6 +1,7 @@
 """`BertModule`: a BERT that pre-trains, validates and fills gaps under any strategy."""
 
 from collections import Counter
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -8,13 +9,16 @@ from torch import Tensor
 from lightning_megatron.data import special_tokens
 from lightning_megatron.data.special_tokens import Role
 from lightning_megatron.lightning_modules.adamw import AdamWConfig
+from lightning_megatron.lightning_modules.batch_faults import require_within
 from lightning_megatron.lightning_modules.loaders import COPY
 from lightning_megatron.lightning_modules.pretrain import Batch, PretrainModule
 from lightning_megatron.lightning_modules.text_data import TextDataModule
+from lightning_megatron.metrics.token_means import TokenMean
 from lightning_megatron.models.bert import BertConfig, BertLogits, BertModel
 from lightning_megatron.models.bert_cost import bert_training_flops
 from lightning_megatron.trainer.loading import rebuilt
 
+_ORDER = "sentence_order_accuracy"
 _ADAMW = AdamWConfig(lr=1e-4, weight_decay=0.01, betas=(0.9, 0.999), epsilon=1e-6)
 
 
@@ -23,7 +27,8 @@ class BertModule(PretrainModule):
 
     A batch holds `tokens`, `labels`, `loss_mask` and `padding_mask`, each [batch, sequence], `token_types` as well, of
     which a model without an embedding of types sees nothing, and `sentence_order_labels` [batch], which a model without
-    a head for them refuses. Losses are those of `BertModel`: of tokens and of order together.
+    a head for them refuses. Losses are those of `BertModel`: of tokens and of order together. Evaluation logs
+    `val_sentence_order_accuracy` besides, the share of the samples whose order is told right, where batches ask for it.
 
     Prediction takes batches of `tokens`, filled up to one length behind their `lengths` [batch], and returns the text
     of each row with the likeliest token at each mask token, without tokens of class and separator: what these are says
@@ -31,6 +36,7 @@ class BertModule(PretrainModule):
     """
 
     model: BertModel | None
+    means: ClassVar[dict[str, type[TokenMean]]] = {**PretrainModule.means, _ORDER: TokenMean}
 
     def __init__(self, config: BertConfig, optimizer: AdamWConfig = _ADAMW) -> None:
         self.config: BertConfig = rebuilt(BertConfig, config)
@@ -61,12 +67,28 @@ class BertModule(PretrainModule):
         return output
 
     def _loss(self, batch: Batch) -> Tensor:
+        self._require_known_kinds(batch)
         optional = ("token_types", "padding_mask", "sentence_order_labels")
         loss = self(
             batch["tokens"], batch["labels"], batch["loss_mask"], **{name: batch.get(name) for name in optional}
         )
         assert isinstance(loss, Tensor), "with labels it is the loss"
         return loss
+
+    def _require_known_kinds(self, batch: Batch) -> None:
+        if (kinds := self.config.num_token_types) and "token_types" in batch:
+            way_out = f"num_token_types ({kinds}) is how many the model tells apart"
+            require_within("token_types", batch["token_types"], kinds, way_out)
+        if "sentence_order_labels" in batch:
+            way_out = "1 says that the two parts of a sample are swapped, 0 that they are not"
+            require_within("sentence_order_labels", batch["sentence_order_labels"], 2, way_out, may_be_none=True)
+
+    def _evaluate(self, stage: Literal["val", "test"], batch: Batch) -> None:
+        super()._evaluate(stage, batch)
+        if self.config.add_binary_head and "sentence_order_labels" in batch:
+            assert self.model is not None
+            tallies = self.model.tallies
+            self._log_mean(stage, _ORDER, tallies["sentence_order_correct"], tallies["sentence_order_samples"])
 
     def predict_step(self, batch: Batch, batch_idx: int) -> list[Tensor]:
         tokens, lengths = batch["tokens"], batch["lengths"]

@@ -20,6 +20,7 @@ from lightning_megatron.data import (
     prepare_corpus,
     special_tokens,
 )
+from lightning_megatron.data.document_files import MAX_DOCUMENT_BYTES, BadDocuments
 from lightning_megatron.data.special_tokens import Role
 from lightning_megatron.lightning_modules.data_module import Samples
 from lightning_megatron.lightning_modules.loaders import Sample, prompt_loader
@@ -44,6 +45,7 @@ class BertDataModule(TextDataModule):
     """
 
     special_tokens: ClassVar[tuple[str, ...]] = ("[CLS]", "[SEP]", "[MASK]", "[PAD]")
+    needed_of_tokenizer: ClassVar[str] = "which of them are [CLS], [SEP], [MASK] and [PAD]"
 
     def __init__(
         self,
@@ -61,9 +63,11 @@ class BertDataModule(TextDataModule):
         longest_run: int = 3,
         short_share: float = 0.1,
         sentence_order: bool = True,
-        validation_fraction: float = 0.02,
+        validation_fraction: float | None = None,
         validation_path: str | None = None,
         document_split: str | None = None,
+        bad_documents: BadDocuments = "skip",
+        max_document_bytes: int = MAX_DOCUMENT_BYTES,
         batch_ramp: BatchRamp | None = None,
         prompts: list[str] | None = None,
         num_workers: int = 0,
@@ -83,6 +87,8 @@ class BertDataModule(TextDataModule):
             validation_fraction=validation_fraction,
             validation_path=validation_path,
             document_split=document_split,
+            bad_documents=bad_documents,
+            max_document_bytes=max_document_bytes,
             batch_ramp=batch_ramp,
             prompts=prompts,
             num_workers=num_workers,
@@ -116,24 +122,29 @@ class BertDataModule(TextDataModule):
         return faults
 
     def _samples(self, documents: Any, tokenizer: Tokenizer) -> Samples:
-        prefix = prepare_corpus(documents, tokenizer, self.cache_directory, has_ends=False, sentences=True)
+        prefix = prepare_corpus(
+            documents,
+            tokenizer,
+            self.cache_directory,
+            has_ends=False,
+            sentences=True,
+            max_document_bytes=self.max_document_bytes,
+            bad_documents=self.bad_documents,
+        )
         return self._spans(MegatronCorpus(prefix), tokenizer)
 
     def _token_samples(self, prefix: Path, documents: tuple[int, int], tokenizer: Tokenizer | None) -> Samples:
-        if tokenizer is None:
-            raise ValueError(f"path ({prefix}) leads to token files; give the tokenizer, which says what [MASK] is")
+        assert tokenizer is not None, "a fault says so"
         return self._spans(MegatronCorpus(prefix, documents), tokenizer)
 
     def _spans(self, corpus: TokenCorpus, tokenizer: Tokenizer) -> Samples:
         roles = special_tokens(tokenizer)
         special = tuple(sorted({*tokenizer.special_ids(), *roles.values()}))
-        spans = BertSpans(
-            corpus,
-            self._sample_config(roles),
-            self._masking(roles, special, tokenizer.vocab_size),
-            WordStarts(tokenizer),
-            seed=self.seed,
-        )
+        masking = self._masking(roles, special, tokenizer.vocab_size)
+        try:
+            spans = BertSpans(corpus, self._sample_config(roles), masking, WordStarts(tokenizer), seed=self.seed)
+        except ValueError as error:
+            raise ValueError(str(error).replace("is_pair", "sentence_order")) from error
         return Samples(dataset=spans, count=len(spans), is_new_each_epoch=True)
 
     def _sample_config(self, roles: dict[Role, int]) -> BertSampleConfig:

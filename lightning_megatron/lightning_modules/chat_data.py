@@ -5,7 +5,7 @@ the seed and the global batch size alone, and a resumed run goes on after the la
 """
 
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch.utils.data import DataLoader
@@ -42,9 +42,12 @@ class ChatDataModule(TextDataModule):
     several samples, up to `sequence_length`, and the batches have `segments` too, which keeps attention within each:
     `global_batch_size` then counts rows.
 
-    Held out are the rows of `validation_path`, or `validation_fraction` of the others where it is not given. `prompts`
-    are what prediction answers: as a user's message where there is a chat template, else as text to go on with.
+    Held out are the rows of `validation_path`, or `validation_fraction` of the others: one is given, and where neither
+    is, 0.05 of the rows are held out. `prompts` are what prediction answers: as a user's message where there is a chat
+    template, else as text to go on with.
     """
+
+    default_fraction: ClassVar[float] = 0.05
 
     def __init__(
         self,
@@ -56,7 +59,7 @@ class ChatDataModule(TextDataModule):
         dataset: str | None = None,
         split: str = "train",
         validation_path: str | None = None,
-        validation_fraction: float = 0.05,
+        validation_fraction: float | None = None,
         pad_to_multiple: int = 8,
         packing: ChatPacking = "none",
         prompts: list[str] | None = None,
@@ -111,14 +114,19 @@ class ChatDataModule(TextDataModule):
         self.template = load_chat_template(str(self.tokenizer_path))
         if self._only_predicts:
             return None, None
-        rows = load_rows(path=self.path, dataset=self.dataset, split=self.split, cache_dir=self._documents_cache)
+        rows, held_out = self._rows_and_held_out()
+        return self._samples(rows, self.tokenizer), None if held_out is None else self._samples(
+            held_out, self.tokenizer
+        )
+
+    def _rows_and_held_out(self) -> tuple[Any, Any]:
+        cache = self._documents_cache
+        # A named dataset may lie in the cache of `datasets` already.
+        own = cache if self.dataset is None else None
+        rows = load_rows(path=self.path, dataset=self.dataset, split=self.split, cache_dir=own)
         if self.validation_path is not None:
-            held_out = load_rows(path=self.validation_path, cache_dir=self._documents_cache)
-        elif self.validation_fraction > 0:
-            rows, held_out = split_documents(rows, self.validation_fraction)
-        else:
-            return self._samples(rows, self.tokenizer), None
-        return self._samples(rows, self.tokenizer), self._samples(held_out, self.tokenizer)
+            return rows, load_rows(path=self.validation_path, cache_dir=cache)
+        return split_documents(rows, self._held_out_fraction) if self._held_out_fraction > 0 else (rows, None)
 
     def _samples(self, documents: Any, tokenizer: Tokenizer) -> Samples:
         path = prepare_chats(
@@ -142,8 +150,13 @@ class ChatDataModule(TextDataModule):
         if self.template is None:
             return super().predict_dataloader()
         assert self.tokenizer is not None, "setup comes first; Trainer calls it"
+        ids = [torch.tensor(ids) for ids, _ in self.tokenizer.encode_spelled(self._prompt_texts())]
+        return prompt_loader(ids, self.global_batch_size, self._replica)
+
+    def _prompt_texts(self) -> list[str]:
+        """What the model is given of each prompt."""
+        if self.template is None:
+            return self.prompts
         with told_as_fault():
             asked = [[{"role": "user", "content": prompt}] for prompt in self.prompts]
-            texts = [self.template.render(messages, opens_answer=True) for messages in asked]
-        ids = [torch.tensor(ids) for ids, _ in self.tokenizer.encode_spelled(texts)]
-        return prompt_loader(ids, self.global_batch_size, self._replica)
+            return [self.template.render(messages, opens_answer=True) for messages in asked]

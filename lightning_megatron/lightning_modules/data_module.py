@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader, Dataset, Subset
@@ -99,6 +100,8 @@ class ReplicaDataModule(L.LightningDataModule):
         self._training: Samples | None = None
         self._held_out: Samples | None = None
         self._loader: ReplicaLoader | StreamLoader | None = None
+        self._failure: Exception | None = None
+        # of preparing, on the process that did
         self._resumed: dict[str, Any] | None = None
         # a checkpoint's state, until the loader that it is for exists
 
@@ -134,11 +137,14 @@ class ReplicaDataModule(L.LightningDataModule):
     def prepare_data(self) -> None:
         try:
             self._prepare_checked()
-        except ConfigurationError:
-            # Only some processes come here, and the others wait for them: `setup` meets the same fault on every one.
-            return
+        except Exception as error:
+            if not _has_others():
+                raise
+            # Only some processes come here, and the others wait for them: all end together, in `setup`.
+            self._failure = error
 
     def setup(self, stage: str) -> None:
+        self._end_together()
         self._training, self._held_out = self._prepare_checked()
         for what, samples in (("training", self._training), ("validation", self._held_out)):
             if samples is not None and samples.told:
@@ -153,6 +159,21 @@ class ReplicaDataModule(L.LightningDataModule):
             raise ConfigurationError(faults)
         with told_as_fault():
             return self._prepare()
+
+    def _end_together(self) -> None:
+        """Raises on all processes what went wrong where the data was prepared. Collective over all of them."""
+        if not _has_others():
+            return
+        own, self._failure = self._failure, None
+        told: list[_Told | None] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(told, None if own is None else _told(own))
+        failures = {rank: failure for rank, failure in enumerate(told) if failure is not None}
+        if faults := [fault for failure in failures.values() for fault in failure[0]]:
+            raise ConfigurationError(list(dict.fromkeys(faults))) from own
+        if own is not None:
+            raise own
+        for rank, (_, text) in failures.items():
+            raise RuntimeError(f"rank {rank} could not prepare the data: {text}")
 
     @property
     def _only_predicts(self) -> bool:
@@ -247,6 +268,20 @@ class ReplicaDataModule(L.LightningDataModule):
             self._resumed = state_dict
         else:
             self._loader.load_state_dict(state_dict)
+
+
+_Told = tuple[list[str], str]
+"""The faults of a configuration, none of another error; and what the error is."""
+
+
+def _told(error: Exception) -> _Told:
+    faults = error.faults if isinstance(error, ConfigurationError) else []
+    return faults, f"{type(error).__name__}: {error}"
+
+
+def _has_others() -> bool:
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 @contextmanager

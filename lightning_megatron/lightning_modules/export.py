@@ -10,6 +10,7 @@ from lightning_megatron import hf
 from lightning_megatron.hf.families import family_of_config
 from lightning_megatron.hf.shards import has_tokenizer
 from lightning_megatron.lightning_modules.finetune import FinetuneModule
+from lightning_megatron.lightning_modules.t5_finetune import T5FinetuneModule
 from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.transformer.lora import merged_lora
 
@@ -33,11 +34,12 @@ class ExportPretrained(L.Callback):
         if self.path is None or trainer.state.fn != TrainerFn.FITTING:
             return []
         faults, module = [], trainer.lightning_module
-        if not isinstance(module, FinetuneModule):
+        if not isinstance(module, FinetuneModule | T5FinetuneModule):
             faults.append(
-                f"ExportPretrained writes a FinetuneModule, and this is a {type(module).__name__}; leave it out"
+                "ExportPretrained writes a FinetuneModule or a T5FinetuneModule, and this is a"
+                f" {type(module).__name__}; leave it out"
             )
-        elif module.upcycle is not None:
+        elif _is_upcycled(module):
             try:
                 family_of_config(module.config, None)
             except ValueError as error:
@@ -48,7 +50,7 @@ class ExportPretrained(L.Callback):
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         # The strategy has put whole weights, and not main weights in parts, in place by now.
-        if self.path is None or not isinstance(pl_module, FinetuneModule):
+        if self.path is None or not isinstance(pl_module, FinetuneModule | T5FinetuneModule):
             return
         assert pl_module.model is not None
         tokenizer = pl_module.path if has_tokenizer(Path(pl_module.path)) else None
@@ -56,8 +58,12 @@ class ExportPretrained(L.Callback):
             hf.save_pretrained(pl_module.model, self.path, family=_family(pl_module), tokenizer_from=tokenizer)
 
 
-def _family(module: FinetuneModule) -> str | None:
+def _is_upcycled(module: FinetuneModule | T5FinetuneModule) -> bool:
+    return isinstance(module, FinetuneModule) and module.upcycle is not None
+
+
+def _family(module: FinetuneModule | T5FinetuneModule) -> str | None:
     """The kind of the model that was trained: one architecture may be that of several, if it has no experts."""
-    if module.upcycle is not None:
+    if _is_upcycled(module):
         return None
     return str(json.loads(Path(module.path, "config.json").read_text(encoding="utf-8"))["model_type"])

@@ -16,6 +16,7 @@ from lightning_megatron.data import (
     load_tokenizer,
     prepare_corpus,
 )
+from lightning_megatron.data.document_files import MAX_DOCUMENT_BYTES, BadDocuments
 from lightning_megatron.data.lanes import Lane, RowLane, StretchLane
 from lightning_megatron.data.sources import TextStream
 from lightning_megatron.data.stream_options import StreamOptions, StreamSamples
@@ -80,9 +81,11 @@ class GPTDataModule(TextDataModule):
         separates_documents: bool = False,
         masks_end_of_text: bool = False,
         fill_in_the_middle: FillInTheMiddle | None = None,
-        validation_fraction: float = 0.02,
+        validation_fraction: float | None = None,
         validation_path: str | None = None,
         document_split: str | None = None,
+        bad_documents: BadDocuments = "skip",
+        max_document_bytes: int = MAX_DOCUMENT_BYTES,
         batch_ramp: BatchRamp | None = None,
         prompts: list[str] | None = None,
         num_workers: int = 0,
@@ -108,6 +111,8 @@ class GPTDataModule(TextDataModule):
             validation_fraction=validation_fraction,
             validation_path=validation_path,
             document_split=document_split,
+            bad_documents=bad_documents,
+            max_document_bytes=max_document_bytes,
             batch_ramp=batch_ramp,
             prompts=prompts,
             num_workers=num_workers,
@@ -169,6 +174,11 @@ class GPTDataModule(TextDataModule):
             faults.append("streaming reads no text before training that a tokenizer could learn from; give one")
         if self.document_split is not None:
             faults.append("document_split counts documents, which a stream does not; use validation_path, or leave it")
+        if self.validation_fraction:
+            faults.append(
+                f"validation_fraction ({self.validation_fraction}) counts documents, which a stream does not; use"
+                " validation_path, or leave it"
+            )
         if self.packing == "documents" and self.long_documents == "refuse":
             faults.append("long_documents='refuse' must see all documents first; use 'split' or 'drop' with streaming")
         return faults
@@ -185,16 +195,39 @@ class GPTDataModule(TextDataModule):
         self.tokenizer = load_tokenizer(str(self.tokenizer_path))
         if self._only_predicts:
             return None, None
-        # A first look, so that a missing dataset or column is told before training.
-        TextStream(path=self.path, dataset=self.dataset, text_column=self.text_column)
+        # A first look, so that a missing dataset or column, and what is no text, is told before training.
+        TextStream(**self._stream_source, is_telling=False).require_text()
         return None, None if self.validation_path is None else self._validation()
 
+    @property
+    def _stream_source(self) -> dict[str, Any]:
+        return {
+            "path": self.path,
+            "dataset": self.dataset,
+            "text_column": self.text_column,
+            "bad_documents": self.bad_documents,
+            "max_document_bytes": self.max_document_bytes,
+        }
+
     def _samples(self, documents: Any, tokenizer: Tokenizer) -> Samples:
-        return self._token_samples(prepare_corpus(documents, tokenizer, self.cache_directory), None, tokenizer)
+        prefix = prepare_corpus(
+            documents,
+            tokenizer,
+            self.cache_directory,
+            max_document_bytes=self.max_document_bytes,
+            bad_documents=self.bad_documents,
+        )
+        return self._token_samples(prefix, None, tokenizer)
 
     def _token_samples(self, prefix: Path, documents: tuple[int, int] | None, tokenizer: Tokenizer | None) -> Samples:
         if self.packing == "stream":
-            stretches = GPTSamples(prefix, self.sequence_length, seed=self.seed, documents=documents)
+            stretches = GPTSamples(
+                prefix,
+                self.sequence_length,
+                seed=self.seed,
+                documents=documents,
+                index_directory=self.cache_directory,
+            )
             return Samples(dataset=StreamSamples(stretches, self._options(tokenizer)), count=len(stretches))
         assert tokenizer is not None, "a fault says so"
         rows = PackedDocuments(
@@ -204,6 +237,7 @@ class GPTDataModule(TextDataModule):
             seed=self.seed,
             long_documents=self.long_documents,
             documents=documents,
+            index_directory=self.cache_directory,
         )
         return Samples(dataset=rows, count=len(rows), told=str(rows))
 
@@ -225,9 +259,7 @@ class GPTDataModule(TextDataModule):
         assert self.tokenizer is not None, "setup comes first; Trainer calls it"
         make_reader = partial(
             _reader,
-            path=self.path,
-            dataset=self.dataset,
-            text_column=self.text_column,
+            source=self._stream_source,
             tokenizer=self.tokenizer,
             make_lane=self._make_lane(self.tokenizer),
             ramp=self._ramp,
@@ -272,9 +304,7 @@ class GPTDataModule(TextDataModule):
 def _reader(
     lanes: Sequence[int],
     *,
-    path: str | None,
-    dataset: str | None,
-    text_column: str,
+    source: dict[str, Any],
     tokenizer: Tokenizer,
     make_lane: Callable[[], Lane],
     ramp: BatchRamp,
@@ -282,6 +312,7 @@ def _reader(
     seed: int,
 ) -> StreamReader:
     """A reader in a process of its own: all that it is made of can be sent there."""
-    stream = TextStream(path=path, dataset=dataset, text_column=text_column)
+    # All readers meet the same documents: one names the bad ones.
+    stream = TextStream(**source, is_telling=lanes[0] == 0)
     dealer = Dealer(stream, num_lanes=ramp.unit, window=window, seed=seed)
     return StreamReader(dealer, tokenizer, make_lane, lanes, ramp)

@@ -1,6 +1,7 @@
 """`LlavaDataModule`: conversations with images, for training a LLaVA on what is to be answered."""
 
 import hashlib
+from collections.abc import Iterator
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -20,6 +21,7 @@ from lightning_megatron.data import (
     image_template,
     load_image,
     load_rows,
+    load_tokenizer,
     prepare_image_chats,
     split_documents,
 )
@@ -28,7 +30,7 @@ from lightning_megatron.data.image_samples import Unreadable
 from lightning_megatron.data.images import ImageFit
 from lightning_megatron.data.rows import NO_LABEL, NO_SEGMENT
 from lightning_megatron.data.shapes import draw_shapes
-from lightning_megatron.data.sources import corpus_fingerprint, files_of
+from lightning_megatron.data.sources import corpus_fingerprint, files_of, plain_rows
 from lightning_megatron.lightning_modules.data_module import Samples, told_as_fault
 from lightning_megatron.lightning_modules.loaders import Collate, Sample, collate_images, prompt_loader
 from lightning_megatron.lightning_modules.text_data import TextDataModule
@@ -46,11 +48,11 @@ class LlavaDataModule(TextDataModule):
     any number for each row; s is the longest sample of the batch rounded up to `pad_to_multiple`.
 
     Rows come from `path` (a .json, .jsonl or .parquet table as a file, a directory or a pattern) or `dataset`; of what
-    form they are is said in `data.image_chats`. Images are files in `image_folder`, beside the table where it is not
-    given. Where no source is given, pictures of coloured shapes are drawn. `image_fit` says how an image becomes a
-    square of `image_size` pixels, which takes an image token for each of its patches, and one for the class token where
-    `keeps_class_token`. Of an image that cannot be read the row is left out ("skip"; how many is told), or it is a
-    fault ("refuse").
+    form they are is said in `data.image_chats`. Images lie in the table, or are files in `image_folder`, beside the
+    table where it is not given. Where no source is given, pictures of coloured shapes are drawn. `image_fit` says how
+    an image becomes a square of `image_size` pixels, which takes an image token for each of its patches, and one for
+    the class token where `keeps_class_token`. Of an image that cannot be read the row is left out ("skip"; how many is
+    told), or it is a fault ("refuse").
 
     Only what is to be answered has labels. A sample has at most `sequence_length` tokens, and no part of an image. With
     `packing` a row of a batch holds several samples, up to `sequence_length`, and the batches have `segments` too.
@@ -82,7 +84,7 @@ class LlavaDataModule(TextDataModule):
         template: TemplateName = "vicuna",
         packing: ImagePacking = "none",
         validation_path: str | None = None,
-        validation_fraction: float = 0.02,
+        validation_fraction: float | None = None,
         pad_to_multiple: int = 8,
         prompts: list[str] | None = None,
         prompt_images: list[list[str]] | None = None,
@@ -98,6 +100,7 @@ class LlavaDataModule(TextDataModule):
             dataset=dataset,
             tokenizer=tokenizer,
             validation_fraction=validation_fraction,
+            validation_path=validation_path,
             prompts=prompts,
             num_workers=num_workers,
             seed=seed,
@@ -112,7 +115,6 @@ class LlavaDataModule(TextDataModule):
         self.unreadable_images = unreadable_images
         self.template_name = template
         self.packing = packing
-        self.validation_path = validation_path
         self.pad_to_multiple = pad_to_multiple
         self.prompt_images = prompt_images or []
         self.template: ChatTemplate | None = None
@@ -150,15 +152,8 @@ class LlavaDataModule(TextDataModule):
                 f"prompt_images ({len(self.prompt_images)}) must have the images of each of the {len(self.prompts)} "
                 "prompts: a list of names for each, empty where it has none"
             )
-        if self.dataset is not None and self.image_folder is None:
-            faults.append(f"dataset ({self.dataset!r}) does not say where its images are; give image_folder")
         if self.image_folder is not None and not Path(self.image_folder).is_dir():
             faults.append(f"image_folder ({self.image_folder!r}) is no directory")
-        try:
-            if self.validation_path is not None:
-                files_of(self.validation_path)
-        except ValueError as error:
-            faults.append(f"validation_path: {error}")
         try:
             ImageConfig(size=self.image_size, fit=self.image_fit)
         except ValueError as error:
@@ -173,7 +168,12 @@ class LlavaDataModule(TextDataModule):
 
     def _prepare(self) -> tuple[Samples | None, Samples | None]:
         rows: Any = None if self._only_predicts and self.tokenizer_path is not None else self._rows()
-        own = self._tokenizer_for(self._texts(rows) if self.tokenizer_path is None else rows)
+        if self.tokenizer_path is not None:
+            own = load_tokenizer(self.tokenizer_path)
+        else:
+            written = f"{corpus_fingerprint(rows)} {self.template_name}"
+            name = hashlib.sha256(written.encode()).hexdigest()[:16]
+            own = self._tokenizer_for(name, _texts(rows, self.template_name))
         self.tokenizer = tokenizer = own.with_special_token(IMAGE)
         if (found := tokenizer.token_id(IMAGE)) != self.image_token:
             raise ConfigurationError(
@@ -187,8 +187,8 @@ class LlavaDataModule(TextDataModule):
             return None, None
         if self.validation_path is not None:
             held_out = load_rows(path=self.validation_path, cache_dir=self._documents_cache)
-        elif self.validation_fraction > 0:
-            rows, held_out = split_documents(rows, self.validation_fraction)
+        elif self._held_out_fraction > 0:
+            rows, held_out = split_documents(rows, self._held_out_fraction)
         else:
             return self._samples(rows, tokenizer), None
         return self._samples(rows, tokenizer), self._samples_in(self._held_out_images, held_out, tokenizer)
@@ -197,32 +197,25 @@ class LlavaDataModule(TextDataModule):
         if self.path is None and self.dataset is None:
             draw_shapes(self._drawn, _NUM_DRAWN)
             return load_rows(path=self._drawn, cache_dir=self._documents_cache)
-        return load_rows(path=self.path, dataset=self.dataset, split=self.split, cache_dir=self._documents_cache)
-
-    def _texts(self, rows: Any) -> Any:
-        """What a tokenizer is to learn from: the rows as they are written, without images."""
-        own = hashlib.sha256(f"{corpus_fingerprint(rows)} {self.template_name}".encode()).hexdigest()[:16]
-        return rows.map(
-            _text_of_row,
-            fn_kwargs={"template": self.template_name},
-            remove_columns=rows.column_names,
-            # That of `datasets` depends on this code.
-            new_fingerprint=own,
-        )
+        # A named dataset may lie in the cache of `datasets` already.
+        cache = self._documents_cache if self.dataset is None else None
+        return load_rows(path=self.path, dataset=self.dataset, split=self.split, cache_dir=cache)
 
     @property
     def _drawn(self) -> Path:
         return self.cache_directory / f"shapes-{_NUM_DRAWN}"
 
     @property
-    def _images(self) -> Path:
-        """The folder that names of images start from."""
+    def _images(self) -> Path | None:
+        """The folder that names of images start from; none is known of a dataset."""
         if self.image_folder is not None:
             return Path(self.image_folder)
+        if self.dataset is not None:
+            return None
         return self._drawn if self.path is None else files_of(self.path)[0].parent
 
     @property
-    def _held_out_images(self) -> Path:
+    def _held_out_images(self) -> Path | None:
         """The same for what is held out: names in a table of its own start beside it."""
         if self.validation_path is None or self.image_folder is not None:
             return self._images
@@ -231,7 +224,7 @@ class LlavaDataModule(TextDataModule):
     def _samples(self, documents: Any, tokenizer: Tokenizer) -> Samples:
         return self._samples_in(self._images, documents, tokenizer)
 
-    def _samples_in(self, folder: Path, documents: Any, tokenizer: Tokenizer) -> Samples:
+    def _samples_in(self, folder: Path | None, documents: Any, tokenizer: Tokenizer) -> Samples:
         """Samples of rows whose images are in a folder."""
         assert self.template is not None
         path = prepare_image_chats(
@@ -244,7 +237,7 @@ class LlavaDataModule(TextDataModule):
             unreadable=self.unreadable_images,
             directory=self.cache_directory,
         )
-        samples = ImageSamples(path, folder, self._image_config, self.unreadable_images)
+        samples = ImageSamples(path, documents, folder, self._image_config, self.unreadable_images)
         if self.packing == "none":
             return Samples(dataset=samples, count=len(samples), told=str(samples.kept))
         rows = PackedImageSamples(samples, self.sequence_length, end_of_text=tokenizer.end_of_text, seed=self.seed)
@@ -282,9 +275,11 @@ class LlavaDataModule(TextDataModule):
         return "".join(pieces)
 
 
-def _text_of_row(row: dict[str, Any], template: TemplateName) -> dict[str, str]:
-    text = built_in_template(template, "").render(conversation_of(row).messages)
-    return {"text": text.replace(IMAGE, "")}
+def _texts(rows: Any, template: TemplateName) -> Iterator[str]:
+    """What a tokenizer is to learn from: the rows as they are written, without images."""
+    writing = built_in_template(template, "")
+    for row in plain_rows(rows):
+        yield writing.render(conversation_of(row).messages).replace(IMAGE, "")
 
 
 def _asked(prompt: str, images: list[str]) -> Conversation:
@@ -292,4 +287,4 @@ def _asked(prompt: str, images: list[str]) -> Conversation:
         prompt = f"{IMAGE}\n" * len(images) + prompt
     elif (found := prompt.count(IMAGE)) != len(images):
         raise ValueError(f"the prompt {prompt!r} has {found} {IMAGE}, and {len(images)} prompt_images")
-    return Conversation(messages=[{"role": "user", "content": prompt}], images=images)
+    return Conversation(messages=[{"role": "user", "content": prompt}], images=list(images))

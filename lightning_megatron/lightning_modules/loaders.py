@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_megatron.data import BatchRamp, EndlessSampler, EpochSampler, GlobalBatchSampler, collate_tokens
 from lightning_megatron.pipeline.ragged import Ragged
+from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.trainer.replica import Replica
 
 Sample = dict[str, Tensor]
@@ -47,6 +48,17 @@ class ReplicaLoader(DataLoader[Sample]):
         return self.sampler.state_dict() if isinstance(self.sampler, GlobalBatchSampler) else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "states" in state:
+            raise ConfigurationError(
+                [
+                    "the checkpoint is of a run whose text streamed, and its place in the stream is none in samples"
+                    " that have an order of their own; resume it with streaming, or start anew from the checkpoint's"
+                    " weights"
+                ]
+            )
+        self._go_on_after(state)
+
+    def _go_on_after(self, state: dict[str, Any]) -> None:
         if isinstance(self.sampler, GlobalBatchSampler):
             self.sampler.load_state_dict(state)
 
@@ -67,7 +79,7 @@ class EndlessLoader(ReplicaLoader):
     def state_dict(self) -> dict[str, Any]:
         return {"consumed_samples": self._endless.consumed_samples}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def _go_on_after(self, state: dict[str, Any]) -> None:
         self._endless.consumed_samples = int(state["consumed_samples"])
 
 

@@ -1,7 +1,7 @@
 """`PretrainModule`: what the ready LightningModules share."""
 
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import lightning as L
 from torch import Tensor, nn
@@ -12,7 +12,6 @@ from lightning_megatron.pipeline.module import PipelineModule
 from lightning_megatron.trainer.loading import rebuilt
 
 Batch = dict[str, Any]
-_MEANS = {"loss": TokenMean, "perplexity": Perplexity, "accuracy": TokenMean}
 
 
 class PretrainModule(L.LightningModule):
@@ -26,6 +25,9 @@ class PretrainModule(L.LightningModule):
     `batch_flops`).
     """
 
+    means: ClassVar[dict[str, type[TokenMean]]] = {"loss": TokenMean, "perplexity": Perplexity, "accuracy": TokenMean}
+    # what evaluation logs
+
     def __init__(self, optimizer: AdamWConfig, **settings: Any) -> None:
         """`settings` are the subclass's other configurations, dataclasses all, which its checkpoints hold too."""
         super().__init__()
@@ -37,7 +39,7 @@ class PretrainModule(L.LightningModule):
         self.model: Any = None
         # there from `configure_model` on
         self._means = nn.ModuleDict(
-            {f"{stage}_{name}": kind() for stage in ("val", "test") for name, kind in _MEANS.items()}
+            {f"{stage}_{name}": kind() for stage in ("val", "test") for name, kind in self.means.items()}
         )
 
     def _build(self) -> PipelineModule:
@@ -67,16 +69,16 @@ class PretrainModule(L.LightningModule):
         loss = self._loss(batch)
         assert self.model is not None and self.model.loss_weight is not None
         weight, tallies = self.model.loss_weight, self.model.tallies
-        totals = {
-            "loss": loss * weight,
-            "perplexity": tallies["negative_log_likelihood"],
-            "accuracy": tallies["correct"],
-        }
-        for name, total in totals.items():
-            mean = self._means[f"{stage}_{name}"]
-            assert isinstance(mean, TokenMean)
-            mean.update(total, weight)
-            self.log(f"{stage}_{name}", mean, prog_bar=name == "loss")
+        self._log_mean(stage, "loss", loss * weight, weight)
+        self._log_mean(stage, "perplexity", tallies["negative_log_likelihood"], weight)
+        self._log_mean(stage, "accuracy", tallies["correct"], weight)
+
+    def _log_mean(self, stage: Literal["val", "test"], name: str, total: Tensor, weight: Tensor) -> None:
+        """Takes a batch's sum and weight in, and logs the mean over all batches."""
+        mean = self._means[f"{stage}_{name}"]
+        assert isinstance(mean, TokenMean)
+        mean.update(total, weight)
+        self.log(f"{stage}_{name}", mean, prog_bar=name == "loss")
 
     def configure_optimizers(self) -> Any:
         return adamw_with_warmup(self, self.optimizer)

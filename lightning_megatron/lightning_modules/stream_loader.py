@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron.data.batch_ramp import BatchRamp
 from lightning_megatron.data.collate import collate_tokens
-from lightning_megatron.data.streaming import StreamedBatches, StreamReader, StreamStart
+from lightning_megatron.data.streaming import Part, StreamedBatches, StreamReader, StreamStart, require_lanes
 from lightning_megatron.lightning_modules.loaders import Sample
 from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.trainer.replica import Replica
@@ -57,7 +57,7 @@ class StreamLoader:
         )
         parts = iter(loader)
         for _ in range(self._num_batches):
-            found = [next(parts) for _ in range(max(self._num_workers, 1))]
+            found = [_sound(next(parts)) for _ in range(max(self._num_workers, 1))]
             states = tuple(state for _, state in found if state is not None)
             consumed = self._start.consumed_samples
             self._start = StreamStart(
@@ -77,6 +77,10 @@ class StreamLoader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         _require_of_stream(state)
+        try:
+            require_lanes(state["states"], self._ramp.unit)
+        except ValueError as error:
+            raise ConfigurationError([str(error)]) from error
         self._start = StreamStart(
             state_samples=state["state_samples"],
             states=tuple(state["states"]),
@@ -92,11 +96,17 @@ class StreamLoader:
         return {**states[0], "states": list(of_lanes.values())}
 
 
+def _sound(part: Part) -> tuple[list[Sample], Any]:
+    if isinstance(part, ValueError):
+        raise ConfigurationError([str(part)])
+    return part
+
+
 def _require_of_stream(state: Mapping[str, Any]) -> None:
     if "states" not in state:
         raise ConfigurationError(
             [
                 "the checkpoint is of a run whose text did not stream, and has no place in a stream; resume it without"
-                " streaming, or start anew from its weights"
+                " streaming, or start anew from the checkpoint's weights"
             ]
         )

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lightning_megatron.context.documents import NO_DOCUMENT
 from lightning_megatron.lightning_modules.adamw import AdamWConfig
+from lightning_megatron.lightning_modules.batch_faults import require_no_gap
 from lightning_megatron.lightning_modules.pretrain import Batch
 from lightning_megatron.lightning_modules.writing import WritingModule
 from lightning_megatron.models.sampling import GenerationConfig
@@ -59,6 +60,8 @@ class T5Module(WritingModule):
 
     def _loss(self, batch: Batch) -> Tensor:
         bounds = {name: batch[name] for name in _BOUNDS if name in batch}
+        if "encoder_padding_mask" in bounds:
+            require_no_gap("encoder_padding_mask", bounds["encoder_padding_mask"])
         loss: Tensor = self(*(batch[name] for name in _INPUTS), **bounds)
         return loss
 

@@ -1,5 +1,6 @@
 """`T5DataModule`: pieces of text with spans taken out, which a T5 is to tell."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,11 +19,14 @@ from lightning_megatron.data import (
     sentinels,
     special_tokens,
 )
+from lightning_megatron.data.document_files import MAX_DOCUMENT_BYTES, BadDocuments
 from lightning_megatron.data.special_tokens import SENTINEL
 from lightning_megatron.lightning_modules.data_module import Samples
 from lightning_megatron.lightning_modules.loaders import Sample, prompt_loader
 from lightning_megatron.lightning_modules.text_data import TextDataModule
 from lightning_megatron.lightning_modules.text_sources import BlendSource
+from lightning_megatron.trainer.config import ConfigurationError
+from lightning_megatron.trainer.replica import Replica
 
 _PADDING = "<pad>"
 
@@ -42,6 +46,7 @@ class T5DataModule(TextDataModule):
     """
 
     special_tokens: ClassVar[tuple[str, ...]] = (_PADDING, *(SENTINEL.format(i) for i in range(100)))
+    needed_of_tokenizer: ClassVar[str] = "which of them are padding and sentinels"
 
     def __init__(
         self,
@@ -59,9 +64,11 @@ class T5DataModule(TextDataModule):
         share: float = 0.15,
         stop_chance: float = 0.2,
         longest_span: int = 10,
-        validation_fraction: float = 0.02,
+        validation_fraction: float | None = None,
         validation_path: str | None = None,
         document_split: str | None = None,
+        bad_documents: BadDocuments = "skip",
+        max_document_bytes: int = MAX_DOCUMENT_BYTES,
         batch_ramp: BatchRamp | None = None,
         prompts: list[str] | None = None,
         num_workers: int = 0,
@@ -81,6 +88,8 @@ class T5DataModule(TextDataModule):
             validation_fraction=validation_fraction,
             validation_path=validation_path,
             document_split=document_split,
+            bad_documents=bad_documents,
+            max_document_bytes=max_document_bytes,
             batch_ramp=batch_ramp,
             prompts=prompts,
             num_workers=num_workers,
@@ -120,7 +129,7 @@ class T5DataModule(TextDataModule):
         if faults or self.tokenizer_path is None:
             return faults
         tokenizer = load_tokenizer(self.tokenizer_path)
-        for look in (_padding_of, sentinels):
+        for look in (padding_of, sentinels):
             try:
                 look(tokenizer)
             except ValueError as error:
@@ -129,30 +138,67 @@ class T5DataModule(TextDataModule):
 
     def _samples(self, documents: Any, tokenizer: Tokenizer) -> Samples:
         # Both texts of a sample have an end of their own.
-        prefix = prepare_corpus(documents, tokenizer, self.cache_directory, has_ends=False)
+        prefix = prepare_corpus(
+            documents,
+            tokenizer,
+            self.cache_directory,
+            has_ends=False,
+            max_document_bytes=self.max_document_bytes,
+            bad_documents=self.bad_documents,
+        )
         return self._pieces(MegatronCorpus(prefix), tokenizer)
 
     def _token_samples(self, prefix: Path, documents: tuple[int, int], tokenizer: Tokenizer | None) -> Samples:
-        if tokenizer is None:
-            raise ValueError(
-                f"path ({prefix}) leads to token files; give the tokenizer, which says what the sentinels are"
-            )
+        assert tokenizer is not None, "a fault says so"
         return self._pieces(MegatronCorpus(prefix, documents), tokenizer)
 
     def _pieces(self, corpus: TokenCorpus, tokenizer: Tokenizer) -> Samples:
-        corruption = self._corruption(sentinels(tokenizer), padding=_padding_of(tokenizer), end=tokenizer.end_of_text)
+        corruption = self._corruption(sentinels(tokenizer), padding=padding_of(tokenizer), end=tokenizer.end_of_text)
         pieces = T5Pieces(corpus, corruption, seed=self.seed)
         return Samples(dataset=pieces, count=len(pieces), is_new_each_epoch=True)
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        if stage == "predict":
+            self._prompt_ids()
 
     def predict_dataloader(self) -> DataLoader[Sample]:
         """What the encoder reads, with its end, and `decoder_tokens` [batch, 1] that start each answer."""
         assert self.tokenizer is not None, "setup comes first; Trainer calls it"
-        spelled = self.tokenizer.encode_spelled(self.prompts)
-        read = [torch.tensor([*ids, self.tokenizer.end_of_text]) for ids, _ in spelled]
-        start = {"decoder_tokens": torch.tensor([_padding_of(self.tokenizer)])}
-        return prompt_loader(read, self.global_batch_size, self._replica, [start] * len(read))
+        return answer_loader(self._prompt_ids(), self.tokenizer, self.global_batch_size, self._replica)
+
+    def _prompt_ids(self) -> list[list[int]]:
+        assert self.tokenizer is not None, "setup comes first; Trainer calls it"
+        return ids_to_answer(self.prompts, self.prompts, self.tokenizer, self.sequence_length)
 
 
-def _padding_of(tokenizer: Tokenizer) -> int:
+def padding_of(tokenizer: Tokenizer) -> int:
     """The padding token, with which a T5's decoder starts too."""
     return special_tokens(tokenizer, ("padding",))["padding"]
+
+
+def ids_to_answer(
+    prompts: Sequence[str], texts: Sequence[str], tokenizer: Tokenizer, sequence_length: int
+) -> list[list[int]]:
+    """What the encoder reads of the text of each prompt, with its end. Raises ConfigurationError for what is longer
+    than `sequence_length`."""
+    end = [tokenizer.end_of_text]
+    found = [ids if ids[-1:] == end else ids + end for ids, _ in tokenizer.encode_spelled(texts)]
+    faults = [
+        f"prompt ({prompt!r}) has {len(ids)} tokens with its end, and sequence_length ({sequence_length}) is the most;"
+        " shorten it"
+        for prompt, ids in zip(prompts, found, strict=True)
+        if len(ids) > sequence_length
+    ]
+    if faults:
+        raise ConfigurationError(faults)
+    return found
+
+
+def answer_loader(
+    read: Sequence[Sequence[int]], tokenizer: Tokenizer, global_batch_size: int, replica: Replica
+) -> DataLoader[Sample]:
+    """This replica's part of batches of what the encoder reads, and of `decoder_tokens` [batch, 1] that start each
+    answer."""
+    start = {"decoder_tokens": torch.tensor([padding_of(tokenizer)])}
+    return prompt_loader([torch.tensor(ids) for ids in read], global_batch_size, replica, [start] * len(read))

@@ -1,9 +1,10 @@
 """`TextDataModule`: what ready data modules of text share, from documents and a tokenizer to samples of a subclass."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import torch
 from torch.utils.data import DataLoader
@@ -19,7 +20,9 @@ from lightning_megatron.data import (
     split_documents,
     train_tokenizer,
 )
+from lightning_megatron.data.document_files import MAX_DOCUMENT_BYTES, BadDocuments
 from lightning_megatron.data.sources import corpus_fingerprint, joined_documents
+from lightning_megatron.data.token_parts import usable_texts
 from lightning_megatron.data.tokenizer import SMALLEST_VOCABULARY
 from lightning_megatron.lightning_modules.data_module import ReplicaDataModule, Samples
 from lightning_megatron.lightning_modules.loaders import Sample, prompt_loader
@@ -45,9 +48,12 @@ class TextDataModule(ReplicaDataModule):
     many are taken; an epoch is `epoch_samples` of them, or as many as come before a source would begin again.
 
     `validation_fraction` of the documents (of the samples, where there is one document) is held out for validation and
-    test: of text spread over the corpus, of token files the last ones. In its place there are `validation_path`, which
-    is read besides, and `document_split`, such as "969,30,1": the first documents for training, those behind them for
-    validation, and the last for test. What blended sources hold out is blended too.
+    test, 0.02 of them where nothing is said: of text spread over the corpus, of token files the last ones. In its place
+    there are `validation_path`, which is read besides, and `document_split`, such as "969,30,1": the first documents
+    for training, those behind them for validation, and the last for test. What blended sources hold out is blended too.
+
+    Documents that cannot be read or tokenized, and those of more than `max_document_bytes`, are left out, counted and
+    named, or with `bad_documents="refuse"` a fault.
 
     `prompts` are the texts that prediction goes on with, `global_batch_size` at a time. What is prepared lies in
     `cache_directory`, under names that say corpus and tokenizer.
@@ -55,6 +61,10 @@ class TextDataModule(ReplicaDataModule):
 
     special_tokens: ClassVar[tuple[str, ...]] = ()
     # of a tokenizer that is trained here, beside the end of text
+    default_fraction: ClassVar[float] = 0.02
+    # held out where nothing says what is
+    needed_of_tokenizer: ClassVar[str] = ""
+    # what only a tokenizer says, without which token files are of no use; empty: there is nothing
 
     def __init__(
         self,
@@ -68,9 +78,11 @@ class TextDataModule(ReplicaDataModule):
         blend: list[BlendSource] | None = None,
         epoch_samples: int = 0,
         tokenizer: str | None = None,
-        validation_fraction: float = 0.02,
+        validation_fraction: float | None = None,
         validation_path: str | None = None,
         document_split: str | None = None,
+        bad_documents: BadDocuments = "skip",
+        max_document_bytes: int = MAX_DOCUMENT_BYTES,
         batch_ramp: BatchRamp | None = None,
         prompts: list[str] | None = None,
         num_workers: int = 0,
@@ -89,6 +101,8 @@ class TextDataModule(ReplicaDataModule):
         self.document_split = document_split
         self.tokenizer_path = tokenizer
         self.validation_fraction = validation_fraction
+        self.bad_documents: BadDocuments = bad_documents
+        self.max_document_bytes = max_document_bytes
         self.prompts = prompts or []
         self.cache_directory = Path(cache_directory)
         self.tokenizer: Tokenizer | None = None
@@ -115,9 +129,18 @@ class TextDataModule(ReplicaDataModule):
         faults = super().faults()
         if self.sequence_length < 1:
             faults.append(f"sequence_length ({self.sequence_length}) must be at least 1")
-        if not 0 <= self.validation_fraction < 1:
+        if not 0 <= self._held_out_fraction < 1:
             faults.append(f"validation_fraction ({self.validation_fraction}) must be at least 0 and below 1")
+        if self.bad_documents not in get_args(BadDocuments):
+            choices = ", ".join(map(repr, get_args(BadDocuments)))
+            faults.append(f"bad_documents ({self.bad_documents!r}) must be one of {choices}")
+        if self.max_document_bytes < 1:
+            faults.append(f"max_document_bytes ({self.max_document_bytes}) must be at least 1")
         return faults + self._source_faults() + self._tokenizer_faults()
+
+    @property
+    def _held_out_fraction(self) -> float:
+        return self.default_fraction if self.validation_fraction is None else self.validation_fraction
 
     def _source_faults(self) -> list[str]:
         if self.blend is None:
@@ -135,8 +158,13 @@ class TextDataModule(ReplicaDataModule):
             faults += [f"validation_path: {fault}" for fault in self._validation_source.faults()]
         if self.document_split is not None:
             faults += split_faults(self.document_split)
-            if self.validation_path is not None:
-                faults.append("document_split and validation_path both say what is held out; leave one of them out")
+        given = [
+            f"{name} ({value!r})"
+            for name in ("validation_fraction", "validation_path", "document_split")
+            if (value := getattr(self, name)) is not None
+        ]
+        if len(given) > 1:
+            faults.append(f"{' and '.join(given)} all say what is held out; give one of them")
         return faults
 
     @property
@@ -150,6 +178,10 @@ class TextDataModule(ReplicaDataModule):
                 return [
                     "token files beside text need the tokenizer that they were made with: one that is trained here"
                     " gives other numbers to the same words; give it as tokenizer"
+                ]
+            if any(source.has_tokens for source in read) and self.needed_of_tokenizer:
+                return [
+                    f"token files do not say {self.needed_of_tokenizer}; give the tokenizer that they were made with"
                 ]
             if not self._has_text:
                 return []
@@ -189,11 +221,13 @@ class TextDataModule(ReplicaDataModule):
             if self._only_predicts:
                 return None, None
         sources = [source for source in self._sources if source.weight > 0]
-        read = [source.read(self.cache_directory / "documents") for source in sources]
-        if faults := [fault for one in read for fault in one.token_faults(self.vocab_size)]:
+        read = [source.read(self._documents_cache) for source in sources]
+        if faults := [fault for one in read for fault in one.token_faults(self.vocab_size, self.cache_directory)]:
             raise ConfigurationError(faults)
         if self.tokenizer is None and (texts := [one.documents for one in read if one.corpus is None]):
-            self.tokenizer = self._tokenizer_for(joined_documents(texts))
+            documents = joined_documents(texts)
+            usable = usable_texts(documents, self.max_document_bytes)
+            self.tokenizer = self._tokenizer_for(corpus_fingerprint(documents), usable)
         if self._only_predicts:
             return None, None
         parts = [self._cut(one) for one in read]
@@ -207,33 +241,47 @@ class TextDataModule(ReplicaDataModule):
 
     def _validation(self) -> Samples:
         assert self.validation_path is not None
-        read = self._validation_source.read(self.cache_directory / "documents")
-        if faults := read.token_faults(self.vocab_size):
+        read = self._validation_source.read(self._documents_cache)
+        if faults := read.token_faults(self.vocab_size, self.cache_directory):
             raise ConfigurationError(faults)
         return self._samples_between(read, 0, read.num_documents)
 
     def _cut(self, read: ReadSource) -> tuple[Samples, Samples | None, Samples | None]:
         """What of a source is for training, for validation and for test alone."""
-        count, fraction = read.num_documents, self.validation_fraction
+        count, fraction = read.num_documents, self._held_out_fraction
         if self.document_split is not None:
-            ends = split_bounds(self.document_split, count)
-            training, held_out, tested = (
-                self._samples_between(read, first, last) if last > first else None
-                for first, last in zip([0, *ends], ends, strict=False)
-            )
-            if training is None:
-                raise ValueError(f"document_split ({self.document_split}) leaves none of {count} documents to train on")
-            return training, held_out, tested
+            return self._split(read, self.document_split)
         if self.validation_path is not None or fraction == 0:
             return self._samples_between(read, 0, count), None, None
         if count == 1:
             # One document alone cannot be held out.
             return *self._samples_between(read, 0, 1).cut(fraction), None
+        num_held_out = min(max(1, round(count * fraction)), count - 1)
+        about = (
+            f"{num_held_out} of {count} documents are held out by validation_fraction ({fraction}; 0 holds out none)"
+        )
+        with _about(about):
+            if read.corpus is None:
+                kept, held = split_documents(read.documents, fraction)
+                held_out = self._text_samples(held)
+            else:
+                held_out = self._samples_between(read, count - num_held_out, count)
         if read.corpus is None:
-            kept, held = split_documents(read.documents, fraction)
-            return self._text_samples(kept), self._text_samples(held), None
-        num_kept = count - min(max(1, round(count * fraction)), count - 1)
-        return self._samples_between(read, 0, num_kept), self._samples_between(read, num_kept, count), None
+            return self._text_samples(kept), held_out, None
+        return self._samples_between(read, 0, count - num_held_out), held_out, None
+
+    def _split(self, read: ReadSource, split: str) -> tuple[Samples, Samples | None, Samples | None]:
+        """As `document_split` says."""
+        count = read.num_documents
+        ends = split_bounds(split, count)
+        parts: list[Samples | None] = []
+        for what, first, last in zip(("training", "validation", "test"), [0, *ends], ends, strict=False):
+            with _about(f"{last - first} of {count} documents are for {what} by document_split ({split!r})"):
+                parts.append(self._samples_between(read, first, last) if last > first else None)
+        training, held_out, tested = parts
+        if training is None:
+            raise ValueError(f"document_split ({split}) leaves none of {count} documents to train on")
+        return training, held_out, tested
 
     def _samples_between(self, read: ReadSource, first: int, last: int) -> Samples:
         """Those of the documents from `first` to before `last`."""
@@ -279,8 +327,11 @@ class TextDataModule(ReplicaDataModule):
         if not found:
             return None
         if len(found) < len(parts):
+            names = [str(source) for source in self._sources if source.weight > 0]
+            without = [name for name, part in zip(names, parts, strict=True) if part is None]
             raise ValueError(
-                "of the blend some sources have documents to hold out and others have none; give them more"
+                f"of the blend {', '.join(without)} has too little to hold anything out, and the others have not; give"
+                " it more documents, hold nothing out by validation_fraction=0, or give validation_path"
             )
         if len(found) == 1:
             return found[0]
@@ -295,15 +346,15 @@ class TextDataModule(ReplicaDataModule):
         """That for validation, unless documents are set apart for test."""
         return self._evaluation_loaders(self._tested) if self._tested is not None else self.val_dataloader()
 
-    def _tokenizer_for(self, documents: Any) -> Tokenizer:
+    def _tokenizer_for(self, fingerprint: str, texts: Iterable[str]) -> Tokenizer:
+        """The one that is given, or one that learns from texts of that fingerprint."""
         if self.tokenizer_path is not None:
             return load_tokenizer(self.tokenizer_path)
         others = hashlib.sha256(repr(self.special_tokens).encode()).hexdigest()[:8] if self.special_tokens else "plain"
-        name = f"tokenizer-{corpus_fingerprint(documents)}-{self.vocab_size}-{others}.json"
-        path = self.cache_directory / name
+        path = self.cache_directory / f"tokenizer-{fingerprint}-{self.vocab_size}-{others}.json"
         if path.is_file():
             return load_tokenizer(path)
-        return train_tokenizer(documents["text"], self.vocab_size, path, self.special_tokens)
+        return train_tokenizer(texts, self.vocab_size, path, self.special_tokens)
 
     def text_of(self, ids: Sequence[int]) -> str:
         """How a row of tokens is shown."""
@@ -311,12 +362,23 @@ class TextDataModule(ReplicaDataModule):
         return self.tokenizer.decode(ids)
 
     @property
-    def _documents_cache(self) -> Path | None:
-        # A named dataset may lie in the cache of `datasets` already.
-        return self.cache_directory / "documents" if self.dataset is None else None
+    def _documents_cache(self) -> Path:
+        """Where what is read from files is kept."""
+        return self.cache_directory / "documents"
 
     def predict_dataloader(self) -> DataLoader[Sample]:
         assert self.tokenizer is not None, "setup comes first; Trainer calls it"
         # An empty prompt starts where a document would.
         ids = [encoded or [self.tokenizer.end_of_text] for encoded in self.tokenizer.encode(self.prompts)]
         return prompt_loader([torch.tensor(prompt) for prompt in ids], self.global_batch_size, self._replica)
+
+
+@contextmanager
+def _about(what: str) -> Iterator[None]:
+    """Says with what is wrong of which documents it is."""
+    try:
+        yield
+    except ConfigurationError:
+        raise
+    except ValueError as error:
+        raise ValueError(f"{what}: {error}") from error

@@ -76,11 +76,11 @@ class ReadSource:
     documents: Any = None
     corpus: MegatronCorpus | None = None
 
-    def token_faults(self, vocab_size: int) -> list[str]:
+    def token_faults(self, vocab_size: int, cache: Path) -> list[str]:
         """What tokens there are that a model of `vocab_size` does not know."""
         if self.corpus is None:
             return []
-        smallest, largest = self.corpus.token_bounds()
+        smallest, largest = self.corpus.token_bounds(cache)
         if smallest >= 0 and largest < vocab_size:
             return []
         return [

@@ -196,11 +196,12 @@ class BertModel(PipelineModule):
         if context.targets is None:
             order = None if of_samples is None else of_samples.full_logits(hidden, stream)
             return BertLogits(of_tokens.full_logits(logits, stream), order)
-        added = None
+        added, of_order = None, {}
         if of_samples is not None:
             assert context.samples is not None
             added = of_samples.loss_sum(hidden, context.samples, stream)
-        self.tallies = of_tokens.tallies(logits, context.targets, stream)
+            of_order = of_samples.tallies(hidden, context.samples, stream)
+        self.tallies = of_tokens.tallies(logits, context.targets, stream) | of_order
         return of_tokens.loss(logits, context.targets, stream, of_samples=added)
 
     def _require_known(self, token_types: Tensor | None, sentence_order_labels: Tensor | None) -> None:

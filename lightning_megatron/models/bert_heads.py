@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_megatron.comm import differentiable
+from lightning_megatron.comm import collectives, differentiable
 from lightning_megatron.mesh import Axis
 from lightning_megatron.models.heads import LanguageModelHead
 from lightning_megatron.sharding import Initial, shard_parameter
@@ -94,6 +94,19 @@ class SentenceOrderHead(nn.Module):
         wide = torch.promote_types(logits_B2.dtype, torch.float32)
         losses_B = F.cross_entropy(logits_B2.to(wide), targets.labels_B, ignore_index=IGNORED, reduction="none")
         return (losses_B * torch.where(is_own_B, targets.weights_B, 0).to(wide)).sum()
+
+    def tallies(self, hidden_TH: Tensor, targets: SampleTargets, tokens: Tokens) -> dict[str, Tensor]:
+        """What evaluation adds up over the samples of the call that have a label and a token that counts, float64 []:
+        how many they are, and of how many the likelier order is the label. Nothing where gradients are wanted.
+        """
+        if torch.is_grad_enabled():
+            return {}
+        logits_B2, is_own_B = self(hidden_TH, tokens)
+        counts_B = is_own_B & (targets.labels_B != IGNORED) & (targets.weights_B > 0)
+        is_right_B = counts_B & (logits_B2.argmax(dim=-1) == targets.labels_B)
+        counts = torch.stack((is_right_B, counts_B)).sum(1, dtype=torch.float64)
+        correct, samples = collectives.all_reduce(counts, tokens.cp)
+        return {"sentence_order_correct": correct, "sentence_order_samples": samples}
 
     def _first_tokens(self, hidden_TH: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """The hidden state of each sample's first token, zeros for those that other ranks of cp hold: [B, H]."""

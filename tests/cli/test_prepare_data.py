@@ -111,7 +111,13 @@ def test_every_mistake_is_told_at_once(capsys: pytest.CaptureFixture[str], folde
         ((*FIXED, "--tokenizer", "null:5", "--bad-documents", "refuse"), "document 2 is refused by the tokenizer"),
         ((*NUMBERS, "--output", "out/a.bin"), "is the path without its ending: out/a"),
         ((*NUMBERS, "--path", "empty.jsonl"), "leads to no file with something in it"),
-        ((*NUMBERS, "--path", "broken.jsonl"), "could not be read as rows with the same columns"),
+        ((*NUMBERS, "--path", "broken.jsonl", "--bad-documents", "refuse"), "broken.jsonl, line 2: "),
+        (
+            (*FIXED, "--tokenizer", "null:1"),
+            "none of the 3 documents has a token: 1 are empty, and 2 are bad: document 0",
+        ),
+        ((*NUMBERS, "--text-column", "text", "body", "name"), "('body') is not a column of"),
+        ((*NUMBERS, "--text-column", "text", "body", "name"), "('name') is not a column of"),
     ],
 )
 def test_a_mistake_is_one_line_and_leaves_nothing(
@@ -123,11 +129,16 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
     assert not list(folder.glob("out/*"))
 
 
-def test_a_bad_document_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert prepare(*NUMBERS, "--max-document-bytes", "4") == 0
+def test_bad_documents_are_counted_and_named(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    (folder / "more.jsonl").write_text('{"text": "7 8 9"}\n{"text"\n{"text": 5}\n["text"]\n{"text": "1"}')
+    (folder / "latin.txt").write_bytes(b"1 2\xe9")
+    assert prepare(*NUMBERS, "--path", "*.[jt]*", "--max-document-bytes", "4") == 0
     assert capsys.readouterr().out.splitlines()[-1] == (
-        "2 documents were left without tokens: document 0 has 5 bytes, above max_document_bytes (4);"
-        " document 2 has 5 bytes, above max_document_bytes (4)"
+        f"7 documents were left without tokens: document 0 is not UTF-8 text ({folder}/latin.txt, byte 3);"
+        " document 1 has 5 bytes, above max_document_bytes (4);"
+        f" document 2 is not JSON ({folder}/more.jsonl, line 2: Expecting ':' delimiter: line 1 column 8 (char 7));"
+        f" document 3 is not text but 5 ({folder}/more.jsonl, line 3, 'text');"
+        f" document 4 is no object with a 'text' ({folder}/more.jsonl, line 4); ..."
     )
 
 

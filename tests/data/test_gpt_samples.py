@@ -98,7 +98,7 @@ def test_labels_are_the_next_tokens_and_no_view_of_them() -> None:
 @pytest.mark.parametrize(
     ("sizes", "length", "num_samples", "told"),
     [
-        ([3, 2], 5, 0, "takes 6; give more text, a sequence_length of at most 4"),
+        ([3, 2], 5, 0, "takes 6; give more text, or a sequence_length of at most 4"),
         ([], 5, 0, "has 0 tokens in 0 documents"),
         ([0, 0], 5, 3, "has 0 tokens in 2 documents"),
         ([3], 0, 0, r"sequence_length \(0\) must be at least 1"),

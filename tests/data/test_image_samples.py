@@ -6,6 +6,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -74,7 +75,7 @@ def prepared(
         directory=folder / "cache",
         batch_size=batch_size,
     )
-    return ImageSamples(path, folder, CONFIG, unreadable)
+    return ImageSamples(path, rows, folder, CONFIG, unreadable)
 
 
 def test_a_sample_is_what_its_row_says(folder: Path, tokenizer: Tokenizer) -> None:
@@ -175,7 +176,7 @@ def test_a_sample_whose_image_breaks_later_counts_nothing_or_is_refused(
     assert torch.equal(broken["tokens"], good["tokens"]) and broken["images"].shape == good["images"].shape
     assert not broken["loss_mask"].any() and good["loss_mask"].any() and not broken["images"].any()
     with pytest.raises(UnreadableImage, match=r"2-1\.png"):
-        ImageSamples(samples.path, folder, CONFIG, "refuse")[2]
+        ImageSamples(samples.path, samples.rows, folder, CONFIG, "refuse")[2]
 
 
 def test_a_row_that_is_no_conversation_is_told_by_its_number(folder: Path, tokenizer: Tokenizer) -> None:
@@ -199,3 +200,92 @@ def test_a_table_is_tokenized_once(folder: Path, tokenizer: Tokenizer) -> None:
     written = samples.path.stat().st_mtime_ns
     assert prepared(folder, tokenizer).path.stat().st_mtime_ns == written
     assert prepared(folder, tokenizer, 50).path != samples.path
+
+
+# --- images in tables -------------------------------------------------------------------------------------------------
+
+
+def test_images_in_a_table_are_those_of_files(folder: Path, tokenizer: Tokenizer) -> None:
+    wanted = prepared(folder, tokenizer)
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    held = [{**row, "images": [read_in(folder / name) for name in row["images"]]} for row in rows]
+    plain = datasets.Dataset.from_list(held)
+    images = datasets.Sequence(datasets.Image())
+    pictures = plain.cast(datasets.Features({**plain.features, "images": images}))
+    plain.to_parquet(str(folder / "plain.parquet"))
+    pictures.to_parquet(str(folder / "pictures.parquet"))
+    pictures.save_to_disk(str(folder / "saved"))
+    for source in (
+        {"path": folder / "plain.parquet"},
+        {"path": folder / "pictures.parquet"},
+        {"dataset": str(folder / "saved")},
+    ):
+        samples = of_table(load_rows(**source, cache_dir=folder / "cache"), folder / "cache", folder, tokenizer)  # type: ignore[arg-type]
+        assert len(samples) == len(wanted)
+        again: Any = pickle.loads(pickle.dumps(samples))
+        for i in range(len(wanted)):
+            assert all(torch.equal(samples[i][name], value) for name, value in wanted[i].items())
+            assert all(torch.equal(again[i][name], value) for name, value in wanted[i].items())
+
+
+def test_one_image_of_a_row_and_images_in_parts_are_found_too(folder: Path, tokenizer: Tokenizer) -> None:
+    one, other = read_in(folder / "0-0.png"), read_in(folder / "4-0.png")
+    turns = [{"from": "human", "value": "<image>what?"}, {"from": "gpt", "value": "it is 1"}]
+    table = datasets.Dataset.from_list(
+        [{"image": one, "conversations": turns}, {"image": other, "conversations": turns}]
+    )
+    table = table.cast_column("image", datasets.Image())
+    samples = of_table(table, folder / "cache", None, tokenizer)
+    asked = [{"type": "image", "image": one, "text": None}, {"type": "text", "image": None, "text": "what?"}]
+    told = [{"type": "text", "image": None, "text": "it is 1"}]
+    messages = [{"role": "user", "content": asked}, {"role": "assistant", "content": told}]
+    parts = of_table(datasets.Dataset.from_list([{"messages": messages}]), folder / "cache", None, tokenizer)
+    for found, name in ((samples[0], "0-0.png"), (samples[1], "4-0.png"), (parts[0], "0-0.png")):
+        assert torch.equal(found["images"][0], load_image(folder / name, CONFIG))
+
+
+def test_broken_images_of_a_table_are_named_and_left_out_or_refused(
+    folder: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    turns = [{"from": "human", "value": "<image>what?"}, {"from": "gpt", "value": "it is 1"}]
+    good = read_in(folder / "0-0.png")
+    late = {"bytes": good["bytes"][:45], "path": "late.png"}
+    images = [good, {"bytes": b"no image", "path": "bad.png"}, late]
+    table = datasets.Dataset.from_list([{"image": image, "conversations": turns} for image in images])
+    with pytest.raises(ValueError, match=r"images of 1 rows cannot be read: row 1, image 0 \(bad\.png\): "):
+        of_table(table, folder / "cache", None, tokenizer)
+    samples = of_table(table, folder / "cache", None, tokenizer, "skip")
+    assert len(samples) == 2 and "row 1, image 0 (bad.png)" in str(samples.kept)
+    assert samples[0]["loss_mask"].any() and not samples[1]["loss_mask"].any()
+    assert "row 2, image 0 (late.png)" in caplog.text
+    named = datasets.Dataset.from_list([{"image": {"bytes": None, "path": "0-0.png"}, "conversations": turns}])
+    with pytest.raises(ValueError, match=r"images are files \(row 0, 0-0\.png\).*give image_folder"):
+        of_table(named, folder / "cache", None, tokenizer)
+    assert torch.equal(of_table(named, folder / "cache", folder, tokenizer)[0]["images"], samples[0]["images"])
+
+
+def test_rows_without_answers_are_not_blamed_on_images(folder: Path, tokenizer: Tokenizer) -> None:
+    (folder / "rows.jsonl").write_text((folder / "rows.jsonl").read_text().splitlines()[0] + "\n")
+    with pytest.raises(ValueError, match="none of the 1 rows is left: 1 have no answer within sequence_length") as told:
+        prepared(folder, tokenizer, 3)
+    assert "cannot be read" not in str(told.value) and "image_folder" not in str(told.value)
+
+
+def read_in(path: Path) -> dict[str, Any]:
+    return {"bytes": path.read_bytes(), "path": path.name}
+
+
+def of_table(
+    table: Any, cache: Path, folder: Path | None, tokenizer: Tokenizer, unreadable: Unreadable = "refuse"
+) -> ImageSamples:
+    path = prepare_image_chats(
+        table,
+        tokenizer,
+        image_template("plain", tokenizer, ""),
+        images=folder,
+        features_per_image=FEATURES,
+        sequence_length=100,
+        unreadable=unreadable,
+        directory=cache,
+    )
+    return ImageSamples(path, table, folder, CONFIG, unreadable)

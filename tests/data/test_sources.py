@@ -1,7 +1,6 @@
 """Sources: which documents a path, a name or nothing at all stands for, and what is refused."""
 
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -70,14 +69,12 @@ def test_another_column_takes_the_place_of_text(tmp_path: Path) -> None:
         load_documents(path=tmp_path / "rows.jsonl", text_column="title", cache_dir=tmp_path / "cache")
 
 
-def test_a_file_that_is_not_utf8_is_skipped_with_a_count(
-    corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_that_is_not_utf8_is_a_document_with_a_fault(corpus: Path, tmp_path: Path) -> None:
     (corpus / "latin.txt").write_bytes("café".encode("latin-1"))
-    with caplog.at_level(logging.WARNING):
-        assert texts(tmp_path / "cache", path=str(corpus / "*.txt")) == ["second\nfile\n"]
-    assert "skipped 1 of 2 files" in caplog.text
-    with pytest.raises(ValueError, match=r"latin\.txt.*none of the 1 is UTF-8 text; convert"):
+    documents = load_documents(path=str(corpus / "*.txt"), cache_dir=tmp_path / "cache")
+    assert documents["text"][:] == ["second\nfile\n", None]
+    assert documents["fault"][:] == [None, f"is not UTF-8 text ({corpus / 'latin.txt'}, byte 3)"]
+    with pytest.raises(ValueError, match=r"none of the 1 documents of .* is not UTF-8 text.*latin\.txt"):
         load_documents(path=corpus / "latin.txt", cache_dir=tmp_path / "cache")
 
 
@@ -100,7 +97,7 @@ def test_a_path_without_text_is_refused(tmp_path: Path, pattern: str) -> None:
 
 def test_rows_without_a_row_are_refused(tmp_path: Path) -> None:
     (tmp_path / "head.csv").write_text("text\n")
-    with pytest.raises(ValueError, match=r"csv files at .*head\.csv"):
+    with pytest.raises(ValueError, match=r"csv files at '.*head\.csv' hold no document"):
         load_documents(path=tmp_path / "head.csv", cache_dir=tmp_path / "cache")
 
 
@@ -111,7 +108,7 @@ def test_a_split_of_files_is_refused(corpus: Path) -> None:
 
 def test_broken_rows_are_refused_by_the_name_of_their_files(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("{broken\n")
-    with pytest.raises(ValueError, match=r"json files at '.*rows\.jsonl' could not be read"):
+    with pytest.raises(ValueError, match=r"none of the 1 documents of .* can be read: .*rows\.jsonl, line 1: "):
         load_documents(path=tmp_path / "rows.jsonl", cache_dir=tmp_path / "cache")
 
 

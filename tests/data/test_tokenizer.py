@@ -101,3 +101,9 @@ def test_an_absent_package_is_an_error_that_names_the_extra(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ImportError, match=r"'tokenizers': pip install 'lightning_megatron\[data\]'"):
         train_tokenizer(TEXTS, 300, tmp_path / "tokenizer.json")
+
+
+def test_a_tokenizer_learns_from_the_texts_that_there_are(tmp_path: Path) -> None:
+    with_none = train_tokenizer(["the cat", None, "the cat"], 262, tmp_path / "a.json")
+    assert with_none.fingerprint == train_tokenizer(["the cat"] * 2, 262, tmp_path / "b.json").fingerprint
+    assert with_none.vocab_size > 257

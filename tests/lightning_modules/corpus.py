@@ -33,6 +33,12 @@ def config(**options: Any) -> GPTConfig:
     return GPTConfig(**(defaults | options))
 
 
+def held_out(options: dict[str, Any], fraction: float) -> dict[str, Any]:
+    """A share of the documents, unless the options say something else."""
+    others = {"validation_path", "document_split", "streaming"}
+    return {} if others & options.keys() else {"validation_fraction": fraction}
+
+
 def data(folder: Path, **options: Any) -> GPTDataModule:
     """A data module over the corpus in `folder`, which is written unless it is there."""
     corpus = folder / "corpus"
@@ -43,7 +49,7 @@ def data(folder: Path, **options: Any) -> GPTDataModule:
         "sequence_length": SEQUENCE,
         "global_batch_size": 4,
         "path": str(corpus),
-        "validation_fraction": 0.2,
+        **held_out(options, 0.2),
         "cache_directory": str(folder / "cache"),
     }
     return GPTDataModule(**(defaults | options))

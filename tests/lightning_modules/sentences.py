@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_megatron.lightning_modules import BertDataModule
 from lightning_megatron.models import BertConfig
-from tests.lightning_modules.corpus import WORDS
+from tests.lightning_modules.corpus import WORDS, held_out
 
 VOCABULARY = 300
 SEQUENCE = 24
@@ -46,7 +46,7 @@ def bert_data(folder: Path, **options: Any) -> BertDataModule:
         "sequence_length": SEQUENCE,
         "global_batch_size": 4,
         "path": str(corpus),
-        "validation_fraction": 0.2,
+        **held_out(options, 0.2),
         "cache_directory": str(folder / "cache"),
     }
     return BertDataModule(**(defaults | options))

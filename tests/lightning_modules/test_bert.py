@@ -78,8 +78,59 @@ def test_losses_metrics_and_what_is_filled_in_are_those_of_one_device(name: str,
     for rank, found in enumerate(runs(LAYOUTS[name], folder, has_order)):
         assert found.losses == pytest.approx(wanted.losses, abs=1e-9)
         assert found.metrics.keys() == wanted.metrics.keys() >= {"train_loss", "val_loss", "test_loss"}
+        assert ("val_sentence_order_accuracy" in found.metrics) == has_order
         assert found.metrics == pytest.approx(wanted.metrics, rel=1e-9)
         assert found.texts == share_of(wanted.texts, LAYOUTS[name], rank) != []
+
+
+def test_the_accuracy_of_orders_counts_each_sample_once(folder: Path) -> None:
+    torch.manual_seed(7)
+    # Large, so that the head says now this and now that.
+    module, text = bert(init_std=0.5), bert_data(folder, global_batch_size=8)
+    [logged] = make_trainer(PLAIN).validate(module, datamodule=text, verbose=False)
+    samples = text._held_out
+    assert samples is not None and module.model is not None and samples.count % 8, "the last batch has copies"
+    right, told = 0, set()
+    with torch.no_grad():
+        for i in range(samples.count):
+            one = {name: value[None] for name, value in samples.dataset[i].items()}
+            inputs = {name: one[name] for name in ("token_types", "padding_mask")}
+            order = module.model.eval()(one["tokens"], **inputs).sentence_order
+            right += int(order.argmax()) == int(one["sentence_order_labels"])
+            told.add(int(order.argmax()))
+    assert logged["val_sentence_order_accuracy"] == right / samples.count and told == {0, 1}
+    assert 0 < right < samples.count
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("token_types", 2, r"token_types\[1, 3\] is 2, and must be from 0 to 1; num_token_types \(2\)"),
+        ("sentence_order_labels", 2, r"sentence_order_labels\[1\] is 2, and must be from 0 to 1, or -100 for none"),
+        ("sentence_order_labels", -100, ""),
+    ],
+)
+def test_numbers_that_stand_for_nothing_are_told_by_their_place(folder: Path, name: str, value: int, told: str) -> None:
+    class Wrong(torch.utils.data.Dataset[Any]):
+        def __getitem__(self, index: int) -> Any:
+            sample = dict(text._held_out.dataset[index])  # type: ignore[union-attr]
+            if index == 1:
+                sample[name] = sample[name].clone()
+                sample[name][(3,) if sample[name].dim() else ()] = value
+            return sample
+
+        def __len__(self) -> int:
+            return 4
+
+    text = bert_data(folder)
+    text.setup("fit")
+    loader = torch.utils.data.DataLoader(Wrong(), batch_size=2)
+    trainer = make_trainer(Layout(), max_epochs=1)
+    if not told:
+        trainer.validate(bert(), loader, verbose=False)
+        return
+    with pytest.raises(ValueError, match=told):
+        trainer.validate(bert(), loader, verbose=False)
 
 
 def test_gaps_get_the_likeliest_tokens_and_all_else_stays(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

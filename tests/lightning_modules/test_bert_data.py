@@ -214,3 +214,14 @@ def test_prompts_without_a_gap_or_too_long_are_faults(tmp_path: Path) -> None:
         text.setup("predict")
     assert "prompt ('the cat') has no [MASK]" in str(raised.value)
     assert "sequence_length (24) is the most" in str(raised.value) and "'a [MASK]'" not in str(raised.value)
+
+
+def test_documents_of_one_sentence_are_told_with_the_option_that_takes_them(tmp_path: Path) -> None:
+    (tmp_path / "corpus").mkdir()
+    for i in range(30):
+        (tmp_path / "corpus" / f"{i}.txt").write_text("The cat sat on a mat and ran home")
+    with pytest.raises(
+        ConfigurationError, match=r"has two sentences.* or ask nothing about the order by sentence_order="
+    ):
+        bert_data(tmp_path).setup("fit")
+    bert_data(tmp_path, sentence_order=False).setup("fit")

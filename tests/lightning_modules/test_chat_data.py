@@ -11,10 +11,12 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_megatron import ConfigurationError
+from lightning_megatron.data import load_rows
 from lightning_megatron.lightning_modules import AdamWConfig, ChatDataModule, GPTModule
 from lightning_megatron.models import GPTConfig
 from tests.data.chats import HEADERS, write_rows, write_tokenizer
 from tests.harness.ranks import run_on_ranks
+from tests.lightning_modules.corpus import held_out
 from tests.lightning_modules.pretrained import write_chats
 from tests.trainer.layouts import PLAIN, QUIET, Layout, make_trainer
 
@@ -42,7 +44,7 @@ def data(folder: Path, **options: Any) -> ChatDataModule:
         "path": str(folder / "chats.jsonl"),
         "sequence_length": 64,
         "global_batch_size": 4,
-        "validation_fraction": 0.25,
+        **held_out(options, 0.25),
         "pad_to_multiple": 2,
         "cache_directory": str(folder / "cache"),
     }
@@ -235,3 +237,23 @@ def test_rows_that_cannot_be_learnt_from_are_a_fault(tmp_path: Path, rows: Any, 
 def test_without_a_source_there_is_nothing_to_train_on(folder: Path) -> None:
     with pytest.raises(ConfigurationError, match="one of them must be given"):
         data(folder, path=None).setup("fit")
+
+
+def test_rows_for_validation_are_cached_beside_the_others_also_of_a_named_data_set(
+    folder: Path, tmp_path: Path
+) -> None:
+    table = load_rows(path=folder / "chats.jsonl", cache_dir=tmp_path / "own")
+    table.save_to_disk(str(tmp_path / "saved"))
+    rows = [{"messages": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]}] * 5
+    held = str(write_rows(tmp_path / "held_out.jsonl", rows))
+    options = {"path": None, "dataset": str(tmp_path / "saved"), "validation_path": held}
+    module = data(folder, **options, cache_directory=str(tmp_path / "cache"))
+    module.setup("fit")
+    assert module._training is not None and module._held_out is not None
+    assert (module._training.count, module._held_out.count) == (len(table), 5)
+    assert list((tmp_path / "cache" / "documents").rglob("*.arrow")), "not in the cache of all users"
+
+
+def test_a_split_of_files_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"split \('test'\) chooses a part of a dataset, but path"):
+        data(folder, split="test").setup("fit")

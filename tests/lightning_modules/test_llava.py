@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import datasets
 import lightning as L
 import pytest
 import torch
@@ -22,6 +23,7 @@ from lightning_megatron.models import GPTConfig, LlavaConfig, VisionConfig
 from lightning_megatron.models.llava_cost import training_flops
 from tests.data.test_image_samples import SIZE, folder_with_rows
 from tests.harness.ranks import run_on_ranks
+from tests.lightning_modules.corpus import held_out
 from tests.trainer.layouts import PLAIN, QUIET, Layout, make_trainer, share_of
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
@@ -76,7 +78,7 @@ def data(folder: Path, **options: Any) -> LlavaDataModule:
         "sequence_length": LENGTH,
         "global_batch_size": 4,
         "path": str(folder / "rows.jsonl"),
-        "validation_fraction": 0.1,
+        **held_out(options, 0.1),
         "cache_directory": str(folder / "cache"),
     }
     return LlavaDataModule(**(defaults | options))
@@ -321,3 +323,22 @@ def test_images_of_another_table_lie_beside_it(folder: Path, tmp_path: Path) -> 
         for part in (module._training, module._held_out)
     )
     assert trained.shape == held.shape and (trained - held).abs().max() > 0.5
+
+
+def test_images_that_lie_in_a_data_set_need_no_folder(folder: Path, tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    held = [{**row, "images": [{"bytes": (folder / n).read_bytes(), "path": n} for n in row["images"]]} for row in rows]
+    for name, images in (("held", held), ("named", rows)):
+        datasets.Dataset.from_list(images).save_to_disk(str(tmp_path / name))
+    options = {"path": None, "validation_fraction": 0.0}
+    module = data(folder, dataset=str(tmp_path / "held"), **options)
+    wanted = data(folder, validation_fraction=0.0)
+    for one in (module, wanted):
+        one.setup("fit")
+    assert module._training is not None and wanted._training is not None
+    for i in range(wanted._training.count):
+        assert torch.equal(module._training.dataset[i]["images"], wanted._training.dataset[i]["images"])
+    with pytest.raises(ConfigurationError, match="the dataset does not say where they lie; give image_folder"):
+        data(folder, dataset=str(tmp_path / "named"), **options).setup("fit")
+    faults = data(folder, validation_path="nowhere.jsonl").faults()
+    assert [fault for fault in faults if "nowhere.jsonl" in fault and fault.startswith("validation_path: ")] == faults

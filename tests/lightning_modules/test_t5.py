@@ -248,3 +248,17 @@ def test_a_batch_counts_what_its_pairs_of_documents_would_alone() -> None:
     masked = {**tokens, "encoder_padding_mask": read >= 0}
     assert module.batch_tokens(masked) == 9 + 10
     assert module.batch_tokens(tokens) == 12 + 10
+
+
+def test_padding_between_two_tokens_is_told_by_its_place(folder: Path) -> None:
+    rows = [{"encoder_tokens": torch.arange(1, 7), "decoder_tokens": torch.arange(4), "labels": torch.arange(4)}] * 2
+    masks = ([0, 1, 1, 1, 0, 0], [0, 1, 0, 1, 1, 0])
+    for mask in masks:
+        batch = [{**row, "encoder_padding_mask": torch.tensor(mask), "loss_mask": torch.ones(4)} for row in rows]
+        loader = torch.utils.data.DataLoader(batch, batch_size=2)  # type: ignore[arg-type]
+        trainer = make_trainer(Layout(), max_steps=1)
+        if mask == masks[0]:
+            trainer.validate(t5(), loader, verbose=False)
+            continue
+        with pytest.raises(ValueError, match="encoder_padding_mask of row 0 has padding at 2, between two tokens"):
+            trainer.validate(t5(), loader, verbose=False)

@@ -23,7 +23,9 @@ from lightning_megatron.lightning_modules.data_module import Samples
 from lightning_megatron.lightning_modules.loaders import evaluation_loader, training_loader
 from lightning_megatron.trainer.replica import Replica
 from tests.lightning_modules.corpus import data as gpt_data
-from tests.lightning_modules.corpus import write_corpus
+from tests.lightning_modules.corpus import held_out, write_corpus
+from tests.lightning_modules.sentences import bert_data
+from tests.lightning_modules.test_sources import write_tokens
 from tests.trainer.layouts import PLAIN, make_trainer
 
 VOCABULARY = 420
@@ -41,7 +43,7 @@ def t5_data(folder: Path, **options: Any) -> T5DataModule:
         "decoder_sequence_length": DECODER_LENGTH,
         "global_batch_size": 4,
         "path": str(corpus),
-        "validation_fraction": 0.2,
+        **held_out(options, 0.2),
         "cache_directory": str(folder / "cache"),
     }
     return T5DataModule(**(defaults | options))
@@ -297,3 +299,17 @@ def t5_pieces(data: T5DataModule, source: int) -> T5Pieces:
     found = data._training.dataset.sources[source].samples  # type: ignore[attr-defined]
     assert isinstance(found, T5Pieces)
     return found
+
+
+def test_token_files_without_a_tokenizer_are_a_fault_like_others(folder: Path, tmp_path: Path) -> None:
+    prefix = write_tokens(tmp_path / "tokens")
+    for made, needed in ((t5_data, "padding and sentinels"), (bert_data, r"[CLS], [SEP], [MASK] and [PAD]")):
+        faults = made(folder, path=prefix, sequence_length=0).faults()  # type: ignore[operator]
+        assert any("token files do not say" in fault and needed in fault for fault in faults)
+        assert any("sequence_length (0)" in fault for fault in faults)
+
+
+def test_a_prompt_that_the_encoder_has_no_room_for_is_told_before_prediction(folder: Path) -> None:
+    data = t5_data(folder, prompts=["the cat", "the cat sat " * 20])
+    with pytest.raises(ConfigurationError, match=r"prompt \('the cat sat .*sequence_length \(24\) is the most"):
+        data.setup("predict")

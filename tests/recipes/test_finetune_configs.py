@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 
 from lightning_megatron import hf
-from lightning_megatron.lightning_modules import ChatDataModule
+from lightning_megatron.lightning_modules import ChatDataModule, T5ChatDataModule, T5FinetuneModule
 from lightning_megatron.lightning_modules.export import ExportPretrained
 from lightning_megatron.lightning_modules.finetune import FinetuneModule
+from lightning_megatron.lightning_modules.print_text import PrintText
 from lightning_megatron.mesh import Sizes
-from lightning_megatron.models import GPTConfig
+from lightning_megatron.models import GPTConfig, T5Config
 from lightning_megatron.planner import rules
 from lightning_megatron.trainer.callbacks import Throughput
 from lightning_megatron.transformer import cost
@@ -52,7 +53,10 @@ def parse(name: str, *options: str) -> Parsed:
     )
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("finetune_*.yaml")), ids=lambda path: path.stem)
+OF_GPT = sorted(path for path in CONFIGS.glob("finetune_*.yaml") if not path.stem.startswith("finetune_t5"))
+
+
+@pytest.mark.parametrize("path", OF_GPT, ids=lambda path: path.stem)
 def test_a_shipped_configuration_has_no_fault(path: Path) -> None:
     parsed = parse(path.name)
     trainer = parsed.config["fit"]["trainer"]
@@ -86,3 +90,19 @@ def test_paths_can_be_asked_for_on_the_command_line() -> None:
 def test_chats_are_packed_where_that_is_asked_for() -> None:
     assert parse("finetune_toy.yaml").datamodule.packing == "none"
     assert parse("finetune_toy.yaml", "--data.packing=documents").datamodule.packing == "documents"
+
+
+def test_the_toy_of_a_t5_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        hf,
+        "config_from_pretrained",
+        lambda path: T5Config(num_layers=2, hidden_size=8, num_attention_heads=2, vocab_size=9),
+    )
+    parsed = Parsed(
+        T5FinetuneModule,
+        T5ChatDataModule,
+        links={"model.path": "data.tokenizer"},
+        callbacks={"throughput": Throughput, "print_text": PrintText, "export": ExportPretrained},
+        args=["fit", "--config", str(CONFIGS / "finetune_t5_toy.yaml")],
+    )
+    assert parsed.datamodule.decoder_sequence_length == 32 and parsed.datamodule.tokenizer_path == "tiny"

@@ -1,0 +1,149 @@
+"""Samples of fine-tuning for an encoder and a decoder: one reads what is asked, the other learns the answer.
+
+    asked, answer     "two and two?"  "four."
+    encoder_tokens    two and two ? end
+    decoder_tokens    start four .
+    labels            four . end
+
+Tokens of all rows lie in one file, made once by one process. Each answer of a row is a sample, asked by all that comes
+before it. An answer is cut to `decoder_length`; a sample of which the encoder has no room for what is asked, or which
+has no answer, is dropped. Both are counted.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lightning_megatron.data.atomic_file import written_whole
+from lightning_megatron.data.chat import kind_of_rows, questions_of
+from lightning_megatron.data.chat_template import ChatTemplate
+from lightning_megatron.data.sources import corpus_fingerprint
+from lightning_megatron.data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from lightning_megatron.data.sources import Documents
+
+_ROWS = 1000
+# that are tokenized together
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptAnswers:
+    """What became of the answers of a table."""
+
+    samples: int
+    # answers that are samples
+    cut: int
+    # of them, those that were longer than the decoder's text may be
+    dropped: int
+    # those that are empty, or of which what is asked is longer than the encoder's text may be
+
+    def __str__(self) -> str:
+        return (
+            f"{self.samples} samples; {self.cut} answers were cut to decoder_sequence_length; {self.dropped} were"
+            " dropped, because they are empty or sequence_length has no room for what is asked"
+        )
+
+
+class AnswerSamples(Dataset[dict[str, Tensor]]):
+    """Samples from a file that `prepare_answers` wrote, held in memory. `start_token` is the decoder's first."""
+
+    def __init__(self, path: str | Path, *, start_token: int) -> None:
+        self.path, self.start_token = Path(path), start_token
+        with np.load(self.path) as file:
+            self._tokens: NDArray[np.int32] = file["tokens"]
+            self._ends: NDArray[np.int64] = file["ends"]
+            # [samples, 2] of what is asked, and of the answer behind it
+            self.kept = KeptAnswers(samples=len(self._ends), cut=int(file["cut"]), dropped=int(file["dropped"]))
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """`encoder_tokens` and `encoder_segments` [s]; `decoder_tokens`, `decoder_segments`, `labels` and `loss_mask`
+        [t]. Segments are 0: what fills a batch up is of none."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        first = int(self._ends[index - 1, 1]) if index else 0
+        asked, answer = np.split(self._tokens[first : self._ends[index, 1]].astype(np.int64), [self._asked(index)])
+        labels = torch.from_numpy(answer)
+        return {
+            "encoder_tokens": torch.from_numpy(asked),
+            "encoder_segments": torch.zeros(len(asked), dtype=torch.int64),
+            "decoder_tokens": torch.cat([torch.tensor([self.start_token]), labels[:-1]]),
+            "decoder_segments": torch.zeros_like(labels),
+            "labels": labels,
+            "loss_mask": torch.ones(len(labels)),
+        }
+
+    def _asked(self, index: int) -> int:
+        """Tokens of what is asked."""
+        return int(self._ends[index, 0]) - (int(self._ends[index - 1, 1]) if index else 0)
+
+    def __reduce__(self) -> tuple[Callable[..., "AnswerSamples"], tuple[Path]]:
+        # A loader's workers read the file themselves.
+        return partial(AnswerSamples, start_token=self.start_token), (self.path,)
+
+
+def prepare_answers(
+    rows: "Documents",
+    tokenizer: Tokenizer,
+    template: ChatTemplate | None,
+    *,
+    encoder_length: int,
+    decoder_length: int,
+    directory: str | Path,
+) -> Path:
+    """The `.npz` file in `directory` that holds the samples of a table, written unless it is there.
+
+    Both texts of a sample end with the end of text. The name of the file says rows, tokenizer, template and lengths.
+    Raises ValueError for rows that ask nothing, and where no answer is left.
+    """
+    kind = kind_of_rows(rows.column_names)
+    source = template.source if template is not None else ""
+    key = f"{corpus_fingerprint(rows)} {tokenizer.fingerprint} {kind} {encoder_length} {decoder_length} {source}"
+    path = Path(directory) / f"answers-{hashlib.sha256(key.encode()).hexdigest()[:16]}.npz"
+    if path.is_file():
+        return path
+    samples: list[tuple[list[int], list[int]]] = []
+    num_cut = num_dropped = 0
+    for first in range(0, len(rows), _ROWS):
+        batch = [rows[i] for i in range(first, min(first + _ROWS, len(rows)))]
+        questions = [question for row in batch for question in questions_of(kind, row, template)]
+        asked = _ended([question.asked for question in questions], tokenizer)
+        for read, answer in zip(asked, _ended([question.answer for question in questions], tokenizer), strict=True):
+            if len(read) > encoder_length or answer == [tokenizer.end_of_text]:
+                num_dropped += 1
+                continue
+            num_cut += len(answer) > decoder_length
+            samples.append((read, answer[:decoder_length]))
+    if not samples:
+        raise ValueError(
+            f"none of the {len(rows)} rows has an answer to something that sequence_length ({encoder_length}) has room"
+            " for; give rows with answers, or a larger sequence_length"
+        )
+    lengths = np.array([len(part) for sample in samples for part in sample], dtype=np.int64)
+    with written_whole(path) as temporary, temporary.open("wb") as file:
+        np.savez(
+            file,
+            tokens=np.concatenate([np.array(part, dtype=np.int32) for sample in samples for part in sample]),
+            ends=np.cumsum(lengths).reshape(-1, 2),
+            cut=num_cut,
+            dropped=num_dropped,
+        )
+    return path
+
+
+def _ended(texts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
+    """The tokens of each text with one end of text behind it; special tokens that are spelled out are such."""
+    end = [tokenizer.end_of_text]
+    return [ids if ids[-1:] == end else ids + end for ids, _ in tokenizer.encode_spelled(texts)]

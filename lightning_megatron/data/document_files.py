@@ -1,0 +1,260 @@
+"""Documents of files, one after the other, and what is wrong with those that cannot be read.
+
+Under `sources.py`. What is wrong is a property of the file alone: whoever reads it meets the same documents and the
+same faults. A disk that cannot be read just now is none of them, and ends the reading.
+
+| file | a document is |
+|---|---|
+| text | all of it |
+| JSON | a line, or an item of the one list that the file is |
+| CSV, Parquet, Arrow | a row |
+"""
+
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import IO, Any, Literal, NamedTuple
+
+import fsspec
+
+BadDocuments = Literal["skip", "refuse"]
+"""What becomes of documents that cannot be read or tokenized: left empty and told, or an end of it all."""
+
+MAX_DOCUMENT_BYTES = 10**8
+"""Above it a document is bad: most tokenizers take some hundred times its size in memory."""
+
+_LARGEST_TEXT_BYTES = (1 << 31) - 1
+"""Of a text file: what a table of strings can hold as one."""
+
+_ROWS_READ = 128
+"""Rows of a table that are read together."""
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+DAMAGES = (ValueError, EOFError, OSError, zlib.error, lzma.LZMAError)
+"""What reading a file ends in that is cut off, written over or of another kind; and a disk that cannot be read."""
+
+
+def is_of_disk(error: BaseException) -> bool:
+    """Whether an error is of the disk and not of what is on it: other processes may read on."""
+    return isinstance(error, OSError) and error.errno is not None
+
+
+class FileDocument(NamedTuple):
+    """A document of a file."""
+
+    text: str | None
+    # none: nothing is there, or it is bad
+    fault: str = ""
+    # what is wrong with it and where it is, to be said behind "a document"; empty: nothing
+
+
+def read_documents(
+    file: str, kind: str, text_column: str, max_bytes: int = _LARGEST_TEXT_BYTES
+) -> Iterator[FileDocument]:
+    """The documents of a file of a kind: "" (text), "json", "csv", "parquet" or "arrow".
+
+    What is behind a place where the file is damaged is one bad document, and so is a text file above `max_bytes`.
+    """
+    if kind == "":
+        yield _text_document(file, min(max_bytes, _LARGEST_TEXT_BYTES))
+        return
+    number = 0
+    try:
+        for document in _READERS[kind](file, text_column):
+            number += 1
+            yield document
+    except DAMAGES as error:
+        if is_of_disk(error):
+            raise
+        yield FileDocument(None, f"is damaged ({file}, behind document {number} of it: {_one_line(error)})")
+
+
+def require_column(file: str, kind: str, text_column: str) -> None:
+    """Raises ValueError where a table has no such column, or one that holds no text, as far as its beginning shows."""
+    if kind == "":
+        return
+    if kind == "json":
+        row = next((row for _, row in _json_rows(file) if isinstance(row, dict)), None)
+        if row is not None:
+            _require_among(text_column, row, file)
+            if fault := _row_document(row, text_column, f"{file}, its first row").fault:
+                raise ValueError(f"text_column ({text_column!r}) must hold text, and a document {fault}")
+        return
+    for document in read_documents(file, kind, text_column):
+        if document.fault.startswith("has no text"):
+            raise ValueError(f"text_column ({text_column!r}) must be a column of text; a document {document.fault}")
+        return
+
+
+def json_fault(file: str) -> str:
+    """The first row of JSON that cannot be read, and why; empty where there is none."""
+    try:
+        faults = (f"{where}: {row}" for where, row in _json_rows(file) if isinstance(row, ValueError | RecursionError))
+        return next(faults, "")
+    except DAMAGES as error:
+        return f"{file} is damaged: {_one_line(error)}"
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+
+def _text_document(file: str, max_bytes: int) -> FileDocument:
+    num_bytes = Path(file).stat().st_size
+    if num_bytes > max_bytes:
+        return FileDocument(None, f"has {num_bytes} bytes, and may have {max_bytes} ({file})")
+    try:
+        return FileDocument(Path(file).read_text(encoding="utf-8-sig"))
+    except UnicodeDecodeError as error:
+        return FileDocument(None, f"is not UTF-8 text ({file}, byte {error.start})")
+
+
+# --- JSON -------------------------------------------------------------------------------------------------------------
+
+
+def _json_documents(file: str, text_column: str) -> Iterator[FileDocument]:
+    for where, row in _json_rows(file):
+        if isinstance(row, ValueError | RecursionError):
+            yield FileDocument(None, f"is not JSON ({where}: {_one_line(row)})")
+        else:
+            yield _row_document(row, text_column, where)
+
+
+def _json_rows(file: str) -> Iterator[tuple[str, Any]]:
+    """Where each row is, and the row, or the error of one that is not JSON."""
+    with _opened(file) as lines:
+        for number, line in enumerate(lines, 1):
+            written = line.removeprefix(_BYTE_ORDER_MARK).strip() if number == 1 else line.strip()
+            if number == 1 and written.startswith(b"["):
+                yield from _json_items(file, written + lines.read())
+                return
+            if written:
+                yield f"{file}, line {number}", _parsed(written)
+
+
+def _json_items(file: str, written: bytes) -> Iterator[tuple[str, Any]]:
+    items = _parsed(written)
+    if not isinstance(items, list):
+        yield file, items
+        return
+    yield from ((f"{file}, item {number}", item) for number, item in enumerate(items))
+
+
+def _parsed(written: bytes) -> Any:
+    try:
+        return json.loads(written)
+    except (ValueError, RecursionError) as error:
+        return error
+
+
+def _row_document(row: Any, text_column: str, where: str) -> FileDocument:
+    if not isinstance(row, dict):
+        return FileDocument(None, f"is no object with a {text_column!r} ({where})")
+    text = row.get(text_column)
+    if text is None:
+        return FileDocument(None)
+    if not isinstance(text, str):
+        return FileDocument(None, f"is not text but {_short(repr(text))} ({where}, {text_column!r})")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return FileDocument(None, f"is no text, of which half a character is missing at {error.start} ({where})")
+    return FileDocument(text)
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def _csv_documents(file: str, text_column: str) -> Iterator[FileDocument]:
+    from pyarrow import csv, string
+
+    # A row must lie within two blocks.
+    reading = csv.ReadOptions(block_size=1 << 26)
+    converting = csv.ConvertOptions(column_types={text_column: string()}, strings_can_be_null=False)
+    with _opened(file) as stream:
+        batches = csv.open_csv(
+            stream,
+            read_options=reading,
+            parse_options=csv.ParseOptions(newlines_in_values=True),
+            convert_options=converting,
+        )
+        yield from _table_documents(file, text_column, batches.schema, batches)
+
+
+def _parquet_documents(file: str, text_column: str) -> Iterator[FileDocument]:
+    from pyarrow.parquet import ParquetFile
+
+    with _opened(file) as stream, ParquetFile(stream) as table:
+        columns = [text_column] if text_column in table.schema_arrow.names else []
+        batches = table.iter_batches(batch_size=_ROWS_READ, columns=columns)
+        yield from _table_documents(file, text_column, table.schema_arrow, batches)
+
+
+def _arrow_documents(file: str, text_column: str) -> Iterator[FileDocument]:
+    import pyarrow as pa
+
+    with _opened(file) as stream:
+        try:
+            batches: Any = pa.ipc.open_stream(stream)
+        except pa.ArrowInvalid:
+            stream.seek(0)
+            table = pa.ipc.open_file(stream)
+            schema, batches = table.schema, (table.get_batch(i) for i in range(table.num_record_batches))
+        else:
+            schema = batches.schema
+        yield from _table_documents(file, text_column, schema, batches)
+
+
+def _table_documents(file: str, text_column: str, schema: Any, batches: Any) -> Iterator[FileDocument]:
+    import pyarrow as pa
+
+    if text_column not in schema.names:
+        yield FileDocument(None, f"has no text ({file} has the columns {', '.join(schema.names)})")
+        return
+    kind = schema.field(text_column).type
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
+        yield FileDocument(None, f"has no text ({file} holds {kind} as {text_column!r})")
+        return
+    for batch in batches:
+        for number, held in enumerate(batch.column(text_column)):
+            try:
+                yield FileDocument(held.as_py())
+            except UnicodeDecodeError as error:
+                yield FileDocument(None, f"is not UTF-8 text ({file}, row {number}, byte {error.start})")
+
+
+_READERS: dict[str, Callable[[str, str], Iterator[FileDocument]]] = {
+    "json": _json_documents,
+    "csv": _csv_documents,
+    "parquet": _parquet_documents,
+    "arrow": _arrow_documents,
+}
+
+
+def _opened(file: str) -> AbstractContextManager[IO[bytes]]:
+    """The bytes of a file, unpacked where its ending says so."""
+    try:
+        opened: AbstractContextManager[IO[bytes]] = fsspec.open(file, "rb", compression="infer")
+    except ValueError as error:
+        raise ImportError(f"{file} cannot be unpacked ({error}); install what its ending needs: zstandard") from error
+    return opened
+
+
+def _require_among(text_column: str, columns: Any, file: str) -> None:
+    if text_column not in columns:
+        raise ValueError(
+            f"text_column ({text_column!r}) is not a column of {file!r}, whose first row has {', '.join(columns)};"
+            " name the column that holds the text, or choose other files by a pattern as path"
+        )
+
+
+def _one_line(error: BaseException) -> str:
+    return _short(" ".join(str(error).split()) or type(error).__name__)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -1,0 +1,59 @@
+"""A huge text as parts whose tokens, one after the other, are the text's own: what bounds a tokenizer's memory.
+
+Under `tokenizer.py`. A tokenizer takes some hundred times a text's size in memory. Byte-pair encoding merges within the
+words that a pattern finds from left to right. In each of the patterns below no word goes on from a letter to a space or
+a line break, and what stands before a word does not change how it is found: so before such a space the text can be cut.
+Tokenizers that do anything else are given the text whole.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+PART_CHARACTERS = 1 << 20
+"""Of a part, about."""
+
+_GPT_4 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_PATTERNS = (_GPT_4 % r"\p{N}{1,3}", _GPT_4 % r"\p{N}")
+"""How Llama 3 and Qwen 2 write what GPT-4 does; that of GPT-2 is ByteLevel's own."""
+
+_BOUNDARY = re.compile(r"(?<=[A-Za-z])[ \n]")
+
+
+def is_cuttable(settings: dict[str, Any]) -> bool:
+    """Whether a tokenizer.json gives the parts of a text, one after the other, the tokens of the text."""
+    first, *others = _steps(settings["pre_tokenizer"], "pretokenizers")
+    *before, last = [first, *others]
+    if last.get("type") != "ByteLevel" or last.get("add_prefix_space", True):
+        return False
+    finds_words = (
+        not before
+        if last.get("use_regex", True)
+        else len(before) == 1
+        and before[0].get("type") == "Split"
+        and before[0].get("pattern", {}).get("Regex") in _PATTERNS
+        and (before[0].get("behavior"), before[0].get("invert")) == ("Isolated", False)
+    )
+    return (
+        finds_words
+        and all(step.get("type") in (None, "NFC") for step in _steps(settings["normalizer"], "normalizers"))
+        and settings["model"].get("type") == "BPE"
+        and not settings["model"].get("dropout")
+        # Of others a text is searched for before it is parted into words.
+        and all(token["special"] for token in settings["added_tokens"])
+    )
+
+
+def parts_of(text: str, characters: int = PART_CHARACTERS) -> Iterator[str]:
+    """The text, cut where `is_cuttable` allows it, each part but the last of that many characters or somewhat more."""
+    start = 0
+    while found := _BOUNDARY.search(text, start + characters):
+        yield text[start : found.start()]
+        start = found.start()
+    yield text[start:]
+
+
+def _steps(step: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+    if step is None:
+        return [{}]
+    return list(step[name]) if step.get("type") == "Sequence" else [step]

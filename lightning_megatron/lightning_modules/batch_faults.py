@@ -1,0 +1,38 @@
+"""What is wrong with a batch that a user's own data module made: told before it reaches the model.
+
+Only of batches on the host: to look at numbers on a device is to wait for it, in each step. There such a number ends in
+the device's own words, that an index is out of range.
+"""
+
+from torch import Tensor
+
+from lightning_megatron.data.rows import NO_LABEL
+
+
+def require_within(name: str, values: Tensor, num_kinds: int, way_out: str, *, may_be_none: bool = False) -> None:
+    """Raises ValueError for numbers that are none from 0 to below `num_kinds`, nor -100 where that is none at all."""
+    if values.device.type != "cpu":
+        return
+    outside = (values < 0) | (values >= num_kinds)
+    if may_be_none:
+        outside &= values != NO_LABEL
+    if outside.any():
+        place = outside.nonzero()[0].tolist()
+        most = f"from 0 to {num_kinds - 1}" + (f", or {NO_LABEL} for none" if may_be_none else "")
+        raise ValueError(f"{name}{place} is {values[tuple(place)].item()}, and must be {most}; {way_out}")
+
+
+def require_no_gap(name: str, is_token: Tensor) -> None:
+    """Raises ValueError where padding stands between two tokens of a row [batch, sequence]."""
+    if is_token.device.type != "cpu":
+        return
+    is_token = is_token.bool()
+    is_behind = is_token.cummax(dim=1).values
+    is_before = is_token.flip(1).cummax(dim=1).values.flip(1)
+    gaps = is_behind & is_before & ~is_token
+    if gaps.any():
+        row, place = gaps.nonzero()[0].tolist()
+        raise ValueError(
+            f"{name} of row {row} has padding at {place}, between two tokens; it must be 1 for the tokens of a row and"
+            " 0 for the padding before or behind them: put the padding at an end"
+        )

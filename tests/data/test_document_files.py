@@ -1,0 +1,187 @@
+"""Files give the same documents and name the same faults, whether they are prepared or streamed."""
+
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import csv, parquet
+
+from lightning_megatron.data import document_files as module
+from lightning_megatron.data import load_documents, load_rows
+from lightning_megatron.data.document_files import FileDocument, read_documents
+from lightning_megatron.data.sources import TextStream
+
+TEXTS = ["one", "two\nlines", "", "thréé"]
+
+
+def lines(rows: list[Any]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def write_parquet(path: Path, table: pa.Table) -> None:
+    parquet.write_table(table, path, row_group_size=2)
+
+
+def write_arrow(path: Path, table: pa.Table) -> None:
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+
+
+def write_arrow_file(path: Path, table: pa.Table) -> None:
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+
+
+TABLES: dict[str, tuple[str, Callable[[Path, pa.Table], None]]] = {
+    "a.jsonl": ("json", lambda path, table: path.write_bytes(b"\xef\xbb\xbf" + lines(table.to_pylist())) and None),
+    "a.jsonl.gz": ("json", lambda path, table: path.write_bytes(gzip.compress(lines(table.to_pylist()))) and None),
+    "a.json": ("json", lambda path, table: path.write_text(json.dumps(table.to_pylist(), indent=1)) and None),
+    "a.csv": ("csv", lambda path, table: csv.write_csv(table, path)),
+    "a.parquet": ("parquet", write_parquet),
+    "a.arrow": ("arrow", write_arrow),
+    "b.arrow": ("arrow", write_arrow_file),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_give_their_rows(name: str, tmp_path: Path) -> None:
+    kind, write = TABLES[name]
+    write(tmp_path / name, pa.table({"number": range(4), "text": TEXTS}))
+    assert list(read_documents(str(tmp_path / name), kind, "text")) == [FileDocument(text) for text in TEXTS]
+    assert list(TextStream(path=tmp_path / name).texts(0, None)) == TEXTS
+    [fault] = [one.fault for one in read_documents(str(tmp_path / name), kind, "body")] if kind != "json" else [""]
+    assert kind == "json" or fault == f"has no text ({tmp_path / name} has the columns number, text)"
+    for column, told in (
+        ("body", "is not a column of|must be a column of text"),
+        ("number", "must (hold|be a column of)"),
+    ):
+        if kind != "csv" or column == "body":
+            with pytest.raises(ValueError, match=told):
+                TextStream(path=tmp_path / name, text_column=column)
+
+
+BROKEN = b"".join(
+    [
+        b'{"text": "one"}\n',
+        b'{"text"\n',
+        b"\n",
+        b'{"text": 5}\n',
+        b'["two"]\n',
+        b'{"text": null}\n',
+        b'{"text": "h\\ud800lf"}\n',
+        b'{"text": "caf\xe9"}\n',
+        b'{"body": 1}\n',
+        b"[" * 100_000 + b"\n",
+        b'{"text": "end"}',
+    ]
+)
+FAULTS = [
+    "is not JSON ({file}, line 2: ",
+    "is not text but 5 ({file}, line 4, 'text')",
+    "is no object with a 'text' ({file}, line 5)",
+    "is no text, of which half a character is missing at 1 ({file}, line 7)",
+    "is not JSON ({file}, line 8: 'utf-8' codec can't decode",
+    "is not JSON ({file}, line 10: ",
+]
+
+
+def test_each_broken_line_is_named_and_no_other_is_lost(tmp_path: Path) -> None:
+    file = tmp_path / "broken.jsonl"
+    file.write_bytes(BROKEN)
+    found = list(read_documents(str(file), "json", "text"))
+    assert [one.text for one in found if not one.fault] == ["one", None, None, "end"]
+    faults = [one.fault for one in found if one.fault]
+    assert len(faults) == len(FAULTS)
+    for fault, told in zip(faults, FAULTS, strict=True):
+        assert fault.startswith(told.format(file=file)), fault
+    documents = load_documents(path=file, cache_dir=tmp_path / "cache")
+    assert [(one["text"], one["fault"] or "") for one in documents] == [tuple(one) for one in found]
+    with pytest.raises(ValueError, match=r"rows that cannot be read: .*broken\.jsonl, line 2: "):
+        load_rows(path=file, cache_dir=tmp_path / "cache")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.csv", "a.parquet", "a.arrow"])
+def test_what_is_before_the_damage_is_read_and_the_rest_is_one_bad_document(name: str, tmp_path: Path) -> None:
+    kind, write = TABLES[name]
+    file, whole = tmp_path / name, tmp_path / f"whole{name[1:]}"
+    texts = [f"{i} {'x' * 5000}{i * 7919 % 1000}" for i in range(400)]
+    for path in (file, whole):
+        write(path, pa.table({"text": texts}))
+    data = bytearray(file.read_bytes())
+    if kind == "csv":
+        data[1_500_000:1_500_001] = b"\xff"
+    elif kind == "parquet":
+        data[len(data) // 2 : len(data) // 2 + 400] = bytes(400)
+    else:
+        data = data[: len(data) // 2]
+    file.write_bytes(data)
+    found = list(read_documents(str(file), kind, "text"))
+    good = [one.text for one in found if not one.fault]
+    assert good == texts[: len(good)] and len(good) < 400 and len(found) == len(good) + 1
+    assert found[-1].fault.startswith(f"is damaged ({file}, behind document {len(good)} of it: ")
+    if kind != "csv":
+        assert good, "something comes before it"
+    documents = load_documents(path=str(tmp_path / f"*{name[1:]}"), cache_dir=tmp_path / "cache")
+    assert [text for text in documents["text"] if text is not None] == [*good, *texts]
+    assert list(TextStream(path=str(tmp_path / f"*{name[1:]}"), is_telling=False).texts(0, None)) == [
+        *good,
+        None,
+        *texts,
+    ]
+
+
+def test_a_disk_that_cannot_be_read_is_no_fault_of_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines([{"text": "one"}]))
+
+    def fails(*arguments: Any) -> Any:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setitem(module._READERS, "json", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        list(read_documents(str(tmp_path / "a.jsonl"), "json", "text"))
+
+
+def test_a_text_that_is_too_large_is_not_read(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abcdef")
+    assert list(read_documents(str(tmp_path / "a.txt"), "", "text", 6)) == [FileDocument("abcdef")]
+    [bad] = read_documents(str(tmp_path / "a.txt"), "", "text", 5)
+    assert bad == FileDocument(None, f"has 6 bytes, and may have 5 ({tmp_path / 'a.txt'})")
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_names_bad_documents_or_refuses_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines([{"text": "one"}, {"text": "é" * 30}, {"text": 5}, {"text": "two"}]))
+    stream = TextStream(path=tmp_path, max_document_bytes=59)
+    assert list(stream.texts(0, None)) == ["one", None, None, "two"]
+    first, second = (record.message for record in caplog.records)
+    assert "number 1 so far, a document that has 60 bytes, above max_document_bytes (59): 'éé" in first
+    assert f"number 2 so far, a document that is not text but 5 ({tmp_path}/a.jsonl, line 3" in second
+    caplog.clear()
+    assert list(TextStream(path=tmp_path, is_telling=False).texts(0, None)) == ["one", "é" * 30, None, "two"]
+    assert not caplog.records
+    refusing = TextStream(path=tmp_path, bad_documents="refuse")
+    with pytest.raises(ValueError, match=r"a document is not text but 5 \(.*line 3, 'text'\); mend it, or .*='skip'"):
+        list(refusing.texts(0, None))
+
+
+def test_many_bad_documents_do_not_fill_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines([{"text": ""}, *({"text": 5} for _ in range(200))]))
+    assert list(TextStream(path=tmp_path).texts(0, None)) == ["", *[None] * 200]
+    assert [record.args[0] for record in caplog.records] == [1, 2, 3, 4, 5, 8, 16, 32, 64, 128]  # type: ignore[index]
+
+
+def test_a_stream_goes_on_behind_bad_documents(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(BROKEN)
+    (tmp_path / "b.txt").write_text("text")
+    whole = list(TextStream(path=tmp_path, is_telling=False).texts(0, None))
+    for place in range(1, len(whole)):
+        stream = TextStream(path=tmp_path, is_telling=False)
+        begun = stream.texts(0, None)
+        assert [next(begun) for _ in range(place)] == whole[:place]
+        assert list(TextStream(path=tmp_path, is_telling=False).texts(0, stream.state_dict())) == whole[place:]
