@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from lightning_megatron import __version__
-from lightning_megatron.cli import checkpoint, convert, plan, prepare_data, schedule
+from lightning_megatron.cli import checkpoint, convert, dry_run, plan, prepare_data, schedule
 from lightning_megatron.cli.usage import UsageError
 
-_COMMANDS = (plan, schedule, checkpoint, convert, prepare_data)
+_COMMANDS = (plan, dry_run, schedule, checkpoint, convert, prepare_data)
 _USAGE_ERROR = 2
 
 

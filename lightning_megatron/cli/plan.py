@@ -49,7 +49,7 @@ _USUAL_LENGTH = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Asked:
+class Asked:
     """What a configuration says."""
 
     run: Run
@@ -103,7 +103,7 @@ def run_plan(options: argparse.Namespace) -> None:
         if value is not None and not (math.isfinite(value) and value > 0)
     ]:
         raise UsageError(bad)
-    asked = _read(options)
+    asked = read_run(options)
     if options.out is not None and (options.out.suffix != ".svg" or not options.out.parent.is_dir()):
         raise UsageError([f"--out ({options.out}) must be a file.svg in a folder that is there"])
     if options.layout is not None:
@@ -112,7 +112,7 @@ def run_plan(options: argparse.Namespace) -> None:
         _search(options, asked.run, gpu)
 
 
-def _explain(options: argparse.Namespace, asked: _Asked, gpu: Gpu) -> None:
+def _explain(options: argparse.Namespace, asked: Asked, gpu: Gpu) -> None:
     run = asked.run
     if options.layout == "recipe":
         if not asked.has_layout:
@@ -120,7 +120,7 @@ def _explain(options: argparse.Namespace, asked: _Asked, gpu: Gpu) -> None:
                 [f"--layout recipe: {options.config} has no layout of its own; write one, as in tp=8,pp=4"]
             )
     else:
-        run = _with_layout(run, options.layout)
+        run = with_layout(run, options.layout)
     if faults := faults_of(run):
         raise UsageError(faults)
     found = estimate(run, gpu)
@@ -179,7 +179,7 @@ def _gpu_of(options: argparse.Namespace) -> Gpu:
         raise UsageError(str(error).splitlines()) from error
 
 
-def _with_layout(run: Run, text: str) -> Run:
+def with_layout(run: Run, text: str) -> Run:
     values: dict[str, str] = {}
     faults = []
     for part in (part.strip() for part in text.split(",")):
@@ -206,7 +206,7 @@ def _with_layout(run: Run, text: str) -> Run:
     )
 
 
-def _read(options: argparse.Namespace) -> _Asked:
+def read_run(options: argparse.Namespace) -> Asked:
     """The run that a configuration and the options ask for."""
     path = Path(options.config)
     try:
@@ -229,7 +229,7 @@ def _read(options: argparse.Namespace) -> _Asked:
     return replace(asked, run=run)
 
 
-def _bare(model: Model, texts: Texts, batch: int, options: argparse.Namespace) -> _Asked:
+def _bare(model: Model, texts: Texts, batch: int, options: argparse.Namespace) -> Asked:
     """A model alone: how it is trained is what the package does best."""
     texts = replace(
         texts,
@@ -245,10 +245,10 @@ def _bare(model: Model, texts: Texts, batch: int, options: argparse.Namespace) -
         global_batch_size=options.global_batch_size or batch,
         optimizer=OptimizerConfig(kind="distributed", overlap_grad_reduce=True, overlap_param_gather=True),
     )
-    return _Asked(run=run, has_layout=False)
+    return Asked(run=run, has_layout=False)
 
 
-def _of_hugging_face(path: Path, options: argparse.Namespace) -> _Asked:
+def _of_hugging_face(path: Path, options: argparse.Namespace) -> Asked:
     folder = path if path.is_dir() else path.parent
     raw = read_config(folder)
     model = family_of_file(raw, str(folder / "config.json")).config(raw)
@@ -259,7 +259,7 @@ def _of_hugging_face(path: Path, options: argparse.Namespace) -> _Asked:
     return _bare(model, texts, options.global_batch_size, options)
 
 
-def _of_recipe(path: Path, options: argparse.Namespace) -> _Asked:
+def _of_recipe(path: Path, options: argparse.Namespace) -> Asked:
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -335,7 +335,7 @@ def _of_recipe(path: Path, options: argparse.Namespace) -> _Asked:
         group_size=pipeline.microbatch_group_size,
         context=context,
     )
-    return _Asked(run=run, has_layout=_at(data, "trainer", "strategy") is not None)
+    return Asked(run=run, has_layout=_at(data, "trainer", "strategy") is not None)
 
 
 _SIZES = {

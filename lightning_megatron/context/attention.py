@@ -27,6 +27,7 @@ from lightning_megatron.context.kernel import Bias, Dropping, Pairing, kernel_fo
 from lightning_megatron.context.layout import ContextLayout, View
 from lightning_megatron.context.other_stream import OtherStream
 from lightning_megatron.mesh import Axis
+from lightning_megatron.precision.autocast import autocast, autocast_dtype
 
 Made = TypeVar("Made")
 
@@ -93,9 +94,8 @@ def attend(
     divide A.
     """
     device = queries.device
-    if torch.is_autocast_enabled(device.type):
+    if (dtype := autocast_dtype(queries)) is not None:
         # As autocast does for torch's own attention: norms of queries and keys may have left them wider.
-        dtype = torch.get_autocast_dtype(device.type)
         queries, keys, values = (x.to(dtype) for x in (queries, keys, values))
     num_heads, inner = queries.shape[1], axes.inner
     assert (layout.outer, layout.inner) == (axes.outer.size, inner.size), "the layout is one of other axes"
@@ -164,7 +164,7 @@ def _without_autocast(function: Any) -> Any:
 
     @wraps(function)
     def call(ctx: Any, queries: Tensor, *rest: Any) -> Any:
-        with torch.autocast(queries.device.type, enabled=False):
+        with autocast(queries, None):
             return function(ctx, queries, *rest)
 
     return call

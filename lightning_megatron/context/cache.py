@@ -26,6 +26,7 @@ from lightning_megatron.comm import collectives
 from lightning_megatron.context.layout import PADDING, View
 from lightning_megatron.context.pairing import Bias, wide
 from lightning_megatron.mesh import Axis
+from lightning_megatron.precision.autocast import autocast, autocast_dtype
 
 # Columns that a cache grows by at least; beyond it a quarter of what it has.
 _LEAST_GROWTH = 64
@@ -126,10 +127,9 @@ class CachedCall:
 
     def keep(self, layer: str, keys: Tensor, values: Tensor) -> None:
         """Keeps this rank's part of the call's keys and values [B, G, N, D]."""
-        device = keys.device.type
-        if torch.is_autocast_enabled(device):
+        if (dtype := autocast_dtype(keys)) is not None:
             # As attention reads them; norms may have left them wider.
-            keys, values = (x.to(torch.get_autocast_dtype(device)) for x in (keys, values))
+            keys, values = (x.to(dtype) for x in (keys, values))
         new = [x if self.own_N is None else x.index_select(2, self.own_N) for x in (keys, values)]
         old = self.cache.kept.get(layer)
         if old is None:
@@ -147,7 +147,7 @@ class CachedCall:
         A query without a position sees nothing under a causal view, and gets 0. `scale` is 1 / sqrt(D) where None.
         """
         keys, values = (x[self.rows, :, : self.columns.stop] for x in self.cache.kept[layer])
-        with torch.autocast(queries.device.type, enabled=False):
+        with autocast(queries, None):
             output, lse = self._part(queries.to(keys.dtype), keys, values, view, scale, bias)
             return _merged(output, lse, self.cache.cp).to(queries.dtype)
 

@@ -335,6 +335,9 @@ class LlavaModel(GPTModel):
 
     def _check_image_tokens(self, num_images: Sequence[int], is_image_BS: Tensor) -> None:
         """Raises ValueError unless each row has an image token for each feature of its images."""
+        if is_image_BS.is_meta:
+            # There is nothing to count.
+            return
         each, found = self.config.features_per_image, is_image_BS.sum(1).tolist()
         wrong = [row for row, num in enumerate(num_images) if found[row] != num * each]
         if wrong:

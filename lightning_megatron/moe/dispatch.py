@@ -10,12 +10,13 @@ Every rank of ep x etp comes with tokens of its own and holds E/ep experts, of e
 AllToAll moves the rows that are wanted; AllGather moves everything: it is for few ranks and many choices.
 Both hand the same rows in the same order to the experts. A fused backend is a third value of `Dispatcher`.
 
-How many rows go where is data, and a kernel's output needs its size: the host reads it once, in `_on_host`, and never
+How many rows go where is data, and a kernel's output needs its size: the host reads it once, in `on_host`, and never
 where every expert's rows are padded to a capacity.
 
 T tokens of this rank, K choices of each, H hidden, E experts, L own experts, P ranks of ep, Q ranks of etp, R rows.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -35,6 +36,9 @@ from lightning_megatron.mesh import Axis
 from lightning_megatron.moe.experts import Arrived
 from lightning_megatron.moe.grouped import Groups
 from lightning_megatron.moe.permute import Order, add_up, regrouped, sort_by_expert, take
+
+Read = Callable[[Tensor, int], Tensor]
+"""From counts by expert [..., E] on the device the same on the host; it is told of how many tokens each row is."""
 
 
 class Journey(Protocol):
@@ -58,6 +62,8 @@ class Dispatcher(Protocol):
 
     give_way: GiveWay
     # called before each wait for tokens on their way
+    read: Read
+    # brings numbers of rows to the host
 
     def dispatch(
         self, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, capacity: int | None = None
@@ -76,6 +82,7 @@ class AllToAll:
     def __init__(self, num_experts: int, *, ep: Axis, etp: Axis) -> None:
         self.num_experts, self.ep, self.etp = num_experts, ep, etp
         self.give_way: GiveWay = not_at_all
+        self.read: Read = on_host
 
     def dispatch(
         self, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, capacity: int | None = None
@@ -85,7 +92,7 @@ class AllToAll:
         if capacity is None:
             counts_QE = collectives.all_gather(by_expert.counts_E[None], self.etp)
             counts_PQE = collectives.all_gather(counts_QE[None], self.ep)
-            sizes_PQE = _on_host(counts_PQE)
+            sizes_PQE = self.read(counts_PQE, len(experts_TK))
             choices_R = by_expert.dropless(int(sizes_PQE[self.ep.rank, self.etp.rank].sum()))
         else:
             counts_PQE = by_expert.counts_E.new_full(shape, capacity)
@@ -146,6 +153,7 @@ class AllGather:
     def __init__(self, num_experts: int, *, ep: Axis, etp: Axis) -> None:
         self.num_own, self.ep, self.etp = num_experts // ep.size, ep, etp
         self.give_way: GiveWay = not_at_all
+        self.read: Read = on_host
 
     def dispatch(
         self, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, capacity: int | None = None
@@ -153,7 +161,8 @@ class AllGather:
         experts = collectives.all_gather(collectives.all_gather(experts_TK, self.etp), self.ep)
         by_expert = sort_by_expert(experts - self.ep.rank * self.num_own, self.num_own)
         if capacity is None:
-            sizes = tuple(_on_host(by_expert.counts_E).tolist())
+            # Own experts take their share of all ranks' tokens.
+            sizes = tuple(self.read(by_expert.counts_E, len(experts) // self.ep.size).tolist())
             groups = Groups(sizes, by_expert.counts_E)
             choices_R = by_expert.dropless(groups.num_rows)
         else:
@@ -205,6 +214,6 @@ class _AllGatherJourney:
         return differentiable.reduce_scatter(self._home.wait(), self._etp)
 
 
-def _on_host(counts: Tensor) -> Tensor:
+def on_host(counts: Tensor, num_tokens: int) -> Tensor:
     """The counts where Python can read them. The one place where experts make the host wait for the device."""
     return counts.cpu()

@@ -21,7 +21,12 @@ from lightning_megatron.precision.cast import Operand
 from lightning_megatron.tensor.linear import as_product_input
 from lightning_megatron.tensor.weight_gradients import Way, WeightGradients
 
-_KERNEL_DTYPES = {"cpu": (torch.float32, torch.bfloat16, torch.float16), "cuda": (torch.bfloat16,)}
+_KERNEL_DTYPES = {
+    "cpu": (torch.float32, torch.bfloat16, torch.float16),
+    "cuda": (torch.bfloat16,),
+    "meta": (torch.bfloat16,),
+}
+# A meta tensor stands for one on a GPU.
 # The kernel wants rows to begin at multiples of so many bytes.
 _ALIGNED_BYTES = 16
 

@@ -21,6 +21,7 @@ from lightning_megatron.moe import balance, choice
 from lightning_megatron.moe.config import RouterConfig
 from lightning_megatron.moe.load import Records
 from lightning_megatron.moe.pools import Pools, RoutedTokens, mask_of, sum_over
+from lightning_megatron.precision.autocast import autocast
 from lightning_megatron.sharding import Initial, shard_parameter
 
 # Below it the scores of a token do not sum up to anything.
@@ -125,7 +126,7 @@ class Router(nn.Module):
             columns_H = torch.arange(x_TH.shape[1], device=x_TH.device)
             keys_T1 = rng.bits(self.jitter_key, tokens.keys_T).unsqueeze(1)
             x_TH = x_TH * (1.0 + self.config.jitter * (2.0 * rng.uniform(keys_T1, columns_H) - 1.0)).to(dtype)
-        with torch.autocast(x_TH.device.type, enabled=False):
+        with autocast(x_TH, None):
             return F.linear(x_TH, self.weight.to(dtype))
 
     def _choose(self, logits_TE: Tensor, scores_TE: Tensor, tokens: RoutedTokens, pools: Pools) -> Tensor:

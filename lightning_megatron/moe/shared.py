@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatron.mesh import Axis
+from lightning_megatron.precision.autocast import autocast
 from lightning_megatron.sharding import Initial, shard_parameter
 from lightning_megatron.tensor.activation import GATED, Activation, activate
 from lightning_megatron.tensor.linear import ColumnParallelLinear, RowKeys, RowParallelLinear
@@ -56,6 +57,6 @@ class SharedExpert(nn.Module):
             return output_TH
         wide = torch.promote_types(hidden_TH.dtype, torch.float32)
         # Few features: in float32 whatever the precision, as the router's scores are.
-        with torch.autocast(hidden_TH.device.type, enabled=False):
+        with autocast(hidden_TH, None):
             share_T1 = torch.sigmoid(F.linear(hidden_TH.to(wide), self.gate.to(wide)))
         return (output_TH * share_T1).to(output_TH.dtype)

@@ -49,8 +49,8 @@ class Gradients:
     `named_parameters` in the same order on all ranks of a stage; `inside` are the names that belong to the pipelined
     model; `stages` the stages of this rank whose backwards make gradients of a name, all of them where a name is
     absent. `dtype` is that of accumulated gradients, `low` that of matrices beside main weights. `keeps_whole`: the
-    optimizer looks at whole parameters. Construction is collective over pp, and over the world where names are held by
-    several pp ranks.
+    optimizer looks at whole parameters. `names_by_rank` are those of each pp rank; without it ranks tell each other.
+    Construction is collective over pp, and over the world where names are held by several pp ranks.
     """
 
     def __init__(
@@ -66,13 +66,16 @@ class Gradients:
         dtype: torch.dtype | None = None,
         keeps_whole: bool = False,
         low: torch.dtype | None = None,
+        names_by_rank: Sequence[Sequence[str]] | None = None,
     ) -> None:
         self.mesh = mesh
         self.device = device
         self.config = config if config is not None else OptimizerConfig()
         is_distributed = self.config.kind == "distributed"
         named = list(named_parameters)
-        holders = stage_axes([name for name, _ in named], mesh, new_group)
+        if names_by_rank is None:
+            names_by_rank = collectives.gather_objects([name for name, _ in named], mesh.pp)
+        holders = stage_axes(names_by_rank, mesh, new_group)
         self.held = []
         for name, parameter in named:
             shard = shard_of(parameter)

@@ -194,7 +194,7 @@ class MainWeights:
     def _bring_home(self, parameter: nn.Parameter) -> None:
         """Lets a parameter stand, with the values it has, where its main weights look for it."""
         home = self._homes[parameter]
-        if parameter.data_ptr() != home.data_ptr() or parameter.dtype != home.dtype:
+        if _place_of(parameter) != _place_of(home) or parameter.dtype != home.dtype:
             home.copy_(parameter.detach())
             parameter.data = home
 
@@ -204,6 +204,11 @@ class MainWeights:
         if whole.shape == owned.tensor.shape:
             return whole
         return whole.view(-1)[owned.range.start : owned.range.end].view(owned.tensor.shape)
+
+
+def _place_of(x: Tensor) -> tuple[int, int]:
+    """Its memory, and where it begins there; meta tensors, which have none, differ too."""
+    return x.untyped_storage()._cdata, int(x.storage_offset())
 
 
 def _take_gradients_of(parameter: nn.Parameter, dtype: torch.dtype) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis, Mesh, NewGroup
 
 # Elements of a gradient whose squares are summed in float32.
@@ -45,9 +44,9 @@ def scale_in_place(tensors: Sequence[Tensor], factor: Tensor) -> None:
         torch._foreach_mul_([t for t in tensors if t.dtype is dtype], factor.to(dtype))
 
 
-def stage_axes(names: Sequence[str], mesh: Mesh, new_group: NewGroup) -> dict[str, Axis]:
-    """For each name that several pp ranks hold, the axis of those ranks. Collective over pp and the world."""
-    by_rank = [set(held) for held in collectives.gather_objects(list(names), mesh.pp)]
+def stage_axes(names_by_rank: Sequence[Sequence[str]], mesh: Mesh, new_group: NewGroup) -> dict[str, Axis]:
+    """For each name that several pp ranks hold, the axis of those ranks. Collective over the world."""
+    by_rank = [set(held) for held in names_by_rank]
     holders: dict[str, tuple[int, ...]] = {}
     for name in sorted(set().union(*by_rank)):
         ranks = tuple(rank for rank, held in enumerate(by_rank) if name in held)

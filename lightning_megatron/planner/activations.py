@@ -8,8 +8,10 @@ T tokens of a microbatch on this rank, H hidden.
 from functools import lru_cache
 
 from lightning_megatron.mesh import Sizes
+from lightning_megatron.models import BertConfig, T5Config
 from lightning_megatron.planner.anatomy import Layer, Piece, Stage
 from lightning_megatron.planner.run import Run
+from lightning_megatron.planner.software import Software
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.recompute import RecomputeConfig, groups_of
 
@@ -73,6 +75,8 @@ def _end_bytes(run: Run, piece: Piece) -> float:
     if piece.symbol == "L":
         # Sequence parallelism keeps a part and gathers it again.
         return tokens * hidden * width / sp
+    if piece.whole == cost.norm_parameters(run.model):
+        return tokens * hidden * _norm_width(run) / sp
     if piece.products:
         return sum(
             run.micro_batch_size * product.tokens * (product.inputs + product.outputs) * width
@@ -91,7 +95,23 @@ def _layer_bytes(run: Run, piece: Piece, recompute: RecomputeConfig) -> float:
         recompute,
         run.fp8 is not None,
         run.software.pair_bytes,
+        _norm_width(run),
+        run.software,
     )
+
+
+def _is_shared(layer: Layer, sizes: Sizes) -> bool:
+    """Whether attention runs document by document, over ranks that share them: what it gives is then kept by head and
+    by token."""
+    config = layer.config
+    is_padded = isinstance(config, BertConfig)
+    has_bias = isinstance(config, T5Config) and config.position == "relative"
+    return is_padded or has_bias or bool(layer.memory) or (sizes.cp > 1 and layer.is_cut_by_context)
+
+
+def _norm_width(run: Run) -> int:
+    """Bytes of each number that a norm keeps of what it reads."""
+    return 4 if run.software.widens_norms and run.is_mixed else run.bytes_per_element
 
 
 @lru_cache(maxsize=65536)
@@ -103,6 +123,8 @@ def _kept(
     recompute: RecomputeConfig,
     is_fp8: bool,
     pair_bytes: int,
+    norm_width: int,
+    software: Software,
 ) -> float:
     config, tp, streams = layer.config, sizes.tp, micro_batch * layer.repeats
     sequence = -(-layer.sequence // (sizes.cp if layer.is_cut_by_context else 1))
@@ -122,6 +144,11 @@ def _kept(
     )
     if recompute.granularity == "full":
         return kept
+    kept += _wider_norms(layer, sizes, streams * sequence, width, norm_width, recompute)
+    if software.squares_relu and config.activation == "relu" and not layer.has_experts:
+        kept += streams * sequence * config.ffn_hidden_size / tp * width
+    if software.counts_work and _is_shared(layer, sizes):
+        kept += streams * sequence * config.num_attention_heads / tp * config.head_dim * width
     lays_out = config.attention_dropout > 0 and "core_attention" not in _parts(recompute)
     if lays_out:
         # The formula is that of our own attention, and of queries as many as keys.
@@ -135,6 +162,26 @@ def _kept(
             pairs = streams * sequence * layer.memory / sizes.cp * config.num_attention_heads / tp
             kept += pairs * (pair_bytes - 5 - width)
     return kept - (_fp8_saving(layer, sizes, streams * sequence, width, recompute) if is_fp8 else 0.0)
+
+
+def _wider_norms(
+    layer: Layer, sizes: Sizes, tokens: int, width: int, norm_width: int, recompute: RecomputeConfig
+) -> float:
+    """More than the formula counts where norms keep their input wider than activations are."""
+    if norm_width == width:
+        return 0.0
+    config, again = layer.config, _parts(recompute)
+    shard = tokens / (sizes.tp if sizes.sequence_parallel else 1)
+    num_norms = 3 if layer.memory else 2
+    if "norm" in again and {"mlp", "moe"} & set(again):
+        # Inside of what is made again.
+        num_norms -= 1
+    # What a norm reads is kept twice where its output is made again of it.
+    more = num_norms * shard * config.hidden_size * (norm_width - (0 if "norm" in again else width))
+    if config.qk_norm:
+        heads = config.num_attention_heads + config.num_query_groups
+        more += tokens * heads / sizes.tp * config.head_dim * (norm_width - width)
+    return more
 
 
 def _fp8_saving(layer: Layer, sizes: Sizes, tokens: int, width: int, recompute: RecomputeConfig) -> float:

@@ -18,6 +18,7 @@ from lightning_megatron.planner.activations import again_bytes, logit_bytes, sta
 from lightning_megatron.planner.anatomy import Stage, parameters_of
 from lightning_megatron.planner.pipeline_load import kept_by_chunk
 from lightning_megatron.planner.run import Run
+from lightning_megatron.planner.working_set import work_bytes
 from lightning_megatron.transformer import cost
 
 OVERHEAD_BYTES = 1.5e9
@@ -75,8 +76,20 @@ def rank_memory(run: Run, rank: int) -> Memory:
     stages = run.stages[rank]
     kept = kept_by_chunk(run.schedule, rank)
     activations = sum(count * stage_bytes(run, stage) for count, stage in zip(kept, stages, strict=True))
-    activations += max(again_bytes(run, stage) for stage in stages)
+    again = max(again_bytes(run, stage) for stage in stages)
     logits = max(logit_bytes(run, stage) for stage in stages)
+    if run.software.counts_work:
+        work = work_bytes(run, rank, kept, activations, again, stepped_parameters(run, dense, experts))
+        work += _buffers(run, stages)
+        activations, logits = min(activations, work), min(logits, max(work - activations, 0.0))
+        memory = Memory(
+            **_states(run, dense, experts),
+            activations=activations,
+            logits=logits,
+            buffers=work - activations - logits,
+        )
+        return replace(memory, overhead=OVERHEAD_BYTES + FRAGMENTATION * memory.allocated)
+    activations += again
     # What is left of the logits while their weight's gradient is made; a layer's is made when they are gone.
     at_head = logits / 3 + matrix * run.bytes_per_element if logits else 0.0
     memory = Memory(
@@ -103,6 +116,13 @@ def _states(run: Run, dense: int, experts: int) -> dict[str, float]:
         held["main_weights"] += main * stepped
         held["moments"] += moments * stepped
     return held
+
+
+def stepped_parameters(run: Run, dense: int, experts: int) -> float:
+    """Of the parameters of a rank those that its optimizer steps."""
+    if run.optimizer.kind == "replicated":
+        return float(dense + experts)
+    return dense / (run.sizes.dp * run.sizes.cp) + experts / run.sizes.edp
 
 
 def _buffers(run: Run, stages: tuple[Stage, ...]) -> float:

@@ -82,6 +82,11 @@ class Run:
         return tuple(map(tuple, own))
 
     @property
+    def is_mixed(self) -> bool:
+        """Whether main weights in float32 stand beside weights in 16 bits."""
+        return self.precision in ("bf16-mixed", "16-mixed")
+
+    @property
     def is_half(self) -> bool:
         """Whether products are in 16 bits, or fewer."""
         return self.precision != "32-true"

@@ -27,15 +27,21 @@ class Software:
     # kept for each pair of tokens and head where attention lays its weights out: softmax, mask, what was dropped
     logit_bytes: int = 6
     # for each token and row of the vocabulary at the peak: logits in half precision, and exponentials in float32
+    widens_norms: bool = False
+    # under mixed precision norms keep what they read in float32
+    counts_work: bool = False
+    # what a backward, the optimizer and messages hold for a while is counted, beside the largest gradient of a weight
+    squares_relu: bool = False
+    # what a run calls ReLU is its square, whose backward reads its input
     is_fused: bool = False
     # neighbouring elementwise kernels are one, by hand or by a compiler
     attention: AttentionKernel = "second"
     # where attention runs in one kernel
 
 
-OURS = Software(name="lightning_megatron")
+OURS = Software(name="lightning_megatron", widens_norms=True, counts_work=True)
 
-MEGATRON = Software(name="Megatron Core", pair_bytes=5, is_fused=True, attention="vendor")
+MEGATRON = Software(name="Megatron Core", pair_bytes=5, squares_relu=True, is_fused=True, attention="vendor")
 """Source: Korthikanti et al., arXiv 2205.05198, section 4.1: softmax 2, mask 1, dropped weights 2."""
 
 FULLY_SHARDED = Software(name="fully sharded data parallel", shards_weights="always", attention="first")

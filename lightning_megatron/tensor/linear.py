@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from lightning_megatron.comm import collectives
 from lightning_megatron.comm.collectives import Pending
 from lightning_megatron.mesh import Axis
+from lightning_megatron.precision.autocast import autocast_dtype
 from lightning_megatron.precision.cast import Operand
 from lightning_megatron.precision.product import Product
 from lightning_megatron.sharding import Initial, shard_parameter
@@ -186,10 +187,8 @@ def row_parallel_linear(
 
 def as_product_input(x: Tensor) -> Tensor:
     """`x` in the dtype of the product, as a linear keeps it: autocast's, if it is on; float64 is left alone."""
-    device = x.device.type
-    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
-        return x
-    return x.to(torch.get_autocast_dtype(device))
+    dtype = autocast_dtype(x)
+    return x if dtype is None or x.dtype == torch.float64 else x.to(dtype)
 
 
 # Note: a weight is its owner. What autograd saved of a weight comes back as another tensor wherever hooks look after

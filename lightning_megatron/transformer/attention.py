@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megatron.comm import differentiable
@@ -28,6 +27,7 @@ from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLi
 from lightning_megatron.tensor.norm import RMSNorm
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.dropout import AttentionDropout
+from lightning_megatron.transformer.fused import fused_attention
 from lightning_megatron.transformer.recompute import RecomputeLayer, checkpoint
 from lightning_megatron.transformer.rotary import rotate, rotate_into
 from lightning_megatron.transformer.tokens import Tokens
@@ -214,14 +214,7 @@ class SelfAttention(RecomputeLayer):
         elif 0 < self.window < tokens.num_rows:
             attended = attend_in_window(queries, keys, values, self.window, tokens.masks)
         else:
-            attended = F.scaled_dot_product_attention(
-                queries,
-                keys,
-                values,
-                is_causal=self.is_causal,
-                scale=self.scale,
-                enable_gqa=self.heads.num_queries > 1,
-            )
+            attended = fused_attention(queries, keys, values, is_causal=self.is_causal, scale=self.scale)
         output: Tensor = self.projection(tokens.pad(attended.transpose(1, 2).reshape(tokens.num_real, -1)), tokens)
         return output
 

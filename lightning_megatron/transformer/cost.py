@@ -242,7 +242,8 @@ def layer_activation_bytes(
             reads_norm = config.moe.shared_ffn_hidden_size > 0
             kept += (reads_norm - ("norm" not in again)) * shard * config.hidden_size * bytes_per_element
     elif not is_again:
-        widths = num_inputs + (0 if "activation" in again else 1)
+        # ReLU keeps what it gives, as the linear behind it does; others what they read.
+        widths = 1 if config.activation == "relu" else num_inputs + (0 if "activation" in again else 1)
         kept += padded * widths * (config.ffn_hidden_size // tp) * bytes_per_element
         if config.ffn_dropout > 0:
             kept += padded * (config.ffn_hidden_size // tp)

@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis
+from lightning_megatron.precision.autocast import autocast, autocast_dtype
 
 Granularity = Literal["none", "selective", "full"]
 RecomputePart = Literal["core_attention", "norm", "activation", "mlp", "moe"]
@@ -177,8 +178,7 @@ def apply_unkept(make: Callable[[Tensor], Tensor], use: Callable[[Tensor], Tenso
     made = make(x)
     if not torch.is_grad_enabled():
         return use(made)
-    device, source = x.device.type, x.detach()
-    is_autocast, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    source, dtype = x.detach(), autocast_dtype(x)
     # A name and not the tensor: autograd keeps the hooks themselves as long as what they packed.
     name = _name_of(made)
 
@@ -188,7 +188,7 @@ def apply_unkept(make: Callable[[Tensor], Tensor], use: Callable[[Tensor], Tenso
     def unpack(saved: Tensor | None) -> Tensor:
         if saved is not None:
             return saved
-        with torch.no_grad(), torch.autocast(device, dtype=dtype, enabled=is_autocast):
+        with torch.no_grad(), autocast(source, dtype):
             return make(source)
 
     with saved_tensors_hooks(pack, unpack):

@@ -206,13 +206,13 @@ def test_sizes_cross_to_the_host_once_and_never_where_they_are_padded(
     make: Make, pads: bool, num_crossings: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, crossed = Plain(8 * 4), []
-    on_host = dispatch._on_host
+    on_host = dispatch.on_host
 
-    def counted(counts: Tensor) -> Tensor:
+    def counted(counts: Tensor, num_tokens: int) -> Tensor:
         crossed.append(counts)
-        return on_host(counts)
+        return on_host(counts, num_tokens)
 
-    monkeypatch.setattr(dispatch, "_on_host", counted)
+    monkeypatch.setattr(dispatch, "on_host", counted)
 
     def on_rank(mesh: Mesh) -> None:
         mix(

@@ -73,7 +73,7 @@ def test_scaling_keeps_each_dtype() -> None:
 def axes_of_stages() -> dict[str, tuple[int, ...]]:
     mesh = make_mesh(Sizes(world=4, pp=4))
     held = {0: ["a", "everywhere", "ends"], 1: ["b", "everywhere"], 2: ["c", "everywhere"], 3: ["everywhere", "ends"]}
-    axes = stage_axes(held[mesh.pp.rank], mesh, group)
+    axes = stage_axes([held[rank] for rank in range(4)], mesh, group)
     found = {}
     for name, axis in sorted(axes.items()):
         total = torch.tensor([10.0**mesh.pp.rank])

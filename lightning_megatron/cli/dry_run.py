@@ -1,0 +1,90 @@
+"""`lightning-megatron dry-run`: a training step of single ranks of a run, without a GPU and without the other ranks.
+
+The package's own code builds the rank and runs its schedule on tensors that have shapes and no numbers; what it
+allocates, multiplies and sends is counted.
+"""
+
+import argparse
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lightning_megatron.cli.plan import read_run, with_layout
+from lightning_megatron.cli.usage import UsageError
+from lightning_megatron.planner.dry_rank import Whole
+from lightning_megatron.planner.dry_report import dry_record, dry_text
+from lightning_megatron.planner.dry_run import dry_faults, dry_run, shown_ranks
+from lightning_megatron.planner.run import Run
+
+_EPILOG = """\
+CONFIG is what lightning-megatron plan takes: a recipe's YAML file, a preset, or a Hugging Face
+config.json or its folder. The first needs nothing more, the others a layout and a number of ranks.
+
+example:  lightning-megatron dry-run recipes/configs/gpt_1t.yaml
+          lightning-megatron dry-run llama3_70b --world-size 64 --layout tp=8,pp=4 --rank 0 --json
+"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
+    """Adds the command and its options."""
+    parser = commands.add_parser(
+        "dry-run",
+        help="memory, FLOPs and messages of a rank, by running its step on tensors without numbers",
+        description="Runs a training step of one rank of any run, as its own code does it, on tensors that have shapes "
+        "and no numbers. Tells its peak memory by kind, its FLOPs, and its messages by axis and kind.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", metavar="CONFIG", help="a recipe's YAML, a preset, or a Hugging Face config.json")
+    run = parser.add_argument_group("the run")
+    run.add_argument("--world-size", type=int, metavar="NUMBER", help="ranks in all (default: those of the recipe)")
+    run.add_argument(
+        "--rank", type=int, metavar="RANK", help="which (default: of the first, the middle and the last stage)"
+    )
+    run.add_argument("--layout", metavar="SIZES", help="as in tp=8,pp=64,mbs=1 (default: the recipe's own)")
+    run.add_argument("--global-batch-size", type=int, metavar="SAMPLES", help="of a step (default: the recipe's)")
+    run.add_argument("--sequence-length", type=int, metavar="TOKENS", help="of a sample (default: the recipe's)")
+    run.add_argument("--decoder-sequence-length", type=int, metavar="TOKENS", help="of a T5's answers")
+    run.add_argument("--fp8", action="store_true", help="linears of layers multiply in FP8")
+    run.add_argument("--recompute", choices=("none", "selective", "full"), help="(default: the recipe's)")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.set_defaults(run=run_dry_run)
+
+
+def run_dry_run(options: argparse.Namespace) -> None:
+    """Prints what the ranks do. Raises UsageError with what is wrong with the options and with the run."""
+    run = _read(options)
+    if faults := dry_faults(run):
+        raise UsageError(faults)
+    world = run.sizes.world
+    if options.rank is not None and not 0 <= options.rank < world:
+        raise UsageError([f"--rank ({options.rank}) must be from 0 to world size - 1 ({world - 1})"])
+    ranks = shown_ranks(run) if options.rank is None else (options.rank,)
+    whole = Whole(run)
+    found = [dry_run(run, rank, whole=whole) for rank in ranks]
+    print(json.dumps(dry_record(found)) if options.json else dry_text(found))
+
+
+def _read(options: argparse.Namespace) -> Run:
+    counts = ("world_size", "global_batch_size", "sequence_length", "decoder_sequence_length")
+    faults = [
+        f"--{name.replace('_', '-')} ({value}) must be at least 1"
+        for name in counts
+        if (value := getattr(options, name)) is not None and value < 1
+    ]
+    is_recipe = Path(options.config).suffix in (".yaml", ".yml")
+    if not is_recipe and options.world_size is None:
+        faults.append(f"--world-size is needed: {options.config} does not say how many ranks there are")
+    if faults:
+        raise UsageError(faults)
+    options.num_gpus, options.gpu = options.world_size, None
+    asked = read_run(options)
+    if options.layout is None and not asked.has_layout:
+        raise UsageError([f"{options.config} has no layout of its own; write one, as in --layout tp=8,pp=4"])
+    if options.layout in (None, "recipe"):
+        return asked.run
+    run = with_layout(asked.run, options.layout)
+    # A layout says what is recomputed, unless an option does.
+    return run if options.recompute is None else replace(run, recompute=asked.run.recompute)

@@ -1,0 +1,268 @@
+"""One rank of a run, built by the package's own code: its model, gradients, main weights and optimizer, on any device.
+
+On the meta device it holds no numbers, so that a rank of any model is built in a moment. What the strategy does to a
+module between `configure_model` and the first step is done here in the same order, without Lightning.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from lightning_megatron.comm.p2p import Like, Payload
+from lightning_megatron.mesh import Mesh, NewGroup, Sizes, StageLayout
+from lightning_megatron.models import BertConfig, BertModel, GPTModel, LlavaConfig, LlavaModel, T5Config, T5Model
+from lightning_megatron.optim.exchange import Exchange
+from lightning_megatron.optim.gradients import Gradients
+from lightning_megatron.optim.main_weights import MainWeights
+from lightning_megatron.pipeline.module import PipelineModule
+from lightning_megatron.pipeline.ragged import Ragged
+from lightning_megatron.planner.imagined import imagined_mesh
+from lightning_megatron.planner.run import Run
+from lightning_megatron.planner.watch import Watch
+from lightning_megatron.tensor import weight_gradients
+from lightning_megatron.tensor.weight_gradients import WeightGradients
+from lightning_megatron.transformer import recompute
+from lightning_megatron.transformer.fp8_layers import TorchFp8Layers, use_torch
+from lightning_megatron.transformer.moe import MoE
+
+Batch = dict[str, Any]
+_LOW = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
+_GRADIENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_PREFIX = "model"
+# The name of the model in the ready LightningModules, which its parameters' names begin with.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """What one rank holds."""
+
+    run: Run
+    mesh: Mesh
+    device: torch.device
+    model: PipelineModule
+    gradients: Gradients
+    main_weights: MainWeights | None
+    exchange: Exchange
+    optimizer: Optimizer
+    weight_gradients: WeightGradients
+    fp8: TorchFp8Layers | None
+
+    @property
+    def stepped(self) -> list[nn.Parameter]:
+        """What the optimizer steps."""
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
+    def moments(self) -> Iterator[Tensor]:
+        """The optimizer's state, there after its first step."""
+        for state in self.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def build_rank(run: Run, mesh: Mesh, new_group: NewGroup, device: torch.device, whole: "Whole") -> Rank:
+    """The rank of a mesh, ready for its first step. The run must have no faults."""
+    model = build_model(run, mesh, device)
+    fp8 = None
+    if run.fp8 is not None:
+        models = {_PREFIX: (model, model.part_names)}
+        fp8 = use_torch(models, run.fp8, tp=mesh.tp, replicas=mesh.axis("dp+cp"), pp=mesh.pp, device=device)
+    # Foreach, as torch chooses it on a GPU.
+    optimizer = AdamW(model.parameters(), foreach=True)
+    config, low = run.optimizer, _LOW.get(run.precision)
+    named = [(f"{_PREFIX}.{name}", parameter) for name, parameter in model.named_parameters()]
+    gradients = Gradients(
+        named,
+        {name for name, _ in named},
+        mesh,
+        new_group,
+        device,
+        config=config,
+        stages=_stages_by_name(model),
+        dtype=_GRADIENTS.get(config.grad_dtype),
+        low=low,
+        names_by_rank=whole.names_by_rank(model.stages, mesh.sizes),
+    )
+    has_main_weights = config.kind == "distributed" or low is not None or config.grad_dtype != "auto"
+    main_weights = MainWeights(gradients, [optimizer]) if has_main_weights else None
+    exchange = Exchange(gradients, main_weights, [p for name in _own_parts(model) for p in model.parameters_of(name)])
+    if config.overlap_param_gather:
+        model.before_part = lambda part: exchange.gather_part(model.parameters_of(part))
+    shared = WeightGradients(exchange.home)
+    weight_gradients.share(model, shared)
+    return Rank(
+        run=run,
+        mesh=mesh,
+        device=device,
+        model=model,
+        gradients=gradients,
+        main_weights=main_weights,
+        exchange=exchange,
+        optimizer=optimizer,
+        weight_gradients=shared,
+        fp8=fp8,
+    )
+
+
+def build_model(run: Run, mesh: Mesh, device: torch.device) -> PipelineModule:
+    """This rank's part of the model, as it trains."""
+    with device:
+        model = _model(run, mesh)
+    if run.precision == "bf16-true":
+        model.to(torch.bfloat16)
+    recompute.share(model, run.recompute)
+    model.runner = recompute.StageRunner(run.recompute, tp=mesh.tp, sp=mesh.sp)
+    if device.type == "meta":
+        for layer in model.modules():
+            if isinstance(layer, MoE):
+                layer.dispatcher.read = partial(balanced, layer.config.router.top_k)
+    return model
+
+
+def _model(run: Run, mesh: Mesh) -> PipelineModule:
+    config = run.model
+    if isinstance(config, T5Config):
+        return T5Model(config, mesh=mesh, seed=0)
+    if isinstance(config, BertConfig):
+        return BertModel(config, mesh=mesh, seed=0)
+    if isinstance(config, LlavaConfig):
+        return LlavaModel(config, mesh=mesh, seed=0)
+    return GPTModel(config, mesh=mesh, seed=0)
+
+
+def balanced(top_k: int, counts: Tensor, num_tokens: int) -> Tensor:
+    """In the place of counts by expert [..., E], which nobody knows: the tokens' choices go to all experts alike."""
+    share, rest = divmod(num_tokens * top_k, counts.shape[-1])
+    even = torch.full(counts.shape, share)
+    even[..., :rest] += 1
+    return even
+
+
+def _own_parts(model: PipelineModule) -> list[str]:
+    return [part for stage in model.mesh.own_stages for part in model.parts_of(stage)]
+
+
+def _stages_by_name(model: PipelineModule) -> dict[str, tuple[int, ...]]:
+    """For each parameter the stages of this rank that use it."""
+    stages: dict[nn.Parameter, list[int]] = {}
+    for stage in model.mesh.own_stages:
+        for parameter in dict.fromkeys(p for part in model.parts_of(stage) for p in model.parameters_of(part)):
+            stages.setdefault(parameter, []).append(stage)
+    return {f"{_PREFIX}.{name}": tuple(stages[p]) for name, p in model.named_parameters() if p in stages}
+
+
+# --- a call of the model ----------------------------------------------------------------------------------------------
+
+
+def call_context(run: Run, device: torch.device) -> AbstractContextManager[Any]:
+    """What a step of the model runs in under the run's precision, as Lightning's plugins have it."""
+    stack = ExitStack()
+    if (low := _LOW.get(run.precision)) is not None:
+        # A meta tensor goes by the host's autocast.
+        stack.enter_context(torch.autocast("cpu" if device.type == "meta" else device.type, dtype=low))
+    elif run.precision == "bf16-true":
+        stack.enter_context(_default_dtype(torch.bfloat16))
+    return stack
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def make_batch(run: Run, rows: int, device: torch.device) -> Batch:
+    """A batch of so many samples, of which every token counts; on the meta device without values."""
+    config, texts = run.model, run.texts
+
+    def tokens(length: int) -> Tensor:
+        if device.type == "meta":
+            return torch.empty(rows, length, dtype=torch.int64, device=device)
+        return torch.randint(config.vocab_size, (rows, length), device=device)
+
+    told = texts.decoder_sequence or texts.sequence
+    batch: Batch = {"labels": tokens(told), "loss_mask": torch.ones(rows, told, device=device)}
+    if isinstance(config, T5Config):
+        return batch | {"encoder_tokens": tokens(texts.sequence), "decoder_tokens": tokens(told)}
+    batch["tokens"] = tokens(texts.sequence)
+    if isinstance(config, BertConfig):
+        batch["padding_mask"] = torch.ones_like(batch["tokens"], dtype=torch.bool)
+        if config.num_token_types:
+            batch["token_types"] = torch.zeros_like(batch["tokens"])
+        if config.add_binary_head:
+            batch["sentence_order_labels"] = torch.zeros(rows, dtype=torch.int64, device=device)
+    if isinstance(config, LlavaConfig):
+        vision = config.vision
+        shape = (rows * texts.images, vision.num_channels, vision.image_size, vision.image_size)
+        batch["images"] = Ragged(torch.empty(shape, device=device), [texts.images] * rows)
+        if device.type != "meta":
+            batch["tokens"] = batch["tokens"] % (config.vocab_size - 1) + 1
+            batch["tokens"][:, : texts.images * config.features_per_image] = config.image_token
+    return batch
+
+
+def call(model: PipelineModule, batch: Batch) -> Tensor:
+    """The loss, as the ready LightningModules ask for it."""
+    loss: Tensor = model(**batch)
+    return loss
+
+
+# --- all stages -------------------------------------------------------------------------------------------------------
+
+
+class Whole:
+    """The model over all stages, of which a rank knows its own alone: who holds what, and what stages hand on.
+
+    It is built once, on the meta device, as for the rank of a single stage.
+    """
+
+    def __init__(self, run: Run) -> None:
+        device, sizes = torch.device("meta"), run.sizes
+        one_stage = replace(
+            sizes, world=sizes.world // sizes.pp, pp=1, vp=1, placement="loop", stage_layout=StageLayout()
+        )
+        with imagined_mesh(one_stage, 0) as (mesh, _), Watch(device):
+            model = build_model(run, mesh, device)
+            if (low := _LOW.get(run.precision)) is not None:
+                # As main weights leave them.
+                for parameter in model.parameters():
+                    parameter.data = parameter.data.to(low) if parameter.dim() > 1 else parameter.data
+            names = {parameter: f"{_PREFIX}.{name}" for name, parameter in model.named_parameters()}
+            self._names = [[names[p] for p in model.parameters_of(part)] for part in model.part_names]
+            self._likes = _handed_on(run, model, device) if sizes.num_stages > 1 else []
+
+    def names_by_rank(self, stages: Sequence[range], sizes: Sizes) -> list[list[str]]:
+        """The names of parameters on each rank of pp, where stages have these parts."""
+        by_rank: list[list[str]] = [[] for _ in range(sizes.pp)]
+        for number, places in enumerate(stages):
+            by_rank[sizes.pp_rank_of(number)] += [name for place in places for name in self._names[place]]
+        return by_rank
+
+    def likes(self, stages: Sequence[range]) -> dict[int, Like]:
+        """What each stage but the last hands to the next."""
+        return {number: self._likes[places.stop - 1] for number, places in enumerate(stages[:-1])}
+
+
+@torch.no_grad()
+def _handed_on(run: Run, model: PipelineModule, device: torch.device) -> list[Like]:
+    """What each part but the last hands to the next; of equal layers, which hand on alike, one runs."""
+    likes: list[Like] = []
+    known: dict[tuple[str, type[nn.Module], Like], tuple[Like, Payload]] = {}
+    with call_context(run, device):
+        hidden, context = model.prepare(**make_batch(run, run.micro_batch_size, device))
+        for name in model.part_names[:-1]:
+            kind = (name.rpartition(".")[0], type(model.get_submodule(name)), Like.of(hidden))
+            if kind not in known:
+                hidden = model.run_part(name, hidden, context)
+                known[kind] = Like.of(hidden), hidden
+            like, hidden = known[kind]
+            likes.append(like)
+    return likes

@@ -1,0 +1,74 @@
+"""What a dry run found, as text for a reader and as plain data for a program."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning_megatron.planner.dry_run import DryRun
+from lightning_megatron.planner.hardware import GIGA, TERA
+from lightning_megatron.planner.report import layout_text
+
+
+def dry_text(found: Sequence[DryRun]) -> str:
+    """One rank after the other."""
+    run = found[0].run
+    lines = [
+        f"{layout_text(run)}  on {run.sizes.world} ranks: {run.sizes.dp} replicas of {run.num_microbatches} "
+        f"microbatches of {run.micro_batch_size}, schedule {run.schedule.name}"
+    ]
+    for one in found:
+        lines += ["", *_rank_lines(one)]
+    return "\n".join(lines)
+
+
+def _rank_lines(one: DryRun) -> list[str]:
+    stages = ", ".join(map(str, one.stages))
+    lines = [f"rank {one.rank}, stage {stages}: {one.parameters:,} parameters"]
+    lines.append(f"  peak memory      {one.peak_bytes / GIGA:10.3f} GB, in {one.peak_place}")
+    lines += [f"    {kind:<22} {size / GIGA:8.3f} GB" for kind, size in one.peak_by_kind.items()]
+    total = sum(one.flops.values())
+    lines.append(f"  FLOPs of a step  {total / TERA:10.1f} TFLOP, causal attention half")
+    lines += [f"    {kind:<22} {flops / TERA:8.1f} TFLOP" for kind, flops in one.flops.items()]
+    if one.messages:
+        lines.append(f"  {'messages':<16} {'':<16} {'number':>9} {'GB in all':>12} {'GB sent':>12}")
+    for (axis, kind), messages in sorted(one.messages.items()):
+        lines.append(
+            f"    {axis:<14} {kind:<16} {messages.number:9,} {messages.tensor_bytes / GIGA:12.3f} "
+            f"{messages.sent_bytes / GIGA:12.3f}"
+        )
+    return lines
+
+
+def dry_record(found: Sequence[DryRun]) -> dict[str, Any]:
+    """Everything, as JSON."""
+    run = found[0].run
+    sizes = run.sizes
+    return {
+        "layout": layout_text(run),
+        "sizes": {name: sizes.of(name) for name in ("world", "tp", "pp", "vp", "cp", "dp", "ep", "etp", "edp")},
+        "micro_batch_size": run.micro_batch_size,
+        "num_microbatches": run.num_microbatches,
+        "schedule": run.schedule.name,
+        "ranks": [
+            {
+                "rank": one.rank,
+                "stages": list(one.stages),
+                "parameters": one.parameters,
+                "peak_bytes": one.peak_bytes,
+                "peak_by_kind": dict(one.peak_by_kind),
+                "peak_place": one.peak_place,
+                "flops": dict(one.flops),
+                "messages": [
+                    {
+                        "axis": axis,
+                        "kind": kind,
+                        "number": messages.number,
+                        "tensor_bytes": messages.tensor_bytes,
+                        "sent_bytes": messages.sent_bytes,
+                    }
+                    for (axis, kind), messages in sorted(one.messages.items())
+                ],
+                "microbatches_run": one.num_run,
+            }
+            for one in found
+        ],
+    }

@@ -1,0 +1,203 @@
+"""What a rank allocates and multiplies while its own code runs, on tensors of any device.
+
+A storage counts from the operation that returns it until nobody holds it, rounded up as CUDA's allocator rounds. Matrix
+products count as `torch.utils.flop_counter` counts them. Attention counts the pairs of tokens that are needed, half of
+all where it is causal, and its backward twice its forward; that a kernel makes scores again there does not count.
+
+Meta tensors have no numbers: what the host reads of them is zeros, or True where each element has a truth of its own.
+Q queries, K keys.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+_BLOCK_BYTES = 512
+# that CUDA's allocator gives at least, and in multiples of
+_ATEN = torch.ops.aten
+_PRODUCTS = {
+    packet: flop_registry[packet]
+    for packet in (_ATEN.mm, _ATEN.addmm, _ATEN.bmm, _ATEN.baddbmm, _ATEN._scaled_mm, _ATEN.convolution)
+}
+_PRODUCTS |= {_ATEN.addmm_: flop_registry[_ATEN.addmm], _ATEN.baddbmm_: flop_registry[_ATEN.baddbmm]}
+# The same in place, which no registry has.
+OTHERS = "activations and others"
+
+
+class Watch(TorchDispatchMode):
+    """While it is entered it follows every tensor of one kind of device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._type = device.type
+        self._sizes: dict[int, int] = {}
+        self._references: dict[int, weakref.ref[Any]] = {}
+        # by address of the storage
+        self._kinds: dict[int, str] = {}
+        self.live_bytes = self.peak_bytes = 0
+        self.peak_by_kind: dict[str, int] = {}
+        self._live_by_kind: Counter[str] = Counter()
+        self.place, self.peak_place = "", ""
+        # what runs, in words
+        self.flops: Counter[str] = Counter()
+        # by kind of product
+
+    # --- memory -----------------------------------------------------------------------------------------------------
+
+    def name(self, kind: str, tensors: Iterator[Tensor]) -> None:
+        """Says what tensors are; what has a name already keeps it."""
+        for tensor in tensors:
+            self._follow(tensor)
+            key = tensor.untyped_storage()._cdata
+            if key in self._sizes and key not in self._kinds:
+                self._kinds[key] = kind
+                self._live_by_kind[kind] += self._sizes[key]
+
+    def begin(self) -> None:
+        """From here on peak and products are counted anew."""
+        self.peak_bytes = 0
+        self.flops.clear()
+        self._note_peak()
+
+    def _follow(self, tensor: Tensor) -> None:
+        if tensor.device.type != self._type:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._sizes:
+            return
+        size = -(-storage.nbytes() // _BLOCK_BYTES) * _BLOCK_BYTES
+        self._sizes[key] = size
+        self._references[key] = weakref.ref(storage, lambda _: self._let_go(key))
+        self.live_bytes += size
+        if self.live_bytes > self.peak_bytes:
+            self._note_peak()
+
+    def _let_go(self, key: int) -> None:
+        size = self._sizes.pop(key)
+        self.live_bytes -= size
+        del self._references[key]
+        if (kind := self._kinds.pop(key, None)) is not None:
+            self._live_by_kind[kind] -= size
+
+    def _note_peak(self) -> None:
+        self.peak_bytes, self.peak_place = self.live_bytes, self.place
+        named = {kind: size for kind, size in self._live_by_kind.items() if size}
+        self.peak_by_kind = {**named, OTHERS: self.live_bytes - sum(named.values())}
+
+    # --- operations -------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._type == "meta" and func in _ANSWERS and (answer := _ANSWERS[func](args, kwargs)):
+            return answer[0]
+        output = func(*args, **kwargs)
+        packet = func.overloadpacket
+        if packet in _PRODUCTS:
+            self.flops["products"] += _PRODUCTS[packet](*args, **kwargs, out_val=output)
+        elif packet is _ATEN._grouped_mm:
+            self.flops["products"] += 2 * args[0].numel() * args[1].shape[-1]
+        elif packet in _ATTENTION:
+            self.flops["attention"] += int(_ATTENTION[packet](args, kwargs))
+        if isinstance(output, Tensor):
+            self._follow(output)
+        elif isinstance(output, (tuple, list)):
+            for one in output:
+                if isinstance(one, Tensor):
+                    self._follow(one)
+        return output
+
+    @contextmanager
+    def at(self, place: str) -> Iterator[None]:
+        """Inside the block a peak is one of this place."""
+        before, self.place = self.place, place
+        try:
+            yield
+        finally:
+            self.place = before
+
+
+# --- what a device would say of a meta tensor -----------------------------------------------------------------------
+
+_Arguments = tuple[Any, ...]
+_Named = dict[str, Any]
+
+
+def _copied(args: _Arguments, kwargs: _Named) -> tuple[Tensor] | None:
+    x, device = args[0], kwargs.get("device")
+    if not x.is_meta or device is None or device.type == "meta":
+        return None
+    make = torch.ones if x.dtype == torch.bool else torch.zeros
+    return (make(x.shape, dtype=kwargs.get("dtype") or x.dtype, device=device),)
+
+
+def _number(args: _Arguments, kwargs: _Named) -> tuple[object] | None:
+    return (torch.zeros((), dtype=args[0].dtype).item(),) if args[0].is_meta else None
+
+
+_ANSWERS: dict[Any, Callable[[_Arguments, _Named], tuple[Any, ...] | None]] = {
+    _ATEN._to_copy.default: _copied,
+    _ATEN._local_scalar_dense.default: _number,
+}
+
+
+# --- attention ------------------------------------------------------------------------------------------------------
+
+
+def _pairs(queries: int, keys: int, is_causal: bool) -> float:
+    """Pairs that are needed; a causal query stands with the key at its place, counted from either end."""
+    if not is_causal:
+        return queries * keys
+    return min(queries, keys) ** 2 / 2 if keys <= queries else queries * keys - queries**2 / 2
+
+
+def _by_head(queries: Tensor, keys: Tensor, is_causal: bool) -> float:
+    """Of a forward: queries [B, A, Q, D]."""
+    pairs = _pairs(queries.shape[-2], keys.shape[-2], is_causal)
+    return 4 * queries.shape[:-2].numel() * pairs * queries.shape[-1]
+
+
+def _by_token(queries: Tensor, keys: Tensor, is_causal: bool) -> float:
+    """Of a forward: queries [B, Q, A, D]."""
+    return _by_head(queries.transpose(1, 2), keys.transpose(1, 2), is_causal)
+
+
+def _in_a_row(queries: Tensor, starts: Tensor, most_queries: int, most_keys: int, causal: bool) -> float:
+    """Of a forward: queries [T, A, D] of sequences of one length."""
+    num = len(starts) - 1
+    return 4 * num * queries.shape[1] * _pairs(most_queries, most_keys, causal) * queries.shape[2]
+
+
+def _argument(args: _Arguments, kwargs: _Named, place: int, name: str, default: Any = None) -> Any:
+    return args[place] if len(args) > place else kwargs.get(name, default)
+
+
+_ATTENTION: dict[Any, Callable[[_Arguments, _Named], float]] = {
+    _ATEN._scaled_dot_product_flash_attention: lambda a, k: _by_head(
+        a[0], a[1], _argument(a, k, 4, "is_causal", False)
+    ),
+    _ATEN._scaled_dot_product_flash_attention_backward: lambda a, k: 2 * _by_head(a[1], a[2], a[11]),
+    _ATEN._scaled_dot_product_efficient_attention: lambda a, k: _by_head(
+        a[0], a[1], _argument(a, k, 6, "is_causal", False)
+    ),
+    _ATEN._scaled_dot_product_efficient_attention_backward: lambda a, k: (
+        2 * _by_head(a[1], a[2], _argument(a, k, 11, "is_causal", False))
+    ),
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: lambda a, k: _by_head(
+        a[0], a[1], _argument(a, k, 4, "is_causal", False)
+    ),
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: lambda a, k: 2 * _by_head(a[1], a[2], a[7]),
+    _ATEN._flash_attention_forward: lambda a, k: _in_a_row(a[0], a[3], a[5], a[6], a[8]),
+    _ATEN._flash_attention_backward: lambda a, k: 2 * _in_a_row(a[1], a[6], a[8], a[9], a[11]),
+    _ATEN._efficient_attention_forward: lambda a, k: _by_token(a[0], a[1], bool(a[9])),
+    _ATEN._efficient_attention_backward: lambda a, k: 2 * _by_token(a[1], a[2], bool(a[14])),
+}

@@ -1,0 +1,164 @@
+"""What a rank holds for a while beside what its microbatches keep: tensors of a backward, messages, the optimizer.
+
+    a layer's backward     gradients inside of its feed-forward network, the largest weight's before it is added, and,
+                           with sequence parallelism, a gathered gradient
+    the embedding's        the gradient of its whole matrix, and the same in float32 where gradients are; the layers of
+                           the microbatch are gone by then
+    the head's             logits, or their gradient beside that of the weight
+    the optimizer          the root of the second moments of all that the rank steps; of gradients in 16 bits a copy in
+                           float32
+
+A step's peak is at one of them. `dry_run` runs the code that these formulas describe; tests hold one to the other.
+T tokens of a microbatch, H hidden, F feed-forward, V vocabulary, of this rank.
+"""
+
+from lightning_megatron.planner.activations import logit_bytes, stage_bytes
+from lightning_megatron.planner.anatomy import Layer, Piece, Stage
+from lightning_megatron.planner.run import Run
+from lightning_megatron.transformer import cost
+
+_SPLITTING = ("zb_h1", "zb_v")
+# These schedules put the halves of backwards off that make weights' gradients.
+_KEPT_FOR_WEIGHTS = 8 / 9
+# of what a layer keeps, from the half for the input on: 32 H of 36 H a token for F = 4 H and GELU, inputs of products
+# and gradients of their outputs
+_BATCH_BYTES = 20
+# of a token: its id and its label, int64, and its place in the loss mask, float32
+
+
+def work_bytes(
+    run: Run, rank: int, kept: tuple[int, ...], activations: float, again: float, num_stepped: float
+) -> float:
+    """The most that a pipeline rank holds beside weights, gradients and optimizer states.
+
+    `activations` are those of all microbatches that it keeps, `kept` of each chunk; `again` is what full recomputation
+    makes at a time; `num_stepped` numbers are the optimizer's on this rank.
+    """
+    stages = run.stages[rank]
+    batch = batch_bytes(run)
+    held = activations + batch + _flying_bytes(run, rank)
+    numbered = zip(kept, stages, _numbers(run, rank), strict=True)
+    held += sum(count * received_bytes(run, stage) for count, stage, number in numbered if number)
+    held += _put_off_bytes(run, rank, kept)
+    peaks = [batch + _optimizer_bytes(run, num_stepped)]
+    matrix = cost.vocabulary_parameters(run.model, run.sizes)
+    for stage in stages:
+        peaks.append(held + again + max((layer_work(run, piece) for piece in stage), default=0.0))
+        if logits := logit_bytes(run, stage):
+            peaks += [held + logits, held + logits / 3 + matrix * run.bytes_per_element]
+        if places := [place for place, piece in enumerate(stage) if piece.embedded_tokens]:
+            # A decoder's embedding stands behind the encoder's layers, and its backward comes before theirs.
+            is_last = places[-1] > 0 or run.schedule.name in _SPLITTING
+            gone = 0.0 if is_last else stage_bytes(run, stage)
+            peaks.append(held - gone + matrix * _gradient_width(run))
+            peaks.append(batch + _adopting_bytes(run, matrix))
+    return max(peaks)
+
+
+def _put_off_bytes(run: Run, rank: int, kept: tuple[int, ...]) -> float:
+    """What microbatches whose weight halves are put off keep, more or less than before their input halves.
+
+    Under ZB-H1 those are as many as ranks stand before this one, when it holds the most.
+    """
+    if run.schedule.name != "zb_h1":
+        return 0.0
+    stage, num_put_off = run.stages[rank][0], min(rank, kept[0] - 1)
+    logits = logit_bytes(run, stage) / run.software.logit_bytes * run.bytes_per_element
+    return num_put_off * (logits - (1 - _KEPT_FOR_WEIGHTS) * stage_bytes(run, stage))
+
+
+def _numbers(run: Run, rank: int) -> tuple[int, ...]:
+    """The numbers of a pipeline rank's stages, its first chunk's first."""
+    sizes = run.sizes
+    return tuple(number for number in range(sizes.num_stages) if sizes.pp_rank_of(number) == rank)
+
+
+def batch_bytes(run: Run) -> float:
+    """A replica's batch, which is on the device all step long."""
+    samples = run.num_microbatches * run.micro_batch_size
+    return float(samples * run.anatomy.tokens * _BATCH_BYTES)
+
+
+def received_bytes(run: Run, stage: Stage) -> float:
+    """What a stage that is not the first keeps of each microbatch because it came by a message."""
+    if run.recompute.granularity == "full":
+        # That is the saved input of the first layer.
+        return 0.0
+    return _hidden_bytes(run, stage)
+
+
+def _hidden_bytes(run: Run, stage: Stage) -> float:
+    """A hidden state between stages; of a decoder with what its encoder gave."""
+    sizes, texts = run.sizes, run.texts
+    of_decoder = any(piece.layer is not None and piece.layer.memory for piece in stage)
+    tokens = texts.decoder_sequence + texts.sequence if of_decoder else texts.sequence
+    sp = sizes.tp if sizes.sequence_parallel else 1
+    return run.micro_batch_size * tokens / sizes.cp / sp * run.model.hidden_size * run.bytes_per_element
+
+
+def _flying_bytes(run: Run, rank: int) -> float:
+    """Messages that were posted ahead, or are not known to have left; and the gradient that a backward starts from."""
+    sizes = run.sizes
+    if sizes.pp == 1:
+        return 0.0
+    at_ends = rank in (0, sizes.pp - 1)
+    return (2 if at_ends else 3) * max(_hidden_bytes(run, stage) for stage in run.stages[rank])
+
+
+def _optimizer_bytes(run: Run, num_stepped: float) -> float:
+    """What the optimizer makes of all that a rank steps."""
+    root = run.bytes_per_element if run.precision == "bf16-true" else 4
+    return num_stepped * (root + (4 if run.is_mixed and run.optimizer.grad_dtype == "bfloat16" else 0))
+
+
+def _adopting_bytes(run: Run, matrix: int) -> float:
+    """What looks for weights that somebody changed makes of the largest: two masks, and the weight twice in float32."""
+    if not run.is_mixed:
+        return 0.0
+    shared = run.sizes.dp * run.sizes.cp if run.optimizer.kind == "distributed" else 1
+    return 10.0 * matrix / shared
+
+
+def _is_widened(run: Run) -> bool:
+    """Whether gradients are added up wider than products make them."""
+    return run.is_mixed and run.optimizer.grad_dtype != "bfloat16"
+
+
+def _gradient_width(run: Run) -> int:
+    """Bytes of a gradient that autograd makes, and of what becomes of it."""
+    return run.bytes_per_element + (4 if _is_widened(run) else 0)
+
+
+def layer_work(run: Run, piece: Piece) -> float:
+    """What the backward of a layer holds at a time beside what the layer kept: its feed-forward network's share."""
+    layer = piece.layer
+    if layer is None or not layer.repeats:
+        return 0.0
+    config, sizes, width = layer.config, run.sizes, run.bytes_per_element
+    tokens = run.micro_batch_size * layer.repeats * layer.sequence / (sizes.cp if layer.is_cut_by_context else 1)
+    sp = sizes.tp if sizes.sequence_parallel else 1
+    again = run.recompute.parts if run.recompute.granularity == "selective" else ()
+    stream = tokens / sp * config.hidden_size * width
+    rows, features, weight = _inner(run, layer, tokens)
+    inner = rows * features * width
+    remade = 0.0
+    if ("moe" if layer.has_experts else "mlp") in again:
+        remade = inner * (3 if config.is_gated else 2) + stream * ("norm" in again)
+    elif "activation" in again and not layer.has_experts:
+        remade = inner
+    gathered = tokens * config.hidden_size * width if sp > 1 else 0.0
+    down = gathered + inner + (weight * width if _is_widened(run) else 0.0)
+    activation = (4 if config.is_gated else 1) * inner
+    return stream + max(down, activation) + remade
+
+
+def _inner(run: Run, layer: Layer, tokens: float) -> tuple[float, float, float]:
+    """Rows and features of a feed-forward network on this rank, and the numbers of its largest weight for each."""
+    config, sizes = layer.config, run.sizes
+    if config.moe is None or not layer.has_experts:
+        features = config.ffn_hidden_size / sizes.tp
+        return tokens, features, features * config.hidden_size
+    features = (config.moe.ffn_hidden_size or config.ffn_hidden_size) / sizes.etp
+    rows = tokens / sizes.tp * config.moe.router.top_k * sizes.etp
+    own = config.moe.router.num_experts // sizes.ep
+    return rows, features, own * features * config.hidden_size

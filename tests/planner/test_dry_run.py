@@ -1,0 +1,161 @@
+"""A dry run against the planner's formulas, against all microbatches, and against the same code on real tensors."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron import MoEConfig, RouterConfig
+from lightning_megatron.mesh import Sizes
+from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config
+from lightning_megatron.models.vision import VisionConfig
+from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.planner.anatomy import Texts
+from lightning_megatron.planner.dry_rank import Whole
+from lightning_megatron.planner.dry_run import DryRun, dry_run, num_needed, shown_ranks
+from lightning_megatron.planner.flops import Convention, step_flops
+from lightning_megatron.planner.memory import WORKSPACE_BYTES, rank_memory
+from lightning_megatron.planner.run import Run, faults_of
+from lightning_megatron.transformer.recompute import RecomputeConfig
+
+# What is done: what is run again counts, pairs of tokens that are not needed do not.
+DONE = Convention(name="done", counts_recompute=True)
+SIZES: dict[str, Any] = {"hidden_size": 1024, "num_attention_heads": 16, "vocab_size": 32768}
+GPT = GPTConfig(num_layers=8, max_sequence_length=2048, **SIZES)
+GATED: dict[str, Any] = {
+    "num_layers": 8,
+    "max_sequence_length": 2048,
+    "position": "rotary",
+    "normalization": "rmsnorm",
+    "activation": "swiglu",
+    "add_bias_linear": False,
+    "num_query_groups": 4,
+    "ffn_hidden_size": 2816,
+    "tie_embeddings": False,
+}
+LLAMA = GPTConfig(**SIZES, **GATED)
+EXPERTS = MoEConfig(router=RouterConfig(num_experts=8, top_k=2), ffn_hidden_size=1408)
+MIXTRAL = GPTConfig(**SIZES, **GATED, moe=EXPERTS)
+SHARED = GPTConfig(**SIZES, **GATED, moe=replace(EXPERTS, shared_ffn_hidden_size=1408))
+BERT = BertConfig(num_layers=8, max_sequence_length=512, **SIZES)
+T5 = T5Config(num_layers=8, num_decoder_layers=8, max_sequence_length=512, max_decoder_sequence_length=128, **SIZES)
+VISION = VisionConfig(num_layers=4, hidden_size=512, num_attention_heads=8, image_size=224, patch_size=14)
+LLAVA = LlavaConfig(**SIZES, **GATED, vision=VISION, image_token=5)
+DISTRIBUTED = OptimizerConfig(kind="distributed")
+
+
+def run_of(model: Any, sizes: Sizes, *, samples: int = 8, texts: Texts | None = None, **changes: Any) -> Run:
+    texts = Texts(sequence=2048) if texts is None else texts
+    run = Run(model=model, texts=texts, sizes=sizes, global_batch_size=sizes.dp * samples, **changes)
+    assert faults_of(run) == []
+    return run
+
+
+def selective(*parts: str) -> RecomputeConfig:
+    return RecomputeConfig(granularity="selective", parts=parts)  # type: ignore[arg-type]
+
+
+SHORT, PAIRS = Texts(sequence=512), Texts(sequence=512, decoder_sequence=128)
+IMAGES = Texts(sequence=1024, images=1)
+RUNS = {
+    "one rank": run_of(GPT, Sizes()),
+    "tp without sp": run_of(GPT, Sizes(world=4, tp=4)),
+    "tp, sp, pp": run_of(GPT, Sizes(world=16, tp=2, pp=4, sequence_parallel=True), optimizer=DISTRIBUTED),
+    "gated, groups, untied": run_of(LLAMA, Sizes(world=4, pp=2), optimizer=DISTRIBUTED),
+    "gated with tp and sp": run_of(LLAMA, Sizes(world=4, tp=2, sequence_parallel=True), optimizer=DISTRIBUTED),
+    "full recomputation": run_of(GPT, Sizes(world=4, pp=4), recompute=RecomputeConfig(granularity="full")),
+    "norm and activation again": run_of(LLAMA, Sizes(world=2, pp=2), recompute=selective("norm", "activation")),
+    "norm and mlp again": run_of(LLAMA, Sizes(world=2, pp=2), recompute=selective("norm", "mlp")),
+    "interleaved": run_of(GPT, Sizes(world=4, pp=4, vp=2)),
+    "zb-h1": run_of(GPT, Sizes(world=4, pp=4), schedule_name="zb_h1"),
+    "zb-v": run_of(GPT, Sizes(world=4, pp=4, vp=2, placement="v"), schedule_name="zb_v"),
+    "cp": run_of(LLAMA, Sizes(world=4, cp=2, pp=2)),
+    "bf16-true": run_of(GPT, Sizes(world=2), precision="bf16-true"),
+    "float32": run_of(GPT, Sizes(world=2), precision="32-true", optimizer=DISTRIBUTED),
+    "gradients in 16 bits": run_of(
+        GPT, Sizes(world=4), optimizer=OptimizerConfig(kind="distributed", grad_dtype="bfloat16")
+    ),
+    "BERT": run_of(BERT, Sizes(world=4, tp=2, pp=2, sequence_parallel=True), texts=SHORT, micro_batch_size=4),
+    "post-norm BERT": run_of(replace(BERT, norm_placement="post"), Sizes(world=2), texts=SHORT, micro_batch_size=4),
+    "T5": run_of(T5, Sizes(world=4, pp=4), texts=PAIRS, micro_batch_size=4),
+    "LLaVA": run_of(LLAVA, Sizes(world=2, tp=2, sequence_parallel=True), texts=IMAGES),
+    "experts": run_of(MIXTRAL, Sizes(world=4, ep=4), optimizer=DISTRIBUTED),
+    "experts, one shared": run_of(
+        SHARED, Sizes(world=8, tp=2, pp=2, ep=2, sequence_parallel=True), optimizer=DISTRIBUTED
+    ),
+}
+
+
+def stage_rank(run: Run, place: int) -> int:
+    """The first global rank of a pipeline rank."""
+    return (run.sizes.pp - 1 - place) * (run.sizes.world // run.sizes.pp)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_the_planner_and_the_code_agree_on_memory_and_products(name: str) -> None:
+    run, whole = RUNS[name], Whole(RUNS[name])
+    found = {place: dry_run(run, stage_rank(run, place), whole=whole) for place in range(run.sizes.pp)}
+    for place, one in found.items():
+        # Workspaces of the GPU's libraries are not the code's.
+        planned = rank_memory(run, place).allocated - WORKSPACE_BYTES
+        assert planned == pytest.approx(one.peak_bytes, rel=0.03), f"pipeline rank {place}"
+    done = sum(sum(one.flops.values()) for one in found.values()) * run.sizes.world / run.sizes.pp
+    # T5's scores are laid out, for all pairs.
+    assert step_flops(run, DONE) == pytest.approx(done, rel=0.012 if name == "T5" else 0.001)
+
+
+SMALL = GPTConfig(num_layers=8, hidden_size=64, num_attention_heads=4, vocab_size=256, max_sequence_length=64)
+
+
+def small(sizes: Sizes, **changes: Any) -> Run:
+    return run_of(SMALL, sizes, samples=21, texts=Texts(sequence=64), **changes)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "schedule"),
+    [
+        (Sizes(world=4, pp=2, tp=2, sequence_parallel=True), "1f1b"),
+        (Sizes(world=2, pp=2, vp=2), "interleaved"),
+        (Sizes(world=2, pp=2), "zb_h1"),
+        (Sizes(world=2, pp=2, vp=2, placement="v"), "zb_v"),
+    ],
+)
+def test_some_microbatches_tell_of_all(sizes: Sizes, schedule: str) -> None:
+    run = small(sizes, schedule_name=schedule, optimizer=DISTRIBUTED)
+    whole = Whole(run)
+    for rank in shown_ranks(run):
+        some, everything = dry_run(run, rank, whole=whole), dry_run(run, rank, whole=whole, most=21)
+        assert some.num_run == num_needed(run) < everything.num_run == 21
+        assert some.peak_bytes == everything.peak_bytes and some.peak_by_kind == everything.peak_by_kind
+        assert some.flops == everything.flops
+        assert some.messages == everything.messages and some.messages
+
+
+def test_the_code_on_real_tensors_holds_and_multiplies_as_much() -> None:
+    run = replace(RUNS["one rank"], model=replace(SMALL, hidden_size=256), texts=Texts(sequence=64), micro_batch_size=4)
+    run = replace(run, global_batch_size=16)
+    for precision in ("32-true", "bf16-mixed"):
+        one = replace(run, precision=precision)
+        imagined, real = dry_run(one, 0), dry_run(one, 0, device=torch.device("cpu"))
+        assert imagined.peak_bytes == pytest.approx(real.peak_bytes, rel=0.02)
+        assert imagined.flops == real.flops and sum(real.flops.values()) > 0
+
+
+def messages_of(one: DryRun, axis: str, kind: str) -> tuple[int, float]:
+    found = one.messages[axis, kind]
+    return found.number, found.tensor_bytes
+
+
+def test_messages_are_those_of_the_layers_and_the_optimizer() -> None:
+    run = small(Sizes(world=8, tp=2, pp=2, sequence_parallel=True), optimizer=DISTRIBUTED)
+    first = dry_run(run, stage_rank(run, 0))
+    # A hidden state of 64 tokens over tp, in bfloat16, of each microbatch.
+    assert messages_of(first, "pp", "send") == (21, 21 * 64 * 64 * 2 / 2)
+    # Of each layer two sums scattered in the forward and two in the backward, and one behind the embedding.
+    assert messages_of(first, "tp", "reduce-scatter") == (21 * (4 * 4 + 1), 21 * (4 * 4 + 1) * 64 * 64 * 2)
+    _, padded = messages_of(first, "dp+cp", "reduce-scatter")
+    assert 4 * first.parameters <= padded < 4.1 * first.parameters
+    held = dict(first.peak_by_kind)
+    assert held["moments"] == pytest.approx(8 * first.parameters / 2, rel=0.05)
