@@ -14,12 +14,12 @@ from lightning_megatron.lightning_modules import ChatDataModule
 from lightning_megatron.lightning_modules.export import ExportPretrained
 from lightning_megatron.lightning_modules.finetune import FinetuneModule
 from lightning_megatron.lightning_modules.print_text import PrintText
-from lightning_megatron.trainer.callbacks import Throughput
+from lightning_megatron.trainer.callbacks import ThroughputMonitor
 
 if __name__ == "__main__":
     run_recipe(
         FinetuneModule,
         ChatDataModule,
         links={"model.path": "data.tokenizer"},
-        callbacks={"throughput": Throughput, "print_text": PrintText, "export": ExportPretrained},
+        callbacks={"throughput": ThroughputMonitor, "print_text": PrintText, "export": ExportPretrained},
     )

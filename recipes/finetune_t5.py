@@ -13,12 +13,12 @@ from lightning_megatron.cli.recipe import run_recipe
 from lightning_megatron.lightning_modules import T5ChatDataModule, T5FinetuneModule
 from lightning_megatron.lightning_modules.export import ExportPretrained
 from lightning_megatron.lightning_modules.print_text import PrintText
-from lightning_megatron.trainer.callbacks import Throughput
+from lightning_megatron.trainer.callbacks import ThroughputMonitor
 
 if __name__ == "__main__":
     run_recipe(
         T5FinetuneModule,
         T5ChatDataModule,
         links={"model.path": "data.tokenizer"},
-        callbacks={"throughput": Throughput, "print_text": PrintText, "export": ExportPretrained},
+        callbacks={"throughput": ThroughputMonitor, "print_text": PrintText, "export": ExportPretrained},
     )

@@ -12,7 +12,7 @@ Every option of BertModule, BertDataModule, the Trainer and the strategy can be 
 from lightning_megatron.cli.recipe import run_recipe
 from lightning_megatron.lightning_modules import BertDataModule, BertModule
 from lightning_megatron.lightning_modules.print_text import PrintText
-from lightning_megatron.trainer.callbacks import Throughput
+from lightning_megatron.trainer.callbacks import ThroughputMonitor
 
 if __name__ == "__main__":
     run_recipe(
@@ -22,5 +22,5 @@ if __name__ == "__main__":
             "model.config.vocab_size": "data.vocab_size",
             "model.config.add_binary_head": "data.sentence_order",
         },
-        callbacks={"throughput": Throughput, "print_text": PrintText},
+        callbacks={"throughput": ThroughputMonitor, "print_text": PrintText},
     )

@@ -12,12 +12,12 @@ Every option of GPTModule, GPTDataModule, the Trainer and the strategy can be gi
 from lightning_megatron.cli.recipe import run_recipe
 from lightning_megatron.lightning_modules import GPTDataModule, GPTModule
 from lightning_megatron.lightning_modules.print_text import PrintText
-from lightning_megatron.trainer.callbacks import Throughput
+from lightning_megatron.trainer.callbacks import ThroughputMonitor
 
 if __name__ == "__main__":
     run_recipe(
         GPTModule,
         GPTDataModule,
         links={"model.config.vocab_size": "data.vocab_size"},
-        callbacks={"throughput": Throughput, "print_text": PrintText},
+        callbacks={"throughput": ThroughputMonitor, "print_text": PrintText},
     )

@@ -13,7 +13,7 @@ be given on the command line or in a file; `fit --print_config` prints all of th
 from lightning_megatron.cli.recipe import run_recipe
 from lightning_megatron.lightning_modules import LlavaDataModule, LlavaModule
 from lightning_megatron.lightning_modules.print_text import PrintText
-from lightning_megatron.trainer.callbacks import Throughput
+from lightning_megatron.trainer.callbacks import ThroughputMonitor
 
 if __name__ == "__main__":
     run_recipe(
@@ -26,5 +26,5 @@ if __name__ == "__main__":
             "model.config.vision.image_size": "data.image_size",
             "model.config.vision.patch_size": "data.patch_size",
         },
-        callbacks={"throughput": Throughput, "print_text": PrintText},
+        callbacks={"throughput": ThroughputMonitor, "print_text": PrintText},
     )

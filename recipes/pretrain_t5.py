@@ -12,12 +12,12 @@ Every option of T5Module, T5DataModule, the Trainer and the strategy can be give
 from lightning_megatron.cli.recipe import run_recipe
 from lightning_megatron.lightning_modules import T5DataModule, T5Module
 from lightning_megatron.lightning_modules.print_text import PrintText
-from lightning_megatron.trainer.callbacks import Throughput
+from lightning_megatron.trainer.callbacks import ThroughputMonitor
 
 if __name__ == "__main__":
     run_recipe(
         T5Module,
         T5DataModule,
         links={"model.config.vocab_size": "data.vocab_size"},
-        callbacks={"throughput": Throughput, "print_text": PrintText},
+        callbacks={"throughput": ThroughputMonitor, "print_text": PrintText},
     )

@@ -16,7 +16,10 @@ from lightning_megatron.lightning_modules.text_data import TextDataModule
 from lightning_megatron.metrics.token_means import TokenMean
 from lightning_megatron.models.bert import BertConfig, BertLogits, BertModel
 from lightning_megatron.models.bert_cost import bert_training_flops
+from lightning_megatron.planner.anatomy import Texts, anatomy_of
+from lightning_megatron.planner.flops import recomputed_flops
 from lightning_megatron.trainer.loading import rebuilt
+from lightning_megatron.transformer.recompute import RecomputeConfig
 
 _ORDER = "sentence_order_accuracy"
 _ADAMW = AdamWConfig(lr=1e-4, weight_decay=0.01, betas=(0.9, 0.999), epsilon=1e-6)
@@ -118,6 +121,13 @@ class BertModule(PretrainModule):
         """Model FLOPs of a training step on the batch, of padding none; `models.bert_cost` says by which convention."""
         lengths = Counter(self._lengths(batch))
         return sum(bert_training_flops(self.config, batch=n, sequence=length) for length, n in lengths.items())
+
+    def batch_recomputed_flops(self, batch: Batch, recompute: RecomputeConfig, num_stages: int) -> float:
+        """FLOPs that a training step on the batch runs again in its backward, of padding none."""
+        return sum(
+            recomputed_flops(anatomy_of(self.config, Texts(sequence=length)), n, recompute, num_stages)
+            for length, n in Counter(self._lengths(batch)).items()
+        )
 
     def _lengths(self, batch: Batch) -> list[int]:
         is_token = batch.get("padding_mask")

@@ -12,9 +12,12 @@ from lightning_megatron.lightning_modules.writing import WritingModule
 from lightning_megatron.models.generation import generate
 from lightning_megatron.models.gpt import GPTConfig, GPTModel
 from lightning_megatron.models.sampling import GenerationConfig
+from lightning_megatron.planner.anatomy import Texts, anatomy_of
+from lightning_megatron.planner.flops import recomputed_flops
 from lightning_megatron.trainer.callbacks import ExpertMonitor
 from lightning_megatron.trainer.loading import rebuilt
 from lightning_megatron.transformer import cost
+from lightning_megatron.transformer.recompute import RecomputeConfig
 
 _ADAMW = AdamWConfig()
 _GENERATION = GenerationConfig()
@@ -74,8 +77,19 @@ class GPTModule(WritingModule):
 
     def batch_flops(self, batch: Batch) -> float:
         """Model FLOPs of a training step on the batch; `transformer.cost` says by which convention."""
-        rows, sequence = batch["tokens"].shape
-        if "segments" not in batch:
-            return cost.training_flops(self.config, batch=rows, sequence=sequence)
-        lengths = Counter(documents_of(batch["segments"]).lengths)
-        return sum(cost.training_flops(self.config, batch=n, sequence=length) for length, n in lengths.items())
+        return sum(
+            cost.training_flops(self.config, batch=n, sequence=length) for length, n in document_lengths(batch).items()
+        )
+
+    def batch_recomputed_flops(self, batch: Batch, recompute: RecomputeConfig, num_stages: int) -> float:
+        """FLOPs that a training step on the batch runs again in its backward, on a pipeline of so many stages."""
+        return sum(
+            recomputed_flops(anatomy_of(self.config, Texts(sequence=length)), n, recompute, num_stages)
+            for length, n in document_lengths(batch).items()
+        )
+
+
+def document_lengths(batch: Batch) -> Counter[int]:
+    """How many documents of a batch have how many tokens."""
+    rows, sequence = batch["tokens"].shape
+    return Counter(documents_of(batch["segments"]).lengths) if "segments" in batch else Counter({sequence: rows})

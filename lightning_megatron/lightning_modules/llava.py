@@ -1,21 +1,21 @@
 """`LlavaModule`: a LLaVA that trains, with any part of it frozen, validates and answers under any strategy."""
 
-from collections import Counter
-
 from torch import Tensor
 
 from lightning_megatron import hf
-from lightning_megatron.context.documents import documents_of
 from lightning_megatron.lightning_modules.adamw import AdamWConfig
-from lightning_megatron.lightning_modules.gpt import GPTModule
+from lightning_megatron.lightning_modules.gpt import GPTModule, document_lengths
 from lightning_megatron.lightning_modules.pretrain import Batch
 from lightning_megatron.models.generation import generate
 from lightning_megatron.models.images import Images
 from lightning_megatron.models.llava import PARTS, LlavaConfig, LlavaModel
 from lightning_megatron.models.llava_cost import training_flops
 from lightning_megatron.models.sampling import GenerationConfig
+from lightning_megatron.planner.anatomy import Texts, anatomy_of
+from lightning_megatron.planner.flops import recomputed_flops
 from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.trainer.loading import rebuilt
+from lightning_megatron.transformer.recompute import RecomputeConfig
 
 _ADAMW = AdamWConfig()
 _GENERATION = GenerationConfig()
@@ -101,9 +101,20 @@ class LlavaModule(GPTModule):
     def batch_flops(self, batch: Batch) -> float:
         """Model FLOPs of a training step on the batch, of what is frozen no more than is needed."""
         assert isinstance(self.config, LlavaConfig)
-        rows, sequence = batch["tokens"].shape
-        lengths = Counter({sequence: rows})
-        if "segments" in batch:
-            lengths = Counter(documents_of(batch["segments"]).lengths)
-        num_images = 0 if batch.get("images") is None else sum(batch["images"].counts)
-        return training_flops(self.config, lengths=lengths, num_images=num_images, frozen=self.frozen)
+        lengths = document_lengths(batch)
+        return training_flops(self.config, lengths=lengths, num_images=_num_images(batch), frozen=self.frozen)
+
+    def batch_recomputed_flops(self, batch: Batch, recompute: RecomputeConfig, num_stages: int) -> float:
+        """FLOPs that a training step on the batch runs again; of a tower that is frozen none, which has no backward."""
+        again = super().batch_recomputed_flops(batch, recompute, num_stages)
+        if "vision" in self.frozen:
+            return again
+        without, with_images = (
+            recomputed_flops(anatomy_of(self.config, Texts(sequence=1, images=images)), 1, recompute, num_stages)
+            for images in (0, _num_images(batch))
+        )
+        return again + with_images - without
+
+
+def _num_images(batch: Batch) -> int:
+    return 0 if batch.get("images") is None else sum(batch["images"].counts)

@@ -15,7 +15,10 @@ from lightning_megatron.models.t5 import T5Model
 from lightning_megatron.models.t5_config import T5Config
 from lightning_megatron.models.t5_cost import training_flops
 from lightning_megatron.models.t5_generation import generate_t5
+from lightning_megatron.planner.anatomy import Texts, anatomy_of
+from lightning_megatron.planner.flops import recomputed_flops
 from lightning_megatron.trainer.loading import rebuilt
+from lightning_megatron.transformer.recompute import RecomputeConfig
 
 _ADAMW = AdamWConfig()
 _GENERATION = GenerationConfig()
@@ -81,6 +84,15 @@ class T5Module(WritingModule):
         """Model FLOPs of a training step on the batch; `t5_cost.training_flops` says by which convention."""
         return sum(
             training_flops(self.config, batch=n, sequence=read, decoder_sequence=told)
+            for (read, told), n in _lengths(batch).items()
+        )
+
+    def batch_recomputed_flops(self, batch: Batch, recompute: RecomputeConfig, num_stages: int) -> float:
+        """FLOPs that a training step on the batch runs again in its backward, on a pipeline of so many stages."""
+        return sum(
+            recomputed_flops(
+                anatomy_of(self.config, Texts(sequence=read, decoder_sequence=told)), n, recompute, num_stages
+            )
             for (read, told), n in _lengths(batch).items()
         )
 

@@ -4,6 +4,9 @@ Convention of MFU (model FLOPs utilisation): the model FLOPs of `transformer.cos
 forward and backward, causal attention counted half, nothing that is recomputed), divided by seconds, devices and the
 dense peak of one device at the precision of the matrix products. Source: Chowdhery et al., arXiv 2204.02311,
 appendix B, with the half of causal attention as in Dao, arXiv 2307.08691, section 4.1.
+
+HFU (hardware FLOPs utilisation) adds what is run again in the backward, and nothing else: the same products, causal
+attention counted half. Source: the same appendix; Korthikanti et al., arXiv 2205.05198, appendix A.
 """
 
 import re
@@ -51,6 +54,8 @@ class Speed:
     # model FLOPs
     seconds: float
     num_devices: int
+    num_recomputed_flops: float = 0.0
+    # beyond model FLOPs
 
     @property
     def tokens_per_second(self) -> float:
@@ -58,12 +63,21 @@ class Speed:
 
     @property
     def flops_per_second(self) -> float:
-        """Of all devices together."""
+        """Model FLOPs of all devices together."""
         return self.num_flops / self.seconds
+
+    @property
+    def tflops_per_device(self) -> float:
+        """1e12 model FLOPs a second of one device."""
+        return self.flops_per_second / self.num_devices / TERA
 
     def mfu(self, peak_flops: float) -> float:
         """Share of the devices' peak, from 0 to 1; `peak_flops` is that of one device in FLOP/s."""
         return self.flops_per_second / (self.num_devices * peak_flops)
+
+    def hfu(self, peak_flops: float) -> float:
+        """As `mfu`, of what devices did: with what was run again."""
+        return (self.num_flops + self.num_recomputed_flops) / self.seconds / (self.num_devices * peak_flops)
 
 
 def peak_flops(device_name: str, precision: str) -> float:

@@ -17,7 +17,7 @@ from xml.sax.saxutils import escape
 from lightning_megatron.pipeline.schedule import Kind
 from lightning_megatron.pipeline.simulate import Span, Timeline
 
-_NAMES = {
+NAMES = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
     Kind.BACKWARD_INPUT: "backward, input",
@@ -29,8 +29,8 @@ _COLOURS = {
     Kind.BACKWARD_INPUT: (213, 94, 0),
     Kind.BACKWARD_WEIGHT: (0, 158, 115),
 }
-_IDLE = "#f0f0f0"
-_INK = "#222222"
+IDLE = "#f0f0f0"
+INK = "#222222"
 
 # All in pixels.
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 18, 64, 40
@@ -78,7 +78,7 @@ class _Picture:
     def kinds(self) -> list[Kind]:
         """Those that the timeline has, in the order of the legend."""
         present = {span.action.kind for spans in self.timeline.spans for span in spans}
-        return [kind for kind in _NAMES if kind in present]
+        return [kind for kind in NAMES if kind in present]
 
     def y_of(self, rank: int) -> float:
         return _TOP + rank * (_ROW + _GAP)
@@ -90,7 +90,7 @@ class _Picture:
         """Those of a rank that take time, in order."""
         spans = defaultdict(list)
         colours = {
-            (k, stage): _colour(k, c, self.num_chunks) for k in self.kinds for stage, c in self.chunks[rank].items()
+            (k, stage): colour_of(k, c, self.num_chunks) for k in self.kinds for stage, c in self.chunks[rank].items()
         }
         for span in self.timeline.spans[rank]:
             if span.end > span.start:
@@ -103,20 +103,13 @@ class _Picture:
             for colour, spans in self.spans_by_colour(rank).items()
         }
 
-    def ticks(self) -> list[float]:
-        """Round moments on the axis of time, about ten of them."""
-        raw = self.timeline.makespan / 10
-        power = 10.0 ** math.floor(math.log10(raw))
-        step = power * min((f for f in (1, 2, 5, 10) if f * power >= raw * 0.999), default=10)
-        return [step * i for i in range(math.floor(self.timeline.makespan / step * 1.000_001) + 1)]
-
     def legend(self) -> Iterator[tuple[float, list[str], str]]:
         """Of each entry its x, its colours and its text."""
         x: float = _LEFT
         entries = [
-            ([_colour(k, chunk, self.num_chunks) for chunk in range(self.num_chunks)], _NAMES[k]) for k in self.kinds
+            ([colour_of(k, chunk, self.num_chunks) for chunk in range(self.num_chunks)], NAMES[k]) for k in self.kinds
         ]
-        for colours, text in [*entries, ([_IDLE], "idle")]:
+        for colours, text in [*entries, ([IDLE], "idle")]:
             yield x, colours, text
             x += len(colours) * _SWATCH + 6 + len(text) * 0.6 * _FONT + 14
 
@@ -136,7 +129,7 @@ def svg_of(timeline: Timeline, *, title: str) -> str:
     )
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        f'role="img" aria-labelledby="title desc" font-family="sans-serif" font-size="{_FONT}" fill="{_INK}">',
+        f'role="img" aria-labelledby="title desc" font-family="sans-serif" font-size="{_FONT}" fill="{INK}">',
         f'<title id="title">{escape(title)}</title>',
         f'<desc id="desc">{escape(described)}</desc>',
         f'<rect width="{width}" height="{height}" fill="white"/>',
@@ -154,7 +147,7 @@ def svg_of(timeline: Timeline, *, title: str) -> str:
         lines += [
             f'<g class="rank" id="rank-{rank}">',
             f'<text x="{_LEFT - 6}" y="{y + _ROW / 2 + 3.5:g}" text-anchor="end">rank {rank}</text>',
-            f'<rect class="idle" x="{_LEFT}" y="{y:g}" width="{picture.bars_width:g}" height="{_ROW}" fill="{_IDLE}"/>',
+            f'<rect class="idle" x="{_LEFT}" y="{y:g}" width="{picture.bars_width:g}" height="{_ROW}" fill="{IDLE}"/>',
             *(_svg_bars(picture, rank) if is_small else _svg_paths(picture, rank)),
             "</g>",
         ]
@@ -180,7 +173,7 @@ def write_png(timeline: Timeline, path: Path, *, title: str) -> None:
     axes.set_ylim(picture.height, 0)
     axes.axis("off")
 
-    def write(x: float, y: float, text: str, *, size: float = _FONT, colour: str = _INK, at: str = "left") -> None:
+    def write(x: float, y: float, text: str, *, size: float = _FONT, colour: str = INK, at: str = "left") -> None:
         axes.text(x, y, text, fontsize=size, color=colour, ha=at, va="center")
 
     write(_LEFT, 15, title, size=14)
@@ -191,7 +184,7 @@ def write_png(timeline: Timeline, path: Path, *, title: str) -> None:
     for rank in range(len(timeline.spans)):
         y = picture.y_of(rank)
         write(_LEFT - 6, y + _ROW / 2, f"rank {rank}", at="right")
-        axes.broken_barh([(_LEFT, picture.bars_width)], (y, _ROW), facecolors=_IDLE)
+        axes.broken_barh([(_LEFT, picture.bars_width)], (y, _ROW), facecolors=IDLE)
         for colour, bars in picture.bars_by_colour(rank).items():
             edge = 0.5 if bars[0].width > 3 else 0
             places = [(bar.x, bar.width) for bar in bars]
@@ -199,14 +192,33 @@ def write_png(timeline: Timeline, path: Path, *, title: str) -> None:
             for bar in bars:
                 if bar.width >= picture.label_width:
                     number = str(bar.span.action.microbatch)
-                    write(bar.x + bar.width / 2, y + _ROW / 2, number, colour=_ink_on(colour), at="center")
+                    write(bar.x + bar.width / 2, y + _ROW / 2, number, colour=ink_on(colour), at="center")
     y = _TOP + picture.rows_height + 6
-    axes.broken_barh([(_LEFT, picture.bars_width)], (y, 1), facecolors=_INK)
-    for tick in picture.ticks():
-        axes.broken_barh([(picture.x_of(tick), 1)], (y, 5), facecolors=_INK)
+    axes.broken_barh([(_LEFT, picture.bars_width)], (y, 1), facecolors=INK)
+    for tick in round_moments(picture.timeline.makespan):
+        axes.broken_barh([(picture.x_of(tick), 1)], (y, 5), facecolors=INK)
         write(picture.x_of(tick), y + 13, f"{tick:g}", at="center")
     write(picture.width - _RIGHT, y + 26, "time", at="right")
     figure.savefig(path, format="png")
+
+
+def colour_of(kind: Kind, chunk: int, num_chunks: int) -> str:
+    """That of a compute of one of a rank's chunks."""
+    return "#" + "".join(f"{part:02x}" for part in _rgb(kind, chunk, num_chunks))
+
+
+def ink_on(colour: str) -> str:
+    """Black or white, whichever stands out."""
+    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "#ffffff"
+
+
+def round_moments(length: float) -> list[float]:
+    """Round moments from 0 to `length`, about ten of them, for an axis of time."""
+    raw = length / 10
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = power * min((f for f in (1, 2, 5, 10) if f * power >= raw * 0.999), default=10)
+    return [step * i for i in range(math.floor(length / step * 1.000_001) + 1)]
 
 
 def _svg_bars(picture: _Picture, rank: int) -> Iterator[str]:
@@ -214,14 +226,14 @@ def _svg_bars(picture: _Picture, rank: int) -> Iterator[str]:
     for colour, bars in picture.bars_by_colour(rank).items():
         yield f'<g fill="{colour}" stroke="white" stroke-width="0.5">'
         for bar in bars:
-            hint = f"{_NAMES[bar.span.action.kind]}, stage {bar.span.action.stage}, "
+            hint = f"{NAMES[bar.span.action.kind]}, stage {bar.span.action.stage}, "
             hint += f"microbatch {bar.span.action.microbatch}: {bar.span.start:g} to {bar.span.end:g}"
             yield (
                 f'<rect class="compute" x="{bar.x:.10g}" y="{y:g}" width="{bar.width:.10g}" height="{_ROW}">'
                 f"<title>{hint}</title></rect>"
             )
         yield "</g>"
-        yield f'<g fill="{_ink_on(colour)}" text-anchor="middle" pointer-events="none">'
+        yield f'<g fill="{ink_on(colour)}" text-anchor="middle" pointer-events="none">'
         for bar in bars:
             if bar.width >= picture.label_width:
                 x = bar.x + bar.width / 2
@@ -249,9 +261,9 @@ def _svg_paths(picture: _Picture, rank: int) -> Iterator[str]:
 
 def _svg_axis(picture: _Picture) -> Iterator[str]:
     y = _TOP + picture.rows_height + 6
-    yield f'<path d="M{_LEFT} {y}h{picture.bars_width:g}" stroke="{_INK}"/>'
-    for tick in picture.ticks():
-        yield f'<path d="M{picture.x_of(tick):.6g} {y}v5" stroke="{_INK}"/>'
+    yield f'<path d="M{_LEFT} {y}h{picture.bars_width:g}" stroke="{INK}"/>'
+    for tick in round_moments(picture.timeline.makespan):
+        yield f'<path d="M{picture.x_of(tick):.6g} {y}v5" stroke="{INK}"/>'
         yield f'<text x="{picture.x_of(tick):.6g}" y="{y + 16}" text-anchor="middle">{tick:g}</text>'
     yield f'<text x="{picture.width - _RIGHT:g}" y="{y + 29}" text-anchor="end">time</text>'
 
@@ -260,13 +272,3 @@ def _rgb(kind: Kind, chunk: int, num_chunks: int) -> list[int]:
     """Lighter by chunk, up to two thirds of the way to white."""
     lightness = 0.67 * chunk / max(num_chunks - 1, 1)
     return [round(part + (255 - part) * lightness) for part in _COLOURS[kind]]
-
-
-def _colour(kind: Kind, chunk: int, num_chunks: int) -> str:
-    return "#" + "".join(f"{part:02x}" for part in _rgb(kind, chunk, num_chunks))
-
-
-def _ink_on(colour: str) -> str:
-    """Black or white, whichever stands out."""
-    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
-    return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "#ffffff"

@@ -12,6 +12,7 @@ from lightning_megatron.comm.p2p import Like, Mailbox, Payload
 from lightning_megatron.mesh import Axis
 from lightning_megatron.pipeline.alternation import Alternation
 from lightning_megatron.pipeline.grid import plan_grid
+from lightning_megatron.pipeline.listener import Listener, heard
 from lightning_megatron.pipeline.lower import Exchange, Lowered, other_end, peer_stage
 from lightning_megatron.pipeline.schedule import Action, Kind
 
@@ -50,13 +51,17 @@ class StageWork(Protocol):
 class Runtime:
     """Runs the steps of one rank; `pp` is the axis of pipeline ranks.
 
-    `alternation` runs the pairs of plans that have some.
+    `alternation` runs the pairs of plans that have some. A `listener`, where there is one, hears of every compute, of
+    every message that the rank waits for, and of the sends that it waits for in the end (`SENDS`).
     """
+
+    SENDS = "sends"
 
     def __init__(self, pp: Axis, mailbox: Mailbox, alternation: Alternation | None = None) -> None:
         self._pp = pp
         self._mailbox = mailbox
         self._alternation = alternation
+        self.listener: Listener | None = None
         self._inputs: dict[Action, Payload] = {}
         # what the computes to come will read, by the receive that brings it or would bring it from another rank
         self._outputs: dict[Action, Payload] = {}
@@ -80,7 +85,8 @@ class Runtime:
                 )
             else:
                 self._take(place, work, lowered)
-        self._mailbox.finish()
+        with heard(self.listener, self.SENDS):
+            self._mailbox.finish()
 
     def _take(self, place: int, work: StageWork, lowered: Lowered) -> None:
         """Takes the step at a place of this rank's plan."""
@@ -89,7 +95,8 @@ class Runtime:
             if isinstance(step, Exchange):
                 self._exchange(step, lowered)
             else:
-                self._compute(step, work, lowered)
+                with heard(self.listener, step):
+                    self._compute(step, work, lowered)
         except Exception as error:
             grid = plan_grid(lowered.plan, {self._pp.rank: place})
             error.add_note(f"in {_in_words(step, len(lowered.ranks))}\n{grid}")
@@ -138,9 +145,11 @@ class Runtime:
                 like = self._likes.pop((message.stage, message.microbatch)).of_gradient()
                 mailbox.receive_backward(message, peer, like)
         for message in exchange.awaited:
-            self._inputs[message] = mailbox.wait(message)
+            with heard(self.listener, message):
+                self._inputs[message] = mailbox.wait(message)
         for message in exchange.released:
-            mailbox.release(message)
+            with heard(self.listener, message):
+                mailbox.release(message)
 
 
 def _detached(payload: Payload) -> Payload:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from operator import sub
@@ -32,7 +32,7 @@ from lightning_megatron.pipeline.lower import (
     other_end,
     rank_of_stage,
 )
-from lightning_megatron.pipeline.schedule import MESSAGES, Action, Kind, ScheduleError
+from lightning_megatron.pipeline.schedule import COMPUTES, MESSAGES, Action, Kind, ScheduleError
 
 __all__ = ["Costs", "ScheduleError", "Span", "Timeline", "check", "draw", "play"]
 
@@ -109,8 +109,9 @@ def check(plan: Plan) -> None:
 
 
 @collector_paused()
-def play(plan: Plan, costs: Costs | None = None) -> Timeline:
-    """The timeline of a plan, or of an order of computes alone, with these costs (`Costs()` if none are given).
+def play(plan: Plan, costs: Costs | Sequence[Costs] | None = None) -> Timeline:
+    """The timeline of a plan, or of an order of computes alone, with these costs (`Costs()` if none are given), alike
+    for all stages or by stage; a message takes as long as the first stage says.
 
     In a plan a rank waits where it awaits a message. In an order a result simply reaches the next stage one message
     cost after it was made. The plan must be one that `check` lets pass.
@@ -196,16 +197,21 @@ class _Walk:
     it back, so the work is proportional to the number of actions, not to that times the ranks.
     """
 
-    def __init__(self, plan: Plan, costs: Costs) -> None:
+    def __init__(self, plan: Plan, costs: Costs | Sequence[Costs]) -> None:
         self.plan = plan
         self.ranks = rank_of_stage(plan)
-        self.message_cost = costs.message
-        self.cost_of = {
-            Kind.FORWARD: costs.forward,
-            Kind.BACKWARD: costs.backward,
-            Kind.BACKWARD_INPUT: costs.backward_input,
-            Kind.BACKWARD_WEIGHT: costs.backward_weight,
-        }
+        by_stage = [costs] * len(self.ranks) if isinstance(costs, Costs) else costs
+        assert len(by_stage) == len(self.ranks), f"costs of {len(by_stage)} stages for a plan of {len(self.ranks)}"
+        self.message_cost = by_stage[0].message if by_stage else 0.0
+        self.cost_of = [
+            {
+                Kind.FORWARD: own.forward,
+                Kind.BACKWARD: own.backward,
+                Kind.BACKWARD_INPUT: own.backward_input,
+                Kind.BACKWARD_WEIGHT: own.backward_weight,
+            }
+            for own in by_stage
+        ]
         # Where a rank waits, or stands at its end.
         self.positions = [0] * len(plan)
         self.clocks = [0.0] * len(plan)
@@ -263,7 +269,7 @@ class _Walk:
                         yield
                     clock = max(clock, self.landed[key])
                 continue
-            if step.kind not in self.cost_of:
+            if step.kind not in COMPUTES:
                 if step.kind in MESSAGES:
                     # No place for it: `check` tells.
                     self.positions[rank] = position
@@ -294,15 +300,16 @@ class _Walk:
     def _rule_of(self, rank: int, compute: Action) -> tuple[float, _Results | None, float, _Results | None]:
         """Of computes of this kind and stage: the cost, what they read, how long that takes to come, what they make."""
         kind, stage = compute.kind, compute.stage
+        cost = self.cost_of[stage][kind]
         is_forward = kind is Kind.FORWARD
         if kind is Kind.BACKWARD_WEIGHT:
-            return self.cost_of[kind], None, 0.0, None
+            return cost, None, 0.0, None
         made = self.results[stage, is_forward]
         source = stage - 1 if is_forward else stage + 1
         if not 0 <= source < len(self.ranks):
-            return self.cost_of[kind], None, 0.0, made
+            return cost, None, 0.0, made
         delay = self.message_cost if self.ranks[source] != rank else 0.0
-        return self.cost_of[kind], self.results[source, is_forward], delay, made
+        return cost, self.results[source, is_forward], delay, made
 
     def _post(self, messages: tuple[Action, ...], clock: float) -> None:
         """Posts messages at one end, and lands those of their lanes that both ends have posted, in order."""

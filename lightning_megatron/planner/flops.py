@@ -33,6 +33,8 @@ class Convention:
 
 MODEL = Convention(name="model FLOPs, causal attention half")
 """That of this package, as `metrics.throughput` has it."""
+HARDWARE = Convention(name="hardware FLOPs, causal attention half", counts_recompute=True)
+"""The same with what is run again, as HFU counts."""
 MODEL_ALL_PAIRS = Convention(name="model FLOPs, causal attention whole", counts_all_pairs=True)
 HARDWARE_ALL_PAIRS = Convention(
     name="hardware FLOPs, causal attention whole", counts_all_pairs=True, counts_recompute=True
@@ -57,25 +59,42 @@ def batch_flops(
         flops += 3.0 * sum(_attention_flops(piece, batch, all_pairs) for piece in anatomy.pieces)
         is_again = convention.counts_recompute and recompute.granularity == "full"
         return flops * 4 / 3 if is_again else flops
-    flops, again = 0.0, 0.0
-    for piece in anatomy.pieces:
-        forward = piece_flops(piece, anatomy.config, batch=batch, counts_all_pairs=all_pairs)
-        flops += 3.0 * forward
-        if piece.layer is not None and convention.counts_recompute:
-            again += _again_flops(piece, forward, batch, all_pairs, recompute)
-    if recompute.granularity == "full" and recompute.method == "block":
-        again *= min(recompute.num_layers * num_stages / anatomy.num_layers, 1.0)
-    return flops + again
+    flops = 3.0 * sum(
+        piece_flops(piece, anatomy.config, batch=batch, counts_all_pairs=all_pairs) for piece in anatomy.pieces
+    )
+    if convention.counts_recompute:
+        flops += recomputed_flops(anatomy, batch, recompute, num_stages, counts_all_pairs=all_pairs)
+    return flops
 
 
-def _again_flops(piece: Piece, forward: float, batch: int, all_pairs: bool, recompute: RecomputeConfig) -> float:
-    assert piece.layer is not None
-    if recompute.granularity == "full":
-        return forward
+def recomputed_flops(
+    anatomy: Anatomy,
+    batch: int,
+    recompute: RecomputeConfig,
+    num_stages: int = 1,
+    *,
+    counts_all_pairs: bool = False,
+) -> float:
+    """FLOPs of so many samples that are run again in the backward.
+
+    All of a recomputed forward counts, as in the publications; torch leaves out its last product, which nobody reads.
+    """
     if recompute.granularity == "none":
         return 0.0
-    again = 0.0
-    layer = piece.layer
+    again = sum(_again_flops(piece, anatomy, batch, counts_all_pairs, recompute) for piece in anatomy.pieces)
+    if recompute.granularity == "full" and recompute.method == "block":
+        again *= min(recompute.num_layers * num_stages / anatomy.num_layers, 1.0)
+    return again
+
+
+def _again_flops(piece: Piece, anatomy: Anatomy, batch: int, all_pairs: bool, recompute: RecomputeConfig) -> float:
+    if recompute.granularity == "full":
+        # Whole layers are run again where stages divide them, which a vision tower's are not.
+        is_again = piece.symbol == "t"
+        return float(piece_flops(piece, anatomy.config, batch=batch, counts_all_pairs=all_pairs)) if is_again else 0.0
+    layer, again = piece.layer, 0.0
+    if layer is None:
+        return again
     if "core_attention" in recompute.parts and layer.config.attention_dropout > 0:
         again += _attention_flops(piece, batch, all_pairs)
     if ("moe" if layer.has_experts else "mlp") in recompute.parts:

@@ -4,6 +4,7 @@ First on the way of a plan. `gpus.json` holds the known ones; a YAML file with t
 """
 
 import json
+import re
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from functools import lru_cache
@@ -16,6 +17,23 @@ import yaml
 GIGA, TERA = 1e9, 1e12
 # Share of its peak that the largest matmul measured on any GPU reaches, where none is measured.
 _USUAL_SHARE = 0.8
+# As drivers call them.
+_DEVICES = (
+    (r"\bV100-SXM\d-32GB", "v100-32gb"),
+    (r"\bA100-SXM\d-40GB", "a100-40gb"),
+    (r"\bA100-SXM\d-80GB", "a100-80gb"),
+    (r"\bH100 80GB HBM3\b", "h100"),
+    (r"\bH800\b(?! PCIe)", "h800"),
+    (r"\bH200\b(?! NVL)", "h200"),
+    (r"\bB200\b", "b200"),
+    (r"\bB300\b", "b300"),
+    (r"\bGB200\b", "gb200"),
+    (r"\bGB300\b", "gb300"),
+    (r"\bL40S\b", "l40s"),
+    (r"\bA10\b", "a10"),
+    (r"\bA10G\b", "a10g"),
+    (r"\bL4\b", "l4"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +141,14 @@ def gpu_of(name: str) -> Gpu:
         f"GPU {name!r} is not known; {hint}known are {', '.join(known)}; for another give a YAML file with the fields "
         f"{', '.join(_needed())}"
     )
+
+
+def gpu_of_device(device_name: str) -> Gpu | None:
+    """The known GPU that a driver calls so; none for any other, such as PCIe variants with lower clocks."""
+    for pattern, name in _DEVICES:
+        if re.search(pattern, device_name):
+            return known_gpus()[name]
+    return None
 
 
 def _read(path: Path) -> Gpu:

@@ -91,7 +91,7 @@ def faults(
         num_microbatches=num_microbatches,
         microbatch_size=microbatch_size,
         schedule=pipeline.schedule_of(pp=sizes.pp, vp=sizes.vp, microbatches=num_microbatches),
-        model=_architecture(trainer.lightning_module),
+        model=architecture_of(trainer.lightning_module),
         global_batch_size=data.global_batch_size if data is not None else None,
         batch_unit=None if ramp is None else ramp.unit,
         sequence_length=data.sequence_length if data is not None else None,
@@ -126,7 +126,7 @@ def faults(
     return found
 
 
-def _architecture(module: pl.LightningModule) -> TransformerConfig | None:
+def architecture_of(module: pl.LightningModule) -> TransformerConfig | None:
     """The one architecture among the module's attributes, where there is one."""
     configs = [value for value in vars(module).values() if isinstance(value, TransformerConfig)]
     return configs[0] if len(configs) == 1 else None

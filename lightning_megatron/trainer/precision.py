@@ -30,10 +30,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_megatron.metrics.step_timeline import CLIP, GATHER, OPTIMIZER
 from lightning_megatron.optim.agreement import describe_nonfinite, found_nonfinite, in_words
 from lightning_megatron.optim.config import LossScaleConfig, OptimizerConfig
 from lightning_megatron.optim.exchange import Exchange
 from lightning_megatron.optim.loss_scale import LossScale
+from lightning_megatron.pipeline.listener import Listener, heard
 from lightning_megatron.precision.fp8 import Fp8Config, config_of_recipe
 from lightning_megatron.transformer.fp8_layers import Fp8Layers
 
@@ -74,6 +76,8 @@ class MegatronPrecision(Precision):
         # the last optimizer step, because a gradient was no number
         self.gradient_norm: Tensor | None = None
         # norm of the whole model's gradient before the last clipping, [], float64
+        self.listener: Listener | None = None
+        # of what is done with the gradients of a step
 
     def begin(self, exchange: Exchange, config: LossScaleConfig) -> None:
         """A fit begins that sums its gradients by `exchange`; `config` is that of float16's loss scale."""
@@ -119,14 +123,17 @@ class MegatronPrecision(Precision):
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         assert self.exchange is not None and isinstance(optimizer, Optimizer)
         result = closure()
-        self.has_skipped = self._is_to_skip(model, list(self.main_params(optimizer)))
-        self._after_closure(model, optimizer)
+        with heard(self.listener, CLIP):
+            self.has_skipped = self._is_to_skip(model, list(self.main_params(optimizer)))
+            self._after_closure(model, optimizer)
         if self.has_skipped or (result is None and model.automatic_optimization):
             # Or training_step chose to skip the batch: there is no gradient to step by.
             return result
-        self.exchange.prepare_step()
-        optimizer.step(**kwargs)
-        self.exchange.publish()
+        with heard(self.listener, OPTIMIZER):
+            self.exchange.prepare_step()
+            optimizer.step(**kwargs)
+        with heard(self.listener, GATHER):
+            self.exchange.publish()
         if not model.automatic_optimization:
             # The same training_step may go on with another forward.
             self.exchange.gather_all()

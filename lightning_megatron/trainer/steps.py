@@ -23,11 +23,13 @@ from torchmetrics import Metric
 from lightning_megatron.comm import collectives
 from lightning_megatron.comm.p2p import Hop, LaneGroups, Mailbox
 from lightning_megatron.mesh import Mesh
+from lightning_megatron.metrics.step_timeline import REDUCE
 from lightning_megatron.optim.exchange import Exchange
 from lightning_megatron.optim.loss_scale import LossScale
 from lightning_megatron.optim.sums import scale_in_place
 from lightning_megatron.pipeline.alternation import Alternation
 from lightning_megatron.pipeline.collective import CollectiveCall
+from lightning_megatron.pipeline.listener import Listener, heard
 from lightning_megatron.pipeline.module import Driver, PipelineModule
 from lightning_megatron.pipeline.plans import training_plan
 from lightning_megatron.pipeline.runtime import Runtime
@@ -93,6 +95,7 @@ class Steps:
         alternation = Alternation(device)
         share_give_way(module, alternation.give_way)
         self._runtime = Runtime(mesh.pp, mailbox, alternation)
+        self._listener: Listener | None = None
         self._direct_driver: Driver = LocalCall()
         if mesh.pp.size > 1:
             self._direct_driver = CollectiveCall(
@@ -121,6 +124,10 @@ class Steps:
         """What sums gradients and brings weights; there while fitting."""
         assert self._exchange is not None
         return self._exchange
+
+    def listen(self, listener: Listener | None) -> None:
+        """Has a listener hear of the actions of schedules and of the sums of gradients; none: nobody does."""
+        self._listener = self._runtime.listener = listener
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -299,7 +306,8 @@ class Steps:
             before = gradients.take(copied=True)
             share = loss if self._manual_share is None else loss * self._manual_share.to(loss.dtype)
             self._differentiate(share, differentiate)
-            gradients.reduce(outside_over_stages=False, factor=self._factor)
+            with heard(self._listener, REDUCE):
+                gradients.reduce(outside_over_stages=False, factor=self._factor)
             gradients.add(before)
             return
         else:
@@ -311,7 +319,8 @@ class Steps:
             self._differentiate(loss, differentiate)
             self.exchange.complete(0)
         if reduce_now:
-            gradients.reduce(outside_over_stages=self._uses_schedule, factor=self._factor)
+            with heard(self._listener, REDUCE):
+                gradients.reduce(outside_over_stages=self._uses_schedule, factor=self._factor)
             gradients.add(self._summed)
             self._summed, self._are_summed = {}, True
 

@@ -47,6 +47,7 @@ from lightning_megatron.optim.agreement import differing_copies, in_words
 from lightning_megatron.optim.config import LossScaleConfig, OptimizerConfig
 from lightning_megatron.optim.exchange import Exchange
 from lightning_megatron.pipeline.choice import Schedule, placement_of
+from lightning_megatron.pipeline.listener import Listener
 from lightning_megatron.pipeline.lower import hops
 from lightning_megatron.pipeline.module import at_once, run_alone
 from lightning_megatron.planner import rules
@@ -609,6 +610,11 @@ class MegatronStrategy(ParallelStrategy):
         """Norm of the whole model's gradient before the last clipping, []; None where nothing was clipped yet."""
         return self._plugin.gradient_norm
 
+    def listen(self, listener: Listener | None) -> None:
+        """Has a listener hear what this rank does in a training step, and when; none: nobody does."""
+        self._plugin.listener = listener
+        self.steps.listen(listener)
+
     # --- collectives that Lightning and its callbacks ask for -------------------------------------------------------
 
     @override
@@ -822,7 +828,7 @@ class MegatronStrategy(ParallelStrategy):
             optimization.release(self._exchange, is_interrupted=self._require_module().trainer.interrupted)
             self._left = Mains.of(self._exchange)
             self._exchange = self._plugin.exchange = None
-        self._steps = None
+        self._steps = self._plugin.listener = None
         if self._resumption is not None and self._require_module().trainer.interrupted:
             # Of a run that never came to its first batch; another fit starts from its own checkpoint, or from none.
             self._resumption = None

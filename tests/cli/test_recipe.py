@@ -12,7 +12,7 @@ from lightning_megatron.checkpoint import save
 from lightning_megatron.cli.recipe import run_recipe
 from lightning_megatron.lightning_modules import GPTDataModule, GPTModule
 from lightning_megatron.mesh import Mesh
-from lightning_megatron.trainer.callbacks import Throughput
+from lightning_megatron.trainer.callbacks import ThroughputMonitor
 from tests.lightning_modules.corpus import write_corpus
 from tests.recipes.test_pretrain_gpt import TINY
 
@@ -53,7 +53,7 @@ def run(*options: str, module: Any = GPTModule) -> None:
         module,
         GPTDataModule,
         links={"model.config.vocab_size": "data.vocab_size"},
-        callbacks={"throughput": Throughput},
+        callbacks={"throughput": ThroughputMonitor},
         args=["fit", "--config", "tiny.yaml", *options],
     )
 

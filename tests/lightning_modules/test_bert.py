@@ -9,9 +9,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_megatron import RecomputeConfig
 from lightning_megatron.lightning_modules import AdamWConfig, BertModule
 from lightning_megatron.lightning_modules.print_text import PrintText
 from lightning_megatron.models.bert_cost import bert_training_flops
+from lightning_megatron.transformer import cost
 from tests.harness.ranks import run_on_ranks
 from tests.lightning_modules.sentences import SEQUENCE, bert_config, bert_data
 from tests.lightning_modules.test_gpt import Losses, Run
@@ -207,6 +209,14 @@ def test_tokens_and_flops_of_a_batch_are_those_of_its_texts() -> None:
     whole = {"tokens": batch["tokens"]}
     assert module.batch_tokens(whole) == 4 * SEQUENCE
     assert module.batch_flops(whole) == bert_training_flops(module.config, batch=4, sequence=SEQUENCE)
+    config, full = module.config, RecomputeConfig(granularity="full")
+    layers = sum(
+        cost.layer_linear_flops(config, num_tokens=length, layer=layer)
+        + cost.layer_attention_flops(config, batch=1, sequence=length, is_causal=False)
+        for length in (5, 5, SEQUENCE)
+        for layer in range(config.num_layers)
+    )
+    assert module.batch_recomputed_flops(batch, full, 1) == layers
 
 
 def test_an_order_that_the_model_has_no_head_for_is_refused(folder: Path) -> None:

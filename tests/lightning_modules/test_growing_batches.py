@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_megatron import ConfigurationError, MegatronStrategy
 from lightning_megatron.data import BatchRamp
 from lightning_megatron.lightning_modules import AdamWConfig, GPTDataModule, GPTModule, StreamingConfig
-from lightning_megatron.trainer.callbacks import Throughput
+from lightning_megatron.trainer.callbacks import ThroughputMonitor
 from tests.harness.ranks import run_on_ranks
 from tests.lightning_modules.corpus import SEQUENCE, config, data
 from tests.trainer.fits import Parts, parts_apart, weights
@@ -146,7 +146,7 @@ def test_the_tokens_of_a_step_are_those_of_its_batch(folder: Path) -> None:
             return batches[-1]
 
     module = Counted(config())
-    trainer = trainer_of("one", max_steps=5, callbacks=[Throughput(every_n_batches=1)])
+    trainer = trainer_of("one", max_steps=5, callbacks=[ThroughputMonitor(every_n_batches=1)])
     trainer.fit(module, datamodule=data_of("ramp", folder))
     # The first batch warms up.
     assert batches == [size * SEQUENCE for size in SIZES[1:]]

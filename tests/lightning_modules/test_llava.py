@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from lightning_megatron import ConfigurationError, hf, load_from_checkpoint
+from lightning_megatron import ConfigurationError, RecomputeConfig, hf, load_from_checkpoint
 from lightning_megatron.cli.main import main
 from lightning_megatron.lightning_modules import AdamWConfig, GenerationConfig, LlavaDataModule, LlavaModule
 from lightning_megatron.lightning_modules.print_text import PrintText
@@ -243,6 +243,10 @@ def test_a_step_costs_what_its_products_cost_and_less_where_parts_are_frozen(fol
     assert vision.ffn_hidden_size == 96 and found == by_hand
     frozen = [llava(frozen=names).batch_flops(batch) for names in (["vision"], ["vision", "language"], ["language"])]
     assert frozen[1] < frozen[0] < found and frozen[1] < frozen[2] < found
+    mlp = RecomputeConfig(granularity="selective", parts=("mlp",))
+    again, again_without_tower = (llava(frozen=f).batch_recomputed_flops(batch, mlp, 1) for f in ([], ["vision"]))
+    assert again_without_tower == rows * length * 2 * 2 * 3 * wide * CONFIG.ffn_hidden_size
+    assert again - again_without_tower == num_images * 2 * 5 * 2 * 24 * 96
     # Of a frozen language model the weights' gradients are not made, and those of what goes in are.
     assert frozen[0] - frozen[1] == rows * length * 2 * language
 

@@ -12,6 +12,12 @@ def test_speed_is_work_over_seconds_and_mfu_its_share_of_all_devices() -> None:
     assert speed.mfu(peak_flops=1e15) == 0.75
 
 
+def test_one_device_does_its_share_and_hfu_counts_what_is_run_again() -> None:
+    speed = Speed(num_tokens=1, num_flops=6e15, seconds=2.0, num_devices=4, num_recomputed_flops=2e15)
+    assert speed.tflops_per_device == 750
+    assert (speed.mfu(1e15), speed.hfu(1e15)) == (0.75, 1.0)
+
+
 def test_the_published_run_of_a_trillion_parameters_has_its_published_share() -> None:
     # arXiv 2104.04473, table 1: 163 TFLOP/s per A100 is 52 % of its peak.
     speed = Speed(num_tokens=1, num_flops=3072 * 163e12, seconds=1.0, num_devices=3072)

@@ -14,6 +14,7 @@ from lightning_megatron.comm.p2p import Like, Payload
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.pipeline.alternation import Alternation
 from lightning_megatron.pipeline.choice import Schedule, joint_of, order_of, placement_of
+from lightning_megatron.pipeline.listener import Doing
 from lightning_megatron.pipeline.lower import Exchange, Lowered, Plan, add_messages, lane_of, lower, rank_of_stage
 from lightning_megatron.pipeline.plans import backward_plan, forward_plan
 from lightning_megatron.pipeline.runtime import Likes, Runtime
@@ -215,6 +216,48 @@ def on_rank(schedule: Schedule) -> Any:
 def test_on_processes_all_is_the_same(schedule: Schedule) -> None:
     for rank, runs in run_on_ranks(schedule.pp, on_rank, schedule):
         require_all_done(schedule, rank, runs)
+
+
+class Ear:
+    """A listener that writes down what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, str]] = []
+
+    def begin(self, doing: Doing) -> None:
+        self.heard.append(("begin", str(doing)))
+
+    def end(self, doing: Doing) -> None:
+        self.heard.append(("end", str(doing)))
+
+
+def heard_on_thread(world: ThreadGroup, schedule: Schedule) -> Any:
+    """What a listener hears in one run, and what it hears when it has left."""
+    sizes = sizes_of(schedule)
+    pp = make_thread_pp(sizes, world)
+    runtime, ear = Runtime(pp, make_thread_mailbox(pp, hops_of(sizes)), Alternation(torch.device("cpu"))), Ear()
+    runtime.listener = ear
+    done = kept_diary(runtime, schedule, "even", "tensor", 1)
+    heard, ear.heard, runtime.listener = ear.heard, [], None
+    kept_diary(runtime, schedule, "even", "tensor", 1)
+    return pp.rank, done, heard, ear.heard
+
+
+@pytest.mark.parametrize("schedule", [s for s in SCHEDULES if s.pp in (1, 2)], ids=name_of)
+def test_a_listener_hears_computes_and_waits_in_order_and_nothing_once_it_has_left(schedule: Schedule) -> None:
+    for rank, done, heard, later in run_on_threads(schedule.pp, heard_on_thread, schedule):
+        require_all_done(schedule, rank, done)
+        plan = lower(order_of(schedule), joint_of(schedule)).plan[rank]
+        wanted = []
+        for step in plan:
+            waits = (*step.awaited, *step.released) if isinstance(step, Exchange) else (step,)
+            wanted += [str(action) for action in waits]
+        assert sorted(doing for when, doing in heard if when == "begin") == sorted([*wanted, Runtime.SENDS])
+        assert sorted(doing for when, doing in heard if when == "end") == sorted([*wanted, Runtime.SENDS])
+        if not schedule.is_joint:
+            # One at a time, in the order of the plan.
+            assert heard == [(when, doing) for doing in [*wanted, Runtime.SENDS] for when in ("begin", "end")]
+        assert later == []
 
 
 class Keeper(Diary):

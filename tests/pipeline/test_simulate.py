@@ -460,6 +460,18 @@ def test_the_halves_of_a_split_backward_have_their_own_costs() -> None:
     assert timeline.bubble == 0
 
 
+def test_stages_may_have_costs_of_their_own() -> None:
+    order = one_f_one_b(pp=2, microbatches=2)
+    timeline = play(order, [Costs(forward=1, backward=3), Costs(forward=10, backward=100)])
+    # The second rank computes without a gap once its first input is there; then the last gradient goes back.
+    assert [(span.start, span.end) for span in timeline.spans[1]] == [(1, 11), (11, 111), (111, 121), (121, 221)]
+    assert [(span.start, span.end) for span in timeline.spans[0]] == [(0, 1), (1, 2), (111, 114), (221, 224)]
+    alike = Costs(forward=2, backward=5, message=0.5)
+    assert play(order, [alike, alike]) == play(order, alike)
+    with pytest.raises(AssertionError, match="costs of 1 stages for a plan of 2"):
+        play(order, [alike])
+
+
 def test_an_order_that_cannot_end_is_named() -> None:
     with pytest.raises(ScheduleError, match="rank 0, step 1, 0B0: waits for 1B0 of rank 1\nrank 1, step 0, 1F1: waits"):
         play(plan_of_text("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0"))

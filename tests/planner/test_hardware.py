@@ -6,12 +6,31 @@ import pytest
 
 from lightning_megatron.metrics.throughput import peak_flops
 from lightning_megatron.planner.constants import FAMILIES, fitted
-from lightning_megatron.planner.hardware import gpu_of, known_gpus
+from lightning_megatron.planner.hardware import gpu_of, gpu_of_device, known_gpus
 
 
 def test_a_gpu_is_found_by_any_of_its_names() -> None:
     assert gpu_of("A100") is gpu_of("a100-80gb")
     assert gpu_of("h100").memory_gb == 80
+
+
+@pytest.mark.parametrize("name", known_gpus())
+def test_a_gpu_is_found_by_what_its_driver_calls_it(name: str) -> None:
+    told = {
+        "v100-32gb": "Tesla V100-SXM2-32GB",
+        "a100-40gb": "NVIDIA A100-SXM4-40GB",
+        "a100-80gb": "NVIDIA A100-SXM4-80GB",
+        "h100": "NVIDIA H100 80GB HBM3",
+        "h100-96gb-500w": "NVIDIA H100 96GB",
+    }
+    found = gpu_of_device(told.get(name, f"NVIDIA {name.upper()}"))
+    # That one is the same chip under another limit of power, which its name does not tell.
+    assert found == (None if name == "h100-96gb-500w" else gpu_of(name))
+
+
+@pytest.mark.parametrize("name", ["cpu", "NVIDIA H100 PCIe", "NVIDIA H200 NVL", "NVIDIA GH200 480GB", "NVIDIA L40"])
+def test_a_device_that_only_looks_like_a_known_one_is_none(name: str) -> None:
+    assert gpu_of_device(name) is None
 
 
 def test_an_unknown_gpu_lists_the_known_ones_and_the_nearest() -> None:

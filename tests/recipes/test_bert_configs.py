@@ -7,7 +7,7 @@ from lightning_megatron.lightning_modules import BertDataModule, BertModule
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.models.bert_cost import bert_parameters
 from lightning_megatron.planner import rules
-from lightning_megatron.trainer.callbacks import Throughput
+from lightning_megatron.trainer.callbacks import ThroughputMonitor
 from tests.recipes.test_configs import CONFIGS, Parsed, sizes_of
 
 NAMES = sorted(path.name for path in CONFIGS.glob("*.yaml") if path.stem.startswith(("bert_", "megatron_bert_")))
@@ -26,7 +26,7 @@ def parse(name: str, *options: str) -> RecipeCLI:
         BertModule,
         BertDataModule,
         links={"model.config.vocab_size": "data.vocab_size", "model.config.add_binary_head": "data.sentence_order"},
-        callbacks={"throughput": Throughput},
+        callbacks={"throughput": ThroughputMonitor},
         args=["fit", "--config", str(CONFIGS / name), *options],
     )
 

@@ -12,7 +12,7 @@ from lightning_megatron.moe.capacity import Capacity
 from lightning_megatron.moe.config import BalanceLoss
 from lightning_megatron.planner import rules
 from lightning_megatron.trainer import ConfigurationError
-from lightning_megatron.trainer.callbacks import Throughput
+from lightning_megatron.trainer.callbacks import MemoryMonitor, StepTimeline, ThroughputMonitor
 from lightning_megatron.transformer import cost
 
 CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "configs"
@@ -41,7 +41,7 @@ def parse(name: str, *options: str) -> Parsed:
         GPTModule,
         GPTDataModule,
         links={"model.config.vocab_size": "data.vocab_size"},
-        callbacks={"throughput": Throughput},
+        callbacks={"throughput": ThroughputMonitor},
         args=["fit", "--config", str(CONFIGS / name), *options],
     )
 
@@ -59,6 +59,20 @@ def sizes_of(parsed: Parsed) -> Sizes:
         vp=options["virtual_pipeline_model_parallel_size"],
         sequence_parallel=options["sequence_parallel"],
     )
+
+
+def test_a_file_may_ask_for_any_callback(tmp_path: Path) -> None:
+    asked = tmp_path / "callbacks.yaml"
+    asked.write_text(
+        "trainer:\n  callbacks:\n"
+        "    - class_path: lightning_megatron.trainer.callbacks.MemoryMonitor\n"
+        "    - class_path: lightning_megatron.trainer.callbacks.StepTimeline\n"
+        "      init_args: {step: 20, folder: out}\n"
+        "throughput: {every_n_batches: 7}\n"
+    )
+    memory, timeline = parse("toy.yaml", "--config", str(asked)).config_init["fit"]["trainer"]["callbacks"]
+    assert isinstance(memory, MemoryMonitor) and isinstance(timeline, StepTimeline)
+    assert (timeline.step, timeline.folder) == (20, "out")
 
 
 # The others are those of other recipes.

@@ -12,7 +12,7 @@ from lightning_megatron.lightning_modules.print_text import PrintText
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import GPTConfig, T5Config
 from lightning_megatron.planner import rules
-from lightning_megatron.trainer.callbacks import Throughput
+from lightning_megatron.trainer.callbacks import ThroughputMonitor
 from lightning_megatron.transformer import cost
 from tests.recipes.test_configs import CONFIGS, Parsed
 
@@ -48,7 +48,7 @@ def parse(name: str, *options: str) -> Parsed:
         FinetuneModule,
         ChatDataModule,
         links={"model.path": "data.tokenizer"},
-        callbacks={"throughput": Throughput, "export": ExportPretrained},
+        callbacks={"throughput": ThroughputMonitor, "export": ExportPretrained},
         args=["fit", "--config", str(CONFIGS / name), *options],
     )
 
@@ -102,7 +102,7 @@ def test_the_toy_of_a_t5_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         T5FinetuneModule,
         T5ChatDataModule,
         links={"model.path": "data.tokenizer"},
-        callbacks={"throughput": Throughput, "print_text": PrintText, "export": ExportPretrained},
+        callbacks={"throughput": ThroughputMonitor, "print_text": PrintText, "export": ExportPretrained},
         args=["fit", "--config", str(CONFIGS / "finetune_t5_toy.yaml")],
     )
     assert parsed.datamodule.decoder_sequence_length == 32 and parsed.datamodule.tokenizer_path == "tiny"

@@ -9,7 +9,7 @@ from lightning_megatron.lightning_modules import LlavaDataModule, LlavaModule
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.models.llava import LlavaModel
 from lightning_megatron.planner import rules
-from lightning_megatron.trainer.callbacks import Throughput
+from lightning_megatron.trainer.callbacks import ThroughputMonitor
 from tests.recipes.test_configs import CONFIGS, Parsed, own_environment, sizes_of
 
 __all__ = ["own_environment"]
@@ -25,7 +25,7 @@ NAMES = sorted(path.name for path in CONFIGS.glob("llava_*.yaml"))
 
 def parse(name: str, *options: str) -> Parsed:
     args = ["fit", "--config", str(CONFIGS / name), *options]
-    return Parsed(LlavaModule, LlavaDataModule, links=LINKS, callbacks={"throughput": Throughput}, args=args)
+    return Parsed(LlavaModule, LlavaDataModule, links=LINKS, callbacks={"throughput": ThroughputMonitor}, args=args)
 
 
 def test_the_links_are_those_of_the_recipe() -> None:

@@ -57,7 +57,7 @@ def test_a_run_of_two_processes_is_resumed_on_another_layout_and_answers(folder:
     one = losses(folder, 0)
     assert len(one) == 4 and one[3] < one[0]
     header = (folder / "logs" / "tiny" / "version_0" / "metrics.csv").read_text().splitlines()[0].split(",")
-    assert {"train_loss", "val_loss", "tokens/s", "FLOP/s"} <= set(header)
+    assert {"train_loss", "val_loss", "tokens/s", "TFLOP/s/device"} <= set(header)
     resumed = recipe(
         folder,
         *("fit", "--config", "tiny.yaml", "--ckpt_path", "saved/step=2.ckpt"),

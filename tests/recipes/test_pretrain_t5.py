@@ -92,7 +92,7 @@ def test_a_run_of_two_processes_is_resumed_on_stages_over_both_stacks_and_fills_
     one = losses(tmp_path, 0)
     assert len(one) == 4 and one[3] < one[0]
     header = (tmp_path / "logs" / "tiny" / "version_0" / "metrics.csv").read_text().splitlines()[0].split(",")
-    assert {"train_loss", "val_loss", "tokens/s", "FLOP/s"} <= set(header)
+    assert {"train_loss", "val_loss", "tokens/s", "TFLOP/s/device"} <= set(header)
     stages = (
         "--trainer.strategy.init_args.tensor_model_parallel_size=1",
         "--trainer.strategy.init_args.sequence_parallel=false",

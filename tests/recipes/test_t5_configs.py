@@ -12,7 +12,7 @@ from lightning_megatron.mesh import Mesh, Sizes, StageLayout
 from lightning_megatron.models import T5Model
 from lightning_megatron.models.t5_cost import model_parameters
 from lightning_megatron.planner import rules
-from lightning_megatron.trainer.callbacks import Throughput
+from lightning_megatron.trainer.callbacks import ThroughputMonitor
 
 CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "configs"
 ALL = sorted(path.name for path in CONFIGS.glob("t5_*.yaml"))
@@ -41,7 +41,7 @@ def parse(name: str, *options: str) -> Parsed:
         T5Module,
         T5DataModule,
         links={"model.config.vocab_size": "data.vocab_size"},
-        callbacks={"throughput": Throughput, "print_text": PrintText},
+        callbacks={"throughput": ThroughputMonitor, "print_text": PrintText},
         args=["fit", "--config", str(CONFIGS / name), *options],
     )
 

@@ -7,7 +7,12 @@ import lightning as L
 import torch
 
 from lightning_megatron.metrics.throughput import Speed, peak_flops
+from lightning_megatron.trainer.callbacks.over_ranks import gathered
 from lightning_megatron.trainer.config import ConfigurationError
+from lightning_megatron.trainer.strategy import MegatronStrategy
+from lightning_megatron.transformer.recompute import RecomputeConfig
+
+_KEEPS_ALL = RecomputeConfig()
 
 
 @runtime_checkable
@@ -19,12 +24,24 @@ class MeasuredModule(Protocol):
     def batch_flops(self, batch: Any) -> float: ...
 
 
-class Throughput(L.Callback):
-    """Logs `tokens/s`, `FLOP/s` and, where the devices' peak is known, `MFU`, each over the last few batches.
+@runtime_checkable
+class RecomputingModule(Protocol):
+    """A module that says how much of that work a backward does again."""
 
-    FLOP/s are model FLOPs of all devices together; MFU is by the convention of `metrics.throughput`. Batches of all
-    replicas count, those of the other ranks of a replica do not: they work on the same tokens. Data loading counts;
-    validation, saving, and the first batch of a run (which allocates and warms up) do not.
+    def batch_recomputed_flops(self, batch: Any, recompute: RecomputeConfig, num_stages: int) -> float: ...
+
+
+class ThroughputMonitor(L.Callback):
+    """Logs how fast training is, over the last few batches; the same on every rank.
+
+        tokens/s         of all replicas together; the other ranks of a replica work on the same tokens
+        TFLOP/s/device   model FLOPs, in the mean over devices
+        MFU, HFU         shares of the devices' peak, where that is known, by the conventions of `metrics.throughput`;
+                         HFU where the module has `batch_recomputed_flops`, as those of `lightning_modules`
+        data_wait_s      seconds a batch, from the end of the batch before to its start, of the rank that waited the
+                         longest: the loader, the way to the device, loggers
+
+    Data loading counts; validation, saving, and the first batch of a run (which allocates and warms up) do not.
 
     `every_n_batches` is the span; `device_peak_flops` is the peak of one device in FLOP/s at the precision of the run,
     and 0 looks it up by the device's name.
@@ -38,24 +55,29 @@ class Throughput(L.Callback):
         self.every_n_batches = every_n_batches
         self.device_peak_flops = device_peak_flops
         self._peak_flops = 0.0
+        self._recompute = _KEEPS_ALL
+        self._num_stages = 1
         self._is_warm = False
         self._started_seconds: float | None = None
         # when the clock started; none while it stands still
+        self._ended_seconds: float | None = None
+        # when the last batch ended; none where something else came behind it
         self._begin_span()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not isinstance(pl_module, MeasuredModule):
             raise ConfigurationError(
                 [
-                    f"Throughput cannot measure {type(pl_module).__name__}; give it the methods batch_tokens(batch) "
-                    "and batch_flops(batch), or leave the callback out"
+                    f"ThroughputMonitor cannot measure {type(pl_module).__name__}; give it the methods "
+                    "batch_tokens(batch) and batch_flops(batch), or leave the callback out"
                 ]
             )
-        device = trainer.strategy.root_device
+        device, strategy = trainer.strategy.root_device, trainer.strategy
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         self._peak_flops = self.device_peak_flops or peak_flops(name, str(trainer.precision))
-        self._is_warm = False
-        self._started_seconds = None
+        if isinstance(strategy, MegatronStrategy):
+            self._recompute, self._num_stages = strategy.recompute, strategy.sizes.num_stages
+        self._is_warm, self._started_seconds, self._ended_seconds = False, None, None
         self._begin_span()
 
     def on_train_batch_start(
@@ -63,33 +85,22 @@ class Throughput(L.Callback):
     ) -> None:
         if self._is_warm and self._started_seconds is None:
             self._started_seconds = _now(trainer)
+        elif self._ended_seconds is not None:
+            self._waits.append(perf_counter() - self._ended_seconds)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        assert isinstance(pl_module, MeasuredModule)
         if self._started_seconds is None:
             self._is_warm = True
             return
-        self._num_batches += 1
-        self._num_tokens += pl_module.batch_tokens(batch)
-        self._num_flops += pl_module.batch_flops(batch)
-        if self._num_batches < self.every_n_batches:
-            return
-        self._stop_clock(trainer)
-        # Clocks and batches differ between ranks; what is logged must not.
-        seconds = trainer.strategy.broadcast(self._seconds)
-        own = torch.tensor(
-            [self._num_tokens, self._num_flops], dtype=torch.float64, device=trainer.strategy.root_device
-        )
-        num_tokens, num_flops = trainer.strategy.reduce(own, reduce_op="sum").tolist()
-        speed = Speed(round(num_tokens), num_flops, seconds, trainer.world_size)
-        numbers = {"tokens/s": float(round(speed.tokens_per_second)), "FLOP/s": speed.flops_per_second}
-        if self._peak_flops:
-            numbers["MFU"] = speed.mfu(self._peak_flops)
-        pl_module.log_dict(numbers, prog_bar=True)
-        self._begin_span()
-        self._started_seconds = perf_counter()
+        self._count(pl_module, batch)
+        if self._num_batches == self.every_n_batches:
+            for name, value in self._measured(trainer).items():
+                pl_module.log(name, value, prog_bar=name not in ("HFU", "data_wait_s"))
+            self._begin_span()
+            self._started_seconds = perf_counter()
+        self._ended_seconds = perf_counter()
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._stop_clock(trainer)
@@ -105,12 +116,44 @@ class Throughput(L.Callback):
         self._num_batches = 0
         self._num_tokens = 0
         self._num_flops = 0.0
+        self._num_recomputed_flops = 0.0
+        self._waits: list[float] = []
+
+    def _count(self, module: L.LightningModule, batch: Any) -> None:
+        assert isinstance(module, MeasuredModule)
+        self._num_batches += 1
+        self._num_tokens += module.batch_tokens(batch)
+        self._num_flops += module.batch_flops(batch)
+        if self._peak_flops and isinstance(module, RecomputingModule):
+            self._num_recomputed_flops += module.batch_recomputed_flops(batch, self._recompute, self._num_stages)
+
+    def _measured(self, trainer: L.Trainer) -> dict[str, float]:
+        """The numbers of the span that ends."""
+        self._stop_clock(trainer)
+        # Clocks and batches differ between ranks; what is logged must not.
+        seconds = trainer.strategy.broadcast(self._seconds)
+        own = torch.tensor(
+            [self._num_tokens, self._num_flops, self._num_recomputed_flops],
+            dtype=torch.float64,
+            device=trainer.strategy.root_device,
+        )
+        num_tokens, num_flops, num_recomputed = trainer.strategy.reduce(own, reduce_op="sum").tolist()
+        speed = Speed(round(num_tokens), num_flops, seconds, trainer.world_size, num_recomputed)
+        numbers = {"tokens/s": float(round(speed.tokens_per_second)), "TFLOP/s/device": speed.tflops_per_device}
+        if self._peak_flops:
+            numbers["MFU"] = speed.mfu(self._peak_flops)
+            if isinstance(trainer.lightning_module, RecomputingModule):
+                numbers["HFU"] = speed.hfu(self._peak_flops)
+        if waits := self._waits:
+            numbers["data_wait_s"] = max(gathered(sum(waits) / len(waits), trainer))
+        return numbers
 
     def _stop_clock(self, trainer: L.Trainer) -> None:
         """Keeps the seconds so far; the next batch starts the clock again."""
         if self._started_seconds is not None:
             self._seconds += _now(trainer) - self._started_seconds
             self._started_seconds = None
+        self._ended_seconds = None
 
 
 def _now(trainer: L.Trainer) -> float:

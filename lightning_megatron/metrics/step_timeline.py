@@ -1,0 +1,215 @@
+"""What every rank did in one step, and when, on one clock: as a trace for Chrome and Perfetto, beside what its schedule
+predicts.
+
+    lane          what is in it
+    forward       forwards, of a schedule by stage and microbatch
+    backward      backwards and their halves
+    messages      waiting for what other stages send, and for what this rank sent to have left
+    replicas      sums of gradients, gathered parameters
+    optimizer     checks and clipping, the optimizer's step
+    data          waiting for the next batch
+
+Times are seconds on the first rank's clock. The prediction plays the same schedule with the measured mean of each kind
+of compute of each stage, and messages that take no time: what it lacks to the measured one is messages, and computes
+that were slower or faster than their mean.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_megatron.pipeline.choice import Schedule, order_of
+from lightning_megatron.pipeline.listener import Doing
+from lightning_megatron.pipeline.schedule import COMPUTES, MESSAGES, WHOLE_STAGE, Action, Kind
+from lightning_megatron.pipeline.simulate import Costs, play
+
+DATA = "data"
+FORWARD = "forward"
+BACKWARD = "backward"
+REDUCE = "sum gradients"
+CLIP = "check and clip gradients"
+OPTIMIZER = "optimizer"
+GATHER = "gather parameters"
+
+LANES = ("forward", "backward", "messages", "replicas", "optimizer", "data")
+_LANE_OF_NAME = {
+    DATA: "data",
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    REDUCE: "replicas",
+    GATHER: "replicas",
+    CLIP: "optimizer",
+    OPTIMIZER: "optimizer",
+}
+# A computer's clock has no seconds as short, and a cost must be above 0.
+_SHORTEST_SECONDS = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Lap:
+    """Something that a rank did, and when."""
+
+    doing: Doing
+    batch: int
+    # of those that make a step, from 0
+    start: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+    @property
+    def is_compute(self) -> bool:
+        """Whether it is a compute of a schedule."""
+        return isinstance(self.doing, Action) and self.doing.kind in COMPUTES
+
+
+@dataclass(frozen=True, slots=True)
+class RankLaps:
+    """What one rank did in a step."""
+
+    rank: int
+    # global
+    pp_rank: int
+    stages: tuple[int, ...]
+    laps: tuple[Lap, ...]
+    is_shown: bool
+    # among those that stand for all, in a picture
+
+
+def lane_of(doing: Doing) -> str:
+    """Of `LANES` the one in which it is shown."""
+    if isinstance(doing, str):
+        return _LANE_OF_NAME.get(doing, "messages")
+    if doing.kind in MESSAGES:
+        return "messages"
+    if doing.kind in COMPUTES:
+        return "forward" if doing.kind is Kind.FORWARD else "backward"
+    return "replicas"
+
+
+def in_words(doing: Doing) -> str:
+    """As a reader says it."""
+    if isinstance(doing, str):
+        return doing
+    words = {
+        Kind.FORWARD: "forward",
+        Kind.BACKWARD: "backward",
+        Kind.BACKWARD_INPUT: "backward, input",
+        Kind.BACKWARD_WEIGHT: "backward, weights",
+        Kind.RECV_FORWARD: "wait for input",
+        Kind.RECV_BACKWARD: "wait for gradient",
+        Kind.SEND_FORWARD: "wait until output has left",
+        Kind.SEND_BACKWARD: "wait until gradient has left",
+        Kind.REDUCE_GRADS: "hand over gradients",
+        Kind.GATHER_PARAMS: "wait for parameters",
+    }[doing.kind]
+    microbatch = "" if doing.microbatch == WHOLE_STAGE else f", microbatch {doing.microbatch}"
+    return f"{words}, stage {doing.stage}{microbatch}"
+
+
+def stage_costs(ranks: Sequence[RankLaps], num_stages: int) -> tuple[Costs, ...]:
+    """The mean seconds of each kind of compute of each stage, over all ranks that hold it.
+
+    A kind that was not run costs nothing, but for a whole backward, which costs as much as its halves.
+    """
+    seconds: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
+    for rank in ranks:
+        for lap in rank.laps:
+            if isinstance(lap.doing, Action) and lap.is_compute:
+                seconds[lap.doing.stage, lap.doing.kind].append(lap.seconds)
+    means = {key: max(sum(values) / len(values), _SHORTEST_SECONDS) for key, values in seconds.items()}
+
+    def cost(stage: int, kind: Kind) -> float:
+        return means.get((stage, kind), 0.0)
+
+    found = []
+    for stage in range(num_stages):
+        halves = cost(stage, Kind.BACKWARD_INPUT), cost(stage, Kind.BACKWARD_WEIGHT)
+        found.append(
+            Costs(
+                forward=cost(stage, Kind.FORWARD),
+                backward=cost(stage, Kind.BACKWARD) or sum(halves),
+                backward_input=halves[0],
+                backward_weight=halves[1],
+            )
+        )
+    return tuple(found)
+
+
+def predicted(schedules: Sequence[Schedule], costs: Sequence[Costs], starts: Sequence[float]) -> list[tuple[Lap, ...]]:
+    """Of each pipeline rank the computes of the schedules, one a batch, as played from those moments on."""
+    laps: list[list[Lap]] = [[] for _ in range(schedules[0].pp)]
+    for batch, (schedule, start) in enumerate(zip(schedules, starts, strict=True)):
+        for rank, spans in enumerate(play(order_of(schedule), costs).spans):
+            laps[rank] += [Lap(span.action, batch, start + span.start, start + span.end) for span in spans]
+    return [tuple(own) for own in laps]
+
+
+def windows(all_laps: Sequence[Sequence[Lap]]) -> list[tuple[float, float]]:
+    """Of each batch the moments at which its first compute of a schedule begins and its last one ends."""
+    computes = [lap for laps in all_laps for lap in laps if lap.is_compute]
+    return [
+        (
+            min(lap.start for lap in computes if lap.batch == batch),
+            max(lap.end for lap in computes if lap.batch == batch),
+        )
+        for batch in sorted({lap.batch for lap in computes})
+    ]
+
+
+def bubble(all_laps: Sequence[Sequence[Lap]]) -> float:
+    """The share of the schedules' time in which ranks compute nothing, their mean, 0 to 1."""
+    lasting = sum(end - start for start, end in windows(all_laps))
+    busy = sum(lap.seconds for laps in all_laps for lap in laps if lap.is_compute)
+    return 1 - busy / (lasting * len(all_laps))
+
+
+def chrome_trace(
+    ranks: Sequence[RankLaps], predictions: Sequence[tuple[str, Sequence[Sequence[Lap]]]], about: dict[str, Any]
+) -> dict[str, Any]:
+    """The record as Chrome's JSON: a process for each rank, and for each pipeline rank of each named prediction.
+
+    Source: "Trace Event Format", Google, events X and M; `ts` and `dur` are microseconds. It begins with the step.
+    """
+    begin = min((lap.start for rank in ranks for lap in rank.laps), default=0.0)
+    events: list[dict[str, Any]] = []
+    for rank in ranks:
+        stages = f", stages {' '.join(map(str, rank.stages))}" if rank.stages else ""
+        events += _process(rank.rank, f"rank {rank.rank}{stages}", rank.laps, begin)
+    number = max((rank.rank for rank in ranks), default=0)
+    for name, by_rank in predictions:
+        for pp_rank, laps in enumerate(by_rank):
+            number += 1
+            events += _process(number, f"{name}: pipeline rank {pp_rank}", laps, begin)
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
+
+
+def _process(number: int, name: str, laps: Sequence[Lap], begin: float) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "pid": number, "tid": 0, "name": "process_name", "args": {"name": name}},
+        {"ph": "M", "pid": number, "tid": 0, "name": "process_sort_index", "args": {"sort_index": number}},
+    ]
+    for place, lane in enumerate(LANES):
+        if any(lane_of(lap.doing) == lane for lap in laps):
+            events.append({"ph": "M", "pid": number, "tid": place, "name": "thread_name", "args": {"name": lane}})
+    for lap in laps:
+        lane = lane_of(lap.doing)
+        what = {"batch": lap.batch}
+        if isinstance(lap.doing, Action):
+            what |= {"stage": lap.doing.stage, "microbatch": lap.doing.microbatch}
+        events.append(
+            {
+                "ph": "X",
+                "pid": number,
+                "tid": LANES.index(lane),
+                "cat": lane,
+                "name": str(lap.doing),
+                "ts": (lap.start - begin) * 1e6,
+                "dur": lap.seconds * 1e6,
+                "args": what | {"what": in_words(lap.doing)},
+            }
+        )
+    return events

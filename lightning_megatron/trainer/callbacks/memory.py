@@ -1,0 +1,246 @@
+"""`MemoryMonitor`: the most memory that ranks hold in each phase of training, beside what the planner said."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_megatron.planner.hardware import GIGA
+from lightning_megatron.planner.memory import WORKSPACE_BYTES, rank_memory
+from lightning_megatron.trainer.callbacks.memory_meter import Meter, meter_of, storage_bytes
+from lightning_megatron.trainer.callbacks.over_ranks import gathered
+from lightning_megatron.trainer.planned import NotPlanned, has_frozen_weights, planned_run
+from lightning_megatron.trainer.strategy import MegatronStrategy
+
+_PHASES = ("setup", "forward_backward", "optimizer", "evaluation", "checkpoint")
+_BETWEEN = ""
+# Kinds that are held from step to step; what else there is at the peak is the rest.
+_HELD = ("weights", "gradients", "main_weights", "moments")
+_REST = "activations and the rest"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Held:
+    """What one rank measured."""
+
+    pp_rank: int
+    peaks: Mapping[str, int]
+    # bytes by phase
+    reserved_bytes: int
+    before_bytes: int
+    # of a process before there was a model
+    kinds: Mapping[str, int]
+    # bytes of what is held from step to step; empty but for the table
+    has_frozen: bool
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.peaks.values(), default=0)
+
+
+class MemoryMonitor(L.Callback):
+    """Logs, as often as the Trainer tells its loggers, the most memory that any rank held in each phase since the last
+    time; the same numbers on every rank, in 1e9 bytes.
+
+        memory/setup_allocated_gb             until training starts: building the model, loading
+        memory/forward_backward_allocated_gb
+        memory/optimizer_allocated_gb         from the end of the backward: sums, clipping, the step
+        memory/evaluation_allocated_gb
+        memory/checkpoint_allocated_gb        from the start of a save to the next batch
+        memory/fullest_rank                   which rank held the most
+        memory/reserved_gb                    the most that an allocator took, on GPUs
+        memory/planned_gb                     what the planner said of the fullest rank's `allocated`
+
+    Without a GPU it is `resident` in the place of `allocated`: all pages of the process, Python's and torch's too; or
+    `resident_so_far`, the most since the process began, where the system does not let the peak be set back.
+
+    After `print_after_steps` optimizer steps (0: never) it prints a table of the fullest rank, by kind, the plan beside
+    what was measured, and says why where there is no plan. Weights, gradients, main weights and moments are counted
+    tensor by tensor; the rest is what lies between them and the peak. Without a GPU that peak is less what the process
+    held before there was a model.
+    """
+
+    def __init__(self, print_after_steps: int = 2) -> None:
+        if print_after_steps < 0:
+            raise ValueError(f"print_after_steps ({print_after_steps}) of MemoryMonitor must be at least 0; 0 is never")
+        self.print_after_steps = print_after_steps
+        self._meter: Meter | None = None
+        self._phase = _BETWEEN
+        self._peaks: dict[str, int] = {}
+        # bytes by phase, since they were logged
+        self._reserved_bytes = 0
+        self._before_bytes = 0
+        self._num_steps = 0
+        # of this run
+        self._steps_before = 0
+        self._gradient_bytes = 0
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        self._meter = meter_of(trainer.strategy.root_device)
+        self._peaks, self._num_steps, self._gradient_bytes = {}, 0, 0
+        self._enter("setup")
+        built = sum(storage_bytes(pl_module.parameters()).values())
+        self._before_bytes = 0 if self._meter.name == "allocated" else self._meter.peak_bytes() - built
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._enter(_BETWEEN)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._steps_before = trainer.global_step
+        self._enter("forward_backward")
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        if self._is_table_due:
+            self._gradient_bytes = sum(storage_bytes(_gradients(trainer)).values())
+        self._enter("optimizer")
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._enter(_BETWEEN)
+        if trainer.global_step == self._steps_before:
+            return
+        is_table_due = self._is_table_due
+        self._num_steps += 1
+        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        # As Lightning counts for its loggers.
+        is_told = every > 0 and (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % every == 0
+        if is_table_due or is_told:
+            ranks = gathered(self._held(trainer, is_table_due=is_table_due), trainer)
+            planned = _Planned(trainer, batch, ranks)
+            if is_table_due and trainer.is_global_zero:
+                assert self._meter is not None
+                trainer.print(_table(ranks, planned, self._meter.name))
+            if is_told:
+                self._log(pl_module, ranks, planned)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._enter("evaluation")
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._enter(_BETWEEN)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._enter("checkpoint")
+
+    @property
+    def _is_table_due(self) -> bool:
+        """Whether the step that runs is that of the table."""
+        return self._num_steps + 1 == self.print_after_steps
+
+    def _enter(self, phase: str) -> None:
+        """Ends a phase and begins another one; nothing outside of a fit."""
+        if self._meter is None:
+            return
+        if self._phase != _BETWEEN:
+            self._peaks[self._phase] = max(self._peaks.get(self._phase, 0), self._meter.peak_bytes())
+        self._reserved_bytes = max(self._reserved_bytes, self._meter.reserved_bytes())
+        self._phase = phase
+        self._meter.reset()
+
+    def _held(self, trainer: L.Trainer, *, is_table_due: bool) -> _Held:
+        strategy, module = trainer.strategy, trainer.lightning_module
+        return _Held(
+            pp_rank=strategy.mesh.pp.rank if isinstance(strategy, MegatronStrategy) else 0,
+            peaks=dict(self._peaks),
+            reserved_bytes=self._reserved_bytes,
+            before_bytes=self._before_bytes,
+            kinds=_kinds(trainer, self._gradient_bytes) if is_table_due else {},
+            has_frozen=has_frozen_weights(module),
+        )
+
+    def _log(self, module: L.LightningModule, ranks: list[_Held], planned: "_Planned") -> None:
+        assert self._meter is not None
+        numbers = {
+            f"memory/{phase}_{self._meter.name}_gb": max(rank.peaks.get(phase, 0) for rank in ranks) / GIGA
+            for phase in _PHASES
+            if any(phase in rank.peaks for rank in ranks)
+        }
+        numbers["memory/fullest_rank"] = float(_fullest(ranks))
+        if self._meter.name == "allocated":
+            numbers["memory/reserved_gb"] = max(rank.reserved_bytes for rank in ranks) / GIGA
+        if planned.kinds:
+            numbers["memory/planned_gb"] = sum(planned.kinds.values()) / GIGA
+        module.log_dict(numbers)
+        self._peaks, self._reserved_bytes = {}, 0
+
+
+class _Planned:
+    """What the planner says of the fullest rank, bytes by kind, or why it says nothing."""
+
+    def __init__(self, trainer: L.Trainer, batch: Any, ranks: list[_Held]) -> None:
+        self.kinds: dict[str, float] = {}
+        self.overhead_bytes = 0.0
+        # outside of the allocator, on a GPU
+        self.why_not = ""
+        try:
+            run = planned_run(trainer, batch, has_frozen=any(rank.has_frozen for rank in ranks))
+        except NotPlanned as error:
+            self.why_not = str(error)
+            return
+        memory = rank_memory(run, ranks[_fullest(ranks)].pp_rank)
+        self.kinds = {kind: memory.by_kind()[kind] for kind in _HELD}
+        self.kinds[_REST] = memory.activations + memory.logits + memory.buffers
+        if trainer.strategy.root_device.type == "cuda":
+            self.overhead_bytes = memory.overhead
+        else:
+            # That of a GPU's libraries.
+            self.kinds[_REST] -= WORKSPACE_BYTES
+
+
+def _fullest(ranks: list[_Held]) -> int:
+    return max(range(len(ranks)), key=lambda rank: ranks[rank].peak_bytes)
+
+
+def _gradients(trainer: L.Trainer) -> list[Tensor]:
+    """Those on the parameters and on what the optimizers step."""
+    parameters = [*trainer.lightning_module.parameters(), *_stepped(trainer)]
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def _stepped(trainer: L.Trainer) -> list[Tensor]:
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def _kinds(trainer: L.Trainer, gradient_bytes: int) -> dict[str, int]:
+    """Bytes that this rank holds from step to step."""
+    weights = storage_bytes(trainer.lightning_module.parameters())
+    main = storage_bytes(_stepped(trainer))
+    states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
+    moments = storage_bytes(value for state in states for value in state.values() if isinstance(value, Tensor))
+    return {
+        "weights": sum(weights.values()),
+        "gradients": gradient_bytes,
+        "main_weights": sum(size for place, size in main.items() if place not in weights),
+        "moments": sum(moments.values()),
+    }
+
+
+def _table(ranks: list[_Held], planned: _Planned, meter: str) -> str:
+    number = _fullest(ranks)
+    rank = ranks[number]
+    peak = max(rank.peaks.get(phase, 0) for phase in ("forward_backward", "optimizer")) - rank.before_bytes
+    measured = {**rank.kinds, _REST: peak - sum(rank.kinds.values())}
+    plan, found = dict(planned.kinds), dict(measured)
+    plan["sum"], found["sum"] = sum(plan.values()), peak
+    if meter == "allocated":
+        plan["reserved beyond"], found["reserved beyond"] = planned.overhead_bytes, rank.reserved_bytes - peak
+    lines = [f"Memory of rank {number} of {len(ranks)} at the peak of a step, GB ({meter}):"]
+    lines.append(f"{'':<26}{'plan':>10}{'measured':>10}")
+    for kind, value in found.items():
+        told = f"{plan[kind] / GIGA:10.4g}" if planned.kinds else f"{'-':>10}"
+        lines.append(f"{kind.replace('_', ' '):<26}{told}{value / GIGA:10.4g}")
+    if planned.why_not:
+        lines.append(f"no plan: {planned.why_not}")
+    phases = [
+        f"{phase.replace('_', ' and ')} {rank.peaks[phase] / GIGA:.4g}" for phase in _PHASES if phase in rank.peaks
+    ]
+    return "\n".join([*lines, f"by phase, {meter}: {', '.join(phases)}"])

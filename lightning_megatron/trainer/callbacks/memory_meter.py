@@ -1,0 +1,114 @@
+"""How much memory a process holds, and the most since a moment: a GPU's as its allocator counts, else the process's.
+
+name              what it counts
+allocated         tensors on the GPU, by torch's allocator
+resident          pages of the process in memory, all of them: Python and torch too
+resident_so_far   the same, but the most since the process began, where the system lets nobody set the peak back
+"""
+
+import resource
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+MeterName = Literal["allocated", "resident", "resident_so_far"]
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_CLEARS_PEAK = "5"
+# Source: proc(5), clear_refs.
+
+
+class Meter(Protocol):
+    """Reads bytes."""
+
+    @property
+    def name(self) -> MeterName: ...
+
+    def reset(self) -> None:
+        """The peak is what is held now."""
+        ...
+
+    def peak_bytes(self) -> int: ...
+
+    def reserved_bytes(self) -> int:
+        """The most that an allocator took from the device, or 0."""
+        ...
+
+
+class GpuMeter:
+    """Of one GPU. It sets back torch's own peaks, which others may look at."""
+
+    name: MeterName = "allocated"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def reset(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def reserved_bytes(self) -> int:
+        return torch.cuda.max_memory_reserved(self._device)
+
+
+class ResidentMeter:
+    """Of a process on Linux."""
+
+    name: MeterName = "resident"
+
+    def reset(self) -> None:
+        _CLEAR.write_text(_CLEARS_PEAK)
+
+    def peak_bytes(self) -> int:
+        lines = _STATUS.read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+    def reserved_bytes(self) -> int:
+        return 0
+
+
+class ResidentSoFarMeter:
+    """Of a process elsewhere, and where Linux refuses."""
+
+    name: MeterName = "resident_so_far"
+
+    def reset(self) -> None:
+        """Nothing: this peak only grows."""
+
+    def peak_bytes(self) -> int:
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most if sys.platform == "darwin" else most * 1024
+
+    def reserved_bytes(self) -> int:
+        return 0
+
+
+def meter_of(device: torch.device) -> Meter:
+    """The best there is for a process that computes on the device."""
+    if device.type == "cuda":
+        return GpuMeter(device)
+    meter = ResidentMeter()
+    try:
+        meter.reset()
+        meter.peak_bytes()
+    except (OSError, StopIteration):
+        return ResidentSoFarMeter()
+    return meter
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Bytes of the memory behind tensors, each piece once, by its address."""
+    found = {}
+    for tensor in tensors:
+        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        storage = own.untyped_storage()
+        if storage.nbytes():
+            found[storage.data_ptr()] = storage.nbytes()
+    return found

@@ -1,0 +1,68 @@
+"""`StepRecorder`: a listener that notes when things begin and end, on the device's clock where there is one."""
+
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from lightning_megatron.metrics.step_timeline import DATA, Lap
+from lightning_megatron.pipeline.listener import Doing
+
+
+class StepRecorder:
+    """Notes what one rank does; `batch` is which of the batches of a step it is at.
+
+    On a GPU a moment is an event in the stream of the caller: when the device comes there, and not the host, which runs
+    ahead. What the host alone does, waiting for data, is on the host's clock. The device is waited for at both ends.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.batch = 0
+        self._begun: dict[Doing, Any] = {}
+        self._noted: list[tuple[Doing, int, Any, Any]] = []
+        self._origin: tuple[Any, float] | None = None
+        # of the device's clock: an event, and the host's clock at it
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            self._origin = self._moment(), perf_counter()
+
+    def begin(self, doing: Doing) -> None:
+        self._begun[doing] = self._moment()
+
+    def end(self, doing: Doing) -> None:
+        """Nothing where it has not begun."""
+        if doing in self._begun:
+            self._noted.append((doing, self.batch, self._begun.pop(doing), self._moment()))
+
+    def add_data(self, start: float, end: float) -> None:
+        """A wait for data, by the host's clock."""
+        self._noted.append((DATA, self.batch, start, end))
+
+    def end_batch(self) -> None:
+        """What has begun and not ended is forgotten; the next batch begins."""
+        self._begun.clear()
+        self.batch += 1
+
+    def laps(self, ahead_seconds: float) -> tuple[Lap, ...]:
+        """What was noted, in order of their ends, less so much that this clock is ahead. Waits for the device."""
+        if self._origin is not None:
+            torch.cuda.synchronize(self._device)
+        return tuple(
+            Lap(doing, batch, self._seconds(start) - ahead_seconds, self._seconds(end) - ahead_seconds)
+            for doing, batch, start, end in self._noted
+        )
+
+    def _moment(self) -> Any:
+        if self._device.type != "cuda":
+            return perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _seconds(self, moment: Any) -> float:
+        """On the host's clock."""
+        if self._origin is None or isinstance(moment, float):
+            return float(moment)
+        event, host = self._origin
+        return host + float(event.elapsed_time(moment)) / 1e3

@@ -1,0 +1,311 @@
+"""`StepTimeline`: one training step of every rank, what it did and when, beside what its schedule predicts."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_megatron.metrics.clocks import Meeting, Offset, offset_of
+from lightning_megatron.metrics.step_picture import Block, Row, svg_of_step
+from lightning_megatron.metrics.step_timeline import (
+    BACKWARD,
+    FORWARD,
+    OPTIMIZER,
+    Lap,
+    RankLaps,
+    bubble,
+    chrome_trace,
+    predicted,
+    stage_costs,
+    windows,
+)
+from lightning_megatron.pipeline.choice import Schedule
+from lightning_megatron.pipeline.schedule import Action
+from lightning_megatron.pipeline.simulate import Costs
+from lightning_megatron.planner.constants import fitted
+from lightning_megatron.planner.hardware import gpu_of_device
+from lightning_megatron.planner.step_time import step_time
+from lightning_megatron.trainer.callbacks.over_ranks import gathered, gathered_on_first, meet
+from lightning_megatron.trainer.callbacks.step_recorder import StepRecorder
+from lightning_megatron.trainer.planned import NotPlanned, has_frozen_weights, planned_run
+from lightning_megatron.trainer.strategy import MegatronStrategy
+
+_NUM_MEETINGS = 20
+# Of a larger world the first replica alone is told.
+_MOST_RANKS = 512
+# Without stages, so many ranks are drawn.
+_MOST_ROWS = 16
+
+Prediction = tuple[str, list[tuple[Lap, ...]]]
+"""Its name, and the computes of each pipeline rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Which rank this is, for a picture."""
+
+    pp_rank: int
+    stages: tuple[int, ...]
+    is_shown: bool
+    # in the picture
+    is_told: bool
+    # in the trace
+
+
+class StepTimeline(L.Callback):
+    """Writes what every rank did in one training step: `step_N.json` for chrome://tracing or ui.perfetto.dev, and
+    `step_N.svg`, measured above and predicted below on one axis.
+
+    `step` is which optimizer step of this run, from 1; the first ones warm up. With `accumulate_grad_batches` it has
+    several batches. Files go into `folder` ("": where the Trainer logs), and a line with the step's and the schedule's
+    time is printed.
+
+    Measured are the actions of a schedule, the messages that a rank waits for, the sums of gradients, what gathers
+    parameters, the optimizer and the wait for data. Without a schedule, and under other strategies, they are forward,
+    backward and optimizer: sums that run behind a backward count as that. On a GPU moments are those of the device,
+    which is waited for before and after the step. Ranks' clocks are aligned by meetings; the line says how well.
+
+    Predicted is the schedule alone (`metrics.step_timeline`): from the measured costs and, on a GPU that the planner
+    knows with a model that it knows, from its own. Where forwards run beside backwards nothing is predicted.
+    """
+
+    def __init__(self, step: int = 5, folder: str = "") -> None:
+        if step < 1:
+            raise ValueError(f"step ({step}) of StepTimeline must be at least 1, the first step of the run")
+        self.step = step
+        self.folder = folder
+        self._num_steps = 0
+        # of this run
+        self._steps_before = 0
+        self._ended_seconds: float | None = None
+        # when the last batch ended; none where something else came behind it
+        self._recorder: StepRecorder | None = None
+        # while the step runs
+        self._hooks: list[RemovableHandle] = []
+
+    def faults(self, trainer: L.Trainer) -> list[str]:
+        """What `MegatronStrategy` tells before a run."""
+        if self.folder and Path(self.folder).exists() and not Path(self.folder).is_dir():
+            return [f"folder ({self.folder}) of StepTimeline is a file; give a directory, which need not be there yet"]
+        return []
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._num_steps, self._recorder, self._hooks = 0, None, []
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._ended_seconds = perf_counter()
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._steps_before = trainer.global_step
+        if self._num_steps != self.step - 1:
+            return
+        now = perf_counter()
+        if self._recorder is None:
+            self._recorder = StepRecorder(trainer.strategy.root_device)
+        if self._ended_seconds is not None:
+            self._recorder.add_data(self._ended_seconds, now)
+        if isinstance(trainer.strategy, MegatronStrategy):
+            trainer.strategy.listen(self._recorder)
+        self._recorder.begin(FORWARD)
+
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: torch.Tensor) -> None:
+        if self._recorder is not None:
+            self._recorder.end(FORWARD)
+            self._recorder.begin(BACKWARD)
+
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._recorder is not None:
+            self._recorder.end(BACKWARD)
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        recorder = self._recorder
+        if recorder is None or isinstance(trainer.strategy, MegatronStrategy):
+            # That one tells of it itself.
+            return
+        recorder.begin(OPTIMIZER)
+        self._hooks.append(optimizer.register_step_post_hook(lambda *_: recorder.end(OPTIMIZER)))
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        has_stepped = trainer.global_step > self._steps_before
+        if self._recorder is not None:
+            self._recorder.end_batch()
+            self._stop_listening(trainer)
+            if has_stepped:
+                self._write(trainer, batch, self._recorder)
+                self._recorder = None
+        self._num_steps += has_stepped
+        self._ended_seconds = perf_counter()
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._ended_seconds = None
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        self._ended_seconds = None
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self._num_steps < self.step:
+            rank_zero_warn(
+                f"StepTimeline wrote nothing: training ended after {self._num_steps} steps, before step={self.step}"
+            )
+
+    def _stop_listening(self, trainer: L.Trainer) -> None:
+        if isinstance(trainer.strategy, MegatronStrategy):
+            trainer.strategy.listen(None)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    # --- what was recorded ------------------------------------------------------------------------------------------
+
+    def _write(self, trainer: L.Trainer, batch: Any, recorder: StepRecorder) -> None:
+        """Every rank calls it; the first one writes."""
+        offset = _offset(trainer)
+        place = _place(trainer)
+        own = None
+        if place.is_told:
+            laps = _without_doubles(recorder.laps(offset.seconds))
+            own = RankLaps(trainer.global_rank, place.pp_rank, place.stages, laps, place.is_shown)
+        # On every rank: the Trainer's folder is the first rank's.
+        folder = Path(self.folder or trainer.log_dir or trainer.default_root_dir)
+        has_frozen = any(gathered(has_frozen_weights(trainer.lightning_module), trainer))
+        told = gathered_on_first((own, offset), trainer)
+        if told is None:
+            return
+        ranks = [rank for rank, _ in told if rank is not None]
+        predictions = _predictions(trainer, batch, ranks, has_frozen=has_frozen)
+        error_seconds = max(offset.error_seconds for _, offset in told)
+        blocks = _blocks(ranks, predictions)
+        title = f"step {self.step}: {_step_seconds(ranks):.4g} s, clocks within {error_seconds * 1e3:.2g} ms"
+        summary = "; ".join([title, *(block.heading for block in blocks)])
+        folder.mkdir(parents=True, exist_ok=True)
+        about = {"summary": summary, "clock_error_seconds": error_seconds}
+        trace = json.dumps(chrome_trace(ranks, predictions, about))
+        (folder / f"step_{self.step}.json").write_text(trace, encoding="utf-8")
+        picture = svg_of_step(blocks, title=title)
+        (folder / f"step_{self.step}.svg").write_text(picture, encoding="utf-8")
+        trainer.print(f"{summary}; in {folder / f'step_{self.step}.json'} and .svg")
+
+
+def _offset(trainer: L.Trainer) -> Offset:
+    """How far this rank's clock is ahead of the first rank's."""
+    meetings: list[Meeting] = []
+    for _ in range(_NUM_MEETINGS):
+        before = perf_counter()
+        meet(trainer)
+        meetings.append((before, perf_counter()))
+    return offset_of(meetings, gathered(meetings, trainer)[0])
+
+
+def _place(trainer: L.Trainer) -> _Place:
+    strategy, rank = trainer.strategy, trainer.global_rank
+    is_small = trainer.world_size <= _MOST_RANKS
+    if not isinstance(strategy, MegatronStrategy):
+        return _Place(pp_rank=0, stages=(), is_shown=rank < _MOST_ROWS, is_told=is_small or rank < _MOST_ROWS)
+    mesh = strategy.mesh
+    is_first = mesh.dp.rank == mesh.cp.rank == mesh.tp.rank == 0
+    is_shown = rank < _MOST_ROWS if mesh.pp.size == 1 else is_first
+    return _Place(
+        pp_rank=mesh.pp.rank,
+        stages=tuple(mesh.own_stages),
+        is_shown=is_shown,
+        is_told=is_small or is_shown or mesh.dp.rank == 0,
+    )
+
+
+def _without_doubles(laps: tuple[Lap, ...]) -> tuple[Lap, ...]:
+    """Of a step under a schedule what Lightning calls its forward and backward is told by its actions."""
+    if not any(lap.is_compute for lap in laps):
+        return laps
+    return tuple(lap for lap in laps if lap.doing not in (FORWARD, BACKWARD))
+
+
+def _predictions(trainer: L.Trainer, batch: Any, ranks: list[RankLaps], *, has_frozen: bool) -> list[Prediction]:
+    schedules = _schedules(trainer.strategy, ranks)
+    if not schedules or schedules[0].is_joint:
+        return []
+    starts = [start for start, _ in windows([rank.laps for rank in ranks if rank.is_shown])]
+    measured = stage_costs(ranks, schedules[0].pp * schedules[0].chunks)
+    found = [("predicted from measured costs", predicted(schedules, measured, starts))]
+    if (planned := _planned_costs(trainer, batch, has_frozen=has_frozen)) is not None:
+        found.append(("predicted by the planner", predicted(schedules, planned, starts)))
+    return found
+
+
+def _schedules(strategy: Any, ranks: list[RankLaps]) -> list[Schedule]:
+    """That of each batch of the step, of as many microbatches as it had."""
+    if not isinstance(strategy, MegatronStrategy):
+        return []
+    last: dict[int, int] = {}
+    for lap in (lap for rank in ranks for lap in rank.laps if lap.is_compute):
+        assert isinstance(lap.doing, Action)
+        last[lap.batch] = max(last.get(lap.batch, 0), lap.doing.microbatch)
+    sizes = strategy.sizes
+    return [
+        strategy.pipeline.schedule_of(pp=sizes.pp, vp=sizes.vp, microbatches=microbatch + 1)
+        for _, microbatch in sorted(last.items())
+    ]
+
+
+def _planned_costs(trainer: L.Trainer, batch: Any, *, has_frozen: bool) -> list[Costs] | None:
+    """Those of the planner, by stage; none where it knows not this device, or not this run."""
+    device = trainer.strategy.root_device
+    gpu = gpu_of_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if gpu is None:
+        return None
+    try:
+        run = planned_run(trainer, batch, has_frozen=has_frozen)
+    except NotPlanned:
+        return None
+    time, sizes = step_time(run, gpu, fitted()), run.sizes
+    costs = []
+    for stage in range(sizes.num_stages):
+        rank = sizes.pp_rank_of(stage)
+        backward = time.backwards[rank] / sizes.vp
+        costs.append(
+            Costs(
+                forward=time.forwards[rank] / sizes.vp,
+                backward=backward,
+                backward_input=backward / 2,
+                backward_weight=backward / 2,
+            )
+        )
+    return costs
+
+
+def _step_seconds(ranks: list[RankLaps]) -> float:
+    laps = [lap for rank in ranks for lap in rank.laps]
+    return max(lap.end for lap in laps) - min(lap.start for lap in laps)
+
+
+def _heading(name: str, by_rank: list[tuple[Lap, ...]]) -> str:
+    lasting = sum(end - start for start, end in windows(by_rank))
+    return f"{name}: schedule {lasting:.4g} s, bubble {bubble(by_rank):.1%}" if lasting else name
+
+
+def _blocks(ranks: list[RankLaps], predictions: list[Prediction]) -> list[Block]:
+    shown = sorted((rank for rank in ranks if rank.is_shown), key=lambda rank: (rank.pp_rank, rank.rank))
+    rows = tuple(Row(label=f"rank {rank.rank}{_stages(rank)}", laps=rank.laps, stages=rank.stages) for rank in shown)
+    blocks = [Block(heading=_heading("measured", [rank.laps for rank in shown]), rows=rows)]
+    stages = {rank.pp_rank: rank.stages for rank in ranks}
+    for name, by_rank in predictions:
+        own = tuple(
+            Row(label=f"pipeline rank {pp_rank}", laps=laps, stages=stages[pp_rank])
+            for pp_rank, laps in enumerate(by_rank)
+        )
+        blocks.append(Block(heading=_heading(name, by_rank), rows=own))
+    return blocks
+
+
+def _stages(rank: RankLaps) -> str:
+    return f", stage {' '.join(map(str, rank.stages))}" if rank.stages else ""

@@ -1,0 +1,79 @@
+"""A run under `MegatronStrategy` as the planner sees it: what its callbacks show beside what they measure."""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+
+from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config
+from lightning_megatron.planner.anatomy import Texts
+from lightning_megatron.planner.run import Run, faults_of
+from lightning_megatron.trainer import checks
+from lightning_megatron.trainer.precision import compute_dtype
+from lightning_megatron.trainer.step_batches import rows_of
+from lightning_megatron.trainer.strategy import MegatronStrategy
+
+
+class NotPlanned(ValueError):
+    """The planner has no picture of this run; the message says why."""
+
+
+def has_frozen_weights(module: nn.Module) -> bool:
+    """Whether some of a rank's weights are not trained; the planner would count them as if they were."""
+    return any(not parameter.requires_grad for parameter in module.parameters())
+
+
+def planned_run(trainer: pl.Trainer, batch: Any, *, has_frozen: bool) -> Run:
+    """A step on this replica's batch. `has_frozen` is whether any rank has weights that are not trained.
+
+    Raises NotPlanned.
+    """
+    strategy, module = trainer.strategy, trainer.lightning_module
+    if not isinstance(strategy, MegatronStrategy):
+        raise NotPlanned(f"the planner plans runs under MegatronStrategy, and this one is under {_name(strategy)}")
+    model = checks.architecture_of(module)
+    if not isinstance(model, (GPTConfig, BertConfig, T5Config)):
+        raise NotPlanned(f"{_name(module)} has not exactly one configuration of a GPT, BERT, T5 or LLaVA")
+    if has_frozen:
+        raise NotPlanned("weights are frozen, and the planner counts all as trained")
+    if strategy.dynamic_context is not None:
+        raise NotPlanned("dynamic context parallelism plans every step anew")
+    if strategy.pipeline.mode == "collective":
+        raise NotPlanned('PipelineConfig(mode="collective") keeps all microbatches at once')
+    rows = rows_of(batch)
+    count = -(-rows // strategy.microbatch_size) if strategy.microbatch_size else strategy.num_microbatches
+    is_fp8 = compute_dtype(precision := str(trainer.precision)) == torch.bfloat16 and strategy.fp8 is not None
+    run = Run(
+        model=model,
+        texts=_texts_of(model, batch, rows),
+        sizes=strategy.sizes,
+        global_batch_size=rows * strategy.sizes.dp,
+        micro_batch_size=max(rows // count, 1),
+        precision="bf16-true" if precision == "transformer-engine" else precision,
+        fp8=strategy.fp8 if is_fp8 else None,
+        recompute=strategy.recompute,
+        optimizer=strategy.optimizer,
+        schedule_name=None if strategy.pipeline.schedule == "auto" else strategy.pipeline.schedule,
+        group_size=strategy.pipeline.microbatch_group_size,
+        context=strategy.context,
+    )
+    if faults := faults_of(run):
+        raise NotPlanned("; ".join(faults))
+    return run
+
+
+def _texts_of(model: GPTConfig | BertConfig | T5Config, batch: Any, rows: int) -> Texts:
+    names = ("encoder_tokens", "decoder_tokens") if isinstance(model, T5Config) else ("tokens",)
+    given = [batch.get(name) for name in names] if isinstance(batch, dict) else [batch]
+    lengths = [tensor.shape[1] for tensor in given if isinstance(tensor, Tensor) and tensor.dim() == 2]
+    if len(lengths) != len(names):
+        raise NotPlanned(f"the batch has not {' and '.join(names)}, each [batch, sequence]")
+    images = 0
+    if isinstance(model, LlavaConfig) and isinstance(batch, dict) and batch.get("images") is not None:
+        images = -(-sum(batch["images"].counts) // rows)
+    return Texts(sequence=lengths[0], decoder_sequence=sum(lengths[1:]), images=images)
+
+
+def _name(value: object) -> str:
+    return type(value).__name__

@@ -1,0 +1,86 @@
+"""FLOPs that are run again are those that a backward under recomputation does more, counted as it runs."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import set_checkpoint_early_stop
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_megatron.mesh import Mesh
+from lightning_megatron.models import GPTConfig, GPTModel, LlavaConfig
+from lightning_megatron.models.vision import VisionConfig
+from lightning_megatron.planner.anatomy import Texts, anatomy_of
+from lightning_megatron.planner.flops import HARDWARE, HARDWARE_ALL_PAIRS, MODEL, batch_flops, recomputed_flops
+from lightning_megatron.transformer import recompute
+from lightning_megatron.transformer.recompute import RecomputeConfig
+
+ROWS, SEQUENCE = 2, 12
+CONFIG = GPTConfig(
+    num_layers=4, hidden_size=16, num_attention_heads=2, vocab_size=40, max_sequence_length=SEQUENCE, ffn_hidden_size=48
+)
+CASES = {
+    "mlp": RecomputeConfig(granularity="selective", parts=("mlp",)),
+    "attention that drops": RecomputeConfig(granularity="selective", parts=("core_attention",)),
+    "attention and mlp": RecomputeConfig(granularity="selective", parts=("core_attention", "mlp")),
+    "full": RecomputeConfig(granularity="full"),
+    "full, groups of two": RecomputeConfig(granularity="full", num_layers=2),
+    "full, three layers of a stage": RecomputeConfig(granularity="full", method="block", num_layers=3),
+}
+# Attention that lays its weights out is two products that torch counts, of all pairs.
+DROPS = replace(CONFIG, attention_dropout=0.1)
+
+
+def counted(config: GPTConfig, how: RecomputeConfig) -> int:
+    """FLOPs of a forward and a backward, as torch counts them."""
+    torch.manual_seed(0)
+    model = GPTModel(config, mesh=Mesh.single())
+    recompute.share(model, how)
+    model.runner = recompute.StageRunner(how, tp=Mesh.single().tp, sp=Mesh.single().sp)
+    tokens = torch.randint(config.vocab_size, (ROWS, SEQUENCE))
+    # Torch would leave out the last product of what it runs again, whose output nobody reads; the convention counts it.
+    with set_checkpoint_early_stop(False), FlopCounterMode(display=False) as counter:
+        loss: Any = model(tokens, labels=tokens)
+        loss.backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_run_again_is_what_torch_counts_more(name: str) -> None:
+    more = counted(DROPS, CASES[name]) - counted(DROPS, RecomputeConfig())
+    anatomy = anatomy_of(DROPS, Texts(sequence=SEQUENCE))
+    assert more > 0
+    assert recomputed_flops(anatomy, ROWS, CASES[name], counts_all_pairs=True) == more
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_hardware_flops_are_model_flops_and_those(name: str) -> None:
+    anatomy = anatomy_of(DROPS, Texts(sequence=SEQUENCE))
+    again = recomputed_flops(anatomy, ROWS, CASES[name])
+    assert batch_flops(anatomy, ROWS, HARDWARE, CASES[name]) == batch_flops(anatomy, ROWS, MODEL, CASES[name]) + again
+    # Of causal attention a half is needed.
+    all_pairs = batch_flops(anatomy, ROWS, HARDWARE_ALL_PAIRS, CASES[name])
+    assert batch_flops(anatomy, ROWS, HARDWARE, CASES[name]) < all_pairs
+
+
+def test_attention_in_one_kernel_and_a_vision_tower_under_full_recomputation_are_not_run_again() -> None:
+    attention = RecomputeConfig(granularity="selective")
+    assert recomputed_flops(anatomy_of(CONFIG, Texts(sequence=SEQUENCE)), ROWS, attention) == 0
+    assert recomputed_flops(anatomy_of(DROPS, Texts(sequence=SEQUENCE)), ROWS, attention) > 0
+    vision = VisionConfig(num_layers=3, hidden_size=16, num_attention_heads=2, image_size=16, patch_size=8)
+    llava = LlavaConfig(
+        num_layers=4,
+        hidden_size=16,
+        num_attention_heads=2,
+        vocab_size=40,
+        max_sequence_length=SEQUENCE,
+        ffn_hidden_size=48,
+        vision=vision,
+        image_token=1,
+    )
+    full, mlp = CASES["full"], CASES["mlp"]
+    with_images, without = (anatomy_of(llava, Texts(sequence=SEQUENCE, images=images)) for images in (2, 0))
+    # Stages divide the language model's layers; parts of layers are those of the tower too.
+    assert recomputed_flops(with_images, 1, full) == recomputed_flops(without, 1, full) > 0
+    assert recomputed_flops(with_images, 1, mlp) > recomputed_flops(without, 1, mlp)

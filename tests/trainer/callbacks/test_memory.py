@@ -1,0 +1,140 @@
+"""The monitor of memory finds the fullest rank and phase, and lays the plan beside what is there, kind by kind."""
+
+import csv
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+
+from lightning_megatron import OptimizerConfig
+from lightning_megatron.trainer.callbacks import MemoryMonitor, memory
+from lightning_megatron.trainer.callbacks.memory_meter import MeterName
+from tests.harness.ranks import run_on_ranks
+from tests.trainer.callbacks.small_gpt import LAYOUTS, train
+from tests.trainer.layouts import QUIET, Layout
+
+pytestmark = pytest.mark.filterwarnings(QUIET)
+MAIN = Layout(world=2, optimizer=OptimizerConfig(kind="distributed"))
+
+
+class Dial:
+    """A meter that shows what the test says: so much more for every rank, and for every phase."""
+
+    name: MeterName = "resident"
+    rank = 0
+    num_resets = 0
+
+    def reset(self) -> None:
+        Dial.num_resets += 1
+
+    def peak_bytes(self) -> int:
+        return 1_000_000_000 * (1 + self.rank) + 1_000_000 * Dial.num_resets
+
+    def reserved_bytes(self) -> int:
+        return 0
+
+
+def dialled(layout: Layout, folder: str) -> tuple[dict[str, float], list[dict[str, str]]]:
+    """What was logged last, and the lines of the logger that have memory, by a meter of the test's."""
+
+    class Rank(L.Callback):
+        def setup(self, trainer: L.Trainer, *_: Any, **__: Any) -> None:
+            Dial.rank, Dial.num_resets = trainer.global_rank, 0
+
+    memory.meter_of = lambda device: Dial()  # type: ignore[attr-defined]
+    callbacks = [Rank(), MemoryMonitor(print_after_steps=0)]
+    _, trainer = train(layout, callbacks, Path(folder), limit_val_batches=1, log_every_n_steps=2, val_check_interval=3)
+    trainer.strategy.barrier()
+    with (Path(folder) / "metrics.csv").open() as file:
+        lines = [line for line in csv.DictReader(file) if line.get("memory/fullest_rank")]
+    numbers = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("memory")}
+    return numbers, lines
+
+
+@pytest.mark.parametrize("name", ["one", "plain", "pp2", "dp2"])
+def test_the_fullest_rank_is_told_alike_on_all_and_as_often_as_loggers_are(name: str, tmp_path: Path) -> None:
+    layout = LAYOUTS[name]
+    found = run_on_ranks(layout.world, dialled, layout, str(tmp_path), init=False)
+    for numbers, lines in found:
+        assert numbers == found[0][0]
+        assert numbers["memory/fullest_rank"] == layout.world - 1
+        peaks = [value for name, value in numbers.items() if name.endswith("_resident_gb")]
+        assert all(int(peak) == layout.world for peak in peaks)
+        # Two of four steps; validation comes between them.
+        assert [line["step"] for line in lines] == ["1", "3"]
+        assert [bool(line["memory/evaluation_resident_gb"]) for line in lines] == [False, True]
+        assert lines[0]["memory/setup_resident_gb"] == lines[1]["memory/setup_resident_gb"] != ""
+        assert ("memory/planned_gb" in numbers) == (not layout.is_plain)
+    # A later phase shows more: each was set back before it.
+    numbers = found[0][0]
+    assert numbers["memory/optimizer_resident_gb"] > numbers["memory/forward_backward_resident_gb"]
+
+
+def table_of(layout: Layout, options: dict[str, Any]) -> str:
+    """What is printed."""
+    printed: list[str] = []
+
+    L.Trainer.print = lambda self, *parts: printed.extend(map(str, parts))  # type: ignore[method-assign]
+    train(layout, [MemoryMonitor()], **options)
+    return "\n".join(printed)
+
+
+def columns(text: str) -> dict[str, tuple[float, float]]:
+    """Plan and measured by kind."""
+    rows = re.findall(r"^([a-z ]+?) +([\d.e-]+) +([\d.e-]+)$", text, re.MULTILINE)
+    return {kind: (float(plan), float(measured)) for kind, plan, measured in rows}
+
+
+TABLES: dict[str, tuple[Layout, dict[str, Any]]] = {
+    "one": (LAYOUTS["one"], {}),
+    "tp2": (LAYOUTS["tp2"], {}),
+    "pp2": (LAYOUTS["pp2"], {}),
+    "interleaved": (LAYOUTS["interleaved"], {}),
+    "distributed": (MAIN, {}),
+    "bf16 with main weights": (MAIN, {"precision": "bf16-mixed"}),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_what_is_held_from_step_to_step_is_what_the_planner_said(name: str) -> None:
+    layout, options = TABLES[name]
+    text, *others = run_on_ranks(layout.world, table_of, layout, options, init=False, timeout=120)
+    assert others == [""] * (layout.world - 1)
+    found = columns(text)
+    has_main = options.get("precision") == "bf16-mixed"
+    for kind in ("weights", "gradients", "moments", *(["main weights"] if has_main else [])):
+        plan, measured = found[kind]
+        # AdamW's numbers of steps are 4 bytes a parameter; under mixed precision vectors stay in float32, and buckets
+        # of both replicas are filled up to one length.
+        assert plan > 0 and measured == pytest.approx(plan, rel=0.05 if has_main or layout is MAIN else 2e-3)
+    if not has_main:
+        # What the optimizer steps shares the memory of the weights.
+        assert found["main weights"] == (0, 0)
+    # The process has all of that, and buffers of libraries besides.
+    assert found["activations and the rest"][1] > found["activations and the rest"][0] > 0
+    assert found["sum"][1] == pytest.approx(sum(m for kind, (_, m) in found.items() if kind != "sum"), rel=1e-3)
+
+
+def test_why_there_is_no_plan_is_told_and_what_was_measured_all_the_same() -> None:
+    [text] = run_on_ranks(1, table_of, LAYOUTS["plain"], {}, init=False)
+    assert "no plan: the planner plans runs under MegatronStrategy" in text
+    assert re.search(r"^weights +- +0\.000", text, re.MULTILINE)
+    [text] = run_on_ranks(1, table_of, LAYOUTS["one"], {"precision": "64-true"}, init=False)
+    assert "no plan: precision ('64-true') must be one of" in text
+
+
+def test_a_larger_model_shows_in_the_measured_peak() -> None:
+    """The rest is measured and not made up: with more microbatches at a time it grows as the plan says."""
+    small, large = (
+        columns(run_on_ranks(1, table_of, layout, {"num_batches": 2}, init=False)[0])["activations and the rest"][0]
+        for layout in (LAYOUTS["one"], replace(LAYOUTS["one"], microbatches=1))
+    )
+    assert large == pytest.approx(2 * small, rel=0.1)
+
+
+def test_a_wrong_number_of_steps_is_told() -> None:
+    with pytest.raises(ValueError, match=r"print_after_steps \(-1\) of MemoryMonitor must be at least 0"):
+        MemoryMonitor(print_after_steps=-1)
