@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.cli.plan import read_run, with_layout
+from lightning_megatron.cli.plan import add_model_options, read_run, with_layout
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.planner.dry_rank import Whole
 from lightning_megatron.planner.dry_report import dry_record, dry_text
@@ -37,7 +37,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("config", metavar="CONFIG", help="a recipe's YAML, a preset, or a Hugging Face config.json")
+    add_model_options(parser)
     run = parser.add_argument_group("the run")
     run.add_argument("--world-size", type=int, metavar="NUMBER", help="ranks in all (default: those of the recipe)")
     run.add_argument(

@@ -72,16 +72,19 @@ def _end_bytes(run: Run, piece: Piece) -> float:
         # Ids, and the mask of dropout.
         rows = run.micro_batch_size * piece.embedded_tokens / sizes.cp
         return rows * (8 + hidden / sp * (run.model.hidden_dropout > 0))
-    if piece.symbol == "L":
-        # Sequence parallelism keeps a part and gathers it again.
-        return tokens * hidden * width / sp
-    if piece.whole == cost.norm_parameters(run.model):
-        return tokens * hidden * _norm_width(run) / sp
     if piece.products:
         return sum(
             run.micro_batch_size * product.tokens * (product.inputs + product.outputs) * width
             for product in piece.products
         )
+    if piece.part == "vision":
+        # The tower's last norm is held and not run.
+        return 0.0
+    if piece.symbol == "L":
+        # Sequence parallelism keeps a part and gathers it again.
+        return tokens * hidden * width / sp
+    if piece.whole == cost.norm_parameters(run.model):
+        return tokens * hidden * _norm_width(run) / sp
     return tokens * hidden * width / sp
 
 
@@ -100,7 +103,7 @@ def _layer_bytes(run: Run, piece: Piece, recompute: RecomputeConfig) -> float:
     )
 
 
-def _is_shared(layer: Layer, sizes: Sizes) -> bool:
+def is_shared(layer: Layer, sizes: Sizes) -> bool:
     """Whether attention runs document by document, over ranks that share them: what it gives is then kept by head and
     by token."""
     config = layer.config
@@ -147,7 +150,7 @@ def _kept(
     kept += _wider_norms(layer, sizes, streams * sequence, width, norm_width, recompute)
     if software.squares_relu and config.activation == "relu" and not layer.has_experts:
         kept += streams * sequence * config.ffn_hidden_size / tp * width
-    if software.counts_work and _is_shared(layer, sizes):
+    if software.counts_work and is_shared(layer, sizes):
         kept += streams * sequence * config.num_attention_heads / tp * config.head_dim * width
     lays_out = config.attention_dropout > 0 and "core_attention" not in _parts(recompute)
     if lays_out:
@@ -193,6 +196,11 @@ def _fp8_saving(layer: Layer, sizes: Sizes, tokens: int, width: int, recompute: 
     saved -= tokens * config.num_attention_heads * config.head_dim / tp
     if not layer.has_experts and not {"activation", "mlp"} & set(again):
         saved += tokens * config.ffn_hidden_size / tp * (width - 1)
+    if config.moe is not None and layer.has_experts and "moe" not in again:
+        rows = tokens / tp * config.moe.router.top_k * sizes.etp
+        features = (config.moe.ffn_hidden_size or config.ffn_hidden_size) / sizes.etp
+        saved += rows * (config.hidden_size + features) * (width - 1)
+        saved += tokens * config.moe.shared_ffn_hidden_size / tp * (width - 1)
     return saved
 
 

@@ -80,6 +80,28 @@ class Product:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LowRankPath:
+    """What is trained beside a frozen linear, as in `tensor.low_rank`."""
+
+    name: str
+    # of the linear
+    rank: int
+    # numbers a token between its two matrices
+    inputs: int
+    outputs: int
+    # features of the linear
+    cuts_outputs: bool
+    # over tp; else inputs
+    has_dropout: bool = False
+    # of what goes in
+
+    def parameters(self, tp: int) -> int:
+        """That a rank holds."""
+        inputs, outputs = (1, tp) if self.cuts_outputs else (tp, 1)
+        return self.rank * (self.inputs // inputs + self.outputs // outputs)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Piece:
     """A part of a model: a layer, or one of its ends."""
 
@@ -100,6 +122,14 @@ class Piece:
     # which it looks up
     logit_tokens: int = 0
     # for which it makes logits
+    part: Literal["language", "vision", "projector"] = "language"
+    # of a LLaVA
+    is_trained: bool = True
+    # its parameters, those of paths apart
+    passes_gradient: bool = True
+    # to what goes in, where its backward runs
+    paths: tuple[LowRankPath, ...] = ()
+    # beside linears of its layer
 
     # Looked up often, and configurations have many fields.
     @cached_property
@@ -193,12 +223,18 @@ def parameters_of(piece: Piece, anatomy: Anatomy, sizes: Sizes) -> tuple[int, in
     Matrices that it shares are not among them.
     """
     dense = piece.matrices * cost.vocabulary_parameters(anatomy.config, sizes) + piece.cut // sizes.tp + piece.whole
+    dense += path_parameters(piece, sizes)
     layer = piece.layer
     if layer is None:
         return dense, 0
     experts = cost.layer_expert_parameters(layer.config, sizes, layer=layer.index)
     dense += cost.layer_parameters(layer.config, sizes, layer=layer.index) - experts
     return dense + (cost.cross_attention_parameters(layer.config, sizes) if layer.memory else 0), experts
+
+
+def path_parameters(piece: Piece, sizes: Sizes) -> int:
+    """Of `parameters_of` those of low-rank paths."""
+    return sum(path.parameters(sizes.tp) for path in piece.paths)
 
 
 def piece_flops(piece: Piece, config: Model, *, batch: int, counts_all_pairs: bool = False) -> int:
@@ -315,19 +351,24 @@ def _tower(model: LlavaConfig, texts: Texts) -> tuple[Piece, ...]:
     return (
         Piece(
             symbol="",
+            part="vision",
             whole=embedding,
             products=(Product(tokens=texts.images * vision.num_patches, inputs=pixels, outputs=width, is_cut=False),),
         ),
-        *[Piece(symbol="", layer=used)] * num_used,
-        *[Piece(symbol="", layer=replace(used, repeats=0))] * (vision.num_layers - num_used),
-        Piece(symbol="", whole=norm),
+        *[Piece(symbol="", part="vision", layer=used)] * num_used,
+        *[Piece(symbol="", part="vision", layer=replace(used, repeats=0))] * (vision.num_layers - num_used),
+        Piece(symbol="", part="vision", whole=norm),
         Piece(
             symbol="",
-            cut=width * hidden + hidden * hidden + hidden * model.projector_bias,
+            part="projector",
+            cut=width * hidden + hidden * model.projector_bias,
+            products=(Product(tokens=features, inputs=width, outputs=hidden),),
+        ),
+        Piece(
+            symbol="",
+            part="projector",
+            cut=hidden * hidden,
             whole=hidden * model.projector_bias,
-            products=(
-                Product(tokens=features, inputs=width, outputs=hidden),
-                Product(tokens=features, inputs=hidden, outputs=hidden),
-            ),
+            products=(Product(tokens=features, inputs=hidden, outputs=hidden),),
         ),
     )

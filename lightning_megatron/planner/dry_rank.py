@@ -29,6 +29,7 @@ from lightning_megatron.tensor import weight_gradients
 from lightning_megatron.tensor.weight_gradients import WeightGradients
 from lightning_megatron.transformer import recompute
 from lightning_megatron.transformer.fp8_layers import TorchFp8Layers, use_torch
+from lightning_megatron.transformer.lora import add_lora
 from lightning_megatron.transformer.moe import MoE
 
 Batch = dict[str, Any]
@@ -112,6 +113,8 @@ def build_model(run: Run, mesh: Mesh, device: torch.device) -> PipelineModule:
     """This rank's part of the model, as it trains."""
     with device:
         model = _model(run, mesh)
+        if run.trained.lora is not None:
+            add_lora(model, run.trained.lora, seed=0)
     if run.precision == "bf16-true":
         model.to(torch.bfloat16)
     recompute.share(model, run.recompute)
@@ -130,7 +133,9 @@ def _model(run: Run, mesh: Mesh) -> PipelineModule:
     if isinstance(config, BertConfig):
         return BertModel(config, mesh=mesh, seed=0)
     if isinstance(config, LlavaConfig):
-        return LlavaModel(config, mesh=mesh, seed=0)
+        llava = LlavaModel(config, mesh=mesh, seed=0)
+        llava.freeze(*run.trained.frozen)
+        return llava
     return GPTModel(config, mesh=mesh, seed=0)
 
 
@@ -234,7 +239,8 @@ class Whole:
             if (low := _LOW.get(run.precision)) is not None:
                 # As main weights leave them.
                 for parameter in model.parameters():
-                    parameter.data = parameter.data.to(low) if parameter.dim() > 1 else parameter.data
+                    if parameter.dim() > 1 and parameter.requires_grad:
+                        parameter.data = parameter.data.to(low)
             names = {parameter: f"{_PREFIX}.{name}" for name, parameter in model.named_parameters()}
             self._names = [[names[p] for p in model.parameters_of(part)] for part in model.part_names]
             self._likes = _handed_on(run, model, device) if sizes.num_stages > 1 else []

@@ -108,6 +108,11 @@ def _run(
 def dry_faults(run: Run) -> list[str]:
     """One sentence for each rule that the run breaks, and for what cannot be run without a device."""
     faults = faults_of(run)
+    if run.num_accumulated > 1:
+        faults.append(
+            f"accumulate_grad_batches ({run.num_accumulated}) must be 1 in a dry run, whose step is one batch; set "
+            "trainer.accumulate_grad_batches to 1"
+        )
     if run.fp8 is not None and run.fp8.engine != "torch":
         faults.append(
             f"fp8 engine ({run.fp8.engine!r}) needs a GPU to run; a dry run knows engine 'torch', whose products keep "

@@ -9,6 +9,7 @@ from lightning_megatron.planner.hardware import Gpu
 from lightning_megatron.planner.memory import Memory, memory_of
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.step_time import StepTime, step_time
+from lightning_megatron.planner.trained import trained_parameters
 
 _SECONDS_PER_DAY = 86_400
 
@@ -51,9 +52,10 @@ class Estimate:
 
     @property
     def checkpoint_bytes(self) -> float:
-        """Of weights in float32, where they have main weights, and two moments."""
+        """Of weights in float32, where they have main weights, and two moments of those that are trained."""
         low = 2 if self.run.precision == "bf16-true" else 4
-        return 3.0 * low * self.run.anatomy.parameters()
+        anatomy = self.run.anatomy
+        return float(low * (anatomy.parameters() + 2 * trained_parameters(anatomy)))
 
 
 def estimate(run: Run, gpu: Gpu, constants: Constants | None = None) -> Estimate:

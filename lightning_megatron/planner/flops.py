@@ -1,6 +1,7 @@
 """FLOPs of a step by any convention that publications use: a convention is a value, and each number names its own.
 
-    training step = 3 x forward                        a multiply-add is 2, matrix products alone
+    training step = 3 x forward                        a multiply-add is 2, matrix products alone; of what is frozen
+                                                       no more than is needed (`trained`)
     causal attention                                   half of all pairs, or all of them
     recomputation                                      left out (model FLOPs), or added (hardware FLOPs)
     by parameters                                      6 N a token, and 12 L H S for attention, of all pairs
@@ -45,8 +46,9 @@ BY_PARAMETERS = Convention(
 
 
 def step_flops(run: Run, convention: Convention = MODEL) -> float:
-    """FLOPs of a step on all GPUs together."""
-    return batch_flops(run.anatomy, run.global_batch_size, convention, run.recompute, run.sizes.num_stages)
+    """FLOPs of an optimizer step on all GPUs together."""
+    batch = run.num_accumulated * run.global_batch_size
+    return batch_flops(run.anatomy, batch, convention, run.recompute, run.sizes.num_stages)
 
 
 def batch_flops(
@@ -59,9 +61,12 @@ def batch_flops(
         flops += 3.0 * sum(_attention_flops(piece, batch, all_pairs) for piece in anatomy.pieces)
         is_again = convention.counts_recompute and recompute.granularity == "full"
         return flops * 4 / 3 if is_again else flops
-    flops = 3.0 * sum(
-        piece_flops(piece, anatomy.config, batch=batch, counts_all_pairs=all_pairs) for piece in anatomy.pieces
-    )
+    flops = 0.0
+    for piece in anatomy.pieces:
+        forward = piece_flops(piece, anatomy.config, batch=batch, counts_all_pairs=all_pairs)
+        attention = _attention_flops(piece, batch, all_pairs)
+        flops += (forward - attention) * (1.0 + piece.passes_gradient + piece.is_trained)
+        flops += attention * (1 + 2 * piece.passes_gradient) + 3 * _path_flops(piece, batch)
     if convention.counts_recompute:
         flops += recomputed_flops(anatomy, batch, recompute, num_stages, counts_all_pairs=all_pairs)
     return flops
@@ -81,7 +86,8 @@ def recomputed_flops(
     """
     if recompute.granularity == "none":
         return 0.0
-    again = sum(_again_flops(piece, anatomy, batch, counts_all_pairs, recompute) for piece in anatomy.pieces)
+    passed = [piece for piece in anatomy.pieces if piece.passes_gradient]
+    again = sum(_again_flops(piece, anatomy, batch, counts_all_pairs, recompute) for piece in passed)
     if recompute.granularity == "full" and recompute.method == "block":
         again *= min(recompute.num_layers * num_stages / anatomy.num_layers, 1.0)
     return again
@@ -102,6 +108,14 @@ def _again_flops(piece: Piece, anatomy: Anatomy, batch: int, all_pairs: bool, re
             layer.config, num_tokens=batch * layer.repeats * layer.sequence, layer=layer.index
         )
     return again
+
+
+def _path_flops(piece: Piece, batch: int) -> float:
+    """Forward FLOPs of low-rank paths."""
+    if piece.layer is None:
+        return 0.0
+    tokens = batch * piece.layer.repeats * piece.layer.sequence
+    return 2.0 * tokens * sum(path.rank * (path.inputs + path.outputs) for path in piece.paths)
 
 
 def _attention_flops(piece: Piece, batch: int, all_pairs: bool) -> float:

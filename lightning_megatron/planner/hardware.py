@@ -4,6 +4,7 @@ First on the way of a plan. `gpus.json` holds the known ones; a YAML file with t
 """
 
 import json
+import math
 import re
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
@@ -169,19 +170,27 @@ def _made_of(record: dict[str, Any], where: str) -> Gpu:
         f"field {name!r} in {where} is not known; fields are {', '.join(kinds)}" for name in record if name not in kinds
     ]
     faults += [f"field {name!r} is missing in {where}" for name in _needed() if name not in record]
-    made: dict[str, Any] = {}
     for name, value in record.items():
-        wants_number = kinds.get(name) in (float, int)
-        if wants_number and (isinstance(value, bool) or not isinstance(value, (int, float))):
-            faults.append(
-                f"field {name!r} in {where} ({value!r}) must be a number, as 1000.0: YAML takes 1e3 for a word"
-            )
-        elif kinds.get(name) is int and value != int(value):
-            faults.append(f"field {name!r} in {where} ({value!r}) must be a whole number")
-        made[name] = tuple(value) if isinstance(value, list) else value
+        if name in kinds and (wanted := _wanted(kinds[name], value)):
+            faults.append(f"field {name!r} in {where} ({value!r}) must be {wanted}")
     if faults:
         raise ValueError("\n".join(faults))
+    made: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
     return Gpu(**made)
+
+
+def _wanted(kind: object, value: object) -> str:
+    """What a field of that kind must be, where the value is something else."""
+    if kind in (float, int):
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return "a number, as 1000.0: YAML takes 1e3 for a word"
+        if not math.isfinite(value):
+            return "a finite number"
+        return "a whole number" if kind is int and value != int(value) else ""
+    if kind is str:
+        return "" if isinstance(value, str) else "text; put it in quotes"
+    is_list = isinstance(value, list) and all(isinstance(one, str) for one in value)
+    return "" if is_list else "a list of names, as [mine, other]"
 
 
 def _needed() -> list[str]:

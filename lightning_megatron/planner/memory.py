@@ -18,6 +18,8 @@ from lightning_megatron.planner.activations import again_bytes, logit_bytes, sta
 from lightning_megatron.planner.anatomy import Stage, parameters_of
 from lightning_megatron.planner.pipeline_load import kept_by_chunk
 from lightning_megatron.planner.run import Run
+from lightning_megatron.planner.trained import backward_part, trained_of_stages
+from lightning_megatron.planner.unkept import unkept_bytes
 from lightning_megatron.planner.working_set import work_bytes
 from lightning_megatron.transformer import cost
 
@@ -74,16 +76,20 @@ def rank_memory(run: Run, rank: int) -> Memory:
     """Of one pipeline rank."""
     dense, experts, largest, matrix = parameters_of_rank(run, rank)
     stages = run.stages[rank]
+    trained = trained_of_stages(stages, run.anatomy, run.sizes)
     kept = kept_by_chunk(run.schedule, rank)
-    activations = sum(count * stage_bytes(run, stage) for count, stage in zip(kept, stages, strict=True))
-    again = max(again_bytes(run, stage) for stage in stages)
+    passed = [backward_part(stage) for stage in stages]
+    activations = sum(
+        count * (stage_bytes(run, stage) - unkept_bytes(run, stage)) for count, stage in zip(kept, passed, strict=True)
+    )
+    again = max(again_bytes(run, stage) for stage in passed)
     logits = max(logit_bytes(run, stage) for stage in stages)
     if run.software.counts_work:
-        work = work_bytes(run, rank, kept, activations, again, stepped_parameters(run, dense, experts))
+        work = work_bytes(run, rank, kept, activations, again, stepped_parameters(run, *trained))
         work += _buffers(run, stages)
         activations, logits = min(activations, work), min(logits, max(work - activations, 0.0))
         memory = Memory(
-            **_states(run, dense, experts),
+            **_states(run, (dense, experts), trained),
             activations=activations,
             logits=logits,
             buffers=work - activations - logits,
@@ -93,7 +99,7 @@ def rank_memory(run: Run, rank: int) -> Memory:
     # What is left of the logits while their weight's gradient is made; a layer's is made when they are gone.
     at_head = logits / 3 + matrix * run.bytes_per_element if logits else 0.0
     memory = Memory(
-        **_states(run, dense, experts),
+        **_states(run, (dense, experts), trained),
         activations=activations,
         logits=logits,
         buffers=max(at_head - logits, largest * run.bytes_per_element - logits, 0.0) + _buffers(run, stages),
@@ -101,17 +107,21 @@ def rank_memory(run: Run, rank: int) -> Memory:
     return replace(memory, overhead=OVERHEAD_BYTES + FRAGMENTATION * memory.allocated)
 
 
-def _states(run: Run, dense: int, experts: int) -> dict[str, float]:
-    """What a rank holds of its parameters from step to step, by kind."""
+def _states(run: Run, held_by_kind: tuple[int, int], trained_by_kind: tuple[int, int]) -> dict[str, float]:
+    """What a rank holds of its parameters from step to step, by kind: of dense ones and of experts, all and trained."""
     weights, gradients, main, moments = _bytes_per_parameter(run)
     sharding = run.software.shards_weights
     # Where weights are cut, those are the main weights; low ones are gathered for a layer at a time.
     low = 0 if sharding == "always" and main else weights
     held = {"weights": 0.0, "gradients": 0.0, "main_weights": 0.0, "moments": 0.0}
-    for number, replicas in ((dense, run.sizes.dp * run.sizes.cp), (experts, run.sizes.edp)):
+    # Frozen weights stay in their own numbers.
+    still = 2 if run.precision == "bf16-true" else 4
+    replicas_by_kind = (run.sizes.dp * run.sizes.cp, run.sizes.edp)
+    for every, number, replicas in zip(held_by_kind, trained_by_kind, replicas_by_kind, strict=True):
         own = number / replicas
+        idle = (every - number) / (replicas if sharding == "always" else 1)
         stepped = own if run.optimizer.kind == "distributed" or sharding != "none" else number
-        held["weights"] += low * (own if sharding == "always" else number)
+        held["weights"] += low * (own if sharding == "always" else number) + still * idle
         held["gradients"] += gradients * (own if sharding != "none" else number)
         held["main_weights"] += main * stepped
         held["moments"] += moments * stepped
@@ -119,7 +129,7 @@ def _states(run: Run, dense: int, experts: int) -> dict[str, float]:
 
 
 def stepped_parameters(run: Run, dense: int, experts: int) -> float:
-    """Of the parameters of a rank those that its optimizer steps."""
+    """Of the trained parameters of a rank those that its optimizer steps."""
     if run.optimizer.kind == "replicated":
         return float(dense + experts)
     return dense / (run.sizes.dp * run.sizes.cp) + experts / run.sizes.edp

@@ -1,16 +1,85 @@
 """An estimate, and what a search found, as text for a reader and as plain data for a program."""
 
+from dataclasses import dataclass
 from typing import Any
 
+from lightning_megatron.mesh import StageLayout
+from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config
+from lightning_megatron.planner.anatomy import Model
 from lightning_megatron.planner.estimate import Estimate
-from lightning_megatron.planner.flops import HARDWARE_ALL_PAIRS, MODEL, MODEL_ALL_PAIRS, step_flops
+from lightning_megatron.planner.flops import HARDWARE_ALL_PAIRS, MODEL, MODEL_ALL_PAIRS, Convention, step_flops
 from lightning_megatron.planner.hardware import GIGA, TERA
 from lightning_megatron.planner.run import Run
-from lightning_megatron.planner.search import Found
+from lightning_megatron.planner.search import Found, Rejected
+from lightning_megatron.planner.trained import trained_parameters
+from lightning_megatron.transformer import cost
 
-_CONVENTIONS = (MODEL, MODEL_ALL_PAIRS, HARDWARE_ALL_PAIRS)
+# A LlavaConfig is a GPTConfig.
+_KINDS: tuple[tuple[type[Model], str], ...] = (
+    (LlavaConfig, "LLaVA"),
+    (T5Config, "T5"),
+    (BertConfig, "BERT"),
+    (GPTConfig, "GPT"),
+)
 # Of a longer pipeline its ends and its middle are shown.
 _MOST_STAGES = 6
+# Layouts that lack the least memory, of those that fell out.
+_NUM_NEAREST = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """A layout of a list."""
+
+    estimate: Estimate
+    alike: tuple[str, ...] = ()
+    # layouts with the same time that need more memory
+
+
+def kind_name(model: Model) -> str:
+    """What the model is called in reports."""
+    return next(name for kind, name in _KINDS if isinstance(model, kind))
+
+
+def model_text(run: Run) -> str:
+    """What is planned: kind of model, parameters, samples, precision."""
+    number, trained = run.anatomy.parameters(), trained_parameters(run.anatomy)
+    parts = [f"{kind_name(run.model)} with {_counted(number)} parameters"]
+    if run.model.moe is not None and type(run.model) is GPTConfig:
+        parts.append(f"of which a token uses {_counted(cost.active_parameters(run.model))}")
+    if trained != number:
+        parts.append(f"{_counted(trained)} of them trained")
+    texts = run.texts
+    length = f"{texts.sequence:,}" + (f" + {texts.decoder_sequence:,}" if texts.decoder_sequence else "")
+    parts.append(f"samples of {length} tokens" + (f" with {texts.images} image" if texts.images else ""))
+    batches = f"{run.num_accumulated} x " if run.num_accumulated > 1 else ""
+    parts.append(f"{batches}{run.global_batch_size:,} samples a step")
+    return ", ".join([*parts, run.precision + (" and FP8" if run.fp8 is not None else "")])
+
+
+def model_record(run: Run) -> dict[str, Any]:
+    """The same as JSON."""
+    return {
+        "model": kind_name(run.model),
+        "parameters": run.anatomy.parameters(),
+        "trained_parameters": trained_parameters(run.anatomy),
+        "sequence_length": run.texts.sequence,
+        "global_batch_size": run.global_batch_size,
+        "accumulate_grad_batches": run.num_accumulated,
+        "precision": run.precision,
+        "fp8": run.fp8 is not None,
+    }
+
+
+def _counted(number: int) -> str:
+    return f"{number / GIGA:,.4g} billion" if number >= GIGA else f"{number / 1e6:,.4g} million"
+
+
+def _conventions(run: Run) -> list[tuple[Convention, str]]:
+    """How FLOPs are counted, and what each is called; where no attention is causal all pairs count by any."""
+    if any(piece.layer is not None and piece.layer.is_causal for piece in run.anatomy.pieces):
+        return [(one, one.name) for one in (MODEL, MODEL_ALL_PAIRS, HARDWARE_ALL_PAIRS)]
+    return [(one, one.name.partition(",")[0]) for one in (MODEL, HARDWARE_ALL_PAIRS)]
 
 
 def layout_text(run: Run) -> str:
@@ -21,6 +90,8 @@ def layout_text(run: Run) -> str:
     parts.append(f"mbs={run.micro_batch_size}")
     if run.recompute.granularity != "none":
         parts.append(f"recompute={run.recompute.granularity}")
+    if sizes.stage_layout != StageLayout():
+        parts.append(f"stages={'cost' if sizes.stage_layout == StageLayout(balance='cost') else 'recipe'}")
     return ",".join(parts)
 
 
@@ -32,22 +103,23 @@ def estimate_text(found: Estimate, *, num_tokens: float = 0.0) -> str:
     fits = "yes" if found.peak_bytes <= found.gpu.memory_bytes else "no"
     lines = [
         f"{layout_text(run)}  on {sizes.world} x {found.gpu.name}: {sizes.dp} replicas of {run.num_microbatches} "
-        f"microbatches of {run.micro_batch_size}, schedule {run.schedule.name}",
+        f"microbatches of {run.micro_batch_size}, schedule {run.schedule.name}"
+        + (f", {run.num_accumulated} batches a step" if run.num_accumulated > 1 else ""),
         "",
         f"step         {found.step_seconds:.4g} s, {found.tokens_per_second:,.0f} tokens/s, "
         f"{found.tokens_per_second / sizes.world:,.0f} on each GPU",
     ]
-    for convention in _CONVENTIONS:
+    for place, (convention, name) in enumerate(_conventions(run)):
         lines.append(
-            f"FLOP/s       {found.flops_per_second(convention) / TERA:.0f} TFLOP/s on each GPU, "
-            f"{found.share_of_peak(convention):.1%} of the dense peak ({convention.name})"
+            f"{'' if place else 'MFU':<12} {found.share_of_peak(convention):.1%} of the dense peak, "
+            f"{found.flops_per_second(convention) / TERA:.4g} TFLOP/s on each GPU ({name})"
         )
     lines += ["", *_time_lines(found), "", *_memory_lines(found)]
     lines += [
         "",
         f"fits         {fits}: {found.peak_bytes / GIGA:.1f} GB of {peak:g} GB",
     ]
-    lines.append(f"checkpoint   {found.checkpoint_bytes / GIGA:,.1f} GB, weights and two moments")
+    lines.append(f"checkpoint   {found.checkpoint_bytes / GIGA:,.1f} GB, weights, and two moments of what is trained")
     if num_tokens:
         lines.append(
             f"to train     {found.days(num_tokens):,.1f} days for {num_tokens:.4g} tokens, without interruption"
@@ -65,60 +137,74 @@ def _time_lines(found: Estimate) -> list[str]:
 
 def _memory_lines(found: Estimate) -> list[str]:
     kinds = list(found.memory[0].by_kind())
-    lines = ["GB on a rank of the pipeline, at the peak:", f"{'rank':>6} {'total':>8}"]
+    lines = ["GB on a rank of the pipeline, at the peak:", f"{'rank':>6} {'layers':>7} {'total':>8}"]
     lines[-1] += "".join(f" {kind.replace('_', ' '):>13}" for kind in kinds)
     last = len(found.memory) - 1
     shown = range(last + 1) if last < _MOST_STAGES else (0, 1, last // 2, last)
     for rank in shown:
         memory = found.memory[rank]
         by_kind = "".join(f" {value / GIGA:13.2f}" for value in memory.by_kind().values())
-        lines.append(f"{rank:>6} {memory.total / GIGA:8.2f}{by_kind}")
+        lines.append(f"{rank:>6} {_num_layers(found.run, rank):>7} {memory.total / GIGA:8.2f}{by_kind}")
     return lines
 
 
-def found_text(found: Found, gpu_name: str, best: list[Estimate], *, num_shown: int) -> str:
+def _num_layers(run: Run, rank: int) -> int:
+    stages = run.stages[rank]
+    return sum(count for stage in stages for piece, count in stage.items() if piece.symbol == "t")
+
+
+def found_text(found: Found, gpu_name: str, shown: list[Shown]) -> str:
     """The layouts that a search found, best first, and why the others fell out."""
     total = len(found.fitting) + len(found.rejected)
+    layouts = [layout_text(one.estimate.run) for one in shown]
+    width = max(len(text) for text in ["layout", *layouts])
     lines = [f"{len(found.fitting)} of {total} layouts fit on {gpu_name}, fastest first:", ""]
     lines.append(
-        f"{'layout':<44} {'step s':>9} {'tokens/s':>12} {'TFLOP/s':>8} {'MFU':>6} {'GB':>7} {'bubble':>7} "
+        f"{'layout':<{width}} {'step s':>9} {'tokens/s':>12} {'TFLOP/s':>8} {'MFU':>6} {'GB':>7} {'bubble':>7} "
         f"{'exposed':>8}"
     )
-    for one in best[:num_shown]:
-        time = one.time
+    for text, row in zip(layouts, shown, strict=True):
+        one, time = row.estimate, row.estimate.time
         lines.append(
-            f"{layout_text(one.run):<44} {one.step_seconds:9.4g} {one.tokens_per_second:12,.0f} "
+            f"{text:<{width}} {one.step_seconds:9.4g} {one.tokens_per_second:12,.0f} "
             f"{one.flops_per_second() / TERA:8.0f} {one.share_of_peak():6.1%} {one.peak_bytes / GIGA:7.1f} "
             f"{time.bubble / time.total:7.1%} {sum(time.exposed.values()) / time.total:8.1%}"
+            + (f"  and {len(row.alike)} as fast" if row.alike else "")
         )
-    lines += ["", f"MFU: {MODEL.name}. Not shown: {max(len(found.fitting) - num_shown, 0)} that fit."]
-    for why, number in found.reasons().items():
-        lines.append(f"fell out: {number} layouts, {why}")
+    name = _conventions(shown[0].estimate.run)[0][1]
+    hidden = len(found.fitting) - len(shown) - sum(len(row.alike) for row in shown)
+    lines += ["", f"MFU: {name}. Not shown: {hidden} that fit."]
+    lines += [f"fell out: {number} layouts, {why}" for why, number in found.reasons().items()]
+    lines += [f"nearest: {layout_text(one.run)} {one.why}" for one in found.nearest(_NUM_NEAREST)]
     return "\n".join(lines)
+
+
+def rejected_record(rejected: Rejected) -> dict[str, Any]:
+    """Why a layout fell out, as JSON."""
+    return {"layout": layout_text(rejected.run), "why": rejected.why, "needed_bytes": rejected.needed_bytes}
 
 
 def record_of(found: Estimate, *, num_tokens: float = 0.0) -> dict[str, Any]:
     """Everything that is known of one layout, as JSON."""
     run, time = found.run, found.time
     sizes = run.sizes
-    record: dict[str, Any] = {
+    record: dict[str, Any] = model_record(run) | {
         "layout": layout_text(run),
         "sizes": {name: sizes.of(name) for name in ("world", "tp", "pp", "vp", "cp", "dp", "ep", "etp", "edp")},
         "micro_batch_size": run.micro_batch_size,
         "num_microbatches": run.num_microbatches,
         "recompute": run.recompute.granularity,
         "gpu": found.gpu.name,
-        "parameters": run.anatomy.parameters(),
         "step_seconds": found.step_seconds,
         "tokens_per_second": found.tokens_per_second,
         "flops": [
             {
-                "convention": convention.name,
+                "convention": name,
                 "step_flops": step_flops(run, convention),
                 "flops_per_second": found.flops_per_second(convention),
                 "share_of_peak": found.share_of_peak(convention),
             }
-            for convention in _CONVENTIONS
+            for convention, name in _conventions(run)
         ],
         "seconds": {
             "compute": time.compute,
@@ -128,6 +214,7 @@ def record_of(found: Estimate, *, num_tokens: float = 0.0) -> dict[str, Any]:
             "other": time.other,
         },
         "memory_bytes": [memory.by_kind() | {"total": memory.total} for memory in found.memory],
+        "layers": [_num_layers(run, rank) for rank in range(sizes.pp)],
         "fits": found.peak_bytes <= found.gpu.memory_bytes,
         "checkpoint_bytes": found.checkpoint_bytes,
     }

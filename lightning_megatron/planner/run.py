@@ -5,15 +5,17 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.pipeline.choice import Schedule, ScheduleName
-from lightning_megatron.planner.anatomy import Anatomy, Model, Stage, Texts, anatomy_of, stages_of
+from lightning_megatron.planner.anatomy import Anatomy, Model, Stage, Texts, stages_of
 from lightning_megatron.planner.rules import Facts, faults
 from lightning_megatron.planner.software import OURS, Software
-from lightning_megatron.precision.fp8 import Fp8Config
+from lightning_megatron.planner.trained import ALL, Trained, trained_anatomy
+from lightning_megatron.precision.fp8 import Fp8Config, engine_faults
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
 PRECISIONS = ("bf16-mixed", "bf16-true", "16-mixed", "32-true")
@@ -30,7 +32,9 @@ class Run:
     sizes: Sizes
     # ranks on each axis
     global_batch_size: int
-    # samples of a step
+    # samples of a batch, which is a step unless batches are accumulated
+    num_accumulated: int = 1
+    # batches of an optimizer step, as the Trainer's accumulate_grad_batches
     micro_batch_size: int = 1
     # samples of a microbatch
     precision: str = "bf16-mixed"
@@ -47,21 +51,23 @@ class Run:
     # of an interleaved schedule; 0: pp
     context: ContextConfig = field(default_factory=ContextConfig)
     # how ranks that share sequences exchange what attention needs
+    trained: Trained = ALL
+    # which weights
     software: Software = OURS
     # the code that runs it
 
     @cached_property
     def anatomy(self) -> Anatomy:
-        return anatomy_of(self.model, self.texts)
+        return trained_anatomy(self.model, self.texts, self.trained)
 
     @cached_property
     def num_microbatches(self) -> int:
-        """Per step and replica, rounded down; 0 where the batch is smaller than the replicas."""
+        """Per batch and replica, rounded down; 0 where the batch is smaller than the replicas."""
         return self.global_batch_size // (self.sizes.dp * self.micro_batch_size)
 
     @cached_property
     def schedule(self) -> Schedule:
-        """Of a step; it may have faults."""
+        """Of a batch; it may have faults."""
         name: ScheduleName = self.schedule_name or ("interleaved" if self.sizes.vp > 1 else "1f1b")
         return Schedule(
             name=name,
@@ -98,12 +104,21 @@ class Run:
 
     @property
     def num_tokens(self) -> int:
-        """Of a step."""
-        return self.global_batch_size * self.anatomy.tokens
+        """Of an optimizer step."""
+        return self.num_accumulated * self.global_batch_size * self.anatomy.tokens
+
+
+def context_fields(context: ContextConfig, cp: int) -> dict[str, Any]:
+    """The fields of `Sizes` that say how cp ranks exchange what attention needs."""
+    return {
+        "cp_inner": context.inner_of(cp),
+        "cp_exchange": "all_gather" if context.kind == "all_gather" else "ring",
+        "pads_uneven": context.uneven == "pad",
+    }
 
 
 def faults_of(run: Run) -> list[str]:
-    """One sentence for each rule that the run breaks."""
+    """One sentence for each rule that the run breaks, wherever it is to run."""
     sizes, batch, micro = run.sizes, run.global_batch_size, run.micro_batch_size
     found = []
     if run.precision not in PRECISIONS:
@@ -129,4 +144,8 @@ def faults_of(run: Run) -> list[str]:
         precision=run.precision,
         context=run.context,
     )
-    return found + faults(facts)
+    if run.trained.lora is not None and run.fp8 is not None and run.fp8.engine == "transformer_engine":
+        found.append("lora and the fp8 engine 'transformer_engine' do not go together; use the engine 'torch'")
+    # What this machine lacks is of no account.
+    lacking = [] if run.fp8 is None else engine_faults(run.fp8)
+    return found + [fault for fault in faults(facts) if fault not in lacking]

@@ -1,20 +1,23 @@
 """Every layout of a model on so many GPUs that is worth a look: those that fit, fastest first, and why others do not.
 
 Tried are tensor sizes within a node, every pipeline size and chunk count that layers allow, context sizes where
-sequences are long, expert sizes that divide the experts, and microbatches of 1 to 8 samples. Nothing is recomputed
-where that fits; where it does not, whole layers are. Each layout goes through the rules of the strategy.
+sequences are long, expert sizes that divide the experts, each expert whole or cut over as many ranks as the rest, and
+microbatches of 1 to 8 samples. Layers that stages do not divide are spread by cost; a layout of stages that the run
+has is kept where the number of stages is the run's. Nothing is recomputed where that fits; where it does not, whole
+layers are. Each layout goes through the rules of the strategy.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from lightning_megatron.mesh import Sizes
+from lightning_megatron.context.config import ContextConfig
+from lightning_megatron.mesh import Sizes, StageLayout
 from lightning_megatron.planner.constants import fitted
 from lightning_megatron.planner.hardware import GIGA, Gpu
 from lightning_megatron.planner.memory import rank_memory
-from lightning_megatron.planner.run import Run, faults_of
+from lightning_megatron.planner.run import Run, context_fields, faults_of
 from lightning_megatron.planner.step_time import step_time
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
@@ -24,8 +27,8 @@ _CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)
 _LEAST_TOKENS = 4096
 # of a sequence on a rank, before more context ranks are worth their messages
 _MOST_TENSOR = 8
-_GROWTH = 6
-# doublings of the GPUs that are tried where nothing fits
+_EVEN = StageLayout()
+_BY_COST = StageLayout(balance="cost")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +54,16 @@ class Found:
 
     def least(self) -> Rejected | None:
         """Of the layouts that lack memory the one that needs the least."""
-        lacking = [one for one in self.rejected if one.needed_bytes]
-        return min(lacking, key=lambda one: one.needed_bytes, default=None)
+        return next(iter(self.nearest(1)), None)
+
+    def nearest(self, number: int) -> list[Rejected]:
+        """Of the layouts that lack memory those that lack the least, one for each way to cut the weights."""
+        first: dict[tuple[int, ...], Rejected] = {}
+        for one in sorted(self.rejected, key=lambda one: one.needed_bytes):
+            sizes = one.run.sizes
+            if one.needed_bytes:
+                first.setdefault((sizes.tp, sizes.pp, sizes.cp, sizes.ep, sizes.etp), one)
+        return list(first.values())[:number]
 
     def reasons(self) -> dict[str, int]:
         """Why layouts fell out, and how many for each reason."""
@@ -85,18 +96,26 @@ def search(run: Run, gpu: Gpu, *, memory_bytes: float, free_recompute: bool = Tr
 
 
 def fewest_gpus(run: Run, gpu: Gpu, *, memory_bytes: float, free_recompute: bool = True) -> int:
-    """The least number of GPUs, of those got by doubling, on which some layout fits; 0 where none does."""
+    """The least number of GPUs, of those got by doubling, on which some layout fits; 0 where none does.
+
+    Only what needs the least memory of its sizes is tried: one sample, one chunk. It ends where replicas outnumber the
+    samples of a batch whatever the sizes, and there are no layouts any more.
+    """
     world = run.sizes.world
-    for _ in range(_GROWTH):
+    while True:
         world *= 2
-        grown = replace(run, sizes=Sizes(world=world))
-        for candidate in candidates(grown, gpu):
+        grown = replace(run, sizes=replace(run.sizes, world=world))
+        frugal = list(candidates(grown, gpu, micro_batches=(1,), chunks=(1,)))
+        if not frugal:
+            return 0
+        for candidate in frugal:
             if not faults_of(candidate) and isinstance(_that_fits(candidate, memory_bytes, free_recompute), Run):
                 return world
-    return 0
 
 
-def candidates(run: Run, gpu: Gpu) -> Iterator[Run]:
+def candidates(
+    run: Run, gpu: Gpu, *, micro_batches: Sequence[int] = _MICRO_BATCHES, chunks: Sequence[int] = _CHUNKS
+) -> Iterator[Run]:
     """The layouts that are tried; some may have faults."""
     model, world, sequence = run.model, run.sizes.world, run.texts.sequence
     num_layers = run.anatomy.num_layers
@@ -105,21 +124,33 @@ def candidates(run: Run, gpu: Gpu) -> Iterator[Run]:
     contexts = [cp for cp in _powers(world) if cp == 1 or sequence // cp >= _LEAST_TOKENS]
     experts = [ep for ep in range(1, num_experts + 1) if num_experts % ep == 0]
     for tp, cp in product(tensors, contexts):
-        for pp in _divisors(world // tp // cp if world % (tp * cp) == 0 else 0):
-            if pp > num_layers:
-                continue
+        rest = world // (tp * cp) if world % (tp * cp) == 0 else 0
+        for pp in [pp for pp in range(1, min(rest, num_layers) + 1) if rest % pp == 0]:
             dp = world // (tp * cp * pp)
-            micros = [micro for micro in _MICRO_BATCHES if run.global_batch_size % (dp * micro) == 0]
-            for ep, micro in product([ep for ep in experts if world % (pp * ep) == 0], micros):
+            micros = [micro for micro in micro_batches if run.global_batch_size % (dp * micro) == 0]
+            expert_cuts = [1] if model.moe is None else sorted({1, tp})
+            folds = [(ep, etp) for ep, etp in product(experts, expert_cuts) if world % (pp * ep * etp) == 0]
+            for (ep, etp), micro in product(folds, micros):
                 m = run.global_batch_size // (dp * micro)
-                for vp in _CHUNKS:
-                    # Groups of microbatches that are full, and stages that are alike.
-                    if vp > 1 and (pp == 1 or m % pp or num_layers % (pp * vp)):
+                for vp in chunks:
+                    # Groups of microbatches that are full.
+                    if vp > 1 and (pp == 1 or m % pp or pp * vp > num_layers):
                         continue
-                    sizes = replace(
-                        run.sizes, tp=tp, cp=cp, pp=pp, ep=ep, etp=1, vp=vp, sequence_parallel=tp > 1, placement="loop"
-                    )
-                    yield replace(run, sizes=sizes, micro_batch_size=micro, schedule_name=None, group_size=0)
+                    sizes = Sizes(world=world, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, vp=vp, sequence_parallel=tp > 1)
+                    yield _laid_out(run, sizes, micro)
+
+
+def _laid_out(run: Run, sizes: Sizes, micro: int) -> Run:
+    """The run on these sizes, its stages and its exchange of context as they fit them."""
+    own, context = run.sizes, run.context
+    if sizes.cp % context.inner_of(sizes.cp):
+        context = ContextConfig(uneven=context.uneven)
+    if (own.pp, own.vp) == (sizes.pp, sizes.vp):
+        layout = own.stage_layout
+    else:
+        layout = _EVEN if run.anatomy.num_layers % sizes.num_stages == 0 else _BY_COST
+    sizes = replace(sizes, stage_layout=layout, **context_fields(context, sizes.cp))
+    return replace(run, sizes=sizes, context=context, micro_batch_size=micro, schedule_name=None, group_size=0)
 
 
 def _that_fits(run: Run, memory_bytes: float, free_recompute: bool) -> Run | Rejected:
@@ -127,8 +158,7 @@ def _that_fits(run: Run, memory_bytes: float, free_recompute: bool) -> Run | Rej
     needed = 0.0
     for recompute in dict.fromkeys([run.recompute, _FULL] if free_recompute else [run.recompute]):
         tried = replace(run, recompute=recompute)
-        pp = run.sizes.pp
-        ranks = {rank: rank_memory(tried, rank) for rank in {0, min(1, pp - 1), pp - 1}}
+        ranks = {rank: rank_memory(tried, rank) for rank in _fullest_ranks(tried)}
         rank, fullest = max(ranks.items(), key=lambda pair: pair[1].total)
         needed = fullest.total
         if needed <= memory_bytes:
@@ -144,6 +174,14 @@ def _that_fits(run: Run, memory_bytes: float, free_recompute: bool) -> Run | Rej
     )
 
 
+def _fullest_ranks(run: Run) -> list[int]:
+    """Of ranks with equal stages the first, which keeps the most microbatches."""
+    first: dict[tuple[int, ...], int] = {}
+    for rank in range(run.sizes.pp):
+        first.setdefault(tuple(map(id, run.stages[rank])), rank)
+    return list(first.values())
+
+
 def _kind(rejected: Rejected) -> str:
     """Sentences with the numbers of one layout are alike for all."""
     if rejected.needed_bytes:
@@ -153,7 +191,3 @@ def _kind(rejected: Rejected) -> str:
 
 def _powers(most: int) -> list[int]:
     return [1 << k for k in range(most.bit_length()) if 1 << k <= most]
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]

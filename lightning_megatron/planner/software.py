@@ -33,6 +33,8 @@ class Software:
     # what a backward, the optimizer and messages hold for a while is counted, beside the largest gradient of a weight
     squares_relu: bool = False
     # what a run calls ReLU is its square, whose backward reads its input
+    ring_gradient_bytes: int = 4
+    # of a number of the gradients of keys and values that go round a ring, or are summed over its ranks
     is_fused: bool = False
     # neighbouring elementwise kernels are one, by hand or by a compiler
     attention: AttentionKernel = "second"
@@ -41,7 +43,14 @@ class Software:
 
 OURS = Software(name="lightning_megatron", widens_norms=True, counts_work=True)
 
-MEGATRON = Software(name="Megatron Core", pair_bytes=5, squares_relu=True, is_fused=True, attention="vendor")
+MEGATRON = Software(
+    name="Megatron Core",
+    pair_bytes=5,
+    squares_relu=True,
+    ring_gradient_bytes=2,
+    is_fused=True,
+    attention="vendor",
+)
 """Source: Korthikanti et al., arXiv 2205.05198, section 4.1: softmax 2, mask 1, dropped weights 2."""
 
 FULLY_SHARDED = Software(name="fully sharded data parallel", shards_weights="always", attention="first")

@@ -1,7 +1,7 @@
 """Seconds of a step, from what every rank does and sends, and how much of that is hidden.
 
-    step = (pipeline + gradients, weights and main weights that nothing hides + optimizer + the rest)
-           x (1 + straggling log2 of the GPUs)
+    step = (batches x pipeline + gradients and weights that nothing hides + optimizer)
+           x (1 + straggling log2 of the GPUs) + the rest
 
 A layer's products take FLOPs over a measured ceiling; attention, elementwise kernels, messages and the host have rates
 of their own. A backward does the products twice and attention in one kernel two and a half times, since it makes the
@@ -11,16 +11,21 @@ weights again. The pipeline is played, or in closed form where there is one (`pi
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lightning_megatron.planner.anatomy import Piece
 from lightning_megatron.planner.constants import Constants
+from lightning_megatron.planner.context_time import Shared, context_seconds
 from lightning_megatron.planner.hardware import Gpu
 from lightning_megatron.planner.memory import parameters_of_rank
 from lightning_megatron.planner.network import exchange_seconds, gather_seconds, groups_of, hop_seconds
 from lightning_megatron.planner.pipeline_load import step_seconds
 from lightning_megatron.planner.run import Run
+from lightning_megatron.planner.trained import trained_of_stages
 from lightning_megatron.planner.work import Work, work_of
 
 # A kernel of attention makes the weights again in its backward. Source: Dao, arXiv 2307.08691, section 4.1.
 _FLASH_BACKWARD = 2.5
+# Bytes a frozen weight that a product in 16 bits reads and writes to cast it.
+_CAST_BYTES = 6
 # Bytes a weight that an optimizer's step reads and writes: main weight, two moments, gradient, low weight.
 _STEP_BYTES = 30
 
@@ -71,9 +76,9 @@ def step_time(run: Run, gpu: Gpu, constants: Constants) -> StepTime:
         passes.append(seen[key])
     forwards = tuple(forward.total for forward, _ in passes)
     backwards = tuple(backward.total for _, backward in passes)
-    pipeline = step_seconds(run.schedule, forwards, backwards)
+    pipeline = run.num_accumulated * step_seconds(run.schedule, forwards, backwards)
     slowest = max(range(run.sizes.pp), key=lambda rank: forwards[rank] + backwards[rank])
-    m = run.schedule.microbatches
+    m = run.num_accumulated * run.schedule.microbatches
     exposed: dict[str, float] = {}
     for part in passes[slowest]:
         for axis, seconds in part.exposed.items():
@@ -103,7 +108,7 @@ def _passes(run: Run, rank: int, gpu: Gpu, constants: Constants) -> tuple[Pass, 
     for stage in run.stages[rank]:
         for piece, count in stage.items():
             work = work_of(piece, run.anatomy, run.sizes, run.micro_batch_size, run.bytes_per_element)
-            for place, part in enumerate(_piece_passes(run, work, gpu, constants)):
+            for place, part in enumerate(_piece_passes(run, piece, work, gpu, constants)):
                 compute[place] += count * part.compute
                 for axis, seconds in part.exposed.items():
                     exposed[place][axis] = exposed[place].get(axis, 0.0) + count * seconds
@@ -122,51 +127,80 @@ def _passes(run: Run, rank: int, gpu: Gpu, constants: Constants) -> tuple[Pass, 
     return Pass(compute=compute[0], exposed=exposed[0]), Pass(compute=compute[1], exposed=exposed[1])
 
 
-def _piece_passes(run: Run, work: Work, gpu: Gpu, constants: Constants) -> tuple[Pass, Pass]:
+def _piece_passes(run: Run, piece: Piece, work: Work, gpu: Gpu, constants: Constants) -> tuple[Pass, Pass]:
     is_fp8 = run.fp8 is not None
     half = gpu.matmul_flops(is_fp8=False)
     rate = gpu.matmul_flops(is_fp8=is_fp8) * constants.product_share(gpu.family, is_fp8=is_fp8)
-    product = (
-        work.product_flops + constants.edge * work.edge_flops + constants.grouped_edge * work.grouped_edge_flops
-    ) / rate + work.head_flops / (half * constants.product_share(gpu.family, is_fp8=False))
+    half_rate = half * constants.product_share(gpu.family, is_fp8=False)
+    # Filling and draining takes no less time where the product between is faster.
+    edges = constants.edge * work.edge_flops + constants.grouped_edge * work.grouped_edge_flops
+    product = work.product_flops / rate + (edges + work.head_flops) / half_rate
     share = constants.flash_share(gpu.family, run.software.attention)
     flash, laid_out = work.flash_flops / (half * share), work.laid_out_flops / (half * constants.laid_out_share)
     traffic = constants.traffic if run.software.is_fused else constants.unfused_traffic
     moved = traffic * work.moved_bytes / gpu.memory_bytes_per_second
     casts = constants.cast_traffic * work.cast_bytes / gpu.memory_bytes_per_second if is_fp8 else 0.0
-    forward = max(product + flash + laid_out + moved + casts, constants.layer_seconds * work.num_layers)
-    backward = 2 * product + _FLASH_BACKWARD * flash + 2 * laid_out + 2 * (moved + casts)
-    backward = max(backward, constants.layer_seconds * work.num_layers)
-    messages = _messages(run, work, flash, gpu, constants)
+    moved += constants.traffic * work.path_bytes / gpu.memory_bytes_per_second
+    # Weights that have no main weights stay wide, and each product casts its own.
+    is_mixed = run.precision in ("bf16-mixed", "16-mixed")
+    lowered = _CAST_BYTES * work.num_frozen / gpu.memory_bytes_per_second if is_mixed else 0.0
+    paths = work.path_flops + constants.edge * work.path_edge_flops
+    paths /= half_rate
+    least = constants.layer_seconds * work.num_layers
+    forward = max(product + flash + laid_out + moved + casts + lowered + paths, least)
+    messages = _messages(run, work, gpu, constants)
+    exposed = messages | _context(run, work, flash + laid_out, gpu, constants, is_backward=False)
+    if not piece.passes_gradient and not piece.is_trained:
+        return Pass(compute=forward, exposed=exposed), Pass()
+    num_products = piece.passes_gradient + piece.is_trained
+    attended = _FLASH_BACKWARD * flash + 2 * laid_out
+    backward = num_products * product + 2 * (moved + casts + paths)
+    backward = max(backward + (attended + lowered if piece.passes_gradient else 0.0), least)
     later = {axis: seconds * (constants.exposed_tensor if axis == "tp" else 1.0) for axis, seconds in messages.items()}
+    later |= _context(run, work, attended, gpu, constants, is_backward=True)
     recompute = run.recompute
     if recompute.granularity == "full" and work.num_layers:
         backward += forward
-        later = {axis: seconds + messages[axis] for axis, seconds in later.items()}
+        later = {axis: seconds + exposed[axis] for axis, seconds in later.items()}
     elif recompute.granularity == "selective" and work.num_layers:
         if "core_attention" in recompute.parts:
             backward += laid_out
         if ("moe" if work.num_expert_layers else "mlp") in recompute.parts:
             backward += product * work.mlp_flops / work.product_flops
             later["ep"] = later.get("ep", 0.0) + messages.get("ep", 0.0)
-    return Pass(compute=forward, exposed=messages), Pass(compute=backward, exposed=later)
+    return Pass(compute=forward, exposed=exposed), Pass(compute=backward, exposed=later)
 
 
-def _messages(run: Run, work: Work, flash: float, gpu: Gpu, constants: Constants) -> dict[str, float]:
-    """What a forward waits for, by axis."""
+def _messages(run: Run, work: Work, gpu: Gpu, constants: Constants) -> dict[str, float]:
+    """What a forward waits for, by axis; of cp says `_context`."""
     groups = groups_of(run.sizes)
     waited: dict[str, float] = {}
     if work.num_tensor_messages:
         each = gather_seconds(work.tensor_bytes / work.num_tensor_messages, groups["tp"], gpu, constants)
         waited["tp"] = work.num_tensor_messages * each
-    if work.context_bytes:
-        waited["cp"] = max(hop_seconds(work.context_bytes, groups["cp"], gpu, constants) - flash, 0.0)
     if work.num_expert_layers:
         waited["ep"] = constants.routing_seconds + 2 * exchange_seconds(
             work.expert_bytes / 2, groups["ep"], gpu, constants
         )
         waited["ep"] += 2 * gather_seconds(work.expert_tensor_bytes / 2, groups["etp"], gpu, constants)
     return waited
+
+
+def _context(
+    run: Run, work: Work, attention: float, gpu: Gpu, constants: Constants, *, is_backward: bool
+) -> dict[str, float]:
+    """What attention of so many seconds waits for, where ranks share sequences."""
+    if not work.key_bytes:
+        return {}
+    seconds = context_seconds(
+        run.sizes,
+        Shared(key_bytes=work.key_bytes, query_bytes=work.query_bytes, attention_seconds=attention),
+        gradient_share=run.software.ring_gradient_bytes / run.bytes_per_element,
+        gpu=gpu,
+        constants=constants,
+        is_backward=is_backward,
+    )
+    return {"cp": seconds}
 
 
 def _gathered_seconds(run: Run, rank: int, totals: list[float], gpu: Gpu, constants: Constants) -> tuple[float, float]:
@@ -188,7 +222,7 @@ def _replica_seconds(
     run: Run, rank: int, forward: float, backward: float, gpu: Gpu, constants: Constants
 ) -> tuple[float, float]:
     """What a step waits for sums of gradients and for weights of other replicas; and the optimizer's own seconds."""
-    dense, experts, _, _ = parameters_of_rank(run, rank)
+    dense, experts = trained_of_stages(run.stages[rank], run.anatomy, run.sizes)
     groups = groups_of(run.sizes)
     is_sharded = run.software.shards_weights != "none"
     is_cut = run.optimizer.kind == "distributed" or is_sharded
@@ -200,7 +234,9 @@ def _replica_seconds(
             continue
         scatter = gather_seconds(width * number, group, gpu, constants)
         gather = gather_seconds(run.bytes_per_element * number if is_cut else width * number, group, gpu, constants)
-        waited += _unhidden(scatter, backward, run.optimizer.overlap_grad_reduce, constants)
+        # Accumulated gradients are summed when all backwards are over.
+        is_early = run.optimizer.overlap_grad_reduce and run.num_accumulated == 1
+        waited += _unhidden(scatter, backward, is_early, constants)
         waited += _unhidden(gather, forward, run.optimizer.overlap_param_gather, constants)
     return waited, constants.traffic * _STEP_BYTES * stepped / gpu.memory_bytes_per_second
 

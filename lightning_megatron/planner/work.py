@@ -4,11 +4,11 @@ Everything is of a forward; `step_time` says what a backward is. FLOPs are those
 T tokens of the microbatch here, H hidden, M x K by K x N a product.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from lightning_megatron.mesh import Sizes
-from lightning_megatron.planner.anatomy import Anatomy, Layer, Piece
+from lightning_megatron.planner.anatomy import Anatomy, Layer, Piece, parameters_of, path_parameters
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.config import TransformerConfig
 
@@ -37,14 +37,24 @@ class Work:
     # of tensors that tp gathers and scatters
     num_tensor_messages: int = 0
     # over tp
-    context_bytes: float = 0.0
-    # of keys and values that go round a ring
+    key_bytes: float = 0.0
+    # of keys and values of own tokens, where cp shares sequences
+    query_bytes: float = 0.0
+    # the same of queries
     expert_bytes: float = 0.0
     # that a rank sends to experts and back
     expert_tensor_bytes: float = 0.0
     # of rows that etp gathers and scatters
     mlp_flops: float = 0.0
     # of `product_flops` those of the feed-forward network
+    path_flops: float = 0.0
+    # of low-rank paths, which are never in FP8
+    path_edge_flops: float = 0.0
+    # the same, each times 1/M + 1/N + 1/K
+    path_bytes: float = 0.0
+    # that their dropout reads and writes
+    num_frozen: int = 0
+    # weights of products that are frozen
     num_layers: int = 0
     # that the host starts
     num_expert_layers: int = 0
@@ -55,8 +65,13 @@ class Work:
 def work_of(piece: Piece, anatomy: Anatomy, sizes: Sizes, micro_batch: int, width: int) -> Work:
     """The work of a piece; `width` is the bytes of an activation."""
     if piece.layer is None:
-        return _end(piece, anatomy, sizes, micro_batch, width)
-    return _layer(piece.layer, sizes, micro_batch, width)
+        matrix = cost.vocabulary_parameters(anatomy.config, sizes) if piece.logit_tokens and not piece.is_trained else 0
+        return replace(_end(piece, anatomy, sizes, micro_batch, width), num_frozen=matrix)
+    work = _layer(piece.layer, sizes, micro_batch, width)
+    if not work.num_layers:
+        return work
+    num_frozen = 0 if piece.is_trained else sum(parameters_of(piece, anatomy, sizes)) - path_parameters(piece, sizes)
+    return _with_paths(replace(work, num_frozen=num_frozen), piece, sizes, micro_batch, width)
 
 
 def _end(piece: Piece, anatomy: Anatomy, sizes: Sizes, micro_batch: int, width: int) -> Work:
@@ -130,6 +145,8 @@ def _layer(layer: Layer, sizes: Sizes, micro_batch: int, width: int) -> Work:
         rows = sent * sizes.etp
         grouped = [(rows / own, hidden, gates * features), (rows / own, features, hidden)]
         moved += rows * (hidden * 6 + features * (gates + 2)) * width
+        # A product of groups leaves biases to another kernel.
+        moved += config.add_bias_linear * 2 * rows * (hidden + gates * features) * width
         casts += rows * (hidden + features)
         expert_bytes = 2 * sent * hidden * width
         expert_tensor_bytes = 2 * rows * hidden * width if sizes.etp > 1 else 0.0
@@ -159,13 +176,30 @@ def _layer(layer: Layer, sizes: Sizes, micro_batch: int, width: int) -> Work:
         cast_bytes=3 * casts,
         tensor_bytes=num_gathers * tokens * hidden * width if tp > 1 else 0.0,
         num_tensor_messages=num_gathers if tp > 1 else 0,
-        context_bytes=2 * tokens * keys / min(tp, config.num_query_groups) * width * (cp - 1) if cp > 1 else 0.0,
+        key_bytes=2 * tokens * keys / min(tp, config.num_query_groups) * width if cp > 1 else 0.0,
+        query_bytes=tokens * query / tp * width if cp > 1 else 0.0,
         expert_bytes=expert_bytes,
         expert_tensor_bytes=expert_tensor_bytes,
         mlp_flops=sum(own_flops[num_attention_products:]) + grouped_flops,
         num_layers=1,
         num_expert_layers=int(layer.has_experts),
     )
+
+
+def _with_paths(work: Work, piece: Piece, sizes: Sizes, micro_batch: int, width: int) -> Work:
+    """With what low-rank paths add to a layer."""
+    assert piece.layer is not None
+    layer, tp = piece.layer, sizes.tp
+    tokens = micro_batch * layer.repeats * layer.sequence / (sizes.cp if layer.is_cut_by_context else 1)
+    flops, edges, moved = 0.0, 0.0, 0.0
+    for path in piece.paths:
+        inputs, outputs = (path.inputs, path.outputs / tp) if path.cuts_outputs else (path.inputs / tp, path.outputs)
+        for wide in (inputs, outputs):
+            flops += 2 * tokens * wide * path.rank
+            edges += 2 * (tokens * wide + tokens * path.rank + wide * path.rank)
+        # What goes in is read, dropped of and written, with its mask.
+        moved += path.has_dropout * tokens * inputs * (2 * width + 1)
+    return replace(work, path_flops=flops, path_edge_flops=edges, path_bytes=moved)
 
 
 def _attention(layer: Layer, streams: int, cp: int, tp: int) -> float:

@@ -2,6 +2,7 @@
 
     a layer's backward     gradients inside of its feed-forward network, the largest weight's before it is added, and,
                            with sequence parallelism, a gathered gradient
+    attention's dropout    where weights are laid out to be dropped: the draws of one sample, int64, three at a time
     the embedding's        the gradient of its whole matrix, and the same in float32 where gradients are; the layers of
                            the microbatch are gone by then
     the head's             logits, or their gradient beside that of the weight
@@ -12,7 +13,7 @@ A step's peak is at one of them. `dry_run` runs the code that these formulas des
 T tokens of a microbatch, H hidden, F feed-forward, V vocabulary, of this rank.
 """
 
-from lightning_megatron.planner.activations import logit_bytes, stage_bytes
+from lightning_megatron.planner.activations import is_shared, logit_bytes, stage_bytes
 from lightning_megatron.planner.anatomy import Layer, Piece, Stage
 from lightning_megatron.planner.run import Run
 from lightning_megatron.transformer import cost
@@ -24,6 +25,10 @@ _KEPT_FOR_WEIGHTS = 8 / 9
 # and gradients of their outputs
 _BATCH_BYTES = 20
 # of a token: its id and its label, int64, and its place in the loss mask, float32
+
+
+_DRAW_BYTES = 24
+# of each pair of tokens and head of one sample, while a mask is drawn
 
 
 def work_bytes(
@@ -40,16 +45,22 @@ def work_bytes(
     numbered = zip(kept, stages, _numbers(run, rank), strict=True)
     held += sum(count * received_bytes(run, stage) for count, stage, number in numbered if number)
     held += _put_off_bytes(run, rank, kept)
+    if run.schedule.name == "gpipe":
+        # Exponentials of the logits of the other microbatches, whose backwards come when all forwards are done.
+        held += (kept[0] - 1) * logit_bytes(run, stages[0]) * 2 / 3
     peaks = [batch + _optimizer_bytes(run, num_stepped)]
     matrix = cost.vocabulary_parameters(run.model, run.sizes)
     for stage in stages:
         peaks.append(held + again + max((layer_work(run, piece) for piece in stage), default=0.0))
+        peaks.append(held + again + max((_drawing_bytes(run, piece) for piece in stage), default=0.0))
         if logits := logit_bytes(run, stage):
-            peaks += [held + logits, held + logits / 3 + matrix * run.bytes_per_element]
-        if places := [place for place, piece in enumerate(stage) if piece.embedded_tokens]:
-            # A decoder's embedding stands behind the encoder's layers, and its backward comes before theirs.
-            is_last = places[-1] > 0 or run.schedule.name in _SPLITTING
-            gone = 0.0 if is_last else stage_bytes(run, stage)
+            is_trained = any(piece.is_trained for piece in stage if piece.layer is None)
+            peaks += [held + logits, held + logits / 3 + (matrix * run.bytes_per_element if is_trained else 0.0)]
+        if places := [place for place, piece in enumerate(stage) if piece.embedded_tokens and piece.is_trained]:
+            # A decoder's embedding stands behind the encoder's layers, and a LLaVA's behind the tower's: its backward
+            # comes before theirs.
+            behind = dict(list(stage.items())[places[-1] + 1 :])
+            gone = 0.0 if run.schedule.name in _SPLITTING else stage_bytes(run, behind)
             peaks.append(held - gone + matrix * _gradient_width(run))
             peaks.append(batch + _adopting_bytes(run, matrix))
     return max(peaks)
@@ -132,7 +143,7 @@ def _gradient_width(run: Run) -> int:
 def layer_work(run: Run, piece: Piece) -> float:
     """What the backward of a layer holds at a time beside what the layer kept: its feed-forward network's share."""
     layer = piece.layer
-    if layer is None or not layer.repeats:
+    if layer is None or not layer.repeats or not piece.passes_gradient:
         return 0.0
     config, sizes, width = layer.config, run.sizes, run.bytes_per_element
     tokens = run.micro_batch_size * layer.repeats * layer.sequence / (sizes.cp if layer.is_cut_by_context else 1)
@@ -141,15 +152,32 @@ def layer_work(run: Run, piece: Piece) -> float:
     stream = tokens / sp * config.hidden_size * width
     rows, features, weight = _inner(run, layer, tokens)
     inner = rows * features * width
+    moved = rows * config.hidden_size * width if layer.has_experts else 0.0
     remade = 0.0
     if ("moe" if layer.has_experts else "mlp") in again:
         remade = inner * (3 if config.is_gated else 2) + stream * ("norm" in again)
+        if config.moe is not None and layer.has_experts:
+            # What came to the experts, and their outputs before and after the router's weights.
+            shared = tokens * config.moe.shared_ffn_hidden_size / sizes.tp * width
+            remade += moved + inner + shared * (3 if config.is_gated else 2)
     elif "activation" in again and not layer.has_experts:
         remade = inner
     gathered = tokens * config.hidden_size * width if sp > 1 else 0.0
-    down = gathered + inner + (weight * width if _is_widened(run) else 0.0)
+    down = gathered + inner + (weight * width if piece.is_trained and _is_widened(run) else 0.0)
     activation = (4 if config.is_gated else 1) * inner
-    return stream + max(down, activation) + remade
+    # Gradients of rows as they come from where their tokens are, behind the experts, and on their way back.
+    return stream + max(down, activation) + remade + 3 * moved
+
+
+def _drawing_bytes(run: Run, piece: Piece) -> float:
+    """What a layer that drops weights of attention holds while it draws which; and what recomputation keeps of it."""
+    layer = piece.layer
+    if layer is None or not layer.repeats or layer.config.attention_dropout == 0 or is_shared(layer, run.sizes):
+        return 0.0
+    pairs = layer.sequence**2 * layer.config.num_attention_heads / run.sizes.tp
+    streams = run.micro_batch_size * layer.repeats
+    is_again = run.recompute.granularity == "selective" and "core_attention" in run.recompute.parts
+    return pairs * (_DRAW_BYTES + streams * (1 + is_again * run.software.pair_bytes))
 
 
 def _inner(run: Run, layer: Layer, tokens: float) -> tuple[float, float, float]:

@@ -77,6 +77,17 @@ def test_a_file_describes_another_gpu(tmp_path: Path) -> None:
         ("memory_gb: 0\nmemory_tb_per_second: 3\nhalf_tflops: 1\n", "memory_gb (0) must be above 0"),
         ("memory_gb: 1\nmemory_tb_per_second: 3\nhalf_tflops: 1\nvram: 3\n", "'vram'"),
         ("memory_gb: 1\nmemory_tb_per_second: 3\nhalf_tflops: 1\nhalf_matmul_tflops: 2\n", "at most half_tflops"),
+        ("memory_gb: .inf\nmemory_tb_per_second: 3\nhalf_tflops: 1\n", "'memory_gb' in {file} (inf) must be a finite"),
+        ("memory_gb: 1\nmemory_tb_per_second: 3\nhalf_tflops: 1\nfamily: 9\n", "'family' in {file} (9) must be text"),
+        (
+            "memory_gb: 1\nmemory_tb_per_second: 3\nhalf_tflops: 1\naliases: me\n",
+            "'aliases' in {file} ('me') must be a",
+        ),
+        (
+            "memory_gb: 1\nmemory_tb_per_second: 3\nhalf_tflops: 1\naliases: [1]\n",
+            "'aliases' in {file} ([1]) must be a",
+        ),
+        ("memory_gb: 1\nmemory_tb_per_second: 3\nhalf_tflops: 1\ngpus_per_node: 7.5\n", "must be a whole number"),
         ("- 1\n", "table of fields"),
         ("a: [\n", "no YAML"),
     ],
@@ -86,7 +97,7 @@ def test_what_is_wrong_with_a_file_is_told(tmp_path: Path, text: str, told: str)
     file.write_text(text)
     with pytest.raises(ValueError) as caught:
         gpu_of(str(file))
-    assert told in str(caught.value)
+    assert told.format(file=file) in str(caught.value)
 
 
 def test_a_file_that_is_not_there_is_told() -> None:

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from lightning_megatron.mesh import Sizes
+from lightning_megatron.context.config import ContextConfig
+from lightning_megatron.mesh import Sizes, StageLayout
 from lightning_megatron.planner.estimate import estimate
 from lightning_megatron.planner.hardware import GIGA, gpu_of
 from lightning_megatron.planner.presets import PRESETS
@@ -52,6 +53,44 @@ def test_experts_are_spread_by_divisors_of_their_number() -> None:
     assert sizes == {1, 2, 4, 8}
 
 
+def test_experts_are_whole_or_cut_over_as_many_ranks_as_the_rest() -> None:
+    runs = list(candidates(run_of("mixtral_8x7b", 64), H100))
+    assert all(run.sizes.etp in (1, run.sizes.tp) for run in runs)
+    assert {run.sizes.etp for run in runs} == {1, 2, 4, 8}
+    assert {run.sizes.etp for run in candidates(run_of("llama3_8b", 64), H100)} == {1}
+
+
+def test_a_search_takes_nothing_from_sizes_that_it_changes() -> None:
+    own = Sizes(world=64, pp=4, cp=2, cp_inner=2, stage_layout=StageLayout(text="Et*20|t*20|t*20|t*20L"))
+    context = ContextConfig(kind="hierarchical", inner_size=2)
+    found = list(candidates(run_of("llama3_70b", 64, sizes=own, context=context), H100))
+    assert {run.sizes.pp for run in found} > {1, 2, 4, 8}
+    for run in found:
+        assert not run.sizes.faults(), run.sizes
+        kept = (run.sizes.pp, run.sizes.vp) == (4, 1)
+        assert (run.sizes.stage_layout == own.stage_layout) == kept
+        assert (run.sizes.cp_inner, run.context.kind) == ((2, "hierarchical") if run.sizes.cp % 2 == 0 else (1, "ring"))
+
+
+def test_layers_that_stages_do_not_divide_are_spread_by_cost_and_the_fullest_rank_counts() -> None:
+    found = search(run_of("llama3_8b", 12, global_batch_size=24), H100, memory_bytes=30 * GIGA)
+    uneven = [run for run in found.fitting if 32 % run.sizes.num_stages]
+    assert uneven and all(run.sizes.stage_layout.balance == "cost" for run in uneven)
+    for run in uneven:
+        assert estimate(run, H100).peak_bytes <= 30 * GIGA
+    even = [run for run in found.fitting if 32 % run.sizes.num_stages == 0]
+    assert all(run.sizes.stage_layout == StageLayout() for run in even)
+
+
+def test_the_nearest_are_those_that_lack_the_least_of_different_cuts() -> None:
+    found = search(run_of("llama3_8b", 16), H100, memory_bytes=24 * GIGA)
+    nearest = found.nearest(3)
+    cuts = [(one.run.sizes.tp, one.run.sizes.pp, one.run.sizes.cp) for one in nearest]
+    needed = [one.needed_bytes for one in nearest]
+    assert len(set(cuts)) == 3 and needed == sorted(needed)
+    assert needed[0] == min(one.needed_bytes for one in found.rejected if one.needed_bytes)
+
+
 def test_long_sequences_are_cut_and_short_ones_are_not() -> None:
     long = run_of("llama3_8b", 16)
     assert {run.sizes.cp for run in candidates(long, H100)} == {1, 2}
@@ -62,7 +101,14 @@ def test_where_nothing_fits_more_gpus_may_do() -> None:
     run = run_of("gpt3_175b", 8)
     assert not search(run, H100, memory_bytes=H100.memory_bytes).fitting
     more = fewest_gpus(run, H100, memory_bytes=H100.memory_bytes)
+    half = run_of("gpt3_175b", more // 2)
+    assert not search(half, H100, memory_bytes=H100.memory_bytes).fitting
     assert more > 8 and search(run_of("gpt3_175b", more), H100, memory_bytes=H100.memory_bytes).fitting
+
+
+def test_a_memory_that_no_number_of_gpus_mends_is_told_as_such() -> None:
+    assert fewest_gpus(run_of("gpt3_175b", 8), H100, memory_bytes=1.2 * GIGA) == 0
+    assert fewest_gpus(run_of("gpt_1t", 8), H100, memory_bytes=H100.memory_bytes) == 512
 
 
 def test_a_layout_with_faults_tells_all_of_them() -> None:

@@ -7,7 +7,9 @@ import pytest
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.planner.constants import Constants, fitted
+from lightning_megatron.planner.flops import step_flops
 from lightning_megatron.planner.hardware import gpu_of
+from lightning_megatron.planner.memory import rank_memory
 from lightning_megatron.planner.network import Group, exchange_seconds, gather_seconds, groups_of
 from lightning_megatron.planner.presets import PRESETS
 from lightning_megatron.planner.run import Run
@@ -62,6 +64,17 @@ def test_no_product_is_faster_than_the_measured_ceiling() -> None:
 )
 def test_more_work_or_more_messages_take_longer(slower: Run, quicker: Run) -> None:
     assert time_of(slower).total > 1.001 * time_of(quicker).total
+
+
+def test_accumulated_batches_are_summed_once_and_late() -> None:
+    one, two = time_of(run_of()), time_of(run_of(num_accumulated=2))
+    assert two.compute == 2 * one.compute and two.bubble == pytest.approx(2 * one.bubble)
+    assert two.exposed["tp"] == 2 * one.exposed["tp"] and two.optimizer == one.optimizer
+    late = time_of(run_of(optimizer=OptimizerConfig(kind="distributed", overlap_param_gather=True)))
+    assert two.exposed["dp"] == late.exposed["dp"] > one.exposed["dp"]
+    assert step_flops(run_of(num_accumulated=2)) == 2 * step_flops(run_of())
+    assert run_of(num_accumulated=2).num_tokens == 2 * run_of().num_tokens
+    assert rank_memory(run_of(num_accumulated=2), 0) == rank_memory(run_of(), 0)
 
 
 def test_full_recomputation_costs_a_forward() -> None:

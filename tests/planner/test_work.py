@@ -40,9 +40,10 @@ def test_a_layer_gathers_and_scatters_its_stream_twice_each() -> None:
     assert work.num_tensor_messages == 4 and work.tensor_bytes == 4 * 8192 * 4096 * 2
 
 
-def test_a_ring_passes_on_the_keys_and_values_of_all_other_ranks() -> None:
-    assert layer_work(Sizes()).context_bytes == 0
-    assert layer_work(Sizes(world=4, cp=4)).context_bytes == 3 * 2 * 2048 * 8 * 128 * 2
+def test_ranks_that_share_a_sequence_exchange_keys_and_values_of_their_part() -> None:
+    assert layer_work(Sizes()).key_bytes == layer_work(Sizes()).query_bytes == 0
+    work = layer_work(Sizes(world=8, cp=4, tp=2, sequence_parallel=True))
+    assert work.key_bytes == 2 * 2048 * 4 * 128 * 2 and work.query_bytes == 2048 * 16 * 128 * 2
 
 
 def test_tokens_go_to_their_experts_and_back() -> None:

@@ -1,0 +1,156 @@
+"""Which weights of a run are trained, and what a backward needs not do for the others.
+
+    weights          gradient of what goes in    backward of products, of attention    held beside the weights
+    trained          needed                      2 forwards, 2                         gradients, main weights, moments
+    trained          needed by nobody            1, 0                                  the same
+    frozen           needed                      1, 2                                  nothing; those of a path, if any
+    frozen           needed by nobody            0, 0                                  nothing
+
+What goes into a piece needs a gradient where something before it is trained; the first layer of what is trained counts
+as its others do, as in `models.llava_cost`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from lightning_megatron.mesh import Sizes
+from lightning_megatron.models import LlavaConfig
+from lightning_megatron.models.llava import PARTS
+from lightning_megatron.planner.anatomy import (
+    Anatomy,
+    LowRankPath,
+    Model,
+    Piece,
+    Stage,
+    Texts,
+    anatomy_of,
+    parameters_of,
+    path_parameters,
+)
+from lightning_megatron.transformer import cost
+from lightning_megatron.transformer.config import TransformerConfig
+from lightning_megatron.transformer.lora import LoraConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What is trained; by default every weight."""
+
+    frozen: tuple[str, ...] = ()
+    # parts of a LLaVA that are not: of vision, projector, language
+    lora: LoraConfig | None = None
+    # low-rank paths, beside weights that are all frozen
+
+    def faults(self, model: Model) -> list[str]:
+        """What of it does not fit the model, one sentence each."""
+        faults = []
+        if self.frozen and not isinstance(model, LlavaConfig):
+            faults.append(
+                f"frozen ({', '.join(self.frozen)}) names parts of a LLaVA, and the model is none; leave it out"
+            )
+        if unknown := [name for name in self.frozen if name not in PARTS]:
+            faults.append(f"frozen ({', '.join(map(repr, unknown))}) must be of {', '.join(map(repr, PARTS))}")
+        if set(self.frozen) >= set(PARTS):
+            faults.append("frozen names all parts, and nothing is left to train; leave one out")
+        if self.lora is not None:
+            offered = {name for layer in range(model.num_layers) for name in _linears(model, layer)}
+            if missing := [name for name in self.lora.targets if name not in offered]:
+                faults.append(
+                    f"lora targets ({', '.join(missing)}) must be of what the layers have: {', '.join(sorted(offered))}"
+                )
+        return faults
+
+
+ALL = Trained()
+
+
+@lru_cache(maxsize=64)
+def trained_anatomy(model: Model, texts: Texts, trained: Trained) -> Anatomy:
+    """The pieces of a model, each with what a backward does for it."""
+    anatomy = anatomy_of(model, texts)
+    pieces = anatomy.pieces
+    if isinstance(model, LlavaConfig):
+        pieces = tuple(_with_frozen_parts(pieces, set(trained.frozen)))
+    if trained.lora is not None:
+        pieces = tuple(_beside_paths(piece, trained.lora) for piece in pieces)
+    return replace(anatomy, pieces=pieces)
+
+
+def trained_parameters(anatomy: Anatomy) -> int:
+    """Of the parameters of the unsplit model those that are trained, padding left out."""
+    idle = tuple(replace(piece, is_trained=True, paths=()) for piece in anatomy.pieces if not piece.is_trained)
+    frozen = replace(anatomy, pieces=idle).parameters()
+    return anatomy.parameters() - frozen
+
+
+def trained_of_stages(stages: Iterable[Stage], anatomy: Anatomy, sizes: Sizes) -> tuple[int, int]:
+    """Of the parameters that a rank holds on its stages those that are trained: dense ones, and those of experts."""
+    dense, experts = 0, 0
+    has_matrix, needs_matrix = False, False
+    for stage in stages:
+        for piece, count in stage.items():
+            has_matrix |= piece.matrices > 0
+            needs_matrix |= piece.shared_matrices > 0 and piece.is_trained
+            own = parameters_of(piece, anatomy, sizes) if piece.is_trained else (path_parameters(piece, sizes), 0)
+            dense, experts = dense + count * own[0], experts + count * own[1]
+    if needs_matrix and not has_matrix:
+        dense += cost.vocabulary_parameters(anatomy.config, sizes)
+    return dense, experts
+
+
+def backward_part(stage: Stage) -> Stage:
+    """The pieces of a stage that keep anything for a backward."""
+    return {piece: count for piece, count in stage.items() if piece.is_trained or piece.passes_gradient}
+
+
+def _with_frozen_parts(pieces: tuple[Piece, ...], frozen: set[str]) -> Iterable[Piece]:
+    """Those of a LLaVA. The first piece looks at pixels; layers and a norm that no image goes through train never."""
+    tower, projector, language = ("vision" not in frozen, "projector" not in frozen, "language" not in frozen)
+    for place, piece in enumerate(pieces):
+        is_used = bool(piece.products) or (piece.layer is not None and piece.layer.repeats > 0)
+        match piece.part:
+            case "vision":
+                own = tower and is_used
+                yield replace(piece, is_trained=own, passes_gradient=own and place > 0)
+            case "projector":
+                # The first of its linears reads the tower.
+                is_first = pieces[place - 1].part == "vision"
+                yield replace(piece, is_trained=projector, passes_gradient=tower or (projector and not is_first))
+            case _:
+                yield replace(piece, is_trained=language, passes_gradient=tower or projector or language)
+
+
+def _beside_paths(piece: Piece, lora: LoraConfig) -> Piece:
+    frozen = replace(piece, is_trained=False)
+    if piece.layer is None:
+        return frozen if piece.symbol != "E" else replace(frozen, passes_gradient=False)
+    linears = _linears(piece.layer.config, piece.layer.index)
+    return replace(
+        frozen,
+        paths=tuple(
+            LowRankPath(
+                name=name,
+                rank=lora.rank,
+                inputs=linears[name][0],
+                outputs=linears[name][1],
+                cuts_outputs=name.endswith((".qkv", ".up")),
+                has_dropout=lora.dropout > 0,
+            )
+            for name in lora.targets
+            if name in linears
+        ),
+    )
+
+
+def _linears(config: TransformerConfig, layer: int) -> dict[str, tuple[int, int]]:
+    """What goes into each linear of a layer that may have a path, and what comes out."""
+    hidden, query = config.hidden_size, config.num_attention_heads * config.head_dim
+    keys = config.num_query_groups * config.head_dim
+    gates = 2 if config.is_gated else 1
+    linears = {"attention.qkv": (hidden, query + 2 * keys), "attention.projection": (query, hidden)}
+    if config.moe is not None and config.has_experts(layer):
+        name, width = "shared", config.moe.shared_ffn_hidden_size
+    else:
+        name, width = "mlp", config.ffn_hidden_size
+    return linears | ({f"{name}.up": (hidden, gates * width), f"{name}.down": (width, hidden)} if width else {})

@@ -1,0 +1,220 @@
+"""What is frozen costs no more than it must: FLOPs, states, activations and time, against what is built and counted."""
+
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_megatron.hf.family import model_of
+from lightning_megatron.mesh import Mesh, Sizes
+from lightning_megatron.models import GPTConfig, GPTModel, LlavaConfig
+from lightning_megatron.models.llava import PARTS, LlavaModel
+from lightning_megatron.models.llava_cost import training_flops
+from lightning_megatron.models.vision import VisionConfig
+from lightning_megatron.moe.config import MoEConfig, RouterConfig
+from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.planner.anatomy import Texts
+from lightning_megatron.planner.constants import Constants
+from lightning_megatron.planner.flops import MODEL, step_flops
+from lightning_megatron.planner.hardware import gpu_of
+from lightning_megatron.planner.memory import parameters_of_rank, rank_memory
+from lightning_megatron.planner.presets import PRESETS
+from lightning_megatron.planner.run import Run
+from lightning_megatron.planner.step_time import StepTime, step_time
+from lightning_megatron.planner.trained import Trained, trained_of_stages, trained_parameters
+from lightning_megatron.planner.unkept import unkept_bytes
+from lightning_megatron.transformer.lora import LoraConfig, add_lora
+from lightning_megatron.transformer.recompute import RecomputeConfig, share
+
+H100 = gpu_of("h100")
+_LLAMA = {
+    "num_layers": 4,
+    "hidden_size": 48,
+    "num_attention_heads": 6,
+    "num_query_groups": 2,
+    "vocab_size": 100,
+    "max_sequence_length": 64,
+    "tie_embeddings": False,
+    "activation": "swiglu",
+    "normalization": "rmsnorm",
+    "add_bias_linear": False,
+    "position": "rotary",
+}
+LLAMA = GPTConfig(**_LLAMA)  # type: ignore[arg-type]
+_VISION = VisionConfig(num_layers=3, hidden_size=24, num_attention_heads=2, image_size=16, patch_size=4)
+LLAVA = LlavaConfig(**_LLAMA, vision=_VISION, image_token=7)  # type: ignore[arg-type]
+MOE = MoEConfig(router=RouterConfig(num_experts=4), every=2, shared_ffn_hidden_size=96)
+SUBSETS = [subset for number in range(len(PARTS)) for subset in combinations(PARTS, number)]
+EVERYWHERE = ("attention.qkv", "attention.projection", "mlp.up", "mlp.down", "shared.up", "shared.down")
+
+
+def run_of(model: GPTConfig = LLAVA, **changes: object) -> Run:
+    fields = {
+        "model": model,
+        "texts": Texts(sequence=64, images=int(isinstance(model, LlavaConfig))),
+        "sizes": Sizes(),
+        "global_batch_size": 8,
+    }
+    return Run(**(fields | changes))  # type: ignore[arg-type]
+
+
+def large_run(**changes: object) -> Run:
+    preset = PRESETS["llava_7b"]
+    sizes = Sizes(world=8, tp=4, sequence_parallel=True)
+    return run_of(preset.model, texts=preset.texts, sizes=sizes, global_batch_size=16, **changes)  # type: ignore[arg-type]
+
+
+def time_of(run: Run) -> StepTime:
+    return step_time(run, H100, Constants())
+
+
+@pytest.mark.parametrize("frozen", SUBSETS, ids="-".join)
+@pytest.mark.parametrize("keeps_class_token", [False, True])
+def test_flops_of_a_step_are_those_that_the_module_reports(frozen: tuple[str, ...], keeps_class_token: bool) -> None:
+    model = replace(LLAVA, keeps_class_token=keeps_class_token)
+    run = run_of(model, trained=Trained(frozen=frozen))
+    reported = training_flops(model, lengths={64: 8}, num_images=8, frozen=frozen)
+    assert step_flops(run, MODEL) == pytest.approx(reported, rel=1e-12)
+
+
+@pytest.mark.parametrize("frozen", SUBSETS, ids="-".join)
+@pytest.mark.parametrize("sizes", [Sizes(), Sizes(world=2, tp=2, sequence_parallel=True), Sizes(world=2, pp=2)])
+def test_a_rank_trains_the_parameters_that_the_model_trains(frozen: tuple[str, ...], sizes: Sizes) -> None:
+    run = run_of(sizes=sizes, trained=Trained(frozen=frozen))
+    for rank in range(sizes.world):
+        mesh = Mesh.imagine(rank, sizes)
+        with torch.device("meta"):
+            model = model_of(LLAVA, mesh)
+        assert isinstance(model, LlavaModel)
+        model.freeze(*frozen)
+        built = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        assert sum(trained_of_stages(run.stages[mesh.pp.rank], run.anatomy, sizes)) == built
+        assert sum(parameters_of_rank(run, mesh.pp.rank)[:2]) == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("targets", [EVERYWHERE, EVERYWHERE[:1], ("mlp.down", "shared.up")])
+@pytest.mark.parametrize("sizes", [Sizes(), Sizes(world=2, tp=2, sequence_parallel=True), Sizes(world=2, ep=2)])
+def test_a_rank_holds_the_paths_that_are_added(targets: tuple[str, ...], sizes: Sizes) -> None:
+    lora, model = LoraConfig(rank=3, targets=targets), replace(LLAMA, moe=MOE)  # type: ignore[arg-type]
+    run = run_of(model, sizes=sizes, trained=Trained(lora=lora))
+    with torch.device("meta"):
+        built = GPTModel(model, mesh=Mesh.imagine(0, sizes))
+        add_lora(built, lora, seed=0)
+    numbers = [(parameter.numel(), parameter.requires_grad) for parameter in built.parameters()]
+    assert trained_of_stages(run.stages[0], run.anatomy, sizes) == (
+        sum(n for n, is_trained in numbers if is_trained),
+        0,
+    )
+    assert sum(parameters_of_rank(run, 0)[:2]) == sum(n for n, _ in numbers)
+
+
+def test_what_is_trained_of_the_unsplit_model_is_told_without_padding() -> None:
+    model = replace(LLAVA, vocab_multiple=64)
+    built = model_of(replace(model, vocab_multiple=1), Mesh.single())
+    assert isinstance(built, LlavaModel)
+    built.freeze("vision")
+    run = run_of(model, trained=Trained(frozen=("vision",)))
+    assert trained_parameters(run.anatomy) == sum(p.numel() for p in built.parameters() if p.requires_grad)
+
+
+def test_frozen_weights_cost_four_bytes_and_nothing_else() -> None:
+    whole = large_run()
+    frozen = large_run(trained=Trained(frozen=("vision", "language")))
+    trained = sum(trained_of_stages(frozen.stages[0], frozen.anatomy, frozen.sizes))
+    every = sum(parameters_of_rank(whole, 0)[:2])
+    memory = rank_memory(frozen, 0)
+    assert trained < 0.01 * every
+    assert memory.weights == 2 * trained + 4 * (every - trained)
+    assert (memory.gradients, memory.main_weights, memory.moments) == (4 * trained, 4 * trained, 8 * trained)
+    distributed = large_run(trained=frozen.trained, optimizer=OptimizerConfig(kind="distributed"))
+    assert rank_memory(distributed, 0).moments == 8 * trained / 2
+
+
+def test_a_tower_without_a_gradient_keeps_nothing_and_has_no_backward() -> None:
+    sighted, blind = large_run(), large_run(trained=Trained(frozen=("vision", "projector")))
+    unseeing = replace(sighted, texts=replace(sighted.texts, images=0))
+    assert rank_memory(blind, 0).activations == pytest.approx(rank_memory(unseeing, 0).activations)
+    assert rank_memory(sighted, 0).activations > 1.01 * rank_memory(blind, 0).activations
+    assert time_of(blind).backwards == pytest.approx(time_of(unseeing).backwards)
+    # What is frozen stays wide, and is cast.
+    assert time_of(blind).forwards[0] == pytest.approx(time_of(sighted).forwards[0], rel=0.02)
+
+
+def test_a_backward_through_frozen_weights_does_their_products_once() -> None:
+    trained = time_of(large_run())
+    frozen = time_of(large_run(trained=Trained(frozen=("vision", "language"))))
+    assert 0.5 < frozen.backwards[0] / trained.backwards[0] < 0.7
+
+
+def test_low_rank_paths_cost_their_own_products_and_spare_gradients_of_weights() -> None:
+    preset = PRESETS["llama3_8b"]
+    fields = {"texts": preset.texts, "sizes": Sizes(world=8, tp=2, sequence_parallel=True), "global_batch_size": 16}
+    whole = run_of(preset.model, **fields)  # type: ignore[arg-type]
+    small, large = (replace(whole, trained=Trained(lora=LoraConfig(rank=rank))) for rank in (8, 64))
+    assert time_of(small).total < time_of(large).total < time_of(whole).total
+    paths = 3 * 2 * whole.num_tokens * trained_parameters(large.anatomy)
+    weights = step_flops(whole) - step_flops(large)
+    linears = sum(p.numel() for p in _layer_matrices(preset.model)) * preset.model.num_layers
+    head = preset.model.hidden_size * preset.model.vocab_size
+    assert weights == pytest.approx(2 * whole.num_tokens * (linears + head) - paths, rel=1e-9)
+
+
+def _layer_matrices(model: GPTConfig) -> list[Tensor]:
+    with torch.device("meta"):
+        built = GPTModel(replace(model, num_layers=1), mesh=Mesh.single())
+    return [p for name, p in built.named_parameters() if name.startswith("layers") and p.dim() > 1]
+
+
+def saved_bytes(model: GPTModel, tokens: Tensor) -> int:
+    """Of what a forward keeps beside the weights, each storage once."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(saved: Tensor) -> Tensor:
+        storage = saved.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
+        loss = model(tokens, labels=tokens)
+    del loss
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize("parts", [(), ("mlp",), ("activation",)], ids="-".join)
+def test_layers_that_only_pass_gradients_keep_less_by_what_is_said(activation: str, parts: tuple[str, ...]) -> None:
+    # torch makes norms by root mean square of several operations on a CPU, which keep more.
+    config = replace(LLAMA, activation=activation, normalization="layernorm")  # type: ignore[arg-type]
+    recompute = RecomputeConfig(granularity="selective", parts=parts) if parts else RecomputeConfig()  # type: ignore[arg-type]
+    tokens = torch.arange(64).remainder(100).repeat(2, 1)
+    found = []
+    for is_frozen in (False, True):
+        model = GPTModel(config, mesh=Mesh.single(), seed=0)
+        share(model, recompute)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not (is_frozen and name.startswith("layers")))
+        found.append(saved_bytes(model, tokens))
+    run = run_of(config, micro_batch_size=2, precision="32-true", recompute=recompute)
+    stage = {replace(piece, is_trained=piece.layer is None): n for piece, n in run.stages[0][0].items()}
+    assert found[0] - found[1] == unkept_bytes(run, stage) > 0
+
+
+@pytest.mark.parametrize(
+    ("trained", "words"),
+    [
+        (Trained(frozen=("tower",)), "must be of 'vision', 'projector', 'language'"),
+        (Trained(frozen=PARTS), "nothing is left to train"),
+        (Trained(lora=LoraConfig(targets=("shared.up",))), "lora targets (shared.up)"),
+    ],
+)
+def test_what_cannot_be_trained_is_told(trained: Trained, words: str) -> None:
+    assert any(words in fault for fault in trained.faults(LLAVA))
+
+
+def test_a_model_that_is_no_llava_has_no_parts() -> None:
+    assert "names parts of a LLaVA" in Trained(frozen=("vision",)).faults(LLAMA)[0]
+    assert Trained(lora=LoraConfig(rank=2)).faults(LLAMA) == Trained(frozen=("vision",)).faults(LLAVA) == []
