@@ -1,0 +1,28 @@
+"""The planner's prediction for this machine follows what was measured of it."""
+
+import pytest
+
+from benchmarks.plan_on_cpu import NAMES, measure_rank, predicted, table
+
+RATES = {"products": 8e10, "attention": 3e10, "memory": 3e9, "message_seconds": 5e-4, "link": 1e9}
+
+
+@pytest.mark.parametrize("mode", NAMES)
+def test_twice_the_rates_take_half_the_time(mode: str) -> None:
+    faster = {name: value / 2 if name.endswith("seconds") else 2 * value for name, value in RATES.items()}
+    assert predicted(mode, faster) == pytest.approx(predicted(mode, RATES) / 2)
+
+
+def test_every_rate_counts() -> None:
+    whole = predicted("tp2", RATES)
+    for name, value in RATES.items():
+        better = value / 10 if name.endswith("seconds") else 10 * value
+        assert predicted("tp2", RATES | {name: better}) < whole, name
+
+
+def test_rates_are_measured_and_shown_beside_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    rates = measure_rank()
+    assert rates.keys() == {"products", "attention", "memory"} and min(rates.values()) > 1e6
+    told = predicted("one", rates)
+    assert f"| one | {told:.3f} | {2 * told:.3f} | 0.50 |" in table([{"one": (told, 2 * told)}])
