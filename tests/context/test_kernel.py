@@ -225,7 +225,11 @@ def test_dropping_and_a_bias_are_laid_out_and_the_rest_is_not() -> None:
     assert isinstance(kernel_for(x, plain), ByBlocks)
     assert isinstance(kernel_for(x, Pairing(**{**fields, "dropping": dropping})), LaidOut)
     assert isinstance(kernel_for(x, Pairing(**{**fields, "bias": bias})), LaidOut)
-    assert isinstance(kernel_for(x.to("meta"), plain), LaidOut)
+    # Meta tensors stand for a GPU, whose kernels know no float64.
+    on_gpu = x.to("meta")
+    assert isinstance(kernel_for(on_gpu.bfloat16(), plain), Flash)
+    assert isinstance(kernel_for(on_gpu, plain), ByBlocks)
+    assert isinstance(kernel_for(on_gpu.double(), plain), LaidOut)
 
 
 @pytest.mark.gpu

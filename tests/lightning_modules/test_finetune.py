@@ -166,7 +166,7 @@ def test_what_cannot_be_exported_is_told_before_training(folder: Path) -> None:
     module = GPTModule(FinetuneModule(taken).config)
     with pytest.raises(ConfigurationError) as raised:
         trainer.fit(module, datamodule=data(folder))
-    assert "writes a FinetuneModule, and this is a GPTModule" in str(raised.value)
+    assert "writes a FinetuneModule or a T5FinetuneModule, and this is a GPTModule" in str(raised.value)
     assert f"export path ({taken}) exists" in str(raised.value)
     assert module.model is None
 

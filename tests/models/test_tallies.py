@@ -67,7 +67,7 @@ def batch_and_wanted(name: str) -> tuple[dict[str, Any], dict[str, float]]:
     batch, model = inputs_of(name), model_of(name)
     with torch.no_grad():
         logits = model(**{n: v for n, v in batch.items() if n not in ("labels", "loss_mask", "sentence_order_labels")})
-    logits = logits.tokens if name == "bert" else logits
+    logits, order = (logits.tokens, logits.sentence_order) if name == "bert" else (logits, None)
     likeliest, labels = logits.argmax(dim=-1), batch["labels"]
     is_hit = torch.rand(labels.shape, generator=torch.Generator().manual_seed(4)) < 0.6
     batch["labels"] = labels = torch.where(is_hit & (labels != -100), likeliest, labels)
@@ -80,7 +80,13 @@ def batch_and_wanted(name: str) -> tuple[dict[str, Any], dict[str, float]]:
         counts &= labels != small_llava.IMAGE
     weights = torch.where(counts, batch["loss_mask"], 0.0)
     surprise = -logits.log_softmax(-1).gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    return batch, {
+    of_order = {}
+    if order is not None and "sentence_order_labels" in batch:
+        # A sample counts where it has a label, and a token that does.
+        samples = (batch["sentence_order_labels"] != -100) & (weights.sum(1) > 0)
+        right = samples & (order.argmax(dim=-1) == batch["sentence_order_labels"])
+        of_order = {"sentence_order_correct": float(right.sum()), "sentence_order_samples": float(samples.sum())}
+    return batch, of_order | {
         "correct": float((weights * (likeliest == labels)).sum()),
         "negative_log_likelihood": float((weights * surprise).sum()),
         "weight": float(weights.sum()),
