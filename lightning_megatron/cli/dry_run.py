@@ -43,7 +43,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     run.add_argument(
         "--rank", type=int, metavar="RANK", help="which (default: of the first, the middle and the last stage)"
     )
-    run.add_argument("--layout", metavar="SIZES", help="as in tp=8,pp=64,mbs=1 (default: the recipe's own)")
+    run.add_argument("--layout", metavar="SIZES", help="as in tp=8,pp=64,mbs=1, or recipe (the default)")
     run.add_argument("--global-batch-size", type=int, metavar="SAMPLES", help="of a step (default: the recipe's)")
     run.add_argument("--sequence-length", type=int, metavar="TOKENS", help="of a sample (default: the recipe's)")
     run.add_argument("--decoder-sequence-length", type=int, metavar="TOKENS", help="of a T5's answers")

@@ -87,6 +87,8 @@ def precision_of(trainer: Mapping[str, Any], fp8: Fp8Config | None, faults: list
 def num_gpus_of(trainer: Mapping[str, Any], faults: list[str]) -> int:
     """GPUs of all nodes; 0 where it is left to the machine."""
     devices, nodes = trainer.get("devices", "auto"), trainer.get("num_nodes", 1)
+    if isinstance(devices, str) and "," in devices:
+        devices = devices.strip(",").split(",")
     if isinstance(devices, list):
         devices = len(devices)
     elif isinstance(devices, str) and devices.isdecimal():

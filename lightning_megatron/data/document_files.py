@@ -10,6 +10,8 @@ same faults. A disk that cannot be read just now is none of them, and ends the r
 | CSV, Parquet, Arrow | a row |
 """
 
+import csv
+import io
 import json
 import lzma
 import zlib
@@ -79,7 +81,13 @@ def require_column(file: str, kind: str, text_column: str) -> None:
     if kind == "":
         return
     if kind == "json":
-        row = next((row for _, row in _json_rows(file) if isinstance(row, dict)), None)
+        try:
+            row = next((row for _, row in _json_rows(file) if isinstance(row, dict)), None)
+        except DAMAGES as error:
+            if is_of_disk(error):
+                raise
+            # Before its first row: a bad document, as it is told when it is read.
+            return
         if row is not None:
             _require_among(text_column, row, file)
             if fault := _row_document(row, text_column, f"{file}, its first row").fault:
@@ -170,19 +178,33 @@ def _row_document(row: Any, text_column: str, where: str) -> FileDocument:
 
 
 def _csv_documents(file: str, text_column: str) -> Iterator[FileDocument]:
-    from pyarrow import csv, string
+    """Row by row, each by itself: a bad one leaves the others as they are."""
+    csv.field_size_limit(_LARGEST_TEXT_BYTES)
+    with (
+        _opened(file) as stream,
+        io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="") as lines,
+    ):
+        rows = csv.reader(lines, strict=True)
+        columns = next(rows, [])
+        if text_column not in columns:
+            yield FileDocument(None, f"has no text ({file} has the columns {', '.join(columns)})")
+            return
+        place = columns.index(text_column)
+        try:
+            for row in filter(None, rows):
+                yield _cell_document(row, place, len(columns), f"{file}, line {rows.line_num}")
+        except csv.Error as error:
+            raise ValueError(f"line {rows.line_num}: {error}") from error
 
-    # A row must lie within two blocks.
-    reading = csv.ReadOptions(block_size=1 << 26)
-    converting = csv.ConvertOptions(column_types={text_column: string()}, strings_can_be_null=False)
-    with _opened(file) as stream:
-        batches = csv.open_csv(
-            stream,
-            read_options=reading,
-            parse_options=csv.ParseOptions(newlines_in_values=True),
-            convert_options=converting,
-        )
-        yield from _table_documents(file, text_column, batches.schema, batches)
+
+def _cell_document(row: list[str], place: int, num_columns: int, where: str) -> FileDocument:
+    if len(row) != num_columns:
+        return FileDocument(None, f"has {len(row)} cells of {num_columns} ({where})")
+    try:
+        row[place].encode()
+    except UnicodeEncodeError:
+        return FileDocument(None, f"is not UTF-8 text ({where})")
+    return FileDocument(row[place])
 
 
 def _parquet_documents(file: str, text_column: str) -> Iterator[FileDocument]:
@@ -219,8 +241,10 @@ def _table_documents(file: str, text_column: str, schema: Any, batches: Any) -> 
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
         yield FileDocument(None, f"has no text ({file} holds {kind} as {text_column!r})")
         return
+    number = -1
     for batch in batches:
-        for number, held in enumerate(batch.column(text_column)):
+        for held in batch.column(text_column):
+            number += 1
             try:
                 yield FileDocument(held.as_py())
             except UnicodeDecodeError as error:

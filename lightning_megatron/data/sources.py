@@ -196,16 +196,16 @@ class TextStream:
             text, [fault] = rows["text"][0], rows.get("fault", [""])
             fault = fault or self._fault(text)
             if fault:
-                self.take_bad(fault)
+                self.take_bad(fault, is_telling=self._is_telling)
             yield None if fault else text
 
-    def take_bad(self, fault: str) -> None:
+    def take_bad(self, fault: str, *, is_telling: bool = True) -> None:
         """Names a bad document, or refuses it."""
         if self.bad_documents == "refuse":
             raise ValueError(f"a document {fault}; mend it, or let such be skipped by bad_documents='skip'")
         self._num_bad += 1
         # The first ones, and then fewer and fewer: a stream has no end at which they could be counted.
-        if self._is_telling and (self._num_bad <= _NAMED or self._num_bad.bit_count() == 1):
+        if is_telling and (self._num_bad <= _NAMED or self._num_bad.bit_count() == 1):
             logger.warning("skipped, as number %d so far, a document that %s", self._num_bad, fault)
 
     def state_dict(self) -> Any:
@@ -367,6 +367,10 @@ def _row_builder(file: Path) -> str:
     return ROW_SUFFIXES.get(suffixes[-1], "") if suffixes else ""
 
 
+_READ_ONE_BY_ONE = ("", "csv")
+# A cell of CSV is the text that it is, as in a stream; the builder of `datasets` would make numbers of some.
+
+
 def _documents_in(files: list[Path], text_column: str, cache_dir: str | Path | None) -> "Documents":
     """Text files first, then those of rows, builder by builder."""
     of_builder: dict[str, list[Path]] = {}
@@ -374,7 +378,7 @@ def _documents_in(files: list[Path], text_column: str, cache_dir: str | Path | N
         of_builder.setdefault(_row_builder(file), []).append(file)
     parts = []
     for builder, members in sorted(of_builder.items()):
-        if builder == "":
+        if builder in _READ_ONE_BY_ONE:
             parts.append(_documents_one_by_one(members, builder, text_column, cache_dir))
         else:
             parts.append(_table_documents(members, builder, text_column, cache_dir))
@@ -383,10 +387,11 @@ def _documents_in(files: list[Path], text_column: str, cache_dir: str | Path | N
 
 def _table_documents(files: list[Path], builder: str, text_column: str, cache_dir: str | Path | None) -> "Documents":
     """All rows at once where nothing is wrong with any; else one by one, so that the others are read."""
+    for file in files:
+        require_column(str(file), builder, text_column)
     try:
         rows = _rows(builder, files, cache_dir)
     except ValueError:
-        require_column(str(files[0]), builder, text_column)
         return _documents_one_by_one(files, builder, text_column, cache_dir)
     return _text_only(rows, text_column, f"the {builder} files at {str(files[0])!r}")
 
@@ -440,7 +445,10 @@ def _rows(builder: str, files: list[Path], cache_dir: str | Path | None) -> "Doc
     names = [glob.escape(str(file.resolve())) for file in files]
     try:
         return datasets.load_dataset(
-            builder, data_files=names, split="train", cache_dir=None if cache_dir is None else str(cache_dir)
+            builder,
+            data_files=names,
+            split="train",
+            cache_dir=None if cache_dir is None else str(cache_dir),
         )
     except (datasets.exceptions.DatasetGenerationError, *DAMAGES) as error:
         if is_of_disk(cause := _first_cause(error)):
@@ -455,8 +463,8 @@ def _streamed_files(files: list[Path], text_column: str, max_bytes: int) -> Any:
     """As `_documents_in`, read when it is asked for."""
     datasets = _datasets()
     named = sorted((_row_builder(file), str(file.resolve())) for file in files)
-    for builder in dict(named):
-        require_column(next(name for kind, name in named if kind == builder), builder, text_column)
+    for builder, name in named:
+        require_column(name, builder, text_column)
     # A list is taken for shards: the state of the stream counts files.
     arguments = {"files": named, "text_column": text_column, "max_bytes": max_bytes}
     features = _document_features(datasets)

@@ -312,7 +312,7 @@ def _reader(
     seed: int,
 ) -> StreamReader:
     """A reader in a process of its own: all that it is made of can be sent there."""
-    # All readers meet the same documents: one names the bad ones.
+    # All readers meet the same documents: one names the bad ones. What a tokenizer refuses one reader meets alone.
     stream = TextStream(**source, is_telling=lanes[0] == 0)
     dealer = Dealer(stream, num_lanes=ramp.unit, window=window, seed=seed)
     return StreamReader(dealer, tokenizer, make_lane, lanes, ramp)

@@ -161,7 +161,8 @@ class TextDataModule(ReplicaDataModule):
         given = [
             f"{name} ({value!r})"
             for name in ("validation_fraction", "validation_path", "document_split")
-            if (value := getattr(self, name)) is not None
+            # A fraction of 0 holds out none.
+            if (value := getattr(self, name))
         ]
         if len(given) > 1:
             faults.append(f"{' and '.join(given)} all say what is held out; give one of them")
@@ -350,7 +351,8 @@ class TextDataModule(ReplicaDataModule):
         """The one that is given, or one that learns from texts of that fingerprint."""
         if self.tokenizer_path is not None:
             return load_tokenizer(self.tokenizer_path)
-        others = hashlib.sha256(repr(self.special_tokens).encode()).hexdigest()[:8] if self.special_tokens else "plain"
+        # What else the tokens that it learns depend on.
+        others = hashlib.sha256(repr((self.special_tokens, self.max_document_bytes)).encode()).hexdigest()[:8]
         path = self.cache_directory / f"tokenizer-{fingerprint}-{self.vocab_size}-{others}.json"
         if path.is_file():
             return load_tokenizer(path)

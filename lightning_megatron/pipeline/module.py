@@ -176,17 +176,8 @@ class PipelineModule(nn.Module):
         if self._follows_optimizers:
             return
         self._follows_optimizers = True
-        known = weakref.ref(self)
-
-        def end_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            model = known()
-            if model is None or model.driver is not run_alone:
-                return
-            stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            if any(id(parameter) in stepped for parameter in model.parameters()):
-                model.end_step(is_skipped=False)
-
-        weakref.finalize(self, register_optimizer_step_post_hook(end_step).remove).atexit = False
+        key = id(self)
+        _FOLLOWING[key] = weakref.ref(self, lambda _: _FOLLOWING.pop(key, None))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -208,6 +199,25 @@ class PipelineModule(nn.Module):
         """What the unsplit model returns, or, within a schedule, this stage's share of it: see `driver`."""
         self.tallies = {}
         return self.driver(self, args, kwargs)
+
+
+_FOLLOWING: dict[int, "weakref.ref[PipelineModule]"] = {}
+"""The models that follow optimizers."""
+
+
+def _end_steps(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Tells models that run alone that an optimizer has stepped weights of theirs."""
+    # A copy: while it is gone through a model may go, or on another thread come.
+    alone = [model for known in list(_FOLLOWING.values()) if (model := known()) and model.driver is run_alone]
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]} if alone else set()
+    for model in alone:
+        if any(id(parameter) in stepped for parameter in model.parameters()):
+            model.end_step(is_skipped=False)
+
+
+# Once, and not for each model: torch goes through its hooks themselves, and would end in an error where garbage
+# collection took one of a model that is gone away just then.
+register_optimizer_step_post_hook(_end_steps)
 
 
 def _require_unshared(modules: Sequence[tuple[str, nn.Module]], stages: Sequence[range], sizes: Sizes) -> None:

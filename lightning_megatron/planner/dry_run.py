@@ -116,7 +116,7 @@ def dry_faults(run: Run) -> list[str]:
     if run.fp8 is not None and run.fp8.engine != "torch":
         faults.append(
             f"fp8 engine ({run.fp8.engine!r}) needs a GPU to run; a dry run knows engine 'torch', whose products keep "
-            "as much"
+            "as much: set precision bf16-true and the strategy's fp8 to engine torch"
         )
     return faults
 
@@ -162,7 +162,8 @@ def _with_more(
     everything = dict(entries)
     if more:
         between = [entries.get(place, {}) for place in range(1, count - 1)]
-        assert between and all(one == between[0] for one in between), "microbatches of a step differ"
+        if not between or any(one != between[0] for one in between):
+            raise RuntimeError(f"microbatches of a step differ, and some cannot stand for all: {between}")
         everything[count] = {kind: value * more for kind, value in between[0].items()}
     return everything
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from lightning_megatron.mesh import Sizes
-from lightning_megatron.models import LlavaConfig
+from lightning_megatron.models import LlavaConfig, T5Config
 from lightning_megatron.models.llava import PARTS
 from lightning_megatron.planner.anatomy import (
     Anatomy,
@@ -55,6 +55,7 @@ class Trained:
             faults.append("frozen names all parts, and nothing is left to train; leave one out")
         if self.lora is not None:
             offered = {name for layer in range(model.num_layers) for name in _linears(model, layer)}
+            offered |= set(_cross_linears(model)) if isinstance(model, T5Config) else set()
             if missing := [name for name in self.lora.targets if name not in offered]:
                 faults.append(
                     f"lora targets ({', '.join(missing)}) must be of what the layers have: {', '.join(sorted(offered))}"
@@ -126,6 +127,8 @@ def _beside_paths(piece: Piece, lora: LoraConfig) -> Piece:
     if piece.layer is None:
         return frozen if piece.symbol != "E" else replace(frozen, passes_gradient=False)
     linears = _linears(piece.layer.config, piece.layer.index)
+    if piece.layer.memory:
+        linears |= _cross_linears(piece.layer.config)
     return replace(
         frozen,
         paths=tuple(
@@ -134,13 +137,23 @@ def _beside_paths(piece: Piece, lora: LoraConfig) -> Piece:
                 rank=lora.rank,
                 inputs=linears[name][0],
                 outputs=linears[name][1],
-                cuts_outputs=name.endswith((".qkv", ".up")),
+                cuts_outputs=name.endswith((".qkv", ".up", ".query", ".key_value")),
                 has_dropout=lora.dropout > 0,
             )
             for name in lora.targets
             if name in linears
         ),
     )
+
+
+def _cross_linears(config: TransformerConfig) -> dict[str, tuple[int, int]]:
+    """The same of a decoder's attention to what the encoder gave."""
+    query, keys = config.num_attention_heads * config.head_dim, config.num_query_groups * config.head_dim
+    return {
+        "cross_attention.query": (config.hidden_size, query),
+        "cross_attention.key_value": (config.hidden_size, 2 * keys),
+        "cross_attention.projection": (query, config.hidden_size),
+    }
 
 
 def _linears(config: TransformerConfig, layer: int) -> dict[str, tuple[int, int]]:

@@ -100,7 +100,8 @@ class Watch(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._type == "meta" and func in _ANSWERS and (answer := _ANSWERS[func](args, kwargs)):
             return answer[0]
-        output = func(*args, **kwargs)
+        run = _SHAPED.get(func, func) if self._type == "meta" else func
+        output = run(*args, **kwargs)
         packet = func.overloadpacket
         if packet in _PRODUCTS:
             self.flops["products"] += _PRODUCTS[packet](*args, **kwargs, out_val=output)
@@ -144,6 +145,13 @@ def _number(args: _Arguments, kwargs: _Named) -> tuple[object] | None:
     return (torch.zeros((), dtype=args[0].dtype).item(),) if args[0].is_meta else None
 
 
+def _efficient_gradients(grad: Tensor, queries: Tensor, keys: Tensor, values: Tensor, *rest: Any, **named: Any) -> Any:
+    # Torch's own shapes for meta tensors take other arguments than the operation has.
+    unused = queries.new_empty(())
+    return *(torch.empty_like(x) for x in (queries, keys, values)), unused
+
+
+_SHAPED: dict[Any, Callable[..., Any]] = {_ATEN._efficient_attention_backward.default: _efficient_gradients}
 _ANSWERS: dict[Any, Callable[[_Arguments, _Named], tuple[Any, ...] | None]] = {
     _ATEN._to_copy.default: _copied,
     _ATEN._local_scalar_dense.default: _number,

@@ -20,7 +20,7 @@ class NotPlanned(ValueError):
 
 
 def has_frozen_weights(module: nn.Module) -> bool:
-    """Whether some of a rank's weights are not trained; the planner would count them as if they were."""
+    """Whether some of a rank's weights are not trained."""
     return any(not parameter.requires_grad for parameter in module.parameters())
 
 
@@ -36,7 +36,9 @@ def planned_run(trainer: pl.Trainer, batch: Any, *, has_frozen: bool) -> Run:
     if not isinstance(model, (GPTConfig, BertConfig, T5Config)):
         raise NotPlanned(f"{_name(module)} has not exactly one configuration of a GPT, BERT, T5 or LLaVA")
     if has_frozen:
-        raise NotPlanned("weights are frozen, and the planner counts all as trained")
+        raise NotPlanned(
+            "weights are frozen, and which ones is told by a recipe's file: lightning-megatron plan takes it"
+        )
     if strategy.dynamic_context is not None:
         raise NotPlanned("dynamic context parallelism plans every step anew")
     if strategy.pipeline.mode == "collective":
@@ -49,6 +51,7 @@ def planned_run(trainer: pl.Trainer, batch: Any, *, has_frozen: bool) -> Run:
         texts=_texts_of(model, batch, rows),
         sizes=strategy.sizes,
         global_batch_size=rows * strategy.sizes.dp,
+        num_accumulated=trainer.accumulate_grad_batches,
         micro_batch_size=max(rows // count, 1),
         precision="bf16-true" if precision == "transformer-engine" else precision,
         fp8=strategy.fp8 if is_fp8 else None,

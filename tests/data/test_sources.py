@@ -63,7 +63,7 @@ def test_a_changed_file_is_read_anew_and_an_unchanged_corpus_keeps_its_fingerpri
 def test_another_column_takes_the_place_of_text(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps({"body": "the text", "text": 3}) + "\n")
     assert texts(tmp_path / "cache", path=tmp_path / "rows.jsonl", text_column="body") == ["the text"]
-    with pytest.raises(ValueError, match=r"text_column \('text'\).*holds.*int64.*documents are strings"):
+    with pytest.raises(ValueError, match=r"text_column \('text'\) must hold text, and a document is not text but 3 "):
         load_documents(path=tmp_path / "rows.jsonl", cache_dir=tmp_path / "cache")
     with pytest.raises(ValueError, match=r"text_column \('title'\) is not a column of .*rows.jsonl.* body, text"):
         load_documents(path=tmp_path / "rows.jsonl", text_column="title", cache_dir=tmp_path / "cache")

@@ -17,6 +17,7 @@ from lightning_megatron.moe.grouped import GROUPED
 from lightning_megatron.moe.grouped_fp8 import GroupedFp8
 from lightning_megatron.moe.router import Router
 from lightning_megatron.sharding import sharded_parameters
+from lightning_megatron.transformer.engine_experts import ExpertsTwin
 from lightning_megatron.transformer.fp8_layers import (
     TorchFp8Layers,
     tile_faults,
@@ -215,9 +216,7 @@ def test_features_of_experts_that_tiles_do_not_divide_are_told() -> None:
     assert tile_faults(GPTModel(CONFIG, mesh=Mesh.single()).modules()) == []
 
 
-def test_transformer_engine_runs_the_linears_around_experts_and_leaves_experts_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_transformer_engine_runs_experts_and_the_linears_around_them(monkeypatch: pytest.MonkeyPatch) -> None:
     log = engine_stub.install(monkeypatch)
     found = []
     for uses_engine in (False, True):
@@ -234,13 +233,13 @@ def test_transformer_engine_runs_the_linears_around_experts_and_leaves_experts_a
         assert [name for name, _ in model.named_parameters()] == names
         found.append((loss.item(), [p.grad for p in model.parameters()]))
         if layers is not None:
-            experts = model.get_submodule("layers.1.moe.experts")
-            assert isinstance(experts, Experts) and experts.up_product is GROUPED
+            assert isinstance(model.get_submodule("layers.1.moe.experts"), ExpertsTwin)
             layers.release()
             assert dict(model.named_modules()) == modules
     kinds = [kind for kind, _, _ in log.built]
-    # In each of two layers: query-key-value with its norm; projection and both of the shared expert.
-    assert kinds.count("LayerNormLinear") == 2 and kinds.count("Linear") == 2 * 3 and len(kinds) == 8
+    # In each of two layers: query-key-value with its norm; projection and both of the shared expert; the experts' two.
+    assert kinds.count("LayerNormLinear") == 2 and kinds.count("Linear") == 2 * 3
+    assert kinds.count("GroupedLinear") == 2 * 2 and len(kinds) == 12
     (loss, grads), (twin_loss, twin_grads) = found
     assert twin_loss == pytest.approx(loss, abs=1e-5)
     for grad, twin_grad in zip(grads, twin_grads, strict=True):

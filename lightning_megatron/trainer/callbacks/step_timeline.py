@@ -188,12 +188,17 @@ class StepTimeline(L.Callback):
         blocks = _blocks(ranks, predictions)
         title = f"step {self.step}: {_step_seconds(ranks):.4g} s, clocks within {error_seconds * 1e3:.2g} ms"
         summary = "; ".join([title, *(block.heading for block in blocks)])
-        folder.mkdir(parents=True, exist_ok=True)
         about = {"summary": summary, "clock_error_seconds": error_seconds}
         trace = json.dumps(chrome_trace(ranks, predictions, about))
-        (folder / f"step_{self.step}.json").write_text(trace, encoding="utf-8")
         picture = svg_of_step(blocks, title=title)
-        (folder / f"step_{self.step}.svg").write_text(picture, encoding="utf-8")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"step_{self.step}.json").write_text(trace, encoding="utf-8")
+            (folder / f"step_{self.step}.svg").write_text(picture, encoding="utf-8")
+        except OSError as error:
+            # A long run does not end for its picture, and the other ranks are on their way.
+            rank_zero_warn(f"the timeline of step {self.step} cannot be written to {folder}: {error}; {summary}")
+            return
         trainer.print(f"{summary}; in {folder / f'step_{self.step}.json'} and .svg")
 
 
