@@ -176,5 +176,5 @@ def test_another_batch_size_cannot_go_on_with_a_stream(folder: Path) -> None:
     saved(folder, "streaming")
     trainer = trainer_of("one", max_steps=5)
     text = data_of("streaming", folder, batch_ramp=None)
-    with pytest.raises(ValueError, match="this run 12 lanes"):
+    with pytest.raises(ValueError, match="this run has 12, one for each sample"):
         trainer.fit(module_of(), datamodule=text, ckpt_path=str(folder / "streaming" / "step=1.ckpt"))
