@@ -1,6 +1,7 @@
 """The ways of saving that are compared save the same, and one that loses a number is not shown."""
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,9 @@ def test_the_ranks_hold_everything_once_and_a_wrong_number_shows(cut: Any) -> No
 def test_the_peak_is_what_came_on_top() -> None:
     with MemoryPeak() as peak:
         held = torch.ones(8_000_000)
-        while not peak.num_bytes:
+        end = time.monotonic() + 60
+        # It looks from time to time, and may have looked before the tensor was whole.
+        while peak.num_bytes < 10e6 and time.monotonic() < end:
             held += 1
     assert 10e6 < peak.num_bytes < 100e6
 
