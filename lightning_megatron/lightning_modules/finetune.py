@@ -34,7 +34,7 @@ class FinetuneModule(GPTModule):
         if type(config) is not GPTConfig:
             raise ValueError(
                 f"FinetuneModule trains models that write text alone, and the model in {path} has a "
-                f"{type(config).__name__}; a LLaVA trains on by LlavaModule(path=...)"
+                f"{type(config).__name__}; a LLaVA trains on by LlavaModule(path=...), a T5 by T5FinetuneModule"
             )
         super().__init__(config, optimizer, generation)
         self.save_hyperparameters()
@@ -57,15 +57,7 @@ class FinetuneModule(GPTModule):
                     "MegatronStrategy(fp8=Fp8Config(engine='torch')), or leave one of the two out"
                 ]
             )
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
-        tokenizer = data.tokenizer if isinstance(data, TextDataModule) else None
-        if tokenizer is not None and tokenizer.vocab_size > self.config.vocab_size:
-            raise ConfigurationError(
-                [
-                    f"the tokenizer ({data.tokenizer_path}) has ids up to {tokenizer.vocab_size - 1}, and the model "
-                    f"({self.path}) has a vocabulary of {self.config.vocab_size}; give the tokenizer of the model"
-                ]
-            )
+        require_fitting_tokenizer(self.trainer.datamodule, self.path, self.config.vocab_size)  # type: ignore[attr-defined]
 
     def configure_model(self) -> None:
         if self.model is not None:
@@ -75,3 +67,16 @@ class FinetuneModule(GPTModule):
         self.model = model
         if self.lora is not None:
             add_lora(model, self.lora)
+
+
+def require_fitting_tokenizer(data: object, path: str, vocab_size: int) -> None:
+    """Raises ConfigurationError for a data module whose tokenizer has more ids than the model at `path`."""
+    if not isinstance(data, TextDataModule) or (tokenizer := data.tokenizer) is None:
+        return
+    if tokenizer.vocab_size > vocab_size:
+        raise ConfigurationError(
+            [
+                f"the tokenizer ({data.tokenizer_path}) has ids up to {tokenizer.vocab_size - 1}, and the model "
+                f"({path}) has a vocabulary of {vocab_size}; give the tokenizer of the model"
+            ]
+        )

@@ -2,12 +2,11 @@
 
 from lightning_megatron import hf
 from lightning_megatron.lightning_modules.adamw import AdamWConfig
+from lightning_megatron.lightning_modules.finetune import require_fitting_tokenizer
 from lightning_megatron.lightning_modules.t5 import T5Module
-from lightning_megatron.lightning_modules.text_data import TextDataModule
 from lightning_megatron.models.sampling import GenerationConfig
 from lightning_megatron.models.t5 import T5Model
 from lightning_megatron.models.t5_config import T5Config
-from lightning_megatron.trainer.config import ConfigurationError
 
 _ADAMW = AdamWConfig(lr=1e-4, weight_decay=0.0, betas=(0.9, 0.999))
 _GENERATION = GenerationConfig()
@@ -29,15 +28,7 @@ class T5FinetuneModule(T5Module):
         self.path = path
 
     def setup(self, stage: str) -> None:
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
-        tokenizer = data.tokenizer if isinstance(data, TextDataModule) else None
-        if tokenizer is not None and tokenizer.vocab_size > self.config.vocab_size:
-            raise ConfigurationError(
-                [
-                    f"the tokenizer ({data.tokenizer_path}) has ids up to {tokenizer.vocab_size - 1}, and the model "
-                    f"({self.path}) has a vocabulary of {self.config.vocab_size}; give the tokenizer of the model"
-                ]
-            )
+        require_fitting_tokenizer(self.trainer.datamodule, self.path, self.config.vocab_size)  # type: ignore[attr-defined]
 
     def _build(self) -> T5Model:
         model = hf.from_pretrained(self.path)

@@ -154,4 +154,4 @@ def test_the_search_for_machine_paths_finds_one() -> None:
     assert MACHINE_PATH.search("torch @ file://" + SLASH + "home" + SLASH + "ann/torch.whl") is None  # part of a URL
     assert MACHINE_PATH.search("data: " + SLASH + "home" + SLASH + "ann/corpus")
     assert REGISTRY.search("pip install --extra-index" + "-url x")
-    assert not MACHINE_PATH.search("docs/work/plan.md")
+    assert not MACHINE_PATH.search("docs" + SLASH + "work" + SLASH + "plan.md")
