@@ -1,6 +1,10 @@
 """A small corpus, and the options of a small GPT and its data."""
 
+import os
 import random
+import shutil
+import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +16,23 @@ SEQUENCE = 16
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "it", "ran", "home", "to", "eat", "some", "fish"]
 
 
+def write_texts(folder: Path, texts: Iterable[str]) -> Path:
+    """`folder/corpus`, a file for each text. Ranks that write it at once all end with one whole corpus."""
+    path = folder / "corpus"
+    own = Path(tempfile.mkdtemp(dir=folder))
+    for i, text in enumerate(texts):
+        (own / f"{i}.txt").write_text(text)
+    try:
+        os.rename(own, path)  # fails where another rank has put its files
+    except OSError:
+        shutil.rmtree(own)
+    return path
+
+
 def write_corpus(folder: Path, num_documents: int = 12, num_words: int = 150) -> Path:
     """A directory of text files, always the same."""
     draw = random.Random(0)
-    path = folder / "corpus"
-    path.mkdir()
-    for i in range(num_documents):
-        (path / f"{i}.txt").write_text(" ".join(draw.choice(WORDS) for _ in range(num_words)))
-    return path
+    return write_texts(folder, (" ".join(draw.choice(WORDS) for _ in range(num_words)) for _ in range(num_documents)))
 
 
 def config(**options: Any) -> GPTConfig:

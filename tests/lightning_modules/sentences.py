@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_megatron.lightning_modules import BertDataModule
 from lightning_megatron.models import BertConfig
-from tests.lightning_modules.corpus import WORDS, held_out
+from tests.lightning_modules.corpus import WORDS, held_out, write_texts
 
 VOCABULARY = 300
 SEQUENCE = 24
@@ -15,12 +15,11 @@ SEQUENCE = 24
 def write_sentences(folder: Path, num_documents: int = 12, num_sentences: int = 20) -> Path:
     """A directory of text files of sentences, always the same."""
     draw = random.Random(0)
-    path = folder / "corpus"
-    path.mkdir()
-    for i in range(num_documents):
+    texts = []
+    for _ in range(num_documents):
         sentences = [" ".join(draw.choice(WORDS) for _ in range(draw.randint(2, 7))) for _ in range(num_sentences)]
-        (path / f"{i}.txt").write_text(" ".join(f"{sentence.capitalize()}." for sentence in sentences))
-    return path
+        texts.append(" ".join(f"{sentence.capitalize()}." for sentence in sentences))
+    return write_texts(folder, texts)
 
 
 def bert_config(**options: Any) -> BertConfig:
