@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(abspath $(VENV))/bin
+# Files of tests that run at the same time; most of their tests start up to eight processes.
+TEST_WORKERS ?= 2
 PYTEST_ARGS ?=
 
 # One thread a process: tests run several ranks on few cores.
@@ -30,7 +32,7 @@ lint: $(VENV)/.ready
 
 # pytest comes last, so that its summary is the last line.
 test: lint
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 # The same losses, gradients and weights on every layout as on one device, as a table; fails where a cell does.
 certificate: $(VENV)/.ready

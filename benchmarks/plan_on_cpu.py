@@ -1,10 +1,11 @@
 """The planner's clock beside real steps of a small GPT on this machine's processor.
 
-The processor is described as a GPU would be, by what is measured here first: products of the model's own shapes, its
-attention, an elementwise kernel, and messages between two processes of gloo. With two processes both measure at the
-same time, because they share caches and memory. The constants of GPU kernels are set aside: shares are 1 of what was
-measured, and what has no number here (hiding messages, straggling) is taken as none. Then the modes of
-`benchmarks/step_time.py` run, and the table has predicted and measured wall seconds of a step.
+The processor is described as a GPU would be, by what is measured here first, forward and backward: products of the
+model's own shapes, its attention, the elementwise kernels of a layer and of the loss, and messages between two
+processes of gloo. With two processes both measure at the same time, because they share caches and memory. The constants
+of GPU kernels are set aside: shares are 1 of what was measured, and what has no number here (hiding messages,
+straggling) is taken as none. Then the modes of `benchmarks/step_time.py` run, and the table has predicted and measured
+wall seconds of a step.
 
     python benchmarks/plan_on_cpu.py --rounds 3
 """
@@ -38,8 +39,8 @@ from benchmarks.step_time import (
 
 TOKENS = MICRO_BATCH * SEQUENCE
 NAMES = ("one", "dp2", "tp2", "tp2+sp", "pp2")
-_LARGE, _SMALL = 1 << 20, 16
-# Numbers in the messages that tell bandwidth and latency.
+_SMALL = 16
+# Numbers in the message that tells latency.
 
 
 def seconds_of(run: Callable[[], object], repeats: int = 20) -> float:
@@ -59,46 +60,113 @@ def measure_rank() -> dict[str, float]:
     import torch.nn.functional as F
 
     torch.set_num_threads(1)
-    x, up, down = torch.randn(TOKENS, HIDDEN), torch.randn(HIDDEN, 4 * HIDDEN), torch.randn(4 * HIDDEN, HIDDEN)
-    wide = x @ up
-    products = seconds_of(lambda: (torch.mm(x, up), torch.mm(wide, down)))
-    heads = [torch.randn(MICRO_BATCH, HEADS, SEQUENCE, HIDDEN // HEADS) for _ in range(3)]
-    attention = seconds_of(lambda: F.scaled_dot_product_attention(*heads, is_causal=True))
-    moved = seconds_of(lambda: F.gelu(wide, approximate="tanh"))
+    up, down = (torch.randn(*shape, requires_grad=True) for shape in ((4 * HIDDEN, HIDDEN), (HIDDEN, 4 * HIDDEN)))
+    x, wide = (torch.randn(TOKENS, width, requires_grad=True) for width in (HIDDEN, 4 * HIDDEN))
+    products = seconds_of(trained(lambda: F.linear(x, up).sum() + F.linear(wide, down).sum()))
+    heads = torch.randn(3, MICRO_BATCH, HEADS, SEQUENCE, HIDDEN // HEADS, requires_grad=True)
+    attention = seconds_of(
+        trained(lambda: F.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True).sum())
+    )
+    norm = torch.nn.LayerNorm(HIDDEN)
+
+    def rest_of_a_layer() -> Any:
+        middle = x + norm(x)
+        return (middle + norm(middle)).sum() + F.gelu(wide, approximate="tanh").sum()
+
+    logits = torch.randn(TOKENS, VOCABULARY, requires_grad=True)
+    targets = torch.randint(VOCABULARY, (TOKENS,))
+    moved = LAYERS * seconds_of(trained(rest_of_a_layer)) + seconds_of(
+        trained(lambda: F.cross_entropy(logits, targets))
+    )
     found = {
-        "products": 2 * 2 * TOKENS * HIDDEN * 4 * HIDDEN / products,
-        # Causal: half of the pairs, two products of them.
-        "attention": 2 * MICRO_BATCH * SEQUENCE**2 * HIDDEN / attention,
-        "memory": 2 * wide.numel() * 4 / moved,
+        # A backward has two products for one of the forward.
+        "products": 3 * 2 * 2 * TOKENS * HIDDEN * 4 * HIDDEN / products,
+        # Causal: half of the pairs, two products of them; the backward has five, as the planner counts.
+        "attention": 3.5 * 2 * MICRO_BATCH * SEQUENCE**2 * HIDDEN / attention,
+        "memory": 3 * moved_bytes() / moved,
     }
     if int(os.environ["WORLD_SIZE"]) > 1:
-        found |= joined_by_gloo(measure_messages)()
+        found |= joined_by_gloo(measure_tensor_parallel)()
     return found
 
 
-def measure_messages() -> dict[str, float]:
-    """Of an all-reduce between two processes: seconds of a small one, and bytes each way a second of a large one."""
+def trained(forward: Callable[[], Any]) -> Callable[[], None]:
+    """A forward and its backward."""
+    return lambda: forward().backward()
+
+
+def moved_bytes() -> float:
+    """Bytes that elementwise kernels of one forward of a microbatch move, as the planner counts them."""
+    from lightning_megatron.mesh import Sizes
+    from lightning_megatron.planner.anatomy import Texts, anatomy_of
+    from lightning_megatron.planner.work import work_of
+
+    anatomy = anatomy_of(toy_model(), Texts(sequence=SEQUENCE))
+    return sum(work_of(piece, anatomy, Sizes(world=1), MICRO_BATCH, 4).moved_bytes for piece in anatomy.pieces)
+
+
+def measure_tensor_parallel() -> dict[str, float]:
+    """Between two processes: rates of halved products, seconds of a small message, and bytes a second each way.
+
+    Messages are sent between products, as a layer does: what two processes wait for each other counts. `link` is of
+    sums over all, `sequence_link` of what sequence parallelism sends, gathers and scattered sums.
+    """
     import torch
     import torch.distributed as dist
+    import torch.nn.functional as F
 
-    large, small = torch.zeros(_LARGE), torch.zeros(_SMALL)
-    latency = seconds_of(lambda: dist.all_reduce(small), 100)
-    seconds = seconds_of(lambda: dist.all_reduce(large))
-    # Two ranks: each sends half of the tensor, and half of the sums.
-    return {"message_seconds": latency, "link": 4 * _LARGE / max(seconds - latency, 1e-9)}
+    from lightning_megatron.comm import collectives
+    from lightning_megatron.mesh import Mesh, Sizes
+
+    tp = Mesh.build(Sizes(world=2, tp=2), dist.get_rank(), lambda ranks: dist.new_group(list(ranks))).tp
+    layer, half, small = torch.randn(TOKENS, HIDDEN), torch.randn(TOKENS // 2, HIDDEN), torch.zeros(_SMALL)
+    up, down = torch.randn(2 * HIDDEN, HIDDEN), torch.randn(HIDDEN, 2 * HIDDEN)
+
+    def products() -> torch.Tensor:
+        return F.linear(F.linear(layer, up), down)
+
+    alone = seconds_of(products)
+
+    def sent_by(send: Callable[[], object]) -> float:
+        return max(seconds_of(lambda: (products(), send()), 100) - alone, 1e-9)
+
+    latency = sent_by(lambda: collectives.all_reduce_(small, tp))
+    reduced = sent_by(lambda: collectives.all_reduce_(layer.clone(), tp))
+    gathered = sent_by(lambda: collectives.all_gather(half, tp))
+    scattered = sent_by(lambda: collectives.reduce_scatter(layer, tp))
+    # Of two ranks each sends half of the tensor to gather or to scatter it, and both halves to sum it.
+    num_bytes = 4 * layer.numel()
+    return {
+        "tensor_products": 2 * 2 * layer.numel() * 2 * HIDDEN / alone,
+        "message_seconds": latency,
+        "link": num_bytes / max(reduced - latency, 1e-9),
+        "sequence_link": num_bytes / max(gathered + scattered - 2 * latency, 1e-9),
+    }
 
 
 def measured(world: int) -> dict[str, float]:
     """The rates of the slower process of so many that measure at once."""
     ranks = run_ranks([__file__, "--measure-rank"], world, timeout_seconds=120)
-    worst = dict.fromkeys(("products", "attention", "memory", "link"), min)
-    return {name: worst.get(name, max)(rank[name] for rank in ranks) for name in ranks[0]}
+    return {name: (max if name == "message_seconds" else min)(rank[name] for rank in ranks) for name in ranks[0]}
+
+
+def toy_model() -> Any:
+    """The model of `benchmarks/step_time.py`."""
+    from lightning_megatron.models import GPTConfig
+
+    return GPTConfig(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=HEADS,
+        max_sequence_length=SEQUENCE,
+        vocab_size=VOCABULARY,
+        activation="gelu_tanh",
+    )
 
 
 def predicted(mode: str, rates: dict[str, float]) -> float:
     """Seconds of a step of a mode, by the planner."""
     from lightning_megatron.mesh import Sizes
-    from lightning_megatron.models import GPTConfig
     from lightning_megatron.planner.anatomy import Texts
     from lightning_megatron.planner.constants import Constants
     from lightning_megatron.planner.hardware import GIGA, TERA, Gpu
@@ -108,17 +176,9 @@ def predicted(mode: str, rates: dict[str, float]) -> float:
     world, options = MODES[mode]
     assert options is not None
     tp, pp = (options.get(f"{name}_model_parallel_size", 1) for name in ("tensor", "pipeline"))
-    model = GPTConfig(
-        num_layers=LAYERS,
-        hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
-        max_sequence_length=SEQUENCE,
-        vocab_size=VOCABULARY,
-        activation="gelu_tanh",
-    )
     sizes = Sizes(world=world, tp=tp, pp=pp, sequence_parallel=options.get("sequence_parallel", False))
     run = Run(
-        model=model,
+        model=toy_model(),
         texts=Texts(sequence=SEQUENCE),
         sizes=sizes,
         global_batch_size=GLOBAL_BATCH,
@@ -126,18 +186,19 @@ def predicted(mode: str, rates: dict[str, float]) -> float:
         precision="32-true",
     )
     assert not faults_of(run)
+    products = rates["tensor_products" if tp > 1 else "products"]
     processor = Gpu(
         name="this processor",
         memory_gb=8,
         memory_tb_per_second=rates["memory"] / TERA,
-        half_tflops=rates["products"] / TERA,
-        half_matmul_tflops=rates["products"] / TERA,
-        pcie_gb_per_second=rates.get("link", GIGA) / GIGA,
+        half_tflops=products / TERA,
+        half_matmul_tflops=products / TERA,
+        pcie_gb_per_second=rates.get("sequence_link" if sizes.sequence_parallel else "link", GIGA) / GIGA,
     )
     constants = Constants(
         blackwell_share=1.0,
         edge=0.0,
-        second_flash_share=rates["attention"] / rates["products"],
+        second_flash_share=rates["attention"] / products,
         layer_seconds=0.0,
         link_share=1.0,
         link_seconds=rates.get("message_seconds", 0.0),

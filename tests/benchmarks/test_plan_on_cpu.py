@@ -4,7 +4,20 @@ import pytest
 
 from benchmarks.plan_on_cpu import NAMES, measure_rank, predicted, table
 
-RATES = {"products": 8e10, "attention": 3e10, "memory": 3e9, "message_seconds": 5e-4, "link": 1e9}
+RATES = {
+    "products": 8e10,
+    "tensor_products": 6e10,
+    "attention": 3e10,
+    "memory": 3e9,
+    "message_seconds": 5e-4,
+    "link": 1e9,
+    "sequence_link": 5e8,
+}
+OF_OTHER_MODES = {
+    "dp2": {"tensor_products", "sequence_link"},
+    "tp2": {"products", "sequence_link"},
+    "tp2+sp": {"products", "link"},
+}
 
 
 @pytest.mark.parametrize("mode", NAMES)
@@ -13,11 +26,12 @@ def test_twice_the_rates_take_half_the_time(mode: str) -> None:
     assert predicted(mode, faster) == pytest.approx(predicted(mode, RATES) / 2)
 
 
-def test_every_rate_counts() -> None:
-    whole = predicted("tp2", RATES)
+@pytest.mark.parametrize("mode", OF_OTHER_MODES)
+def test_every_rate_of_a_mode_counts_and_no_other(mode: str) -> None:
+    whole = predicted(mode, RATES)
     for name, value in RATES.items():
         better = value / 10 if name.endswith("seconds") else 10 * value
-        assert predicted("tp2", RATES | {name: better}) < whole, name
+        assert (predicted(mode, RATES | {name: better}) < whole) == (name not in OF_OTHER_MODES[mode]), name
 
 
 def test_rates_are_measured_and_shown_beside_steps(monkeypatch: pytest.MonkeyPatch) -> None:
