@@ -37,6 +37,10 @@ examples:
   lightning-megatron prepare-data --dataset wikitext:wikitext-103-raw-v1 --tokenizer llama/ --split-sentences \\
     --output data/wikitext
 """
+_PATH_HELP = (
+    "a file, a directory or a pattern such as 'texts/**/*.txt': text, of which a file is a document, or JSON, CSV,"
+    " Parquet or Arrow, of which a row is one; JSON and CSV may be packed (.gz, .bz2, .xz, .zst)"
+)
 _QUIET_SECONDS = 30.0
 """Between two lines of progress where nobody looks on."""
 
@@ -52,7 +56,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         allow_abbrev=False,
     )
     source = parser.add_argument_group("text: one of --path and --dataset, or neither for Python's standard library")
-    source.add_argument("--path", metavar="PATH", help="a file, a directory or a pattern: text, JSON lines, Parquet")
+    source.add_argument("--path", metavar="PATH", help=_PATH_HELP)
     source.add_argument("--dataset", metavar="NAME", help="'name' or 'name:config' of the hub, or a local dataset")
     source.add_argument("--split", default="train", metavar="NAME", help="part of the dataset (default: train)")
     source.add_argument(
@@ -116,7 +120,8 @@ def run_prepare_data(options: argparse.Namespace) -> int:
         faults, tokenizer = _faults(options)
         if faults:
             raise UsageError(faults)
-        outputs, records = _outputs(options), []
+        outputs = _outputs(options)
+        records: list[dict[str, Any]] = []
         # All columns are looked at before any is written.
         columns = _columns(list(outputs), options)
         for column, documents in columns.items():
@@ -141,11 +146,16 @@ def run_prepare_data(options: argparse.Namespace) -> int:
                         num_workers=workers,
                         watch=watch,
                     )
+            except ValueError:
+                if options.train_vocab_size is not None and not records:
+                    # Nothing is written whose tokens it would tell.
+                    _trained_path(options).unlink()
+                raise
             except KeyboardInterrupt:
                 print("stopped; the same command goes on with what is finished", file=sys.stderr)
                 return _INTERRUPTED
             seconds = time.monotonic() - started_seconds
-            records.append({"column": column, "output": str(prefix), "seconds": seconds, **asdict(counts)})
+            records.append({"column": column, "output": str(prefix), "seconds": seconds, **_plain(counts)})
             if not options.json:
                 print(_report(prefix, options.format, tokenizer, counts, seconds))
     if options.json:
@@ -154,6 +164,11 @@ def run_prepare_data(options: argparse.Namespace) -> int:
 
 
 _INTERRUPTED = 130
+
+
+def _plain(counts: Counts) -> dict[str, Any]:
+    """For JSON, the bad documents as they are told."""
+    return {**asdict(counts), "bad": [str(one) for one in counts.bad]}
 
 
 def _faults(options: argparse.Namespace) -> tuple[list[str], Tokenizer | None]:
@@ -240,10 +255,14 @@ def _faults_of_output(prefix: Path, token_format: str) -> list[str]:
 
 
 def _trained(documents: Any, options: argparse.Namespace) -> Tokenizer:
-    path = Path(f"{options.output}.tokenizer.json")
+    path = _trained_path(options)
     print(f"training a tokenizer of {options.train_vocab_size} tokens: {path}", file=sys.stderr)
     texts = usable_texts(documents, options.max_document_bytes)
     return train_tokenizer(texts, options.train_vocab_size, path, options.special_tokens)
+
+
+def _trained_path(options: argparse.Namespace) -> Path:
+    return Path(f"{options.output}.tokenizer.json")
 
 
 @contextmanager
@@ -273,11 +292,8 @@ def _report(prefix: Path, token_format: str, tokenizer: Tokenizer, counts: Count
         f"{where}: {counts.num_documents:,} documents, {counts.num_tokens:,} tokens of"
         f" {token_dtype(tokenizer.vocab_size)}, from {counts.num_bytes / 1e6:.1f} MB of text in {seconds:.1f} s"
     ]
-    if counts.num_empty:
-        lines.append(f"{counts.num_empty:,} documents are empty")
-    if counts.num_bad:
-        more = "; ..." if counts.num_bad > len(counts.bad) else ""
-        lines.append(f"{counts.num_bad:,} documents were left without tokens: {'; '.join(counts.bad)}{more}")
+    if told := counts.left_out():
+        lines.append(told)
     return "\n".join(lines)
 
 

@@ -7,7 +7,7 @@ sampler = GlobalBatchSampler(samples, global_batch_size=256, num_replicas=dp.siz
 loader = DataLoader(samples, sampler.num_replica_samples, sampler=sampler, collate_fn=collate_tokens)
 """
 
-from lightning_megatron.data.answer_samples import AnswerSamples, prepare_answers
+from lightning_megatron.data.answer_samples import AnswerSamples, PackedAnswers, prepare_answers
 from lightning_megatron.data.batch_ramp import BatchRamp
 from lightning_megatron.data.bert_samples import BertSampleConfig, BertSamples, BertSpans
 from lightning_megatron.data.blend import Blend, BlendedSamples
@@ -62,6 +62,7 @@ __all__ = [
     "LongDocuments",
     "Masking",
     "MegatronCorpus",
+    "PackedAnswers",
     "PackedChats",
     "PackedDocuments",
     "PackedImageSamples",

@@ -7,7 +7,7 @@
 
 Tokens of all rows lie in one file, made once by one process. Each answer of a row is a sample, asked by all that comes
 before it. An answer is cut to `decoder_length`; a sample of which the encoder has no room for what is asked, or which
-has no answer, is dropped. Both are counted.
+has no answer, is dropped. Both are counted. `PackedAnswers` puts several samples in one row of each stack.
 """
 
 import hashlib
@@ -26,6 +26,8 @@ from torch.utils.data import Dataset
 from lightning_megatron.data.atomic_file import written_whole
 from lightning_megatron.data.chat import kind_of_rows, questions_of
 from lightning_megatron.data.chat_template import ChatTemplate
+from lightning_megatron.data.packing import Numbers, pack_pairs
+from lightning_megatron.data.rows import NO_LABEL, join_entries
 from lightning_megatron.data.sources import corpus_fingerprint
 from lightning_megatron.data.tokenizer import Tokenizer
 
@@ -68,6 +70,11 @@ class AnswerSamples(Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return len(self._ends)
 
+    @property
+    def lengths_N2(self) -> Numbers:
+        """Of each sample the tokens that the encoder reads, and those that the decoder learns."""
+        return np.diff(self._ends.reshape(-1), prepend=0).reshape(-1, 2)
+
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """`encoder_tokens` and `encoder_segments` [s]; `decoder_tokens`, `decoder_segments`, `labels` and `loss_mask`
         [t]. Segments are 0: what fills a batch up is of none."""
@@ -92,6 +99,45 @@ class AnswerSamples(Dataset[dict[str, Tensor]]):
     def __reduce__(self) -> tuple[Callable[..., "AnswerSamples"], tuple[Path]]:
         # A loader's workers read the file themselves.
         return partial(AnswerSamples, start_token=self.start_token), (self.path,)
+
+
+class PackedAnswers(Dataset[dict[str, Tensor]]):
+    """Pairs of rows, of the encoder's and the decoder's length, that hold several samples; which ones depends on their
+    lengths and the seed. `padding` is the token at the unused ends."""
+
+    def __init__(
+        self, samples: AnswerSamples, *, encoder_length: int, decoder_length: int, padding: int, seed: int = 0
+    ) -> None:
+        self.samples = samples
+        self.encoder_length = encoder_length
+        self.decoder_length = decoder_length
+        self.padding = padding
+        self.packing = pack_pairs(samples.lengths_N2, (encoder_length, decoder_length), seed)
+
+    def __len__(self) -> int:
+        return self.packing.num_rows
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """The entries of AnswerSamples, of which segments give each sample its number in both of its rows."""
+        members = [self.samples[int(i)] for i in self.packing.order[self.packing.row(index)]]
+        return {
+            **join_entries(
+                members, self.encoder_length, fills={"encoder_tokens": self.padding}, segments="encoder_segments"
+            ),
+            **join_entries(
+                members,
+                self.decoder_length,
+                fills={"decoder_tokens": self.padding, "labels": NO_LABEL, "loss_mask": 0},
+                segments="decoder_segments",
+            ),
+        }
+
+    def __str__(self) -> str:
+        read, learnt = self.samples.lengths_N2.sum(axis=0) / len(self)
+        return (
+            f"{self.samples.kept}; they lie in {len(self)} rows of {self.encoder_length} and {self.decoder_length},"
+            f" {read / self.encoder_length:.1%} and {learnt / self.decoder_length:.1%} full"
+        )
 
 
 def prepare_answers(

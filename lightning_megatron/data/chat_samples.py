@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -82,10 +82,21 @@ class ChatSamples(Dataset[dict[str, Tensor]]):
         return ChatSamples, (self.path,)
 
 
+class Packable(Protocol):
+    """Samples of known lengths, and what became of the rows that they are made of."""
+
+    kept: Any
+
+    @property
+    def lengths(self) -> Numbers: ...
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]: ...
+
+
 class PackedChats(Dataset[dict[str, Tensor]]):
     """Rows of `sequence_length` that each hold several samples; which ones depends on their lengths and the seed."""
 
-    def __init__(self, samples: ChatSamples, sequence_length: int, *, end_of_text: int, seed: int = 0) -> None:
+    def __init__(self, samples: Packable, sequence_length: int, *, end_of_text: int, seed: int = 0) -> None:
         self.samples = samples
         self.sequence_length = sequence_length
         self.end_of_text = end_of_text
@@ -96,8 +107,13 @@ class PackedChats(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """`tokens`, `labels`, `loss_mask` and `segments`, each [s]; `join_samples` says what is where."""
-        members = self.packing.order[self.packing.row(index)]
-        return join_samples([self.samples[int(i)] for i in members], self.sequence_length, self.end_of_text)
+        return self._joined(self._members(index))
+
+    def _members(self, index: int) -> list[dict[str, Tensor]]:
+        return [self.samples[int(i)] for i in self.packing.order[self.packing.row(index)]]
+
+    def _joined(self, members: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        return join_samples(members, self.sequence_length, self.end_of_text)
 
     def __str__(self) -> str:
         fill = int(self.samples.lengths.sum()) / (len(self) * self.sequence_length)

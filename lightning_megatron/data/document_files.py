@@ -41,6 +41,11 @@ DAMAGES = (ValueError, EOFError, OSError, zlib.error, lzma.LZMAError)
 """What reading a file ends in that is cut off, written over or of another kind; and a disk that cannot be read."""
 
 
+def is_zstandard(file: str) -> bool:
+    """Whether a file is packed by zstd, as far as its name says."""
+    return file.lower().endswith(".zst")
+
+
 def is_of_disk(error: BaseException) -> bool:
     """Whether an error is of the disk and not of what is on it: other processes may read on."""
     return isinstance(error, OSError) and error.errno is not None
@@ -53,6 +58,8 @@ class FileDocument(NamedTuple):
     # none: nothing is there, or it is bad
     fault: str = ""
     # what is wrong with it and where it is, to be said behind "a document"; empty: nothing
+    where: str = ""
+    # of one that has no fault, its file, and its line, item or row there
 
 
 def read_documents(
@@ -116,7 +123,7 @@ def _text_document(file: str, max_bytes: int) -> FileDocument:
     if num_bytes > max_bytes:
         return FileDocument(None, f"has {num_bytes} bytes, and may have {max_bytes} ({file})")
     try:
-        return FileDocument(Path(file).read_text(encoding="utf-8-sig"))
+        return FileDocument(Path(file).read_text(encoding="utf-8-sig"), where=file)
     except UnicodeDecodeError as error:
         return FileDocument(None, f"is not UTF-8 text ({file}, byte {error.start})")
 
@@ -164,14 +171,14 @@ def _row_document(row: Any, text_column: str, where: str) -> FileDocument:
         return FileDocument(None, f"is no object with a {text_column!r} ({where})")
     text = row.get(text_column)
     if text is None:
-        return FileDocument(None)
+        return FileDocument(None, where=where)
     if not isinstance(text, str):
         return FileDocument(None, f"is not text but {_short(repr(text))} ({where}, {text_column!r})")
     try:
         text.encode()
     except UnicodeEncodeError as error:
         return FileDocument(None, f"is no text, of which half a character is missing at {error.start} ({where})")
-    return FileDocument(text)
+    return FileDocument(text, where=where)
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -204,7 +211,7 @@ def _cell_document(row: list[str], place: int, num_columns: int, where: str) -> 
         row[place].encode()
     except UnicodeEncodeError:
         return FileDocument(None, f"is not UTF-8 text ({where})")
-    return FileDocument(row[place])
+    return FileDocument(row[place], where=where)
 
 
 def _parquet_documents(file: str, text_column: str) -> Iterator[FileDocument]:
@@ -246,7 +253,7 @@ def _table_documents(file: str, text_column: str, schema: Any, batches: Any) -> 
         for held in batch.column(text_column):
             number += 1
             try:
-                yield FileDocument(held.as_py())
+                yield FileDocument(held.as_py(), where=f"{file}, row {number}")
             except UnicodeDecodeError as error:
                 yield FileDocument(None, f"is not UTF-8 text ({file}, row {number}, byte {error.start})")
 
@@ -261,10 +268,14 @@ _READERS: dict[str, Callable[[str, str], Iterator[FileDocument]]] = {
 
 def _opened(file: str) -> AbstractContextManager[IO[bytes]]:
     """The bytes of a file, unpacked where its ending says so."""
-    try:
-        opened: AbstractContextManager[IO[bytes]] = fsspec.open(file, "rb", compression="infer")
-    except ValueError as error:
-        raise ImportError(f"{file} cannot be unpacked ({error}); install what its ending needs: zstandard") from error
+    opened: AbstractContextManager[IO[bytes]]
+    if is_zstandard(file):
+        import pyarrow as pa
+
+        # Other readers end without a word where a file is cut off, or behind the first of several put together.
+        opened = io.BufferedReader(pa.input_stream(file, compression="zstd"))
+    else:
+        opened = fsspec.open(file, "rb", compression="infer")
     return opened
 
 

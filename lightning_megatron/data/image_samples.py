@@ -23,6 +23,7 @@ from torch.utils.data import Dataset
 
 from lightning_megatron.data.atomic_file import written_whole
 from lightning_megatron.data.chat import MarkedTokens
+from lightning_megatron.data.chat_samples import PackedChats
 from lightning_megatron.data.chat_template import ChatTemplate
 from lightning_megatron.data.image_chats import (
     IMAGE,
@@ -38,8 +39,8 @@ from lightning_megatron.data.images import (
     load_image,
     unreadable_images,
 )
-from lightning_megatron.data.packing import Numbers, pack_lengths
-from lightning_megatron.data.rows import NO_LABEL, join_samples
+from lightning_megatron.data.packing import Numbers
+from lightning_megatron.data.rows import NO_LABEL
 from lightning_megatron.data.sources import corpus_fingerprint, plain_rows
 from lightning_megatron.data.tokenizer import Tokenizer
 
@@ -127,7 +128,7 @@ class ImageSamples(Dataset[dict[str, Tensor]]):
         own = self._images[_part(self._image_ends, index)]
         try:
             if own:
-                images = torch.stack([load_image(self._source(image), self.config) for image in own])
+                images = torch.stack([load_image(source, self.config) for source in self._sources(own)])
         except UnreadableImage as error:
             if self.unreadable == "refuse":
                 raise
@@ -135,41 +136,32 @@ class ImageSamples(Dataset[dict[str, Tensor]]):
             images, mask = images.new_zeros(len(own), *images.shape[1:]), torch.zeros_like(mask)
         return {"tokens": ids[:-1], "labels": labels, "loss_mask": mask, "images": images}
 
-    def _source(self, image: str | list[int]) -> ImageSource:
-        if isinstance(image, str):
-            return self.images / image
-        number, place = image
+    def _sources(self, images: Sequence[str | list[int]]) -> list[ImageSource]:
+        """Where those of one sample are: in files, or in its row, which is read once."""
+        number = next((image[0] for image in images if not isinstance(image, str)), None)
+        held = [] if number is None else self._held(int(number))
+        return [self.images / image if isinstance(image, str) else held[image[1]] for image in images]
+
+    def _held(self, number: int) -> list[ImageSource]:
+        """The images of a row, of which those that lie in the table are named by it."""
         [row] = plain_rows(self.rows, number, number + 1)
-        held = conversation_of(row).images[place]
-        assert isinstance(held, TableImage), "it was one when the file was written"
-        return TableImage(held.content, f"row {number}, {held.name}")
+        return [
+            TableImage(image.content, f"row {number}, {image.name}") if isinstance(image, TableImage) else image
+            for image in conversation_of(row).images
+        ]
 
     def __reduce__(self) -> tuple[type["ImageSamples"], tuple[Any, ...]]:
         # A loader's workers read the file themselves.
         return ImageSamples, (self.path, self.rows, self.images, self.config, self.unreadable)
 
 
-class PackedImageSamples(Dataset[dict[str, Tensor]]):
-    """Rows of `sequence_length` that each hold several samples; which ones depends on their lengths and the seed."""
-
-    def __init__(self, samples: ImageSamples, sequence_length: int, *, end_of_text: int, seed: int = 0) -> None:
-        self.samples = samples
-        self.sequence_length = sequence_length
-        self.end_of_text = end_of_text
-        self.packing = pack_lengths(samples.lengths, sequence_length, seed)
-
-    def __len__(self) -> int:
-        return self.packing.num_rows
+class PackedImageSamples(PackedChats):
+    """Rows of `sequence_length` that each hold several samples, and their images."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """`tokens`, `labels`, `loss_mask` and `segments`, each [s], and the samples' `images`, in their order."""
-        members = [self.samples[int(i)] for i in self.packing.order[self.packing.row(index)]]
-        row = join_samples(members, self.sequence_length, self.end_of_text)
-        return {**row, "images": torch.cat([member["images"] for member in members])}
-
-    def __str__(self) -> str:
-        fill = int(self.samples.lengths.sum()) / (len(self) * self.sequence_length)
-        return f"{self.samples.kept}; they lie in {len(self)} rows of {self.sequence_length}, {fill:.1%} full"
+        members = self._members(index)
+        return {**self._joined(members), "images": torch.cat([member["images"] for member in members])}
 
 
 def _part(ends: NDArray[np.int64], index: int) -> slice:
@@ -190,10 +182,10 @@ def prepare_image_chats(
 ) -> Path:
     """The `.npz` file in `directory` that holds the samples of a table, written unless it is there.
 
-    Images lie in the rows, or are files in the folder `images`; where that is none, no file is found. The name of the
-    file says rows, tokenizer, template, folder and lengths; of rows that it leaves out no image is looked at again.
-    Raises ValueError for a row that is no conversation, for images that cannot be opened unless such are skipped, and
-    where nothing is left to learn.
+    Images lie in the rows, or are files in the folder `images`; where that is none, files need their whole paths. The
+    name of the file says rows, tokenizer, template, folder and lengths; of rows that it leaves out no image is looked
+    at again. Raises ValueError for a row that is no conversation, for images that cannot be opened unless such are
+    skipped, and where nothing is left to learn.
     """
     if unreadable not in get_args(Unreadable):
         choices = ", ".join(map(repr, get_args(Unreadable)))
@@ -273,12 +265,16 @@ def _readable(
 ) -> list[tuple[int, Conversation]]:
     """The conversations whose images can be opened; what is wrong with the others is added to `left_out`."""
     images = [(number, image) for number, conversation in numbered for image in conversation.images]
-    if folder is None and (named := [f"row {number}, {image}" for number, image in images if isinstance(image, str)]):
+    named = [
+        f"row {number}, {image}" for number, image in images if isinstance(image, str) and not Path(image).is_absolute()
+    ]
+    if folder is None and named:
         raise ValueError(
             f"images are files ({'; '.join(named[:_SHOWN])}), and the dataset does not say where they lie; give"
             " image_folder"
         )
-    sources = [image if folder is None or isinstance(image, TableImage) else folder / image for _, image in images]
+    # One that is told from the root on stays where it is.
+    sources = [image if isinstance(image, TableImage) else Path(folder or "", image) for _, image in images]
     faults = unreadable_images(sources)
     bad = {
         number: f"row {number}, {image}: {faults[source]}"

@@ -1,9 +1,11 @@
 """A huge text as parts whose tokens, one after the other, are the text's own: what bounds a tokenizer's memory.
 
 Under `tokenizer.py`. A tokenizer takes some hundred times a text's size in memory. Byte-pair encoding merges within the
-words that a pattern finds from left to right. In each of the patterns below no word goes on from a letter to a space or
-a line break, and what stands before a word does not change how it is found: so before such a space the text can be cut.
-Tokenizers that do anything else are given the text whole.
+words that a pattern finds from left to right. In each of the patterns below no word goes on from a letter or a digit to
+a space, a line break or a mark of punctuation, and what stands before a word does not change how it is found: so before
+these the text can be cut. None of them is composed with what stands before it (NFC). So texts of Chinese or Thai, which
+have no spaces between words, are cut at the ends of clauses. Tokenizers that do anything else are given the text whole,
+and so is a stretch without such a place, as a million letters in a row: a part is then as long as that.
 """
 
 import re
@@ -17,7 +19,14 @@ _GPT_4 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\
 _PATTERNS = (_GPT_4 % r"\p{N}{1,3}", _GPT_4 % r"\p{N}")
 """How Llama 3 and Qwen 2 write what GPT-4 does; that of GPT-2 is ByteLevel's own."""
 
-_BOUNDARY = re.compile(r"(?<=[A-Za-z])[ \n]")
+_LETTERS = "A-Za-zÀ-ÖØ-öø-ÿΑ-ΡΣ-Ωα-ωА-яЁёא-תء-غف-يअ-हก-ฮぁ-ゖァ-ヺ一-龥가-힣"
+"""Ranges of letters that were letters in every version of Unicode since its third: Latin, Greek, Cyrillic, Hebrew,
+Arabic, Devanagari, Thai, Japanese, Chinese, Korean."""
+
+_MARKS = ",.;:!?)،؛؟।。，、；：！？）」』》"  # noqa: RUF001
+"""Of punctuation; no apostrophe, behind which a word may go on."""
+
+_BOUNDARY = re.compile(f"(?<=[0-9{_LETTERS}])[ \n{_MARKS}]")
 
 
 def is_cuttable(settings: dict[str, Any]) -> bool:
@@ -56,4 +65,4 @@ def parts_of(text: str, characters: int = PART_CHARACTERS) -> Iterator[str]:
 def _steps(step: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
     if step is None:
         return [{}]
-    return list(step[name]) if step.get("type") == "Sequence" else [step]
+    return list(step[name]) or [{}] if step.get("type") == "Sequence" else [step]

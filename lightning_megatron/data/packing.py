@@ -4,10 +4,14 @@ Documents are taken in a random order and in windows of it, each of about `WINDO
 longest comes first, and each goes to the fullest row that still has room (best fit, decreasing). Then the rows are put
 in a random order, and the documents of each row too: where one stands says nothing of its length. Source of the rule:
 Johnson et al. 1974.
+
+Of texts in pairs, for two stacks that each have a row, the one with the larger share of its row comes first, and goes
+to the first row with room for both of its texts (first fit, decreasing).
 """
 
 import hashlib
 from bisect import bisect_left, insort
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -109,16 +113,36 @@ def pack_lengths(lengths: Numbers, sequence_length: int, seed: int = 0) -> Packi
             f"the lengths of documents ({found}) must be from 1 to sequence_length ({sequence_length}) to be packed;"
             " cut_documents makes them so"
         )
+    return _pack(lengths, sequence_length, lambda some: _best_fit(lengths[some].tolist(), sequence_length), seed)
+
+
+def pack_pairs(lengths_N2: Numbers, row_lengths: tuple[int, int], seed: int = 0) -> Packing:
+    """The same for pairs of texts, whose first ones share a row of the first length, and second ones of the second.
+
+    Raises ValueError unless there are pairs and each length is from 1 to that of its row.
+    """
+    lengths_N2 = np.asarray(lengths_N2, dtype=np.int64).reshape(-1, 2)
+    if len(lengths_N2) == 0 or lengths_N2.min() < 1 or (lengths_N2 > row_lengths).any():
+        found = f"up to {lengths_N2.max(axis=0).tolist()}" if len(lengths_N2) else "none"
+        raise ValueError(f"the lengths of pairs ({found}) must be from 1 to those of rows {row_lengths} to be packed")
+    # Shares of a row, as whole numbers.
+    sizes = (lengths_N2 * row_lengths[::-1]).max(axis=1)
+    return _pack(sizes, row_lengths[0] * row_lengths[1], lambda some: _first_fit(lengths_N2[some], row_lengths), seed)
+
+
+def _pack(lengths: Numbers, row_length: int, fit: Callable[[Numbers], tuple[list[int], int]], seed: int) -> Packing:
+    """Windows of a random order, each of whose documents, the longest first, `fit` gives their rows and says how many
+    these are."""
     # The older generator of numpy, whose draws are promised to stay.
     draw = np.random.RandomState(np.frombuffer(hashlib.sha256(f"rows {seed}".encode()).digest(), dtype="<u4"))
     drawn = draw.permutation(len(lengths)).astype(np.int64)
     sizes = lengths[drawn]
-    windows = (np.cumsum(sizes) - sizes) // (WINDOW_ROWS * sequence_length)
+    windows = (np.cumsum(sizes) - sizes) // (WINDOW_ROWS * row_length)
     by_size = np.lexsort((-sizes, windows))
     row_of_drawn = np.empty(len(lengths), dtype=np.int64)
     num_rows = 0
     for window in np.split(by_size, np.flatnonzero(np.diff(windows)) + 1):
-        rows, num_of_window = _best_fit(sizes[window].tolist(), sequence_length)
+        rows, num_of_window = fit(drawn[window])
         row_of_drawn[window] = np.array(rows, dtype=np.int64) + num_rows
         num_rows += num_of_window
     row_of_drawn = draw.permutation(num_rows).astype(np.int64)[row_of_drawn]
@@ -144,6 +168,22 @@ def _best_fit(sizes: list[int], sequence_length: int) -> tuple[list[int], int]:
         rows.append(row)
         if room > size:
             insort(with_room, (room - size) * scale + row)
+    return rows, num_rows
+
+
+def _first_fit(lengths_N2: Numbers, row_lengths: tuple[int, int]) -> tuple[list[int], int]:
+    """The row of each pair, the first that has room for both, and how many rows there are."""
+    room_R2 = np.empty((len(lengths_N2), 2), dtype=np.int64)
+    rows: list[int] = []
+    num_rows = 0
+    for lengths in lengths_N2:
+        fits = (room_R2[:num_rows] >= lengths).all(axis=1)
+        row = int(fits.argmax()) if fits.any() else num_rows
+        if row == num_rows:
+            room_R2[row] = row_lengths
+            num_rows += 1
+        room_R2[row] -= lengths
+        rows.append(row)
     return rows, num_rows
 
 

@@ -14,6 +14,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -21,7 +22,15 @@ from lightning_megatron.data.document_files import MAX_DOCUMENT_BYTES, BadDocume
 from lightning_megatron.data.megatron_files import MegatronCorpus, megatron_paths, megatron_writer
 from lightning_megatron.data.processes import Tell, run_jobs
 from lightning_megatron.data.sources import corpus_bytes, corpus_fingerprint, save_token_rows
-from lightning_megatron.data.token_parts import Counts, DocumentForm, PartWriter, counts_path, read_counts
+from lightning_megatron.data.token_parts import (
+    Counts,
+    DocumentForm,
+    PartWriter,
+    counts_path,
+    placed,
+    read_counts,
+    write_counts,
+)
 from lightning_megatron.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -56,7 +65,8 @@ def prepare_corpus(
     Its name says corpus, tokenizer and form, so other text makes other files. Each document is followed by the end of
     text, unless `has_ends` is false, and is one sequence, or with `sentences` one for each of them. One process calls
     this first and the others after it; of several at once one works and the others wait. A large corpus is tokenized
-    by as many processes as there are cores. `DocumentForm` says which documents are bad.
+    by as many processes as there are cores. `DocumentForm` says which documents are bad; `left_out` tells of them
+    whenever the files are used.
     """
     form = DocumentForm(
         has_ends=has_ends, sentences=sentences, max_document_bytes=max_document_bytes, bad_documents=bad_documents
@@ -65,11 +75,16 @@ def prepare_corpus(
     if not all(path.is_file() for path in megatron_paths(prefix)):
         cores = len(os.sched_getaffinity(0))
         workers = cores if corpus_bytes(documents) >= _BYTES_FOR_PROCESSES else 0
-        counts = write_tokens(documents, tokenizer, prefix, form=form, num_workers=workers)
-        if counts.num_bad:
-            more = "; ..." if counts.num_bad > len(counts.bad) else ""
-            logger.warning("skipped %d documents: %s%s", counts.num_bad, "; ".join(counts.bad), more)
+        keep = partial(write_counts, prefix)
+        counts = write_tokens(documents, tokenizer, prefix, form=form, num_workers=workers, finish=keep)
+        if told := counts.left_out():
+            logger.log(logging.WARNING if counts.num_bad else logging.INFO, "%s: %s", prefix, told)
     return prefix
+
+
+def left_out(prefix: Path) -> str:
+    """What has no tokens in files of `prepare_corpus`, in one line; empty where everything has."""
+    return read_counts(prefix).left_out() if counts_path(prefix).is_file() else ""
 
 
 def write_tokens(
@@ -82,13 +97,14 @@ def write_tokens(
     num_workers: int = 0,
     part_bytes: int = PART_BYTES,
     watch: Callable[[Counts], None] = lambda counts: None,
+    finish: Callable[[Counts], None] = lambda counts: None,
 ) -> Counts:
     """Writes the documents' tokens at `prefix` and returns what became of them.
 
     With 0 workers this process tokenizes, with as many threads as the tokenizer has. `watch` is called now and then
-    with what is done, earlier runs included. What this or an earlier run has finished is kept when anything ends this
-    one, in a folder beside `prefix`. Raises ValueError for bad documents that are to be refused, and where none has a
-    token.
+    with what is done, earlier runs included, and `finish` with all of it, before the files are in their place. What
+    this or an earlier run has finished is kept when anything ends this one, in a folder beside `prefix`. Raises
+    ValueError for bad documents that are to be refused, and where none has a token.
     """
     prefix = Path(prefix)
     num_parts = max(1, min(len(documents), _MOST_PARTS, corpus_bytes(documents) // part_bytes))
@@ -102,9 +118,11 @@ def write_tokens(
             _write_parts(writer, parts, bounds, num_workers, watch)
             for part in parts:
                 total.add(read_counts(part))
+            total.bad = placed(total.bad, documents)
             if total.num_tokens == 0:
                 shutil.rmtree(folder)
                 raise ValueError(_no_token(total))
+            finish(total)
             _put_together(parts, folder / "whole", prefix, writer, token_format)
         # Out of the way at once: half of a folder would look like work that is left.
         finished = Path(f"{folder}.done")
@@ -139,10 +157,10 @@ def _write_parts(
 
 
 def _no_token(counts: Counts) -> str:
+    named = f": {'; '.join(map(str, counts.bad))}" if counts.bad else ""
     return (
         f"none of the {counts.num_documents} documents has a token: {counts.num_empty} are empty, and"
-        f" {counts.num_bad} are bad{': ' if counts.bad else ''}{'; '.join(counts.bad)}; give text, and a tokenizer"
-        " for it"
+        f" {counts.num_bad} are bad{named}; give text, and a tokenizer for it"
     )
 
 

@@ -25,19 +25,27 @@ def join_samples(samples: Sequence[Mapping[str, Tensor]], sequence_length: int, 
 
     Raises ValueError for samples that are together longer than `sequence_length`.
     """
-    lengths = [len(sample["tokens"]) for sample in samples]
+    fills = {"tokens": end_of_text, "labels": NO_LABEL, "loss_mask": 0}
+    return join_entries(samples, sequence_length, fills=fills, segments="segments")
+
+
+def join_entries(
+    samples: Sequence[Mapping[str, Tensor]], sequence_length: int, *, fills: Mapping[str, int], segments: str
+) -> dict[str, Tensor]:
+    """The same for entries of any names, all of one length in a sample, and what stands at the unused end of each;
+    `segments` is what the last entry is called."""
+    first, *_ = fills
+    lengths = [len(sample[first]) for sample in samples]
     unused = sequence_length - sum(lengths)
     if unused < 0:
         raise ValueError(
             f"{len(samples)} samples of together {sum(lengths)} tokens do not fit a row of sequence_length"
             f" ({sequence_length}); pack_lengths says which do"
         )
-    fills = {
-        "tokens": torch.full((unused,), end_of_text),
-        "labels": torch.full((unused,), NO_LABEL),
-        "loss_mask": torch.zeros(unused),
+    row = {
+        name: torch.cat([*(sample[name] for sample in samples), samples[0][name].new_full((unused,), fill)])
+        for name, fill in fills.items()
     }
-    row = {name: torch.cat([*(sample[name] for sample in samples), fill]) for name, fill in fills.items()}
     numbers = torch.tensor([*range(len(samples)), NO_SEGMENT])
-    row["segments"] = numbers.repeat_interleave(torch.tensor([*lengths, unused]))
+    row[segments] = numbers.repeat_interleave(torch.tensor([*lengths, unused]))
     return row

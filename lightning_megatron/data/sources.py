@@ -12,6 +12,7 @@ First on the path from text to batches. One process calls `load_documents` first
 
 import glob
 import hashlib
+import json
 import logging
 import os
 import sysconfig
@@ -28,6 +29,7 @@ from lightning_megatron.data.document_files import (
     MAX_DOCUMENT_BYTES,
     BadDocuments,
     is_of_disk,
+    is_zstandard,
     json_fault,
     read_documents,
     require_column,
@@ -65,6 +67,9 @@ COMPRESSED_SUFFIXES = frozenset((".gz", ".bz2", ".xz", ".zst"))
 
 _ROWS_READ = 128
 """Rows of a table that are looked up together."""
+
+_DESCRIBED = "documents of files: "
+"""How the description of documents begins that says where they lie; behind it this is JSON."""
 
 _NAMED = 5
 """Of the bad documents of a stream so many are named one by one."""
@@ -193,8 +198,8 @@ class TextStream:
             self._rows.load_state_dict(state)
         # Not iter(rows), which would give each worker of a loader other rows.
         for rows in self._rows.iter(batch_size=1):
-            text, [fault] = rows["text"][0], rows.get("fault", [""])
-            fault = fault or self._fault(text)
+            text, [fault], [where] = rows["text"][0], rows.get("fault", [""]), rows.get("where", [""])
+            fault = fault or self._fault(text, where)
             if fault:
                 self.take_bad(fault, is_telling=self._is_telling)
             yield None if fault else text
@@ -212,14 +217,15 @@ class TextStream:
         """Where the pass is."""
         return self._rows.state_dict()
 
-    def _fault(self, text: Any) -> str:
+    def _fault(self, text: Any, where: str) -> str:
         if text is None:
             return ""
         if not isinstance(text, str):
             return f"is not text but {str(text)[:100]!r}"
         # A character is four bytes at most.
         if 4 * len(text) > self.max_document_bytes and (size := len(text.encode())) > self.max_document_bytes:
-            return f"has {size} bytes, above max_document_bytes ({self.max_document_bytes}): {text[:40]!r} and on"
+            place = where or f"it begins with {text[:40]!r}"
+            return f"has {size} bytes, above max_document_bytes ({self.max_document_bytes}) ({place})"
         return ""
 
 
@@ -262,10 +268,25 @@ def split_documents(documents: "Documents", held_out_fraction: float) -> "tuple[
         raise ValueError(f"held_out_fraction ({held_out_fraction}) must lie between 0 and 1; 0.05 holds out one in 20")
     if len(documents) < 2:
         raise ValueError("a corpus of 1 document cannot be split in two; give more documents, or a second source")
-    num_held_out = min(max(1, round(len(documents) * held_out_fraction)), len(documents) - 1)
+    num_held_out = held_out_of(len(documents), held_out_fraction)
     held_out = [(2 * i + 1) * len(documents) // (2 * num_held_out) for i in range(num_held_out)]
     chosen = set(held_out)
-    return documents.select([i for i in range(len(documents)) if i not in chosen]), documents.select(held_out)
+    kept = [i for i in range(len(documents)) if i not in chosen]
+    return part_of(documents, kept), part_of(documents, held_out)
+
+
+def part_of(documents: "Documents", numbers: Sequence[int]) -> "Documents":
+    """Some of the documents, of which it is still known where they lie."""
+    part = documents.select(numbers)
+    if (described := _description(documents)) is not None and len(part.data) < len(documents.data):
+        # A run of numbers is cut out of the table.
+        _describe(part, {**described, "first": described["first"] + numbers[0], "count": len(part)})
+    return part
+
+
+def held_out_of(num_documents: int, fraction: float) -> int:
+    """How many of two or more documents a fraction holds out: one at least, and not all."""
+    return min(max(1, round(num_documents * fraction)), num_documents - 1)
 
 
 def joined_documents(parts: "Sequence[Documents]") -> "Documents":
@@ -275,9 +296,12 @@ def joined_documents(parts: "Sequence[Documents]") -> "Documents":
     datasets = _datasets()
     # Builders differ in the width of a string's offsets, and only equal types are put together.
     features = [datasets.Features(dict.fromkeys(part.column_names, datasets.Value("string"))) for part in parts]
-    return datasets.concatenate_datasets(
+    joined = datasets.concatenate_datasets(
         [part if part.features == own else part.cast(own) for part, own in zip(parts, features, strict=True)]
     )
+    # What is said of each part, as where it lies, is true of none of the others.
+    joined.info.description = ""
+    return joined
 
 
 def corpus_fingerprint(documents: "Documents") -> str:
@@ -309,6 +333,45 @@ def held_documents(documents: "Documents", first: int, last: int) -> Iterator[He
         for text, fault in zip(some["text"], faults, strict=True):
             held = text.as_buffer()
             yield HeldDocument(None if held is None else memoryview(held), fault or "")
+
+
+def document_places(documents: "Documents", numbers: Sequence[int]) -> list[str]:
+    """Where each of some documents of files lies: its file, and its line, item or row there. Reads the files again.
+
+    Empty of what `load_documents` did not read from files, or what `part_of` did not take out of that.
+    """
+    described, indices = _description(documents), documents._indices
+    if described is None:
+        return [""] * len(numbers)
+    rows = [number if indices is None else int(indices.column(0)[number].as_py()) for number in numbers]
+    wanted = [described["first"] + row for row in rows]
+    places, last = {}, max(wanted, default=-1)
+    for number, place in zip(range(last + 1), _places(described["files"], described["text_column"]), strict=False):
+        if number in wanted:
+            places[number] = place
+    return [places.get(number, "") for number in wanted]
+
+
+def _places(files: Sequence[tuple[str, str]], text_column: str) -> Iterator[str]:
+    for builder, file in files:
+        if builder == "":
+            # One document, which need not be read.
+            yield file
+        else:
+            yield from (document.where for document in read_documents(file, builder, text_column))
+
+
+def _describe(documents: "Documents", description: dict[str, Any]) -> None:
+    documents.info.description = _DESCRIBED + json.dumps(description)
+
+
+def _description(documents: "Documents") -> dict[str, Any] | None:
+    """What `_describe` said, unless it is of other rows: none."""
+    told = documents.info.description or ""
+    if not told.startswith(_DESCRIBED):
+        return None
+    described: dict[str, Any] = json.loads(told.removeprefix(_DESCRIBED))
+    return described if described["count"] == len(documents.data) else None
 
 
 def plain_rows(rows: "Documents", first: int = 0, last: int | None = None) -> Iterator[dict[str, Any]]:
@@ -382,13 +445,19 @@ def _documents_in(files: list[Path], text_column: str, cache_dir: str | Path | N
             parts.append(_documents_one_by_one(members, builder, text_column, cache_dir))
         else:
             parts.append(_table_documents(members, builder, text_column, cache_dir))
-    return joined_documents(parts)
+    documents = joined_documents(parts)
+    files = [file for _, members in sorted(of_builder.items()) for file in members]
+    listed = [(_row_builder(file), str(file.resolve())) for file in files]
+    _describe(documents, {"text_column": text_column, "files": listed, "first": 0, "count": len(documents)})
+    return documents
 
 
 def _table_documents(files: list[Path], builder: str, text_column: str, cache_dir: str | Path | None) -> "Documents":
     """All rows at once where nothing is wrong with any; else one by one, so that the others are read."""
     for file in files:
         require_column(str(file), builder, text_column)
+    if any(is_zstandard(str(file)) for file in files):
+        return _documents_one_by_one(files, builder, text_column, cache_dir)
     try:
         rows = _rows(builder, files, cache_dir)
     except ValueError:
@@ -467,14 +536,14 @@ def _streamed_files(files: list[Path], text_column: str, max_bytes: int) -> Any:
         require_column(name, builder, text_column)
     # A list is taken for shards: the state of the stream counts files.
     arguments = {"files": named, "text_column": text_column, "max_bytes": max_bytes}
-    features = _document_features(datasets)
+    features = datasets.Features({**_document_features(datasets), "where": datasets.Value("string")})
     return datasets.IterableDataset.from_generator(_stream_one_by_one, features=features, gen_kwargs=arguments)
 
 
 def _stream_one_by_one(files: list[tuple[str, str]], text_column: str, max_bytes: int) -> Iterator[dict[str, Any]]:
     for builder, file in files:
         for document in read_documents(file, builder, text_column, max_bytes):
-            yield {"text": document.text, "fault": document.fault or None}
+            yield {"text": document.text, "fault": document.fault or None, "where": document.where}
 
 
 def _streamed_texts(rows: Any, text_column: str, source: str) -> Any:

@@ -6,7 +6,7 @@ is a document without a sequence, as Megatron's own tool writes it.
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from lightning_megatron.data.atomic_file import written_whole
 from lightning_megatron.data.document_files import MAX_DOCUMENT_BYTES, BadDocuments
 from lightning_megatron.data.megatron_files import megatron_writer, token_dtype
 from lightning_megatron.data.sentences import split_sentences
-from lightning_megatron.data.sources import HeldDocument, held_documents
+from lightning_megatron.data.sources import HeldDocument, document_places, held_documents
 from lightning_megatron.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -53,8 +53,8 @@ class Counts:
     num_empty: int = 0
     # without a token, and not bad
     num_bad: int = 0
-    bad: list[str] = field(default_factory=list)
-    # what the first of them are, and why they are bad
+    bad: "list[BadDocument]" = field(default_factory=list)
+    # the first of them
 
     def numbers(self) -> list[int]:
         """All but the names."""
@@ -72,16 +72,33 @@ class Counts:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.bad = (self.bad + other.bad)[:_NAMED]
 
+    def left_out(self) -> str:
+        """What has no tokens, in one line; empty where everything has."""
+        told = []
+        if self.num_bad:
+            more = "; ..." if self.num_bad > len(self.bad) else ""
+            told.append(f"{self.num_bad:,} documents were left without tokens: {'; '.join(map(str, self.bad))}{more}")
+        if self.num_empty:
+            told.append(f"{self.num_empty:,} documents are empty")
+        return "; ".join(told)
+
 
 _NUMBERS = ("num_documents", "num_bytes", "num_tokens", "num_empty", "num_bad")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BadDocument:
     """A document that is not to be tokenized."""
 
     why: str
     # to be said behind "document 5"
+    number: int = -1
+    # among those that are written; not known of a text alone
+    is_placed: bool = False
+    # whether `why` says where it lies
+
+    def __str__(self) -> str:
+        return f"document {self.number} {self.why}"
 
 
 def encoded(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int] | BadDocument]:
@@ -90,7 +107,7 @@ def encoded(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int] | BadD
         return list(tokenizer.encode(texts))
     except ValueError as error:
         if len(texts) == 1:
-            return [BadDocument(f"is refused by the tokenizer: {error}")]
+            return [BadDocument(why=f"is refused by the tokenizer: {error}")]
         return [ids for text in texts for ids in encoded(tokenizer, [text])]
 
 
@@ -116,16 +133,16 @@ class PartWriter:
                     writer.add_document([] if isinstance(tokens, BadDocument) else tokens)
                     if isinstance(tokens, BadDocument):
                         counts.num_bad += 1
-                        counts.bad.append(f"document {number} {tokens.why}")
+                        counts.bad.append(replace(tokens, number=number))
                     else:
                         counts.num_empty += not tokens
                         counts.num_tokens += sum(map(len, tokens))
                 if counts.bad and self.form.bad_documents == "refuse":
-                    raise ValueError(f"{'; '.join(counts.bad[:_NAMED])}; take such out, or skip them (bad_documents)")
+                    named = placed(counts.bad[:_NAMED], self.documents)
+                    raise ValueError(f"{'; '.join(map(str, named))}; take such out, or skip them (bad_documents)")
                 whole.add(counts)
                 on_batch(counts)
-        with written_whole(counts_path(prefix)) as temporary:
-            temporary.write_text(json.dumps(asdict(whole)), encoding="utf-8")
+        write_counts(prefix, whole)
 
     def _batches(self, first: int, last: int) -> Iterator[tuple[list[str | BadDocument], int]]:
         """Documents, and the bytes of those that are not bad."""
@@ -143,15 +160,15 @@ class PartWriter:
 
     def _read(self, held: HeldDocument) -> str | BadDocument:
         if held.fault:
-            return BadDocument(held.fault)
+            return BadDocument(why=held.fault, is_placed=True)
         if held.content is None:
             return ""
         if (size := len(held.content)) > self.form.max_document_bytes:
-            return BadDocument(f"has {size} bytes, above max_document_bytes ({self.form.max_document_bytes})")
+            return BadDocument(why=f"has {size} bytes, above max_document_bytes ({self.form.max_document_bytes})")
         try:
             return str(held.content, "utf-8")
         except UnicodeDecodeError as error:
-            return BadDocument(f"is not UTF-8 at byte {error.start}")
+            return BadDocument(why=f"is not UTF-8 at byte {error.start}")
 
     def _tokenized(self, batch: list[str | BadDocument]) -> list[list[list[int]] | BadDocument]:
         """The tokens of each document's sequences, those without any left out."""
@@ -160,7 +177,7 @@ class PartWriter:
             ids = iter(self.tokenizer.encode([text for sequences in texts for text in sequences]))
         except ValueError as error:
             if len(batch) == 1:
-                return [BadDocument(f"is refused by the tokenizer: {error}")]
+                return [BadDocument(why=f"is refused by the tokenizer: {error}")]
             return [tokens for document in batch for tokens in self._tokenized([document])]
         return [
             text if isinstance(text, BadDocument) else self._ended([found for _ in sequences if (found := next(ids))])
@@ -176,14 +193,31 @@ class PartWriter:
         return sequences
 
 
+def placed(bad: "Sequence[BadDocument]", documents: "Documents") -> "list[BadDocument]":
+    """The same, of which each says where it lies, as far as the source tells."""
+    missing = [one.number for one in bad if not one.is_placed]
+    places = dict(zip(missing, document_places(documents, missing), strict=True)) if missing else {}
+    return [
+        replace(one, why=f"{one.why} ({place})", is_placed=True) if (place := places.get(one.number)) else one
+        for one in bad
+    ]
+
+
 def counts_path(prefix: Path) -> Path:
-    """Where the counts of a part lie: it is whole where they do."""
+    """Where the counts of token files lie: a part is whole where they do."""
     return Path(f"{prefix}.json")
 
 
 def read_counts(prefix: Path) -> Counts:
-    """The counts of a part that is whole."""
-    return Counts(**json.loads(counts_path(prefix).read_text(encoding="utf-8")))
+    """The counts of token files that are whole."""
+    written = json.loads(counts_path(prefix).read_text(encoding="utf-8"))
+    return Counts(**{**written, "bad": [BadDocument(**one) for one in written["bad"]]})
+
+
+def write_counts(prefix: Path, counts: Counts) -> None:
+    """Writes them where `read_counts` finds them."""
+    with written_whole(counts_path(prefix)) as temporary:
+        temporary.write_text(json.dumps(asdict(counts)), encoding="utf-8")
 
 
 def usable_texts(documents: "Documents", max_document_bytes: int = MAX_DOCUMENT_BYTES) -> Iterator[str]:

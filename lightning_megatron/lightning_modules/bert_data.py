@@ -2,10 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
-
-import torch
-from torch.utils.data import DataLoader
+from typing import ClassVar
 
 from lightning_megatron.data import (
     BatchRamp,
@@ -13,17 +10,14 @@ from lightning_megatron.data import (
     BertSpans,
     Masking,
     MegatronCorpus,
-    TokenCorpus,
     Tokenizer,
     WordStarts,
     load_tokenizer,
-    prepare_corpus,
     special_tokens,
 )
 from lightning_megatron.data.document_files import MAX_DOCUMENT_BYTES, BadDocuments
 from lightning_megatron.data.special_tokens import Role
 from lightning_megatron.lightning_modules.data_module import Samples
-from lightning_megatron.lightning_modules.loaders import Sample, prompt_loader
 from lightning_megatron.lightning_modules.text_data import TextDataModule
 from lightning_megatron.lightning_modules.text_sources import BlendSource
 from lightning_megatron.trainer.config import ConfigurationError
@@ -46,6 +40,8 @@ class BertDataModule(TextDataModule):
 
     special_tokens: ClassVar[tuple[str, ...]] = ("[CLS]", "[SEP]", "[MASK]", "[PAD]")
     needed_of_tokenizer: ClassVar[str] = "which of them are [CLS], [SEP], [MASK] and [PAD]"
+    has_ends: ClassVar[bool] = False
+    has_sentences: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -121,23 +117,9 @@ class BertDataModule(TextDataModule):
                 faults += [text for text in [str(error)] if text not in faults]
         return faults
 
-    def _samples(self, documents: Any, tokenizer: Tokenizer) -> Samples:
-        prefix = prepare_corpus(
-            documents,
-            tokenizer,
-            self.cache_directory,
-            has_ends=False,
-            sentences=True,
-            max_document_bytes=self.max_document_bytes,
-            bad_documents=self.bad_documents,
-        )
-        return self._spans(MegatronCorpus(prefix), tokenizer)
-
-    def _token_samples(self, prefix: Path, documents: tuple[int, int], tokenizer: Tokenizer | None) -> Samples:
+    def _token_samples(self, prefix: Path, documents: tuple[int, int] | None, tokenizer: Tokenizer | None) -> Samples:
         assert tokenizer is not None, "a fault says so"
-        return self._spans(MegatronCorpus(prefix, documents), tokenizer)
-
-    def _spans(self, corpus: TokenCorpus, tokenizer: Tokenizer) -> Samples:
+        corpus = MegatronCorpus(prefix, documents)
         roles = special_tokens(tokenizer)
         special = tuple(sorted({*tokenizer.special_ids(), *roles.values()}))
         masking = self._masking(roles, special, tokenizer.vocab_size)
@@ -165,14 +147,6 @@ class BertDataModule(TextDataModule):
             share=self.masked_share,
             longest_run=self.longest_run,
         )
-
-    def setup(self, stage: str) -> None:
-        super().setup(stage)
-        if stage == "predict":
-            self._prompt_ids()
-
-    def predict_dataloader(self) -> DataLoader[Sample]:
-        return prompt_loader([torch.tensor(ids) for ids in self._prompt_ids()], self.global_batch_size, self._replica)
 
     def _prompt_ids(self) -> list[list[int]]:
         """The tokens of the prompts, as a sample of one part has them. Raises ConfigurationError for what has no gap or

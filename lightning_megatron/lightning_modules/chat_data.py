@@ -7,9 +7,6 @@ the seed and the global batch size alone, and a resumed run goes on after the la
 from functools import partial
 from typing import Any, ClassVar, Literal, get_args
 
-import torch
-from torch.utils.data import DataLoader
-
 from lightning_megatron.data import (
     ChatSamples,
     ChatTemplate,
@@ -24,7 +21,7 @@ from lightning_megatron.data import (
 )
 from lightning_megatron.data.rows import NO_LABEL, NO_SEGMENT
 from lightning_megatron.lightning_modules.data_module import Samples, told_as_fault
-from lightning_megatron.lightning_modules.loaders import Collate, Sample, prompt_loader
+from lightning_megatron.lightning_modules.loaders import Collate
 from lightning_megatron.lightning_modules.text_data import TextDataModule
 
 ChatPacking = Literal["none", "documents"]
@@ -146,12 +143,11 @@ class ChatDataModule(TextDataModule):
             padding["segments"] = NO_SEGMENT
         return partial(collate_padded, padding=padding, multiple=self.pad_to_multiple)
 
-    def predict_dataloader(self) -> DataLoader[Sample]:
+    def _prompt_ids(self) -> list[list[int]]:
         if self.template is None:
-            return super().predict_dataloader()
+            return super()._prompt_ids()
         assert self.tokenizer is not None, "setup comes first; Trainer calls it"
-        ids = [torch.tensor(ids) for ids, _ in self.tokenizer.encode_spelled(self._prompt_texts())]
-        return prompt_loader(ids, self.global_batch_size, self._replica)
+        return [ids for ids, _ in self.tokenizer.encode_spelled(self._prompt_texts())]
 
     def _prompt_texts(self) -> list[str]:
         """What the model is given of each prompt."""

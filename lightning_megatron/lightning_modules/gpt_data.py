@@ -14,7 +14,6 @@ from lightning_megatron.data import (
     PackedDocuments,
     Tokenizer,
     load_tokenizer,
-    prepare_corpus,
 )
 from lightning_megatron.data.document_files import MAX_DOCUMENT_BYTES, BadDocuments
 from lightning_megatron.data.lanes import Lane, RowLane, StretchLane
@@ -208,16 +207,6 @@ class GPTDataModule(TextDataModule):
             "bad_documents": self.bad_documents,
             "max_document_bytes": self.max_document_bytes,
         }
-
-    def _samples(self, documents: Any, tokenizer: Tokenizer) -> Samples:
-        prefix = prepare_corpus(
-            documents,
-            tokenizer,
-            self.cache_directory,
-            max_document_bytes=self.max_document_bytes,
-            bad_documents=self.bad_documents,
-        )
-        return self._token_samples(prefix, None, tokenizer)
 
     def _token_samples(self, prefix: Path, documents: tuple[int, int] | None, tokenizer: Tokenizer | None) -> Samples:
         if self.packing == "stream":

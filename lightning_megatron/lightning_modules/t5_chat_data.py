@@ -5,12 +5,19 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lightning_megatron.data import AnswerSamples, Tokenizer, collate_padded, load_tokenizer, prepare_answers
+from lightning_megatron.data import (
+    AnswerSamples,
+    PackedAnswers,
+    Tokenizer,
+    collate_padded,
+    load_tokenizer,
+    prepare_answers,
+)
 from lightning_megatron.data.rows import NO_LABEL, NO_SEGMENT
-from lightning_megatron.lightning_modules.chat_data import ChatDataModule
+from lightning_megatron.lightning_modules.chat_data import ChatDataModule, ChatPacking
 from lightning_megatron.lightning_modules.data_module import Samples
 from lightning_megatron.lightning_modules.loaders import Collate, Sample
-from lightning_megatron.lightning_modules.t5_data import answer_loader, ids_to_answer, padding_of
+from lightning_megatron.lightning_modules.t5_data import answer_loader, ids_to_answer, longest_prompt, padding_of
 
 
 class T5ChatDataModule(ChatDataModule):
@@ -20,8 +27,9 @@ class T5ChatDataModule(ChatDataModule):
 
     Rows are those of ChatDataModule with `messages`, or `prompt` and `completion`. Each answer is a sample: the encoder
     reads all that comes before it, up to `sequence_length` tokens with its end, and the decoder learns the answer, up
-    to `decoder_sequence_length`. How many answers were cut, or dropped because what is asked is longer, is told. A
-    tokenizer must have padding, which starts the decoder.
+    to `decoder_sequence_length`. How many answers were cut, or dropped because what is asked is longer, is told. With
+    `packing` a row of a batch holds several samples that do not see each other, in both stacks, up to these lengths;
+    `global_batch_size` then counts rows. A tokenizer must have padding, which starts the decoder.
 
     `prompts` are what prediction answers: as a user's message where there is a chat template, else as they are.
     """
@@ -39,6 +47,7 @@ class T5ChatDataModule(ChatDataModule):
         validation_path: str | None = None,
         validation_fraction: float | None = None,
         pad_to_multiple: int = 8,
+        packing: ChatPacking = "none",
         prompts: list[str] | None = None,
         num_workers: int = 0,
         seed: int = 0,
@@ -54,6 +63,7 @@ class T5ChatDataModule(ChatDataModule):
             validation_path=validation_path,
             validation_fraction=validation_fraction,
             pad_to_multiple=pad_to_multiple,
+            packing=packing,
             prompts=prompts,
             num_workers=num_workers,
             seed=seed,
@@ -90,8 +100,18 @@ class T5ChatDataModule(ChatDataModule):
             decoder_length=self.decoder_sequence_length,
             directory=self.cache_directory,
         )
-        samples = AnswerSamples(path, start_token=padding_of(tokenizer))
-        return Samples(dataset=samples, count=len(samples), told=str(samples.kept))
+        padding = padding_of(tokenizer)
+        samples = AnswerSamples(path, start_token=padding)
+        if self.packing == "none":
+            return Samples(dataset=samples, count=len(samples), told=str(samples.kept))
+        rows = PackedAnswers(
+            samples,
+            encoder_length=self.sequence_length,
+            decoder_length=self.decoder_sequence_length,
+            padding=padding,
+            seed=self.seed,
+        )
+        return Samples(dataset=rows, count=len(rows), told=str(rows))
 
     @property
     def _collate(self) -> Collate:
@@ -101,11 +121,6 @@ class T5ChatDataModule(ChatDataModule):
         decoder = {"decoder_tokens": padding, "decoder_segments": NO_SEGMENT, "labels": NO_LABEL, "loss_mask": 0}
         return partial(_collate_both, encoder=encoder, decoder=decoder, multiple=self.pad_to_multiple)
 
-    def setup(self, stage: str) -> None:
-        super().setup(stage)
-        if stage == "predict":
-            self._prompt_ids()
-
     def predict_dataloader(self) -> DataLoader[Sample]:
         """What the encoder reads, with its end, and `decoder_tokens` [batch, 1] that start each answer."""
         assert self.tokenizer is not None, "setup comes first; Trainer calls it"
@@ -113,7 +128,7 @@ class T5ChatDataModule(ChatDataModule):
 
     def _prompt_ids(self) -> list[list[int]]:
         assert self.tokenizer is not None, "setup comes first; Trainer calls it"
-        return ids_to_answer(self.prompts, self._prompt_texts(), self.tokenizer, self.sequence_length)
+        return ids_to_answer(self.prompts, self._prompt_texts(), self.tokenizer, longest_prompt(self.trainer))
 
 
 def _collate_both(samples: list[Sample], *, encoder: dict[str, int], decoder: dict[str, int], multiple: int) -> Sample:

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
+import lightning as L
 import torch
 from torch.utils.data import DataLoader
 
@@ -12,10 +13,8 @@ from lightning_megatron.data import (
     MegatronCorpus,
     SpanCorruption,
     T5Pieces,
-    TokenCorpus,
     Tokenizer,
     load_tokenizer,
-    prepare_corpus,
     sentinels,
     special_tokens,
 )
@@ -23,6 +22,7 @@ from lightning_megatron.data.document_files import MAX_DOCUMENT_BYTES, BadDocume
 from lightning_megatron.data.special_tokens import SENTINEL
 from lightning_megatron.lightning_modules.data_module import Samples
 from lightning_megatron.lightning_modules.loaders import Sample, prompt_loader
+from lightning_megatron.lightning_modules.t5 import T5Module
 from lightning_megatron.lightning_modules.text_data import TextDataModule
 from lightning_megatron.lightning_modules.text_sources import BlendSource
 from lightning_megatron.trainer.config import ConfigurationError
@@ -43,10 +43,13 @@ class T5DataModule(TextDataModule):
     has 100.
 
     `prompts` are what the encoder reads in prediction; sentinels in them, written as `<extra_id_0>` and on, are gaps.
+    They may be longer than `sequence_length`: only learned positions of the model end somewhere.
     """
 
     special_tokens: ClassVar[tuple[str, ...]] = (_PADDING, *(SENTINEL.format(i) for i in range(100)))
     needed_of_tokenizer: ClassVar[str] = "which of them are padding and sentinels"
+    has_ends: ClassVar[bool] = False
+    # Both texts of a sample have an end of their own.
 
     def __init__(
         self,
@@ -136,31 +139,11 @@ class T5DataModule(TextDataModule):
                 faults.append(str(error))
         return faults
 
-    def _samples(self, documents: Any, tokenizer: Tokenizer) -> Samples:
-        # Both texts of a sample have an end of their own.
-        prefix = prepare_corpus(
-            documents,
-            tokenizer,
-            self.cache_directory,
-            has_ends=False,
-            max_document_bytes=self.max_document_bytes,
-            bad_documents=self.bad_documents,
-        )
-        return self._pieces(MegatronCorpus(prefix), tokenizer)
-
-    def _token_samples(self, prefix: Path, documents: tuple[int, int], tokenizer: Tokenizer | None) -> Samples:
+    def _token_samples(self, prefix: Path, documents: tuple[int, int] | None, tokenizer: Tokenizer | None) -> Samples:
         assert tokenizer is not None, "a fault says so"
-        return self._pieces(MegatronCorpus(prefix, documents), tokenizer)
-
-    def _pieces(self, corpus: TokenCorpus, tokenizer: Tokenizer) -> Samples:
         corruption = self._corruption(sentinels(tokenizer), padding=padding_of(tokenizer), end=tokenizer.end_of_text)
-        pieces = T5Pieces(corpus, corruption, seed=self.seed)
+        pieces = T5Pieces(MegatronCorpus(prefix, documents), corruption, seed=self.seed)
         return Samples(dataset=pieces, count=len(pieces), is_new_each_epoch=True)
-
-    def setup(self, stage: str) -> None:
-        super().setup(stage)
-        if stage == "predict":
-            self._prompt_ids()
 
     def predict_dataloader(self) -> DataLoader[Sample]:
         """What the encoder reads, with its end, and `decoder_tokens` [batch, 1] that start each answer."""
@@ -169,7 +152,7 @@ class T5DataModule(TextDataModule):
 
     def _prompt_ids(self) -> list[list[int]]:
         assert self.tokenizer is not None, "setup comes first; Trainer calls it"
-        return ids_to_answer(self.prompts, self.prompts, self.tokenizer, self.sequence_length)
+        return ids_to_answer(self.prompts, self.prompts, self.tokenizer, longest_prompt(self.trainer))
 
 
 def padding_of(tokenizer: Tokenizer) -> int:
@@ -177,18 +160,29 @@ def padding_of(tokenizer: Tokenizer) -> int:
     return special_tokens(tokenizer, ("padding",))["padding"]
 
 
+def longest_prompt(trainer: L.Trainer | None) -> int | None:
+    """The most tokens that the encoder of the T5 in a Trainer can read; none where it has no bound, or none is there.
+
+    Relative positions have no bound: what is far is alike.
+    """
+    module = None if trainer is None else trainer.lightning_module
+    if not isinstance(module, T5Module) or module.config.position != "learned":
+        return None
+    return module.config.max_sequence_length
+
+
 def ids_to_answer(
-    prompts: Sequence[str], texts: Sequence[str], tokenizer: Tokenizer, sequence_length: int
+    prompts: Sequence[str], texts: Sequence[str], tokenizer: Tokenizer, longest: int | None
 ) -> list[list[int]]:
     """What the encoder reads of the text of each prompt, with its end. Raises ConfigurationError for what is longer
-    than `sequence_length`."""
+    than it can read."""
     end = [tokenizer.end_of_text]
     found = [ids if ids[-1:] == end else ids + end for ids, _ in tokenizer.encode_spelled(texts)]
     faults = [
-        f"prompt ({prompt!r}) has {len(ids)} tokens with its end, and sequence_length ({sequence_length}) is the most;"
-        " shorten it"
+        f"prompt ({prompt!r}) has {len(ids)} tokens with its end, and max_sequence_length ({longest}) of the model is"
+        " the most, because its positions are learned; shorten it"
         for prompt, ids in zip(prompts, found, strict=True)
-        if len(ids) > sequence_length
+        if longest is not None and len(ids) > longest
     ]
     if faults:
         raise ConfigurationError(faults)

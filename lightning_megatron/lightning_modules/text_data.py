@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, get_args
 
@@ -17,11 +18,13 @@ from lightning_megatron.data import (
     BlendedSamples,
     Tokenizer,
     load_tokenizer,
+    prepare_corpus,
     split_documents,
     train_tokenizer,
 )
 from lightning_megatron.data.document_files import MAX_DOCUMENT_BYTES, BadDocuments
-from lightning_megatron.data.sources import corpus_fingerprint, joined_documents
+from lightning_megatron.data.prepare import left_out
+from lightning_megatron.data.sources import corpus_fingerprint, held_out_of, joined_documents, part_of
 from lightning_megatron.data.token_parts import usable_texts
 from lightning_megatron.data.tokenizer import SMALLEST_VOCABULARY
 from lightning_megatron.lightning_modules.data_module import ReplicaDataModule, Samples
@@ -37,7 +40,7 @@ from lightning_megatron.trainer.config import ConfigurationError
 
 
 class TextDataModule(ReplicaDataModule):
-    """Samples of text, which a subclass makes of documents and a tokenizer (`_samples`).
+    """Samples of text, which a subclass makes of the tokens of documents (`_token_samples`).
 
     Text comes from `path` (a file, a directory or a pattern), from `dataset` (a name that `datasets` knows, or a local
     one), or, where neither is given, from the source files of Python's standard library. A `path` may be the prefix of
@@ -65,6 +68,10 @@ class TextDataModule(ReplicaDataModule):
     # held out where nothing says what is
     needed_of_tokenizer: ClassVar[str] = ""
     # what only a tokenizer says, without which token files are of no use; empty: there is nothing
+    has_ends: ClassVar[bool] = True
+    # whether an end of text follows each document that is tokenized
+    has_sentences: ClassVar[bool] = False
+    # whether each of its sentences is a sequence
 
     def __init__(
         self,
@@ -215,6 +222,9 @@ class TextDataModule(ReplicaDataModule):
         if stage == "predict" and self.tokenizer_path is None and not self._has_text:
             raise ConfigurationError(["token files alone say no text of a token; give the tokenizer to predict"])
         super().setup(stage)
+        if stage == "predict":
+            # What is wrong with them is told before a model is there.
+            self._prompt_ids()
 
     def _prepare(self) -> tuple[Samples | None, Samples | None]:
         if self.tokenizer_path is not None:
@@ -257,7 +267,7 @@ class TextDataModule(ReplicaDataModule):
         if count == 1:
             # One document alone cannot be held out.
             return *self._samples_between(read, 0, 1).cut(fraction), None
-        num_held_out = min(max(1, round(count * fraction)), count - 1)
+        num_held_out = held_out_of(count, fraction)
         about = (
             f"{num_held_out} of {count} documents are held out by validation_fraction ({fraction}; 0 holds out none)"
         )
@@ -289,7 +299,7 @@ class TextDataModule(ReplicaDataModule):
         if read.corpus is not None:
             return self._token_samples(Path(read.corpus.prefix), (first, last), self.tokenizer)
         is_all = (first, last) == (0, read.num_documents)
-        return self._text_samples(read.documents if is_all else read.documents.select(range(first, last)))
+        return self._text_samples(read.documents if is_all else part_of(read.documents, range(first, last)))
 
     def _text_samples(self, documents: Any) -> Samples:
         assert self.tokenizer is not None, "there is one as soon as there is text"
@@ -297,10 +307,20 @@ class TextDataModule(ReplicaDataModule):
 
     def _samples(self, documents: Any, tokenizer: Tokenizer) -> Samples:
         """The samples that documents make; makes what is not in the cache yet."""
-        raise NotImplementedError
+        prefix = prepare_corpus(
+            documents,
+            tokenizer,
+            self.cache_directory,
+            has_ends=self.has_ends,
+            sentences=self.has_sentences,
+            max_document_bytes=self.max_document_bytes,
+            bad_documents=self.bad_documents,
+        )
+        samples = self._token_samples(prefix, None, tokenizer)
+        return replace(samples, told="; ".join(filter(None, (samples.told, left_out(prefix)))))
 
-    def _token_samples(self, prefix: Path, documents: tuple[int, int], tokenizer: Tokenizer | None) -> Samples:
-        """The samples of token files, of the documents from the first to before the second number."""
+    def _token_samples(self, prefix: Path, documents: tuple[int, int] | None, tokenizer: Tokenizer | None) -> Samples:
+        """The samples of token files, of all documents or those from the first to before the second number."""
         raise ValueError(f"{type(self).__name__} makes its samples of text, and path ({prefix}) leads to token files")
 
     # --- blending ---------------------------------------------------------------------------------------------------
@@ -369,10 +389,13 @@ class TextDataModule(ReplicaDataModule):
         return self.cache_directory / "documents"
 
     def predict_dataloader(self) -> DataLoader[Sample]:
+        return prompt_loader([torch.tensor(ids) for ids in self._prompt_ids()], self.global_batch_size, self._replica)
+
+    def _prompt_ids(self) -> list[list[int]]:
+        """The tokens of each prompt. Raises ConfigurationError for what a model cannot be asked."""
         assert self.tokenizer is not None, "setup comes first; Trainer calls it"
         # An empty prompt starts where a document would.
-        ids = [encoded or [self.tokenizer.end_of_text] for encoded in self.tokenizer.encode(self.prompts)]
-        return prompt_loader([torch.tensor(prompt) for prompt in ids], self.global_batch_size, self._replica)
+        return [ids or [self.tokenizer.end_of_text] for ids in self.tokenizer.encode(self.prompts)]
 
 
 @contextmanager

@@ -113,6 +113,10 @@ def test_every_mistake_is_told_at_once(capsys: pytest.CaptureFixture[str], folde
         ((*NUMBERS, "--path", "empty.jsonl"), "leads to no file with something in it"),
         ((*NUMBERS, "--path", "broken.jsonl", "--bad-documents", "refuse"), "broken.jsonl, line 2: "),
         (
+            (*FIXED, "--train-vocab-size", "257", "--max-document-bytes", "4", "--bad-documents", "refuse"),
+            "rows.jsonl, line 1); document 2 has 5 bytes, above max_document_bytes (4) (",
+        ),
+        (
             (*FIXED, "--tokenizer", "null:1"),
             "none of the 3 documents has a token: 1 are empty, and 2 are bad: document 0",
         ),
@@ -135,10 +139,10 @@ def test_bad_documents_are_counted_and_named(capsys: pytest.CaptureFixture[str],
     assert prepare(*NUMBERS, "--path", "*.[jt]*", "--max-document-bytes", "4") == 0
     assert capsys.readouterr().out.splitlines()[-1] == (
         f"7 documents were left without tokens: document 0 is not UTF-8 text ({folder}/latin.txt, byte 3);"
-        " document 1 has 5 bytes, above max_document_bytes (4);"
+        f" document 1 has 5 bytes, above max_document_bytes (4) ({folder}/more.jsonl, line 1);"
         f" document 2 is not JSON ({folder}/more.jsonl, line 2: Expecting ':' delimiter: line 1 column 8 (char 7));"
         f" document 3 is not text but 5 ({folder}/more.jsonl, line 3, 'text');"
-        f" document 4 is no object with a 'text' ({folder}/more.jsonl, line 4); ..."
+        f" document 4 is no object with a 'text' ({folder}/more.jsonl, line 4); ...; 1 documents are empty"
     )
 
 

@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_megatron.data import AnswerSamples, ChatTemplate, Tokenizer, load_rows, load_tokenizer, prepare_answers
+from lightning_megatron.data import (
+    AnswerSamples,
+    ChatTemplate,
+    PackedAnswers,
+    Tokenizer,
+    load_rows,
+    load_tokenizer,
+    prepare_answers,
+)
 from tests.data.chats import HEADERS, TURNS, write_rows, write_tokenizer
 
 PAIRS = [{"prompt": f"What is {i}?", "completion": f"It is {'x' * i}."} for i in range(6)]
@@ -77,6 +85,29 @@ def test_long_answers_are_cut_and_long_questions_dropped(tmp_path: Path, tokeniz
     assert found.kept.cut == sum(length > most for length in lengths) > 0
     for i in range(6):
         assert found[i]["labels"].tolist() == whole[i]["labels"][:most].tolist()
+
+
+def test_packed_rows_hold_the_samples_and_keep_them_apart(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    samples = samples_of(tmp_path, tokenizer, PAIRS)
+    packed = PackedAnswers(samples, encoder_length=60, decoder_length=40, padding=3, seed=1)
+    found = []
+    for row in (packed[i] for i in range(len(packed))):
+        assert {name: len(value) for name, value in row.items()} == {
+            **dict.fromkeys(("encoder_tokens", "encoder_segments"), 60),
+            **dict.fromkeys(("decoder_tokens", "decoder_segments", "labels", "loss_mask"), 40),
+        }
+        for number in range(int(row["encoder_segments"].max()) + 1):
+            read, told = row["encoder_segments"] == number, row["decoder_segments"] == number
+            parts = {name: row[name][read if name.startswith("encoder") else told] for name in row}
+            found.append([parts[name].tolist() for name in ("encoder_tokens", "decoder_tokens", "labels", "loss_mask")])
+        assert int(row["decoder_segments"].max()) == int(row["encoder_segments"].max())
+        assert set(row["encoder_tokens"][row["encoder_segments"] < 0].tolist()) <= {3}
+        unused = row["decoder_segments"] < 0
+        assert not row["loss_mask"][unused].any() and set(row["labels"][unused].tolist()) <= {-100}
+    names = ("encoder_tokens", "decoder_tokens", "labels", "loss_mask")
+    assert sorted(found) == sorted([samples[i][name].tolist() for name in names] for i in range(len(samples)))
+    assert 1 < len(packed) < len(samples), "some rows hold several"
+    assert f"they lie in {len(packed)} rows of 60 and 40, " in str(packed)
 
 
 @pytest.mark.parametrize(

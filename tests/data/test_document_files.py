@@ -8,12 +8,13 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from datasets import Dataset
 from pyarrow import csv, parquet
 
 from lightning_megatron.data import document_files as module
 from lightning_megatron.data import load_documents, load_rows
 from lightning_megatron.data.document_files import FileDocument, read_documents
-from lightning_megatron.data.sources import TextStream
+from lightning_megatron.data.sources import TextStream, document_places, joined_documents, part_of, split_documents
 
 TEXTS = ["one", "two\nlines", "", "thréé"]
 
@@ -36,9 +37,15 @@ def write_arrow_file(path: Path, table: pa.Table) -> None:
         writer.write_table(table, max_chunksize=2)
 
 
+def write_zstandard(path: Path, table: pa.Table) -> None:
+    with pa.CompressedOutputStream(str(path), "zstd") as sink:
+        sink.write(lines(table.to_pylist()))
+
+
 TABLES: dict[str, tuple[str, Callable[[Path, pa.Table], None]]] = {
     "a.jsonl": ("json", lambda path, table: path.write_bytes(b"\xef\xbb\xbf" + lines(table.to_pylist())) and None),
     "a.jsonl.gz": ("json", lambda path, table: path.write_bytes(gzip.compress(lines(table.to_pylist()))) and None),
+    "a.jsonl.zst": ("json", write_zstandard),
     "a.json": ("json", lambda path, table: path.write_text(json.dumps(table.to_pylist(), indent=1)) and None),
     "a.csv": ("csv", lambda path, table: csv.write_csv(table, path)),
     "a.parquet": ("parquet", write_parquet),
@@ -47,11 +54,22 @@ TABLES: dict[str, tuple[str, Callable[[Path, pa.Table], None]]] = {
 }
 
 
+PLACES = {
+    "a.json": [f"item {i}" for i in range(4)],
+    # Behind a row: the second has two lines.
+    "a.csv": ["line 2", "line 4", "line 5", "line 6"],
+    **{name: [f"row {i}" for i in range(4)] for name in ("a.parquet", "a.arrow", "b.arrow")},
+}
+
+
 @pytest.mark.parametrize("name", TABLES)
-def test_tables_give_their_rows(name: str, tmp_path: Path) -> None:
+def test_tables_give_their_rows_and_where_they_lie(name: str, tmp_path: Path) -> None:
     kind, write = TABLES[name]
     write(tmp_path / name, pa.table({"number": range(4), "text": TEXTS}))
-    assert list(read_documents(str(tmp_path / name), kind, "text")) == [FileDocument(text) for text in TEXTS]
+    places = PLACES.get(name, [f"line {i}" for i in range(1, 5)])
+    assert list(read_documents(str(tmp_path / name), kind, "text")) == [
+        FileDocument(text, where=f"{tmp_path / name}, {place}") for text, place in zip(TEXTS, places, strict=True)
+    ]
     assert list(TextStream(path=tmp_path / name).texts(0, None)) == TEXTS
     [fault] = [one.fault for one in read_documents(str(tmp_path / name), kind, "body")] if kind != "json" else [""]
     assert kind == "json" or fault == f"has no text ({tmp_path / name} has the columns number, text)"
@@ -99,12 +117,12 @@ def test_each_broken_line_is_named_and_no_other_is_lost(tmp_path: Path) -> None:
     for fault, told in zip(faults, FAULTS, strict=True):
         assert fault.startswith(told.format(file=file)), fault
     documents = load_documents(path=file, cache_dir=tmp_path / "cache")
-    assert [(one["text"], one["fault"] or "") for one in documents] == [tuple(one) for one in found]
+    assert [(one["text"], one["fault"] or "") for one in documents] == [(one.text, one.fault) for one in found]
     with pytest.raises(ValueError, match=r"rows that cannot be read: .*broken\.jsonl, line 2: "):
         load_rows(path=file, cache_dir=tmp_path / "cache")
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet", "a.arrow"])
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.arrow"])
 def test_what_is_before_the_damage_is_read_and_the_rest_is_one_bad_document(name: str, tmp_path: Path) -> None:
     kind, write = TABLES[name]
     file, whole = tmp_path / name, tmp_path / f"whole{name[1:]}"
@@ -129,6 +147,41 @@ def test_what_is_before_the_damage_is_read_and_the_rest_is_one_bad_document(name
         None,
         *texts,
     ]
+
+
+def test_zstandard_files_put_together_are_read_to_their_end(tmp_path: Path) -> None:
+    for text in ("one", "two"):
+        write_zstandard(tmp_path / f"{text}.zst", pa.table({"text": [text]}))
+    both = [(tmp_path / f"{text}.zst").read_bytes() for text in ("one", "two")]
+    (tmp_path / "both.jsonl.zst").write_bytes(b"".join(both))
+    assert list(TextStream(path=tmp_path / "both.jsonl.zst").texts(0, None)) == ["one", "two"]
+    documents = load_documents(path=tmp_path / "both.jsonl.zst", cache_dir=tmp_path / "cache")
+    assert documents["text"][:] == ["one", "two"]
+
+
+def test_the_place_of_a_document_is_found_again(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", pa.table({"text": [f"p{i}" for i in range(5)]}))
+    (tmp_path / "b.jsonl").write_bytes(b"\n" + lines([{"text": f"j{i}"} for i in range(4)]))
+    (tmp_path / "c.jsonl").write_bytes(lines([{"text": "k0"}]))
+    (tmp_path / "d.txt").write_text("t")
+    documents = load_documents(path=tmp_path, cache_dir=tmp_path / "cache")
+    found = dict(zip(documents["text"], document_places(documents, range(len(documents))), strict=True))
+    assert found == {
+        "t": f"{tmp_path}/d.txt",
+        **{f"j{i}": f"{tmp_path}/b.jsonl, line {i + 2}" for i in range(4)},
+        "k0": f"{tmp_path}/c.jsonl, line 1",
+        **{f"p{i}": f"{tmp_path}/a.parquet, row {i}" for i in range(5)},
+    }
+    for part in split_documents(documents, 0.4):
+        for again in (part_of(part, range(1, len(part))), part_of(documents, range(3, 8)), part_of(documents, [4])):
+            assert document_places(again, range(len(again))) == [found[text] for text in again["text"]]
+            again = part_of(again, range(len(again) - 1, len(again)))
+            assert document_places(again, [0]) == [found[text] for text in again["text"]]
+    # What somebody else cut out begins at nobody knows which of them.
+    assert document_places(documents.select(range(3, 8)), [0]) == [""]
+    assert document_places(Dataset.from_dict({"text": ["a"]}), [0]) == [""]
+    two = [load_documents(path=tmp_path / name, cache_dir=tmp_path / "cache") for name in ("b.jsonl", "c.jsonl")]
+    assert document_places(joined_documents(two), [0, 4]) == ["", ""]
 
 
 def test_a_bad_row_of_csv_leaves_the_others(tmp_path: Path) -> None:
@@ -179,7 +232,9 @@ def test_a_disk_that_cannot_be_read_is_no_fault_of_the_text(tmp_path: Path, monk
 
 def test_a_text_that_is_too_large_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("abcdef")
-    assert list(read_documents(str(tmp_path / "a.txt"), "", "text", 6)) == [FileDocument("abcdef")]
+    assert list(read_documents(str(tmp_path / "a.txt"), "", "text", 6)) == [
+        FileDocument("abcdef", where=str(tmp_path / "a.txt"))
+    ]
     [bad] = read_documents(str(tmp_path / "a.txt"), "", "text", 5)
     assert bad == FileDocument(None, f"has 6 bytes, and may have 5 ({tmp_path / 'a.txt'})")
 
@@ -192,7 +247,8 @@ def test_a_stream_names_bad_documents_or_refuses_them(tmp_path: Path, caplog: py
     stream = TextStream(path=tmp_path, max_document_bytes=59)
     assert list(stream.texts(0, None)) == ["one", None, None, "two"]
     first, second = (record.message for record in caplog.records)
-    assert "number 1 so far, a document that has 60 bytes, above max_document_bytes (59): 'éé" in first
+    place = f"({tmp_path}/a.jsonl, line 2)"
+    assert f"number 1 so far, a document that has 60 bytes, above max_document_bytes (59) {place}" in first
     assert f"number 2 so far, a document that is not text but 5 ({tmp_path}/a.jsonl, line 3" in second
     caplog.clear()
     assert list(TextStream(path=tmp_path, is_telling=False).texts(0, None)) == ["one", "é" * 30, None, "two"]

@@ -16,6 +16,7 @@ from lightning_megatron.data import (
     ImageSamples,
     PackedImageSamples,
     Tokenizer,
+    image_samples,
     image_template,
     load_image,
     load_rows,
@@ -25,6 +26,7 @@ from lightning_megatron.data import (
 from lightning_megatron.data.image_chats import IMAGE, conversation_of, encode_conversations
 from lightning_megatron.data.image_samples import Unreadable
 from lightning_megatron.data.images import UnreadableImage, write_image
+from lightning_megatron.data.sources import plain_rows
 
 FEATURES, SIZE = 4, 8
 CONFIG = ImageConfig(size=SIZE)
@@ -262,6 +264,58 @@ def test_broken_images_of_a_table_are_named_and_left_out_or_refused(
     with pytest.raises(ValueError, match=r"images are files \(row 0, 0-0\.png\).*give image_folder"):
         of_table(named, folder / "cache", None, tokenizer)
     assert torch.equal(of_table(named, folder / "cache", folder, tokenizer)[0]["images"], samples[0]["images"])
+
+
+def test_a_row_of_a_table_is_read_once_for_all_of_its_images(
+    folder: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    for row in rows:
+        row["images"] = [{"bytes": (folder / name).read_bytes(), "path": None} for name in row["images"]]
+    read: list[tuple[int, int]] = []
+
+    def counted(table: Any, first: int, last: int) -> Any:
+        read.append((first, last))
+        return plain_rows(table, first, last)
+
+    samples = samples_of(datasets.Dataset.from_list(rows), None, tokenizer, folder)
+    monkeypatch.setattr(image_samples, "plain_rows", counted)
+    for index, count in enumerate(COUNTS):
+        read.clear()
+        assert len(samples[index]["images"]) == count
+        assert read == ([(index, index + 1)] if count else [])
+
+
+def test_images_of_whole_paths_need_no_folder(folder: Path, tokenizer: Tokenizer) -> None:
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    expected = prepared(folder, tokenizer)
+    for number, row in enumerate(rows):
+        whole = [str(folder.resolve() / name) for name in row["images"]]
+        # As `datasets` tells an image that is not in the table, or by the path alone.
+        row["images"] = [{"bytes": None, "path": path} for path in whole] if number % 2 == 0 else whole
+    for kind in (0, 1):
+        some = [row for number, row in enumerate(rows) if number % 2 == kind]
+        # A folder that is given besides changes nothing.
+        for given in (None, folder / "elsewhere"):
+            samples = samples_of(datasets.Dataset.from_list(some), given, tokenizer, folder)
+            for index in range(len(some)):
+                assert torch.equal(samples[index]["images"], expected[2 * index + kind]["images"])
+    with pytest.raises(ValueError, match=r"images are files \(row 0, 0-0.png.*give\s+image_folder"):
+        samples_of(datasets.Dataset.from_list([{**rows[0], "images": ["0-0.png"]}]), None, tokenizer, folder)
+
+
+def samples_of(rows: Any, images: Path | None, tokenizer: Tokenizer, folder: Path) -> ImageSamples:
+    path = prepare_image_chats(
+        rows,
+        tokenizer,
+        image_template("plain", tokenizer, ""),
+        images=images,
+        features_per_image=FEATURES,
+        sequence_length=100,
+        unreadable="refuse",
+        directory=folder / "cache",
+    )
+    return ImageSamples(path, rows, images, CONFIG, "refuse")
 
 
 def test_rows_without_answers_are_not_blamed_on_images(folder: Path, tokenizer: Tokenizer) -> None:

@@ -3,6 +3,8 @@
 import itertools
 import json
 import random
+import re
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import tokenizers
 from tokenizers import Regex, models, normalizers, pre_tokenizers, trainers
 
 from lightning_megatron.data import tokenizer as tokenizer_module
-from lightning_megatron.data.long_texts import _PATTERNS, is_cuttable, parts_of
+from lightning_megatron.data.long_texts import _LETTERS, _MARKS, _PATTERNS, is_cuttable, parts_of
 from lightning_megatron.data.tokenizer import END_OF_TEXT, FastTokenizer
 
 ALPHABET = [
@@ -31,6 +33,17 @@ ALPHABET = [
     "\u0301",
     "\u00a0",
     "日",
+    "。",
+    "，",  # noqa: RUF001
+    "ก",
+    "가",
+    "ж",
+    "क",
+    "\u093e",
+    "١",  # noqa: RUF001
+    ",",
+    ")",
+    "'",
     "ab",
     "c ",
 ]
@@ -90,7 +103,7 @@ def test_parts_have_the_tokens_of_the_whole(name: str, monkeypatch: pytest.Monke
     tokenizer = FastTokenizer(made, END_OF_TEXT)
     for seed in range(100, 140):
         text = text_of(seed)
-        assert len(list(parts_of(text))) > 100
+        assert len(list(parts_of(text))) > 90
         whole = made.encode(text, add_special_tokens=False).ids
         assert tokenizer.encode([text, "short", text]) == [whole, tokenizer.encode(["short"])[0], whole]
 
@@ -121,12 +134,40 @@ def test_ordinary_tokens_that_were_added_forbid_a_cut() -> None:
     assert not is_cuttable(json.loads(made.to_str()))
 
 
-def test_parts_are_the_text_and_end_before_a_space_behind_a_letter() -> None:
+def test_parts_are_the_text_and_end_before_a_space_or_a_mark_behind_a_letter_or_a_digit() -> None:
     text = "one two, three\nfour 5 six"
-    assert list(parts_of(text, 3)) == ["one", " two, three", "\nfour", " 5 six"]
+    assert list(parts_of(text, 3)) == ["one", " two", ", three", "\nfour", " 5 six"]
+    assert list(parts_of("去年今日此门中。人面桃花相映红。", 3)) == ["去年今日此门中", "。人面桃花相映红", "。"]
     for size, seed in itertools.product((1, 5, 100), range(5)):
         assert "".join(parts_of(text_of(seed), size)) == text_of(seed)
-    assert list(parts_of("1 2 3 4", 1)) == ["1 2 3 4"], "no place is safe"
+    assert list(parts_of("it's - - ('no')", 1)) == ["it's", " - - ('no')"], "no other place is safe"
+
+
+def test_letters_have_always_been_letters_and_marks_join_nothing() -> None:
+    letters = [chr(i) for i in range(0x110000) if re.fullmatch(f"[{_LETTERS}]", chr(i))]
+    assert len(letters) > 30_000
+    # The oldest tables that there are: engines of regular expressions have newer ones.
+    assert {unicodedata.ucd_3_2_0.category(letter)[0] for letter in letters} == {"L"}
+    for mark in (*_MARKS, " ", "\n"):
+        assert unicodedata.category(mark)[0] not in "LNM" and unicodedata.combining(mark) == 0
+        assert all(unicodedata.is_normalized("NFC", letter + mark) for letter in letters)
+
+
+@pytest.mark.parametrize("script", ["日本語。中文、", "ภาษาไทย ไม่มี ", "русский текст, ", "한국어 글. "])
+@pytest.mark.parametrize("name", CUTTABLE)
+def test_texts_without_ascii_words_are_cut(script: str, name: str) -> None:
+    made = engine(*CUTTABLE[name])
+    text = script * 40
+    parts = list(parts_of(text, 20))
+    assert len(parts) > 5 and "".join(parts) == text
+    encoded = [i for part in parts for i in made.encode(part, add_special_tokens=False).ids]
+    assert encoded == made.encode(text, add_special_tokens=False).ids
+
+
+def test_an_empty_sequence_of_steps_is_no_step() -> None:
+    settings = json.loads(engine(BYTE_LEVEL).to_str())
+    assert is_cuttable({**settings, "normalizer": {"type": "Sequence", "normalizers": []}})
+    assert not is_cuttable({**settings, "pre_tokenizer": {"type": "Sequence", "pretokenizers": []}})
 
 
 def test_a_huge_text_is_read_part_by_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

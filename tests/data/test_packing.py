@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_megatron.data import packing
-from lightning_megatron.data.packing import Numbers, Packing, cut_documents, pack_lengths
+from lightning_megatron.data.packing import Numbers, Packing, cut_documents, pack_lengths, pack_pairs
 
 ROW = 32
 LENGTHS = st.lists(st.integers(1, ROW), min_size=1, max_size=200).map(lambda found: np.array(found, dtype=np.int64))
@@ -19,6 +19,47 @@ def long_tailed(num_documents: int, median: float, longest: int) -> Numbers:
 
 def rows_of(packed: Packing) -> list[list[int]]:
     return [packed.order[packed.row(i)].tolist() for i in range(packed.num_rows)]
+
+
+# --- pairs ------------------------------------------------------------------------------------------------------------
+
+PAIR_ROWS = (32, 20)
+PAIRS = st.lists(st.tuples(st.integers(1, 32), st.integers(1, 20)), min_size=1, max_size=120).map(
+    lambda found: np.array(found, dtype=np.int64)
+)
+
+
+@given(PAIRS, st.integers(0, 3))
+def test_pairs_lie_in_one_row_of_which_neither_side_is_too_long(lengths_N2: Numbers, seed: int) -> None:
+    rows = rows_of(pack_pairs(lengths_N2, PAIR_ROWS, seed))
+    assert sorted(number for row in rows for number in row) == list(range(len(lengths_N2)))
+    sums = [lengths_N2[row].sum(axis=0) for row in rows]
+    assert all((one <= PAIR_ROWS).all() for one in sums)
+    # The first fit leaves no two rows of a window that fit into one.
+    assert all(((a + b) > PAIR_ROWS).any() for i, a in enumerate(sums) for b in sums[:i])
+    assert rows == rows_of(pack_pairs(lengths_N2.copy(), PAIR_ROWS, seed))
+
+
+def test_rows_of_pairs_are_the_same_on_every_machine() -> None:
+    packed = pack_pairs(np.array([[3, 5], [8, 1], [2, 2], [1, 4], [6, 3], [2, 3]]), (8, 6), seed=5)
+    # By hand: 1, 0 and 4 open rows, 3 finds no room with any, 5 goes to 4 and 2 to 3.
+    assert rows_of(packed) == [[1], [3, 2], [5, 4], [0]]
+
+
+def test_pairs_fill_their_rows_and_another_seed_puts_others_together() -> None:
+    lengths_N2 = np.stack([long_tailed(4000, 60, 512), long_tailed(4000, 20, 128)[::-1]], axis=1)
+    packed = pack_pairs(lengths_N2, (512, 128))
+    # The side that is longer, in shares of its row, bounds how few rows there can be.
+    fewest = (lengths_N2.sum(axis=0) / (512, 128)).max()
+    assert packed.num_rows < 1.15 * fewest
+    together = [{frozenset(row) for row in rows_of(pack_pairs(lengths_N2, (512, 128), seed))} for seed in (0, 1)]
+    assert len(together[0] & together[1]) < 0.5 * len(together[0])
+
+
+@pytest.mark.parametrize("lengths", [[], [[0, 1]], [[33, 1]], [[1, 21]]])
+def test_pairs_that_fit_no_row_are_refused(lengths: list[list[int]]) -> None:
+    with pytest.raises(ValueError, match=r"must be from 1 to those of rows \(32, 20\)"):
+        pack_pairs(np.array(lengths, dtype=np.int64), PAIR_ROWS)
 
 
 # --- packing ----------------------------------------------------------------------------------------------------------

@@ -15,8 +15,11 @@ from lightning_megatron.data import (
     load_documents,
     load_tokenizer,
     prepare_corpus,
+    split_documents,
     train_tokenizer,
 )
+from lightning_megatron.data.prepare import left_out
+from lightning_megatron.data.sources import part_of
 
 TEXTS = ["one two three\n" * 30, "four five <|endoftext|> six\n" * 30, "séven\n" * 30]
 
@@ -100,8 +103,34 @@ def test_two_processes_that_prepare_at_once_end_with_one_whole_file(root: Path, 
     assert sorted(file.name for file in tmp_path.iterdir() if file.name != "cache") == [
         f"{path.name}.bin",
         f"{path.name}.idx",
+        f"{path.name}.json",
     ]
     assert MegatronCorpus(path).tokens.tolist() == MegatronCorpus(prepare(root, tmp_path / "alone")).tokens.tolist()
+
+
+def test_what_has_no_tokens_is_named_by_its_place_whenever_the_files_are_used(
+    tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    texts = ["a", "", "b" * 20, "c", "d" * 30, ""]
+    # Of six the fourth is held out.
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+    def prefix() -> Path:
+        documents = load_documents(path=tmp_path / "rows.jsonl", cache_dir=tmp_path / "cache")
+        kept, _ = split_documents(part_of(documents, range(6)), 0.2)
+        return prepare_corpus(kept, tokenizer, tmp_path, max_document_bytes=10)
+
+    told = (
+        f"2 documents were left without tokens: document 2 has 20 bytes, above max_document_bytes (10)"
+        f" ({tmp_path}/rows.jsonl, line 3); document 3 has 30 bytes, above max_document_bytes (10)"
+        f" ({tmp_path}/rows.jsonl, line 5); 2 documents are empty"
+    )
+    written = prefix()
+    assert caplog.messages == [f"{written}: {told}"]
+    assert left_out(prefix()) == told, "and again of files that are there"
+    good = prepare_corpus(load_documents(path=tmp_path / "rows.jsonl", cache_dir=tmp_path), tokenizer, tmp_path)
+    assert left_out(good) == "2 documents are empty"
+    assert left_out(tmp_path / "nothing is known of") == ""
 
 
 def test_sentences_are_sequences_of_their_document_without_ends(tokenizer: Tokenizer, tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ def test_bad_documents_are_named_and_left_without_tokens(tmp_path: Path, num_wor
     form = DocumentForm(max_document_bytes=199)
     counts = write_tokens(rows, Words(), tmp_path / "a", form=form, num_workers=num_workers, part_bytes=part_bytes)
     assert (counts.num_documents, counts.num_empty, counts.num_bad, counts.num_tokens) == (7, 2, 3, 4)
-    assert counts.bad == [
+    assert [str(one) for one in counts.bad] == [
         "document 2 is not UTF-8 at byte 1",
         "document 4 is refused by the tokenizer: word 0 ('60') must be a number from 0 to 49 for a null tokenizer; give"
         " text of numbers, or another tokenizer",

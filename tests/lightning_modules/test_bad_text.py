@@ -130,8 +130,15 @@ def test_files_that_are_prepared_follow_the_same_option(
         return
     with caplog.at_level(logging.WARNING):
         module.setup("fit")
-    assert "skipped" in caplog.text
+    assert "were left without tokens" in caplog.text
     assert all(name in caplog.text for name in wanted)
+    caplog.clear()
+    # A later run finds all in the cache, and tells it again.
+    again = data(tmp_path, path=str(tmp_path / "texts"), bad_documents=choice, **options)
+    with caplog.at_level(logging.INFO):
+        again.setup("fit")
+    [told] = [message for message in caplog.messages if message.startswith("training: ")]
+    assert all(name in told for name in wanted)
 
 
 def test_wrong_options_are_told_with_the_others(tmp_path: Path) -> None:

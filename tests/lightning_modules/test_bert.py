@@ -7,7 +7,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_megatron import RecomputeConfig
 from lightning_megatron.lightning_modules import AdamWConfig, BertModule
@@ -15,8 +14,9 @@ from lightning_megatron.lightning_modules.print_text import PrintText
 from lightning_megatron.models.bert_cost import bert_training_flops
 from lightning_megatron.transformer import cost
 from tests.harness.ranks import run_on_ranks
+from tests.lightning_modules.losses import Losses, resumed_losses
 from tests.lightning_modules.sentences import SEQUENCE, bert_config, bert_data
-from tests.lightning_modules.test_gpt import Losses, Run
+from tests.lightning_modules.test_gpt import Run
 from tests.trainer.layouts import PLAIN, QUIET, Layout, make_trainer, share_of
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
@@ -172,26 +172,14 @@ def test_a_gap_that_is_filled_with_a_separator_keeps_it(folder: Path) -> None:
     assert len(row) == len(ids) and row.tolist().count(separator) == 1
 
 
-def resumed_losses(folder: Path, layout: Layout, steps: int, ckpt_path: str | None) -> list[float]:
-    torch.manual_seed(7)
-    losses = Losses()
-    saver = ModelCheckpoint(folder / "saved", filename="{step}", every_n_train_steps=2, save_top_k=-1)
-    trainer = make_trainer(
-        layout,
-        max_steps=steps,
-        max_epochs=-1,
-        limit_val_batches=0,
-        enable_checkpointing=True,
-        callbacks=[losses, saver],
-    )
-    trainer.fit(bert(steps=4), datamodule=bert_data(folder), ckpt_path=ckpt_path)
-    return losses.losses
+def resumed(folder: Path, layout: Layout, ckpt_path: str | None) -> list[float]:
+    return resumed_losses(bert(steps=4), bert_data(folder), folder, layout, ckpt_path)
 
 
 def test_a_run_goes_on_alike_on_another_layout(folder: Path) -> None:
-    [first, _] = run_on_ranks(2, resumed_losses, folder, LAYOUTS["tp=2 sp"], 4, None, init=False)
+    [first, _] = run_on_ranks(2, resumed, folder, LAYOUTS["tp=2 sp"], None, init=False)
     path = str(folder / "saved" / "step=2.ckpt")
-    for found in run_on_ranks(2, resumed_losses, folder, LAYOUTS["pp=2"], 4, path, init=False):
+    for found in run_on_ranks(2, resumed, folder, LAYOUTS["pp=2"], path, init=False):
         assert found == pytest.approx(first[2:], abs=1e-9)
 
 

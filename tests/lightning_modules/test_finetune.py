@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -19,6 +18,7 @@ from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.transformer.lora import LoraConfig
 from tests.data.chats import HEADERS, write_tokenizer
 from tests.harness.ranks import run_on_ranks
+from tests.lightning_modules.losses import Losses
 from tests.lightning_modules.pretrained import write_chats, write_model
 from tests.lightning_modules.test_chat_data import data
 from tests.models.small_llava import LLAVA
@@ -46,14 +46,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_chats(path / "chats.jsonl", copies=8)
     data(path).setup("fit")  # the text is prepared once, for all layouts
     return path
-
-
-class Losses(L.Callback):
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_train_batch_end(self, trainer: L.Trainer, module: Any, *_: Any) -> None:
-        self.losses.append(float(trainer.callback_metrics["train_loss"]))
 
 
 def tune(

@@ -5,10 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_megatron import ConfigurationError, ContextConfig, RecomputeConfig
@@ -17,6 +15,7 @@ from lightning_megatron.lightning_modules.print_text import PrintText
 from lightning_megatron.transformer import cost
 from tests.harness.ranks import run_on_ranks
 from tests.lightning_modules.corpus import SEQUENCE, config, data
+from tests.lightning_modules.losses import Losses, resumed_losses
 from tests.trainer.layouts import PLAIN, QUIET, Layout, make_trainer, share_of
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
@@ -47,14 +46,6 @@ class Run:
     metrics: dict[str, float]
     texts: list[list[int]]
     # of this replica's share of the prompts
-
-
-class Losses(L.Callback):
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.losses.append(float(trainer.callback_metrics["train_loss"]))
 
 
 def run(layout: Layout, folder: Path, packing: str) -> Run:
@@ -115,26 +106,14 @@ def test_validation_means_are_those_over_the_tokens_that_are_held_out(folder: Pa
     assert logged == pytest.approx(wanted, rel=1e-9) and accuracy > 0
 
 
-def resumed_losses(folder: Path, layout: Layout, steps: int, ckpt_path: str | None) -> list[float]:
-    torch.manual_seed(7)
-    losses = Losses()
-    saver = ModelCheckpoint(folder / "saved", filename="{step}", every_n_train_steps=2, save_top_k=-1)
-    trainer = make_trainer(
-        layout,
-        max_steps=steps,
-        max_epochs=-1,
-        limit_val_batches=0,
-        enable_checkpointing=True,
-        callbacks=[losses, saver],
-    )
-    trainer.fit(gpt(total_steps=4), datamodule=data(folder), ckpt_path=ckpt_path)
-    return losses.losses
+def resumed(folder: Path, layout: Layout, ckpt_path: str | None) -> list[float]:
+    return resumed_losses(gpt(total_steps=4), data(folder), folder, layout, ckpt_path)
 
 
 def test_a_run_goes_on_alike_on_another_layout(folder: Path) -> None:
-    [first, _] = run_on_ranks(2, resumed_losses, folder, LAYOUTS["tp=2 sp"], 4, None, init=False)
+    [first, _] = run_on_ranks(2, resumed, folder, LAYOUTS["tp=2 sp"], None, init=False)
     path = str(folder / "saved" / "step=2.ckpt")
-    for found in run_on_ranks(2, resumed_losses, folder, LAYOUTS["dp=2"], 4, path, init=False):
+    for found in run_on_ranks(2, resumed, folder, LAYOUTS["dp=2"], path, init=False):
         assert found == pytest.approx(first[2:], abs=1e-9)
     assert abs(first[2] - first[0]) > 1e-3
 

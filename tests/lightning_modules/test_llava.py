@@ -24,6 +24,7 @@ from lightning_megatron.models.llava_cost import training_flops
 from tests.data.test_image_samples import SIZE, folder_with_rows
 from tests.harness.ranks import run_on_ranks
 from tests.lightning_modules.corpus import held_out
+from tests.lightning_modules.losses import Losses
 from tests.trainer.layouts import PLAIN, QUIET, Layout, make_trainer, share_of
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
@@ -93,14 +94,6 @@ def asking(folder: Path, **options: Any) -> LlavaDataModule:
 def llava(**options: Any) -> LlavaModule:
     generation = GenerationConfig(max_new_tokens=6, temperature=0.9, seed=3)
     return LlavaModule(CONFIG, AdamWConfig(lr=1e-2, warmup_steps=1), generation, **options)
-
-
-class Losses(L.Callback):
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.losses.append(float(trainer.callback_metrics["train_loss"]))
 
 
 def run(layout: Layout, folder: Path, packing: str, frozen: tuple[str, ...]) -> tuple[list[float], Any, list[Any]]:

@@ -5,10 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
@@ -21,6 +19,7 @@ from lightning_megatron.models import T5Config, T5Model
 from lightning_megatron.models.t5_cost import model_parameters, training_flops
 from lightning_megatron.transformer import cost
 from tests.harness.ranks import run_on_ranks
+from tests.lightning_modules.losses import Losses, resumed_losses
 from tests.lightning_modules.test_t5_data import DECODER_LENGTH, LENGTH, VOCABULARY, t5_data
 from tests.trainer.layouts import PLAIN, QUIET, Layout, make_trainer, share_of
 
@@ -69,14 +68,6 @@ class Run:
     answers: list[list[int]]
 
 
-class Losses(L.Callback):
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.losses.append(float(trainer.callback_metrics["train_loss"]))
-
-
 def run(layout: Layout, folder: Path) -> Run:
     """Three steps with validation after the last, then a test and two prompts."""
     torch.manual_seed(7)
@@ -119,30 +110,18 @@ def test_losses_metrics_and_answers_are_those_of_one_device(name: str, folder: P
 # --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def resumed_losses(folder: Path, layout: Layout, steps: int, ckpt_path: str | None) -> list[float]:
-    torch.manual_seed(7)
-    losses = Losses()
-    saver = ModelCheckpoint(folder / "saved", filename="{step}", every_n_train_steps=2, save_top_k=-1)
-    trainer = make_trainer(
-        layout,
-        max_steps=steps,
-        max_epochs=-1,
-        limit_val_batches=0,
-        enable_checkpointing=True,
-        callbacks=[losses, saver],
-    )
-    trainer.fit(t5(total_steps=4), datamodule=t5_data(folder), ckpt_path=ckpt_path)
-    return losses.losses
+def resumed(folder: Path, layout: Layout, ckpt_path: str | None) -> list[float]:
+    return resumed_losses(t5(total_steps=4), t5_data(folder), folder, layout, ckpt_path)
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path.")
 def test_a_run_goes_on_alike_on_another_layout_and_its_checkpoint_becomes_a_folder_and_back(
     folder: Path, tmp_path: Path
 ) -> None:
-    [first, _] = run_on_ranks(2, resumed_losses, folder, LAYOUTS["tp=2 sp"], 4, None, init=False)
+    [first, _] = run_on_ranks(2, resumed, folder, LAYOUTS["tp=2 sp"], None, init=False)
     path = folder / "saved" / "step=2.ckpt"
     for name in ("pp=2 vp=2", "dp=2"):
-        for found in run_on_ranks(2, resumed_losses, folder, LAYOUTS[name], 4, str(path), init=False):
+        for found in run_on_ranks(2, resumed, folder, LAYOUTS[name], str(path), init=False):
             assert found == pytest.approx(first[2:], abs=1e-9)
     assert abs(first[2] - first[0]) > 1e-3
 

@@ -23,8 +23,8 @@ from lightning_megatron.models import T5Config, T5Model
 from tests.data.chats import write_rows, write_tokenizer
 from tests.harness.ranks import run_on_ranks
 from tests.lightning_modules.corpus import held_out
+from tests.lightning_modules.losses import Losses
 from tests.lightning_modules.pretrained import ANSWERS, write_model
-from tests.lightning_modules.test_t5 import Losses
 from tests.trainer.layouts import PLAIN, QUIET, Layout, make_trainer, share_of
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
@@ -40,11 +40,14 @@ SIZES: dict[str, Any] = {
     "relative_max_distance": 20,
 }
 LAYOUTS = {
-    "tp=2 sp": Layout(world=2, tp=2, sp=True),
-    "pp=2": Layout(world=2, pp=2, microbatches=2),
-    "cp=2": Layout(world=2, cp=2),
-    "dp=2": Layout(world=2),
+    "tp=2 sp": (Layout(world=2, tp=2, sp=True), "none"),
+    "pp=2": (Layout(world=2, pp=2, microbatches=2), "documents"),
+    "cp=2": (Layout(world=2, cp=2), "documents"),
+    "dp=2": (Layout(world=2), "none"),
 }
+# and how samples lie in rows
+LONG = "long " * 40
+# above sequence_length, which relative positions allow
 
 
 @pytest.fixture(scope="module")
@@ -81,10 +84,10 @@ def t5() -> T5Module:
 
 
 def run(
-    layout: Layout, folder: Path, steps: int = 3, ckpt_path: str | None = None, saves: bool = False
+    layout: Layout, folder: Path, packing: str, steps: int = 3, ckpt_path: str | None = None, saves: bool = False
 ) -> dict[str, Any]:
     torch.manual_seed(7)
-    module, losses, text = t5(), Losses(), data(folder)
+    module, losses, text = t5(), Losses(), data(folder, packing=packing, prompts=[*ANSWERS, LONG])
     saver = ModelCheckpoint(folder / "saved", filename="{step}", every_n_train_steps=30, save_top_k=-1)
     callbacks = [losses, *([saver] if saves else [])]
     trainer = make_trainer(layout, callbacks=callbacks, max_steps=steps, max_epochs=-1, enable_checkpointing=saves)
@@ -97,29 +100,33 @@ def run(
 
 
 @functools.cache
-def on_one_device(folder: Path) -> dict[str, Any]:
-    return run(PLAIN, folder)
+def on_one_device(folder: Path, packing: str) -> dict[str, Any]:
+    return run(PLAIN, folder, packing)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_losses_metrics_and_answers_are_those_of_one_device(name: str, folder: Path) -> None:
-    layout, wanted = LAYOUTS[name], on_one_device(folder)
+    layout, packing = LAYOUTS[name]
+    wanted = on_one_device(folder, packing)
     assert wanted["losses"][-1] < wanted["losses"][0] - 0.05, "it learns, so a step that is left out would show"
-    for rank, found in enumerate(run_on_ranks(layout.world, run, layout, folder, init=False)):
+    for rank, found in enumerate(run_on_ranks(layout.world, run, layout, folder, packing, init=False)):
         assert found["losses"] == pytest.approx(wanted["losses"], abs=1e-9)
         assert found["metrics"] == pytest.approx(wanted["metrics"], rel=1e-9)
         assert found["answers"] == share_of(wanted["answers"], layout, rank) != []
 
 
-def test_a_loss_is_that_of_each_sample_alone_without_padding(folder: Path) -> None:
-    module, text = t5().double(), data(folder)
+@pytest.mark.parametrize("packing", ["none", "documents"])
+def test_a_loss_is_that_of_each_sample_alone_without_padding(packing: Any, folder: Path) -> None:
+    module, text = t5().double(), data(folder, packing=packing, sequence_length=64, decoder_sequence_length=48)
     text.setup("fit")
     torch.manual_seed(7)
     model = T5Model(T5Config(**SIZES), mesh=Mesh.single()).double().eval()
     assert text._training is not None
-    samples = [text._training.dataset[i] for i in range(6)]
+    rows = [text._training.dataset[i] for i in range(4)]
+    samples = [one for row in rows for one in samples_in(row)]
+    assert len(samples) == 4 if packing == "none" else len(samples) > 4, "a row holds several"
     assert len({len(one["labels"]) for one in samples}) > 1 and len({len(one["encoder_tokens"]) for one in samples}) > 1
-    batch = text._collate(samples)
+    batch = text._collate(rows)
     assert {value.shape[1] % 4 for value in batch.values()} == {0}
     module.model = model
     total = sum(
@@ -134,10 +141,10 @@ def test_a_loss_is_that_of_each_sample_alone_without_padding(folder: Path) -> No
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Be aware that when using .ckpt_path.")
 def test_it_learns_to_answer_and_a_resumed_run_learns_the_same(folder: Path) -> None:
-    [whole] = run_on_ranks(1, run, Layout(), folder, 120, None, True, init=False)
-    assert whole["answers"] == [f"{answer}<|endoftext|>" for answer in ANSWERS.values()]
+    [whole] = run_on_ranks(1, run, Layout(), folder, "none", 120, None, True, init=False)
+    assert whole["answers"][:-1] == [f"{answer}<|endoftext|>" for answer in ANSWERS.values()]
     path = str(folder / "saved" / "step=90.ckpt")
-    [resumed] = run_on_ranks(1, run, Layout(), folder, 120, path, init=False)
+    [resumed] = run_on_ranks(1, run, Layout(), folder, "none", 120, path, init=False)
     assert resumed["losses"] == pytest.approx(whole["losses"][90:], abs=1e-12)
     assert resumed["metrics"] == pytest.approx(whole["metrics"], rel=1e-12)
 
@@ -159,16 +166,35 @@ def test_a_folder_is_trained_further(folder: Path, tmp_path: Path) -> None:
         T5FinetuneModule(str(write_model(tmp_path / "llama")))
 
 
+def samples_in(row: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """What a row holds, each by itself."""
+    read, told = row["encoder_segments"], row["decoder_segments"]
+    return [
+        {name: value[(read if name.startswith("encoder") else told) == i] for name, value in row.items()}
+        for i in range(int(read.max()) + 1)
+    ]
+
+
 def test_all_faults_are_told_at_once(folder: Path, tmp_path: Path) -> None:
-    faults = "\n".join(data(folder, decoder_sequence_length=0, path="nowhere", pad_to_multiple=0).faults())
-    for told in ("decoder_sequence_length (0)", "'nowhere'", "pad_to_multiple (0)"):
+    wrong: dict[str, Any] = {"packing": "rows", "path": "nowhere", "pad_to_multiple": 0}
+    faults = "\n".join(data(folder, decoder_sequence_length=0, **wrong).faults())
+    for told in ("decoder_sequence_length (0)", "'nowhere'", "pad_to_multiple (0)", "packing ('rows')"):
         assert told in faults
     write_tokenizer(tmp_path / "bare", None)
     [fault] = data(folder, tokenizer=str(tmp_path / "bare")).faults()
     assert "no token for padding" in fault
 
 
-def test_a_prompt_without_room_is_told_before_prediction(folder: Path) -> None:
-    module = data(folder, prompts=["short", "long " * 40])
-    with pytest.raises(ConfigurationError, match=r"prompt \('long .*and sequence_length \(32\) is the most"):
-        module.setup("predict")
+def test_a_prompt_without_room_is_told_before_prediction_where_positions_are_learned(folder: Path) -> None:
+    for position in ("learned", "relative"):
+        module = T5Module(T5Config(**SIZES | {"position": position}), generation=GenerationConfig(max_new_tokens=2))
+        text = data(folder, prompts=["short", LONG])
+        trainer = make_trainer(PLAIN)
+        if position == "learned":
+            wanted = r"prompt \('long .*and max_sequence_length \(64\) of the model is the most"
+            with pytest.raises(ConfigurationError, match=wanted):
+                trainer.predict(module, datamodule=text)
+        else:
+            # What is far is alike, however far.
+            predicted = trainer.predict(module, datamodule=text)
+            assert predicted is not None and [len(row) for row in predicted[0]] == [2, 2]

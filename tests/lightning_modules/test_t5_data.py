@@ -18,9 +18,10 @@ from lightning_megatron.data import (
     prepare_corpus,
     sentinels,
 )
-from lightning_megatron.lightning_modules import BlendSource, T5DataModule
+from lightning_megatron.lightning_modules import BlendSource, T5DataModule, T5Module
 from lightning_megatron.lightning_modules.data_module import Samples
 from lightning_megatron.lightning_modules.loaders import evaluation_loader, training_loader
+from lightning_megatron.models import T5Config
 from lightning_megatron.trainer.replica import Replica
 from tests.lightning_modules.corpus import data as gpt_data
 from tests.lightning_modules.corpus import held_out, write_corpus
@@ -309,7 +310,21 @@ def test_token_files_without_a_tokenizer_are_a_fault_like_others(folder: Path, t
         assert any("sequence_length (0)" in fault for fault in faults)
 
 
-def test_a_prompt_that_the_encoder_has_no_room_for_is_told_before_prediction(folder: Path) -> None:
-    data = t5_data(folder, prompts=["the cat", "the cat sat " * 20])
-    with pytest.raises(ConfigurationError, match=r"prompt \('the cat sat .*sequence_length \(24\) is the most"):
-        data.setup("predict")
+def test_a_prompt_may_be_longer_than_samples_are_where_no_learned_position_ends(folder: Path) -> None:
+    text = "the cat sat " * 20
+    data = t5_data(folder, prompts=["the cat", text])
+    data.setup("predict")
+    assert data.tokenizer is not None
+    [batch] = data.predict_dataloader()
+    wanted = [*data.tokenizer.encode([text])[0], data.tokenizer.end_of_text]
+    assert batch["tokens"][1, : batch["lengths"][1]].tolist() == wanted and len(wanted) > LENGTH
+    learned = T5Config(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=2,
+        vocab_size=VOCABULARY,
+        max_sequence_length=LENGTH,
+        position="learned",
+    )
+    with pytest.raises(ConfigurationError, match=r"prompt \('the cat sat .*max_sequence_length \(24\) of the model is"):
+        make_trainer(PLAIN).predict(T5Module(learned), datamodule=data)

@@ -1,12 +1,11 @@
 """The recipe of BERT as a user runs it: real processes from one command line."""
 
-import csv
 from pathlib import Path
 
 import pytest
 
 from tests.lightning_modules.sentences import write_sentences
-from tests.recipes.test_pretrain_gpt import TINY, recipe
+from tests.recipes.test_pretrain_gpt import TINY, losses, recipe
 
 BERT = TINY.replace("name: tiny", "name: bert").replace("16", "24")
 
@@ -19,16 +18,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def losses(folder: Path, version: int) -> list[float]:
-    with (folder / "logs" / "bert" / f"version_{version}" / "metrics.csv").open(newline="") as file:
-        return [float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]]
-
-
 @pytest.mark.slow
 def test_a_run_of_two_processes_is_resumed_on_another_layout_and_fills_gaps(folder: Path) -> None:
     first = recipe(folder, "fit", "--config", "bert.yaml", script="pretrain_bert.py")
     assert first.returncode == 0, first.stderr
-    one = losses(folder, 0)
+    one = losses(folder, 0, "bert")
     assert len(one) == 4 and one[3] < one[0]
     header = (folder / "logs" / "bert" / "version_0" / "metrics.csv").read_text().splitlines()[0].split(",")
     assert {"train_loss", "val_loss", "tokens/s", "TFLOP/s/device"} <= set(header)
@@ -43,7 +37,7 @@ def test_a_run_of_two_processes_is_resumed_on_another_layout_and_fills_gaps(fold
         script="pretrain_bert.py",
     )
     assert resumed.returncode == 0, resumed.stderr
-    assert losses(folder, 1) == pytest.approx(one[2:], abs=1e-5)
+    assert losses(folder, 1, "bert") == pytest.approx(one[2:], abs=1e-5)
 
     filled = recipe(
         folder,

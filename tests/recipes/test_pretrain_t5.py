@@ -1,46 +1,17 @@
 """The recipe of T5s as a user runs it: real processes from one command line."""
 
-import csv
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.lightning_modules.corpus import write_corpus
+from tests.recipes import test_pretrain_gpt
+from tests.recipes.test_pretrain_gpt import losses
 
-ROOT = Path(__file__).resolve().parents[2]
-TINY = """
-trainer:
-  accelerator: cpu
-  devices: 2
-  precision: 32-true
-  max_steps: 4
-  log_every_n_steps: 1
-  limit_val_batches: 2
-  val_check_interval: 4
-  check_val_every_n_epoch: null
-  num_sanity_val_steps: 0
-  enable_model_summary: false
-  strategy:
-    class_path: lightning_megatron.MegatronStrategy
-    init_args:
-      tensor_model_parallel_size: 2
-      sequence_parallel: true
-      timeout_seconds: 60
-  logger:
-    class_path: lightning.pytorch.loggers.CSVLogger
-    init_args:
-      save_dir: logs
-      name: tiny
-  callbacks:
-    - class_path: lightning.pytorch.callbacks.ModelCheckpoint
-      init_args:
-        every_n_train_steps: 2
-        save_top_k: -1
-        dirpath: saved
-        filename: "{step}"
+TINY = (
+    test_pretrain_gpt.TINY.partition("model:")[0]
+    + """
 model:
   config:
     num_layers: 1
@@ -64,23 +35,12 @@ data:
 throughput:
   every_n_batches: 1
 """
+)
 
 
 def recipe(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     """The recipe's run in `folder`."""
-    return subprocess.run(
-        [sys.executable, str(ROOT / "recipes" / "pretrain_t5.py"), *options],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-
-
-def losses(folder: Path, version: int) -> list[float]:
-    with (folder / "logs" / "tiny" / f"version_{version}" / "metrics.csv").open(newline="") as file:
-        return [float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]]
+    return test_pretrain_gpt.recipe(folder, *options, timeout=180, script="pretrain_t5.py")
 
 
 @pytest.mark.slow
