@@ -18,6 +18,7 @@ from lightning_megatron.moe.experts import ExpertAxes, Experts
 from lightning_megatron.moe.grouped import GROUPED, ONE_BY_ONE
 from lightning_megatron.moe.mixture import mix
 from lightning_megatron.sharding import Initial
+from lightning_megatron.tensor.weight_gradients import WeightGradients, share
 
 PRODUCTS = {"grouped": GROUPED, "one by one": ONE_BY_ONE}
 DISPATCHERS = {"all-to-all": AllToAll, "all-gather": AllGather}
@@ -81,6 +82,8 @@ def layer_run(
         whole = torch.randn(weight.shape[0] * axes.ep.size, *weight.shape[1:], generator=generator) * 0.2
         weight.data.copy_(whole.chunk(axes.ep.size)[axes.ep.rank])
         weight.grad = torch.zeros_like(weight)
+    gradients = WeightGradients()
+    share(experts, gradients)
     dispatcher = DISPATCHERS.get(variant, AllToAll)(num_experts, ep=axes.ep, etp=axes.etp)
     generator.manual_seed(2 + mesh.global_rank)
     x_TH = torch.randn(tokens, hidden, generator=generator).requires_grad_()
@@ -90,7 +93,8 @@ def layer_run(
     def run() -> tuple[Tensor, Tensor]:
         x_TH.grad = weights_TK.grad = None
         output_TH, _ = mix(x_TH, experts_TK, weights_TK, dispatcher=dispatcher, experts=experts)
-        output_TH.square().sum().backward()
+        with gradients.opened():
+            output_TH.square().sum().backward()
         assert x_TH.grad is not None
         return output_TH.detach(), x_TH.grad
 

@@ -20,6 +20,7 @@ from benchmarks.joined import joined_by_gloo
 from benchmarks.plain_llama import build_plain, our_weights
 from lightning_megatron.models import GPTConfig, GPTModel
 from lightning_megatron.moe.config import MoEConfig, RouterConfig
+from lightning_megatron.moe.experts import Experts
 
 LEARNING_RATE = 1e-4
 
@@ -73,6 +74,8 @@ class Record:
     losses: list[Tensor] = field(default_factory=list)
     cpu_ends: list[float] = field(default_factory=list)
     wall_ends: list[float] = field(default_factory=list)
+    expert_rows: list[int] = field(default_factory=list)
+    # of each call of our experts
 
     def add(self, loss: Tensor) -> None:
         """To be called at the end of every step."""
@@ -110,6 +113,9 @@ def train_ours(size: Size, record: Record, *, strategy: dict[str, Any], moe: dic
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(_own_experts(weights[name], len(parameter)))
+        for module in model.modules():
+            if isinstance(module, Experts):
+                module.register_forward_pre_hook(lambda _, given: record.expert_rows.append(given[0].groups.num_rows))
         return model
 
     fit(

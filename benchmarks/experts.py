@@ -99,6 +99,7 @@ def run_rank(row: str, size: str) -> dict[str, Any]:
         "cpu_seconds": [after - before for before, after in pairwise(record.cpu_ends)],
         "wall_seconds": [after - before for before, after in pairwise(record.wall_ends)],
         "losses": [loss.item() for loss in record.losses],
+        "expert_rows": record.expert_rows,
         "peak_mb": next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1024,
         "torch": torch.__version__,
     }
@@ -123,11 +124,13 @@ def run_layers(size: str, rounds: int) -> list[dict[str, Any]]:
 
 def sample_of(figures: list[dict[str, Any]]) -> dict[str, Any]:
     """One sample out of what each rank saw: of the timed steps the median; the loss of a step is the mean over ranks,
-    whose tokens are as many."""
+    whose tokens are as many. `busiest` is how many rows the busiest rank's experts had, call by call, to the mean."""
     if "not_here" in figures[0]:
         return figures[0]
     cpu, wall = ([rank[name][WARMUP_STEPS - 1 :] for rank in figures] for name in ("cpu_seconds", "wall_seconds"))
+    calls = list(zip(*(rank["expert_rows"] for rank in figures), strict=True))
     return {
+        "busiest": sum(map(max, calls)) / sum(map(statistics.mean, calls)) if calls else None,
         "cpu_seconds": statistics.median(sum(step) for step in zip(*cpu, strict=True)),
         "wall_seconds": statistics.median(max(step) for step in zip(*wall, strict=True)),
         "losses": [statistics.mean(losses) for losses in zip(*(rank["losses"] for rank in figures), strict=True)],
@@ -159,8 +162,8 @@ def report_steps(samples: Samples, worlds: dict[str, int], tokens: int) -> tuple
 
     lines = [
         "| row | processes | tokens/s | to the better peer | CPU s/step, all ranks | the better peer's to it "
-        "| wall s/step | peak MB, largest rank | first and last loss |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---|",
+        "| wall s/step | peak MB, largest rank | busiest experts, rows to the mean | first and last loss |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     is_right = True
     for row, taken in samples.items():
@@ -169,7 +172,7 @@ def report_steps(samples: Samples, worlds: dict[str, int], tokens: int) -> tuple
         ]
         if faults:
             is_right &= all("not_here" in sample for sample in taken)
-            lines.append(f"| {row} | {worlds[row]} | {faults[0]} |" + "  |" * 6)
+            lines.append(f"| {row} | {worlds[row]} | {faults[0]} |" + "  |" * 7)
             continue
         cpu, wall, peak = (
             statistics.median(sample[figure] for sample in taken)
@@ -178,10 +181,11 @@ def report_steps(samples: Samples, worlds: dict[str, int], tokens: int) -> tuple
         ratios = (ratio_to_peers(samples, worlds, row, figure) for figure in ("wall_seconds", "cpu_seconds"))
         by_wall, by_cpu = ("" if ratio is None else f"{ratio:.3f}" for ratio in ratios)
         losses, version = taken[0]["losses"], taken[0]["torch"]
+        busiest = "" if taken[0]["busiest"] is None else f"{taken[0]['busiest']:.2f}"
         name = row if version == samples[PLAIN][0]["torch"] else f"{row} (torch {version})"
         lines.append(
             f"| {name} | {worlds[row]} | {tokens / wall:,.0f} | {by_wall} | {cpu:.3f} | {by_cpu} | {wall:.3f} "
-            f"| {peak:.0f} | {losses[0]:.5f}, {losses[-1]:.5f} |"
+            f"| {peak:.0f} | {busiest} | {losses[0]:.5f}, {losses[-1]:.5f} |"
         )
     return "\n".join(lines), is_right
 

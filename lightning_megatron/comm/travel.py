@@ -44,6 +44,11 @@ class Travelling:
         self.ticket: Tensor | None = None
         # an empty tensor that ties the two ends together in autograd's graph; what has not landed stays out of it
 
+    @property
+    def is_here(self) -> bool:
+        """Whether there is no message to wait for, as over an axis of one rank."""
+        return self.pending is not None and self.pending.work is None
+
     def wait(self) -> Tensor:
         """The tensor, once it has landed."""
         assert self.ticket is not None, "it was waited for already"
@@ -55,7 +60,8 @@ class Travelling:
         """What is in flight, once it has landed."""
         assert self.pending is not None
         pending, self.pending = self.pending, None
-        self.give_way()
+        if pending.work is not None:
+            self.give_way()
         return pending.wait()
 
 
@@ -86,25 +92,10 @@ class _Land(torch.autograd.Function):
         return grad.new_empty(0), None
 
 
-class _Whole(torch.autograd.Function):
-    """A collective and its conjugate, both waited for at once."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.back = back
-        landed = there(x.detach())
-        return landed.view_as(landed)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.back(grad.contiguous()), None, None
-
-
 def depart(x: Tensor, there: Start, back: Start, give_way: GiveWay = not_at_all) -> Travelling:
     """`x` on its way by the collective `there`; its gradient comes by `back`, the conjugate.
 
-    `give_way` is called before each wait: what else there is to do may be done then.
+    `give_way` is called before each wait for a message: what else there is to do may be done then.
     """
     travelling = Travelling(there, back, give_way)
     travelling.ticket = _Depart.apply(x, travelling)
@@ -123,27 +114,25 @@ def exchange_rows(
     )
 
 
-def gather_rows(x_R: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
+def gather_rows(x_R: Tensor, axis: Axis, counts: Sequence[int], give_way: GiveWay = not_at_all) -> Travelling:
     """The rows of all ranks joined, of which rank i has `counts[i]`; gradients are summed and scattered."""
-    joined: Tensor = _Whole.apply(x_R, lambda x: _joined(x, axis, counts), lambda grad: _own_of_sum(grad, axis, counts))
-    return joined
+    return depart(x_R, lambda x: _joined(x, axis, counts), lambda grad: _own_of_sum(grad, axis, counts), give_way)
 
 
-def scatter_rows(x_S: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
+def scatter_rows(x_S: Tensor, axis: Axis, counts: Sequence[int], give_way: GiveWay = not_at_all) -> Travelling:
     """This rank's `counts[axis.rank]` rows of the sum over the axis; gradients are joined."""
-    own: Tensor = _Whole.apply(x_S, lambda x: _own_of_sum(x, axis, counts), lambda grad: _joined(grad, axis, counts))
-    return own
+    return depart(x_S, lambda x: _own_of_sum(x, axis, counts), lambda grad: _joined(grad, axis, counts), give_way)
 
 
-def _joined(x: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
+def _joined(x: Tensor, axis: Axis, counts: Sequence[int]) -> Pending:
     # A gather of unequal shares is an exchange in which each rank gives all it has to every other.
     copies = x.expand(axis.size, *x.shape).flatten(0, 1)
-    return collectives.all_to_all_rows(copies, axis, [len(x)] * axis.size, counts)
+    return collectives.all_to_all_rows(copies, axis, [len(x)] * axis.size, counts, wait=False)
 
 
-def _own_of_sum(x: Tensor, axis: Axis, counts: Sequence[int]) -> Tensor:
-    if axis.size == 1:
-        return x
+def _own_of_sum(x: Tensor, axis: Axis, counts: Sequence[int]) -> Pending:
     own = counts[axis.rank]
-    parts = collectives.all_to_all_rows(x, axis, counts, [own] * axis.size)
-    return parts.view(axis.size, own, *x.shape[1:]).sum(0)
+    pending = collectives.all_to_all_rows(x, axis, counts, [own] * axis.size, wait=False)
+    if axis.size > 1:
+        pending.finish = lambda parts: parts.view(axis.size, own, *x.shape[1:]).sum(0)
+    return pending

@@ -22,7 +22,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightning_megatron.comm import collectives, differentiable
+from lightning_megatron.comm import collectives
 from lightning_megatron.comm.travel import (
     GiveWay,
     Travelling,
@@ -130,21 +130,30 @@ class _AllToAllJourney:
         self._out = [
             exchange_rows(rows, plan.ep, plan.given, plan.taken, plan.give_way) for rows in (rows_RH, weights_R)
         ]
+        # Where no message goes over ep that over etp starts here, and flies as long.
+        self._is_joining = all(rows.is_here for rows in self._out)
+        if self._is_joining:
+            self._join()
         self._home: Travelling
 
     def arrive(self) -> Arrived:
-        plan = self._plan
-        joined = [gather_rows(rows.wait(), plan.etp, plan.shares) for rows in self._out]
-        rows_RH, weights_R = (take(rows, plan.by_expert) for rows in joined)
-        return Arrived(rows_RH, weights_R, plan.groups)
+        if not self._is_joining:
+            self._join()
+        rows_RH, weights_R = (take(rows.wait(), self._plan.by_expert) for rows in self._out)
+        return Arrived(rows_RH, weights_R, self._plan.groups)
 
     def send_back(self, rows_RH: Tensor) -> None:
         plan = self._plan
-        own = scatter_rows(add_up(rows_RH, plan.by_expert), plan.etp, plan.shares)
-        self._home = exchange_rows(own, plan.ep, plan.taken, plan.given, plan.give_way)
+        own = scatter_rows(add_up(rows_RH, plan.by_expert), plan.etp, plan.shares, plan.give_way)
+        self._home = exchange_rows(own.wait(), plan.ep, plan.taken, plan.given, plan.give_way)
 
     def come_home(self) -> Tensor:
         return add_up(self._home.wait(), self._of_tokens)
+
+    def _join(self) -> None:
+        """The rows that came over ep go on over etp."""
+        plan = self._plan
+        self._out = [gather_rows(rows.wait(), plan.etp, plan.shares, plan.give_way) for rows in self._out]
 
 
 class AllGather:
@@ -186,15 +195,8 @@ class _AllGatherJourney:
     ) -> None:
         self._ep, self._etp, self._groups, self._give_way = ep, etp, groups, give_way
         self._of_tokens, self._of_choices = orders
-        self._out = [
-            depart(
-                differentiable.gather(x, etp),
-                lambda x: collectives.all_gather(x, ep, wait=False),
-                lambda grad: collectives.reduce_scatter(grad, ep, wait=False),
-                give_way,
-            )
-            for x in (hidden_TH, weights_TK)
-        ]
+        joining = [_gather(x, etp, give_way) for x in (hidden_TH, weights_TK)]
+        self._out = [_gather(x.wait(), ep, give_way) for x in joining]
         self._home: Travelling
 
     def arrive(self) -> Arrived:
@@ -202,16 +204,28 @@ class _AllGatherJourney:
         return Arrived(take(hidden, self._of_tokens), take(weights.flatten(), self._of_choices), self._groups)
 
     def send_back(self, rows_RH: Tensor) -> None:
-        ep = self._ep
-        self._home = depart(
-            add_up(rows_RH, self._of_tokens),
-            lambda x: collectives.reduce_scatter(x, ep, wait=False),
-            lambda grad: collectives.all_gather(grad, ep, wait=False),
-            self._give_way,
-        )
+        self._home = _reduce_scatter(add_up(rows_RH, self._of_tokens), self._ep, self._give_way)
 
     def come_home(self) -> Tensor:
-        return differentiable.reduce_scatter(self._home.wait(), self._etp)
+        return _reduce_scatter(self._home.wait(), self._etp, self._give_way).wait()
+
+
+def _gather(x: Tensor, axis: Axis, give_way: GiveWay) -> Travelling:
+    return depart(
+        x,
+        lambda x: collectives.all_gather(x, axis, wait=False),
+        lambda grad: collectives.reduce_scatter(grad, axis, wait=False),
+        give_way,
+    )
+
+
+def _reduce_scatter(x: Tensor, axis: Axis, give_way: GiveWay) -> Travelling:
+    return depart(
+        x,
+        lambda x: collectives.reduce_scatter(x, axis, wait=False),
+        lambda grad: collectives.all_gather(grad, axis, wait=False),
+        give_way,
+    )
 
 
 def on_host(counts: Tensor, num_tokens: int) -> Tensor:

@@ -18,13 +18,13 @@ E experts, L own ones (E/ep), H hidden, F features of an expert, R rows sorted b
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.moe.grouped import GROUPED, GroupedBias, GroupedProduct, Groups, grouped_linear
+from lightning_megatron.moe.weighing import activate_and_weigh
 from lightning_megatron.sharding import Initial, shard_parameter
-from lightning_megatron.tensor.activation import GATED, Activation, activate
+from lightning_megatron.tensor.activation import GATED, Activation
 from lightning_megatron.tensor.weight_gradients import WeightGradientLayer
 
 
@@ -102,16 +102,10 @@ class Experts(WeightGradientLayer):
             up_bias = GroupedBias(self.up_bias)
             down_bias = GroupedBias(self.down_bias, weights_R, is_own=self.axes.etp.is_first)
         up = self._times(rows_RH, self.up, groups, self.up_product, up_bias)
-        weighed_RF = weigh(activate(up, self.activation), weights_R)
+        weighed_RF = activate_and_weigh(up, weights_R, self.activation)
         return self._times(weighed_RF, self.down, groups, self.down_product, down_bias)
 
     def _times(
         self, x: Tensor, weight: Tensor, groups: Groups, product: GroupedProduct, bias: GroupedBias | None
     ) -> Tensor:
         return grouped_linear(x, weight, groups, gradients=self.weight_gradients, product=product, bias=bias)
-
-
-def weigh(x_RF: Tensor, weights_R: Tensor) -> Tensor:
-    """Each row times its weight, multiplied in float32 or wider, in the dtype of the rows."""
-    wide = torch.promote_types(torch.promote_types(x_RF.dtype, weights_R.dtype), torch.float32)
-    return (x_RF * weights_R[:, None].to(wide)).to(x_RF.dtype)

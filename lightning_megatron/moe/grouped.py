@@ -77,6 +77,12 @@ class GroupedProduct(Protocol):
         """[L, O, I], in the dtype in which it was summed."""
         ...
 
+    def add_weight_gradient(
+        self, weight: Tensor, grad_RO: Operand, x_RI: Operand, groups: Groups, home: Tensor | None
+    ) -> None:
+        """Adds it to the weight's `.grad`, which is made at `home` where there is none yet."""
+        ...
+
 
 class OneByOne:
     """One product for each expert in turn."""
@@ -110,6 +116,21 @@ class OneByOne:
             torch.mm(grad[rows].t(), x[rows], out=grad_LOI[expert])
         return _without_rows_zero(grad_LOI, groups)
 
+    def add_weight_gradient(
+        self, weight: Tensor, grad_RO: Operand, x_RI: Operand, groups: Groups, home: Tensor | None
+    ) -> None:
+        grad, x, place = grad_RO.values, x_RI.values, home if weight.grad is None else weight.grad
+        if place is None or place.dtype != grad.dtype or not place.is_contiguous():
+            add_gradient(weight, self.weight_gradient(grad_RO, x_RI, weight, groups), home)
+            return
+        # Each product adds to what is there: a tensor of its own would be written, read and thrown away.
+        place_LOI = place.flatten(1, -2)
+        for expert, rows in groups.spans():
+            place_LOI[expert].addmm_(grad[rows].t(), x[rows], beta=0 if weight.grad is None else 1)
+        if weight.grad is None:
+            _without_rows_zero(place_LOI, groups)
+            weight.grad = place
+
 
 class Grouped(OneByOne):
     """One kernel for all experts; the loop for what the kernel does not take (float64, unaligned rows, no rows)."""
@@ -131,6 +152,15 @@ class Grouped(OneByOne):
             return super().weight_gradient(grad_RO, x_RI, weight, groups)
         # What the kernel leaves where there is nothing to sum is not told.
         return _without_rows_zero(F.grouped_mm(grad_RO.values.t(), x_RI.values, offs=_ends(groups)), groups)
+
+    def add_weight_gradient(
+        self, weight: Tensor, grad_RO: Operand, x_RI: Operand, groups: Groups, home: Tensor | None
+    ) -> None:
+        # The kernel cannot add to what is there. On a CPU it is a loop itself, and the loop can.
+        if grad_RO.values.device.type == "cpu":
+            super().add_weight_gradient(weight, grad_RO, x_RI, groups, home)
+        else:
+            add_gradient(weight, self.weight_gradient(grad_RO, x_RI, weight, groups), home)
 
 
 ONE_BY_ONE: GroupedProduct = OneByOne()
@@ -170,6 +200,17 @@ def grouped_linear(
         x_RI, weight, values, weights_R, groups, gradients, product, is_own, is_training
     )
     return y_RO.view(y_RO.shape[0], *weight.shape[1:-1])
+
+
+def add_gradient(weight: Tensor, gradient_LOI: Tensor, home: Tensor | None) -> None:
+    """Adds a gradient to the weight's `.grad`, which is made at `home` where there is none yet."""
+    gradient = gradient_LOI.view(weight.shape)
+    if weight.grad is not None:
+        weight.grad.add_(gradient)
+    elif home is None:
+        weight.grad = gradient.to(weight.dtype)
+    else:
+        weight.grad = home.copy_(gradient)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -215,7 +256,7 @@ class _GroupedLinear(torch.autograd.Function):
             # Put off, it runs where gradients are on.
             @torch.no_grad()
             def add() -> None:
-                _add(owner, product.weight_gradient(grad, x_RI, owner, groups), gradients.home(owner))
+                product.add_weight_gradient(owner, grad, x_RI, groups, gradients.home(owner))
 
             if way is Way.QUEUE:
                 gradients.hand_in(owner, add)
@@ -254,17 +295,6 @@ def _bias_gradient(grad_RO: Tensor, bias: Tensor, weights_R: Tensor | None, grou
 def _wide(x: Tensor, weights_R: Tensor) -> Tensor:
     """In float32 or wider, as wide as the weights are."""
     return x.to(torch.promote_types(torch.promote_types(x.dtype, weights_R.dtype), torch.float32))
-
-
-def _add(weight: Tensor, gradient_LOI: Tensor, home: Tensor | None) -> None:
-    """Adds to the weight's `.grad`, which is made at `home` where there is none yet."""
-    gradient = gradient_LOI.view(weight.shape)
-    if weight.grad is not None:
-        weight.grad.add_(gradient)
-    elif home is None:
-        weight.grad = gradient.to(weight.dtype)
-    else:
-        weight.grad = home.copy_(gradient)
 
 
 def _without_rows_zero(grad_LOI: Tensor, groups: Groups) -> Tensor:

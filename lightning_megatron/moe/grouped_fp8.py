@@ -9,7 +9,7 @@ R rows sorted by expert, L own experts, I features in, O features out.
 import torch
 from torch import Tensor
 
-from lightning_megatron.moe.grouped import Groups
+from lightning_megatron.moe.grouped import Groups, add_gradient
 from lightning_megatron.precision.cast import Operand
 from lightning_megatron.precision.product import Fp8Product
 from lightning_megatron.precision.scaling import Scaling
@@ -61,6 +61,11 @@ class GroupedFp8:
             product = self._of_experts[expert]
             grad_LOI[expert] = product.gradient_in(torch.float32, _part(grad_RO, rows), _part(x_RI, rows))
         return grad_LOI
+
+    def add_weight_gradient(
+        self, weight: Tensor, grad_RO: Operand, x_RI: Operand, groups: Groups, home: Tensor | None
+    ) -> None:
+        add_gradient(weight, self.weight_gradient(grad_RO, x_RI, weight, groups), home)
 
 
 def _part(operand: Operand, rows: slice) -> Operand:

@@ -32,6 +32,8 @@ class Order:
     # whether a row may be of nothing
     has_gaps: bool = True
     # whether a source may have a row less
+    is_as_it_was: bool = False
+    # whether row i is of source i, each of one
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +86,10 @@ def regrouped(sizes_PQL: Tensor, num_rows: int) -> Order:
 
     `num_rows` is the sum of the sizes.
     """
+    if sum(size > 1 for size in sizes_PQL.shape) <= 1:
+        # Blocks in one line stand the same way round whatever comes first.
+        rows = torch.arange(num_rows, device=sizes_PQL.device)
+        return Order(rows, rows[:, None], has_empty_rows=False, has_gaps=False, is_as_it_was=True)
     sizes, ends = sizes_PQL.flatten(), sizes_PQL.flatten().cumsum(0)
     first_PQL = (ends - sizes).view(sizes_PQL.shape)
     new_sizes = sizes_PQL.permute(2, 1, 0).flatten()
@@ -97,13 +103,13 @@ def regrouped(sizes_PQL: Tensor, num_rows: int) -> Order:
 
 def take(x: Tensor, order: Order) -> Tensor:
     """The rows [R, ...] of `x` [S, ...]."""
-    rows: Tensor = _Take.apply(x, order)
+    rows: Tensor = x if order.is_as_it_was else _Take.apply(x, order)
     return rows
 
 
 def add_up(rows: Tensor, order: Order) -> Tensor:
     """The sum [S, ...] of the rows [R, ...] of each source, added in float32 or wider."""
-    sums: Tensor = _AddUp.apply(rows, order)
+    sums: Tensor = rows if order.is_as_it_was else _AddUp.apply(rows, order)
     return sums
 
 

@@ -190,7 +190,7 @@ def layer_activation_bytes(
     recomputed layer keeps, the first of its group; the others of the group keep nothing.
     A `window` below the sequence keeps keys and values for each query head, past two windows those of the block before
     beside a block's own; its mask is one for all layers and not counted.
-    Experts keep 2 K batch * sequence (H + 4 F) / tp bytes more where they are gated, and the router 4 batch * sequence
+    Experts keep 2 K batch * sequence (H + 3 F) / tp bytes more where they are gated, and the router 4 batch * sequence
     * H / tp: as if each expert got equally many tokens. The indices of their ways are counted, masks are not.
     Source: Korthikanti et al., arXiv 2205.05198, sections 4 and 5.
     """
@@ -233,8 +233,8 @@ def layer_activation_bytes(
     num_inputs = 2 if config.is_gated else 1
     if config.moe is not None and has_experts:
         choices, rows = _routed_rows(config.moe, sizes, padded, batch, sequence)
-        # Where rows come from and go to, before they leave and when they have come.
-        kept += 8 * (3 * choices + 2 * rows)
+        # Where rows come from and go to, before they leave and, from other ranks, when they have come.
+        kept += 8 * (3 * choices + 2 * rows * (sizes.ep * sizes.etp > 1))
         if not is_again:
             kept += _router_bytes(config, config.moe, sizes, padded, bytes_per_element)
             kept += _expert_bytes(config, config.moe, sizes, padded, rows, bytes_per_element)
@@ -313,8 +313,10 @@ def _expert_bytes(
     tp, wide, hidden = sizes.tp, max(bytes_per_element, 4), config.hidden_size
     num_inputs = 2 if config.is_gated else 1
     width = _expert_width(config, moe) // sizes.etp
-    # Rows, what the activation reads and gives, and that times the router's weight.
-    kept = rows * ((hidden + (num_inputs + 2) * width) * bytes_per_element + wide)
+    # Rows, what the activation reads, for gated ones twice as much, and what it gives, for gated ones made again, times
+    # the router's weight.
+    num_activated = 1 if config.is_gated or config.activation == "relu" else 2
+    kept = rows * ((hidden + (num_inputs + num_activated) * width) * bytes_per_element + wide)
     kept += padded * (num_inputs + 1) * (moe.shared_ffn_hidden_size // tp) * bytes_per_element
     if moe.has_shared_gate:
         shard = padded // tp if sizes.sequence_parallel else padded

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lightning_megatron.moe.experts import Arrived, Experts, weigh
+from lightning_megatron.moe.experts import Arrived, Experts
 from lightning_megatron.moe.grouped import Groups
+from lightning_megatron.moe.weighing import activate_and_weigh, weigh
 from lightning_megatron.precision import fp8
 from lightning_megatron.precision.product import TILE
-from lightning_megatron.tensor.activation import activate
 
 
 class ExpertsTwin(nn.Module):
@@ -53,7 +53,7 @@ class ExpertsTwin(nn.Module):
         up_PF = _times(up, self.up, rows_PH, sizes, is_first).view(len(rows_PH), *self.up.shape[1:-1])
         if self.up_bias is not None:
             up_PF = up_PF + _of_each_row(self.up_bias, sizes)
-        weighed_PF = weigh(activate(up_PF, self.activation), weights_P)
+        weighed_PF = activate_and_weigh(up_PF, weights_P, self.activation)
         output_PH = _times(down, self.down, weighed_PF, sizes, is_first)
         if self.down_bias is not None:
             output_PH = output_PH + self._second_bias(weights_P, sizes)

@@ -73,7 +73,8 @@ def test_variants_of_a_layer_compute_the_same(names: tuple[str, str]) -> None:
 
 
 def made_sample(seconds: float, losses: tuple[float, ...] = (4.0, 3.0)) -> dict[str, Any]:
-    return {"cpu_seconds": 2 * seconds, "wall_seconds": seconds, "losses": list(losses), "peak_mb": 9.0, "torch": "2"}
+    taken = {"cpu_seconds": 2 * seconds, "wall_seconds": seconds, "peak_mb": 9.0}
+    return taken | {"losses": list(losses), "busiest": 1.25, "torch": "2"}
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,7 @@ def test_a_row_is_shown_only_where_its_losses_are_those_of_plain_torch(losses: t
     assert fault_of(samples["ours, one"][0], samples[PLAIN][0], PLAIN).startswith(fault)
     table, is_right = report_steps(samples, {PLAIN: 1, "ours, one": 1}, tokens=1000)
     assert is_right == (fault == "")
-    assert ("| 400 |" in table) == (fault == "")
+    assert ("| 400 |" in table) == ("| 1.25 |" in table.splitlines()[-1]) == (fault == "")
 
 
 def test_a_row_is_held_against_the_better_peer_on_as_many_processes_round_by_round() -> None:
@@ -108,12 +109,19 @@ def test_a_row_is_held_against_the_better_peer_on_as_many_processes_round_by_rou
 
 
 def test_a_sample_is_the_median_step_of_all_ranks_without_warm_up() -> None:
-    rank = {"losses": [4.0, 3.0, 2.0, 1.0, 1.0], "peak_mb": 5.0, "torch": "2"}
+    rank = {"losses": [4.0, 3.0, 2.0, 1.0, 1.0], "peak_mb": 5.0, "expert_rows": [], "torch": "2"}
     first = rank | {"cpu_seconds": [9.0, 1.0, 2.0, 3.0], "wall_seconds": [9.0, 1.0, 1.0, 1.0]}
     other = rank | {"cpu_seconds": [9.0, 1.0, 1.0, 1.0], "wall_seconds": [9.0, 2.0, 5.0, 4.0], "peak_mb": 7.0}
     sample = sample_of([first, other | {"losses": [2.0, 1.0, 2.0, 1.0, 1.0]}])
     assert (sample["cpu_seconds"], sample["wall_seconds"], sample["peak_mb"]) == (3.0, 4.0, 7.0)
-    assert sample["losses"] == [3.0, 2.0, 2.0, 1.0, 1.0]
+    assert sample["losses"] == [3.0, 2.0, 2.0, 1.0, 1.0] and sample["busiest"] is None
+
+
+def test_the_busiest_rank_is_found_call_by_call() -> None:
+    rank = {"losses": [1.0], "peak_mb": 5.0, "torch": "2", "cpu_seconds": [1.0, 1.0], "wall_seconds": [1.0, 1.0]}
+    # 6 of 4 in the mean in one call and 5 of 4 in the other, on another rank.
+    sample = sample_of([rank | {"expert_rows": [6, 3]}, rank | {"expert_rows": [2, 5]}])
+    assert sample["busiest"] == pytest.approx(11 / 8)
 
 
 def test_a_row_that_failed_shows_why_and_counts_as_wrong() -> None:

@@ -1,5 +1,6 @@
 """Tests of dispatch and combine: on every layout the experts give what a loop over them gives on one device."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron.comm import collectives
+from lightning_megatron.comm.collectives import Pending
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.moe import dispatch
 from lightning_megatron.moe.dispatch import AllGather, AllToAll, Dispatcher
@@ -226,6 +228,77 @@ def test_sizes_cross_to_the_host_once_and_never_where_they_are_padded(
 
     on_mesh(4, 2, 2, on_rank)
     assert len(crossed) == 4 * num_crossings
+
+
+@with_either_dispatcher
+@pytest.mark.parametrize(("ep", "etp", "num_waits"), [(1, 1, 0), (2, 1, 3), (1, 2, 3), (2, 2, 6)])
+def test_every_wait_for_a_message_gives_way_in_both_directions_and_nothing_else_does(
+    make: Make, ep: int, etp: int, num_waits: int
+) -> None:
+    plain = Plain(8 * ep * etp)
+
+    def on_rank(mesh: Mesh) -> list[int]:
+        dispatcher, turns = dispatcher_of(make, mesh), list[int]()
+        dispatcher.give_way = lambda: turns.append(1)
+        hidden, weights = (own(each, mesh).requires_grad_() for each in (plain.hidden, plain.weights))
+        experts = experts_of(plain, mesh)
+        mixed, _ = mix(hidden, own(plain.experts, mesh), weights, dispatcher=dispatcher, experts=experts)
+        there = len(turns)
+        mixed.backward(own(plain.out_grad, mesh))
+        return [there, len(turns) - there]
+
+    # Tokens, their weights, and what comes home, over each axis.
+    assert on_mesh(ep * etp, ep, etp, on_rank) == [[num_waits] * 2] * (ep * etp)
+
+
+class Beside(torch.autograd.Function):
+    """Adds nothing, and calls `note` in the forward and in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, note: Callable[[], None]) -> Tensor:
+        ctx.note = note
+        note()
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.note()
+        return torch.zeros_like(grad), None
+
+
+@pytest.mark.parametrize(("ep", "etp"), [(2, 1), (1, 2), (2, 2)])
+def test_rows_and_weights_travel_while_something_else_is_computed_in_both_directions(
+    monkeypatch: pytest.MonkeyPatch, ep: int, etp: int
+) -> None:
+    plain, started = Plain(8 * ep * etp), dict[int, list[Pending]]()
+    real: Any = collectives.all_to_all_rows
+
+    def noting(*args: Any, **options: Any) -> Any:
+        pending = real(*args, **options)
+        started.setdefault(threading.get_ident(), []).append(pending)
+        return pending
+
+    monkeypatch.setattr(collectives, "all_to_all_rows", noting)
+
+    def on_rank(mesh: Mesh) -> list[int]:
+        flying: list[int] = []
+
+        def note() -> None:
+            flying.append(sum(each.work is not None for each in started[threading.get_ident()]))
+
+        hidden, weights = (own(each, mesh).requires_grad_() for each in (plain.hidden, plain.weights))
+        mixed, beside = mix(
+            hidden,
+            own(plain.experts, mesh),
+            weights,
+            dispatcher=dispatcher_of(AllToAll, mesh),
+            experts=experts_of(plain, mesh),
+            meanwhile=lambda: Beside.apply(hidden, note),
+        )
+        (mixed + beside).backward(own(plain.out_grad, mesh))
+        return flying
+
+    assert on_mesh(ep * etp, ep, etp, on_rank) == [[2, 2]] * (ep * etp)
 
 
 def test_the_gradients_of_experts_are_parts_of_a_sum_over_edp_and_of_no_other() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.moe import grouped
-from lightning_megatron.moe.experts import Arrived, ExpertAxes, Experts, weigh
+from lightning_megatron.moe.experts import Arrived, ExpertAxes, Experts
 from lightning_megatron.moe.grouped import GROUPED, ONE_BY_ONE, GroupedProduct, Groups, grouped_linear
 from lightning_megatron.sharding import Initial, shard_of
 from lightning_megatron.tensor.weight_gradients import Task, WeightGradients, share
@@ -111,6 +111,19 @@ def test_weight_gradients_go_past_autograd_where_a_schedule_says_so(
         assert (parameter.grad is homes[parameter]) == has_home
 
 
+@either
+@pytest.mark.parametrize("is_strided", [False, True])
+def test_weight_gradients_are_added_to_wider_and_to_strided_ones(product: GroupedProduct, is_strided: bool) -> None:
+    x = torch.randn(sum(SIZES), 8).to(torch.float32 if is_strided else torch.bfloat16)
+    weight, gradients = nn.Parameter(torch.randn(len(SIZES), 2, 6, 8)), WeightGradients()
+    out = grouped_linear(x, weight, GROUPS, gradients=gradients, product=product).square().sum()
+    (expected,) = torch.autograd.grad(out, weight, retain_graph=True)
+    weight.grad = torch.ones(len(SIZES), 6, 2, 8).transpose(1, 2) if is_strided else torch.ones_like(weight)
+    with gradients.opened():
+        out.backward()
+    torch.testing.assert_close(weight.grad, expected + 1)
+
+
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_each_rank_draws_its_slice_of_the_experts_of_one_device(activation: Any) -> None:
     whole = experts_on(Mesh.single(), activation=activation)
@@ -126,15 +139,6 @@ def test_each_rank_draws_its_slice_of_the_experts_of_one_device(activation: Any)
             assert torch.equal(parameter, part) and shard.is_counted and shard.data is not None
             count += 1
     assert all((count == 1).all() for count in counts.values())
-
-
-def test_weights_multiply_in_float32_and_only_then_are_rows_rounded() -> None:
-    x, weights = torch.randn(64, 8).bfloat16(), torch.rand(64)
-    weighed = weigh(x, weights)
-    assert weighed.dtype == torch.bfloat16
-    assert torch.equal(weighed, (x.float() * weights[:, None]).bfloat16())
-    assert not torch.equal(weighed, x * weights.bfloat16()[:, None])
-    assert weigh(x.double(), weights).dtype == torch.float64
 
 
 def test_the_weight_acts_before_the_second_matrix_and_has_its_gradient_in_float32() -> None:

@@ -96,6 +96,10 @@ def test_blocks_of_rows_change_places_and_keep_their_order_within(p: int, q: int
     order = regrouped(sizes, len(before))
     assert [before[source] for source in order.sources_R.tolist()] == after
     assert [after[place] for place in order.places_SK[:, 0].tolist()] == before
+    # Where nothing can change its place nothing is copied.
+    rows = torch.arange(len(before))
+    assert take(rows, order).tolist() == order.sources_R.tolist()
+    assert (take(rows, order) is rows) == (add_up(rows, order) is rows) == (sorted((p, q, own))[1] == 1)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -31,12 +31,12 @@ def exchanges(layout: Layout) -> tuple[list[str], list[float]]:
 
 
 @pytest.mark.parametrize(
-    ("world", "pp", "microbatches"), [(2, 1, 2), (4, 2, 2)], ids=["one stage, 2 microbatches", "pp2, 2 microbatches"]
+    ("world", "pp", "ep", "etp"), [(2, 1, 1, 2), (4, 2, 2, 1)], ids=["one stage, etp2", "pp2, ep2"]
 )
-def test_exchanges_of_a_forward_and_of_a_backward_alternate(world: int, pp: int, microbatches: int) -> None:
+def test_exchanges_of_a_forward_and_of_a_backward_alternate(world: int, pp: int, ep: int, etp: int) -> None:
     plain, joint = (
         run_on_ranks(
-            world, exchanges, Layout(world=world, pp=pp, ep=2, microbatches=microbatches, joint=is_joint), init=False
+            world, exchanges, Layout(world=world, pp=pp, ep=ep, etp=etp, microbatches=2, joint=is_joint), init=False
         )
         for is_joint in (False, True)
     )

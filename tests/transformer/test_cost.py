@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -310,6 +311,23 @@ def test_kept_bytes_of_experts_by_formula_are_those_kept(layout: str, variant: s
     dtype = torch.float32 if layout == "tp2" else torch.bfloat16
     formula = cost.layer_activation_bytes(config, sizes, batch=3, sequence=127, bytes_per_element=dtype.itemsize)
     assert expert_kept_bytes(config, sizes, 3, 127, dtype) == pytest.approx(formula, rel=0.015)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS_OF_KEPT)
+def test_kept_bytes_of_a_choice_more_by_formula_are_those_kept(layout: str) -> None:
+    few, many = (replace(WIDE, moe=experts(router={"top_k": top_k})) for top_k in (2, 4))
+    sizes = LAYOUTS_OF_KEPT[layout]
+    formula = partial(cost.layer_activation_bytes, sizes=sizes, batch=3, sequence=128, bytes_per_element=2)
+    kept = partial(expert_kept_bytes, sizes=sizes, batch=3, sequence=128, dtype=torch.bfloat16)
+    # Masks, which are not counted, are a thousandth of it, and the indices of a way a hundredth.
+    assert kept(many) - kept(few) == pytest.approx(formula(many) - formula(few), rel=2e-3)
+
+
+@pytest.mark.parametrize("activation", ["geglu_tanh", "gelu", "relu"])
+def test_kept_bytes_of_experts_of_any_activation_by_formula_are_those_kept(activation: Any) -> None:
+    config = replace(WIDE, moe=KEPT["plain"], activation=activation)
+    formula = cost.layer_activation_bytes(config, batch=3, sequence=127, bytes_per_element=2)
+    assert expert_kept_bytes(config, Sizes(), 3, 127, torch.bfloat16) == pytest.approx(formula, rel=0.015)
 
 
 @pytest.mark.parametrize("parts", [("moe",), ("norm",), ("moe", "norm"), ("mlp",)], ids=str)

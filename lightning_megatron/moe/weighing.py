@@ -1,0 +1,75 @@
+"""What experts do between their matrices: the activation, times the router's weight of each row.
+
+Gated activations keep what they read alone: what they give is made again in the backward, where autograd would keep it
+beside the weighed rows that the second matrix reads.
+
+R rows, F features of an expert.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_megatron.tensor.activation import Activation, activate
+
+_GATES: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "swiglu": F.silu,
+    "geglu_tanh": partial(F.gelu, approximate="tanh"),
+}
+_GATE_GRADIENTS: dict[Activation, Callable[..., Tensor]] = {
+    "swiglu": torch.ops.aten.silu_backward.grad_input,
+    "geglu_tanh": partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh"),
+}
+
+
+def activate_and_weigh(x: Tensor, weights_R: Tensor, activation: Activation) -> Tensor:
+    """The activation of `x`, [R, F], or [R, 2, F] of gated ones, and each row of it times its weight: [R, F]."""
+    if activation not in _GATES:
+        return weigh(activate(x, activation), weights_R)
+    weighed: Tensor = _WeighedGate.apply(x, weights_R, activation)
+    return weighed
+
+
+def weigh(x_RF: Tensor, weights_R: Tensor) -> Tensor:
+    """Each row times its weight, multiplied in float32 or wider, in the dtype of the rows."""
+    return (x_RF * _wide_column(x_RF, weights_R)).to(x_RF.dtype)
+
+
+class _WeighedGate(torch.autograd.Function):
+    """The activated gate times up, of [R, 2, F], times the weights."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up_R2F: Tensor, weights_R: Tensor, activation: Activation) -> Tensor:
+        ctx.save_for_backward(gate_up_R2F, weights_R)
+        ctx.activation = activation
+        gate_RF, up_RF = gate_up_R2F.unbind(1)
+        return weigh(_GATES[activation](gate_RF).mul_(up_RF), weights_R)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RF: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        gate_up_R2F, weights_R = ctx.saved_tensors
+        gate_RF, up_RF = gate_up_R2F.unbind(1)
+        grad_activated_RF = weigh(grad_RF, weights_R)
+        gate_gradient = _GATE_GRADIENTS[ctx.activation]
+        # Both halves where they belong: joined afterwards they would be copied.
+        grad_R2F = torch.empty_like(gate_up_R2F, memory_format=torch.contiguous_format)
+        activated_RF = _GATES[ctx.activation](gate_RF)
+        torch.mul(activated_RF, grad_activated_RF, out=grad_R2F[:, 1])
+        gate_gradient(grad_activated_RF.mul_(up_RF), gate_RF, grad_input=grad_R2F[:, 0])
+        grad_weights_R = None
+        if ctx.needs_input_grad[1]:
+            wide = _wide_column(grad_RF, weights_R).dtype
+            grad_weights_R = (grad_RF.to(wide) * activated_RF.mul_(up_RF)).sum(1).to(weights_R.dtype)
+        return grad_R2F, grad_weights_R, None
+
+
+def _wide_column(x_RF: Tensor, weights_R: Tensor) -> Tensor:
+    """The weights [R, 1] in float32 or wider, as wide as the rows."""
+    wide = torch.promote_types(torch.promote_types(x_RF.dtype, weights_R.dtype), torch.float32)
+    return weights_R[:, None].to(wide)
