@@ -5,14 +5,19 @@ last.ckpt -> step=3.ckpt          a link to one
 .unfinished/{id}/step=6.ckpt/     a save that has not ended, or what it replaced and did not come to remove
 .replaced/{id}/step=3.ckpt/       set aside while another takes its place, where names cannot be exchanged
 .removed/{id}/step=1.ckpt/        on its way out
+
+Behind an address there are neither links nor hidden directories: a save that has not ended is a directory without a
+manifest, at its final place.
 """
 
+import contextlib
 import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_megatron.checkpoint.draft import REMOVED, REPLACED, UNFINISHED
+from lightning_megatron.checkpoint.draft import REMOVED, REPLACED, UNFINISHED, is_draft_name
+from lightning_megatron.checkpoint.folder import Address, Folder, is_remote, name_at
 from lightning_megatron.checkpoint.manifest import MANIFEST_FILE, is_checkpoint, read_manifest, read_meta
 
 SUFFIX = ".ckpt"
@@ -24,7 +29,7 @@ STEP, EPOCH = "global_step", "epoch"
 class Standing:
     """A directory that is a checkpoint, or by its name should be one."""
 
-    path: Path
+    path: Address
     fault: str = ""
     # why it cannot be read; empty: it is complete
     step: int = -1
@@ -33,6 +38,10 @@ class Standing:
     saved_seconds: float = 0.0
     # when its manifest was written, in seconds since 1970
     num_bytes: int = 0
+
+    @property
+    def name(self) -> str:
+        return name_at(self.path)
 
     @property
     def is_complete(self) -> bool:
@@ -44,14 +53,19 @@ class Standing:
 class Leftover:
     """What a save or a removal left behind when it was interrupted, or has not come to the end of yet."""
 
-    path: Path
+    path: Address
     what: str
     # UNFINISHED, REPLACED or REMOVED
-    place: Path
+    place: Address
     # where it was to stand, or stood
     touched_seconds: float
-    # when anything of it was last changed, in seconds since 1970
+    # when anything of it was last changed, in seconds since 1970; 0 where its file system does not tell
     num_bytes: int
+
+    @property
+    def name(self) -> str:
+        """That of its place."""
+        return name_at(self.place)
 
     @property
     def is_draft(self) -> bool:
@@ -60,7 +74,7 @@ class Leftover:
             return False
         # After an exchange of names the old checkpoint, of another save, lies where the draft lay.
         try:
-            return not is_checkpoint(self.path) or read_manifest(self.path).save_id == self.path.parent.name
+            return not is_checkpoint(self.path) or read_manifest(self.path).save_id == Path(self.path).parent.name
         except (ValueError, OSError):
             return True
 
@@ -81,19 +95,39 @@ class Contents:
         return tuple(standing for standing in self.checkpoints if standing.is_complete)
 
 
-def contents_of(folder: Path) -> Contents:
+def contents_of(folder: Address) -> Contents:
     """What the folder holds now; nothing where there is no folder. What vanishes meanwhile is left out."""
-    checkpoints = [_standing(path) for path in _named(folder) if not path.is_symlink()]
+    checkpoints = [_standing(path) for path in _standing_in(folder)]
     # Of one that is not complete step and time are not known: the least.
-    checkpoints.sort(key=lambda one: (one.step, one.saved_seconds, one.path.name))
+    checkpoints.sort(key=lambda one: (one.step, one.saved_seconds, one.name))
     return Contents(
         checkpoints=tuple(checkpoints), leftovers=tuple(leftovers_of(folder)), links=tuple(links_of(folder))
     )
 
 
-def links_of(folder: Path) -> list[Path]:
+def links_of(folder: Address) -> list[Path]:
     """The links of the folder, as `Contents.links`."""
-    return [path for path in _named(folder) if path.is_symlink()]
+    return [] if is_remote(folder) else [path for path in _named(Path(folder)) if path.is_symlink()]
+
+
+def _standing_in(folder: Address) -> list[Address]:
+    if is_remote(folder):
+        return [
+            path
+            for path, sizes in _sizes_behind(folder).items()
+            if MANIFEST_FILE in sizes or (path.endswith(SUFFIX) and not _is_draft(sizes))
+        ]
+    return [path for path in _named(Path(folder)) if not path.is_symlink()]
+
+
+def _sizes_behind(address: Address) -> dict[str, dict[str, int]]:
+    """Bytes of each file in each directory behind an address."""
+    folder, found = Folder(address), {}
+    for name in folder.folders() if folder.kind() == "folder" else []:
+        path = f"{folder.path.rstrip('/')}/{name}"
+        with contextlib.suppress(FileNotFoundError):
+            found[path] = Folder(path).sizes()
+    return found
 
 
 def _named(folder: Path) -> list[Path]:
@@ -106,15 +140,15 @@ def _named(folder: Path) -> list[Path]:
     ]
 
 
-def leads_to(link: Path) -> Path:
+def leads_to(link: Address) -> Path:
     """Where the link leads at last, whether anything is there or not."""
     return Path(os.path.realpath(link))
 
 
-def _standing(path: Path) -> Standing:
+def _standing(path: Address) -> Standing:
     try:
         manifest, meta = read_manifest(path), read_meta(path)
-        saved_seconds = (path / MANIFEST_FILE).stat().st_mtime
+        saved_seconds = Folder(path).changed_seconds(MANIFEST_FILE)
     except (ValueError, OSError) as error:
         return Standing(path=path, fault=str(error))
     return Standing(
@@ -126,9 +160,11 @@ def _standing(path: Path) -> Standing:
     )
 
 
-def leftovers_of(folder: Path) -> list[Leftover]:
+def leftovers_of(folder: Address) -> list[Leftover]:
     """What interrupted saves left in the folder."""
-    found = []
+    if is_remote(folder):
+        return _drafts_behind(folder)
+    folder, found = Path(folder), []
     for what in (UNFINISHED, REPLACED, REMOVED):
         for path in hidden_in(folder, what):
             touched_seconds, num_bytes = _last_touched(path)
@@ -139,6 +175,29 @@ def leftovers_of(folder: Path) -> list[Leftover]:
                     place=folder / path.name,
                     touched_seconds=touched_seconds,
                     num_bytes=num_bytes,
+                )
+            )
+    return found
+
+
+def _is_draft(sizes: dict[str, int]) -> bool:
+    """Whether a directory behind an address is a save without a manifest: no files but those named as a save's are."""
+    return bool(sizes) and all(map(is_draft_name, sizes))
+
+
+def _drafts_behind(address: Address) -> list[Leftover]:
+    found = []
+    for path, sizes in _sizes_behind(address).items():
+        if not _is_draft(sizes):
+            continue
+        with contextlib.suppress(FileNotFoundError):
+            found.append(
+                Leftover(
+                    path=path,
+                    what=UNFINISHED,
+                    place=path,
+                    touched_seconds=max(map(Folder(path).changed_seconds, sizes)),
+                    num_bytes=sum(sizes.values()),
                 )
             )
     return found

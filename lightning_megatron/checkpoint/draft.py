@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import re
 import shutil
 import sys
 import uuid
@@ -21,7 +22,7 @@ from typing import IO, Any, cast
 
 import fsspec
 
-from lightning_megatron.checkpoint.folder import Address, Folder, is_remote
+from lightning_megatron.checkpoint.folder import Address, Folder, is_remote, system_of
 from lightning_megatron.checkpoint.manifest import MANIFEST_FILE, is_checkpoint
 
 # Beside a checkpoint stands `.{what}/{save's id}/{its name}`: who looks for checkpoints in the folder finds none.
@@ -44,7 +45,7 @@ class Draft:
         if folder.kind() == "folder" and not is_checkpoint(path) and _holds_something(folder):
             raise ValueError(f"{path} is a directory that holds something else than a checkpoint; choose another path")
         if is_remote(path):
-            fs, root = fsspec.core.url_to_fs(draft.path)
+            fs, root = system_of(path)
             fs.makedirs(root, exist_ok=True)
         else:
             made = [parent for parent in draft._final.parents if not parent.exists()]
@@ -97,7 +98,7 @@ class Draft:
             outdated = [name for name in folder.sizes() if not name.startswith(self.save_id) and name != MANIFEST_FILE]
             with self.create(MANIFEST_FILE) as stream:
                 stream.write(manifest)
-            fs, root = fsspec.core.url_to_fs(self.path)
+            fs, root = system_of(self.path)
             for name in outdated:
                 fs.rm_file(f"{root}/{name}")
             return
@@ -113,7 +114,7 @@ class Draft:
             shutil.rmtree(self._hidden, ignore_errors=True)
             tidy(self._hidden)
             return
-        fs, root = fsspec.core.url_to_fs(self.path)
+        fs, root = system_of(self.path)
         for name in Folder(self.path).sizes():
             if name.startswith(self.save_id):
                 fs.rm_file(f"{root}/{name}")
@@ -156,6 +157,11 @@ def replace(source: Path, path: Path, save_id: str) -> None:
     _delete(source if is_exchanged else aside)
 
 
+def is_draft_name(name: str) -> bool:
+    """Whether a file behind an address is named as `Draft.name_of` names those of a save."""
+    return re.match(r"[0-9a-f]{16}-", name) is not None
+
+
 def new_id() -> str:
     """A name that nothing else has."""
     return uuid.uuid4().hex[:16]
@@ -164,7 +170,7 @@ def new_id() -> str:
 def remove(path: Address) -> None:
     """Removes a checkpoint, a file or a link: gone from its place in one step, so that no half of it is ever there."""
     if is_remote(path):
-        fs, root = fsspec.core.url_to_fs(os.fspath(path))
+        fs, root = system_of(path)
         if fs.isfile(f"{root}/{MANIFEST_FILE}"):
             fs.rm_file(f"{root}/{MANIFEST_FILE}")
         if fs.exists(root):
@@ -212,7 +218,10 @@ def _delete(aside: Path) -> None:
 
 
 def _holds_something(folder: Folder) -> bool:
-    return bool(folder.sizes()) or (not is_remote(folder.path) and any(Path(folder.path).iterdir()))
+    if is_remote(folder.path):
+        # What a save left that was interrupted stands where the next one goes.
+        return bool(folder.folders()) or not all(map(is_draft_name, folder.sizes()))
+    return any(Path(folder.path).iterdir())
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -13,13 +13,29 @@ def is_remote(path: Address) -> bool:
     return "://" in str(path)
 
 
+def name_at(path: Address) -> str:
+    """The last part of a path or an address."""
+    return os.path.basename(os.fspath(path).rstrip("/"))
+
+
+def system_of(path: Address) -> tuple[Any, str]:
+    """The file system of a path or an address, and the path there. Raises ValueError where there is none for it."""
+    try:
+        found: tuple[Any, str] = fsspec.core.url_to_fs(os.fspath(path))
+    except (ImportError, ValueError) as error:
+        raise ValueError(
+            f"{path} is an address of no file system that can be used: {error}. It must begin with the name of one "
+            "that fsspec knows (s3://, gs://, file://), whose package is installed"
+        ) from error
+    return found
+
+
 class Folder:
     """What is at a path now; nothing is remembered between two questions."""
 
     def __init__(self, path: Address) -> None:
         self.path = os.fspath(path)
-        self._fs: Any
-        self._fs, self._root = fsspec.core.url_to_fs(self.path)
+        self._fs, self._root = system_of(path)
 
     def has(self, name: str) -> bool:
         """Whether there is a file of that name."""
@@ -33,8 +49,16 @@ class Folder:
 
     def folders(self) -> list[str]:
         """Names of what is no file in the directory."""
+        self._fs.invalidate_cache()
         found = self._fs.ls(self._root, detail=True)
         return sorted(os.path.basename(one["name"].rstrip("/")) for one in found if one["type"] == "directory")
+
+    def changed_seconds(self, name: str) -> float:
+        """When a file was last changed, in seconds since 1970; 0 where its file system does not tell."""
+        try:
+            return float(self._fs.modified(self._at(name)).timestamp())
+        except NotImplementedError:
+            return 0.0
 
     def read(self, name: str) -> bytes:
         """A file's content."""

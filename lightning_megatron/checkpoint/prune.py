@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lightning_megatron.checkpoint.contents import Contents, Leftover, contents_of, leads_to
 from lightning_megatron.checkpoint.draft import REPLACED, UNFINISHED, remove, tidy
+from lightning_megatron.checkpoint.folder import Address, is_remote, name_at
 
 # A save that has written nothing for so long is not going on.
 YOUNG_SECONDS = 3600.0
@@ -18,15 +19,19 @@ YOUNG_SECONDS = 3600.0
 class Removal:
     """Something to remove, or to leave although one may have thought otherwise."""
 
-    path: Path
+    path: Address
     num_bytes: int
     reason: str
     is_checkpoint: bool = False
     # complete, and at its place
     is_kept: bool = False
 
+    @property
+    def name(self) -> str:
+        return name_at(self.path)
 
-def plan_of(folder: Path, *, keep: int = 0, takes_young: bool = False) -> list[Removal]:
+
+def plan_of(folder: Address, *, keep: int = 0, takes_young: bool = False) -> list[Removal]:
     """What `prune` would do, and what it would leave for a reason that is not plain.
 
     Of the complete checkpoints the newest `keep` stay, by step and then by time (0: all of them). Unfinished saves that
@@ -52,26 +57,27 @@ def prune(planned: Sequence[Removal]) -> None:
     for removal in planned:
         if removal.is_kept:
             continue
-        if removal.is_checkpoint:
+        if removal.is_checkpoint or is_remote(removal.path):
             remove(removal.path)
             continue
-        if removal.path.is_symlink() or removal.path.is_file():
-            removal.path.unlink()
+        path = Path(removal.path)
+        if path.is_symlink() or path.is_file():
+            path.unlink()
         else:
-            shutil.rmtree(removal.path, ignore_errors=True)
-        if os.path.lexists(removal.path):
-            raise RuntimeError(f"{removal.path} could not be removed; who may write to it?")
-        tidy(removal.path)
+            shutil.rmtree(path, ignore_errors=True)
+        if os.path.lexists(path):
+            raise RuntimeError(f"{path} could not be removed; who may write to it?")
+        tidy(path)
 
 
 def _of_leftover(leftover: Leftover, takes_young: bool) -> Removal:
-    age_seconds = time.time() - leftover.touched_seconds
+    age_seconds = time.time() - leftover.touched_seconds if leftover.touched_seconds else 0.0
     reason, is_kept = "left over", False
-    if leftover.what == REPLACED and not leftover.place.exists():
-        reason, is_kept = f"{leftover.place.name} is not at its place: the next run brings this one back", True
+    if leftover.what == REPLACED and not os.path.exists(leftover.place):
+        reason, is_kept = f"{leftover.name} is not at its place: the next run brings this one back", True
     elif leftover.what == UNFINISHED and age_seconds < YOUNG_SECONDS and not takes_young:
-        minutes = max(round(age_seconds / 60), 0)
-        reason, is_kept = f"written to {minutes} minutes ago: a run may be at it (--all removes it)", True
+        when = f"{max(round(age_seconds / 60), 0)} minutes ago" if leftover.touched_seconds else "at a time not told"
+        reason, is_kept = f"written to {when}: a run may be at it (--all removes it)", True
     elif leftover.is_draft:
         reason = "its save ended before it was complete"
     return Removal(path=leftover.path, num_bytes=leftover.num_bytes, reason=reason, is_kept=is_kept)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lightning_megatron.checkpoint.contents import contents_of, hidden_in, leads_to, leftovers_of, links_of
 from lightning_megatron.checkpoint.draft import REPLACED, new_id, tidy
+from lightning_megatron.checkpoint.folder import Address, is_remote
 from lightning_megatron.checkpoint.manifest import is_checkpoint
 
 
@@ -17,31 +18,29 @@ from lightning_megatron.checkpoint.manifest import is_checkpoint
 class Repairs:
     """What was found and done in a folder."""
 
-    unfinished: tuple[Path, ...] = ()
+    unfinished: tuple[Address, ...] = ()
     # places of saves that ended before they were complete; they stay as they are
     done: tuple[str, ...] = ()
     # one sentence for each thing that this process changed
 
 
-def repair(folder: Path) -> Repairs:
+def repair(folder: Address) -> Repairs:
     """What was found, after checkpoints that were set aside are at their places again, and links lead to one.
 
     A link that leads to no complete checkpoint (a save makes one before it is in place) is turned to the newest that is
-    complete; where there is none it stays as it is.
+    complete; where there is none it stays as it is. Behind an address there is nothing to put in order.
     """
-    if not folder.is_dir():
-        return Repairs()
-    done = bring_back(folder)
+    done = [] if is_remote(folder) else bring_back(Path(folder))
     for link in links_of(folder):
         target = leads_to(link)
         # A link into another folder is not one that a save made.
         if is_checkpoint(link) or target.parent != leads_to(folder):
             continue
         complete = contents_of(folder).complete
-        if complete and _turn(link, complete[-1].path):
-            done.append(f"{link} led to {target.name}, which is not complete; it leads to {complete[-1].path.name} now")
+        if complete and _turn(link, complete[-1].name):
+            done.append(f"{link} led to {target.name}, which is not complete; it leads to {complete[-1].name} now")
     unfinished = {leftover.place for leftover in leftovers_of(folder) if leftover.is_draft}
-    return Repairs(unfinished=tuple(sorted(unfinished)), done=tuple(done))
+    return Repairs(unfinished=tuple(sorted(unfinished, key=os.fspath)), done=tuple(done))
 
 
 def bring_back(folder: Path) -> list[str]:
@@ -59,10 +58,10 @@ def bring_back(folder: Path) -> list[str]:
     return done
 
 
-def _turn(link: Path, target: Path) -> bool:
-    """Lets the link lead to its neighbour `target`, in one step; False where it leads to a checkpoint by now."""
+def _turn(link: Path, target: str) -> bool:
+    """Lets the link lead to its neighbour of that name, in one step; False where it leads to a checkpoint by now."""
     new = link.with_name(f".{link.name}.{new_id()}")
-    os.symlink(target.name, new)
+    os.symlink(target, new)
     try:
         if is_checkpoint(link):
             return False

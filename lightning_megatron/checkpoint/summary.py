@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_megatron.checkpoint.contents import EPOCH, STEP
-from lightning_megatron.checkpoint.folder import Address, is_remote
+from lightning_megatron.checkpoint.folder import Address, Folder
 from lightning_megatron.checkpoint.manifest import MANIFEST_FILE, read_manifest, read_meta
 from lightning_megatron.checkpoint.state import OTHER_STATES, is_optimizer_name, other_state_of
 
@@ -42,7 +42,7 @@ class Summary:
     path: str
     save_id: str
     saved_seconds: float
-    # when the manifest was written, in seconds since 1970; 0 behind an address
+    # when the manifest was written, in seconds since 1970; 0 where its file system does not tell
     package: str
     # version of lightning_megatron that wrote it
     torch: str
@@ -74,7 +74,7 @@ def summary_of(path: Address) -> Summary:
     return Summary(
         path=os.fspath(path),
         save_id=manifest.save_id,
-        saved_seconds=0.0 if is_remote(path) else os.stat(os.path.join(path, MANIFEST_FILE)).st_mtime,
+        saved_seconds=Folder(path).changed_seconds(MANIFEST_FILE),
         package=manifest.package,
         torch=manifest.torch,
         layout_version=manifest.layout,

@@ -5,6 +5,7 @@ Nothing here needs the layout that a checkpoint was saved on, nor more than one 
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -87,7 +88,7 @@ def _add_prune(commands: "argparse._SubParsersAction[Any]") -> None:
         "that a link (last.ckpt) leads to stays, and so does a damaged one.",
         allow_abbrev=False,
     )
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a folder of checkpoints")
+    parser.add_argument("folder", metavar="FOLDER", help="a folder of checkpoints")
     parser.add_argument(
         "--keep",
         type=int,
@@ -108,9 +109,8 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 
 def run_inspect(options: argparse.Namespace) -> None:
     """Prints what is at the path."""
-    folder = Folder(options.path)
-    if not is_remote(options.path) and folder.kind() == "folder" and not is_checkpoint(options.path):
-        contents = contents_of(Path(options.path))
+    if _told(lambda: Folder(options.path).kind() == "folder" and not is_checkpoint(options.path)):
+        contents = _told(lambda: contents_of(options.path))
         if contents.checkpoints or contents.leftovers or contents.links:
             if options.tensors:
                 raise UsageError([f"--tensors needs a checkpoint, and {options.path} is a folder of them; give one"])
@@ -157,10 +157,10 @@ def run_prune(options: argparse.Namespace) -> None:
     faults = []
     if options.keep is not None and options.keep < 1:
         faults.append(f"--keep ({options.keep}) must be at least 1; leave it out to remove no checkpoint")
-    if not options.folder.is_dir():
+    if _told(lambda: Folder(options.folder).kind()) != "folder":
         faults.append(f"FOLDER ({options.folder}) is no directory; give a folder of checkpoints")
     elif is_checkpoint(options.folder):
-        parent = options.folder.absolute().parent
+        parent = os.path.dirname(options.folder if is_remote(options.folder) else os.path.abspath(options.folder))
         faults.append(f"FOLDER ({options.folder}) is a checkpoint; give the folder that holds it: {parent}")
     if faults:
         raise UsageError(faults)
@@ -173,7 +173,7 @@ def run_prune(options: argparse.Namespace) -> None:
     for removal in planned:
         what = "leaves" if removal.is_kept else "would remove" if options.dry_run else "removed"
         size = f" ({_bytes(removal.num_bytes)})" if removal.num_bytes else ""
-        print(f"{what} {removal.path.relative_to(options.folder)}{size}: {removal.reason}")
+        print(f"{what} {os.path.relpath(removal.path, options.folder)}{size}: {removal.reason}")
     if all(removal.is_kept for removal in planned):
         print("nothing to remove")
 
@@ -213,12 +213,12 @@ def _report_of_folder(contents: Contents) -> str:
             when = _moment(one.saved_seconds)
             state = f"complete, step {_or_not_told(one.step)}, epoch {_or_not_told(one.epoch)}, {when}"
             state += f", {_bytes(one.num_bytes)}" + (", the newest" if one is newest else "")
-        lines.append(f"{one.path.name}: {state}")
+        lines.append(f"{one.name}: {state}")
     for link in contents.links:
         target = leads_to(link)
         lines.append(f"{link.name}: link to {target.name}" + ("" if is_checkpoint(target) else ", which is not there"))
     for leftover in contents.leftovers:
-        lines.append(f"{leftover.place.name}: {_state_of(leftover)}, {_bytes(leftover.num_bytes)}, at {leftover.path}")
+        lines.append(f"{leftover.name}: {_state_of(leftover)}, {_bytes(leftover.num_bytes)}, at {leftover.path}")
     return "\n".join(lines)
 
 
@@ -227,14 +227,14 @@ def _state_of(leftover: Leftover) -> str:
 
 
 def _record_of_folder(contents: Contents) -> dict[str, Any]:
-    newest = contents.complete[-1].path.name if contents.complete else None
+    newest = contents.complete[-1].name if contents.complete else None
     return {
         "newest": newest,
         "checkpoints": [_record_of_standing(one) for one in contents.checkpoints],
         "links": {link.name: str(leads_to(link)) for link in contents.links},
         "leftovers": [
             {
-                "name": leftover.place.name,
+                "name": leftover.name,
                 "path": str(leftover.path),
                 "is_unfinished": leftover.is_draft,
                 "num_bytes": leftover.num_bytes,

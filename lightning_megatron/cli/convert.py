@@ -18,7 +18,7 @@ import yaml
 from lightning_megatron.checkpoint import is_checkpoint
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.hf.convert import Converted, to_checkpoint, to_folder
-from lightning_megatron.hf.folder import read_config
+from lightning_megatron.hf.folder import on_disk, read_config
 from lightning_megatron.hf.shards import MAX_SHARD_BYTES
 from lightning_megatron.hf.weights import Weights, in_checkpoint, in_folder, moe_config
 
@@ -48,8 +48,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="a folder with a config.json, or a checkpoint")
-    parser.add_argument("target", type=Path, metavar="TARGET", help="where nothing is yet; a checkpoint ends in .ckpt")
+    parser.add_argument("source", metavar="SOURCE", help="a folder with a config.json, or a checkpoint")
+    parser.add_argument("target", metavar="TARGET", help="where nothing is yet; a checkpoint ends in .ckpt")
     parser.add_argument("--dtype", choices=_DTYPES, help="of the weights that are written (default: as in SOURCE)")
     parser.add_argument("--json", action="store_true", help="print what was done as JSON")
     parser.add_argument(
@@ -86,7 +86,7 @@ def run_convert(options: argparse.Namespace) -> None:
     except (ValueError, ImportError, OSError, RuntimeError) as error:
         raise UsageError([_as_options(" ".join(line.strip() for line in str(error).splitlines()))]) from error
     if options.json:
-        print(json.dumps({"source": str(options.source), "target": str(options.target), **asdict(converted)}))
+        print(json.dumps({"source": options.source, "target": options.target, **asdict(converted)}))
     else:
         print(
             f"{options.target}: {converted.family}, {converted.num_parameters:,} parameters in "
@@ -104,13 +104,13 @@ def _as_options(message: str) -> str:
 
 
 def _convert(options: argparse.Namespace) -> Converted:
-    is_from_checkpoint, is_ckpt = is_checkpoint(options.source), options.target.suffix == ".ckpt"
+    is_from_checkpoint, is_ckpt = is_checkpoint(options.source), options.target.rstrip("/").endswith(".ckpt")
     # Experts come into either format; else the other one is written.
     is_to_checkpoint = not is_from_checkpoint if options.upcycle is None else is_ckpt
     faults = []
     if not is_from_checkpoint:
         # Before what it may not be asked for: what it is.
-        read_config(options.source)
+        read_config(on_disk(options.source))
         faults += _unused(options, _FROM_CHECKPOINTS, f"a checkpoint as SOURCE alone, and {options.source} is none")
     if is_to_checkpoint:
         faults += _unused(options, _TO_FOLDERS, f"a folder as TARGET alone, and {options.target} is to be a checkpoint")

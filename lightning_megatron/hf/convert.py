@@ -15,9 +15,11 @@ import torch
 
 from lightning_megatron import checkpoint
 from lightning_megatron.checkpoint import Piece
+from lightning_megatron.checkpoint.folder import Folder, is_remote, name_at
 from lightning_megatron.hf.blocks import empty_source, fill_theirs
 from lightning_megatron.hf.families import family_of_config
 from lightning_megatron.hf.family import Table
+from lightning_megatron.hf.folder import on_disk
 from lightning_megatron.hf.save import hf_config
 from lightning_megatron.hf.shards import MAX_SHARD_BYTES, ShardPlan, finish_draft, start_draft
 from lightning_megatron.hf.weights import MODELS, Weights, on_meta
@@ -43,10 +45,11 @@ def to_checkpoint(weights: Weights, target: str | os.PathLike[str], *, dtype: to
     """Writes a model as checkpoint `target`, for a LightningModule that calls it `model`.
 
     Values keep their dtype, or get `dtype`. Weights go through files beside the target, as large as the model, so that
-    memory holds one tensor. Raises ValueError for a target that exists.
+    memory holds one tensor; behind an address, through the system's folder for temporary files. Raises ValueError for a
+    target that exists.
     """
-    target = Path(target)
-    if target.exists():
+    target = os.fspath(target)
+    if Folder(target).kind() != "nothing":
         raise ValueError(f"{target} exists; give a path where nothing is, or remove it")
     model, dtype = on_meta(weights.config), dtype if dtype is not None else weights.dtype
     parameters = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
@@ -63,8 +66,10 @@ def to_checkpoint(weights: Weights, target: str | os.PathLike[str], *, dtype: to
         for name, value in model.state_dict().items()
         if name not in parameters
     }
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
+    parent = None if is_remote(target) else os.path.dirname(os.path.abspath(target))
+    if parent is not None:
+        os.makedirs(parent, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{name_at(target)}.", dir=parent) as scratch:
         for number, (name, shape) in enumerate(parameters.items()):
             # Pages of a file leave memory when others need it; torch's save wants all tensors at once.
             values = torch.from_file(
@@ -97,7 +102,7 @@ def to_folder(
     table = Table(family_of_config(weights.config, family), weights.config)
     dtype = dtype if dtype is not None else weights.dtype
     plan = ShardPlan.of(table.theirs, dtype, max_shard_bytes)
-    target, tokenizer = Path(target), Path(tokenizer_from) if tokenizer_from is not None else None
+    target, tokenizer = on_disk(target), Path(tokenizer_from) if tokenizer_from is not None else None
     draft = start_draft(target, tokenizer)
     try:
         plan.begin(draft)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_megatron.checkpoint.folder import Address, is_remote
 from lightning_megatron.hf.blocks import Shape
 from lightning_megatron.sharding import Box
 
@@ -30,6 +31,16 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 # How a file begins: the length of its header in bytes.
 _LENGTH_BYTES = 8
 _LONGEST_HEADER_BYTES = 100_000_000
+
+
+def on_disk(path: Address) -> Path:
+    """The path, where it is one of a disk. Raises ValueError for an address."""
+    if is_remote(path):
+        raise ValueError(
+            f"{path} is an address, and a folder with a Hugging Face model is read and written on a disk; give a path "
+            "there (only checkpoints may lie behind an address)"
+        )
+    return Path(path)
 
 
 def safetensors() -> ModuleType:

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterable
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from lightning_megatron.hf.blocks import fill_ours
 from lightning_megatron.hf.families import family_of_file
 from lightning_megatron.hf.family import Config, Model, Table
-from lightning_megatron.hf.folder import WeightFiles, read_config
+from lightning_megatron.hf.folder import WeightFiles, on_disk, read_config
 from lightning_megatron.mesh import Mesh, ambient_mesh
 from lightning_megatron.models.gpt import GPTConfig
 from lightning_megatron.models.upcycle import Read, Upcycling
@@ -29,7 +28,7 @@ def from_pretrained(
     with experts, which computes the same. Every rank reads for itself; none waits for another. Raises ValueError for
     what cannot be read or is not supported, with all faults of one kind at once.
     """
-    folder = Path(path)
+    folder = on_disk(path)
     mesh = mesh if mesh is not None else ambient_mesh()
     raw = read_config(folder)
     family = family_of_file(raw, str(folder / "config.json"))
@@ -56,7 +55,7 @@ def config_from_pretrained(path: str | os.PathLike[str], *, upcycle: MoEConfig |
 
     Raises ValueError for what is not supported, all faults at once.
     """
-    folder = Path(path)
+    folder = on_disk(path)
     raw = read_config(folder)
     config = family_of_file(raw, str(folder / "config.json")).config(raw)
     return config if upcycle is None else upcycling(config, upcycle).config

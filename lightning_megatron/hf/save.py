@@ -18,6 +18,7 @@ from lightning_megatron.comm import collectives
 from lightning_megatron.hf.blocks import empty_source, fill_theirs
 from lightning_megatron.hf.families import family_of_config
 from lightning_megatron.hf.family import Model, Table, listed
+from lightning_megatron.hf.folder import on_disk
 from lightning_megatron.hf.shards import MAX_SHARD_BYTES, ShardPlan, finish_draft, start_draft
 from lightning_megatron.sharding import shard_of
 
@@ -50,7 +51,7 @@ def save_pretrained(
         own = {parameter.dtype for parameter in parameters.values()}
         dtype = common_dtype(found for rank in collectives.gather_objects(own, world) for found in rank)
     config, plan = hf_config(table, dtype), ShardPlan.of(table.theirs, dtype, max_shard_bytes)
-    target, tokenizer = Path(path), Path(tokenizer_from) if tokenizer_from is not None else None
+    target, tokenizer = on_disk(path), Path(tokenizer_from) if tokenizer_from is not None else None
     draft, fault = collectives.broadcast_object(_start(target, tokenizer, plan) if world.is_first else None, world)
     if fault is not None:
         raise fault

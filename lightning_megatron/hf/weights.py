@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import torch
@@ -18,7 +17,7 @@ from lightning_megatron import checkpoint
 from lightning_megatron.checkpoint import Entry, Piece
 from lightning_megatron.hf.families import family_of_file
 from lightning_megatron.hf.family import CONFIGS, Config, Model, Table, listed, model_of
-from lightning_megatron.hf.folder import WeightFiles, read_config
+from lightning_megatron.hf.folder import WeightFiles, on_disk, read_config
 from lightning_megatron.hf.load import Source, upcycling
 from lightning_megatron.hf.save import common_dtype
 from lightning_megatron.mesh import Mesh
@@ -57,7 +56,7 @@ def _read_upcycled(way: Upcycling, dense: Read, name: str, box: Box, out: Tensor
 
 def in_folder(path: str | os.PathLike[str]) -> Weights:
     """The model in a Hugging Face folder. Raises ValueError for what cannot be read, or is not supported."""
-    folder = Path(path)
+    folder = on_disk(path)
     raw = read_config(folder)
     family = family_of_file(raw, str(folder / "config.json"))
     config, files = family.config(raw), WeightFiles(folder)

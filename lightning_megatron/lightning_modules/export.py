@@ -8,6 +8,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_megatron import hf
 from lightning_megatron.hf.families import family_of_config
+from lightning_megatron.hf.folder import on_disk
 from lightning_megatron.hf.shards import has_tokenizer
 from lightning_megatron.lightning_modules.finetune import FinetuneModule
 from lightning_megatron.lightning_modules.t5_finetune import T5FinetuneModule
@@ -44,8 +45,11 @@ class ExportPretrained(L.Callback):
                 family_of_config(module.config, None)
             except ValueError as error:
                 faults += str(error).splitlines()
-        if Path(self.path).exists():
-            faults.append(f"export path ({self.path}) exists; give one where nothing is, or remove it")
+        try:
+            if on_disk(self.path).exists():
+                faults.append(f"export path ({self.path}) exists; give one where nothing is, or remove it")
+        except ValueError as error:
+            faults.append(f"export path: {error}")
         return faults
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -1,7 +1,7 @@
 """The indices that a training loader reads, begun after those that were read before, or cut for other replicas."""
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -108,17 +108,27 @@ class Indices:
             )
 
     def skip(self, batches: int, samples: int, round_start: AllStates | None) -> None:
-        """The next round begins after some batches, which hold so many samples over all replicas."""
+        """The next round begins after some batches, which hold so many samples over all replicas.
+
+        `round_start` is None where no batch's indices had been asked for.
+        """
+        if round_start is None:
+            return
         self.round_start = round_start
         with generators.kept():
-            if round_start is not None:
-                set_all_states(self._loader, round_start)
+            set_all_states(self._loader, round_start)
             if self.is_followed:
                 self._prepared = self._batches(samples)
             else:
-                self._prepared = iter(self._base)
-                for _ in islice(self._prepared, batches):
-                    pass
+                skipped = self._base_from(batches)
+                # Samplers draw when they are first asked.
+                self._prepared = skipped if batches else chain(list(islice(skipped, 1)), skipped)
+
+    def _base_from(self, batches: int) -> Iterator[Any]:
+        found = iter(self._base)
+        for _ in islice(found, batches):
+            pass
+        return found
 
     def _batches(self, samples: int) -> Iterator[Any]:
         if not self.is_followed:

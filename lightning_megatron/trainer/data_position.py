@@ -10,7 +10,7 @@ anything else                                 the first batches are read again a
 import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, islice
 from typing import Any, Protocol, runtime_checkable
 
@@ -217,6 +217,7 @@ class Reader:
             "has_workers": self._epoch >= 0 and bool(getattr(self.loader, "persistent_workers", False)),
             "handed": self._handed,
             "in_epoch": self.in_epoch,
+            "has_begun": self._epoch == self._epoch_now(),
             "round_start": self._round_start if self.indices is None else self.indices.round_start,
             "explicit": [generator.get_state() for generator in explicit_generators(self.loader)],
             "own": None if own is None else copy.deepcopy(own.state_dict()),
@@ -244,7 +245,7 @@ class Reader:
     def place_at_end(self) -> Place:
         """Where the loader is when its epoch is done."""
         place = self.place() if self._resumed is None else self._in_own_batches(self._resumed)
-        return place | {"handed": 0, "in_epoch": 0, "round_start": None}
+        return place | {"handed": 0, "in_epoch": 0, "has_begun": False, "round_start": None}
 
     def _in_own_batches(self, place: Place) -> Place:
         """A checkpoint's place as this run counts: in its batches, in the order that it follows."""
@@ -319,7 +320,7 @@ class Reader:
         handed = self.batches_of(place, place["handed"])
         if (own := self._own()) is not None and place["own"]:
             own.load_state_dict(copy.deepcopy(place["own"]))
-        if handed == 0:
+        if not place.get("has_begun", handed > 0):
             return self._go_on_with_a_round(place)
         self._epoch, self._is_exhausted = self._epoch_now(), False
         self._handed, self.in_epoch = handed, self.batches_of(place, place["in_epoch"])
@@ -369,14 +370,10 @@ class Reader:
 
     def _begin_workers(self) -> Iterator[Any]:
         """Begins to read; torch draws a seed for workers that the run which was not interrupted drew long ago."""
-        explicit = explicit_generators(self.loader)
-        before = [generator.get_state() for generator in explicit]
-        with generators.kept():
+        with generators.kept(), _seeding_workers_by_default(self.source):
             seed = rng.key(torch.initial_seed(), "workers", self._epoch, self.in_epoch, self._dp.rank)
             torch.default_generator.manual_seed(seed & ((1 << 63) - 1))
             batches: Iterator[Any] = iter(self.source)
-        for generator, state in zip(explicit, before, strict=True):
-            generator.set_state(state)
         return batches
 
     def _read_again(self, handed: int) -> Iterator[Any]:
@@ -469,6 +466,19 @@ def placed(
         loader = loader.reader.loader
     reader = Reader(loader, dp, epoch, start, ahead)
     return PlacedDataLoader(reader) if isinstance(loader, DataLoader) else PlacedIterable(reader)
+
+
+@contextmanager
+def _seeding_workers_by_default(loader: Any) -> Iterator[None]:
+    """Inside, a DataLoader with a generator leaves it to its sampler, which draws whenever workers read ahead."""
+    if not isinstance(loader, DataLoader):
+        yield
+        return
+    own, loader.generator = loader.generator, None
+    try:
+        yield
+    finally:
+        loader.generator = own
 
 
 def _differs(place: Place, replicas: int) -> str:

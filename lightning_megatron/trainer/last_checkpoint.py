@@ -4,8 +4,10 @@ Lightning takes whatever is called `last*.ckpt` and was changed last. Before it 
 would take a directory that is no complete checkpoint, or an older one, it is given the path of the newest.
 """
 
+import os
 import warnings
 from collections.abc import Iterable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_megatron.checkpoint.contents import STEP, Standing, contents_of
-from lightning_megatron.checkpoint.folder import is_remote
-from lightning_megatron.checkpoint.manifest import read_manifest, read_meta
+from lightning_megatron.checkpoint.folder import Address, Folder, is_remote
+from lightning_megatron.checkpoint.manifest import MANIFEST_FILE, read_manifest, read_meta
 from lightning_megatron.checkpoint.repair import bring_back, repair
 from lightning_megatron.checkpoint.torch_index import OPTIMIZERS
 from lightning_megatron.trainer.checks import is_named_checkpoint
@@ -49,14 +51,17 @@ def prepared(trainer: pl.Trainer, arguments: tuple[Any, ...]) -> tuple[Any, ...]
     path = _in_place_of_last(folders)
     if path is None:
         return arguments
-    return tuple(str(path) if isinstance(one, str) and one == _LAST else one for one in arguments)
+    return tuple(os.fspath(path) if isinstance(one, str) and one == _LAST else one for one in arguments)
 
 
-def _in_place_of_last(folders: dict[ModelCheckpoint, Path]) -> Path | None:
-    """The checkpoint to take in the place of Lightning's choice; None where that is sound and the newest."""
+def _in_place_of_last(folders: dict[ModelCheckpoint, Address]) -> Address | None:
+    """The checkpoint to take in the place of Lightning's choice; None where that is sound and the newest.
+
+    Behind an address Lightning finds none, and loses the address.
+    """
     candidates = {path for callback, folder in folders.items() for path in _named_last(callback, folder)}
     damaged = {path: fault for path in candidates if (fault := _fault(path))}
-    sound = sorted(candidates - damaged.keys(), key=lambda path: path.stat().st_mtime)
+    sound = sorted(candidates - damaged.keys(), key=_changed_seconds)
     newest = _newest(list(dict.fromkeys(folders.values())))
     if not candidates:
         # Lightning takes a link away before it makes the next one: a run that was killed in between has none.
@@ -68,7 +73,7 @@ def _in_place_of_last(folders: dict[ModelCheckpoint, Path]) -> Path | None:
         raise ConfigurationError(
             [
                 f'ckpt_path="last" finds no complete checkpoint: {"; ".join(damaged.values())}; '
-                f"remove {', '.join(map(str, sorted(damaged)))} to start anew, or give the path of a checkpoint"
+                f"remove {', '.join(sorted(map(str, damaged)))} to start anew, or give the path of a checkpoint"
             ]
         )
     path, older = (sound[-1], "") if sound else (None, "")
@@ -79,12 +84,12 @@ def _in_place_of_last(folders: dict[ModelCheckpoint, Path]) -> Path | None:
         rank_zero_warn(f'ckpt_path="last" is {path}: something else of that name is not complete: {told}')
     elif older:
         rank_zero_info(f'ckpt_path="last" is {path}, the newest: {older}')
-    else:
+    elif path is None or not is_remote(path):
         return None
     return path
 
 
-def _newest(folders: list[Path]) -> Standing | None:
+def _newest(folders: list[Address]) -> Standing | None:
     """The complete checkpoint of the most steps, those left out that a later run has left behind."""
     complete = [one for folder in folders for one in contents_of(folder).complete]
     fits = {one.path: fits_of(read_meta(one.path)) for one in complete}
@@ -102,9 +107,9 @@ def _newest(folders: list[Path]) -> Standing | None:
     return max(kept, key=lambda one: (one.step, one.saved_seconds), default=None)
 
 
-def _older(path: Path, newest: Standing) -> str:
+def _older(path: Address, newest: Standing) -> str:
     """In words, that what is at the path is older than the newest; nothing where it is not, or is a file."""
-    if path.is_file():
+    if os.path.isfile(path):
         return ""
     ours, theirs = read_meta(path), read_meta(newest.path)
     # What has weights alone is nothing to go on from.
@@ -113,20 +118,22 @@ def _older(path: Path, newest: Standing) -> str:
     return f"it is of step {newest.step}, and {path} of step {ours.get(STEP, -1)}"
 
 
-def _named_last(callback: ModelCheckpoint, folder: Path) -> Iterable[Path]:
+def _named_last(callback: ModelCheckpoint, folder: Address) -> Iterable[Address]:
     """What Lightning would choose from: it tells it by a name alone."""
-    if not folder.is_dir():
-        return []
-    return [
-        path
-        for path in folder.glob(f"{callback.CHECKPOINT_NAME_LAST}*{callback.FILE_EXTENSION}")
-        if path.exists() and path.suffix == callback.FILE_EXTENSION
-    ]
+    pattern = f"{callback.CHECKPOINT_NAME_LAST}*{callback.FILE_EXTENSION}"
+    if is_remote(folder):
+        return [one.path for one in contents_of(folder).checkpoints if fnmatch(one.name, pattern)]
+    return [path for path in Path(folder).glob(pattern) if path.exists() and path.suffix == callback.FILE_EXTENSION]
 
 
-def _fault(path: Path) -> str:
+def _changed_seconds(path: Address) -> float:
+    """When what is at the path was last put there, in seconds since 1970."""
+    return Folder(path).changed_seconds(MANIFEST_FILE) if is_remote(path) else os.stat(path).st_mtime
+
+
+def _fault(path: Address) -> str:
     """Why the directory is no complete checkpoint; nothing for one that is, and for a file, which Lightning wrote."""
-    if path.is_file():
+    if os.path.isfile(path):
         return ""
     try:
         read_manifest(path)
@@ -135,20 +142,24 @@ def _fault(path: Path) -> str:
     return ""
 
 
-def _folder_of(callback: ModelCheckpoint, trainer: pl.Trainer) -> Path:
+def _folder_of(callback: ModelCheckpoint, trainer: pl.Trainer) -> Address:
     """Where the callback saves.
 
     It knows by itself only after its set-up. Until then it is as Lightning's documentation says: `checkpoints` in the
     folder of the first logger's version or, without loggers, in the root folder.
     """
     if callback.dirpath is not None:
-        return Path(callback.dirpath)
+        return _address(callback.dirpath)
     if not trainer.loggers:
-        return Path(trainer.default_root_dir) / "checkpoints"
+        return _address(os.path.join(trainer.default_root_dir, "checkpoints"))
     logger = trainer.loggers[0]
     version = logger.version if isinstance(logger.version, str) else f"version_{logger.version}"
     root = logger.save_dir if logger.save_dir is not None else trainer.default_root_dir
-    return Path(root) / str(logger.name) / version / "checkpoints"
+    return _address(os.path.join(root, str(logger.name), version, "checkpoints"))
+
+
+def _address(folder: Address) -> Address:
+    return os.fspath(folder) if is_remote(folder) else Path(folder)
 
 
 def _tell(done: Iterable[str]) -> None:

@@ -174,7 +174,7 @@ class LocalTier(Checkpoint):
             elif meta.get(_LAYOUT) != self._layout:
                 offers.refused.append(f"{one.path} is of {_difference(meta.get(_LAYOUT), self._layout)}")
             else:
-                offers.paths[(one.step, fits[-1][0])] = one.path
+                offers.paths[(one.step, fits[-1][0])] = Path(one.path)
         return offers
 
 

@@ -56,8 +56,10 @@ def save_into(
 def snapshot(trainer: pl.Trainer, mesh: Mesh) -> dict[str, Any]:
     """What `Resumption` goes on from: plain data, and copies. Collective over the world."""
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress
-    is_at_end = progress.is_last_batch or progress.current.processed >= trainer.num_training_batches
     trained = progress.current.processed
+    is_taken = progress.current.ready > trained
+    # a batch has been read and not been trained on: a hook before its step saves, or the step failed
+    is_at_end = not is_taken and (progress.is_last_batch or trained >= trainer.num_training_batches)
     is_within_batch = progress.current.completed < trained
     # as in on_train_batch_end; a validation or the end of the epoch may come next
     is_due = is_within_batch and is_validation_due(trainer, trained, is_at_end=is_at_end)
@@ -76,6 +78,7 @@ def snapshot(trainer: pl.Trainer, mesh: Mesh) -> dict[str, Any]:
         "places": _distinct(places, mesh.dp),
         "trained": 0 if is_at_end else trained,
         "is_validation_due": is_due,
+        "is_taken": is_taken,
         "is_at_end": is_at_end,
         "ends_epoch_first": is_at_end and (is_due or (not is_within_batch and epochs.processed < epochs.started)),
         "is_within_batch": is_within_batch,
@@ -121,6 +124,8 @@ class Resumption:
             _have_validation_made_up(loops)
         elif checkpoint[KEY]["is_at_end"] and not checkpoint[KEY]["ends_epoch_first"]:
             _have_next_epoch_begun(loops, is_within_batch=checkpoint[KEY]["is_within_batch"])
+        elif checkpoint[KEY].get("is_taken", False):
+            _have_batch_come_again(loops, trainer.accumulate_grad_batches)
         return Resumption(checkpoint[KEY], before, mesh)
 
     def place(self, reader: Reader) -> None:
@@ -162,6 +167,12 @@ class Resumption:
                 # Else Lightning throws away what it has read by now.
                 self.states = generators.states()
 
+    def start_validation(self, trainer: pl.Trainer) -> None:
+        """Lightning's counts, once the validation that is made up has begun, as those of any other."""
+        if self.saved["is_validation_due"] and not trainer.sanity_checking:
+            total: Any = trainer.fit_loop.epoch_loop.val_loop.batch_progress.total
+            total.ready = total.started = total.processed
+
     def start_training(self, trainer: pl.Trainer) -> None:
         """Restores what the first batch needs, last of all before it."""
         readers = _readers(trainer)
@@ -175,6 +186,9 @@ class Resumption:
             )
         if self.saved["trained"]:
             _count_anew(trainer, self.saved["trained"], readers, places)
+        elif not self.saved["ends_epoch_first"]:
+            # Else Lightning takes the epoch for one that it goes on with, and counts a step that it does not make.
+            trainer.fit_loop.epoch_loop.restarting = False
         for name, model in setup_model.pipelined_modules(trainer.lightning_module).items():
             seed = self.saved["seeds"].get(name, model.draws.seed)
             if seed != model.draws.seed:
@@ -201,14 +215,16 @@ def _have_validation_made_up(loops: dict[str, Any]) -> None:
     """Makes Lightning run the validation that was due when the checkpoint was saved.
 
     By itself it leaves it out, and with it what depends on it: schedulers on plateaus, early stopping, random draws.
-    It takes a validation up again that was interrupted; so one that had not begun is told as one that had just begun.
-    The keys are Lightning's own, of its saved counters.
+    It takes a validation up again that was interrupted; so one that had not begun is told as one that had just begun,
+    until it has (`Resumption.start_validation`): else it would be made up by each run that goes on from a later
+    checkpoint of the epoch. The keys are Lightning's own, of its saved counters.
     """
     batches, validation = loops["epoch_loop.batch_progress"], loops["epoch_loop.val_loop.batch_progress"]
     for counter in (batches["total"], batches["current"]):
         counter["completed"] = counter["processed"]
     validation["is_last_batch"] = False
-    validation["total"] = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
+    done = validation["total"]["processed"]
+    validation["total"] = {"ready": done + 1, "started": done + 1, "processed": done, "completed": done}
     validation["current"] = {"ready": 0, "started": 0, "processed": 0, "completed": 0}
 
 
@@ -220,12 +236,29 @@ def _have_next_epoch_begun(loops: dict[str, Any], *, is_within_batch: bool) -> N
     """
     epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
     for counter in (epochs["total"], epochs["current"]):
-        counter["processed"] = counter["completed"] = counter["started"]
+        counter["ready"] = counter["processed"] = counter["completed"] = counter["started"]
     batches["total"]["completed"] = batches["total"]["processed"]
     batches["current"] = dict.fromkeys(batches["current"], 0)
     batches["is_last_batch"] = False
     if is_within_batch:
         loops["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
+
+
+def _have_batch_come_again(loops: dict[str, Any], accumulated: int) -> None:
+    """Makes Lightning count a batch that was read and not trained on as one to come.
+
+    By itself it counts it twice: numbers of batches, by which models draw and loggers write, are one too high from then
+    on. So it is told that the batch before it has just ended, and nothing is due after that.
+    """
+    batches, state = loops["epoch_loop.batch_progress"], loops["epoch_loop.state_dict"]
+    trained = batches["current"]["processed"]
+    for counter in (batches["total"], batches["current"]):
+        counter["ready"] = counter["started"] = counter["processed"]
+        counter["completed"] = counter["processed"] - int(trained > 0)
+    batches["is_last_batch"] = False
+    if trained and trained % accumulated == 0:
+        # Lightning counts the step of that batch when it goes on.
+        state["_batches_that_stepped"] -= 1
 
 
 def _count_anew(trainer: pl.Trainer, trained: int, readers: list[Reader], places: list[Place]) -> None:

@@ -508,6 +508,11 @@ class MegatronStrategy(ParallelStrategy):
             self._resumption.start_training(self._require_module().trainer)
 
     @override
+    def on_validation_start(self) -> None:
+        if self._resumption is not None:
+            self._resumption.start_validation(self._require_module().trainer)
+
+    @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self._resumption is not None:
             self._resumption.is_over = True

@@ -3,22 +3,33 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from lightning_megatron.checkpoint import save
-from lightning_megatron.checkpoint.draft import hidden
+from lightning_megatron.checkpoint.draft import Draft, hidden, new_id
 from lightning_megatron.mesh import Mesh
 
 WORLD = Mesh.single().world
 
 
-def saved(path: Path, step: int = 0, *, meta: Mapping[str, Any] | None = None, **pieces: torch.Tensor) -> Path:
+Where = TypeVar("Where", Path, str)
+
+
+def saved(path: Where, step: int = 0, *, meta: Mapping[str, Any] | None = None, **pieces: torch.Tensor) -> Where:
     """A small complete checkpoint of that step."""
     told = {"global_step": step, "epoch": step // 4, **(meta or {})}
     save(path, {"w": torch.full((100,), float(step)), **pieces}, told, world=WORLD)
     return path
+
+
+def begun(address: str) -> str:
+    """A save behind an address that did not come to its manifest."""
+    draft = Draft.start(address, new_id())
+    with draft.create(draft.name_of("__0_0.distcp")) as stream:
+        stream.write(b"half")
+    return address
 
 
 def left(path: Path, what: str, save_id: str, *, is_complete: bool, age_seconds: float = 0.0) -> Path:

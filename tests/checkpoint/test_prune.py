@@ -8,7 +8,7 @@ import pytest
 from lightning_megatron.checkpoint import is_checkpoint
 from lightning_megatron.checkpoint.draft import REMOVED, REPLACED, UNFINISHED
 from lightning_megatron.checkpoint.prune import plan_of, prune
-from tests.checkpoint.folders import left, saved
+from tests.checkpoint.folders import begun, left, saved
 
 
 def names(folder: Path) -> list[str]:
@@ -31,8 +31,8 @@ def test_what_a_link_leads_to_stays_and_so_do_damaged_ones_and_files(tmp_path: P
     (tmp_path / "empty.ckpt").mkdir()
     (tmp_path / "file.ckpt").touch()
     planned = plan_of(tmp_path, keep=1)
-    assert {removal.path.name for removal in planned if not removal.is_kept} == {"2.ckpt"}
-    assert {removal.path.name: removal.reason.split(",")[0] for removal in planned if removal.is_kept} == {
+    assert {removal.name for removal in planned if not removal.is_kept} == {"2.ckpt"}
+    assert {removal.name: removal.reason.split(",")[0] for removal in planned if removal.is_kept} == {
         "1.ckpt": "last.ckpt leads to it",
         "empty.ckpt": "damaged",
     }
@@ -45,6 +45,20 @@ def test_the_newest_is_the_newest_of_those_that_are_complete(tmp_path: Path) -> 
     os.unlink(saved(tmp_path / "9.ckpt", 9) / "meta.pt")
     prune(plan_of(tmp_path, keep=1))
     assert names(tmp_path) == ["1.ckpt", "9.ckpt"]
+
+
+def test_behind_an_address_old_ones_and_interrupted_saves_go(tmp_path: Path) -> None:
+    folder = f"file://{tmp_path}"
+    for step in (1, 2, 3):
+        saved(f"{folder}/{step}.ckpt", step)
+    begun(f"{folder}/4.ckpt")
+    (tmp_path / "other.ckpt").mkdir()
+    prune(plan_of(folder, keep=1))
+    assert names(tmp_path) == ["3.ckpt", "4.ckpt", "other.ckpt"]
+    [one] = (tmp_path / "4.ckpt").iterdir()
+    os.utime(one, (1.0, one.stat().st_mtime - 4000))
+    prune(plan_of(folder, keep=1))
+    assert names(tmp_path) == ["3.ckpt", "other.ckpt"]
 
 
 def test_left_overs_go_and_their_folders_with_them(tmp_path: Path) -> None:

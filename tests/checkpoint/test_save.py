@@ -28,6 +28,7 @@ from lightning_megatron.checkpoint.manifest import read_manifest
 from lightning_megatron.checkpoint.state import Piece
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.sharding import Box
+from tests.checkpoint.folders import begun, saved
 from tests.checkpoint.small_model import mesh_of
 from tests.harness.ranks import RankFailed, on_ranks, run_on_ranks
 
@@ -264,6 +265,18 @@ def test_an_address_keeps_its_checkpoint_until_the_new_manifest_is_there(
     target = torch.zeros(100)
     load(address, {"w": target}, world=WORLD)
     assert (target == 1).all()
+
+
+def test_an_address_where_a_save_was_interrupted_is_saved_to_again(tmp_path: Path) -> None:
+    address = begun(f"file://{tmp_path}/a.ckpt")
+    saved(address, 3)
+    assert read_meta(address)["global_step"] == 3
+    assert not [name for name in os.listdir(tmp_path / "a.ckpt") if name not in read_manifest(address).files][1:]
+    for other in ("b.ckpt/notes.txt", "c.ckpt/logs/x"):
+        (tmp_path / other).parent.mkdir(parents=True)
+        (tmp_path / other).touch()
+        with pytest.raises(ValueError, match="holds something else than a checkpoint"):
+            saved(f"file://{tmp_path}/{other[:6]}", 3)
 
 
 def test_a_big_tensor_is_saved_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

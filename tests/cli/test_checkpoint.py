@@ -14,7 +14,7 @@ from lightning_megatron.checkpoint import load, save
 from lightning_megatron.checkpoint.draft import UNFINISHED
 from lightning_megatron.checkpoint.manifest import read_manifest
 from lightning_megatron.cli.main import main
-from tests.checkpoint.folders import WORLD, left, saved
+from tests.checkpoint.folders import WORLD, begun, left, saved
 
 META: dict[str, Any] = {
     "global_step": 5,
@@ -113,6 +113,18 @@ def test_inspect_of_a_folder_has_a_line_for_each_and_marks_the_newest(
     assert found["newest"] == "step=9.ckpt"
     assert [one["is_complete"] for one in found["checkpoints"]] == [False, True, True]
     assert [one["is_unfinished"] for one in found["leftovers"]] == [True]
+
+
+def test_a_folder_behind_an_address_is_listed_and_tidied(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    address = f"file://{path.parent}"
+    saved(f"{address}/step=9.ckpt", 9)
+    begun(f"{address}/step=12.ckpt")
+    lines = dict(line.split(": ", 1) for line in printed(capsys, "inspect", address).splitlines())
+    assert lines.keys() == {"step=5.ckpt", "step=9.ckpt", "step=12.ckpt"}
+    assert lines["step=9.ckpt"].endswith("the newest") and lines["step=12.ckpt"].startswith("unfinished")
+    told = printed(capsys, "prune", address, "--keep", "1", "--all")
+    assert [line.split()[1] for line in told.splitlines()] == ["step=12.ckpt", "step=5.ckpt"]
+    assert os.listdir(path.parent) == ["step=9.ckpt"]
 
 
 def test_verify_exits_with_1_where_a_byte_is_wrong_and_names_it(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,6 +231,13 @@ def test_mistakes_are_one_line(path: Path, tmp_path: Path, capsys: pytest.Captur
     assert "is no directory" in both and "--keep (-1)" in both
     assert f"give the folder that holds it: {tmp_path}" in told(capsys, "prune", path)
     assert "COMMAND" in told(capsys)
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "consolidate", "prune"])
+def test_an_address_that_cannot_be_used_is_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rest = ("out.ckpt",) if command == "consolidate" else ()
+    said = told(capsys, command, "nowhere://folder", *rest)
+    assert "nowhere://folder is an address of no file system" in said and "Protocol not known: nowhere" in said
 
 
 def test_what_was_written_by_a_newer_version_is_said(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

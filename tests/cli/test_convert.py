@@ -1,6 +1,7 @@
 """`lightning-megatron convert`: both directions, what it says, and its mistakes."""
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,11 @@ def test_there_and_back(capsys: pytest.CaptureFixture[str]) -> None:
         "num_parameters": num,
         "dtype": "bfloat16",
     }
+    printed(capsys, "theirs", f"file://{Path.cwd()}/far/model.ckpt/")
+    assert is_checkpoint("far/model.ckpt") and os.listdir("far") == ["model.ckpt"]
+    assert not Path("file:").exists()
+    printed(capsys, f"file://{Path.cwd()}/far/model.ckpt", *("far/again", *options))
+    assert files_of(Path("far/again")) == files_of(Path("again"))
     names = files_of(Path("again"))
     assert {"config.json", "tokenizer.json", "model.safetensors.index.json"} < set(names)
     assert len(names) > 5
@@ -89,6 +95,9 @@ def test_mistakes_are_one_line_with_the_way_out(capsys: pytest.CaptureFixture[st
     Path("empty").mkdir()
     for options, words in (
         (("nowhere", "x.ckpt"), "nowhere is no folder"),
+        (("memory://theirs", "x.ckpt"), "memory://theirs is an address, and a folder with a Hugging Face model is"),
+        (("model.ckpt", "memory://x", "--family", "llama"), "memory://x is an address, and a folder"),
+        (("theirs", "nowhere://x.ckpt"), "nowhere://x.ckpt is an address of no file system"),
         (("theirs", "x"), "TARGET (x) is to be a checkpoint, as theirs is none: end it in .ckpt"),
         (("theirs", "x.ckpt", "--family", "llama"), "--family acts on a folder as TARGET alone"),
         (("theirs", "x", "--submodule", "m", "--config", "c"), "--submodule acts on a checkpoint"),

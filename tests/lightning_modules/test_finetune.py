@@ -160,6 +160,8 @@ def test_what_cannot_be_exported_is_told_before_training(folder: Path) -> None:
         trainer.fit(module, datamodule=data(folder))
     assert "writes a FinetuneModule or a T5FinetuneModule, and this is a GPTModule" in str(raised.value)
     assert f"export path ({taken}) exists" in str(raised.value)
+    with pytest.raises(ConfigurationError, match="export path: memory://out is an address"):
+        make_trainer(PLAIN, callbacks=[ExportPretrained("memory://out")]).fit(module, datamodule=data(folder))
     assert module.model is None
 
 

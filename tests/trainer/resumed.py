@@ -206,6 +206,8 @@ class Record:
     drawn: str = ""
     # where the generators ended
     steps: int = 0
+    logged: int = 0
+    # steps as loggers count them
     loaded: list[int] = field(default_factory=list)
     # rows that were read from the dataset, where this process read them
 
@@ -227,9 +229,11 @@ class Recorder(L.Callback):
     def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self._save(trainer, "start")
 
+    def on_train_epoch_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self._save(trainer, f"begin {trainer.current_epoch}")
+
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
-        if not self.record.batches:
-            self._save(trainer, "first batch")
+        self._save(trainer, f"taken {trainer.fit_loop.total_batch_idx}")
 
     def on_train_batch_end(
         self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -255,6 +259,7 @@ class Recorder(L.Callback):
         record.optimizer = {f"{i} {key}": state[i][key].clone() for i in sorted(state) for key in sorted(state[i])}
         record.drawn = batch_digest(generators.states())
         record.steps = trainer.global_step
+        record.logged = trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def run(
@@ -323,6 +328,6 @@ def difference(resumed: Record, whole: Record) -> str:
         return f"optimizer has {list(resumed.optimizer)} and not {list(whole.optimizer)}"
     if apart := [key for key, value in whole.optimizer.items() if not torch.equal(resumed.optimizer[key], value)]:
         return f"optimizer: {apart}"
-    if resumed.steps != whole.steps:
-        return f"{resumed.steps} steps and not {whole.steps}"
+    if (resumed.steps, resumed.logged) != (whole.steps, whole.logged):
+        return f"{resumed.steps} steps, {resumed.logged} for loggers, and not {whole.steps}, {whole.logged}"
     return "" if resumed.drawn == whole.drawn else "generators"

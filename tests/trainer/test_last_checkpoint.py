@@ -4,9 +4,11 @@ import os
 import shutil
 import signal
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import lightning as L
 import pytest
 import torch
@@ -14,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_megatron import ConfigurationError
-from lightning_megatron.checkpoint import is_checkpoint
+from lightning_megatron.checkpoint import is_checkpoint, read_meta
 from lightning_megatron.checkpoint.draft import REPLACED, UNFINISHED, Draft
 from lightning_megatron.trainer.last_checkpoint import prepared
 from tests.checkpoint.folders import left, saved
@@ -80,6 +82,51 @@ def test_a_killed_run_goes_on_from_the_last_complete_checkpoint(tmp_path: Path) 
 
 def trainer_of(*callbacks: L.Callback, **options: Any) -> L.Trainer:
     return make_trainer(Layout(), callbacks=list(callbacks), enable_checkpointing=True, **options)
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    """A folder in this process's memory, behind an address."""
+    memory = fsspec.filesystem("memory")
+    memory.makedirs("/runs/one")
+    yield "memory://runs/one"
+    memory.rm("/runs", recursive=True)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* is not empty:UserWarning")
+def test_behind_an_address_a_run_goes_on_from_the_newest_and_writes_over_a_partial_last(address: str) -> None:
+    def first_step(num_steps: int, ckpt_path: str | None = "last") -> int:
+        callback = ModelCheckpoint(address, "{step}", save_top_k=-1, every_n_train_steps=2, save_last=True)
+        steps = Steps()
+        trainer_of(callback, steps, max_steps=num_steps).fit(Language(), Texts(), ckpt_path=ckpt_path)
+        assert read_meta(f"{address}/last.ckpt")["global_step"] == num_steps
+        return steps.first
+
+    assert first_step(2, None) == 0
+    assert first_step(4) == 2
+    fsspec.filesystem("memory").rm_file("/runs/one/last.ckpt/manifest.json")
+    with (
+        pytest.warns(UserWarning, match=r"the save of memory://runs/one/last\.ckpt ended before it was complete"),
+        pytest.warns(UserWarning, match="step=4.ckpt, the newest: there is none of that name"),
+    ):
+        assert first_step(6) == 4
+
+
+def test_behind_an_address_what_is_taken_is_what_is_taken_on_a_disk(address: str) -> None:
+    def taken() -> tuple[Any, ...]:
+        return prepared(trainer_of(ModelCheckpoint(address, save_last=True)), ("last",))
+
+    assert taken() == ("last",)
+    saved(f"{address}/step=3.ckpt", 3)
+    with pytest.warns(UserWarning, match="there is none of that name"):
+        assert taken() == (f"{address}/step=3.ckpt",)
+    saved(f"{address}/last.ckpt", 3)
+    assert taken() == (f"{address}/last.ckpt",)
+    saved(f"{address}/step=6.ckpt", 6)
+    assert taken() == (f"{address}/step=6.ckpt",)
+    fsspec.filesystem("memory").pipe_file("/runs/one/last-v1.ckpt/weights", b"of another tool")
+    with pytest.warns(UserWarning, match=r"last-v1\.ckpt has no manifest\.json"):
+        assert taken() == (f"{address}/step=6.ckpt",)
 
 
 def test_arguments_that_are_not_about_checkpoints_stay_as_they_are(tmp_path: Path) -> None:
