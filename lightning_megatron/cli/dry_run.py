@@ -6,15 +6,15 @@ allocates, multiplies and sends is counted.
 
 import argparse
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.cli.plan import add_model_options, read_run, with_layout
+from lightning_megatron.cli.plan_layout import OF_RECIPE, explained, notes_on_schedule
+from lightning_megatron.cli.plan_run import add_model_options, read_run
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.planner.dry_rank import Whole
 from lightning_megatron.planner.dry_report import dry_record, dry_text
-from lightning_megatron.planner.dry_run import dry_faults, dry_run, shown_ranks
+from lightning_megatron.planner.dry_run import dry_run, shown_ranks
 from lightning_megatron.planner.run import Run
 
 _EPILOG = """\
@@ -55,19 +55,18 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def run_dry_run(options: argparse.Namespace) -> None:
     """Prints what the ranks do. Raises UsageError with what is wrong with the options and with the run."""
-    run = _read(options)
-    if faults := dry_faults(run):
-        raise UsageError(faults)
+    run, notes = _read(options)
     world = run.sizes.world
     if options.rank is not None and not 0 <= options.rank < world:
         raise UsageError([f"--rank ({options.rank}) must be from 0 to world size - 1 ({world - 1})"])
     ranks = shown_ranks(run) if options.rank is None else (options.rank,)
     whole = Whole(run)
     found = [dry_run(run, rank, whole=whole) for rank in ranks]
-    print(json.dumps(dry_record(found)) if options.json else dry_text(found))
+    print(json.dumps(dry_record(found, notes)) if options.json else dry_text(found, notes))
 
 
-def _read(options: argparse.Namespace) -> Run:
+def _read(options: argparse.Namespace) -> tuple[Run, list[str]]:
+    """The run, and what a reader of its numbers should know."""
     counts = ("world_size", "global_batch_size", "sequence_length", "decoder_sequence_length")
     faults = [
         f"--{name.replace('_', '-')} ({value}) must be at least 1"
@@ -79,12 +78,20 @@ def _read(options: argparse.Namespace) -> Run:
         faults.append(f"--world-size is needed: {options.config} does not say how many ranks there are")
     if faults:
         raise UsageError(faults)
-    options.num_gpus, options.gpu = options.world_size, None
+    options.num_gpus = options.world_size
     asked = read_run(options)
-    if options.layout is None and not asked.has_layout:
-        raise UsageError([f"{options.config} has no layout of its own; write one, as in --layout tp=8,pp=4"])
-    if options.layout in (None, "recipe"):
-        return asked.run
-    run = with_layout(asked.run, options.layout)
-    # A layout says what is recomputed, unless an option does.
-    return run if options.recompute is None else replace(run, recompute=asked.run.recompute)
+    if asked.unplanned:
+        raise UsageError(
+            [
+                f"a dry run knows nothing of {name}, which {does}; leave it out of the recipe to run the rest"
+                for name, does in asked.unplanned.items()
+            ]
+        )
+    run = explained(asked, options)
+    notes = [
+        *asked.notes,
+        *(notes_on_schedule(asked.run, options.layout) if options.layout not in (None, OF_RECIPE) else []),
+    ]
+    if run.fp8 is not None and run.fp8.engine != "torch":
+        notes.append(f"fp8 engine {run.fp8.engine!r} runs dry as engine 'torch', whose layers stand for its own")
+    return run, notes

@@ -71,6 +71,11 @@ def trained_of(data: Any, faults: list[str]) -> Trained:
     return Trained(frozen=tuple(parts), lora=config)
 
 
+def is_packed(data: Any) -> bool:
+    """Whether rows hold documents that do not see each other."""
+    return at(data, "data", "packing") == "documents" or bool(at(data, "data", "separates_documents"))
+
+
 def precision_of(trainer: Mapping[str, Any], fp8: Fp8Config | None, faults: list[str]) -> tuple[str, Fp8Config | None]:
     """The full name of the Trainer's precision, and how linears multiply in FP8, where they do."""
     value = trainer.get("precision")

@@ -107,7 +107,7 @@ def is_shared(layer: Layer, sizes: Sizes) -> bool:
     """Whether attention runs document by document, over ranks that share them: what it gives is then kept by head and
     by token."""
     config = layer.config
-    is_padded = isinstance(config, BertConfig)
+    is_padded = isinstance(config, BertConfig) or layer.has_bounds
     has_bias = isinstance(config, T5Config) and config.position == "relative"
     return is_padded or has_bias or bool(layer.memory) or (sizes.cp > 1 and layer.is_cut_by_context)
 
@@ -151,7 +151,8 @@ def _kept(
     if software.squares_relu and config.activation == "relu" and not layer.has_experts:
         kept += streams * sequence * config.ffn_hidden_size / tp * width
     if software.counts_work and is_shared(layer, sizes):
-        kept += streams * sequence * config.num_attention_heads / tp * config.head_dim * width
+        num_attentions = 2 if layer.memory else 1
+        kept += num_attentions * streams * sequence * config.num_attention_heads / tp * config.head_dim * width
     lays_out = config.attention_dropout > 0 and "core_attention" not in _parts(recompute)
     if lays_out:
         # The formula is that of our own attention, and of queries as many as keys.

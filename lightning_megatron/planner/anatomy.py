@@ -32,6 +32,8 @@ class Texts:
     # of T5's decoder
     images: int = 0
     # in each sample of a LLaVA
+    are_packed: bool = False
+    # a sample is a row of documents that do not see each other; counted as one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,8 @@ class Layer:
     # streams of a sample: images
     is_cut_by_context: bool = True
     # ranks of cp share its stream
+    has_bounds: bool = False
+    # attention keeps to documents
 
     # Looked up often, and configurations have many fields.
     @cached_property
@@ -263,7 +267,7 @@ def _gpt(model: GPTConfig, texts: Texts) -> tuple[Piece, ...]:
     positions = model.max_sequence_length * hidden if model.position == "learned" else 0
     return (
         Piece(symbol="E", matrices=1, whole=positions, embedded_tokens=texts.sequence),
-        *_layers(model, texts.sequence, is_causal=True),
+        *_layers(model, texts.sequence, is_causal=True, has_bounds=texts.are_packed),
         Piece(symbol="", whole=cost.norm_parameters(model)),
         _head(model, texts.sequence),
     )
@@ -278,14 +282,17 @@ def _head(model: Model, tokens: int) -> Piece:
     )
 
 
-def _layers(model: TransformerConfig, sequence: int, *, is_causal: bool) -> tuple[Piece, ...]:
+def _layers(model: TransformerConfig, sequence: int, *, is_causal: bool, has_bounds: bool = False) -> tuple[Piece, ...]:
     """Layers of a stack; those of one kind are equal."""
     first: dict[tuple[bool, int], int] = {}
     kinds = [(model.has_experts(i), model.window_of(i)) for i in range(model.num_layers)]
     for index, kind in enumerate(kinds):
         first.setdefault(kind, index)
     return tuple(
-        Piece(symbol="t", layer=Layer(config=model, index=first[kind], sequence=sequence, is_causal=is_causal))
+        Piece(
+            symbol="t",
+            layer=Layer(config=model, index=first[kind], sequence=sequence, is_causal=is_causal, has_bounds=has_bounds),
+        )
         for kind in kinds
     )
 

@@ -185,7 +185,8 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def make_batch(run: Run, rows: int, device: torch.device) -> Batch:
-    """A batch of so many samples, of which every token counts; on the meta device without values."""
+    """A batch of so many samples, of which every token counts, packed ones of one document each; on the meta device
+    without values."""
     config, texts = run.model, run.texts
 
     def tokens(length: int) -> Tensor:
@@ -198,6 +199,8 @@ def make_batch(run: Run, rows: int, device: torch.device) -> Batch:
     if isinstance(config, T5Config):
         return batch | {"encoder_tokens": tokens(texts.sequence), "decoder_tokens": tokens(told)}
     batch["tokens"] = tokens(texts.sequence)
+    if texts.are_packed:
+        batch["segments"] = torch.zeros_like(batch["tokens"])
     if isinstance(config, BertConfig):
         batch["padding_mask"] = torch.ones_like(batch["tokens"], dtype=torch.bool)
         if config.num_token_types:

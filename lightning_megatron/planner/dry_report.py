@@ -8,12 +8,14 @@ from lightning_megatron.planner.hardware import GIGA, TERA
 from lightning_megatron.planner.report import layout_text
 
 
-def dry_text(found: Sequence[DryRun]) -> str:
-    """One rank after the other."""
+def dry_text(found: Sequence[DryRun], notes: Sequence[str] = ()) -> str:
+    """What was run, the notes on it, and one rank after the other."""
     run = found[0].run
     lines = [
         f"{layout_text(run)}  on {run.sizes.world} ranks: {run.sizes.dp} replicas of {run.num_microbatches} "
         f"microbatches of {run.micro_batch_size}, schedule {run.schedule.name}"
+        + (f", {run.num_accumulated} batches a step" if run.num_accumulated > 1 else ""),
+        *notes,
     ]
     for one in found:
         lines += ["", *_rank_lines(one)]
@@ -38,7 +40,7 @@ def _rank_lines(one: DryRun) -> list[str]:
     return lines
 
 
-def dry_record(found: Sequence[DryRun]) -> dict[str, Any]:
+def dry_record(found: Sequence[DryRun], notes: Sequence[str] = ()) -> dict[str, Any]:
     """Everything, as JSON."""
     run = found[0].run
     sizes = run.sizes
@@ -47,6 +49,7 @@ def dry_record(found: Sequence[DryRun]) -> dict[str, Any]:
         "sizes": {name: sizes.of(name) for name in ("world", "tp", "pp", "vp", "cp", "dp", "ep", "etp", "edp")},
         "micro_batch_size": run.micro_batch_size,
         "num_microbatches": run.num_microbatches,
+        "accumulate_grad_batches": run.num_accumulated,
         "schedule": run.schedule.name,
         "ranks": [
             {
@@ -71,4 +74,5 @@ def dry_record(found: Sequence[DryRun]) -> dict[str, Any]:
             }
             for one in found
         ],
+        "notes": list(notes),
     }

@@ -2,7 +2,8 @@
 
 Two steps run: a first one, after which the optimizer has its moments, and the one that is told of. Of many microbatches
 the second runs some, from which on a rank keeps no more, whatever comes: their messages and products are multiplied by
-as many as the step has. The microbatches between the first and the last are alike, or RuntimeError is raised.
+as many as the step has. The microbatches between the first and the last are alike, or RuntimeError is raised. Of
+batches that one step accumulates two run, and the second stands for all behind it.
 """
 
 from collections import Counter
@@ -12,18 +13,19 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_megatron.comm.p2p import Like, Payload
 from lightning_megatron.mesh import Mesh, NewGroup
 from lightning_megatron.optim.agreement import found_nonfinite
+from lightning_megatron.optim.sums import scale_in_place
 from lightning_megatron.pipeline import microbatches
 from lightning_megatron.pipeline.plans import training_plan
 from lightning_megatron.pipeline.runtime import Runtime
 from lightning_megatron.pipeline.scheduled import ScheduledCall
 from lightning_megatron.planner.dry_rank import Rank, Whole, build_rank, call, call_context, make_batch
-from lightning_megatron.planner.imagined import ImaginedMailbox, Ledger, Messages, imagined_mesh, total_of
-from lightning_megatron.planner.run import Run, faults_of
+from lightning_megatron.planner.imagined import ImaginedMailbox, Ledger, Messages, Place, imagined_mesh
+from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.watch import Watch
 
 _K = TypeVar("_K")
@@ -53,7 +55,7 @@ class DryRun:
     messages: Mapping[tuple[str, str], Messages]
     # by axis and kind
     num_run: int
-    # of the step's microbatches
+    # of a batch's microbatches
 
 
 def dry_run(run: Run, rank: int, *, whole: Whole | None = None, device: torch.device = META, most: int = 0) -> DryRun:
@@ -85,12 +87,6 @@ def _run(
         ledger.entries.clear()
         step.flops.clear()
         step.take(count)
-    more = run.num_microbatches - count
-    flops = _with_more(step.flops, count, more)
-    messages = _with_more(ledger.entries, count, more)
-    sums: Counter[str] = Counter()
-    for by_kind in flops.values():
-        sums.update(by_kind)
     return DryRun(
         run=run,
         rank=mesh.global_rank,
@@ -99,26 +95,10 @@ def _run(
         peak_bytes=watch.peak_bytes,
         peak_by_kind=watch.peak_by_kind,
         peak_place=watch.peak_place,
-        flops=sums,
-        messages=total_of(messages),
+        flops=_of_step(step.flops, run, count),
+        messages=_of_step(ledger.entries, run, count),
         num_run=count,
     )
-
-
-def dry_faults(run: Run) -> list[str]:
-    """One sentence for each rule that the run breaks, and for what cannot be run without a device."""
-    faults = faults_of(run)
-    if run.num_accumulated > 1:
-        faults.append(
-            f"accumulate_grad_batches ({run.num_accumulated}) must be 1 in a dry run, whose step is one batch; set "
-            "trainer.accumulate_grad_batches to 1"
-        )
-    if run.fp8 is not None and run.fp8.engine != "torch":
-        faults.append(
-            f"fp8 engine ({run.fp8.engine!r}) needs a GPU to run; a dry run knows engine 'torch', whose products keep "
-            "as much: set precision bf16-true and the strategy's fp8 to engine torch"
-        )
-    return faults
 
 
 def num_needed(run: Run) -> int:
@@ -155,17 +135,22 @@ def _name(watch: Watch, own: Rank) -> None:
     watch.name("moments", own.moments())
 
 
-def _with_more(
-    entries: Mapping[int | None, Mapping[_K, _V]], count: int, more: int
-) -> dict[int | None, Mapping[_K, _V]]:
-    """What `count` microbatches did, and so many more that are like those in the middle."""
-    everything = dict(entries)
-    if more:
-        between = [entries.get(place, {}) for place in range(1, count - 1)]
+def _of_step(entries: Mapping[Place, Mapping[_K, _V]], run: Run, count: int) -> dict[_K, _V]:
+    """Sums over a step, of which `count` microbatches of the first two batches ran."""
+    more = run.num_microbatches - count
+    total: dict[_K, _V] = {}
+    for place, by_kind in entries.items():
+        times = 1
+        if place is not None:
+            batch, microbatch = place
+            times = (run.num_accumulated - 1 if batch else 1) * (1 + (more if microbatch == 1 else 0))
+        for kind, value in by_kind.items():
+            total[kind] = total[kind] + value * times if kind in total else value * times
+    for batch in range(min(run.num_accumulated, 2) if more else 0):
+        between = [entries.get((batch, number), {}) for number in range(1, count - 1)]
         if not between or any(one != between[0] for one in between):
             raise RuntimeError(f"microbatches of a step differ, and some cannot stand for all: {between}")
-        everything[count] = {kind: value * more for kind, value in between[0].items()}
-    return everything
+    return total
 
 
 class _Step:
@@ -177,25 +162,15 @@ class _Step:
         self._runtime = Runtime(own.mesh.pp, ImaginedMailbox(own.mesh.pp, likes, own.device, ledger))
         batch = make_batch(run, run.num_microbatches * run.micro_batch_size, own.device)
         self._parts = microbatches.split(batch, run.num_microbatches)
-        self.flops: dict[int | None, Counter[str]] = {}
-        # by microbatch
+        self.flops: dict[Place, Counter[str]] = {}
 
     def take(self, count: int) -> None:
-        """A step of the first so many microbatches."""
+        """A step of the first so many microbatches of each batch."""
         own = self._own
-        gradients, exchange = own.gradients, own.exchange
-        with self._at("the exchange of gradients", None):
-            # Those of the last step are zeroed anyway, and are let go before the memory is needed.
-            gradients.free(dropped=True)
-            gradients.take()
-        exchange.begin_backwards()
-        mbs = own.run.micro_batch_size
-        firsts = [place * mbs for place in range(count)]
-        call_ = ScheduledCall(
-            [own.model], own.mesh, self._enter, _differentiate, firsts, own.weight_gradients.opened, exchange
-        )
-        own.model.driver = call_
-        self._runtime.run(training_plan(replace(own.run.schedule, microbatches=count)), _Told(call_, self._at))
+        exchange = own.exchange
+        for batch in range(min(own.run.num_accumulated, 2)):
+            self._ledger.batch = batch
+            self._take_batch(count, is_first=batch == 0)
         with self._at("the exchange of gradients", None):
             self._reduce()
         with self._at("the optimizer's step", None):
@@ -205,6 +180,39 @@ class _Step:
             own.model.end_step(is_skipped=False)
             if own.fp8 is not None:
                 own.fp8.end_step()
+
+    def _take_batch(self, count: int, *, is_first: bool) -> None:
+        """Adds the gradients of a batch to those of the batches before it."""
+        own = self._own
+        gradients, exchange = own.gradients, own.exchange
+        is_only = own.run.num_accumulated == 1
+        aside: dict[nn.Parameter, Tensor] = {}
+        with self._at("the exchange of gradients", None):
+            # Those of the last step are zeroed anyway, and are let go before the memory is needed.
+            gradients.free(dropped=is_first)
+            if is_first:
+                gradients.take()
+            elif own.run.sets_gradients_aside:
+                aside = gradients.take(copied=True)
+        if is_only:
+            exchange.begin_backwards()
+        mbs = own.run.micro_batch_size
+        firsts = [place * mbs for place in range(count)]
+        call_ = ScheduledCall(
+            [own.model], own.mesh, self._enter, _differentiate, firsts, own.weight_gradients.opened, exchange
+        )
+        own.model.driver = call_
+        self._runtime.run(training_plan(replace(own.run.schedule, microbatches=count)), _Told(call_, self._at))
+        with self._at("the exchange of gradients", None):
+            pending = gradients.take()
+            gradients.add(aside)
+            if is_first:
+                own.optimizer.zero_grad()
+            if not is_only:
+                # Each batch has a number of tokens of its own.
+                scale_in_place(list(pending.values()), torch.ones((), dtype=torch.float64, device=own.device))
+            gradients.free(dropped=False)
+            gradients.add(pending)
 
     def _enter(self, microbatch: int) -> Tensor:
         """The sum of a microbatch's losses."""
@@ -220,12 +228,9 @@ class _Step:
         """From what backwards left to gradients of one device, clipped."""
         own = self._own
         gradients = own.gradients
-        pending = gradients.take()
-        own.optimizer.zero_grad()
-        gradients.free(dropped=False)
-        gradients.add(pending)
-        del pending
-        gradients.reduce(outside_over_stages=True, factor=torch.ones((), dtype=torch.float64, device=own.device))
+        is_only = own.run.num_accumulated == 1
+        factor = torch.ones((), dtype=torch.float64, device=own.device) if is_only else None
+        gradients.reduce(outside_over_stages=True, factor=factor)
         if own.run.optimizer.on_nonfinite != "ignore":
             found_nonfinite(own.stepped, own.mesh.world, own.device)
         gradients.clip(_MAX_NORM, own.stepped)
@@ -234,7 +239,8 @@ class _Step:
     def _at(self, place: str, microbatch: int | None) -> Iterator[None]:
         """Inside the block whatever is counted belongs there."""
         before = self._watch.flops
-        self._watch.flops = self.flops.setdefault(microbatch, Counter())
+        key = None if microbatch is None else (self._ledger.batch, microbatch)
+        self._watch.flops = self.flops.setdefault(key, Counter())
         self._ledger.microbatch = microbatch
         try:
             with self._watch.at(place):

@@ -51,18 +51,23 @@ class Messages:
         )
 
 
+Place = tuple[int, int] | None
+"""Which batch of a step, and which of its microbatches; none: the step itself."""
+
+
 class Ledger:
-    """Counts messages; its owner says of which microbatch they are."""
+    """Counts messages; its owner says which microbatch of which batch they are of."""
 
     def __init__(self) -> None:
+        self.batch = 0
         self.microbatch: int | None = None
         # none: of the step
-        self.entries: dict[int | None, dict[tuple[str, str], Messages]] = {}
+        self.entries: dict[Place, dict[tuple[str, str], Messages]] = {}
 
     def add(self, axis: str, kind: str, tensor_bytes: float, share: float, microbatch: int | None = None) -> None:
         """One message; `share` of its bytes leave this rank."""
-        place = self.microbatch if microbatch is None else microbatch
-        entries = self.entries.setdefault(place, {})
+        number = self.microbatch if microbatch is None else microbatch
+        entries = self.entries.setdefault(None if number is None else (self.batch, number), {})
         message = Messages(number=1, tensor_bytes=tensor_bytes, sent_bytes=tensor_bytes * share)
         entries[axis, kind] = entries.get((axis, kind), Messages()) + message
 
@@ -196,12 +201,3 @@ class ImaginedMailbox(Mailbox):
     def finish(self) -> None:
         self._posted.clear()
         assert not self._buffers, "a message was received and never waited for"
-
-
-def total_of(entries: Mapping[Any, Mapping[tuple[str, str], Messages]]) -> dict[tuple[str, str], Messages]:
-    """The sums over all microbatches, and what belongs to none."""
-    sums: dict[tuple[str, str], Messages] = {}
-    for by_kind in entries.values():
-        for kind, messages in by_kind.items():
-            sums[kind] = sums.get(kind, Messages()) + messages
-    return sums

@@ -85,7 +85,7 @@ def rank_memory(run: Run, rank: int) -> Memory:
     again = max(again_bytes(run, stage) for stage in passed)
     logits = max(logit_bytes(run, stage) for stage in stages)
     if run.software.counts_work:
-        work = work_bytes(run, rank, kept, activations, again, stepped_parameters(run, *trained))
+        work = work_bytes(run, rank, kept, activations, again, trained)
         work += _buffers(run, stages)
         activations, logits = min(activations, work), min(logits, max(work - activations, 0.0))
         memory = Memory(
@@ -126,13 +126,6 @@ def _states(run: Run, held_by_kind: tuple[int, int], trained_by_kind: tuple[int,
         held["main_weights"] += main * stepped
         held["moments"] += moments * stepped
     return held
-
-
-def stepped_parameters(run: Run, dense: int, experts: int) -> float:
-    """Of the trained parameters of a rank those that its optimizer steps."""
-    if run.optimizer.kind == "replicated":
-        return float(dense + experts)
-    return dense / (run.sizes.dp * run.sizes.cp) + experts / run.sizes.edp
 
 
 def _buffers(run: Run, stages: tuple[Stage, ...]) -> float:
@@ -176,5 +169,4 @@ def _bytes_per_parameter(run: Run) -> tuple[int, int, int, int]:
     low = 2 if run.precision in ("bf16-mixed", "16-mixed", "bf16-true") else 4
     is_mixed = run.precision in ("bf16-mixed", "16-mixed")
     own = 4 if is_mixed or low == 4 else 2
-    gradients = {"auto": own, "float32": 4, "bfloat16": 2}[run.optimizer.grad_dtype]
-    return low, gradients, 4 if is_mixed else 0, 2 * own
+    return low, run.gradient_bytes, 4 if is_mixed else 0, 2 * own

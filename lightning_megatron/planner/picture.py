@@ -72,11 +72,12 @@ def _memory_bars(found: Estimate) -> tuple[list[str], float]:
 
 
 def _timeline(found: Estimate) -> str:
-    """The schedule with the predicted seconds of a mean stage; empty where there is one rank, or too much to draw."""
+    """The schedule of a batch with the seconds of a mean stage; empty where there is one rank, or too much to draw."""
     schedule, time = found.run.schedule, found.time
     if schedule.pp == 1 or 2 * schedule.pp * schedule.chunks * schedule.microbatches > _MOST_ACTIONS:
         return ""
     forward, backward = sum(time.forwards) / schedule.pp, sum(time.backwards) / schedule.pp
     half = backward / 2
     costs = Costs(forward=forward, backward=backward, backward_input=half, backward_weight=half)
-    return svg_of(timeline_of(schedule, costs), title="One step, in seconds, with stages that are alike")
+    what = "step" if found.run.num_accumulated == 1 else "batch of a step"
+    return svg_of(timeline_of(schedule, costs), title=f"One {what}, in seconds, with stages that are alike")

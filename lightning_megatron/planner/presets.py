@@ -113,5 +113,5 @@ def preset_of(name: str) -> Preset:
     if name in PRESETS:
         return PRESETS[name]
     nearest = get_close_matches(name, PRESETS, n=1)
-    hint = f"; did you mean {nearest[0]}?" if nearest else ""
-    raise ValueError(f"preset {name!r} is not known{hint} Presets are {', '.join(PRESETS)}")
+    hint = f"; did you mean {nearest[0]}?" if nearest else ";"
+    raise ValueError(f"preset {name!r} is not known{hint} presets are {', '.join(PRESETS)}")

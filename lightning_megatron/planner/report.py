@@ -90,6 +90,10 @@ def layout_text(run: Run) -> str:
     parts.append(f"mbs={run.micro_batch_size}")
     if run.recompute.granularity != "none":
         parts.append(f"recompute={run.recompute.granularity}")
+    if run.group_size:
+        parts.append("schedule=recipe")
+    elif run.schedule_name not in (None, "interleaved" if sizes.vp > 1 else "1f1b"):
+        parts.append(f"schedule={run.schedule_name}")
     if sizes.stage_layout != StageLayout():
         parts.append(f"stages={'cost' if sizes.stage_layout == StageLayout(balance='cost') else 'recipe'}")
     return ",".join(parts)

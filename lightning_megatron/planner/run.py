@@ -103,6 +103,18 @@ class Run:
         return 2 if self.is_half else 4
 
     @property
+    def gradient_bytes(self) -> int:
+        """Of an accumulated gradient, for each trained parameter."""
+        own = 2 if self.precision == "bf16-true" else 4
+        return {"auto": own, "float32": 4, "bfloat16": 2}[self.optimizer.grad_dtype]
+
+    @property
+    def sets_gradients_aside(self) -> bool:
+        """Whether the sum of earlier batches stands beside the gradients that a later batch of the step makes, as
+        under every schedule: they are divided by numbers of tokens of their own."""
+        return self.num_accumulated > 1 and (self.sizes.pp > 1 or self.num_microbatches > 1)
+
+    @property
     def num_tokens(self) -> int:
         """Of an optimizer step."""
         return self.num_accumulated * self.global_batch_size * self.anatomy.tokens
@@ -146,6 +158,23 @@ def faults_of(run: Run) -> list[str]:
     )
     if run.trained.lora is not None and run.fp8 is not None and run.fp8.engine == "transformer_engine":
         found.append("lora and the fp8 engine 'transformer_engine' do not go together; use the engine 'torch'")
+    found += _packing_faults(run)
     # What this machine lacks is of no account.
     lacking = [] if run.fp8 is None else engine_faults(run.fp8)
     return found + [fault for fault in faults(facts) if fault not in lacking]
+
+
+def _packing_faults(run: Run) -> list[str]:
+    """Replicas have different numbers of tokens where documents are packed; a layer of experts finds it in its step."""
+    sizes, moe = run.sizes, run.model.moe
+    num_sharing = sizes.ep * sizes.etp
+    if moe is None or moe.dispatcher != "all_gather" or not run.texts.are_packed:
+        return []
+    if num_sharing < 1 or sizes.tp * sizes.cp % num_sharing == 0:
+        return []
+    return [
+        "dispatcher 'all_gather' needs as many tokens on each of the ranks that share experts "
+        f"(expert x expert tensor parallel size, {num_sharing}), and with packed documents only ranks that share a "
+        f"batch have (tensor x context parallel size, {sizes.tp * sizes.cp}); use dispatcher 'all_to_all', or rows "
+        "without documents apart"
+    ]

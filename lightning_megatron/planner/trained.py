@@ -74,7 +74,7 @@ def trained_anatomy(model: Model, texts: Texts, trained: Trained) -> Anatomy:
     if isinstance(model, LlavaConfig):
         pieces = tuple(_with_frozen_parts(pieces, set(trained.frozen)))
     if trained.lora is not None:
-        pieces = tuple(_beside_paths(piece, trained.lora) for piece in pieces)
+        pieces = tuple(_behind_first(_beside_paths(piece, trained.lora) for piece in pieces))
     return replace(anatomy, pieces=pieces)
 
 
@@ -125,7 +125,7 @@ def _with_frozen_parts(pieces: tuple[Piece, ...], frozen: set[str]) -> Iterable[
 def _beside_paths(piece: Piece, lora: LoraConfig) -> Piece:
     frozen = replace(piece, is_trained=False)
     if piece.layer is None:
-        return frozen if piece.symbol != "E" else replace(frozen, passes_gradient=False)
+        return frozen
     linears = _linears(piece.layer.config, piece.layer.index)
     if piece.layer.memory:
         linears |= _cross_linears(piece.layer.config)
@@ -144,6 +144,15 @@ def _beside_paths(piece: Piece, lora: LoraConfig) -> Piece:
             if name in linears
         ),
     )
+
+
+def _behind_first(pieces: Iterable[Piece]) -> Iterable[Piece]:
+    """Of pieces with frozen weights those before the first path pass no gradient: nobody needs it. What embeds passes
+    none anywhere."""
+    is_needed = False
+    for piece in pieces:
+        is_needed |= bool(piece.paths)
+        yield replace(piece, passes_gradient=is_needed and not piece.embedded_tokens)
 
 
 def _cross_linears(config: TransformerConfig) -> dict[str, tuple[int, int]]:

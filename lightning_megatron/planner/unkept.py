@@ -6,14 +6,16 @@ in its place what dropout leaves of it and a mask of one byte; and the path's ow
 T tokens of a microbatch on this rank, H hidden, F feed-forward, R rank.
 """
 
+from lightning_megatron.planner.activations import is_shared
 from lightning_megatron.planner.anatomy import Layer, Piece, Stage
 from lightning_megatron.planner.run import Run
+from lightning_megatron.planner.working_set import inner_sizes
 
 
 def unkept_bytes(run: Run, stage: Stage) -> float:
     """Bytes of a microbatch that a stage keeps less than if all its layers were trained; below 0 where it keeps more.
 
-    Counted are dense layers in 16 bits and wider; layers of experts and FP8 count as if they were trained.
+    Counted are layers in 16 bits and wider; in FP8 they count as if they were trained.
     """
     if run.recompute.granularity == "full" or run.fp8 is not None:
         return 0.0
@@ -21,21 +23,51 @@ def unkept_bytes(run: Run, stage: Stage) -> float:
 
 
 def _unkept(run: Run, piece: Piece, layer: Layer) -> float:
-    if piece.is_trained or not piece.passes_gradient or layer.has_experts:
+    if piece.is_trained or not piece.passes_gradient:
         return 0.0
     sizes, config, width = run.sizes, layer.config, run.bytes_per_element
     sp = sizes.tp if sizes.sequence_parallel else 1
     tokens = run.micro_batch_size * layer.repeats * layer.sequence / (sizes.cp if layer.is_cut_by_context else 1)
-    stream, features = tokens / sp * config.hidden_size * width, tokens * config.ffn_hidden_size / sizes.tp * width
+    stream = tokens / sp * config.hidden_size * width
+    attended = tokens * config.num_attention_heads * config.head_dim / sizes.tp * width
     again = run.recompute.parts if run.recompute.granularity == "selective" else ()
     normed = 0.0 if "norm" in again else stream
     inputs = {
         "attention.qkv": normed,
-        "mlp.up": 0.0 if "mlp" in again else normed,
-        "mlp.down": 0.0 if {"mlp", "activation"} & set(again) else features,
+        # Else the kernel keeps it too.
+        "attention.projection": attended if is_shared(layer, sizes) else 0.0,
     }
+    if layer.memory:
+        # What goes into its keys and values is one tensor for all layers.
+        inputs |= {"cross_attention.query": normed, "cross_attention.projection": attended}
+    if layer.has_experts:
+        inputs |= _expert_inputs(run, layer, tokens, stream, again)
+    else:
+        # ReLU keeps what it gives, and the linear behind it the same.
+        is_down_kept = config.activation == "relu" or {"mlp", "activation"} & set(again)
+        features = tokens * config.ffn_hidden_size / sizes.tp * width
+        inputs |= {"mlp.up": 0.0 if "mlp" in again else normed, "mlp.down": 0.0 if is_down_kept else features}
     beside = {path.name for path in piece.paths}
     return sum(size for name, size in inputs.items() if name not in beside) - _kept_by_paths(run, piece, tokens)
+
+
+def _expert_inputs(run: Run, layer: Layer, tokens: float, stream: float, again: tuple[str, ...]) -> dict[str, float]:
+    """What goes into the products of a layer of experts, and is kept for the gradients of their weights alone."""
+    moe, tp, width = layer.config.moe, run.sizes.tp, run.bytes_per_element
+    assert moe is not None
+    # Routers and gates read it wider.
+    wide = max(width, 4) / width
+    if "moe" in again:
+        # Behind frozen embeddings, which are in float32, what is kept instead is so too.
+        return {"layer": stream * (1 - wide) if run.is_mixed and "norm" not in again else 0.0}
+    rows, features, _ = inner_sizes(run, layer, tokens)
+    return {
+        "router": tokens / tp * layer.config.hidden_size * width * wide,
+        "experts": rows * (layer.config.hidden_size + features) * width,
+        "shared.up": stream if moe.shared_ffn_hidden_size else 0.0,
+        "shared.down": tokens * moe.shared_ffn_hidden_size / tp * width,
+        "shared.gate": stream * wide if moe.has_shared_gate and wide > 1 else 0.0,
+    }
 
 
 def _kept_by_paths(run: Run, piece: Piece, tokens: float) -> float:
@@ -44,5 +76,11 @@ def _kept_by_paths(run: Run, piece: Piece, tokens: float) -> float:
     kept = 0.0
     for path in piece.paths:
         inputs = path.inputs / sp if path.cuts_outputs else path.inputs / tp
-        kept += tokens * (path.rank * run.bytes_per_element + path.has_dropout * inputs)
+        own = tokens
+        if path.name == "cross_attention.key_value":
+            assert piece.layer is not None
+            own = run.micro_batch_size * piece.layer.memory / run.sizes.cp
+            # Each layer's path casts what the encoder gave by itself.
+            kept += own * inputs * 2 * run.is_mixed
+        kept += own * (path.rank * run.bytes_per_element + path.has_dropout * inputs)
     return kept

@@ -6,6 +6,7 @@
     the embedding's        the gradient of its whole matrix, and the same in float32 where gradients are; the layers of
                            the microbatch are gone by then
     the head's             logits, or their gradient beside that of the weight
+    earlier batches        the sum of their gradients, where a step accumulates several and a schedule runs them
     the optimizer          the root of the second moments of all that the rank steps; of gradients in 16 bits a copy in
                            float32
 
@@ -25,30 +26,32 @@ _KEPT_FOR_WEIGHTS = 8 / 9
 # and gradients of their outputs
 _BATCH_BYTES = 20
 # of a token: its id and its label, int64, and its place in the loss mask, float32
-
+_BOUND_BYTES = 8
+# of a token, where its document has a number
 
 _DRAW_BYTES = 24
 # of each pair of tokens and head of one sample, while a mask is drawn
 
 
 def work_bytes(
-    run: Run, rank: int, kept: tuple[int, ...], activations: float, again: float, num_stepped: float
+    run: Run, rank: int, kept: tuple[int, ...], activations: float, again: float, trained: tuple[int, int]
 ) -> float:
     """The most that a pipeline rank holds beside weights, gradients and optimizer states.
 
     `activations` are those of all microbatches that it keeps, `kept` of each chunk; `again` is what full recomputation
-    makes at a time; `num_stepped` numbers are the optimizer's on this rank.
+    makes at a time; `trained` are its trained parameters, dense ones and those of experts.
     """
     stages = run.stages[rank]
     batch = batch_bytes(run)
     held = activations + batch + _flying_bytes(run, rank)
+    held += sum(trained) * run.gradient_bytes * run.sets_gradients_aside
     numbered = zip(kept, stages, _numbers(run, rank), strict=True)
     held += sum(count * received_bytes(run, stage) for count, stage, number in numbered if number)
     held += _put_off_bytes(run, rank, kept)
     if run.schedule.name == "gpipe":
         # Exponentials of the logits of the other microbatches, whose backwards come when all forwards are done.
         held += (kept[0] - 1) * logit_bytes(run, stages[0]) * 2 / 3
-    peaks = [batch + _optimizer_bytes(run, num_stepped)]
+    peaks = [batch + _optimizer_bytes(run, _stepped_parameters(run, *trained))]
     matrix = cost.vocabulary_parameters(run.model, run.sizes)
     for stage in stages:
         peaks.append(held + again + max((layer_work(run, piece) for piece in stage), default=0.0))
@@ -87,7 +90,8 @@ def _numbers(run: Run, rank: int) -> tuple[int, ...]:
 def batch_bytes(run: Run) -> float:
     """A replica's batch, which is on the device all step long."""
     samples = run.num_microbatches * run.micro_batch_size
-    return float(samples * run.anatomy.tokens * _BATCH_BYTES)
+    each = _BATCH_BYTES + _BOUND_BYTES * run.texts.are_packed
+    return float(samples * run.anatomy.tokens * each)
 
 
 def received_bytes(run: Run, stage: Stage) -> float:
@@ -114,6 +118,13 @@ def _flying_bytes(run: Run, rank: int) -> float:
         return 0.0
     at_ends = rank in (0, sizes.pp - 1)
     return (2 if at_ends else 3) * max(_hidden_bytes(run, stage) for stage in run.stages[rank])
+
+
+def _stepped_parameters(run: Run, dense: int, experts: int) -> float:
+    """Of the trained parameters of a rank those that its optimizer steps."""
+    if run.optimizer.kind == "replicated":
+        return float(dense + experts)
+    return dense / (run.sizes.dp * run.sizes.cp) + experts / run.sizes.edp
 
 
 def _optimizer_bytes(run: Run, num_stepped: float) -> float:
@@ -150,7 +161,7 @@ def layer_work(run: Run, piece: Piece) -> float:
     sp = sizes.tp if sizes.sequence_parallel else 1
     again = run.recompute.parts if run.recompute.granularity == "selective" else ()
     stream = tokens / sp * config.hidden_size * width
-    rows, features, weight = _inner(run, layer, tokens)
+    rows, features, weight = inner_sizes(run, layer, tokens)
     inner = rows * features * width
     moved = rows * config.hidden_size * width if layer.has_experts else 0.0
     remade = 0.0
@@ -159,11 +170,15 @@ def layer_work(run: Run, piece: Piece) -> float:
         if config.moe is not None and layer.has_experts:
             # What came to the experts, and their outputs before and after the router's weights.
             shared = tokens * config.moe.shared_ffn_hidden_size / sizes.tp * width
-            remade += moved + inner + shared * (3 if config.is_gated else 2)
+            remade += shared * (3 if config.is_gated else 2) + (moved + inner if piece.is_trained else 0.0)
     elif "activation" in again and not layer.has_experts:
         remade = inner
     gathered = tokens * config.hidden_size * width if sp > 1 else 0.0
-    down = gathered + inner + (weight * width if piece.is_trained and _is_widened(run) else 0.0)
+    if piece.is_trained:
+        down = gathered + inner + (weight * width if _is_widened(run) else 0.0)
+    else:
+        # No product keeps the features, and the weight is cast again.
+        down = gathered + 2 * inner + (weight * width if run.is_mixed else 0.0)
     activation = (4 if config.is_gated else 1) * inner
     # Gradients of rows as they come from where their tokens are, behind the experts, and on their way back.
     return stream + max(down, activation) + remade + 3 * moved
@@ -180,7 +195,7 @@ def _drawing_bytes(run: Run, piece: Piece) -> float:
     return pairs * (_DRAW_BYTES + streams * (1 + is_again * run.software.pair_bytes))
 
 
-def _inner(run: Run, layer: Layer, tokens: float) -> tuple[float, float, float]:
+def inner_sizes(run: Run, layer: Layer, tokens: float) -> tuple[float, float, float]:
     """Rows and features of a feed-forward network on this rank, and the numbers of its largest weight for each."""
     config, sizes = layer.config, run.sizes
     if config.moe is None or not layer.has_experts:

@@ -1,10 +1,12 @@
 """A run under `MegatronStrategy` as the planner sees it: what its callbacks show beside what they measure."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config
 from lightning_megatron.planner.anatomy import Texts
@@ -13,19 +15,40 @@ from lightning_megatron.trainer import checks
 from lightning_megatron.trainer.precision import compute_dtype
 from lightning_megatron.trainer.step_batches import rows_of
 from lightning_megatron.trainer.strategy import MegatronStrategy
+from lightning_megatron.trainer.trained_weights import TrainedWeights, trained_of_ranks, trained_weights
+from lightning_megatron.transformer.config import TransformerConfig
 
 
 class NotPlanned(ValueError):
     """The planner has no picture of this run; the message says why."""
 
 
-def has_frozen_weights(module: nn.Module) -> bool:
-    """Whether some of a rank's weights are not trained."""
-    return any(not parameter.requires_grad for parameter in module.parameters())
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What one rank tells of a step that is to be planned."""
+
+    weights: TrainedWeights
+    rows: int
+    # of its batch
+    texts: Texts | None
+    # how long samples of its batch are
+    why_not: str = ""
+    # where that cannot be told
 
 
-def planned_run(trainer: pl.Trainer, batch: Any, *, has_frozen: bool) -> Run:
-    """A step on this replica's batch. `has_frozen` is whether any rank has weights that are not trained.
+def seen_by(trainer: pl.Trainer, batch: Any) -> Seen:
+    """What this rank tells of a step on this batch."""
+    module, rows = trainer.lightning_module, rows_of(batch)
+    texts, why_not = None, ""
+    try:
+        texts = _texts_of(checks.architecture_of(module), batch, rows)
+    except NotPlanned as error:
+        why_not = str(error)
+    return Seen(weights=trained_weights(module), rows=rows, texts=texts, why_not=why_not)
+
+
+def planned_run(trainer: pl.Trainer, ranks: Sequence[Seen], *, rank: int = 0) -> Run:
+    """A step of which every replica has a batch like that of a global rank. `ranks` are what all of them saw.
 
     Raises NotPlanned.
     """
@@ -35,20 +58,23 @@ def planned_run(trainer: pl.Trainer, batch: Any, *, has_frozen: bool) -> Run:
     model = checks.architecture_of(module)
     if not isinstance(model, (GPTConfig, BertConfig, T5Config)):
         raise NotPlanned(f"{_name(module)} has not exactly one configuration of a GPT, BERT, T5 or LLaVA")
-    if has_frozen:
-        raise NotPlanned(
-            "weights are frozen, and which ones is told by a recipe's file: lightning-megatron plan takes it"
-        )
     if strategy.dynamic_context is not None:
         raise NotPlanned("dynamic context parallelism plans every step anew")
     if strategy.pipeline.mode == "collective":
         raise NotPlanned('PipelineConfig(mode="collective") keeps all microbatches at once')
-    rows = rows_of(batch)
+    seen = ranks[rank]
+    if seen.texts is None:
+        raise NotPlanned(seen.why_not)
+    try:
+        trained = trained_of_ranks([one.weights for one in ranks])
+    except ValueError as error:
+        raise NotPlanned(str(error)) from error
+    rows = seen.rows
     count = -(-rows // strategy.microbatch_size) if strategy.microbatch_size else strategy.num_microbatches
     is_fp8 = compute_dtype(precision := str(trainer.precision)) == torch.bfloat16 and strategy.fp8 is not None
     run = Run(
         model=model,
-        texts=_texts_of(model, batch, rows),
+        texts=seen.texts,
         sizes=strategy.sizes,
         global_batch_size=rows * strategy.sizes.dp,
         num_accumulated=trainer.accumulate_grad_batches,
@@ -60,13 +86,14 @@ def planned_run(trainer: pl.Trainer, batch: Any, *, has_frozen: bool) -> Run:
         schedule_name=None if strategy.pipeline.schedule == "auto" else strategy.pipeline.schedule,
         group_size=strategy.pipeline.microbatch_group_size,
         context=strategy.context,
+        trained=trained,
     )
-    if faults := faults_of(run):
+    if faults := trained.faults(model) + faults_of(run):
         raise NotPlanned("; ".join(faults))
     return run
 
 
-def _texts_of(model: GPTConfig | BertConfig | T5Config, batch: Any, rows: int) -> Texts:
+def _texts_of(model: TransformerConfig | None, batch: Any, rows: int) -> Texts:
     names = ("encoder_tokens", "decoder_tokens") if isinstance(model, T5Config) else ("tokens",)
     given = [batch.get(name) for name in names] if isinstance(batch, dict) else [batch]
     lengths = [tensor.shape[1] for tensor in given if isinstance(tensor, Tensor) and tensor.dim() == 2]
@@ -75,7 +102,8 @@ def _texts_of(model: GPTConfig | BertConfig | T5Config, batch: Any, rows: int) -
     images = 0
     if isinstance(model, LlavaConfig) and isinstance(batch, dict) and batch.get("images") is not None:
         images = -(-sum(batch["images"].counts) // rows)
-    return Texts(sequence=lengths[0], decoder_sequence=sum(lengths[1:]), images=images)
+    is_packed = isinstance(batch, dict) and batch.get("segments") is not None
+    return Texts(sequence=lengths[0], decoder_sequence=sum(lengths[1:]), images=images, are_packed=is_packed)
 
 
 def _name(value: object) -> str:

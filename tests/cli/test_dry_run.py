@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from lightning_megatron.cli.main import main
 
@@ -49,6 +50,59 @@ def test_full_recomputation_keeps_less_and_multiplies_more(capsys: pytest.Captur
     )
     assert again["peak_bytes"] < plain["peak_bytes"]
     assert sum(again["flops"].values()) > 1.2 * sum(plain["flops"].values())
+
+
+def recipe_with(tmp_path: Path, **trainer: Any) -> str:
+    """The toy recipe on two ranks, with these options of the Trainer, and `strategy` of the strategy."""
+    recipe = yaml.safe_load((CONFIGS / "toy.yaml").read_text())
+    recipe["trainer"] |= {"devices": 2, **trainer}
+    if "strategy" in trainer:
+        recipe["trainer"]["strategy"] = {"init_args": trainer["strategy"]}
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(recipe))
+    return str(tmp_path / "a.yaml")
+
+
+def test_accumulated_batches_are_one_step_with_one_sum_of_gradients(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = record(capsys, recipe_with(tmp_path, strategy={"num_microbatches": 2}))
+    five = record(
+        capsys, recipe_with(tmp_path, strategy={"num_microbatches": 2}, accumulate_grad_batches=5), "--rank", "0"
+    )
+    assert five["accumulate_grad_batches"] == 5
+    [first], [all_five] = one["ranks"], five["ranks"]
+    assert all_five["flops"] == {kind: 5 * flops for kind, flops in first["flops"].items()}
+    assert all_five["messages"] == first["messages"] and first["messages"]
+    more = all_five["peak_bytes"] - first["peak_bytes"]
+    assert more == pytest.approx(4 * first["parameters"], rel=0.05)
+
+
+def test_transformer_engine_is_dry_run_where_it_is_not_installed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Toys have no sides of 16 for FP8.
+    recipe = yaml.safe_load((CONFIGS / "gpt2_124m.yaml").read_text())
+    recipe["trainer"] |= {"precision": "transformer-engine", "devices": 2}
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(recipe))
+    args = (str(tmp_path / "a.yaml"), "--global-batch-size", "8", "--layout", "tp=2,mbs=4")
+    found = record(capsys, *args, "--sequence-length", "256")
+    assert "fp8 engine 'transformer_engine' runs dry as engine 'torch'" in found["notes"][-1]
+    assert found["ranks"][0]["peak_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        ({"pipeline": {"mode": "collective"}}, "knows nothing of pipeline mode 'collective'"),
+        ({"dynamic_context": {"max_tokens_per_rank": 64}}, "knows nothing of dynamic_context, which cuts each batch"),
+        ({"pipeline": {"overlap_expert_exchange": True}}, "knows nothing of overlap_expert_exchange"),
+        ({"num_microbatches": 3}, "must be a multiple of data-parallel size x num_microbatches"),
+    ],
+)
+def test_what_is_not_run_dry_is_told_with_the_way_out(
+    strategy: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert words in told(capsys, recipe_with(tmp_path, strategy=strategy))
 
 
 @pytest.mark.slow

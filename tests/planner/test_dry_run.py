@@ -97,6 +97,32 @@ RUNS = {
         trained=Trained(lora=LoraConfig(rank=16)),
         micro_batch_size=2,
     ),
+    "low-rank paths in a T5": run_of(
+        T5,
+        Sizes(world=2, pp=2),
+        texts=PAIRS,
+        micro_batch_size=4,
+        trained=Trained(lora=LoraConfig(targets=("attention.qkv", "cross_attention.key_value"))),
+    ),
+    "low-rank paths beside packed documents": run_of(
+        GPT,
+        Sizes(world=2, pp=2),
+        texts=Texts(sequence=2048, are_packed=True),
+        trained=Trained(lora=LoraConfig(targets=("attention.qkv",))),
+    ),
+    "low-rank paths beside experts": run_of(
+        replace(SHARED, moe=replace(EXPERTS, shared_ffn_hidden_size=1408, has_shared_gate=True)),
+        Sizes(world=4, tp=2, ep=2, sequence_parallel=True),
+        trained=Trained(lora=LoraConfig(rank=16, targets=("attention.qkv", "shared.down"))),
+        micro_batch_size=4,
+    ),
+    "low-rank paths, experts again": run_of(
+        MIXTRAL,
+        Sizes(world=8, ep=4, pp=2),
+        trained=Trained(lora=LoraConfig(rank=16, targets=("attention.qkv",))),
+        recompute=selective("moe"),
+        micro_batch_size=4,
+    ),
     "FP8": run_of(GPT, Sizes(world=2, pp=2), fp8=Fp8Config(), schedule_name="gpipe"),
     "window": run_of(replace(LLAMA, sliding_window=512), Sizes(world=2, pp=2)),
     "dropout": run_of(DROPS, Sizes(world=4, pp=2, tp=2, sequence_parallel=True)),
@@ -109,6 +135,18 @@ RUNS = {
     "experts in FP8": run_of(MIXTRAL, Sizes(world=8, ep=4, pp=2), optimizer=DISTRIBUTED, fp8=Fp8Config()),
     "experts, capacity": run_of(
         replace(MIXTRAL, moe=replace(EXPERTS, capacity=Capacity(factor=1.0, pads=True))), Sizes(world=4, ep=4)
+    ),
+    "accumulated": run_of(GPT, Sizes(world=4, pp=2), num_accumulated=3, optimizer=DISTRIBUTED),
+    "accumulated without a schedule": run_of(GPT, Sizes(), num_accumulated=3, samples=4, micro_batch_size=4),
+    "packed documents": run_of(
+        LLAMA, Sizes(world=2, tp=2, sequence_parallel=True), texts=Texts(sequence=2048, are_packed=True)
+    ),
+    "packed LLaVA": run_of(LLAVA, Sizes(world=2, pp=2), texts=replace(IMAGES, are_packed=True)),
+    "Transformer Engine": run_of(
+        GPT,
+        Sizes(world=4, pp=2, tp=2, sequence_parallel=True),
+        precision="bf16-true",
+        fp8=Fp8Config(engine="transformer_engine", scaling="delayed"),
     ),
     "experts": run_of(MIXTRAL, Sizes(world=4, ep=4), optimizer=DISTRIBUTED),
     "experts, one shared": run_of(
@@ -138,6 +176,10 @@ def test_the_planner_and_the_code_agree_on_memory_and_products(name: str) -> Non
         "T5 in float32": 0.012,
         # Nobody needs the gradient of what goes into the first frozen layer.
         "low-rank paths": 0.01,
+        "low-rank paths beside packed documents": 0.01,
+        "low-rank paths beside experts": 0.01,
+        "low-rank paths, experts again": 0.01,
+        "low-rank paths in a T5": 0.02,
         # Blocks of queries at a time, each with the keys of two blocks.
         "window": 0.05,
         # What is run again ends before its last product, which nobody reads.
@@ -152,8 +194,8 @@ def test_the_planner_and_the_code_agree_on_memory_and_products(name: str) -> Non
 SMALL = GPTConfig(num_layers=8, hidden_size=64, num_attention_heads=4, vocab_size=256, max_sequence_length=64)
 
 
-def small(sizes: Sizes, **changes: Any) -> Run:
-    return run_of(SMALL, sizes, samples=21, texts=Texts(sequence=64), **changes)
+def small(sizes: Sizes, samples: int, **changes: Any) -> Run:
+    return run_of(SMALL, sizes, samples=samples, texts=Texts(sequence=64), **changes)
 
 
 @pytest.mark.parametrize(
@@ -166,11 +208,11 @@ def small(sizes: Sizes, **changes: Any) -> Run:
     ],
 )
 def test_some_microbatches_tell_of_all(sizes: Sizes, schedule: str) -> None:
-    run = small(sizes, schedule_name=schedule, optimizer=DISTRIBUTED)
+    run = small(sizes, 13, schedule_name=schedule, optimizer=DISTRIBUTED)
     whole = Whole(run)
     for rank in shown_ranks(run):
-        some, everything = dry_run(run, rank, whole=whole), dry_run(run, rank, whole=whole, most=21)
-        assert some.num_run == num_needed(run) < everything.num_run == 21
+        some, everything = dry_run(run, rank, whole=whole), dry_run(run, rank, whole=whole, most=13)
+        assert some.num_run == num_needed(run) < everything.num_run == 13
         assert some.peak_bytes == everything.peak_bytes and some.peak_by_kind == everything.peak_by_kind
         assert some.flops == everything.flops
         assert some.messages == everything.messages and some.messages
@@ -192,7 +234,7 @@ def messages_of(one: DryRun, axis: str, kind: str) -> tuple[int, float]:
 
 
 def test_messages_are_those_of_the_layers_and_the_optimizer() -> None:
-    run = small(Sizes(world=8, tp=2, pp=2, sequence_parallel=True), optimizer=DISTRIBUTED)
+    run = small(Sizes(world=8, tp=2, pp=2, sequence_parallel=True), 21, optimizer=DISTRIBUTED)
     first = dry_run(run, stage_rank(run, 0))
     # A hidden state of 64 tokens over tp, in bfloat16, of each microbatch.
     assert messages_of(first, "pp", "send") == (21, 21 * 64 * 64 * 2 / 2)
@@ -200,5 +242,9 @@ def test_messages_are_those_of_the_layers_and_the_optimizer() -> None:
     assert messages_of(first, "tp", "reduce-scatter") == (21 * (4 * 4 + 1), 21 * (4 * 4 + 1) * 64 * 64 * 2)
     _, padded = messages_of(first, "dp+cp", "reduce-scatter")
     assert 4 * first.parameters <= padded < 4.1 * first.parameters
+    # Each batch of a step has its own; gradients are summed once.
+    of_three = dry_run(replace(run, num_accumulated=3), stage_rank(run, 0))
+    assert messages_of(of_three, "pp", "send") == (3 * 21, 3 * 21 * 64 * 64 * 2 / 2)
+    assert of_three.messages["dp+cp", "reduce-scatter"] == first.messages["dp+cp", "reduce-scatter"]
     held = dict(first.peak_by_kind)
     assert held["moments"] == pytest.approx(8 * first.parameters / 2, rel=0.05)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_megatron.hf.family import model_of
 from lightning_megatron.mesh import Mesh, Sizes
-from lightning_megatron.models import GPTConfig, GPTModel, LlavaConfig
+from lightning_megatron.models import GPTConfig, GPTModel, LlavaConfig, T5Config
 from lightning_megatron.models.llava import PARTS, LlavaModel
 from lightning_megatron.models.llava_cost import training_flops
 from lightning_megatron.models.vision import VisionConfig
@@ -23,7 +23,7 @@ from lightning_megatron.planner.memory import parameters_of_rank, rank_memory
 from lightning_megatron.planner.presets import PRESETS
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.step_time import StepTime, step_time
-from lightning_megatron.planner.trained import Trained, trained_of_stages, trained_parameters
+from lightning_megatron.planner.trained import Trained, trained_anatomy, trained_of_stages, trained_parameters
 from lightning_megatron.planner.unkept import unkept_bytes
 from lightning_megatron.transformer.lora import LoraConfig, add_lora
 from lightning_megatron.transformer.recompute import RecomputeConfig, share
@@ -146,6 +146,17 @@ def test_a_backward_through_frozen_weights_does_their_products_once() -> None:
     trained = time_of(large_run())
     frozen = time_of(large_run(trained=Trained(frozen=("vision", "language"))))
     assert 0.5 < frozen.backwards[0] / trained.backwards[0] < 0.7
+
+
+def test_before_the_first_path_nobody_needs_a_gradient() -> None:
+    config = T5Config(num_layers=2, num_decoder_layers=2, hidden_size=48, num_attention_heads=6, vocab_size=100)
+    texts = Texts(sequence=32, decoder_sequence=16)
+    for target, passing in (("cross_attention.query", [False, False, True, True]), ("attention.qkv", [True] * 4)):
+        trained = Trained(lora=LoraConfig(rank=2, targets=(target,)))  # type: ignore[arg-type]
+        pieces = trained_anatomy(config, texts, trained).pieces
+        assert [piece.passes_gradient for piece in pieces if piece.layer is not None] == passing
+        # What embeds has no input to differentiate.
+        assert not any(piece.passes_gradient for piece in pieces if piece.embedded_tokens)
 
 
 def test_low_rank_paths_cost_their_own_products_and_spare_gradients_of_weights() -> None:

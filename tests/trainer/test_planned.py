@@ -7,12 +7,15 @@ import pytest
 import torch
 
 from lightning_megatron import MegatronStrategy, OptimizerConfig, PipelineConfig, RecomputeConfig
-from lightning_megatron.lightning_modules import BertModule, GPTModule, T5Module
+from lightning_megatron.lightning_modules import BertModule, GPTModule, LlavaModule, T5Module
 from lightning_megatron.mesh import Sizes
-from lightning_megatron.models import BertConfig, GPTConfig, T5Config
+from lightning_megatron.models import BertConfig, GPTConfig, GPTModel, LlavaConfig, LlavaModel, T5Config
+from lightning_megatron.models.vision import VisionConfig
 from lightning_megatron.planner.anatomy import Texts
 from lightning_megatron.planner.run import Run
-from lightning_megatron.trainer.planned import NotPlanned, has_frozen_weights, planned_run
+from lightning_megatron.planner.trained import Trained
+from lightning_megatron.trainer.planned import NotPlanned, planned_run, seen_by
+from lightning_megatron.transformer.lora import LoraConfig, add_lora
 from tests.trainer.layouts import QUIET
 from tests.trainer.modules import Small
 
@@ -38,6 +41,10 @@ def trainer_of(module: L.LightningModule, world: int = 8, precision: Any = "bf16
     return trainer
 
 
+def planned(trainer: L.Trainer, batch: Any) -> Run:
+    return planned_run(trainer, [seen_by(trainer, batch)])
+
+
 def test_sizes_batch_and_settings_are_the_strategys() -> None:
     recompute, optimizer = RecomputeConfig(granularity="full"), OptimizerConfig(kind="distributed")
     trainer = trainer_of(
@@ -50,7 +57,7 @@ def test_sizes_batch_and_settings_are_the_strategys() -> None:
         recompute=recompute,
         optimizer=optimizer,
     )
-    found = planned_run(trainer, {"tokens": TOKENS}, has_frozen=False)
+    found = planned(trainer, {"tokens": TOKENS})
     assert found == Run(
         model=GPT,
         texts=Texts(sequence=16),
@@ -69,32 +76,91 @@ def test_a_schedule_and_the_rows_of_a_microbatch_are_taken_over() -> None:
     sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
     trainer = trainer_of(GPTModule(GPT), world=2, microbatch_size=2, pipeline=pipeline, **sizes)
     # A batch need not be a dict.
-    found = planned_run(trainer, TOKENS, has_frozen=False)
+    found = planned(trainer, TOKENS)
     assert (found.schedule.name, found.num_microbatches, found.micro_batch_size) == ("zb_v", 4, 2)
 
 
 def test_bert_and_t5_have_texts_of_their_own() -> None:
     bert = trainer_of(BertModule(BertConfig(**SHAPE, max_sequence_length=16)), world=1)
-    assert planned_run(bert, {"tokens": TOKENS}, has_frozen=False).texts == Texts(sequence=16)
+    assert planned(bert, {"tokens": TOKENS}).texts == Texts(sequence=16)
     t5 = trainer_of(T5Module(T5Config(**SHAPE, num_decoder_layers=4)), world=1)
     batch = {"encoder_tokens": TOKENS, "decoder_tokens": TOKENS[:, :5]}
-    assert planned_run(t5, batch, has_frozen=False).texts == Texts(sequence=16, decoder_sequence=5)
+    assert planned(t5, batch).texts == Texts(sequence=16, decoder_sequence=5)
     with pytest.raises(NotPlanned, match="has not encoder_tokens and decoder_tokens"):
-        planned_run(t5, {"encoder_tokens": TOKENS}, has_frozen=False)
+        planned(t5, {"encoder_tokens": TOKENS})
+
+
+def test_a_plan_is_of_the_batch_of_the_rank_that_is_asked_for() -> None:
+    trainer = trainer_of(GPTModule(GPT), world=2, microbatch_size=2)
+    ranks = [seen_by(trainer, {"tokens": TOKENS}), seen_by(trainer, {"tokens": TOKENS[:4, :8]})]
+    for rank, (length, rows) in enumerate(((16, 8), (8, 4))):
+        found = planned_run(trainer, ranks, rank=rank)
+        assert (found.texts, found.global_batch_size) == (Texts(sequence=length), 2 * rows)
+    packed = planned(trainer, {"tokens": TOKENS, "segments": torch.zeros_like(TOKENS)})
+    assert packed.texts == Texts(sequence=16, are_packed=True)
+
+
+def lora_of(dropout: float) -> LoraConfig:
+    return LoraConfig(rank=4, dropout=dropout, targets=("attention.qkv", "mlp.down"))
+
+
+def finetuned(*configs: LoraConfig) -> L.LightningModule:
+    """A module whose model has the paths of the first, and in its last layer those of the second, if any."""
+    module = GPTModule(GPT)
+    module.model = GPTModel(GPT, seed=0)
+    add_lora(module.model, configs[0], seed=0)
+    for config in configs[1:]:
+        last = module.model.get_submodule("layers.7")
+        for linear in (last.attention.qkv, last.mlp.down):
+            linear.lora = None
+        add_lora(last, config, seed=0)
+    return module
+
+
+def test_low_rank_paths_are_planned_as_they_stand() -> None:
+    found = planned(trainer_of(finetuned(lora_of(0.1)), world=1), {"tokens": TOKENS})
+    # Targets have no order.
+    assert found.trained == Trained(lora=LoraConfig(rank=4, dropout=0.1, targets=("attention.qkv", "mlp.down")))
+    with pytest.raises(NotPlanned, match="differ in rank or dropout"):
+        planned(trainer_of(finetuned(lora_of(0.1), lora_of(0.0)), world=1), {"tokens": TOKENS})
+    partly = finetuned(lora_of(0.0))
+    partly.model.get_submodule("layers.0").attention.qkv.weight.requires_grad_(True)
+    with pytest.raises(NotPlanned, match="beside weights that are trained"):
+        planned(trainer_of(partly, world=1), {"tokens": TOKENS})
+
+
+def test_frozen_parts_are_planned_where_each_is_frozen_as_a_whole() -> None:
+    vision = VisionConfig(num_layers=2, hidden_size=16, num_attention_heads=2, image_size=8, patch_size=4)
+    config = LlavaConfig(**SHAPE, max_sequence_length=16, vision=vision, image_token=5)
+    module = LlavaModule(config)
+    module.model = LlavaModel(config, seed=0)
+    trainer = trainer_of(module, world=1)
+    # What never runs is not trained, and is no frozen part.
+    assert planned(trainer, {"tokens": TOKENS}).trained == Trained()
+    module.model.freeze("vision", "language")
+    assert planned(trainer, {"tokens": TOKENS}).trained == Trained(frozen=("vision", "language"))
+    other = seen_by(trainer, {"tokens": TOKENS})
+    module.model.get_submodule("layers.0").attention.qkv.weight.requires_grad_(True)
+    with pytest.raises(NotPlanned, match="no whole part of a LLaVA"):
+        planned(trainer, {"tokens": TOKENS})
+    # Another rank has the rest of a part.
+    module.model.requires_grad_(False)
+    module.model.get_submodule("layers").requires_grad_(True)
+    with pytest.raises(NotPlanned, match="no whole part of a LLaVA"):
+        planned_run(trainer, [seen_by(trainer, {"tokens": TOKENS}), other])
 
 
 def test_why_a_run_is_not_planned_is_told() -> None:
     batch = {"tokens": TOKENS}
-    for trainer, has_frozen, told in (
-        (trainer_of(GPTModule(GPT), world=1, strategy="auto"), False, "under SingleDeviceStrategy"),
-        (trainer_of(Small(), world=1), False, "Small has not exactly one configuration"),
-        (trainer_of(GPTModule(GPT), world=1), True, "weights are frozen"),
-        (trainer_of(GPTModule(GPT), pipeline=PipelineConfig(mode="collective")), False, "keeps all microbatches"),
-        (trainer_of(GPTModule(GPT), world=1, precision="64-true"), False, "precision .'64-true'. must be one of"),
+    frozen = Small()
+    frozen.config = GPT
+    frozen.after.bias.requires_grad_(False)
+    for trainer, told in (
+        (trainer_of(GPTModule(GPT), world=1, strategy="auto"), "under SingleDeviceStrategy"),
+        (trainer_of(Small(), world=1), "Small has not exactly one configuration"),
+        (trainer_of(frozen, world=1), "weights are frozen"),
+        (trainer_of(GPTModule(GPT), pipeline=PipelineConfig(mode="collective")), "keeps all microbatches"),
+        (trainer_of(GPTModule(GPT), world=1, precision="64-true"), "precision .'64-true'. must be one of"),
     ):
         with pytest.raises(NotPlanned, match=told):
-            planned_run(trainer, batch, has_frozen=has_frozen)
-    assert not has_frozen_weights(Small())
-    frozen = Small()
-    frozen.after.bias.requires_grad_(False)
-    assert has_frozen_weights(frozen)
+            planned(trainer, batch)

@@ -12,7 +12,7 @@ from lightning_megatron.planner.hardware import GIGA
 from lightning_megatron.planner.memory import WORKSPACE_BYTES, rank_memory
 from lightning_megatron.trainer.callbacks.memory_meter import Meter, meter_of, storage_bytes
 from lightning_megatron.trainer.callbacks.over_ranks import gathered
-from lightning_megatron.trainer.planned import NotPlanned, has_frozen_weights, planned_run
+from lightning_megatron.trainer.planned import NotPlanned, Seen, planned_run, seen_by
 from lightning_megatron.trainer.strategy import MegatronStrategy
 
 _PHASES = ("setup", "forward_backward", "optimizer", "evaluation", "checkpoint")
@@ -34,7 +34,7 @@ class _Held:
     # of a process before there was a model
     kinds: Mapping[str, int]
     # bytes of what is held from step to step; empty but for the table
-    has_frozen: bool
+    seen: Seen
 
     @property
     def peak_bytes(self) -> int:
@@ -113,8 +113,8 @@ class MemoryMonitor(L.Callback):
         # As Lightning counts for its loggers.
         is_told = every > 0 and (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % every == 0
         if is_table_due or is_told:
-            ranks = gathered(self._held(trainer, is_table_due=is_table_due), trainer)
-            planned = _Planned(trainer, batch, ranks)
+            ranks = gathered(self._held(trainer, batch, is_table_due=is_table_due), trainer)
+            planned = _Planned(trainer, ranks)
             if is_table_due and trainer.is_global_zero:
                 assert self._meter is not None
                 trainer.print(_table(ranks, planned, self._meter.name))
@@ -145,15 +145,15 @@ class MemoryMonitor(L.Callback):
         self._phase = phase
         self._meter.reset()
 
-    def _held(self, trainer: L.Trainer, *, is_table_due: bool) -> _Held:
-        strategy, module = trainer.strategy, trainer.lightning_module
+    def _held(self, trainer: L.Trainer, batch: Any, *, is_table_due: bool) -> _Held:
+        strategy = trainer.strategy
         return _Held(
             pp_rank=strategy.mesh.pp.rank if isinstance(strategy, MegatronStrategy) else 0,
             peaks=dict(self._peaks),
             reserved_bytes=self._reserved_bytes,
             before_bytes=self._before_bytes,
             kinds=_kinds(trainer, self._gradient_bytes) if is_table_due else {},
-            has_frozen=has_frozen_weights(module),
+            seen=seen_by(trainer, batch),
         )
 
     def _log(self, module: L.LightningModule, ranks: list[_Held], planned: "_Planned") -> None:
@@ -173,15 +173,15 @@ class MemoryMonitor(L.Callback):
 
 
 class _Planned:
-    """What the planner says of the fullest rank, bytes by kind, or why it says nothing."""
+    """What the planner says of the fullest rank and its batch, bytes by kind, or why it says nothing."""
 
-    def __init__(self, trainer: L.Trainer, batch: Any, ranks: list[_Held]) -> None:
+    def __init__(self, trainer: L.Trainer, ranks: list[_Held]) -> None:
         self.kinds: dict[str, float] = {}
         self.overhead_bytes = 0.0
         # outside of the allocator, on a GPU
         self.why_not = ""
         try:
-            run = planned_run(trainer, batch, has_frozen=any(rank.has_frozen for rank in ranks))
+            run = planned_run(trainer, [rank.seen for rank in ranks], rank=_fullest(ranks))
         except NotPlanned as error:
             self.why_not = str(error)
             return

@@ -34,7 +34,7 @@ from lightning_megatron.planner.hardware import gpu_of_device
 from lightning_megatron.planner.step_time import step_time
 from lightning_megatron.trainer.callbacks.over_ranks import gathered, gathered_on_first, meet
 from lightning_megatron.trainer.callbacks.step_recorder import StepRecorder
-from lightning_megatron.trainer.planned import NotPlanned, has_frozen_weights, planned_run
+from lightning_megatron.trainer.planned import NotPlanned, Seen, planned_run, seen_by
 from lightning_megatron.trainer.strategy import MegatronStrategy
 
 _NUM_MEETINGS = 20
@@ -178,13 +178,12 @@ class StepTimeline(L.Callback):
             own = RankLaps(trainer.global_rank, place.pp_rank, place.stages, laps, place.is_shown)
         # On every rank: the Trainer's folder is the first rank's.
         folder = Path(self.folder or trainer.log_dir or trainer.default_root_dir)
-        has_frozen = any(gathered(has_frozen_weights(trainer.lightning_module), trainer))
-        told = gathered_on_first((own, offset), trainer)
+        told = gathered_on_first((own, offset, seen_by(trainer, batch)), trainer)
         if told is None:
             return
-        ranks = [rank for rank, _ in told if rank is not None]
-        predictions = _predictions(trainer, batch, ranks, has_frozen=has_frozen)
-        error_seconds = max(offset.error_seconds for _, offset in told)
+        ranks = [rank for rank, *_ in told if rank is not None]
+        predictions = _predictions(trainer, ranks, [seen for *_, seen in told])
+        error_seconds = max(offset.error_seconds for _, offset, _ in told)
         blocks = _blocks(ranks, predictions)
         title = f"step {self.step}: {_step_seconds(ranks):.4g} s, clocks within {error_seconds * 1e3:.2g} ms"
         summary = "; ".join([title, *(block.heading for block in blocks)])
@@ -235,14 +234,16 @@ def _without_doubles(laps: tuple[Lap, ...]) -> tuple[Lap, ...]:
     return tuple(lap for lap in laps if lap.doing not in (FORWARD, BACKWARD))
 
 
-def _predictions(trainer: L.Trainer, batch: Any, ranks: list[RankLaps], *, has_frozen: bool) -> list[Prediction]:
-    schedules = _schedules(trainer.strategy, ranks)
+def _predictions(trainer: L.Trainer, ranks: list[RankLaps], seen: list[Seen]) -> list[Prediction]:
+    # Beside ranks that are shown stands what their own costs make.
+    shown = [rank for rank in ranks if rank.is_shown]
+    schedules = _schedules(trainer.strategy, shown)
     if not schedules or schedules[0].is_joint:
         return []
-    starts = [start for start, _ in windows([rank.laps for rank in ranks if rank.is_shown])]
-    measured = stage_costs(ranks, schedules[0].pp * schedules[0].chunks)
+    starts = [start for start, _ in windows([rank.laps for rank in shown])]
+    measured = stage_costs(shown, schedules[0].pp * schedules[0].chunks)
     found = [("predicted from measured costs", predicted(schedules, measured, starts))]
-    if (planned := _planned_costs(trainer, batch, has_frozen=has_frozen)) is not None:
+    if (planned := _planned_costs(trainer, seen)) is not None:
         found.append(("predicted by the planner", predicted(schedules, planned, starts)))
     return found
 
@@ -262,14 +263,14 @@ def _schedules(strategy: Any, ranks: list[RankLaps]) -> list[Schedule]:
     ]
 
 
-def _planned_costs(trainer: L.Trainer, batch: Any, *, has_frozen: bool) -> list[Costs] | None:
+def _planned_costs(trainer: L.Trainer, seen: list[Seen]) -> list[Costs] | None:
     """Those of the planner, by stage; none where it knows not this device, or not this run."""
     device = trainer.strategy.root_device
     gpu = gpu_of_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if gpu is None:
         return None
     try:
-        run = planned_run(trainer, batch, has_frozen=has_frozen)
+        run = planned_run(trainer, seen)
     except NotPlanned:
         return None
     time, sizes = step_time(run, gpu, fitted()), run.sizes

@@ -10,6 +10,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_megatron.lightning_modules import GPTModule
 from lightning_megatron.lightning_modules.adamw import AdamWConfig
 from lightning_megatron.models import GPTConfig
+from lightning_megatron.transformer.lora import LoraConfig, add_lora
 from tests.trainer.layouts import Layout, make_trainer, replica_of
 
 ROWS, SEQUENCE = 8, 16
@@ -51,6 +52,19 @@ class Texts(L.LightningDataModule):
     val_dataloader = train_dataloader
 
 
+class BesidePaths(GPTModule):
+    """Trains low-rank paths beside frozen weights."""
+
+    def __init__(self, config: GPTConfig, optimizer: AdamWConfig, lora: LoraConfig) -> None:
+        super().__init__(config, optimizer)
+        self.lora = lora
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            super().configure_model()
+            add_lora(self.model, self.lora)
+
+
 class Losses(L.Callback):
     """The training loss after every batch."""
 
@@ -67,6 +81,7 @@ def train(
     folder: Path | None = None,
     num_batches: int = 4,
     config: GPTConfig = CONFIG,
+    lora: LoraConfig | None = None,
     **options: Any,
 ) -> tuple[list[float], L.Trainer]:
     """Trains one epoch in float32; the losses, and the Trainer, whose CSV files are in `folder`."""
@@ -75,5 +90,6 @@ def train(
     logger: Any = False if folder is None else CSVLogger(folder, name="", version="", flush_logs_every_n_steps=1)
     defaults: dict[str, Any] = {"precision": "32-true", "max_epochs": 1, "limit_val_batches": 0, "logger": logger}
     trainer = make_trainer(layout, callbacks=[*callbacks, losses], **(defaults | options))
-    trainer.fit(GPTModule(config, AdamWConfig(warmup_steps=1)), Texts(num_batches))
+    adamw = AdamWConfig(warmup_steps=1)
+    trainer.fit(GPTModule(config, adamw) if lora is None else BesidePaths(config, adamw, lora), Texts(num_batches))
     return losses.seen, trainer

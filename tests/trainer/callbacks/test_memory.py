@@ -12,6 +12,7 @@ import pytest
 from lightning_megatron import OptimizerConfig
 from lightning_megatron.trainer.callbacks import MemoryMonitor, memory
 from lightning_megatron.trainer.callbacks.memory_meter import MeterName
+from lightning_megatron.transformer.lora import LoraConfig
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.callbacks.small_gpt import LAYOUTS, train
 from tests.trainer.layouts import QUIET, Layout
@@ -94,6 +95,7 @@ TABLES: dict[str, tuple[Layout, dict[str, Any]]] = {
     "pp2": (LAYOUTS["pp2"], {}),
     "interleaved": (LAYOUTS["interleaved"], {}),
     "distributed": (MAIN, {}),
+    "low-rank paths": (LAYOUTS["pp2"], {"lora": LoraConfig(rank=16, targets=("attention.qkv", "mlp.down"))}),
     "bf16 with main weights": (MAIN, {"precision": "bf16-mixed"}),
 }
 

@@ -1,0 +1,21 @@
+"""`Asked`: what CONFIG and the options of a command ask for, as a run of the planner."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lightning_megatron.planner.run import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a configuration says."""
+
+    run: Run
+    has_layout: bool
+    # and not the model alone
+    faults: tuple[str, ...] = ()
+    # of that layout, beyond those of the run
+    notes: tuple[str, ...] = ()
+    # on how it was read
+    unplanned: Mapping[str, str] = field(default_factory=dict)
+    # what it has that the planner does not know, and what that does

@@ -1,0 +1,33 @@
+"""Files and folders that describe a model, or a run of one."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_megatron.hf.families import family_of_file
+from lightning_megatron.hf.folder import read_config
+from lightning_megatron.planner.anatomy import Model
+
+
+def model_of_folder(path: Path) -> Model:
+    """The model of a folder's config.json, or of such a file, whatever its name."""
+    raw = read_config(path) if path.is_dir() else table_of(path)
+    where = path / "config.json" if path.is_dir() else path
+    return family_of_file(raw, str(where)).config(raw)
+
+
+def table_of(path: Path) -> dict[str, Any]:
+    """What a file of YAML or JSON holds. Raises ValueError for one that cannot be read, or is no table."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        # YAML's own reader takes seconds for a long JSON.
+        data = json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(text)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(f"{path} is no YAML and no JSON: {' '.join(str(error).split())}") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"{path} is no table of fields; give a recipe's file or a Hugging Face config.json")
+    return data

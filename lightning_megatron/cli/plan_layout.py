@@ -1,0 +1,112 @@
+"""`--layout`: one layout of a run, told by its sizes and by what of the recipe's own it keeps."""
+
+import argparse
+from dataclasses import replace
+from typing import Any, get_args
+
+from lightning_megatron.cli.asked import Asked
+from lightning_megatron.cli.usage import UsageError
+from lightning_megatron.mesh import Sizes, StageLayout
+from lightning_megatron.pipeline.choice import ScheduleName, placement_of
+from lightning_megatron.planner.run import Run, context_fields, faults_of
+from lightning_megatron.transformer.recompute import RecomputeConfig
+
+OF_RECIPE = "recipe"
+"""In the place of a layout, of its stages or of its schedule: those of the recipe."""
+
+_SIZES = ("tp", "pp", "vp", "cp", "ep", "etp")
+_WORDS = {
+    "recompute": ("none", "selective", "full"),
+    "stages": ("layers", "cost", OF_RECIPE),
+    "schedule": (*get_args(ScheduleName), OF_RECIPE),
+}
+_KEYS = (*_SIZES, "mbs", *_WORDS)
+_EXAMPLE = "tp=8,pp=4"
+
+
+def explained(asked: Asked, options: argparse.Namespace) -> Run:
+    """The run on the layout that --layout writes, and on its own where there is none.
+
+    Raises UsageError with all that keeps it from running.
+    """
+    if options.layout in (None, OF_RECIPE):
+        if not asked.has_layout:
+            raise UsageError([f"{options.config} has no layout of its own; write one, as in --layout {_EXAMPLE}"])
+        run, faults = asked.run, [*asked.faults, *faults_of(asked.run)]
+        if asked.faults:
+            # Rows of a microbatch are what the batch leaves: the file says it otherwise.
+            faults = [fault for fault in faults if fault in asked.faults or not fault.startswith("global_batch_size")]
+    else:
+        run = with_layout(asked.run, options.layout)
+        faults = faults_of(run)
+        if not asked.has_layout:
+            faults += [
+                f"--layout {key}={OF_RECIPE}: {options.config} is no recipe and has none; name one, or leave it out"
+                for key, value in _values_of(options.layout).items()
+                if value == OF_RECIPE
+            ]
+        if options.recompute not in (None, run.recompute.granularity):
+            own = run.recompute.granularity
+            faults.append(
+                f"--recompute ({options.recompute}) and recompute={own} in --layout do not agree; leave one of them out"
+            )
+    if faults:
+        raise UsageError(faults)
+    return run
+
+
+def with_layout(run: Run, text: str) -> Run:
+    """The run on the layout that `text` writes. Raises UsageError with every part of it that says nothing."""
+    values = _values_of(text)
+    sizes: dict[str, Any] = {key: int(values.get(key, 1)) for key in _SIZES}
+    stages, name, group_size = values.get("stages", "layers"), values.get("schedule"), 0
+    if name == OF_RECIPE:
+        name, group_size = run.schedule_name, run.group_size
+    own = Sizes(
+        world=run.sizes.world,
+        **sizes,
+        **context_fields(run.context, sizes["cp"]),
+        sequence_parallel=sizes["tp"] > 1,
+        placement=placement_of(name) if name is not None else "loop",  # type: ignore[arg-type]
+        stage_layout=run.sizes.stage_layout if stages == OF_RECIPE else StageLayout(balance=stages),  # type: ignore[arg-type]
+    )
+    granularity = values.get("recompute", run.recompute.granularity)
+    return replace(
+        run,
+        sizes=own,
+        micro_batch_size=int(values.get("mbs", 1)),
+        # Its parts, where it is the recipe's own.
+        recompute=run.recompute
+        if granularity == run.recompute.granularity
+        else RecomputeConfig(granularity=granularity),  # type: ignore[arg-type]
+        schedule_name=name,  # type: ignore[arg-type]
+        group_size=group_size,
+    )
+
+
+def notes_on_schedule(run: Run, text: str | None) -> list[str]:
+    """That the recipe's own schedule is not in a layout of that text, or in a search where there is none."""
+    if (run.schedule_name is None and not run.group_size) or (text is not None and "schedule" in _values_of(text)):
+        return []
+    own = "1f1b, or interleaved where vp is above 1"
+    name = run.schedule.name + (f" in groups of {run.group_size}" if run.group_size else "")
+    if text is None:
+        return [f"not the recipe's schedule {name}: a search tries {own}; --layout explains one with schedule=recipe"]
+    return [f"not the recipe's schedule {name} but {own}; schedule=recipe in the layout keeps it"]
+
+
+def _values_of(text: str) -> dict[str, str]:
+    values: dict[str, str] = {}
+    faults = []
+    for part in (part.strip() for part in text.split(",")):
+        key, _, value = part.partition("=")
+        if key not in _KEYS or not value or (key not in _WORDS and not value.isdecimal()):
+            faults.append(f"--layout part {part!r} must be one of {', '.join(_KEYS)}, = and a number, as in {_EXAMPLE}")
+        elif value not in _WORDS.get(key, (value,)):
+            faults.append(f"--layout {key} ({value!r}) must be one of {', '.join(_WORDS[key])}")
+        if key in values:
+            faults.append(f"--layout names {key} twice; leave one of them out")
+        values[key] = value
+    if faults:
+        raise UsageError(faults)
+    return values

@@ -1,0 +1,198 @@
+"""The run that a recipe's YAML file describes, read without the packages that run recipes."""
+
+import argparse
+import inspect
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from lightning_megatron.cli.asked import Asked
+from lightning_megatron.cli.plain import made_of
+from lightning_megatron.cli.plan_file import model_of_folder
+from lightning_megatron.cli.recipe_file import (
+    KINDS,
+    at,
+    is_count,
+    is_packed,
+    kind_of,
+    module_of,
+    num_gpus_of,
+    precision_of,
+    trained_of,
+)
+from lightning_megatron.context.config import ContextConfig
+from lightning_megatron.hf.load import upcycling
+from lightning_megatron.mesh import Sizes
+from lightning_megatron.models import LlavaConfig, T5Config
+from lightning_megatron.moe.config import MoEConfig
+from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.pipeline.choice import placement_of
+from lightning_megatron.planner.anatomy import Model, Texts
+from lightning_megatron.planner.presets import PRESETS
+from lightning_megatron.planner.rules import Facts
+from lightning_megatron.planner.rules import faults as rule_faults
+from lightning_megatron.planner.run import Run, context_fields
+from lightning_megatron.precision.fp8 import Fp8Config
+from lightning_megatron.trainer import MegatronStrategy
+from lightning_megatron.trainer.config import PipelineConfig
+from lightning_megatron.transformer.recompute import RecomputeConfig
+
+_SIZES = {
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "virtual_pipeline_model_parallel_size": "vp",
+    "context_parallel_size": "cp",
+    "expert_model_parallel_size": "ep",
+    "expert_tensor_parallel_size": "etp",
+}
+
+
+def run_of_recipe(path: Path, data: dict[str, Any], options: argparse.Namespace) -> Asked:
+    """What the file asks for. Raises ValueError with all of its faults, one a line."""
+    faults: list[str] = []
+    model, kind_from = _model_of_recipe(path, data, options, faults)
+    arguments = at(data, "trainer", "strategy", "init_args") or {}
+    if not isinstance(arguments, dict):
+        raise ValueError(f"{path}: trainer.strategy.init_args ({arguments!r}) must be a table of options")
+    known = inspect.signature(MegatronStrategy).parameters
+    for name in arguments:
+        if name not in known:
+            nearest = get_close_matches(str(name), known, n=1)
+            faults.append(f"{name} is no option of the strategy" + (f"; did you mean {nearest[0]}?" if nearest else ""))
+    pipeline = made_of(PipelineConfig, arguments.get("pipeline") or {}, "pipeline", faults)
+    optimizer = made_of(OptimizerConfig, arguments.get("optimizer") or {}, "optimizer", faults)
+    recompute = made_of(RecomputeConfig, arguments.get("recompute") or {}, "recompute", faults)
+    context = made_of(ContextConfig, arguments.get("context") or {}, "context", faults)
+    fp8 = made_of(Fp8Config, arguments["fp8"], "fp8", faults) if arguments.get("fp8") else None
+    trainer = at(data, "trainer") or {}
+    precision, fp8 = precision_of(trainer, fp8, faults)
+    trained = trained_of(data, faults)
+    if model is not None:
+        faults += trained.faults(model)
+    world = options.num_gpus or num_gpus_of(trainer, faults)
+    numbers = _counts_of(data, arguments, options, faults)
+    if not world and not faults:
+        faults.append(f"--num-gpus is needed: {path} leaves trainer.devices to the machine")
+    if faults:
+        raise ValueError("\n".join(faults))
+    assert model is not None and pipeline is not None and optimizer is not None and recompute is not None
+    assert context is not None
+    sizes = Sizes(
+        world=world,
+        **{short: numbers[name] for name, short in _SIZES.items()},
+        **context_fields(context, numbers["context_parallel_size"]),
+        sequence_parallel=bool(arguments.get("sequence_parallel", False)),
+        placement=placement_of(pipeline.schedule) if pipeline.schedule != "auto" else "loop",
+        stage_layout=pipeline.layout,
+    )
+    batch, length = numbers["data.global_batch_size"], numbers["data.sequence_length"]
+    num_microbatches, rows = numbers["num_microbatches"], arguments.get("microbatch_size", 0)
+    replicas = 0 if sizes.faults() else sizes.dp
+    decoder = options.decoder_sequence_length or at(data, "data", "decoder_sequence_length")
+    if isinstance(model, T5Config) and not decoder:
+        decoder = model.max_decoder_sequence_length
+    run = Run(
+        model=model,
+        texts=Texts(
+            sequence=length,
+            decoder_sequence=decoder or 0,
+            images=int(isinstance(model, LlavaConfig)),
+            are_packed=is_packed(data),
+        ),
+        sizes=sizes,
+        global_batch_size=batch,
+        num_accumulated=numbers["trainer.accumulate_grad_batches"],
+        micro_batch_size=rows or max(batch // max(replicas * num_microbatches, 1), 1),
+        precision=precision,
+        fp8=fp8,
+        recompute=recompute,
+        optimizer=optimizer,
+        schedule_name=None if pipeline.schedule == "auto" else pipeline.schedule,
+        group_size=pipeline.microbatch_group_size,
+        context=context,
+        trained=trained,
+    )
+    cut = Facts(sizes=sizes, num_microbatches=num_microbatches, microbatch_size=rows, global_batch_size=batch)
+    return Asked(
+        run=run,
+        has_layout=at(data, "trainer", "strategy") is not None,
+        faults=tuple(fault for fault in rule_faults(cut) if fault not in sizes.faults()),
+        notes=(*_notes_on_kind(kind_from), *_notes_on_texts(run)),
+        unplanned=_unplanned(arguments, pipeline),
+    )
+
+
+def _counts_of(
+    data: dict[str, Any], arguments: dict[str, Any], options: argparse.Namespace, faults: list[str]
+) -> dict[str, Any]:
+    """Sizes, batches and lengths, by their names in the file."""
+    numbers = {name: arguments.get(name, 1) for name in (*_SIZES, "num_microbatches")}
+    # 0 leaves it to the number of microbatches.
+    numbers["microbatch_size"] = arguments.get("microbatch_size", 0) or 1
+    numbers["trainer.accumulate_grad_batches"] = (at(data, "trainer") or {}).get("accumulate_grad_batches", 1)
+    for name in ("global_batch_size", "sequence_length"):
+        numbers[f"data.{name}"] = getattr(options, name) or at(data, "data", name)
+    faults += [
+        f"{name} ({value!r}) must be a number of at least 1" for name, value in numbers.items() if not is_count(value)
+    ]
+    return numbers
+
+
+def _model_of_recipe(
+    path: Path, data: dict[str, Any], options: argparse.Namespace, faults: list[str]
+) -> tuple[Model | None, str]:
+    """The model, and what says of which kind it is; empty where nothing does."""
+    section = module_of(data)
+    config, folder, upcycle = section.get("config"), section.get("path"), section.get("upcycle")
+    if isinstance(config, dict):
+        if options.model is not None:
+            faults.append(f"--model ({options.model}) is for a recipe without a model.config; leave it out")
+        kind, kind_from = kind_of(data, options.model_kind)
+        return made_of(KINDS[kind], config, "model.config", faults), kind_from
+    if options.model is None and not isinstance(folder, str):
+        raise ValueError(
+            f"{path} has no model.config and no model.path; give a recipe's file, a preset, or a Hugging Face "
+            "config.json"
+        )
+    if options.model_kind is not None:
+        faults.append(f"--model-kind ({options.model_kind}) is for a recipe with a model.config; leave it out")
+    name = options.model or str(folder)
+    if name in PRESETS:
+        model = PRESETS[name].model
+    elif Path(name).exists():
+        model = model_of_folder(Path(name))
+    else:
+        raise ValueError(
+            f"model.path ({name}) is no folder here; give the model by --model: a folder, its config.json, or a preset "
+            f"({', '.join(PRESETS)})"
+        )
+    if upcycle is not None:
+        moe = made_of(MoEConfig, upcycle, "model.upcycle", faults)
+        model = model if moe is None else upcycling(model, moe).config
+    return model, "model.path"
+
+
+def _notes_on_kind(kind_from: str) -> list[str]:
+    if kind_from:
+        return []
+    return ["taken for a GPT: the file has no field of a BERT, T5 or LLaVA alone; --model-kind says another"]
+
+
+def _notes_on_texts(run: Run) -> list[str]:
+    if not run.texts.are_packed:
+        return []
+    return ["each row of packed documents counts as one: attention within shorter ones takes fewer FLOPs and less time"]
+
+
+def _unplanned(arguments: Mapping[str, Any], pipeline: PipelineConfig) -> dict[str, str]:
+    """What of a strategy changes memory or time and is not planned, and what it does."""
+    has = {
+        "dynamic_context": (bool(arguments.get("dynamic_context")), "cuts each batch anew"),
+        "overlap_expert_exchange": (pipeline.overlap_expert_exchange, "keeps more and waits less"),
+        "pipeline mode 'collective'": (
+            pipeline.mode == "collective",
+            "keeps the activations of all microbatches",
+        ),
+    }
+    return {name: why for name, (is_there, why) in has.items() if is_there}

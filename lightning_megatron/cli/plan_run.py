@@ -1,0 +1,95 @@
+"""The run that CONFIG and the options of a command ask for, whatever CONFIG is."""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+from lightning_megatron.cli.asked import Asked
+from lightning_megatron.cli.plan_file import model_of_folder, table_of
+from lightning_megatron.cli.plan_recipe import run_of_recipe
+from lightning_megatron.cli.recipe_file import KINDS
+from lightning_megatron.cli.usage import UsageError
+from lightning_megatron.mesh import Sizes
+from lightning_megatron.models import LlavaConfig, T5Config
+from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.planner.anatomy import Model, Texts
+from lightning_megatron.planner.presets import preset_of
+from lightning_megatron.planner.report import kind_name
+from lightning_megatron.planner.run import Run
+from lightning_megatron.precision.fp8 import Fp8Config
+from lightning_megatron.transformer.recompute import RecomputeConfig
+
+# Of a Hugging Face model that may take longer samples.
+_USUAL_LENGTH = 8192
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that `read_run` takes the model from."""
+    parser.add_argument("config", metavar="CONFIG", help="a recipe's YAML, a preset, or a Hugging Face config.json")
+    parser.add_argument(
+        "--model", metavar="MODEL", help="of a recipe that starts from a folder: another folder, config.json, or preset"
+    )
+    parser.add_argument("--model-kind", choices=tuple(KINDS), help="of a recipe (default: by its class or its fields)")
+
+
+def read_run(options: argparse.Namespace) -> Asked:
+    """The run that a configuration and the options ask for."""
+    path = Path(options.config)
+    try:
+        if path.is_dir():
+            asked = _of_hugging_face(path, options)
+        elif path.is_file() or path.suffix in (".yaml", ".yml", ".json"):
+            data = table_of(path)
+            is_model = "model_type" in data and "model" not in data
+            asked = _of_hugging_face(path, options) if is_model else run_of_recipe(path, data, options)
+        else:
+            preset = preset_of(options.config)
+            asked = _bare(preset.model, preset.texts, preset.global_batch_size, options)
+        if options.decoder_sequence_length is not None and not isinstance(asked.run.model, T5Config):
+            raise ValueError(
+                f"--decoder-sequence-length ({options.decoder_sequence_length}) is that of a T5, and the model is a "
+                f"{kind_name(asked.run.model)}; leave it out"
+            )
+    except ValueError as error:
+        raise UsageError(str(error).splitlines()) from error
+    run = asked.run
+    if options.fp8 and run.fp8 is None:
+        run = replace(run, fp8=Fp8Config())
+    if options.recompute is not None:
+        run = replace(run, recompute=RecomputeConfig(granularity=options.recompute))
+    return replace(asked, run=run)
+
+
+def _bare(model: Model, texts: Texts, batch: int, options: argparse.Namespace) -> Asked:
+    """A model alone: how it is trained is what the package does best."""
+    if strange := [name for name in ("model", "model_kind") if getattr(options, name) is not None]:
+        names = " and ".join(f"--{name.replace('_', '-')}" for name in strange)
+        raise ValueError(f"{names} is for a recipe's file, and {options.config} is none; leave it out")
+    texts = replace(
+        texts,
+        sequence=options.sequence_length or texts.sequence,
+        decoder_sequence=options.decoder_sequence_length or texts.decoder_sequence,
+    )
+    if options.num_gpus is None:
+        raise ValueError(f"--num-gpus is needed: {options.config} does not say how many")
+    run = Run(
+        model=model,
+        texts=texts,
+        sizes=Sizes(world=options.num_gpus),
+        global_batch_size=options.global_batch_size or batch,
+        optimizer=OptimizerConfig(kind="distributed", overlap_grad_reduce=True, overlap_param_gather=True),
+    )
+    return Asked(run=run, has_layout=False)
+
+
+def _of_hugging_face(path: Path, options: argparse.Namespace) -> Asked:
+    model = model_of_folder(path)
+    if options.global_batch_size is None:
+        raise ValueError(f"--global-batch-size is needed: {path} does not say it")
+    length = min(model.max_sequence_length, _USUAL_LENGTH)
+    texts = Texts(
+        sequence=length,
+        decoder_sequence=length if isinstance(model, T5Config) else 0,
+        images=int(isinstance(model, LlavaConfig)),
+    )
+    return _bare(model, texts, options.global_batch_size, options)

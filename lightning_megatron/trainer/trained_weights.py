@@ -1,0 +1,75 @@
+"""Which weights of a module are trained, read off the module that stands: what the planner takes from a recipe's file.
+
+Every rank tells of its own stage and slices; together they tell of the model.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_megatron.models import LlavaModel
+from lightning_megatron.models.llava import PARTS
+from lightning_megatron.planner.trained import Trained
+from lightning_megatron.tensor.linear import ParallelLinear
+from lightning_megatron.tensor.low_rank import LowRank
+from lightning_megatron.transformer.lora import LoraConfig
+
+_LANGUAGE, _ELSEWHERE = PARTS[-1], ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedWeights:
+    """What one rank holds of the parts of a LLaVA; whatever else there is has one name, which is empty."""
+
+    trained: frozenset[str]
+    # parts with weights that are trained, low-rank paths aside
+    frozen: frozenset[str]
+    # parts with weights that are not, layers that never run aside
+    paths: frozenset[tuple[str, int, float]]
+    # the linear's name in its layer, rank and dropout of each low-rank path
+
+
+def trained_weights(module: nn.Module) -> TrainedWeights:
+    """Those of this rank."""
+    owners: dict[nn.Parameter, str] = {}
+    idle: set[nn.Parameter] = set()
+    for model in (child for child in module.modules() if isinstance(child, LlavaModel)):
+        for name, parameter in model.named_parameters():
+            first = name.partition(".")[0]
+            owners[parameter] = first if first in PARTS else _LANGUAGE
+            if any(name.startswith(f"{part}.") for part in model.config.idle_parts):
+                idle.add(parameter)
+    beside, in_paths = set(), set()
+    for name, linear in module.named_modules():
+        if isinstance(linear, ParallelLinear) and isinstance(linear.lora, LowRank):
+            beside.add((".".join(name.split(".")[-2:]), linear.lora.a.shape[0], linear.lora.dropout))
+            in_paths |= {parameter for parameter in linear.lora.parameters() if parameter.requires_grad}
+    parts: dict[bool, set[str]] = {True: set(), False: set()}
+    for parameter in module.parameters():
+        if parameter not in in_paths and parameter not in idle:
+            parts[parameter.requires_grad].add(owners.get(parameter, _ELSEWHERE))
+    return TrainedWeights(trained=frozenset(parts[True]), frozen=frozenset(parts[False]), paths=frozenset(beside))
+
+
+def trained_of_ranks(ranks: Sequence[TrainedWeights]) -> Trained:
+    """What all ranks train together. Raises ValueError for what the planner has no word for."""
+    trained = frozenset[str]().union(*(rank.trained for rank in ranks))
+    frozen = frozenset[str]().union(*(rank.frozen for rank in ranks))
+    paths = frozenset[tuple[str, int, float]]().union(*(rank.paths for rank in ranks))
+    kinds = {(rank, dropout) for _, rank, dropout in paths}
+    if len(kinds) > 1 or (paths and trained):
+        raise ValueError(
+            "low-rank paths stand beside weights that are trained, or differ in rank or dropout: the planner knows "
+            "those of one LoraConfig"
+        )
+    if kinds:
+        [(rank, dropout)] = kinds
+        targets = tuple(sorted({name for name, _, _ in paths}))
+        return Trained(lora=LoraConfig(rank=rank, dropout=dropout, targets=targets))  # type: ignore[arg-type]
+    if _ELSEWHERE in frozen or trained & frozen:
+        raise ValueError(
+            "weights are frozen that are no whole part of a LLaVA and have no low-rank paths beside them: the planner "
+            "knows no others"
+        )
+    return Trained(frozen=tuple(part for part in PARTS if part in frozen))
