@@ -1,8 +1,9 @@
 """An optimizer's state as pieces by parameter name, and a torch optimizer made ready to take them in.
 
-Tensors of a parameter's shape (moments) are cut as the parameter is. Scalars (step) are saved whole. What is left, the
-rest, is plain data: hyperparameters of each group with the NAMES of its parameters, and states that are no tensors.
-Each rank knows the names of its own stage only; `merge_rest` joins what all ranks know.
+Tensors of a parameter's shape (moments) are cut as the parameter is. Scalars (step) are saved whole, and so are tensors
+of other shapes (row and column means) where nothing cuts the parameter. What is left, the rest, is plain data:
+hyperparameters of each group with the NAMES of its parameters, and states that are no tensors. Each rank knows the
+names of its own stage only; `merge_rest` joins what all ranks know.
 """
 
 from collections.abc import Iterator, Mapping
@@ -122,12 +123,12 @@ def _groups(optimizer: Optimizer, names: Mapping[Tensor, str | Slot]) -> Iterato
 def _state_pieces(optimizer: Optimizer, stepped: Tensor, slot: Slot, key: str, value: Tensor) -> list[Piece]:
     if value.shape == stepped.shape:
         return slot.pieces(value)
-    shard = shard_of(slot.parameter)
-    if value.numel() == 1 or (shard.dim is None and shard.leading is None):
+    if value.numel() == 1 or slot.is_whole_tensor:
         return [Piece.whole(value)]
+    whole = shard_of(slot.parameter).global_shape
     raise ValueError(
         f"{_title(optimizer)} keeps {key!r} of shape {tuple(value.shape)} for {slot.name!r}, whose part here is "
-        f"{tuple(stepped.shape)} of {shard.global_shape}; a state of a cut parameter must be a scalar "
+        f"{tuple(stepped.shape)} of {whole}; a state of a cut parameter must be a scalar "
         "or have the parameter's shape, or another mesh could not read it"
     )
 

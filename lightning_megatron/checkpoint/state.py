@@ -74,6 +74,12 @@ class Slot:
         """All of this rank's parameter."""
         return Slot(name, parameter, 0, parameter.numel())
 
+    @property
+    def is_whole_tensor(self) -> bool:
+        """Whether it is all of the unsplit model's tensor: an axis of one rank cuts nothing."""
+        is_all_here = (self.start, self.end) == (0, self.parameter.numel())
+        return is_all_here and tuple(self.parameter.shape) == shard_of(self.parameter).global_shape
+
     def pieces(self, tensor: Tensor) -> list[Piece]:
         """Those of `tensor`, which holds the elements of the slot: main weights or a moment of them."""
         shard, flat, pieces = shard_of(self.parameter), tensor.detach().reshape(-1), []

@@ -13,8 +13,9 @@ import sys
 import time
 from argparse import ArgumentError
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, get_args
 
 import lightning as L
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -32,6 +33,8 @@ _TRIED = ("Does not validate against", "Subtypes:", "Errors:", "Expected a <clas
 # How it names an option that does not exist.
 _UNKNOWN = (r"^unrecognized arguments: --([\w.]+)", r"[Oo]ption '([\w.]+)'")
 _STRATEGY = "trainer.strategy.init_args"
+# Where torch comes to the point.
+_UNPICKLER = "WeightsUnpickler error:"
 _USAGE_ERROR = 2
 # What the rank that tells a fault gets to end before the others do.
 _SECONDS_TO_TELL = 10.0
@@ -54,6 +57,8 @@ class RecipeCLI(LightningCLI):
     ) -> None:
         self._links = links
         self._callbacks = callbacks
+        self._owners: dict[str, type] = {"model": module, "data": data, _STRATEGY: MegatronStrategy}
+        # of what the options of a run make
         self._names = [f"{_STRATEGY}.{name}" for name in inspect.signature(MegatronStrategy).parameters]
         # of all options
         super().__init__(
@@ -87,14 +92,25 @@ class RecipeCLI(LightningCLI):
         except ConfigurationError:
             raise
         except ValueError as error:
-            # Dataclasses check themselves, and so does the Trainer.
-            raise ConfigurationError(_told(str(error))) from error
+            # Dataclasses check themselves, and so does the Trainer. The first that ended hides the others.
+            settings, first = self._faults_of_settings(), _told(str(error))
+            raise ConfigurationError(settings + [fault for fault in first if fault not in settings]) from error
         except (ImportError, OSError, RuntimeError) as error:
             # Lightning makes its own plugin before it asks the strategy anything.
             is_asked = self._get(self.config, "trainer.precision") == TransformerEnginePrecision.precision
             if is_asked and (faults := engine_faults(Fp8Config(engine="transformer_engine"))):
                 raise ConfigurationError(faults) from error
             raise
+
+    def _faults_of_settings(self) -> list[str]:
+        """What the dataclasses that the module, the data and the strategy take say against their values."""
+        faults = []
+        for owner, kind in self._owners.items():
+            for name, parameter in inspect.signature(kind).parameters.items():
+                settings = self._get(self.config, f"{owner}.{name}")
+                if settings is not None and _is_settings(parameter.annotation):
+                    faults += _faults_of(parameter.annotation, type(self.config)(settings=settings))
+        return faults
 
     def after_instantiate_classes(self) -> None:
         path = self._get(self.config, "ckpt_path")
@@ -111,7 +127,8 @@ class RecipeCLI(LightningCLI):
         except Exception as error:
             # A file that is no checkpoint can end in any error of the unpickler.
             path = self.config[self.config.subcommand].get("ckpt_path")
-            raise ConfigurationError([f"ckpt_path ({path}) cannot be read as a checkpoint: {error}"]) from error
+            reason = _why_unread(str(error))
+            raise ConfigurationError([f"ckpt_path ({path}) cannot be read as a checkpoint: {reason}"]) from error
 
 
 def run_recipe(
@@ -167,6 +184,26 @@ def _told(text: str) -> list[str]:
     """The lines of an error that say what is wrong; not those that say which types were tried on the way to it."""
     lines = [line.strip().removeprefix("- ") for line in text.splitlines()]
     return [line for line in lines if not line.startswith(_TRIED)] or lines
+
+
+def _is_settings(annotation: Any) -> bool:
+    return any(is_dataclass(kind) for kind in (annotation, *get_args(annotation)))
+
+
+def _faults_of(annotation: Any, config: Any) -> list[str]:
+    """Why what `config` has as settings makes no value of that type: nothing, or what the value says itself."""
+    parser = LightningArgumentParser(exit_on_error=False)
+    parser.add_argument("--settings", type=annotation)
+    try:
+        parser.instantiate_classes(config)
+    except ValueError as error:
+        return _told(str(error))
+    return []
+
+
+def _why_unread(text: str) -> str:
+    """What torch says of a file that it does not read, without its advice to trust the file."""
+    return text.rpartition(_UNPICKLER)[2].strip().partition("\n")[0]
 
 
 def _require_checkpoint(path: str, strategy: Strategy) -> None:

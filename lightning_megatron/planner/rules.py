@@ -1,5 +1,6 @@
 """Every rule that crosses configurations, as one small function of the facts of a run; all faults are told at once."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -58,14 +59,24 @@ def _sizes(facts: Facts) -> list[str]:
     return facts.sizes.faults()
 
 
+def _cutting_sizes(facts: Facts) -> Sizes | None:
+    """The sizes that cut a model, where they fit each other: in the smallest world of theirs, whatever the run's."""
+    sizes = facts.sizes
+    world = math.lcm(sizes.pp * sizes.cp * sizes.tp, sizes.pp * sizes.ep * sizes.etp)
+    alone = replace(sizes, world=world, context_groups=())
+    return None if alone.faults() else alone
+
+
 def _layout(facts: Facts) -> list[str]:
-    return [] if facts.model is None or facts.sizes.faults() else facts.model.layout_faults(facts.sizes)
+    sizes = _cutting_sizes(facts)
+    return [] if facts.model is None or sizes is None else facts.model.layout_faults(sizes)
 
 
 def _stages(facts: Facts) -> list[str]:
-    if not isinstance(facts.model, LanguageModelConfig) or facts.sizes.faults():
+    sizes = _cutting_sizes(facts)
+    if not isinstance(facts.model, LanguageModelConfig) or sizes is None:
         return []
-    return stage_faults(facts.model.num_staged_layers, True, True, facts.sizes.num_stages, facts.sizes.stage_layout)
+    return stage_faults(facts.model.num_staged_layers, True, True, sizes.num_stages, sizes.stage_layout)
 
 
 # What users call the sizes of a schedule.
@@ -77,7 +88,7 @@ _FULL_NAMES = {
 
 
 def _schedule(facts: Facts) -> list[str]:
-    if facts.schedule is None or facts.sizes.faults() or facts.num_microbatches < 1:
+    if facts.schedule is None or _cutting_sizes(facts) is None or facts.num_microbatches < 1:
         return []
     faults = [fault.partition(" ") for fault in schedule_faults(facts.schedule)]
     return [f"{_FULL_NAMES.get(thing, thing)} {rest}" for thing, _, rest in faults]
@@ -175,8 +186,8 @@ def _sequence(facts: Facts) -> list[str]:
 
 
 def _context(facts: Facts) -> list[str]:
-    sizes = facts.sizes
-    if sizes.faults() or sizes.pads_uneven:
+    sizes = _cutting_sizes(facts)
+    if sizes is None or sizes.pads_uneven:
         return []
     outer = sizes.cp // sizes.cp_inner
     # Of causal attention a rank has two pieces, so that all have as much to do; of the other it has one.
@@ -314,8 +325,9 @@ def _fp8(facts: Facts) -> list[str]:
             f"recompute granularity ({facts.recompute.granularity!r}) must be 'none' with the fp8 engine "
             "'transformer_engine', whose layers would count amaxes twice; use the engine 'torch', or recompute nothing"
         )
-    if facts.model is not None and not facts.sizes.faults():
-        faults += _fp8_model(facts.fp8, facts.model, facts.sizes)
+    sizes = _cutting_sizes(facts)
+    if facts.model is not None and sizes is not None:
+        faults += _fp8_model(facts.fp8, facts.model, sizes)
     return faults
 
 

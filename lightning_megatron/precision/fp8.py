@@ -184,16 +184,21 @@ def grouped_linear(
 
 
 def attention(
-    num_heads: int, head_dim: int, *, num_groups: int, is_causal: bool, tp: Axis, sp: Axis, **rest: Any
+    num_heads: int, head_dim: int, *, num_groups: int, is_causal: bool, window: int, tp: Axis, sp: Axis, **rest: Any
 ) -> nn.Module:
-    """Transformer Engine's DotProductAttention of `[S, B, A, D]` or as `rest` says; heads are those of all ranks."""
+    """Transformer Engine's DotProductAttention of `[S, B, A, D]` or as `rest` says; heads are those of all ranks.
+
+    Under causal attention a token sees the last `window`, itself among them, or all where that is 0.
+    """
     mask = "causal" if is_causal else "no_mask"
+    behind, ahead = window - 1 if window else -1, 0 if is_causal else -1
     return _build(
         "DotProductAttention",
         num_heads,
         head_dim,
         num_gqa_groups=num_groups,
         attn_mask_type=mask,
+        window_size=(behind, ahead),
         **_parallel(tp, sp),
         **rest,
     )

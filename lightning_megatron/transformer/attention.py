@@ -27,11 +27,11 @@ from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLi
 from lightning_megatron.tensor.norm import RMSNorm
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.dropout import AttentionDropout
-from lightning_megatron.transformer.fused import fused_attention
 from lightning_megatron.transformer.recompute import RecomputeLayer, checkpoint
 from lightning_megatron.transformer.rotary import rotate, rotate_into
 from lightning_megatron.transformer.tokens import Tokens
-from lightning_megatron.transformer.window import attend_in_window, is_visible
+from lightning_megatron.transformer.whole_attention import TorchAttention, WholeAttention
+from lightning_megatron.transformer.window import is_visible
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,8 +163,11 @@ class SelfAttention(RecomputeLayer):
     ) -> None:
         super().__init__()
         assert is_causal or window == 0, "a window is one of causal attention"
-        self.name, self.is_causal, self.window = name, is_causal, window
+        self.name = name
         self.scale = 1.0 / math.sqrt(config.head_dim) if config.scales_scores else 1.0
+        self.view = View(is_causal=is_causal, window=window)
+        self.whole: WholeAttention = TorchAttention(view=self.view, scale=self.scale)
+        # who attends where nothing stands in the way
         self.heads = own_heads(config, tp)
         # Fewer groups than ranks: every rank needs rows that others hold.
         self.is_gathered = config.num_query_groups % tp.size != 0
@@ -203,18 +206,15 @@ class SelfAttention(RecomputeLayer):
         if past is not None:
             past.keep(self.name, keys, values)
         if past is not None and not past.is_first:
-            view = View(is_causal=self.is_causal, window=self.window)
-            attended = past.attend(self.name, queries, view=view, scale=self.scale, bias=bias)
+            attended = past.attend(self.name, queries, view=self.view, scale=self.scale, bias=bias)
         elif not tokens.is_whole or bias is not None:
             attended = self._attend_in_context(queries, keys, values, tokens, bias)
         elif self.dropout.is_active and "core_attention" in self.recomputed:
             attended = checkpoint(self._attend_dropping, queries, keys, values, tokens)
         elif self.dropout.is_active:
             attended = self._attend_dropping(queries, keys, values, tokens)
-        elif 0 < self.window < tokens.num_rows:
-            attended = attend_in_window(queries, keys, values, self.window, tokens.masks)
         else:
-            attended = fused_attention(queries, keys, values, is_causal=self.is_causal, scale=self.scale)
+            attended = self.whole(queries, keys, values, tokens.masks)
         output: Tensor = self.projection(tokens.pad(attended.transpose(1, 2).reshape(tokens.num_real, -1)), tokens)
         return output
 
@@ -248,7 +248,7 @@ class SelfAttention(RecomputeLayer):
             values,
             layout=tokens.layout,
             axes=tokens.context,
-            view=View(is_causal=self.is_causal, window=self.window),
+            view=self.view,
             scale=self.scale,
             bias=bias,
             draws=tokens.attention_draws(drop.key, drop.first_head, drop.probability) if drop.is_active else None,
@@ -261,8 +261,8 @@ class SelfAttention(RecomputeLayer):
         keys, values = (x.unsqueeze(2).expand(group_shape).flatten(1, 2) for x in (keys, values))
         scores = queries @ keys.transpose(-1, -2)
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * self.scale
-        if self.is_causal:
-            seen = is_visible(tokens.num_rows, self.window, scores.device)
+        if self.view.is_causal:
+            seen = is_visible(tokens.num_rows, self.view.window, scores.device)
             hidden = torch.zeros(seen.shape, dtype=scores.dtype, device=scores.device).masked_fill_(~seen, -torch.inf)
             scores = scores + hidden
         weights: Tensor = self.dropout(scores.softmax(dim=-1), tokens)

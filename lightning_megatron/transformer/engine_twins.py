@@ -5,6 +5,7 @@ values, shards, optimizers and checkpoints know nothing of it. The module of the
 own and is lent the parameters in each call. The norm in front of a column linear goes into the same kernel; what stands
 in its place then holds its parameters and passes hidden states on. In a layer of experts the linears of attention
 and of the shared expert have twins, the experts have one together (`engine_experts`), and the router reads its norm.
+Attention of whole sequences goes to the engine's kernels (`engine_attention`).
 """
 
 from typing import Any
@@ -17,8 +18,11 @@ from lightning_megatron.precision import fp8
 from lightning_megatron.precision.fp8 import ParallelMode
 from lightning_megatron.tensor.linear import ColumnParallelLinear, ParallelLinear
 from lightning_megatron.tensor.norm import LayerNorm, RMSNorm
+from lightning_megatron.transformer.attention import SelfAttention
+from lightning_megatron.transformer.engine_attention import EngineAttention
 from lightning_megatron.transformer.engine_experts import ExpertsTwin
 from lightning_megatron.transformer.layer import AttendingLayer, ExpertLayer, TransformerLayer
+from lightning_megatron.transformer.whole_attention import WholeAttention
 
 
 class LinearTwin(nn.Module):
@@ -70,6 +74,9 @@ class TwinLayer:
             )
         self._places: list[tuple[nn.Module, str, nn.Module]] = []
         self.twins: list[LinearTwin | ExpertsTwin] = []
+        self._attention: tuple[SelfAttention, WholeAttention] = (layer.attention, layer.attention.whole)
+        # While its linears are there still: they say how it is cut.
+        layer.attention.whole = EngineAttention(layer.attention)
         self._add_twin(layer.attention, "qkv", self._folded(layer, "attention_norm"))
         self._add_twin(layer.attention, "projection")
         if isinstance(layer, TransformerLayer):
@@ -102,7 +109,9 @@ class TwinLayer:
             twin.is_first_microbatch = True
 
     def give_back(self) -> None:
-        """Puts back the linears and norms that were there."""
+        """Puts back the linears, norms and attention that were there."""
+        attention, whole = self._attention
+        attention.whole = whole
         for parent, name, child in self._places:
             setattr(parent, name, child)
 

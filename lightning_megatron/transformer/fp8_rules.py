@@ -35,10 +35,8 @@ def tile_faults(fp8: Fp8Config, config: TransformerConfig, sizes: Sizes) -> list
     if any(not config.has_experts(layer) for layer in range(config.num_layers)):
         lengths.insert(1, ("ffn_hidden_size", config.ffn_hidden_size, _TP, tp))
     if moe is not None:
-        if fp8.engine == "torch":
-            # The other engine leaves experts alone.
-            features = moe.ffn_hidden_size or config.ffn_hidden_size
-            lengths.append(("ffn_hidden_size of an expert", features, "expert_tensor_parallel_size", sizes.etp))
+        features = moe.ffn_hidden_size or config.ffn_hidden_size
+        lengths.append(("ffn_hidden_size of an expert", features, "expert_tensor_parallel_size", sizes.etp))
         lengths.append(("shared_ffn_hidden_size", moe.shared_ffn_hidden_size, _TP, tp))
     if config.has_cross_attention and fp8.engine == "torch":
         # The other engine leaves cross attention alone.

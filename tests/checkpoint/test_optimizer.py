@@ -16,6 +16,7 @@ from lightning_megatron.checkpoint import (
     rebuild_optimizer,
     save,
 )
+from lightning_megatron.checkpoint.state import Slot
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.sharding import Initial, shard_parameter
 from tests.checkpoint.small_model import adamw, mesh_of, parameters_of, train
@@ -116,6 +117,46 @@ def test_a_state_that_another_mesh_could_not_read_is_refused() -> None:
     optimizer.step()
     with pytest.raises(ValueError, match=r"Adafactor keeps 'row_var' of shape \(2, 1\) for 'w'"):
         pieces_of_optimizer(optimizer, {parameter: "w"})
+
+
+def test_a_state_of_another_shape_is_saved_where_the_axis_that_would_cut_has_one_rank(tmp_path: Path) -> None:
+    def sharded() -> dict[str, nn.Parameter]:
+        tp, ep = Mesh.single().tp, Mesh.single().axis("ep")
+        weights = {
+            "w": shard_parameter((4, 6), initial=Initial(), dim=0, axis=tp),
+            "experts": shard_parameter((2, 4, 6), initial=Initial(), dim=1, axis=tp, leading=ep),
+        }
+        for weight in weights.values():
+            weight.data.fill_(0.5)
+        return weights
+
+    def step(parameters: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+        for parameter in parameters.values():
+            parameter.grad = parameter.detach().cos() + torch.arange(parameter.numel()).view(parameter.shape)
+        optimizer.step()
+
+    one, other = sharded(), sharded()
+    first, second = (torch.optim.Adafactor(list(parameters.values()), lr=0.1) for parameters in (one, other))
+    step(one, first)
+    for name, parameter in one.items():
+        other[name].data.copy_(parameter.data)
+    fresh = torch.optim.Adafactor([nn.Parameter(one["w"].detach().clone())], lr=0.1)
+    round_trip(tmp_path / "a.ckpt", first, second, named(one), named(other))
+    step(one, first)
+    step(other, second)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    [without_state] = fresh.param_groups[0]["params"]
+    step({"w": without_state}, fresh)
+    assert not torch.equal(without_state, one["w"])
+
+
+def test_a_part_of_a_weight_has_no_whole_state() -> None:
+    parameter = nn.Parameter(torch.ones(4, 6))
+    main = nn.Parameter(torch.ones(12))
+    optimizer = torch.optim.SGD([main], lr=0.1)
+    optimizer.state[main]["rows"] = torch.ones(4)
+    with pytest.raises(ValueError, match=r"keeps 'rows' of shape \(4,\) for 'w', whose part here is \(12,\)"):
+        pieces_of_optimizer(optimizer, {main: Slot("w", parameter, 12, 24)})
 
 
 def test_a_parameter_that_is_not_the_modules_is_refused() -> None:

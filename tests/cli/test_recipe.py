@@ -158,6 +158,28 @@ def test_all_mistakes_are_told_together(capfd: pytest.CaptureFixture[str]) -> No
         assert part in printed
 
 
+def test_settings_of_module_data_and_strategy_are_all_told_though_the_first_ends_it(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        run("--model.config.hidden_size=33", "--model.optimizer.lr=-1", f"{STRATEGY}.optimizer.bucket_size=0")
+    printed = capfd.readouterr().err
+    assert "3 faults" in printed and printed.count("\n  - ") == 3
+    for part in ("hidden_size (33)", "lr (-1", "bucket_size (0)"):
+        assert part in printed
+    with pytest.raises(SystemExit):
+        run(*AUTO, "--model.config.hidden_size=33", "--model.optimizer.lr=-1")
+    assert "2 faults" in capfd.readouterr().err
+
+
+def test_a_file_that_is_no_checkpoint_is_told_in_one_line(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (folder / "text.ckpt").write_text("# A comment.\n")
+    with pytest.raises(SystemExit):
+        run("--ckpt_path=text.ckpt")
+    [line] = [line for line in capfd.readouterr().err.splitlines() if "text.ckpt" in line]
+    assert line.endswith("ckpt_path (text.ckpt) cannot be read as a checkpoint: Unsupported operand 35")
+
+
 def test_only_one_process_of_a_machine_tells_it(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -46,6 +46,29 @@ def test_a_world_that_does_not_divide_names_the_sizes_that_would() -> None:
     assert "world size (6)" in told and "4 or 8" in told
 
 
+@pytest.mark.parametrize("world", [3, 6])
+def test_what_sizes_break_in_a_model_is_told_whatever_the_world(world: int) -> None:
+    # Six ranks are as many as dense layers need, and no multiple of what experts need.
+    sizes = Sizes(world=world, tp=1, pp=6, ep=2, stage_layout=StageLayout(text="Et|L"))
+    experts = MoEConfig(router=RouterConfig(num_experts=3))
+    schedule = Schedule(name="interleaved", pp=6, chunks=1, microbatches=7, group_size=4)
+    facts = Facts(sizes=sizes, model=model(moe=experts), schedule=schedule, fp8=Fp8Config(num_last_layers_bf16=4))
+    of_world = sizes.faults()
+    told, in_another = faults(facts), faults(replace(facts, sizes=replace(sizes, world=12)))
+    assert of_world and told == [*of_world, *in_another]
+    text = "\n".join(in_another)
+    assert "'Et|L'" in text and "num_last_layers_bf16" in text and "microbatch_group_size (4)" in text
+    assert "expert_model_parallel_size (2)" in text
+
+
+def test_a_sequence_is_told_whatever_the_world() -> None:
+    facts = Facts(sizes=Sizes(world=3, tp=4, cp=4, pads_uneven=False), model=model(), sequence_length=63)
+    text = "\n".join(faults(facts))
+    assert "world size (3)" in text and "num_attention_heads (6)" in text and "sequence_length (63)" in text
+    # Sizes that are none cut nothing.
+    assert len(faults(replace(facts, sizes=Sizes(world=4, tp=4, cp=0)))) == 1
+
+
 @pytest.mark.parametrize(("batch", "is_sound"), [(8, True), (12, True), (6, False), (0, False)])
 def test_a_global_batch_divides_by_replicas_times_microbatches(batch: int, is_sound: bool) -> None:
     told = faults(Facts(sizes=Sizes(world=2), num_microbatches=2, global_batch_size=batch))

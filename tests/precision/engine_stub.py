@@ -51,6 +51,8 @@ class Log:
     built: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     first_microbatch: list[bool | None] = field(default_factory=list)
     # as each forward was told
+    attended: list[torch.Size] = field(default_factory=list)
+    # the queries of each attention
     autocasts: list[tuple[Any, Any]] = field(default_factory=list)
     # recipe and group of each
     is_open: bool = False
@@ -123,12 +125,31 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Log:
             assert not any(weight.is_meta for weight in weights)
             return torch.cat([F.linear(rows, w) for rows, w in zip(x.split(m_splits), weights, strict=True)])
 
-    def only_built(kind: str) -> Any:
-        def build(*args: Any, **options: Any) -> nn.Module:
-            log.built.append((kind, args, options))
-            return nn.Identity()
+    class DotProductAttention(nn.Module):
+        def __init__(self, num_attention_heads: int, kv_channels: int, **options: Any) -> None:
+            super().__init__()
+            log.built.append(("DotProductAttention", (num_attention_heads, kv_channels), options))
+            self.heads, self.head_dim, self.options = num_attention_heads, kv_channels, options
 
-        return build
+        def forward(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            size, groups = self.options["tp_size"], self.options["num_gqa_groups"]
+            assert log.is_open and queries.dtype == keys.dtype == values.dtype
+            # Its kernels are of 16 bits; it lays out the scores of others.
+            assert queries.dtype.itemsize == 2 and self.head_dim % 8 == 0 and self.options["qkv_format"] == "bshd"
+            assert queries.shape[2:] == (self.heads // size, self.head_dim) and self.heads % groups == 0
+            assert keys.shape == values.shape and keys.shape[2:] == (groups // size, self.head_dim)
+            places = torch.arange(queries.shape[1])
+            ahead = places - places[:, None]
+            behind, beyond = self.options["window_size"]
+            assert (beyond == 0) is (self.options["attn_mask_type"] == "causal")
+            seen = torch.ones_like(ahead, dtype=torch.bool)
+            seen &= (ahead <= beyond) if beyond >= 0 else seen
+            seen &= (ahead >= -behind) if behind >= 0 else seen
+            log.attended.append(queries.shape)
+            q, k, v = (x.transpose(1, 2).float() for x in (queries, keys, values))
+            k, v = (x.repeat_interleave(self.heads // groups, dim=1) for x in (k, v))
+            scores = (q @ k.transpose(-1, -2) * self.options["softmax_scale"]).masked_fill(~seen, -torch.inf)
+            return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2).to(queries.dtype)
 
     @contextmanager
     def fp8_autocast(*, enabled: bool, fp8_recipe: Any, fp8_group: Any) -> Iterator[None]:
@@ -155,7 +176,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Log:
             "Linear": Linear,
             "LayerNormLinear": LayerNormLinear,
             "GroupedLinear": GroupedLinear,
-            "DotProductAttention": only_built("DotProductAttention"),
+            "DotProductAttention": DotProductAttention,
             "fp8_autocast": fp8_autocast,
         },
     }

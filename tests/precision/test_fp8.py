@@ -82,7 +82,7 @@ def test_a_recipe_that_is_not_offered_is_refused(recipe: Any, message: str) -> N
 def test_layers_of_the_engine_get_our_axis(monkeypatch: pytest.MonkeyPatch) -> None:
     log = engine_stub.install(monkeypatch)
     fp8.grouped_linear(8, 16, 32, mode="column", tp=TP, bias=False, device="meta", params_dtype=torch.bfloat16)
-    fp8.attention(4, 8, num_groups=2, is_causal=True, tp=TP, sp=SP, qkv_format="bshd")
+    fp8.attention(4, 8, num_groups=2, is_causal=True, window=3, tp=TP, sp=SP, qkv_format="bshd")
     (kind, sizes, grouped), (other, heads, attention) = log.built
     assert (kind, sizes, other, heads) == ("GroupedLinear", (8, 16, 32), "DotProductAttention", (4, 8))
     assert grouped == {
@@ -97,6 +97,7 @@ def test_layers_of_the_engine_get_our_axis(monkeypatch: pytest.MonkeyPatch) -> N
     assert attention == {
         "num_gqa_groups": 2,
         "attn_mask_type": "causal",
+        "window_size": (2, 0),
         "tp_group": None,
         "tp_size": 2,
         "sequence_parallel": True,

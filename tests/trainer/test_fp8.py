@@ -334,6 +334,8 @@ def test_precision_transformer_engine_trains_with_its_layers(monkeypatch: pytest
     assert next(module.parameters()).dtype == torch.bfloat16
     # Of two microbatches the first casts.
     assert log.first_microbatch == ([True] * 16 + [False] * 16) * 4
+    # Rows of eight tokens in each of four layers.
+    assert log.attended == [torch.Size((2, 8, 4, 8))] * 4 * 2 * 4
     assert not any(isinstance(child, LinearTwin) for child in module.modules())
 
 

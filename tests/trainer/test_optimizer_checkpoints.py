@@ -32,6 +32,7 @@ LAYOUTS = {
     "distributed dp2 pp2": Layout(world=4, pp=2, microbatches=2, optimizer=BF16),
     "one": Layout(),
     "tp2": Layout(world=2, tp=2),
+    "pp2": Layout(world=2, pp=2, microbatches=2),
 }
 Parts = list[tuple[str, tuple[int, ...], Tensor]]
 """Names in the unsplit model, where a part begins in it, and the part."""
@@ -55,6 +56,13 @@ class Language(L.LightningModule):
         decayed = [p for p in self.parameters() if p.dim() > 1]
         rest = [p for p in self.parameters() if p.dim() <= 1]
         return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": rest}], lr=0.01)
+
+
+class Factored(Language):
+    """Its optimizer keeps means of rows and of columns of a matrix, and takes whole matrices alone."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters(), lr=0.01)
 
 
 class State(L.Callback):
@@ -86,7 +94,15 @@ def parts(trainer: L.Trainer) -> Parts:
     return [(name, p.box.offsets, p.tensor.detach().clone()) for name, held in pieces.items() for p in held]
 
 
-def run(layout: Layout, precision: str, folder: Path, resumes: str, saves: str, is_after: bool) -> tuple[Parts, Parts]:
+def run(
+    layout: Layout,
+    precision: str,
+    folder: Path,
+    resumes: str,
+    saves: str,
+    is_after: bool,
+    module: type[Language] = Language,
+) -> tuple[Parts, Parts]:
     # Three batches, an epoch: from its end a checkpoint resumes on any number of replicas, whatever the loader.
     tokens = torch.randint(0, 37, (12, 9), generator=torch.Generator().manual_seed(0))
     loader = DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=4)
@@ -99,7 +115,7 @@ def run(layout: Layout, precision: str, folder: Path, resumes: str, saves: str, 
 
     options = {"max_steps": 4 if resumes else 3, "max_epochs": -1}
     trainer = make_trainer(layout, precision=precision, callbacks=[state, Saves()], **options)
-    trainer.fit(Language(), loader, ckpt_path=folder / resumes if resumes else None)
+    trainer.fit(module(), loader, ckpt_path=folder / resumes if resumes else None)
     if saves and is_after:
         trainer.save_checkpoint(folder / saves)
     return state.at_start, state.at_end
@@ -152,6 +168,17 @@ def test_whole_states_are_resumed_in_shards(first: str, precision: str, tmp_path
     saved = joined([ended for _, ended in go(first, precision, tmp_path, "", "saved.ckpt", False)])
     for layout in ("distributed dp3", "distributed dp2 tp2"):
         require_same(joined([began for began, _ in go(layout, precision, tmp_path, "saved.ckpt", "", False)]), saved)
+
+
+@pytest.mark.parametrize(("first", "second"), [("distributed dp2", "pp2"), ("pp2", "distributed dp3")])
+def test_states_of_another_shape_than_their_weight_are_resumed_where_none_is_cut(
+    first: str, second: str, tmp_path: Path
+) -> None:
+    saved = joined([ended for _, ended in go(first, "32-true", tmp_path, "", "saved.ckpt", False, Factored)])
+    rows = {name.rpartition(".")[0] for name in saved if name.endswith("row_var")}
+    assert len(rows) == sum(name.startswith("model.") and t.dim() > 1 for name, t in saved.items())
+    resumed = go(second, "32-true", tmp_path, "saved.ckpt", "", False, Factored)
+    require_same(joined([began for began, _ in resumed]), saved)
 
 
 def plain_file(folder: Path) -> None:

@@ -1,0 +1,48 @@
+"""Attention of whole sequences by Transformer Engine, which takes cuDNN's or flash attention's kernel, in 16 bits.
+
+It has no parameters and keeps no amaxes: the recipe leaves attention out of FP8. What Transformer Engine would lay out
+at full size, S^2 scores for each head, goes to torch's kernels: other dtypes than those of 16 bits, and heads that some
+GPU which knows float8 has no kernel for.
+
+B batch, A query heads here, G key-value groups here, S sequence, D head size.
+"""
+
+from torch import Tensor, nn
+
+from lightning_megatron.precision import fp8
+from lightning_megatron.transformer.attention import SelfAttention
+from lightning_megatron.transformer.whole_attention import WholeAttention
+from lightning_megatron.transformer.window import Masks
+
+# Of cuDNN's attention on GPUs of compute capability 8.9. Source: cuDNN frontend documentation, scaled dot product
+# attention, support surface.
+_HEAD_DIM_STEP = 8
+_LARGEST_HEAD_DIM = 128
+
+
+class EngineAttention:
+    """Computes what a layer's attention did by torch; what stands in its place until then does the rest."""
+
+    def __init__(self, attention: SelfAttention) -> None:
+        self._otherwise: WholeAttention = attention.whole
+        heads, tp = attention.heads, attention.tp
+        self._has_kernel = heads.head_dim % _HEAD_DIM_STEP == 0 and heads.head_dim <= _LARGEST_HEAD_DIM
+        self._engine: nn.Module = fp8.attention(
+            # Where tp has more ranks than groups, a rank has one group of its own among those of all ranks.
+            heads.num_heads * tp.size,
+            heads.head_dim,
+            num_groups=heads.num_groups * tp.size,
+            is_causal=attention.view.is_causal,
+            window=attention.view.window,
+            tp=tp,
+            sp=attention.qkv.sp,
+            qkv_format="bshd",
+            softmax_scale=attention.scale,
+        )
+
+    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, masks: Masks) -> Tensor:
+        if not self._has_kernel or queries.dtype.itemsize != 2:
+            return self._otherwise(queries, keys, values, masks)
+        attended_BSC = self._engine(*(x.transpose(1, 2) for x in (queries, keys, values)))
+        attended: Tensor = attended_BSC.unflatten(-1, (queries.shape[1], -1)).transpose(1, 2)
+        return attended

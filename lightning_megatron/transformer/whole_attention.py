@@ -1,0 +1,39 @@
+"""Who computes attention of whole sequences, all of whose tokens are here, without a bias or dropout: a value that a
+`SelfAttention` holds.
+
+    TorchAttention     torch's kernels                 everywhere
+    EngineAttention    Transformer Engine's kernels    layers that multiply in FP8 by that engine (`engine_attention`)
+
+B batch, A query heads here, G key-value groups here, S sequence, D head size.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from lightning_megatron.context.layout import View
+from lightning_megatron.transformer.fused import fused_attention
+from lightning_megatron.transformer.window import Masks, attend_in_window
+
+
+class WholeAttention(Protocol):
+    """Attention of queries [B, A, S, D] to keys and values [B, G, S, D]: [B, A, S, D]."""
+
+    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, masks: Masks) -> Tensor:
+        """`masks` keeps what several layers of a call may share."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchAttention:
+    """Torch's own."""
+
+    view: View
+    scale: float
+    # of scores
+
+    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, masks: Masks) -> Tensor:
+        if 0 < self.view.window < queries.shape[2]:
+            return attend_in_window(queries, keys, values, self.view.window, masks)
+        return fused_attention(queries, keys, values, is_causal=self.view.is_causal, scale=self.scale)
