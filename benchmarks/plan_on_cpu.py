@@ -189,6 +189,8 @@ def predicted(mode: str, rates: dict[str, float]) -> float:
     products = rates["tensor_products" if tp > 1 else "products"]
     processor = Gpu(
         name="this processor",
+        # A family of which no constant takes anything away from what was measured.
+        family="ampere",
         memory_gb=8,
         memory_tb_per_second=rates["memory"] / TERA,
         half_tflops=products / TERA,
@@ -196,7 +198,9 @@ def predicted(mode: str, rates: dict[str, float]) -> float:
         pcie_gb_per_second=rates.get("sequence_link" if sizes.sequence_parallel else "link", GIGA) / GIGA,
     )
     constants = Constants(
-        blackwell_share=1.0,
+        ampere_share=1.0,
+        flash_edge=0.0,
+        moved_backward=2.0,
         edge=0.0,
         second_flash_share=rates["attention"] / products,
         layer_seconds=0.0,

@@ -15,7 +15,7 @@ from typing import Any
 from lightning_megatron.mesh import Sizes, StageLayout
 from lightning_megatron.models import BertConfig, GPTConfig, T5Config
 from lightning_megatron.moe.config import MoEConfig, RouterConfig
-from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.optim.config import GradientDtype, OptimizerConfig
 from lightning_megatron.planner.anatomy import Anatomy, Model, Texts, anatomy_of
 from lightning_megatron.planner.flops import (
     BY_PARAMETERS,
@@ -26,11 +26,12 @@ from lightning_megatron.planner.flops import (
 )
 from lightning_megatron.planner.hardware import Gpu, gpu_of
 from lightning_megatron.planner.run import Run
-from lightning_megatron.planner.software import FULLY_SHARDED, MEGATRON, SHARDED_BETWEEN_PASSES, Software
+from lightning_megatron.planner.software import FULLY_SHARDED, MEGATRON, SHARDED_BETWEEN_PASSES, Hiding, Software
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
 ROWS = Path(__file__).resolve().parents[1] / "tests" / "planner" / "published_runs.json"
+LATER_ROWS = ROWS.with_name("later_runs.json")
 Row = Mapping[str, Any]
 
 GPUS = {
@@ -107,6 +108,15 @@ class Planned:
 def rows() -> tuple[dict[str, Any], ...]:
     """All published rows, in order."""
     return tuple(json.loads(ROWS.read_text(encoding="utf-8")))
+
+
+@lru_cache(maxsize=1)
+def later_rows() -> tuple[dict[str, Any], ...]:
+    """Rows of a release that came after all of those: constants were never fitted on them, nor formulas chosen by them.
+
+    All of its rows but those in four bits and those of DeepSeek-V3, which the package has not.
+    """
+    return tuple(json.loads(LATER_ROWS.read_text(encoding="utf-8")))
 
 
 def stated_recompute(row: Row) -> RecomputeConfig:
@@ -294,9 +304,10 @@ def _planned(row: Row, name: str) -> Planned | str:
         fp8=Fp8Config() if is_fp8 else None,
         recompute=_recompute(recompute, is_old),
         optimizer=OptimizerConfig(
-            kind="distributed" if year >= 2022 and software is MEGATRON else "replicated",
-            overlap_grad_reduce=year >= 2023,
-            overlap_param_gather=year >= 2023 and software is MEGATRON,
+            kind="distributed" if year >= 2022 and software.name == MEGATRON.name else "replicated",
+            grad_dtype=_grad_dtype(source),
+            overlap_grad_reduce=year >= 2023 or "README 2020" in source,
+            overlap_param_gather=year >= 2023 and software.name == MEGATRON.name,
         ),
         schedule_name=_schedule(str(row.get("schedule") or ""), vp),
         software=software,
@@ -368,21 +379,45 @@ def _recompute(text: str, is_old: bool) -> RecomputeConfig:
 
 
 def _software(row: Row) -> Software:
-    fsdp = str(row.get("fsdp") or "")
+    fsdp, precision = str(row.get("fsdp") or ""), str(row.get("precision"))
     if fsdp == "SHARD_GRAD_OP":
         return replace(SHARDED_BETWEEN_PASSES, logit_bytes=2)
     if fsdp == "True" or (fsdp.isdigit() and int(fsdp) > 1):
-        return replace(MEGATRON, name="Megatron Core, fully sharded", shards_weights="always")
-    if "compile" in str(row.get("precision")):
-        return COMPILED
+        return replace(_megatron(row), name="Megatron Core, fully sharded", shards_weights="always")
     if fsdp == "FSDP2":
-        return TITAN
+        again = (
+            ""
+            if "op-level" not in str(row.get("recompute"))
+            else "products"
+            if "float8" in precision
+            else "second products"
+        )
+        titan = COMPILED if "compile" in precision else TITAN
+        is_async = "AsyncTP" in str(row.get("note"))
+        return replace(titan, runs_again=again, hides_tensor="forward" if is_async else "nowhere")
     if fsdp == "FULL_SHARD":
         # Its loss works in the place of the logits, in 16 bits.
         return replace(FULLY_SHARDED, logit_bytes=2)
     if fsdp == "ZeRO-3":
         return FULLY_SHARDED
-    return MEGATRON
+    return _megatron(row)
+
+
+# Where gradients were summed over replicas in 16 bits: Megatron-LM before it had them in float32 (2021), llm-foundry
+# (mixed precision PURE), and the recipes of NeMo, Megatron-Bridge and Megatron-LM (`grad_reduce_in_fp32=False`).
+_NARROW_GRADIENTS = ("README 2020", "llm-foundry", "DGXC", "NVIDIA/NeMo", "Megatron-Bridge", "Megatron-LM examples")
+
+
+def _grad_dtype(source: str) -> GradientDtype:
+    return "bfloat16" if any(name in source for name in _NARROW_GRADIENTS) else "float32"
+
+
+def _megatron(row: Row) -> Software:
+    """Behind which products messages of tp travelled, and what goes between stages in DeepSpeed."""
+    source = str(row["source"])
+    year = _year(source)
+    hides: Hiding = "nowhere" if year <= 2021 else "backward" if year == 2022 else "everywhere"
+    return replace(MEGATRON, hides_tensor=hides, splits_hops="MT-NLG" not in source)
 
 
 def _schedule(text: str, vp: int) -> Any:
@@ -403,6 +438,7 @@ _YEARS = (
     ("25.09", 2025),
     ("v25", 2025),
     ("v26", 2026),
+    ("26.02 NeMo", 2026),
     ("main:", 2026),
 )
 

@@ -1,4 +1,4 @@
-"""The constants of the time model, each of which means something; their values are fitted and lie in a file.
+"""The constants of the time model, each of which means something; all but a few are fitted and lie in a file.
 
 `benchmarks/fit_planner.py` writes `constants.json` from published runs: the values, and of which rows they are.
 """
@@ -11,52 +11,59 @@ from typing import Any
 
 from lightning_megatron.planner.software import AttentionKernel
 
-FAMILIES = ("volta", "ampere", "hopper", "blackwell")
+GIVEN = ("flash_edge", "moved_backward")
+"""Those that are not fitted: a publication or arithmetic says them."""
+
+_YOUNGER = {"volta": 0, "ampere": 0, "ada": 0, "hopper": 1}
+# Generations after Ampere; Ada multiplies by the same instructions. An unknown family counts as the newest, Blackwell.
+_KEPT_SHARE = 0.56
+"""What a kernel written for Ampere keeps of its share of the matmul ceiling, a generation later. Source: Dao, arXiv
+2307.08691, section 4.1: FlashAttention-2 reaches 205 TFLOP/s on A100 and 335 on H100, of ceilings of 271 and 795."""
+_FIRST_SHARE = 0.5
+"""What the first kernels reach of FlashAttention-2. Source: the same, abstract: it is twice as fast."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
     """Shares are of what `gpus.json` says; seconds are of one thing."""
 
-    volta_share: float = 0.85
-    # of the measured matmul ceiling that a large product of a training step reaches, in 16 bits
     ampere_share: float = 0.85
-    # the same of another family
+    # of the measured matmul ceiling that a large product of a training step reaches in 16 bits, here and on Volta
     hopper_share: float = 0.85
-    # the same
-    blackwell_share: float = 0.85
-    # the same
-    hopper_fp8_share: float = 0.75
+    # the same of another family
+    hopper_fp8_share: float = 0.85
     # the same of products in FP8
-    blackwell_fp8_share: float = 0.75
-    # the same
-    edge: float = 100.0
+    blackwell_share: float = 0.75
+    # the same of another family, in either precision: power bounds both
+    edge: float = 200.0
     # a product takes 1 + edge (1/M + 1/N + 1/K) times as long: tiles that are not full, pipelines that fill
-    grouped_edge: float = 200.0
+    grouped_edge: float = 300.0
     # the same of the products of experts, M being the rows of one
-    first_flash_share: float = 0.4
-    # of the matmul ceiling in 16 bits that attention in one kernel reaches, with the first such kernels
-    first_flash_hopper_share: float = 0.25
-    # the same on GPUs that are younger than these kernels
-    second_flash_share: float = 0.45
-    # the same of FlashAttention-2
-    vendor_flash_share: float = 0.75
-    # the same of the vendor's kernel
+    second_flash_share: float = 0.75
+    # of the matmul ceiling in 16 bits that FlashAttention-2 reaches on Ampere with many keys
+    vendor_flash_share: float = 0.65
+    # the same of the vendor's kernel, on any family
+    flash_edge: float = 330.0
+    # attention in one kernel takes 1 + flash_edge / keys times as long. Source: Shah et al., arXiv 2407.08608, figure
+    # 5: causal, heads of 128, 512 to 16,384 tokens: 191 to 335 TFLOP/s of FlashAttention-2, 315 to 539 of the vendor's
     laid_out_share: float = 0.4
     # the same of the two products of attention that lays its weights out
-    traffic: float = 1.5
+    traffic: float = 1.2
     # elementwise kernels, joined where they can be, read and write so many times the least
-    unfused_traffic: float = 2.5
+    unfused_traffic: float = 2.0
     # the same where each is by itself
+    moved_backward: float = 1.4
+    # what elementwise kernels of a layer move in a backward, over what they move in a forward: a norm and a sum 6 over
+    # 5, an activation 5 over 3, with a gate 3 over 2
     cast_traffic: float = 1.5
     # FP8 casts the same
     layer_seconds: float = 2.0e-4
     # that the host needs to start the forward of a layer; no layer is faster
-    link_share: float = 0.7
+    link_share: float = 0.8
     # of the link within a node that collectives reach
-    network_share: float = 0.7
+    network_share: float = 0.8
     # of a network port that collectives reach
-    exchange_share: float = 0.5
+    exchange_share: float = 0.9
     # of a network port that an all-to-all reaches
     link_seconds: float = 8.0e-6
     # of a message within a node, however small
@@ -64,13 +71,13 @@ class Constants:
     # of a message between nodes
     hop_seconds: float = 5.0e-5
     # of a message between stages, beyond its bytes: the call, and both ends finding each other
-    exposed_tensor: float = 0.7
+    exposed_tensor: float = 0.3
     # of the messages of tp in the backward, what is not hidden behind the gradient of weights
     exposed_hop: float = 0.5
     # of messages between stages, what a rank waits for
     exposed_gather: float = 0.3
     # of weights and gradients that travel behind compute, what slows it down
-    routing_seconds: float = 2.0e-4
+    routing_seconds: float = 6.0e-4
     # of finding the way of tokens to experts, a layer
     step_seconds: float = 0.03
     # of a step, outside of forwards, backwards and what is counted here
@@ -79,15 +86,18 @@ class Constants:
 
     def product_share(self, family: str, *, is_fp8: bool) -> float:
         """Of a family of GPUs; an unknown one counts as the newest."""
-        known = family if family in FAMILIES else "blackwell"
-        name = f"{known}_fp8_share" if is_fp8 else f"{known}_share"
-        return float(getattr(self, name, self.blackwell_fp8_share))
+        if family in ("volta", "ampere"):
+            return self.ampere_share
+        if family == "hopper":
+            return self.hopper_fp8_share if is_fp8 else self.hopper_share
+        return self.blackwell_share
 
-    def flash_share(self, family: str, kernel: AttentionKernel) -> float:
-        """Of the matmul ceiling that attention in one kernel reaches."""
-        if kernel == "first":
-            return self.first_flash_share if family in ("volta", "ampere") else self.first_flash_hopper_share
-        return self.second_flash_share if kernel == "second" else self.vendor_flash_share
+    def attention_share(self, family: str, kernel: AttentionKernel) -> float:
+        """Of the matmul ceiling in 16 bits that attention in one kernel reaches with many keys."""
+        if kernel == "vendor":
+            return self.vendor_flash_share
+        kept = self.second_flash_share * _KEPT_SHARE ** _YOUNGER.get(family, 2)
+        return kept * _FIRST_SHARE if kernel == "first" else kept
 
 
 @lru_cache(maxsize=1)
@@ -96,4 +106,5 @@ def fitted() -> Constants:
     record: dict[str, Any] = json.loads(
         resources.files(__package__).joinpath("constants.json").read_text(encoding="utf-8")
     )
-    return Constants(**{field.name: float(record["values"][field.name]) for field in fields(Constants)})
+    names = (field.name for field in fields(Constants) if field.name not in GIVEN)
+    return Constants(**{name: float(record["values"][name]) for name in names})

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.planner.constants import Constants
 from lightning_megatron.planner.hardware import Gpu
-from lightning_megatron.planner.network import Group, exchange_seconds, gather_seconds, ring_hop_seconds
+from lightning_megatron.planner.network import Group, exchange_seconds, gather_seconds, hop_seconds
 
 # What attention gave so far and what it gives now are read, and their sum is written: in float32 beside 16 bits.
 _MERGED = 5
@@ -57,7 +57,7 @@ def context_seconds(
     if sizes.cp_exchange == "all_gather":
         gather = gather_seconds(outer.size * shared.key_bytes, outer, gpu, constants)
         return waited + max(gather - each, 0.0) + gather_seconds(outer.size * gradients, outer, gpu, constants)
-    hop = ring_hop_seconds(shared.key_bytes + gradients, outer, gpu, constants)
+    hop = hop_seconds(shared.key_bytes + gradients, outer, gpu, constants)
     merge = _MERGED * shared.query_bytes / gpu.memory_bytes_per_second
-    home = ring_hop_seconds(gradients, outer, gpu, constants)
+    home = hop_seconds(gradients, outer, gpu, constants)
     return waited + (outer.size - 1) * (max(hop - each, 0.0) + merge) + home

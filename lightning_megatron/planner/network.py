@@ -64,20 +64,11 @@ def exchange_seconds(num_bytes: float, group: Group, gpu: Gpu, constants: Consta
     return max(inside, outside / constants.exchange_share) + _start(group, gpu, constants)
 
 
-def ring_hop_seconds(num_bytes: float, group: Group, gpu: Gpu, constants: Constants) -> float:
-    """Until every rank of a ring has so many bytes of the one before it: as long as the slowest hop takes."""
+def hop_seconds(num_bytes: float, group: Group, gpu: Gpu, constants: Constants) -> float:
+    """Until each rank of a ring or a pipeline has so many bytes of the one before: as long as the slowest hop takes."""
     if group.size == 1 or num_bytes == 0:
         return 0.0
     if group.is_on_one_node(gpu):
-        return num_bytes / (gpu.link_bytes_per_second * constants.link_share) + constants.link_seconds
-    return num_bytes / (gpu.network_bytes_per_second * constants.network_share) + constants.network_seconds
-
-
-def hop_seconds(num_bytes: float, group: Group, gpu: Gpu, constants: Constants) -> float:
-    """Of a message to the next rank of a group."""
-    if group.size == 1:
-        return 0.0
-    if group.stride < gpu.gpus_per_node:
         return num_bytes / (gpu.link_bytes_per_second * constants.link_share) + constants.link_seconds
     return num_bytes / (gpu.network_bytes_per_second * constants.network_share) + constants.network_seconds
 

@@ -11,6 +11,12 @@ Sharding = Literal["none", "between_passes", "always"]
 """When replicas hold their own part of the weights alone: never; but from a step's first forward to its last backward;
 or gathering each layer before its forward and its backward."""
 
+Hiding = Literal["nowhere", "forward", "backward", "everywhere"]
+"""Behind which passes' products messages of tensor parallelism travel."""
+
+Again = Literal["", "second products", "products"]
+"""What a backward runs again whatever a run says, beside elementwise kernels: every second product, or each."""
+
 AttentionKernel = Literal["first", "second", "vendor"]
 """That of the first open source ones (2022), that of FlashAttention-2, which torch has, or the GPU vendor's own."""
 
@@ -39,6 +45,12 @@ class Software:
     # neighbouring elementwise kernels are one, by hand or by a compiler
     attention: AttentionKernel = "second"
     # where attention runs in one kernel
+    hides_tensor: Hiding = "backward"
+    # behind products: messages of tp
+    splits_hops: bool = False
+    # what goes to the next stage goes once, and tp gathers it there, where each of its ranks would send all of it
+    runs_again: Again = ""
+    # in a backward
 
 
 OURS = Software(name="lightning_megatron", widens_norms=True, counts_work=True)
@@ -50,8 +62,10 @@ MEGATRON = Software(
     ring_gradient_bytes=2,
     is_fused=True,
     attention="vendor",
+    splits_hops=True,
 )
-"""Source: Korthikanti et al., arXiv 2205.05198, section 4.1: softmax 2, mask 1, dropped weights 2."""
+"""Sources: Korthikanti et al., arXiv 2205.05198, section 4.1: softmax 2, mask 1, dropped weights 2; Narayanan et al.,
+arXiv 2104.04473, section 4.1: what goes between stages is scattered and gathered."""
 
 FULLY_SHARDED = Software(name="fully sharded data parallel", shards_weights="always", attention="first")
 """Source: Rajbhandari et al., arXiv 1910.02054, section 5.3 (ZeRO, stage 3)."""

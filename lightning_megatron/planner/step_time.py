@@ -26,6 +26,12 @@ from lightning_megatron.planner.work import Work, work_of
 _FLASH_BACKWARD = 2.5
 # Bytes a frozen weight that a product in 16 bits reads and writes to cast it.
 _CAST_BYTES = 6
+# Numbers of a pair of tokens and a head where weights are laid out, beside one byte of a mask. Forward: scores are
+# written, softmax reads and writes, its dropout reads and writes, and a product reads. Backward: a gradient is written,
+# dropout reads it and writes, softmax reads that and its output and writes, and three products read.
+_PAIR_NUMBERS, _PAIR_BACKWARD_NUMBERS = 6, 9
+# What a head's elementwise kernels move in a backward, over a forward: casts of logits are written and read as well.
+_HEAD_BACKWARD = 2.0
 # Bytes a weight that an optimizer's step reads and writes: main weight, two moments, gradient, low weight.
 _STEP_BYTES = 30
 
@@ -114,10 +120,11 @@ def _passes(run: Run, rank: int, gpu: Gpu, constants: Constants) -> tuple[Pass, 
                     exposed[place][axis] = exposed[place].get(axis, 0.0) + count * seconds
     sp = run.sizes.tp if run.sizes.sequence_parallel else 1
     if run.sizes.pp > 1:
-        tokens = run.micro_batch_size * run.anatomy.tokens / run.sizes.cp / sp
-        hop = hop_seconds(
-            tokens * run.model.hidden_size * run.bytes_per_element, groups_of(run.sizes)["pp"], gpu, constants
-        )
+        tokens = run.micro_batch_size * run.anatomy.tokens / run.sizes.cp
+        num_bytes, groups = tokens * run.model.hidden_size * run.bytes_per_element, groups_of(run.sizes)
+        hop = hop_seconds(num_bytes / (run.sizes.tp if run.software.splits_hops else sp), groups["pp"], gpu, constants)
+        if run.software.splits_hops and sp < run.sizes.tp:
+            hop += gather_seconds(num_bytes, groups["tp"], gpu, constants)
         for waited in exposed:
             waited["pp"] = (constants.exposed_hop * hop + constants.hop_seconds) * run.sizes.vp
     if run.software.shards_weights != "none":
@@ -135,10 +142,14 @@ def _piece_passes(run: Run, piece: Piece, work: Work, gpu: Gpu, constants: Const
     # Filling and draining takes no less time where the product between is faster.
     edges = constants.edge * work.edge_flops + constants.grouped_edge * work.grouped_edge_flops
     product = work.product_flops / rate + (edges + work.head_flops) / half_rate
-    share = constants.flash_share(gpu.family, run.software.attention)
-    flash, laid_out = work.flash_flops / (half * share), work.laid_out_flops / (half * constants.laid_out_share)
-    traffic = constants.traffic if run.software.is_fused else constants.unfused_traffic
+    share = constants.attention_share(gpu.family, run.software.attention)
+    flash = (work.flash_flops + constants.flash_edge * work.flash_edge_flops) / (half * share)
+    laid_out = work.laid_out_flops / (half * constants.laid_out_share)
+    # What a head reads and writes is counted kernel by kernel.
+    is_joined = run.software.is_fused or not work.num_layers
+    traffic = constants.traffic if is_joined else constants.unfused_traffic
     moved = traffic * work.moved_bytes / gpu.memory_bytes_per_second
+    pairs = constants.traffic * work.num_pairs / gpu.memory_bytes_per_second
     casts = constants.cast_traffic * work.cast_bytes / gpu.memory_bytes_per_second if is_fp8 else 0.0
     moved += constants.traffic * work.path_bytes / gpu.memory_bytes_per_second
     # Weights that have no main weights stay wide, and each product casts its own.
@@ -147,16 +158,21 @@ def _piece_passes(run: Run, piece: Piece, work: Work, gpu: Gpu, constants: Const
     paths = work.path_flops + constants.edge * work.path_edge_flops
     paths /= half_rate
     least = constants.layer_seconds * work.num_layers
-    forward = max(product + flash + laid_out + moved + casts + lowered + paths, least)
+    width = run.bytes_per_element
+    scored = laid_out + (_PAIR_NUMBERS * width + 1) * pairs
+    forward = max(product + flash + scored + moved + casts + lowered + paths, least)
     messages = _messages(run, work, gpu, constants)
-    exposed = messages | _context(run, work, flash + laid_out, gpu, constants, is_backward=False)
+    hides = run.software.hides_tensor
+    exposed = _unhidden_tensor(messages, hides in ("forward", "everywhere"), constants)
+    exposed |= _context(run, work, flash + laid_out, gpu, constants, is_backward=False)
     if not piece.passes_gradient and not piece.is_trained:
         return Pass(compute=forward, exposed=exposed), Pass()
     num_products = piece.passes_gradient + piece.is_trained
-    attended = _FLASH_BACKWARD * flash + 2 * laid_out
-    backward = num_products * product + 2 * (moved + casts + paths)
+    attended = _FLASH_BACKWARD * flash + 2 * laid_out + (_PAIR_BACKWARD_NUMBERS * width + 1) * pairs
+    backward = num_products * product + 2 * (casts + paths)
+    backward += (constants.moved_backward if work.num_layers else _HEAD_BACKWARD) * moved
     backward = max(backward + (attended + lowered if piece.passes_gradient else 0.0), least)
-    later = {axis: seconds * (constants.exposed_tensor if axis == "tp" else 1.0) for axis, seconds in messages.items()}
+    later = _unhidden_tensor(messages, hides in ("backward", "everywhere"), constants)
     later |= _context(run, work, attended, gpu, constants, is_backward=True)
     recompute = run.recompute
     if recompute.granularity == "full" and work.num_layers:
@@ -164,11 +180,19 @@ def _piece_passes(run: Run, piece: Piece, work: Work, gpu: Gpu, constants: Const
         later = {axis: seconds + exposed[axis] for axis, seconds in later.items()}
     elif recompute.granularity == "selective" and work.num_layers:
         if "core_attention" in recompute.parts:
-            backward += laid_out
+            backward += scored
         if ("moe" if work.num_expert_layers else "mlp") in recompute.parts:
             backward += product * work.mlp_flops / work.product_flops
             later["ep"] = later.get("ep", 0.0) + messages.get("ep", 0.0)
+    if recompute.granularity != "full" and work.num_layers and run.software.runs_again:
+        again = work.second_flops / work.product_flops if run.software.runs_again == "second products" else 1.0
+        backward += again * product + moved + casts
     return Pass(compute=forward, exposed=exposed), Pass(compute=backward, exposed=later)
+
+
+def _unhidden_tensor(messages: Mapping[str, float], is_hidden: bool, constants: Constants) -> dict[str, float]:
+    share = constants.exposed_tensor if is_hidden else 1.0
+    return {axis: seconds * (share if axis == "tp" else 1.0) for axis, seconds in messages.items()}
 
 
 def _messages(run: Run, work: Work, gpu: Gpu, constants: Constants) -> dict[str, float]:
@@ -176,7 +200,10 @@ def _messages(run: Run, work: Work, gpu: Gpu, constants: Constants) -> dict[str,
     groups = groups_of(run.sizes)
     waited: dict[str, float] = {}
     if work.num_tensor_messages:
-        each = gather_seconds(work.tensor_bytes / work.num_tensor_messages, groups["tp"], gpu, constants)
+        # Half of the messages are gathers, and what they gather for products in FP8 is cast before.
+        is_cast = run.fp8 is not None and run.sizes.sequence_parallel and work.num_layers > 0
+        width = (1 + 1 / run.bytes_per_element) / 2 if is_cast else 1.0
+        each = gather_seconds(width * work.tensor_bytes / work.num_tensor_messages, groups["tp"], gpu, constants)
         waited["tp"] = work.num_tensor_messages * each
     if work.num_expert_layers:
         waited["ep"] = constants.routing_seconds + 2 * exchange_seconds(
@@ -209,7 +236,7 @@ def _gathered_seconds(run: Run, rank: int, totals: list[float], gpu: Gpu, consta
     groups = groups_of(run.sizes)
     gather = gather_seconds(2 * dense, groups["replicas"], gpu, constants)
     gather += gather_seconds(2 * experts, groups["edp"], gpu, constants)
-    scatter = 2 * gather
+    scatter = gather * (2 if run.optimizer.grad_dtype == "float32" else 1)
     is_always = run.software.shards_weights == "always"
     sent = gather if is_always else gather / run.schedule.microbatches, scatter + (gather if is_always else 0.0)
     waits = []

@@ -27,10 +27,14 @@ class Work:
     # of products that are never in FP8
     flash_flops: float = 0.0
     # of attention in one kernel
+    flash_edge_flops: float = 0.0
+    # the same, over the keys that a query sees in one call
     laid_out_flops: float = 0.0
     # of attention that lays its weights out
     moved_bytes: float = 0.0
     # that elementwise kernels read and write at least
+    num_pairs: float = 0.0
+    # of tokens and heads, of which attention lays weights out
     cast_bytes: float = 0.0
     # of inputs of products, which FP8 casts
     tensor_bytes: float = 0.0
@@ -47,6 +51,8 @@ class Work:
     # of rows that etp gathers and scatters
     mlp_flops: float = 0.0
     # of `product_flops` those of the feed-forward network
+    second_flops: float = 0.0
+    # of them every second product, where queries, keys, values, gate and up are one each
     path_flops: float = 0.0
     # of low-rank paths, which are never in FP8
     path_edge_flops: float = 0.0
@@ -126,12 +132,14 @@ def _layer(layer: Layer, sizes: Sizes, micro_batch: int, width: int) -> Work:
         moved += 2 * tokens * (query + keys) / tp * width
     attention = _attention(layer, streams, cp, tp)
     laid_out = attention if config.attention_dropout > 0 else 0.0
+    pairs = 0.0
     if laid_out:
         pairs = streams * layer.sequence / cp * (layer.sequence + layer.memory) * config.num_attention_heads / tp
-        # Scores written, softmax read and written, its dropout read and written, read again.
-        moved += pairs * (6 * width + 1)
-    casts = sum(rows * inner for rows, inner, _ in products)
     num_attention_products = len(products)
+    # What tp gathers is cast before it travels.
+    casts = tokens / sp * hidden + tokens * query / tp
+    if layer.memory:
+        casts += (tokens + memory) / sp * hidden + tokens * query / tp
     grouped: list[tuple[float, float, float]] = []
     expert_bytes = expert_tensor_bytes = 0.0
     gates = 2 if config.is_gated else 1
@@ -155,6 +163,7 @@ def _layer(layer: Layer, sizes: Sizes, micro_batch: int, width: int) -> Work:
             wide = moe.shared_ffn_hidden_size / tp
             products += [(tokens, hidden, gates * wide), (tokens, wide, hidden)]
             moved += tokens * wide * (gates + 1) * width
+            casts += tokens * (hidden / sp + wide)
         else:
             num_gathers -= 2
     else:
@@ -162,17 +171,24 @@ def _layer(layer: Layer, sizes: Sizes, micro_batch: int, width: int) -> Work:
         wide = config.ffn_hidden_size / tp
         products += [(tokens, hidden, gates * wide), (tokens, wide, hidden)]
         moved += tokens * wide * (gates + 1) * width
-        casts += tokens * (hidden + wide)
+        casts += tokens * (hidden / sp + wide)
     own_flops = [2 * m * n * k for m, k, n in products]
     grouped_flops = own * sum(2 * m * n * k for m, k, n in grouped)
-    edges = sum(2 * m * n * k * (1 / m + 1 / n + 1 / k) for m, k, n in products)
+    edges, grouped_edges = (sum(2 * (m * n + n * k + k * m) for m, k, n in some) for some in (products, grouped))
+    # Queries, keys, values, output, gate, up, down.
+    features = 0 if grouped else config.ffn_hidden_size
+    singles = [query, keys, keys, query, *[features] * gates, features]
+    keys_of_all = layer.sequence + layer.memory
+    seen = min(layer.window or keys_of_all, keys_of_all) / (sizes.cp // sizes.cp_inner if cp > 1 else 1)
     return Work(
         product_flops=sum(own_flops) + grouped_flops,
         edge_flops=edges,
-        grouped_edge_flops=own * sum(2 * m * n * k * (1 / m + 1 / n + 1 / k) for m, k, n in grouped),
+        grouped_edge_flops=own * grouped_edges,
         flash_flops=attention - laid_out,
+        flash_edge_flops=(attention - laid_out) / seen,
         laid_out_flops=2 * laid_out if layer.is_causal else laid_out,
         moved_bytes=moved,
+        num_pairs=pairs,
         cast_bytes=3 * casts,
         tensor_bytes=num_gathers * tokens * hidden * width if tp > 1 else 0.0,
         num_tensor_messages=num_gathers if tp > 1 else 0,
@@ -181,6 +197,7 @@ def _layer(layer: Layer, sizes: Sizes, micro_batch: int, width: int) -> Work:
         expert_bytes=expert_bytes,
         expert_tensor_bytes=expert_tensor_bytes,
         mlp_flops=sum(own_flops[num_attention_products:]) + grouped_flops,
+        second_flops=2 * tokens * hidden * sum(singles[1::2]) / tp,
         num_layers=1,
         num_expert_layers=int(layer.has_experts),
     )

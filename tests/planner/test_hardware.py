@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lightning_megatron.metrics.throughput import peak_flops
-from lightning_megatron.planner.constants import FAMILIES, fitted
+from lightning_megatron.planner.constants import fitted
 from lightning_megatron.planner.hardware import gpu_of, gpu_of_device, known_gpus
 
 
@@ -66,7 +66,10 @@ def test_a_file_describes_another_gpu(tmp_path: Path) -> None:
     file.write_text("memory_gb: 64\nmemory_tb_per_second: 3.2\nhalf_tflops: 383\nnvlink_gb_per_second: 50\n")
     gpu = gpu_of(str(file))
     assert (gpu.name, gpu.memory_gb, gpu.gpus_per_node) == ("mine", 64, 8)
-    assert gpu.family not in FAMILIES and 0 < fitted().product_share(gpu.family, is_fp8=False) < 1
+    # One of no family counts as the newest.
+    for is_fp8 in (False, True):
+        assert fitted().product_share(gpu.family, is_fp8=is_fp8) == fitted().product_share("blackwell", is_fp8=is_fp8)
+    assert fitted().attention_share(gpu.family, "second") == fitted().attention_share("blackwell", "second")
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,12 @@ from lightning_megatron.planner.constants import Constants, fitted
 from lightning_megatron.planner.flops import step_flops
 from lightning_megatron.planner.hardware import gpu_of
 from lightning_megatron.planner.memory import rank_memory
-from lightning_megatron.planner.network import Group, exchange_seconds, gather_seconds, groups_of
+from lightning_megatron.planner.network import Group, exchange_seconds, gather_seconds, groups_of, hop_seconds
 from lightning_megatron.planner.presets import PRESETS
 from lightning_megatron.planner.run import Run
+from lightning_megatron.planner.software import FULLY_SHARDED, OURS, AttentionKernel, Hiding
 from lightning_megatron.planner.step_time import StepTime, step_time
+from lightning_megatron.planner.work import Work, work_of
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
@@ -55,7 +57,11 @@ def test_no_product_is_faster_than_the_measured_ceiling() -> None:
         (run_of(recompute=RecomputeConfig(granularity="full")), run_of()),
         (run_of(), run_of(fp8=Fp8Config())),
         (run_of(), run_of(sizes=Sizes(world=64, tp=4, pp=4, vp=5, sequence_parallel=True))),
-        (run_of(sizes=Sizes(world=64, tp=8, pp=2, sequence_parallel=True)), run_of()),
+        # So many samples that bubbles, which are smaller in shorter pipelines, do not decide.
+        (
+            run_of(sizes=Sizes(world=64, tp=8, pp=2, sequence_parallel=True), global_batch_size=1024),
+            run_of(global_batch_size=1024),
+        ),
         (run_of(optimizer=OptimizerConfig(kind="distributed")), run_of()),
         (run_of(global_batch_size=128), run_of()),
         (run_of(recompute=RecomputeConfig(granularity="selective", parts=("mlp",))), run_of()),
@@ -86,6 +92,134 @@ def test_full_recomputation_costs_a_forward() -> None:
     assert head > 0
 
 
+def inner_layer(run: Run, num_layers: int = 20) -> tuple[Work, int]:
+    """What an inner layer does, and how many of them a rank of `run_of()` has."""
+    [piece] = {piece for piece in run.anatomy.pieces if piece.symbol == "t"}
+    return work_of(piece, run.anatomy, run.sizes, run.micro_batch_size, run.bytes_per_element), num_layers
+
+
+def inner_rank(run: Run, **changes: float) -> tuple[float, float]:
+    """Seconds of a forward and of a backward of a rank without ends."""
+    time = step_time(run, H100, replace(CONSTANTS, **changes))
+    return time.forwards[1], time.backwards[1]
+
+
+def test_attention_is_slower_where_a_query_has_few_keys() -> None:
+    run = run_of()
+    work, layers = inner_layer(run)
+    longer = (
+        330
+        / 8192
+        * work.flash_flops
+        / (H100.matmul_flops(is_fp8=False) * CONSTANTS.attention_share("hopper", "second"))
+    )
+    (forward, backward), (even, evenly) = inner_rank(run), inner_rank(run, flash_edge=0.0)
+    assert forward - even == pytest.approx(layers * longer)
+    assert backward - evenly == pytest.approx(2.5 * layers * longer)
+
+
+def test_elementwise_kernels_of_a_backward_move_more_by_a_fixed_share() -> None:
+    run = run_of()
+    work, layers = inner_layer(run)
+    moved = layers * work.moved_bytes / H100.memory_bytes_per_second
+    (forward, backward), (slow, slowly) = (
+        inner_rank(run),
+        inner_rank(run, unfused_traffic=CONSTANTS.unfused_traffic + 1),
+    )
+    assert slow - forward == pytest.approx(moved) and slowly - backward == pytest.approx(1.4 * moved)
+
+
+def test_attention_that_lays_its_weights_out_moves_them_six_times_and_nine_times() -> None:
+    run = run_of(model=replace(LLAMA.model, attention_dropout=0.1))
+    work, layers = inner_layer(run)
+    (forward, backward), (slow, slowly) = inner_rank(run), inner_rank(run, traffic=CONSTANTS.traffic + 1)
+    pairs = layers * work.num_pairs / H100.memory_bytes_per_second
+    assert slow - forward == pytest.approx(13 * pairs) and slowly - backward == pytest.approx(19 * pairs)
+
+
+@pytest.mark.parametrize(
+    ("hides", "passes"),
+    [("nowhere", 2.0), ("forward", 1.3), ("backward", 1.3), ("everywhere", 0.6)],
+)
+def test_messages_of_tensor_parallelism_hide_behind_the_products_that_a_system_has_them_behind(
+    hides: Hiding, passes: float
+) -> None:
+    run = run_of(sizes=Sizes(world=8, tp=8, sequence_parallel=True), software=replace(OURS, hides_tensor=hides))
+    work, layers = inner_layer(run, 80)
+    each = gather_seconds(work.tensor_bytes / 4, Group(size=8), H100, CONSTANTS)
+    # Embedding and head have one each.
+    assert time_of(run).exposed["tp"] == pytest.approx(run.schedule.microbatches * passes * (4 * layers + 2) * each)
+
+
+def test_what_is_gathered_for_products_in_fp8_travels_in_one_byte() -> None:
+    free = replace(CONSTANTS, link_seconds=1e-12)
+    sizes = Sizes(world=8, tp=8, sequence_parallel=True)
+    wide, narrow = (step_time(run_of(sizes=sizes, fp8=fp8), H100, free).exposed["tp"] for fp8 in (None, Fp8Config()))
+    assert narrow / wide == pytest.approx((3 / 4 * 320 + 2) / 322)
+    whole = Sizes(world=8, tp=8)
+    wide, narrow = (step_time(run_of(sizes=whole, fp8=fp8), H100, free).exposed["tp"] for fp8 in (None, Fp8Config()))
+    assert narrow == wide
+
+
+def test_hops_that_are_split_send_once_what_each_rank_would_send() -> None:
+    run = run_of(sizes=Sizes(world=64, tp=4, pp=4))
+    groups, num_bytes = groups_of(run.sizes), 8192 * LLAMA.model.hidden_size * 2
+    split = hop_seconds(num_bytes / 4, groups["pp"], H100, CONSTANTS) + gather_seconds(
+        num_bytes, groups["tp"], H100, CONSTANTS
+    )
+    saved = hop_seconds(num_bytes, groups["pp"], H100, CONSTANTS) - split
+    whole = time_of(run).exposed["pp"] - time_of(replace(run, software=replace(OURS, splits_hops=True))).exposed["pp"]
+    assert whole == pytest.approx(2 * run.schedule.microbatches * CONSTANTS.exposed_hop * saved) and saved > 0
+
+
+def test_a_system_that_runs_products_again_does_so_in_its_backward() -> None:
+    run = run_of()
+    work, layers = inner_layer(run)
+    forward, backward = inner_rank(run)
+    attention = 1 + 330 / 8192
+    attention *= work.flash_flops / (H100.matmul_flops(is_fp8=False) * CONSTANTS.attention_share("hopper", "second"))
+    tensor = 4 * gather_seconds(work.tensor_bytes / 4, groups_of(run.sizes)["tp"], H100, CONSTANTS)
+    hop = hop_seconds(8192 * 8192 * 2 / 4, groups_of(run.sizes)["pp"], H100, CONSTANTS)
+    rest = forward - layers * (attention + tensor) - CONSTANTS.exposed_hop * hop - CONSTANTS.hop_seconds
+    again = {
+        name: inner_rank(replace(run, software=replace(OURS, runs_again=name)))[1] - backward
+        for name in ("products", "second products")
+    }
+    moved = CONSTANTS.unfused_traffic * layers * work.moved_bytes / H100.memory_bytes_per_second
+    assert again["products"] == pytest.approx(rest)
+    share = work.second_flops / work.product_flops
+    assert again["second products"] == pytest.approx(share * (rest - moved) + moved) and 0.3 < share < 0.6
+    full = replace(run, recompute=RecomputeConfig(granularity="full"))
+    assert inner_rank(full) == inner_rank(replace(full, software=replace(OURS, runs_again="products")))
+
+
+def test_sharded_gradients_in_16_bits_are_half_of_the_message() -> None:
+    wide, narrow = (
+        time_of(
+            run_of(
+                sizes=Sizes(world=64),
+                software=FULLY_SHARDED,
+                optimizer=OptimizerConfig(kind="replicated", overlap_grad_reduce=True, grad_dtype=dtype),
+            )
+        ).exposed["dp"]
+        for dtype in ("float32", "bfloat16")
+    )
+    assert narrow < 0.9 * wide
+
+
+def test_attention_keeps_less_of_its_ceiling_on_gpus_younger_than_its_kernel() -> None:
+    def share(family: str, kernel: AttentionKernel) -> float:
+        return CONSTANTS.attention_share(family, kernel)
+
+    assert share("volta", "second") == share("ampere", "second") == share("ada", "second")
+    # Of FlashAttention-2's own figures: TFLOP/s over the ceilings of H100 and A100.
+    kept = (335 / 794.5) / (205 / 271.2)
+    assert share("hopper", "second") / share("ampere", "second") == pytest.approx(kept, abs=0.005)
+    assert share("blackwell", "second") == share("", "second") < share("hopper", "second")
+    assert share("hopper", "first") == share("hopper", "second") / 2
+    assert share("ampere", "vendor") == share("blackwell", "vendor") == CONSTANTS.vendor_flash_share
+
+
 def test_a_group_of_neighbours_shares_a_node_and_one_of_stages_does_not() -> None:
     groups = groups_of(Sizes(world=64, tp=4, pp=4, sequence_parallel=True))
     assert groups["tp"].is_on_one_node(H100) and not groups["pp"].is_on_one_node(H100)
@@ -101,6 +235,15 @@ def test_a_ring_over_nodes_uses_the_ports_of_all_its_ranks_on_a_node() -> None:
     inside = gather_seconds(num_bytes, Group(size=8), H100, free)
     assert alone == pytest.approx(7 / 8 / 50) and paired == pytest.approx(7 / 8 / 100)
     assert inside == pytest.approx(7 / 8 / 450)
+
+
+def test_one_hop_between_nodes_holds_all_stages_up() -> None:
+    free = replace(CONSTANTS, link_share=1.0, network_share=1.0, link_seconds=1e-12, network_seconds=1e-12)
+    assert hop_seconds(1e9, Group(size=4, stride=2), H100, free) == pytest.approx(1 / 450)
+    assert hop_seconds(1e9, Group(size=8, stride=2), H100, free) == pytest.approx(1 / 50)
+    assert hop_seconds(1e9, Group(size=1, stride=8), H100, free) == 0.0
+    # Of 128 ranks in two domains of NVLink.
+    assert hop_seconds(1e9, Group(size=8, stride=16), gpu_of("gb200"), free) == pytest.approx(1 / 50)
 
 
 def test_an_exchange_sends_over_the_network_what_leaves_the_node() -> None:

@@ -1,9 +1,12 @@
 """What ranks do adds up to the FLOPs of the unsplit model, and what they send is what layouts ask for."""
 
+from dataclasses import replace
+
 import pytest
 
 from lightning_megatron.mesh import Sizes
-from lightning_megatron.planner.anatomy import anatomy_of, piece_flops
+from lightning_megatron.models import GPTConfig
+from lightning_megatron.planner.anatomy import Texts, anatomy_of, piece_flops
 from lightning_megatron.planner.presets import PRESETS
 from lightning_megatron.planner.work import Work, work_of
 
@@ -44,6 +47,45 @@ def test_ranks_that_share_a_sequence_exchange_keys_and_values_of_their_part() ->
     assert layer_work(Sizes()).key_bytes == layer_work(Sizes()).query_bytes == 0
     work = layer_work(Sizes(world=8, cp=4, tp=2, sequence_parallel=True))
     assert work.key_bytes == 2 * 2048 * 4 * 128 * 2 and work.query_bytes == 2048 * 16 * 128 * 2
+
+
+def test_inputs_of_products_are_cast_once_and_before_they_are_gathered() -> None:
+    tokens, hidden, ffn = 8192, 4096, 14336
+    assert layer_work(Sizes()).cast_bytes == 3 * tokens * (3 * hidden + ffn)
+    cut = layer_work(Sizes(world=4, tp=4, sequence_parallel=True))
+    assert cut.cast_bytes == 3 * tokens * (3 * hidden + ffn) / 4
+    # Without sequence parallelism each rank has all of what its column-parallel products read.
+    assert layer_work(Sizes(world=4, tp=4)).cast_bytes == 3 * tokens * (2 * hidden + (hidden + ffn) / 4)
+
+
+def test_of_seven_products_every_second_is_of_keys_attention_and_up() -> None:
+    work = layer_work(Sizes())
+    assert work.second_flops == 2 * 8192 * 4096 * (1024 + 4096 + 14336)
+    assert layer_work(Sizes(world=2, tp=2)).second_flops == work.second_flops / 2
+
+
+def test_attention_fills_its_kernel_by_the_keys_of_one_call() -> None:
+    def keys(sizes: Sizes, model: GPTConfig) -> float:
+        anatomy = anatomy_of(model, Texts(sequence=4096))
+        [piece] = {piece for piece in anatomy.pieces if piece.symbol == "t"}
+        work = work_of(piece, anatomy, sizes, 1, 2)
+        return work.flash_flops / work.flash_edge_flops
+
+    plain = GPTConfig(num_layers=2, hidden_size=256, num_attention_heads=4, max_sequence_length=4096, vocab_size=512)
+    assert keys(Sizes(), plain) == pytest.approx(4096)
+    assert keys(Sizes(), replace(plain, sliding_window=128)) == pytest.approx(128)
+    assert keys(Sizes(), replace(plain, sliding_window=8192)) == pytest.approx(4096)
+    assert keys(Sizes(world=4, cp=4), plain) == pytest.approx(1024)
+    assert keys(Sizes(world=4, cp=4, cp_inner=2), plain) == pytest.approx(2048)
+
+
+def test_attention_with_dropout_lays_out_a_pair_for_each_query_and_key() -> None:
+    assert layer_work(Sizes()).num_pairs == 0
+    model = replace(PRESETS["gpt3_175b"].model, attention_dropout=0.1)
+    anatomy = anatomy_of(model, Texts(sequence=2048))
+    [piece] = {piece for piece in anatomy.pieces if piece.symbol == "t"}
+    work = work_of(piece, anatomy, Sizes(world=8, tp=8, sequence_parallel=True), 2, 2)
+    assert work.num_pairs == 2 * 2048 * 2048 * 96 / 8 and work.flash_flops == work.flash_edge_flops == 0
 
 
 def test_tokens_go_to_their_experts_and_back() -> None:
