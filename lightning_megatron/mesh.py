@@ -36,6 +36,9 @@ Placement = Literal["loop", "v"]
 ContextExchange = Literal["ring", "all_gather"]
 """How keys and values come to the other ranks of cp: from neighbour to neighbour, or from all at once."""
 
+AttentionKernel = Literal["fused", "flex"]
+"""What computes attention within documents or over cp on CUDA: fused kernels, or one that FlexAttention compiles."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageLayout:
@@ -71,6 +74,8 @@ class Sizes:
     # of them, neighbours that exchange heads for tokens; the others exchange keys and values
     cp_exchange: ContextExchange = "ring"
     # how the others exchange them
+    attention_kernel: AttentionKernel = "fused"
+    # what computes it on CUDA, between documents and ranks
     pads_uneven: bool = True
     # a sequence that cp does not divide is padded; else it is refused
     context_groups: tuple[int, ...] = ()

@@ -26,7 +26,7 @@ from lightning_megatron.context.exchange import Exchange, Ring
 from lightning_megatron.context.kernel import Bias, Dropping, Pairing, kernel_for, merge_
 from lightning_megatron.context.layout import ContextLayout, View
 from lightning_megatron.context.other_stream import OtherStream
-from lightning_megatron.mesh import Axis
+from lightning_megatron.mesh import AttentionKernel, Axis
 from lightning_megatron.precision.autocast import autocast, autocast_dtype
 
 Made = TypeVar("Made")
@@ -42,6 +42,8 @@ class ContextAxes:
     # ranks of a group, which exchange heads for tokens
     exchange: Exchange = field(default_factory=Ring)
     # over outer
+    kernel: AttentionKernel = "fused"
+    # what computes attention on CUDA
 
     @property
     def rank(self) -> int:
@@ -193,7 +195,7 @@ class _Attention(torch.autograd.Function):
             pairing = pairings[source]
             if not pairing.blocks:
                 continue
-            part = kernel_for(queries, pairing).forward(queries, source_keys, source_values, pairing)
+            part = kernel_for(queries, pairing, axes.kernel).forward(queries, source_keys, source_values, pairing)
             if output is None or lse is None:
                 output, lse = part
             else:
@@ -220,7 +222,7 @@ class _Attention(torch.autograd.Function):
             if not pairing.blocks:
                 returns.add(source, None)
                 continue
-            kernel = kernel_for(queries, pairing)
+            kernel = kernel_for(queries, pairing, ctx.axes.kernel)
             part = kernel.backward(grad, queries, source_keys, source_values, output, lse, pairing)
             returns.add(source, (part.keys, part.values))
             d_queries, d_table = _sum_(d_queries, part.queries), _sum_(d_table, part.table)

@@ -1,7 +1,9 @@
-"""How ranks that share sequences exchange what attention needs."""
+"""How ranks that share sequences exchange what attention needs, and what computes it."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
+
+from lightning_megatron.mesh import AttentionKernel
 
 Kind = Literal["ring", "all_gather", "all_to_all", "hierarchical"]
 _KINDS = ("ring", "all_gather", "all_to_all", "hierarchical")
@@ -9,7 +11,7 @@ _KINDS = ("ring", "all_gather", "all_to_all", "hierarchical")
 
 @dataclass(frozen=True, kw_only=True)
 class ContextConfig:
-    """The exchange of context parallelism."""
+    """The exchange of context parallelism, and the kernels of attention to other ranks' keys or within documents."""
 
     kind: Kind = "ring"
     # keys and values go round the ranks while they compute; or come from all ranks at once; or heads are exchanged for
@@ -18,6 +20,8 @@ class ContextConfig:
     # of "hierarchical": neighbouring ranks that exchange heads for tokens, best those of one node
     uneven: Literal["pad", "refuse"] = "pad"
     # what becomes of a sequence that ranks cannot share evenly
+    kernel: AttentionKernel = "fused"
+    # torch's fused kernels, or, on CUDA, its FlexAttention, where biases of relative positions are part of the kernel
 
     def __post_init__(self) -> None:
         faults = []
@@ -25,6 +29,9 @@ class ContextConfig:
             faults.append(f"kind ({self.kind!r}) must be one of {', '.join(map(repr, _KINDS))}")
         if self.uneven not in ("pad", "refuse"):
             faults.append(f"uneven ({self.uneven!r}) must be 'pad' or 'refuse'")
+        if self.kernel not in get_args(AttentionKernel):
+            known = " or ".join(map(repr, get_args(AttentionKernel)))
+            faults.append(f"kernel ({self.kernel!r}) must be {known}")
         if self.kind == "hierarchical" and self.inner_size < 2:
             faults.append(
                 f"inner_size ({self.inner_size}) must be at least 2 for kind 'hierarchical', and divide "

@@ -37,7 +37,10 @@ class View:
 
     def is_visible(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         """Which key (column) of its segment each query (row) sees: bool [queries, keys]."""
-        distance = query_positions[:, None] - key_positions
+        return self.sees(query_positions[:, None] - key_positions)
+
+    def sees(self, distance: Tensor) -> Tensor:
+        """Whether a query sees a key of its segment that lies so far behind it: bool, elementwise."""
         seen = distance >= 0 if self.is_causal else torch.ones_like(distance, dtype=torch.bool)
         return seen & (distance < self.window) if self.window else seen
 

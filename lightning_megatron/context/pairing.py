@@ -7,7 +7,7 @@ B batch, A query heads, G key heads (A is a multiple of it), Q query rows, K key
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -49,7 +49,7 @@ class Mask(NamedTuple):
 class Pairing:
     """What beside queries, keys and values says how a group's queries meet another's keys.
 
-    Calls that share a pairing share its masks.
+    Calls that share a pairing share its masks; so do pairings with another bias or dropping.
     """
 
     blocks: tuple[Block, ...]
@@ -61,6 +61,8 @@ class Pairing:
     scale: float
     dropping: Dropping | None = None
     bias: Bias | None = None
+    kept: dict[object, Any] = field(default_factory=dict)
+    # what kernels make once, of blocks, positions and view, for all calls and all pairings that share it
 
     def mask(self, block: Block, dtype: torch.dtype) -> Mask:
         """The mask of a block that has one."""
@@ -81,11 +83,6 @@ class Pairing:
         """How far a block's first query lies behind its first key."""
         query_positions, key_positions = self._host_positions
         return query_positions[block.query_row] - key_positions[block.key_row]
-
-    @cached_property
-    def kept(self) -> dict[tuple[object, ...], Any]:
-        """What kernels make once for all calls that share the pairing."""
-        return {}
 
     @cached_property
     def _host_positions(self) -> tuple[list[int], list[int]]:

@@ -125,6 +125,7 @@ def context_fields(context: ContextConfig, cp: int) -> dict[str, Any]:
     return {
         "cp_inner": context.inner_of(cp),
         "cp_exchange": "all_gather" if context.kind == "all_gather" else "ring",
+        "attention_kernel": context.kernel,
         "pads_uneven": context.uneven == "pad",
     }
 

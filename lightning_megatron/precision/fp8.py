@@ -163,6 +163,12 @@ def autocast(config: Fp8Config, ranks: ProcessGroup | None) -> AbstractContextMa
     return context
 
 
+def left_out() -> AbstractContextManager[None]:
+    """Inside the block its layers compute as they do without FP8, and no amaxes of theirs are agreed."""
+    context: AbstractContextManager[None] = _transformer_engine().pytorch.fp8_autocast(enabled=False)
+    return context
+
+
 def linear(in_features: int, out_features: int, *, mode: ParallelMode, tp: Axis, sp: Axis, **rest: Any) -> nn.Module:
     """Transformer Engine's Linear over `tp`; features are those of the unsplit layer, `rest` as it takes it."""
     return _build("Linear", in_features, out_features, parallel_mode=mode, **_parallel(tp, sp), **rest)

@@ -107,6 +107,8 @@ def faults(
         found += _uncut_faults(trainer.lightning_module, sizes, num_microbatches, microbatch_size, pipeline)
         if dynamic_context is not None:
             found += _dynamic_faults(trainer.lightning_module, pipeline)
+    if context.kernel == "flex" and (device := trainer.strategy.root_device.type) != "cuda":
+        found.append(f"kernel ('flex') of ContextConfig is one of CUDA, and this run is on {device}; use 'fused'")
     found += data.faults() if data is not None else []
     if (
         isinstance(data, HidesPadding)

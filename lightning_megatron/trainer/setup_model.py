@@ -264,7 +264,8 @@ def require_separable(
     faults, unknown = [], []
     for optimizer in optimizers:
         name, reach = type(optimizer).__name__, reach_of(optimizer, config.looks_at)
-        shards = [shard_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        shards = [shard_of(parameter) for parameter in parameters]
         # dp+cp, and edp where there are experts.
         replicas = {"dp+cp" if shard.data is None else shard.data.name for shard in shards}
         is_shared_out = config.kind == "distributed" and any(mesh.axis(axis).size > 1 for axis in replicas)
@@ -278,6 +279,11 @@ def require_separable(
             )
         if reach == "parameter" and is_cut:
             faults.append(f"{name} looks at whole matrices, and {cutting} parallelism cuts them; {_SEPARABLE}")
+        elif reach == "parameter" and any(map(_is_padded, parameters, shards)):
+            faults.append(
+                f"{name} looks at whole matrices, and the rows that vocab_multiple adds would count in them; set "
+                f"vocab_multiple=1, or {_SEPARABLE}"
+            )
         elif reach == "unknown" and is_cut:
             faults.append(
                 f"{name} is none of torch's own, and {cutting} parallelism cuts matrices, which is right only for "
@@ -296,6 +302,10 @@ def require_separable(
             "steps only some of them; one that looks at several (a rate found from all of them, a norm over them) "
             'gives other numbers than on one device. OptimizerConfig(looks_at="parameter") says that it does not'
         )
+
+
+def _is_padded(parameter: Tensor, shard: Shard) -> bool:
+    return not shard.is_cut and tuple(parameter.shape) != shard.global_shape
 
 
 def _cutting(shards: Iterable[Shard]) -> str:

@@ -214,6 +214,7 @@ class MegatronStrategy(ParallelStrategy):
             cp=self._cp,
             cp_inner=self.context.inner_of(self._cp),
             cp_exchange="all_gather" if self.context.kind == "all_gather" else "ring",
+            attention_kernel=self.context.kernel,
             pads_uneven=self.context.uneven == "pad",
             ep=self._ep,
             etp=self._etp,

@@ -233,7 +233,8 @@ def layer_activation_bytes(
     num_inputs = 2 if config.is_gated else 1
     if config.moe is not None and has_experts:
         choices, rows = _routed_rows(config.moe, sizes, padded, batch, sequence)
-        # Where rows come from and go to, before they leave and, from other ranks, when they have come.
+        # Where rows come from and go to, before they leave and, from other ranks, when they have come: as if blocks of
+        # several experts came from several ranks.
         kept += 8 * (3 * choices + 2 * rows * (sizes.ep * sizes.etp > 1))
         if not is_again:
             kept += _router_bytes(config, config.moe, sizes, padded, bytes_per_element)

@@ -1,8 +1,9 @@
 """Attention of whole sequences by Transformer Engine, which takes cuDNN's or flash attention's kernel, in 16 bits.
 
-It has no parameters and keeps no amaxes: the recipe leaves attention out of FP8. What Transformer Engine would lay out
-at full size, S^2 scores for each head, goes to torch's kernels: other dtypes than those of 16 bits, and heads that some
-GPU which knows float8 has no kernel for.
+It has no parameters, and runs outside of FP8: inside, each of its layers joins the amaxes that ranks agree on, and
+which calls come here is not the same on ranks of which some have packed documents. What Transformer Engine would lay
+out at full size, S^2 scores for each head, goes to torch's kernels: other dtypes than those of 16 bits, and heads that
+some GPU which knows float8 has no kernel for.
 
 B batch, A query heads here, G key-value groups here, S sequence, D head size.
 """
@@ -43,6 +44,7 @@ class EngineAttention:
     def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, masks: Masks) -> Tensor:
         if not self._has_kernel or queries.dtype.itemsize != 2:
             return self._otherwise(queries, keys, values, masks)
-        attended_BSC = self._engine(*(x.transpose(1, 2) for x in (queries, keys, values)))
+        with fp8.left_out():
+            attended_BSC = self._engine(*(x.transpose(1, 2) for x in (queries, keys, values)))
         attended: Tensor = attended_BSC.unflatten(-1, (queries.shape[1], -1)).transpose(1, 2)
         return attended

@@ -257,11 +257,11 @@ def _axes_of(mesh: Mesh, group: Axis | None) -> ContextAxes:
     """Over which ranks a call's attention exchanges what."""
     exchange = AllGather() if mesh.sizes.cp_exchange == "all_gather" else Ring()
     if group is None:
-        return ContextAxes(outer=mesh.axis("cp_outer"), inner=mesh.axis("cp_inner"), exchange=exchange)
-    alone = Axis.alone(mesh.global_rank)
-    if mesh.sizes.context_groups_by_heads:
-        return ContextAxes(outer=alone, inner=group, exchange=exchange)
-    return ContextAxes(outer=group, inner=alone, exchange=exchange)
+        outer, inner = mesh.axis("cp_outer"), mesh.axis("cp_inner")
+    else:
+        alone = Axis.alone(mesh.global_rank)
+        outer, inner = (alone, group) if mesh.sizes.context_groups_by_heads else (group, alone)
+    return ContextAxes(outer=outer, inner=inner, exchange=exchange, kernel=mesh.sizes.attention_kernel)
 
 
 def _require_named(documents: Documents | None, names: Tensor) -> None:

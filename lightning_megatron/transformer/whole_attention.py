@@ -35,5 +35,5 @@ class TorchAttention:
 
     def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, masks: Masks) -> Tensor:
         if 0 < self.view.window < queries.shape[2]:
-            return attend_in_window(queries, keys, values, self.view.window, masks)
+            return attend_in_window(queries, keys, values, self.view.window, masks, scale=self.scale)
         return fused_attention(queries, keys, values, is_causal=self.view.is_causal, scale=self.scale)

@@ -22,10 +22,12 @@ def is_visible(sequence: int, window: int, device: torch.device) -> Tensor:
     return (distance >= 0) & (distance < window) if window else distance >= 0
 
 
-def attend_in_window(queries: Tensor, keys: Tensor, values: Tensor, window: int, masks: Masks) -> Tensor:
+def attend_in_window(
+    queries: Tensor, keys: Tensor, values: Tensor, window: int, masks: Masks, *, scale: float | None = None
+) -> Tensor:
     """Attention of queries [B, A, S, D] to keys and values [B, G, S, D], S above `window`: [B, A, S, D].
 
-    `masks` keeps what several layers of a call may share.
+    `masks` keeps what several layers of a call may share. `scale` is 1 / sqrt(D) where None.
     """
     # Kernels that take a mask do not take grouped queries.
     queries_per_group = queries.shape[1] // keys.shape[1]
@@ -33,10 +35,10 @@ def attend_in_window(queries: Tensor, keys: Tensor, values: Tensor, window: int,
     sequence = queries.shape[2]
     if sequence <= 2 * window:
         mask = _shared(masks, sequence, sequence, window, queries)
-        return fused_attention(queries, keys, values, mask=mask)
+        return fused_attention(queries, keys, values, mask=mask, scale=scale)
     # Copies: views would keep all tokens alive beside the blocks.
     begin = [x[:, :, :window].clone() for x in (queries, keys, values)]
-    first = fused_attention(begin[0], begin[1], begin[2], is_causal=True)
+    first = fused_attention(begin[0], begin[1], begin[2], is_causal=True, scale=scale)
     padding = -sequence % window
     # Behind the last token: no real query sees it.
     queries, keys, values = (F.pad(x, (0, 0, 0, padding)) for x in (queries, keys, values))
@@ -46,7 +48,7 @@ def attend_in_window(queries: Tensor, keys: Tensor, values: Tensor, window: int,
     # Blocks are samples of a batch.
     folded = [x.transpose(1, 2).flatten(0, 1) for x in (blocks, *pairs)]
     mask = _shared(masks, window, 2 * window, window, queries)
-    rest = fused_attention(folded[0], folded[1], folded[2], mask=mask)
+    rest = fused_attention(folded[0], folded[1], folded[2], mask=mask, scale=scale)
     rest = rest.unflatten(0, (queries.shape[0], -1)).transpose(1, 2).flatten(2, 3)
     return torch.cat([first, rest[:, :, : sequence - window]], dim=2)
 

@@ -9,7 +9,7 @@ from lightning_megatron.comm import rng
 from lightning_megatron.context.kernel import Bias, Dropping, Gradients, Kernel, Pairing, kernel_for, merge_
 from lightning_megatron.context.layout import PADDING, View, cut
 
-HEADS, HEAD_SIZE, BUCKETS = 4, 8, 6
+HEADS, HEAD_SIZE, BUCKETS = 4, 16, 6
 SCALE = 0.3
 
 

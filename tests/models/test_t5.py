@@ -8,11 +8,15 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.comm import collectives
-from lightning_megatron.mesh import Mesh, Sizes, StageLayout
+from lightning_megatron.context import attention
+from lightning_megatron.context.flex import Flex
+from lightning_megatron.context.kernel import Kernel, Pairing
+from lightning_megatron.mesh import AttentionKernel, Mesh, Sizes, StageLayout
 from lightning_megatron.models import GPTConfig, T5Config, T5Model
 from lightning_megatron.pipeline.choice import Schedule, placement_of
 from lightning_megatron.pipeline.collective import CollectiveCall
 from lightning_megatron.sharding import sharded_parameters
+from tests.context.plain_flex import plain_flex
 from tests.harness.threads import new_group, run_on_threads
 from tests.models.scheduled import mailbox_of, run_step, summed
 from tests.models.test_gpt import largest_difference
@@ -148,6 +152,29 @@ def test_loss_logits_and_gradients_of_a_cut_layer_are_those_of_one_device(layout
         assert (found["logits"] - expected["logits"]).abs().max() < TOLERANCE
         assert largest_difference(found["grads"], expected["grads"]) < TOLERANCE
         assert largest_difference(found["of logits"], expected["of logits"]) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", ["whole", "padded", "packed"])
+@pytest.mark.parametrize("layout", ["cp2", "cp2 all-to-all", "cp2 tp2 sp"])
+def test_flex_attention_adds_relative_biases_as_other_kernels_do(
+    layout: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def chosen(queries: Tensor, pairing: Pairing, kernel: AttentionKernel) -> Kernel:
+        asked.append(kernel)
+        return Flex(plain_flex)  # its own kernels are CUDA's
+
+    expected = results_of(model_of(T5), batch_of(kind))
+    monkeypatch.setattr(attention, "kernel_for", chosen)
+    options = LAYOUTS[layout]
+    world = options["cp"] * options.get("tp", 1)
+    sizes = Sizes(world=world, attention_kernel="flex", **options)
+    for found in run_on_threads(world, on_mesh, sizes, T5, kind):
+        assert (found["logits"] - expected["logits"]).abs().max() < TOLERANCE
+        assert largest_difference(found["grads"], expected["grads"]) < TOLERANCE
+        assert largest_difference(found["of logits"], expected["of logits"]) < TOLERANCE
+    assert set(asked) == {"flex"}
 
 
 @pytest.mark.parametrize("variant", ["t5", "learned positions, layer norms, biases, own embeddings"])

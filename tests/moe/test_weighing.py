@@ -6,10 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron.moe.weighing import activate_and_weigh, weigh
+from lightning_megatron.moe.weighing import _GATES, activate_and_weigh, weigh
 from lightning_megatron.tensor.activation import GATED, Activation, activate
 
 every_activation = pytest.mark.parametrize("activation", get_args(Activation))
+
+
+def test_every_gated_activation_is_made_again() -> None:
+    # The planner counts on it.
+    assert set(_GATES) == GATED
 
 
 def in_two_steps(x: Tensor, weights: Tensor, activation: Any) -> Tensor:

@@ -207,6 +207,7 @@ def test_a_module_that_cuts_no_sequences_is_told_so() -> None:
             {"context_parallel_size": 8, "context": ContextConfig(kind="all_to_all")},
             r"4 / 1 = 4\) must be a multiple of .* \(8\); .*inner_size=...\) with 2, 4",
         ),
+        ({"context": ContextConfig(kernel="flex")}, r"kernel \('flex'\) .* this run is on cpu; use 'fused'"),
     ],
 )
 def test_what_cannot_be_is_told_before_anything_starts(options: dict[str, Any], told: str) -> None:
@@ -229,6 +230,7 @@ def test_what_cannot_be_is_told_before_anything_starts(options: dict[str, Any], 
         ({"kind": "hierarchical"}, r"inner_size \(0\) must be at least 2"),
         ({"inner_size": 2}, r"inner_size \(2\) is one of kind 'hierarchical'"),
         ({"uneven": "cut"}, "uneven"),
+        ({"kernel": "triton"}, r"kernel \('triton'\) must be 'fused' or 'flex'"),
     ],
 )
 def test_a_config_says_what_it_cannot_be(options: dict[str, Any], told: str) -> None:

@@ -10,8 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_megatron import ConfigurationError
+from lightning_megatron.mesh import Mesh
+from lightning_megatron.models import GPTConfig, GPTModel
 from lightning_megatron.optim.config import LooksAt, OptimizerConfig
 from lightning_megatron.optim.reach import reach_of
+from lightning_megatron.trainer.setup_model import require_separable
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.fits import Parts, parts_apart, weights
 from tests.trainer.layouts import PLAIN, Layout, make_trainer
@@ -156,3 +159,17 @@ class OwnAdamW(torch.optim.AdamW):
 )
 def test_a_declaration_counts_for_what_torch_does_not_ship(make: Any, declared: LooksAt, reach: str) -> None:
     assert reach_of(make([nn.Parameter(torch.zeros(2, 2))]), declared) == reach
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, BySign])
+def test_padding_does_not_count_in_steps_of_whole_matrices(kind: Any) -> None:
+    def require(optimizer: Any, multiple: int) -> None:
+        config = GPTConfig(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=37, vocab_multiple=multiple)
+        model = GPTModel(config, mesh=Mesh.single(), seed=0)
+        settings = OptimizerConfig(looks_at="parameter")
+        require_separable([optimizer(model.parameters())], settings, Mesh.single(), has_main_weights=False)
+
+    require(kind, 1)
+    require(torch.optim.AdamW, 8)
+    with pytest.raises(ConfigurationError, match=r"rows that vocab_multiple adds would count .* set vocab_multiple=1"):
+        require(kind, 8)

@@ -33,6 +33,9 @@ def test_output_and_gradients_are_those_of_every_token_on_its_own(sequence: int,
     grads = torch.autograd.grad((wanted * weights).sum(), (queries, keys, values))
     found = attend_in_window(queries, keys, values, window, {})
     assert (found - wanted).abs().max() < 1e-12
+    # Half the scale of twice the queries.
+    scaled = attend_in_window(2 * queries, keys, values, window, {}, scale=0.5 / math.sqrt(6))
+    assert (scaled - wanted).abs().max() < 1e-12
     for grad, other in zip(torch.autograd.grad((found * weights).sum(), (queries, keys, values)), grads, strict=True):
         assert (grad - other).abs().max() < 1e-12
     # One token more or less is seen in the numbers.

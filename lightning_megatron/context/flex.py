@@ -1,0 +1,179 @@
+"""Attention by torch's FlexAttention, which compiles a kernel for what is asked: biases and hidden keys are part of it.
+
+Its backward takes no output and log-sum-exp of a whole attention of which it computed a part. So the backward here
+computes the part again, and hands on the gradients of its output and of its log-sum-exp:
+
+    whole = sum over parts of w * part              w = exp(lse of the part - lse of the whole), for each query
+    d part = w * d whole
+    d lse of the part = w * <d whole, part - whole>
+
+B batch, A query heads, G key heads, Q query rows, K key rows, D head size.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    FlexKernelOptions,
+    create_block_mask,
+    flex_attention,
+)
+
+from lightning_megatron.context.layout import Block
+from lightning_megatron.context.pairing import Gradients, Pairing, wide
+
+LEAST_HEAD_DIM = 16
+"""Its kernels on CUDA take no smaller heads. Source: torch 2.13, `torch/_inductor/kernel/flex`."""
+
+_NO_QUERY, _NO_KEY = -1, -2
+# Not its kernel for few queries, which wants a power of 2 of query heads for each key head.
+_OPTIONS: FlexKernelOptions = {"FORCE_USE_FLEX_ATTENTION": True}
+
+
+class FlexAttention(Protocol):
+    """Torch's `flex_attention`, as far as it is used here."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        score_mod: Callable[..., Tensor] | None,
+        block_mask: BlockMask,
+        scale: float,
+        enable_gqa: bool,
+        *,
+        kernel_options: FlexKernelOptions,
+        return_aux: AuxRequest,
+    ) -> Any:
+        """Output [B, A, Q, D], and what `return_aux` asks for."""
+
+
+class Flex:
+    """The kernel that takes all blocks at once."""
+
+    def __init__(self, attention: FlexAttention | None = None) -> None:
+        self.attention = _compiled() if attention is None else attention
+
+    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, pairing: Pairing) -> tuple[Tensor, Tensor]:
+        table = None if pairing.bias is None else pairing.bias.table
+        output, lse = self._part(queries.detach(), keys.detach(), values.detach(), table, pairing)
+        return output.to(wide(queries.dtype)), lse.to(wide(queries.dtype))
+
+    def backward(
+        self,
+        grad: Tensor,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        output: Tensor,
+        lse: Tensor,
+        pairing: Pairing,
+    ) -> Gradients:
+        dtype = wide(queries.dtype)
+        queries, keys, values = (x.detach().requires_grad_() for x in (queries, keys, values))
+        table = None if pairing.bias is None else pairing.bias.table.detach().requires_grad_()
+        with torch.enable_grad():
+            part, part_lse = self._part(queries, keys, values, table, pairing)
+        # A query that sees no key at all has no part either: exp(-inf - inf) is 0.
+        weights = (part_lse.detach() - lse.masked_fill(lse == -torch.inf, torch.inf)).exp().to(dtype).unsqueeze(-1)
+        grad_part = weights * grad
+        grad_lse = (grad_part * (part.detach().to(dtype) - output)).sum(dim=-1)
+        found = torch.autograd.grad(
+            (part, part_lse),
+            (queries, keys, values) if table is None else (queries, keys, values, table),
+            (grad_part.to(part.dtype), grad_lse.to(part_lse.dtype)),
+        )
+        of_queries, of_keys, of_values, *of_table = (x.to(dtype) for x in found)
+        return Gradients(of_queries, of_keys, of_values, of_table[0] if of_table else None)
+
+    def _part(
+        self, queries: Tensor, keys: Tensor, values: Tensor, table: Tensor | None, pairing: Pairing
+    ) -> tuple[Tensor, Tensor]:
+        sight = _sight_of(pairing, queries, keys)
+        output, more = self.attention(
+            queries,
+            keys,
+            values,
+            None if table is None else sight.biased(table, pairing),
+            sight.mask,
+            pairing.scale,
+            queries.shape[1] != keys.shape[1],
+            kernel_options=_OPTIONS,
+            return_aux=AuxRequest(lse=True),
+        )
+        return output, more.lse
+
+
+@lru_cache(maxsize=1)
+def _compiled() -> FlexAttention:
+    compiled: FlexAttention = torch.compile(flex_attention)
+    return compiled
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Sight:
+    """Who sees whom, as FlexAttention is told."""
+
+    mask: BlockMask
+    furthest: int
+    # no key is further from a query
+
+    def biased(self, table: Tensor, pairing: Pairing) -> Callable[..., Tensor]:
+        """What adds the bias to a score."""
+        bias, furthest = pairing.bias, self.furthest
+        assert bias is not None
+        queries, keys = pairing.query_positions, pairing.key_positions
+        buckets = bias.bucket(torch.arange(-furthest, furthest + 1, device=table.device))
+
+        def add(score: Tensor, sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return score + table[buckets[keys[key] - queries[query] + furthest], head]
+
+        return add
+
+
+def _sight_of(pairing: Pairing, queries: Tensor, keys: Tensor) -> _Sight:
+    if "flex" not in pairing.kept:
+        pairing.kept["flex"] = _make_sight(pairing, queries.shape[2], keys.shape[2])
+    sight: _Sight = pairing.kept["flex"]
+    return sight
+
+
+def _make_sight(pairing: Pairing, num_queries: int, num_keys: int) -> _Sight:
+    view, device = pairing.view, pairing.query_positions.device
+    query_positions, key_positions = pairing.query_positions, pairing.key_positions
+    query_segments, key_segments = (
+        torch.tensor(numbers, dtype=torch.int32, device=device)
+        for numbers in _segments(pairing.blocks, num_queries, num_keys)
+    )
+
+    def sees(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        distance = query_positions[query] - key_positions[key]
+        return (query_segments[query] == key_segments[key]) & view.sees(distance)
+
+    on_gpu = device.type == "cuda"
+    # Not compiled, all pairs of rows would be laid out to make it.
+    mask = create_block_mask(sees, None, None, num_queries, num_keys, device=device, _compile=on_gpu)
+    # Rows that hold no token have the position -1.
+    return _Sight(mask=mask, furthest=int(max(query_positions.max(), key_positions.max())) + 1)
+
+
+def _segments(blocks: tuple[Block, ...], num_queries: int, num_keys: int) -> tuple[list[int], list[int]]:
+    """A number for each row of queries and each row of keys, equal where blocks join them. No blocks of two segments
+    share a row, and what no blocks join does not see each other."""
+    queries, keys = [_NO_QUERY] * num_queries, [_NO_KEY] * num_keys
+    for number, block in enumerate(blocks):
+        rows = slice(block.query_row, block.query_row + block.num_queries)
+        seen = slice(block.key_row, block.key_row + block.num_keys)
+        met = ({*queries[rows]} | {*keys[seen]}) - {_NO_QUERY, _NO_KEY}
+        if met:
+            queries = [number if one in met else one for one in queries]
+            keys = [number if one in met else one for one in keys]
+        queries[rows], keys[seen] = [number] * block.num_queries, [number] * block.num_keys
+    return queries, keys
