@@ -87,11 +87,14 @@ def entropy_of(counts: "NDArray[np.float64]") -> float:
     return float(-(shares * np.log(shares)).sum())
 
 
-def target_counts(data: "TextDataModule", num_batches: int | None) -> "NDArray[np.float64]":
-    """How often each token is a target of the first batches of validation, by its weight in `loss_mask`: [V]."""
+def target_counts(data: "TextDataModule", limit: int | float | None) -> "NDArray[np.float64]":
+    """How often each token is a target of the first batches of validation, by its weight in `loss_mask`: [V].
+
+    `limit` is a Trainer's `limit_val_batches`: so many batches, or a share of them.
+    """
     [loader] = data.val_dataloader()
     counts = np.zeros(data.vocab_size)
-    for batch in islice(loader, num_batches):
+    for batch in islice(loader, int(limit * len(loader)) if isinstance(limit, float) else limit):
         is_target = batch["labels"] >= 0
         labels, weights = batch["labels"][is_target].numpy(), batch["loss_mask"][is_target].double().numpy()
         counts += np.bincount(labels, weights, minlength=data.vocab_size)
@@ -134,7 +137,7 @@ def last_validation(run: Path) -> dict[str, float]:
 
 
 def train(name: str, runs: Path, max_steps: int) -> None:
-    """Runs a toy's recipe up to so many steps, with one validation at their end."""
+    """Runs a toy's recipe up to so many steps, with one validation at their end. Raises ValueError where it fails."""
     options = {
         "trainer.max_steps": max_steps,
         "trainer.val_check_interval": max_steps,
@@ -142,13 +145,18 @@ def train(name: str, runs: Path, max_steps: int) -> None:
         "data.cache_directory": runs / "data",
     }
     command = [sys.executable, RECIPES / TOYS[name].recipe, "fit", "--config", RECIPES / "configs" / f"{name}.yaml"]
-    subprocess.run([*command, *(f"--{option}={value}" for option, value in options.items())], check=True)
+    command += [f"--{option}={value}" for option, value in options.items()]
+    if (code := subprocess.run(command, check=False).returncode) != 0:
+        raise ValueError(f"{name}: {TOYS[name].recipe} ended with exit code {code}; above stands why")
 
 
 def learnt(name: str, runs: Path) -> Learnt:
-    """What the newest run of a toy learnt, beside the targets that it was validated on."""
+    """What the newest run of a toy learnt, beside the targets that it was validated on. Raises ValueError where that
+    run does not tell."""
     run = newest_run(runs / name)
     validation: Any = last_validation(run)
+    if not (run / "config.yaml").is_file():
+        raise ValueError(f"{run} has no config.yaml, which says what it was validated on; {_WAYS_OUT}")
     config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
     data = data_of(TOYS[name], config, runs / "data")
     counts = target_counts(data, config["trainer"].get("limit_val_batches"))
@@ -196,10 +204,10 @@ def main() -> None:
         parser.error(f"{', '.join(unknown)}: no such toy; there are {', '.join(TOYS)}")
     if arguments.max_steps is not None and arguments.max_steps < 1:
         parser.error(f"--max-steps ({arguments.max_steps}) must be at least 1")
-    if arguments.max_steps is not None:
-        for name in names:
-            train(name, arguments.runs, arguments.max_steps)
     try:
+        if arguments.max_steps is not None:
+            for name in names:
+                train(name, arguments.runs, arguments.max_steps)
         found = {name: learnt(name, arguments.runs) for name in names}
     except ValueError as error:
         parser.error(str(error))

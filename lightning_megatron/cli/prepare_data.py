@@ -39,7 +39,7 @@ examples:
 """
 _PATH_HELP = (
     "a file, a directory or a pattern such as 'texts/**/*.txt': text, of which a file is a document, or JSON, CSV,"
-    " Parquet or Arrow, of which a row is one; JSON and CSV may be packed (.gz, .bz2, .xz, .zst)"
+    " Parquet or Arrow, of which a row is one and which may be packed (.gz, .bz2, .xz, .zst)"
 )
 _QUIET_SECONDS = 30.0
 """Between two lines of progress where nobody looks on."""
@@ -126,31 +126,27 @@ def run_prepare_data(options: argparse.Namespace) -> int:
         columns = _columns(list(outputs), options)
         for column, documents in columns.items():
             prefix = outputs[column]
-            if tokenizer is None:
-                tokenizer = _trained(documents, options)
             form = DocumentForm(
                 has_ends=not options.no_append_eod,
                 sentences=options.split_sentences,
                 max_document_bytes=options.max_document_bytes,
                 bad_documents=options.bad_documents,
             )
-            started_seconds = time.monotonic()
             try:
-                with _progress(column, len(documents)) as watch:
-                    counts = write_tokens(
-                        documents,
-                        tokenizer,
-                        prefix,
-                        form=form,
-                        token_format=options.format,
-                        num_workers=workers,
-                        watch=watch,
-                    )
-            except ValueError:
-                if options.train_vocab_size is not None and not records:
-                    # Nothing is written whose tokens it would tell.
-                    _trained_path(options).unlink()
-                raise
+                with _own_tokenizer_kept_if_of_use(options):
+                    if tokenizer is None:
+                        tokenizer = _trained(documents, options)
+                    started_seconds = time.monotonic()
+                    with _progress(column, len(documents)) as watch:
+                        counts = write_tokens(
+                            documents,
+                            tokenizer,
+                            prefix,
+                            form=form,
+                            token_format=options.format,
+                            num_workers=workers,
+                            watch=watch,
+                        )
             except KeyboardInterrupt:
                 print("stopped; the same command goes on with what is finished", file=sys.stderr)
                 return _INTERRUPTED
@@ -205,8 +201,11 @@ def _faults(options: argparse.Namespace) -> tuple[list[str], Tokenizer | None]:
         faults.append("--split-sentences is for --format megatron, whose files tell sentences apart; leave one out")
     if len(set(options.text_column)) < len(options.text_column):
         faults.append(f"--text-column ({' '.join(options.text_column)}) names a column twice")
-    for prefix in _outputs(options).values():
+    outputs = _outputs(options).values()
+    for prefix in outputs:
         faults += _faults_of_output(prefix, options.format)
+    if options.train_vocab_size is not None and not any(map(_is_begun, outputs)):
+        faults += _taken([_trained_path(options)])
     return faults, tokenizer
 
 
@@ -241,17 +240,38 @@ def _faults_of_output(prefix: Path, token_format: str) -> list[str]:
     if prefix.suffix in (".bin", ".idx"):
         return [f"--output ({prefix}) is the path without its ending: {prefix.with_suffix('')}"]
     if token_format == "arrow":
-        taken = [prefix] if prefix.exists() else []
-    else:
-        bin_path, idx_path = megatron_paths(prefix)
-        # The .idx comes last: a .bin alone is of a run that was ended, if its parts are there.
-        is_begun = any(prefix.parent.glob(f"{glob.escape(prefix.name)}.parts-*"))
-        taken = [path for path in (bin_path, idx_path) if path.exists()]
-        taken = [] if taken == [bin_path] and is_begun else taken
-    there = " and ".join(map(str, taken))
+        return _taken([prefix])
+    bin_path, idx_path = megatron_paths(prefix)
+    # The .idx comes last: a .bin alone is of a run that was ended, if its parts are there.
+    if _is_begun(prefix) and not idx_path.exists():
+        return []
+    return _taken([bin_path, idx_path])
+
+
+def _taken(paths: Sequence[Path]) -> list[str]:
+    found = [path for path in paths if path.exists()]
+    there = " and ".join(map(str, found))
     return (
-        [f"--output: {there} {'exists' if len(taken) == 1 else 'exist'}; remove it, or name another"] if taken else []
+        [f"--output: {there} {'exists' if len(found) == 1 else 'exist'}; remove it, or name another"] if found else []
     )
+
+
+def _is_begun(prefix: Path) -> bool:
+    """Whether parts lie beside it."""
+    return any(prefix.parent.glob(f"{glob.escape(prefix.name)}.parts-*"))
+
+
+@contextmanager
+def _own_tokenizer_kept_if_of_use(options: argparse.Namespace) -> Iterator[None]:
+    """What ends this run takes the tokenizer away that it trained, unless there are tokens that it tells."""
+    path = _trained_path(options)
+    is_ours = options.train_vocab_size is not None and not path.exists()
+    try:
+        yield
+    except BaseException:
+        if is_ours and not any(map(_is_begun, _outputs(options).values())):
+            path.unlink(missing_ok=True)
+        raise
 
 
 def _trained(documents: Any, options: argparse.Namespace) -> Tokenizer:

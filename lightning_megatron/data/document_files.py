@@ -59,7 +59,7 @@ class FileDocument(NamedTuple):
     fault: str = ""
     # what is wrong with it and where it is, to be said behind "a document"; empty: nothing
     where: str = ""
-    # of one that has no fault, its file, and its line, item or row there
+    # its file, and its line, item or row there; empty of what is no single row: damage, and a line that is no JSON
 
 
 def read_documents(
@@ -121,11 +121,11 @@ def json_fault(file: str) -> str:
 def _text_document(file: str, max_bytes: int) -> FileDocument:
     num_bytes = Path(file).stat().st_size
     if num_bytes > max_bytes:
-        return FileDocument(None, f"has {num_bytes} bytes, and may have {max_bytes} ({file})")
+        return FileDocument(None, f"has {num_bytes} bytes, and may have {max_bytes} ({file})", file)
     try:
         return FileDocument(Path(file).read_text(encoding="utf-8-sig"), where=file)
     except UnicodeDecodeError as error:
-        return FileDocument(None, f"is not UTF-8 text ({file}, byte {error.start})")
+        return FileDocument(None, f"is not UTF-8 text ({file}, byte {error.start})", file)
 
 
 # --- JSON -------------------------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def _text_document(file: str, max_bytes: int) -> FileDocument:
 def _json_documents(file: str, text_column: str) -> Iterator[FileDocument]:
     for where, row in _json_rows(file):
         if isinstance(row, ValueError | RecursionError):
-            yield FileDocument(None, f"is not JSON ({where}: {_one_line(row)})")
+            yield FileDocument(None, f"is not JSON ({where}: {_one_line(row)})", where if _is_a_row(row) else "")
         else:
             yield _row_document(row, text_column, where)
 
@@ -159,25 +159,32 @@ def _json_items(file: str, written: bytes) -> Iterator[tuple[str, Any]]:
     yield from ((f"{file}, item {number}", item) for number, item in enumerate(items))
 
 
-def _parsed(written: bytes) -> Any:
+def _parsed(written: bytes | str) -> Any:
     try:
         return json.loads(written)
     except (ValueError, RecursionError) as error:
         return error
 
 
+def _is_a_row(error: ValueError | RecursionError) -> bool:
+    """Whether what is not JSON would be, were its letters UTF-8."""
+    if not isinstance(error, UnicodeDecodeError):
+        return False
+    return not isinstance(_parsed(error.object.decode(errors="replace")), ValueError | RecursionError)
+
+
 def _row_document(row: Any, text_column: str, where: str) -> FileDocument:
     if not isinstance(row, dict):
-        return FileDocument(None, f"is no object with a {text_column!r} ({where})")
+        return FileDocument(None, f"is no object with a {text_column!r} ({where})", where)
     text = row.get(text_column)
     if text is None:
         return FileDocument(None, where=where)
     if not isinstance(text, str):
-        return FileDocument(None, f"is not text but {_short(repr(text))} ({where}, {text_column!r})")
+        return FileDocument(None, f"is not text but {_short(repr(text))} ({where}, {text_column!r})", where)
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        return FileDocument(None, f"is no text, of which half a character is missing at {error.start} ({where})")
+        return FileDocument(None, f"is no text, of which half a character is missing at {error.start} ({where})", where)
     return FileDocument(text, where=where)
 
 
@@ -206,18 +213,18 @@ def _csv_documents(file: str, text_column: str) -> Iterator[FileDocument]:
 
 def _cell_document(row: list[str], place: int, num_columns: int, where: str) -> FileDocument:
     if len(row) != num_columns:
-        return FileDocument(None, f"has {len(row)} cells of {num_columns} ({where})")
+        return FileDocument(None, f"has {len(row)} cells of {num_columns} ({where})", where)
     try:
         row[place].encode()
     except UnicodeEncodeError:
-        return FileDocument(None, f"is not UTF-8 text ({where})")
+        return FileDocument(None, f"is not UTF-8 text ({where})", where)
     return FileDocument(row[place], where=where)
 
 
 def _parquet_documents(file: str, text_column: str) -> Iterator[FileDocument]:
     from pyarrow.parquet import ParquetFile
 
-    with _opened(file) as stream, ParquetFile(stream) as table:
+    with _opened_to_seek(file) as stream, ParquetFile(stream) as table:
         columns = [text_column] if text_column in table.schema_arrow.names else []
         batches = table.iter_batches(batch_size=_ROWS_READ, columns=columns)
         yield from _table_documents(file, text_column, table.schema_arrow, batches)
@@ -226,7 +233,7 @@ def _parquet_documents(file: str, text_column: str) -> Iterator[FileDocument]:
 def _arrow_documents(file: str, text_column: str) -> Iterator[FileDocument]:
     import pyarrow as pa
 
-    with _opened(file) as stream:
+    with _opened_to_seek(file) as stream:
         try:
             batches: Any = pa.ipc.open_stream(stream)
         except pa.ArrowInvalid:
@@ -252,10 +259,11 @@ def _table_documents(file: str, text_column: str, schema: Any, batches: Any) -> 
     for batch in batches:
         for held in batch.column(text_column):
             number += 1
+            where = f"{file}, row {number}"
             try:
-                yield FileDocument(held.as_py(), where=f"{file}, row {number}")
+                yield FileDocument(held.as_py(), where=where)
             except UnicodeDecodeError as error:
-                yield FileDocument(None, f"is not UTF-8 text ({file}, row {number}, byte {error.start})")
+                yield FileDocument(None, f"is not UTF-8 text ({where}, byte {error.start})", where)
 
 
 _READERS: dict[str, Callable[[str, str], Iterator[FileDocument]]] = {
@@ -277,6 +285,14 @@ def _opened(file: str) -> AbstractContextManager[IO[bytes]]:
     else:
         opened = fsspec.open(file, "rb", compression="infer")
     return opened
+
+
+def _opened_to_seek(file: str) -> AbstractContextManager[IO[bytes]]:
+    """The same for who goes back and forth in it: unpacked in memory where there is no going back."""
+    if not is_zstandard(file):
+        return _opened(file)
+    with _opened(file) as stream:
+        return io.BytesIO(stream.read())
 
 
 def _require_among(text_column: str, columns: Any, file: str) -> None:

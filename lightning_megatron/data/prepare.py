@@ -46,6 +46,9 @@ PART_BYTES = 1 << 22
 
 _MOST_PARTS = 4096
 
+_PARTS_FORM = 2
+"""Of what lies in the folder of parts: one of another form is not gone on with."""
+
 _BYTES_FOR_PROCESSES = 1 << 26
 """Of a corpus from which on processes are worth their start."""
 
@@ -108,7 +111,7 @@ def write_tokens(
     """
     prefix = Path(prefix)
     num_parts = max(1, min(len(documents), _MOST_PARTS, corpus_bytes(documents) // part_bytes))
-    folder = Path(f"{prefix}.parts-{_key(documents, tokenizer, form)}-{num_parts}")
+    folder = Path(f"{prefix}.parts-{_key(documents, tokenizer, form)}-{num_parts}-{_PARTS_FORM}")
     bounds = [part * len(documents) // num_parts for part in range(num_parts + 1)]
     parts = [folder / f"{part:04d}" for part in range(num_parts)]
     writer = PartWriter(documents, tokenizer, form)

@@ -30,17 +30,17 @@ def join_samples(samples: Sequence[Mapping[str, Tensor]], sequence_length: int, 
 
 
 def join_entries(
-    samples: Sequence[Mapping[str, Tensor]], sequence_length: int, *, fills: Mapping[str, int], segments: str
+    samples: Sequence[Mapping[str, Tensor]], row_length: int, *, fills: Mapping[str, int], segments: str
 ) -> dict[str, Tensor]:
     """The same for entries of any names, all of one length in a sample, and what stands at the unused end of each;
     `segments` is what the last entry is called."""
     first, *_ = fills
     lengths = [len(sample[first]) for sample in samples]
-    unused = sequence_length - sum(lengths)
+    unused = row_length - sum(lengths)
     if unused < 0:
         raise ValueError(
-            f"{len(samples)} samples of together {sum(lengths)} tokens do not fit a row of sequence_length"
-            f" ({sequence_length}); pack_lengths says which do"
+            f"{len(samples)} samples of together {sum(lengths)} {first} do not fit a row of {row_length}; pack_lengths"
+            " says which do, and pack_pairs where each sample lies in two rows"
         )
     row = {
         name: torch.cat([*(sample[name] for sample in samples), samples[0][name].new_full((unused,), fill)])

@@ -10,8 +10,10 @@ First on the path from text to batches. One process calls `load_documents` first
 | neither | the `.py` files of the running interpreter's standard library |
 """
 
+import copy
 import glob
 import hashlib
+import importlib.util
 import json
 import logging
 import os
@@ -296,11 +298,10 @@ def joined_documents(parts: "Sequence[Documents]") -> "Documents":
     datasets = _datasets()
     # Builders differ in the width of a string's offsets, and only equal types are put together.
     features = [datasets.Features(dict.fromkeys(part.column_names, datasets.Value("string"))) for part in parts]
-    joined = datasets.concatenate_datasets(
-        [part if part.features == own else part.cast(own) for part, own in zip(parts, features, strict=True)]
+    plain = [_undescribed(part) for part in parts]
+    joined: Documents = datasets.concatenate_datasets(
+        [part if part.features == own else part.cast(own) for part, own in zip(plain, features, strict=True)]
     )
-    # What is said of each part, as where it lies, is true of none of the others.
-    joined.info.description = ""
     return joined
 
 
@@ -338,7 +339,8 @@ def held_documents(documents: "Documents", first: int, last: int) -> Iterator[He
 def document_places(documents: "Documents", numbers: Sequence[int]) -> list[str]:
     """Where each of some documents of files lies: its file, and its line, item or row there. Reads the files again.
 
-    Empty of what `load_documents` did not read from files, or what `part_of` did not take out of that.
+    Empty of what `load_documents` did not read from files, or what `part_of` did not take out of that, and behind a
+    line that the builder of `datasets` took for another number of rows than one: of no place is known what lies there.
     """
     described, indices = _description(documents), documents._indices
     if described is None:
@@ -352,13 +354,26 @@ def document_places(documents: "Documents", numbers: Sequence[int]) -> list[str]
     return [places.get(number, "") for number in wanted]
 
 
-def _places(files: Sequence[tuple[str, str]], text_column: str) -> Iterator[str]:
-    for builder, file in files:
+def _places(files: Sequence[tuple[str, str, bool]], text_column: str) -> Iterator[str]:
+    for builder, file, is_built in files:
         if builder == "":
             # One document, which need not be read.
             yield file
-        else:
-            yield from (document.where for document in read_documents(file, builder, text_column))
+            continue
+        for document in read_documents(file, builder, text_column):
+            if is_built and not document.where:
+                return
+            yield document.where
+
+
+def _undescribed(documents: "Documents") -> "Documents":
+    """The same without what `_describe` said: it is true of these documents alone, and no part of what they are."""
+    if not (documents.info.description or "").startswith(_DESCRIBED):
+        return documents
+    plain = copy.copy(documents)
+    plain._info = documents.info.copy()
+    plain._info.description = ""
+    return plain
 
 
 def _describe(documents: "Documents", description: dict[str, Any]) -> None:
@@ -439,15 +454,15 @@ def _documents_in(files: list[Path], text_column: str, cache_dir: str | Path | N
     of_builder: dict[str, list[Path]] = {}
     for file in files:
         of_builder.setdefault(_row_builder(file), []).append(file)
-    parts = []
+    parts, listed = [], []
     for builder, members in sorted(of_builder.items()):
         if builder in _READ_ONE_BY_ONE:
             parts.append(_documents_one_by_one(members, builder, text_column, cache_dir))
         else:
             parts.append(_table_documents(members, builder, text_column, cache_dir))
+        is_built = "fault" not in parts[-1].column_names
+        listed += [(builder, str(file.resolve()), is_built) for file in members]
     documents = joined_documents(parts)
-    files = [file for _, members in sorted(of_builder.items()) for file in members]
-    listed = [(_row_builder(file), str(file.resolve())) for file in files]
     _describe(documents, {"text_column": text_column, "files": listed, "first": 0, "count": len(documents)})
     return documents
 
@@ -511,6 +526,9 @@ def _read_one_by_one(files: tuple[str, ...], builder: str, text_column: str, sta
 
 def _rows(builder: str, files: list[Path], cache_dir: str | Path | None) -> "Documents":
     datasets = _datasets()
+    packed = [str(file) for file in files if is_zstandard(str(file))]
+    if packed and importlib.util.find_spec("zstandard") is None:
+        raise ImportError(f"reading rows of {packed[0]} needs the package 'zstandard': pip install zstandard")
     names = [glob.escape(str(file.resolve())) for file in files]
     try:
         return datasets.load_dataset(

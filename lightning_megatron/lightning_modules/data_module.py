@@ -146,9 +146,14 @@ class ReplicaDataModule(L.LightningDataModule):
     def setup(self, stage: str) -> None:
         self._end_together()
         self._training, self._held_out = self._prepare_checked()
-        for what, samples in (("training", self._training), ("validation", self._held_out)):
+        for what, samples in self._parts.items():
             if samples is not None and samples.told:
                 rank_zero_info(f"{what}: {samples.told}")
+
+    @property
+    def _parts(self) -> dict[str, Samples | None]:
+        """What the samples are for, and the samples."""
+        return {"training": self._training, "validation": self._held_out}
 
     def teardown(self, stage: str) -> None:
         self._loader = None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_megatron.data import (
@@ -119,6 +120,8 @@ class LlavaDataModule(TextDataModule):
         self.prompt_images = prompt_images or []
         self.template: ChatTemplate | None = None
         # there from `setup` on
+        self._asked_images: list[Tensor] = []
+        # of each prompt, from `setup` for prediction on: [n, 3, image_size, image_size]
 
     @property
     def hides_padding(self) -> bool:
@@ -253,17 +256,30 @@ class LlavaDataModule(TextDataModule):
 
     # --- prediction -------------------------------------------------------------------------------------------------
 
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        if stage == "predict":
+            with told_as_fault():
+                self._asked_images = [self._loaded(own) for own in self._asked_names]
+
     def predict_dataloader(self) -> DataLoader[Sample]:
+        ids = [torch.tensor(ids) for ids in self._prompt_ids()]
+        extras = [{"images": own} for own in self._asked_images]
+        return prompt_loader(ids, self.global_batch_size, self._replica, extras)
+
+    def _prompt_ids(self) -> list[list[int]]:
         assert self.tokenizer is not None and self.template is not None, "setup comes first; Trainer calls it"
-        names = self.prompt_images or [[] for _ in self.prompts]
-        ids, images = [], []
-        with told_as_fault():
-            for prompt, own in zip(self.prompts, names, strict=True):
-                asked = _asked(prompt, own)
-                ids.append(torch.tensor(encode_prompt(asked, self.tokenizer, self.template, self.features_per_image)))
-                loaded = [load_image(name, self._image_config) for name in own]
-                images.append(torch.stack(loaded) if own else torch.zeros(0, 3, self.image_size, self.image_size))
-        return prompt_loader(ids, self.global_batch_size, self._replica, [{"images": own} for own in images])
+        asked = map(_asked, self.prompts, self._asked_names)
+        return [encode_prompt(one, self.tokenizer, self.template, self.features_per_image) for one in asked]
+
+    @property
+    def _asked_names(self) -> list[list[str]]:
+        """The images of each prompt."""
+        return self.prompt_images or [[] for _ in self.prompts]
+
+    def _loaded(self, names: list[str]) -> Tensor:
+        loaded = [load_image(name, self._image_config) for name in names]
+        return torch.stack(loaded) if loaded else torch.zeros(0, 3, self.image_size, self.image_size)
 
     def text_of(self, ids: Any) -> str:
         """As of other texts, with `<image>` for all the tokens of an image, or of several in a row."""

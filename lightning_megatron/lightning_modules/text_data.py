@@ -27,7 +27,7 @@ from lightning_megatron.data.prepare import left_out
 from lightning_megatron.data.sources import corpus_fingerprint, held_out_of, joined_documents, part_of
 from lightning_megatron.data.token_parts import usable_texts
 from lightning_megatron.data.tokenizer import SMALLEST_VOCABULARY
-from lightning_megatron.lightning_modules.data_module import ReplicaDataModule, Samples
+from lightning_megatron.lightning_modules.data_module import ReplicaDataModule, Samples, told_as_fault
 from lightning_megatron.lightning_modules.loaders import Sample, prompt_loader
 from lightning_megatron.lightning_modules.text_sources import (
     BlendSource,
@@ -224,7 +224,12 @@ class TextDataModule(ReplicaDataModule):
         super().setup(stage)
         if stage == "predict":
             # What is wrong with them is told before a model is there.
-            self._prompt_ids()
+            with told_as_fault():
+                self._prompt_ids()
+
+    @property
+    def _parts(self) -> dict[str, Samples | None]:
+        return {**super()._parts, "test": self._tested}
 
     def _prepare(self) -> tuple[Samples | None, Samples | None]:
         if self.tokenizer_path is not None:
@@ -361,7 +366,8 @@ class TextDataModule(ReplicaDataModule):
         if count == 0:
             raise ValueError(f"what the sources of the blend hold out ({counts} samples) is too little to be blended")
         sized = [part.part(0, part.count).dataset for part in found]
-        return Samples(dataset=BlendedSamples(sized, self._weights, count), count=count, is_ordered=True)
+        told = "; ".join(filter(None, (part.told for part in found)))
+        return Samples(dataset=BlendedSamples(sized, self._weights, count), count=count, told=told, is_ordered=True)
 
     def test_dataloader(self) -> list[DataLoader[Sample]]:
         """That for validation, unless documents are set apart for test."""
@@ -392,7 +398,7 @@ class TextDataModule(ReplicaDataModule):
         return prompt_loader([torch.tensor(ids) for ids in self._prompt_ids()], self.global_batch_size, self._replica)
 
     def _prompt_ids(self) -> list[list[int]]:
-        """The tokens of each prompt. Raises ConfigurationError for what a model cannot be asked."""
+        """The tokens of each prompt. Raises ValueError for what a model cannot be asked."""
         assert self.tokenizer is not None, "setup comes first; Trainer calls it"
         # An empty prompt starts where a document would.
         return [ids or [self.tokenizer.end_of_text] for ids in self.tokenizer.encode(self.prompts)]

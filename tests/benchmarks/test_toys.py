@@ -98,6 +98,31 @@ def test_what_has_no_label_or_no_weight_is_no_target() -> None:
     assert target_counts(data, None).tolist() == [0, 1, 2, 0, 0]
 
 
+def test_a_limit_is_a_number_of_batches_or_a_share_of_them() -> None:
+    batches = [{"labels": torch.tensor([i]), "loss_mask": torch.ones(1)} for i in range(5)]
+    data: Any = SimpleNamespace(vocab_size=5, val_dataloader=lambda: [batches])
+    counted = {limit: target_counts(data, limit).sum() for limit in (1, 2, 0.5, 0.99)}
+    assert counted == {1: 1, 2: 2, 0.5: 2, 0.99: 4}
+    # A dictionary takes 1 and 1.0 for one.
+    assert target_counts(data, 1.0).sum() == 5
+
+
+def test_what_a_run_does_not_tell_and_a_recipe_that_fails_end_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written_run(tmp_path / "toy", 0)
+    (tmp_path / "pretrain_gpt.py").write_text("raise SystemExit(3)")
+    monkeypatch.setattr(toys, "RECIPES", tmp_path)
+    for options, fault in (
+        ([], "version_0 has no config.yaml, which says what it was validated on; train one by --max-steps"),
+        (["--max-steps", "1"], "toy: pretrain_gpt.py ended with exit code 3; above stands why"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["toys.py", "toy", "--runs", str(tmp_path), *options])
+        with pytest.raises(SystemExit) as ended:
+            toys.main()
+        assert ended.value.code == 2 and fault in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", TOYS)
 def test_links_are_those_of_the_recipe(name: str) -> None:
     found = dict(re.findall(r'"model\.config\.([\w.]+)": "data\.(\w+)"', (RECIPES / TOYS[name].recipe).read_text()))

@@ -153,6 +153,31 @@ def test_an_output_of_a_run_that_was_ended_is_gone_on_with(folder: Path) -> None
     assert len(MegatronCorpus("out/a").tokens) == 8
 
 
+def test_a_tokenizer_that_other_token_files_may_need_is_left_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    def ends(*arguments: Any, **options: Any) -> None:
+        (folder / "out/a.parts-0-1").rmdir()
+        raise ValueError("none has a token")
+
+    trained = (*FIXED, "--train-vocab-size", "257")
+    assert prepare(*trained) == 0
+    made = (folder / "out/a.tokenizer.json").read_bytes()
+    for name in ("a.bin", "a.idx"):
+        (folder / "out" / name).rename(folder / name)
+    capsys.readouterr()
+    assert told(capsys, *trained) == "error: --output: out/a.tokenizer.json exists; remove it, or name another"
+    # That a run left which was ended.
+    (folder / "out/a.parts-0-1").mkdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(prepare_data, "write_tokens", ends)
+        assert told(capsys, *trained) == "error: none has a token"
+    assert (folder / "out/a.tokenizer.json").read_bytes() == made
+    (folder / "out/a.parts-0-1").mkdir()
+    assert prepare(*trained) == 0
+    assert (folder / "out/a.bin").read_bytes() == (folder / "a.bin").read_bytes()
+
+
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
@@ -162,12 +187,20 @@ def test_an_output_of_a_run_that_was_ended_is_gone_on_with(folder: Path) -> None
     ],
 )
 def test_what_ends_the_work_is_said_without_a_traceback(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, code: int, said: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    folder: Path,
+    error: BaseException,
+    code: int,
+    said: str,
 ) -> None:
     def ends(*arguments: Any, **options: Any) -> None:
         raise error
 
     monkeypatch.setattr(prepare_data, "write_tokens", ends)
-    assert prepare(*NUMBERS) == code
-    captured = capsys.readouterr()
-    assert said in captured.err and "Traceback" not in captured.err
+    for options in (NUMBERS, (*FIXED, "--train-vocab-size", "257")):
+        assert prepare(*options) == code
+        captured = capsys.readouterr()
+        assert said in captured.err and "Traceback" not in captured.err
+    # Else the same command would find it there.
+    assert not list(folder.glob("out/*"))

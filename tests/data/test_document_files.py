@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,20 @@ def write_arrow_file(path: Path, table: pa.Table) -> None:
 
 
 def write_zstandard(path: Path, table: pa.Table) -> None:
+    pack(path, lines(table.to_pylist()))
+
+
+def packed(write: Callable[[Path, pa.Table], None]) -> Callable[[Path, pa.Table], None]:
+    def write_packed(path: Path, table: pa.Table) -> None:
+        write(path, table)
+        pack(path, path.read_bytes())
+
+    return write_packed
+
+
+def pack(path: Path, data: bytes) -> None:
     with pa.CompressedOutputStream(str(path), "zstd") as sink:
-        sink.write(lines(table.to_pylist()))
+        sink.write(data)
 
 
 TABLES: dict[str, tuple[str, Callable[[Path, pa.Table], None]]] = {
@@ -51,6 +64,9 @@ TABLES: dict[str, tuple[str, Callable[[Path, pa.Table], None]]] = {
     "a.parquet": ("parquet", write_parquet),
     "a.arrow": ("arrow", write_arrow),
     "b.arrow": ("arrow", write_arrow_file),
+    "a.parquet.zst": ("parquet", packed(write_parquet)),
+    "a.arrow.zst": ("arrow", packed(write_arrow)),
+    "b.arrow.zst": ("arrow", packed(write_arrow_file)),
 }
 
 
@@ -58,7 +74,7 @@ PLACES = {
     "a.json": [f"item {i}" for i in range(4)],
     # Behind a row: the second has two lines.
     "a.csv": ["line 2", "line 4", "line 5", "line 6"],
-    **{name: [f"row {i}" for i in range(4)] for name in ("a.parquet", "a.arrow", "b.arrow")},
+    **{name: [f"row {i}" for i in range(4)] for name, (kind, _) in TABLES.items() if kind in ("parquet", "arrow")},
 }
 
 
@@ -159,6 +175,15 @@ def test_zstandard_files_put_together_are_read_to_their_end(tmp_path: Path) -> N
     assert documents["text"][:] == ["one", "two"]
 
 
+def test_what_reads_packed_rows_is_named_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_zstandard(tmp_path / "a.jsonl.zst", pa.table({"text": TEXTS}))
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(
+        ImportError, match=r"rows of .*a\.jsonl\.zst needs the package 'zstandard': pip install zstandard"
+    ):
+        load_rows(path=tmp_path / "a.jsonl.zst", cache_dir=tmp_path / "cache")
+
+
 def test_the_place_of_a_document_is_found_again(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", pa.table({"text": [f"p{i}" for i in range(5)]}))
     (tmp_path / "b.jsonl").write_bytes(b"\n" + lines([{"text": f"j{i}"} for i in range(4)]))
@@ -217,6 +242,24 @@ def test_rows_are_counted_over_all_parts_of_a_table(tmp_path: Path) -> None:
     parquet.write_table(pa.table({"text": texts}), file)
     [bad] = [one.fault for one in read_documents(str(file), "parquet", "text") if one.fault]
     assert "row 300" in bad
+    documents = load_documents(path=file, cache_dir=tmp_path / "cache")
+    assert documents.column_names == ["text"], "nobody has seen it yet"
+    assert document_places(documents, [300]) == [f"{file}, row 300"]
+
+
+def test_no_place_is_told_behind_a_line_that_is_no_single_row(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    first = b'{"text": "one"}\n{"text": "caf\xe9"}\n'
+    for line, num_rows in ((b'{"text": "two"} {"text": "three"}', 2), (b'{\n"text": "two"}', 1), (b"\xe9", 1)):
+        file.write_bytes(first + line + b'\n{"text": "four"}\n{"text": "five"}\n')
+        documents = load_documents(path=file, cache_dir=tmp_path / "cache")
+        assert len(documents) == 4 + num_rows
+        found = document_places(documents, range(len(documents)))
+        if "fault" in documents.column_names:
+            # Read line by line, and so each is where it is.
+            assert line == b"\xe9" and found == [f"{file}, line {i}" if i != 3 else "" for i in range(1, 6)]
+        else:
+            assert found == [f"{file}, line 1", f"{file}, line 2", *[""] * (num_rows + 2)]
 
 
 def test_a_disk_that_cannot_be_read_is_no_fault_of_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +279,9 @@ def test_a_text_that_is_too_large_is_not_read(tmp_path: Path) -> None:
         FileDocument("abcdef", where=str(tmp_path / "a.txt"))
     ]
     [bad] = read_documents(str(tmp_path / "a.txt"), "", "text", 5)
-    assert bad == FileDocument(None, f"has 6 bytes, and may have 5 ({tmp_path / 'a.txt'})")
+    assert bad == FileDocument(
+        None, f"has 6 bytes, and may have 5 ({tmp_path / 'a.txt'})", where=str(tmp_path / "a.txt")
+    )
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------

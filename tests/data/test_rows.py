@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron.data.rows import join_samples
+from lightning_megatron.data.rows import join_entries, join_samples
 
 
 def sample(first: int, length: int) -> dict[str, Tensor]:
@@ -33,5 +33,8 @@ def test_a_label_changed_in_place_changes_no_sample() -> None:
 
 
 def test_samples_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"2 samples of together 5 tokens .* sequence_length \(4\)"):
+    with pytest.raises(ValueError, match=r"2 samples of together 5 tokens do not fit a row of 4; pack_lengths"):
         join_samples([sample(10, 3), sample(20, 2)], 4, end_of_text=99)
+    answers = [{"decoder_tokens": torch.arange(length)} for length in (3, 2)]
+    with pytest.raises(ValueError, match=r"together 5 decoder_tokens do not fit a row of 4; .* pack_pairs where each"):
+        join_entries(answers, 4, fills={"decoder_tokens": 0}, segments="decoder_segments")

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from lightning_megatron.data import load_documents, split_documents
-from lightning_megatron.data.sources import corpus_fingerprint, files_of, standard_library_files
+from lightning_megatron.data.sources import (
+    corpus_fingerprint,
+    document_places,
+    files_of,
+    joined_documents,
+    standard_library_files,
+)
 
 
 @pytest.fixture
@@ -58,6 +64,18 @@ def test_a_changed_file_is_read_anew_and_an_unchanged_corpus_keeps_its_fingerpri
     after = load_documents(path=corpus / "b.txt", cache_dir=tmp_path / "cache")
     assert corpus_fingerprint(before) == corpus_fingerprint(again) != corpus_fingerprint(after)
     assert list(after["text"]) == ["of equal size"]
+
+
+def test_where_documents_lie_is_no_part_of_what_is_joined(corpus: Path, tmp_path: Path) -> None:
+    parts = [load_documents(path=corpus / name, cache_dir=tmp_path / "cache") for name in ("b.txt", "a[1].md")]
+    joined = joined_documents(parts)
+    assert list(joined["text"]) == ["second\nfile\n", "first file"] and document_places(joined, [0, 1]) == ["", ""]
+    assert [document_places(part, [0]) for part in parts] == [[f"{corpus}/b.txt"], [f"{corpus}/a[1].md"]]
+    for part in parts:
+        part.info.description = ""
+    assert corpus_fingerprint(joined_documents(parts)) == corpus_fingerprint(joined)
+    parts[0].info.description = "somebody's own"
+    assert joined_documents(parts).info.description == "somebody's own"
 
 
 def test_another_column_takes_the_place_of_text(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Token files do not depend on parts, processes or on being killed; bad documents are counted and named."""
 
+import json
 import multiprocessing
 import os
 import signal
@@ -144,6 +145,9 @@ def test_no_process_outlives_who_started_it(documents: Any, expected: object, tm
 
     def wait_here() -> None:
         (tmp_path / "seen" / str(os.getpid())).touch()
+        # Or one of them does all the work before the other is there.
+        while len(left_in(tmp_path / "seen")) < 2:
+            time.sleep(0.01)
         time.sleep(0.3)
 
     def run() -> None:
@@ -191,6 +195,22 @@ def test_a_full_disk_is_told_and_what_is_finished_is_kept(
     assert list(folder.glob("*.json")) and not list(folder.glob(".*"))
     write_tokens(documents, Words(), tmp_path / "a", form=FORM, part_bytes=1)
     assert written(tmp_path / "a") == expected
+
+
+def test_parts_that_an_older_version_left_in_another_form_are_not_read(
+    documents: Any, expected: object, tmp_path: Path
+) -> None:
+    with pytest.raises(OSError, match="No space left"):
+        write_tokens(documents, Words(4, full), tmp_path / "a", form=FORM, part_bytes=1)
+    (folder,) = tmp_path.glob("a.parts-*")
+    # The first form had no number in its name, and bad documents as they are told.
+    old = folder.rename(folder.with_name(folder.name.removesuffix(f"-{prepare._PARTS_FORM}")))
+    counts = json.loads((old / "0000.json").read_text())
+    (old / "0000.json").write_text(json.dumps({**counts, "bad": ["document 0 is not UTF-8 at byte 1"]}))
+    again = Words()
+    assert write_tokens(documents, again, tmp_path / "a", form=FORM, part_bytes=1).num_bad == 0
+    assert again.calls == len(TEXTS) and written(tmp_path / "a") == expected
+    assert list(tmp_path.glob("a.parts-*")) == [old]
 
 
 def bad_documents(folder: Path) -> Any:

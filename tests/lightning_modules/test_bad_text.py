@@ -141,6 +141,31 @@ def test_files_that_are_prepared_follow_the_same_option(
     assert all(name in told for name in wanted)
 
 
+@pytest.mark.parametrize("is_blended", [True, False])
+def test_bad_text_is_told_of_each_part_of_the_documents(
+    tmp_path: Path, is_blended: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    sources = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        path = write_numbers(tmp_path / name, {7: '{"text"', 16: "[]", 18: "5"}, num_rows=20)
+        sources.append(BlendSource(path=str(path), weight=1))
+    options: dict[str, Any] = {"path": None, "blend": sources} if is_blended else {"path": sources[0].path}
+    module = data(tmp_path, tokenizer="null:290", document_split="8,1,1", **options)
+    with caplog.at_level(logging.INFO):
+        module.setup("fit")
+    for what, line in (("training", 8), ("validation", 17), ("test", 19)):
+        [told] = [message for message in caplog.messages if message.startswith(f"{what}: ")]
+        for source in sources[: 1 + is_blended]:
+            assert f"{source.path}, line {line}" in told
+
+
+def test_a_prompt_that_the_tokenizer_refuses_is_told_before_a_model_is_there(tmp_path: Path) -> None:
+    path = str(write_numbers(tmp_path, num_rows=20))
+    with pytest.raises(ConfigurationError, match=r"'hello'.* must be a number from 0 to 289"):
+        data(tmp_path, path=path, tokenizer="null:290", prompts=["hello"]).setup("predict")
+
+
 def test_wrong_options_are_told_with_the_others(tmp_path: Path) -> None:
     faults = "\n".join(data(tmp_path, bad_documents="ignore", max_document_bytes=0, sequence_length=0).faults())
     assert "bad_documents ('ignore') must be one of 'skip', 'refuse'" in faults

@@ -274,13 +274,11 @@ def test_faults_are_told_at_once(folder: Path) -> None:
     with pytest.raises(ConfigurationError, match="names a whole LLaVA"):
         llava(path="a", vision="b")
     asked = data(folder, prompts=["<image> and <image>"], prompt_images=[[str(folder / "0-0.png")]])
-    asked.setup("predict")
     with pytest.raises(ConfigurationError, match="has 2 <image>, and 1 prompt_images"):
-        asked.predict_dataloader()
+        asked.setup("predict")
     absent = data(folder, prompts=["what?"], prompt_images=[["absent.png"]])
-    absent.setup("predict")
     with pytest.raises(ConfigurationError, match=r"image 'absent.png' cannot be read"):
-        absent.predict_dataloader()
+        absent.setup("predict")
 
 
 def test_rows_with_unreadable_images_are_told_and_left_out_of_every_rank(folder: Path, tmp_path: Path) -> None:
