@@ -61,6 +61,8 @@ class Leftover:
     touched_seconds: float
     # when anything of it was last changed, in seconds since 1970; 0 where its file system does not tell
     num_bytes: int
+    files: tuple[str, ...] = ()
+    # behind an address: those that it had
 
     @property
     def name(self) -> str:
@@ -96,8 +98,12 @@ class Contents:
 
 
 def contents_of(folder: Address) -> Contents:
-    """What the folder holds now; nothing where there is no folder. What vanishes meanwhile is left out."""
-    checkpoints = [_standing(path) for path in _standing_in(folder)]
+    """What the folder holds now; nothing where there is no folder. What vanishes meanwhile is left out.
+
+    Raises OSError where something there cannot be read now: whether it is complete is not known then. A remote file
+    system may raise errors of its own.
+    """
+    checkpoints = [standing_at(path) for path in _standing_in(folder)]
     # Of one that is not complete step and time are not known: the least.
     checkpoints.sort(key=lambda one: (one.step, one.saved_seconds, one.name))
     return Contents(
@@ -145,11 +151,12 @@ def leads_to(link: Address) -> Path:
     return Path(os.path.realpath(link))
 
 
-def _standing(path: Address) -> Standing:
+def standing_at(path: Address) -> Standing:
+    """The checkpoint at the path, or why there is none. Raises as `contents_of`."""
     try:
         manifest, meta = read_manifest(path), read_meta(path)
         saved_seconds = Folder(path).changed_seconds(MANIFEST_FILE)
-    except (ValueError, OSError) as error:
+    except (ValueError, FileNotFoundError) as error:
         return Standing(path=path, fault=str(error))
     return Standing(
         path=path,
@@ -198,6 +205,7 @@ def _drafts_behind(address: Address) -> list[Leftover]:
                     place=path,
                     touched_seconds=max(map(Folder(path).changed_seconds, sizes)),
                     num_bytes=sum(sizes.values()),
+                    files=tuple(sizes),
                 )
             )
     return found

@@ -3,7 +3,8 @@
 On a mounted file system they lie in a hidden directory beside the final place, and the step is a rename, after every
 file and the directory have been flushed to the disk. Where another checkpoint stands, the two change places in that one
 step. Behind an address (an object store has no renames) the files lie in the final place, under names that begin with
-the save's id, and the step is to write the manifest.
+the save's id, and the step is to write the manifest. Nothing that fails after that step undoes it: what the checkpoint
+before had stays then, as no part of this one, and the next save there removes it.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ import re
 import shutil
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from typing import IO, Any, cast
 import fsspec
 
 from lightning_megatron.checkpoint.folder import Address, Folder, is_remote, system_of
-from lightning_megatron.checkpoint.manifest import MANIFEST_FILE, is_checkpoint
+from lightning_megatron.checkpoint.manifest import MANIFEST_FILE, is_checkpoint, read_stored_manifest
 
 # Beside a checkpoint stands `.{what}/{save's id}/{its name}`: who looks for checkpoints in the folder finds none.
 UNFINISHED, REPLACED, REMOVED = ".unfinished", ".replaced", ".removed"
@@ -98,9 +99,9 @@ class Draft:
             outdated = [name for name in folder.sizes() if not name.startswith(self.save_id) and name != MANIFEST_FILE]
             with self.create(MANIFEST_FILE) as stream:
                 stream.write(manifest)
-            fs, root = system_of(self.path)
-            for name in outdated:
-                fs.rm_file(f"{root}/{name}")
+            # Remote file systems have errors of their own.
+            with contextlib.suppress(Exception):
+                remove_files(self.path, outdated)
             return
         with self.create(MANIFEST_FILE) as stream:
             stream.write(manifest)
@@ -109,15 +110,24 @@ class Draft:
         tidy(self._hidden)
 
     def discard(self) -> None:
-        """Removes what was written."""
+        """Removes what was written, unless it is the checkpoint at the path by now.
+
+        Raises nothing behind an address, whoever discards has a fault to tell: what cannot be removed stays.
+        """
         if not is_remote(self.path):
             shutil.rmtree(self._hidden, ignore_errors=True)
             tidy(self._hidden)
             return
-        fs, root = system_of(self.path)
-        for name in Folder(self.path).sizes():
-            if name.startswith(self.save_id):
-                fs.rm_file(f"{root}/{name}")
+        with contextlib.suppress(Exception):
+            if not self._is_in_place():
+                remove_files(self.path, [name for name in Folder(self.path).sizes() if name.startswith(self.save_id)])
+
+    def _is_in_place(self) -> bool:
+        """Whether the checkpoint at the address is this one."""
+        try:
+            return read_stored_manifest(self.path).save_id == self.save_id
+        except ValueError:
+            return False
 
 
 def hidden(path: Path, what: str, save_id: str) -> Path:
@@ -171,9 +181,9 @@ def remove(path: Address) -> None:
     """Removes a checkpoint, a file or a link: gone from its place in one step, so that no half of it is ever there."""
     if is_remote(path):
         fs, root = system_of(path)
-        if fs.isfile(f"{root}/{MANIFEST_FILE}"):
-            fs.rm_file(f"{root}/{MANIFEST_FILE}")
-        if fs.exists(root):
+        if is_checkpoint(path):
+            remove_files(path, [MANIFEST_FILE])
+        if Folder(path).kind() != "nothing":
             fs.rm(root, recursive=True)
         return
     final = Path(os.path.abspath(path))
@@ -183,6 +193,28 @@ def remove(path: Address) -> None:
     aside.parent.mkdir(parents=True)
     os.rename(final, aside)
     _delete(aside)
+
+
+def remove_files(address: Address, names: Iterable[str]) -> None:
+    """Removes files of a directory behind an address, all that can be, and the directory where it has nothing else.
+
+    Raises the first error there was.
+    """
+    fs, root = system_of(address)
+    errors = []
+    for name in names:
+        try:
+            fs.rm_file(f"{root}/{name}")
+        except FileNotFoundError:
+            # Whoever else removes it.
+            continue
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    folder = Folder(address)
+    if folder.kind() == "folder" and not folder.sizes() and not folder.folders():
+        fs.rmdir(root)
 
 
 def flush_directory(path: Path) -> None:

@@ -31,7 +31,11 @@ def system_of(path: Address) -> tuple[Any, str]:
 
 
 class Folder:
-    """What is at a path now; nothing is remembered between two questions."""
+    """What is at a path now; nothing is remembered between two questions.
+
+    Behind an address only what is said not to be there is not there: what keeps the file system from an answer is
+    raised, as it comes.
+    """
 
     def __init__(self, path: Address) -> None:
         self.path = os.fspath(path)
@@ -39,7 +43,7 @@ class Folder:
 
     def has(self, name: str) -> bool:
         """Whether there is a file of that name."""
-        return bool(self._fs.isfile(self._at(name)))
+        return self._type_of(self._at(name)) == "file"
 
     def sizes(self) -> dict[str, int]:
         """Bytes of each file in the directory."""
@@ -71,15 +75,27 @@ class Folder:
 
     def kind(self) -> Literal["folder", "file", "link", "nothing"]:
         """What is at the path; a link that leads somewhere is what it leads to."""
-        if self._fs.isdir(self._root):
+        found = self._type_of(self._root)
+        if found == "directory":
             return "folder"
-        if self._fs.isfile(self._root):
+        if found == "file":
             return "file"
         return "link" if not is_remote(self.path) and os.path.islink(self.path) else "nothing"
 
     def target(self) -> str:
         """Where a link at the path leads."""
         return os.readlink(self.path)
+
+    def _type_of(self, path: str) -> str:
+        """`directory`, `file` or, where it is neither, something else."""
+        if not is_remote(self.path):
+            return "directory" if os.path.isdir(path) else "file" if os.path.isfile(path) else ""
+        self._fs.invalidate_cache()
+        # Not isdir and isfile: to those any error is an answer.
+        try:
+            return str(self._fs.info(path)["type"])
+        except (FileNotFoundError, NotADirectoryError):
+            return ""
 
     def _at(self, name: str) -> str:
         return f"{self._root.rstrip('/')}/{name}"

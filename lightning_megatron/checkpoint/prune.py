@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_megatron.checkpoint.contents import Contents, Leftover, contents_of, leads_to
-from lightning_megatron.checkpoint.draft import REPLACED, UNFINISHED, remove, tidy
+from lightning_megatron.checkpoint.draft import REPLACED, UNFINISHED, remove, remove_files, tidy
 from lightning_megatron.checkpoint.folder import Address, is_remote, name_at
+from lightning_megatron.checkpoint.manifest import is_checkpoint
 
 # A save that has written nothing for so long is not going on.
 YOUNG_SECONDS = 3600.0
@@ -25,6 +26,8 @@ class Removal:
     is_checkpoint: bool = False
     # complete, and at its place
     is_kept: bool = False
+    files: tuple[str, ...] = ()
+    # of a save behind an address: what goes, and nothing that came after them
 
     @property
     def name(self) -> str:
@@ -52,13 +55,20 @@ def plan_of(folder: Address, *, keep: int = 0, takes_young: bool = False) -> lis
 def prune(planned: Sequence[Removal]) -> None:
     """Carries the plan out. A checkpoint is gone from its place in one step, before its files are.
 
-    Raises RuntimeError at the first that cannot be removed.
+    Raises RuntimeError at the first that cannot be removed, or that has become a checkpoint meanwhile.
     """
     for removal in planned:
         if removal.is_kept:
             continue
-        if removal.is_checkpoint or is_remote(removal.path):
+        if removal.is_checkpoint:
             remove(removal.path)
+            continue
+        if is_remote(removal.path):
+            if is_checkpoint(removal.path):
+                raise RuntimeError(
+                    f"{removal.path} is a complete checkpoint by now and stays; prune again for the rest"
+                )
+            remove_files(removal.path, removal.files)
             continue
         path = Path(removal.path)
         if path.is_symlink() or path.is_file():
@@ -80,7 +90,9 @@ def _of_leftover(leftover: Leftover, takes_young: bool) -> Removal:
         reason, is_kept = f"written to {when}: a run may be at it (--all removes it)", True
     elif leftover.is_draft:
         reason = "its save ended before it was complete"
-    return Removal(path=leftover.path, num_bytes=leftover.num_bytes, reason=reason, is_kept=is_kept)
+    return Removal(
+        path=leftover.path, num_bytes=leftover.num_bytes, reason=reason, is_kept=is_kept, files=leftover.files
+    )
 
 
 def _beyond(contents: Contents, keep: int) -> list[Removal]:

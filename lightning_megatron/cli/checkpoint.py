@@ -160,7 +160,8 @@ def run_prune(options: argparse.Namespace) -> None:
     if _told(lambda: Folder(options.folder).kind()) != "folder":
         faults.append(f"FOLDER ({options.folder}) is no directory; give a folder of checkpoints")
     elif is_checkpoint(options.folder):
-        parent = os.path.dirname(options.folder if is_remote(options.folder) else os.path.abspath(options.folder))
+        inner = options.folder.rstrip("/") if is_remote(options.folder) else os.path.abspath(options.folder)
+        parent = os.path.dirname(inner)
         faults.append(f"FOLDER ({options.folder}) is a checkpoint; give the folder that holds it: {parent}")
     if faults:
         raise UsageError(faults)

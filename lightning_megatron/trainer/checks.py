@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_megatron.checkpoint import is_checkpoint
+from lightning_megatron.checkpoint.folder import is_remote
 from lightning_megatron.context.balance import DynamicContextConfig
 from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.data.batch_ramp import BatchRamp
@@ -122,6 +124,7 @@ def faults(
         )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         found += callback.faults(trainer) if isinstance(callback, SaysFaults) else []
+        found += _link_faults(callback) if trainer.training else []
     for argument in arguments:
         if isinstance(argument, (str, Path)) and not is_named_checkpoint(str(argument)):
             found += _checkpoint_faults(str(argument))
@@ -174,6 +177,18 @@ def _dynamic_faults(module: pl.LightningModule, pipeline: PipelineConfig) -> lis
             "dynamic_context once for each microbatch of its plan; use automatic_optimization=True"
         )
     return faults
+
+
+def _link_faults(callback: pl.Callback) -> list[str]:
+    """That links are asked for where there can be none: Lightning would fail at the first save."""
+    if not isinstance(callback, ModelCheckpoint) or callback.save_last != "link":
+        return []
+    if callback.dirpath is None or not is_remote(callback.dirpath):
+        return []
+    return [
+        f'ModelCheckpoint(save_last="link") makes a link, and behind an address (dirpath {callback.dirpath}) there are '
+        "none; use save_last=True"
+    ]
 
 
 def _checkpoint_faults(path: str) -> list[str]:

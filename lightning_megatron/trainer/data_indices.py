@@ -1,6 +1,6 @@
 """The indices that a training loader reads, begun after those that were read before, or cut for other replicas."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, Protocol, runtime_checkable
 
@@ -223,5 +223,10 @@ def all_states(loader: Any) -> AllStates:
 def set_all_states(loader: Any, saved: AllStates) -> None:
     """Puts them there."""
     generators.set_states(saved["default"])
-    for generator, state in zip(explicit_generators(loader), saved["explicit"], strict=False):
+    set_explicit_states(loader, saved["explicit"])
+
+
+def set_explicit_states(loader: Any, states: Sequence[torch.Tensor]) -> None:
+    """Puts the generators that the user gave the loader there."""
+    for generator, state in zip(explicit_generators(loader), states, strict=False):
         generator.set_state(state)

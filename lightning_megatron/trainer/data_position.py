@@ -31,6 +31,7 @@ from lightning_megatron.trainer.data_indices import (
     reading,
     reads_indices,
     set_all_states,
+    set_explicit_states,
 )
 
 Place = dict[str, Any]
@@ -325,6 +326,9 @@ class Reader:
         self._epoch, self._is_exhausted = self._epoch_now(), False
         self._handed, self.in_epoch = handed, self.batches_of(place, place["in_epoch"])
         self._round_start = place["round_start"]
+        if self.indices is not None and place["round_start"] is None:
+            # No index was asked for, but the user's generator has given the seed for workers.
+            set_explicit_states(self.loader, place["explicit"])
         if self.indices is not None:
             self.indices.skip(handed, place["handed"] * (place["batch_samples"] or 0), place["round_start"])
             batches = self._begin_workers()
@@ -357,8 +361,7 @@ class Reader:
             # Workers that were there already cost no draw of a seed; these are new.
             self.indices.begin_from = generators.states()
         if self.kind != OWN_STATE:
-            for generator, state in zip(explicit_generators(self.loader), place["explicit"], strict=False):
-                generator.set_state(state)
+            set_explicit_states(self.loader, place["explicit"])
         batches = self._count(self._begin())
         return self._again_if_empty(batches) if self.kind == OWN_STATE else batches
 

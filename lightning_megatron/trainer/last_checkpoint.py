@@ -6,20 +6,23 @@ would take a directory that is no complete checkpoint, or an older one, it is gi
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_megatron.checkpoint.contents import STEP, Standing, contents_of
+from lightning_megatron.checkpoint.contents import STEP, Standing, contents_of, standing_at
 from lightning_megatron.checkpoint.folder import Address, Folder, is_remote
 from lightning_megatron.checkpoint.manifest import MANIFEST_FILE, read_manifest, read_meta
 from lightning_megatron.checkpoint.repair import bring_back, repair
 from lightning_megatron.checkpoint.torch_index import OPTIMIZERS
+from lightning_megatron.comm import collectives
+from lightning_megatron.mesh import Axis
 from lightning_megatron.trainer.checks import is_named_checkpoint
 from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.trainer.lineage import fits_of, goes_on_from
@@ -30,7 +33,7 @@ _LAST = "last"
 def prepared(trainer: pl.Trainer, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments of fit, validate, test or predict, after their checkpoints were put in order.
 
-    Raises ConfigurationError where all that "last" may be is damaged.
+    Raises ConfigurationError where all that "last" may be is damaged, and where it cannot be told now what it is.
     """
     for argument in arguments:
         if isinstance(argument, (str, Path)) and not is_named_checkpoint(str(argument)) and not is_remote(argument):
@@ -39,30 +42,77 @@ def prepared(trainer: pl.Trainer, arguments: tuple[Any, ...]) -> tuple[Any, ...]
         return arguments
     callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     folders = {callback: _folder_of(callback, trainer) for callback in callbacks}
-    for folder in dict.fromkeys(folders.values()):
-        repairs = repair(folder)
-        _tell(repairs.done)
-        if repairs.unfinished:
-            names = ", ".join(map(str, repairs.unfinished))
-            rank_zero_warn(
-                f"the save of {names} ended before it was complete and is left out; "
-                f"`lightning-megatron checkpoint prune {folder}` removes what is left of it"
-            )
-    path = _in_place_of_last(folders)
-    if path is None:
+    on_exception = [
+        _address(callback.ckpt_path)
+        for callback in trainer.checkpoint_callbacks
+        if isinstance(callback, OnExceptionCheckpoint)
+    ]
+    with _answered(*folders.values(), *on_exception):
+        for folder in dict.fromkeys(folders.values()):
+            repairs = repair(folder)
+            _tell(repairs.done)
+            if repairs.unfinished:
+                names = ", ".join(map(str, repairs.unfinished))
+                rank_zero_warn(
+                    f"the save of {names} ended before it was complete and is left out; "
+                    f"`lightning-megatron checkpoint prune {folder}` removes what is left of it"
+                )
+        for path in on_exception:
+            _tell([] if is_remote(path) else bring_back(Path(path).parent))
+        last = _in_place_of_last(folders, [path for path in on_exception if Folder(path).kind() != "nothing"])
+    if last is None:
         return arguments
-    return tuple(os.fspath(path) if isinstance(one, str) and one == _LAST else one for one in arguments)
+    return tuple(os.fspath(last) if isinstance(one, str) and one == _LAST else one for one in arguments)
 
 
-def _in_place_of_last(folders: dict[ModelCheckpoint, Address]) -> Address | None:
+def require_alike(path: str | None, world: Axis) -> None:
+    """Raises ConfigurationError, on all ranks, where some have found a checkpoint to load and others none. Collective.
+
+    Each rank looks before it knows of the others. That their paths differ does no harm: the first rank's counts.
+    """
+    paths = collectives.gather_objects(path, world)
+    without = [str(rank) for rank, one in enumerate(paths) if one is None]
+    if not without or len(without) == world.size:
+        return
+    found = next(f"{one} (rank {rank})" for rank, one in enumerate(paths) if one is not None)
+    raise ConfigurationError(
+        [
+            f"ckpt_path leads to {found}, but to nothing on ranks {', '.join(without)}; all ranks go on from one "
+            "checkpoint: have its folder the same on all machines, or start the run again where it came just then"
+        ]
+    )
+
+
+@contextmanager
+def _answered(*asked: Address) -> Iterator[None]:
+    """Inside, what keeps a file system from an answer is told as such: a checkpoint that cannot be read now is neither
+    damaged nor away, and to go on from an older one would lose what was trained since."""
+    try:
+        yield
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        # Remote file systems have errors of their own.
+        where = ", ".join(dict.fromkeys(map(str, asked)))
+        raise ConfigurationError(
+            [
+                f'ckpt_path="last" is not known, for what is at {where} cannot be read now '
+                f"({type(error).__name__}: {error}); start the run again when it can, or give the path of a checkpoint"
+            ]
+        ) from error
+
+
+def _in_place_of_last(folders: dict[ModelCheckpoint, Address], on_exception: list[Address]) -> Address | None:
     """The checkpoint to take in the place of Lightning's choice; None where that is sound and the newest.
 
     Behind an address Lightning finds none, and loses the address.
     """
     candidates = {path for callback, folder in folders.items() for path in _named_last(callback, folder)}
+    candidates |= set(on_exception)
     damaged = {path: fault for path in candidates if (fault := _fault(path))}
-    sound = sorted(candidates - damaged.keys(), key=_changed_seconds)
-    newest = _newest(list(dict.fromkeys(folders.values())))
+    # By name where their file systems tell no times: on every rank the same.
+    sound = sorted(candidates - damaged.keys(), key=lambda path: (_changed_seconds(path), str(path)))
+    newest = _newest(list(dict.fromkeys(folders.values())), on_exception)
     if not candidates:
         # Lightning takes a link away before it makes the next one: a run that was killed in between has none.
         if newest is None or not any(callback.save_last for callback in folders):
@@ -84,14 +134,16 @@ def _in_place_of_last(folders: dict[ModelCheckpoint, Address]) -> Address | None
         rank_zero_warn(f'ckpt_path="last" is {path}: something else of that name is not complete: {told}')
     elif older:
         rank_zero_info(f'ckpt_path="last" is {path}, the newest: {older}')
-    elif path is None or not is_remote(path):
+    elif not any(map(is_remote, candidates)):
         return None
     return path
 
 
-def _newest(folders: list[Address]) -> Standing | None:
-    """The complete checkpoint of the most steps, those left out that a later run has left behind."""
+def _newest(folders: list[Address], more: list[Address]) -> Standing | None:
+    """The complete checkpoint of the most steps, in the folders or of these more, those left out that a later run has
+    left behind."""
     complete = [one for folder in folders for one in contents_of(folder).complete]
+    complete += [one for one in map(standing_at, more) if one.is_complete]
     fits = {one.path: fits_of(read_meta(one.path)) for one in complete}
 
     def is_left(one: Standing) -> bool:
@@ -137,7 +189,7 @@ def _fault(path: Address) -> str:
         return ""
     try:
         read_manifest(path)
-    except (ValueError, OSError) as error:
+    except (ValueError, FileNotFoundError) as error:
         return str(error)
     return ""
 

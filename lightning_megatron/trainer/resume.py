@@ -125,7 +125,7 @@ class Resumption:
         elif checkpoint[KEY]["is_at_end"] and not checkpoint[KEY]["ends_epoch_first"]:
             _have_next_epoch_begun(loops, is_within_batch=checkpoint[KEY]["is_within_batch"])
         elif checkpoint[KEY].get("is_taken", False):
-            _have_batch_come_again(loops, trainer.accumulate_grad_batches)
+            _have_batch_come_again(loops)
         return Resumption(checkpoint[KEY], before, mesh)
 
     def place(self, reader: Reader) -> None:
@@ -186,6 +186,10 @@ class Resumption:
             )
         if self.saved["trained"]:
             _count_anew(trainer, self.saved["trained"], readers, places)
+            epoch_loop = trainer.fit_loop.epoch_loop
+            if self.saved.get("is_taken", False) and not epoch_loop._should_accumulate():
+                # Lightning counts a step once more by the batch that it takes for the last one, in this run's batches.
+                epoch_loop._batches_that_stepped -= 1
         elif not self.saved["ends_epoch_first"]:
             # Else Lightning takes the epoch for one that it goes on with, and counts a step that it does not make.
             trainer.fit_loop.epoch_loop.restarting = False
@@ -244,21 +248,18 @@ def _have_next_epoch_begun(loops: dict[str, Any], *, is_within_batch: bool) -> N
         loops["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
 
 
-def _have_batch_come_again(loops: dict[str, Any], accumulated: int) -> None:
+def _have_batch_come_again(loops: dict[str, Any]) -> None:
     """Makes Lightning count a batch that was read and not trained on as one to come.
 
     By itself it counts it twice: numbers of batches, by which models draw and loggers write, are one too high from then
     on. So it is told that the batch before it has just ended, and nothing is due after that.
     """
-    batches, state = loops["epoch_loop.batch_progress"], loops["epoch_loop.state_dict"]
+    batches = loops["epoch_loop.batch_progress"]
     trained = batches["current"]["processed"]
     for counter in (batches["total"], batches["current"]):
         counter["ready"] = counter["started"] = counter["processed"]
         counter["completed"] = counter["processed"] - int(trained > 0)
     batches["is_last_batch"] = False
-    if trained and trained % accumulated == 0:
-        # Lightning counts the step of that batch when it goes on.
-        state["_batches_that_stepped"] -= 1
 
 
 def _count_anew(trainer: pl.Trainer, trained: int, readers: list[Reader], places: list[Place]) -> None:

@@ -193,6 +193,8 @@ class MegatronStrategy(ParallelStrategy):
         # by the last fit: who saves after it saves its optimizers too
         self._resumption: resume.Resumption | None = None
         # from the load of a checkpoint to the first batch after it
+        self._has_agreed_to_load = False
+        # whether by now all ranks of this run have told each other if they load a checkpoint
         self._held_schedulers = HeldSchedulers()
         self._is_synchronised = True
         self._restricted_metrics: list[Metric] = []
@@ -364,6 +366,7 @@ class MegatronStrategy(ParallelStrategy):
             if self.dynamic_context is not None:
                 self._routes = groups.over_host(self._mesh.axis("dp+cp"))
         self._ambient = set_ambient_mesh(self._mesh)
+        self._has_agreed_to_load = False
         if self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             self._fits = lineage.begun([], self.lightning_module.trainer.global_step, self._saving.world)
             self._local = self._make_local_tier()
@@ -399,6 +402,7 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.accelerator is not None and self.lightning_module is not None and self._preemption is not None
+        self._agree_to_load(None)
         self.accelerator.setup(trainer)
         own = [self._preemption] if self._local is None else [self._local, self._preemption]
         trainer.callbacks.extend(own)  # type: ignore[attr-defined]
@@ -714,6 +718,7 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         module = self._require_module()
+        self._agree_to_load(str(checkpoint_path))
         setup_model.pipeline_late_sequential(module, self.mesh)
         setup_model.require_own_mesh(module, self.mesh)
         if compute_dtype(str(self.precision_plugin.precision)) == torch.float64:
@@ -738,6 +743,12 @@ class MegatronStrategy(ParallelStrategy):
             self._fits = lineage.begun(lineage.fits_of(checkpoint), checkpoint["global_step"], world)
         self._resumption = resume.Resumption.from_checkpoint(checkpoint, module.trainer, self.mesh)
         return checkpoint
+
+    def _agree_to_load(self, path: str | None) -> None:
+        """Once a run: Lightning loads before `setup` or not at all, as each rank has found a checkpoint or none."""
+        if not self._has_agreed_to_load:
+            self._has_agreed_to_load = True
+            last_checkpoint.require_alike(path, self._saving.world)
 
     def _newest_local(self, path: str) -> dict[str, Any] | None:
         """What is newer on the machines than the checkpoint at the path, which a fit is to go on from."""

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from lightning_megatron.checkpoint import is_checkpoint
+from lightning_megatron.checkpoint import is_checkpoint, read_meta
 from lightning_megatron.checkpoint.draft import REMOVED, REPLACED, UNFINISHED
 from lightning_megatron.checkpoint.prune import plan_of, prune
 from tests.checkpoint.folders import begun, left, saved
+from tests.checkpoint.object_store import emptied
 
 
 def names(folder: Path) -> list[str]:
@@ -59,6 +60,20 @@ def test_behind_an_address_old_ones_and_interrupted_saves_go(tmp_path: Path) -> 
     os.utime(one, (1.0, one.stat().st_mtime - 4000))
     prune(plan_of(folder, keep=1))
     assert names(tmp_path) == ["3.ckpt", "other.ckpt"]
+
+
+def test_behind_an_address_a_save_that_ends_meanwhile_stays_and_so_does_what_another_one_writes() -> None:
+    with emptied() as folder:
+        begun(f"{folder}/a.ckpt")
+        planned = plan_of(folder, takes_young=True)
+        begun(f"{folder}/a.ckpt")
+        prune(planned)
+        [left_of] = plan_of(folder, takes_young=True)
+        assert len(left_of.files) == 1 and left_of.files != planned[0].files
+        saved(f"{folder}/a.ckpt", 3)
+        with pytest.raises(RuntimeError, match=r"a\.ckpt is a complete checkpoint by now and stays"):
+            prune([left_of])
+        assert read_meta(f"{folder}/a.ckpt")["global_step"] == 3 and plan_of(folder, takes_young=True) == []
 
 
 def test_left_overs_go_and_their_folders_with_them(tmp_path: Path) -> None:

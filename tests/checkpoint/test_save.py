@@ -24,11 +24,13 @@ from lightning_megatron.checkpoint import (
 )
 from lightning_megatron.checkpoint.chunk_file import ChunkWriter, Place
 from lightning_megatron.checkpoint.draft import UNFINISHED, Draft
+from lightning_megatron.checkpoint.folder import Folder
 from lightning_megatron.checkpoint.manifest import read_manifest
 from lightning_megatron.checkpoint.state import Piece
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.sharding import Box
 from tests.checkpoint.folders import begun, saved
+from tests.checkpoint.object_store import ObjectStore, emptied, failing
 from tests.checkpoint.small_model import mesh_of
 from tests.harness.ranks import RankFailed, on_ranks, run_on_ranks
 
@@ -265,6 +267,87 @@ def test_an_address_keeps_its_checkpoint_until_the_new_manifest_is_there(
     target = torch.zeros(100)
     load(address, {"w": target}, world=WORLD)
     assert (target == 1).all()
+
+
+@pytest.mark.parametrize("what", ["once", "ever"])
+def test_what_an_object_store_does_not_remove_after_a_save_undoes_nothing(what: str) -> None:
+    with emptied() as folder:
+        address, refused = saved(f"{folder}/a.ckpt", 1), list[str]()
+
+        def refuses(request: str, path: str) -> bool:
+            if request != "remove" or (what == "once" and refused):
+                return False
+            refused.append(path)
+            return True
+
+        with failing(refuses):
+            saved(address, 2)
+            assert refused and read_meta(address)["global_step"] == 2
+            # The rest of them is gone.
+            kept = len(ObjectStore.store) - len(read_manifest(address).files) - 1
+            assert kept == len(refused) == (1 if what == "once" else 3)
+        saved(address, 3)
+        assert len(ObjectStore.store) == len(read_manifest(address).files) + 1
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", "meta.pt", "manifest.json"])
+@pytest.mark.parametrize("is_anything_there", [False, True])
+def test_a_save_that_an_object_store_refuses_says_that_and_leaves_what_was_there(
+    file: str, is_anything_there: bool
+) -> None:
+    with emptied() as folder:
+        address = f"{folder}/a.ckpt"
+        if is_anything_there:
+            saved(address, 1)
+        before = set(ObjectStore.store)
+        with (
+            failing(lambda request, path: request == "write" and path.endswith(file)),
+            pytest.raises(RuntimeError, match="was not written: rank 0: OSError: 503 SlowDown: write"),
+        ):
+            saved(address, 2)
+        assert set(ObjectStore.store) == before
+        # Nothing can be asked for or removed either.
+        with (
+            failing(lambda request, path: request != "ask" or f"{file}" in path),
+            pytest.raises(RuntimeError, match="503 SlowDown"),
+        ):
+            saved(address, 3)
+        assert set(ObjectStore.store) >= before
+
+
+def test_a_save_whose_manifest_came_although_the_store_said_otherwise_is_not_taken_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    put_in_place = Draft.put_in_place
+
+    def place(self: Draft, manifest: bytes) -> None:
+        put_in_place(self, manifest)
+        raise OSError("timed out")
+
+    with emptied() as folder:
+        address = saved(f"{folder}/a.ckpt", 1)
+        monkeypatch.setattr(Draft, "put_in_place", place)
+        with pytest.raises(RuntimeError, match="timed out"):
+            saved(address, 2)
+        assert read_meta(address)["global_step"] == 2
+
+
+def test_what_an_object_store_does_not_answer_is_no_absence() -> None:
+    with emptied() as folder:
+        address = saved(f"{folder}/a.ckpt", 1)
+        with failing(lambda request, path: request == "ask"):
+            for ask in (is_checkpoint, lambda path: Folder(path).kind(), draft.remove):
+                with pytest.raises(OSError, match="503 SlowDown"):
+                    ask(address)
+        assert not is_checkpoint(f"{address}/manifest.json") and Folder(f"{folder}/b.ckpt").kind() == "nothing"
+        assert is_checkpoint(address) and Folder(address).kind() == "folder"
+        draft.remove(address)
+        assert not ObjectStore.store
+        # Nor is anything remembered that somebody else takes away.
+        saved(address, 2)
+        assert is_checkpoint(address) and Folder(address).kind() == "folder"
+        ObjectStore.store.clear()
+        assert not is_checkpoint(address) and Folder(address).kind() == "nothing"
 
 
 def test_an_address_where_a_save_was_interrupted_is_saved_to_again(tmp_path: Path) -> None:

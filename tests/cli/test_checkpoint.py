@@ -230,6 +230,7 @@ def test_mistakes_are_one_line(path: Path, tmp_path: Path, capsys: pytest.Captur
     both = told(capsys, "prune", tmp_path / "none", "--keep", "-1")
     assert "is no directory" in both and "--keep (-1)" in both
     assert f"give the folder that holds it: {tmp_path}" in told(capsys, "prune", path)
+    assert f"give the folder that holds it: file://{tmp_path}\n" in told(capsys, "prune", f"file://{path}/")
     assert "COMMAND" in told(capsys)
 
 

@@ -145,6 +145,9 @@ LOADERS: dict[str, Loaders] = {
         num_workers=1,
         multiprocessing_context="fork",
     ),
+    "own generator, no workers": lambda share: DataLoader(
+        Rows(), share, shuffle=True, generator=torch.Generator().manual_seed(8)
+    ),
     "batch sampler": lambda share: DataLoader(Rows(12), batch_sampler=Pairs(range(12), 2, False)),
     "no batches": lambda share: DataLoader(Rows(8), batch_size=None, shuffle=True),
     "several": lambda share: {

@@ -12,14 +12,16 @@ import fsspec
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_megatron import ConfigurationError
 from lightning_megatron.checkpoint import is_checkpoint, read_meta
 from lightning_megatron.checkpoint.draft import REPLACED, UNFINISHED, Draft
+from lightning_megatron.checkpoint.folder import is_remote
 from lightning_megatron.trainer.last_checkpoint import prepared
 from tests.checkpoint.folders import left, saved
+from tests.checkpoint.object_store import emptied, failing
 from tests.harness.ranks import RankFailed, run_on_ranks
 from tests.trainer.fits import weights
 from tests.trainer.layouts import Layout, make_trainer
@@ -127,6 +129,73 @@ def test_behind_an_address_what_is_taken_is_what_is_taken_on_a_disk(address: str
     fsspec.filesystem("memory").pipe_file("/runs/one/last-v1.ckpt/weights", b"of another tool")
     with pytest.warns(UserWarning, match=r"last-v1\.ckpt has no manifest\.json"):
         assert taken() == (f"{address}/step=6.ckpt",)
+
+
+@pytest.mark.parametrize("place", ["", "step=6.ckpt", "step=6.ckpt/manifest.json", "last.ckpt/manifest.json"])
+def test_what_cannot_be_read_now_is_refused_and_not_passed_over(place: str) -> None:
+    with emptied() as folder:
+        for name, step in (("step=3", 3), ("step=6", 6), ("last", 3)):
+            saved(f"{folder}/{name}.ckpt", step)
+        trainer = trainer_of(ModelCheckpoint(folder, save_last=True))
+        with (
+            failing(lambda request, path: path.endswith(f"bucket/runs/{place}".rstrip("/"))),
+            pytest.raises(ConfigurationError, match=r"runs cannot be read now \(OSError: 503 SlowDown.*start"),
+        ):
+            prepared(trainer, ("last",))
+
+
+@pytest.mark.parametrize("is_main_on_disk", [True, False])
+@pytest.mark.parametrize("is_on_disk", [True, False])
+def test_what_was_saved_on_an_exception_is_taken_where_it_is_the_newest(
+    tmp_path: Path, is_main_on_disk: bool, is_on_disk: bool
+) -> None:
+    with emptied() as folder:
+        main = str(tmp_path / "main") if is_main_on_disk else f"{folder}/main"
+        callback = ModelCheckpoint(main, save_last=True)
+        aside = OnExceptionCheckpoint(tmp_path / "elsewhere" if is_on_disk else f"{folder}/elsewhere")
+        last, path = f"{main}/last.ckpt", aside.ckpt_path
+
+        def taken(*callbacks: L.Callback) -> str:
+            return prepared(trainer_of(*callbacks), ("last",))[0]
+
+        def save(path: str, step: int) -> None:
+            saved(path if is_remote(path) else Path(path), step)
+
+        save(last, 6)
+        assert taken(callback, aside) == ("last" if is_main_on_disk else last)
+        save(path, 5)
+        assert taken(callback, aside) == last
+        save(path, 7)
+        assert taken(callback, aside) == ("last" if is_main_on_disk and is_on_disk else path)
+        assert taken(aside) == ("last" if is_on_disk else path)
+        # A run that went on from it and further, whatever was put there last.
+        save(last, 9)
+        save(path, 7)
+        assert taken(callback, aside) == last
+        fs, root = fsspec.core.url_to_fs(path)
+        fs.rm_file(f"{root}/manifest.json")
+        with pytest.warns(UserWarning, match=r"something else of that name is not complete: .*on_exception\.ckpt"):
+            assert taken(callback, aside) == last
+
+
+def test_links_behind_an_address_are_refused_with_the_way_out() -> None:
+    with pytest.raises(ConfigurationError, match=r"dirpath memory://runs\) there are none; use save_last=True"):
+        trainer_of(ModelCheckpoint("memory://runs", save_last="link")).fit(Language(), Texts())
+
+
+def looks_for_its_own(folder: Path) -> str:
+    """How a run ends of which each rank looks for checkpoints in a folder of its own."""
+    callback = linking(folder / os.environ["RANK"])
+    with pytest.raises(ConfigurationError) as refused:
+        make_trainer(TP2, callbacks=[callback], enable_checkpointing=True).fit(Language(), Texts(), ckpt_path="last")
+    return str(refused.value)
+
+
+@pytest.mark.filterwarnings("ignore:.*there is no last checkpoint available:UserWarning")
+def test_a_checkpoint_that_some_ranks_do_not_find_is_refused_on_all(tmp_path: Path) -> None:
+    found = saved(tmp_path / "1" / "last.ckpt", 3)
+    for told in run_on_ranks(2, looks_for_its_own, tmp_path, init=False, timeout=60):
+        assert f"ckpt_path leads to {found} (rank 1), but to nothing on ranks 0;" in told
 
 
 def test_arguments_that_are_not_about_checkpoints_stay_as_they_are(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ pytestmark = [
 ONE = Layout()
 PLACES = ("batch 2", "batch 6", "validation 3", "epoch 0", "batch 8")
 READ_ONCE = ("noisy", "stream", "stream of workers", "stateful stream", "own state")
+ELSEWHERE = ("own states", "noisy workers", "own generator, no workers")
 OPTIONS: dict[str, Any] = {"validates": True, "val_check_interval": 2}
 
 
@@ -33,7 +34,7 @@ def differences(layout: Layout, data: str, folder: Path, places: tuple[str, ...]
     ]
 
 
-@pytest.mark.parametrize("data", [name for name in LOADERS if name not in ("own states", "noisy workers")])
+@pytest.mark.parametrize("data", [name for name in LOADERS if name not in ELSEWHERE])
 def test_a_resumed_run_equals_the_run_that_was_not_interrupted(data: str, tmp_path: Path) -> None:
     """With workers, cosine schedules, several loaders; within an epoch, at its end, at and before a validation."""
     # A batch that was taken before the save comes again: what draws as it is read, or was read for good, is another.
@@ -104,6 +105,7 @@ def saved_again(data: str, place: str, folder: Path) -> dict[str, str]:
         ("workers", "begin 0", "start, validation 5, begin 1"),
         ("shuffled", "batch 3", "start, validation 5, begin 1"),
         ("own generator", "epoch 0", "sanity, start, begin 1"),
+        ("own generator, no workers", "begin 0", "start, validation 5, begin 1"),
         ("noisy", "batch 6", "sanity, start, begin 1"),
         ("even", "batch 5", "start, validation 5, begin 1"),
         ("several", "batch 3", "start, validation 5, begin 1"),

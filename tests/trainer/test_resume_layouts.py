@@ -104,6 +104,9 @@ def test_a_resumed_run_with_another_batch_size_saves_before_it_trains(again: str
     else:
         resumed = runs(ONE, "even", resumed_from=tmp_path / "start.ckpt", accumulate_grad_batches=2, seed=78, **QUIETLY)
         assert apart(resumed, ONE, whole, ONE) == "" and min(resumed[0].batches) == 2
+        later = runs(ONE, "even", resumed_from=tmp_path / "taken 1.ckpt", accumulate_grad_batches=2, seed=78, **QUIETLY)
+        assert apart(later, ONE, whole, ONE) == "" and min(later[0].batches) == 2
+        assert later[0].logged == resumed[0].logged == whole[0].logged
 
 
 def test_a_run_that_went_on_elsewhere_is_resumed_where_it_is_now(tmp_path: Path) -> None:
