@@ -200,6 +200,7 @@ def predicted(mode: str, rates: dict[str, float]) -> float:
     constants = Constants(
         ampere_share=1.0,
         flash_edge=0.0,
+        both_ways_edge=0.0,
         moved_backward=2.0,
         edge=0.0,
         second_flash_share=rates["attention"] / products,

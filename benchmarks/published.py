@@ -112,7 +112,8 @@ def rows() -> tuple[dict[str, Any], ...]:
 
 @lru_cache(maxsize=1)
 def later_rows() -> tuple[dict[str, Any], ...]:
-    """Rows of a release that came after all of those: constants were never fitted on them, nor formulas chosen by them.
+    """Rows of a release that came after all of those that state a step time. Constants were never fitted on them; one
+    formula, that stages wait for the slowest hop, was added after a first look at them.
 
     All of its rows but those in four bits and those of DeepSeek-V3, which the package has not.
     """

@@ -127,10 +127,11 @@ class Sizes:
             for size in self.context_groups
             if self.world % (self.pp * self.cp * self.tp) == 0 and self.dp * self.cp % size
         ]
-        for product, names in (
-            (self.pp * self.cp * self.tp, "pipeline x context x tensor"),
-            (self.pp * self.ep * self.etp, "pipeline x expert x expert tensor"),
-        ):
+        products = [(self.pp * self.cp * self.tp, "pipeline x context x tensor")]
+        if self.ep * self.etp > 1:
+            # Else the first says it.
+            products.append((self.pp * self.ep * self.etp, "pipeline x expert x expert tensor"))
+        for product, names in products:
             if self.world % product:
                 below, above = self.world // product * product, (self.world // product + 1) * product
                 fits = " or ".join(str(n) for n in (below, above) if n)

@@ -104,6 +104,7 @@ def run_of_recipe(path: Path, data: dict[str, Any], options: argparse.Namespace)
         global_batch_size=batch,
         num_accumulated=numbers["trainer.accumulate_grad_batches"],
         micro_batch_size=rows or max(batch // max(replicas * num_microbatches, 1), 1),
+        cuts_by_rows=bool(rows),
         precision=precision,
         fp8=fp8,
         recompute=recompute,

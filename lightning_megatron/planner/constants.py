@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_megatron.planner.software import AttentionKernel
 
-GIVEN = ("flash_edge", "moved_backward")
+GIVEN = ("flash_edge", "both_ways_edge", "moved_backward")
 """Those that are not fitted: a publication or arithmetic says them."""
 
 _YOUNGER = {"volta": 0, "ampere": 0, "ada": 0, "hopper": 1}
@@ -28,7 +28,7 @@ class Constants:
     """Shares are of what `gpus.json` says; seconds are of one thing."""
 
     ampere_share: float = 0.85
-    # of the measured matmul ceiling that a large product of a training step reaches in 16 bits, here and on Volta
+    # of the measured matmul ceiling that a large product of a training step reaches, here, on Volta and on Ada
     hopper_share: float = 0.85
     # the same of another family
     hopper_fp8_share: float = 0.85
@@ -44,8 +44,10 @@ class Constants:
     vendor_flash_share: float = 0.65
     # the same of the vendor's kernel, on any family
     flash_edge: float = 330.0
-    # attention in one kernel takes 1 + flash_edge / keys times as long. Source: Shah et al., arXiv 2407.08608, figure
-    # 5: causal, heads of 128, 512 to 16,384 tokens: 191 to 335 TFLOP/s of FlashAttention-2, 315 to 539 of the vendor's
+    # causal attention in one kernel takes 1 + flash_edge / keys times as long. Source: Shah et al., arXiv 2407.08608,
+    # figure 5: heads of 128, 512 to 16,384 tokens: 191 to 335 TFLOP/s of FlashAttention-2, 315 to 539 of the vendor's
+    both_ways_edge: float = 105.0
+    # the same of attention whose queries see all keys. Source: the same: 309 to 370 TFLOP/s, and 497 to 595
     laid_out_share: float = 0.4
     # the same of the two products of attention that lays its weights out
     traffic: float = 1.2
@@ -54,7 +56,7 @@ class Constants:
     # the same where each is by itself
     moved_backward: float = 1.4
     # what elementwise kernels of a layer move in a backward, over what they move in a forward: a norm and a sum 6 over
-    # 5, an activation 5 over 3, with a gate 3 over 2
+    # 5, an activation 3 over 2, with a gate 5 over 3
     cast_traffic: float = 1.5
     # FP8 casts the same
     layer_seconds: float = 2.0e-4
@@ -86,7 +88,7 @@ class Constants:
 
     def product_share(self, family: str, *, is_fp8: bool) -> float:
         """Of a family of GPUs; an unknown one counts as the newest."""
-        if family in ("volta", "ampere"):
+        if family in ("volta", "ampere", "ada"):
             return self.ampere_share
         if family == "hopper":
             return self.hopper_fp8_share if is_fp8 else self.hopper_share

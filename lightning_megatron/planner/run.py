@@ -37,6 +37,8 @@ class Run:
     # batches of an optimizer step, as the Trainer's accumulate_grad_batches
     micro_batch_size: int = 1
     # samples of a microbatch
+    cuts_by_rows: bool = False
+    # as the strategy's microbatch_size asks: every batch is under a schedule, one of a single microbatch too
     precision: str = "bf16-mixed"
     # the Trainer's
     fp8: Fp8Config | None = None
@@ -62,7 +64,10 @@ class Run:
 
     @cached_property
     def num_microbatches(self) -> int:
-        """Per batch and replica, rounded down; 0 where the batch is smaller than the replicas."""
+        """Per batch and replica, rounded down; 0 where the batch is smaller than the replicas, and where sizes have
+        faults."""
+        if self.sizes.faults() or self.micro_batch_size < 1:
+            return 0
         return self.global_batch_size // (self.sizes.dp * self.micro_batch_size)
 
     @cached_property
@@ -112,7 +117,7 @@ class Run:
     def sets_gradients_aside(self) -> bool:
         """Whether the sum of earlier batches stands beside the gradients that a later batch of the step makes, as
         under every schedule: they are divided by numbers of tokens of their own."""
-        return self.num_accumulated > 1 and (self.sizes.pp > 1 or self.num_microbatches > 1)
+        return self.num_accumulated > 1 and (self.sizes.pp > 1 or self.num_microbatches > 1 or self.cuts_by_rows)
 
     @property
     def num_tokens(self) -> int:
@@ -148,10 +153,11 @@ def faults_of(run: Run) -> list[str]:
         )
     facts = Facts(
         sizes=sizes,
-        num_microbatches=max(run.num_microbatches, 1) if not sizes.faults() and micro >= 1 else 1,
+        num_microbatches=max(run.num_microbatches, 1),
         model=run.model,
         sequence_length=run.texts.sequence,
-        schedule=None if sizes.faults() or micro < 1 else run.schedule,
+        decoder_sequence_length=run.texts.decoder_sequence or None,
+        schedule=run.schedule,
         recompute=run.recompute,
         fp8=run.fp8,
         precision=run.precision,

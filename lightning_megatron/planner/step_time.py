@@ -143,7 +143,8 @@ def _piece_passes(run: Run, piece: Piece, work: Work, gpu: Gpu, constants: Const
     edges = constants.edge * work.edge_flops + constants.grouped_edge * work.grouped_edge_flops
     product = work.product_flops / rate + (edges + work.head_flops) / half_rate
     share = constants.attention_share(gpu.family, run.software.attention)
-    flash = (work.flash_flops + constants.flash_edge * work.flash_edge_flops) / (half * share)
+    flash_edges = constants.flash_edge * work.flash_edge_flops + constants.both_ways_edge * work.both_ways_edge_flops
+    flash = (work.flash_flops + flash_edges) / (half * share)
     laid_out = work.laid_out_flops / (half * constants.laid_out_share)
     # What a head reads and writes is counted kernel by kernel.
     is_joined = run.software.is_fused or not work.num_layers
@@ -236,7 +237,7 @@ def _gathered_seconds(run: Run, rank: int, totals: list[float], gpu: Gpu, consta
     groups = groups_of(run.sizes)
     gather = gather_seconds(2 * dense, groups["replicas"], gpu, constants)
     gather += gather_seconds(2 * experts, groups["edp"], gpu, constants)
-    scatter = gather * (2 if run.optimizer.grad_dtype == "float32" else 1)
+    scatter = gather * run.gradient_bytes / 2
     is_always = run.software.shards_weights == "always"
     sent = gather if is_always else gather / run.schedule.microbatches, scatter + (gather if is_always else 0.0)
     waits = []
@@ -254,7 +255,7 @@ def _replica_seconds(
     is_sharded = run.software.shards_weights != "none"
     is_cut = run.optimizer.kind == "distributed" or is_sharded
     waited, stepped = 0.0, 0.0
-    width = 2 if run.optimizer.grad_dtype == "bfloat16" else 4
+    width = run.gradient_bytes
     for number, group in ((dense, groups["replicas"]), (experts, groups["edp"])):
         stepped += number / (group.size if is_cut else 1)
         if is_sharded:

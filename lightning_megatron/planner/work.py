@@ -28,7 +28,9 @@ class Work:
     flash_flops: float = 0.0
     # of attention in one kernel
     flash_edge_flops: float = 0.0
-    # the same, over the keys that a query sees in one call
+    # the same of causal attention, over the keys that a query sees in one call
+    both_ways_edge_flops: float = 0.0
+    # the same of attention whose queries see all keys
     laid_out_flops: float = 0.0
     # of attention that lays its weights out
     moved_bytes: float = 0.0
@@ -130,10 +132,10 @@ def _layer(layer: Layer, sizes: Sizes, micro_batch: int, width: int) -> Work:
         moved += 2 * tokens * (query + keys) / tp * width
     if config.qk_norm:
         moved += 2 * tokens * (query + keys) / tp * width
-    attention = _attention(layer, streams, cp, tp)
-    laid_out = attention if config.attention_dropout > 0 else 0.0
+    own_flops, memory_flops = _attention(layer, streams, cp, tp)
+    lays_out = config.attention_dropout > 0
     pairs = 0.0
-    if laid_out:
+    if lays_out:
         pairs = streams * layer.sequence / cp * (layer.sequence + layer.memory) * config.num_attention_heads / tp
     num_attention_products = len(products)
     # What tp gathers is cast before it travels.
@@ -172,21 +174,25 @@ def _layer(layer: Layer, sizes: Sizes, micro_batch: int, width: int) -> Work:
         products += [(tokens, hidden, gates * wide), (tokens, wide, hidden)]
         moved += tokens * wide * (gates + 1) * width
         casts += tokens * (hidden / sp + wide)
-    own_flops = [2 * m * n * k for m, k, n in products]
+    flops = [2 * m * n * k for m, k, n in products]
     grouped_flops = own * sum(2 * m * n * k for m, k, n in grouped)
     edges, grouped_edges = (sum(2 * (m * n + n * k + k * m) for m, k, n in some) for some in (products, grouped))
     # Queries, keys, values, output, gate, up, down.
     features = 0 if grouped else config.ffn_hidden_size
     singles = [query, keys, keys, query, *[features] * gates, features]
-    keys_of_all = layer.sequence + layer.memory
-    seen = min(layer.window or keys_of_all, keys_of_all) / (sizes.cp // sizes.cp_inner if cp > 1 else 1)
+    # Keys that a query sees are those of one call.
+    num_calls = sizes.cp // sizes.cp_inner if cp > 1 else 1
+    own_edge = own_flops * num_calls / min(layer.window or layer.sequence, layer.sequence)
+    memory_edge = memory_flops * num_calls / max(layer.memory, 1)
     return Work(
-        product_flops=sum(own_flops) + grouped_flops,
+        product_flops=sum(flops) + grouped_flops,
         edge_flops=edges,
         grouped_edge_flops=own * grouped_edges,
-        flash_flops=attention - laid_out,
-        flash_edge_flops=(attention - laid_out) / seen,
-        laid_out_flops=2 * laid_out if layer.is_causal else laid_out,
+        flash_flops=0.0 if lays_out else own_flops + memory_flops,
+        flash_edge_flops=own_edge if layer.is_causal and not lays_out else 0.0,
+        both_ways_edge_flops=0.0 if lays_out else memory_edge + (0.0 if layer.is_causal else own_edge),
+        # Masked pairs are computed too.
+        laid_out_flops=memory_flops + own_flops * (1 + layer.is_causal) if lays_out else 0.0,
         moved_bytes=moved,
         num_pairs=pairs,
         cast_bytes=3 * casts,
@@ -196,7 +202,7 @@ def _layer(layer: Layer, sizes: Sizes, micro_batch: int, width: int) -> Work:
         query_bytes=tokens * query / tp * width if cp > 1 else 0.0,
         expert_bytes=expert_bytes,
         expert_tensor_bytes=expert_tensor_bytes,
-        mlp_flops=sum(own_flops[num_attention_products:]) + grouped_flops,
+        mlp_flops=sum(flops[num_attention_products:]) + grouped_flops,
         second_flops=2 * tokens * hidden * sum(singles[1::2]) / tp,
         num_layers=1,
         num_expert_layers=int(layer.has_experts),
@@ -219,10 +225,11 @@ def _with_paths(work: Work, piece: Piece, sizes: Sizes, micro_batch: int, width:
     return replace(work, path_flops=flops, path_edge_flops=edges, path_bytes=moved)
 
 
-def _attention(layer: Layer, streams: int, cp: int, tp: int) -> float:
+def _attention(layer: Layer, streams: int, cp: int, tp: int) -> tuple[float, float]:
+    """FLOPs of attention to its own stream, and to an encoder's."""
     config: TransformerConfig = layer.config
-    flops = cost.layer_attention_flops(
+    own = cost.layer_attention_flops(
         config, batch=streams, sequence=layer.sequence, is_causal=layer.is_causal, window=layer.window
     )
-    flops += 4 * streams * layer.sequence * layer.memory * config.num_attention_heads * config.head_dim
-    return flops / cp / tp
+    memory = 4 * streams * layer.sequence * layer.memory * config.num_attention_heads * config.head_dim
+    return own / cp / tp, memory / cp / tp

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config
+from lightning_megatron.models.images import images_by_row
 from lightning_megatron.planner.anatomy import Texts
 from lightning_megatron.planner.run import Run, faults_of
 from lightning_megatron.trainer import checks
 from lightning_megatron.trainer.precision import compute_dtype
-from lightning_megatron.trainer.step_batches import rows_of
 from lightning_megatron.trainer.strategy import MegatronStrategy
 from lightning_megatron.trainer.trained_weights import TrainedWeights, trained_of_ranks, trained_weights
 from lightning_megatron.transformer.config import TransformerConfig
@@ -29,7 +29,7 @@ class Seen:
 
     weights: TrainedWeights
     rows: int
-    # of its batch
+    # of its batch, where it has texts
     texts: Texts | None
     # how long samples of its batch are
     why_not: str = ""
@@ -38,10 +38,9 @@ class Seen:
 
 def seen_by(trainer: pl.Trainer, batch: Any) -> Seen:
     """What this rank tells of a step on this batch."""
-    module, rows = trainer.lightning_module, rows_of(batch)
-    texts, why_not = None, ""
+    module, rows, texts, why_not = trainer.lightning_module, 0, None, ""
     try:
-        texts = _texts_of(checks.architecture_of(module), batch, rows)
+        rows, texts = _texts_of(checks.architecture_of(module), batch)
     except NotPlanned as error:
         why_not = str(error)
     return Seen(weights=trained_weights(module), rows=rows, texts=texts, why_not=why_not)
@@ -79,6 +78,7 @@ def planned_run(trainer: pl.Trainer, ranks: Sequence[Seen], *, rank: int = 0) ->
         global_batch_size=rows * strategy.sizes.dp,
         num_accumulated=trainer.accumulate_grad_batches,
         micro_batch_size=max(rows // count, 1),
+        cuts_by_rows=strategy.microbatch_size > 0,
         precision="bf16-true" if precision == "transformer-engine" else precision,
         fp8=strategy.fp8 if is_fp8 else None,
         recompute=strategy.recompute,
@@ -93,17 +93,23 @@ def planned_run(trainer: pl.Trainer, ranks: Sequence[Seen], *, rank: int = 0) ->
     return run
 
 
-def _texts_of(model: TransformerConfig | None, batch: Any, rows: int) -> Texts:
+def _texts_of(model: TransformerConfig | None, batch: Any) -> tuple[int, Texts]:
+    """Rows of a batch, and how long its samples are."""
     names = ("encoder_tokens", "decoder_tokens") if isinstance(model, T5Config) else ("tokens",)
     given = [batch.get(name) for name in names] if isinstance(batch, dict) else [batch]
-    lengths = [tensor.shape[1] for tensor in given if isinstance(tensor, Tensor) and tensor.dim() == 2]
-    if len(lengths) != len(names):
+    shapes = [tensor.shape for tensor in given if isinstance(tensor, Tensor) and tensor.dim() == 2]
+    if len(shapes) != len(names):
         raise NotPlanned(f"the batch has not {' and '.join(names)}, each [batch, sequence]")
+    rows, lengths = max(shapes[0][0], 1), [length for _, length in shapes]
     images = 0
-    if isinstance(model, LlavaConfig) and isinstance(batch, dict) and batch.get("images") is not None:
-        images = -(-sum(batch["images"].counts) // rows)
+    if isinstance(model, LlavaConfig) and isinstance(batch, dict):
+        try:
+            by_row = images_by_row(batch.get("images"), batch.get("image_rows"), rows)
+        except ValueError as error:
+            raise NotPlanned(str(error)) from error
+        images = 0 if by_row is None else -(-sum(by_row.counts) // rows)
     is_packed = isinstance(batch, dict) and batch.get("segments") is not None
-    return Texts(sequence=lengths[0], decoder_sequence=sum(lengths[1:]), images=images, are_packed=is_packed)
+    return rows, Texts(sequence=lengths[0], decoder_sequence=sum(lengths[1:]), images=images, are_packed=is_packed)
 
 
 def _name(value: object) -> str:

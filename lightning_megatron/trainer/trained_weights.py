@@ -28,6 +28,8 @@ class TrainedWeights:
     # parts with weights that are not, layers that never run aside
     paths: frozenset[tuple[str, int, float]]
     # the linear's name in its layer, rank and dropout of each low-rank path
+    pathless: frozenset[str]
+    # names of linears that have none, in layers that run
 
 
 def trained_weights(module: nn.Module) -> TrainedWeights:
@@ -40,16 +42,26 @@ def trained_weights(module: nn.Module) -> TrainedWeights:
             owners[parameter] = first if first in PARTS else _LANGUAGE
             if any(name.startswith(f"{part}.") for part in model.config.idle_parts):
                 idle.add(parameter)
-    beside, in_paths = set(), set()
+    beside, pathless, in_paths = set(), set(), set()
     for name, linear in module.named_modules():
-        if isinstance(linear, ParallelLinear) and isinstance(linear.lora, LowRank):
-            beside.add((".".join(name.split(".")[-2:]), linear.lora.a.shape[0], linear.lora.dropout))
+        if not isinstance(linear, ParallelLinear) or linear.weight in idle:
+            continue
+        own = ".".join(name.split(".")[-2:])
+        if not isinstance(linear.lora, LowRank):
+            pathless.add(own)
+        else:
+            beside.add((own, linear.lora.a.shape[0], linear.lora.dropout))
             in_paths |= {parameter for parameter in linear.lora.parameters() if parameter.requires_grad}
     parts: dict[bool, set[str]] = {True: set(), False: set()}
     for parameter in module.parameters():
         if parameter not in in_paths and parameter not in idle:
             parts[parameter.requires_grad].add(owners.get(parameter, _ELSEWHERE))
-    return TrainedWeights(trained=frozenset(parts[True]), frozen=frozenset(parts[False]), paths=frozenset(beside))
+    return TrainedWeights(
+        trained=frozenset(parts[True]),
+        frozen=frozenset(parts[False]),
+        paths=frozenset(beside),
+        pathless=frozenset(pathless),
+    )
 
 
 def trained_of_ranks(ranks: Sequence[TrainedWeights]) -> Trained:
@@ -66,6 +78,12 @@ def trained_of_ranks(ranks: Sequence[TrainedWeights]) -> Trained:
     if kinds:
         [(rank, dropout)] = kinds
         targets = tuple(sorted({name for name, _, _ in paths}))
+        pathless = frozenset[str]().union(*(rank.pathless for rank in ranks))
+        if mixed := [name for name in targets if name in pathless]:
+            raise ValueError(
+                f"{', '.join(mixed)} has low-rank paths in some layers and none in others: the planner knows those of "
+                "a LoraConfig, which stand in every layer"
+            )
         return Trained(lora=LoraConfig(rank=rank, dropout=dropout, targets=targets))  # type: ignore[arg-type]
     if _ELSEWHERE in frozen or trained & frozen:
         raise ValueError(

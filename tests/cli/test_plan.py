@@ -234,6 +234,37 @@ def test_a_layout_keeps_the_recipe_s_schedule_where_it_says_so(
     )
 
 
+@pytest.mark.parametrize("pipeline", [{"schedule": "interleaved"}, {"microbatch_group_size": 8}])
+def test_a_schedule_of_the_recipe_s_own_is_planned_on_fewer_gpus_than_its_layout(
+    pipeline: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = {"pipeline_model_parallel_size": 4, "virtual_pipeline_model_parallel_size": 3, "pipeline": pipeline}
+    file = changed(tmp_path, "gpt2_124m.yaml", **{"trainer.strategy.init_args": changes})
+    args = (file, "--gpu", "h100", "--num-gpus", "2")
+    planned = record(capsys, *args, "--layout", "tp=2,mbs=1")
+    assert planned["sizes"]["tp"] == 2 and "not the recipe's schedule interleaved" in planned["notes"][1]
+    assert "a search tries 1f1b" in printed(capsys, *args, "--top", "1")
+    assert "pipeline_model_parallel_size (0) must be at least 1" in told(capsys, *args, "--layout", "pp=0")
+    text = told(capsys, *args, "--layout", "pp=4,vp=3,mbs=1,schedule=zb_h1")
+    # Once, though experts would have to divide the world as well.
+    assert text.count("world size (2) must be a multiple of") == 1
+    assert "virtual_pipeline_model_parallel_size (3) must be 1 for schedule zb_h1" in text
+
+
+def test_a_decoder_s_length_goes_by_the_rules_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    strategy = {"context_parallel_size": 2, "context": {"uneven": "refuse"}}
+    changes = {"position": "learned", "max_decoder_sequence_length": 32}
+    file = changed(
+        tmp_path,
+        "t5_toy.yaml",
+        **{f"model.config.{name}": value for name, value in changes.items()},
+        **{"data.decoder_sequence_length": 46, "trainer.devices": 2, "trainer.strategy.init_args": strategy},
+    )
+    text = told(capsys, file, "--gpu", "h100", "--layout", "recipe")
+    assert "decoder_sequence_length (46) must be at most the model's max_decoder_sequence_length (32)" in text
+    assert "decoder_sequence_length (46) must be a multiple of 4" in text
+
+
 def test_packed_documents_are_planned_as_one_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = ("--gpu", "h100", "--layout", "mbs=4")
     plain = record(capsys, str(CONFIGS / "gpt2_124m.yaml"), *args)
@@ -302,6 +333,14 @@ def test_rows_of_a_microbatch_say_how_many_there_are(tmp_path: Path, capsys: pyt
     (tmp_path / "a.yaml").write_text(yaml.safe_dump(recipe))
     found = record(capsys, str(tmp_path / "a.yaml"), "--gpu", "h100", "--layout", "recipe")
     assert found["step_seconds"] == wanted["step_seconds"]
+    # A batch of one microbatch is under a schedule too, which keeps the sum of the batches before it by itself.
+    changes = {"trainer.accumulate_grad_batches": 2, "trainer.strategy.init_args": {"num_microbatches": 1}}
+    args = ("--gpu", "h100", "--layout", "recipe")
+    direct = record(capsys, changed(tmp_path, "gpt2_124m.yaml", **changes), *args)
+    changes["trainer.strategy.init_args"] = {"microbatch_size": direct["micro_batch_size"]}
+    aside = record(capsys, changed(tmp_path, "gpt2_124m.yaml", **changes), *args)
+    more = aside["memory_bytes"][0]["total"] - direct["memory_bytes"][0]["total"]
+    assert aside["num_microbatches"] == 1 and more == pytest.approx(1.03 * 4 * direct["parameters"], rel=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_megatron.mesh import Sizes
-from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.optim.config import GradientDtype, OptimizerConfig
 from lightning_megatron.planner.constants import Constants, fitted
 from lightning_megatron.planner.flops import step_flops
 from lightning_megatron.planner.hardware import gpu_of
@@ -13,7 +13,7 @@ from lightning_megatron.planner.memory import rank_memory
 from lightning_megatron.planner.network import Group, exchange_seconds, gather_seconds, groups_of, hop_seconds
 from lightning_megatron.planner.presets import PRESETS
 from lightning_megatron.planner.run import Run
-from lightning_megatron.planner.software import FULLY_SHARDED, OURS, AttentionKernel, Hiding
+from lightning_megatron.planner.software import FULLY_SHARDED, OURS, AttentionKernel, Hiding, Software
 from lightning_megatron.planner.step_time import StepTime, step_time
 from lightning_megatron.planner.work import Work, work_of
 from lightning_megatron.precision.fp8 import Fp8Config
@@ -80,6 +80,9 @@ def test_accumulated_batches_are_summed_once_and_late() -> None:
     assert two.exposed["dp"] == late.exposed["dp"] > one.exposed["dp"]
     assert step_flops(run_of(num_accumulated=2)) == 2 * step_flops(run_of())
     assert run_of(num_accumulated=2).num_tokens == 2 * run_of().num_tokens
+    # Rows of a microbatch put every batch under a schedule, one of a single microbatch too.
+    whole = {"sizes": Sizes(world=64, tp=8), "global_batch_size": 8, "num_accumulated": 2}
+    assert [run_of(**whole, cuts_by_rows=rows).sets_gradients_aside for rows in (False, True)] == [False, True]
     # The sum of the batches before stands beside the gradients of the one at work.
     held, more = rank_memory(run_of(), 0), rank_memory(run_of(num_accumulated=2), 0)
     assert more.allocated - held.allocated == pytest.approx(held.gradients) and more.static == held.static
@@ -116,6 +119,23 @@ def test_attention_is_slower_where_a_query_has_few_keys() -> None:
     (forward, backward), (even, evenly) = inner_rank(run), inner_rank(run, flash_edge=0.0)
     assert forward - even == pytest.approx(layers * longer)
     assert backward - evenly == pytest.approx(2.5 * layers * longer)
+
+
+def test_attention_that_sees_both_ways_fills_its_kernel_sooner_than_causal_attention() -> None:
+    # Ends of a published figure without a mask, TFLOP/s at 512 and at 16,384 keys, of two kernels.
+    edge = CONSTANTS.both_ways_edge
+    for slow, quick in ((309, 370), (497, 595)):
+        assert (1 + edge / 512) / (1 + edge / 16384) == pytest.approx(quick / slow, rel=0.001)
+    preset = PRESETS["bert_large"]
+    run = Run(
+        model=replace(preset.model, attention_dropout=0.0), texts=preset.texts, sizes=Sizes(), global_batch_size=8
+    )
+    assert inner_seconds(run, flash_edge=0.0) == inner_seconds(run)
+    assert inner_seconds(run, both_ways_edge=0.0) < inner_seconds(run)
+
+
+def inner_seconds(run: Run, **changes: float) -> float:
+    return step_time(run, H100, replace(CONSTANTS, layer_seconds=0.0, **changes)).total
 
 
 def test_elementwise_kernels_of_a_backward_move_more_by_a_fixed_share() -> None:
@@ -207,6 +227,18 @@ def test_sharded_gradients_in_16_bits_are_half_of_the_message() -> None:
     assert narrow < 0.9 * wide
 
 
+@pytest.mark.parametrize("software", [OURS, FULLY_SHARDED], ids=["ours", "sharded"])
+def test_gradients_travel_in_the_numbers_in_which_they_are_added_up(software: Software) -> None:
+    def waited(precision: str, dtype: GradientDtype) -> float:
+        optimizer = OptimizerConfig(kind="distributed", grad_dtype=dtype)
+        return time_of(
+            run_of(sizes=Sizes(world=64), precision=precision, software=software, optimizer=optimizer)
+        ).exposed["dp"]
+
+    assert waited("bf16-true", "auto") == waited("bf16-true", "bfloat16") < 0.9 * waited("bf16-true", "float32")
+    assert waited("bf16-mixed", "auto") == waited("bf16-mixed", "float32") == waited("bf16-true", "float32")
+
+
 def test_attention_keeps_less_of_its_ceiling_on_gpus_younger_than_its_kernel() -> None:
     def share(family: str, kernel: AttentionKernel) -> float:
         return CONSTANTS.attention_share(family, kernel)
@@ -218,6 +250,12 @@ def test_attention_keeps_less_of_its_ceiling_on_gpus_younger_than_its_kernel() -
     assert share("blackwell", "second") == share("", "second") < share("hopper", "second")
     assert share("hopper", "first") == share("hopper", "second") / 2
     assert share("ampere", "vendor") == share("blackwell", "vendor") == CONSTANTS.vendor_flash_share
+
+
+def test_ada_multiplies_by_the_instructions_of_ampere() -> None:
+    constants = replace(CONSTANTS, ampere_share=0.5)
+    shares = [constants.product_share(family, is_fp8=False) for family in ("volta", "ampere", "ada")]
+    assert shares == [0.5, 0.5, 0.5] != [constants.product_share("hopper", is_fp8=False)] * 3
 
 
 def test_a_group_of_neighbours_shares_a_node_and_one_of_stages_does_not() -> None:

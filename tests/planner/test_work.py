@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_megatron.mesh import Sizes
-from lightning_megatron.models import GPTConfig
+from lightning_megatron.models import GPTConfig, T5Config
 from lightning_megatron.planner.anatomy import Texts, anatomy_of, piece_flops
 from lightning_megatron.planner.presets import PRESETS
 from lightning_megatron.planner.work import Work, work_of
@@ -77,6 +77,28 @@ def test_attention_fills_its_kernel_by_the_keys_of_one_call() -> None:
     assert keys(Sizes(), replace(plain, sliding_window=8192)) == pytest.approx(4096)
     assert keys(Sizes(world=4, cp=4), plain) == pytest.approx(1024)
     assert keys(Sizes(world=4, cp=4, cp_inner=2), plain) == pytest.approx(2048)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_decoder_attends_twice_by_the_keys_of_each(dropout: float) -> None:
+    model = T5Config(num_layers=2, hidden_size=256, num_attention_heads=4, vocab_size=512, attention_dropout=dropout)
+    anatomy = anatomy_of(model, Texts(sequence=512, decoder_sequence=128))
+    encoder, decoder = dict.fromkeys(replace(piece, cut=0) for piece in anatomy.pieces if piece.symbol == "t")
+    of_encoder, of_decoder = (work_of(piece, anatomy, Sizes(world=2, cp=2), 1, 2) for piece in (encoder, decoder))
+    # A rank has half of the queries, and in one call half of the keys.
+    pairs = {"encoder": 256 * 512, "own": 64 * 128, "memory": 64 * 512}
+    flops = {name: 4 * number * 256 for name, number in pairs.items()}
+    if dropout:
+        assert of_encoder.laid_out_flops == flops["encoder"]
+        assert of_decoder.laid_out_flops == flops["own"] + flops["memory"]
+        edges = [of_encoder.flash_edge_flops, of_encoder.both_ways_edge_flops]
+        edges += [of_decoder.flash_edge_flops, of_decoder.both_ways_edge_flops]
+        assert edges == [0.0] * 4
+    else:
+        assert of_decoder.flash_flops == flops["own"] / 2 + flops["memory"] and of_decoder.laid_out_flops == 0
+        assert (of_encoder.flash_edge_flops, of_encoder.both_ways_edge_flops) == (0.0, flops["encoder"] / 256)
+        assert of_decoder.flash_edge_flops == flops["own"] / 2 / 64
+        assert of_decoder.both_ways_edge_flops == flops["memory"] / 256
 
 
 def test_attention_with_dropout_lays_out_a_pair_for_each_query_and_key() -> None:

@@ -11,6 +11,7 @@ from lightning_megatron.lightning_modules import BertModule, GPTModule, LlavaMod
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import BertConfig, GPTConfig, GPTModel, LlavaConfig, LlavaModel, T5Config
 from lightning_megatron.models.vision import VisionConfig
+from lightning_megatron.pipeline.ragged import Ragged
 from lightning_megatron.planner.anatomy import Texts
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.trained import Trained
@@ -78,6 +79,8 @@ def test_a_schedule_and_the_rows_of_a_microbatch_are_taken_over() -> None:
     # A batch need not be a dict.
     found = planned(trainer, TOKENS)
     assert (found.schedule.name, found.num_microbatches, found.micro_batch_size) == ("zb_v", 4, 2)
+    rows = [trainer_of(GPTModule(GPT), world=1, microbatch_size=size) for size in (0, 8)]
+    assert [planned(trainer, TOKENS).cuts_by_rows for trainer in rows] == [False, True]
 
 
 def test_bert_and_t5_have_texts_of_their_own() -> None:
@@ -127,13 +130,55 @@ def test_low_rank_paths_are_planned_as_they_stand() -> None:
     partly.model.get_submodule("layers.0").attention.qkv.weight.requires_grad_(True)
     with pytest.raises(NotPlanned, match="beside weights that are trained"):
         planned(trainer_of(partly, world=1), {"tokens": TOKENS})
+    # Of a name in some layers alone; elsewhere another stage has those without.
+    fewer = finetuned(lora_of(0.1))
+    fewer.model.get_submodule("layers.0").mlp.down.lora = None
+    with pytest.raises(NotPlanned, match=r"^mlp\.down has low-rank paths in some layers and none in others"):
+        planned(trainer_of(fewer, world=1), {"tokens": TOKENS})
+    trainer = trainer_of(finetuned(LoraConfig(targets=("mlp.down",))), world=1)
+    other = seen_by(trainer_of(finetuned(LoraConfig(targets=("attention.qkv",))), world=1), {"tokens": TOKENS})
+    with pytest.raises(NotPlanned, match=r"^attention\.qkv, mlp\.down has"):
+        planned_run(trainer, [seen_by(trainer, {"tokens": TOKENS}), other])
+
+
+def llava() -> LlavaModule:
+    vision = VisionConfig(num_layers=2, hidden_size=16, num_attention_heads=2, image_size=8, patch_size=4)
+    module = LlavaModule(LlavaConfig(**SHAPE, max_sequence_length=16, vision=vision, image_token=5))
+    module.model = LlavaModel(module.config, seed=0)
+    return module
+
+
+def test_images_are_counted_in_every_form_that_a_model_takes() -> None:
+    module = llava()
+    trainer, images = trainer_of(module, world=1), torch.zeros(12, 3, 8, 8)
+    rows = [images[:2], None, images[:3], *[images[:1]] * 5]
+    for form, number in (
+        (None, 0),
+        (images[:8].view(8, 1, 3, 8, 8), 1),
+        (rows, 2),
+        (Ragged(images, [5, 7, *[0] * 6]), 2),
+        ([None] * 8, 0),
+    ):
+        found = planned(trainer, {"tokens": TOKENS, "images": form})
+        assert found.texts == Texts(sequence=16, images=number) and found.global_batch_size == 8
+    by_image = {"tokens": TOKENS, "images": images, "image_rows": torch.arange(12) % 8}
+    assert planned(trainer, by_image).texts == Texts(sequence=16, images=2)
+    for form in (images, rows[:3], [rows[0][0]] * 8):
+        batch = {"tokens": TOKENS, "images": form}
+        with pytest.raises(NotPlanned, match="images"):
+            planned(trainer, batch)
+        assert seen_by(trainer_of(module, world=1, strategy="auto"), batch).texts is None
+
+
+def test_layers_that_never_run_need_no_low_rank_paths() -> None:
+    module = llava()
+    add_lora(module.model, LoraConfig(targets=("attention.qkv",)), seed=0)
+    found = planned(trainer_of(module, world=1), {"tokens": TOKENS})
+    assert found.trained.lora == LoraConfig(targets=("attention.qkv",))
 
 
 def test_frozen_parts_are_planned_where_each_is_frozen_as_a_whole() -> None:
-    vision = VisionConfig(num_layers=2, hidden_size=16, num_attention_heads=2, image_size=8, patch_size=4)
-    config = LlavaConfig(**SHAPE, max_sequence_length=16, vision=vision, image_token=5)
-    module = LlavaModule(config)
-    module.model = LlavaModel(config, seed=0)
+    module = llava()
     trainer = trainer_of(module, world=1)
     # What never runs is not trained, and is no frozen part.
     assert planned(trainer, {"tokens": TOKENS}).trained == Trained()
