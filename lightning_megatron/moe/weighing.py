@@ -62,10 +62,13 @@ class _WeighedGate(torch.autograd.Function):
         activated_RF = _GATES[ctx.activation](gate_RF)
         torch.mul(activated_RF, grad_activated_RF, out=grad_R2F[:, 1])
         gate_gradient(grad_activated_RF.mul_(up_RF), gate_RF, grad_input=grad_R2F[:, 0])
+        # The widest moment follows.
+        del grad_activated_RF
         grad_weights_R = None
         if ctx.needs_input_grad[1]:
             wide = _wide_column(grad_RF, weights_R).dtype
-            grad_weights_R = (grad_RF.to(wide) * activated_RF.mul_(up_RF)).sum(1).to(weights_R.dtype)
+            product_RF = activated_RF.mul_(up_RF).to(wide)
+            grad_weights_R = product_RF.mul_(grad_RF).sum(1).to(weights_R.dtype)
         return grad_R2F, grad_weights_R, None
 
 

@@ -166,7 +166,8 @@ def layer_work(run: Run, piece: Piece) -> float:
     moved = rows * config.hidden_size * width if layer.has_experts else 0.0
     remade = 0.0
     if ("moe" if layer.has_experts else "mlp") in again:
-        remade = inner * (3 if config.is_gated else 2) + stream * ("norm" in again)
+        # Experts make what a gate gives once more, in their own backward.
+        remade = inner * (3 if config.is_gated and not layer.has_experts else 2) + stream * ("norm" in again)
         if config.moe is not None and layer.has_experts:
             # What came to the experts, and their outputs before and after the router's weights.
             shared = tokens * config.moe.shared_ffn_hidden_size / sizes.tp * width
