@@ -56,12 +56,13 @@ def test_the_ranks_hold_everything_once_and_a_wrong_number_shows(cut: Any) -> No
 
 def test_the_peak_is_what_came_on_top() -> None:
     with MemoryPeak() as peak:
-        held = torch.ones(8_000_000)
+        # More than glibc takes from what it has: pages that were there before would be no more memory.
+        held = torch.ones(20_000_000)
         end = time.monotonic() + 60
         # It looks from time to time, and may have looked before the tensor was whole.
-        while peak.num_bytes < 10e6 and time.monotonic() < end:
+        while peak.num_bytes < 40e6 and time.monotonic() < end:
             held += 1
-    assert 10e6 < peak.num_bytes < 100e6
+    assert 40e6 < peak.num_bytes < 120e6
 
 
 def made_sample(wait: float, durable: float, is_right: bool = True) -> dict[str, Any]:
