@@ -205,3 +205,15 @@ def test_a_rank_alone_is_an_axis_of_one() -> None:
     assert (alone.name, alone.size, alone.rank, alone.ranks, alone.group) == ("alone", 1, 0, (5,), None)
     assert alone.is_first and alone.is_last
     assert Mesh.imagine(3, Sizes(world=4, tp=2)).sp == Axis.alone(3, "sp")
+
+
+def test_experts_fold_over_all_axes_of_attention() -> None:
+    sizes = Sizes(world=64, tp=4, cp=2, ep=64, etp=1)
+    assert (sizes.dp, sizes.edp) == (8, 1)
+    meshes = [Mesh.imagine(rank, sizes) for rank in range(64)]
+    assert {mesh.axis("ep").ranks for mesh in meshes} == {tuple(range(64))}
+    assert [mesh.axis("ep").rank for mesh in meshes] == list(range(64))
+    assert {(mesh.tp.rank, mesh.cp.rank, mesh.dp.rank) for mesh in meshes} == {
+        (tp, cp, dp) for tp in range(4) for cp in range(2) for dp in range(8)
+    }
+    assert {(mesh.axis("etp").size, mesh.axis("edp").size) for mesh in meshes} == {(1, 1)}

@@ -13,7 +13,7 @@ B batch, A query heads, G key heads, Q query rows, K key rows, D head size.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,29 +36,10 @@ _NO_QUERY, _NO_KEY = -1, -2
 _OPTIONS: FlexKernelOptions = {"FORCE_USE_FLEX_ATTENTION": True}
 
 
-class FlexAttention(Protocol):
-    """Torch's `flex_attention`, as far as it is used here."""
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        score_mod: Callable[..., Tensor] | None,
-        block_mask: BlockMask,
-        scale: float,
-        enable_gqa: bool,
-        *,
-        kernel_options: FlexKernelOptions,
-        return_aux: AuxRequest,
-    ) -> Any:
-        """Output [B, A, Q, D], and what `return_aux` asks for."""
-
-
 class Flex:
-    """The kernel that takes all blocks at once."""
+    """The kernel that takes all blocks at once, by `attention`: torch's `flex_attention`, compiled where None."""
 
-    def __init__(self, attention: FlexAttention | None = None) -> None:
+    def __init__(self, attention: Callable[..., Any] | None = None) -> None:
         self.attention = _compiled() if attention is None else attention
 
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, pairing: Pairing) -> tuple[Tensor, Tensor]:
@@ -101,10 +82,10 @@ class Flex:
             queries,
             keys,
             values,
-            None if table is None else sight.biased(table, pairing),
-            sight.mask,
-            pairing.scale,
-            queries.shape[1] != keys.shape[1],
+            score_mod=None if table is None else sight.biased(table, pairing),
+            block_mask=sight.mask,
+            scale=pairing.scale,
+            enable_gqa=queries.shape[1] != keys.shape[1],
             kernel_options=_OPTIONS,
             return_aux=AuxRequest(lse=True),
         )
@@ -112,8 +93,8 @@ class Flex:
 
 
 @lru_cache(maxsize=1)
-def _compiled() -> FlexAttention:
-    compiled: FlexAttention = torch.compile(flex_attention)
+def _compiled() -> Callable[..., Any]:
+    compiled: Callable[..., Any] = torch.compile(flex_attention)
     return compiled
 
 

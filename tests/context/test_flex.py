@@ -43,7 +43,7 @@ def test_what_is_made_of_blocks_is_made_once_for_all_layers() -> None:
     asked = []
 
     def attention(*args: object, **kwargs: object) -> object:
-        asked.append(args[4])
+        asked.append(kwargs["block_mask"])
         return plain_flex(*args, **kwargs)  # type: ignore[arg-type]
 
     for table in torch.randn(3, 6, 4):
