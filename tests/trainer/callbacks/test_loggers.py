@@ -1,7 +1,6 @@
 """What the callbacks measure reaches the progress bar, TensorBoard and CSV files, all at once, on several ranks."""
 
 import csv
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import lightning as L
 import pytest
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_megatron.trainer.callbacks import MemoryMonitor, StepTimeline, ThroughputMonitor
 from tests.harness.ranks import run_on_ranks
@@ -34,15 +34,10 @@ class Bar(TQDMProgressBar):
         return shown
 
 
-HAS_TENSORBOARD = importlib.util.find_spec("tensorboard") is not None
-
-
 def logged(folder: str) -> set[str]:
     """What the bar of this rank showed."""
     bar = Bar()
-    loggers: list[Any] = [CSVLogger(folder, name="csv", version="")]
-    if HAS_TENSORBOARD:
-        loggers.append(TensorBoardLogger(folder, name="board", version=""))
+    loggers = [CSVLogger(folder, name="csv", version=""), TensorBoardLogger(folder, name="board", version="")]
     callbacks = [
         ThroughputMonitor(every_n_batches=2, device_peak_flops=1e12),
         MemoryMonitor(),
@@ -71,10 +66,7 @@ def test_the_bar_shows_speeds_and_files_have_everything(run: tuple[Path, set[str
     assert (folder / "csv" / "step_2.json").is_file() and (folder / "csv" / "step_2.svg").is_file()
 
 
-@pytest.mark.skipif(not HAS_TENSORBOARD, reason="tensorboard is not installed")
 def test_tensorboard_has_everything(run: tuple[Path, set[str]]) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     folder, _ = run
     events = EventAccumulator(str(folder / "board")).Reload()
     assert set(events.Tags()["scalars"]) >= LOGGED
