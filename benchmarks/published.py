@@ -401,7 +401,8 @@ def _software(row: Row) -> Software:
         return replace(FULLY_SHARDED, logit_bytes=2)
     if fsdp == "ZeRO-3":
         return FULLY_SHARDED
-    return _megatron(row)
+    # Its gates are bounded; the other models of this list have gates without bounds.
+    return replace(_megatron(row), bounds_gates=str(row["model"]).startswith("GPT-OSS"))
 
 
 # Where gradients were summed over replicas in 16 bits: Megatron-LM before it had them in float32 (2021), llm-foundry

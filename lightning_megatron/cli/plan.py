@@ -99,7 +99,7 @@ def run_plan(options: argparse.Namespace) -> None:
 
 
 def _explain(options: argparse.Namespace, asked: Asked, gpu: Gpu) -> None:
-    run, notes = explained(asked, options), _notes(asked, options.layout)
+    run, notes = explained(asked, options), _notes(asked, gpu, options.layout)
     found = estimate(run, gpu)
     if options.out is not None:
         _write(found, options.out)
@@ -110,7 +110,7 @@ def _explain(options: argparse.Namespace, asked: Asked, gpu: Gpu) -> None:
 
 
 def _search(options: argparse.Namespace, asked: Asked, gpu: Gpu) -> None:
-    run, notes, is_free = asked.run, _notes(asked, None), options.recompute is None
+    run, notes, is_free = asked.run, _notes(asked, gpu, None), options.recompute is None
     found = search(run, gpu, memory_bytes=gpu.memory_bytes, free_recompute=is_free)
     if not found.fitting:
         raise UsageError([_nothing_fits(run, gpu, found, is_free)])
@@ -132,11 +132,14 @@ def _search(options: argparse.Namespace, asked: Asked, gpu: Gpu) -> None:
         print("\n".join([model_text(run), *notes, "", text, "", estimate_text(best, num_tokens=options.tokens)]))
 
 
-def _notes(asked: Asked, layout: str | None) -> list[str]:
+def _notes(asked: Asked, gpu: Gpu, layout: str | None) -> list[str]:
     """What a reader of the numbers should know, with that layout or, where there is none, of a search."""
     notes = [*asked.notes, *(f"not planned: {name}, which {does}" for name, does in asked.unplanned.items())]
-    if asked.run.precision == "32-true":
-        notes.append("times are those of products in 16 bits: in 32-true they are several times longer")
+    if gpu.timed_as(asked.run.plain_products) != asked.run.plain_products:
+        notes.append(
+            f"times are those of products in 16 bits, and in 32-true they are several times longer: GPU {gpu.name!r} "
+            "has no full_tflops, its peak in float32; give it in its file"
+        )
     return notes if layout == OF_RECIPE else notes + notes_on_schedule(asked.run, layout)
 
 

@@ -5,7 +5,7 @@ from functools import cached_property
 
 from lightning_megatron.planner.constants import Constants, fitted
 from lightning_megatron.planner.flops import MODEL, Convention, step_flops
-from lightning_megatron.planner.hardware import Gpu
+from lightning_megatron.planner.hardware import Gpu, Products
 from lightning_megatron.planner.memory import Memory, memory_of
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.step_time import StepTime, step_time
@@ -42,9 +42,14 @@ class Estimate:
         """Of one GPU."""
         return step_flops(self.run, convention) / self.step_seconds / self.run.sizes.world
 
+    @property
+    def timed_as(self) -> Products:
+        """Whose peak `share_of_peak` divides by."""
+        return self.gpu.timed_as(self.run.products)
+
     def share_of_peak(self, convention: Convention = MODEL) -> float:
         """The convention's FLOPs over the dense peak of the precision of the products: MFU, for model FLOPs."""
-        return self.flops_per_second(convention) / self.gpu.peak_flops(is_fp8=self.run.fp8 is not None)
+        return self.flops_per_second(convention) / self.gpu.peak_flops(self.timed_as)
 
     def days(self, num_tokens: float) -> float:
         """To train on so many tokens, with no interruption."""

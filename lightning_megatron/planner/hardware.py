@@ -11,13 +11,22 @@ from difflib import get_close_matches
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
 GIGA, TERA = 1e9, 1e12
+
+Products = Literal["full", "half", "fp8"]
+"""What matrix products are in: float32, without tensor cores, as torch has them unless a script asks for less; 16 bits;
+FP8."""
+
 # Share of its peak that the largest matmul measured on any GPU reaches, where none is measured.
 _USUAL_SHARE = 0.8
+# 16-bit products in the time of one of float32 in a kernel of attention, which has three of TF32 for it, each at half
+# the rate of 16 bits. Sources: PyTorch, mem_eff_attention/gemm_kernel_utils.h: OpMultiplyAddFastF32 from compute
+# capability 8.0 on; NVIDIA A100 white paper, table 1.
+_HALF_PRODUCTS = 6
 # As drivers call them.
 _DEVICES = (
     (r"\bV100-SXM\d-32GB", "v100-32gb"),
@@ -53,10 +62,14 @@ class Gpu:
     # dense peak of bf16 and fp16 matrix products
     fp8_tflops: float = 0.0
     # dense peak in FP8; 0: it has no such units
+    full_tflops: float = 0.0
+    # peak in float32, without tensor cores; 0: it is not known. That of TF32 for scripts that ask torch for TF32
     half_matmul_tflops: float = 0.0
     # the most that a large matmul was measured to reach; 0: not measured
     fp8_matmul_tflops: float = 0.0
     # the same in FP8
+    full_matmul_tflops: float = 0.0
+    # the same in float32
     nvlink_gb_per_second: float = 0.0
     # each way, to the GPUs of its node; 0: there is none
     pcie_gb_per_second: float = 32.0
@@ -73,13 +86,15 @@ class Gpu:
     def __post_init__(self) -> None:
         positive = ("memory_gb", "memory_tb_per_second", "half_tflops", "pcie_gb_per_second", "network_gb_per_second")
         faults = [f"{name} ({getattr(self, name)}) must be above 0" for name in positive if not getattr(self, name) > 0]
-        natural = ("fp8_tflops", "half_matmul_tflops", "fp8_matmul_tflops", "nvlink_gb_per_second")
+        of_kinds = [f"{kind}_{what}" for what in ("tflops", "matmul_tflops") for kind in ("fp8", "full")]
+        natural = (*of_kinds, "half_matmul_tflops", "nvlink_gb_per_second")
         faults += [f"{name} ({getattr(self, name)}) must be 0 or above" for name in natural if getattr(self, name) < 0]
         faults += [
             f"{name}_matmul_tflops ({measured}) must be at most {name}_tflops ({peak}), the peak"
             for name, measured, peak in (
                 ("half", self.half_matmul_tflops, self.half_tflops),
                 ("fp8", self.fp8_matmul_tflops, self.fp8_tflops),
+                ("full", self.full_matmul_tflops, self.full_tflops),
             )
             if measured > peak
         ]
@@ -106,14 +121,29 @@ class Gpu:
         """Each way, to another node."""
         return self.network_gb_per_second * GIGA
 
-    def peak_flops(self, *, is_fp8: bool) -> float:
-        """Dense peak of matrix products in FLOP/s; 0 where there are no such units."""
-        return (self.fp8_tflops if is_fp8 else self.half_tflops) * TERA
+    def timed_as(self, products: Products) -> Products:
+        """Whose rates stand for such products: those of 16 bits for float32, where its peak is not known."""
+        return "half" if products == "full" and not self.full_tflops else products
 
-    def matmul_flops(self, *, is_fp8: bool) -> float:
-        """The most that a matmul is known to reach, in FLOP/s."""
-        measured = self.fp8_matmul_tflops if is_fp8 else self.half_matmul_tflops
-        return (measured * TERA) or _USUAL_SHARE * self.peak_flops(is_fp8=is_fp8)
+    def peak_flops(self, products: Products) -> float:
+        """Dense peak of matrix products in FLOP/s; 0 where there are no such units, or it is not known."""
+        return {"full": self.full_tflops, "half": self.half_tflops, "fp8": self.fp8_tflops}[products] * TERA
+
+    def matmul_flops(self, products: Products) -> float:
+        """The most that a matmul is known to reach, in FLOP/s.
+
+        Of a peak in float32 it is the share that 16 bits reach, where it is not measured.
+        """
+        measured = {"full": self.full_matmul_tflops, "half": self.half_matmul_tflops, "fp8": self.fp8_matmul_tflops}
+        if products == "full" and not self.full_matmul_tflops:
+            return self.full_tflops * TERA * self.matmul_flops("half") / self.peak_flops("half")
+        return (measured[products] * TERA) or _USUAL_SHARE * self.peak_flops(products)
+
+    def attention_flops(self, products: Products) -> float:
+        """The ceiling of products in a kernel of attention, which FP8 does not change, in FLOP/s."""
+        if products == "full" and self.family == "volta":
+            return self.matmul_flops("full")
+        return self.matmul_flops("half") / (_HALF_PRODUCTS if products == "full" else 1)
 
 
 @lru_cache(maxsize=1)

@@ -8,7 +8,7 @@ from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Conf
 from lightning_megatron.planner.anatomy import Model
 from lightning_megatron.planner.estimate import Estimate
 from lightning_megatron.planner.flops import HARDWARE_ALL_PAIRS, MODEL, MODEL_ALL_PAIRS, Convention, step_flops
-from lightning_megatron.planner.hardware import GIGA, TERA
+from lightning_megatron.planner.hardware import GIGA, TERA, Products
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.search import Found, Rejected
 from lightning_megatron.planner.trained import trained_parameters
@@ -23,6 +23,7 @@ _KINDS: tuple[tuple[type[Model], str], ...] = (
 )
 # Of a longer pipeline its ends and its middle are shown.
 _MOST_STAGES = 6
+_PRODUCTS: dict[Products, str] = {"full": "float32 without tensor cores", "half": "16 bits", "fp8": "FP8"}
 # Layouts that lack the least memory, of those that fell out.
 _NUM_NEAREST = 3
 
@@ -82,6 +83,11 @@ def _conventions(run: Run) -> list[tuple[Convention, str]]:
     return [(one, one.name.partition(",")[0]) for one in (MODEL, HARDWARE_ALL_PAIRS)]
 
 
+def _peak_text(found: Estimate) -> str:
+    """The peak that shares are of."""
+    return f"dense peak in {_PRODUCTS[found.timed_as]}, {found.gpu.peak_flops(found.timed_as) / TERA:,.4g} TFLOP/s"
+
+
 def layout_text(run: Run) -> str:
     """As `--layout` reads it."""
     sizes = run.sizes
@@ -115,9 +121,10 @@ def estimate_text(found: Estimate, *, num_tokens: float = 0.0) -> str:
     ]
     for place, (convention, name) in enumerate(_conventions(run)):
         lines.append(
-            f"{'' if place else 'MFU':<12} {found.share_of_peak(convention):.1%} of the dense peak, "
+            f"{'' if place else 'MFU':<12} {found.share_of_peak(convention):.1%} of the peak, "
             f"{found.flops_per_second(convention) / TERA:.4g} TFLOP/s on each GPU ({name})"
         )
+    lines.append(f"{'':<12} the peak: {_peak_text(found)}")
     lines += ["", *_time_lines(found), "", *_memory_lines(found)]
     lines += [
         "",
@@ -177,7 +184,7 @@ def found_text(found: Found, gpu_name: str, shown: list[Shown]) -> str:
         )
     name = _conventions(shown[0].estimate.run)[0][1]
     hidden = len(found.fitting) - len(shown) - sum(len(row.alike) for row in shown)
-    lines += ["", f"MFU: {name}. Not shown: {hidden} that fit."]
+    lines += ["", f"MFU: {name}, over the {_peak_text(shown[0].estimate)}. Not shown: {hidden} that fit."]
     lines += [f"fell out: {number} layouts, {why}" for why, number in found.reasons().items()]
     lines += [f"nearest: {layout_text(one.run)} {one.why}" for one in found.nearest(_NUM_NEAREST)]
     return "\n".join(lines)
@@ -199,6 +206,8 @@ def record_of(found: Estimate, *, num_tokens: float = 0.0) -> dict[str, Any]:
         "num_microbatches": run.num_microbatches,
         "recompute": run.recompute.granularity,
         "gpu": found.gpu.name,
+        "peak_flops_per_second": found.gpu.peak_flops(found.timed_as),
+        "peak_of": _PRODUCTS[found.timed_as],
         "step_seconds": found.step_seconds,
         "tokens_per_second": found.tokens_per_second,
         "flops": [

@@ -12,6 +12,7 @@ from lightning_megatron.mesh import Sizes
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.pipeline.choice import Schedule, ScheduleName
 from lightning_megatron.planner.anatomy import Anatomy, Model, Stage, Texts, stages_of
+from lightning_megatron.planner.hardware import Products
 from lightning_megatron.planner.rules import Facts, faults
 from lightning_megatron.planner.software import OURS, Software
 from lightning_megatron.planner.trained import ALL, Trained, trained_anatomy
@@ -101,6 +102,16 @@ class Run:
     def is_half(self) -> bool:
         """Whether products are in 16 bits, or fewer."""
         return self.precision != "32-true"
+
+    @property
+    def plain_products(self) -> Products:
+        """What those matrix products are in that are never in FP8."""
+        return "half" if self.is_half else "full"
+
+    @property
+    def products(self) -> Products:
+        """What those of layers are in."""
+        return self.plain_products if self.fp8 is None else "fp8"
 
     @property
     def bytes_per_element(self) -> int:

@@ -51,6 +51,8 @@ class Software:
     # what goes to the next stage goes once, and tp gathers it there, where each of its ranks would send all of it
     runs_again: Again = ""
     # in a backward
+    bounds_gates: bool = False
+    # of experts: what a gate reads is held within bounds, and biases are added expert by expert, each step by itself
 
 
 OURS = Software(name="lightning_megatron", widens_norms=True, counts_work=True)

@@ -30,10 +30,15 @@ _CAST_BYTES = 6
 # written, softmax reads and writes, its dropout reads and writes, and a product reads. Backward: a gradient is written,
 # dropout reads it and writes, softmax reads that and its output and writes, and three products read.
 _PAIR_NUMBERS, _PAIR_BACKWARD_NUMBERS = 6, 9
+# The same where torch lays them out for want of a kernel, and nothing is dropped. Forward: scores are written, a mask
+# is added, softmax reads and writes, rows without a key are looked for (a byte is written and read) and set to 0, and a
+# product reads. Backward: a gradient is written, softmax reads it and its output and writes, and three products read.
+# Source: PyTorch, _scaled_dot_product_attention_math and _safe_softmax.
+_GROUPED_PAIR_NUMBERS, _GROUPED_PAIR_BACKWARD_NUMBERS = 9.5, 7
 # What a head's elementwise kernels move in a backward, over a forward: casts of logits are written and read as well.
 _HEAD_BACKWARD = 2.0
-# Bytes a weight that an optimizer's step reads and writes: main weight, two moments, gradient, low weight.
-_STEP_BYTES = 30
+# Bytes a weight that an optimizer's step reads and writes: main weight, two moments, gradient; and a low weight.
+_STEP_BYTES, _LOW_BYTES = 28, 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,31 +141,36 @@ def _passes(run: Run, rank: int, gpu: Gpu, constants: Constants) -> tuple[Pass, 
 
 def _piece_passes(run: Run, piece: Piece, work: Work, gpu: Gpu, constants: Constants) -> tuple[Pass, Pass]:
     is_fp8 = run.fp8 is not None
-    half = gpu.matmul_flops(is_fp8=False)
-    rate = gpu.matmul_flops(is_fp8=is_fp8) * constants.product_share(gpu.family, is_fp8=is_fp8)
-    half_rate = half * constants.product_share(gpu.family, is_fp8=False)
+    plain = gpu.timed_as(run.plain_products)
+    ceiling = gpu.matmul_flops(plain)
+    plain_rate = ceiling * constants.product_share(gpu.family, is_fp8=False)
+    rate = gpu.matmul_flops(gpu.timed_as(run.products)) * constants.product_share(gpu.family, is_fp8=is_fp8)
     # Filling and draining takes no less time where the product between is faster.
     edges = constants.edge * work.edge_flops + constants.grouped_edge * work.grouped_edge_flops
-    product = work.product_flops / rate + (edges + work.head_flops) / half_rate
-    share = constants.attention_share(gpu.family, run.software.attention)
+    product = work.product_flops / rate + (edges + work.head_flops) / plain_rate
+    # Torch's one kernel in float32 is of the first.
+    share = constants.attention_share(gpu.family, "first" if plain == "full" else run.software.attention)
     flash_edges = constants.flash_edge * work.flash_edge_flops + constants.both_ways_edge * work.both_ways_edge_flops
-    flash = (work.flash_flops + flash_edges) / (half * share)
-    laid_out = work.laid_out_flops / (half * constants.laid_out_share)
+    flash = (work.flash_flops + flash_edges) / (gpu.attention_flops(plain) * share)
+    laid_out = work.laid_out_flops / (ceiling * constants.laid_out_share)
     # What a head reads and writes is counted kernel by kernel.
     is_joined = run.software.is_fused or not work.num_layers
     traffic = constants.traffic if is_joined else constants.unfused_traffic
     moved = traffic * work.moved_bytes / gpu.memory_bytes_per_second
+    if run.software.bounds_gates:
+        moved += constants.traffic * work.bounded_bytes / gpu.memory_bytes_per_second
     pairs = constants.traffic * work.num_pairs / gpu.memory_bytes_per_second
+    grouped = constants.traffic * run.bytes_per_element * work.num_grouped_pairs / gpu.memory_bytes_per_second
     casts = constants.cast_traffic * work.cast_bytes / gpu.memory_bytes_per_second if is_fp8 else 0.0
     moved += constants.traffic * work.path_bytes / gpu.memory_bytes_per_second
     # Weights that have no main weights stay wide, and each product casts its own.
     is_mixed = run.precision in ("bf16-mixed", "16-mixed")
     lowered = _CAST_BYTES * work.num_frozen / gpu.memory_bytes_per_second if is_mixed else 0.0
     paths = work.path_flops + constants.edge * work.path_edge_flops
-    paths /= half_rate
+    paths /= plain_rate
     least = constants.layer_seconds * work.num_layers
     width = run.bytes_per_element
-    scored = laid_out + (_PAIR_NUMBERS * width + 1) * pairs
+    scored = laid_out + (_PAIR_NUMBERS * width + 1) * pairs + _GROUPED_PAIR_NUMBERS * grouped
     forward = max(product + flash + scored + moved + casts + lowered + paths, least)
     messages = _messages(run, work, gpu, constants)
     hides = run.software.hides_tensor
@@ -170,6 +180,7 @@ def _piece_passes(run: Run, piece: Piece, work: Work, gpu: Gpu, constants: Const
         return Pass(compute=forward, exposed=exposed), Pass()
     num_products = piece.passes_gradient + piece.is_trained
     attended = _FLASH_BACKWARD * flash + 2 * laid_out + (_PAIR_BACKWARD_NUMBERS * width + 1) * pairs
+    attended += _GROUPED_PAIR_BACKWARD_NUMBERS * grouped
     backward = num_products * product + 2 * (casts + paths)
     backward += (constants.moved_backward if work.num_layers else _HEAD_BACKWARD) * moved
     backward = max(backward + (attended + lowered if piece.passes_gradient else 0.0), least)
@@ -180,7 +191,7 @@ def _piece_passes(run: Run, piece: Piece, work: Work, gpu: Gpu, constants: Const
         backward += forward
         later = {axis: seconds + exposed[axis] for axis, seconds in later.items()}
     elif recompute.granularity == "selective" and work.num_layers:
-        if "core_attention" in recompute.parts:
+        if "core_attention" in recompute.parts and work.num_pairs:
             backward += scored
         if ("moe" if work.num_expert_layers else "mlp") in recompute.parts:
             backward += product * work.mlp_flops / work.product_flops
@@ -235,9 +246,10 @@ def _gathered_seconds(run: Run, rank: int, totals: list[float], gpu: Gpu, consta
     """What forward and backward wait for weights that replicas share, and for the sums of their gradients."""
     dense, experts, _, _ = parameters_of_rank(run, rank)
     groups = groups_of(run.sizes)
-    gather = gather_seconds(2 * dense, groups["replicas"], gpu, constants)
-    gather += gather_seconds(2 * experts, groups["edp"], gpu, constants)
-    scatter = gather * run.gradient_bytes / 2
+    width = run.bytes_per_element
+    gather = gather_seconds(width * dense, groups["replicas"], gpu, constants)
+    gather += gather_seconds(width * experts, groups["edp"], gpu, constants)
+    scatter = gather * run.gradient_bytes / width
     is_always = run.software.shards_weights == "always"
     sent = gather if is_always else gather / run.schedule.microbatches, scatter + (gather if is_always else 0.0)
     waits = []
@@ -266,7 +278,8 @@ def _replica_seconds(
         is_early = run.optimizer.overlap_grad_reduce and run.num_accumulated == 1
         waited += _unhidden(scatter, backward, is_early, constants)
         waited += _unhidden(gather, forward, run.optimizer.overlap_param_gather, constants)
-    return waited, constants.traffic * _STEP_BYTES * stepped / gpu.memory_bytes_per_second
+    step_bytes = _STEP_BYTES + _LOW_BYTES * run.is_half
+    return waited, constants.traffic * step_bytes * stepped / gpu.memory_bytes_per_second
 
 
 def _unhidden(seconds: float, behind: float, is_overlapped: bool, constants: Constants) -> float:

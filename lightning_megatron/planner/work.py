@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from lightning_megatron.mesh import Sizes
+from lightning_megatron.models import BertConfig, T5Config
 from lightning_megatron.planner.anatomy import Anatomy, Layer, Piece, parameters_of, path_parameters
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.config import TransformerConfig
@@ -35,8 +36,12 @@ class Work:
     # of attention that lays its weights out
     moved_bytes: float = 0.0
     # that elementwise kernels read and write at least
+    bounded_bytes: float = 0.0
+    # the same, beyond them, where what gates of experts read is held within bounds and biases are added by expert
     num_pairs: float = 0.0
-    # of tokens and heads, of which attention lays weights out
+    # of tokens and heads, of which attention lays weights out to drop of them
+    num_grouped_pairs: float = 0.0
+    # the same where no kernel takes grouped queries, and nothing is dropped
     cast_bytes: float = 0.0
     # of inputs of products, which FP8 casts
     tensor_bytes: float = 0.0
@@ -80,6 +85,20 @@ def work_of(piece: Piece, anatomy: Anatomy, sizes: Sizes, micro_batch: int, widt
         return work
     num_frozen = 0 if piece.is_trained else sum(parameters_of(piece, anatomy, sizes)) - path_parameters(piece, sizes)
     return _with_paths(replace(work, num_frozen=num_frozen), piece, sizes, micro_batch, width)
+
+
+def has_no_kernel(layer: Layer, sizes: Sizes, width: int) -> bool:
+    """Whether no kernel attends to the own stream, in activations of so many bytes, and torch lays scores out.
+
+    The kernel of float32 takes a key for each query head; where ranks or documents share a stream, and in windows, our
+    code repeats keys before it.
+    """
+    config = layer.config
+    is_grouped = config.num_attention_heads // sizes.tp > max(config.num_query_groups // sizes.tp, 1)
+    has_bias = isinstance(config, T5Config) and config.position == "relative"
+    is_shared = layer.has_bounds or isinstance(config, BertConfig) or (sizes.cp > 1 and layer.is_cut_by_context)
+    is_windowed = 0 < layer.window < layer.sequence
+    return width == 4 and is_grouped and not (has_bias or is_shared or is_windowed)
 
 
 def _end(piece: Piece, anatomy: Anatomy, sizes: Sizes, micro_batch: int, width: int) -> Work:
@@ -134,16 +153,20 @@ def _layer(layer: Layer, sizes: Sizes, micro_batch: int, width: int) -> Work:
         moved += 2 * tokens * (query + keys) / tp * width
     own_flops, memory_flops = _attention(layer, streams, cp, tp)
     lays_out = config.attention_dropout > 0
-    pairs = 0.0
+    # Attention to an encoder's stream has a kernel.
+    lays_own_out = lays_out or has_no_kernel(layer, sizes, width)
+    pairs = grouped_pairs = 0.0
     if lays_out:
         pairs = streams * layer.sequence / cp * (layer.sequence + layer.memory) * config.num_attention_heads / tp
+    elif lays_own_out:
+        grouped_pairs = streams * layer.sequence**2 * config.num_attention_heads / tp
     num_attention_products = len(products)
     # What tp gathers is cast before it travels.
     casts = tokens / sp * hidden + tokens * query / tp
     if layer.memory:
         casts += (tokens + memory) / sp * hidden + tokens * query / tp
     grouped: list[tuple[float, float, float]] = []
-    expert_bytes = expert_tensor_bytes = 0.0
+    expert_bytes = expert_tensor_bytes = bounded = 0.0
     gates = 2 if config.is_gated else 1
     num_gathers = 2 + 2 + (2 if layer.memory else 0)
     if config.moe is not None and layer.has_experts:
@@ -157,6 +180,11 @@ def _layer(layer: Layer, sizes: Sizes, micro_batch: int, width: int) -> Work:
         moved += rows * (hidden * 6 + features * (gates + 2)) * width
         # A product of groups leaves biases to another kernel.
         moved += config.add_bias_linear * 2 * rows * (hidden + gates * features) * width
+        # Both halves that a gate reads are bounded (2 read, 2 written) and joined again (the same). A bias is weighed
+        # (1 written), added (2 read, 1 written) and joined (1 read, 1 written), of which 2 are counted. A backward is
+        # 10 and 8, of which 2.8 are counted: about as much more as other elementwise kernels.
+        # Source: Megatron Core, fused_bias_geglu.py (weighted_bias_quick_geglu_impl), experts.py (_apply_bias).
+        bounded = rows * (8 * features + 4 * hidden * config.add_bias_linear) * width
         casts += rows * (hidden + features)
         expert_bytes = 2 * sent * hidden * width
         expert_tensor_bytes = 2 * rows * hidden * width if sizes.etp > 1 else 0.0
@@ -188,13 +216,15 @@ def _layer(layer: Layer, sizes: Sizes, micro_batch: int, width: int) -> Work:
         product_flops=sum(flops) + grouped_flops,
         edge_flops=edges,
         grouped_edge_flops=own * grouped_edges,
-        flash_flops=0.0 if lays_out else own_flops + memory_flops,
-        flash_edge_flops=own_edge if layer.is_causal and not lays_out else 0.0,
-        both_ways_edge_flops=0.0 if lays_out else memory_edge + (0.0 if layer.is_causal else own_edge),
+        flash_flops=(not lays_own_out) * own_flops + (not lays_out) * memory_flops,
+        flash_edge_flops=(not lays_own_out) * layer.is_causal * own_edge,
+        both_ways_edge_flops=(not lays_out) * memory_edge + (not lays_own_out) * (not layer.is_causal) * own_edge,
         # Masked pairs are computed too.
-        laid_out_flops=memory_flops + own_flops * (1 + layer.is_causal) if lays_out else 0.0,
+        laid_out_flops=lays_own_out * own_flops * (1 + layer.is_causal) + lays_out * memory_flops,
         moved_bytes=moved,
+        bounded_bytes=bounded,
         num_pairs=pairs,
+        num_grouped_pairs=grouped_pairs,
         cast_bytes=3 * casts,
         tensor_bytes=num_gathers * tokens * hidden * width if tp > 1 else 0.0,
         num_tensor_messages=num_gathers if tp > 1 else 0,

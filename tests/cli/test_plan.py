@@ -135,7 +135,10 @@ def test_a_precision_is_what_the_trainer_takes_it_for(
     file = changed(tmp_path, "bert_large.yaml", **{"trainer.precision": value})
     planned = record(capsys, file, "--gpu", "h100", "--layout", "recipe")
     assert planned["precision"] == full
-    assert any("products in 16 bits" in note for note in planned["notes"]) == (full == "32-true")
+    peak = ("float32 without tensor cores", 67e12) if full == "32-true" else ("16 bits", 989.4e12)
+    assert (planned["peak_of"], planned["peak_flops_per_second"]) == peak and planned["notes"] == []
+    told = printed(capsys, file, "--gpu", "h100", "--layout", "recipe")
+    assert f"the peak: dense peak in {peak[0]}, {peak[1] / 1e12:g} TFLOP/s" in told
 
 
 def test_transformer_engine_s_precision_is_planned_where_it_is_not_installed(
@@ -450,8 +453,15 @@ def test_a_picture_has_a_bar_for_every_kind_on_every_rank(tmp_path: Path, capsys
 def test_a_gpu_of_one_s_own_is_accepted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("memory_gb: 192\nmemory_tb_per_second: 5.3\nhalf_tflops: 1307\nnvlink_gb_per_second: 448\n")
-    planned = record(capsys, "llama3_8b", "--gpu", str(file), "--num-gpus", "8", "--layout", "tp=2,mbs=1")
+    args = ("--gpu", str(file), "--num-gpus", "8")
+    planned = record(capsys, "llama3_8b", *args, "--layout", "tp=2,mbs=1")
     assert planned["gpu"] == "mine"
+    full = changed(tmp_path, "bert_large.yaml", **{"trainer.precision": "32-true"})
+    assert [note for note in record(capsys, full, *args)["notes"] if "'mine' has no full_tflops" in note]
+    assert "over the dense peak in 16 bits, 1,307 TFLOP/s" in printed(capsys, full, *args)
+    file.write_text(f"{file.read_text()}full_tflops: 163.4\n")
+    assert record(capsys, full, *args)["notes"] == []
+    assert "over the dense peak in float32 without tensor cores, 163.4 TFLOP/s" in printed(capsys, full, *args)
 
 
 @pytest.mark.parametrize(

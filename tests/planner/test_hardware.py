@@ -42,7 +42,8 @@ def test_an_unknown_gpu_lists_the_known_ones_and_the_nearest() -> None:
 def test_every_known_gpu_says_where_its_numbers_are_from_and_measures_less_than_its_peak() -> None:
     for gpu in known_gpus().values():
         assert len(gpu.source) > 10
-        assert 0.5 * gpu.half_tflops <= gpu.matmul_flops(is_fp8=False) / 1e12 < gpu.half_tflops
+        assert 0.5 * gpu.half_tflops <= gpu.matmul_flops("half") / 1e12 < gpu.half_tflops
+        assert 0.5 * gpu.full_tflops <= gpu.matmul_flops("full") / 1e12 < gpu.full_tflops <= gpu.half_tflops / 2
 
 
 @pytest.mark.parametrize(
@@ -57,8 +58,8 @@ def test_every_known_gpu_says_where_its_numbers_are_from_and_measures_less_than_
 )
 def test_peaks_are_those_that_mfu_is_measured_against(name: str, driver_name: str) -> None:
     gpu = gpu_of(name)
-    assert gpu.peak_flops(is_fp8=False) == peak_flops(driver_name, "bf16-mixed")
-    assert gpu.peak_flops(is_fp8=True) == peak_flops(driver_name, "transformer-engine")
+    assert gpu.peak_flops("half") == peak_flops(driver_name, "bf16-mixed")
+    assert gpu.peak_flops("fp8") == peak_flops(driver_name, "transformer-engine")
 
 
 def test_a_file_describes_another_gpu(tmp_path: Path) -> None:
@@ -69,6 +70,11 @@ def test_a_file_describes_another_gpu(tmp_path: Path) -> None:
     # One of no family counts as the newest.
     for is_fp8 in (False, True):
         assert fitted().product_share(gpu.family, is_fp8=is_fp8) == fitted().product_share("blackwell", is_fp8=is_fp8)
+    assert (gpu.timed_as("full"), gpu.timed_as("fp8")) == ("half", "fp8")
+    file.write_text(f"{file.read_text()}full_tflops: 47.9\n")
+    gpu = gpu_of(str(file))
+    # Of no measured matmul in either: the usual share.
+    assert gpu.timed_as("full") == "full" and gpu.matmul_flops("full") == pytest.approx(0.8 * 47.9e12)
     assert fitted().attention_share(gpu.family, "second") == fitted().attention_share("blackwell", "second")
 
 
@@ -80,6 +86,8 @@ def test_a_file_describes_another_gpu(tmp_path: Path) -> None:
         ("memory_gb: 0\nmemory_tb_per_second: 3\nhalf_tflops: 1\n", "memory_gb (0) must be above 0"),
         ("memory_gb: 1\nmemory_tb_per_second: 3\nhalf_tflops: 1\nvram: 3\n", "'vram'"),
         ("memory_gb: 1\nmemory_tb_per_second: 3\nhalf_tflops: 1\nhalf_matmul_tflops: 2\n", "at most half_tflops"),
+        ("memory_gb: 1\nmemory_tb_per_second: 3\nhalf_tflops: 1\nfull_tflops: -2\n", "full_tflops (-2) must be 0 or"),
+        ("memory_gb: 1\nmemory_tb_per_second: 3\nhalf_tflops: 1\nfull_matmul_tflops: 2\n", "at most full_tflops (0.0)"),
         ("memory_gb: .inf\nmemory_tb_per_second: 3\nhalf_tflops: 1\n", "'memory_gb' in {file} (inf) must be a finite"),
         ("memory_gb: 1\nmemory_tb_per_second: 3\nhalf_tflops: 1\nfamily: 9\n", "'family' in {file} (9) must be text"),
         (

@@ -90,7 +90,11 @@ def speeds(row: Row) -> dict[str, tuple[float, float]]:
             flops = batch_flops(anatomy, row["gbs"], convention, stated_recompute(row)) / seconds / row["gpus"]
             precision = str(row["precision"])
             is_fp8 = "fp8" in precision.lower() or precision.startswith("float8")
-            unit = 1e12 if field == "tflops_per_gpu" else gpu_of(GPUS[row["gpu_type"]]).peak_flops(is_fp8=is_fp8)
+            unit = (
+                1e12
+                if field == "tflops_per_gpu"
+                else gpu_of(GPUS[row["gpu_type"]]).peak_flops("fp8" if is_fp8 else "half")
+            )
             found[field] = flops / unit, float(row[field])
     return found
 
@@ -112,7 +116,7 @@ def test_rows_of_nemotron_count_a_key_head_for_each_query_head(number: int) -> N
     assert source_error(row, "mfu")
     as_counted = model_of({**row, "kv_heads": row["heads"]})
     assert isinstance(as_counted, Anatomy)
-    peak = gpu_of("h100").peak_flops(is_fp8=row["precision"] == "FP8")
+    peak = gpu_of("h100").peak_flops("fp8" if row["precision"] == "FP8" else "half")
     flops = batch_flops(as_counted, row["gbs"], MODEL_ALL_PAIRS, RecomputeConfig())
     assert flops / row["iter_time_s"] / row["gpus"] / peak == pytest.approx(row["mfu"], rel=0.002)
 

@@ -7,8 +7,9 @@ import pytest
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.optim.config import GradientDtype, OptimizerConfig
 from lightning_megatron.planner.constants import Constants, fitted
+from lightning_megatron.planner.estimate import estimate
 from lightning_megatron.planner.flops import step_flops
-from lightning_megatron.planner.hardware import gpu_of
+from lightning_megatron.planner.hardware import Gpu, gpu_of
 from lightning_megatron.planner.memory import rank_memory
 from lightning_megatron.planner.network import Group, exchange_seconds, gather_seconds, groups_of, hop_seconds
 from lightning_megatron.planner.presets import PRESETS
@@ -48,7 +49,7 @@ def test_the_parts_of_a_step_add_up_and_none_is_negative() -> None:
 def test_no_product_is_faster_than_the_measured_ceiling() -> None:
     run = run_of()
     flops = 6 * run.anatomy.parameters() * run.num_tokens / 64
-    assert time_of(run).compute > flops / H100.matmul_flops(is_fp8=False)
+    assert time_of(run).compute > flops / H100.matmul_flops("half")
 
 
 @pytest.mark.parametrize(
@@ -110,12 +111,7 @@ def inner_rank(run: Run, **changes: float) -> tuple[float, float]:
 def test_attention_is_slower_where_a_query_has_few_keys() -> None:
     run = run_of()
     work, layers = inner_layer(run)
-    longer = (
-        330
-        / 8192
-        * work.flash_flops
-        / (H100.matmul_flops(is_fp8=False) * CONSTANTS.attention_share("hopper", "second"))
-    )
+    longer = 330 / 8192 * work.flash_flops / (H100.matmul_flops("half") * CONSTANTS.attention_share("hopper", "second"))
     (forward, backward), (even, evenly) = inner_rank(run), inner_rank(run, flash_edge=0.0)
     assert forward - even == pytest.approx(layers * longer)
     assert backward - evenly == pytest.approx(2.5 * layers * longer)
@@ -155,6 +151,104 @@ def test_attention_that_lays_its_weights_out_moves_them_six_times_and_nine_times
     (forward, backward), (slow, slowly) = inner_rank(run), inner_rank(run, traffic=CONSTANTS.traffic + 1)
     pairs = layers * work.num_pairs / H100.memory_bytes_per_second
     assert slow - forward == pytest.approx(13 * pairs) and slowly - backward == pytest.approx(19 * pairs)
+
+
+# No messages but a hop between stages, and nothing between kernels.
+BARE = {
+    "edge": 0.0,
+    "flash_edge": 0.0,
+    "unfused_traffic": 0.0,
+    "traffic": 0.0,
+    "layer_seconds": 0.0,
+    "hop_seconds": 0.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("gpu", "fp8", "layer_tflops", "plain_tflops", "attention_tflops"),
+    [
+        # The share of the peak that 16 bits reach; three products of TF32 at half of their rate, by the first kernels.
+        (H100, None, 67 * 794.5 / 989.4, 67 * 794.5 / 989.4, 794.5 / 6 * 0.75 * 0.56 * 0.5),
+        (H100, Fp8Config(), 1402.6, 67 * 794.5 / 989.4, 794.5 / 6 * 0.75 * 0.56 * 0.5),
+        (gpu_of("a100"), None, 18.7, 18.7, 271.2 / 6 * 0.75 * 0.5),
+        # No tensor core of Volta's multiplies float32.
+        (gpu_of("v100"), None, 15.7 * 108.7 / 125, 15.7 * 108.7 / 125, 15.7 * 108.7 / 125 * 0.75 * 0.5),
+        # Where its peak is not known, rates of 16 bits stand for it.
+        (replace(H100, full_tflops=0.0), None, 794.5, 794.5, 794.5 * 0.75 * 0.56),
+    ],
+    ids=["h100", "FP8 beside it", "a100", "v100", "unknown"],
+)
+def test_products_in_float32_have_no_tensor_cores_but_in_attention(
+    gpu: Gpu, fp8: Fp8Config | None, layer_tflops: float, plain_tflops: float, attention_tflops: float
+) -> None:
+    model = replace(LLAMA.model, num_query_groups=64)
+    run = run_of(model=model, sizes=Sizes(world=64, pp=4), precision="32-true", fp8=fp8)
+    constants = replace(CONSTANTS, exposed_hop=0.0, cast_traffic=0.0, **BARE)
+    time = step_time(run, gpu, constants)
+    work, layers = inner_layer(run)
+    products = layers * work.product_flops / (layer_tflops * 1e12 * 0.85)
+    attention = layers * work.flash_flops / (attention_tflops * 1e12)
+    assert time.forwards[1] == pytest.approx(products + attention)
+    assert time.backwards[1] == pytest.approx(2 * products + 2.5 * attention)
+    head = work_of(run.anatomy.pieces[-1], run.anatomy, run.sizes, 1, 4)
+    ended = time.forwards[-1] - time.forwards[1]
+    assert ended == pytest.approx(head.head_flops / (plain_tflops * 1e12 * 0.85))
+
+
+def test_a_share_of_the_peak_in_float32_is_of_that_peak() -> None:
+    found = estimate(run_of(precision="32-true"), H100, CONSTANTS)
+    assert found.share_of_peak() == pytest.approx(found.flops_per_second() / 67e12) and found.timed_as == "full"
+    unknown = estimate(run_of(precision="32-true"), replace(H100, full_tflops=0.0), CONSTANTS)
+    assert unknown.share_of_peak() == pytest.approx(unknown.flops_per_second() / 989.4e12)
+    assert unknown.timed_as == "half"
+    assert found.step_seconds > 5 * unknown.step_seconds
+
+
+def test_grouped_queries_in_float32_lay_their_scores_out() -> None:
+    run = run_of(precision="32-true")
+    work, layers = inner_layer(run)
+    assert (work.flash_flops, work.num_pairs) == (0.0, 0.0) and work.num_grouped_pairs == 8192**2 * 64 / 4
+    multiplied = 2 * 2 * 128 * work.num_grouped_pairs
+    assert work.laid_out_flops == multiplied
+    (forward, backward), (slow, slowly) = (
+        inner_rank(run),
+        inner_rank(run, traffic=CONSTANTS.traffic + 1),
+    )
+    pairs = layers * 4 * work.num_grouped_pairs / H100.memory_bytes_per_second
+    assert slow - forward == pytest.approx(9.5 * pairs) and slowly - backward == pytest.approx(7 * pairs)
+    slow, slowly = inner_rank(run, laid_out_share=CONSTANTS.laid_out_share / 2)
+    seconds = layers * multiplied / (H100.matmul_flops("full") * CONSTANTS.laid_out_share)
+    assert slow - forward == pytest.approx(seconds) and slowly - backward == pytest.approx(2 * seconds)
+    # Only what drops of them makes scores again.
+    again = RecomputeConfig(granularity="selective", parts=("core_attention",))
+    assert inner_rank(replace(run, recompute=again)) == (forward, backward)
+
+
+def test_gates_of_experts_that_are_held_within_bounds_move_their_rows_again() -> None:
+    model = replace(PRESETS["mixtral_8x7b"].model, add_bias_linear=True)
+    run = run_of(model=model, texts=PRESETS["mixtral_8x7b"].texts, sizes=Sizes(world=64, pp=4, ep=8))
+    forward, backward = inner_rank(run)
+    bounded, bounded_back = inner_rank(replace(run, software=replace(OURS, bounds_gates=True)))
+    # Two of eight experts for a token; both halves and the bias, in 16 bits.
+    moved = 8 * 4096 * 2 * (8 * 14336 + 4 * 4096) * 2 * CONSTANTS.traffic / H100.memory_bytes_per_second
+    assert bounded - forward == pytest.approx(moved) and bounded_back - backward == pytest.approx(1.4 * moved)
+    bare = replace(run, model=replace(model, add_bias_linear=False))
+    less = inner_rank(replace(bare, software=replace(OURS, bounds_gates=True)))[0] - inner_rank(bare)[0]
+    assert less == pytest.approx(moved * 8 * 14336 / (8 * 14336 + 4 * 4096))
+
+
+def test_weights_in_float32_are_gathered_and_stepped_in_four_bytes() -> None:
+    free = replace(CONSTANTS, exposed_gather=1.0, link_seconds=1e-12, network_seconds=1e-12)
+
+    def seconds(precision: str, software: Software) -> tuple[float, float]:
+        time = step_time(run_of(sizes=Sizes(world=64), precision=precision, software=software), H100, free)
+        return time.exposed["dp"], time.optimizer
+
+    (narrow, mixed), (wide, plain) = (seconds(precision, FULLY_SHARDED) for precision in ("bf16-mixed", "32-true"))
+    # Weights twice and gradients in four bytes once.
+    assert wide / narrow == pytest.approx((2 * 4 + 4) / (2 * 2 + 4))
+    # Main weight, two moments and a gradient; there is no low weight to write.
+    assert plain / mixed == pytest.approx((4 * 7) / (4 * 7 + 2))
 
 
 @pytest.mark.parametrize(
@@ -197,7 +291,7 @@ def test_a_system_that_runs_products_again_does_so_in_its_backward() -> None:
     work, layers = inner_layer(run)
     forward, backward = inner_rank(run)
     attention = 1 + 330 / 8192
-    attention *= work.flash_flops / (H100.matmul_flops(is_fp8=False) * CONSTANTS.attention_share("hopper", "second"))
+    attention *= work.flash_flops / (H100.matmul_flops("half") * CONSTANTS.attention_share("hopper", "second"))
     tensor = 4 * gather_seconds(work.tensor_bytes / 4, groups_of(run.sizes)["tp"], H100, CONSTANTS)
     hop = hop_seconds(8192 * 8192 * 2 / 4, groups_of(run.sizes)["pp"], H100, CONSTANTS)
     rest = forward - layers * (attention + tensor) - CONSTANTS.exposed_hop * hop - CONSTANTS.hop_seconds

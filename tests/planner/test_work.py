@@ -1,13 +1,16 @@
 """What ranks do adds up to the FLOPs of the unsplit model, and what they send is what layouts ask for."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from lightning_megatron.mesh import Sizes
-from lightning_megatron.models import GPTConfig, T5Config
-from lightning_megatron.planner.anatomy import Texts, anatomy_of, piece_flops
+from lightning_megatron.models import BertConfig, GPTConfig, T5Config
+from lightning_megatron.planner.anatomy import Model, Texts, anatomy_of, piece_flops
+from lightning_megatron.planner.dry_run import dry_run
 from lightning_megatron.planner.presets import PRESETS
+from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.work import Work, work_of
 
 LLAMA = PRESETS["llama3_8b"]
@@ -121,3 +124,60 @@ def test_experts_have_as_many_rows_as_tokens_choose_whatever_the_layout() -> Non
     assert spread.product_flops == pytest.approx(alone.product_flops)
     # A rank with one expert multiplies all rows of it at once.
     assert spread.grouped_edge_flops < alone.grouped_edge_flops
+
+
+TINY = GPTConfig(
+    num_layers=1,
+    hidden_size=64,
+    num_attention_heads=8,
+    num_query_groups=2,
+    vocab_size=64,
+    max_sequence_length=64,
+    position="rotary",
+)
+TINY_BERT = BertConfig(
+    num_layers=1,
+    hidden_size=64,
+    num_attention_heads=8,
+    num_query_groups=2,
+    vocab_size=64,
+    max_sequence_length=64,
+    add_binary_head=False,
+)
+TINY_T5 = T5Config(
+    num_layers=1, num_decoder_layers=1, hidden_size=64, num_attention_heads=8, num_query_groups=2, vocab_size=64
+)
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "is_laid_out"),
+    [
+        (TINY, {}, True),
+        (TINY, {"precision": "bf16-mixed"}, False),
+        (replace(TINY, num_query_groups=8), {}, False),
+        (TINY, {"sizes": Sizes(world=4, tp=4)}, True),
+        (TINY, {"sizes": Sizes(world=8, tp=8)}, False),
+        (TINY, {"sizes": Sizes(world=2, cp=2)}, False),
+        (TINY, {"texts": Texts(sequence=64, are_packed=True)}, False),
+        (replace(TINY, sliding_window=16), {}, False),
+        (replace(TINY, sliding_window=64), {}, True),
+        (TINY_BERT, {}, False),
+        # Each of its own streams, and not attention to the encoder.
+        (replace(TINY_T5, position="learned"), {"texts": Texts(sequence=64, decoder_sequence=32)}, True),
+    ],
+    ids=["groups", "half", "heads", "tp", "one head", "cp", "packed", "window", "wide window", "BERT", "T5"],
+)
+def test_scores_are_laid_out_where_the_code_finds_no_kernel(
+    model: Model, changes: dict[str, Any], is_laid_out: bool
+) -> None:
+    fields = {"texts": Texts(sequence=64), "sizes": Sizes(), "global_batch_size": 1, "precision": "32-true"} | changes
+    run = Run(model=model, **fields)
+    pieces = run.anatomy.pieces
+    works = [work_of(piece, run.anatomy, run.sizes, 1, run.bytes_per_element) for piece in pieces]
+    assert any(work.laid_out_flops for work in works) == is_laid_out
+    multiplied = sum(work.product_flops + work.head_flops + work.laid_out_flops for work in works)
+    found = dry_run(run, 0).flops
+    assert found["products"] == 3 * multiplied
+    # Blocks of a window compute some pairs that they hide.
+    attended = 3 * sum(work.flash_flops for work in works)
+    assert found.get("attention", 0) == attended or run.model.sliding_window == 16
