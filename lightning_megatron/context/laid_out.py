@@ -17,7 +17,7 @@ from lightning_megatron.context.layout import Block
 from lightning_megatron.context.pairing import Gradients, Pairing, merge_, wide
 
 # Scores of a tile: with the int64 draws of a mask, some tens of MB of scratch.
-_MOST_SCORES = 1 << 20
+MOST_SCORES = 1 << 20
 
 
 class LaidOut:
@@ -122,8 +122,8 @@ def _tiles(queries: Tensor, blocks: tuple[Block, ...]) -> Iterator[_Tile]:
     """All of all blocks, in tiles of few scores."""
     batch, heads = queries.shape[:2]
     for block in blocks:
-        num_rows = min(block.num_queries, max(1, _MOST_SCORES // (heads * block.num_keys)))
-        num_samples = max(1, _MOST_SCORES // (heads * block.num_keys * num_rows))
+        num_rows = min(block.num_queries, max(1, MOST_SCORES // (heads * block.num_keys)))
+        num_samples = max(1, MOST_SCORES // (heads * block.num_keys * num_rows))
         end = block.query_row + block.num_queries
         for sample in range(0, batch, num_samples):
             for row in range(block.query_row, end, num_rows):

@@ -201,15 +201,25 @@ def anatomy_of(model: Model, texts: Texts) -> Anatomy:
 def stages_of(anatomy: Anatomy, num_stages: int, layout: StageLayout) -> tuple[Stage, ...]:
     """Of each stage its pieces and how many there are of each; equal stages are one object."""
     pieces = anatomy.pieces
-    costs = [float(piece_flops(piece, anatomy.config, batch=1)) for piece in pieces] if layout.balance == "cost" else []
-    ranges = _ranges(tuple(piece.symbol for piece in pieces), tuple(costs), num_stages, layout)
     made: dict[tuple[int, ...], Stage] = {}
     numbers = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
     kinds = [numbers[piece] for piece in pieces]
+    ranges = _stage_ranges(anatomy, num_stages, layout)
     for first, end in ranges:
         if (key := tuple(kinds[first:end])) not in made:
             made[key] = Counter(pieces[first:end])
     return tuple(made[tuple(kinds[first:end])] for first, end in ranges)
+
+
+def ordered_stages(anatomy: Anatomy, num_stages: int, layout: StageLayout) -> tuple[tuple[Piece, ...], ...]:
+    """Of each stage its pieces in order."""
+    return tuple(anatomy.pieces[first:end] for first, end in _stage_ranges(anatomy, num_stages, layout))
+
+
+def _stage_ranges(anatomy: Anatomy, num_stages: int, layout: StageLayout) -> tuple[tuple[int, int], ...]:
+    pieces = anatomy.pieces
+    costs = [float(piece_flops(piece, anatomy.config, batch=1)) for piece in pieces] if layout.balance == "cost" else []
+    return _ranges(tuple(piece.symbol for piece in pieces), tuple(costs), num_stages, layout)
 
 
 @lru_cache(maxsize=1024)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_megatron.planner.dry_run import DryRun
+from lightning_megatron.planner.flops import EXECUTED
 from lightning_megatron.planner.hardware import GIGA, TERA
 from lightning_megatron.planner.report import layout_text
 
@@ -28,7 +29,7 @@ def _rank_lines(one: DryRun) -> list[str]:
     lines.append(f"  peak memory      {one.peak_bytes / GIGA:10.3f} GB, in {one.peak_place}")
     lines += [f"    {kind:<22} {size / GIGA:8.3f} GB" for kind, size in one.peak_by_kind.items()]
     total = sum(one.flops.values())
-    lines.append(f"  FLOPs of a step  {total / TERA:10.1f} TFLOP, causal attention half")
+    lines.append(f"  FLOPs of a step  {total / TERA:10.1f} TFLOP ({EXECUTED.name})")
     lines += [f"    {kind:<22} {flops / TERA:8.1f} TFLOP" for kind, flops in one.flops.items()]
     if one.messages:
         lines.append(f"  {'messages':<16} {'':<16} {'number':>9} {'GB in all':>12} {'GB sent':>12}")
@@ -51,6 +52,7 @@ def dry_record(found: Sequence[DryRun], notes: Sequence[str] = ()) -> dict[str, 
         "num_microbatches": run.num_microbatches,
         "accumulate_grad_batches": run.num_accumulated,
         "schedule": run.schedule.name,
+        "flops_convention": EXECUTED.name,
         "ranks": [
             {
                 "rank": one.rank,

@@ -5,6 +5,7 @@
     causal attention                                   half of all pairs, or all of them
     recomputation                                      left out (model FLOPs), or added (hardware FLOPs)
     by parameters                                      6 N a token, and 12 L H S for attention, of all pairs
+    by execution                                       what this package's code multiplies, needed or not (`executed`)
 
 Sources: Narayanan et al., arXiv 2104.04473, appendix; Korthikanti et al., arXiv 2205.05198, appendix A; Chowdhery et
 al., arXiv 2204.02311, appendix B (by parameters).
@@ -13,6 +14,7 @@ al., arXiv 2204.02311, appendix B (by parameters).
 from dataclasses import dataclass
 
 from lightning_megatron.planner.anatomy import Anatomy, Piece, piece_flops
+from lightning_megatron.planner.executed import executed_flops
 from lightning_megatron.planner.run import Run
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.recompute import RecomputeConfig
@@ -30,6 +32,8 @@ class Convention:
     # what is run again counts again
     by_parameters: bool = False
     # 6 N a token in the place of products; attention's pairs as above
+    by_execution: bool = False
+    # all that this package's code multiplies, needed or not; of a run, whose layout has a part in it
 
 
 MODEL = Convention(name="model FLOPs, causal attention half")
@@ -43,10 +47,14 @@ HARDWARE_ALL_PAIRS = Convention(
 BY_PARAMETERS = Convention(
     name="6 N a token and attention, causal attention whole", counts_all_pairs=True, by_parameters=True
 )
+EXECUTED = Convention(name="executed by this package", by_execution=True)
+"""What a dry run of all ranks tells; no publication's."""
 
 
 def step_flops(run: Run, convention: Convention = MODEL) -> float:
     """FLOPs of an optimizer step on all GPUs together."""
+    if convention.by_execution:
+        return executed_flops(run)
     batch = run.num_accumulated * run.global_batch_size
     return batch_flops(run.anatomy, batch, convention, run.recompute, run.sizes.num_stages)
 
@@ -54,7 +62,8 @@ def step_flops(run: Run, convention: Convention = MODEL) -> float:
 def batch_flops(
     anatomy: Anatomy, batch: int, convention: Convention, recompute: RecomputeConfig, num_stages: int = 1
 ) -> float:
-    """FLOPs of forward and backward of so many samples."""
+    """FLOPs of forward and backward of so many samples, by a convention that looks at no layout."""
+    assert not convention.by_execution, "what is executed is that of a run"
     all_pairs = convention.counts_all_pairs
     if convention.by_parameters:
         flops = 6.0 * anatomy.parameters() * batch * anatomy.tokens

@@ -7,7 +7,14 @@ from lightning_megatron.mesh import StageLayout
 from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config
 from lightning_megatron.planner.anatomy import Model
 from lightning_megatron.planner.estimate import Estimate
-from lightning_megatron.planner.flops import HARDWARE_ALL_PAIRS, MODEL, MODEL_ALL_PAIRS, Convention, step_flops
+from lightning_megatron.planner.flops import (
+    EXECUTED,
+    HARDWARE_ALL_PAIRS,
+    MODEL,
+    MODEL_ALL_PAIRS,
+    Convention,
+    step_flops,
+)
 from lightning_megatron.planner.hardware import GIGA, TERA, Products
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.search import Found, Rejected
@@ -78,9 +85,10 @@ def _counted(number: int) -> str:
 
 def _conventions(run: Run) -> list[tuple[Convention, str]]:
     """How FLOPs are counted, and what each is called; where no attention is causal all pairs count by any."""
+    executed = (EXECUTED, EXECUTED.name)
     if any(piece.layer is not None and piece.layer.is_causal for piece in run.anatomy.pieces):
-        return [(one, one.name) for one in (MODEL, MODEL_ALL_PAIRS, HARDWARE_ALL_PAIRS)]
-    return [(one, one.name.partition(",")[0]) for one in (MODEL, HARDWARE_ALL_PAIRS)]
+        return [*((one, one.name) for one in (MODEL, MODEL_ALL_PAIRS, HARDWARE_ALL_PAIRS)), executed]
+    return [*((one, one.name.partition(",")[0]) for one in (MODEL, HARDWARE_ALL_PAIRS)), executed]
 
 
 def _peak_text(found: Estimate) -> str:
@@ -125,6 +133,8 @@ def estimate_text(found: Estimate, *, num_tokens: float = 0.0) -> str:
             f"{found.flops_per_second(convention) / TERA:.4g} TFLOP/s on each GPU ({name})"
         )
     lines.append(f"{'':<12} the peak: {_peak_text(found)}")
+    each = step_flops(run, EXECUTED) / sizes.world
+    lines.append(f"{'FLOPs':<12} {each / TERA:,.4g} TFLOP a step on each GPU in the mean ({EXECUTED.name})")
     lines += ["", *_time_lines(found), "", *_memory_lines(found)]
     lines += [
         "",

@@ -5,13 +5,14 @@ products count as `torch.utils.flop_counter` counts them. Attention counts the p
 all where it is causal, and its backward twice its forward; that a kernel makes scores again there does not count.
 
 Meta tensors have no numbers: what the host reads of them is zeros, or True where each element has a truth of its own.
-Q queries, K keys.
+Whole numbers that came from the host (positions, where sequences start) are known to it. Q queries, K keys.
 """
 
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -48,6 +49,8 @@ class Watch(TorchDispatchMode):
         # what runs, in words
         self.flops: Counter[str] = Counter()
         # by kind of product
+        self._from_host: dict[int, Tensor] = {}
+        # whole numbers, by address of the storage on the device
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
@@ -84,6 +87,7 @@ class Watch(TorchDispatchMode):
         size = self._sizes.pop(key)
         self.live_bytes -= size
         del self._references[key]
+        self._from_host.pop(key, None)
         if (kind := self._kinds.pop(key, None)) is not None:
             self._live_by_kind[kind] -= size
 
@@ -98,6 +102,9 @@ class Watch(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        is_read = func is _ATEN._to_copy.default and getattr(kwargs.get("device"), "type", "meta") != "meta"
+        if is_read and (known := self._known(args[0])) is not None:
+            args = (known, *args[1:])
         if self._type == "meta" and func in _ANSWERS and (answer := _ANSWERS[func](args, kwargs)):
             return answer[0]
         run = _SHAPED.get(func, func) if self._type == "meta" else func
@@ -109,13 +116,33 @@ class Watch(TorchDispatchMode):
             self.flops["products"] += 2 * args[0].numel() * args[1].shape[-1]
         elif packet in _ATTENTION:
             self.flops["attention"] += int(_ATTENTION[packet](args, kwargs))
+        elif packet in _IN_A_ROW:
+            self.flops["attention"] += int(_IN_A_ROW[packet](args, kwargs, self._known))
         if isinstance(output, Tensor):
             self._follow(output)
+            self._note_numbers(func, args, output)
         elif isinstance(output, (tuple, list)):
             for one in output:
                 if isinstance(one, Tensor):
                     self._follow(one)
         return output
+
+    def _note_numbers(self, func: Any, args: tuple[Any, ...], output: Tensor) -> None:
+        """Keeps what whole numbers the host has given, until somebody changes them."""
+        if not output.is_meta:
+            return
+        if func._schema.is_mutable:
+            self._from_host.pop(output.untyped_storage()._cdata, None)
+        elif func is _ATEN._to_copy.default and _is_whole(args[0]) and not args[0].is_meta:
+            held = torch.empty_strided(output.shape, output.stride(), dtype=output.dtype)
+            self._from_host[output.untyped_storage()._cdata] = held.copy_(args[0])
+
+    def _known(self, x: Tensor) -> Tensor | None:
+        """The numbers of a tensor on the host, where it has any."""
+        if not x.is_meta:
+            return x
+        held = self._from_host.get(x.untyped_storage()._cdata)
+        return None if held is None else held.as_strided(x.shape, x.stride(), x.storage_offset())
 
     @contextmanager
     def at(self, place: str) -> Iterator[None]:
@@ -131,6 +158,11 @@ class Watch(TorchDispatchMode):
 
 _Arguments = tuple[Any, ...]
 _Named = dict[str, Any]
+_Numbers = Callable[[Tensor], Tensor | None]
+
+
+def _is_whole(x: Tensor) -> bool:
+    return x.dtype in (torch.int32, torch.int64)
 
 
 def _copied(args: _Arguments, kwargs: _Named) -> tuple[Tensor] | None:
@@ -179,10 +211,24 @@ def _by_token(queries: Tensor, keys: Tensor, is_causal: bool) -> float:
     return _by_head(queries.transpose(1, 2), keys.transpose(1, 2), is_causal)
 
 
-def _in_a_row(queries: Tensor, starts: Tensor, most_queries: int, most_keys: int, causal: bool) -> float:
-    """Of a forward: queries [T, A, D] of sequences of one length."""
-    num = len(starts) - 1
-    return 4 * num * queries.shape[1] * _pairs(most_queries, most_keys, causal) * queries.shape[2]
+def _in_a_row(queries: Tensor, told: _Arguments, is_causal: bool, named: _Named, numbers: _Numbers) -> float:
+    """Of a forward: queries [T, A, D] of sequences in a row. `told` are where those of queries and of keys start, and
+    the longest of each: all are as long where nobody knows better."""
+    window = named.get("window_size_left", -1) + 1
+    starts = [x.tolist() for x in map(numbers, told[:2]) if x is not None]
+    if len(starts) == 2:
+        lengths = [(b - a, d - c) for (a, b), (c, d) in zip(*map(pairwise, starts), strict=True)]
+    else:
+        lengths = [told[2:]] * (len(told[0]) - 1)
+    pairs = sum(_in_band(*one, window) if window else _pairs(*one, is_causal) for one in lengths)
+    return 4 * queries.shape[1] * pairs * queries.shape[2]
+
+
+def _in_band(queries: int, keys: int, window: int) -> float:
+    """Pairs of the last `window` keys of each query, the last query at the last key; an area, as half of a square is
+    of causal attention."""
+    corners = (keys - queries, keys - window)
+    return (keys**2 - sum(max(x, 0) ** 2 for x in corners) + max(keys - queries - window, 0) ** 2) / 2
 
 
 def _argument(args: _Arguments, kwargs: _Named, place: int, name: str, default: Any = None) -> Any:
@@ -204,8 +250,10 @@ _ATTENTION: dict[Any, Callable[[_Arguments, _Named], float]] = {
         a[0], a[1], _argument(a, k, 4, "is_causal", False)
     ),
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: lambda a, k: 2 * _by_head(a[1], a[2], a[7]),
-    _ATEN._flash_attention_forward: lambda a, k: _in_a_row(a[0], a[3], a[5], a[6], a[8]),
-    _ATEN._flash_attention_backward: lambda a, k: 2 * _in_a_row(a[1], a[6], a[8], a[9], a[11]),
     _ATEN._efficient_attention_forward: lambda a, k: _by_token(a[0], a[1], bool(a[9])),
     _ATEN._efficient_attention_backward: lambda a, k: 2 * _by_token(a[1], a[2], bool(a[14])),
+}
+_IN_A_ROW: dict[Any, Callable[[_Arguments, _Named, _Numbers], float]] = {
+    _ATEN._flash_attention_forward: lambda a, k, numbers: _in_a_row(a[0], a[3:7], a[8], k, numbers),
+    _ATEN._flash_attention_backward: lambda a, k, numbers: 2 * _in_a_row(a[1], a[6:10], a[11], k, numbers),
 }

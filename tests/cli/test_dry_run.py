@@ -30,7 +30,9 @@ def test_a_preset_runs_dry_and_tells_both_ends(capsys: pytest.CaptureFixture[str
     assert main(["dry-run", *SMALL, "--global-batch-size", "4"]) == 0
     text = capsys.readouterr().out
     assert "rank 4, stage 0" in text and "rank 0, stage 1" in text
-    assert "peak memory" in text and "main weights" in text and "all-gather" in text and "causal attention half" in text
+    assert (
+        "peak memory" in text and "main weights" in text and "all-gather" in text and "executed by this package" in text
+    )
 
 
 def test_one_rank_as_json_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,6 +43,18 @@ def test_one_rank_as_json_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     sends = {m["kind"]: m["number"] for m in one["messages"] if m["axis"] == "pp"}
     # The gradient of each microbatch's input.
     assert sends == {"send": 4}
+
+
+def test_a_plan_tells_what_all_ranks_execute(capsys: pytest.CaptureFixture[str]) -> None:
+    preset, _, world, *layout = SMALL
+    found = record(capsys, *SMALL, "--global-batch-size", "4")
+    done = 4 * sum(sum(one["flops"].values()) for one in found["ranks"])
+    args = ["plan", preset, "--gpu", "h100", "--num-gpus", world, *layout, "--global-batch-size", "4"]
+    assert main([*args, "--json"]) == 0
+    by_name = {one["convention"]: one["step_flops"] for one in json.loads(capsys.readouterr().out)["flops"]}
+    assert by_name[found["flops_convention"]] == pytest.approx(done, rel=1e-6)
+    assert main(args) == 0
+    assert f"{done / 8 / 1e12:,.4g} TFLOP a step on each GPU in the mean" in capsys.readouterr().out
 
 
 def test_full_recomputation_keeps_less_and_multiplies_more(capsys: pytest.CaptureFixture[str]) -> None:

@@ -273,7 +273,10 @@ def test_packed_documents_are_planned_as_one_a_row(tmp_path: Path, capsys: pytes
     plain = record(capsys, str(CONFIGS / "gpt2_124m.yaml"), *args)
     for change in ({"data.packing": "documents"}, {"data.separates_documents": True}):
         packed = record(capsys, changed(tmp_path, "gpt2_124m.yaml", **change), *args)
-        assert packed["flops"] == plain["flops"] and "each row of packed documents counts as one" in packed["notes"][1]
+        assert packed["flops"][:-1] == plain["flops"][:-1]
+        # Its dropout is computed in tiles, which leave out keys behind their last query.
+        assert packed["flops"][-1]["step_flops"] < plain["flops"][-1]["step_flops"]
+        assert "each row of packed documents counts as one" in packed["notes"][1]
         assert packed["memory_bytes"][0]["activations"] > plain["memory_bytes"][0]["activations"]
     changes = {"model.config.moe.dispatcher": "all_gather", "data.packing": "documents"}
     gathers = changed(tmp_path, "moe_toy.yaml", **changes)

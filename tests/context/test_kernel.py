@@ -175,7 +175,7 @@ def test_parts_in_bfloat16_are_merged_in_float32() -> None:
 
 
 def test_a_tile_holds_few_scores_and_tiles_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_megatron.context.laid_out._MOST_SCORES", 7 * HEADS * 40)
+    monkeypatch.setattr("lightning_megatron.context.laid_out.MOST_SCORES", 7 * HEADS * 40)
     sizes: list[int] = []
     case = Case(lengths=(40, 8), outer=2, probability=0.2, has_bias=True, batch=3)
     expected = dense(case)

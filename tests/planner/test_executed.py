@@ -1,0 +1,132 @@
+"""What a plan says is executed, against what the code executes, for runs that conventions count otherwise."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lightning_megatron import MoEConfig, RouterConfig
+from lightning_megatron.mesh import Sizes
+from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config
+from lightning_megatron.models.vision import VisionConfig
+from lightning_megatron.moe.capacity import Capacity
+from lightning_megatron.planner.anatomy import Texts
+from lightning_megatron.planner.dry_rank import Whole
+from lightning_megatron.planner.dry_run import dry_run
+from lightning_megatron.planner.flops import EXECUTED, HARDWARE, MODEL, step_flops
+from lightning_megatron.planner.run import Run, faults_of
+from lightning_megatron.planner.trained import Trained
+from lightning_megatron.transformer.lora import LoraConfig
+from lightning_megatron.transformer.recompute import RecomputeConfig
+
+SIZES: dict[str, Any] = {"hidden_size": 256, "num_attention_heads": 4, "vocab_size": 1024}
+GPT = GPTConfig(num_layers=3, max_sequence_length=1024, **SIZES)
+GATED: dict[str, Any] = {"num_layers": 3, "max_sequence_length": 1024, "activation": "swiglu", "num_query_groups": 2}
+LLAMA = GPTConfig(**SIZES, **GATED)
+WINDOW = replace(LLAMA, sliding_window=192)
+DROPS = replace(GPT, attention_dropout=0.1)
+EXPERTS = MoEConfig(router=RouterConfig(num_experts=4, top_k=2), ffn_hidden_size=256)
+MIXTRAL = GPTConfig(**SIZES, **GATED, add_bias_linear=False, moe=EXPERTS)
+SHARED = replace(MIXTRAL, moe=replace(EXPERTS, shared_ffn_hidden_size=256))
+T5 = T5Config(num_layers=2, num_decoder_layers=2, max_sequence_length=256, max_decoder_sequence_length=1024, **SIZES)
+BERT = BertConfig(num_layers=2, max_sequence_length=256, **SIZES)
+VISION = VisionConfig(num_layers=3, hidden_size=256, num_attention_heads=4, image_size=224, patch_size=14)
+LLAVA = LlavaConfig(**SIZES, **GATED, vision=VISION, image_token=5)
+FULL = RecomputeConfig(granularity="full")
+FIRST = RecomputeConfig(granularity="full", method="block")
+SP, CP = Sizes(world=2, tp=2, sequence_parallel=True), Sizes(world=2, cp=2)
+PAIRS, LONG_PAIRS = Texts(sequence=256, decoder_sequence=64), Texts(sequence=256, decoder_sequence=1024)
+IMAGES = Texts(sequence=384, images=1)
+PADDED = MoEConfig(router=RouterConfig(num_experts=4, top_k=2), capacity=Capacity(factor=1.5, pads=True))
+
+
+def run_of(model: Any, sizes: Sizes, texts: Texts | None = None, **changes: Any) -> Run:
+    texts = Texts(sequence=1024) if texts is None else texts
+    run = Run(model=model, texts=texts, sizes=sizes, global_batch_size=sizes.pp * sizes.dp, **changes)
+    assert faults_of(run) == []
+    return run
+
+
+def selective(*parts: str) -> RecomputeConfig:
+    return RecomputeConfig(granularity="selective", parts=parts)  # type: ignore[arg-type]
+
+
+def paths(*targets: str, rank: int = 64) -> Trained:
+    return Trained(lora=LoraConfig(rank=rank, targets=targets))  # type: ignore[arg-type]
+
+
+RUNS = {
+    "a window of blocks": run_of(WINDOW, Sizes()),
+    "a window of more than half": run_of(replace(WINDOW, sliding_window=600), Sizes()),
+    "a window over cp": run_of(WINDOW, CP),
+    "a window over the parts of several ranks": run_of(
+        replace(WINDOW, num_layers=1, sliding_window=500), Sizes(world=4, cp=4)
+    ),
+    "a window over cp in float32": run_of(WINDOW, CP, precision="32-true"),
+    "a window in packed documents": run_of(WINDOW, Sizes(), Texts(sequence=1024, are_packed=True)),
+    "a window and dropout": run_of(replace(WINDOW, attention_dropout=0.1), Sizes()),
+    "dropout over cp": run_of(DROPS, CP, recompute=selective("core_attention")),
+    "dropout in packed documents": run_of(DROPS, SP, Texts(sequence=1024, are_packed=True)),
+    "dropout, all again": run_of(DROPS, Sizes(), recompute=FULL),
+    "dropout, two parts again": run_of(DROPS, Sizes(), recompute=selective("core_attention", "mlp")),
+    "grouped queries in float32": run_of(LLAMA, Sizes(), precision="32-true"),
+    "the first layers of chunks again": run_of(
+        replace(GPT, num_layers=4), Sizes(world=2, pp=2, vp=2), recompute=FIRST, schedule_name="interleaved"
+    ),
+    "dense layers again, and experts not": run_of(
+        replace(MIXTRAL, num_layers=4, moe=replace(EXPERTS, every=2)), Sizes(world=2, pp=2), recompute=FIRST
+    ),
+    "a T5 of long answers": run_of(T5, SP, LONG_PAIRS),
+    "a T5 over cp": run_of(T5, CP, LONG_PAIRS),
+    "a T5 with dropout, all again": run_of(replace(T5, attention_dropout=0.1), Sizes(), PAIRS, recompute=FULL),
+    "a T5 without tables, with dropout": run_of(
+        replace(T5, position="none", attention_dropout=0.1), Sizes(), PAIRS, recompute=selective("core_attention")
+    ),
+    "paths at a T5's keys": run_of(T5, Sizes(), PAIRS, trained=paths("cross_attention.key_value")),
+    "paths at a T5's queries, stages": run_of(
+        T5, Sizes(world=2, pp=2), PAIRS, trained=paths("attention.qkv", "cross_attention.query")
+    ),
+    "paths at a T5's projections": run_of(T5, Sizes(), PAIRS, trained=paths("cross_attention.projection")),
+    "paths at projections": run_of(LLAMA, SP, trained=paths("attention.projection")),
+    "paths at the end of layers": run_of(LLAMA, Sizes(world=2, tp=2), trained=paths("mlp.down")),
+    "paths that are made again": run_of(
+        LLAMA, Sizes(world=2, tp=2), trained=paths("attention.qkv", "mlp.up", "mlp.down"), recompute=selective("mlp")
+    ),
+    "paths and layers made again": run_of(LLAMA, Sizes(), trained=paths("mlp.down"), recompute=FULL),
+    "paths beside experts": run_of(SHARED, Sizes(), trained=paths("attention.projection", "shared.up")),
+    "a padded capacity": run_of(replace(MIXTRAL, moe=PADDED), Sizes(world=4, ep=2, cp=2)),
+    "BERT without sequence parallelism": run_of(BERT, Sizes(world=2, tp=2), Texts(sequence=256)),
+    "LLaVA over cp": run_of(LLAVA, CP, IMAGES),
+    "LLaVA, rows that fill up ranks": run_of(LLAVA, Sizes(world=4, tp=4, sequence_parallel=True), IMAGES),
+    "LLaVA without sequence parallelism": run_of(LLAVA, Sizes(world=2, tp=2), IMAGES),
+    "a frozen tower, again": run_of(LLAVA, Sizes(), IMAGES, trained=Trained(frozen=("vision",)), recompute=FULL),
+    "a projector alone": run_of(LLAVA, Sizes(), IMAGES, trained=Trained(frozen=("vision", "language"))),
+    "a padded vocabulary": run_of(replace(GPT, vocab_size=1030), SP),
+}
+
+
+def executed(run: Run) -> float:
+    """By the code, on tensors without numbers; ranks of tp and dp do alike, and those of cp, but for windows."""
+    sizes, whole = run.sizes, Whole(run)
+    each = sizes.world // sizes.pp
+    num_parts = sizes.cp if run.model.sliding_window else 1
+    found = [
+        sum(dry_run(run, stage * each + part * sizes.tp, whole=whole).flops.values())
+        for stage in range(sizes.pp)
+        for part in range(num_parts)
+    ]
+    return sum(found) * each / num_parts
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_plan_knows_what_is_executed(name: str) -> None:
+    # The little that no product of all tokens is: BERT's of whole samples, and what a class token has no pixels for.
+    assert step_flops(RUNS[name], EXECUTED) == pytest.approx(executed(RUNS[name]), rel=0.001)
+
+
+def test_conventions_do_not_count_it() -> None:
+    # Else what is above would hold of them too.
+    far = {name for name, run in RUNS.items() if abs(step_flops(run, HARDWARE) / step_flops(run, EXECUTED) - 1) > 0.002}
+    assert len(far) > 0.8 * len(RUNS)
+    plain = run_of(GPT, Sizes(world=4, tp=2, cp=2, sequence_parallel=True))
+    assert step_flops(plain, EXECUTED) == pytest.approx(step_flops(plain, MODEL), rel=1e-12)
