@@ -5,17 +5,20 @@ Ranks share nothing with the process that starts them, so that memory peaks and 
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import IO, Any
 
 # How long the others may go on after one rank failed: to say that they lost a peer, not to wait for it.
 GRACE_SECONDS = 5.0
+# The kernel hands out ports above this range by itself, and might give this one away before the first rank listens.
+PORTS = range(11000, 32000)
 
 
 class RankFailed(RuntimeError):
@@ -55,10 +58,13 @@ def run_ranks(
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    # not the seeded one, or every benchmark would ask for the same port
+    draw = random.SystemRandom()
+    while True:
+        port = draw.choice(PORTS)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _environment(rank: int, world: int, port: int) -> dict[str, str]:

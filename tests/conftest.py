@@ -1,20 +1,24 @@
 """What every test gets: one thread a process, a fixed seed, and a skip of GPU tests where there is no GPU."""
 
+import ctypes
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import random
+import sys
+import warnings
 from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
 
 # The same examples every time, and none too slow: the machine may be busy with ranks.
-settings.register_profile("repository", deadline=None, derandomize=True)
+settings.register_profile("repository", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("repository")
 
 
@@ -44,3 +48,18 @@ def _environment_is_left_as_it_was() -> Iterator[None]:
     kept = {name: os.environ[name] for name in ("PYTEST_CURRENT_TEST",) if name in os.environ}
     os.environ.clear()
     os.environ.update(before | kept)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _memory_is_given_back(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a file's tests computed once for each other is of no use to the next file, and a worker runs a hundred."""
+    yield
+    for value in vars(request.module).values():
+        if hasattr(value, "cache_clear") and str(value.__module__).startswith("tests."):
+            value.cache_clear()
+    with warnings.catch_warnings():
+        # Of what is left open, it is not the next file's tests that shall hear.
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)

@@ -41,7 +41,8 @@ HALF_QUANTITIES = {
 }
 
 
-@functools.cache
+# One layout's cells come one after the other; the weights and gradients of all layouts together take gigabytes.
+@functools.lru_cache(maxsize=1)
 def _outcomes(layout: str) -> list[list[Outcome]] | Exception:
     try:
         own = LAYOUTS[layout]

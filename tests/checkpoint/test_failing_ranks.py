@@ -23,6 +23,7 @@ from lightning_megatron.mesh import Axis, Sizes
 from lightning_megatron.sharding import Box
 from tests.checkpoint.small_model import mesh_of
 from tests.checkpoint.steps import step_in
+from tests.harness import ranks
 from tests.harness.ranks import RankFailed, on_ranks, run_on_ranks
 
 LENGTH = 3000
@@ -293,7 +294,11 @@ def save_where_one_dies(folder: Path, dying: int, at: int, is_behind: bool) -> N
 
 
 @pytest.mark.parametrize(("dying", "at", "is_behind"), [(1, 0, False), (1, 15, True), (0, 5, True), (0, 40, False)])
-def test_a_rank_that_dies_is_told_to_the_other(tmp_path: Path, dying: int, at: int, is_behind: bool) -> None:
+def test_a_rank_that_dies_is_told_to_the_other(
+    tmp_path: Path, dying: int, at: int, is_behind: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It hears of it by its connections, and writes it down.
+    monkeypatch.setattr(ranks, "GRACE_SECONDS", 60.0)
     with pytest.raises(RankFailed, match="SIGKILL"):
         run_on_ranks(2, save_where_one_dies, tmp_path, dying, at, is_behind)
     said = (tmp_path / ".told").read_text()

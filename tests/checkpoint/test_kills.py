@@ -203,10 +203,14 @@ def killed_at_each_call(folder: Path, way: Way) -> Counter[str]:
 def killed_at_random(folder: Path, way: Way, rounds: int) -> Counter[str]:
     """Rounds of a fork that saves on and on, with real flushes to the disk, until it is ended."""
     chance, tally = random.Random(way.keeps + str(way.is_behind)), Counter[str]()
-    durable, last = 0, 0
+    began_seconds = time.monotonic()
+    in_a_fork(lambda tell: keep_saving(folder, way, range(1, 4), tell))
+    # A disk may need long for a flush: the kill is to come after some saves.
+    most_seconds = max(0.2, time.monotonic() - began_seconds)
+    durable, last = check(folder, way, 3, tally), 3
     for _ in range(rounds):
         steps = range(last + 1, last + 10000)
-        seconds = chance.uniform(0.0, 0.2)
+        seconds = chance.uniform(0.0, most_seconds)
         told = in_a_fork(lambda tell, steps=steps: keep_saving(folder, way, steps, tell), kill_after_seconds=seconds)
         told = [number for number in told if number in steps]
         tally["kills"] += 1

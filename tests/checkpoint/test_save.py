@@ -378,7 +378,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     opened, write = threading.Event(), ChunkWriter.write
 
     def wait(self: ChunkWriter, value: torch.Tensor | bytes) -> Place:
-        assert opened.wait(30)
+        assert opened.wait(120)
         return write(self, value)
 
     monkeypatch.setattr(ChunkWriter, "write", wait)
@@ -499,7 +499,7 @@ def test_a_wait_with_a_time_out_comes_back_without_the_save(tmp_path: Path, gate
     saver.save(tmp_path / "1.ckpt", {"w": torch.zeros(3)}, {}, wait=False)
     assert not saver.wait(0.05)
     gate.set()
-    assert saver.wait(30)
+    assert saver.wait(120)
 
 
 @on_ranks(2)

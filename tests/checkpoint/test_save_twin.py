@@ -30,7 +30,7 @@ class Gate:
         write, gate = ChunkWriter.write, self
 
         def wait(self: ChunkWriter, value: torch.Tensor | bytes) -> Place:
-            assert gate.opened.wait(30)
+            assert gate.opened.wait(120)
             gate.tensors += isinstance(value, torch.Tensor)
             return write(self, value)
 

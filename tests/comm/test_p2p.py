@@ -191,7 +191,7 @@ class Turns:
 def overwrites(world: ThreadGroup, turns: Turns, is_after_release: bool) -> float:
     mailbox, peer = pair(world)
     if world.global_rank == 1:
-        assert turns.may_receive.wait(10)
+        assert turns.may_receive.wait(60)
         # Long enough for rank 0 to go on, had its release not waited.
         time.sleep(0.05)
         mailbox.receive_forward("m", peer)

@@ -38,10 +38,12 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[2]
 CONTEXT = multiprocessing.get_context("forkserver")
 
+# What the ranks of a test have; one that needs longer says so.
+LIMIT_SECONDS = 60.0
 # How long the others may go on after one rank failed: long enough to hear a fault that came first but is told later.
 GRACE_SECONDS = 2.0
 # How long a rank that is done keeps its connections open for the ranks that are not.
-LINGER_SECONDS = 3.0
+LINGER_SECONDS = 30.0
 # The kernel hands out ports above this range by itself, to gloo among others.
 PORTS = range(11000, 32000)
 
@@ -63,6 +65,7 @@ class Task:
     init: bool
     backend: str
     timeout_seconds: float
+    linger_seconds: float
     environment: dict[str, str]
     folder: str
     # (action, message pattern, category, module pattern, line) of the running test.
@@ -87,7 +90,7 @@ class Report:
 
 
 def on_ranks(
-    num_ranks: int, *, init: bool = True, backend: str = "gloo", timeout: float = 60
+    num_ranks: int, *, init: bool = True, backend: str = "gloo", timeout: float = LIMIT_SECONDS
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A decorator: the test's body runs on `num_ranks` real processes. Its arguments must pickle (tmp_path does)."""
 
@@ -109,7 +112,7 @@ def run_on_ranks(
     *args: Any,
     init: bool = True,
     backend: str = "gloo",
-    timeout: float = 60,
+    timeout: float = LIMIT_SECONDS,
 ) -> list[Any]:
     """What `fn(*args)` returned on each rank. `fn` is a module-level function; arguments and results must pickle."""
     __tracebackhide__ = True
@@ -132,7 +135,7 @@ def _run(
             f"{fn.__qualname__} of {fn.__module__}: ranks import it, so it must stand alone in a test module"
         )
     _start_server()
-    port = _free_port()
+    port = free_port()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         task = pickle.dumps(
             Task(
@@ -143,6 +146,7 @@ def _run(
                 init=init,
                 backend=backend,
                 timeout_seconds=timeout,
+                linger_seconds=LINGER_SECONDS,
                 environment=dict(os.environ),
                 folder=folder,
                 warning_filters=_warning_filters(),
@@ -190,8 +194,8 @@ def _start_server() -> None:
                 os.environ[name] = value
 
 
-def _free_port() -> int:
-    """A port no one listens on."""
+def free_port() -> int:
+    """A port no one listens on, and that the kernel gives to nobody before the caller listens there."""
     draw = random.SystemRandom()  # not the seeded one, or every session would ask for the same port
     while True:
         port = draw.choice(PORTS)
@@ -228,7 +232,7 @@ def _listen(ranks: list[tuple[BaseProcess, Connection]], folder: str, timeout: f
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGUSR1)  # faulthandler writes the stacks, even from inside a C call
     for rank in open_ends.values():
-        reports[rank] = Report(rank=rank, ending="stuck", text=_stack_of(folder, rank))
+        reports[rank] = Report(rank=rank, ending="stuck", text=_stack_of(folder, rank, ranks[rank][0]))
     return [reports[rank] for rank in range(len(ranks))]
 
 
@@ -237,21 +241,24 @@ def _receive(connection: Connection, process: BaseProcess, rank: int) -> Report:
         report: Report = pickle.loads(connection.recv_bytes())
         return report
     except (EOFError, ConnectionError):
-        process.join(timeout=5)
+        process.join(timeout=30)
         code = process.exitcode
         how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
         return Report(rank=rank, ending="died", summary=how, text=f"the process ended by {how} without a word\n")
 
 
-def _stack_of(folder: str, rank: int) -> str:
-    """What faulthandler wrote for a stuck rank; waits for it a moment."""
+def _stack_of(folder: str, rank: int, process: BaseProcess) -> str:
+    """What faulthandler wrote for a stuck rank; waits for it while the rank is there to write."""
     path = Path(folder, f"stack-{rank}")
-    for _ in range(20):
+    for _ in range(200):
         if path.exists() and (text := path.read_text()):
             time.sleep(0.05)  # the rest of a dump that is being written
             return path.read_text() or text
+        if not process.is_alive():
+            # A Trainer puts signals back to what Python knows of, and this one then ends the process.
+            break
         time.sleep(0.05)
-    return "(it left no stack: it had not begun to run the test)\n"
+    return "(it left no stack: it had not begun to run the test, or was behind a Trainer's run)\n"
 
 
 def _dismiss(ranks: list[tuple[BaseProcess, Connection]]) -> None:
@@ -321,7 +328,7 @@ def rank_main(task_bytes: bytes, rank: int, num_ranks: int, port: int, parent: C
         parent.send_bytes(message)
     if report.ending != "done":
         os._exit(1)  # peers that wait for this rank learn it at once
-    parent.poll(LINGER_SECONDS)
+    parent.poll(task.linger_seconds)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.harness import ranks
 from tests.harness.ranks import RankFailed, on_ranks, run_on_ranks
 
 
@@ -89,7 +90,7 @@ def one_rank_raises_while_another_sleeps() -> None:
 
 def test_a_failure_does_not_wait_for_ranks_that_go_on() -> None:
     with pytest.raises(RankFailed, match="at once") as failure:
-        run_on_ranks(2, one_rank_raises_while_another_sleeps, timeout=120)
+        run_on_ranks(2, one_rank_raises_while_another_sleeps)
     assert "rank 0 was still running and was ended" in str(failure.value)
 
 
@@ -109,20 +110,21 @@ def one_rank_returns_early() -> None:
         dist.recv(torch.zeros(1), src=0)
 
 
-def test_a_rank_that_waits_for_one_that_is_done_is_told() -> None:
+def test_a_rank_that_waits_for_one_that_is_done_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "LINGER_SECONDS", 1.0)
     with pytest.raises(RankFailed, match="rank 1 of 2 failed") as failure:
         run_on_ranks(2, one_rank_returns_early)
     assert "rank 0 had ended well" in str(failure.value)
 
 
 def one_rank_is_stuck(seconds: float) -> None:
-    if dist.get_rank() == 1:
+    if os.environ["RANK"] == "1":
         time.sleep(seconds)
 
 
 def test_a_stuck_rank_is_ended_and_named_with_the_place() -> None:
-    with pytest.raises(RankFailed, match="rank 1 of 2 did not end within 2 s") as failure:
-        run_on_ranks(2, one_rank_is_stuck, 600.0, timeout=2)
+    with pytest.raises(RankFailed, match="rank 1 of 2 did not end within 5 s") as failure:
+        run_on_ranks(2, one_rank_is_stuck, 600.0, init=False, timeout=5)
     text = str(failure.value)
     assert "rank 1 was stuck here" in text
     assert "in one_rank_is_stuck" in text

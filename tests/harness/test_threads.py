@@ -1,5 +1,6 @@
 """Tests of ranks as threads: they compute what real ranks compute, and refuse what NCCL would hang on."""
 
+import threading
 import time
 from typing import Any
 
@@ -312,10 +313,16 @@ def test_a_circle_of_three_and_a_rank_that_waits_outside_of_it_are_a_deadlock_at
 
 
 def test_a_wait_for_a_rank_that_computes_ends_at_the_limit() -> None:
+    ended = threading.Event()
+
     def step(world: ThreadGroup) -> None:
-        if world.rank() == 0:
+        if world.rank() == 1:
+            assert ended.wait(60)
+            return
+        try:
             dist.barrier(group=world)
-        time.sleep(0.5)
+        finally:
+            ended.set()
 
     with pytest.raises(DeadlockError, match=r"waited for 0\.1 s\n.*barrier.*\n.*rank 1 is computing"):
         run_on_threads(2, step, limit_seconds=0.1)

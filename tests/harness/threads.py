@@ -30,7 +30,7 @@ from tests.harness.board import Board, DeadlockError, Key, Message, MismatchErro
 __all__ = ["DeadlockError", "MismatchError", "RankEnded", "ThreadGroup", "new_group", "run_on_threads"]
 
 # How long a rank may wait for one that is computing. A circle of ranks that wait for each other is found at once.
-LIMIT_SECONDS = 30.0
+LIMIT_SECONDS = 120.0
 # How long the others may take to end once one has failed.
 GRACE_SECONDS = 5.0
 

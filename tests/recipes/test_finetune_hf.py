@@ -1,7 +1,6 @@
 """The fine-tuning recipe as a user runs it: a small Llama of transformers goes in, one that has learnt comes out."""
 
 import csv
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.harness.ranks import ROOT
 from tests.lightning_modules.pretrained import ANSWERS, write_chats, write_model
+from tests.recipes.test_pretrain_gpt import surroundings
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "recipes" / "configs"
 
 
@@ -23,11 +23,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def recipe(folder: Path, *options: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+def recipe(folder: Path, *options: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, str(ROOT / "recipes" / "finetune_hf.py"), *options],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+        env=surroundings(),
         capture_output=True,
         text=True,
         timeout=timeout,

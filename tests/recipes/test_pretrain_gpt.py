@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.ranks import ROOT, free_port
 from tests.lightning_modules.corpus import write_corpus
-
-ROOT = Path(__file__).resolve().parents[2]
 
 TINY = """
 trainer:
@@ -64,7 +63,13 @@ throughput:
 """
 
 
-def ends(session: int, seconds: float = 10.0) -> bool:
+def surroundings() -> dict[str, str]:
+    """The environment of a recipe: of a port of its own choice Lightning does not know that nobody takes it."""
+    own = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return os.environ | own | {"MASTER_PORT": str(free_port())}
+
+
+def ends(session: int, seconds: float = 60.0) -> bool:
     """Whether no process of a session is left; one that has just closed its output may take a moment to go."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -77,13 +82,13 @@ def ends(session: int, seconds: float = 10.0) -> bool:
 
 
 def recipe(
-    folder: Path, *options: str, timeout: float = 120, script: str = "pretrain_gpt.py"
+    folder: Path, *options: str, timeout: float = 600, script: str = "pretrain_gpt.py"
 ) -> subprocess.CompletedProcess[str]:
     """The recipe's run in `folder`, after which no process of it may be left."""
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "recipes" / script), *options],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+        env=surroundings(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.ranks import ROOT, run_on_ranks
+from tests.harness.ranks import ROOT, free_port, run_on_ranks
 from tests.trainer.layouts import PLAIN, make_trainer
 from tests.trainer.modules import Data, Small
 
@@ -17,7 +17,7 @@ SCRIPT = "tests/trainer/script_of_a_user.py"
 
 
 def start(*command: str) -> "subprocess.CompletedProcess[str]":
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MASTER_PORT": str(free_port())}
     return subprocess.run(
         [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
     )

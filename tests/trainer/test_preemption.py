@@ -23,7 +23,7 @@ from lightning_megatron.checkpoint import CheckpointConfig, is_checkpoint, read_
 from lightning_megatron.checkpoint.chunk_file import ChunkWriter, Place
 from lightning_megatron.trainer import failure, stop_vote
 from lightning_megatron.trainer.stop_vote import StopVote
-from tests.harness.ranks import ROOT, run_on_ranks
+from tests.harness.ranks import ROOT, free_port, run_on_ranks
 from tests.trainer.fits import parts_apart, weights
 from tests.trainer.layouts import Layout, make_trainer, replica_of
 from tests.trainer.modules import Small, samples
@@ -57,8 +57,15 @@ class Rows(L.LightningDataModule):
         return DataLoader(self._loader().batches, batch_size=None)  # type: ignore[arg-type]
 
 
+def until_heard(trainer: L.Trainer, limit_seconds: float = 60.0) -> None:
+    """Returns when this rank knows where all stop: on a busy machine the threads that tell may take their time."""
+    assert isinstance(trainer.strategy, MegatronStrategy) and trainer.strategy._preemption is not None
+    if trainer.world_size > 1:
+        trainer.strategy._preemption._vote._round.is_decided.wait(limit_seconds)
+
+
 class Paced(L.Callback):
-    """Lets a step take long enough to hear of a signal within a few; sends one at a place, to one rank or to all."""
+    """Sends a signal at a place, to one rank or to all, and waits there until it is heard."""
 
     def __init__(self, place: str = "", rank: int = EVERY_RANK, number: int = signal.SIGTERM) -> None:
         self.place, self.rank, self.number = place, rank, number
@@ -70,7 +77,7 @@ class Paced(L.Callback):
             self.place = ""
             if self.rank in (trainer.global_rank, EVERY_RANK):
                 os.kill(os.getpid(), self.number)
-            time.sleep(0.4)
+            until_heard(trainer)
 
     def on_sanity_check_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         self.come(trainer, "before the first step")
@@ -192,7 +199,7 @@ class Storm:
         write, storm = ChunkWriter.write, self
 
         def wait(self: ChunkWriter, value: Tensor | bytes) -> Place:
-            assert storm.opened.wait(20)
+            assert storm.opened.wait(120)
             os.kill(os.getpid(), signal.SIGTERM)
             return write(self, value)
 
@@ -200,15 +207,15 @@ class Storm:
 
 
 class Signals(L.Callback):
-    """Sends signals to this rank: number by step."""
+    """Sends signals to the last rank, number by step, which waits until they are heard."""
 
-    def __init__(self, at: dict[int, int], storm: Storm | None = None) -> None:
-        self.at, self.storm = at, storm
+    def __init__(self, at: dict[int, int], storm: Storm | None = None, limit_seconds: float = 60.0) -> None:
+        self.at, self.storm, self.limit_seconds = at, storm, limit_seconds
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-        time.sleep(0.01)
         if (number := self.at.pop(trainer.global_step, 0)) and trainer.global_rank == trainer.world_size - 1:
             os.kill(os.getpid(), number)
+            until_heard(trainer, self.limit_seconds)
         if trainer.global_step == 4 and self.storm is not None:
             threading.Timer(0.3, self.storm.opened.set).start()
 
@@ -252,7 +259,7 @@ def test_a_run_stops_behind_a_validation_that_is_due_and_waits_for_none_of_anoth
 def signalled_at_the_end(folder: Path) -> None:
     # Nobody hears of it in time.
     failure._POLL_SECONDS = 60.0  # type: ignore[attr-defined]
-    trainer = trainer_of(DP2, folder, Signals({16: signal.SIGTERM}))
+    trainer = trainer_of(DP2, folder, Signals({16: signal.SIGTERM}, limit_seconds=0.0))
     with pytest.raises(SIGTERMException):
         trainer.fit(Small(), Rows())
     assert trainer.global_step == 18
@@ -323,10 +330,10 @@ def test_a_job_of_slurm_is_saved_by_all_ranks_before_it_is_queued_again(tmp_path
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")])
 def test_a_script_under_a_launcher_saves_and_leaves(launcher: tuple[str, ...], tmp_path: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "MASTER_PORT": str(free_port())}
     command = [sys.executable, *launcher, "tests/trainer/script_that_is_preempted.py", str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         while not (tmp_path / "rank 0 trains").exists() and process.poll() is None:
             assert time.monotonic() < deadline
             time.sleep(0.1)

@@ -42,7 +42,7 @@ class Gate:
 
         def wait(self: ChunkWriter, value: Tensor | bytes) -> Place:
             gate.num_waiting += 1
-            assert gate.opened.wait(20), "the gate was never opened"
+            assert gate.opened.wait(120), "the gate was never opened"
             gate.num_waiting -= 1
             return write(self, value)
 
@@ -140,10 +140,11 @@ def fit_and_wait_first_only(folder: Path) -> None:
             assert is_checkpoint(path)
 
     behind = Saves()
-    run(DP2, behind, max_steps=1).fit(Small(), Data())
+    run(DP2, behind, max_steps=1, default_root_dir=folder).fit(Small(), Data())
     assert behind.was_there is False
     at_once = Saves()
-    run(DP2, at_once, max_steps=1, config=CheckpointConfig(asynchronous=False)).fit(Small(), Data())
+    config = CheckpointConfig(asynchronous=False)
+    run(DP2, at_once, max_steps=1, config=config, default_root_dir=folder).fit(Small(), Data())
     assert at_once.was_there is True
 
 
@@ -344,19 +345,26 @@ def test_a_link_never_leads_to_what_is_not_there_yet(tmp_path: Path) -> None:
     run_on_ranks(1, fit_with_a_link, tmp_path, init=False)
 
 
-def names_of(layout: Layout, folder: Path, *callbacks: ModelCheckpoint, **options: Any) -> dict[str, Any]:
-    """What stands after a fit of two epochs whose saves take longer than its steps, and what the callbacks keep."""
-    put_in_place = Draft.put_in_place
+def names_of(
+    layout: Layout, folder: Path, *callbacks: ModelCheckpoint, late_seconds: float = 0.2, **options: Any
+) -> dict[str, Any]:
+    """What stands after a fit of two epochs whose saves take longer than its steps, and what the callbacks keep.
+
+    Once a batch has begun while a save was in flight, saves are no longer late.
+    """
+    put_in_place, is_seen = Draft.put_in_place, threading.Event()
     in_flight: list[bool] = []
 
     def late(self: Draft, manifest: bytes) -> None:
-        time.sleep(0.2)
+        is_seen.wait(late_seconds)
         put_in_place(self, manifest)
 
     class Looks(Callback):
         def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
             if isinstance(trainer.strategy, MegatronStrategy):
                 in_flight.append(trainer.strategy._saving._saver.is_saving)
+            if any(in_flight):
+                is_seen.set()
 
     Draft.put_in_place = late  # type: ignore[method-assign]
     trainer = run(layout, *callbacks, Looks(), **{"max_epochs": 2, "limit_train_batches": 4} | options)
@@ -409,7 +417,7 @@ def fit_once_an_epoch(folder: Path) -> None:
     for number, options in enumerate(({"val_check_interval": 1.0}, {"limit_val_batches": 0, "val_check_interval": 2})):
         place = folder / str(number)
         callback = ModelCheckpoint(place, "{epoch}-{train_loss:.0f}", save_top_k=2, monitor="train_loss")
-        assert names_of(ONE, place, callback, **{"limit_val_batches": 1} | options)["is behind"]
+        assert names_of(ONE, place, callback, late_seconds=60.0, **{"limit_val_batches": 1} | options)["is behind"]
     place = folder / "twice"
     callback = ModelCheckpoint(place, "{epoch}", save_top_k=2, monitor="val_loss")
     found = names_of(ONE, place, callback, limit_val_batches=1, val_check_interval=2)
