@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.cli.plan_layout import OF_RECIPE, explained, notes_on_schedule
+from lightning_megatron.cli.plan_layout import OF_RECIPE, explained, notes_on_layout
 from lightning_megatron.cli.plan_run import add_model_options, read_run
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.planner.dry_rank import Whole
@@ -17,6 +17,8 @@ from lightning_megatron.planner.dry_report import dry_record, dry_text
 from lightning_megatron.planner.dry_run import dry_run, shown_ranks
 from lightning_megatron.planner.run import Run
 
+_GPU = "h100"
+# By whose planned times documents are balanced where a recipe with dynamic context parallelism gives no costs.
 _EPILOG = """\
 CONFIG is what lightning-megatron plan takes: a recipe's YAML file, a preset, or a Hugging Face
 config.json or its folder. The first needs nothing more, the others a layout and a number of ranks.
@@ -47,6 +49,11 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     run.add_argument("--global-batch-size", type=int, metavar="SAMPLES", help="of a step (default: the recipe's)")
     run.add_argument("--sequence-length", type=int, metavar="TOKENS", help="of a sample (default: the recipe's)")
     run.add_argument("--decoder-sequence-length", type=int, metavar="TOKENS", help="of a T5's answers")
+    run.add_argument(
+        "--document-lengths",
+        metavar="LENGTHS",
+        help="of a recipe with dynamic_context: median=TOKENS,sigma=NUMBER, or a file of lengths, one a line",
+    )
     run.add_argument("--fp8", action="store_true", help="linears of layers multiply in FP8")
     run.add_argument("--recompute", choices=("none", "selective", "full"), help="(default: the recipe's)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
@@ -78,7 +85,7 @@ def _read(options: argparse.Namespace) -> tuple[Run, list[str]]:
         faults.append(f"--world-size is needed: {options.config} does not say how many ranks there are")
     if faults:
         raise UsageError(faults)
-    options.num_gpus = options.world_size
+    options.num_gpus, options.gpu = options.world_size, _GPU
     asked = read_run(options)
     if asked.unplanned:
         raise UsageError(
@@ -90,7 +97,7 @@ def _read(options: argparse.Namespace) -> tuple[Run, list[str]]:
     run = explained(asked, options)
     notes = [
         *asked.notes,
-        *(notes_on_schedule(asked.run, options.layout) if options.layout not in (None, OF_RECIPE) else []),
+        *(notes_on_layout(asked.run, options.layout) if options.layout not in (None, OF_RECIPE) else []),
     ]
     if run.fp8 is not None and run.fp8.engine != "torch":
         notes.append(f"fp8 engine {run.fp8.engine!r} runs dry as engine 'torch', whose layers stand for its own")

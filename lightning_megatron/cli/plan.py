@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_megatron.cli.asked import Asked
-from lightning_megatron.cli.plan_layout import OF_RECIPE, explained, notes_on_schedule
+from lightning_megatron.cli.plan_layout import OF_RECIPE, explained, notes_on_layout
 from lightning_megatron.cli.plan_run import add_model_options, read_run
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.planner.estimate import Estimate, estimate
@@ -61,6 +61,11 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     run.add_argument("--global-batch-size", type=int, metavar="SAMPLES", help="of a batch (default: the recipe's)")
     run.add_argument("--sequence-length", type=int, metavar="TOKENS", help="of a sample (default: the recipe's)")
     run.add_argument("--decoder-sequence-length", type=int, metavar="TOKENS", help="of a T5's answers")
+    run.add_argument(
+        "--document-lengths",
+        metavar="LENGTHS",
+        help="of a recipe with dynamic_context: median=TOKENS,sigma=NUMBER, or a file of lengths, one a line",
+    )
     run.add_argument("--fp8", action="store_true", help="linears of layers multiply in FP8")
     run.add_argument("--recompute", choices=("none", "selective", "full"), help="(default: full where it must be)")
     run.add_argument("--layout", metavar="SIZES", help="explain one layout, as in tp=8,pp=64,mbs=1; recipe: its own")
@@ -110,7 +115,7 @@ def _explain(options: argparse.Namespace, asked: Asked, gpu: Gpu) -> None:
 
 
 def _search(options: argparse.Namespace, asked: Asked, gpu: Gpu) -> None:
-    run, notes, is_free = asked.run, _notes(asked, gpu, None), options.recompute is None
+    run, notes, is_free = replace(asked.run, balanced=None), _notes(asked, gpu, None), options.recompute is None
     found = search(run, gpu, memory_bytes=gpu.memory_bytes, free_recompute=is_free)
     if not found.fitting:
         raise UsageError([_nothing_fits(run, gpu, found, is_free)])
@@ -140,7 +145,7 @@ def _notes(asked: Asked, gpu: Gpu, layout: str | None) -> list[str]:
             f"times are those of products in 16 bits, and in 32-true they are several times longer: GPU {gpu.name!r} "
             "has no full_tflops, its peak in float32; give it in its file"
         )
-    return notes if layout == OF_RECIPE else notes + notes_on_schedule(asked.run, layout)
+    return notes if layout == OF_RECIPE else notes + notes_on_layout(asked.run, layout)
 
 
 def _distinct(found: Found, gpu: Gpu, num_shown: int) -> list[Shown]:

@@ -81,10 +81,19 @@ def with_layout(run: Run, text: str) -> Run:
         else RecomputeConfig(granularity=granularity),  # type: ignore[arg-type]
         schedule_name=name,  # type: ignore[arg-type]
         group_size=group_size,
+        balanced=None,
     )
 
 
-def notes_on_schedule(run: Run, text: str | None) -> list[str]:
+def notes_on_layout(run: Run, text: str | None) -> list[str]:
+    """What of the recipe's own is not in a layout of that text, or in a search where there is none."""
+    notes = _notes_on_schedule(run, text)
+    if run.balanced is not None:
+        notes.append("without the recipe's dynamic_context, which is planned on its own layout: --layout recipe")
+    return notes
+
+
+def _notes_on_schedule(run: Run, text: str | None) -> list[str]:
     """That the recipe's own schedule is not in a layout of that text, or in a search where there is none."""
     if (run.schedule_name is None and not run.group_size) or (text is not None and "schedule" in _values_of(text)):
         return []

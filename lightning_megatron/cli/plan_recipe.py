@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_megatron.cli.asked import Asked
 from lightning_megatron.cli.plain import made_of
+from lightning_megatron.cli.plan_dynamic import Dynamic, with_dynamic_context
 from lightning_megatron.cli.plan_file import model_of_folder
 from lightning_megatron.cli.recipe_file import (
     KINDS,
@@ -21,6 +22,7 @@ from lightning_megatron.cli.recipe_file import (
     precision_of,
     trained_of,
 )
+from lightning_megatron.context.balance import DynamicContextConfig
 from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.hf.load import upcycling
 from lightning_megatron.mesh import Sizes
@@ -29,6 +31,7 @@ from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.pipeline.choice import placement_of
 from lightning_megatron.planner.anatomy import Model, Texts
+from lightning_megatron.planner.hardware import gpu_of
 from lightning_megatron.planner.presets import PRESETS
 from lightning_megatron.planner.rules import Facts
 from lightning_megatron.planner.rules import faults as rule_faults
@@ -64,6 +67,9 @@ def run_of_recipe(path: Path, data: dict[str, Any], options: argparse.Namespace)
     optimizer = made_of(OptimizerConfig, arguments.get("optimizer") or {}, "optimizer", faults)
     recompute = made_of(RecomputeConfig, arguments.get("recompute") or {}, "recompute", faults)
     context = made_of(ContextConfig, arguments.get("context") or {}, "context", faults)
+    dynamic = None
+    if arguments.get("dynamic_context"):
+        dynamic = made_of(DynamicContextConfig, arguments["dynamic_context"], "dynamic_context", faults)
     fp8 = made_of(Fp8Config, arguments["fp8"], "fp8", faults) if arguments.get("fp8") else None
     trainer = at(data, "trainer") or {}
     precision, fp8 = precision_of(trainer, fp8, faults)
@@ -115,11 +121,14 @@ def run_of_recipe(path: Path, data: dict[str, Any], options: argparse.Namespace)
         trained=trained,
     )
     cut = Facts(sizes=sizes, num_microbatches=num_microbatches, microbatch_size=rows, global_batch_size=batch)
+    found = Dynamic(run=run, notes=tuple(_notes_on_texts(run)))
+    if dynamic is not None:
+        found = with_dynamic_context(run, cut, dynamic, options.document_lengths, gpu_of(options.gpu))
     return Asked(
-        run=run,
+        run=found.run,
         has_layout=at(data, "trainer", "strategy") is not None,
-        faults=tuple(fault for fault in rule_faults(cut) if fault not in sizes.faults()),
-        notes=(*_notes_on_kind(kind_from), *_notes_on_texts(run)),
+        faults=(*(fault for fault in rule_faults(cut) if fault not in sizes.faults()), *found.faults),
+        notes=(*_notes_on_kind(kind_from), *found.notes),
         unplanned=_unplanned(arguments, pipeline),
     )
 
@@ -189,7 +198,6 @@ def _notes_on_texts(run: Run) -> list[str]:
 def _unplanned(arguments: Mapping[str, Any], pipeline: PipelineConfig) -> dict[str, str]:
     """What of a strategy changes memory or time and is not planned, and what it does."""
     has = {
-        "dynamic_context": (bool(arguments.get("dynamic_context")), "cuts each batch anew"),
         "overlap_expert_exchange": (pipeline.overlap_expert_exchange, "keeps more and waits less"),
         "pipeline mode 'collective'": (
             pipeline.mode == "collective",

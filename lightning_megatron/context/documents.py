@@ -38,7 +38,8 @@ class Documents:
     def token_keys_of(self, document_keys_D: Tensor) -> Tensor:
         """The same from a key for each document."""
         lengths = torch.tensor(self.lengths, dtype=torch.int64, device=self.index_X.device)
-        return rng.bits(document_keys_D.repeat_interleave(lengths), self.positions_X)
+        keys_X = document_keys_D.repeat_interleave(lengths, output_size=len(self.positions_X))
+        return rng.bits(keys_X, self.positions_X)
 
 
 def documents_of(segments_BS: Tensor) -> Documents:

@@ -83,6 +83,11 @@ def placement_of(name: ScheduleName) -> Placement:
     return "v" if name == "zb_v" else "loop"
 
 
+def in_groups_of(schedule: Schedule) -> int:
+    """Of how many microbatches a schedule takes each chunk in turn: a last group that is not full leaves ranks idle."""
+    return (schedule.group_size or schedule.pp) if schedule.name == "interleaved" else 1
+
+
 def schedule_faults(schedule: Schedule) -> list[str]:
     """Every rule that a schedule breaks, one sentence each. Any number of microbatches from 1 fits every schedule."""
     name, pp, chunks = schedule.name, schedule.pp, schedule.chunks

@@ -34,6 +34,8 @@ class Texts:
     # in each sample of a LLaVA
     are_packed: bool = False
     # a sample is a row of documents that do not see each other; counted as one
+    documents: tuple[int, ...] = ()
+    # their lengths, where they are told; then each counts by itself
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,8 @@ class Layer:
     # ranks of cp share its stream
     has_bounds: bool = False
     # attention keeps to documents
+    documents: tuple[int, ...] = ()
+    # their lengths, where they are told
 
     # Looked up often, and configurations have many fields.
     @cached_property
@@ -260,16 +264,25 @@ def piece_flops(piece: Piece, config: Model, *, batch: int, counts_all_pairs: bo
         return flops
     streams, own = batch * layer.repeats, layer.config
     flops += cost.layer_linear_flops(own, num_tokens=streams * layer.sequence, layer=layer.index)
-    flops += cost.layer_attention_flops(
-        own,
-        batch=streams,
-        sequence=layer.sequence,
-        is_causal=layer.is_causal and not counts_all_pairs,
-        window=layer.window,
-    )
+    flops += own_attention_flops(layer, streams, counts_all_pairs=counts_all_pairs)
     if layer.memory:
         flops += cost.cross_attention_flops(own, batch=streams, sequence=layer.sequence, memory=layer.memory)
     return flops
+
+
+def own_attention_flops(layer: Layer, streams: int, *, counts_all_pairs: bool = False) -> int:
+    """Forward FLOPs of a layer's attention within its streams, of which each document sees itself alone."""
+    return sum(
+        number
+        * cost.layer_attention_flops(
+            layer.config,
+            batch=streams,
+            sequence=length,
+            is_causal=layer.is_causal and not counts_all_pairs,
+            window=layer.window,
+        )
+        for length, number in Counter(layer.documents or (layer.sequence,)).items()
+    )
 
 
 def _gpt(model: GPTConfig, texts: Texts) -> tuple[Piece, ...]:
@@ -277,7 +290,7 @@ def _gpt(model: GPTConfig, texts: Texts) -> tuple[Piece, ...]:
     positions = model.max_sequence_length * hidden if model.position == "learned" else 0
     return (
         Piece(symbol="E", matrices=1, whole=positions, embedded_tokens=texts.sequence),
-        *_layers(model, texts.sequence, is_causal=True, has_bounds=texts.are_packed),
+        *_layers(model, texts.sequence, is_causal=True, has_bounds=texts.are_packed, documents=texts.documents),
         Piece(symbol="", whole=cost.norm_parameters(model)),
         _head(model, texts.sequence),
     )
@@ -292,7 +305,14 @@ def _head(model: Model, tokens: int) -> Piece:
     )
 
 
-def _layers(model: TransformerConfig, sequence: int, *, is_causal: bool, has_bounds: bool = False) -> tuple[Piece, ...]:
+def _layers(
+    model: TransformerConfig,
+    sequence: int,
+    *,
+    is_causal: bool,
+    has_bounds: bool = False,
+    documents: tuple[int, ...] = (),
+) -> tuple[Piece, ...]:
     """Layers of a stack; those of one kind are equal."""
     first: dict[tuple[bool, int], int] = {}
     kinds = [(model.has_experts(i), model.window_of(i)) for i in range(model.num_layers)]
@@ -301,7 +321,14 @@ def _layers(model: TransformerConfig, sequence: int, *, is_causal: bool, has_bou
     return tuple(
         Piece(
             symbol="t",
-            layer=Layer(config=model, index=first[kind], sequence=sequence, is_causal=is_causal, has_bounds=has_bounds),
+            layer=Layer(
+                config=model,
+                index=first[kind],
+                sequence=sequence,
+                is_causal=is_causal,
+                has_bounds=has_bounds,
+                documents=documents,
+            ),
         )
         for kind in kinds
     )

@@ -15,13 +15,19 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from lightning_megatron.comm.p2p import Like, Payload
-from lightning_megatron.mesh import Mesh, NewGroup, Sizes, StageLayout
+from lightning_megatron.context.balance import Group
+from lightning_megatron.context.documents import NO_DOCUMENT
+from lightning_megatron.context.layout import cut
+from lightning_megatron.context.routing import SEGMENTS
+from lightning_megatron.mesh import Axis, Mesh, NewGroup, Sizes, StageLayout
 from lightning_megatron.models import BertConfig, BertModel, GPTModel, LlavaConfig, LlavaModel, T5Config, T5Model
 from lightning_megatron.optim.exchange import Exchange
 from lightning_megatron.optim.gradients import Gradients
 from lightning_megatron.optim.main_weights import MainWeights
+from lightning_megatron.pipeline import microbatches
 from lightning_megatron.pipeline.module import PipelineModule
 from lightning_megatron.pipeline.ragged import Ragged
+from lightning_megatron.planner.balanced import Balanced
 from lightning_megatron.planner.imagined import imagined_mesh
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.watch import Watch
@@ -217,9 +223,63 @@ def make_batch(run: Run, rows: int, device: torch.device) -> Batch:
     return batch
 
 
-def call(model: PipelineModule, batch: Batch) -> Tensor:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """One microbatch of a rank."""
+
+    batch: Batch
+    num_copies: int
+    # ranks that run it together
+    group: Axis | None = None
+    # these ranks, where they are not those of cp
+    documents: Tensor | None = None
+    # names of its documents, where they come from elsewhere
+
+
+def parts_of(run: Run, mesh: Mesh, device: torch.device) -> list[Part]:
+    """The microbatches of a batch on a rank."""
+    if run.balanced is not None:
+        groups = run.balanced.plan.groups_of(mesh.axis("dp+cp").rank)
+        return [_packed(run.balanced, group, mesh, device) for group in groups]
+    batch = make_batch(run, run.num_microbatches * run.micro_batch_size, device)
+    return [Part(batch=one, num_copies=mesh.cp.size) for one in microbatches.split(batch, run.num_microbatches)]
+
+
+def _packed(step: Balanced, group: Group, mesh: Mesh, device: torch.device) -> Part:
+    """The documents of a group as `context.routing` packs them, of which only the bounds are known."""
+    lengths = torch.tensor(step.lengths_of(group), dtype=torch.int64)
+    segments = torch.arange(len(lengths)).repeat_interleave(lengths)
+    if not group.documents:
+        segments = torch.full((1,), NO_DOCUMENT)
+    tokens, labels = (torch.zeros(1, len(segments), dtype=torch.int64, device=device) for _ in range(2))
+    return Part(
+        batch={
+            "tokens": tokens,
+            "labels": labels,
+            "loss_mask": torch.ones(1, len(segments), device=device),
+            SEGMENTS: segments.unsqueeze(0).to(device),
+        },
+        num_copies=group.size,
+        group=mesh.context_group(group.size),
+        documents=torch.tensor([[document, NO_DOCUMENT] for document in group.documents]).view(-1, 2),
+    )
+
+
+def hidden_rows(step: Balanced, group: Group, mesh: Mesh) -> int:
+    """Of the hidden state of a group's microbatch on a rank."""
+    outer, inner = (1, group.size) if mesh.sizes.context_groups_by_heads else (group.size, 1)
+    return -(-cut(step.lengths_of(group), outer=outer, inner=inner).num_rows // mesh.sp.size)
+
+
+def arrange(model: PipelineModule, part: Part) -> None:
+    """Tells the model which ranks run the next microbatch, and whose documents it has."""
+    model.context_group, model.draws.documents = part.group, part.documents
+
+
+def call(model: PipelineModule, part: Part) -> Tensor:
     """The loss, as the ready LightningModules ask for it."""
-    loss: Tensor = model(**batch)
+    arrange(model, part)
+    loss: Tensor = model(**part.batch)
     return loss
 
 
@@ -246,7 +306,7 @@ class Whole:
                         parameter.data = parameter.data.to(low)
             names = {parameter: f"{_PREFIX}.{name}" for name, parameter in model.named_parameters()}
             self._names = [[names[p] for p in model.parameters_of(part)] for part in model.part_names]
-            self._likes = _handed_on(run, model, device) if sizes.num_stages > 1 else []
+            self._likes = _handed_on(run, model, mesh, device) if sizes.num_stages > 1 else []
 
     def names_by_rank(self, stages: Sequence[range], sizes: Sizes) -> list[list[str]]:
         """The names of parameters on each rank of pp, where stages have these parts."""
@@ -260,13 +320,24 @@ class Whole:
         return {number: self._likes[places.stop - 1] for number, places in enumerate(stages[:-1])}
 
 
+def resized(like: Like, num_rows: int) -> Like:
+    """What a stage hands on of a microbatch of so many rows: hidden states are [rows, hidden], others numbers."""
+    entries = [(name, (num_rows, *shape[1:]) if shape else shape, dtype) for name, shape, dtype in like.entries]
+    return replace(like, entries=tuple(entries))
+
+
 @torch.no_grad()
-def _handed_on(run: Run, model: PipelineModule, device: torch.device) -> list[Like]:
+def _handed_on(run: Run, model: PipelineModule, mesh: Mesh, device: torch.device) -> list[Like]:
     """What each part but the last hands to the next; of equal layers, which hand on alike, one runs."""
     likes: list[Like] = []
     known: dict[tuple[str, type[nn.Module], Like], tuple[Like, Payload]] = {}
+    if run.balanced is not None:
+        part = _packed(run.balanced, run.balanced.plan.groups_of(0)[0], mesh, device)
+    else:
+        part = Part(batch=make_batch(run, run.micro_batch_size, device), num_copies=mesh.cp.size)
+    arrange(model, part)
     with call_context(run, device):
-        hidden, context = model.prepare(**make_batch(run, run.micro_batch_size, device))
+        hidden, context = model.prepare(**part.batch)
         for name in model.part_names[:-1]:
             kind = (name.rpartition(".")[0], type(model.get_submodule(name)), Like.of(hidden))
             if kind not in known:

@@ -6,16 +6,14 @@ from typing import Any
 from lightning_megatron.planner.dry_run import DryRun
 from lightning_megatron.planner.flops import EXECUTED
 from lightning_megatron.planner.hardware import GIGA, TERA
-from lightning_megatron.planner.report import layout_text
+from lightning_megatron.planner.report import cut_record, cut_text, layout_text
 
 
 def dry_text(found: Sequence[DryRun], notes: Sequence[str] = ()) -> str:
     """What was run, the notes on it, and one rank after the other."""
     run = found[0].run
     lines = [
-        f"{layout_text(run)}  on {run.sizes.world} ranks: {run.sizes.dp} replicas of {run.num_microbatches} "
-        f"microbatches of {run.micro_batch_size}, schedule {run.schedule.name}"
-        + (f", {run.num_accumulated} batches a step" if run.num_accumulated > 1 else ""),
+        f"{layout_text(run)}  on {run.sizes.world} ranks: {cut_text(run)}",
         *notes,
     ]
     for one in found:
@@ -48,8 +46,7 @@ def dry_record(found: Sequence[DryRun], notes: Sequence[str] = ()) -> dict[str, 
     return {
         "layout": layout_text(run),
         "sizes": {name: sizes.of(name) for name in ("world", "tp", "pp", "vp", "cp", "dp", "ep", "etp", "edp")},
-        "micro_batch_size": run.micro_batch_size,
-        "num_microbatches": run.num_microbatches,
+        **cut_record(run),
         "accumulate_grad_batches": run.num_accumulated,
         "schedule": run.schedule.name,
         "flops_convention": EXECUTED.name,

@@ -19,12 +19,21 @@ from lightning_megatron.comm.p2p import Like, Payload
 from lightning_megatron.mesh import Mesh, NewGroup
 from lightning_megatron.optim.agreement import found_nonfinite
 from lightning_megatron.optim.sums import scale_in_place
-from lightning_megatron.pipeline import microbatches
 from lightning_megatron.pipeline.plans import training_plan
 from lightning_megatron.pipeline.runtime import Runtime
 from lightning_megatron.pipeline.scheduled import ScheduledCall
-from lightning_megatron.planner.dry_rank import Rank, Whole, build_rank, call, call_context, make_batch
+from lightning_megatron.planner.dry_rank import (
+    Rank,
+    Whole,
+    build_rank,
+    call,
+    call_context,
+    hidden_rows,
+    parts_of,
+    resized,
+)
 from lightning_megatron.planner.imagined import ImaginedMailbox, Ledger, Messages, Place, imagined_mesh
+from lightning_megatron.planner.memory import fullest
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.watch import Watch
 
@@ -76,9 +85,8 @@ def _run(
     watch = Watch(device)
     with watch:
         own = build_rank(run, mesh, new_group, device, whole)
-    likes = whole.likes(own.model.stages) if mesh.pp.size > 1 else {}
     with watch:
-        step = _Step(own, likes, watch, ledger)
+        step = _Step(own, _like_of(run, mesh, whole, own), watch, ledger)
         _name(watch, own)
         step.take(1)
         _name(watch, own)
@@ -101,13 +109,23 @@ def _run(
     )
 
 
+def _like_of(run: Run, mesh: Mesh, whole: Whole, own: Rank) -> Callable[[int, int], Like]:
+    """What each stage hands to the next of each microbatch."""
+    likes = whole.likes(own.model.stages) if mesh.pp.size > 1 else {}
+    if run.balanced is None:
+        return lambda stage, microbatch: likes[stage]
+    step, groups = run.balanced, run.balanced.plan.groups_of(mesh.axis("dp+cp").rank)
+    return lambda stage, microbatch: resized(likes[stage], hidden_rows(step, groups[microbatch], mesh))
+
+
 def num_needed(run: Run) -> int:
     """Microbatches after which a rank has held the most that it will, and at least one is neither first nor last.
 
-    All of GPipe's; of others the warm-up and some more. Of interleaved ones the last group stays as full as it was.
+    All of GPipe's, and of those that differ; of others the warm-up and some more. Of interleaved ones the last group
+    stays as full as it was.
     """
     schedule = run.schedule
-    match schedule.name:
+    match schedule.name if run.balanced is None else "gpipe":
         case "gpipe":
             return schedule.microbatches
         case "interleaved":
@@ -119,11 +137,17 @@ def num_needed(run: Run) -> int:
 
 
 def shown_ranks(run: Run) -> tuple[int, ...]:
-    """Global ranks of the first, the middle and the last pipeline rank."""
+    """Global ranks of the first, the middle and the last pipeline rank; where microbatches differ, those that are
+    planned to hold the most."""
+    places = sorted({0, run.sizes.pp // 2, run.sizes.pp - 1})
+    return tuple(global_rank(run, place, 0 if run.balanced is None else fullest(run, place)[0]) for place in places)
+
+
+def global_rank(run: Run, place: int, line: int) -> int:
+    """Of the first rank of tp, by its places on the pipeline and among dp x cp."""
     sizes = run.sizes
-    rest = sizes.world // sizes.pp
     # The last stage is on global rank 0.
-    return tuple((sizes.pp - 1 - place) * rest for place in sorted({0, sizes.pp // 2, sizes.pp - 1}))
+    return (sizes.pp - 1 - place) * (sizes.world // sizes.pp) + line * sizes.tp
 
 
 def _name(watch: Watch, own: Rank) -> None:
@@ -156,12 +180,11 @@ def _of_step(entries: Mapping[Place, Mapping[_K, _V]], run: Run, count: int) -> 
 class _Step:
     """Takes training steps of a rank, as the strategy does under a schedule."""
 
-    def __init__(self, own: Rank, likes: Mapping[int, Like], watch: Watch, ledger: Ledger) -> None:
+    def __init__(self, own: Rank, like_of: Callable[[int, int], Like], watch: Watch, ledger: Ledger) -> None:
         run = own.run
         self._own, self._watch, self._ledger = own, watch, ledger
-        self._runtime = Runtime(own.mesh.pp, ImaginedMailbox(own.mesh.pp, likes, own.device, ledger))
-        batch = make_batch(run, run.num_microbatches * run.micro_batch_size, own.device)
-        self._parts = microbatches.split(batch, run.num_microbatches)
+        self._runtime = Runtime(own.mesh.pp, ImaginedMailbox(own.mesh.pp, like_of, own.device, ledger))
+        self._parts = parts_of(run, own.mesh, own.device)
         self.flops: dict[Place, Counter[str]] = {}
 
     def take(self, count: int) -> None:
@@ -216,13 +239,13 @@ class _Step:
 
     def _enter(self, microbatch: int) -> Tensor:
         """The sum of a microbatch's losses."""
-        own = self._own
+        own, part = self._own, self._parts[microbatch]
         own.model.loss_weight = None
         with call_context(own.run, own.device):
-            loss = call(own.model, self._parts[microbatch])
+            loss = call(own.model, part)
         weight = own.model.loss_weight
         assert weight is not None
-        return loss * (weight / own.mesh.cp.size).to(loss.dtype)
+        return loss * (weight / part.num_copies).to(loss.dtype)
 
     def _reduce(self) -> None:
         """From what backwards left to gradients of one device, clipped."""

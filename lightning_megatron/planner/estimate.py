@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 
+from lightning_megatron.planner.balanced_time import balanced_time
 from lightning_megatron.planner.constants import Constants, fitted
 from lightning_megatron.planner.flops import MODEL, Convention, step_flops
 from lightning_megatron.planner.hardware import Gpu, Products
@@ -66,4 +67,5 @@ class Estimate:
 def estimate(run: Run, gpu: Gpu, constants: Constants | None = None) -> Estimate:
     """The estimate of a run without faults."""
     constants = fitted() if constants is None else constants
-    return Estimate(run=run, gpu=gpu, memory=memory_of(run), time=step_time(run, gpu, constants))
+    time = (step_time if run.balanced is None else balanced_time)(run, gpu, constants)
+    return Estimate(run=run, gpu=gpu, memory=memory_of(run), time=time)

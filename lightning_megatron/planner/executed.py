@@ -26,6 +26,7 @@ from lightning_megatron.context.layout import View, cut
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import BertConfig, T5Config
 from lightning_megatron.planner.anatomy import Layer, LowRankPath, Piece, ordered_stages
+from lightning_megatron.planner.moments import of_group
 from lightning_megatron.planner.run import Run
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.recompute import groups_of
@@ -33,6 +34,14 @@ from lightning_megatron.transformer.recompute import groups_of
 
 def executed_flops(run: Run) -> float:
     """Of an optimizer step, on all ranks together. The run must have no faults."""
+    if run.balanced is not None:
+        groups = (group for slot in run.balanced.plan.slots for group in slot)
+        return run.num_accumulated * sum(_microbatch_flops(of_group(run, group)) for group in groups)
+    return _microbatch_flops(run) * run.num_microbatches * run.sizes.dp * run.num_accumulated
+
+
+def _microbatch_flops(run: Run) -> float:
+    """On all ranks of a replica."""
     sizes = run.sizes
     walk, flops = _Walk(run), 0.0
     for number, stage in enumerate(ordered_stages(run.anatomy, sizes.num_stages, sizes.stage_layout)):
@@ -42,7 +51,7 @@ def executed_flops(run: Run) -> float:
             flops += sum(part.forward + part.backward for part in passed)
             if is_again and walk.is_needed:
                 flops += sum(part.forward for part in passed)
-    return flops * run.num_microbatches * sizes.dp * run.num_accumulated
+    return flops
 
 
 class _Passed(NamedTuple):
@@ -260,13 +269,14 @@ def _attention(run: Run, layer: Layer) -> _Attended:
         outer = sizes.cp // inner if is_shared else 1
         heads = config.num_attention_heads // sizes.tp // inner
         lays_out = drops or has_bias or config.head_dim % 8 > 0
+        lengths = layer.documents or (sequence,)
         if window:
             is_banded = run.is_half and config.head_dim <= 256 and not lays_out
-            pairs = _window_pairs(sequence, window, outer, inner, is_banded)
+            pairs = _window_pairs(lengths, window, outer, inner, is_banded)
         elif layer.is_causal:
-            pairs = _causal_pairs(sequence, outer, heads if lays_out else 0)
+            pairs = sum(_causal_pairs(length, outer, heads if lays_out else 0) for length in lengths)
         else:
-            pairs = float(sequence**2)
+            pairs = float(sum(length**2 for length in lengths))
         return _Attended(2 * each * pairs, (5 if lays_out else 4) * each * pairs)
     groups = max(config.num_query_groups // sizes.tp, 1)
     is_grouped = config.num_attention_heads // sizes.tp != groups
@@ -314,10 +324,10 @@ def _whole_window_pairs(sequence: int, window: int) -> float:
 
 
 @lru_cache(maxsize=256)
-def _window_pairs(sequence: int, window: int, outer: int, inner: int, is_banded: bool) -> float:
+def _window_pairs(lengths: tuple[int, ...], window: int, outer: int, inner: int, is_banded: bool) -> float:
     """Of sequences that groups share, or of documents, tile by tile; `is_banded` where the kernel knows windows, and
     the last query of a tile sees its last key."""
-    layout, view = cut((sequence,), outer=outer, inner=inner), View(is_causal=True, window=window)
+    layout, view = cut(lengths, outer=outer, inner=inner), View(is_causal=True, window=window)
     positions = layout.group_positions.tolist()
     pairs = 0.0
     for group in range(outer):

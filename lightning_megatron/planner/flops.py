@@ -13,9 +13,10 @@ al., arXiv 2204.02311, appendix B (by parameters).
 
 from dataclasses import dataclass
 
-from lightning_megatron.planner.anatomy import Anatomy, Piece, piece_flops
+from lightning_megatron.planner.anatomy import Anatomy, Piece, Texts, own_attention_flops, piece_flops
 from lightning_megatron.planner.executed import executed_flops
 from lightning_megatron.planner.run import Run
+from lightning_megatron.planner.trained import trained_anatomy
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
@@ -55,6 +56,11 @@ def step_flops(run: Run, convention: Convention = MODEL) -> float:
     """FLOPs of an optimizer step on all GPUs together."""
     if convention.by_execution:
         return executed_flops(run)
+    if run.balanced is not None:
+        # All documents of a batch in one row.
+        row = Texts(sequence=run.balanced.num_tokens, are_packed=True, documents=run.balanced.lengths)
+        anatomy = trained_anatomy(run.model, row, run.trained)
+        return batch_flops(anatomy, run.num_accumulated, convention, run.recompute, run.sizes.num_stages)
     batch = run.num_accumulated * run.global_batch_size
     return batch_flops(run.anatomy, batch, convention, run.recompute, run.sizes.num_stages)
 
@@ -133,11 +139,5 @@ def _attention_flops(piece: Piece, batch: int, all_pairs: bool) -> float:
     if layer is None:
         return 0.0
     own, streams = layer.config, batch * layer.repeats
-    flops = cost.layer_attention_flops(
-        own,
-        batch=streams,
-        sequence=layer.sequence,
-        is_causal=layer.is_causal and not all_pairs,
-        window=layer.window,
-    )
+    flops = own_attention_flops(layer, streams, counts_all_pairs=all_pairs)
     return flops + 4 * streams * layer.sequence * layer.memory * own.num_attention_heads * own.head_dim

@@ -4,7 +4,7 @@ with tensors like those that they would send.
 Each message is counted under the axis whose ranks talk, the kind, and the microbatch that it is of.
 """
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -150,7 +150,7 @@ def _name_groups(mesh: Mesh) -> None:
     """Gives each group the name of its axis; experts' groups of the ranks of another axis both names."""
     sizes = mesh.sizes
     has_experts = sizes.ep * sizes.etp > 1
-    for name in _NAMES:
+    for name in (*_NAMES, *(f"context{size}" for size in sizes.context_groups)):
         group = mesh.axis(name).group
         if not isinstance(group, ImaginedGroup) or (name in ("ep", "etp", "edp") and not has_experts):
             continue
@@ -161,14 +161,14 @@ def _name_groups(mesh: Mesh) -> None:
 
 
 class ImaginedMailbox(Mailbox):
-    """Neighbours on the pipeline that send what `likes` says: what each stage hands to the next.
+    """Neighbours on the pipeline that send what `like_of` says: what a stage hands to the next of a microbatch.
 
     Room for what comes is made when its receive is posted, as in every step but a run's first.
     """
 
-    def __init__(self, axis: Axis, likes: Mapping[int, Like], device: torch.device, ledger: Ledger) -> None:
+    def __init__(self, axis: Axis, like_of: Callable[[int, int], Like], device: torch.device, ledger: Ledger) -> None:
         super().__init__(axis, {}, device)
-        self._likes, self._ledger = likes, ledger
+        self._like_of, self._ledger = like_of, ledger
         self._buffers: dict[Hashable, tuple[Like, Tensor]] = {}
         self._posted: dict[Hashable, Tensor] = {}
 
@@ -185,7 +185,7 @@ class ImaginedMailbox(Mailbox):
 
     def receive_forward(self, key: Hashable, source: int) -> None:
         assert isinstance(key, Action)
-        like = self._likes[key.stage - 1]
+        like = self._like_of(key.stage - 1, key.microbatch)
         self._buffers[key] = like, like.empty(self._device)
 
     def receive_backward(self, key: Hashable, source: int, like: Like) -> None:

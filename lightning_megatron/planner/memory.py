@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields, replace
 
 from lightning_megatron.planner.activations import again_bytes, logit_bytes, stage_bytes
 from lightning_megatron.planner.anatomy import Stage, parameters_of
+from lightning_megatron.planner.moments import moments_of
 from lightning_megatron.planner.pipeline_load import kept_by_chunk
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.trained import backward_part, trained_of_stages
@@ -73,11 +74,24 @@ def memory_of(run: Run) -> tuple[Memory, ...]:
 
 
 def rank_memory(run: Run, rank: int) -> Memory:
-    """Of one pipeline rank."""
+    """Of one pipeline rank; of those that share its stages of the one that holds the most."""
+    if run.balanced is None:
+        return _memory_at(run, rank, kept_by_chunk(run.schedule, rank))
+    return fullest(run, rank)[1]
+
+
+def fullest(run: Run, rank: int, line: int | None = None) -> tuple[int, Memory]:
+    """Where microbatches differ: of the ranks that share a pipeline rank's stages the place of the one that holds the
+    most, or of the one at that place, and what it holds."""
+    found = [(moment.line, _memory_at(moment.run, rank, moment.kept)) for moment in moments_of(run, rank, line)]
+    return max(found, key=lambda one: one[1].total)
+
+
+def _memory_at(run: Run, rank: int, kept: tuple[float, ...]) -> Memory:
+    """Of a rank that keeps so many microbatches of each chunk."""
     dense, experts, largest, matrix = parameters_of_rank(run, rank)
     stages = run.stages[rank]
     trained = trained_of_stages(stages, run.anatomy, run.sizes)
-    kept = kept_by_chunk(run.schedule, rank)
     passed = [backward_part(stage) for stage in stages]
     activations = sum(
         count * (stage_bytes(run, stage) - unkept_bytes(run, stage)) for count, stage in zip(kept, passed, strict=True)

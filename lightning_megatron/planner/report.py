@@ -1,11 +1,13 @@
 """An estimate, and what a search found, as text for a reader and as plain data for a program."""
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_megatron.mesh import StageLayout
 from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config
 from lightning_megatron.planner.anatomy import Model
+from lightning_megatron.planner.balanced import Balanced
 from lightning_megatron.planner.estimate import Estimate
 from lightning_megatron.planner.flops import (
     EXECUTED,
@@ -101,7 +103,8 @@ def layout_text(run: Run) -> str:
     sizes = run.sizes
     parts = [f"tp={sizes.tp}", f"pp={sizes.pp}"]
     parts += [f"{name}={sizes.of(name)}" for name in ("vp", "cp", "ep", "etp") if sizes.of(name) > 1]
-    parts.append(f"mbs={run.micro_batch_size}")
+    if run.balanced is None:
+        parts.append(f"mbs={run.micro_batch_size}")
     if run.recompute.granularity != "none":
         parts.append(f"recompute={run.recompute.granularity}")
     if run.group_size:
@@ -113,6 +116,36 @@ def layout_text(run: Run) -> str:
     return ",".join(parts)
 
 
+def cut_text(run: Run) -> str:
+    """How a step's samples are cut, and the schedule."""
+    if run.balanced is None:
+        text = f"{run.sizes.dp} replicas of {run.num_microbatches} microbatches of {run.micro_batch_size}"
+    else:
+        widths = "; ".join(f"{number} over {size}" for size, number in _widths(run.balanced).items())
+        text = f"{len(run.balanced.lengths):,} documents in {run.num_microbatches} microbatches a rank, packs {widths}"
+    more = f", {run.num_accumulated} batches a step" if run.num_accumulated > 1 else ""
+    return f"{text}, schedule {run.schedule.name}{more}"
+
+
+def cut_record(run: Run) -> dict[str, Any]:
+    """The same as JSON."""
+    if run.balanced is None:
+        return {"micro_batch_size": run.micro_batch_size, "num_microbatches": run.num_microbatches}
+    step = run.balanced
+    return {
+        "num_microbatches": run.num_microbatches,
+        "num_documents": len(step.lengths),
+        "num_tokens": step.num_tokens,
+        "packs_by_group_size": {str(size): number for size, number in _widths(step).items()},
+    }
+
+
+def _widths(step: Balanced) -> dict[int, int]:
+    """Packs of documents of a batch by how many ranks run them."""
+    sizes = Counter(group.size for slot in step.plan.slots for group in slot if group.documents)
+    return dict(sorted(sizes.items()))
+
+
 def estimate_text(found: Estimate, *, num_tokens: float = 0.0) -> str:
     """One layout, explained."""
     run = found.run
@@ -120,9 +153,7 @@ def estimate_text(found: Estimate, *, num_tokens: float = 0.0) -> str:
     peak = found.gpu.memory_gb
     fits = "yes" if found.peak_bytes <= found.gpu.memory_bytes else "no"
     lines = [
-        f"{layout_text(run)}  on {sizes.world} x {found.gpu.name}: {sizes.dp} replicas of {run.num_microbatches} "
-        f"microbatches of {run.micro_batch_size}, schedule {run.schedule.name}"
-        + (f", {run.num_accumulated} batches a step" if run.num_accumulated > 1 else ""),
+        f"{layout_text(run)}  on {sizes.world} x {found.gpu.name}: {cut_text(run)}",
         "",
         f"step         {found.step_seconds:.4g} s, {found.tokens_per_second:,.0f} tokens/s, "
         f"{found.tokens_per_second / sizes.world:,.0f} on each GPU",
@@ -212,8 +243,7 @@ def record_of(found: Estimate, *, num_tokens: float = 0.0) -> dict[str, Any]:
     record: dict[str, Any] = model_record(run) | {
         "layout": layout_text(run),
         "sizes": {name: sizes.of(name) for name in ("world", "tp", "pp", "vp", "cp", "dp", "ep", "etp", "edp")},
-        "micro_batch_size": run.micro_batch_size,
-        "num_microbatches": run.num_microbatches,
+        **cut_record(run),
         "recompute": run.recompute.granularity,
         "gpu": found.gpu.name,
         "peak_flops_per_second": found.gpu.peak_flops(found.timed_as),

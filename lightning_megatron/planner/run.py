@@ -12,6 +12,7 @@ from lightning_megatron.mesh import Sizes
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.pipeline.choice import Schedule, ScheduleName
 from lightning_megatron.planner.anatomy import Anatomy, Model, Stage, Texts, stages_of
+from lightning_megatron.planner.balanced import Balanced
 from lightning_megatron.planner.hardware import Products
 from lightning_megatron.planner.rules import Facts, faults
 from lightning_megatron.planner.software import OURS, Software
@@ -54,6 +55,10 @@ class Run:
     # of an interleaved schedule; 0: pp
     context: ContextConfig = field(default_factory=ContextConfig)
     # how ranks that share sequences exchange what attention needs
+    balanced: Balanced | None = None
+    # under dynamic context parallelism the documents of a batch, and who runs them in the place of rows
+    held_tokens: int = 0
+    # of all microbatches of a rank, where they differ; 0: as many times those of one
     trained: Trained = ALL
     # which weights
     software: Software = OURS
@@ -67,6 +72,8 @@ class Run:
     def num_microbatches(self) -> int:
         """Per batch and replica, rounded down; 0 where the batch is smaller than the replicas, and where sizes have
         faults."""
+        if self.balanced is not None:
+            return self.balanced.num_microbatches
         if self.sizes.faults() or self.micro_batch_size < 1:
             return 0
         return self.global_batch_size // (self.sizes.dp * self.micro_batch_size)
@@ -128,11 +135,15 @@ class Run:
     def sets_gradients_aside(self) -> bool:
         """Whether the sum of earlier batches stands beside the gradients that a later batch of the step makes, as
         under every schedule: they are divided by numbers of tokens of their own."""
-        return self.num_accumulated > 1 and (self.sizes.pp > 1 or self.num_microbatches > 1 or self.cuts_by_rows)
+        return self.num_accumulated > 1 and (
+            self.sizes.pp > 1 or self.num_microbatches > 1 or self.cuts_by_rows or self.balanced is not None
+        )
 
     @property
     def num_tokens(self) -> int:
         """Of an optimizer step."""
+        if self.balanced is not None:
+            return self.num_accumulated * self.balanced.num_tokens
         return self.num_accumulated * self.global_batch_size * self.anatomy.tokens
 
 

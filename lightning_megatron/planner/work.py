@@ -9,7 +9,14 @@ from functools import lru_cache
 
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import BertConfig, T5Config
-from lightning_megatron.planner.anatomy import Anatomy, Layer, Piece, parameters_of, path_parameters
+from lightning_megatron.planner.anatomy import (
+    Anatomy,
+    Layer,
+    Piece,
+    own_attention_flops,
+    parameters_of,
+    path_parameters,
+)
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.config import TransformerConfig
 
@@ -210,7 +217,10 @@ def _layer(layer: Layer, sizes: Sizes, micro_batch: int, width: int) -> Work:
     singles = [query, keys, keys, query, *[features] * gates, features]
     # Keys that a query sees are those of one call.
     num_calls = sizes.cp // sizes.cp_inner if cp > 1 else 1
-    own_edge = own_flops * num_calls / min(layer.window or layer.sequence, layer.sequence)
+    lengths = layer.documents or (layer.sequence,)
+    # Of a token on average.
+    keys_of_document = sum(length**2 for length in lengths) / sum(lengths)
+    own_edge = own_flops * num_calls / min(layer.window or keys_of_document, keys_of_document)
     memory_edge = memory_flops * num_calls / max(layer.memory, 1)
     return Work(
         product_flops=sum(flops) + grouped_flops,
@@ -258,8 +268,6 @@ def _with_paths(work: Work, piece: Piece, sizes: Sizes, micro_batch: int, width:
 def _attention(layer: Layer, streams: int, cp: int, tp: int) -> tuple[float, float]:
     """FLOPs of attention to its own stream, and to an encoder's."""
     config: TransformerConfig = layer.config
-    own = cost.layer_attention_flops(
-        config, batch=streams, sequence=layer.sequence, is_causal=layer.is_causal, window=layer.window
-    )
+    own = own_attention_flops(layer, streams)
     memory = 4 * streams * layer.sequence * layer.memory * config.num_attention_heads * config.head_dim
     return own / cp / tp, memory / cp / tp

@@ -34,7 +34,7 @@ _DRAW_BYTES = 24
 
 
 def work_bytes(
-    run: Run, rank: int, kept: tuple[int, ...], activations: float, again: float, trained: tuple[int, int]
+    run: Run, rank: int, kept: tuple[float, ...], activations: float, again: float, trained: tuple[int, int]
 ) -> float:
     """The most that a pipeline rank holds beside weights, gradients and optimizer states.
 
@@ -69,7 +69,7 @@ def work_bytes(
     return max(peaks)
 
 
-def _put_off_bytes(run: Run, rank: int, kept: tuple[int, ...]) -> float:
+def _put_off_bytes(run: Run, rank: int, kept: tuple[float, ...]) -> float:
     """What microbatches whose weight halves are put off keep, more or less than before their input halves.
 
     Under ZB-H1 those are as many as ranks stand before this one, when it holds the most.
@@ -89,9 +89,9 @@ def _numbers(run: Run, rank: int) -> tuple[int, ...]:
 
 def batch_bytes(run: Run) -> float:
     """A replica's batch, which is on the device all step long."""
-    samples = run.num_microbatches * run.micro_batch_size
+    num_tokens = run.held_tokens or run.num_microbatches * run.micro_batch_size * run.anatomy.tokens
     each = _BATCH_BYTES + _BOUND_BYTES * run.texts.are_packed
-    return float(samples * run.anatomy.tokens * each)
+    return float(num_tokens * each)
 
 
 def received_bytes(run: Run, stage: Stage) -> float:

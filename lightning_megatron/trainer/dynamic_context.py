@@ -21,7 +21,7 @@ from lightning_megatron.comm import collectives
 from lightning_megatron.context.balance import CostModel, DynamicContextConfig, Group, Plan, group_sizes, plan
 from lightning_megatron.context.routing import Held, Microbatch, Route, held_in, routed
 from lightning_megatron.mesh import Axis, Mesh
-from lightning_megatron.pipeline.choice import Schedule
+from lightning_megatron.pipeline.choice import Schedule, in_groups_of
 from lightning_megatron.pipeline.plans import training_plan
 from lightning_megatron.trainer.alignment import batch_digest
 
@@ -176,11 +176,6 @@ class DynamicContext:
             return _plan_of_nothing(ranks, self.config)
         assert self.cost is not None
         return self._solve(lengths, ranks, self.cost, self.config, pp=self._mesh.pp.size)
-
-
-def in_groups_of(schedule: Schedule) -> int:
-    """Of how many microbatches a schedule takes each chunk in turn: a last group that is not full leaves ranks idle."""
-    return (schedule.group_size or schedule.pp) if schedule.name == "interleaved" else 1
 
 
 def _plan_of_nothing(ranks: int, config: DynamicContextConfig) -> Plan:

@@ -104,11 +104,36 @@ def test_transformer_engine_is_dry_run_where_it_is_not_installed(
     assert found["ranks"][0]["peak_bytes"] > 0
 
 
+def test_documents_that_are_balanced_run_dry_on_the_fullest_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = Path(
+        recipe_with(
+            tmp_path,
+            devices=4,
+            strategy={"pipeline_model_parallel_size": 2, "dynamic_context": {"max_tokens_per_rank": 256}},
+        )
+    )
+    recipe = yaml.safe_load(file.read_text())
+    recipe["data"]["packing"] = "documents"
+    file.write_text(yaml.safe_dump(recipe))
+    found = record(capsys, str(file), "--document-lengths", "median=60,sigma=1")
+    assert found["num_tokens"] == 32 * 128 and found["num_documents"] > 32
+    assert sum(found["packs_by_group_size"].values()) <= 2 * found["num_microbatches"]
+    assert [one["stages"] for one in found["ranks"]] == [[0], [1]]
+    assert all(one["microbatches_run"] == found["num_microbatches"] for one in found["ranks"])
+    assert (
+        "drawn by seed 0 of median=60,sigma=1" in found["notes"][1] and "planned to cost on h100" in found["notes"][2]
+    )
+    # On another layout, without.
+    even = record(capsys, str(file), "--layout", "pp=2,mbs=4")
+    assert "without the recipe's dynamic_context" in even["notes"][-1] and even["micro_batch_size"] == 4
+
+
 @pytest.mark.parametrize(
     ("strategy", "words"),
     [
         ({"pipeline": {"mode": "collective"}}, "knows nothing of pipeline mode 'collective'"),
-        ({"dynamic_context": {"max_tokens_per_rank": 64}}, "knows nothing of dynamic_context, which cuts each batch"),
         ({"pipeline": {"overlap_expert_exchange": True}}, "knows nothing of overlap_expert_exchange"),
         ({"num_microbatches": 3}, "must be a multiple of data-parallel size x num_microbatches"),
     ],

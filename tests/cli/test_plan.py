@@ -206,7 +206,66 @@ def test_what_the_strategy_does_beyond_a_plan_is_noted(tmp_path: Path, capsys: p
     changes = {"dynamic_context": {"max_tokens_per_rank": 2048}, "pipeline": {"mode": "collective"}}
     file = changed(tmp_path, "gpt2_124m.yaml", **{"trainer.strategy.init_args": changes})
     text = printed(capsys, file, "--gpu", "h100", "--layout", "mbs=1")
-    assert "not planned: dynamic_context" in text and "not planned: pipeline mode 'collective'" in text
+    assert "without the recipe's dynamic_context" in text and "not planned: pipeline mode 'collective'" in text
+
+
+def dynamic(tmp_path: Path, data: dict[str, Any], **config: Any) -> str:
+    strategy = {"dynamic_context": {"max_tokens_per_rank": 2048, **config}}
+    sizes = {"sequence_length": 1024, "global_batch_size": 64}
+    return changed(tmp_path, "gpt2_124m.yaml", **{"trainer.strategy.init_args": strategy, "data": sizes | data})
+
+
+def test_documents_that_are_balanced_are_planned_as_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, options = dynamic(tmp_path, {"packing": "documents"}), ("--gpu", "h100", "--layout", "recipe")
+    (tmp_path / "lengths.txt").write_text("100\n300\n\n200\n")
+    rows = record(capsys, file, *options)
+    short = record(capsys, file, *options, "--document-lengths", str(tmp_path / "lengths.txt"))
+    assert rows["num_documents"] == rows["global_batch_size"] and rows["num_tokens"] == short["num_tokens"]
+    assert short["num_documents"] > 4 * rows["num_documents"] and "mbs" not in short["layout"]
+    assert short["flops"][0]["step_flops"] < rows["flops"][0]["step_flops"]
+    assert short["step_seconds"] < rows["step_seconds"]
+    assert "each row counts as one document of 1,024 tokens" in rows["notes"][1]
+    text = printed(capsys, file, *options, "--document-lengths", "median=200,sigma=1")
+    assert "documents in" in text and "microbatches a rank, packs" in text
+    # A search goes without; so its layouts are those of the recipe that never had it.
+    assert "without the recipe's dynamic_context" in printed(capsys, file, "--gpu", "h100", "--top", "1")
+
+
+@pytest.mark.parametrize(
+    ("data", "config", "lengths", "words"),
+    [
+        ({"packing": "documents"}, {}, "median=200", "--document-lengths (median=200) must be median=TOKENS,sigma="),
+        ({"packing": "documents"}, {}, "median=x,sigma=1", "must be median=TOKENS,sigma=NUMBER, or a file of lengths"),
+        ({"packing": "documents"}, {}, "median=0,sigma=-1", "--document-lengths: sigma (-1) must be a finite number"),
+        ({}, {}, "median=200,sigma=1", "is for rows of packed documents, and each row of this recipe is one of 1024"),
+        ({}, {"max_tokens_per_rank": 16}, None, "sequence_length (1024) must be at most max_tokens_per_rank (16) x"),
+        ({}, {"max_group_size": 3}, None, "max_group_size (3) must be a group size of 8 dp x cp ranks"),
+    ],
+)
+def test_documents_that_cannot_be_balanced_are_told(
+    data: dict[str, Any],
+    config: dict[str, Any],
+    lengths: str | None,
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = () if lengths is None else ("--document-lengths", lengths)
+    assert words in told(capsys, dynamic(tmp_path, data, **config), "--gpu", "h100", "--layout", "recipe", *options)
+
+
+def test_lengths_of_documents_are_for_dynamic_context(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = ("--gpu", "h100", "--num-gpus", "8", "--layout", "tp=8")
+    assert "--document-lengths (a.txt) is for a recipe with dynamic_context" in told(
+        capsys, "llama3_8b", *args, "--document-lengths", "a.txt"
+    )
+    (tmp_path / "lengths.txt").write_text("12\n-3\n")
+    file = dynamic(tmp_path, {"packing": "documents"})
+    assert "one a line, and has '-3'" in told(
+        capsys, file, "--gpu", "h100", "--layout", "recipe", "--document-lengths", str(tmp_path / "lengths.txt")
+    )
 
 
 def test_a_layout_keeps_the_recipe_s_schedule_where_it_says_so(

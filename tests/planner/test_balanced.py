@@ -1,0 +1,244 @@
+"""Dynamic context parallelism: the planner against dry runs, against runs that are cut evenly, and by hand."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_megatron import ContextConfig, CostModel, DynamicContextConfig
+from lightning_megatron.context.balance import Group, Plan
+from lightning_megatron.mesh import Sizes
+from lightning_megatron.models import GPTConfig
+from lightning_megatron.planner.anatomy import Texts
+from lightning_megatron.planner.balanced import Balanced, LogNormal, balanced, drawn
+from lightning_megatron.planner.balanced_cost import planned_cost
+from lightning_megatron.planner.constants import fitted
+from lightning_megatron.planner.dry_rank import Whole
+from lightning_megatron.planner.dry_run import dry_run, global_rank, shown_ranks
+from lightning_megatron.planner.estimate import estimate
+from lightning_megatron.planner.flops import EXECUTED, MODEL, step_flops
+from lightning_megatron.planner.hardware import gpu_of
+from lightning_megatron.planner.memory import WORKSPACE_BYTES, fullest, memory_of
+from lightning_megatron.planner.moments import moments_of, of_documents
+from lightning_megatron.planner.rules import with_context_groups
+from lightning_megatron.planner.run import Run, faults_of
+from lightning_megatron.planner.step_time import step_time
+from lightning_megatron.planner.working_set import batch_bytes
+from lightning_megatron.transformer import cost
+from lightning_megatron.transformer.recompute import RecomputeConfig
+from tests.planner.test_dry_run import DISTRIBUTED, GPT, LLAMA, MIXTRAL
+
+H100 = gpu_of("h100")
+SHORT, GATED, EXPERTS = (replace(model, num_layers=4) for model in (GPT, LLAMA, MIXTRAL))
+# Sending is so dear that short documents stay whole, and long ones go over two ranks and four.
+COST = CostModel(seconds_per_token=1.0, seconds_per_square=1e-4, seconds_per_sent_token=0.2, latency_seconds=20.0)
+
+
+def run_of(
+    model: GPTConfig,
+    sizes: Sizes,
+    *,
+    cap: int = 1024,
+    num_tokens: int = 8192,
+    lengths: tuple[int, ...] = (),
+    context: ContextConfig | None = None,
+    multiple: int = 1,
+    group: int = 0,
+    **changes: Any,
+) -> Run:
+    """A run of documents of these lengths, or of such as are drawn."""
+    config = DynamicContextConfig(max_tokens_per_rank=cap, min_group_size=group or 1, max_group_size=group, cost=COST)
+    context = ContextConfig() if context is None else context
+    sizes = with_context_groups(sizes, config, context)
+    longest = cap * sizes.dp * sizes.cp
+    lengths = lengths or drawn(LogNormal(median=700, sigma=1.2), num_tokens, longest=longest)
+    run = Run(
+        model=replace(model, max_sequence_length=longest),
+        texts=Texts(sequence=longest, are_packed=True),
+        sizes=sizes,
+        global_batch_size=sizes.dp,
+        context=context,
+        balanced=balanced(lengths, sizes, config, COST, multiple),
+        **changes,
+    )
+    assert faults_of(run) == []
+    return run
+
+
+RUNS = {
+    "no pipeline": run_of(GATED, Sizes(world=4)),
+    "a pipeline": run_of(GATED, Sizes(world=8, pp=2, cp=2), optimizer=DISTRIBUTED),
+    "tp and sp": run_of(SHORT, Sizes(world=16, tp=2, pp=2, sequence_parallel=True), optimizer=DISTRIBUTED),
+    "interleaved": run_of(SHORT, Sizes(world=4, pp=2, vp=2), multiple=2),
+    "zb-h1": run_of(SHORT, Sizes(world=4, pp=2), schedule_name="zb_h1"),
+    "gpipe": run_of(SHORT, Sizes(world=4, pp=2), schedule_name="gpipe"),
+    "heads for tokens": run_of(GATED, Sizes(world=4), context=ContextConfig(kind="all_to_all")),
+    "float32": run_of(GATED, Sizes(world=2), precision="32-true"),
+    "experts": run_of(EXPERTS, Sizes(world=4, ep=2), optimizer=DISTRIBUTED, cap=2048),
+    "again": run_of(GATED, Sizes(world=4, pp=2), recompute=RecomputeConfig(granularity="full"), optimizer=DISTRIBUTED),
+    "accumulated": run_of(GATED, Sizes(world=4, pp=2), num_accumulated=3, optimizer=DISTRIBUTED),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_plan_and_dry_run_agree_on_every_rank(name: str) -> None:
+    run, whole = RUNS[name], Whole(RUNS[name])
+    assert run.balanced is not None
+    done = 0.0
+    for place in range(run.sizes.pp):
+        for line in range(run.sizes.dp * run.sizes.cp):
+            one = dry_run(run, global_rank(run, place, line), whole=whole)
+            _, planned = fullest(run, place, line)
+            assert planned.allocated - WORKSPACE_BYTES == pytest.approx(one.peak_bytes, rel=0.03), (place, line)
+            done += sum(one.flops.values()) * run.sizes.tp
+    assert step_flops(run, EXECUTED) == pytest.approx(done, rel=0.002)
+
+
+def test_the_code_on_real_tensors_holds_and_multiplies_as_much() -> None:
+    model = GPTConfig(num_layers=4, hidden_size=256, num_attention_heads=4, vocab_size=256)
+    run = run_of(model, Sizes(), num_tokens=3000, precision="32-true")
+    imagined, real = dry_run(run, 0), dry_run(run, 0, device=torch.device("cpu"))
+    assert imagined.peak_bytes == pytest.approx(real.peak_bytes, rel=0.02)
+    assert imagined.flops == real.flops and imagined.num_run == run.num_microbatches > 2
+
+
+def test_messages_are_those_of_each_group() -> None:
+    slots = ((Group(0, 1, (0,)), Group(1, 1, (1,))), (Group(0, 2, (2,)),))
+    run = run_of(SHORT, Sizes(world=4, pp=2))
+    step = Balanced(lengths=(600, 400, 1000), plan=Plan(2, slots, 0.0, 0.0))
+    found = dry_run(replace(run, balanced=step), global_rank(run, 0, 1))
+    # Hidden states in 16 bits: of a document, and of half of another.
+    assert found.messages["pp", "send"].number == 2
+    assert found.messages["pp", "send"].tensor_bytes == (400 + 500) * 1024 * 2
+    # Keys and values of 500 tokens to the neighbour in either direction, and their gradients in float32.
+    assert found.messages["dp+cp", "send"].tensor_bytes == 2 * 500 * 1024 * 2 * (2 + 2 + 4)
+    # Gradients on their way back.
+    assert (
+        dry_run(replace(run, balanced=step), global_rank(run, 1, 1)).messages["pp", "send"]
+        == (found.messages["pp", "send"])
+    )
+
+
+def test_groups_have_axes_of_their_own() -> None:
+    slots = ((Group(0, 2, (0,)), Group(2, 2, (1,))),)
+    step = Balanced(lengths=(600, 400), plan=Plan(4, slots, 0.0, 0.0))
+    run = replace(run_of(SHORT, Sizes(world=4)), balanced=step)
+    sent = [dry_run(run, rank).messages["context2", "send"].tensor_bytes for rank in (1, 2)]
+    assert sent[0] == 1.5 * sent[1] > 0
+
+
+def test_documents_of_several_widths_are_among_the_runs() -> None:
+    for name, run in RUNS.items():
+        assert run.balanced is not None
+        sizes = {group.size for slot in run.balanced.plan.slots for group in slot}
+        assert len(sizes) > 1 or name == "float32", name
+        assert len(run.balanced.lines) > 1
+
+
+def test_the_ranks_that_are_shown_are_the_fullest() -> None:
+    run = RUNS["a pipeline"]
+    assert run.balanced is not None
+    for place, rank in enumerate(shown_ranks(run)):
+        line, memory = fullest(run, place)
+        assert rank == global_rank(run, place, line) and memory == memory_of(run)[place]
+        each = [fullest(run, place, other)[1].total for other in range(4)]
+        assert max(each) == memory.total > min(each)
+
+
+def test_a_rank_holds_the_tokens_of_its_own_microbatches() -> None:
+    run = RUNS["a pipeline"]
+    assert run.balanced is not None
+    for line, groups in run.balanced.lines.items():
+        tokens = sum(run.balanced.lengths[document] for group in groups for document in group.documents)
+        # An id and a label in int64, a place in the loss mask, the number of a document.
+        assert {batch_bytes(moment.run) for moment in moments_of(run, 0, line)} == {28.0 * tokens}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes"),
+    [
+        (Sizes(world=8, cp=2), {}),
+        (Sizes(world=8, pp=4, cp=2), {"optimizer": DISTRIBUTED}),
+        (Sizes(world=8, pp=2, vp=2, cp=2), {"num_accumulated": 2}),
+        (Sizes(world=4, pp=2, cp=2), {"schedule_name": "zb_h1"}),
+    ],
+)
+def test_equal_documents_on_equal_groups_are_a_run_that_is_cut_evenly(sizes: Sizes, changes: dict[str, Any]) -> None:
+    num_microbatches, multiple = 8, 2 if sizes.vp > 1 else 1
+    lengths = (2048,) * (num_microbatches * sizes.dp)
+    run = run_of(LLAMA, sizes, lengths=lengths, group=2, multiple=multiple, **changes)
+    even = replace(
+        run,
+        balanced=None,
+        sizes=sizes,
+        texts=Texts(sequence=2048, are_packed=True),
+        global_batch_size=num_microbatches * sizes.dp,
+    )
+    assert run.num_microbatches == even.num_microbatches == num_microbatches
+    assert memory_of(run) == memory_of(even)
+    assert step_flops(run) == step_flops(even) and run.num_tokens == even.num_tokens
+    found, wanted = estimate(run, H100), estimate(even, H100)
+    assert found.step_seconds == pytest.approx(wanted.step_seconds, rel=1e-12)
+    assert found.time.exposed == pytest.approx(wanted.time.exposed) and found.time.exposed["cp"] > 0
+    assert found.time.bubble == pytest.approx(wanted.time.bubble)
+
+
+def test_flops_are_those_of_each_document_by_itself() -> None:
+    run = RUNS["no pipeline"]
+    assert run.balanced is not None
+    lengths = run.balanced.lengths
+    wanted = sum(cost.training_flops(GATED, batch=1, sequence=length) for length in lengths)
+    assert step_flops(run, MODEL) == wanted
+    assert wanted < 0.95 * cost.training_flops(GATED, batch=1, sequence=sum(lengths))
+
+
+def test_a_window_reaches_no_further_than_its_document() -> None:
+    model = replace(LLAMA, sliding_window=512)
+    run = run_of(model, Sizes(world=2), lengths=(300, 512, 1500))
+    assert step_flops(run) == sum(cost.training_flops(model, batch=1, sequence=length) for length in (300, 512, 1500))
+
+
+def test_a_step_takes_the_longest_path_through_its_groups() -> None:
+    slots = (
+        (Group(0, 1, (1,)), Group(1, 1, (0,)), Group(2, 2, (2,))),
+        (Group(0, 2, (3,)), Group(2, 1, (4,)), Group(3, 1, ())),
+    )
+    lengths = (8192, 2048, 4096, 4800, 800)
+    run = replace(
+        run_of(LLAMA, Sizes(world=4), cap=16384), balanced=Balanced(lengths=lengths, plan=Plan(4, slots, 0.0, 0.0))
+    )
+
+    def seconds(*documents: int, size: int) -> float:
+        time = step_time(of_documents(run, documents, size), H100, fitted())
+        return time.forwards[0] + time.backwards[0]
+
+    time = estimate(run, H100).time
+    replicas = step_time(of_documents(run, (8192,), 1), H100, fitted()).exposed["dp"]
+    played = time.compute + sum(time.exposed.values()) - replicas + time.bubble
+    wanted = seconds(8192, size=1) + seconds(4800, size=2)
+    assert played == pytest.approx(wanted)
+    assert wanted > 1.2 * (seconds(2048, size=1) + seconds(4800, size=2)) > 0
+
+
+def test_planned_costs_are_near_planned_times() -> None:
+    run = run_of(replace(LLAMA, num_layers=32, hidden_size=4096, num_attention_heads=32), Sizes(world=4), cap=8192)
+    own = planned_cost(run, 8192, H100, fitted())
+    for lengths, size in (((6000,), 1), ((1000,) * 5, 1), ((3000, 9000), 2), ((30000,), 4)):
+        time = step_time(of_documents(run, lengths, size), H100, fitted())
+        expected = time.forwards[0] + time.backwards[0]
+        told = own.seconds(sum(lengths), sum(length**2 for length in lengths), size)
+        assert told == pytest.approx(expected, rel=0.1)
+
+
+def test_documents_are_drawn_until_a_batch_is_full() -> None:
+    known = drawn([5, 70], 1000, longest=64)
+    assert sum(known) == 1000 and set(known[:-1]) == {5, 64} and known[-1] <= 64
+    assert drawn([5, 70], 1000, longest=64) == known != drawn([5, 70], 1000, longest=64, seed=1)
+    normal = sorted(drawn(LogNormal(median=700, sigma=1.0), 2_000_000, longest=100_000))
+    assert normal[len(normal) // 2] == pytest.approx(700, rel=0.1)
+    # One standard deviation above the median.
+    assert normal[int(0.841 * len(normal))] == pytest.approx(700 * 2.718, rel=0.1)
+    with pytest.raises(ValueError, match=r"median \(0\) must be.*\n.*sigma \(-1\) must be"):
+        LogNormal(median=0, sigma=-1)
