@@ -8,6 +8,7 @@ from lightning_megatron.cli.asked import Asked
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.mesh import Sizes, StageLayout
 from lightning_megatron.pipeline.choice import ScheduleName, placement_of
+from lightning_megatron.planner.report import schedule_text
 from lightning_megatron.planner.run import Run, context_fields, faults_of
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
@@ -59,9 +60,9 @@ def with_layout(run: Run, text: str) -> Run:
     """The run on the layout that `text` writes. Raises UsageError with every part of it that says nothing."""
     values = _values_of(text)
     sizes: dict[str, Any] = {key: int(values.get(key, 1)) for key in _SIZES}
-    stages, name, group_size = values.get("stages", "layers"), values.get("schedule"), 0
+    stages, name, group_size, is_joint = values.get("stages", "layers"), values.get("schedule"), 0, False
     if name == OF_RECIPE:
-        name, group_size = run.schedule_name, run.group_size
+        name, group_size, is_joint = run.schedule_name, run.group_size, run.is_joint
     own = Sizes(
         world=run.sizes.world,
         **sizes,
@@ -82,6 +83,7 @@ def with_layout(run: Run, text: str) -> Run:
         schedule_name=name,  # type: ignore[arg-type]
         group_size=group_size,
         balanced=None,
+        is_joint=is_joint,
     )
 
 
@@ -95,10 +97,11 @@ def notes_on_layout(run: Run, text: str | None) -> list[str]:
 
 def _notes_on_schedule(run: Run, text: str | None) -> list[str]:
     """That the recipe's own schedule is not in a layout of that text, or in a search where there is none."""
-    if (run.schedule_name is None and not run.group_size) or (text is not None and "schedule" in _values_of(text)):
+    is_usual = run.schedule_name is None and not run.group_size and not run.is_joint
+    if is_usual or (text is not None and "schedule" in _values_of(text)):
         return []
     own = "1f1b, or interleaved where vp is above 1"
-    name = run.schedule.name + (f" in groups of {run.group_size}" if run.group_size else "")
+    name = schedule_text(run) + (f" in groups of {run.group_size}" if run.group_size else "")
     if text is None:
         return [f"not the recipe's schedule {name}: a search tries {own}; --layout explains one with schedule=recipe"]
     return [f"not the recipe's schedule {name} but {own}; schedule=recipe in the layout keeps it"]

@@ -104,7 +104,8 @@ def run_of_recipe(path: Path, data: dict[str, Any], options: argparse.Namespace)
             sequence=length,
             decoder_sequence=decoder or 0,
             images=int(isinstance(model, LlavaConfig)),
-            are_packed=is_packed(data),
+            # Batches of a T5 say where its texts end, however many a row holds.
+            are_packed=is_packed(data) or isinstance(model, T5Config),
         ),
         sizes=sizes,
         global_batch_size=batch,
@@ -117,11 +118,12 @@ def run_of_recipe(path: Path, data: dict[str, Any], options: argparse.Namespace)
         optimizer=optimizer,
         schedule_name=None if pipeline.schedule == "auto" else pipeline.schedule,
         group_size=pipeline.microbatch_group_size,
+        is_joint=pipeline.overlap_expert_exchange and dynamic is None,
         context=context,
         trained=trained,
     )
     cut = Facts(sizes=sizes, num_microbatches=num_microbatches, microbatch_size=rows, global_batch_size=batch)
-    found = Dynamic(run=run, notes=tuple(_notes_on_texts(run)))
+    found = Dynamic(run=run, notes=tuple(_notes_on_texts(data)))
     if dynamic is not None:
         found = with_dynamic_context(run, cut, dynamic, options.document_lengths, gpu_of(options.gpu))
     return Asked(
@@ -189,8 +191,8 @@ def _notes_on_kind(kind_from: str) -> list[str]:
     return ["taken for a GPT: the file has no field of a BERT, T5 or LLaVA alone; --model-kind says another"]
 
 
-def _notes_on_texts(run: Run) -> list[str]:
-    if not run.texts.are_packed:
+def _notes_on_texts(data: dict[str, Any]) -> list[str]:
+    if not is_packed(data):
         return []
     return ["each row of packed documents counts as one: attention within shorter ones takes fewer FLOPs and less time"]
 
@@ -198,7 +200,10 @@ def _notes_on_texts(run: Run) -> list[str]:
 def _unplanned(arguments: Mapping[str, Any], pipeline: PipelineConfig) -> dict[str, str]:
     """What of a strategy changes memory or time and is not planned, and what it does."""
     has = {
-        "overlap_expert_exchange": (pipeline.overlap_expert_exchange, "keeps more and waits less"),
+        "overlap_expert_exchange beside dynamic_context": (
+            pipeline.overlap_expert_exchange and bool(arguments.get("dynamic_context")),
+            "keeps more and waits less",
+        ),
         "pipeline mode 'collective'": (
             pipeline.mode == "collective",
             "keeps the activations of all microbatches",

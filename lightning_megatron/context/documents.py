@@ -22,6 +22,8 @@ class Documents:
 
     lengths: tuple[int, ...]
     # tokens of each document, row after row
+    names: tuple[tuple[int, int], ...]
+    # of each document its row and its number there
     index_X: Tensor
     # int64: where each of their tokens stands in the flattened batch
     rows_X: Tensor
@@ -59,11 +61,13 @@ def documents_of(segments_BS: Tensor) -> Documents:
     begins = torch.ones(len(index), dtype=torch.bool)
     begins[1:] = (rows.diff() != 0) | (numbers.diff() != 0) | (index.diff() != 1)
     starts = torch.nonzero(begins).flatten()
-    _require_rising(rows[starts], numbers[starts])
+    first_rows, first_numbers = rows[starts], numbers[starts]
+    _require_rising(first_rows, first_numbers)
+    names = tuple(zip(first_rows.tolist(), first_numbers.tolist(), strict=True))
     lengths = torch.diff(starts, append=torch.tensor([len(index)]))
     positions = torch.arange(len(index)) - starts.repeat_interleave(lengths)
     device = segments_BS.device
-    return Documents(tuple(lengths.tolist()), *(part.to(device) for part in (index, rows, numbers, positions)))
+    return Documents(tuple(lengths.tolist()), names, *(part.to(device) for part in (index, rows, numbers, positions)))
 
 
 def _require_rising(rows: Tensor, numbers: Tensor) -> None:

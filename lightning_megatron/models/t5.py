@@ -246,14 +246,8 @@ def _seen_segments(encoder: Documents | None, decoder: Documents | None) -> tupl
     """For each segment of the decoder's stream the encoder's of the same row and number."""
     if encoder is None or decoder is None:
         return (0,)
-    places = {name: place for place, name in enumerate(_names(encoder))}
-    return tuple(places.get(name, NOTHING) for name in _names(decoder))
-
-
-def _names(documents: Documents) -> list[tuple[int, int]]:
-    """Of each document its row and its number there."""
-    pairs = zip(documents.rows_X.tolist(), documents.numbers_X.tolist(), strict=True)
-    return list(dict.fromkeys(pairs))
+    places = {name: place for place, name in enumerate(encoder.names)}
+    return tuple(places.get(name, NOTHING) for name in decoder.names)
 
 
 def _require_pairs(encoder_tokens: Tensor, decoder_tokens: Tensor) -> None:

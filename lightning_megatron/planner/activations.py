@@ -5,6 +5,7 @@ full recomputation the inputs of groups of layers, and of one group at a time al
 T tokens of a microbatch on this rank, H hidden.
 """
 
+from dataclasses import replace
 from functools import lru_cache
 
 from lightning_megatron.mesh import Sizes
@@ -133,6 +134,9 @@ def _kept(
     sequence = -(-layer.sequence // (sizes.cp if layer.is_cut_by_context else 1))
     if streams == 0:
         return 0.0
+    if software.counts_work and is_shared(layer, sizes):
+        # Its backward makes all weights of attention again, those that are dropped too.
+        config = replace(config, attention_dropout=0.0)
     kept = float(
         cost.layer_activation_bytes(
             config,

@@ -354,8 +354,9 @@ def _t5(model: T5Config, texts: Texts) -> tuple[Piece, ...]:
     hidden, norm = model.hidden_size, cost.norm_parameters(model)
     is_learned, has_tables = model.position == "learned", model.position == "relative"
     table = model.relative_buckets * model.num_attention_heads if has_tables else 0
-    encoder = Layer(config=model, sequence=texts.sequence, is_causal=False)
-    decoder = Layer(config=model, sequence=texts.decoder_sequence, memory=texts.sequence)
+    has_bounds = texts.are_packed
+    encoder = Layer(config=model, sequence=texts.sequence, is_causal=False, has_bounds=has_bounds)
+    decoder = Layer(config=model, sequence=texts.decoder_sequence, memory=texts.sequence, has_bounds=has_bounds)
     own = int(not model.share_embeddings)
     return (
         Piece(

@@ -203,7 +203,11 @@ def make_batch(run: Run, rows: int, device: torch.device) -> Batch:
     told = texts.decoder_sequence or texts.sequence
     batch: Batch = {"labels": tokens(told), "loss_mask": torch.ones(rows, told, device=device)}
     if isinstance(config, T5Config):
-        return batch | {"encoder_tokens": tokens(texts.sequence), "decoder_tokens": tokens(told)}
+        stacks = {"encoder": tokens(texts.sequence), "decoder": tokens(told)}
+        batch |= {f"{stack}_tokens": ids for stack, ids in stacks.items()}
+        if texts.are_packed:
+            batch |= {f"{stack}_segments": torch.zeros_like(ids) for stack, ids in stacks.items()}
+        return batch
     batch["tokens"] = tokens(texts.sequence)
     if texts.are_packed:
         batch["segments"] = torch.zeros_like(batch["tokens"])

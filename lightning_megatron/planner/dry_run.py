@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from lightning_megatron.comm.p2p import Like, Payload
 from lightning_megatron.mesh import Mesh, NewGroup
 from lightning_megatron.optim.agreement import found_nonfinite
 from lightning_megatron.optim.sums import scale_in_place
+from lightning_megatron.pipeline.alternation import Alternation
 from lightning_megatron.pipeline.plans import training_plan
 from lightning_megatron.pipeline.runtime import Runtime
 from lightning_megatron.pipeline.scheduled import ScheduledCall
@@ -36,6 +38,7 @@ from lightning_megatron.planner.imagined import ImaginedMailbox, Ledger, Message
 from lightning_megatron.planner.memory import fullest
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.watch import Watch
+from lightning_megatron.transformer.moe import share_give_way
 
 _K = TypeVar("_K")
 _V = TypeVar("_V", bound=Any)
@@ -131,7 +134,7 @@ def num_needed(run: Run) -> int:
         case "interleaved":
             group = schedule.group_size or schedule.pp
             return 3 * group + schedule.microbatches % group
-        case "1f1b":
+        case "1f1b" if not schedule.is_joint:
             return schedule.pp + 2
     return 2 * schedule.pp + 2
 
@@ -183,7 +186,9 @@ class _Step:
     def __init__(self, own: Rank, like_of: Callable[[int, int], Like], watch: Watch, ledger: Ledger) -> None:
         run = own.run
         self._own, self._watch, self._ledger = own, watch, ledger
-        self._runtime = Runtime(own.mesh.pp, ImaginedMailbox(own.mesh.pp, like_of, own.device, ledger))
+        turns = _Turns(own.device, watch, ledger)
+        share_give_way(own.model, turns.give_way)
+        self._runtime = Runtime(own.mesh.pp, ImaginedMailbox(own.mesh.pp, like_of, own.device, ledger), turns)
         self._parts = parts_of(run, own.mesh, own.device)
         self.flops: dict[Place, Counter[str]] = {}
 
@@ -274,6 +279,37 @@ class _Step:
 
 def _differentiate(loss: Tensor) -> None:
     loss.backward()
+
+
+class _Turns(Alternation):
+    """Two tasks that take turns, each counted at its own place."""
+
+    def __init__(self, device: torch.device, watch: Watch, ledger: Ledger) -> None:
+        super().__init__(device)
+        self._watch, self._ledger = watch, ledger
+
+    def run(self, first: Callable[[], None], second: Callable[[], None]) -> None:
+        with self._at_one_place():
+            super().run(first, partial(self._watched, second))
+
+    def give_way(self) -> None:
+        with self._at_one_place():
+            super().give_way()
+
+    def _watched(self, task: Callable[[], None]) -> None:
+        # What is entered is entered in one thread alone.
+        with self._watch:
+            task()
+
+    @contextmanager
+    def _at_one_place(self) -> Iterator[None]:
+        """Behind the block all is counted where it was counted before."""
+        watch, ledger = self._watch, self._ledger
+        before = watch.flops, watch.place, ledger.microbatch
+        try:
+            yield
+        finally:
+            watch.flops, watch.place, ledger.microbatch = before
 
 
 class _Told:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, fields, replace
 from lightning_megatron.planner.activations import again_bytes, logit_bytes, stage_bytes
 from lightning_megatron.planner.anatomy import Stage, parameters_of
 from lightning_megatron.planner.moments import moments_of
+from lightning_megatron.planner.pairs import unmade_bytes
 from lightning_megatron.planner.pipeline_load import kept_by_chunk
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.trained import backward_part, trained_of_stages
@@ -93,13 +94,13 @@ def _memory_at(run: Run, rank: int, kept: tuple[float, ...]) -> Memory:
     stages = run.stages[rank]
     trained = trained_of_stages(stages, run.anatomy, run.sizes)
     passed = [backward_part(stage) for stage in stages]
-    activations = sum(
-        count * (stage_bytes(run, stage) - unkept_bytes(run, stage)) for count, stage in zip(kept, passed, strict=True)
-    )
+    by_stage = [stage_bytes(run, stage) - unkept_bytes(run, stage) for stage in passed]
+    unmade = unmade_bytes(run, rank, by_stage)
+    activations = sum(count * size for count, size in zip(kept, by_stage, strict=True)) - unmade
     again = max(again_bytes(run, stage) for stage in passed)
     logits = max(logit_bytes(run, stage) for stage in stages)
     if run.software.counts_work:
-        work = work_bytes(run, rank, kept, activations, again, trained)
+        work = work_bytes(run, rank, kept, activations, again, trained, unmade)
         work += _buffers(run, stages)
         activations, logits = min(activations, work), min(logits, max(work - activations, 0.0))
         memory = Memory(

@@ -6,6 +6,7 @@ With p ranks of v chunks, m microbatches, f and b the forward and backward of a 
     kept        by chunk, while a rank keeps the most; as in the docstrings of the orders
     1f1b        sum over ranks of (f + b)          + (m - 1) max over ranks of (f + b)
     interleaved (sum over ranks of (f + b) - max) / v  + m max
+    joint       the same less what the pairs of the last rank hide; the slowest is who takes longest for a pair
 
 which for equal ranks is the bubble of `pipeline.bubble`. Where that module has no formula, the simulator is asked.
 """
@@ -25,7 +26,7 @@ def kept_by_chunk(schedule: Schedule, rank: int) -> tuple[int, ...]:
     pp, chunks, m = schedule.pp, schedule.chunks, schedule.microbatches
     match schedule.name:
         case "1f1b":
-            return (min(pp - rank, m),)
+            return (min(num_ahead(schedule, rank) + schedule.is_joint, m),)
         case "gpipe":
             return (m,) * chunks
         case "zb_h1":
@@ -33,27 +34,52 @@ def kept_by_chunk(schedule: Schedule, rank: int) -> tuple[int, ...]:
         case "zb_v":
             return (min(pp, m),) * 2
     group = min(schedule.group_size or pp, m)
-    num_ahead = min(2 * (pp - rank - 1) + (chunks - 1) * group + 1, chunks * -(-m // group) * group)
-    turns = turns_of(chunks, m, group)[:num_ahead]
+    turns = turns_of(chunks, m, group)[: num_ahead(schedule, rank) + schedule.is_joint]
     # What the last group lacks is no turn.
     return tuple(sum(at == chunk and microbatch < m for at, microbatch in turns) for chunk in range(chunks))
 
 
-def step_seconds(schedule: Schedule, forwards: Sequence[float], backwards: Sequence[float]) -> float:
-    """From the first forward to the last backward, for the seconds of a microbatch through all chunks of each rank."""
+def num_ahead(schedule: Schedule, rank: int) -> int:
+    """Forwards of a rank before its first backward, or, under a joint schedule, before its first pair."""
+    pp, chunks, m = schedule.pp, schedule.chunks, schedule.microbatches
+    if chunks == 1:
+        return min(2 * (pp - rank) - 1 if schedule.is_joint else pp - rank, m)
+    group = min(schedule.group_size or pp, m)
+    return min(2 * (pp - rank - 1) + (chunks - 1) * group + 1, chunks * -(-m // group) * group)
+
+
+def has_pairs(schedule: Schedule, rank: int) -> bool:
+    """Whether a rank runs a forward beside a backward."""
+    return schedule.is_joint and num_ahead(schedule, rank) < schedule.chunks * schedule.microbatches
+
+
+def num_pairs(schedule: Schedule) -> float:
+    """Pairs of a forward and a backward that the last rank runs, each through all chunks."""
+    if not schedule.is_joint:
+        return 0.0
+    return max(schedule.microbatches - num_ahead(schedule, schedule.pp - 1) / schedule.chunks, 0.0)
+
+
+def step_seconds(
+    schedule: Schedule, forwards: Sequence[float], backwards: Sequence[float], hidden: Sequence[float] = ()
+) -> float:
+    """From the first forward to the last backward, for the seconds of a microbatch through all chunks of each rank.
+
+    `hidden` is what a forward and a backward of each rank take less side by side than one after the other.
+    """
     totals = [forward + backward for forward, backward in zip(forwards, backwards, strict=True)]
-    slowest = max(totals)
-    busy = schedule.microbatches * slowest
+    spared, slowest = min(zip(hidden or [0.0] * len(totals), totals, strict=True), key=lambda pair: pair[0] - pair[1])
+    busy, spared = schedule.microbatches * slowest, num_pairs(schedule) * spared
     if schedule.pp == 1:
-        return busy
+        return busy - spared
     forward, backward = sum(forwards) / len(forwards), sum(backwards) / len(backwards)
     if bubble_formula(schedule, Costs(forward=1.0, backward=2.0)) is not None and schedule.name in (
         "1f1b",
         "interleaved",
     ):
-        return busy + (sum(totals) - slowest) / schedule.chunks
+        return busy + (sum(totals) - slowest) / schedule.chunks - spared
     share = _bubble(schedule, round(backward / forward, 1))
-    return busy / (1 - share)
+    return busy / (1 - share) - spared
 
 
 @lru_cache(maxsize=256)

@@ -107,7 +107,7 @@ def layout_text(run: Run) -> str:
         parts.append(f"mbs={run.micro_batch_size}")
     if run.recompute.granularity != "none":
         parts.append(f"recompute={run.recompute.granularity}")
-    if run.group_size:
+    if run.group_size or run.is_joint:
         parts.append("schedule=recipe")
     elif run.schedule_name not in (None, "interleaved" if sizes.vp > 1 else "1f1b"):
         parts.append(f"schedule={run.schedule_name}")
@@ -124,7 +124,7 @@ def cut_text(run: Run) -> str:
         widths = "; ".join(f"{number} over {size}" for size, number in _widths(run.balanced).items())
         text = f"{len(run.balanced.lengths):,} documents in {run.num_microbatches} microbatches a rank, packs {widths}"
     more = f", {run.num_accumulated} batches a step" if run.num_accumulated > 1 else ""
-    return f"{text}, schedule {run.schedule.name}{more}"
+    return f"{text}, schedule {schedule_text(run)}{more}"
 
 
 def cut_record(run: Run) -> dict[str, Any]:
@@ -144,6 +144,11 @@ def _widths(step: Balanced) -> dict[int, int]:
     """Packs of documents of a batch by how many ranks run them."""
     sizes = Counter(group.size for slot in step.plan.slots for group in slot if group.documents)
     return dict(sorted(sizes.items()))
+
+
+def schedule_text(run: Run) -> str:
+    """The name of a schedule, and whether it pairs forwards with backwards."""
+    return run.schedule.name + (", forwards beside backwards" if run.is_joint else "")
 
 
 def estimate_text(found: Estimate, *, num_tokens: float = 0.0) -> str:

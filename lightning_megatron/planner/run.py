@@ -53,6 +53,8 @@ class Run:
     # none: 1f1b, or interleaved where there are several stages on a rank
     group_size: int = 0
     # of an interleaved schedule; 0: pp
+    is_joint: bool = False
+    # a forward and a backward run side by side, as the strategy's overlap_expert_exchange asks
     context: ContextConfig = field(default_factory=ContextConfig)
     # how ranks that share sequences exchange what attention needs
     balanced: Balanced | None = None
@@ -88,6 +90,7 @@ class Run:
             chunks=self.sizes.vp,
             microbatches=max(self.num_microbatches, 1),
             group_size=self.group_size,
+            is_joint=self.is_joint,
         )
 
     @cached_property

@@ -150,7 +150,15 @@ def _laid_out(run: Run, sizes: Sizes, micro: int) -> Run:
     else:
         layout = _EVEN if run.anatomy.num_layers % sizes.num_stages == 0 else _BY_COST
     sizes = replace(sizes, stage_layout=layout, **context_fields(context, sizes.cp))
-    return replace(run, sizes=sizes, context=context, micro_batch_size=micro, schedule_name=None, group_size=0)
+    return replace(
+        run,
+        sizes=sizes,
+        context=context,
+        micro_batch_size=micro,
+        schedule_name=None,
+        group_size=0,
+        is_joint=False,
+    )
 
 
 def _that_fits(run: Run, memory_bytes: float, free_recompute: bool) -> Run | Rejected:

@@ -17,7 +17,7 @@ from lightning_megatron.planner.context_time import Shared, context_seconds
 from lightning_megatron.planner.hardware import Gpu
 from lightning_megatron.planner.memory import parameters_of_rank
 from lightning_megatron.planner.network import exchange_seconds, gather_seconds, groups_of, hop_seconds
-from lightning_megatron.planner.pipeline_load import step_seconds
+from lightning_megatron.planner.pipeline_load import num_pairs, step_seconds
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.trained import trained_of_stages
 from lightning_megatron.planner.work import Work, work_of
@@ -87,13 +87,17 @@ def step_time(run: Run, gpu: Gpu, constants: Constants) -> StepTime:
         passes.append(seen[key])
     forwards = tuple(forward.total for forward, _ in passes)
     backwards = tuple(backward.total for _, backward in passes)
-    pipeline = run.num_accumulated * step_seconds(run.schedule, forwards, backwards)
-    slowest = max(range(run.sizes.pp), key=lambda rank: forwards[rank] + backwards[rank])
+    hidden = [_hidden_seconds(run, rank, *pair, gpu, constants) for rank, pair in enumerate(passes)]
+    pipeline = run.num_accumulated * step_seconds(run.schedule, forwards, backwards, hidden)
+    slowest = max(range(run.sizes.pp), key=lambda rank: forwards[rank] + backwards[rank] - hidden[rank])
     m = run.num_accumulated * run.schedule.microbatches
     exposed: dict[str, float] = {}
     for part in passes[slowest]:
         for axis, seconds in part.exposed.items():
             exposed[axis] = exposed.get(axis, 0.0) + m * seconds
+    if run.schedule.is_joint:
+        exposed["ep"] = exposed.get("ep", 0.0) - run.num_accumulated * num_pairs(run.schedule) * hidden[slowest]
+    waited = sum(exposed.values())
     replicas, optimizer = 0.0, 0.0
     for rank in {0, slowest, run.sizes.pp - 1}:
         sums, stepping = _replica_seconds(run, rank, forwards[rank], backwards[rank], gpu, constants)
@@ -104,7 +108,7 @@ def step_time(run: Run, gpu: Gpu, constants: Constants) -> StepTime:
     return StepTime(
         compute=m * sum(part.compute for part in passes[slowest]),
         exposed=exposed,
-        bubble=pipeline - m * (forwards[slowest] + backwards[slowest]),
+        bubble=pipeline - m * sum(part.compute for part in passes[slowest]) - waited,
         optimizer=optimizer,
         other=constants.step_seconds + straggling,
         forwards=forwards,
@@ -218,11 +222,32 @@ def _messages(run: Run, work: Work, gpu: Gpu, constants: Constants) -> dict[str,
         each = gather_seconds(width * work.tensor_bytes / work.num_tensor_messages, groups["tp"], gpu, constants)
         waited["tp"] = work.num_tensor_messages * each
     if work.num_expert_layers:
-        waited["ep"] = constants.routing_seconds + 2 * exchange_seconds(
-            work.expert_bytes / 2, groups["ep"], gpu, constants
-        )
-        waited["ep"] += 2 * gather_seconds(work.expert_tensor_bytes / 2, groups["etp"], gpu, constants)
+        waited["ep"] = constants.routing_seconds + _expert_seconds(run, work, gpu, constants)
     return waited
+
+
+def _expert_seconds(run: Run, work: Work, gpu: Gpu, constants: Constants) -> float:
+    """What tokens are on their way to experts and home, in a forward or a backward."""
+    groups = groups_of(run.sizes)
+    seconds = 2 * exchange_seconds(work.expert_bytes / 2, groups["ep"], gpu, constants)
+    return seconds + 2 * gather_seconds(work.expert_tensor_bytes / 2, groups["etp"], gpu, constants)
+
+
+def _hidden_seconds(run: Run, rank: int, forward: Pass, backward: Pass, gpu: Gpu, constants: Constants) -> float:
+    """What a forward and a backward take less side by side: tokens of each are on their way while the other one
+    computes, no longer than that takes."""
+    if not run.schedule.is_joint:
+        return 0.0
+    on_their_way = 0.0
+    for stage in run.stages[rank]:
+        for piece, count in stage.items():
+            work = work_of(piece, run.anatomy, run.sizes, run.micro_batch_size, run.bytes_per_element)
+            if work.num_expert_layers:
+                on_their_way += count * _expert_seconds(run, work, gpu, constants)
+    return sum(
+        min(on_their_way, own.exposed.get("ep", 0.0), beside.compute)
+        for own, beside in ((forward, backward), (backward, forward))
+    )
 
 
 def _context(

@@ -16,6 +16,7 @@ T tokens of a microbatch, H hidden, F feed-forward, V vocabulary, of this rank.
 
 from lightning_megatron.planner.activations import is_shared, logit_bytes, stage_bytes
 from lightning_megatron.planner.anatomy import Layer, Piece, Stage
+from lightning_megatron.planner.pipeline_load import has_pairs
 from lightning_megatron.planner.run import Run
 from lightning_megatron.transformer import cost
 
@@ -34,12 +35,19 @@ _DRAW_BYTES = 24
 
 
 def work_bytes(
-    run: Run, rank: int, kept: tuple[float, ...], activations: float, again: float, trained: tuple[int, int]
+    run: Run,
+    rank: int,
+    kept: tuple[float, ...],
+    activations: float,
+    again: float,
+    trained: tuple[int, int],
+    unmade: float = 0.0,
 ) -> float:
     """The most that a pipeline rank holds beside weights, gradients and optimizer states.
 
     `activations` are those of all microbatches that it keeps, `kept` of each chunk; `again` is what full recomputation
-    makes at a time; `trained` are its trained parameters, dense ones and those of experts.
+    makes at a time; `trained` are its trained parameters, dense ones and those of experts; `unmade` bytes are not among
+    the activations while a backward keeps all, but at its end, made by a forward beside it.
     """
     stages = run.stages[rank]
     batch = batch_bytes(run)
@@ -51,6 +59,10 @@ def work_bytes(
     if run.schedule.name == "gpipe":
         # Exponentials of the logits of the other microbatches, whose backwards come when all forwards are done.
         held += (kept[0] - 1) * logit_bytes(run, stages[0]) * 2 / 3
+    # What a forward leaves of them that is through when the backward beside it comes to an end, or where no tokens are
+    # waited for, to its start.
+    through = logit_bytes(run, stages[-1]) * 2 / 3 * has_pairs(run.schedule, rank)
+    held += 0.0 if unmade else through
     peaks = [batch + _optimizer_bytes(run, _stepped_parameters(run, *trained))]
     matrix = cost.vocabulary_parameters(run.model, run.sizes)
     for stage in stages:
@@ -64,7 +76,8 @@ def work_bytes(
             # comes before theirs.
             behind = dict(list(stage.items())[places[-1] + 1 :])
             gone = 0.0 if run.schedule.name in _SPLITTING else stage_bytes(run, behind)
-            peaks.append(held - gone + matrix * _gradient_width(run))
+            made = unmade + through if unmade else 0.0
+            peaks.append(held - gone + made + matrix * _gradient_width(run))
             peaks.append(batch + _adopting_bytes(run, matrix))
     return max(peaks)
 

@@ -134,7 +134,7 @@ def test_documents_that_are_balanced_run_dry_on_the_fullest_ranks(
     ("strategy", "words"),
     [
         ({"pipeline": {"mode": "collective"}}, "knows nothing of pipeline mode 'collective'"),
-        ({"pipeline": {"overlap_expert_exchange": True}}, "knows nothing of overlap_expert_exchange"),
+        ({"pipeline": {"overlap_expert_exchange": True}}, "overlap_expert_exchange hides the way of tokens to experts"),
         ({"num_microbatches": 3}, "must be a multiple of data-parallel size x num_microbatches"),
     ],
 )

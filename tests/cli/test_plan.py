@@ -268,6 +268,26 @@ def test_lengths_of_documents_are_for_dynamic_context(tmp_path: Path, capsys: py
     )
 
 
+def test_forwards_beside_backwards_are_planned_as_the_recipe_has_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    strategy = {"expert_model_parallel_size": 2, "num_microbatches": 4}
+    own = {}
+    for does in (False, True):
+        options = strategy | {"pipeline": {"overlap_expert_exchange": does}}
+        file = changed(tmp_path, "moe_toy.yaml", **{"trainer.strategy.init_args": options, "trainer.precision": "bf16"})
+        own[does] = record(capsys, file, "--gpu", "h100", "--layout", "recipe")
+    assert own[True]["memory_bytes"][0]["activations"] > own[False]["memory_bytes"][0]["activations"]
+    assert own[True]["step_seconds"] < own[False]["step_seconds"]
+    assert own[True]["flops"][0]["step_flops"] == own[False]["flops"][0]["step_flops"]
+    assert own[True]["layout"] == own[False]["layout"] + ",schedule=recipe"
+    args = (file, "--gpu", "h100", "--layout")
+    assert "schedule 1f1b, forwards beside backwards" in printed(capsys, *args, "ep=2,mbs=4,schedule=recipe")
+    assert "not the recipe's schedule 1f1b, forwards beside backwards but" in printed(capsys, *args, "ep=2,mbs=4")
+    assert main(["dry-run", file, "--rank", "0", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["is_joint"]
+
+
 def test_a_layout_keeps_the_recipe_s_schedule_where_it_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -329,14 +349,19 @@ def test_a_decoder_s_length_goes_by_the_rules_too(tmp_path: Path, capsys: pytest
 
 def test_packed_documents_are_planned_as_one_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = ("--gpu", "h100", "--layout", "mbs=4")
-    plain = record(capsys, str(CONFIGS / "gpt2_124m.yaml"), *args)
+    # Attention that keeps to documents lays no weights out to drop some.
+    undropped = {"model.config.attention_dropout": 0.0}
+    plain = record(capsys, changed(tmp_path, "gpt2_124m.yaml", **undropped), *args)
     for change in ({"data.packing": "documents"}, {"data.separates_documents": True}):
-        packed = record(capsys, changed(tmp_path, "gpt2_124m.yaml", **change), *args)
-        assert packed["flops"][:-1] == plain["flops"][:-1]
-        # Its dropout is computed in tiles, which leave out keys behind their last query.
-        assert packed["flops"][-1]["step_flops"] < plain["flops"][-1]["step_flops"]
+        packed = record(capsys, changed(tmp_path, "gpt2_124m.yaml", **undropped, **change), *args)
+        assert packed["flops"] == plain["flops"]
         assert "each row of packed documents counts as one" in packed["notes"][1]
         assert packed["memory_bytes"][0]["activations"] > plain["memory_bytes"][0]["activations"]
+    # A T5's batches tell where texts end, packed or not.
+    alone, joined = ({"data.packing": packing} for packing in ("none", "documents"))
+    alone, joined = (record(capsys, changed(tmp_path, "t5_toy.yaml", **how), *args) for how in (alone, joined))
+    assert packed["notes"][1] in joined["notes"] and packed["notes"][1] not in alone["notes"]
+    assert joined["memory_bytes"] == alone["memory_bytes"]
     changes = {"model.config.moe.dispatcher": "all_gather", "data.packing": "documents"}
     gathers = changed(tmp_path, "moe_toy.yaml", **changes)
     assert "dispatcher 'all_gather' needs as many tokens" in told(capsys, gathers, "--gpu", "h100", "--layout", "ep=2")

@@ -8,6 +8,7 @@ from lightning_megatron.context.documents import documents_of
 def test_documents_are_found_row_by_row_with_gaps_left_out() -> None:
     documents = documents_of(torch.tensor([[0, 0, 1, 2, 2, -1], [-1, -1, -1, -1, -1, -1], [-1, 3, 3, 3, -1, 7]]))
     assert documents.lengths == (2, 1, 2, 3, 1)
+    assert documents.names == ((0, 0), (0, 1), (0, 2), (2, 3), (2, 7))
     assert documents.index_X.tolist() == [0, 1, 2, 3, 4, 13, 14, 15, 17]
     assert documents.positions_X.tolist() == [0, 1, 0, 0, 1, 0, 1, 2, 0]
     assert documents.rows_X.tolist() == [0, 0, 0, 0, 0, 2, 2, 2, 2]

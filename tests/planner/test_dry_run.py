@@ -60,6 +60,7 @@ def selective(*parts: str) -> RecomputeConfig:
 
 
 SHORT, PAIRS = Texts(sequence=512), Texts(sequence=512, decoder_sequence=128)
+PACKED_PAIRS = replace(PAIRS, are_packed=True)
 IMAGES = Texts(sequence=1024, images=1)
 RUNS = {
     "one rank": run_of(GPT, Sizes()),
@@ -139,6 +140,14 @@ RUNS = {
     "packed documents": run_of(
         LLAMA, Sizes(world=2, tp=2, sequence_parallel=True), texts=Texts(sequence=2048, are_packed=True)
     ),
+    "packed T5": run_of(replace(T5, position="learned"), Sizes(world=4, pp=4), texts=PACKED_PAIRS, micro_batch_size=4),
+    "packed T5, dropout": run_of(
+        replace(T5, num_layers=2, num_decoder_layers=2, attention_dropout=0.1, hidden_dropout=0.1),
+        Sizes(),
+        samples=4,
+        texts=PACKED_PAIRS,
+        micro_batch_size=4,
+    ),
     "packed LLaVA": run_of(LLAVA, Sizes(world=2, pp=2), texts=replace(IMAGES, are_packed=True)),
     "Transformer Engine": run_of(
         GPT,
@@ -147,6 +156,14 @@ RUNS = {
         fp8=Fp8Config(engine="transformer_engine", scaling="delayed"),
     ),
     "experts": run_of(MIXTRAL, Sizes(world=4, ep=4), optimizer=DISTRIBUTED),
+    "experts, side by side": run_of(MIXTRAL, Sizes(world=8, ep=4, pp=2), optimizer=DISTRIBUTED, is_joint=True),
+    "some experts, side by side in chunks": run_of(
+        replace(SHARED, moe=replace(EXPERTS, every=2, shared_ffn_hidden_size=1408)),
+        Sizes(world=4, ep=2, pp=2, vp=2),
+        samples=6,
+        is_joint=True,
+    ),
+    "experts on one rank, side by side": run_of(MIXTRAL, Sizes(), is_joint=True),
     "experts, one shared": run_of(
         SHARED, Sizes(world=8, tp=2, pp=2, ep=2, sequence_parallel=True), optimizer=DISTRIBUTED
     ),
@@ -175,8 +192,11 @@ def test_the_planner_and_the_code_agree_on_memory_and_products(name: str) -> Non
 SMALL = GPTConfig(num_layers=8, hidden_size=64, num_attention_heads=4, vocab_size=256, max_sequence_length=64)
 
 
-def small(sizes: Sizes, samples: int, **changes: Any) -> Run:
-    return run_of(SMALL, sizes, samples=samples, texts=Texts(sequence=64), **changes)
+SMALL_EXPERTS = replace(EXPERTS, ffn_hidden_size=64)
+
+
+def small(sizes: Sizes, samples: int, model: GPTConfig = SMALL, **changes: Any) -> Run:
+    return run_of(model, sizes, samples=samples, texts=Texts(sequence=64), **changes)
 
 
 @pytest.mark.parametrize(
@@ -207,6 +227,31 @@ def test_the_code_on_real_tensors_holds_and_multiplies_as_much() -> None:
         imagined, real = dry_run(one, 0), dry_run(one, 0, device=torch.device("cpu"))
         assert imagined.peak_bytes == pytest.approx(real.peak_bytes, rel=0.02)
         assert imagined.flops == real.flops and sum(real.flops.values()) > 0
+
+
+def test_what_runs_side_by_side_is_counted_where_it_belongs() -> None:
+    model = replace(SMALL, num_layers=4, moe=SMALL_EXPERTS, add_bias_linear=False)
+    run = small(Sizes(world=4, pp=2, ep=2), 7, model=model, optimizer=DISTRIBUTED)
+    whole, joint, rank = Whole(run), replace(run, is_joint=True), stage_rank(run, 0)
+    in_turn, beside = (dry_run(one, rank, whole=whole) for one in (run, joint))
+    assert beside.flops == in_turn.flops and beside.messages == in_turn.messages
+    # Rows, their weights and rows on their way home, there and back, of two layers a stage.
+    assert beside.messages["dp+cp=ep", "all-to-all"].number == 7 * 2 * 6
+    all_in_turn, all_beside = (dry_run(one, rank, whole=whole, most=7) for one in (run, joint))
+    # Routers keep a few numbers of each microbatch.
+    of_each = (all_in_turn.peak_bytes - in_turn.peak_bytes) / (7 - in_turn.num_run)
+    assert 0 < of_each < 5000 and all_beside.peak_bytes - beside.peak_bytes == of_each * (7 - beside.num_run)
+    assert beside.peak_bytes > in_turn.peak_bytes + of_each * (beside.num_run - in_turn.num_run)
+
+
+def test_a_packed_t5_runs_dry_document_by_document() -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 256}
+    model = T5Config(num_layers=2, num_decoder_layers=1, max_sequence_length=512, position="learned", **sizes)
+    run = run_of(model, Sizes(), texts=PAIRS, samples=4, micro_batch_size=4)
+    plain, packed = dry_run(run, 0), dry_run(replace(run, texts=PACKED_PAIRS), 0)
+    # What attention of two encoder layers gives, by head beside by token.
+    assert packed.peak_bytes - plain.peak_bytes > 2 * 4 * 512 * 64 * 2
+    assert packed.flops == plain.flops
 
 
 def messages_of(one: DryRun, axis: str, kind: str) -> tuple[int, float]:

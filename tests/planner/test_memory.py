@@ -5,12 +5,15 @@ from dataclasses import replace
 import pytest
 
 from lightning_megatron.mesh import Sizes
+from lightning_megatron.models import T5Config
 from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.planner.activations import stage_bytes
 from lightning_megatron.planner.anatomy import Texts
 from lightning_megatron.planner.memory import memory_of, parameters_of_rank, rank_memory
 from lightning_megatron.planner.presets import PRESETS
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.software import FULLY_SHARDED, MEGATRON
+from lightning_megatron.planner.working_set import batch_bytes
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
@@ -123,3 +126,19 @@ def test_a_t5_s_decoder_keeps_what_its_cross_attention_reads() -> None:
     short = Run(texts=Texts(sequence=512, decoder_sequence=114), **fields)  # type: ignore[arg-type]
     long = Run(texts=Texts(sequence=512, decoder_sequence=228), **fields)  # type: ignore[arg-type]
     assert rank_memory(long, 0).activations > rank_memory(short, 0).activations * 1.1
+
+
+def test_stacks_of_a_packed_t5_keep_what_attention_gives_by_head_and_by_token() -> None:
+    model = T5Config(
+        num_layers=4, num_decoder_layers=4, hidden_size=256, num_attention_heads=4, vocab_size=1024, position="learned"
+    )
+    texts = Texts(sequence=128, decoder_sequence=64)
+    run = Run(model=model, texts=texts, sizes=Sizes(world=2, pp=2), global_batch_size=4)
+    packed = replace(run, texts=replace(texts, are_packed=True))
+    # Of four encoder layers; a decoder that looks at an encoder keeps it anyway.
+    [first], [last] = run.stages
+    [packed_first], [packed_last] = packed.stages
+    assert stage_bytes(packed, packed_first) - stage_bytes(run, first) == 4 * 128 * 256 * 2
+    assert stage_bytes(packed, packed_last) == stage_bytes(run, last)
+    # The number of each token's document.
+    assert batch_bytes(packed) - batch_bytes(run) == 4 * (128 + 64) * 8

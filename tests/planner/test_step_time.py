@@ -46,6 +46,23 @@ def test_the_parts_of_a_step_add_up_and_none_is_negative() -> None:
     assert sum(parts) == pytest.approx(time.total) and min(parts) >= 0
 
 
+def test_tokens_travel_beside_compute_where_a_forward_runs_beside_a_backward() -> None:
+    mixtral = PRESETS["mixtral_8x7b"]
+    run = run_of(model=mixtral.model, texts=mixtral.texts, sizes=Sizes(world=8, ep=8), global_batch_size=64)
+    m, joint = run.num_microbatches, replace(run, is_joint=True)
+    in_turn, beside = time_of(run), time_of(joint)
+    # The first forward and the last backward have nobody beside them, and routing is no message.
+    routing = 2 * m * mixtral.model.num_layers * CONSTANTS.routing_seconds
+    shown = routing + (in_turn.exposed["ep"] - routing) / m
+    assert m == 8 and beside.exposed["ep"] == pytest.approx(shown) != pytest.approx(in_turn.exposed["ep"])
+    assert beside.total < in_turn.total and beside.compute == in_turn.compute and beside.bubble == pytest.approx(0)
+    # Of what takes longer than all compute that much is hidden.
+    slow = replace(CONSTANTS, link_share=CONSTANTS.link_share / 1e3)
+    in_turn, beside = step_time(run, H100, slow), step_time(joint, H100, slow)
+    hidden = in_turn.exposed["ep"] - beside.exposed["ep"]
+    assert hidden == pytest.approx((m - 1) / m * in_turn.compute)
+
+
 def test_no_product_is_faster_than_the_measured_ceiling() -> None:
     run = run_of()
     flops = 6 * run.anatomy.parameters() * run.num_tokens / 64
