@@ -5,19 +5,23 @@ full recomputation the inputs of groups of layers, and of one group at a time al
 T tokens of a microbatch on this rank, H hidden.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import BertConfig, T5Config
-from lightning_megatron.planner.anatomy import Layer, Piece, Stage
+from lightning_megatron.planner.anatomy import Anatomy, Layer, Piece, Stage
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.software import Software
+from lightning_megatron.planner.work import has_no_kernel
 from lightning_megatron.transformer import cost
-from lightning_megatron.transformer.recompute import RecomputeConfig, groups_of
+from lightning_megatron.transformer.recompute import RecomputeConfig, RecomputePart, groups_of
 
 _INPUTS = RecomputeConfig(granularity="full")
 _ALL = RecomputeConfig()
+_KEY_BYTES = 8
+# of a row of weights that dropout draws for in tiles: its random key, int64
 
 
 def stage_bytes(run: Run, stage: Stage) -> float:
@@ -28,18 +32,17 @@ def stage_bytes(run: Run, stage: Stage) -> float:
         if is_again:
             layers += _layer_bytes(run, group[0], _INPUTS)
         else:
-            own = run.recompute if run.recompute.granularity == "selective" else _ALL
-            layers += sum(_layer_bytes(run, piece, own) for piece in group)
+            layers += sum(_layer_bytes(run, piece, _own(run.recompute)) for piece in group)
     return ends + layers
 
 
-def again_bytes(run: Run, stage: Stage) -> float:
-    """What full recomputation makes again at a time, beyond the input that it is made of."""
+def again_bytes(run: Run, stage: Stage, spared: Callable[[Piece], float]) -> float:
+    """What full recomputation makes again at a time, beyond the input that it is made of; `spared` of each layer."""
     if run.recompute.granularity != "full":
         return 0.0
     groups = [group for group, is_again in _groups(run.recompute, stage) if is_again]
     sums = (
-        sum(_layer_bytes(run, piece, _ALL) for piece in group) - _layer_bytes(run, group[0], _INPUTS)
+        sum(_layer_bytes(run, piece, _ALL) - spared(piece) for piece in group) - _layer_bytes(run, group[0], _INPUTS)
         for group in groups
     )
     return max(sums, default=0.0)
@@ -51,8 +54,17 @@ def logit_bytes(run: Run, stage: Stage) -> float:
     if not tokens:
         return 0.0
     columns = cost.vocabulary_parameters(run.model, run.sizes) // run.model.hidden_size
-    each = run.software.logit_bytes if run.is_half else 4
-    return run.micro_batch_size * tokens / run.sizes.cp * columns * each
+    return run.micro_batch_size * tokens / run.sizes.cp * columns * _bytes_per_logit(run)
+
+
+def logit_share(run: Run, width: int) -> float:
+    """Of `logit_bytes` those of so many bytes for each token and row of the vocabulary."""
+    return width / _bytes_per_logit(run)
+
+
+def _bytes_per_logit(run: Run) -> int:
+    """In float32 exponentials take the place of the logits."""
+    return run.software.logit_bytes if run.is_half else 4
 
 
 def _groups(recompute: RecomputeConfig, stage: Stage) -> list[tuple[list[Piece], bool]]:
@@ -100,8 +112,18 @@ def _layer_bytes(run: Run, piece: Piece, recompute: RecomputeConfig) -> float:
         run.fp8 is not None,
         run.software.pair_bytes,
         _norm_width(run),
+        stream_width(run, piece),
         run.software,
     )
+
+
+def feed_forward_bytes(run: Run, piece: Piece) -> float:
+    """Of what a layer keeps that of its feed-forward network, which a backward is done with before attention's."""
+    assert piece.layer is not None
+    part: RecomputePart = "moe" if piece.layer.has_experts else "mlp"
+    others = tuple(name for name in _parts(run.recompute) if name not in ("activation", "mlp", "moe"))
+    without = RecomputeConfig(granularity="selective", parts=(*others, part))
+    return _layer_bytes(run, piece, _own(run.recompute)) - _layer_bytes(run, piece, without)
 
 
 def is_shared(layer: Layer, sizes: Sizes) -> bool:
@@ -111,6 +133,27 @@ def is_shared(layer: Layer, sizes: Sizes) -> bool:
     is_padded = isinstance(config, BertConfig) or layer.has_bounds
     has_bias = isinstance(config, T5Config) and config.position == "relative"
     return is_padded or has_bias or bool(layer.memory) or (sizes.cp > 1 and layer.is_cut_by_context)
+
+
+def lays_scores_out(layer: Layer, sizes: Sizes, bytes_per_element: int) -> bool:
+    """Whether attention without dropout keeps a weight for each pair of tokens."""
+    return layer.config.attention_dropout == 0 and has_no_kernel(layer, sizes, bytes_per_element)
+
+
+def stream_width(run: Run, piece: Piece) -> int:
+    """Bytes of each number between the layers of a piece's part: under mixed precision frozen embeddings stay in
+    float32, and what layers are added to does with them."""
+    return 4 if run.is_mixed and piece.part in _wide_parts(run.anatomy) else run.bytes_per_element
+
+
+@lru_cache(maxsize=64)
+def _wide_parts(anatomy: Anatomy) -> frozenset[str]:
+    """The parts of a model whose embeddings are frozen."""
+    return frozenset(
+        piece.part
+        for piece in anatomy.pieces
+        if not piece.is_trained and (piece.embedded_tokens or (piece.part == "vision" and piece.products))
+    )
 
 
 def _norm_width(run: Run) -> int:
@@ -128,14 +171,17 @@ def _kept(
     is_fp8: bool,
     pair_bytes: int,
     norm_width: int,
+    own_width: int,
     software: Software,
 ) -> float:
     config, tp, streams = layer.config, sizes.tp, micro_batch * layer.repeats
     sequence = -(-layer.sequence // (sizes.cp if layer.is_cut_by_context else 1))
     if streams == 0:
         return 0.0
-    if software.counts_work and is_shared(layer, sizes):
-        # Its backward makes all weights of attention again, those that are dropped too.
+    num_attentions = 2 if layer.memory else 1
+    own_rows = streams * sequence * config.num_attention_heads / tp
+    drops_in_tiles = software.counts_work and config.attention_dropout > 0 and is_shared(layer, sizes)
+    if drops_in_tiles:
         config = replace(config, attention_dropout=0.0)
     kept = float(
         cost.layer_activation_bytes(
@@ -150,13 +196,19 @@ def _kept(
         )
     )
     if recompute.granularity == "full":
-        return kept
-    kept += _wider_norms(layer, sizes, streams * sequence, width, norm_width, recompute)
+        return kept * own_width / width
+    kept += _wider_norms(layer, sizes, streams * sequence, width, norm_width, own_width, recompute)
     if software.squares_relu and config.activation == "relu" and not layer.has_experts:
         kept += streams * sequence * config.ffn_hidden_size / tp * width
     if software.counts_work and is_shared(layer, sizes):
-        num_attentions = 2 if layer.memory else 1
-        kept += num_attentions * streams * sequence * config.num_attention_heads / tp * config.head_dim * width
+        kept += num_attentions * own_rows * config.head_dim * width
+    if drops_in_tiles:
+        kept += num_attentions * own_rows * _KEY_BYTES
+    if software.counts_work and lays_scores_out(layer, sizes, width):
+        # Weights in the place of their sums, and a key and a value for each query head.
+        groups = max(config.num_query_groups // tp, 1)
+        repeated = 2 * streams * sequence * (config.num_attention_heads // tp - groups) * config.head_dim
+        kept += own_rows * (layer.sequence - 1) * width + repeated * width
     lays_out = config.attention_dropout > 0 and "core_attention" not in _parts(recompute)
     if lays_out:
         # The formula is that of our own attention, and of queries as many as keys.
@@ -173,7 +225,13 @@ def _kept(
 
 
 def _wider_norms(
-    layer: Layer, sizes: Sizes, tokens: int, width: int, norm_width: int, recompute: RecomputeConfig
+    layer: Layer,
+    sizes: Sizes,
+    tokens: int,
+    width: int,
+    norm_width: int,
+    own_width: int,
+    recompute: RecomputeConfig,
 ) -> float:
     """More than the formula counts where norms keep their input wider than activations are."""
     if norm_width == width:
@@ -181,11 +239,16 @@ def _wider_norms(
     config, again = layer.config, _parts(recompute)
     shard = tokens / (sizes.tp if sizes.sequence_parallel else 1)
     num_norms = 3 if layer.memory else 2
-    if "norm" in again and {"mlp", "moe"} & set(again):
-        # Inside of what is made again.
-        num_norms -= 1
-    # What a norm reads is kept twice where its output is made again of it.
-    more = num_norms * shard * config.hidden_size * (norm_width - (0 if "norm" in again else width))
+    if own_width == norm_width:
+        # What a norm reads is what it keeps.
+        each = norm_width - width
+    else:
+        # Else it is kept twice where the norm's output is made again of it.
+        each = norm_width - (0 if "norm" in again else width)
+        if "norm" in again and {"mlp", "moe"} & set(again):
+            # Inside of what is made again.
+            num_norms -= 1
+    more: float = num_norms * shard * config.hidden_size * each
     if config.qk_norm:
         heads = config.num_attention_heads + config.num_query_groups
         more += tokens * heads / sizes.tp * config.head_dim * (norm_width - width)
@@ -200,7 +263,8 @@ def _fp8_saving(layer: Layer, sizes: Sizes, tokens: int, width: int, recompute: 
     saved = tokens / sp * config.hidden_size * (width - 1) * (0 if "norm" in again else 1 + (not layer.has_experts))
     saved -= tokens * config.num_attention_heads * config.head_dim / tp
     if not layer.has_experts and not {"activation", "mlp"} & set(again):
-        saved += tokens * config.ffn_hidden_size / tp * (width - 1)
+        # ReLU keeps what it gives in its own numbers.
+        saved += tokens * config.ffn_hidden_size / tp * (width * (config.activation != "relu") - 1)
     if config.moe is not None and layer.has_experts and "moe" not in again:
         rows = tokens / tp * config.moe.router.top_k * sizes.etp
         features = (config.moe.ffn_hidden_size or config.ffn_hidden_size) / sizes.etp
@@ -209,5 +273,10 @@ def _fp8_saving(layer: Layer, sizes: Sizes, tokens: int, width: int, recompute: 
     return saved
 
 
-def _parts(recompute: RecomputeConfig) -> tuple[str, ...]:
+def _own(recompute: RecomputeConfig) -> RecomputeConfig:
+    """What acts inside of layers that are not recomputed whole."""
+    return recompute if recompute.granularity == "selective" else _ALL
+
+
+def _parts(recompute: RecomputeConfig) -> tuple[RecomputePart, ...]:
     return recompute.parts if recompute.granularity == "selective" else ()

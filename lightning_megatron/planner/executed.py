@@ -28,6 +28,7 @@ from lightning_megatron.models import BertConfig, T5Config
 from lightning_megatron.planner.anatomy import Layer, LowRankPath, Piece, ordered_stages
 from lightning_megatron.planner.moments import of_group
 from lightning_megatron.planner.run import Run
+from lightning_megatron.planner.work import has_no_kernel
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.recompute import groups_of
 
@@ -278,10 +279,7 @@ def _attention(run: Run, layer: Layer) -> _Attended:
         else:
             pairs = float(sum(length**2 for length in lengths))
         return _Attended(2 * each * pairs, (5 if lays_out else 4) * each * pairs)
-    groups = max(config.num_query_groups // sizes.tp, 1)
-    is_grouped = config.num_attention_heads // sizes.tp != groups
-    if drops or (is_grouped and not run.is_half and not window):
-        # In float32 no kernel takes grouped queries.
+    if drops or has_no_kernel(layer, sizes, run.bytes_per_element):
         pairs = float(sequence**2)
         return _Attended(2 * each * pairs, 4 * each * pairs, each * pairs * drops)
     pairs = _whole_window_pairs(sequence, window) if window else sequence**2 / (2 if layer.is_causal else 1)

@@ -13,6 +13,7 @@ Sources: Korthikanti et al., arXiv 2205.05198, section 4; Rajbhandari et al., ar
 """
 
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 from lightning_megatron.planner.activations import again_bytes, logit_bytes, stage_bytes
 from lightning_megatron.planner.anatomy import Stage, parameters_of
@@ -21,7 +22,7 @@ from lightning_megatron.planner.pairs import unmade_bytes
 from lightning_megatron.planner.pipeline_load import kept_by_chunk
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.trained import backward_part, trained_of_stages
-from lightning_megatron.planner.unkept import unkept_bytes
+from lightning_megatron.planner.unkept import unkept_bytes, unkept_of
 from lightning_megatron.planner.working_set import work_bytes
 from lightning_megatron.transformer import cost
 
@@ -94,10 +95,12 @@ def _memory_at(run: Run, rank: int, kept: tuple[float, ...]) -> Memory:
     stages = run.stages[rank]
     trained = trained_of_stages(stages, run.anatomy, run.sizes)
     passed = [backward_part(stage) for stage in stages]
-    by_stage = [stage_bytes(run, stage) - unkept_bytes(run, stage) for stage in passed]
+    by_stage = [
+        stage_bytes(run, passing) - unkept_bytes(run, stage) for passing, stage in zip(passed, stages, strict=True)
+    ]
     unmade = unmade_bytes(run, rank, by_stage)
     activations = sum(count * size for count, size in zip(kept, by_stage, strict=True)) - unmade
-    again = max(again_bytes(run, stage) for stage in passed)
+    again = max(again_bytes(run, stage, partial(unkept_of, run)) for stage in passed)
     logits = max(logit_bytes(run, stage) for stage in stages)
     if run.software.counts_work:
         work = work_bytes(run, rank, kept, activations, again, trained, unmade)

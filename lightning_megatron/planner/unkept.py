@@ -6,24 +6,41 @@ in its place what dropout leaves of it and a mask of one byte; and the path's ow
 T tokens of a microbatch on this rank, H hidden, F feed-forward, R rank.
 """
 
-from lightning_megatron.planner.activations import is_shared
+from lightning_megatron.mesh import Sizes
+from lightning_megatron.planner.activations import is_shared, lays_scores_out
 from lightning_megatron.planner.anatomy import Layer, Piece, Stage
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.working_set import inner_sizes
 
+_FP8 = {"attention.qkv", "mlp.up", "mlp.down", "experts", "shared.up", "shared.down"} | {
+    f"cross_attention.{name}" for name in ("query", "projection")
+}
+# what multiplies in FP8, where anything does
+
 
 def unkept_bytes(run: Run, stage: Stage) -> float:
-    """Bytes of a microbatch that a stage keeps less than if all its layers were trained; below 0 where it keeps more.
-
-    Counted are layers in 16 bits and wider; in FP8 they count as if they were trained.
-    """
-    if run.recompute.granularity == "full" or run.fp8 is not None:
+    """Bytes of a microbatch that a stage keeps less than if all its layers were trained; below 0 it keeps more."""
+    if run.recompute.granularity == "full":
         return 0.0
-    return sum(count * _unkept(run, piece, piece.layer) for piece, count in stage.items() if piece.layer is not None)
+    return sum(count * unkept_of(run, piece) for piece, count in stage.items()) + _unread_bytes(run, stage)
 
 
-def _unkept(run: Run, piece: Piece, layer: Layer) -> float:
-    if piece.is_trained or not piece.passes_gradient:
+def _unread_bytes(run: Run, stage: Stage) -> float:
+    """What norms right behind frozen embeddings do not keep: nobody needs the gradient of what they read."""
+    lora = run.trained.lora
+    again = run.recompute.parts if run.recompute.granularity == "selective" else ()
+    if lora is None or ("norm" in again and "attention.qkv" in lora.targets):
+        return 0.0
+    sizes, streams = run.sizes, run.micro_batch_size * run.model.hidden_size
+    sp = sizes.tp if sizes.sequence_parallel else 1
+    tokens = sum(piece.embedded_tokens for piece in stage)
+    return streams * tokens / sizes.cp / sp * (4 if run.is_mixed else run.bytes_per_element)
+
+
+def unkept_of(run: Run, piece: Piece) -> float:
+    """The same of a layer where nothing is recomputed whole; 0 of what is none."""
+    layer = piece.layer
+    if layer is None or piece.is_trained or not piece.passes_gradient:
         return 0.0
     sizes, config, width = run.sizes, layer.config, run.bytes_per_element
     sp = sizes.tp if sizes.sequence_parallel else 1
@@ -34,8 +51,7 @@ def _unkept(run: Run, piece: Piece, layer: Layer) -> float:
     normed = 0.0 if "norm" in again else stream
     inputs = {
         "attention.qkv": normed,
-        # Else the kernel keeps it too.
-        "attention.projection": attended if is_shared(layer, sizes) else 0.0,
+        "attention.projection": 0.0 if _is_kept_by_kernel(layer, sizes, width) else attended,
     }
     if layer.memory:
         # What goes into its keys and values is one tensor for all layers.
@@ -47,8 +63,18 @@ def _unkept(run: Run, piece: Piece, layer: Layer) -> float:
         is_down_kept = config.activation == "relu" or {"mlp", "activation"} & set(again)
         features = tokens * config.ffn_hidden_size / sizes.tp * width
         inputs |= {"mlp.up": 0.0 if "mlp" in again else normed, "mlp.down": 0.0 if is_down_kept else features}
-    beside = {path.name for path in piece.paths}
-    return sum(size for name, size in inputs.items() if name not in beside) - _kept_by_paths(run, piece, tokens)
+    beside = sum(inputs.get(path.name, 0.0) for path in piece.paths)
+    if run.fp8 is not None:
+        inputs |= {name: size / width for name, size in inputs.items() if name in _FP8}
+        # Linears keep their own casts of what kernels keep.
+        inputs["attention.projection"] = attended / width
+    return sum(inputs.values()) - beside - _kept_by_paths(run, piece, tokens)
+
+
+def _is_kept_by_kernel(layer: Layer, sizes: Sizes, width: int) -> bool:
+    """Whether attention keeps for itself what it gives, as the projection reads it."""
+    is_laid_out = layer.config.attention_dropout > 0 or lays_scores_out(layer, sizes, width)
+    return not is_laid_out and not is_shared(layer, sizes)
 
 
 def _expert_inputs(run: Run, layer: Layer, tokens: float, stream: float, again: tuple[str, ...]) -> dict[str, float]:

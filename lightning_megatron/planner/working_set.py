@@ -2,10 +2,14 @@
 
     a layer's backward     gradients inside of its feed-forward network, the largest weight's before it is added, and,
                            with sequence parallelism, a gathered gradient
-    attention's dropout    where weights are laid out to be dropped: the draws of one sample, int64, three at a time
+    dropout's draws        int64, three at a time, of features of all tokens; of weights of attention those of one
+                           sample, or of a tile where they are not kept
+    scores                 where attention has no kernel: two gradients of them, when the feed-forward network is done
     the embedding's        the gradient of its whole matrix, and the same in float32 where gradients are; the layers of
                            the microbatch are gone by then
     the head's             logits, or their gradient beside that of the weight
+    halves put off         what products read and the gradients of what they give, of microbatches whose weights'
+                           gradients come later
     earlier batches        the sum of their gradients, where a step accumulates several and a schedule runs them
     the optimizer          the root of the second moments of all that the rank steps; of gradients in 16 bits a copy in
                            float32
@@ -14,24 +18,31 @@ A step's peak is at one of them. `dry_run` runs the code that these formulas des
 T tokens of a microbatch, H hidden, F feed-forward, V vocabulary, of this rank.
 """
 
-from lightning_megatron.planner.activations import is_shared, logit_bytes, stage_bytes
-from lightning_megatron.planner.anatomy import Layer, Piece, Stage
+from lightning_megatron.planner.activations import (
+    feed_forward_bytes,
+    is_shared,
+    lays_scores_out,
+    logit_bytes,
+    logit_share,
+    stage_bytes,
+    stream_width,
+)
+from lightning_megatron.planner.anatomy import Layer, LowRankPath, Piece, Stage
 from lightning_megatron.planner.pipeline_load import has_pairs
 from lightning_megatron.planner.run import Run
 from lightning_megatron.transformer import cost
 
 _SPLITTING = ("zb_h1", "zb_v")
 # These schedules put the halves of backwards off that make weights' gradients.
-_KEPT_FOR_WEIGHTS = 8 / 9
-# of what a layer keeps, from the half for the input on: 32 H of 36 H a token for F = 4 H and GELU, inputs of products
-# and gradients of their outputs
 _BATCH_BYTES = 20
 # of a token: its id and its label, int64, and its place in the loss mask, float32
 _BOUND_BYTES = 8
 # of a token, where its document has a number
 
 _DRAW_BYTES = 24
-# of each pair of tokens and head of one sample, while a mask is drawn
+# of each number that may be dropped, while a mask is drawn; of weights of attention those of one sample
+_TILE_SCORES = 1 << 20
+# of which there are so many at a time within documents, and over ranks, as in `context.laid_out`
 
 
 def work_bytes(
@@ -55,34 +66,57 @@ def work_bytes(
     held += sum(trained) * run.gradient_bytes * run.sets_gradients_aside
     numbered = zip(kept, stages, _numbers(run, rank), strict=True)
     held += sum(count * received_bytes(run, stage) for count, stage, number in numbered if number)
-    held += _put_off_bytes(run, rank, kept)
+    held += _put_off_bytes(run, rank, kept, activations)
     if run.schedule.name == "gpipe":
         # Exponentials of the logits of the other microbatches, whose backwards come when all forwards are done.
-        held += (kept[0] - 1) * logit_bytes(run, stages[0]) * 2 / 3
+        held += (kept[0] - 1) * logit_bytes(run, stages[0]) * logit_share(run, 4)
     # What a forward leaves of them that is through when the backward beside it comes to an end, or where no tokens are
     # waited for, to its start.
-    through = logit_bytes(run, stages[-1]) * 2 / 3 * has_pairs(run.schedule, rank)
+    through = logit_bytes(run, stages[-1]) * logit_share(run, 4) * has_pairs(run.schedule, rank)
     held += 0.0 if unmade else through
-    peaks = [batch + _optimizer_bytes(run, _stepped_parameters(run, *trained))]
+    num_stepped = _stepped_parameters(run, *trained)
+    peaks = [batch + max(_optimizer_bytes(run, num_stepped), _adopting_bytes(run, rank, num_stepped))]
     matrix = cost.vocabulary_parameters(run.model, run.sizes)
     for stage in stages:
-        peaks.append(held + again + max((layer_work(run, piece) for piece in stage), default=0.0))
+        logits = logit_bytes(run, stage)
+        gradient = logits * logit_share(run, run.bytes_per_element)
+        waiting = 0.0
+        if run.schedule.name in _SPLITTING:
+            # While weights wait for their halves so does what those are made of.
+            waiting = gradient * _trains_head(stage) + _grown_bytes(run, stage)
+        peaks.append(held + waiting + again + max((layer_work(run, piece) for piece in stage), default=0.0))
         peaks.append(held + again + max((_drawing_bytes(run, piece) for piece in stage), default=0.0))
-        if logits := logit_bytes(run, stage):
-            is_trained = any(piece.is_trained for piece in stage if piece.layer is None)
-            peaks += [held + logits, held + logits / 3 + (matrix * run.bytes_per_element if is_trained else 0.0)]
+        peaks.append(held + waiting + again + max((_scores_bytes(run, piece) for piece in stage), default=0.0))
+        if logits:
+            peaks += [held + logits, held + gradient + _head_work(run, stage, matrix)]
         if places := [place for place, piece in enumerate(stage) if piece.embedded_tokens and piece.is_trained]:
             # A decoder's embedding stands behind the encoder's layers, and a LLaVA's behind the tower's: its backward
             # comes before theirs.
             behind = dict(list(stage.items())[places[-1] + 1 :])
             gone = 0.0 if run.schedule.name in _SPLITTING else stage_bytes(run, behind)
             made = unmade + through if unmade else 0.0
-            peaks.append(held - gone + made + matrix * _gradient_width(run))
-            peaks.append(batch + _adopting_bytes(run, matrix))
+            peaks.append(held + waiting - gone + made + matrix * _gradient_width(run))
     return max(peaks)
 
 
-def _put_off_bytes(run: Run, rank: int, kept: tuple[float, ...]) -> float:
+def _trains_head(stage: Stage) -> bool:
+    return any(piece.is_trained for piece in stage if piece.logit_tokens)
+
+
+def _head_work(run: Run, stage: Stage, matrix: int) -> float:
+    """What the backward of the head holds beside the gradient of the logits: that of its weight, before it is added
+    where it is wider, and, with sequence parallelism, what the head reads and its gradient, of all tokens."""
+    if not _trains_head(stage):
+        return 0.0
+    if _is_widened(run):
+        return float(matrix * run.bytes_per_element)
+    sizes = run.sizes
+    tokens = run.micro_batch_size * max(piece.logit_tokens for piece in stage) / sizes.cp
+    is_cut = sizes.sequence_parallel and sizes.tp > 1
+    return 2 * tokens * run.model.hidden_size * run.bytes_per_element * is_cut
+
+
+def _put_off_bytes(run: Run, rank: int, kept: tuple[float, ...], activations: float) -> float:
     """What microbatches whose weight halves are put off keep, more or less than before their input halves.
 
     Under ZB-H1 those are as many as ranks stand before this one, when it holds the most.
@@ -90,8 +124,58 @@ def _put_off_bytes(run: Run, rank: int, kept: tuple[float, ...]) -> float:
     if run.schedule.name != "zb_h1":
         return 0.0
     stage, num_put_off = run.stages[rank][0], min(rank, kept[0] - 1)
-    logits = logit_bytes(run, stage) / run.software.logit_bytes * run.bytes_per_element
-    return num_put_off * (logits - (1 - _KEPT_FOR_WEIGHTS) * stage_bytes(run, stage))
+    waiting = sum(count * _waiting_bytes(run, piece) for piece, count in stage.items())
+    if _trains_head(stage):
+        waiting += logit_bytes(run, stage) * logit_share(run, run.bytes_per_element)
+        waiting += _own_bytes(run, stage)
+    return num_put_off * (waiting - activations / kept[0])
+
+
+def _grown_bytes(run: Run, stage: Stage) -> float:
+    """By how much a microbatch has grown when its half for the input has gone through the layers of a stage."""
+    layers = {piece: count for piece, count in stage.items() if piece.layer is not None}
+    waiting = sum(count * _waiting_bytes(run, piece) for piece, count in layers.items())
+    return max(waiting - stage_bytes(run, layers), 0.0)
+
+
+def _waiting_bytes(run: Run, piece: Piece) -> float:
+    """What a layer keeps for the halves of its backward that make weights' gradients: what its products read, and the
+    gradients of what they give. With sequence parallelism the second of two products has its gradient whole."""
+    layer = piece.layer
+    if layer is None:
+        return 0.0
+    config, sizes = layer.config, run.sizes
+    tp, sp = sizes.tp, sizes.tp if sizes.sequence_parallel else 1
+    cp = sizes.cp if layer.is_cut_by_context else 1
+    tokens = run.micro_batch_size * layer.repeats * layer.sequence / cp
+    if not piece.is_trained:
+        return sum(_path_waiting(path, tokens, tp, sp) for path in piece.paths) * run.bytes_per_element
+    hidden, query = config.hidden_size, config.num_attention_heads * config.head_dim
+    keys, gates = config.num_query_groups * config.head_dim, 2 if config.is_gated else 1
+    width = run.bytes_per_element if run.fp8 is None else 1
+
+    def pair(inner_in: float, inner_out: float) -> float:
+        """Of a product that opens a region cut over tp and one that closes it."""
+        return tokens * (hidden / sp + (inner_out + inner_in) / tp + hidden)
+
+    numbers = pair(query, query + 2 * keys)
+    if layer.memory:
+        numbers += pair(query, query) + run.micro_batch_size * layer.memory / sizes.cp * 2 * keys / tp
+    if not layer.has_experts:
+        return width * (numbers + pair(config.ffn_hidden_size, gates * config.ffn_hidden_size))
+    assert config.moe is not None
+    rows, features, _ = inner_sizes(run, layer, tokens)
+    numbers += rows * (2 * hidden + (1 + gates) * features)
+    if shared := config.moe.shared_ffn_hidden_size:
+        numbers += pair(shared, gates * shared)
+    # The router reads wider.
+    return width * numbers + 4 * tokens / tp * (hidden + config.moe.router.num_experts)
+
+
+def _path_waiting(path: LowRankPath, tokens: float, tp: int, sp: int) -> float:
+    """The same of a low-rank path, in numbers."""
+    inputs, outputs = (path.inputs / sp, path.outputs / tp) if path.cuts_outputs else (path.inputs / tp, path.outputs)
+    return tokens * (inputs + outputs + 2 * path.rank)
 
 
 def _numbers(run: Run, rank: int) -> tuple[int, ...]:
@@ -112,16 +196,32 @@ def received_bytes(run: Run, stage: Stage) -> float:
     if run.recompute.granularity == "full":
         # That is the saved input of the first layer.
         return 0.0
-    return _hidden_bytes(run, stage)
+    # The first norm keeps it itself where it is as wide.
+    is_kept = not run.is_mixed or all(stream_width(run, piece) == 4 for piece in stage)
+    return _hidden_bytes(run, stage) - is_kept * _own_bytes(run, stage)
 
 
 def _hidden_bytes(run: Run, stage: Stage) -> float:
     """A hidden state between stages; of a decoder with what its encoder gave."""
-    sizes, texts = run.sizes, run.texts
-    of_decoder = any(piece.layer is not None and piece.layer.memory for piece in stage)
-    tokens = texts.decoder_sequence + texts.sequence if of_decoder else texts.sequence
+    memory = run.texts.sequence if _is_decoder(stage) else 0
+    return _own_bytes(run, stage) + _stream_bytes(run, stage, memory)
+
+
+def _own_bytes(run: Run, stage: Stage) -> float:
+    """Of `_hidden_bytes` those of the stage's own stack."""
+    return _stream_bytes(run, stage, run.texts.decoder_sequence if _is_decoder(stage) else run.texts.sequence)
+
+
+def _stream_bytes(run: Run, stage: Stage, tokens: int) -> float:
+    """Of so many tokens of a sample between two layers of the stage."""
+    sizes = run.sizes
     sp = sizes.tp if sizes.sequence_parallel else 1
-    return run.micro_batch_size * tokens / sizes.cp / sp * run.model.hidden_size * run.bytes_per_element
+    width = max((stream_width(run, piece) for piece in stage), default=run.bytes_per_element)
+    return run.micro_batch_size * tokens / sizes.cp / sp * run.model.hidden_size * width
+
+
+def _is_decoder(stage: Stage) -> bool:
+    return any(piece.layer is not None and piece.layer.memory for piece in stage)
 
 
 def _flying_bytes(run: Run, rank: int) -> float:
@@ -143,15 +243,32 @@ def _stepped_parameters(run: Run, dense: int, experts: int) -> float:
 def _optimizer_bytes(run: Run, num_stepped: float) -> float:
     """What the optimizer makes of all that a rank steps."""
     root = run.bytes_per_element if run.precision == "bf16-true" else 4
-    return num_stepped * (root + (4 if run.is_mixed and run.optimizer.grad_dtype == "bfloat16" else 0))
+    return num_stepped * root + _widened_bytes(run, num_stepped)
 
 
-def _adopting_bytes(run: Run, matrix: int) -> float:
-    """What looks for weights that somebody changed makes of the largest: two masks, and the weight twice in float32."""
+def _widened_bytes(run: Run, num_stepped: float) -> float:
+    """Gradients in 16 bits, of main weights in float32."""
+    return 4.0 * num_stepped if run.is_mixed and run.optimizer.grad_dtype == "bfloat16" else 0.0
+
+
+def _adopting_bytes(run: Run, rank: int, num_stepped: float) -> float:
+    """What looks for weights that somebody changed makes of the largest: two masks, and the weight twice in float32;
+    beside the gradients that were widened before."""
     if not run.is_mixed:
         return 0.0
-    shared = run.sizes.dp * run.sizes.cp if run.optimizer.kind == "distributed" else 1
-    return 10.0 * matrix / shared
+    replicas = run.sizes.dp * run.sizes.cp if run.optimizer.kind == "distributed" else 1
+    largest = max((_largest_trained(run, piece) for stage in run.stages[rank] for piece in stage), default=0.0)
+    return 10.0 * min(largest / replicas, num_stepped) + _widened_bytes(run, num_stepped)
+
+
+def _largest_trained(run: Run, piece: Piece) -> float:
+    """Numbers of the largest weight of a piece that is trained, on this rank."""
+    if not piece.is_trained:
+        return 0.0
+    if piece.layer is None:
+        return float(cost.vocabulary_parameters(run.model, run.sizes) * (piece.matrices + piece.shared_matrices > 0))
+    _, _, weight = inner_sizes(run, piece.layer, 0.0)
+    return weight * (2 if piece.layer.config.is_gated else 1)
 
 
 def _is_widened(run: Run) -> bool:
@@ -173,7 +290,7 @@ def layer_work(run: Run, piece: Piece) -> float:
     tokens = run.micro_batch_size * layer.repeats * layer.sequence / (sizes.cp if layer.is_cut_by_context else 1)
     sp = sizes.tp if sizes.sequence_parallel else 1
     again = run.recompute.parts if run.recompute.granularity == "selective" else ()
-    stream = tokens / sp * config.hidden_size * width
+    stream = tokens / sp * config.hidden_size * stream_width(run, piece)
     rows, features, weight = inner_sizes(run, layer, tokens)
     inner = rows * features * width
     moved = rows * config.hidden_size * width if layer.has_experts else 0.0
@@ -193,20 +310,53 @@ def layer_work(run: Run, piece: Piece) -> float:
     else:
         # No product keeps the features, and the weight is cast again.
         down = gathered + 2 * inner + (weight * width if run.is_mixed else 0.0)
+    if piece.is_trained and layer.has_experts and run.fp8 is not None:
+        # Of all experts' largest weights one gradient, into which those of single experts are put.
+        own = config.moe.router.num_experts // sizes.ep if config.moe is not None else 1
+        largest = weight * (2 if config.is_gated else 1) * (4 if _is_widened(run) else width)
+        down = max(down, largest * (1 + 1 / own))
     activation = (4 if config.is_gated else 1) * inner
     # Gradients of rows as they come from where their tokens are, behind the experts, and on their way back.
     return stream + max(down, activation) + remade + 3 * moved
 
 
 def _drawing_bytes(run: Run, piece: Piece) -> float:
-    """What a layer that drops weights of attention holds while it draws which; and what recomputation keeps of it."""
+    """What a layer that drops anything holds while it draws what."""
     layer = piece.layer
-    if layer is None or not layer.repeats or layer.config.attention_dropout == 0 or is_shared(layer, run.sizes):
+    if layer is None or not layer.repeats:
         return 0.0
-    pairs = layer.sequence**2 * layer.config.num_attention_heads / run.sizes.tp
-    streams = run.micro_batch_size * layer.repeats
+    config, sizes = layer.config, run.sizes
+    tokens = run.micro_batch_size * layer.repeats * layer.sequence / (sizes.cp if layer.is_cut_by_context else 1)
+    sp = sizes.tp if sizes.sequence_parallel else 1
+    hidden = tokens / sp * config.hidden_size * (config.hidden_dropout > 0)
+    features = tokens * config.ffn_hidden_size / sizes.tp * (config.ffn_dropout > 0 and not layer.has_experts)
+    return max(max(hidden, features) * _DRAW_BYTES, _attention_drawing_bytes(run, layer))
+
+
+def _attention_drawing_bytes(run: Run, layer: Layer) -> float:
+    """The same of one that drops weights of attention; and what recomputation keeps of it."""
+    if layer.config.attention_dropout == 0:
+        return 0.0
+    streams, heads = run.micro_batch_size * layer.repeats, layer.config.num_attention_heads / run.sizes.tp
+    if is_shared(layer, run.sizes):
+        cp = run.sizes.cp if layer.is_cut_by_context else 1
+        rows = streams * layer.sequence / cp * heads
+        tile = min(rows * max(layer.sequence, layer.memory) / cp, _TILE_SCORES)
+        return tile * (_DRAW_BYTES + 4) + rows * layer.config.head_dim * 4
+    pairs = layer.sequence**2 * heads
     is_again = run.recompute.granularity == "selective" and "core_attention" in run.recompute.parts
     return pairs * (_DRAW_BYTES + streams * (1 + is_again * run.software.pair_bytes))
+
+
+def _scores_bytes(run: Run, piece: Piece) -> float:
+    """What the backward of attention holds where scores are laid out for want of a kernel: two gradients of them."""
+    layer = piece.layer
+    if layer is None or not lays_scores_out(layer, run.sizes, run.bytes_per_element) or not piece.passes_gradient:
+        return 0.0
+    pairs = layer.sequence**2 * layer.config.num_attention_heads / run.sizes.tp
+    gradients = 2 * run.micro_batch_size * layer.repeats * pairs * run.bytes_per_element
+    is_split = run.schedule.name in _SPLITTING
+    return gradients - (0.0 if is_split else feed_forward_bytes(run, piece))
 
 
 def inner_sizes(run: Run, layer: Layer, tokens: float) -> tuple[float, float, float]:

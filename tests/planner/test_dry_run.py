@@ -73,6 +73,12 @@ RUNS = {
     "norm and mlp again": run_of(LLAMA, Sizes(world=2, pp=2), recompute=selective("norm", "mlp")),
     "interleaved": run_of(GPT, Sizes(world=4, pp=4, vp=2)),
     "zb-h1": run_of(GPT, Sizes(world=4, pp=4), schedule_name="zb_h1"),
+    "zb-h1 with tp and sp": run_of(
+        GPT,
+        Sizes(world=4, tp=2, pp=2, sequence_parallel=True),
+        schedule_name="zb_h1",
+        recompute=RecomputeConfig(granularity="full"),
+    ),
     "zb-v": run_of(GPT, Sizes(world=4, pp=4, vp=2, placement="v"), schedule_name="zb_v"),
     "cp": run_of(LLAMA, Sizes(world=4, cp=2, pp=2)),
     "bf16-true": run_of(GPT, Sizes(world=2), precision="bf16-true"),
@@ -81,10 +87,14 @@ RUNS = {
         GPT, Sizes(world=4), optimizer=OptimizerConfig(kind="distributed", grad_dtype="bfloat16")
     ),
     "BERT": run_of(BERT, Sizes(world=4, tp=2, pp=2, sequence_parallel=True), texts=SHORT, micro_batch_size=4),
+    "BERT with dropout": run_of(
+        replace(BERT, attention_dropout=0.1, hidden_dropout=0.1), Sizes(world=2, pp=2), texts=SHORT, micro_batch_size=4
+    ),
     "post-norm BERT": run_of(replace(BERT, norm_placement="post"), Sizes(world=2), texts=SHORT, micro_batch_size=4),
     "T5": run_of(T5, Sizes(world=4, pp=4), texts=PAIRS, micro_batch_size=4),
     "BERT in float32": run_of(BERT, Sizes(), texts=SHORT, micro_batch_size=4, precision="32-true"),
     "T5 in float32": run_of(T5, Sizes(world=2, pp=2), texts=PAIRS, micro_batch_size=4, precision="32-true"),
+    "groups laid out in float32": run_of(LLAMA, Sizes(world=2, pp=2), precision="32-true"),
     "cp in float32": run_of(LLAMA, Sizes(world=2, cp=2), precision="32-true"),
     "LLaVA": run_of(LLAVA, Sizes(world=2, tp=2, sequence_parallel=True), texts=IMAGES),
     "a frozen tower": run_of(
@@ -94,6 +104,23 @@ RUNS = {
         LLAMA,
         Sizes(world=4, tp=2, sequence_parallel=True),
         trained=Trained(lora=LoraConfig(rank=16)),
+        micro_batch_size=2,
+    ),
+    "low-rank paths, norms again": run_of(
+        LLAMA,
+        Sizes(world=2, pp=2),
+        trained=Trained(lora=LoraConfig(rank=16)),
+        recompute=selective("norm"),
+        micro_batch_size=2,
+    ),
+    "low-rank paths in FP8": run_of(
+        LLAMA, Sizes(world=2, pp=2), trained=Trained(lora=LoraConfig(rank=16)), fp8=Fp8Config(), micro_batch_size=2
+    ),
+    "low-rank paths, all again": run_of(
+        LLAMA,
+        Sizes(world=2, pp=2),
+        trained=Trained(lora=LoraConfig(rank=16)),
+        recompute=RecomputeConfig(granularity="full"),
         micro_batch_size=2,
     ),
     "low-rank paths in a T5": run_of(
@@ -125,6 +152,7 @@ RUNS = {
     "FP8": run_of(GPT, Sizes(world=2, pp=2), fp8=Fp8Config(), schedule_name="gpipe"),
     "window": run_of(replace(LLAMA, sliding_window=512), Sizes(world=2, pp=2)),
     "dropout": run_of(DROPS, Sizes(world=4, pp=2, tp=2, sequence_parallel=True)),
+    "features dropped in the MLP": run_of(replace(LLAMA, ffn_dropout=0.1), Sizes(world=2, pp=2), micro_batch_size=2),
     "dropout, attention again": run_of(
         DROPS, Sizes(world=2, pp=2), recompute=selective("core_attention"), micro_batch_size=2
     ),
@@ -132,9 +160,24 @@ RUNS = {
         SHARED, Sizes(world=8, ep=4, pp=2), optimizer=DISTRIBUTED, recompute=selective("moe"), micro_batch_size=4
     ),
     "experts in FP8": run_of(MIXTRAL, Sizes(world=8, ep=4, pp=2), optimizer=DISTRIBUTED, fp8=Fp8Config()),
+    "experts in FP8 on one rank": run_of(
+        replace(
+            MIXTRAL,
+            num_layers=4,
+            moe=replace(EXPERTS, router=RouterConfig(num_experts=4, top_k=2)),
+            tie_embeddings=True,
+            vocab_size=8192,
+        ),
+        Sizes(world=16, tp=4, pp=4, sequence_parallel=True),
+        samples=4,
+        texts=Texts(sequence=1024),
+        optimizer=DISTRIBUTED,
+        fp8=Fp8Config(),
+    ),
     "experts, capacity": run_of(
         replace(MIXTRAL, moe=replace(EXPERTS, capacity=Capacity(factor=1.0, pads=True))), Sizes(world=4, ep=4)
     ),
+    "a large vocabulary": run_of(replace(GPT, num_layers=2), Sizes(world=2, pp=2), texts=SHORT),
     "accumulated": run_of(GPT, Sizes(world=4, pp=2), num_accumulated=3, optimizer=DISTRIBUTED),
     "accumulated without a schedule": run_of(GPT, Sizes(), num_accumulated=3, samples=4, micro_batch_size=4),
     "packed documents": run_of(
