@@ -85,6 +85,7 @@ def planned_run(trainer: pl.Trainer, ranks: Sequence[Seen], *, rank: int = 0) ->
         optimizer=strategy.optimizer,
         schedule_name=None if strategy.pipeline.schedule == "auto" else strategy.pipeline.schedule,
         group_size=strategy.pipeline.microbatch_group_size,
+        is_joint=strategy.pipeline.overlap_expert_exchange,
         context=strategy.context,
         trained=trained,
     )
@@ -108,7 +109,8 @@ def _texts_of(model: TransformerConfig | None, batch: Any) -> tuple[int, Texts]:
         except ValueError as error:
             raise NotPlanned(str(error)) from error
         images = 0 if by_row is None else -(-sum(by_row.counts) // rows)
-    is_packed = isinstance(batch, dict) and batch.get("segments") is not None
+    segments = "encoder_segments" if isinstance(model, T5Config) else "segments"
+    is_packed = isinstance(batch, dict) and batch.get(segments) is not None
     return rows, Texts(sequence=lengths[0], decoder_sequence=sum(lengths[1:]), images=images, are_packed=is_packed)
 
 

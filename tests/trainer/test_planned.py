@@ -1,12 +1,20 @@
 """A run under the strategy is to the planner what it is to the strategy, and what the planner does not know is told."""
 
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
 
-from lightning_megatron import MegatronStrategy, OptimizerConfig, PipelineConfig, RecomputeConfig
+from lightning_megatron import (
+    MegatronStrategy,
+    MoEConfig,
+    OptimizerConfig,
+    PipelineConfig,
+    RecomputeConfig,
+    RouterConfig,
+)
 from lightning_megatron.lightning_modules import BertModule, GPTModule, LlavaModule, T5Module
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import BertConfig, GPTConfig, GPTModel, LlavaConfig, LlavaModel, T5Config
@@ -83,12 +91,24 @@ def test_a_schedule_and_the_rows_of_a_microbatch_are_taken_over() -> None:
     assert [planned(trainer, TOKENS).cuts_by_rows for trainer in rows] == [False, True]
 
 
+def test_forwards_beside_backwards_are_taken_over() -> None:
+    moe = replace(GPT, moe=MoEConfig(router=RouterConfig(num_experts=4)))
+    for does in (False, True):
+        pipeline = PipelineConfig(overlap_expert_exchange=does)
+        trainer = trainer_of(
+            GPTModule(moe), world=4, expert_model_parallel_size=2, num_microbatches=4, pipeline=pipeline
+        )
+        assert planned(trainer, {"tokens": TOKENS}).schedule.is_joint == does
+
+
 def test_bert_and_t5_have_texts_of_their_own() -> None:
     bert = trainer_of(BertModule(BertConfig(**SHAPE, max_sequence_length=16)), world=1)
     assert planned(bert, {"tokens": TOKENS}).texts == Texts(sequence=16)
     t5 = trainer_of(T5Module(T5Config(**SHAPE, num_decoder_layers=4)), world=1)
     batch = {"encoder_tokens": TOKENS, "decoder_tokens": TOKENS[:, :5]}
     assert planned(t5, batch).texts == Texts(sequence=16, decoder_sequence=5)
+    segments = {"encoder_segments": TOKENS, "decoder_segments": TOKENS[:, :5]}
+    assert planned(t5, batch | segments).texts == Texts(sequence=16, decoder_sequence=5, are_packed=True)
     with pytest.raises(NotPlanned, match="has not encoder_tokens and decoder_tokens"):
         planned(t5, {"encoder_tokens": TOKENS})
 
