@@ -9,6 +9,7 @@ from typing import Any
 
 from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.mesh import Sizes
+from lightning_megatron.models import BertConfig
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.pipeline.choice import Schedule, ScheduleName
 from lightning_megatron.planner.anatomy import Anatomy, Model, Stage, Texts, stages_of
@@ -198,6 +199,8 @@ def faults_of(run: Run) -> list[str]:
 
 def _packing_faults(run: Run) -> list[str]:
     """Replicas have different numbers of tokens where documents are packed; a layer of experts finds it in its step."""
+    if run.texts.are_packed and isinstance(run.model, BertConfig):
+        return ["packed documents are for a GPT, a T5 or a LLaVA, and the model is a BERT's, which takes no segments"]
     sizes, moe = run.sizes, run.model.moe
     num_sharing = sizes.ep * sizes.etp
     if moe is None or moe.dispatcher != "all_gather" or not run.texts.are_packed:

@@ -366,6 +366,8 @@ def test_packed_documents_are_planned_as_one_a_row(tmp_path: Path, capsys: pytes
     gathers = changed(tmp_path, "moe_toy.yaml", **changes)
     assert "dispatcher 'all_gather' needs as many tokens" in told(capsys, gathers, "--gpu", "h100", "--layout", "ep=2")
     assert record(capsys, gathers, "--gpu", "h100", "--layout", "ep=2,tp=2")["step_seconds"] > 0
+    bert = changed(tmp_path, "bert_toy.yaml", **{"data.packing": "documents"})
+    assert "the model is a BERT's, which takes no segments" in told(capsys, bert, *args)
 
 
 def test_layouts_that_fell_out_are_all_in_the_json_and_the_nearest_in_the_text(
