@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from lightning_megatron.context.balance import DynamicContextConfig
+from lightning_megatron.planner.rules import Facts
 from lightning_megatron.planner.run import Run
 
 
@@ -19,3 +21,7 @@ class Asked:
     # on how it was read
     unplanned: Mapping[str, str] = field(default_factory=dict)
     # what it has that the planner does not know, and what that does
+    dynamic: DynamicContextConfig | None = None
+    # of its own layout
+    cut: Facts | None = None
+    # of a recipe: how it cuts its batches

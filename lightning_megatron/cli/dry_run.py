@@ -9,12 +9,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+from lightning_megatron.cli.plan_dynamic import balanced_as_asked
 from lightning_megatron.cli.plan_layout import OF_RECIPE, explained, notes_on_layout
 from lightning_megatron.cli.plan_run import add_model_options, read_run
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.planner.dry_rank import Whole
 from lightning_megatron.planner.dry_report import dry_record, dry_text
 from lightning_megatron.planner.dry_run import dry_run, shown_ranks
+from lightning_megatron.planner.hardware import gpu_of
 from lightning_megatron.planner.run import Run
 
 _GPU = "h100"
@@ -85,8 +87,9 @@ def _read(options: argparse.Namespace) -> tuple[Run, list[str]]:
         faults.append(f"--world-size is needed: {options.config} does not say how many ranks there are")
     if faults:
         raise UsageError(faults)
-    options.num_gpus, options.gpu = options.world_size, _GPU
-    asked = read_run(options)
+    options.num_gpus = options.world_size
+    is_own = options.layout in (None, OF_RECIPE)
+    asked = balanced_as_asked(read_run(options), options.document_lengths, gpu_of(_GPU), is_own=is_own)
     if asked.unplanned:
         raise UsageError(
             [
@@ -97,7 +100,7 @@ def _read(options: argparse.Namespace) -> tuple[Run, list[str]]:
     run = explained(asked, options)
     notes = [
         *asked.notes,
-        *(notes_on_layout(asked.run, options.layout) if options.layout not in (None, OF_RECIPE) else []),
+        *([] if is_own else notes_on_layout(asked, options.layout)),
     ]
     if run.fp8 is not None and run.fp8.engine != "torch":
         notes.append(f"fp8 engine {run.fp8.engine!r} runs dry as engine 'torch', whose layers stand for its own")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_megatron.cli.asked import Asked
+from lightning_megatron.cli.plan_dynamic import balanced_as_asked
 from lightning_megatron.cli.plan_layout import OF_RECIPE, explained, notes_on_layout
 from lightning_megatron.cli.plan_run import add_model_options, read_run
 from lightning_megatron.cli.usage import UsageError
@@ -104,6 +105,7 @@ def run_plan(options: argparse.Namespace) -> None:
 
 
 def _explain(options: argparse.Namespace, asked: Asked, gpu: Gpu) -> None:
+    asked = balanced_as_asked(asked, options.document_lengths, gpu, is_own=options.layout == OF_RECIPE)
     run, notes = explained(asked, options), _notes(asked, gpu, options.layout)
     found = estimate(run, gpu)
     if options.out is not None:
@@ -115,7 +117,8 @@ def _explain(options: argparse.Namespace, asked: Asked, gpu: Gpu) -> None:
 
 
 def _search(options: argparse.Namespace, asked: Asked, gpu: Gpu) -> None:
-    run, notes, is_free = replace(asked.run, balanced=None), _notes(asked, gpu, None), options.recompute is None
+    asked = balanced_as_asked(asked, options.document_lengths, gpu, is_own=False)
+    run, notes, is_free = asked.run, _notes(asked, gpu, None), options.recompute is None
     found = search(run, gpu, memory_bytes=gpu.memory_bytes, free_recompute=is_free)
     if not found.fitting:
         raise UsageError([_nothing_fits(run, gpu, found, is_free)])
@@ -145,7 +148,7 @@ def _notes(asked: Asked, gpu: Gpu, layout: str | None) -> list[str]:
             f"times are those of products in 16 bits, and in 32-true they are several times longer: GPU {gpu.name!r} "
             "has no full_tflops, its peak in float32; give it in its file"
         )
-    return notes if layout == OF_RECIPE else notes + notes_on_layout(asked.run, layout)
+    return notes if layout == OF_RECIPE else notes + notes_on_layout(asked, layout)
 
 
 def _distinct(found: Found, gpu: Gpu, num_shown: int) -> list[Shown]:

@@ -1,8 +1,10 @@
 """A recipe with dynamic context parallelism: the documents of one of its batches, and how they are balanced."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
+from lightning_megatron.cli.asked import Asked
+from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.context.balance import DynamicContextConfig
 from lightning_megatron.models import GPTConfig
 from lightning_megatron.pipeline.choice import in_groups_of
@@ -13,24 +15,49 @@ from lightning_megatron.planner.hardware import Gpu
 from lightning_megatron.planner.rules import Facts, faults, with_context_groups
 from lightning_megatron.planner.run import Run
 
-_SHAPE = "median=TOKENS,sigma=NUMBER, or a file of lengths"
+ONE_A_ROW = "each row of packed documents counts as one: attention within shorter ones takes fewer FLOPs and less time"
+"""Said of a recipe that packs documents, but where their lengths are told."""
+_MOST_DIGITS = 12
+# of a length
 
 
-@dataclass(frozen=True, kw_only=True)
-class Dynamic:
-    """The run with its balanced batch; without, where there are faults."""
+def balanced_as_asked(asked: Asked, told: str | None, gpu: Gpu, *, is_own: bool) -> Asked:
+    """What is asked with a balanced batch, of a recipe with dynamic context parallelism whose own layout is shown.
 
-    run: Run
-    faults: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-
-def with_dynamic_context(run: Run, cut: Facts, config: DynamicContextConfig, told: str | None, gpu: Gpu) -> Dynamic:
-    """The recipe's run under dynamic context parallelism.
-
-    `cut` is how the recipe cuts its batches, `told` what --document-lengths says; on the GPU documents cost what the
-    recipe does not say. Raises ValueError where --document-lengths says nothing.
+    `told` is what --document-lengths says; on the GPU documents cost what the recipe does not say. Raises UsageError
+    where --document-lengths says nothing, or is of no use.
     """
+    config, cut = asked.dynamic, asked.cut
+    if config is None or cut is None or not is_own:
+        if told is not None:
+            raise UsageError(
+                [
+                    f"--document-lengths ({told}) is for a recipe with dynamic_context on its own layout (--layout "
+                    "recipe); leave it out"
+                ]
+            )
+        return asked
+    if asked.run.is_joint:
+        name = "overlap_expert_exchange beside dynamic_context"
+        asked = replace(asked, unplanned={**asked.unplanned, name: "keeps more and waits less"})
+    run = replace(asked.run, is_joint=False)
+    known, own = _faults(run, cut, config)
+    if known or own or not isinstance(run.model, GPTConfig):
+        return replace(asked, run=run, faults=(*asked.faults, *own))
+    try:
+        lengths, notes = _documents(run, told)
+    except ValueError as error:
+        raise UsageError(str(error).splitlines()) from error
+    run, cost = replace(run, sizes=with_context_groups(run.sizes, config, run.context)), config.cost
+    if cost is None:
+        cost = planned_cost(run, config.max_tokens_per_rank, gpu, fitted())
+        notes.append(f"documents are balanced by what they are planned to cost on {gpu.name}, which a run measures")
+    run = replace(run, balanced=balanced(lengths, run.sizes, config, cost, in_groups_of(run.schedule)))
+    return replace(asked, run=run, notes=(*(note for note in asked.notes if note != ONE_A_ROW), *notes))
+
+
+def _faults(run: Run, cut: Facts, config: DynamicContextConfig) -> tuple[list[str], list[str]]:
+    """Those of the run without dynamic context parallelism, and those that it adds."""
     plain = replace(
         cut,
         model=run.model,
@@ -40,42 +67,38 @@ def with_dynamic_context(run: Run, cut: Facts, config: DynamicContextConfig, tol
         precision=run.precision,
     )
     known = faults(plain)
-    if found := [fault for fault in faults(replace(plain, dynamic_context=config)) if fault not in known]:
-        return Dynamic(run=run, faults=tuple(found))
-    if known or not isinstance(run.model, GPTConfig):
-        return Dynamic(run=run)
+    return known, [fault for fault in faults(replace(plain, dynamic_context=config)) if fault not in known]
+
+
+def _documents(run: Run, told: str | None) -> tuple[tuple[int, ...], list[str]]:
+    """Lengths of the documents of a batch, and what a reader should know of them."""
     rows, length = run.global_batch_size, run.texts.sequence
-    lengths = (length,) * rows
-    notes = [f"each row counts as one document of {length:,} tokens"]
-    if told is not None:
-        if not run.texts.are_packed:
-            raise ValueError(
-                f"--document-lengths ({told}) is for rows of packed documents, and each row of this recipe is one of "
-                f"{length} tokens; leave it out"
-            )
-        lengths = drawn(_lengths_of(told), rows * length, longest=length)
-        notes = [f"{len(lengths):,} documents, drawn by seed 0 of {told}, stand for those of every batch"]
-    elif run.texts.are_packed:
-        notes = [f"{notes[0]}, which takes the most; --document-lengths tells of shorter ones"]
-    run, cost = replace(run, sizes=with_context_groups(run.sizes, config, run.context)), config.cost
-    if cost is None:
-        cost = planned_cost(run, config.max_tokens_per_rank, gpu, fitted())
-        notes.append(f"documents are balanced by what they are planned to cost on {gpu.name}, which a run measures")
-    step = balanced(lengths, run.sizes, config, cost, in_groups_of(run.schedule))
-    return Dynamic(run=replace(run, balanced=step), notes=tuple(notes))
+    if told is None:
+        note = f"each row counts as one document of {length:,} tokens"
+        more = ", which takes the most; --document-lengths tells of shorter ones" if run.texts.are_packed else ""
+        return (length,) * rows, [note + more]
+    if not run.texts.are_packed:
+        raise ValueError(
+            f"--document-lengths ({told}) is for rows of packed documents, and each row of this recipe is one of "
+            f"{length} tokens; leave it out"
+        )
+    lengths = drawn(_lengths_of(told), rows * length, longest=length)
+    return lengths, [f"{len(lengths):,} documents, drawn by seed 0 of {told}, stand for those of every batch"]
 
 
 def _lengths_of(told: str) -> LogNormal | list[int]:
     """What --document-lengths says. Raises ValueError."""
-    if Path(told).is_file():
+    if "=" not in told:
         return _lengths_in(Path(told))
-    values = dict(part.strip().partition("=")[::2] for part in told.split(","))
+    parts = [part.strip().partition("=")[::2] for part in told.split(",")]
     try:
-        numbers = {name: float(value) for name, value in values.items()}
+        numbers = {name: float(value) for name, value in parts}
     except ValueError:
         numbers = {}
-    if set(numbers) != {"median", "sigma"}:
-        raise ValueError(f"--document-lengths ({told}) must be {_SHAPE} that is there, one a line")
+    if len(parts) != 2 or set(numbers) != {"median", "sigma"}:
+        raise ValueError(
+            f"--document-lengths ({told}) must be median=TOKENS,sigma=NUMBER, or a file of lengths, one a line"
+        )
     try:
         return LogNormal(**numbers)
     except ValueError as error:
@@ -88,8 +111,11 @@ def _lengths_in(path: Path) -> list[int]:
         words = path.read_text().split()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"--document-lengths ({path}) cannot be read as text: {error}") from error
-    bad = [word for word in words if not word.isdecimal() or int(word) < 1]
+    bad = [word for word in words if not word.isdecimal() or len(word) > _MOST_DIGITS or int(word) < 1]
     if bad or not words:
-        what = f"has {bad[0]!r}" if bad else "has none"
-        raise ValueError(f"--document-lengths ({path}) must have lengths of at least 1 token, one a line, and {what}")
+        what = f"has {bad[0][:40]!r}" if bad else "has none"
+        raise ValueError(
+            f"--document-lengths ({path}) must have lengths of at least 1 token, of at most {_MOST_DIGITS} digits, one "
+            f"a line, and {what}"
+        )
     return [int(word) for word in words]

@@ -82,15 +82,14 @@ def with_layout(run: Run, text: str) -> Run:
         else RecomputeConfig(granularity=granularity),  # type: ignore[arg-type]
         schedule_name=name,  # type: ignore[arg-type]
         group_size=group_size,
-        balanced=None,
         is_joint=is_joint,
     )
 
 
-def notes_on_layout(run: Run, text: str | None) -> list[str]:
+def notes_on_layout(asked: Asked, text: str | None) -> list[str]:
     """What of the recipe's own is not in a layout of that text, or in a search where there is none."""
-    notes = _notes_on_schedule(run, text)
-    if run.balanced is not None:
+    notes = _notes_on_schedule(asked.run, text)
+    if asked.dynamic is not None:
         notes.append("without the recipe's dynamic_context, which is planned on its own layout: --layout recipe")
     return notes
 

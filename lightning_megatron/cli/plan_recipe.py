@@ -2,14 +2,13 @@
 
 import argparse
 import inspect
-from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from lightning_megatron.cli.asked import Asked
 from lightning_megatron.cli.plain import made_of
-from lightning_megatron.cli.plan_dynamic import Dynamic, with_dynamic_context
+from lightning_megatron.cli.plan_dynamic import ONE_A_ROW
 from lightning_megatron.cli.plan_file import model_of_folder
 from lightning_megatron.cli.recipe_file import (
     KINDS,
@@ -31,7 +30,6 @@ from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.pipeline.choice import placement_of
 from lightning_megatron.planner.anatomy import Model, Texts
-from lightning_megatron.planner.hardware import gpu_of
 from lightning_megatron.planner.presets import PRESETS
 from lightning_megatron.planner.rules import Facts
 from lightning_megatron.planner.rules import faults as rule_faults
@@ -118,20 +116,19 @@ def run_of_recipe(path: Path, data: dict[str, Any], options: argparse.Namespace)
         optimizer=optimizer,
         schedule_name=None if pipeline.schedule == "auto" else pipeline.schedule,
         group_size=pipeline.microbatch_group_size,
-        is_joint=pipeline.overlap_expert_exchange and dynamic is None,
+        is_joint=pipeline.overlap_expert_exchange,
         context=context,
         trained=trained,
     )
     cut = Facts(sizes=sizes, num_microbatches=num_microbatches, microbatch_size=rows, global_batch_size=batch)
-    found = Dynamic(run=run, notes=tuple(_notes_on_texts(data)))
-    if dynamic is not None:
-        found = with_dynamic_context(run, cut, dynamic, options.document_lengths, gpu_of(options.gpu))
     return Asked(
-        run=found.run,
+        run=run,
         has_layout=at(data, "trainer", "strategy") is not None,
-        faults=(*(fault for fault in rule_faults(cut) if fault not in sizes.faults()), *found.faults),
-        notes=(*_notes_on_kind(kind_from), *found.notes),
-        unplanned=_unplanned(arguments, pipeline),
+        faults=tuple(fault for fault in rule_faults(cut) if fault not in sizes.faults()),
+        notes=(*_notes_on_kind(kind_from), *([ONE_A_ROW] if is_packed(data) else [])),
+        unplanned=_unplanned(pipeline),
+        dynamic=dynamic,
+        cut=cut,
     )
 
 
@@ -191,22 +188,10 @@ def _notes_on_kind(kind_from: str) -> list[str]:
     return ["taken for a GPT: the file has no field of a BERT, T5 or LLaVA alone; --model-kind says another"]
 
 
-def _notes_on_texts(data: dict[str, Any]) -> list[str]:
-    if not is_packed(data):
-        return []
-    return ["each row of packed documents counts as one: attention within shorter ones takes fewer FLOPs and less time"]
-
-
-def _unplanned(arguments: Mapping[str, Any], pipeline: PipelineConfig) -> dict[str, str]:
+def _unplanned(pipeline: PipelineConfig) -> dict[str, str]:
     """What of a strategy changes memory or time and is not planned, and what it does."""
-    has = {
-        "overlap_expert_exchange beside dynamic_context": (
-            pipeline.overlap_expert_exchange and bool(arguments.get("dynamic_context")),
-            "keeps more and waits less",
-        ),
-        "pipeline mode 'collective'": (
-            pipeline.mode == "collective",
-            "keeps the activations of all microbatches",
-        ),
-    }
-    return {name: why for name, (is_there, why) in has.items() if is_there}
+    return (
+        {"pipeline mode 'collective'": "keeps the activations of all microbatches"}
+        if pipeline.mode == "collective"
+        else {}
+    )

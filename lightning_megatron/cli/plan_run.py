@@ -50,10 +50,6 @@ def read_run(options: argparse.Namespace) -> Asked:
                 f"--decoder-sequence-length ({options.decoder_sequence_length}) is that of a T5, and the model is a "
                 f"{kind_name(asked.run.model)}; leave it out"
             )
-        if options.document_lengths is not None and asked.run.balanced is None and not asked.faults:
-            raise ValueError(
-                f"--document-lengths ({options.document_lengths}) is for a recipe with dynamic_context; leave it out"
-            )
     except ValueError as error:
         raise UsageError(str(error).splitlines()) from error
     run = asked.run

@@ -92,16 +92,18 @@ def drawn(lengths: LogNormal | Sequence[int], num_tokens: int, *, longest: int, 
     generator = np.random.default_rng(seed)
     found, left = [], num_tokens
     for length in _endless(lengths, generator):
-        found.append(min(max(length, 1), longest, left))
+        # Of huge medians and deviations some are infinite.
+        found.append(max(int(min(length, longest, left)), 1))
         left -= found[-1]
         if left == 0:
             break
     return tuple(found)
 
 
-def _endless(lengths: LogNormal | Sequence[int], generator: np.random.Generator) -> Iterator[int]:
+def _endless(lengths: LogNormal | Sequence[int], generator: np.random.Generator) -> Iterator[float]:
+    known = np.empty(0) if isinstance(lengths, LogNormal) else np.asarray(lengths)
     while True:
         if isinstance(lengths, LogNormal):
-            yield int(generator.lognormal(math.log(lengths.median), lengths.sigma))
+            yield generator.lognormal(math.log(lengths.median), lengths.sigma)
         else:
-            yield int(generator.choice(lengths))
+            yield generator.choice(known)

@@ -209,10 +209,12 @@ def test_what_the_strategy_does_beyond_a_plan_is_noted(tmp_path: Path, capsys: p
     assert "without the recipe's dynamic_context" in text and "not planned: pipeline mode 'collective'" in text
 
 
+BALANCED_DATA = {"sequence_length": 1024, "global_batch_size": 64}
+
+
 def dynamic(tmp_path: Path, data: dict[str, Any], **config: Any) -> str:
     strategy = {"dynamic_context": {"max_tokens_per_rank": 2048, **config}}
-    sizes = {"sequence_length": 1024, "global_batch_size": 64}
-    return changed(tmp_path, "gpt2_124m.yaml", **{"trainer.strategy.init_args": strategy, "data": sizes | data})
+    return changed(tmp_path, "gpt2_124m.yaml", **{"trainer.strategy.init_args": strategy, "data": BALANCED_DATA | data})
 
 
 def test_documents_that_are_balanced_are_planned_as_they_are(
@@ -229,8 +231,20 @@ def test_documents_that_are_balanced_are_planned_as_they_are(
     assert "each row counts as one document of 1,024 tokens" in rows["notes"][1]
     text = printed(capsys, file, *options, "--document-lengths", "median=200,sigma=1")
     assert "documents in" in text and "microbatches a rank, packs" in text
-    # A search goes without; so its layouts are those of the recipe that never had it.
-    assert "without the recipe's dynamic_context" in printed(capsys, file, "--gpu", "h100", "--top", "1")
+    # A search, and a layout that is written out, go without, and are those of the recipe that never had it.
+    (tmp_path / "plain").mkdir()
+    own = {"trainer.strategy.init_args": {}, "data": BALANCED_DATA | {"packing": "documents"}}
+    plain = changed(tmp_path / "plain", "gpt2_124m.yaml", **own)
+    for asked in (("--top", "1"), ("--layout", "mbs=2")):
+        even, never = (record(capsys, name, "--gpu", "h100", *asked) for name in (file, plain))
+        assert even.pop("notes") == [
+            *never.pop("notes"),
+            "without the recipe's dynamic_context, which is planned on its own layout: --layout recipe",
+        ]
+        assert even == never
+        assert "is for a recipe with dynamic_context on its own layout" in told(
+            capsys, file, "--gpu", "h100", *asked, "--document-lengths", "median=200,sigma=1"
+        )
 
 
 @pytest.mark.parametrize(
@@ -238,6 +252,9 @@ def test_documents_that_are_balanced_are_planned_as_they_are(
     [
         ({"packing": "documents"}, {}, "median=200", "--document-lengths (median=200) must be median=TOKENS,sigma="),
         ({"packing": "documents"}, {}, "median=x,sigma=1", "must be median=TOKENS,sigma=NUMBER, or a file of lengths"),
+        ({"packing": "documents"}, {}, "median=2,median=3,sigma=1", "must be median=TOKENS,sigma=NUMBER, or a file of"),
+        ({"packing": "documents"}, {}, "/", "--document-lengths (/) cannot be read as text: [Errno 21] Is a directory"),
+        ({"packing": "documents"}, {}, "x" * 300, "cannot be read as text: [Errno 36] File name too long"),
         ({"packing": "documents"}, {}, "median=0,sigma=-1", "--document-lengths: sigma (-1) must be a finite number"),
         ({}, {}, "median=200,sigma=1", "is for rows of packed documents, and each row of this recipe is one of 1024"),
         ({}, {"max_tokens_per_rank": 16}, None, "sequence_length (1024) must be at most max_tokens_per_rank (16) x"),
@@ -261,11 +278,23 @@ def test_lengths_of_documents_are_for_dynamic_context(tmp_path: Path, capsys: py
     assert "--document-lengths (a.txt) is for a recipe with dynamic_context" in told(
         capsys, "llama3_8b", *args, "--document-lengths", "a.txt"
     )
-    (tmp_path / "lengths.txt").write_text("12\n-3\n")
     file = dynamic(tmp_path, {"packing": "documents"})
-    assert "one a line, and has '-3'" in told(
-        capsys, file, "--gpu", "h100", "--layout", "recipe", "--document-lengths", str(tmp_path / "lengths.txt")
-    )
+    for text, words in (
+        ("12\n-3\n", "one a line, and has '-3'"),
+        ("9" * 5000, "of at most 12 digits"),
+        ("", "has none"),
+    ):
+        (tmp_path / "lengths.txt").write_text(text)
+        assert words in told(
+            capsys, file, "--gpu", "h100", "--layout", "recipe", "--document-lengths", str(tmp_path / "lengths.txt")
+        )
+
+
+def test_options_count_before_documents_are_balanced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, args = dynamic(tmp_path, {"packing": "documents"}), ("--gpu", "h100", "--layout", "recipe")
+    assert "dynamic_context measures costs by calls of a layer" in told(capsys, file, *args, "--fp8")
+    # Some draws are infinite.
+    assert record(capsys, file, *args, "--document-lengths", "median=700,sigma=1000")["num_documents"] > 64
 
 
 def test_forwards_beside_backwards_are_planned_as_the_recipe_has_them(
