@@ -1,6 +1,7 @@
 """What every test gets: one thread a process, a fixed seed, and a skip of GPU tests where there is no GPU."""
 
 import ctypes
+import functools
 import gc
 import os
 
@@ -51,12 +52,13 @@ def _environment_is_left_as_it_was() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _memory_is_given_back(request: pytest.FixtureRequest) -> Iterator[None]:
+def _memory_is_given_back() -> Iterator[None]:
     """What a file's tests computed once for each other is of no use to the next file, and a worker runs a hundred."""
     yield
-    for value in vars(request.module).values():
-        if hasattr(value, "cache_clear") and str(value.__module__).startswith("tests."):
-            value.cache_clear()
+    for module in [module for name, module in sys.modules.items() if name.startswith("tests.")]:
+        for value in vars(module).values():
+            if isinstance(value, functools._lru_cache_wrapper):
+                value.cache_clear()
     with warnings.catch_warnings():
         # Of what is left open, it is not the next file's tests that shall hear.
         warnings.simplefilter("ignore", ResourceWarning)

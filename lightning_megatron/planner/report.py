@@ -121,8 +121,8 @@ def cut_text(run: Run) -> str:
     if run.balanced is None:
         text = f"{run.sizes.dp} replicas of {run.num_microbatches} microbatches of {run.micro_batch_size}"
     else:
-        widths = "; ".join(f"{number} over {size}" for size, number in _widths(run.balanced).items())
-        text = f"{len(run.balanced.lengths):,} documents in {run.num_microbatches} microbatches a rank, packs {widths}"
+        widths = "; ".join(f"{number} over {size} ranks" for size, number in _widths(run.balanced).items())
+        text = f"{len(run.balanced.lengths):,} documents in {run.num_microbatches} microbatches a rank, packs: {widths}"
     more = f", {run.num_accumulated} batches a step" if run.num_accumulated > 1 else ""
     return f"{text}, schedule {schedule_text(run)}{more}"
 

@@ -230,7 +230,7 @@ def test_documents_that_are_balanced_are_planned_as_they_are(
     assert short["step_seconds"] < rows["step_seconds"]
     assert "each row counts as one document of 1,024 tokens" in rows["notes"][1]
     text = printed(capsys, file, *options, "--document-lengths", "median=200,sigma=1")
-    assert "documents in" in text and "microbatches a rank, packs" in text
+    assert "documents in" in text and "microbatches a rank, packs: " in text
     # A search, and a layout that is written out, go without, and are those of the recipe that never had it.
     (tmp_path / "plain").mkdir()
     own = {"trainer.strategy.init_args": {}, "data": BALANCED_DATA | {"packing": "documents"}}

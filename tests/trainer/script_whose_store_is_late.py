@@ -16,7 +16,7 @@ from datetime import timedelta
 from lightning_megatron.trainer.failure import FailureWatch
 from lightning_megatron.trainer.stop_vote import StopVote
 
-TIMEOUT = timedelta(seconds=240)
+TIMEOUT = timedelta(seconds=60)
 
 
 class Lasts:

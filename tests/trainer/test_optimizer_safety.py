@@ -119,7 +119,8 @@ def test_a_bad_gradient_ends_the_run_on_all_ranks_and_says_whose_it_is(kind: str
     for found in run_on_ranks(2, injured, KINDS[kind], DP2, (2,), False, init=False):
         assert "NaN or Inf in gradients at step 2:\n  - rank 1: after.weight\n" in found["error"]
         assert 'on_nonfinite="skip"' in found["error"]
-        assert found["seconds"] < 120
+        # Less than a time-out of the process group.
+        assert found["seconds"] < 45
 
 
 class DifferentlyInjured(Scheduled):
