@@ -86,7 +86,7 @@ def work_bytes(
             waiting = gradient * _trains_head(stage) + _grown_bytes(run, stage)
         peaks.append(held + waiting + again + max((layer_work(run, piece) for piece in stage), default=0.0))
         peaks.append(held + again + max((_drawing_bytes(run, piece) for piece in stage), default=0.0))
-        peaks.append(held + waiting + again + max((_scores_bytes(run, piece) for piece in stage), default=0.0))
+        peaks.append(held + waiting + again + max((_scores_bytes(run, rank, piece) for piece in stage), default=0.0))
         if logits:
             peaks += [held + logits, held + gradient + _head_work(run, stage, matrix)]
         if places := [place for place, piece in enumerate(stage) if piece.embedded_tokens and piece.is_trained]:
@@ -96,6 +96,11 @@ def work_bytes(
             gone = 0.0 if run.schedule.name in _SPLITTING else stage_bytes(run, behind)
             made = unmade + through if unmade else 0.0
             peaks.append(held + waiting - gone + made + matrix * _gradient_width(run))
+            if any(piece.shared_matrices for piece in list(stage)[places[0] + 1 : places[-1] + 1]):
+                # The gradients of both stacks' look-ups are added to a third.
+                gone = 0.0 if run.schedule.name in _SPLITTING else stage_bytes(run, stage)
+                each = matrix * (4 if _is_widened(run) else run.bytes_per_element)
+                peaks.append(held + waiting - gone + made + 3 * each)
     return max(peaks)
 
 
@@ -348,15 +353,16 @@ def _attention_drawing_bytes(run: Run, layer: Layer) -> float:
     return pairs * (_DRAW_BYTES + streams * (1 + is_again * run.software.pair_bytes))
 
 
-def _scores_bytes(run: Run, piece: Piece) -> float:
+def _scores_bytes(run: Run, rank: int, piece: Piece) -> float:
     """What the backward of attention holds where scores are laid out for want of a kernel: two gradients of them."""
     layer = piece.layer
     if layer is None or not lays_scores_out(layer, run.sizes, run.bytes_per_element) or not piece.passes_gradient:
         return 0.0
     pairs = layer.sequence**2 * layer.config.num_attention_heads / run.sizes.tp
     gradients = 2 * run.micro_batch_size * layer.repeats * pairs * run.bytes_per_element
-    is_split = run.schedule.name in _SPLITTING
-    return gradients - (0.0 if is_split else feed_forward_bytes(run, piece))
+    # A backward is done with the feed-forward network; a forward beside it makes one.
+    is_held = run.schedule.name in _SPLITTING or has_pairs(run.schedule, rank)
+    return gradients - (0.0 if is_held else feed_forward_bytes(run, piece))
 
 
 def inner_sizes(run: Run, layer: Layer, tokens: float) -> tuple[float, float, float]:

@@ -92,6 +92,9 @@ RUNS = {
     ),
     "post-norm BERT": run_of(replace(BERT, norm_placement="post"), Sizes(world=2), texts=SHORT, micro_batch_size=4),
     "T5": run_of(T5, Sizes(world=4, pp=4), texts=PAIRS, micro_batch_size=4),
+    "T5 of few layers": run_of(
+        replace(T5, num_layers=2, num_decoder_layers=2), Sizes(world=2, pp=2), texts=PAIRS, micro_batch_size=2
+    ),
     "BERT in float32": run_of(BERT, Sizes(), texts=SHORT, micro_batch_size=4, precision="32-true"),
     "T5 in float32": run_of(T5, Sizes(world=2, pp=2), texts=PAIRS, micro_batch_size=4, precision="32-true"),
     "groups laid out in float32": run_of(LLAMA, Sizes(world=2, pp=2), precision="32-true"),
