@@ -126,6 +126,31 @@ def feed_forward_bytes(run: Run, piece: Piece) -> float:
     return _layer_bytes(run, piece, _own(run.recompute)) - _layer_bytes(run, piece, without)
 
 
+def attention_bytes(run: Run, piece: Piece) -> tuple[float, float]:
+    """Of what a layer keeps that of attention between its linears: to its own stream, and to an encoder's."""
+    layer = piece.layer
+    assert layer is not None
+    again: tuple[RecomputePart, ...] = ("norm", "moe" if layer.has_experts else "mlp")
+    if "core_attention" in _parts(run.recompute):
+        again = ("core_attention", *again)
+    lean, plain = RecomputeConfig(granularity="selective", parts=again), replace(run, fp8=None)
+    # Beside an encoder's stream it is a document's.
+    alone = replace(piece, layer=replace(layer, memory=0, has_bounds=layer.has_bounds or layer.memory > 0))
+    own, whole = (_layer_bytes(plain, one, lean) for one in (alone, piece))
+    config, sizes, width = layer.config, run.sizes, run.bytes_per_element
+    tokens = run.micro_batch_size * layer.repeats * layer.sequence // (sizes.cp if layer.is_cut_by_context else 1)
+    shard = tokens / (sizes.tp if sizes.sequence_parallel else 1)
+    norm = 2 * shard * config.hidden_size * width
+    norm += shard * 4 * (2 if config.normalization == "layernorm" else 1)
+    mask = shard * config.hidden_size * (config.hidden_dropout > 0)
+    wider, wider_with_memory = (
+        _wider_norms(one, sizes, tokens, width, _norm_width(run), stream_width(run, piece), lean)
+        for one in (replace(layer, memory=0), layer)
+    )
+    others = norm + 2 * mask + wider
+    return own - others, whole - own - (norm + mask + wider_with_memory - wider) * (layer.memory > 0)
+
+
 def is_shared(layer: Layer, sizes: Sizes) -> bool:
     """Whether attention runs document by document, over ranks that share them: what it gives is then kept by head and
     by token."""

@@ -136,6 +136,10 @@ class Piece:
     # its parameters, those of paths apart
     passes_gradient: bool = True
     # to what goes in, where its backward runs
+    needs_input: bool = True
+    # on its stage: the gradient of what it reads, for somebody before it
+    needs_memory: bool = True
+    # the same of what an encoder gave
     paths: tuple[LowRankPath, ...] = ()
     # beside linears of its layer
 
@@ -199,20 +203,6 @@ def anatomy_of(model: Model, texts: Texts) -> Anatomy:
     else:
         pieces = _gpt(model, texts)
     return Anatomy(config=model, texts=texts, pieces=pieces)
-
-
-@lru_cache(maxsize=4096)
-def stages_of(anatomy: Anatomy, num_stages: int, layout: StageLayout) -> tuple[Stage, ...]:
-    """Of each stage its pieces and how many there are of each; equal stages are one object."""
-    pieces = anatomy.pieces
-    made: dict[tuple[int, ...], Stage] = {}
-    numbers = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
-    kinds = [numbers[piece] for piece in pieces]
-    ranges = _stage_ranges(anatomy, num_stages, layout)
-    for first, end in ranges:
-        if (key := tuple(kinds[first:end])) not in made:
-            made[key] = Counter(pieces[first:end])
-    return tuple(made[tuple(kinds[first:end])] for first, end in ranges)
 
 
 def ordered_stages(anatomy: Anatomy, num_stages: int, layout: StageLayout) -> tuple[tuple[Piece, ...], ...]:

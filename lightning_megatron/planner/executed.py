@@ -25,8 +25,9 @@ from lightning_megatron.context.laid_out import MOST_SCORES
 from lightning_megatron.context.layout import View, cut
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import BertConfig, T5Config
-from lightning_megatron.planner.anatomy import Layer, LowRankPath, Piece, ordered_stages
+from lightning_megatron.planner.anatomy import Layer, LowRankPath, Piece
 from lightning_megatron.planner.moments import of_group
+from lightning_megatron.planner.needed import needed_stages
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.work import has_no_kernel
 from lightning_megatron.transformer import cost
@@ -45,8 +46,7 @@ def _microbatch_flops(run: Run) -> float:
     """On all ranks of a replica."""
     sizes = run.sizes
     walk, flops = _Walk(run), 0.0
-    for number, stage in enumerate(ordered_stages(run.anatomy, sizes.num_stages, sizes.stage_layout)):
-        walk.enter(is_first=number == 0)
+    for stage in needed_stages(run.anatomy, sizes.num_stages, sizes.stage_layout):
         for places, is_again in groups_of(run.recompute, [piece.symbol == "t" for piece in stage]):
             passed = [walk.through(stage[place]) for place in places]
             flops += sum(part.forward + part.backward for part in passed)
@@ -88,25 +88,14 @@ class _Linear:
 
 
 class _Walk:
-    """Goes through the pieces in order and knows whether anybody needs the gradient of what has come so far."""
+    """Goes through a piece product by product and knows whether anybody needs the gradient of what has come so far."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self.is_needed = False
-        self._is_memory_needed = False
-        # of what an encoder gave
-
-    def enter(self, *, is_first: bool) -> None:
-        """Stages send back gradients of all that they receive, whoever needs them."""
-        self.is_needed |= not is_first
-        self._is_memory_needed |= not is_first
 
     def through(self, piece: Piece) -> _Passed:
-        if piece.embedded_tokens:
-            if isinstance(self._run.model, T5Config):
-                # A decoder's stream is one of its own.
-                self._is_memory_needed, self.is_needed = self.is_needed, False
-            self.is_needed |= piece.is_trained
+        self.is_needed = piece.needs_input
         if piece.layer is None:
             return self._chain(piece, _end(self._run, piece))
         if not piece.layer.repeats:
@@ -116,8 +105,6 @@ class _Walk:
     def _layer(self, piece: Piece, layer: Layer) -> _Passed:
         run = self._run
         again = run.recompute.parts if run.recompute.granularity == "selective" else ()
-        # The norm before the first product has weights too.
-        self.is_needed |= piece.is_trained
         linears = _Linears(run, piece, layer)
         query, keys = layer.config.num_attention_heads * layer.config.head_dim, linears.keys
         hidden = layer.config.hidden_size
@@ -137,7 +124,7 @@ class _Walk:
         query = layer.config.num_attention_heads * layer.config.head_dim
         memory = _rows(run, run.micro_batch_size * layer.repeats, layer.memory)
         queries = self._chain(piece, [linears.of("cross_attention.query", linears.rows, hidden, query)])
-        stream, self.is_needed = self.is_needed, self._is_memory_needed
+        stream, self.is_needed = self.is_needed, piece.needs_memory
         pairs = self._chain(piece, [linears.of("cross_attention.key_value", memory, hidden, 2 * linears.keys)])
         self.is_needed |= stream
         core = _cross_attention(run, layer)

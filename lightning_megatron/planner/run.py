@@ -12,9 +12,10 @@ from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import BertConfig
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.pipeline.choice import Schedule, ScheduleName
-from lightning_megatron.planner.anatomy import Anatomy, Model, Stage, Texts, stages_of
+from lightning_megatron.planner.anatomy import Anatomy, Model, Stage, Texts
 from lightning_megatron.planner.balanced import Balanced
 from lightning_megatron.planner.hardware import Products
+from lightning_megatron.planner.needed import stages_of
 from lightning_megatron.planner.rules import Facts, faults
 from lightning_megatron.planner.software import OURS, Software
 from lightning_megatron.planner.trained import ALL, Trained, trained_anatomy

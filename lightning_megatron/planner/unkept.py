@@ -7,8 +7,9 @@ T tokens of a microbatch on this rank, H hidden, F feed-forward, R rank.
 """
 
 from lightning_megatron.mesh import Sizes
-from lightning_megatron.planner.activations import is_shared, lays_scores_out
-from lightning_megatron.planner.anatomy import Layer, Piece, Stage
+from lightning_megatron.models import BertConfig
+from lightning_megatron.planner.activations import attention_bytes, is_shared, lays_scores_out
+from lightning_megatron.planner.anatomy import Layer, LowRankPath, Piece, Stage
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.working_set import inner_sizes
 
@@ -22,19 +23,47 @@ def unkept_bytes(run: Run, stage: Stage) -> float:
     """Bytes of a microbatch that a stage keeps less than if all its layers were trained; below 0 it keeps more."""
     if run.recompute.granularity == "full":
         return 0.0
-    return sum(count * unkept_of(run, piece) for piece, count in stage.items()) + _unread_bytes(run, stage)
+    return sum(count * (unkept_of(run, piece) + _unreached_bytes(run, piece)) for piece, count in stage.items())
 
 
-def _unread_bytes(run: Run, stage: Stage) -> float:
-    """What norms right behind frozen embeddings do not keep: nobody needs the gradient of what they read."""
-    lora = run.trained.lora
-    again = run.recompute.parts if run.recompute.granularity == "selective" else ()
-    if lora is None or ("norm" in again and "attention.qkv" in lora.targets):
+def _unreached_bytes(run: Run, piece: Piece) -> float:
+    """What a layer does not keep before its first path, where nobody needs the gradient of what it reads."""
+    layer = piece.layer
+    if layer is None or piece.needs_input or not piece.paths:
         return 0.0
-    sizes, streams = run.sizes, run.micro_batch_size * run.model.hidden_size
+    again = run.recompute.parts if run.recompute.granularity == "selective" else ()
+    names = {path.name for path in piece.paths}
+    config, sizes, width = layer.config, run.sizes, run.bytes_per_element
     sp = sizes.tp if sizes.sequence_parallel else 1
-    tokens = sum(piece.embedded_tokens for piece in stage)
-    return streams * tokens / sizes.cp / sp * (4 if run.is_mixed else run.bytes_per_element)
+    tokens = run.micro_batch_size * layer.repeats * layer.sequence / (sizes.cp if layer.is_cut_by_context else 1)
+    shard = tokens / sp * config.hidden_size
+    is_post = isinstance(config, BertConfig) and config.norm_placement == "post"
+    norm = shard * (4 if run.is_mixed else width)
+    between = norm + shard * (config.hidden_dropout > 0)
+    first = 0.0 if is_post or ("norm" in again and "attention.qkv" in names) else norm
+    attended = tokens * config.num_attention_heads * config.head_dim / sizes.tp * width
+    own, cross = attention_bytes(run, piece)
+    # What goes into projections is told of by `unkept_of`, or kept by a path.
+    is_beside = any(path.name == "attention.projection" and not path.has_dropout for path in piece.paths)
+    is_told = is_beside or not _is_kept_by_kernel(layer, sizes, width)
+    steps = [({"attention.qkv"}, first), ({"attention.projection"}, own - attended * is_told)]
+    if layer.memory:
+        steps += [
+            ({"cross_attention.query", "cross_attention.key_value"}, between),
+            ({"cross_attention.projection"}, cross - attended),
+        ]
+    steps.append(({"mlp.up", "shared.up"}, between))
+    if not layer.has_experts and config.activation != "relu" and "mlp" not in again:
+        gates = 2 if config.is_gated else 1
+        steps.append(({"mlp.down"}, tokens * gates * config.ffn_hidden_size / sizes.tp * width))
+    unreached = 0.0
+    for linears, size in steps:
+        if piece.needs_memory and "cross_attention.projection" in linears:
+            break
+        unreached += size
+        if linears & names:
+            break
+    return unreached
 
 
 def unkept_of(run: Run, piece: Piece) -> float:
@@ -63,12 +92,29 @@ def unkept_of(run: Run, piece: Piece) -> float:
         is_down_kept = config.activation == "relu" or {"mlp", "activation"} & set(again)
         features = tokens * config.ffn_hidden_size / sizes.tp * width
         inputs |= {"mlp.up": 0.0 if "mlp" in again else normed, "mlp.down": 0.0 if is_down_kept else features}
-    beside = sum(inputs.get(path.name, 0.0) for path in piece.paths)
+    beside = sum(_kept_beside(run, piece, path, tokens, inputs.get(path.name)) for path in piece.paths)
     if run.fp8 is not None:
         inputs |= {name: size / width for name, size in inputs.items() if name in _FP8}
         # Linears keep their own casts of what kernels keep.
         inputs["attention.projection"] = attended / width
     return sum(inputs.values()) - beside - _kept_by_paths(run, piece, tokens)
+
+
+def _kept_beside(run: Run, piece: Piece, path: LowRankPath, tokens: float, size: float | None) -> float:
+    """What goes into a path beside a linear of a piece that keeps `size` for it: what dropout leaves is the path's own,
+    whatever else keeps the linear's."""
+    assert piece.layer is not None
+    again = run.recompute.parts if run.recompute.granularity == "selective" else ()
+    is_remade = path.name.startswith(("mlp.", "shared.")) and ("moe" if piece.layer.has_experts else "mlp") in again
+    if size is None or not path.has_dropout or is_remade:
+        return size or 0.0
+    return tokens * _path_inputs(run, path) * run.bytes_per_element
+
+
+def _path_inputs(run: Run, path: LowRankPath) -> float:
+    """Features of what goes into a path, for each token of the microbatch on this rank."""
+    tp = run.sizes.tp
+    return path.inputs / ((tp if run.sizes.sequence_parallel else 1) if path.cuts_outputs else tp)
 
 
 def _is_kept_by_kernel(layer: Layer, sizes: Sizes, width: int) -> bool:
@@ -97,16 +143,14 @@ def _expert_inputs(run: Run, layer: Layer, tokens: float, stream: float, again: 
 
 
 def _kept_by_paths(run: Run, piece: Piece, tokens: float) -> float:
-    tp = run.sizes.tp
-    sp = tp if run.sizes.sequence_parallel else 1
     kept = 0.0
     for path in piece.paths:
-        inputs = path.inputs / sp if path.cuts_outputs else path.inputs / tp
+        inputs = _path_inputs(run, path)
         own = tokens
         if path.name == "cross_attention.key_value":
             assert piece.layer is not None
             own = run.micro_batch_size * piece.layer.memory / run.sizes.cp
-            # Each layer's path casts what the encoder gave by itself.
-            kept += own * inputs * 2 * run.is_mixed
+            # Each layer's path casts what the encoder gave by itself, or drops of it.
+            kept += own * inputs * run.bytes_per_element * (run.is_mixed or path.has_dropout)
         kept += own * (path.rank * run.bytes_per_element + path.has_dropout * inputs)
     return kept

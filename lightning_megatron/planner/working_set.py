@@ -85,6 +85,8 @@ def work_bytes(
             # While weights wait for their halves so does what those are made of.
             waiting = gradient * _trains_head(stage) + _grown_bytes(run, stage)
         peaks.append(held + waiting + again + max((layer_work(run, piece) for piece in stage), default=0.0))
+        if not any(piece.passes_gradient or piece.is_trained for piece in stage):
+            peaks.append(held + max((_forward_work(run, piece) for piece in stage), default=0.0))
         peaks.append(held + again + max((_drawing_bytes(run, piece) for piece in stage), default=0.0))
         peaks.append(held + waiting + again + max((_scores_bytes(run, rank, piece) for piece in stage), default=0.0))
         if logits:
@@ -323,6 +325,21 @@ def layer_work(run: Run, piece: Piece) -> float:
     activation = (4 if config.is_gated else 1) * inner
     # Gradients of rows as they come from where their tokens are, behind the experts, and on their way back.
     return stream + max(down, activation) + remade + 3 * moved
+
+
+def _forward_work(run: Run, piece: Piece) -> float:
+    """What the forward of a layer holds of a stage that keeps nothing, which is a first one: beside messages what came
+    in, what goes into its feed-forward network, the same before its norm, what is inside of it with a weight that is
+    cast, and what it gives."""
+    layer = piece.layer
+    if layer is None or not layer.repeats:
+        return 0.0
+    config, sizes, width = layer.config, run.sizes, run.bytes_per_element
+    tokens = run.micro_batch_size * layer.repeats * layer.sequence / (sizes.cp if layer.is_cut_by_context else 1)
+    rows, features, weight = inner_sizes(run, layer, tokens)
+    shard = tokens / (sizes.tp if sizes.sequence_parallel else 1) * config.hidden_size
+    inner = rows * features * (3 if config.is_gated else 2)
+    return 3 * shard * stream_width(run, piece) + (inner + shard + weight * run.is_mixed) * width
 
 
 def _drawing_bytes(run: Run, piece: Piece) -> float:

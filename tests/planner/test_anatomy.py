@@ -8,8 +8,9 @@ from lightning_megatron.mesh import Mesh, Sizes, StageLayout
 from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config
 from lightning_megatron.models.vision import VisionConfig
 from lightning_megatron.moe.config import MoEConfig, RouterConfig
-from lightning_megatron.planner.anatomy import Model, Texts, anatomy_of, stages_of
+from lightning_megatron.planner.anatomy import Model, Texts, anatomy_of
 from lightning_megatron.planner.memory import parameters_of_rank
+from lightning_megatron.planner.needed import stages_of
 from lightning_megatron.planner.run import Run
 from lightning_megatron.transformer import cost
 

@@ -59,6 +59,10 @@ def selective(*parts: str) -> RecomputeConfig:
     return RecomputeConfig(granularity="selective", parts=parts)  # type: ignore[arg-type]
 
 
+def beside(*targets: str) -> Trained:
+    return Trained(lora=LoraConfig(targets=targets))  # type: ignore[arg-type]
+
+
 SHORT, PAIRS = Texts(sequence=512), Texts(sequence=512, decoder_sequence=128)
 PACKED_PAIRS = replace(PAIRS, are_packed=True)
 IMAGES = Texts(sequence=1024, images=1)
@@ -103,6 +107,9 @@ RUNS = {
     "a frozen tower": run_of(
         LLAVA, Sizes(world=2, pp=2), texts=IMAGES, trained=Trained(frozen=("vision",)), optimizer=DISTRIBUTED
     ),
+    "a frozen tower over four stages": run_of(
+        LLAVA, Sizes(world=4, pp=4), texts=IMAGES, trained=Trained(frozen=("vision",)), optimizer=DISTRIBUTED
+    ),
     "low-rank paths": run_of(
         LLAMA,
         Sizes(world=4, tp=2, sequence_parallel=True),
@@ -132,6 +139,34 @@ RUNS = {
         texts=PAIRS,
         micro_batch_size=4,
         trained=Trained(lora=LoraConfig(targets=("attention.qkv", "cross_attention.key_value"))),
+    ),
+    "a low-rank path beside queries of an encoder's stream": run_of(
+        replace(T5, num_layers=4, num_decoder_layers=4),
+        Sizes(world=4, pp=4),
+        texts=PAIRS,
+        micro_batch_size=4,
+        trained=beside("cross_attention.query"),
+    ),
+    "a low-rank path behind attention to an encoder": run_of(
+        replace(T5, num_layers=1, num_decoder_layers=1, vocab_size=8192),
+        Sizes(),
+        texts=Texts(sequence=128, decoder_sequence=512),
+        micro_batch_size=4,
+        precision="32-true",
+        trained=beside("cross_attention.projection"),
+    ),
+    "a low-rank path behind dropped attention": run_of(
+        replace(DROPS, num_layers=2), Sizes(), micro_batch_size=2, trained=beside("attention.projection")
+    ),
+    "a low-rank path at the end of a layer": run_of(
+        replace(LLAMA, num_layers=2, vocab_size=8192), Sizes(), micro_batch_size=2, trained=beside("mlp.down")
+    ),
+    "a low-rank path in a post-norm BERT": run_of(
+        replace(BERT, num_layers=4, norm_placement="post"),
+        Sizes(world=2, pp=2),
+        texts=SHORT,
+        micro_batch_size=4,
+        trained=beside("mlp.down"),
     ),
     "low-rank paths beside packed documents": run_of(
         GPT,
