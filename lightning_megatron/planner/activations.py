@@ -48,6 +48,17 @@ def again_bytes(run: Run, stage: Stage, spared: Callable[[Piece], float]) -> flo
     return max(sums, default=0.0)
 
 
+def groups_again(run: Run, stage: Stage, spared: Callable[[Piece], float]) -> list[tuple[float, list[float]]]:
+    """Of the groups of layers of a stage what a backward first makes again of each, and what each of its layers keeps
+    then."""
+    found = []
+    for group, is_again in _groups(run.recompute, stage):
+        kept = _ALL if is_again else _own(run.recompute)
+        each = [_layer_bytes(run, piece, kept) - spared(piece) for piece in group]
+        found.append((sum(each) - _layer_bytes(run, group[0], _INPUTS) if is_again else 0.0, each))
+    return found
+
+
 def logit_bytes(run: Run, stage: Stage) -> float:
     """Logits of one microbatch, and what the loss makes of them."""
     tokens = max((piece.logit_tokens for piece in stage), default=0)
@@ -72,7 +83,7 @@ def _groups(recompute: RecomputeConfig, stage: Stage) -> list[tuple[list[Piece],
     layers = [piece for piece, count in stage.items() if piece.layer is not None for _ in range(count)]
     if recompute.granularity != "full":
         return [(layers, False)]
-    ranges = groups_of(recompute, [piece.symbol == "t" for piece in layers])
+    ranges = groups_of(recompute, [piece.is_layer for piece in layers])
     return [([layers[place] for place in places], is_again) for places, is_again in ranges]
 
 
@@ -82,9 +93,10 @@ def _end_bytes(run: Run, piece: Piece) -> float:
     sp = sizes.tp if sizes.sequence_parallel else 1
     tokens = run.micro_batch_size * (run.texts.decoder_sequence or run.texts.sequence) / sizes.cp
     if piece.embedded_tokens:
-        # Ids, and the mask of dropout.
+        # Ids, the mask of dropout, and what a norm of a BERT reads.
         rows = run.micro_batch_size * piece.embedded_tokens / sizes.cp
-        return rows * (8 + hidden / sp * (run.model.hidden_dropout > 0))
+        is_normed = isinstance(run.model, BertConfig) and run.model.embedding_norm
+        return rows * (8 + hidden / sp * ((run.model.hidden_dropout > 0) + is_normed * _norm_width(run)))
     if piece.products:
         return sum(
             run.micro_batch_size * product.tokens * (product.inputs + product.outputs) * width
@@ -225,6 +237,11 @@ def _kept(
     kept += _wider_norms(layer, sizes, streams * sequence, width, norm_width, own_width, recompute)
     if software.squares_relu and config.activation == "relu" and not layer.has_experts:
         kept += streams * sequence * config.ffn_hidden_size / tp * width
+    if software.counts_work and config.activation == "relu" and not layer.has_experts:
+        # One that is to be made again keeps what it reads for that, and what it gives as ever.
+        parts = _parts(recompute)
+        is_twice = "activation" in parts and "mlp" not in parts
+        kept += is_twice * streams * sequence * config.ffn_hidden_size / tp * width
     if software.counts_work and is_shared(layer, sizes):
         kept += num_attentions * own_rows * config.head_dim * width
     if drops_in_tiles:

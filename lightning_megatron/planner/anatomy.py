@@ -143,6 +143,11 @@ class Piece:
     paths: tuple[LowRankPath, ...] = ()
     # beside linears of its layer
 
+    @property
+    def is_layer(self) -> bool:
+        """Whether recomputation runs it again as a whole: a layer of a stack or of a tower that runs at all."""
+        return self.layer is not None and self.layer.repeats > 0
+
     # Looked up often, and configurations have many fields.
     @cached_property
     def _hash(self) -> int:

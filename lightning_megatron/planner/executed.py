@@ -47,7 +47,7 @@ def _microbatch_flops(run: Run) -> float:
     sizes = run.sizes
     walk, flops = _Walk(run), 0.0
     for stage in needed_stages(run.anatomy, sizes.num_stages, sizes.stage_layout):
-        for places, is_again in groups_of(run.recompute, [piece.symbol == "t" for piece in stage]):
+        for places, is_again in groups_of(run.recompute, [piece.is_layer for piece in stage]):
             passed = [walk.through(stage[place]) for place in places]
             flops += sum(part.forward + part.backward for part in passed)
             if is_again and walk.is_needed:

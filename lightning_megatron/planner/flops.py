@@ -110,9 +110,8 @@ def recomputed_flops(
 
 def _again_flops(piece: Piece, anatomy: Anatomy, batch: int, all_pairs: bool, recompute: RecomputeConfig) -> float:
     if recompute.granularity == "full":
-        # Whole layers are run again where stages divide them, which a vision tower's are not.
-        is_again = piece.symbol == "t"
-        return float(piece_flops(piece, anatomy.config, batch=batch, counts_all_pairs=all_pairs)) if is_again else 0.0
+        flops = piece_flops(piece, anatomy.config, batch=batch, counts_all_pairs=all_pairs)
+        return float(flops) if piece.is_layer else 0.0
     layer, again = piece.layer, 0.0
     if layer is None:
         return again

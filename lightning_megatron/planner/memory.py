@@ -12,14 +12,16 @@
 Sources: Korthikanti et al., arXiv 2205.05198, section 4; Rajbhandari et al., arXiv 1910.02054, section 3.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
 from lightning_megatron.planner.activations import again_bytes, logit_bytes, stage_bytes
 from lightning_megatron.planner.anatomy import Stage, parameters_of
+from lightning_megatron.planner.halves import Half, halves_of, halves_work_bytes
 from lightning_megatron.planner.moments import moments_of
 from lightning_megatron.planner.pairs import unmade_bytes
-from lightning_megatron.planner.pipeline_load import kept_by_chunk
+from lightning_megatron.planner.pipeline_load import kept_by_chunk, puts_halves_off
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.trained import backward_part, trained_of_stages
 from lightning_megatron.planner.unkept import unkept_bytes, unkept_of
@@ -78,19 +80,23 @@ def memory_of(run: Run) -> tuple[Memory, ...]:
 def rank_memory(run: Run, rank: int) -> Memory:
     """Of one pipeline rank; of those that share its stages of the one that holds the most."""
     if run.balanced is None:
-        return _memory_at(run, rank, kept_by_chunk(run.schedule, rank))
+        halves = halves_of(run.schedule, rank) if puts_halves_off(run.schedule) else ()
+        return _memory_at(run, rank, kept_by_chunk(run.schedule, rank), halves)
     return fullest(run, rank)[1]
 
 
 def fullest(run: Run, rank: int, line: int | None = None) -> tuple[int, Memory]:
     """Where microbatches differ: of the ranks that share a pipeline rank's stages the place of the one that holds the
     most, or of the one at that place, and what it holds."""
-    found = [(moment.line, _memory_at(moment.run, rank, moment.kept)) for moment in moments_of(run, rank, line)]
+    found = [
+        (moment.line, _memory_at(moment.run, rank, moment.kept, moment.halves))
+        for moment in moments_of(run, rank, line)
+    ]
     return max(found, key=lambda one: one[1].total)
 
 
-def _memory_at(run: Run, rank: int, kept: tuple[float, ...]) -> Memory:
-    """Of a rank that keeps so many microbatches of each chunk."""
+def _memory_at(run: Run, rank: int, kept: tuple[float, ...], halves: Sequence[Half] = ()) -> Memory:
+    """Of a rank that keeps so many microbatches of each chunk; where halves are put off, over these moments."""
     dense, experts, largest, matrix = parameters_of_rank(run, rank)
     stages = run.stages[rank]
     trained = trained_of_stages(stages, run.anatomy, run.sizes)
@@ -103,7 +109,10 @@ def _memory_at(run: Run, rank: int, kept: tuple[float, ...]) -> Memory:
     again = max(again_bytes(run, stage, partial(unkept_of, run)) for stage in passed)
     logits = max(logit_bytes(run, stage) for stage in stages)
     if run.software.counts_work:
-        work = work_bytes(run, rank, kept, activations, again, trained, unmade)
+        if halves:
+            work = halves_work_bytes(run, rank, halves, trained)
+        else:
+            work = work_bytes(run, rank, kept, activations, again, trained, unmade)
         work += _buffers(run, stages)
         activations, logits = min(activations, work), min(logits, max(work - activations, 0.0))
         memory = Memory(

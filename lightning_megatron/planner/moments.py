@@ -7,13 +7,11 @@ grows with tokens, so of the moments those matter that no other equals in both t
 from dataclasses import dataclass, replace
 
 from lightning_megatron.context.balance import Group
-from lightning_megatron.pipeline.choice import order_of
 from lightning_megatron.pipeline.schedule import Kind
 from lightning_megatron.planner.anatomy import Texts
+from lightning_megatron.planner.halves import Half, walked
+from lightning_megatron.planner.pipeline_load import puts_halves_off
 from lightning_megatron.planner.run import Run
-
-_LAST = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-_WORKING = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +24,8 @@ class Moment:
     # place of the rank among dp x cp
     kept: tuple[float, ...]
     # microbatches like that one whose tokens are as many as those that are kept, by chunk
+    halves: tuple[Half, ...] = ()
+    # the same where halves of backwards are put off
 
 
 def of_group(run: Run, group: Group) -> Run:
@@ -60,32 +60,23 @@ def moments_of(run: Run, rank: int, line: int | None = None) -> list[Moment]:
     assert run.balanced is not None
     step = run.balanced
     lines = step.lines if line is None else {line: step.plan.groups_of(line)}
-    walked = [(line, groups, *moment) for line, groups in lines.items() for moment in _walked(run, rank, groups)]
+    moments = [
+        (line, groups, *moment)
+        for line, groups in lines.items()
+        for moment in walked(run.schedule, rank, [step.rows_of(group) for group in groups])
+    ]
     found: list[Moment] = []
-    most = 0
-    for line, groups, held, microbatch in sorted(walked, key=lambda moment: -sum(moment[2])):
+    most: dict[tuple[Kind, int] | None, int] = {}
+    for line, groups, half, microbatch in sorted(moments, key=lambda one: -sum(one[2].kept + one[2].waiting)):
         rows = step.rows_of(groups[microbatch])
-        if rows <= most:
+        place = (half.kind, half.chunk) if puts_halves_off(run.schedule) else None
+        if rows <= most.get(place, 0):
             continue
-        most = rows
+        most[place] = rows
         alike = replace(
             of_group(run, groups[microbatch]), held_tokens=sum(sum(step.lengths_of(group)) for group in groups)
         )
-        found.append(Moment(run=alike, line=line, kept=tuple(own / rows for own in held)))
-    return found
-
-
-def _walked(run: Run, rank: int, groups: tuple[Group, ...]) -> list[tuple[tuple[int, ...], int]]:
-    """At each start of a compute the tokens that are held, by chunk, and the microbatch that is at work."""
-    assert run.balanced is not None
-    rows = [run.balanced.rows_of(group) for group in groups]
-    sizes = run.sizes
-    own = [number for number in range(sizes.num_stages) if sizes.pp_rank_of(number) == rank]
-    held, found = [0] * len(own), []
-    for action in order_of(run.schedule)[rank]:
-        chunk = own.index(action.stage)
-        held[chunk] += rows[action.microbatch] * (action.kind is Kind.FORWARD)
-        if action.kind in _WORKING:
-            found.append((tuple(held), action.microbatch))
-        held[chunk] -= rows[action.microbatch] * (action.kind in _LAST)
+        kept, waiting = (tuple(own / rows for own in held) for held in (half.kept, half.waiting))
+        halves = () if place is None else (replace(half, kept=kept, waiting=waiting, flying=half.flying / rows),)
+        found.append(Moment(run=alike, line=line, kept=kept, halves=halves))
     return found

@@ -8,8 +8,6 @@
     the embedding's        the gradient of its whole matrix, and the same in float32 where gradients are; the layers of
                            the microbatch are gone by then
     the head's             logits, or their gradient beside that of the weight
-    halves put off         what products read and the gradients of what they give, of microbatches whose weights'
-                           gradients come later
     earlier batches        the sum of their gradients, where a step accumulates several and a schedule runs them
     the optimizer          the root of the second moments of all that the rank steps; of gradients in 16 bits a copy in
                            float32
@@ -18,6 +16,7 @@ A step's peak is at one of them. `dry_run` runs the code that these formulas des
 T tokens of a microbatch, H hidden, F feed-forward, V vocabulary, of this rank.
 """
 
+from lightning_megatron.models import LlavaConfig
 from lightning_megatron.planner.activations import (
     feed_forward_bytes,
     is_shared,
@@ -28,12 +27,10 @@ from lightning_megatron.planner.activations import (
     stream_width,
 )
 from lightning_megatron.planner.anatomy import Layer, LowRankPath, Piece, Stage
-from lightning_megatron.planner.pipeline_load import has_pairs
+from lightning_megatron.planner.pipeline_load import has_pairs, puts_halves_off
 from lightning_megatron.planner.run import Run
 from lightning_megatron.transformer import cost
 
-_SPLITTING = ("zb_h1", "zb_v")
-# These schedules put the halves of backwards off that make weights' gradients.
 _BATCH_BYTES = 20
 # of a token: its id and its label, int64, and its place in the loss mask, float32
 _BOUND_BYTES = 8
@@ -41,7 +38,7 @@ _BOUND_BYTES = 8
 
 _DRAW_BYTES = 24
 # of each number that may be dropped, while a mask is drawn; of weights of attention those of one sample
-_TILE_SCORES = 1 << 20
+TILE_SCORES = 1 << 20
 # of which there are so many at a time within documents, and over ranks, as in `context.laid_out`
 
 
@@ -61,12 +58,9 @@ def work_bytes(
     the activations while a backward keeps all, but at its end, made by a forward beside it.
     """
     stages = run.stages[rank]
-    batch = batch_bytes(run)
-    held = activations + batch + _flying_bytes(run, rank)
-    held += sum(trained) * run.gradient_bytes * run.sets_gradients_aside
-    numbered = zip(kept, stages, _numbers(run, rank), strict=True)
-    held += sum(count * received_bytes(run, stage) for count, stage, number in numbered if number)
-    held += _put_off_bytes(run, rank, kept, activations)
+    held = activations + always_bytes(run, trained) + _flying_bytes(run, rank)
+    received = zip(kept, received_by_chunk(run, rank), strict=True)
+    held += sum(count * size for count, size in received)
     if run.schedule.name == "gpipe":
         # Exponentials of the logits of the other microbatches, whose backwards come when all forwards are done.
         held += (kept[0] - 1) * logit_bytes(run, stages[0]) * logit_share(run, 4)
@@ -74,48 +68,61 @@ def work_bytes(
     # waited for, to its start.
     through = logit_bytes(run, stages[-1]) * logit_share(run, 4) * has_pairs(run.schedule, rank)
     held += 0.0 if unmade else through
-    num_stepped = _stepped_parameters(run, *trained)
-    peaks = [batch + max(_optimizer_bytes(run, num_stepped), _adopting_bytes(run, rank, num_stepped))]
+    peaks = [stepping_bytes(run, rank, trained)]
     matrix = cost.vocabulary_parameters(run.model, run.sizes)
     for stage in stages:
         logits = logit_bytes(run, stage)
         gradient = logits * logit_share(run, run.bytes_per_element)
-        waiting = 0.0
-        if run.schedule.name in _SPLITTING:
-            # While weights wait for their halves so does what those are made of.
-            waiting = gradient * _trains_head(stage) + _grown_bytes(run, stage)
-        peaks.append(held + waiting + again + max((layer_work(run, piece) for piece in stage), default=0.0))
+        peaks.append(held + again + max((layer_work(run, piece) for piece in stage), default=0.0))
         if not any(piece.passes_gradient or piece.is_trained for piece in stage):
             peaks.append(held + max((_forward_work(run, piece) for piece in stage), default=0.0))
-        peaks.append(held + again + max((_drawing_bytes(run, piece) for piece in stage), default=0.0))
-        peaks.append(held + waiting + again + max((_scores_bytes(run, rank, piece) for piece in stage), default=0.0))
+        peaks.append(held + again + max((drawing_bytes(run, piece) for piece in stage), default=0.0))
+        # A backward is done with the feed-forward network by then; a forward beside it makes one.
+        is_done = not has_pairs(run.schedule, rank)
+        scores = (scores_bytes(run, piece) - feed_forward_bytes(run, piece) * is_done for piece in stage if piece.layer)
+        peaks.append(held + again + max(scores, default=0.0))
         if logits:
-            peaks += [held + logits, held + gradient + _head_work(run, stage, matrix)]
+            peaks += [held + logits, held + gradient + head_work(run, stage, matrix)]
         if places := [place for place, piece in enumerate(stage) if piece.embedded_tokens and piece.is_trained]:
             # A decoder's embedding stands behind the encoder's layers, and a LLaVA's behind the tower's: its backward
             # comes before theirs.
             behind = dict(list(stage.items())[places[-1] + 1 :])
-            gone = 0.0 if run.schedule.name in _SPLITTING else stage_bytes(run, behind)
             made = unmade + through if unmade else 0.0
-            peaks.append(held + waiting - gone + made + matrix * _gradient_width(run))
-            if any(piece.shared_matrices for piece in list(stage)[places[0] + 1 : places[-1] + 1]):
-                # The gradients of both stacks' look-ups are added to a third.
-                gone = 0.0 if run.schedule.name in _SPLITTING else stage_bytes(run, stage)
-                each = matrix * (4 if _is_widened(run) else run.bytes_per_element)
-                peaks.append(held + waiting - gone + made + 3 * each)
+            peaks.append(held - stage_bytes(run, behind) + made + matrix * gradient_width(run))
+            peaks.append(held - stage_bytes(run, stage) + made + matrix * look_up_width(run, stage))
     return max(peaks)
 
 
-def _trains_head(stage: Stage) -> bool:
+def always_bytes(run: Run, trained: tuple[int, int]) -> float:
+    """What a rank holds while it runs microbatches, whichever those are."""
+    return batch_bytes(run) + sum(trained) * run.gradient_bytes * run.sets_gradients_aside
+
+
+def stepping_bytes(run: Run, rank: int, trained: tuple[int, int]) -> float:
+    """What it holds in the optimizer's step."""
+    num_stepped = _stepped_parameters(run, *trained)
+    return batch_bytes(run) + max(_optimizer_bytes(run, num_stepped), _adopting_bytes(run, rank, num_stepped))
+
+
+def look_up_width(run: Run, stage: Stage) -> int:
+    """Bytes of each number of a vocabulary matrix while the gradient of a stage's first look-up is added."""
+    embeddings = [piece for piece in stage if piece.embedded_tokens and piece.is_trained]
+    if any(piece.shared_matrices for piece in embeddings[1:]):
+        # The gradients of both stacks' look-ups are added to a third.
+        return 3 * (4 if is_widened(run) else run.bytes_per_element)
+    return gradient_width(run)
+
+
+def trains_head(stage: Stage) -> bool:
     return any(piece.is_trained for piece in stage if piece.logit_tokens)
 
 
-def _head_work(run: Run, stage: Stage, matrix: int) -> float:
+def head_work(run: Run, stage: Stage, matrix: int) -> float:
     """What the backward of the head holds beside the gradient of the logits: that of its weight, before it is added
     where it is wider, and, with sequence parallelism, what the head reads and its gradient, of all tokens."""
-    if not _trains_head(stage):
+    if not trains_head(stage):
         return 0.0
-    if _is_widened(run):
+    if is_widened(run) and not puts_halves_off(run.schedule):
         return float(matrix * run.bytes_per_element)
     sizes = run.sizes
     tokens = run.micro_batch_size * max(piece.logit_tokens for piece in stage) / sizes.cp
@@ -123,31 +130,9 @@ def _head_work(run: Run, stage: Stage, matrix: int) -> float:
     return 2 * tokens * run.model.hidden_size * run.bytes_per_element * is_cut
 
 
-def _put_off_bytes(run: Run, rank: int, kept: tuple[float, ...], activations: float) -> float:
-    """What microbatches whose weight halves are put off keep, more or less than before their input halves.
-
-    Under ZB-H1 those are as many as ranks stand before this one, when it holds the most.
-    """
-    if run.schedule.name != "zb_h1":
-        return 0.0
-    stage, num_put_off = run.stages[rank][0], min(rank, kept[0] - 1)
-    waiting = sum(count * _waiting_bytes(run, piece) for piece, count in stage.items())
-    if _trains_head(stage):
-        waiting += logit_bytes(run, stage) * logit_share(run, run.bytes_per_element)
-        waiting += _own_bytes(run, stage)
-    return num_put_off * (waiting - activations / kept[0])
-
-
-def _grown_bytes(run: Run, stage: Stage) -> float:
-    """By how much a microbatch has grown when its half for the input has gone through the layers of a stage."""
-    layers = {piece: count for piece, count in stage.items() if piece.layer is not None}
-    waiting = sum(count * _waiting_bytes(run, piece) for piece, count in layers.items())
-    return max(waiting - stage_bytes(run, layers), 0.0)
-
-
-def _waiting_bytes(run: Run, piece: Piece) -> float:
-    """What a layer keeps for the halves of its backward that make weights' gradients: what its products read, and the
-    gradients of what they give. With sequence parallelism the second of two products has its gradient whole."""
+def waiting_bytes(run: Run, piece: Piece, *, is_attention: bool = False) -> float:
+    """What a layer, or its attention, keeps for the half of its backward that makes weights' gradients: what products
+    read, and the gradients of what they give. With sequence parallelism the second of two has its gradient whole."""
     layer = piece.layer
     if layer is None:
         return 0.0
@@ -168,6 +153,8 @@ def _waiting_bytes(run: Run, piece: Piece) -> float:
     numbers = pair(query, query + 2 * keys)
     if layer.memory:
         numbers += pair(query, query) + run.micro_batch_size * layer.memory / sizes.cp * 2 * keys / tp
+    if is_attention:
+        return width * numbers
     if not layer.has_experts:
         return width * (numbers + pair(config.ffn_hidden_size, gates * config.ffn_hidden_size))
     assert config.moe is not None
@@ -185,7 +172,7 @@ def _path_waiting(path: LowRankPath, tokens: float, tp: int, sp: int) -> float:
     return tokens * (inputs + outputs + 2 * path.rank)
 
 
-def _numbers(run: Run, rank: int) -> tuple[int, ...]:
+def stage_numbers(run: Run, rank: int) -> tuple[int, ...]:
     """The numbers of a pipeline rank's stages, its first chunk's first."""
     sizes = run.sizes
     return tuple(number for number in range(sizes.num_stages) if sizes.pp_rank_of(number) == rank)
@@ -195,7 +182,21 @@ def batch_bytes(run: Run) -> float:
     """A replica's batch, which is on the device all step long."""
     num_tokens = run.held_tokens or run.num_microbatches * run.micro_batch_size * run.anatomy.tokens
     each = _BATCH_BYTES + _BOUND_BYTES * run.texts.are_packed
-    return float(num_tokens * each)
+    return float(num_tokens * each + run.num_microbatches * run.micro_batch_size * _pixel_bytes(run))
+
+
+def _pixel_bytes(run: Run) -> int:
+    """Those of a sample's images, in float32."""
+    if not isinstance(run.model, LlavaConfig):
+        return 0
+    vision = run.model.vision
+    return 4 * run.texts.images * vision.num_channels * vision.image_size**2
+
+
+def received_by_chunk(run: Run, rank: int) -> list[float]:
+    """What each stage of a rank keeps of a microbatch because it came by a message."""
+    numbered = zip(run.stages[rank], stage_numbers(run, rank), strict=True)
+    return [received_bytes(run, stage) if number else 0.0 for stage, number in numbered]
 
 
 def received_bytes(run: Run, stage: Stage) -> float:
@@ -203,19 +204,20 @@ def received_bytes(run: Run, stage: Stage) -> float:
     if run.recompute.granularity == "full":
         # That is the saved input of the first layer.
         return 0.0
-    # The first norm keeps it itself where it is as wide.
-    is_kept = not run.is_mixed or all(stream_width(run, piece) == 4 for piece in stage)
-    return _hidden_bytes(run, stage) - is_kept * _own_bytes(run, stage)
+    again = run.recompute.parts if run.recompute.granularity == "selective" else ()
+    # The first norm keeps it itself where it is as wide, and what makes a norm again.
+    is_kept = not run.is_mixed or "norm" in again or all(stream_width(run, piece) == 4 for piece in stage)
+    return message_bytes(run, stage) - is_kept * own_bytes(run, stage)
 
 
-def _hidden_bytes(run: Run, stage: Stage) -> float:
+def message_bytes(run: Run, stage: Stage) -> float:
     """A hidden state between stages; of a decoder with what its encoder gave."""
     memory = run.texts.sequence if _is_decoder(stage) else 0
-    return _own_bytes(run, stage) + _stream_bytes(run, stage, memory)
+    return own_bytes(run, stage) + _stream_bytes(run, stage, memory)
 
 
-def _own_bytes(run: Run, stage: Stage) -> float:
-    """Of `_hidden_bytes` those of the stage's own stack."""
+def own_bytes(run: Run, stage: Stage) -> float:
+    """Of `message_bytes` those of the stage's own stack."""
     return _stream_bytes(run, stage, run.texts.decoder_sequence if _is_decoder(stage) else run.texts.sequence)
 
 
@@ -237,7 +239,7 @@ def _flying_bytes(run: Run, rank: int) -> float:
     if sizes.pp == 1:
         return 0.0
     at_ends = rank in (0, sizes.pp - 1)
-    return (2 if at_ends else 3) * max(_hidden_bytes(run, stage) for stage in run.stages[rank])
+    return (2 if at_ends else 3) * max(message_bytes(run, stage) for stage in run.stages[rank])
 
 
 def _stepped_parameters(run: Run, dense: int, experts: int) -> float:
@@ -264,11 +266,11 @@ def _adopting_bytes(run: Run, rank: int, num_stepped: float) -> float:
     if not run.is_mixed:
         return 0.0
     replicas = run.sizes.dp * run.sizes.cp if run.optimizer.kind == "distributed" else 1
-    largest = max((_largest_trained(run, piece) for stage in run.stages[rank] for piece in stage), default=0.0)
+    largest = max((weight_of(run, piece) for stage in run.stages[rank] for piece in stage), default=0.0)
     return 10.0 * min(largest / replicas, num_stepped) + _widened_bytes(run, num_stepped)
 
 
-def _largest_trained(run: Run, piece: Piece) -> float:
+def weight_of(run: Run, piece: Piece) -> float:
     """Numbers of the largest weight of a piece that is trained, on this rank."""
     if not piece.is_trained:
         return 0.0
@@ -278,14 +280,14 @@ def _largest_trained(run: Run, piece: Piece) -> float:
     return weight * (2 if piece.layer.config.is_gated else 1)
 
 
-def _is_widened(run: Run) -> bool:
+def is_widened(run: Run) -> bool:
     """Whether gradients are added up wider than products make them."""
     return run.is_mixed and run.optimizer.grad_dtype != "bfloat16"
 
 
-def _gradient_width(run: Run) -> int:
+def gradient_width(run: Run) -> int:
     """Bytes of a gradient that autograd makes, and of what becomes of it."""
-    return run.bytes_per_element + (4 if _is_widened(run) else 0)
+    return run.bytes_per_element + (4 if is_widened(run) else 0)
 
 
 def layer_work(run: Run, piece: Piece) -> float:
@@ -312,17 +314,23 @@ def layer_work(run: Run, piece: Piece) -> float:
     elif "activation" in again and not layer.has_experts:
         remade = inner
     gathered = tokens * config.hidden_size * width if sp > 1 else 0.0
-    if piece.is_trained:
-        down = gathered + inner + (weight * width if _is_widened(run) else 0.0)
+    activation = (4 if config.is_gated else 1) * inner
+    if not (piece.is_trained or layer.has_experts or any(path.name == "mlp.down" for path in piece.paths)):
+        # Nothing of the features is let go.
+        activation += inner
+    if puts_halves_off(run.schedule) and piece.is_trained:
+        # The features stay for the gradient of the weight, which is none of this half.
+        down, activation = gathered + inner, activation + inner
+    elif piece.is_trained:
+        down = gathered + inner + (weight * width if is_widened(run) else 0.0)
     else:
         # No product keeps the features, and the weight is cast again.
         down = gathered + 2 * inner + (weight * width if run.is_mixed else 0.0)
-    if piece.is_trained and layer.has_experts and run.fp8 is not None:
+    if piece.is_trained and layer.has_experts and run.fp8 is not None and not puts_halves_off(run.schedule):
         # Of all experts' largest weights one gradient, into which those of single experts are put.
         own = config.moe.router.num_experts // sizes.ep if config.moe is not None else 1
-        largest = weight * (2 if config.is_gated else 1) * (4 if _is_widened(run) else width)
+        largest = weight * (2 if config.is_gated else 1) * (4 if is_widened(run) else width)
         down = max(down, largest * (1 + 1 / own))
-    activation = (4 if config.is_gated else 1) * inner
     # Gradients of rows as they come from where their tokens are, behind the experts, and on their way back.
     return stream + max(down, activation) + remade + 3 * moved
 
@@ -342,7 +350,7 @@ def _forward_work(run: Run, piece: Piece) -> float:
     return 3 * shard * stream_width(run, piece) + (inner + shard + weight * run.is_mixed) * width
 
 
-def _drawing_bytes(run: Run, piece: Piece) -> float:
+def drawing_bytes(run: Run, piece: Piece) -> float:
     """What a layer that drops anything holds while it draws what."""
     layer = piece.layer
     if layer is None or not layer.repeats:
@@ -363,23 +371,20 @@ def _attention_drawing_bytes(run: Run, layer: Layer) -> float:
     if is_shared(layer, run.sizes):
         cp = run.sizes.cp if layer.is_cut_by_context else 1
         rows = streams * layer.sequence / cp * heads
-        tile = min(rows * max(layer.sequence, layer.memory) / cp, _TILE_SCORES)
+        tile = min(rows * max(layer.sequence, layer.memory) / cp, TILE_SCORES)
         return tile * (_DRAW_BYTES + 4) + rows * layer.config.head_dim * 4
     pairs = layer.sequence**2 * heads
     is_again = run.recompute.granularity == "selective" and "core_attention" in run.recompute.parts
     return pairs * (_DRAW_BYTES + streams * (1 + is_again * run.software.pair_bytes))
 
 
-def _scores_bytes(run: Run, rank: int, piece: Piece) -> float:
+def scores_bytes(run: Run, piece: Piece) -> float:
     """What the backward of attention holds where scores are laid out for want of a kernel: two gradients of them."""
     layer = piece.layer
     if layer is None or not lays_scores_out(layer, run.sizes, run.bytes_per_element) or not piece.passes_gradient:
         return 0.0
     pairs = layer.sequence**2 * layer.config.num_attention_heads / run.sizes.tp
-    gradients = 2 * run.micro_batch_size * layer.repeats * pairs * run.bytes_per_element
-    # A backward is done with the feed-forward network; a forward beside it makes one.
-    is_held = run.schedule.name in _SPLITTING or has_pairs(run.schedule, rank)
-    return gradients - (0.0 if is_held else feed_forward_bytes(run, piece))
+    return 2 * run.micro_batch_size * layer.repeats * pairs * run.bytes_per_element
 
 
 def inner_sizes(run: Run, layer: Layer, tokens: float) -> tuple[float, float, float]:

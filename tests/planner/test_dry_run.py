@@ -84,6 +84,30 @@ RUNS = {
         recompute=RecomputeConfig(granularity="full"),
     ),
     "zb-v": run_of(GPT, Sizes(world=4, pp=4, vp=2, placement="v"), schedule_name="zb_v"),
+    "zb-h1, blocks again": run_of(
+        GPT,
+        Sizes(world=4, pp=4),
+        texts=SHORT,
+        micro_batch_size=2,
+        schedule_name="zb_h1",
+        recompute=RecomputeConfig(granularity="full", method="block", num_layers=1),
+    ),
+    "zb-v, ReLU, norms again": run_of(
+        replace(GPT, activation="relu"),
+        Sizes(world=4, pp=4, vp=2, placement="v"),
+        texts=SHORT,
+        micro_batch_size=4,
+        schedule_name="zb_v",
+        recompute=selective("norm"),
+    ),
+    "zb-v, dropped attention again": run_of(
+        replace(GPT, attention_dropout=0.1),
+        Sizes(world=2, pp=2, vp=2, placement="v"),
+        texts=SHORT,
+        micro_batch_size=2,
+        schedule_name="zb_v",
+        recompute=RecomputeConfig(granularity="full"),
+    ),
     "cp": run_of(LLAMA, Sizes(world=4, cp=2, pp=2)),
     "bf16-true": run_of(GPT, Sizes(world=2), precision="bf16-true"),
     "float32": run_of(GPT, Sizes(world=2), precision="32-true", optimizer=DISTRIBUTED),
@@ -94,21 +118,56 @@ RUNS = {
     "BERT with dropout": run_of(
         replace(BERT, attention_dropout=0.1, hidden_dropout=0.1), Sizes(world=2, pp=2), texts=SHORT, micro_batch_size=4
     ),
+    "BERT, zb-v": run_of(
+        replace(BERT, vocab_size=4096),
+        Sizes(world=8, tp=2, pp=4, vp=2, placement="v"),
+        texts=SHORT,
+        micro_batch_size=4,
+        schedule_name="zb_v",
+    ),
     "post-norm BERT": run_of(replace(BERT, norm_placement="post"), Sizes(world=2), texts=SHORT, micro_batch_size=4),
     "T5": run_of(T5, Sizes(world=4, pp=4), texts=PAIRS, micro_batch_size=4),
     "T5 of few layers": run_of(
         replace(T5, num_layers=2, num_decoder_layers=2), Sizes(world=2, pp=2), texts=PAIRS, micro_batch_size=2
     ),
+    "T5, zb-h1, ReLU again": run_of(
+        replace(T5, vocab_size=4096),
+        Sizes(world=4, pp=4),
+        texts=PAIRS,
+        micro_batch_size=4,
+        schedule_name="zb_h1",
+        recompute=selective("activation"),
+    ),
     "BERT in float32": run_of(BERT, Sizes(), texts=SHORT, micro_batch_size=4, precision="32-true"),
     "T5 in float32": run_of(T5, Sizes(world=2, pp=2), texts=PAIRS, micro_batch_size=4, precision="32-true"),
     "groups laid out in float32": run_of(LLAMA, Sizes(world=2, pp=2), precision="32-true"),
     "cp in float32": run_of(LLAMA, Sizes(world=2, cp=2), precision="32-true"),
+    "LLaVA, all again": run_of(
+        LLAVA, Sizes(world=2, pp=2), texts=IMAGES, recompute=RecomputeConfig(granularity="full"), micro_batch_size=2
+    ),
+    "LLaVA, layers again": run_of(
+        LLAVA,
+        Sizes(),
+        texts=IMAGES,
+        recompute=RecomputeConfig(granularity="full", method="block", num_layers=5),
+        micro_batch_size=2,
+    ),
     "LLaVA": run_of(LLAVA, Sizes(world=2, tp=2, sequence_parallel=True), texts=IMAGES),
     "a frozen tower": run_of(
         LLAVA, Sizes(world=2, pp=2), texts=IMAGES, trained=Trained(frozen=("vision",)), optimizer=DISTRIBUTED
     ),
     "a frozen tower over four stages": run_of(
         LLAVA, Sizes(world=4, pp=4), texts=IMAGES, trained=Trained(frozen=("vision",)), optimizer=DISTRIBUTED
+    ),
+    "frozen language": run_of(
+        LLAVA, Sizes(world=4, pp=4), texts=IMAGES, trained=Trained(frozen=("language",)), optimizer=DISTRIBUTED
+    ),
+    "frozen language, zb-v": run_of(
+        LLAVA,
+        Sizes(world=2, pp=2, vp=2, placement="v"),
+        texts=IMAGES,
+        trained=Trained(frozen=("language",)),
+        schedule_name="zb_v",
     ),
     "low-rank paths": run_of(
         LLAMA,

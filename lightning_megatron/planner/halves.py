@@ -1,0 +1,239 @@
+"""What a rank holds where the halves of backwards that make weights' gradients are put off, as under ZB-H1 and ZB-V.
+
+The order of the schedule is walked. From its forward on a microbatch keeps what `activations` counts; when its half for
+the input has gone through a layer, what the layer's products read and the gradients of what they give, until its half
+for the weights is done.
+
+    forward       logits, and what dropout draws
+    input         gradients inside of a layer, the layers behind it as they wait, those before it as they were kept
+    weights       the gradient of the largest weight before it is added, where it is made narrower
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+
+from lightning_megatron.models import T5Config
+from lightning_megatron.pipeline.choice import Schedule
+from lightning_megatron.pipeline.lower import Exchange, Lowered
+from lightning_megatron.pipeline.plans import training_plan
+from lightning_megatron.pipeline.schedule import Action, Kind
+from lightning_megatron.planner.activations import (
+    feed_forward_bytes,
+    groups_again,
+    logit_bytes,
+    logit_share,
+    stage_bytes,
+)
+from lightning_megatron.planner.anatomy import Piece, Stage
+from lightning_megatron.planner.run import Run
+from lightning_megatron.planner.trained import backward_part
+from lightning_megatron.planner.unkept import unkept_bytes, unkept_of
+from lightning_megatron.planner.working_set import (
+    TILE_SCORES,
+    always_bytes,
+    drawing_bytes,
+    head_work,
+    is_widened,
+    layer_work,
+    look_up_width,
+    message_bytes,
+    own_bytes,
+    received_by_chunk,
+    scores_bytes,
+    stage_numbers,
+    stepping_bytes,
+    trains_head,
+    waiting_bytes,
+    weight_of,
+)
+from lightning_megatron.transformer import cost
+
+_RECEIVED = {
+    Kind.FORWARD: Kind.RECV_FORWARD,
+    Kind.BACKWARD: Kind.RECV_BACKWARD,
+    Kind.BACKWARD_INPUT: Kind.RECV_BACKWARD,
+    Kind.BACKWARD_WEIGHT: None,
+}
+# Computes, and what each reads.
+
+_BUCKET_BYTES = 60
+# of each pair of positions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Half:
+    """A forward or half of a backward at work on a rank, and what else the rank holds."""
+
+    kind: Kind
+    chunk: int
+    # of the rank
+    kept: tuple[float, ...]
+    # microbatches of each chunk from their forward on, that at work included
+    waiting: tuple[float, ...]
+    # from the end of their half for the input on
+    flying: float
+    # messages that were posted ahead, or are not known to have left; the gradient at work is not among them
+
+
+@lru_cache(maxsize=4096)
+def halves_of(schedule: Schedule, rank: int) -> tuple[Half, ...]:
+    """All that differ of a rank's step. A step of more microbatches repeats those of 2 p + 2."""
+    some = replace(schedule, microbatches=min(schedule.microbatches, 2 * schedule.pp + 2))
+    found = {half: None for half, _ in walked(some, rank, [1] * some.microbatches)}
+    return tuple(found)
+
+
+def walked(schedule: Schedule, rank: int, sizes: Sequence[float]) -> Iterator[tuple[Half, int]]:
+    """Each compute of a rank and what is held at it, of microbatches of these sizes; and which is at work."""
+    lowered = training_plan(schedule)
+    own = [stage for stage, its_rank in enumerate(lowered.ranks) if its_rank == rank]
+    kept, waiting = [0.0] * len(own), [0.0] * len(own)
+    flying: dict[Action, float] = {}
+    sent: set[Action] = set()
+    # gradients that wait with their microbatch, left or not
+    for step in lowered.plan[rank]:
+        if isinstance(step, Exchange):
+            flying |= {message: sizes[message.microbatch] for message in step.posted}
+            for message in step.released:
+                flying.pop(message)
+        elif step.kind in _RECEIVED:
+            chunk, size = own.index(step.stage), sizes[step.microbatch]
+            if received := _RECEIVED[step.kind]:
+                flying.pop(Action(received, step.stage, step.microbatch), None)
+            if step.kind is Kind.FORWARD:
+                kept[chunk] += size
+            moment = Half(
+                kind=step.kind,
+                chunk=chunk,
+                kept=tuple(kept),
+                waiting=tuple(waiting),
+                flying=sum(size for message, size in flying.items() if message not in sent),
+            )
+            yield moment, step.microbatch
+            gradient = Action(Kind.SEND_BACKWARD, step.stage, step.microbatch)
+            if step.kind is Kind.BACKWARD_WEIGHT:
+                waiting[chunk] -= size
+                sent.discard(gradient)
+            elif step.kind is not Kind.FORWARD:
+                kept[chunk] -= size
+                waiting[chunk] += size * (step.kind is Kind.BACKWARD_INPUT)
+                sent.add(gradient)
+            flying |= dict.fromkeys(_handed_over(step, lowered), size)
+
+
+def _handed_over(step: Action, lowered: Lowered) -> list[Action]:
+    """What a compute gives to the next stage, or to the one before, where that is on its own rank."""
+    ranks, stage = lowered.ranks, step.stage
+    match step.kind:
+        case Kind.FORWARD if stage + 1 < len(ranks) and ranks[stage + 1] == ranks[stage]:
+            return [Action(Kind.RECV_FORWARD, stage + 1, step.microbatch)]
+        case Kind.BACKWARD_INPUT if stage and ranks[stage - 1] == ranks[stage]:
+            return [Action(Kind.RECV_BACKWARD, stage - 1, step.microbatch)]
+    return []
+
+
+def halves_work_bytes(run: Run, rank: int, halves: Iterable[Half], trained: tuple[int, int]) -> float:
+    """The most that a rank holds beside weights, gradients and optimizer states, over these moments."""
+    stages = run.stages[rank]
+    passed = [backward_part(stage) for stage in stages]
+    each = zip(passed, stages, received_by_chunk(run, rank), strict=True)
+    kept = [stage_bytes(run, passing) - unkept_bytes(run, stage) + size for passing, stage, size in each]
+    waiting = [
+        # What was received, and its gradient, are held by the graph that the products' inputs come from.
+        _stage_waiting(run, stage) + 2 * message_bytes(run, stage) * (number > 0)
+        for number, stage in zip(stage_numbers(run, rank), stages, strict=True)
+    ]
+    more = {
+        Kind.FORWARD: [_forward_work(run, stage) for stage in stages],
+        Kind.BACKWARD_INPUT: [_input_work(run, stage, matrix=_matrix(run)) for stage in passed],
+        Kind.BACKWARD_WEIGHT: [_weight_work(run, stage) for stage in stages],
+    }
+    message = max(message_bytes(run, stage) for stage in stages)
+    held = max(
+        sum(count * size for count, size in zip(half.kept + half.waiting, kept + waiting, strict=True))
+        + half.flying * message
+        + more[half.kind][half.chunk]
+        for half in halves
+    )
+    return max(held + always_bytes(run, trained), stepping_bytes(run, rank, trained))
+
+
+def _matrix(run: Run) -> int:
+    return cost.vocabulary_parameters(run.model, run.sizes)
+
+
+def _stage_waiting(run: Run, stage: Stage) -> float:
+    """What a microbatch keeps of a stage between the halves of its backward."""
+    return sum(count * waiting_bytes(run, piece) for piece, count in stage.items()) + _end_waiting(run, stage)
+
+
+def _end_waiting(run: Run, stage: Stage) -> float:
+    """The same of what is no layer: the gradient of logits and what the head reads, and what other products read and
+    the gradients of what they give."""
+    waiting = 0.0
+    if trains_head(stage):
+        waiting += logit_bytes(run, stage) * logit_share(run, run.bytes_per_element) + own_bytes(run, stage)
+    products = [product for piece in stage if piece.is_trained for product in piece.products]
+    numbers = sum(product.tokens * (product.inputs + product.outputs) for product in products)
+    return waiting + run.micro_batch_size * numbers * run.bytes_per_element
+
+
+def _forward_work(run: Run, stage: Stage) -> float:
+    return max(logit_bytes(run, stage), max((drawing_bytes(run, piece) for piece in stage), default=0.0))
+
+
+def _input_work(run: Run, stage: Stage, matrix: int) -> float:
+    """The most that the half for the input holds beside what its microbatch kept."""
+    return max(_walked_back(run, stage, matrix))
+
+
+def _walked_back(run: Run, stage: Stage, matrix: int) -> Iterator[float]:
+    """The same at each of its moments, from the head to the embedding."""
+    gradient = logit_bytes(run, stage) * logit_share(run, run.bytes_per_element)
+    if gradient:
+        yield logit_bytes(run, stage)
+        yield gradient + head_work(run, stage, matrix)
+    more = gradient * trains_head(stage)
+    pieces = [piece for piece, count in stage.items() if piece.layer is not None for _ in range(count)]
+    for again, each in reversed(groups_again(run, stage, partial(unkept_of, run))):
+        more += again
+        for kept in reversed(each):
+            piece = pieces.pop()
+            waiting = waiting_bytes(run, piece)
+            if again:
+                # What is dropped is drawn again, before the feed-forward network is made.
+                yield more + drawing_bytes(run, piece) - feed_forward_bytes(run, piece)
+            yield more + layer_work(run, piece)
+            yield more + _attention_grown(run, piece) + max(scores_bytes(run, piece), _tile_bytes(run, piece))
+            more += waiting - kept
+    yield more
+    if any(piece.embedded_tokens and piece.is_trained for piece in stage):
+        yield more + matrix * look_up_width(run, stage)
+
+
+def _attention_grown(run: Run, piece: Piece) -> float:
+    """By how much a layer has grown when its feed-forward network waits and its attention comes."""
+    if not piece.layer or not piece.layer.repeats:
+        return 0.0
+    waiting = waiting_bytes(run, piece) - waiting_bytes(run, piece, is_attention=True)
+    return waiting - feed_forward_bytes(run, piece)
+
+
+def _tile_bytes(run: Run, piece: Piece) -> float:
+    """What the backward of attention with relative positions holds: gradients of queries, keys and values in float32,
+    three tiles of scores, and what finds the buckets of a tile, int64."""
+    layer = piece.layer
+    if layer is None or not isinstance(layer.config, T5Config) or layer.config.position != "relative":
+        return 0.0
+    heads = layer.config.num_attention_heads / run.sizes.tp
+    rows = run.micro_batch_size * layer.sequence / run.sizes.cp * heads
+    tile = min(rows * layer.sequence / run.sizes.cp, TILE_SCORES)
+    return 12 * (rows * layer.config.head_dim + tile) + _BUCKET_BYTES * tile / heads
+
+
+def _weight_work(run: Run, stage: Stage) -> float:
+    """The gradient of a weight before it is added to wider ones."""
+    if not is_widened(run):
+        return 0.0
+    return run.bytes_per_element * max((weight_of(run, piece) for piece in stage), default=0.0)
