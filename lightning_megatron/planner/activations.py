@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import BertConfig, T5Config
-from lightning_megatron.planner.anatomy import Anatomy, Layer, Piece, Stage
+from lightning_megatron.planner.anatomy import Layer, Piece, Stage
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.software import Software
 from lightning_megatron.planner.work import has_no_kernel
@@ -180,17 +180,7 @@ def lays_scores_out(layer: Layer, sizes: Sizes, bytes_per_element: int) -> bool:
 def stream_width(run: Run, piece: Piece) -> int:
     """Bytes of each number between the layers of a piece's part: under mixed precision frozen embeddings stay in
     float32, and what layers are added to does with them."""
-    return 4 if run.is_mixed and piece.part in _wide_parts(run.anatomy) else run.bytes_per_element
-
-
-@lru_cache(maxsize=64)
-def _wide_parts(anatomy: Anatomy) -> frozenset[str]:
-    """The parts of a model whose embeddings are frozen."""
-    return frozenset(
-        piece.part
-        for piece in anatomy.pieces
-        if not piece.is_trained and (piece.embedded_tokens or (piece.part == "vision" and piece.products))
-    )
+    return 4 if run.is_mixed and piece.part in run.anatomy.wide_parts else run.bytes_per_element
 
 
 def _norm_width(run: Run) -> int:

@@ -177,6 +177,15 @@ class Anatomy:
     def __hash__(self) -> int:
         return self._hash
 
+    @cached_property
+    def wide_parts(self) -> frozenset[str]:
+        """The parts of a model whose embeddings are frozen."""
+        return frozenset(
+            piece.part
+            for piece in self.pieces
+            if not piece.is_trained and (piece.embedded_tokens or (piece.part == "vision" and piece.products))
+        )
+
     @property
     def num_layers(self) -> int:
         """That stages divide."""

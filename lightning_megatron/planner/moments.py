@@ -65,6 +65,10 @@ def moments_of(run: Run, rank: int, line: int | None = None) -> list[Moment]:
         for line, groups in lines.items()
         for moment in walked(run.schedule, rank, [step.rows_of(group) for group in groups])
     ]
+    fullest = {
+        line: tuple(map(max, zip(*(half.kept for own, _, half, _ in moments if own == line), strict=True)))
+        for line in lines
+    }
     found: list[Moment] = []
     most: dict[tuple[Kind, int] | None, int] = {}
     for line, groups, half, microbatch in sorted(moments, key=lambda one: -sum(one[2].kept + one[2].waiting)):
@@ -78,5 +82,8 @@ def moments_of(run: Run, rank: int, line: int | None = None) -> list[Moment]:
         )
         kept, waiting = (tuple(own / rows for own in held) for held in (half.kept, half.waiting))
         halves = () if place is None else (replace(half, kept=kept, waiting=waiting, flying=half.flying / rows),)
+        if halves:
+            # What a report tells of activations, whichever moment is the peak.
+            kept = tuple(own / rows for own in fullest[line])
         found.append(Moment(run=alike, line=line, kept=kept, halves=halves))
     return found
