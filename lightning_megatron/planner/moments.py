@@ -5,6 +5,7 @@ grows with tokens, so of the moments those matter that no other equals in both t
 """
 
 from dataclasses import dataclass, replace
+from operator import add
 
 from lightning_megatron.context.balance import Group
 from lightning_megatron.pipeline.schedule import Kind
@@ -66,7 +67,7 @@ def moments_of(run: Run, rank: int, line: int | None = None) -> list[Moment]:
         for moment in walked(run.schedule, rank, [step.rows_of(group) for group in groups])
     ]
     fullest = {
-        line: tuple(map(max, zip(*(half.kept for own, _, half, _ in moments if own == line), strict=True)))
+        line: max((tuple(map(add, half.kept, half.waiting)) for own, _, half, _ in moments if own == line), key=sum)
         for line in lines
     }
     found: list[Moment] = []
@@ -83,7 +84,7 @@ def moments_of(run: Run, rank: int, line: int | None = None) -> list[Moment]:
         kept, waiting = (tuple(own / rows for own in held) for held in (half.kept, half.waiting))
         halves = () if place is None else (replace(half, kept=kept, waiting=waiting, flying=half.flying / rows),)
         if halves:
-            # What a report tells of activations, whichever moment is the peak.
+            # What a report tells of activations, whichever moment is the peak: put-off halves count as whole.
             kept = tuple(own / rows for own in fullest[line])
         found.append(Moment(run=alike, line=line, kept=kept, halves=halves))
     return found
