@@ -252,6 +252,7 @@ class _GroupedLinear(torch.autograd.Function):
         grad_weight = grad_bias = grad_weights = None
         if needs_weight:
             way = gradients.way(owner)
+            x_RI = x_RI.without_graph()
 
             # Put off, it runs where gradients are on.
             @torch.no_grad()

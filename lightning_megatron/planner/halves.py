@@ -41,7 +41,6 @@ from lightning_megatron.planner.working_set import (
     own_bytes,
     received_by_chunk,
     scores_bytes,
-    stage_numbers,
     stepping_bytes,
     trains_head,
     waiting_bytes,
@@ -73,7 +72,7 @@ class Half:
     waiting: tuple[float, ...]
     # from the end of their half for the input on
     flying: float
-    # messages that were posted ahead, or are not known to have left; the gradient at work is not among them
+    # messages that were posted ahead, or are not known to have left
 
 
 @lru_cache(maxsize=4096)
@@ -90,8 +89,6 @@ def walked(schedule: Schedule, rank: int, sizes: Sequence[float]) -> Iterator[tu
     own = [stage for stage, its_rank in enumerate(lowered.ranks) if its_rank == rank]
     kept, waiting = [0.0] * len(own), [0.0] * len(own)
     flying: dict[Action, float] = {}
-    sent: set[Action] = set()
-    # gradients that wait with their microbatch, left or not
     for step in lowered.plan[rank]:
         if isinstance(step, Exchange):
             flying |= {message: sizes[message.microbatch] for message in step.posted}
@@ -108,17 +105,14 @@ def walked(schedule: Schedule, rank: int, sizes: Sequence[float]) -> Iterator[tu
                 chunk=chunk,
                 kept=tuple(kept),
                 waiting=tuple(waiting),
-                flying=sum(size for message, size in flying.items() if message not in sent),
+                flying=sum(flying.values()),
             )
             yield moment, step.microbatch
-            gradient = Action(Kind.SEND_BACKWARD, step.stage, step.microbatch)
             if step.kind is Kind.BACKWARD_WEIGHT:
                 waiting[chunk] -= size
-                sent.discard(gradient)
             elif step.kind is not Kind.FORWARD:
                 kept[chunk] -= size
                 waiting[chunk] += size * (step.kind is Kind.BACKWARD_INPUT)
-                sent.add(gradient)
             flying |= dict.fromkeys(_handed_over(step, lowered), size)
 
 
@@ -139,11 +133,7 @@ def halves_work_bytes(run: Run, rank: int, halves: Iterable[Half], trained: tupl
     passed = [backward_part(stage) for stage in stages]
     each = zip(passed, stages, received_by_chunk(run, rank), strict=True)
     kept = [stage_bytes(run, passing) - unkept_bytes(run, stage) + size for passing, stage, size in each]
-    waiting = [
-        # What was received, and its gradient, are held by the graph that the products' inputs come from.
-        _stage_waiting(run, stage) + 2 * message_bytes(run, stage) * (number > 0)
-        for number, stage in zip(stage_numbers(run, rank), stages, strict=True)
-    ]
+    waiting = [_stage_waiting(run, stage) for stage in stages]
     more = {
         Kind.FORWARD: [_forward_work(run, stage) for stage in stages],
         Kind.BACKWARD_INPUT: [_input_work(run, stage, matrix=_matrix(run)) for stage in passed],

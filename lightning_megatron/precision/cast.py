@@ -28,6 +28,11 @@ class Operand(NamedTuple):
     inverse_scale: Tensor | None
     # float32 []: what float8 values are to be multiplied by; none for the tensor itself
 
+    def without_graph(self) -> "Operand":
+        """As a product that is put off may hold it: a saved tensor has its graph with it, and that what the stage
+        received, and its gradient."""
+        return self._replace(values=self.values.detach())
+
 
 def largest(dtype: torch.dtype) -> float:
     """The largest finite number of a format."""

@@ -233,7 +233,7 @@ class _Column(torch.autograd.Function):
             grad_weight = _weight_gradient(way, ctx.gradients, product, owner, grad, x._replace(values=x_work.wait()))
         elif needs_weight:
             # Gathered when its time comes: until then the shard is enough.
-            home = ctx.gradients.home
+            home, x = ctx.gradients.home, x.without_graph()
             ctx.gradients.hand_in(
                 owner, lambda: product.add_weight_gradient(owner, grad, _gathered(x, sp), home(owner))
             )
@@ -282,7 +282,7 @@ class _Row(torch.autograd.Function):
             owner: Tensor = ctx.owner
             way = ctx.gradients.way(owner)
             if way is Way.QUEUE:
-                home = ctx.gradients.home
+                home, x = ctx.gradients.home, x.without_graph()
                 ctx.gradients.hand_in(owner, lambda: product.add_weight_gradient(owner, whole, x, home(owner)))
             else:
                 grad_weight = _weight_gradient(way, ctx.gradients, product, owner, whole, x)

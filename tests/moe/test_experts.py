@@ -1,5 +1,6 @@
 """Tests of experts and their products: the kernel equals the loop, gradients go where they shall, slices fit."""
 
+import weakref
 from typing import Any
 
 import pytest
@@ -109,6 +110,20 @@ def test_weight_gradients_go_past_autograd_where_a_schedule_says_so(
     for parameter, grad in zip(experts.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, grad)
         assert (parameter.grad is homes[parameter]) == has_home
+
+
+@either
+def test_a_product_that_is_put_off_holds_its_operands_and_not_what_they_came_from(product: GroupedProduct) -> None:
+    received = torch.randn(sum(SIZES), 8, requires_grad=True)
+    weight, gradients = nn.Parameter(torch.randn(len(SIZES), 16, 8)), WeightGradients()
+    queue: list[Task] = []
+    out = grouped_linear(received.tanh(), weight, GROUPS, gradients=gradients, product=product).square().sum()
+    with gradients.opened(queue):
+        out.backward()
+    assert len(queue) == 1
+    held = weakref.ref(received)
+    del received, out
+    assert held() is None
 
 
 @either

@@ -1,5 +1,6 @@
 """Tests of weight gradients past autograd: the same numbers, added in place or put off, and never twice."""
 
+import weakref
 from typing import Any
 
 import pytest
@@ -140,6 +141,20 @@ def test_a_frozen_weight_gets_no_gradient() -> None:
     queue[0][1]()
     assert model.get_parameter("3.weight").grad is None
     assert model.get_parameter("0.weight").grad is not None
+
+
+def test_a_product_that_is_put_off_holds_its_operands_and_not_what_they_came_from() -> None:
+    """Else a microbatch between the halves of its backward keeps what its stage received, and the gradient of that."""
+    model, gradients = single()
+    received = torch.randn(2, INPUT, dtype=torch.float64, requires_grad=True)
+    queue: list[Task] = []
+    loss = run(model, received.tanh())
+    with gradients.opened(queue):
+        loss.backward()
+    assert len(queue) == 2
+    held = weakref.ref(received)
+    del received, loss
+    assert held() is None
 
 
 def test_a_backward_inside_a_backward_is_our_own_slip() -> None:
