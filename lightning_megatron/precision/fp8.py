@@ -157,15 +157,25 @@ def config_of_recipe(told: Any) -> Fp8Config:
 
 def autocast(config: Fp8Config, ranks: ProcessGroup | None) -> AbstractContextManager[None]:
     """Inside the block Transformer Engine's layers multiply in FP8; at its end amaxes are agreed over `ranks`."""
-    context: AbstractContextManager[None] = _transformer_engine().pytorch.fp8_autocast(
-        enabled=True, fp8_recipe=recipe(config), fp8_group=ranks
-    )
-    return context
+    return _autocast(enabled=True, recipe=recipe(config), amax_reduction_group=ranks)
 
 
 def left_out() -> AbstractContextManager[None]:
     """Inside the block its layers compute as they do without FP8, and no amaxes of theirs are agreed."""
-    context: AbstractContextManager[None] = _transformer_engine().pytorch.fp8_autocast(enabled=False)
+    return _autocast(enabled=False)
+
+
+_FORMER_NAMES = {"recipe": "fp8_recipe", "amax_reduction_group": "fp8_group"}
+
+
+def _autocast(**asked: Any) -> AbstractContextManager[None]:
+    """Its autocast, which older releases have under another name, and newer ones warn of that."""
+    pytorch = _transformer_engine().pytorch
+    context: AbstractContextManager[None]
+    if hasattr(pytorch, "autocast"):
+        context = pytorch.autocast(**asked)
+    else:
+        context = pytorch.fp8_autocast(**{_FORMER_NAMES.get(name, name): value for name, value in asked.items()})
     return context
 
 

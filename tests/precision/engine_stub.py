@@ -5,7 +5,7 @@ It writes down how it was built and called. Put into `sys.modules` by a test, fo
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from types import ModuleType
@@ -58,8 +58,8 @@ class Log:
     is_open: bool = False
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> Log:
-    """Makes `import transformer_engine` give the stand-in until the test ends."""
+def install(monkeypatch: pytest.MonkeyPatch, *, is_old: bool = False) -> Log:
+    """Makes `import transformer_engine` give the stand-in until the test ends; an old one has former names."""
     log = Log()
 
     class Linear(nn.Module):
@@ -153,13 +153,17 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Log:
             return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2).to(queries.dtype)
 
     @contextmanager
-    def fp8_autocast(*, enabled: bool, fp8_recipe: Any = None, fp8_group: Any = None) -> Iterator[None]:
+    def autocast(*, enabled: bool, recipe: Any = None, amax_reduction_group: Any = None) -> Iterator[None]:
         before = log.is_open
         if enabled:
-            log.autocasts.append((fp8_recipe, fp8_group))
+            log.autocasts.append((recipe, amax_reduction_group))
         log.is_open = enabled
         yield
         log.is_open = before
+
+    def fp8_autocast(*, enabled: bool, fp8_recipe: Any = None, fp8_group: Any = None) -> AbstractContextManager[None]:
+        assert is_old, "newer releases warn of this name"
+        return autocast(enabled=enabled, recipe=fp8_recipe, amax_reduction_group=fp8_group)
 
     package, common, recipe, torch_part = (
         ModuleType(name)
@@ -180,6 +184,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Log:
             "GroupedLinear": GroupedLinear,
             "DotProductAttention": DotProductAttention,
             "fp8_autocast": fp8_autocast,
+            **({} if is_old else {"autocast": autocast}),
         },
     }
     for module, names in contents.items():

@@ -79,6 +79,16 @@ def test_a_recipe_that_is_not_offered_is_refused(recipe: Any, message: str) -> N
         fp8.config_of_recipe(recipe)
 
 
+@pytest.mark.parametrize("is_old", [False, True])
+def test_a_release_is_asked_by_the_name_that_it_has(monkeypatch: pytest.MonkeyPatch, is_old: bool) -> None:
+    log, ranks = engine_stub.install(monkeypatch, is_old=is_old), object()
+    with fp8.autocast(Fp8Config(engine="transformer_engine"), ranks):  # type: ignore[arg-type]
+        assert log.is_open
+        with fp8.left_out():
+            assert not log.is_open
+    assert log.autocasts == [(engine_stub.Float8CurrentScaling(), ranks)] and not log.is_open
+
+
 def test_layers_of_the_engine_get_our_axis(monkeypatch: pytest.MonkeyPatch) -> None:
     log = engine_stub.install(monkeypatch)
     fp8.grouped_linear(8, 16, 32, mode="column", tp=TP, bias=False, device="meta", params_dtype=torch.bfloat16)
