@@ -1,6 +1,9 @@
 """A directory to read from, on a mounted file system or behind any address that fsspec knows."""
 
 import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import IO, Any, Literal, cast
 
 import fsspec
@@ -28,6 +31,18 @@ def system_of(path: Address) -> tuple[Any, str]:
             "that fsspec knows (s3://, gs://, file://), whose package is installed"
         ) from error
     return found
+
+
+@contextmanager
+def store_errors_told(*paths: Address) -> Iterator[None]:
+    """Raises OSError for what packages behind addresses raise of their own: of credentials, of a connection."""
+    try:
+        yield
+    except Exception as error:
+        package, remote = type(error).__module__.partition(".")[0], [str(path) for path in paths if is_remote(path)]
+        if not remote or package in sys.stdlib_module_names | {"lightning_megatron", "lightning", "torch"}:
+            raise
+        raise OSError(f"{' and '.join(remote)}: {type(error).__name__}: {error}") from error
 
 
 class Folder:

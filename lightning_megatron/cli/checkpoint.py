@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning_megatron.checkpoint.consolidate import write_consolidated
 from lightning_megatron.checkpoint.contents import Contents, Leftover, Standing, contents_of, leads_to
-from lightning_megatron.checkpoint.folder import Folder, is_remote
+from lightning_megatron.checkpoint.folder import Folder, is_remote, store_errors_told
 from lightning_megatron.checkpoint.manifest import is_checkpoint
 from lightning_megatron.checkpoint.prune import Removal, plan_of, prune
 from lightning_megatron.checkpoint.summary import Summary, summary_of, tensors_of
@@ -109,15 +109,15 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 
 def run_inspect(options: argparse.Namespace) -> None:
     """Prints what is at the path."""
-    if _told(lambda: Folder(options.path).kind() == "folder" and not is_checkpoint(options.path)):
-        contents = _told(lambda: contents_of(options.path))
+    if _told(options.path, lambda: Folder(options.path).kind() == "folder" and not is_checkpoint(options.path)):
+        contents = _told(options.path, lambda: contents_of(options.path))
         if contents.checkpoints or contents.leftovers or contents.links:
             if options.tensors:
                 raise UsageError([f"--tensors needs a checkpoint, and {options.path} is a folder of them; give one"])
             print(json.dumps(_record_of_folder(contents)) if options.json else _report_of_folder(contents))
             return
-    summary = _told(lambda: summary_of(options.path))
-    tensors = _told(lambda: tensors_of(options.path)) if options.tensors else []
+    summary = _told(options.path, lambda: summary_of(options.path))
+    tensors = _told(options.path, lambda: tensors_of(options.path)) if options.tensors else []
     if options.json:
         record = asdict(summary) | ({"tensors": [asdict(tensor) for tensor in tensors]} if options.tensors else {})
         print(json.dumps(record))
@@ -134,13 +134,13 @@ def run_inspect(options: argparse.Namespace) -> None:
 def run_verify(options: argparse.Namespace) -> int:
     """Prints every fault. Returns 1 where there is one."""
     started_seconds = time.monotonic()
-    faults = _told(lambda: verify(options.path))
+    faults = _told(options.path, lambda: verify(options.path))
     if options.json:
         print(json.dumps({"path": options.path, "is_sound": not faults, "faults": faults}))
     elif faults:
         print("\n".join([f"{options.path}: {_num(len(faults), 'fault')}", *faults]))
     else:
-        num_bytes = sum(_told(lambda: Folder(options.path).sizes()).values())
+        num_bytes = sum(_told(options.path, lambda: Folder(options.path).sizes()).values())
         seconds = time.monotonic() - started_seconds
         print(f"{options.path} is sound: {_bytes(num_bytes)} read in {seconds:.1f} s")
     return _FAULTS_FOUND if faults else 0
@@ -148,7 +148,7 @@ def run_verify(options: argparse.Namespace) -> int:
 
 def run_consolidate(options: argparse.Namespace) -> None:
     """Writes the file."""
-    _told(lambda: write_consolidated(options.path, options.out, weights_only=options.weights_only))
+    _told(options.path, lambda: write_consolidated(options.path, options.out, weights_only=options.weights_only))
     print(f"{options.out}: {_bytes(options.out.stat().st_size)}")
 
 
@@ -157,7 +157,7 @@ def run_prune(options: argparse.Namespace) -> None:
     faults = []
     if options.keep is not None and options.keep < 1:
         faults.append(f"--keep ({options.keep}) must be at least 1; leave it out to remove no checkpoint")
-    if _told(lambda: Folder(options.folder).kind()) != "folder":
+    if _told(options.folder, lambda: Folder(options.folder).kind()) != "folder":
         faults.append(f"FOLDER ({options.folder}) is no directory; give a folder of checkpoints")
     elif is_checkpoint(options.folder):
         inner = options.folder.rstrip("/") if is_remote(options.folder) else os.path.abspath(options.folder)
@@ -165,9 +165,9 @@ def run_prune(options: argparse.Namespace) -> None:
         faults.append(f"FOLDER ({options.folder}) is a checkpoint; give the folder that holds it: {parent}")
     if faults:
         raise UsageError(faults)
-    planned = _told(lambda: plan_of(options.folder, keep=options.keep or 0, takes_young=options.all))
+    planned = _told(options.folder, lambda: plan_of(options.folder, keep=options.keep or 0, takes_young=options.all))
     if not options.dry_run:
-        _told(lambda: prune(planned))
+        _told(options.folder, lambda: prune(planned))
     if options.json:
         print(json.dumps({"is_done": not options.dry_run, "removals": [_record_of(removal) for removal in planned]}))
         return
@@ -179,10 +179,11 @@ def run_prune(options: argparse.Namespace) -> None:
         print("nothing to remove")
 
 
-def _told(ask: Callable[[], Any]) -> Any:
-    """What `ask` returns; what it says of the user's files is a user's mistake, in one line."""
+def _told(path: str, ask: Callable[[], Any]) -> Any:
+    """What `ask` returns; what it says of the user's files at the path is a user's mistake, in one line."""
     try:
-        return ask()
+        with store_errors_told(path):
+            return ask()
     except (ValueError, RuntimeError, OSError) as error:
         raise UsageError([" ".join(str(error).split())]) from error
 

@@ -16,6 +16,7 @@ import torch
 import yaml
 
 from lightning_megatron.checkpoint import is_checkpoint
+from lightning_megatron.checkpoint.folder import store_errors_told
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.hf.convert import Converted, to_checkpoint, to_folder
 from lightning_megatron.hf.folder import on_disk, read_config
@@ -82,7 +83,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 def run_convert(options: argparse.Namespace) -> None:
     """Converts, and prints what was done. Raises UsageError with what is wrong."""
     try:
-        converted = _convert(options)
+        with store_errors_told(options.source, options.target):
+            converted = _convert(options)
     except (ValueError, ImportError, OSError, RuntimeError) as error:
         raise UsageError([_as_options(" ".join(line.strip() for line in str(error).splitlines()))]) from error
     if options.json:

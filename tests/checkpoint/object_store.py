@@ -56,6 +56,17 @@ class ObjectStore(MemoryFileSystem):
         return super()._open(path, mode, *args, **options)
 
 
+class NoCredentialsError(Exception):
+    """An error as clients of stores have: of their own package, and of no kind that Python knows."""
+
+    __module__ = "botocore.exceptions"
+
+
+def without_credentials(request: str, path: str) -> bool:
+    """Fails every request by an error of the client, for `failing`."""
+    raise NoCredentialsError("unable to locate credentials")
+
+
 @contextmanager
 def failing(fails: Callable[[str, str], bool]) -> Iterator[None]:
     """Inside, the requests fail of which it says so."""

@@ -13,7 +13,9 @@ import torch
 from lightning_megatron.checkpoint import load, save
 from lightning_megatron.checkpoint.draft import UNFINISHED
 from lightning_megatron.checkpoint.manifest import read_manifest
+from lightning_megatron.cli import checkpoint as cli_checkpoint
 from lightning_megatron.cli.main import main
+from tests.checkpoint import object_store
 from tests.checkpoint.folders import WORLD, begun, left, saved
 
 META: dict[str, Any] = {
@@ -239,6 +241,23 @@ def test_an_address_that_cannot_be_used_is_one_line(command: str, capsys: pytest
     rest = ("out.ckpt",) if command == "consolidate" else ()
     said = told(capsys, command, "nowhere://folder", *rest)
     assert "nowhere://folder is an address of no file system" in said and "Protocol not known: nowhere" in said
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "consolidate", "prune"])
+def test_an_error_that_a_store_has_of_its_own_is_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    rest = ("out.ckpt",) if command == "consolidate" else ()
+    with object_store.emptied() as address, object_store.failing(object_store.without_credentials):
+        said = told(capsys, command, address, *rest)
+    assert said == f"error: {address}: NoCredentialsError: unable to locate credentials\n"
+
+
+def test_an_error_of_our_own_keeps_its_traceback(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slip(path: str) -> None:
+        raise KeyError("our own slip")
+
+    monkeypatch.setattr(cli_checkpoint, "verify", slip)
+    with pytest.raises(KeyError, match="our own slip"):
+        main(["checkpoint", "verify", f"file://{path}"])
 
 
 def test_what_was_written_by_a_newer_version_is_said(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from lightning_megatron.cli.main import main
 from lightning_megatron.hf import from_pretrained
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.models import GPTConfig, GPTModel
+from tests.checkpoint import object_store
 from tests.hf.tiny import files_of, saved
 
 FIELDS: dict[str, Any] = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 5}
@@ -84,6 +85,12 @@ def test_a_configuration_comes_from_yaml_or_json(capsys: pytest.CaptureFixture[s
         assert "gpt2" in printed(capsys, "bare.ckpt", f"out{number}", "--config", file)
     assert json.loads(Path("out0/config.json").read_text())["layer_norm_epsilon"] == 1e-5
     assert files_of(Path("out0")) == files_of(Path("out1"))
+
+
+def test_an_error_that_a_store_has_of_its_own_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with object_store.emptied() as address, object_store.failing(object_store.without_credentials):
+        said = told(capsys, f"{address}/model.ckpt", "x")
+    assert said == f"error: {address}/model.ckpt: NoCredentialsError: unable to locate credentials\n"
 
 
 def test_mistakes_are_one_line_with_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:
