@@ -118,6 +118,10 @@ def _convert(options: argparse.Namespace) -> Converted:
         faults += _unused(options, _TO_FOLDERS, f"a folder as TARGET alone, and {options.target} is to be a checkpoint")
     if is_to_checkpoint and not is_ckpt:
         faults.append(f"TARGET ({options.target}) is to be a checkpoint, as {options.source} is none: end it in .ckpt")
+    if is_ckpt and not is_to_checkpoint:
+        faults.append(
+            f"TARGET ({options.target}) becomes a folder, as {options.source} is a checkpoint: leave .ckpt out"
+        )
     if faults:
         raise UsageError(faults)
     weights, dtype = _weights(options), _DTYPES[options.dtype] if options.dtype is not None else None

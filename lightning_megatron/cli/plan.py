@@ -70,7 +70,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     run.add_argument("--fp8", action="store_true", help="linears of layers multiply in FP8")
     run.add_argument("--recompute", choices=("none", "selective", "full"), help="(default: full where it must be)")
     run.add_argument("--layout", metavar="SIZES", help="explain one layout, as in tp=8,pp=64,mbs=1; recipe: its own")
-    run.add_argument("--tokens", type=float, default=0.0, metavar="NUMBER", help="tell the days to train on so many")
+    run.add_argument("--tokens", type=float, metavar="NUMBER", help="tell the days to train on so many")
     output = parser.add_argument_group("the output")
     output.add_argument("--top", type=int, default=10, metavar="NUMBER", help="layouts that are shown (default: 10)")
     output.add_argument("--json", action="store_true", help="print everything as JSON")
@@ -89,7 +89,7 @@ def run_plan(options: argparse.Namespace) -> None:
         raise UsageError(counts)
     if bad := [
         f"--{name} ({value}) must be a number above 0"
-        for name, value in (("tokens", options.tokens or None), ("memory-gb", options.memory_gb))
+        for name, value in (("tokens", options.tokens), ("memory-gb", options.memory_gb))
         if value is not None and not (math.isfinite(value) and value > 0)
     ]:
         raise UsageError(bad)
@@ -172,16 +172,17 @@ def _write(found: Estimate, path: Path) -> None:
 def _nothing_fits(run: Run, gpu: Gpu, found: Found, free_recompute: bool) -> str:
     world, batch = run.sizes.world, run.global_batch_size
     if not found.rejected:
-        fits = [number for number in range(max(batch, 1), 2 * max(batch, 1) + world) if number % world == 0][:1]
         return (
             f"no number of replicas that {world} GPUs allow divides global_batch_size ({batch}); give "
-            f"--global-batch-size {fits[0] if fits else world}, or another --num-gpus"
+            f"--global-batch-size {-(-batch // world) * world}, or another --num-gpus"
         )
     least = found.least()
     if least is None:
         return f"no layout on {world} GPUs can run: {found.rejected[0].why}"
     more = fewest_gpus(run, gpu, memory_bytes=gpu.memory_bytes, free_recompute=free_recompute)
-    ways = f"{least.needed_bytes / GIGA:.1f} GB a GPU would do" + (f", or {more} GPUs of this kind" if more else "")
+    # Up: what is told must do.
+    least_gb = math.ceil(least.needed_bytes / GIGA * 10) / 10
+    ways = f"{least_gb:.1f} GB a GPU would do" + (f", or {more} GPUs of this kind" if more else "")
     return f"no layout on {world} x {gpu.name} fits in {gpu.memory_gb:g} GB; {ways}"
 
 

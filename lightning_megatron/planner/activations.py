@@ -18,7 +18,6 @@ from lightning_megatron.planner.work import has_no_kernel
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.recompute import RecomputeConfig, RecomputePart, groups_of
 
-_INPUTS = RecomputeConfig(granularity="full")
 _ALL = RecomputeConfig()
 _KEY_BYTES = 8
 # of a row of weights that dropout draws for in tiles: its random key, int64
@@ -30,7 +29,7 @@ def stage_bytes(run: Run, stage: Stage) -> float:
     layers = 0.0
     for group, is_again in _groups(run.recompute, stage):
         if is_again:
-            layers += _layer_bytes(run, group[0], _INPUTS)
+            layers += _layer_bytes(run, group[0], run.recompute)
         else:
             layers += sum(_layer_bytes(run, piece, _own(run.recompute)) for piece in group)
     return ends + layers
@@ -42,7 +41,8 @@ def again_bytes(run: Run, stage: Stage, spared: Callable[[Piece], float]) -> flo
         return 0.0
     groups = [group for group, is_again in _groups(run.recompute, stage) if is_again]
     sums = (
-        sum(_layer_bytes(run, piece, _ALL) - spared(piece) for piece in group) - _layer_bytes(run, group[0], _INPUTS)
+        sum(_layer_bytes(run, piece, _ALL) - spared(piece) for piece in group)
+        - _layer_bytes(run, group[0], run.recompute)
         for group in groups
     )
     return max(sums, default=0.0)
@@ -55,7 +55,7 @@ def groups_again(run: Run, stage: Stage, spared: Callable[[Piece], float]) -> li
     for group, is_again in _groups(run.recompute, stage):
         kept = _ALL if is_again else _own(run.recompute)
         each = [_layer_bytes(run, piece, kept) - spared(piece) for piece in group]
-        found.append((sum(each) - _layer_bytes(run, group[0], _INPUTS) if is_again else 0.0, each))
+        found.append((sum(each) - _layer_bytes(run, group[0], run.recompute) if is_again else 0.0, each))
     return found
 
 
@@ -232,7 +232,9 @@ def _kept(
         parts = _parts(recompute)
         is_twice = "activation" in parts and "mlp" not in parts
         kept += is_twice * streams * sequence * config.ffn_hidden_size / tp * width
-    if software.counts_work and is_shared(layer, sizes):
+    # Where it is added up over the ranks of a ring, in float32, projections read just that.
+    is_added_up = width == 4 and layer.is_cut_by_context and sizes.cp > sizes.cp_inner
+    if software.counts_work and is_shared(layer, sizes) and not is_added_up:
         kept += num_attentions * own_rows * config.head_dim * width
     if drops_in_tiles:
         kept += num_attentions * own_rows * _KEY_BYTES

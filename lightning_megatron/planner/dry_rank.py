@@ -265,7 +265,7 @@ def _packed(step: Balanced, group: Group, mesh: Mesh, device: torch.device) -> P
         },
         num_copies=group.size,
         group=mesh.context_group(group.size),
-        documents=torch.tensor([[document, NO_DOCUMENT] for document in group.documents]).view(-1, 2),
+        documents=torch.tensor([[one, NO_DOCUMENT] for one in group.documents], dtype=torch.int64).view(-1, 2),
     )
 
 

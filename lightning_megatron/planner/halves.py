@@ -33,6 +33,7 @@ from lightning_megatron.planner.working_set import (
     TILE_SCORES,
     always_bytes,
     drawing_bytes,
+    exchanged_bytes,
     head_work,
     is_widened,
     layer_work,
@@ -195,7 +196,8 @@ def _walked_back(run: Run, stage: Stage, matrix: int) -> Iterator[float]:
                 # What is dropped is drawn again, before the feed-forward network is made.
                 yield more + drawing_bytes(run, piece) - feed_forward_bytes(run, piece)
             yield more + layer_work(run, piece)
-            yield more + _attention_grown(run, piece) + max(scores_bytes(run, piece), _tile_bytes(run, piece))
+            work = max(scores_bytes(run, piece), exchanged_bytes(run, piece), _tile_bytes(run, piece))
+            yield more + _attention_grown(run, piece) + work
             more += waiting - kept
     yield more
     if any(piece.embedded_tokens and piece.is_trained for piece in stage):

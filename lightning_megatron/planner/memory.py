@@ -112,7 +112,7 @@ def _memory_at(run: Run, rank: int, kept: tuple[float, ...], halves: Sequence[Ha
         if halves:
             work = halves_work_bytes(run, rank, halves, trained)
         else:
-            work = work_bytes(run, rank, kept, activations, again, trained, unmade)
+            work = work_bytes(run, rank, kept, by_stage, again, trained, unmade)
         work += _buffers(run, stages)
         activations, logits = min(activations, work), min(logits, max(work - activations, 0.0))
         memory = Memory(

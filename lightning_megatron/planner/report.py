@@ -151,7 +151,7 @@ def schedule_text(run: Run) -> str:
     return run.schedule.name + (", forwards beside backwards" if run.is_joint else "")
 
 
-def estimate_text(found: Estimate, *, num_tokens: float = 0.0) -> str:
+def estimate_text(found: Estimate, *, num_tokens: float | None = None) -> str:
     """One layout, explained."""
     run = found.run
     sizes = run.sizes
@@ -241,7 +241,7 @@ def rejected_record(rejected: Rejected) -> dict[str, Any]:
     return {"layout": layout_text(rejected.run), "why": rejected.why, "needed_bytes": rejected.needed_bytes}
 
 
-def record_of(found: Estimate, *, num_tokens: float = 0.0) -> dict[str, Any]:
+def record_of(found: Estimate, *, num_tokens: float | None = None) -> dict[str, Any]:
     """Everything that is known of one layout, as JSON."""
     run, time = found.run, found.time
     sizes = run.sizes

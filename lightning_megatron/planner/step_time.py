@@ -108,7 +108,7 @@ def step_time(run: Run, gpu: Gpu, constants: Constants) -> StepTime:
     return StepTime(
         compute=m * sum(part.compute for part in passes[slowest]),
         exposed=exposed,
-        bubble=pipeline - m * sum(part.compute for part in passes[slowest]) - waited,
+        bubble=pipeline - m * sum(part.compute for part in passes[slowest]) - waited if run.sizes.pp > 1 else 0.0,
         optimizer=optimizer,
         other=constants.step_seconds + straggling,
         forwards=forwards,

@@ -5,6 +5,7 @@
     dropout's draws        int64, three at a time, of features of all tokens; of weights of attention those of one
                            sample, or of a tile where they are not kept
     scores                 where attention has no kernel: two gradients of them, when the feed-forward network is done
+    exchanged keys         of ranks that share sequences: keys and values as they come and go, and gradients of them
     the embedding's        the gradient of its whole matrix, and the same in float32 where gradients are; the layers of
                            the microbatch are gone by then
     the head's             logits, or their gradient beside that of the weight
@@ -15,6 +16,8 @@
 A step's peak is at one of them. `dry_run` runs the code that these formulas describe; tests hold one to the other.
 T tokens of a microbatch, H hidden, F feed-forward, V vocabulary, of this rank.
 """
+
+from collections.abc import Sequence
 
 from lightning_megatron.models import LlavaConfig
 from lightning_megatron.planner.activations import (
@@ -46,31 +49,33 @@ def work_bytes(
     run: Run,
     rank: int,
     kept: tuple[float, ...],
-    activations: float,
+    by_stage: Sequence[float],
     again: float,
     trained: tuple[int, int],
     unmade: float = 0.0,
 ) -> float:
     """The most that a pipeline rank holds beside weights, gradients and optimizer states.
 
-    `activations` are those of all microbatches that it keeps, `kept` of each chunk; `again` is what full recomputation
-    makes at a time; `trained` are its trained parameters, dense ones and those of experts; `unmade` bytes are not among
-    the activations while a backward keeps all, but at its end, made by a forward beside it.
+    `kept` microbatches of each chunk it keeps, and of each `by_stage`; `again` is what full recomputation makes at a
+    time; `trained` are its trained parameters, dense ones and those of experts; `unmade` bytes are not among what is
+    kept while a backward keeps all, but at its end, made by a forward beside it.
     """
     stages = run.stages[rank]
-    held = activations + always_bytes(run, trained) + _flying_bytes(run, rank)
-    received = zip(kept, received_by_chunk(run, rank), strict=True)
-    held += sum(count * size for count, size in received)
+    by_chunk = [
+        count * (size + received)
+        for count, size, received in zip(kept, by_stage, received_by_chunk(run, rank), strict=True)
+    ]
+    held = sum(by_chunk) - unmade + always_bytes(run, trained) + _flying_bytes(run, rank)
     if run.schedule.name == "gpipe":
         # Exponentials of the logits of the other microbatches, whose backwards come when all forwards are done.
-        held += (kept[0] - 1) * logit_bytes(run, stages[0]) * logit_share(run, 4)
+        held += (kept[-1] - 1) * logit_bytes(run, stages[-1]) * logit_share(run, 4)
     # What a forward leaves of them that is through when the backward beside it comes to an end, or where no tokens are
     # waited for, to its start.
     through = logit_bytes(run, stages[-1]) * logit_share(run, 4) * has_pairs(run.schedule, rank)
     held += 0.0 if unmade else through
     peaks = [stepping_bytes(run, rank, trained)]
     matrix = cost.vocabulary_parameters(run.model, run.sizes)
-    for stage in stages:
+    for chunk, stage in enumerate(stages):
         logits = logit_bytes(run, stage)
         gradient = logits * logit_share(run, run.bytes_per_element)
         peaks.append(held + again + max((layer_work(run, piece) for piece in stage), default=0.0))
@@ -79,8 +84,12 @@ def work_bytes(
         peaks.append(held + again + max((drawing_bytes(run, piece) for piece in stage), default=0.0))
         # A backward is done with the feed-forward network by then; a forward beside it makes one.
         is_done = not has_pairs(run.schedule, rank)
-        scores = (scores_bytes(run, piece) - feed_forward_bytes(run, piece) * is_done for piece in stage if piece.layer)
-        peaks.append(held + again + max(scores, default=0.0))
+        attention = (
+            max(scores_bytes(run, piece), exchanged_bytes(run, piece)) - feed_forward_bytes(run, piece) * is_done
+            for piece in stage
+            if piece.layer
+        )
+        peaks.append(held + again + max(attention, default=0.0))
         if logits:
             peaks += [held + logits, held + gradient + head_work(run, stage, matrix)]
         if places := [place for place, piece in enumerate(stage) if piece.embedded_tokens and piece.is_trained]:
@@ -88,6 +97,9 @@ def work_bytes(
             # comes before theirs.
             behind = dict(list(stage.items())[places[-1] + 1 :])
             made = unmade + through if unmade else 0.0
+            if run.schedule.name == "gpipe" and chunk < len(stages) - 1:
+                # All backwards of later chunks have been by then.
+                made -= sum(by_chunk[chunk + 1 :]) + (kept[-1] - 1) * logit_bytes(run, stages[-1]) * logit_share(run, 4)
             peaks.append(held - stage_bytes(run, behind) + made + matrix * gradient_width(run))
             peaks.append(held - stage_bytes(run, stage) + made + matrix * look_up_width(run, stage))
     return max(peaks)
@@ -385,6 +397,26 @@ def scores_bytes(run: Run, piece: Piece) -> float:
         return 0.0
     pairs = layer.sequence**2 * layer.config.num_attention_heads / run.sizes.tp
     return 2 * run.micro_batch_size * layer.repeats * pairs * run.bytes_per_element
+
+
+def exchanged_bytes(run: Run, piece: Piece) -> float:
+    """What the backward of attention holds of keys and values of other ranks, and of gradients of them, in float32,
+    when the feed-forward network is done."""
+    layer, sizes = piece.layer, run.sizes
+    outer = sizes.cp // sizes.cp_inner
+    if layer is None or not piece.passes_gradient or not layer.is_cut_by_context or outer == 1:
+        return 0.0
+    config, is_half = layer.config, run.is_half
+    tokens = run.micro_batch_size * layer.repeats * layer.sequence / sizes.cp
+    numbers = 2 * tokens * max(config.num_query_groups / sizes.tp, 1) * config.head_dim
+    # Bytes of each number, of keys and values as they come and go, and of what else of the layer is there then.
+    if sizes.cp_exchange == "all_gather":
+        own = (19 if run.is_mixed else 20) if is_half else 25
+        return numbers * (own + (run.bytes_per_element + 4) * outer)
+    own = (21 if run.is_mixed else 22) if is_half else 27
+    # Of two ranks nothing comes while something goes.
+    passed_on = (14 if is_half else 18) * (outer > 2)
+    return numbers * (own + passed_on)
 
 
 def inner_sizes(run: Run, layer: Layer, tokens: float) -> tuple[float, float, float]:

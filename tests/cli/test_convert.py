@@ -109,6 +109,7 @@ def test_mistakes_are_one_line_with_the_way_out(capsys: pytest.CaptureFixture[st
         (("theirs", "x.ckpt", "--family", "llama"), "--family acts on a folder as TARGET alone"),
         (("theirs", "x", "--submodule", "m", "--config", "c"), "--submodule acts on a checkpoint"),
         (("theirs", "model.ckpt"), "model.ckpt exists"),
+        (("model.ckpt", "y.ckpt", "--family", "llama"), "TARGET (y.ckpt) becomes a folder, as model.ckpt is a"),
         (("model.ckpt", "theirs", "--family", "llama"), "theirs exists and is not empty"),
         (("model.ckpt", "x"), "say which: --family llama"),
         (("model.ckpt", "x", "--family", "gpt2"), "gpt2: position ('rotary') must be 'learned'"),

@@ -468,6 +468,7 @@ def test_rows_of_a_microbatch_say_how_many_there_are(tmp_path: Path, capsys: pyt
     ("options", "words"),
     [
         (("--tokens", "-5"), "--tokens (-5.0) must be a number above 0"),
+        (("--tokens", "0"), "--tokens (0.0) must be a number above 0"),
         (("--memory-gb", "inf"), "--memory-gb (inf) must be a number above 0"),
         (("--layout", "tp=2,tp=4"), "names tp twice"),
         (("--layout", "tp=²"), "must be one of"),

@@ -104,6 +104,16 @@ def test_the_code_on_real_tensors_holds_and_multiplies_as_much() -> None:
     assert imagined.flops == real.flops and imagined.num_run == run.num_microbatches > 2
 
 
+def test_a_rank_without_documents_runs_dry() -> None:
+    run = run_of(SHORT, Sizes(world=4, cp=2), lengths=(300,), group=1)
+    assert run.balanced is not None
+    idle = [line for line, groups in run.balanced.lines.items() if not any(group.documents for group in groups)]
+    busy = [line for line in run.balanced.lines if line not in idle]
+    assert idle and busy
+    peaks = {line: dry_run(run, global_rank(run, 0, line)).peak_bytes for line in (idle[0], busy[0])}
+    assert 0 < peaks[idle[0]] < peaks[busy[0]]
+
+
 def test_messages_are_those_of_each_group() -> None:
     slots = ((Group(0, 1, (0,)), Group(1, 1, (1,))), (Group(0, 2, (2,)),))
     run = run_of(SHORT, Sizes(world=4, pp=2))

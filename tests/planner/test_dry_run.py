@@ -92,6 +92,15 @@ RUNS = {
         schedule_name="zb_h1",
         recompute=RecomputeConfig(granularity="full", method="block", num_layers=1),
     ),
+    "all forwards first, two chunks": run_of(
+        replace(GPT, num_layers=4), Sizes(world=2, pp=2, vp=2), texts=SHORT, schedule_name="gpipe"
+    ),
+    "saved inputs cut over tp": run_of(
+        GPT,
+        Sizes(world=8, tp=8),
+        recompute=RecomputeConfig(granularity="full", shard_saved_inputs=True),
+        micro_batch_size=8,
+    ),
     "zb-v, ReLU, norms again": run_of(
         replace(GPT, activation="relu"),
         Sizes(world=4, pp=4, vp=2, placement="v"),
@@ -141,6 +150,16 @@ RUNS = {
     "BERT in float32": run_of(BERT, Sizes(), texts=SHORT, micro_batch_size=4, precision="32-true"),
     "T5 in float32": run_of(T5, Sizes(world=2, pp=2), texts=PAIRS, micro_batch_size=4, precision="32-true"),
     "groups laid out in float32": run_of(LLAMA, Sizes(world=2, pp=2), precision="32-true"),
+    "cp of four": run_of(replace(GPT, num_layers=4), Sizes(world=8, pp=2, cp=4), micro_batch_size=4),
+    "cp of four, gathered": run_of(
+        replace(GPT, num_layers=4), Sizes(world=8, pp=2, cp=4, cp_exchange="all_gather"), micro_batch_size=4
+    ),
+    "cp of four, zb-h1": run_of(
+        replace(GPT, num_layers=4), Sizes(world=8, pp=2, cp=4), micro_batch_size=4, schedule_name="zb_h1"
+    ),
+    "cp of four in float32": run_of(
+        replace(GPT, num_layers=4), Sizes(world=8, pp=2, cp=4), micro_batch_size=4, precision="32-true"
+    ),
     "cp in float32": run_of(LLAMA, Sizes(world=2, cp=2), precision="32-true"),
     "LLaVA, all again": run_of(
         LLAVA, Sizes(world=2, pp=2), texts=IMAGES, recompute=RecomputeConfig(granularity="full"), micro_batch_size=2
