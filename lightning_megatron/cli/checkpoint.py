@@ -159,7 +159,7 @@ def run_prune(options: argparse.Namespace) -> None:
         faults.append(f"--keep ({options.keep}) must be at least 1; leave it out to remove no checkpoint")
     if _told(options.folder, lambda: Folder(options.folder).kind()) != "folder":
         faults.append(f"FOLDER ({options.folder}) is no directory; give a folder of checkpoints")
-    elif is_checkpoint(options.folder):
+    elif _told(options.folder, lambda: is_checkpoint(options.folder)):
         inner = options.folder.rstrip("/") if is_remote(options.folder) else os.path.abspath(options.folder)
         parent = os.path.dirname(inner)
         faults.append(f"FOLDER ({options.folder}) is a checkpoint; give the folder that holds it: {parent}")

@@ -66,10 +66,10 @@ def moments_of(run: Run, rank: int, line: int | None = None) -> list[Moment]:
         for line, groups in lines.items()
         for moment in walked(run.schedule, rank, [step.rows_of(group) for group in groups])
     ]
-    fullest = {
-        line: max((tuple(map(add, half.kept, half.waiting)) for own, _, half, _ in moments if own == line), key=sum)
-        for line in lines
-    }
+    # What a report tells of activations, whichever moment is the peak: put-off halves count as whole.
+    fullest: dict[int, tuple[float, ...]] = {}
+    for own, _, half, _ in moments:
+        fullest[own] = max(fullest.get(own, ()), tuple(map(add, half.kept, half.waiting)), key=sum)
     found: list[Moment] = []
     most: dict[tuple[Kind, int] | None, int] = {}
     for line, groups, half, microbatch in sorted(moments, key=lambda one: -sum(one[2].kept + one[2].waiting)):
@@ -84,7 +84,6 @@ def moments_of(run: Run, rank: int, line: int | None = None) -> list[Moment]:
         kept, waiting = (tuple(own / rows for own in held) for held in (half.kept, half.waiting))
         halves = () if place is None else (replace(half, kept=kept, waiting=waiting, flying=half.flying / rows),)
         if halves:
-            # What a report tells of activations, whichever moment is the peak: put-off halves count as whole.
-            kept = tuple(own / rows for own in fullest[line])
+            kept = tuple(held / rows for held in fullest[line])
         found.append(Moment(run=alike, line=line, kept=kept, halves=halves))
     return found

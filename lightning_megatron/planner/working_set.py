@@ -66,9 +66,10 @@ def work_bytes(
         for count, size, received in zip(kept, by_stage, received_by_chunk(run, rank), strict=True)
     ]
     held = sum(by_chunk) - unmade + always_bytes(run, trained) + _flying_bytes(run, rank)
-    if run.schedule.name == "gpipe":
-        # Exponentials of the logits of the other microbatches, whose backwards come when all forwards are done.
-        held += (kept[-1] - 1) * logit_bytes(run, stages[-1]) * logit_share(run, 4)
+    is_gpipe = run.schedule.name == "gpipe"
+    # Exponentials of the logits of the other microbatches, whose backwards come when all forwards are done.
+    exponentials = is_gpipe * (kept[-1] - 1) * logit_bytes(run, stages[-1]) * logit_share(run, 4)
+    held += exponentials
     # What a forward leaves of them that is through when the backward beside it comes to an end, or where no tokens are
     # waited for, to its start.
     through = logit_bytes(run, stages[-1]) * logit_share(run, 4) * has_pairs(run.schedule, rank)
@@ -97,9 +98,9 @@ def work_bytes(
             # comes before theirs.
             behind = dict(list(stage.items())[places[-1] + 1 :])
             made = unmade + through if unmade else 0.0
-            if run.schedule.name == "gpipe" and chunk < len(stages) - 1:
+            if is_gpipe and chunk < len(stages) - 1:
                 # All backwards of later chunks have been by then.
-                made -= sum(by_chunk[chunk + 1 :]) + (kept[-1] - 1) * logit_bytes(run, stages[-1]) * logit_share(run, 4)
+                made -= sum(by_chunk[chunk + 1 :]) + exponentials
             peaks.append(held - stage_bytes(run, behind) + made + matrix * gradient_width(run))
             peaks.append(held - stage_bytes(run, stage) + made + matrix * look_up_width(run, stage))
     return max(peaks)
@@ -401,7 +402,10 @@ def scores_bytes(run: Run, piece: Piece) -> float:
 
 def exchanged_bytes(run: Run, piece: Piece) -> float:
     """What the backward of attention holds of keys and values of other ranks, and of gradients of them, in float32,
-    when the feed-forward network is done."""
+    when the feed-forward network is done.
+
+    The bytes of a number are those that dry runs hold (rings and all-gathers of 2, 4 and 8 ranks, three precisions).
+    """
     layer, sizes = piece.layer, run.sizes
     outer = sizes.cp // sizes.cp_inner
     if layer is None or not piece.passes_gradient or not layer.is_cut_by_context or outer == 1:

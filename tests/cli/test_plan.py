@@ -1,6 +1,7 @@
 """`lightning-megatron plan` as a user types it, and what it says to mistakes."""
 
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -622,6 +623,27 @@ def test_a_mistake_is_one_line_with_the_way_out(
     text = told(capsys, *args)
     assert all(word in text for word in says), text
     assert text.count("\n") == 1
+
+
+def test_the_memory_that_would_do_does(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("llama3_70b", "--gpu", "h100", "--num-gpus", "1")
+    [gigabytes] = re.findall(r"([\d.]+) GB a GPU would do", told(capsys, *asked))
+    assert "fits         yes" in printed(capsys, *asked, "--memory-gb", gigabytes)
+
+
+def test_the_batch_that_would_do_is_the_next_that_all_gpus_share(capsys: pytest.CaptureFixture[str]) -> None:
+    for num_gpus, would_do in ((31, 31), (1_000_000_007, 1_000_000_007)):
+        text = told(capsys, "bert_large", "--gpu", "h100", "--num-gpus", str(num_gpus), "--global-batch-size", "9")
+        assert f"give --global-batch-size {would_do}," in text
+    text = told(capsys, "bert_large", "--gpu", "h100", "--num-gpus", "31", "--global-batch-size", "100")
+    assert "give --global-batch-size 124," in text
+
+
+def test_without_a_pipeline_there_is_no_bubble(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("llama3_8b", "--gpu", "h100", "--num-gpus", "16")
+    for tp in (2, 4):
+        text = printed(capsys, *asked, "--layout", f"tp={tp},pp=1")
+        assert re.search(r"^ *bubble +0 s +0\.0%", text, flags=re.MULTILINE), text
 
 
 def test_a_recipe_with_slips_tells_all_of_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
