@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import BertConfig, T5Config
-from lightning_megatron.planner.anatomy import Layer, Piece, Stage
+from lightning_megatron.planner.anatomy import Layer, Piece, Stage, sent_rows
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.software import Software
 from lightning_megatron.planner.work import has_no_kernel
@@ -220,6 +220,7 @@ def _kept(
             recompute=recompute,
             window=layer.window,
             layer=layer.index,
+            is_packed=layer.has_bounds,
         )
     )
     if recompute.granularity == "full":
@@ -255,7 +256,7 @@ def _kept(
         if config.attention_dropout > 0:
             pairs = streams * sequence * layer.memory / sizes.cp * config.num_attention_heads / tp
             kept += pairs * (pair_bytes - 5 - width)
-    return kept - (_fp8_saving(layer, sizes, streams * sequence, width, recompute) if is_fp8 else 0.0)
+    return kept - (_fp8_saving(layer, sizes, micro_batch, width, recompute) if is_fp8 else 0.0)
 
 
 def _wider_norms(
@@ -289,18 +290,19 @@ def _wider_norms(
     return more
 
 
-def _fp8_saving(layer: Layer, sizes: Sizes, tokens: int, width: int, recompute: RecomputeConfig) -> float:
+def _fp8_saving(layer: Layer, sizes: Sizes, micro_batch: int, width: int, recompute: RecomputeConfig) -> float:
     """Less than without FP8: inputs of products are kept in one byte, attention's output for itself as well."""
     config, tp = layer.config, sizes.tp
     sp = tp if sizes.sequence_parallel else 1
     again = _parts(recompute)
+    tokens = micro_batch * layer.repeats * -(-layer.sequence // (sizes.cp if layer.is_cut_by_context else 1))
     saved = tokens / sp * config.hidden_size * (width - 1) * (0 if "norm" in again else 1 + (not layer.has_experts))
     saved -= tokens * config.num_attention_heads * config.head_dim / tp
     if not layer.has_experts and not {"activation", "mlp"} & set(again):
         # ReLU keeps what it gives in its own numbers.
         saved += tokens * config.ffn_hidden_size / tp * (width * (config.activation != "relu") - 1)
     if config.moe is not None and layer.has_experts and "moe" not in again:
-        rows = tokens / tp * config.moe.router.top_k * sizes.etp
+        rows = sent_rows(layer, sizes, micro_batch) * sizes.etp
         features = (config.moe.ffn_hidden_size or config.ffn_hidden_size) / sizes.etp
         saved += rows * (config.hidden_size + features) * (width - 1)
         saved += tokens * config.moe.shared_ffn_hidden_size / tp * (width - 1)

@@ -76,6 +76,21 @@ class Layer:
         return self.config.has_experts(self.index)
 
 
+def sent_rows(layer: Layer, sizes: Sizes, micro_batch: int, *, own: float | None = None) -> float:
+    """Rows that a rank sends to the experts of a layer for a microbatch, of `own` tokens where their number is known;
+    those of a rank's experts are as many times etp."""
+    assert layer.config.moe is not None
+    streams = micro_batch * layer.repeats
+    return cost.expert_rows(
+        layer.config.moe,
+        sizes,
+        own=streams * layer.sequence / (sizes.tp * sizes.cp) if own is None else own,
+        batch=streams,
+        sequence=layer.sequence,
+        is_packed=layer.has_bounds,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Product:
     """A matrix product outside of layers, [tokens, inputs] by [inputs, outputs]."""

@@ -4,6 +4,7 @@ On the meta device it holds no numbers, so that a rank of any model is built in 
 module between `configure_model` and the first step is done here in the same order, without Lightning.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from lightning_megatron.context.layout import cut
 from lightning_megatron.context.routing import SEGMENTS
 from lightning_megatron.mesh import Axis, Mesh, NewGroup, Sizes, StageLayout
 from lightning_megatron.models import BertConfig, BertModel, GPTModel, LlavaConfig, LlavaModel, T5Config, T5Model
+from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.optim.exchange import Exchange
 from lightning_megatron.optim.gradients import Gradients
 from lightning_megatron.optim.main_weights import MainWeights
@@ -33,7 +35,7 @@ from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.watch import Watch
 from lightning_megatron.tensor import weight_gradients
 from lightning_megatron.tensor.weight_gradients import WeightGradients
-from lightning_megatron.transformer import recompute
+from lightning_megatron.transformer import cost, recompute
 from lightning_megatron.transformer.fp8_layers import TorchFp8Layers, use_torch
 from lightning_megatron.transformer.lora import add_lora
 from lightning_megatron.transformer.moe import MoE
@@ -128,7 +130,7 @@ def build_model(run: Run, mesh: Mesh, device: torch.device) -> PipelineModule:
     if device.type == "meta":
         for layer in model.modules():
             if isinstance(layer, MoE):
-                layer.dispatcher.read = partial(balanced, layer.config.router.top_k)
+                layer.dispatcher.read = partial(balanced, run, layer.config)
     return model
 
 
@@ -145,9 +147,19 @@ def _model(run: Run, mesh: Mesh) -> PipelineModule:
     return GPTModel(config, mesh=mesh, seed=0)
 
 
-def balanced(top_k: int, counts: Tensor, num_tokens: int) -> Tensor:
-    """In the place of counts by expert [..., E], which nobody knows: the tokens' choices go to all experts alike."""
-    share, rest = divmod(num_tokens * top_k, counts.shape[-1])
+def balanced(run: Run, moe: MoEConfig, counts: Tensor, num_tokens: int) -> Tensor:
+    """In the place of counts by expert [..., E], which nobody knows: the tokens' choices go to all experts alike, as
+    many as a capacity takes of whole sequences."""
+    sequence, num_ranks = run.texts.sequence, run.sizes.tp * run.sizes.cp
+    rows = cost.expert_rows(
+        moe,
+        run.sizes,
+        own=num_tokens,
+        batch=num_tokens * num_ranks / sequence,
+        sequence=sequence,
+        is_packed=run.texts.are_packed,
+    )
+    share, rest = divmod(math.ceil(rows), counts.shape[-1])
     even = torch.full(counts.shape, share)
     even[..., :rest] += 1
     return even

@@ -25,7 +25,7 @@ from lightning_megatron.context.laid_out import MOST_SCORES
 from lightning_megatron.context.layout import View, cut
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import BertConfig, T5Config
-from lightning_megatron.planner.anatomy import Layer, LowRankPath, Piece
+from lightning_megatron.planner.anatomy import Layer, LowRankPath, Piece, sent_rows
 from lightning_megatron.planner.moments import of_group
 from lightning_megatron.planner.needed import needed_stages
 from lightning_megatron.planner.run import Run
@@ -213,7 +213,8 @@ def _feed_forward(linears: _Linears, layer: Layer) -> list[_Linear]:
     moe = config.moe
     width, shared = moe.ffn_hidden_size or config.ffn_hidden_size, moe.shared_ffn_hidden_size
     gate = moe.has_shared_gate * _num_alike(linears.run.sizes)
-    chosen = _expert_rows(linears.run, layer, rows)
+    num_ranks = linears.run.sizes.tp * linears.run.sizes.cp
+    chosen = num_ranks * sent_rows(layer, linears.run.sizes, linears.run.micro_batch_size, own=rows / num_ranks)
     products = [
         _Linear(flops=2.0 * rows * hidden * (moe.router.num_experts + gate)),
         _Linear(flops=2.0 * chosen * hidden * (gates + 1) * width),
@@ -225,20 +226,6 @@ def _feed_forward(linears: _Linears, layer: Layer) -> list[_Linear]:
         linears.of("shared.down", rows, shared, hidden),
     )
     return [*products, up, down]
-
-
-def _expert_rows(run: Run, layer: Layer, rows: int) -> int:
-    """That all experts multiply; a capacity that pads fills them up, on each rank to what whole sequences may bring."""
-    moe, sizes = layer.config.moe, run.sizes
-    assert moe is not None
-    router, num_ranks = moe.router, sizes.tp * sizes.cp
-    # Ranks with other documents do not know how many tokens the others have.
-    is_known = not run.texts.are_packed or num_ranks % (sizes.ep * sizes.etp) == 0
-    if moe.capacity is None or not moe.capacity.pads or not is_known:
-        return rows * router.top_k
-    of_sequence = moe.capacity.num_rows(layer.sequence, router.top_k, router.num_experts)
-    most = min(run.micro_batch_size * layer.repeats * of_sequence, -(-rows // num_ranks))
-    return router.num_experts * most * num_ranks
 
 
 # --- attention --------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from lightning_megatron.planner.anatomy import (
     own_attention_flops,
     parameters_of,
     path_parameters,
+    sent_rows,
 )
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.config import TransformerConfig
@@ -180,8 +181,7 @@ def _layer(layer: Layer, sizes: Sizes, micro_batch: int, width: int) -> Work:
         moe = config.moe
         features = (moe.ffn_hidden_size or config.ffn_hidden_size) / sizes.etp
         own = moe.router.num_experts / sizes.ep
-        # Each token of tp's ranks goes from one of them.
-        sent = tokens / tp * moe.router.top_k
+        sent = sent_rows(layer, sizes, micro_batch)
         rows = sent * sizes.etp
         grouped = [(rows / own, hidden, gates * features), (rows / own, features, hidden)]
         moved += rows * (hidden * 6 + features * (gates + 2)) * width

@@ -29,7 +29,7 @@ from lightning_megatron.planner.activations import (
     stage_bytes,
     stream_width,
 )
-from lightning_megatron.planner.anatomy import Layer, LowRankPath, Piece, Stage
+from lightning_megatron.planner.anatomy import Layer, LowRankPath, Piece, Stage, sent_rows
 from lightning_megatron.planner.pipeline_load import has_pairs, puts_halves_off
 from lightning_megatron.planner.run import Run
 from lightning_megatron.transformer import cost
@@ -430,6 +430,6 @@ def inner_sizes(run: Run, layer: Layer, tokens: float) -> tuple[float, float, fl
         features = config.ffn_hidden_size / sizes.tp
         return tokens, features, features * config.hidden_size
     features = (config.moe.ffn_hidden_size or config.ffn_hidden_size) / sizes.etp
-    rows = tokens / sizes.tp * config.moe.router.top_k * sizes.etp
+    rows = sent_rows(layer, sizes, run.micro_batch_size) * sizes.etp
     own = config.moe.router.num_experts // sizes.ep
     return rows, features, own * features * config.hidden_size

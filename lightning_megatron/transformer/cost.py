@@ -14,6 +14,8 @@ H hidden, A heads, G key-value groups, D head size, F feed-forward, S of the sha
 V vocabulary.
 """
 
+import math
+
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.transformer.config import LanguageModelConfig, TransformerConfig
@@ -181,6 +183,7 @@ def layer_activation_bytes(
     recompute: RecomputeConfig = KEEP_ALL,
     window: int = 0,
     layer: int = 0,
+    is_packed: bool = False,
 ) -> int:
     """What one layer keeps of a microbatch for its backward, on one rank, its input included and its output not.
 
@@ -190,6 +193,7 @@ def layer_activation_bytes(
     recomputed layer keeps, the first of its group; the others of the group keep nothing.
     A `window` below the sequence keeps keys and values for each query head, past two windows those of the block before
     beside a block's own; its mask is one for all layers and not counted.
+    With `is_packed` sequences are documents, of which other replicas have others.
     Experts keep 2 K batch * sequence (H + 3 F) / tp bytes more where they are gated, and the router 4 batch * sequence
     * H / tp: as if each expert got equally many tokens. The indices of their ways are counted, masks are not.
     Source: Korthikanti et al., arXiv 2205.05198, sections 4 and 5.
@@ -232,10 +236,12 @@ def layer_activation_bytes(
     kept += num_attended * heads * head_dim * bytes_per_element
     num_inputs = 2 if config.is_gated else 1
     if config.moe is not None and has_experts:
-        choices, rows = _routed_rows(config.moe, sizes, padded, batch, sequence)
+        own, whole = -(-padded // tp), sequence * sizes.cp
+        sent = math.ceil(expert_rows(config.moe, sizes, own=own, batch=batch, sequence=whole, is_packed=is_packed))
+        rows = sent * sizes.etp
         # Where rows come from and go to, before they leave and, from other ranks, when they have come: as if blocks of
         # several experts came from several ranks.
-        kept += 8 * (3 * choices + 2 * rows * (sizes.ep * sizes.etp > 1))
+        kept += 8 * (own * config.moe.router.top_k + 2 * sent + 2 * rows * (sizes.ep * sizes.etp > 1))
         if not is_again:
             kept += _router_bytes(config, config.moe, sizes, padded, bytes_per_element)
             kept += _expert_bytes(config, config.moe, sizes, padded, rows, bytes_per_element)
@@ -279,16 +285,23 @@ def cross_attention_activation_bytes(
     return kept + shard * config.hidden_size * (config.hidden_dropout > 0)
 
 
-def _routed_rows(moe: MoEConfig, sizes: Sizes, padded: int, batch: int, sequence: int) -> tuple[int, int]:
-    """Choices that a rank sends and rows that its experts get, of `padded` tokens of its tp ranks."""
-    num_experts, top_k = moe.router.num_experts, moe.router.top_k
-    own = -(-padded // sizes.tp)
-    choices = own * top_k
-    if moe.capacity is not None:
-        most = batch * moe.capacity.num_rows(sequence, top_k, num_experts)
+def expert_rows(
+    moe: MoEConfig, sizes: Sizes, *, own: float, batch: float, sequence: int, is_packed: bool = False
+) -> float:
+    """Rows that a rank sends to experts for `own` tokens of its part of `batch` sequences of `sequence` tokens, which
+    its ranks of tp and cp share: as if all experts were equally busy. Each expert's rows are then on all of its etp.
+
+    A capacity drops what is above it, and one that pads fills up to it; `is_packed` says that replicas may have
+    sequences of different lengths, and then ranks that share experts with other replicas do not pad.
+    """
+    top_k, num_experts = moe.router.top_k, moe.router.num_experts
+    if moe.capacity is None:
+        return own * top_k
+    most, num_ranks = batch * moe.capacity.num_rows(sequence, top_k, num_experts), sizes.tp * sizes.cp
+    if moe.capacity.pads and not (is_packed and num_ranks % (sizes.ep * sizes.etp)):
         # All tokens of a rank may be of one expert.
-        choices = num_experts * min(most, own) if moe.capacity.pads else min(num_experts * most, choices)
-    return choices, choices * sizes.etp
+        return num_experts * min(most, math.ceil(own))
+    return min(num_experts * most / num_ranks, own * top_k)
 
 
 def _router_bytes(config: TransformerConfig, moe: MoEConfig, sizes: Sizes, padded: int, bytes_per_element: int) -> int:

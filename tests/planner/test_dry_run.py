@@ -290,8 +290,13 @@ RUNS = {
         optimizer=DISTRIBUTED,
         fp8=Fp8Config(),
     ),
-    "experts, capacity": run_of(
-        replace(MIXTRAL, moe=replace(EXPERTS, capacity=Capacity(factor=1.0, pads=True))), Sizes(world=4, ep=4)
+    "experts, padded capacity": run_of(
+        replace(MIXTRAL, moe=replace(EXPERTS, capacity=Capacity(factor=2.0, pads=True))),
+        Sizes(world=4, ep=2, cp=2),
+        fp8=Fp8Config(),
+    ),
+    "experts, most choices dropped": run_of(
+        replace(MIXTRAL, moe=replace(EXPERTS, capacity=Capacity(factor=0.25))), Sizes(world=4, ep=4), micro_batch_size=2
     ),
     "a large vocabulary": run_of(replace(GPT, num_layers=2), Sizes(world=2, pp=2), texts=SHORT),
     "accumulated": run_of(GPT, Sizes(world=4, pp=2), num_accumulated=3, optimizer=DISTRIBUTED),

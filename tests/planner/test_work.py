@@ -7,6 +7,7 @@ import pytest
 
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import BertConfig, GPTConfig, T5Config
+from lightning_megatron.moe.capacity import Capacity
 from lightning_megatron.planner.anatomy import Model, Texts, anatomy_of, piece_flops
 from lightning_megatron.planner.dry_run import dry_run
 from lightning_megatron.planner.presets import PRESETS
@@ -124,6 +125,32 @@ def test_experts_have_as_many_rows_as_tokens_choose_whatever_the_layout() -> Non
     assert spread.product_flops == pytest.approx(alone.product_flops)
     # A rank with one expert multiplies all rows of it at once.
     assert spread.grouped_edge_flops < alone.grouped_edge_flops
+
+
+@pytest.mark.parametrize(
+    ("factor", "pads", "cp", "rows"),
+    # of a rank, of 2 choices a token: what is filled up to is that of the whole sequence
+    [
+        (2.0, False, 1, 2),
+        (2.0, True, 1, 4),
+        (0.5, False, 1, 1),
+        (0.5, True, 1, 1),
+        (0.5, False, 2, 1),
+        (0.5, True, 2, 2),
+    ],
+)
+def test_a_capacity_bounds_the_rows_of_experts_and_fills_them_up(factor: float, pads: bool, cp: int, rows: int) -> None:
+    plain = PRESETS["mixtral_8x7b"]
+    assert plain.model.moe is not None
+    capacity = Capacity(factor=factor, pads=pads)
+    model = replace(plain.model, moe=replace(plain.model.moe, capacity=capacity))
+    work, without = (
+        work_of(anatomy.pieces[1], anatomy, Sizes(world=8 * cp, ep=8, cp=cp), 1, 2)
+        for anatomy in (anatomy_of(each, plain.texts) for each in (model, plain.model))
+    )
+    assert work.expert_bytes == without.expert_bytes * rows / 2
+    experts = without.mlp_flops - 2 * 4096 / cp * 4096 * 8
+    assert work.mlp_flops - without.mlp_flops == pytest.approx(experts * (rows / 2 - 1))
 
 
 TINY = GPTConfig(

@@ -313,6 +313,14 @@ def test_kept_bytes_of_experts_by_formula_are_those_kept(layout: str, variant: s
     assert expert_kept_bytes(config, sizes, 3, 127, dtype) == pytest.approx(formula, rel=0.015)
 
 
+# Where tp ranks share no experts, the first has the tokens that stay.
+@pytest.mark.parametrize("layout", ["one", "tp2 sp ep2", "ep2 etp2"])
+def test_kept_bytes_of_experts_that_drop_choices_by_formula_are_those_kept(layout: str) -> None:
+    config, sizes = replace(WIDE, moe=experts(capacity=Capacity(factor=0.5))), LAYOUTS_OF_KEPT[layout]
+    formula = cost.layer_activation_bytes(config, sizes, batch=3, sequence=128, bytes_per_element=2)
+    assert expert_kept_bytes(config, sizes, 3, 128, torch.bfloat16) == pytest.approx(formula, rel=0.015)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS_OF_KEPT)
 def test_kept_bytes_of_a_choice_more_by_formula_are_those_kept(layout: str) -> None:
     few, many = (replace(WIDE, moe=experts(router={"top_k": top_k})) for top_k in (2, 4))
