@@ -23,6 +23,7 @@ from lightning_megatron.context.routing import Held, Microbatch, Route, held_in,
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.pipeline.choice import Schedule, in_groups_of
 from lightning_megatron.pipeline.plans import training_plan
+from lightning_megatron.planner.balanced import Balanced
 from lightning_megatron.trainer.alignment import batch_digest
 
 # Batches whose contents are compared over the ranks of a replica.
@@ -36,7 +37,8 @@ class Routed:
     """What this rank runs in a step."""
 
     microbatches: list[Microbatch]
-    plan: Plan
+    step: Balanced
+    # who runs which documents of the global batch
     num_rows: int
     # of the global batch
     keys: frozenset[str]
@@ -82,6 +84,8 @@ class DynamicContext:
         self._solve = solve
         self.cost: CostModel | None = config.cost
         # set before the first step
+        self.taken: Balanced | None = None
+        # the step that runs, or was the last
         self._num_checked = 0
         self._ready: dict[int, Future[Routed]] = {}
         # by the number of the batch in its epoch
@@ -121,6 +125,7 @@ class DynamicContext:
                 "parallelism takes the batches of one training dataloader, each a dict of tensors"
             )
         self._ready = {later: future for later, future in self._ready.items() if later > number}
+        self.taken = found.step
         return found
 
     def stop(self, *, is_failed: bool) -> None:
@@ -160,7 +165,8 @@ class DynamicContext:
             found = [
                 replace(part, batch={key: value.pin_memory() for key, value in part.batch.items()}) for part in found
             ]
-        return Routed(found, planned, sum(replica.rows for replica in replicas), frozenset(held.schema))
+        step = Balanced(lengths=tuple(lengths), plan=planned)
+        return Routed(found, step, sum(replica.rows for replica in replicas), frozenset(held.schema))
 
     def _told(self, held: Held) -> _Told:
         digest = ""

@@ -47,7 +47,8 @@ def seen_by(trainer: pl.Trainer, batch: Any) -> Seen:
 
 
 def planned_run(trainer: pl.Trainer, ranks: Sequence[Seen], *, rank: int = 0) -> Run:
-    """A step of which every replica has a batch like that of a global rank. `ranks` are what all of them saw.
+    """A step of which every replica has a batch like that of a global rank; under dynamic context parallelism the very
+    step that runs, or was the last. `ranks` are what all of them saw.
 
     Raises NotPlanned.
     """
@@ -57,8 +58,8 @@ def planned_run(trainer: pl.Trainer, ranks: Sequence[Seen], *, rank: int = 0) ->
     model = checks.architecture_of(module)
     if not isinstance(model, (GPTConfig, BertConfig, T5Config)):
         raise NotPlanned(f"{_name(module)} has not exactly one configuration of a GPT, BERT, T5 or LLaVA")
-    if strategy.dynamic_context is not None:
-        raise NotPlanned("dynamic context parallelism plans every step anew")
+    if strategy.dynamic_context is not None and strategy.pipeline.overlap_expert_exchange:
+        raise NotPlanned("overlap_expert_exchange beside dynamic context parallelism keeps more than a plan knows")
     if strategy.pipeline.mode == "collective":
         raise NotPlanned('PipelineConfig(mode="collective") keeps all microbatches at once')
     seen = ranks[rank]
@@ -70,6 +71,8 @@ def planned_run(trainer: pl.Trainer, ranks: Sequence[Seen], *, rank: int = 0) ->
         raise NotPlanned(str(error)) from error
     rows = seen.rows
     count = -(-rows // strategy.microbatch_size) if strategy.microbatch_size else strategy.num_microbatches
+    if strategy.dynamic_context is not None:
+        count = rows
     is_fp8 = compute_dtype(precision := str(trainer.precision)) == torch.bfloat16 and strategy.fp8 is not None
     run = Run(
         model=model,
@@ -87,6 +90,7 @@ def planned_run(trainer: pl.Trainer, ranks: Sequence[Seen], *, rank: int = 0) ->
         group_size=strategy.pipeline.microbatch_group_size,
         is_joint=strategy.pipeline.overlap_expert_exchange,
         context=strategy.context,
+        balanced=strategy.balanced_step,
         trained=trained,
     )
     if faults := trained.faults(model) + faults_of(run):

@@ -51,6 +51,7 @@ from lightning_megatron.pipeline.listener import Listener
 from lightning_megatron.pipeline.lower import hops
 from lightning_megatron.pipeline.module import at_once, run_alone
 from lightning_megatron.planner import rules
+from lightning_megatron.planner.balanced import Balanced
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.tensor import weight_gradients
 from lightning_megatron.tensor.weight_gradients import WeightGradients
@@ -228,6 +229,12 @@ class MegatronStrategy(ParallelStrategy):
         if self.dynamic_context is None or sizes.faults():
             return sizes
         return rules.with_context_groups(sizes, self.dynamic_context, self.context)
+
+    @property
+    def balanced_step(self) -> Balanced | None:
+        """Under dynamic context parallelism the documents of the training step that runs, or was the last, and who
+        runs which."""
+        return None if self._dynamic is None else self._dynamic.taken
 
     @property
     def schedule(self) -> Schedule:

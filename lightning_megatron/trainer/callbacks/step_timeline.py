@@ -273,6 +273,9 @@ def _planned_costs(trainer: L.Trainer, seen: list[Seen]) -> list[Costs] | None:
         run = planned_run(trainer, seen)
     except NotPlanned:
         return None
+    if run.balanced is not None:
+        # Its microbatches differ, and so do their times.
+        return None
     time, sizes = step_time(run, gpu, fitted()), run.sizes
     costs = []
     for stage in range(sizes.num_stages):

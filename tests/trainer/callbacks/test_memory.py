@@ -8,13 +8,17 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 
-from lightning_megatron import OptimizerConfig
+from lightning_megatron import CostModel, DynamicContextConfig, MegatronStrategy, OptimizerConfig
+from lightning_megatron.lightning_modules import GPTModule
+from lightning_megatron.lightning_modules.adamw import AdamWConfig
 from lightning_megatron.trainer.callbacks import MemoryMonitor, memory
 from lightning_megatron.trainer.callbacks.memory_meter import MeterName
+from lightning_megatron.trainer.planned import planned_run, seen_by
 from lightning_megatron.transformer.lora import LoraConfig
 from tests.harness.ranks import run_on_ranks
-from tests.trainer.callbacks.small_gpt import LAYOUTS, train
+from tests.trainer.callbacks.small_gpt import CONFIG, LAYOUTS, SEQUENCE, Texts, train
 from tests.trainer.layouts import QUIET, Layout
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
@@ -126,6 +130,87 @@ def test_why_there_is_no_plan_is_told_and_what_was_measured_all_the_same() -> No
     assert re.search(r"^weights +- +0\.000", text, re.MULTILINE)
     [text] = run_on_ranks(1, table_of, LAYOUTS["one"], {"precision": "64-true"}, init=False)
     assert "no plan: precision ('64-true') must be one of" in text
+
+
+COST = CostModel(seconds_per_token=1.0, seconds_per_square=0.4, seconds_per_sent_token=0.1)
+
+
+class Documents(Texts):
+    """The same tokens in documents of uneven lengths."""
+
+    def train_dataloader(self) -> Any:
+        whole = super().train_dataloader()
+        for place, row in enumerate(whole.dataset):
+            row["segments"] = torch.arange(SEQUENCE).ge(1 + place % (SEQUENCE - 1)).long()
+        return whole
+
+
+class Steps(L.Callback):
+    """Of each step the documents that were planned, and how many tokens this rank ran of them."""
+
+    def __init__(self) -> None:
+        self.planned: list[tuple[tuple[int, ...], int]] = []
+        self.num_run: list[int] = []
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, *_: Any) -> None:
+        self.num_run.append(0)
+        step = module.training_step
+
+        def counted(batch: Any, batch_idx: int) -> Any:
+            self.num_run[-1] += batch["tokens"].numel()
+            return step(batch, batch_idx)
+
+        if not hasattr(module, "is_counted"):
+            module.training_step, module.is_counted = counted, True  # type: ignore[method-assign, assignment]
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, batch: Any, _: int
+    ) -> None:
+        run = planned_run(trainer, [seen_by(trainer, batch)])
+        assert run.balanced is not None
+        groups = run.balanced.plan.groups_of(trainer.global_rank)
+        self.planned.append((run.balanced.lengths, sum(sum(run.balanced.lengths_of(group)) for group in groups)))
+
+
+def balanced_fit() -> tuple[str, list[tuple[tuple[int, ...], int]], list[int]]:
+    """What is printed, what was planned in each step, and what ran."""
+    printed: list[str] = []
+    L.Trainer.print = lambda self, *parts: printed.extend(map(str, parts))  # type: ignore[method-assign]
+    steps = Steps()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=MegatronStrategy(
+            dynamic_context=DynamicContextConfig(max_tokens_per_rank=16, cost=COST), timeout_seconds=60
+        ),
+        precision="32-true",
+        max_epochs=1,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        callbacks=[steps, MemoryMonitor()],
+    )
+    trainer.fit(GPTModule(CONFIG, AdamWConfig(warmup_steps=1)), Documents(2))
+    return "\n".join(printed), steps.planned, steps.num_run
+
+
+def test_under_dynamic_context_the_plan_is_that_of_the_very_step() -> None:
+    found = run_on_ranks(2, balanced_fit, init=False)
+    table = columns(found[0][0])
+    for kind in ("weights", "gradients", "moments"):
+        plan, measured = table[kind]
+        assert plan > 0 and measured == pytest.approx(plan, rel=2e-3)
+    assert table["activations and the rest"][0] > 0
+    for _, planned, num_run in found:
+        assert len(planned) == 2
+        for step, (lengths, _) in enumerate(planned):
+            # Four rows of each of two replicas.
+            own = [length for place in range(4) for length in (1 + 4 * step + place, 15 - 4 * step - place)]
+            assert list(lengths) == own * 2
+        assert num_run == [own for _, own in planned]
 
 
 def test_a_larger_model_shows_in_the_measured_peak() -> None:
