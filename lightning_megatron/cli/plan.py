@@ -148,6 +148,11 @@ def _notes(asked: Asked, gpu: Gpu, layout: str | None) -> list[str]:
             f"times are those of products in 16 bits, and in 32-true they are several times longer: GPU {gpu.name!r} "
             "has no full_tflops, its peak in float32; give it in its file"
         )
+    if gpu.family == "volta" and asked.run.precision.startswith("bf16"):
+        notes.append(
+            f"GPU {gpu.name!r} has no units for bfloat16, and products in it are slower there; times are those of "
+            "16-mixed"
+        )
     return notes if layout == OF_RECIPE else notes + notes_on_layout(asked, layout)
 
 

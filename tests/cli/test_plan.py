@@ -581,6 +581,9 @@ def test_a_gpu_of_one_s_own_is_accepted(tmp_path: Path, capsys: pytest.CaptureFi
     assert "over the dense peak in 16 bits, 1,307 TFLOP/s" in printed(capsys, full, *args)
     file.write_text(f"{file.read_text()}full_tflops: 163.4\n")
     assert record(capsys, full, *args)["notes"] == []
+    older = ("--gpu", "v100-32gb", "--num-gpus", "8")
+    assert "'v100-32gb' has no units for bfloat16" in record(capsys, "llama3_8b", *older)["notes"][0]
+    assert record(capsys, full, *older)["notes"] == []
     assert "over the dense peak in float32 without tensor cores, 163.4 TFLOP/s" in printed(capsys, full, *args)
 
 
