@@ -128,25 +128,29 @@ def test_experts_have_as_many_rows_as_tokens_choose_whatever_the_layout() -> Non
 
 
 @pytest.mark.parametrize(
-    ("factor", "pads", "cp", "rows"),
+    ("factor", "pads", "cp", "are_packed", "rows"),
     # of a rank, of 2 choices a token: what is filled up to is that of the whole sequence
     [
-        (2.0, False, 1, 2),
-        (2.0, True, 1, 4),
-        (0.5, False, 1, 1),
-        (0.5, True, 1, 1),
-        (0.5, False, 2, 1),
-        (0.5, True, 2, 2),
+        (2.0, False, 1, False, 2),
+        (2.0, True, 1, False, 4),
+        (0.5, False, 1, False, 1),
+        (0.5, True, 1, False, 1),
+        (0.5, False, 2, False, 1),
+        (0.5, True, 2, False, 2),
+        # Replicas that share the experts have other documents.
+        (2.0, True, 1, True, 2),
     ],
 )
-def test_a_capacity_bounds_the_rows_of_experts_and_fills_them_up(factor: float, pads: bool, cp: int, rows: int) -> None:
+def test_a_capacity_bounds_the_rows_of_experts_and_fills_them_up(
+    factor: float, pads: bool, cp: int, are_packed: bool, rows: int
+) -> None:
     plain = PRESETS["mixtral_8x7b"]
     assert plain.model.moe is not None
-    capacity = Capacity(factor=factor, pads=pads)
+    capacity, texts = Capacity(factor=factor, pads=pads), replace(plain.texts, are_packed=are_packed)
     model = replace(plain.model, moe=replace(plain.model.moe, capacity=capacity))
     work, without = (
         work_of(anatomy.pieces[1], anatomy, Sizes(world=8 * cp, ep=8, cp=cp), 1, 2)
-        for anatomy in (anatomy_of(each, plain.texts) for each in (model, plain.model))
+        for anatomy in (anatomy_of(each, texts) for each in (model, plain.model))
     )
     assert work.expert_bytes == without.expert_bytes * rows / 2
     experts = without.mlp_flops - 2 * 4096 / cp * 4096 * 8
