@@ -235,7 +235,8 @@ def _kept(
         kept += is_twice * streams * sequence * config.ffn_hidden_size / tp * width
     # Where it is added up over the ranks of a ring, in float32, projections read just that.
     is_added_up = width == 4 and layer.is_cut_by_context and sizes.cp > sizes.cp_inner
-    if software.counts_work and is_shared(layer, sizes) and not is_added_up:
+    is_copied = software.counts_work and is_shared(layer, sizes) and not is_added_up
+    if is_copied:
         kept += num_attentions * own_rows * config.head_dim * width
     if drops_in_tiles:
         kept += num_attentions * own_rows * _KEY_BYTES
@@ -256,7 +257,7 @@ def _kept(
         if config.attention_dropout > 0:
             pairs = streams * sequence * layer.memory / sizes.cp * config.num_attention_heads / tp
             kept += pairs * (pair_bytes - 5 - width)
-    return kept - (_fp8_saving(layer, sizes, micro_batch, width, recompute) if is_fp8 else 0.0)
+    return kept - (_fp8_saving(layer, sizes, micro_batch, width, recompute, is_copied) if is_fp8 else 0.0)
 
 
 def _wider_norms(
@@ -290,14 +291,17 @@ def _wider_norms(
     return more
 
 
-def _fp8_saving(layer: Layer, sizes: Sizes, micro_batch: int, width: int, recompute: RecomputeConfig) -> float:
-    """Less than without FP8: inputs of products are kept in one byte, attention's output for itself as well."""
+def _fp8_saving(
+    layer: Layer, sizes: Sizes, micro_batch: int, width: int, recompute: RecomputeConfig, is_copied: bool
+) -> float:
+    """Less than without FP8: inputs of products are kept in one byte, attention's output for itself as well, unless
+    what the projection reads is a copy of it."""
     config, tp = layer.config, sizes.tp
     sp = tp if sizes.sequence_parallel else 1
     again = _parts(recompute)
     tokens = micro_batch * layer.repeats * -(-layer.sequence // (sizes.cp if layer.is_cut_by_context else 1))
     saved = tokens / sp * config.hidden_size * (width - 1) * (0 if "norm" in again else 1 + (not layer.has_experts))
-    saved -= tokens * config.num_attention_heads * config.head_dim / tp
+    saved += tokens * config.num_attention_heads * config.head_dim / tp * (is_copied * width - 1)
     if not layer.has_experts and not {"activation", "mlp"} & set(again):
         # ReLU keeps what it gives in its own numbers.
         saved += tokens * config.ffn_hidden_size / tp * (width * (config.activation != "relu") - 1)

@@ -295,7 +295,7 @@ RUNS = {
         Sizes(world=8, ep=2, cp=2, pp=2),
         optimizer=DISTRIBUTED,
         fp8=Fp8Config(),
-        micro_batch_size=4,
+        micro_batch_size=2,
     ),
     "experts, most choices dropped": run_of(
         replace(MIXTRAL, moe=replace(EXPERTS, capacity=Capacity(factor=0.25))), Sizes(world=4, ep=4), micro_batch_size=2
