@@ -306,6 +306,14 @@ RUNS = {
     "packed documents": run_of(
         LLAMA, Sizes(world=2, tp=2, sequence_parallel=True), texts=Texts(sequence=2048, are_packed=True)
     ),
+    "packed documents in FP8": run_of(
+        replace(LLAMA, num_layers=4, vocab_size=2048),
+        Sizes(),
+        texts=Texts(sequence=1024, are_packed=True),
+        fp8=Fp8Config(),
+        micro_batch_size=8,
+        optimizer=DISTRIBUTED,
+    ),
     "packed T5": run_of(replace(T5, position="learned"), Sizes(world=4, pp=4), texts=PACKED_PAIRS, micro_batch_size=4),
     "packed T5, dropout": run_of(
         replace(T5, num_layers=2, num_decoder_layers=2, attention_dropout=0.1, hidden_dropout=0.1),
