@@ -11,7 +11,7 @@ Beside what conventions count (`flops`), and in its place:
     gradients           of what goes into a product, where something before it is trained
     run again           as it ran, with low-rank paths; an attention that keeps no weights never
     on several ranks    what tp does not cut without sequence parallelism; a vision tower on each rank of cp
-    padding             the vocabulary's, and rows that fill up tp ranks or experts of a padded capacity
+    padding             the vocabulary's, and rows that fill up tp ranks, experts of a padded capacity, or tiles of FP8
 
 Kernels that make scores again in their backward count as those that keep them. T tokens, H hidden, S sequence,
 W window.
@@ -30,6 +30,7 @@ from lightning_megatron.planner.moments import of_group
 from lightning_megatron.planner.needed import needed_stages
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.work import has_no_kernel
+from lightning_megatron.precision.product import TILE
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.recompute import groups_of
 
@@ -77,6 +78,8 @@ class _Linear:
     flops: float
     path_in: float = 0.0
     path_out: float = 0.0
+    filled: float = 1.0
+    # times the tokens there are, those that the gradient of the weight is made of
 
     @property
     def forward(self) -> float:
@@ -84,7 +87,7 @@ class _Linear:
 
     def backward(self, *, is_trained: bool, is_needed: bool) -> float:
         """`is_needed` is the gradient of what goes in."""
-        return self.flops * (is_trained + is_needed) + 2 * self.path_out + self.path_in * (1 + is_needed)
+        return self.flops * (is_trained * self.filled + is_needed) + 2 * self.path_out + self.path_in * (1 + is_needed)
 
 
 class _Walk:
@@ -191,11 +194,17 @@ class _Linears:
         self._paths = {path.name: path for path in piece.paths}
 
     def of(self, name: str, rows: int, inputs: int, outputs: int) -> _Linear:
+        flops, filled = 2.0 * rows * inputs * outputs, _filled(self.run, rows / self.run.sizes.cp)
         path = self._paths.get(name)
         if path is None:
-            return _Linear(flops=2.0 * rows * inputs * outputs)
+            return _Linear(flops=flops, filled=filled)
         path_in, path_out = _path(path, rows, _num_alike(self.run.sizes))
-        return _Linear(flops=2.0 * rows * inputs * outputs, path_in=path_in, path_out=path_out)
+        return _Linear(flops=flops, path_in=path_in, path_out=path_out, filled=filled)
+
+
+def _filled(run: Run, rows: float) -> float:
+    """Of a product of so many rows in FP8: how many more the gradient of its weight takes, filled up to tiles."""
+    return -(-rows // TILE) * TILE / rows if run.fp8 is not None and rows else 1.0
 
 
 def _path(path: LowRankPath, rows: int, num_alike: int) -> tuple[float, float]:
@@ -213,11 +222,12 @@ def _feed_forward(linears: _Linears, layer: Layer) -> list[_Linear]:
     moe = config.moe
     width, shared = moe.ffn_hidden_size or config.ffn_hidden_size, moe.shared_ffn_hidden_size
     gate = moe.has_shared_gate * _num_alike(linears.run.sizes)
-    num_ranks = linears.run.sizes.tp * linears.run.sizes.cp
-    chosen = num_ranks * sent_rows(layer, linears.run.sizes, linears.run.micro_batch_size, own=rows / num_ranks)
+    sizes, num_ranks = linears.run.sizes, linears.run.sizes.tp * linears.run.sizes.cp
+    sent = sent_rows(layer, sizes, linears.run.micro_batch_size, own=rows / num_ranks)
+    chosen, of_expert = num_ranks * sent, sent * sizes.ep * sizes.etp / moe.router.num_experts
     products = [
         _Linear(flops=2.0 * rows * hidden * (moe.router.num_experts + gate)),
-        _Linear(flops=2.0 * chosen * hidden * (gates + 1) * width),
+        _Linear(flops=2.0 * chosen * hidden * (gates + 1) * width, filled=_filled(linears.run, of_expert)),
     ]
     if not shared:
         return products

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron import MoEConfig, RouterConfig
+from lightning_megatron import Fp8Config, MoEConfig, RouterConfig
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config
 from lightning_megatron.models.vision import VisionConfig
@@ -102,6 +102,7 @@ RUNS = {
     "a frozen tower, again": run_of(LLAVA, Sizes(), IMAGES, trained=Trained(frozen=("vision",)), recompute=FULL),
     "a projector alone": run_of(LLAVA, Sizes(), IMAGES, trained=Trained(frozen=("vision", "language"))),
     "a padded vocabulary": run_of(replace(GPT, vocab_size=1030), SP),
+    "tiles in FP8": run_of(SHARED, Sizes(world=2, tp=2), Texts(sequence=100), fp8=Fp8Config()),
 }
 
 
