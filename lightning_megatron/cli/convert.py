@@ -122,9 +122,16 @@ def _convert(options: argparse.Namespace) -> Converted:
         faults.append(
             f"TARGET ({options.target}) becomes a folder, as {options.source} is a checkpoint: leave .ckpt out"
         )
+    fields: dict[str, Mapping[str, Any]] = {}
+    for option, file in (("config", options.config), ("upcycle", options.upcycle)):
+        try:
+            if file is not None:
+                fields[option] = _fields(option, file)
+        except ValueError as error:
+            faults.append(" ".join(str(error).split()))
     if faults:
         raise UsageError(faults)
-    weights, dtype = _weights(options), _DTYPES[options.dtype] if options.dtype is not None else None
+    weights, dtype = _weights(options, fields), _DTYPES[options.dtype] if options.dtype is not None else None
     if is_to_checkpoint:
         return to_checkpoint(weights, options.target, dtype=dtype)
     return to_folder(
@@ -137,16 +144,15 @@ def _convert(options: argparse.Namespace) -> Converted:
     )
 
 
-def _weights(options: argparse.Namespace) -> Weights:
+def _weights(options: argparse.Namespace, fields: Mapping[str, Mapping[str, Any]]) -> Weights:
     """What is to be written."""
     if is_checkpoint(options.source):
-        config = _fields("config", options.config) if options.config is not None else None
-        weights = in_checkpoint(options.source, options.submodule, config)
+        weights = in_checkpoint(options.source, options.submodule, fields.get("config"))
     else:
         weights = in_folder(options.source)
-    if options.upcycle is None:
+    if "upcycle" not in fields:
         return weights
-    return weights.upcycled(moe_config(_fields("upcycle", options.upcycle)))
+    return weights.upcycled(moe_config(fields["upcycle"]))
 
 
 def _unused(options: argparse.Namespace, defaults: Mapping[str, Any], needed: str) -> list[str]:
@@ -163,6 +169,9 @@ def _fields(option: str, file: Path) -> Mapping[str, Any]:
     try:
         # JSON is YAML.
         fields = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or error
+        raise ValueError(f"--{option} ({file}) cannot be read: {why}; give a file of YAML or JSON") from error
     except yaml.YAMLError as error:
         raise ValueError(f"--{option} ({file}) is neither YAML nor JSON: {error}") from error
     example = "num_layers: 2" if option == "config" else "router: {num_experts: 8}"

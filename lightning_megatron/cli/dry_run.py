@@ -6,21 +6,23 @@ allocates, multiplies and sends is counted.
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 from lightning_megatron.cli.plan_dynamic import balanced_as_asked
 from lightning_megatron.cli.plan_layout import OF_RECIPE, explained, notes_on_layout
-from lightning_megatron.cli.plan_run import add_model_options, read_run
+from lightning_megatron.cli.plan_run import add_model_options, count_faults, read_run
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.planner.dry_rank import Whole
 from lightning_megatron.planner.dry_report import dry_record, dry_text
 from lightning_megatron.planner.dry_run import dry_run, shown_ranks
 from lightning_megatron.planner.hardware import gpu_of
+from lightning_megatron.planner.limits import limit_faults
 from lightning_megatron.planner.run import Run
 
 _GPU = "h100"
 # By whose planned times documents are balanced where a recipe with dynamic context parallelism gives no costs.
+_MOST_RANKS = 1_000_000
+# each of which a rank knows
 _EPILOG = """\
 CONFIG is what lightning-megatron plan takes: a recipe's YAML file, a preset, or a Hugging Face
 config.json or its folder. The first needs nothing more, the others a layout and a number of ranks.
@@ -59,13 +61,15 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     run.add_argument("--fp8", action="store_true", help="linears of layers multiply in FP8")
     run.add_argument("--recompute", choices=("none", "selective", "full"), help="(default: the recipe's)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.set_defaults(run=run_dry_run)
+    parser.set_defaults(run=run_dry_run, world_option="--world-size")
 
 
 def run_dry_run(options: argparse.Namespace) -> None:
     """Prints what the ranks do. Raises UsageError with what is wrong with the options and with the run."""
     run, notes = _read(options)
     world = run.sizes.world
+    if faults := limit_faults({"world size": world}, _MOST_RANKS):
+        raise UsageError(faults)
     if options.rank is not None and not 0 <= options.rank < world:
         raise UsageError([f"--rank ({options.rank}) must be from 0 to world size - 1 ({world - 1})"])
     ranks = shown_ranks(run) if options.rank is None else (options.rank,)
@@ -77,15 +81,7 @@ def run_dry_run(options: argparse.Namespace) -> None:
 def _read(options: argparse.Namespace) -> tuple[Run, list[str]]:
     """The run, and what a reader of its numbers should know."""
     counts = ("world_size", "global_batch_size", "sequence_length", "decoder_sequence_length")
-    faults = [
-        f"--{name.replace('_', '-')} ({value}) must be at least 1"
-        for name in counts
-        if (value := getattr(options, name)) is not None and value < 1
-    ]
-    is_recipe = Path(options.config).suffix in (".yaml", ".yml")
-    if not is_recipe and options.world_size is None:
-        faults.append(f"--world-size is needed: {options.config} does not say how many ranks there are")
-    if faults:
+    if faults := count_faults(options, counts):
         raise UsageError(faults)
     options.num_gpus = options.world_size
     is_own = options.layout in (None, OF_RECIPE)

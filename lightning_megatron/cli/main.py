@@ -17,7 +17,8 @@ import gc
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from difflib import get_close_matches
+from typing import Any, NoReturn
 
 from lightning_megatron import __version__
 from lightning_megatron.cli import checkpoint, convert, dry_run, plan, prepare_data, schedule
@@ -28,7 +29,23 @@ _USAGE_ERROR = 2
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose mistakes are one line, without the usage that argparse puts above it."""
+    """A parser whose mistakes are one line, without the usage that argparse puts above it.
+
+    What a command does not know it tells itself: else argparse would have the parser of all commands do it.
+    """
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error("; ".join([f"unrecognized arguments: {' '.join(unknown)}", *self._nearest(unknown)]))
+        return options, unknown
+
+    def _nearest(self, unknown: Sequence[str]) -> list[str]:
+        known, hints = [name[2:] for name in self._option_string_actions if name.startswith("--")], []
+        for name in (word.partition("=")[0].lstrip("-") for word in unknown if word.startswith("-")):
+            nearest = [one for one in known if name and one.startswith(name)] or get_close_matches(name, known, n=1)
+            hints += [f"did you mean --{one}?" for one in nearest[:1]]
+        return hints
 
     def error(self, message: str) -> NoReturn:
         raise UsageError([f"{message}; see {self.prog} --help"])

@@ -27,7 +27,7 @@ def made_of(kind: type[T], data: object, where: str, faults: list[str]) -> T | N
     needed = [f.name for f in known.values() if f.default is MISSING and f.default_factory is MISSING]
     faults += [f"{where}.{name} is missing" for name in needed if name not in data]
     values = {
-        name: _value(hints[name], value, f"{where}.{name}", faults) for name, value in data.items() if name in known
+        name: value_of(hints[name], value, f"{where}.{name}", faults) for name, value in data.items() if name in known
     }
     if len(faults) > before:
         return None
@@ -38,7 +38,8 @@ def made_of(kind: type[T], data: object, where: str, faults: list[str]) -> T | N
         return None
 
 
-def _value(hint: Any, value: Any, where: str, faults: list[str]) -> Any:
+def value_of(hint: Any, value: Any, where: str, faults: list[str]) -> Any:
+    """What the data is as a value of that type; anything where it is none, with the faults added to the list."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         options = get_args(hint)
@@ -49,11 +50,11 @@ def _value(hint: Any, value: Any, where: str, faults: list[str]) -> Any:
         if value not in get_args(hint):
             faults.append(f"{where} ({value!r}) must be one of {', '.join(map(repr, get_args(hint)))}")
         return value
-    if origin is tuple:
+    if origin in (tuple, list):
         if not isinstance(value, (list, tuple)):
             faults.append(f"{where} ({value!r}) must be a list")
-            return ()
-        return tuple(_value(get_args(hint)[0], one, f"{where}[{place}]", faults) for place, one in enumerate(value))
+            return origin()
+        return origin(value_of(get_args(hint)[0], one, f"{where}[{place}]", faults) for place, one in enumerate(value))
     if is_dataclass(hint):
         return made_of(hint, value, where, faults)  # type: ignore[arg-type]
     return _scalar(hint, value, where, faults)
@@ -62,7 +63,7 @@ def _value(hint: Any, value: Any, where: str, faults: list[str]) -> Any:
 def _first_that_fits(options: list[Any], value: Any, where: str, faults: list[str]) -> Any:
     for option in options:
         found: list[str] = []
-        made = _value(option, value, where, found)
+        made = value_of(option, value, where, found)
         if not found:
             return made
     faults += found

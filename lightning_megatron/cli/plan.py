@@ -14,7 +14,7 @@ from typing import Any
 from lightning_megatron.cli.asked import Asked
 from lightning_megatron.cli.plan_dynamic import balanced_as_asked
 from lightning_megatron.cli.plan_layout import OF_RECIPE, explained, notes_on_layout
-from lightning_megatron.cli.plan_run import add_model_options, read_run
+from lightning_megatron.cli.plan_run import add_model_options, count_faults, read_run
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.planner.estimate import Estimate, estimate
 from lightning_megatron.planner.hardware import GIGA, Gpu, gpu_of
@@ -33,6 +33,8 @@ from lightning_megatron.planner.report import (
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.search import Found, fewest_gpus, search
 
+_SHOWN = 10
+# layouts of a search
 _EPILOG = f"""\
 CONFIG is a recipe's YAML file, a preset ({", ".join(PRESETS)}), or a Hugging Face config.json,
 of any name, or its folder.
@@ -72,27 +74,24 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     run.add_argument("--layout", metavar="SIZES", help="explain one layout, as in tp=8,pp=64,mbs=1; recipe: its own")
     run.add_argument("--tokens", type=float, metavar="NUMBER", help="tell the days to train on so many")
     output = parser.add_argument_group("the output")
-    output.add_argument("--top", type=int, default=10, metavar="NUMBER", help="layouts that are shown (default: 10)")
+    output.add_argument("--top", type=int, metavar="NUMBER", help=f"layouts that are shown (default: {_SHOWN})")
     output.add_argument("--json", action="store_true", help="print everything as JSON")
     output.add_argument("--out", type=Path, metavar="FILE.svg", help="write a picture of the layout, or of the best")
-    parser.set_defaults(run=run_plan)
+    parser.set_defaults(run=run_plan, world_option="--num-gpus")
 
 
 def run_plan(options: argparse.Namespace) -> None:
     """Prints the plan. Raises UsageError with what is wrong with the options, and where nothing fits."""
     gpu = _gpu_of(options)
-    if counts := [
-        f"--{name.replace('_', '-')} ({value}) must be at least 1"
-        for name in ("num_gpus", "global_batch_size", "sequence_length", "decoder_sequence_length", "top")
-        if (value := getattr(options, name)) is not None and value < 1
-    ]:
-        raise UsageError(counts)
-    if bad := [
+    counts = ("num_gpus", "global_batch_size", "sequence_length", "decoder_sequence_length", "top")
+    if bad := count_faults(options, counts) + [
         f"--{name} ({value}) must be a number above 0"
         for name, value in (("tokens", options.tokens), ("memory-gb", options.memory_gb))
         if value is not None and not (math.isfinite(value) and value > 0)
     ]:
         raise UsageError(bad)
+    if options.layout is not None and options.top is not None:
+        raise UsageError([f"--top ({options.top}) is for a search, and --layout explains one layout; leave one out"])
     asked = read_run(options)
     if asked.run.fp8 is not None and not gpu.fp8_tflops:
         raise UsageError([f"GPU {options.gpu!r} has no units for FP8; leave FP8 out, or plan for another"])
@@ -122,7 +121,7 @@ def _search(options: argparse.Namespace, asked: Asked, gpu: Gpu) -> None:
     found = search(run, gpu, memory_bytes=gpu.memory_bytes, free_recompute=is_free)
     if not found.fitting:
         raise UsageError([_nothing_fits(run, gpu, found, is_free)])
-    shown = _distinct(found, gpu, options.top)
+    shown = _distinct(found, gpu, _SHOWN if options.top is None else options.top)
     best = shown[0].estimate
     if options.out is not None:
         _write(best, options.out)

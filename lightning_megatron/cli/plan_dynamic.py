@@ -8,7 +8,7 @@ from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.context.balance import DynamicContextConfig
 from lightning_megatron.models import GPTConfig
 from lightning_megatron.pipeline.choice import in_groups_of
-from lightning_megatron.planner.balanced import LogNormal, balanced, drawn
+from lightning_megatron.planner.balanced import LogNormal, balanced, drawn, num_cut
 from lightning_megatron.planner.balanced_cost import planned_cost
 from lightning_megatron.planner.constants import fitted
 from lightning_megatron.planner.hardware import Gpu
@@ -82,8 +82,12 @@ def _documents(run: Run, told: str | None) -> tuple[tuple[int, ...], list[str]]:
             f"--document-lengths ({told}) is for rows of packed documents, and each row of this recipe is one of "
             f"{length} tokens; leave it out"
         )
-    lengths = drawn(_lengths_of(told), rows * length, longest=length)
-    return lengths, [f"{len(lengths):,} documents, drawn by seed 0 of {told}, stand for those of every batch"]
+    known = _lengths_of(told)
+    lengths = drawn(known, rows * length, longest=length)
+    notes = [f"{len(lengths):,} documents, drawn by seed 0 of {told}, stand for those of every batch"]
+    if count := num_cut(known, len(lengths), longest=length):
+        notes.append(f"{count:,} of them were longer than a row and are cut to its {length:,} tokens")
+    return lengths, notes
 
 
 def _lengths_of(told: str) -> LogNormal | list[int]:

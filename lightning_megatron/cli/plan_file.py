@@ -15,7 +15,12 @@ def model_of_folder(path: Path) -> Model:
     """The model of a folder's config.json, or of such a file, whatever its name."""
     raw = read_config(path) if path.is_dir() else table_of(path)
     where = path / "config.json" if path.is_dir() else path
-    return family_of_file(raw, str(where)).config(raw)
+    family = family_of_file(raw, str(where))
+    try:
+        return family.config(raw)
+    except ValueError as error:
+        head, *faults = (line.strip() for line in str(error).splitlines())
+        raise ValueError(" ".join([head.replace("config.json", str(where), 1), "; ".join(faults)])) from error
 
 
 def table_of(path: Path) -> dict[str, Any]:

@@ -23,6 +23,8 @@ _WORDS = {
 }
 _KEYS = (*_SIZES, "mbs", *_WORDS)
 _EXAMPLE = "tp=8,pp=4"
+_MOST_DIGITS = 6
+# of a size
 
 
 def explained(asked: Asked, options: argparse.Namespace) -> Run:
@@ -113,6 +115,9 @@ def _values_of(text: str) -> dict[str, str]:
         key, _, value = part.partition("=")
         if key not in _KEYS or not value or (key not in _WORDS and not value.isdecimal()):
             faults.append(f"--layout part {part!r} must be one of {', '.join(_KEYS)}, = and a number, as in {_EXAMPLE}")
+        elif key not in _WORDS and len(value) > _MOST_DIGITS:
+            short = value if len(value) <= 2 * _MOST_DIGITS else f"{value[: 2 * _MOST_DIGITS]}..."
+            faults.append(f"--layout {key} ({short}) must be below {10**_MOST_DIGITS:,}")
         elif value not in _WORDS.get(key, (value,)):
             faults.append(f"--layout {key} ({value!r}) must be one of {', '.join(_WORDS[key])}")
         if key in values:

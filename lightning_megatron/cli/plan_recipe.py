@@ -1,8 +1,7 @@
 """The run that a recipe's YAML file describes, read without the packages that run recipes."""
 
 import argparse
-import inspect
-from difflib import get_close_matches
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from lightning_megatron.cli.recipe_file import (
     precision_of,
     trained_of,
 )
+from lightning_megatron.cli.recipe_options import option_faults, sample_faults, strategy_faults, strategy_of
 from lightning_megatron.context.balance import DynamicContextConfig
 from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.hf.load import upcycling
@@ -30,12 +30,12 @@ from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.pipeline.choice import placement_of
 from lightning_megatron.planner.anatomy import Model, Texts
+from lightning_megatron.planner.limits import MOST, MOST_OF_A_KIND, limit_faults, model_limit_faults
 from lightning_megatron.planner.presets import PRESETS
 from lightning_megatron.planner.rules import Facts
 from lightning_megatron.planner.rules import faults as rule_faults
 from lightning_megatron.planner.run import Run, context_fields
 from lightning_megatron.precision.fp8 import Fp8Config
-from lightning_megatron.trainer import MegatronStrategy
 from lightning_megatron.trainer.config import PipelineConfig
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
@@ -47,20 +47,33 @@ _SIZES = {
     "expert_model_parallel_size": "ep",
     "expert_tensor_parallel_size": "etp",
 }
+# Options that are read, and told of, here.
+_READ_OF_STRATEGY = (
+    *_SIZES,
+    *("num_microbatches", "microbatch_size", "pipeline", "optimizer", "recompute", "context", "dynamic_context", "fp8"),
+)
+_READ = {
+    "trainer": ("strategy", "precision", "devices", "num_nodes", "accumulate_grad_batches"),
+    "model": ("config", "frozen", "lora", "upcycle"),
+    "data": ("global_batch_size", "sequence_length"),
+}
 
 
 def run_of_recipe(path: Path, data: dict[str, Any], options: argparse.Namespace) -> Asked:
     """What the file asks for. Raises ValueError with all of its faults, one a line."""
     faults: list[str] = []
+    tables = {name: data[name] for name in ("trainer", "model", "data") if data.get(name) is not None}
+    if bad := [name for name, table in tables.items() if not isinstance(table, dict)]:
+        raise ValueError("\n".join(f"{name} ({tables[name]!r}) must be a table of options" for name in bad))
     model, kind_from = _model_of_recipe(path, data, options, faults)
-    arguments = at(data, "trainer", "strategy", "init_args") or {}
-    if not isinstance(arguments, dict):
-        raise ValueError(f"{path}: trainer.strategy.init_args ({arguments!r}) must be a table of options")
-    known = inspect.signature(MegatronStrategy).parameters
-    for name in arguments:
-        if name not in known:
-            nearest = get_close_matches(str(name), known, n=1)
-            faults.append(f"{name} is no option of the strategy" + (f"; did you mean {nearest[0]}?" if nearest else ""))
+    kind, is_tuned = _kind(model, data, options), _is_tuned(data)
+    faults += option_faults(data, kind, is_tuned=is_tuned, read=_READ)
+    if model is not None and (absurd := model_limit_faults(model)):
+        raise ValueError("\n".join(absurd))
+    trainer = data.get("trainer") or {}
+    own = strategy_of(trainer, faults)
+    arguments = own or {}
+    faults += strategy_faults(arguments, _READ_OF_STRATEGY)
     pipeline = made_of(PipelineConfig, arguments.get("pipeline") or {}, "pipeline", faults)
     optimizer = made_of(OptimizerConfig, arguments.get("optimizer") or {}, "optimizer", faults)
     recompute = made_of(RecomputeConfig, arguments.get("recompute") or {}, "recompute", faults)
@@ -69,7 +82,6 @@ def run_of_recipe(path: Path, data: dict[str, Any], options: argparse.Namespace)
     if arguments.get("dynamic_context"):
         dynamic = made_of(DynamicContextConfig, arguments["dynamic_context"], "dynamic_context", faults)
     fp8 = made_of(Fp8Config, arguments["fp8"], "fp8", faults) if arguments.get("fp8") else None
-    trainer = at(data, "trainer") or {}
     precision, fp8 = precision_of(trainer, fp8, faults)
     trained = trained_of(data, faults)
     if model is not None:
@@ -77,34 +89,28 @@ def run_of_recipe(path: Path, data: dict[str, Any], options: argparse.Namespace)
     world = options.num_gpus or num_gpus_of(trainer, faults)
     numbers = _counts_of(data, arguments, options, faults)
     if not world and not faults:
-        faults.append(f"--num-gpus is needed: {path} leaves trainer.devices to the machine")
+        faults.append(f"{options.world_option} is needed: {path} leaves trainer.devices to the machine")
     if faults:
         raise ValueError("\n".join(faults))
     assert model is not None and pipeline is not None and optimizer is not None and recompute is not None
     assert context is not None
+    batch, length = numbers["data.global_batch_size"], numbers["data.sequence_length"]
+    texts = _texts_of(data, model, length, options)
+    if faults := sample_faults(data.get("data") or {}, model, kind, texts, batch, is_tuned=is_tuned):
+        raise ValueError("\n".join(faults))
     sizes = Sizes(
         world=world,
         **{short: numbers[name] for name, short in _SIZES.items()},
         **context_fields(context, numbers["context_parallel_size"]),
-        sequence_parallel=bool(arguments.get("sequence_parallel", False)),
+        sequence_parallel=arguments.get("sequence_parallel", False),
         placement=placement_of(pipeline.schedule) if pipeline.schedule != "auto" else "loop",
         stage_layout=pipeline.layout,
     )
-    batch, length = numbers["data.global_batch_size"], numbers["data.sequence_length"]
     num_microbatches, rows = numbers["num_microbatches"], arguments.get("microbatch_size", 0)
     replicas = 0 if sizes.faults() else sizes.dp
-    decoder = options.decoder_sequence_length or at(data, "data", "decoder_sequence_length")
-    if isinstance(model, T5Config) and not decoder:
-        decoder = model.max_decoder_sequence_length
     run = Run(
         model=model,
-        texts=Texts(
-            sequence=length,
-            decoder_sequence=decoder or 0,
-            images=int(isinstance(model, LlavaConfig)),
-            # Batches of a T5 say where its texts end, however many a row holds.
-            are_packed=is_packed(data) or isinstance(model, T5Config),
-        ),
+        texts=texts,
         sizes=sizes,
         global_batch_size=batch,
         num_accumulated=numbers["trainer.accumulate_grad_batches"],
@@ -123,7 +129,7 @@ def run_of_recipe(path: Path, data: dict[str, Any], options: argparse.Namespace)
     cut = Facts(sizes=sizes, num_microbatches=num_microbatches, microbatch_size=rows, global_batch_size=batch)
     return Asked(
         run=run,
-        has_layout=at(data, "trainer", "strategy") is not None,
+        has_layout=own is not None,
         faults=tuple(fault for fault in rule_faults(cut) if fault not in sizes.faults()),
         notes=(*_notes_on_kind(kind_from), *([ONE_A_ROW] if is_packed(data) else [])),
         unplanned=_unplanned(pipeline),
@@ -132,8 +138,21 @@ def run_of_recipe(path: Path, data: dict[str, Any], options: argparse.Namespace)
     )
 
 
+def _texts_of(data: dict[str, Any], model: Model, length: int, options: argparse.Namespace) -> Texts:
+    decoder = options.decoder_sequence_length or at(data, "data", "decoder_sequence_length")
+    if isinstance(model, T5Config) and not decoder:
+        decoder = model.max_decoder_sequence_length
+    return Texts(
+        sequence=length,
+        decoder_sequence=decoder or 0,
+        images=int(isinstance(model, LlavaConfig)),
+        # Batches of a T5 say where its texts end, however many a row holds.
+        are_packed=is_packed(data) or isinstance(model, T5Config),
+    )
+
+
 def _counts_of(
-    data: dict[str, Any], arguments: dict[str, Any], options: argparse.Namespace, faults: list[str]
+    data: dict[str, Any], arguments: Mapping[str, Any], options: argparse.Namespace, faults: list[str]
 ) -> dict[str, Any]:
     """Sizes, batches and lengths, by their names in the file."""
     numbers = {name: arguments.get(name, 1) for name in (*_SIZES, "num_microbatches")}
@@ -145,6 +164,11 @@ def _counts_of(
     faults += [
         f"{name} ({value!r}) must be a number of at least 1" for name, value in numbers.items() if not is_count(value)
     ]
+    counts = {name: value for name, value in numbers.items() if is_count(value)}
+    sizes = {name: value for name, value in counts.items() if name in _SIZES}
+    faults += limit_faults(sizes, MOST_OF_A_KIND) + limit_faults(
+        {name: value for name, value in counts.items() if name not in sizes}, MOST
+    )
     return numbers
 
 
@@ -180,6 +204,17 @@ def _model_of_recipe(
         moe = made_of(MoEConfig, upcycle, "model.upcycle", faults)
         model = model if moe is None else upcycling(model, moe).config
     return model, "model.path"
+
+
+def _is_tuned(data: dict[str, Any]) -> bool:
+    """Whether the recipe starts from a folder, and not from a model.config."""
+    return not isinstance(module_of(data).get("config"), dict)
+
+
+def _kind(model: Model | None, data: dict[str, Any], options: argparse.Namespace) -> str:
+    """Of the model that is planned, where it could be read, by the names of `--model-kind`."""
+    known = [name for name, kind in KINDS.items() if type(model) is kind]
+    return known[0] if known else kind_of(data, options.model_kind)[0]
 
 
 def _notes_on_kind(kind_from: str) -> list[str]:

@@ -1,6 +1,7 @@
 """The run that CONFIG and the options of a command ask for, whatever CONFIG is."""
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,11 +9,13 @@ from lightning_megatron.cli.asked import Asked
 from lightning_megatron.cli.plan_file import model_of_folder, table_of
 from lightning_megatron.cli.plan_recipe import run_of_recipe
 from lightning_megatron.cli.recipe_file import KINDS
+from lightning_megatron.cli.recipe_options import sample_faults
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import LlavaConfig, T5Config
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.planner.anatomy import Model, Texts
+from lightning_megatron.planner.limits import MOST, limit_faults, model_limit_faults, shown
 from lightning_megatron.planner.presets import preset_of
 from lightning_megatron.planner.report import kind_name
 from lightning_megatron.planner.run import Run
@@ -32,10 +35,20 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-kind", choices=tuple(KINDS), help="of a recipe (default: by its class or its fields)")
 
 
+def count_faults(options: argparse.Namespace, names: Sequence[str]) -> list[str]:
+    """What is wrong with those options that count something."""
+    told = {f"--{name.replace('_', '-')}": getattr(options, name) for name in names}
+    counts = {name: count for name, count in told.items() if count is not None}
+    faults = [f"{name} ({shown(count)}) must be at least 1" for name, count in counts.items() if count < 1]
+    return faults + limit_faults(counts, MOST)
+
+
 def read_run(options: argparse.Namespace) -> Asked:
     """The run that a configuration and the options ask for."""
     path = Path(options.config)
     try:
+        if not options.config.strip():
+            raise ValueError("CONFIG is empty; give a recipe's YAML file, a preset, or a Hugging Face config.json")
         if path.is_dir():
             asked = _of_hugging_face(path, options)
         elif path.is_file() or path.suffix in (".yaml", ".yml", ".json"):
@@ -65,13 +78,20 @@ def _bare(model: Model, texts: Texts, batch: int, options: argparse.Namespace) -
     if strange := [name for name in ("model", "model_kind") if getattr(options, name) is not None]:
         names = " and ".join(f"--{name.replace('_', '-')}" for name in strange)
         raise ValueError(f"{names} is for a recipe's file, and {options.config} is none; leave it out")
+    if absurd := model_limit_faults(model):
+        raise ValueError("\n".join(absurd))
     texts = replace(
         texts,
         sequence=options.sequence_length or texts.sequence,
         decoder_sequence=options.decoder_sequence_length or texts.decoder_sequence,
     )
+    # How long a T5's answers are is up to who tunes it.
+    pretrained = replace(texts, decoder_sequence=max(texts.decoder_sequence, texts.sequence))
+    kind = next(name for name, kind in KINDS.items() if type(model) is kind)
+    if faults := sample_faults({}, model, kind, pretrained, options.global_batch_size or batch, is_tuned=False):
+        raise ValueError("\n".join(faults))
     if options.num_gpus is None:
-        raise ValueError(f"--num-gpus is needed: {options.config} does not say how many")
+        raise ValueError(f"{options.world_option} is needed: {options.config} does not say how many")
     run = Run(
         model=model,
         texts=texts,

@@ -9,6 +9,7 @@ import glob
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -121,6 +122,7 @@ def run_prepare_data(options: argparse.Namespace) -> int:
         if faults:
             raise UsageError(faults)
         outputs = _outputs(options)
+        _require_writable(options.output)
         records: list[dict[str, Any]] = []
         # All columns are looked at before any is written.
         columns = _columns(list(outputs), options)
@@ -254,6 +256,18 @@ def _taken(paths: Sequence[Path]) -> list[str]:
     return (
         [f"--output: {there} {'exists' if len(found) == 1 else 'exist'}; remove it, or name another"] if found else []
     )
+
+
+def _require_writable(output: Path) -> None:
+    """Makes the folder. Raises UsageError where nothing can be written, before a tokenizer is trained for it."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output.parent):
+            pass
+    except OSError as error:
+        # A file in the place of the folder.
+        why = os.strerror(errno.ENOTDIR) if isinstance(error, FileExistsError) else error.strerror or error
+        raise UsageError([f"--output ({output}) cannot be written: {why}; name a path in another folder"]) from error
 
 
 def _is_begun(prefix: Path) -> bool:

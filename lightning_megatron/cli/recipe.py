@@ -23,15 +23,15 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.plugins.precision import TransformerEnginePrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 
+from lightning_megatron.cli.option_errors import TRIED, told
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.precision.fp8 import Fp8Config, engine_faults
 from lightning_megatron.trainer import ConfigurationError, MegatronStrategy
 from lightning_megatron.trainer.checks import is_named_checkpoint
 
-# How jsonargparse begins lines about an argument that may be of several types.
-_TRIED = ("Does not validate against", "Subtypes:", "Errors:", "Expected a <class", "Given value", "Problem with given")
-# How it names an option that does not exist.
+# How jsonargparse names an option that does not exist.
 _UNKNOWN = (r"^unrecognized arguments: --([\w.]+)", r"[Oo]ption '([\w.]+)'")
+_PARSER = {"exit_on_error": False, "allow_abbrev": False}
 _STRATEGY = "trainer.strategy.init_args"
 # Where torch comes to the point.
 _UNPICKLER = "WeightsUnpickler error:"
@@ -69,7 +69,8 @@ class RecipeCLI(LightningCLI):
             # The options of a run lie beside its logs; an older run's are no reason to stop.
             save_config_kwargs={"overwrite": True},
             # What is wrong with an option is raised, and not shown below all options that there are.
-            parser_kwargs={"exit_on_error": False, **{name: {"exit_on_error": False} for name in self.subcommands()}},
+            # An option is what it is called: a part of its name might become that of a new one.
+            parser_kwargs={**_PARSER, **dict.fromkeys(self.subcommands(), _PARSER)},
             args=list(args) if args is not None else None,
         )
 
@@ -93,7 +94,7 @@ class RecipeCLI(LightningCLI):
             raise
         except ValueError as error:
             # Dataclasses check themselves, and so does the Trainer. The first that ended hides the others.
-            settings, first = self._faults_of_settings(), _told(str(error))
+            settings, first = self._faults_of_settings(), told(str(error))
             raise ConfigurationError(settings + [fault for fault in first if fault not in settings]) from error
         except (ImportError, OSError, RuntimeError) as error:
             # Lightning makes its own plugin before it asks the strategy anything.
@@ -169,7 +170,7 @@ def _wait_for_the_parent() -> None:
 
 def _about_option(text: str, names: Sequence[str]) -> str:
     """One line that says what is wrong with an option; of one that there is not, the nearest that there is."""
-    lines = _told(text) if _TRIED[0] in text else text.splitlines()
+    lines = told(text) if TRIED in text else text.splitlines()
     # The value, unless it is an option within the option.
     lines += re.findall(r"^  Given value: (?!NestedArg).*", text, re.MULTILINE)[:1]
     line = re.sub(r'^Parser key "([\w.]+)":', r"--\1:", " ".join(line.strip() for line in lines))
@@ -178,12 +179,6 @@ def _about_option(text: str, names: Sequence[str]) -> str:
     known = {name.removeprefix(f"{_STRATEGY}."): name for name in names} | {name: name for name in names}
     nearest = [known[near] for name in unknown for near in get_close_matches(name, known, 1)]
     return line + "".join(f"; the nearest is --{name}" for name in nearest)
-
-
-def _told(text: str) -> list[str]:
-    """The lines of an error that say what is wrong; not those that say which types were tried on the way to it."""
-    lines = [line.strip().removeprefix("- ") for line in text.splitlines()]
-    return [line for line in lines if not line.startswith(_TRIED)] or lines
 
 
 def _is_settings(annotation: Any) -> bool:
@@ -197,7 +192,7 @@ def _faults_of(annotation: Any, config: Any) -> list[str]:
     try:
         parser.instantiate_classes(config)
     except ValueError as error:
-        return _told(str(error))
+        return told(str(error))
     return []
 
 

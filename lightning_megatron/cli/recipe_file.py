@@ -12,6 +12,7 @@ from lightning_megatron.cli.plain import made_of
 from lightning_megatron.lightning_modules import BertDataModule, GPTDataModule, LlavaDataModule, T5DataModule
 from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config
 from lightning_megatron.planner.anatomy import Model
+from lightning_megatron.planner.limits import MOST_OF_A_KIND, limit_faults
 from lightning_megatron.planner.trained import ALL, Trained
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.transformer.lora import LoraConfig
@@ -23,6 +24,8 @@ _DATA = {"gpt": GPTDataModule, "bert": BertDataModule, "t5": T5DataModule, "llav
 _MODULES = {"GPTModule": "gpt", "BertModule": "bert", "T5Module": "t5", "LlavaModule": "llava"}
 # What Lightning takes in the place of a precision's name.
 _SHORT_PRECISIONS = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+_MOST_DIGITS = 20
+# of a number that is text
 _ENGINE_PRECISION = "transformer-engine"
 
 
@@ -96,7 +99,7 @@ def num_gpus_of(trainer: Mapping[str, Any], faults: list[str]) -> int:
         devices = devices.strip(",").split(",")
     if isinstance(devices, list):
         devices = len(devices)
-    elif isinstance(devices, str) and devices.isdecimal():
+    elif isinstance(devices, str) and devices.isdecimal() and len(devices) < _MOST_DIGITS:
         devices = int(devices)
     if devices in ("auto", "-1", -1):
         devices = 0
@@ -106,6 +109,7 @@ def num_gpus_of(trainer: Mapping[str, Any], faults: list[str]) -> int:
     if not is_count(nodes):
         faults.append(f"trainer.num_nodes ({nodes!r}) must be a number of at least 1")
         nodes = 1
+    faults += limit_faults({"trainer.devices": int(devices), "trainer.num_nodes": int(nodes)}, MOST_OF_A_KIND)
     return int(devices) * int(nodes)
 
 

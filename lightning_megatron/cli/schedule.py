@@ -18,11 +18,14 @@ from lightning_megatron.pipeline.choice import Schedule, ScheduleName, schedule_
 from lightning_megatron.pipeline.collector import collector_paused
 from lightning_megatron.pipeline.picture import write_png, write_svg
 from lightning_megatron.pipeline.simulate import Costs, Timeline
+from lightning_megatron.planner.limits import limit_faults
 
 _WRITERS = {".svg": write_svg, ".png": write_png}
 _COMPUTE_FIELDS = ("kind", "stage", "microbatch", "start", "end")
 # Columns where stdout is no terminal.
 _COLUMNS = 120
+_MOST_COMPUTES = 1_000_000
+# that are played in seconds
 _EPILOG = """\
 Costs are in one unit of your choice, those of one microbatch through all layers of a rank: a chunk takes 1/vp of them,
 so that schedules of different --vp compare. A message costs the same whatever --vp is.
@@ -126,6 +129,9 @@ def _read(options: argparse.Namespace) -> tuple[Schedule, Costs]:
         group_size=options.group_size,
         is_joint=options.joint,
     )
+    computes = {"pp x vp x microbatches": max(schedule.pp, 1) * max(schedule.chunks, 1) * schedule.microbatches}
+    if absurd := limit_faults(computes, _MOST_COMPUTES):
+        raise UsageError(absurd)
     costs = Costs()
     faults = schedule_faults(schedule)
     try:

@@ -55,6 +55,8 @@ class ConfigReader:
             self.faults.append(f"{key} is not there, and the model cannot be built without it; add it")
             return 0
         value, usual = self.raw.get(key), self._defaults.get(key)
+        if usual is None and default is not MISSING:
+            usual = default
         if value is not None and usual is not None and not _is_like(value, usual):
             self.faults.append(f"{key} ({value!r}) must be of the kind of {usual!r}")
             return usual
@@ -88,6 +90,9 @@ class ConfigReader:
         # Where both are there, transformers takes the older spelling.
         settings = {key: value for settings in given for key, value in settings.items()}
         base = settings.pop("rope_theta", None) or self.raw.get("rope_theta") or 10000.0
+        if not _is_like(base, 10000.0):
+            self.faults.append(f"rope_theta ({base!r}) must be a number")
+            base = 10000.0
         old_kind, kind = settings.pop("type", None), settings.pop("rope_type", None)
         kind = kind or old_kind or "default"
         share = settings.pop("partial_rotary_factor", None)
@@ -112,6 +117,10 @@ class ConfigReader:
         else:
             # transformers writes it under every kind, and reads it under some.
             given.pop("original_max_position_embeddings", None)
+        numbers = {*names, "mscale", "mscale_all_dim"}
+        if words := [key for key, value in given.items() if key in numbers and not _is_like(value, 1.0)]:
+            self.faults += [f"rope setting {key} ({given[key]!r}) must be a number" for key in words]
+            return None
         if kind == "yarn":
             self._mscale(given)
         unknown = sorted(given.keys() - names.keys())

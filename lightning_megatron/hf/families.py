@@ -16,7 +16,7 @@ def family_of_file(raw: Mapping[str, Any], where: str) -> Family:
     known = ", ".join(map(repr, FAMILIES))
     if "model_type" not in raw:
         raise ValueError(f"{where} has no model_type; it must be one of {known}")
-    if raw["model_type"] not in FAMILIES:
+    if str(raw["model_type"]) not in FAMILIES:
         raise ValueError(f"model_type ({raw['model_type']!r}) in {where} must be one of {known}: others are not known")
     return FAMILIES[str(raw["model_type"])]
 

@@ -96,8 +96,8 @@ class BertDataModule(TextDataModule):
         self.short_share = short_share
         self.sentence_order = sentence_order
 
-    def faults(self) -> list[str]:
-        faults = super().faults()
+    def sample_faults(self) -> list[str]:
+        faults = super().sample_faults()
         # Which tokens they are changes nothing of what is wrong.
         roles: dict[Role, int] = dict.fromkeys(("class", "separator", "mask", "padding"), 0)
         for make in (partial(self._sample_config, roles), partial(self._masking, roles, (0,), 2)):

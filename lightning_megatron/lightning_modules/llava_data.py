@@ -145,11 +145,6 @@ class LlavaDataModule(TextDataModule):
             faults.append(f"pad_to_multiple ({self.pad_to_multiple}) must be at least 1")
         if self.template_name == "tokenizer" and self.tokenizer_path is None:
             faults.append("template is 'tokenizer', and no tokenizer is given; give one that has a chat template")
-        if self.features_per_image >= self.sequence_length:
-            faults.append(
-                f"sequence_length ({self.sequence_length}) must be above the {self.features_per_image} tokens that an "
-                "image takes"
-            )
         if self.prompt_images and len(self.prompt_images) != len(self.prompts):
             faults.append(
                 f"prompt_images ({len(self.prompt_images)}) must have the images of each of the {len(self.prompts)} "
@@ -161,6 +156,15 @@ class LlavaDataModule(TextDataModule):
             ImageConfig(size=self.image_size, fit=self.image_fit)
         except ValueError as error:
             faults += str(error).splitlines()
+        return faults
+
+    def sample_faults(self) -> list[str]:
+        faults = super().sample_faults()
+        if self.features_per_image >= self.sequence_length:
+            faults.append(
+                f"sequence_length ({self.sequence_length}) must be above the {self.features_per_image} tokens that an "
+                "image takes"
+            )
         return faults
 
     @property

@@ -76,8 +76,8 @@ class T5ChatDataModule(ChatDataModule):
         """Never: padding is in no segment."""
         return False
 
-    def faults(self) -> list[str]:
-        faults = super().faults()
+    def sample_faults(self) -> list[str]:
+        faults = super().sample_faults()
         if self.decoder_sequence_length < 1:
             faults.append(f"decoder_sequence_length ({self.decoder_sequence_length}) must be at least 1")
         return faults

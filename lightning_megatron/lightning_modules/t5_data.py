@@ -104,8 +104,8 @@ class T5DataModule(TextDataModule):
         self.stop_chance = stop_chance
         self.longest_span = longest_span
 
-    def faults(self) -> list[str]:
-        faults = super().faults()
+    def sample_faults(self) -> list[str]:
+        faults = super().sample_faults()
         try:
             # Which tokens they are changes nothing of what is wrong.
             self._corruption((2,), padding=0, end=1)

@@ -133,9 +133,7 @@ class TextDataModule(ReplicaDataModule):
         return not all(source.has_tokens for source in self._sources)
 
     def faults(self) -> list[str]:
-        faults = super().faults()
-        if self.sequence_length < 1:
-            faults.append(f"sequence_length ({self.sequence_length}) must be at least 1")
+        faults = super().faults() + self.sample_faults()
         if not 0 <= self._held_out_fraction < 1:
             faults.append(f"validation_fraction ({self.validation_fraction}) must be at least 0 and below 1")
         if self.bad_documents not in get_args(BadDocuments):
@@ -144,6 +142,12 @@ class TextDataModule(ReplicaDataModule):
         if self.max_document_bytes < 1:
             faults.append(f"max_document_bytes ({self.max_document_bytes}) must be at least 1")
         return faults + self._source_faults() + self._tokenizer_faults()
+
+    def sample_faults(self) -> list[str]:
+        """What samples cannot be, whatever text they are made of; plans ask for it too."""
+        if self.sequence_length < 1:
+            return [f"sequence_length ({self.sequence_length}) must be at least 1"]
+        return []
 
     @property
     def _held_out_fraction(self) -> float:

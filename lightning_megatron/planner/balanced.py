@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 
 import numpy as np
 
@@ -98,6 +99,12 @@ def drawn(lengths: LogNormal | Sequence[int], num_tokens: int, *, longest: int, 
         if left == 0:
             break
     return tuple(found)
+
+
+def num_cut(lengths: LogNormal | Sequence[int], num_documents: int, *, longest: int, seed: int = 0) -> int:
+    """How many of the documents that `drawn` gives were longer than `longest` when they were drawn."""
+    own = _endless(lengths, np.random.default_rng(seed))
+    return sum(length > longest for length in islice(own, num_documents))
 
 
 def _endless(lengths: LogNormal | Sequence[int], generator: np.random.Generator) -> Iterator[float]:

@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import yaml
 
+from lightning_megatron.planner.yaml_table import yaml_of
+
 GIGA, TERA = 1e9, 1e12
 
 Products = Literal["full", "half", "fp8"]
@@ -184,7 +186,7 @@ def gpu_of_device(device_name: str) -> Gpu | None:
 
 def _read(path: Path) -> Gpu:
     try:
-        record = yaml.safe_load(path.read_text(encoding="utf-8"))
+        record = yaml_of(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"GPU file {path} cannot be read: {error.strerror or error}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -10,6 +10,14 @@ from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config
 from lightning_megatron.pipeline.choice import Schedule, schedule_faults
 from lightning_megatron.pipeline.layout import layout_faults as stage_faults
+from lightning_megatron.planner.limits import (
+    MOST,
+    MOST_MICROBATCHES,
+    MOST_STAGES,
+    MOST_TOKENS,
+    limit_faults,
+    model_limit_faults,
+)
 from lightning_megatron.precision.fp8 import Fp8Config, engine_faults
 from lightning_megatron.transformer.config import LanguageModelConfig, TransformerConfig
 from lightning_megatron.transformer.fp8_rules import fp8_faults, tile_faults
@@ -51,8 +59,27 @@ class Facts:
 
 
 def faults(facts: Facts) -> list[str]:
-    """One sentence for each rule that the facts break."""
-    return [fault for rule in _RULES for fault in rule(facts)]
+    """One sentence for each rule that the facts break; of numbers that no run has, with which others would count, those
+    alone."""
+    return _limits(facts) or [fault for rule in _RULES for fault in rule(facts)]
+
+
+def _limits(facts: Facts) -> list[str]:
+    sizes = facts.sizes
+    stages = "pipeline_model_parallel_size x virtual_pipeline_model_parallel_size"
+    return [
+        *([] if facts.model is None else model_limit_faults(facts.model)),
+        *limit_faults({"world size": sizes.world, "global_batch_size": facts.global_batch_size}, MOST),
+        *limit_faults({stages: max(sizes.pp, 1) * max(sizes.vp, 1)}, MOST_STAGES),
+        *limit_faults({"num_microbatches": facts.num_microbatches}, MOST_MICROBATCHES),
+        *limit_faults(
+            {
+                "sequence_length": facts.sequence_length,
+                "decoder_sequence_length": facts.decoder_sequence_length,
+            },
+            MOST_TOKENS,
+        ),
+    ]
 
 
 def _sizes(facts: Facts) -> list[str]:
@@ -70,6 +97,13 @@ def _cutting_sizes(facts: Facts) -> Sizes | None:
 def _layout(facts: Facts) -> list[str]:
     sizes = _cutting_sizes(facts)
     return [] if facts.model is None or sizes is None else facts.model.layout_faults(sizes)
+
+
+def _experts(facts: Facts) -> list[str]:
+    if facts.model is None or facts.model.moe is not None:
+        return []
+    sizes = {"expert_model_parallel_size": facts.sizes.ep, "expert_tensor_parallel_size": facts.sizes.etp}
+    return [f"{name} ({size}) cuts experts, and the model has none; use 1" for name, size in sizes.items() if size > 1]
 
 
 def _stages(facts: Facts) -> list[str]:
@@ -347,6 +381,7 @@ _RULES: tuple[Callable[[Facts], list[str]], ...] = (
     _sizes,
     _microbatches,
     _layout,
+    _experts,
     _stages,
     _schedule,
     _joint,

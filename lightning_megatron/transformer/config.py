@@ -304,8 +304,12 @@ class LanguageModelConfig(TransformerConfig):
         return faults
 
 
+_MOST_TOLD = 65_536
+# Above it no value is looked for, which is told to a reader.
+
+
 def _fitting(largest: int, fits: Callable[[int], bool]) -> list[int]:
-    return [n for n in range(1, largest + 1) if fits(n)]
+    return [n for n in range(1, min(largest, _MOST_TOLD) + 1) if fits(n)]
 
 
 def _list(values: list[int]) -> str:

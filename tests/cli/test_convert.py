@@ -121,7 +121,8 @@ def test_mistakes_are_one_line_with_the_way_out(capsys: pytest.CaptureFixture[st
         (("bare.ckpt", "x"), "--config model.yaml"),
         (("bare.ckpt", "x", "--config", "broken.yaml"), "is neither YAML nor JSON"),
         (("bare.ckpt", "x", "--config", "list.yaml"), "must be a table of fields"),
-        (("bare.ckpt", "x", "--config", "none.yaml"), "none.yaml"),
+        (("bare.ckpt", "x", "--config", "none.yaml"), "--config (none.yaml) cannot be read: No such file or directory"),
+        (("bare.ckpt", "x", "--config", "empty"), "--config (empty) cannot be read: Is a directory"),
         (("theirs", "x.ckpt", "--dtype", "int8"), "invalid choice: 'int8'"),
     ):
         assert words in told(capsys, *options), options
@@ -160,7 +161,8 @@ def test_mistakes_of_upcycling_are_one_line_with_the_way_out(capsys: pytest.Capt
     Path("odd.yaml").write_text("experts: 4")
     Path("list.yaml").write_text("- a")
     for options, words in (
-        (("theirs", "x", "--upcycle", "none.yaml"), "none.yaml"),
+        (("theirs", "x", "--upcycle", "none.yaml"), "--upcycle (none.yaml) cannot be read: No such file or directory"),
+        (("theirs", "x.ckpt", "--upcycle", "none.yaml", "--family", "mixtral"), "--upcycle (none.yaml) cannot be"),
         (("theirs", "x", "--upcycle", "list.yaml"), "--upcycle (list.yaml) must be a table of fields, as in 'router:"),
         (("theirs", "x", "--upcycle", "odd.yaml"), "MoEConfig has no field experts"),
         (("theirs", "x", "--upcycle", "wide.yaml"), "ffn_hidden_size of an expert (7) must divide the dense (48)"),

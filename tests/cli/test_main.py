@@ -59,7 +59,18 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         (("--vers",), ("COMMAND", "required")),
         (("schedule",), ("--pp", "--microbatches", "required", "lightning-megatron schedule --help")),
         ((*SCHEDULE, "--vp", "two"), ("--vp", "'two'")),
-        ((*SCHEDULE, "--micro", "4"), ("unrecognized", "--micro")),
+        (
+            (*SCHEDULE, "--micro", "4"),
+            (
+                "unrecognized arguments: --micro 4; did you mean --microbatches?",
+                "see lightning-megatron schedule --help",
+            ),
+        ),
+        (
+            (*SCHEDULE, "--jsn=1", "--messages", "1", "--quite"),
+            ("arguments: --jsn=1 --messages 1 --quite; did you mean --json?; did you mean --message?; see lightning-",),
+        ),
+        (("checkpoint", "verify", "a.ckpt", "--al"), ("see lightning-megatron checkpoint verify --help",)),
     ],
 )
 def test_a_command_line_that_does_not_parse_ends_with_one_line_and_code_2(

@@ -67,11 +67,14 @@ def test_every_shipped_recipe_with_a_model_is_planned(path: Path, capsys: pytest
     args = [str(path), "--gpu", "h100", "--layout", "recipe"]
     if "path" in recipe["model"] and "config" not in recipe["model"]:
         assert "give the model by --model" in told(capsys, *args)
-        args += ["--model", "gpt2_124m" if path.stem.endswith("toy") else "llama3_8b"]
+        models = {"finetune_t5_toy": "t5_11b", "finetune_toy": "gpt2_124m"}
+        args += ["--model", models.get(path.stem, "llama3_8b")]
     planned = record(capsys, *args)
-    assert planned["step_seconds"] > 0 and planned["fits"], "a recipe that is shipped runs on GPUs of 80 GB"
+    is_toy_of_11b = path.stem == "finetune_t5_toy"
+    assert planned["step_seconds"] > 0
+    assert planned["fits"] != is_toy_of_11b, "a recipe that is shipped runs on GPUs of 80 GB"
     kinds = {"bert": "BERT", "t5": "T5", "llava": "LLaVA", "megatron": "BERT"}
-    assert planned["model"] == kinds.get(path.stem.partition("_")[0], "GPT")
+    assert planned["model"] == ("T5" if is_toy_of_11b else kinds.get(path.stem.partition("_")[0], "GPT"))
     is_whole = "frozen" not in recipe["model"] and "lora" not in recipe["model"] and planned["model"] != "LLaVA"
     assert (planned["trained_parameters"] == planned["parameters"]) == is_whole
 
@@ -230,6 +233,12 @@ def test_documents_that_are_balanced_are_planned_as_they_are(
     assert short["flops"][0]["step_flops"] < rows["flops"][0]["step_flops"]
     assert short["step_seconds"] < rows["step_seconds"]
     assert "each row counts as one document of 1,024 tokens" in rows["notes"][1]
+    assert not any("cut" in note for note in short["notes"])
+    # Of 64 rows each is one document, but for the last of the batch, of which every second is cut to its row.
+    (tmp_path / "lengths.txt").write_text("1024\n9000\n")
+    long = record(capsys, file, *options, "--document-lengths", str(tmp_path / "lengths.txt"))
+    [cut] = re.findall(r"(\d+) of them were longer than a row and are cut to its 1,024 tokens", long["notes"][2])
+    assert long["num_documents"] == 64 and 16 < int(cut) < 48
     text = printed(capsys, file, *options, "--document-lengths", "median=200,sigma=1")
     assert "documents in" in text and "microbatches a rank, packs: " in text
     # A search, and a layout that is written out, go without, and are those of the recipe that never had it.
@@ -388,8 +397,11 @@ def test_packed_documents_are_planned_as_one_a_row(tmp_path: Path, capsys: pytes
         assert "each row of packed documents counts as one" in packed["notes"][1]
         assert packed["memory_bytes"][0]["activations"] > plain["memory_bytes"][0]["activations"]
     # A T5's batches tell where texts end, packed or not.
-    alone, joined = ({"data.packing": packing} for packing in ("none", "documents"))
-    alone, joined = (record(capsys, changed(tmp_path, "t5_toy.yaml", **how), *args) for how in (alone, joined))
+    packings = ("none", "documents")
+    for how in packings:
+        (tmp_path / how).mkdir()
+    alone, joined = (changed(tmp_path / how, "finetune_t5_toy.yaml", **{"data.packing": how}) for how in packings)
+    alone, joined = (record(capsys, file, *args, "--model", "t5_11b") for file in (alone, joined))
     assert packed["notes"][1] in joined["notes"] and packed["notes"][1] not in alone["notes"]
     assert joined["memory_bytes"] == alone["memory_bytes"]
     changes = {"model.config.moe.dispatcher": "all_gather", "data.packing": "documents"}
@@ -397,7 +409,7 @@ def test_packed_documents_are_planned_as_one_a_row(tmp_path: Path, capsys: pytes
     assert "dispatcher 'all_gather' needs as many tokens" in told(capsys, gathers, "--gpu", "h100", "--layout", "ep=2")
     assert record(capsys, gathers, "--gpu", "h100", "--layout", "ep=2,tp=2")["step_seconds"] > 0
     bert = changed(tmp_path, "bert_toy.yaml", **{"data.packing": "documents"})
-    assert "the model is a BERT's, which takes no segments" in told(capsys, bert, *args)
+    assert "data.packing is no option of BertDataModule" in told(capsys, bert, *args)
 
 
 def test_layouts_that_fell_out_are_all_in_the_json_and_the_nearest_in_the_text(
@@ -432,7 +444,9 @@ def test_a_layout_with_stages_by_cost_is_explained_as_the_search_writes_it(capsy
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"tensor_parallel": 8}, "tensor_parallel is no option of the strategy; did you mean"),
+        ({"tensor_parallel": 8}, "tensor_parallel is no option of MegatronStrategy; did you mean tensor_model_p"),
+        ({"sequence_parallel": "maybe"}, "init_args.sequence_parallel ('maybe') must be true or false"),
+        ({"timeout_seconds": "long", "loss_scale": {"scale": 1}}, "timeout_seconds ('long') must be a number"),
         ([1], "must be a table of options"),
         ({"microbatch_size": -1}, "microbatch_size (-1) must be a number of at least 1"),
     ],
@@ -444,6 +458,118 @@ def test_what_the_strategy_would_not_take_is_told(
     recipe["trainer"]["strategy"]["init_args"] = change
     (tmp_path / "a.yaml").write_text(yaml.safe_dump(recipe))
     assert words in told(capsys, str(tmp_path / "a.yaml"), "--gpu", "h100", "--layout", "recipe")
+
+
+_FIT = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"every_n_train_stepz": 3}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {
+                "data.packing": "foo",
+                "data.pth": "x",
+                "data.seed": "one",
+                "trainer.max_steps": "abc",
+                "trainer.stesp": 3,
+            },
+            (
+                "data.packing ('foo') must be one of 'stream', 'documents'",
+                "data.pth is no option of GPTDataModule; did you mean path?",
+                "data.seed ('one') must be a whole number",
+                "trainer.max_steps ('abc') must be a whole number",
+                "trainer.stesp is no option of Trainer",
+            ),
+        ),
+        (
+            {"model.config.num_attention_heads": 10**30},
+            ("hidden_size (768) must be a multiple of num_attention_heads",),
+        ),
+        ({"model.config.num_layers": 5000}, ("num_layers (5000) must be at most 4,096, which is far above what is",)),
+        (
+            {"trainer.devices": 10**400, "trainer.strategy.init_args": {"context_parallel_size": 10**9}},
+            ("trainer.devices (of about 398 digits) must be at most 65,536", "context_parallel_size (1000000000) must"),
+        ),
+        ({"trainer.devices": "9" * 5000}, ("must be a number of at least 1, a list of devices, or auto",)),
+        ({"trainer": [1], "data": "x"}, ("trainer ([1]) must be a table of options", "data ('x') must be a table of")),
+        (
+            {"trainer.strategy": "ddp"},
+            ("trainer.strategy ('ddp') must be MegatronStrategy to be planned; give class_",),
+        ),
+        (
+            {"trainer.strategy": {"class_path": "lightning.pytorch.strategies.DDPStrategy"}},
+            ("trainer.strategy ('lightning.pytorch.strategies.DDPStrategy') must be MegatronStrategy to be planned",),
+        ),
+        (
+            {"trainer.strategy": {"class_path": "MegatronStrategy", "tensor_model_parallel_size": 2}},
+            ("trainer.strategy (tensor_model_parallel_size) must have its options under init_args",),
+        ),
+        ({"trainer.strategy": "auto"}, ("has no layout of its own",)),
+        ({"trainer.callbacks": [_FIT]}, ("Option 'every_n_train_stepz' is not accepted",)),
+        ({"trainer.logger": 3}, ("trainer.logger (3) must be", "the class_path of a Logger")),
+        (
+            {"throughput": {"every": 1}, "thruput": {}, "print_text": [2]},
+            ("throughput.every is no option of Thr", "did you mean throughput?", "print_text ([2]) must be a table"),
+        ),
+        (
+            {"model.optimizer": {"lrr": 3, "lr": "x"}, "model.path": "here", "data.blend": [{"weight": "a"}]},
+            (
+                "model.optimizer.lrr is not known; did you mean lr?",
+                "model.optimizer.lr ('x') must be a number",
+                "model.path is no option of GPTModule; leave it out",
+                "data.blend[0].weight ('a') must be a number",
+            ),
+        ),
+    ],
+)
+def test_what_fit_would_not_take_is_told_at_once(
+    changes: dict[str, Any], words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = changed(tmp_path, "gpt2_124m.yaml", **changes)
+    text = told(capsys, file, "--gpu", "h100", "--layout", "recipe")
+    for word in words:
+        assert word in text
+    assert text.count("\n") == 1 and text.count("; did you mean") == sum("did you mean" in word for word in words)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "words"),
+    [
+        ("bert_toy.yaml", {"sequence_length": 4}, "sequence_length (4) must be at least 5: 3 special tokens and 2 of"),
+        ("bert_toy.yaml", {"sequence_length": 4, "sentence_order": False}, ""),
+        ("t5_toy.yaml", {"sequence_length": 2}, "sequence_length (2) must be at least 3: a sentinel"),
+        ("t5_toy.yaml", {"decoder_sequence_length": 9}, "decoder_sequence_length (9) must be at least 22: of 127"),
+        ("t5_toy.yaml", {"decoder_sequence_length": 9, "share": "2e-2"}, ""),
+        ("llava_toy.yaml", {"sequence_length": 16}, "sequence_length (16) must be above the 16 tokens that an image"),
+        ("llava_toy.yaml", {"sequence_length": 17}, ""),
+    ],
+)
+def test_samples_that_are_too_short_to_be_made_are_told(
+    name: str, data: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = changed(tmp_path, name, **{f"data.{option}": value for option, value in data.items()})
+    args = (file, "--gpu", "h100", "--layout", "recipe")
+    if words:
+        assert words in told(capsys, *args)
+        assert main(["dry-run", file]) == 2 and words in capsys.readouterr().err
+    else:
+        assert record(capsys, *args)["step_seconds"] > 0
+
+
+def test_what_fit_takes_is_planned_though_it_is_not_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = {"trainer.strategy": {"class_path": "lightning_megatron.MegatronStrategy"}}
+    plain = record(capsys, changed(tmp_path, "gpt2_124m.yaml", **changes), "--gpu", "h100", "--layout", "recipe")
+    own = {
+        # beside the user's script
+        "trainer.callbacks": [{"class_path": "my_callbacks.Mine", "init_args": {"a": 1}}],
+        "trainer.strategy": "megatron",
+        "trainer.max_time": "00:12:00:00",
+        "mine": {"a": 1},
+        "model.optimizer.lr": "3e-4",
+    }
+    file = changed(tmp_path, "gpt2_124m.yaml", **own)
+    assert record(capsys, file, "--gpu", "h100", "--layout", "recipe") == plain
 
 
 def test_rows_of_a_microbatch_say_how_many_there_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -477,6 +603,14 @@ def test_rows_of_a_microbatch_say_how_many_there_are(tmp_path: Path, capsys: pyt
         (
             ("--layout", "tp=8,pp=64,recompute=none", "--recompute", "full"),
             "--recompute (full) and recompute=none in --layout do not agree",
+        ),
+        (("--layout", f"tp={'9' * 5000}"), "--layout tp (999999999999...) must be below 1,000,000"),
+        (("--layout", "tp=8,pp=1000000"), "--layout pp (1000000) must be below 1,000,000"),
+        (("--layout", "tp=8,pp=64,vp=257"), "_pipeline_model_parallel_size (16448) must be at most 16,384"),
+        (("--num-gpus", "9" * 400), "--num-gpus (of about 398 digits) must be at most 1,000,000,000,000"),
+        (
+            ("--layout", "mbs=1", "--global-batch-size", "400000000"),
+            "num_microbatches (130208) must be at most 100,000",
         ),
         (("--layout", "recipe", "--out", "/proc/a.svg"), "cannot be written"),
     ],
@@ -533,6 +667,22 @@ def test_a_hugging_face_config_is_planned(tmp_path: Path, capsys: pytest.Capture
     file.write_text(json.dumps(config))
     args = (str(file), "--gpu", "h100", "--num-gpus", "8", "--layout", "tp=4,mbs=1")
     assert "--global-batch-size is needed" in told(capsys, *args)
+    wrong = tmp_path / "wrong.json"
+    for fields, words in (
+        (
+            {"hidden_act": "foo", "num_attention_heads": "x"},
+            f"error: {wrong} of model_type 'llama' cannot be used: num_attention_heads ('x') must be of the kind of "
+            "32; hidden_act ('foo') must be one of",
+        ),
+        (
+            {"num_key_value_heads": "x", "rope_theta": [1], "rope_scaling": {"rope_type": "yarn", "factor": "x"}},
+            f"error: {wrong} of model_type 'llama' cannot be used: num_key_value_heads ('x') must be of the kind of 0; "
+            "rope_theta ([1]) must be a number; rope setting factor ('x') must be a number",
+        ),
+        ({"model_type": ["llama"]}, f"error: model_type (['llama']) in {wrong} must be one of 'bert'"),
+    ):
+        wrong.write_text(json.dumps(config | fields))
+        assert told(capsys, str(wrong), *args[1:]).startswith(words)
     planned = record(capsys, *args, "--global-batch-size", "64")
     assert planned["parameters"] == pytest.approx(8.03e9, rel=0.001)
     shallow = record(capsys, str(tmp_path), *args[1:], "--global-batch-size", "64")
@@ -617,6 +767,14 @@ def test_a_gpu_of_one_s_own_is_accepted(tmp_path: Path, capsys: pytest.CaptureFi
         (("llama3_8b", "--gpu", "h100", "--num-gpus", "8", "--model", "gpt_1t"), ("--model is for a recipe",)),
         ((GPT_1T, "--gpu", "h100", "--model", "llama3_8b"), ("--model (llama3_8b)", "model.config")),
         (("llama3_8b", "--gpu", "h100", "--num-gpus", "8", "--layout", "stages=even"), ("'even'", "layers, cost")),
+        (("", "--gpu", "h100"), ("CONFIG is empty; give a recipe's YAML file, a preset",)),
+        ((GPT_1T, "--gpu", "h100", "--layout", "recipe", "--top", "3"), ("--top (3) is for a search, and --layout",)),
+        (
+            ("llama3_8b", "--gpu", "h100", "--num-gpus", "8", "--layout", "ep=2,mbs=1"),
+            ("expert_model_parallel_size (2) cuts experts, and the model has none; use 1",),
+        ),
+        (("bert_large", "--gpu", "h100", "--num-gpus", "8", "--sequence-length", "4"), ("(4) must be at least 5:",)),
+        (("t5_11b", "--gpu", "h100", "--num-gpus", "8", "--sequence-length", "2"), ("(2) must be at least 3:",)),
         (("gpt_1t", "--gpu", "h100", "--num-gpus", "8"), ("GB a GPU would do, or 512 GPUs of this kind",)),
     ],
 )

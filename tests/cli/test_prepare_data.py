@@ -110,6 +110,10 @@ def test_every_mistake_is_told_at_once(capsys: pytest.CaptureFixture[str], folde
         ((*FIXED, "--tokenizer", "nowhere.json"), "does not exist; give a tokenizer.json"),
         ((*FIXED, "--tokenizer", "null:5", "--bad-documents", "refuse"), "document 2 is refused by the tokenizer"),
         ((*NUMBERS, "--output", "out/a.bin"), "is the path without its ending: out/a"),
+        (
+            (*FIXED, "--train-vocab-size", "300", "--output", "empty.jsonl/a"),
+            "error: --output (empty.jsonl/a) cannot be written: Not a directory; name a path in another folder",
+        ),
         ((*NUMBERS, "--path", "empty.jsonl"), "leads to no file with something in it"),
         ((*NUMBERS, "--path", "broken.jsonl", "--bad-documents", "refuse"), "broken.jsonl, line 2: "),
         (

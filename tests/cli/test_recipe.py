@@ -35,6 +35,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_corpus(tmp_path)
     (tmp_path / "tiny.yaml").write_text(TINY)
     (tmp_path / "typo.yaml").write_text("model:\n  config:\n    num_layer: 3\n")
+    (tmp_path / "strategy.yaml").write_text("trainer:\n  strategy: [1]\n")
     (tmp_path / "empty").mkdir()
     (tmp_path / "garbage.ckpt").write_bytes(b"no checkpoint")
     for name in ("other.ckpt", "damaged.ckpt"):
@@ -77,6 +78,18 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "sequences longer than the model's": (("--data.sequence_length=99",), ("sequence_length (99)", "(16)")),
     "an unknown precision": (("--trainer.precision=7-bit",), ("precision", "7-bit")),
     "an unknown option": (("--data.pth=x",), ("--data.pth=x; the nearest is --data.path",)),
+    "a strategy that is a list": (
+        ("--config=strategy.yaml",),
+        ("--trainer.strategy: must be text or the class_path of a Strategy", "Given value: [1]"),
+    ),
+    "a number of steps that is a word": (
+        ("--trainer.max_epochs=many",),
+        ("--trainer.max_epochs: must be a whole number or null Given value: many",),
+    ),
+    "an option by a part of its name": (
+        ("--trainer.max_step=3", "--data.path=nowhere"),
+        ("--trainer.max_step=3; the nearest is --trainer.max_steps",),
+    ),
     "an unknown option in a file": (
         ("--config=typo.yaml",),
         ("'model.config.num_layer'; the nearest is --model.config",),

@@ -117,6 +117,7 @@ def test_the_report_has_bubble_formula_makespan_and_peaks(capsys: pytest.Capture
     ("options", "words"),
     [
         (("--pp", "0", "--microbatches", "0"), ("pp (0) must be at least 1", "microbatches (0)")),
+        (("--pp", "8", "--microbatches", "125001"), ("pp x vp x microbatches (1000008) must be at most 1,000,000",)),
         ((*SIZES, "--kind", "zb_v", "--vp", "3"), ("chunks (3) must be 2", "zb_v")),
         ((*SIZES, "--kind", "1f1b", "--vp", "2"), ("chunks (2) must be 1", "interleaved")),
         ((*SIZES, "--vp", "0"), ("chunks (0) must be at least 1",)),

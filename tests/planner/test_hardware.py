@@ -99,6 +99,10 @@ def test_a_file_describes_another_gpu(tmp_path: Path) -> None:
             "'aliases' in {file} ([1]) must be a",
         ),
         ("memory_gb: 1\nmemory_tb_per_second: 3\nhalf_tflops: 1\ngpus_per_node: 7.5\n", "must be a whole number"),
+        (
+            "memory_gb: 192\nmemory_tb_per_second: 5.3\nhalf_tflops: 1307\nmemory_gb: 80\n",
+            "{file} is no YAML: memory_gb is named twice; leave one of them out",
+        ),
         ("- 1\n", "table of fields"),
         ("a: [\n", "no YAML"),
     ],

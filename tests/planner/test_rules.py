@@ -41,6 +41,45 @@ def test_all_faults_are_told_at_once_with_the_values_that_would_do() -> None:
     assert len(told) >= 4
 
 
+def test_numbers_that_no_run_has_are_told_alone() -> None:
+    experts = MoEConfig(router=RouterConfig(num_experts=65_537))
+    sizes = Sizes(world=5 * 10**12, pp=128, vp=129)
+    facts = Facts(
+        sizes=sizes,
+        num_microbatches=100_001,
+        model=model(num_layers=4097, moe=experts),
+        global_batch_size=7,
+        sequence_length=10**8 + 1,
+        decoder_sequence_length=10**9,
+    )
+    told = faults(facts)
+    assert [fault.partition(" (")[0] for fault in told] == [
+        "num_layers",
+        "moe.router.num_experts",
+        "world size",
+        "pipeline_model_parallel_size x virtual_pipeline_model_parallel_size",
+        "num_microbatches",
+        "sequence_length",
+        "decoder_sequence_length",
+    ]
+    assert told[0].startswith("num_layers (4097) must be at most 4,096, which is far above what is trained")
+    [alone] = faults(Facts(sizes=Sizes(), global_batch_size=10**5000))
+    assert "global_batch_size (of about 4983 digits) must be at most 1,000,000,000,000" in alone
+    most = replace(facts, sizes=Sizes(world=10**12), num_microbatches=100_000, model=model(num_layers=4096))
+    most = replace(most, global_batch_size=10**17, sequence_length=64, decoder_sequence_length=None)
+    assert [fault.partition(" (")[0] for fault in faults(most)] == ["global_batch_size"]
+
+
+def test_what_cuts_experts_is_for_models_that_have_some() -> None:
+    facts = Facts(sizes=Sizes(world=4, ep=2, etp=2), model=model())
+    assert [fault.partition(";")[0] for fault in faults(facts)] == [
+        "expert_model_parallel_size (2) cuts experts, and the model has none",
+        "expert_tensor_parallel_size (2) cuts experts, and the model has none",
+    ]
+    experts = MoEConfig(router=RouterConfig(num_experts=4))
+    assert faults(replace(facts, model=model(moe=experts))) == faults(replace(facts, model=None)) == []
+
+
 def test_a_world_that_does_not_divide_names_the_sizes_that_would() -> None:
     [told] = faults(Facts(sizes=Sizes(world=6, tp=2, pp=2)))
     assert "world size (6)" in told and "4 or 8" in told

@@ -1,0 +1,56 @@
+"""Numbers that no run has: told before anything is counted with them, which would take hours or overflow.
+
+Each limit is far above what is known to be trained: of 2026 about 128 layers, 1e5 GPUs, 1e7 tokens of a sample, and
+some thousand microbatches of a replica.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from functools import lru_cache
+from typing import Any
+
+MOST = 10**12
+"""Of any number."""
+MOST_LAYERS = 4096
+MOST_OF_A_KIND = 65_536
+"""Heads, experts and their like."""
+MOST_STAGES = 16_384
+"""Ranks of a pipeline x chunks on each."""
+MOST_MICROBATCHES = 100_000
+"""Of a batch on a replica."""
+MOST_TOKENS = 10**8
+"""Of a sample."""
+
+
+def limit_faults(numbers: Mapping[str, int | None], most: int) -> list[str]:
+    """One sentence for each number, by its name, that is above `most`."""
+    return [
+        f"{name} ({shown(number)}) must be at most {most:,}, which is far above what is trained; give a smaller number"
+        for name, number in numbers.items()
+        if number is not None and number > most
+    ]
+
+
+@lru_cache(maxsize=16)
+def model_limit_faults(model: Any) -> tuple[str, ...]:
+    """The same of all numbers that a model's configuration holds."""
+    faults = list[str]()
+    for name, number in _numbers_of(model):
+        last = name.rpartition(".")[2]
+        kinds = MOST_OF_A_KIND if last.startswith("num_") else MOST
+        faults += limit_faults({name: number}, MOST_LAYERS if last.endswith("_layers") else kinds)
+    return tuple(faults)
+
+
+def shown(number: int) -> str:
+    """A number as text, in its digits where these are few: Python writes none of more than some thousand."""
+    return str(number) if abs(number) < 10**20 else f"of about {number.bit_length() * 3 // 10} digits"
+
+
+def _numbers_of(config: Any) -> Iterator[tuple[str, int]]:
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if is_dataclass(value):
+            yield from ((f"{field.name}.{name}", number) for name, number in _numbers_of(value))
+        elif isinstance(value, int):
+            yield field.name, value
