@@ -13,6 +13,7 @@ from lightning_megatron.lightning_modules.batch_faults import require_within
 from lightning_megatron.lightning_modules.loaders import COPY
 from lightning_megatron.lightning_modules.pretrain import Batch, PretrainModule
 from lightning_megatron.lightning_modules.text_data import TextDataModule
+from lightning_megatron.mesh import Sizes
 from lightning_megatron.metrics.token_means import TokenMean
 from lightning_megatron.models.bert import BertConfig, BertLogits, BertModel
 from lightning_megatron.models.bert_cost import bert_training_flops
@@ -122,10 +123,10 @@ class BertModule(PretrainModule):
         lengths = Counter(self._lengths(batch))
         return sum(bert_training_flops(self.config, batch=n, sequence=length) for length, n in lengths.items())
 
-    def batch_recomputed_flops(self, batch: Batch, recompute: RecomputeConfig, num_stages: int) -> float:
+    def batch_recomputed_flops(self, batch: Batch, recompute: RecomputeConfig, sizes: Sizes) -> float:
         """FLOPs that a training step on the batch runs again in its backward, of padding none."""
         return sum(
-            recomputed_flops(anatomy_of(self.config, Texts(sequence=length)), n, recompute, num_stages)
+            recomputed_flops(anatomy_of(self.config, Texts(sequence=length)), n, recompute, sizes)
             for length, n in Counter(self._lengths(batch)).items()
         )
 

@@ -9,6 +9,7 @@ from lightning_megatron.context.documents import NO_DOCUMENT, documents_of
 from lightning_megatron.lightning_modules.adamw import AdamWConfig
 from lightning_megatron.lightning_modules.pretrain import Batch
 from lightning_megatron.lightning_modules.writing import WritingModule
+from lightning_megatron.mesh import Sizes
 from lightning_megatron.models.generation import generate
 from lightning_megatron.models.gpt import GPTConfig, GPTModel
 from lightning_megatron.models.sampling import GenerationConfig
@@ -81,10 +82,10 @@ class GPTModule(WritingModule):
             cost.training_flops(self.config, batch=n, sequence=length) for length, n in document_lengths(batch).items()
         )
 
-    def batch_recomputed_flops(self, batch: Batch, recompute: RecomputeConfig, num_stages: int) -> float:
-        """FLOPs that a training step on the batch runs again in its backward, on a pipeline of so many stages."""
+    def batch_recomputed_flops(self, batch: Batch, recompute: RecomputeConfig, sizes: Sizes) -> float:
+        """FLOPs that a training step on the batch runs again in its backward, on stages as the sizes have them."""
         return sum(
-            recomputed_flops(anatomy_of(self.config, Texts(sequence=length)), n, recompute, num_stages)
+            recomputed_flops(anatomy_of(self.config, Texts(sequence=length)), n, recompute, sizes)
             for length, n in document_lengths(batch).items()
         )
 

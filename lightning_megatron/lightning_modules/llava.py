@@ -6,13 +6,15 @@ from lightning_megatron import hf
 from lightning_megatron.lightning_modules.adamw import AdamWConfig
 from lightning_megatron.lightning_modules.gpt import GPTModule, document_lengths
 from lightning_megatron.lightning_modules.pretrain import Batch
+from lightning_megatron.mesh import Sizes
 from lightning_megatron.models.generation import generate
 from lightning_megatron.models.images import Images
 from lightning_megatron.models.llava import PARTS, LlavaConfig, LlavaModel
 from lightning_megatron.models.llava_cost import training_flops
 from lightning_megatron.models.sampling import GenerationConfig
-from lightning_megatron.planner.anatomy import Texts, anatomy_of
+from lightning_megatron.planner.anatomy import Texts
 from lightning_megatron.planner.flops import recomputed_flops
+from lightning_megatron.planner.trained import Trained, trained_anatomy
 from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.trainer.loading import rebuilt
 from lightning_megatron.transformer.recompute import RecomputeConfig
@@ -104,16 +106,13 @@ class LlavaModule(GPTModule):
         lengths = document_lengths(batch)
         return training_flops(self.config, lengths=lengths, num_images=_num_images(batch), frozen=self.frozen)
 
-    def batch_recomputed_flops(self, batch: Batch, recompute: RecomputeConfig, num_stages: int) -> float:
+    def batch_recomputed_flops(self, batch: Batch, recompute: RecomputeConfig, sizes: Sizes) -> float:
         """FLOPs that a training step on the batch runs again; of a tower that is frozen none, which has no backward."""
-        again = super().batch_recomputed_flops(batch, recompute, num_stages)
-        if "vision" in self.frozen:
-            return again
-        without, with_images = (
-            recomputed_flops(anatomy_of(self.config, Texts(sequence=1, images=images)), 1, recompute, num_stages)
-            for images in (0, _num_images(batch))
-        )
-        return again + with_images - without
+        lengths = tuple(document_lengths(batch).elements())
+        # All documents in one row: layers that count are those of a stage, the tower's and others.
+        texts = Texts(sequence=sum(lengths), images=_num_images(batch), are_packed=True, documents=lengths)
+        anatomy = trained_anatomy(self.config, texts, Trained(frozen=tuple(self.frozen)))
+        return recomputed_flops(anatomy, 1, recompute, sizes)
 
 
 def _num_images(batch: Batch) -> int:

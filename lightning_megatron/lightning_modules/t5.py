@@ -10,6 +10,7 @@ from lightning_megatron.lightning_modules.adamw import AdamWConfig
 from lightning_megatron.lightning_modules.batch_faults import require_no_gap
 from lightning_megatron.lightning_modules.pretrain import Batch
 from lightning_megatron.lightning_modules.writing import WritingModule
+from lightning_megatron.mesh import Sizes
 from lightning_megatron.models.sampling import GenerationConfig
 from lightning_megatron.models.t5 import T5Model
 from lightning_megatron.models.t5_config import T5Config
@@ -87,12 +88,10 @@ class T5Module(WritingModule):
             for (read, told), n in _lengths(batch).items()
         )
 
-    def batch_recomputed_flops(self, batch: Batch, recompute: RecomputeConfig, num_stages: int) -> float:
-        """FLOPs that a training step on the batch runs again in its backward, on a pipeline of so many stages."""
+    def batch_recomputed_flops(self, batch: Batch, recompute: RecomputeConfig, sizes: Sizes) -> float:
+        """FLOPs that a training step on the batch runs again in its backward, on stages as the sizes have them."""
         return sum(
-            recomputed_flops(
-                anatomy_of(self.config, Texts(sequence=read, decoder_sequence=told)), n, recompute, num_stages
-            )
+            recomputed_flops(anatomy_of(self.config, Texts(sequence=read, decoder_sequence=told)), n, recompute, sizes)
             for (read, told), n in _lengths(batch).items()
         )
 

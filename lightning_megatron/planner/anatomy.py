@@ -75,6 +75,17 @@ class Layer:
     def has_experts(self) -> bool:
         return self.config.has_experts(self.index)
 
+    def tokens_on(self, sizes: Sizes) -> float:
+        """Of its streams of a sample those of a rank."""
+        return self.repeats * self.sequence / self._num_sharing(sizes)
+
+    def memory_on(self, sizes: Sizes) -> float:
+        """The same of what encoders gave."""
+        return self.repeats * self.memory / self._num_sharing(sizes)
+
+    def _num_sharing(self, sizes: Sizes) -> int:
+        return sizes.cp if self.is_cut_by_context else 1
+
 
 def sent_rows(layer: Layer, sizes: Sizes, micro_batch: int, *, own: float | None = None) -> float:
     """Rows that a rank sends to the experts of a layer for a microbatch, of `own` tokens where their number is known;
@@ -117,6 +128,15 @@ class LowRankPath:
     # over tp; else inputs
     has_dropout: bool = False
     # of what goes in
+
+    @property
+    def reads_memory(self) -> bool:
+        """Whether what an encoder gave goes in, and not the layer's own stream."""
+        return self.name == "cross_attention.key_value"
+
+    def tokens_on(self, layer: Layer, sizes: Sizes) -> float:
+        """Of a sample those that it reads on a rank."""
+        return layer.memory_on(sizes) if self.reads_memory else layer.tokens_on(sizes)
 
     def parameters(self, tp: int) -> int:
         """That a rank holds."""

@@ -107,7 +107,7 @@ class _Walk:
 
     def _layer(self, piece: Piece, layer: Layer) -> _Passed:
         run = self._run
-        again = run.recompute.parts if run.recompute.granularity == "selective" else ()
+        again = run.recompute.parts_again
         linears = _Linears(run, piece, layer)
         query, keys = layer.config.num_attention_heads * layer.config.head_dim, linears.keys
         hidden = layer.config.hidden_size
@@ -117,9 +117,12 @@ class _Walk:
         parts.append(self._chain(piece, [linears.of("attention.projection", linears.rows, query, hidden)]))
         if layer.memory:
             parts += self._cross(piece, layer, linears)
-        inner = self._chain(piece, _feed_forward(linears, layer))
+        products, is_read = _feed_forward(linears, layer), self.is_needed or piece.is_trained
+        inner = self._chain(piece, products)
         if ("moe" if layer.has_experts else "mlp") in again and self.is_needed:
-            parts.append(_Passed(0.0, inner.forward))
+            # A shared expert goes before the others. Where those keep nothing, torch ends with it.
+            idle = products[1].forward if layer.has_experts and not is_read else 0.0
+            parts.append(_Passed(0.0, inner.forward - idle))
         return _sum([*parts, inner])
 
     def _cross(self, piece: Piece, layer: Layer, linears: "_Linears") -> list[_Passed]:

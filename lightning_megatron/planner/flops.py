@@ -11,10 +11,20 @@ Sources: Narayanan et al., arXiv 2104.04473, appendix; Korthikanti et al., arXiv
 al., arXiv 2204.02311, appendix B (by parameters).
 """
 
+from collections import Counter
 from dataclasses import dataclass
 
-from lightning_megatron.planner.anatomy import Anatomy, Piece, Texts, own_attention_flops, piece_flops
+from lightning_megatron.mesh import Sizes
+from lightning_megatron.planner.anatomy import (
+    Anatomy,
+    Piece,
+    Texts,
+    ordered_stages,
+    own_attention_flops,
+    piece_flops,
+)
 from lightning_megatron.planner.executed import executed_flops
+from lightning_megatron.planner.needed import run_again
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.trained import trained_anatomy
 from lightning_megatron.transformer import cost
@@ -60,22 +70,24 @@ def step_flops(run: Run, convention: Convention = MODEL) -> float:
         # All documents of a batch in one row.
         row = Texts(sequence=run.balanced.num_tokens, are_packed=True, documents=run.balanced.lengths)
         anatomy = trained_anatomy(run.model, row, run.trained)
-        return batch_flops(anatomy, run.num_accumulated, convention, run.recompute, run.sizes.num_stages)
+        return batch_flops(anatomy, run.num_accumulated, convention, run.recompute, run.sizes)
     batch = run.num_accumulated * run.global_batch_size
-    return batch_flops(run.anatomy, batch, convention, run.recompute, run.sizes.num_stages)
+    return batch_flops(run.anatomy, batch, convention, run.recompute, run.sizes)
 
 
 def batch_flops(
-    anatomy: Anatomy, batch: int, convention: Convention, recompute: RecomputeConfig, num_stages: int = 1
+    anatomy: Anatomy, batch: int, convention: Convention, recompute: RecomputeConfig, sizes: Sizes = cost.ONE
 ) -> float:
-    """FLOPs of forward and backward of so many samples, by a convention that looks at no layout."""
+    """FLOPs of forward and backward of so many samples, by a convention that looks at no layout but for which layers
+    stages run again."""
     assert not convention.by_execution, "what is executed is that of a run"
     all_pairs = convention.counts_all_pairs
     if convention.by_parameters:
         flops = 6.0 * anatomy.parameters() * batch * anatomy.tokens
         flops += 3.0 * sum(_attention_flops(piece, batch, all_pairs) for piece in anatomy.pieces)
-        is_again = convention.counts_recompute and recompute.granularity == "full"
-        return flops * 4 / 3 if is_again else flops
+        num_layers = sum(piece.is_layer for piece in anatomy.pieces)
+        num_again = _layers_again(anatomy, recompute, sizes).total() if convention.counts_recompute else 0
+        return flops + flops * num_again / num_layers / 3
     flops = 0.0
     for piece in anatomy.pieces:
         forward = piece_flops(piece, anatomy.config, batch=batch, counts_all_pairs=all_pairs)
@@ -83,7 +95,7 @@ def batch_flops(
         flops += (forward - attention) * (1.0 + piece.passes_gradient + piece.is_trained)
         flops += attention * (1 + 2 * piece.passes_gradient) + 3 * _path_flops(piece, batch)
     if convention.counts_recompute:
-        flops += recomputed_flops(anatomy, batch, recompute, num_stages, counts_all_pairs=all_pairs)
+        flops += recomputed_flops(anatomy, batch, recompute, sizes, counts_all_pairs=all_pairs)
     return flops
 
 
@@ -91,33 +103,38 @@ def recomputed_flops(
     anatomy: Anatomy,
     batch: int,
     recompute: RecomputeConfig,
-    num_stages: int = 1,
+    sizes: Sizes = cost.ONE,
     *,
     counts_all_pairs: bool = False,
 ) -> float:
-    """FLOPs of so many samples that are run again in the backward.
+    """FLOPs of so many samples that are run again in the backward, on stages as the sizes have them.
 
     All of a recomputed forward counts, as in the publications; torch leaves out its last product, which nobody reads.
     """
     if recompute.granularity == "none":
         return 0.0
-    passed = [piece for piece in anatomy.pieces if piece.passes_gradient]
-    again = sum(_again_flops(piece, anatomy, batch, counts_all_pairs, recompute) for piece in passed)
-    if recompute.granularity == "full" and recompute.method == "block":
-        again *= min(recompute.num_layers * num_stages / anatomy.num_layers, 1.0)
-    return again
+    again = sum(_again_flops(piece, batch, counts_all_pairs, recompute) for piece in anatomy.pieces)
+    return again + sum(
+        count * piece_flops(piece, anatomy.config, batch=batch, counts_all_pairs=counts_all_pairs)
+        for piece, count in _layers_again(anatomy, recompute, sizes).items()
+        if piece.passes_gradient
+    )
 
 
-def _again_flops(piece: Piece, anatomy: Anatomy, batch: int, all_pairs: bool, recompute: RecomputeConfig) -> float:
-    if recompute.granularity == "full":
-        flops = piece_flops(piece, anatomy.config, batch=batch, counts_all_pairs=all_pairs)
-        return float(flops) if piece.is_layer else 0.0
+def _layers_again(anatomy: Anatomy, recompute: RecomputeConfig, sizes: Sizes) -> Counter[Piece]:
+    """The layers that are run again whole, and how many of each."""
+    stages = ordered_stages(anatomy, sizes.num_stages, sizes.stage_layout)
+    return sum((run_again(stage, recompute) for stage in stages), Counter[Piece]())
+
+
+def _again_flops(piece: Piece, batch: int, all_pairs: bool, recompute: RecomputeConfig) -> float:
+    """Of parts of a layer."""
     layer, again = piece.layer, 0.0
-    if layer is None:
+    if layer is None or not piece.passes_gradient:
         return again
-    if "core_attention" in recompute.parts and layer.config.attention_dropout > 0:
+    if "core_attention" in recompute.parts_again and layer.config.attention_dropout > 0:
         again += _attention_flops(piece, batch, all_pairs)
-    if ("moe" if layer.has_experts else "mlp") in recompute.parts:
+    if ("moe" if layer.has_experts else "mlp") in recompute.parts_again:
         again += cost.layer_mlp_flops(
             layer.config, num_tokens=batch * layer.repeats * layer.sequence, layer=layer.index
         )
@@ -126,10 +143,11 @@ def _again_flops(piece: Piece, anatomy: Anatomy, batch: int, all_pairs: bool, re
 
 def _path_flops(piece: Piece, batch: int) -> float:
     """Forward FLOPs of low-rank paths."""
-    if piece.layer is None:
+    layer = piece.layer
+    if layer is None:
         return 0.0
-    tokens = batch * piece.layer.repeats * piece.layer.sequence
-    return 2.0 * tokens * sum(path.rank * (path.inputs + path.outputs) for path in piece.paths)
+    each = (path.tokens_on(layer, cost.ONE) * path.rank * (path.inputs + path.outputs) for path in piece.paths)
+    return 2.0 * batch * sum(each)
 
 
 def _attention_flops(piece: Piece, batch: int, all_pairs: bool) -> float:

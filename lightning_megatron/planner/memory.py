@@ -142,7 +142,7 @@ def _states(run: Run, held_by_kind: tuple[int, int], trained_by_kind: tuple[int,
     low = 0 if sharding == "always" and main else weights
     held = {"weights": 0.0, "gradients": 0.0, "main_weights": 0.0, "moments": 0.0}
     # Frozen weights stay in their own numbers.
-    still = 2 if run.precision == "bf16-true" else 4
+    still = run.stepped_bytes
     replicas_by_kind = (run.sizes.dp * run.sizes.cp, run.sizes.edp)
     for every, number, replicas in zip(held_by_kind, trained_by_kind, replicas_by_kind, strict=True):
         own = number / replicas
@@ -193,7 +193,4 @@ def parameters_of_rank(run: Run, rank: int) -> tuple[int, int, int, int]:
 
 def _bytes_per_parameter(run: Run) -> tuple[int, int, int, int]:
     """Weights, gradients, main weights and two moments, as AdamW has them, where nothing is cut over replicas."""
-    low = 2 if run.precision in ("bf16-mixed", "16-mixed", "bf16-true") else 4
-    is_mixed = run.precision in ("bf16-mixed", "16-mixed")
-    own = 4 if is_mixed or low == 4 else 2
-    return low, run.gradient_bytes, 4 if is_mixed else 0, 2 * own
+    return run.bytes_per_element, run.gradient_bytes, run.stepped_bytes * run.is_mixed, 2 * run.stepped_bytes

@@ -5,12 +5,14 @@ sent back whoever needs it. A decoder's stream is one of its own, beside what it
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
 from lightning_megatron.mesh import StageLayout
 from lightning_megatron.models import T5Config
 from lightning_megatron.planner.anatomy import Anatomy, Piece, Stage, ordered_stages
+from lightning_megatron.transformer.recompute import RecomputeConfig, groups_of
 
 
 @lru_cache(maxsize=4096)
@@ -45,6 +47,18 @@ def stages_of(anatomy: Anatomy, num_stages: int, layout: StageLayout) -> tuple[S
     for key, own in zip(keys, stages, strict=True):
         made.setdefault(key, Counter(own))
     return tuple(made[key] for key in keys)
+
+
+def run_again(stage: Sequence[Piece], recompute: RecomputeConfig) -> Counter[Piece]:
+    """Of the pieces of a stage in order the layers that full recomputation runs again, and how many of each."""
+    groups = groups_of(recompute, [piece.is_layer for piece in stage])
+    return Counter(stage[place] for places, is_again in groups if is_again for place in places)
+
+
+@lru_cache(maxsize=4096)
+def again_of(anatomy: Anatomy, num_stages: int, layout: StageLayout, recompute: RecomputeConfig) -> tuple[Stage, ...]:
+    """The same of each stage, of the pieces of `needed_stages`."""
+    return tuple(run_again(stage, recompute) for stage in needed_stages(anatomy, num_stages, layout))
 
 
 def _told(piece: Piece, stream: bool, memory: bool) -> Piece:

@@ -3,6 +3,7 @@
 `faults_of` tells what keeps it from running, by the rules that the strategy checks too.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -15,7 +16,7 @@ from lightning_megatron.pipeline.choice import Schedule, ScheduleName
 from lightning_megatron.planner.anatomy import Anatomy, Model, Stage, Texts
 from lightning_megatron.planner.balanced import Balanced
 from lightning_megatron.planner.hardware import Products
-from lightning_megatron.planner.needed import stages_of
+from lightning_megatron.planner.needed import again_of, stages_of
 from lightning_megatron.planner.rules import Facts, faults
 from lightning_megatron.planner.software import OURS, Software
 from lightning_megatron.planner.trained import ALL, Trained, trained_anatomy
@@ -98,11 +99,18 @@ class Run:
     @cached_property
     def stages(self) -> tuple[tuple[Stage, ...], ...]:
         """Of each pipeline rank its stages, its first chunk's first."""
+        return self._by_rank(stages_of(self.anatomy, self.sizes.num_stages, self.sizes.stage_layout))
+
+    @cached_property
+    def again(self) -> tuple[tuple[Stage, ...], ...]:
+        """Of each of those stages the layers that are run again whole."""
         sizes = self.sizes
-        stages = stages_of(self.anatomy, sizes.num_stages, sizes.stage_layout)
-        own: list[list[Stage]] = [[] for _ in range(sizes.pp)]
+        return self._by_rank(again_of(self.anatomy, sizes.num_stages, sizes.stage_layout, self.recompute))
+
+    def _by_rank(self, stages: Sequence[Stage]) -> tuple[tuple[Stage, ...], ...]:
+        own: list[list[Stage]] = [[] for _ in range(self.sizes.pp)]
         for number, stage in enumerate(stages):
-            own[sizes.pp_rank_of(number)].append(stage)
+            own[self.sizes.pp_rank_of(number)].append(stage)
         return tuple(map(tuple, own))
 
     @property
@@ -131,10 +139,14 @@ class Run:
         return 2 if self.is_half else 4
 
     @property
+    def stepped_bytes(self) -> int:
+        """Of a weight that an optimizer steps, and of each of its moments."""
+        return 2 if self.precision == "bf16-true" else 4
+
+    @property
     def gradient_bytes(self) -> int:
         """Of an accumulated gradient, for each trained parameter."""
-        own = 2 if self.precision == "bf16-true" else 4
-        return {"auto": own, "float32": 4, "bfloat16": 2}[self.optimizer.grad_dtype]
+        return {"auto": self.stepped_bytes, "float32": 4, "bfloat16": 2}[self.optimizer.grad_dtype]
 
     @property
     def sets_gradients_aside(self) -> bool:

@@ -8,7 +8,7 @@ of their own. A backward does the products twice and attention in one kernel two
 weights again. The pipeline is played, or in closed form where there is one (`pipeline_load`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from lightning_megatron.planner.anatomy import Piece
@@ -37,8 +37,9 @@ _PAIR_NUMBERS, _PAIR_BACKWARD_NUMBERS = 6, 9
 _GROUPED_PAIR_NUMBERS, _GROUPED_PAIR_BACKWARD_NUMBERS = 9.5, 7
 # What a head's elementwise kernels move in a backward, over a forward: casts of logits are written and read as well.
 _HEAD_BACKWARD = 2.0
-# Bytes a weight that an optimizer's step reads and writes: main weight, two moments, gradient; and a low weight.
-_STEP_BYTES, _LOW_BYTES = 28, 2
+# Numbers a weight that an optimizer's step reads and writes: weight and two moments both, its gradient is read. And
+# bytes of a low weight beside a main weight, which is written.
+_STEP_NUMBERS, _LOW_BYTES = 7, 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,13 +121,12 @@ def _passes(run: Run, rank: int, gpu: Gpu, constants: Constants) -> tuple[Pass, 
     """The forward and the backward of one microbatch through a rank."""
     compute = [0.0, 0.0]
     exposed: tuple[dict[str, float], dict[str, float]] = ({}, {})
-    for stage in run.stages[rank]:
-        for piece, count in stage.items():
-            work = work_of(piece, run.anatomy, run.sizes, run.micro_batch_size, run.bytes_per_element)
-            for place, part in enumerate(_piece_passes(run, piece, work, gpu, constants)):
-                compute[place] += count * part.compute
-                for axis, seconds in part.exposed.items():
-                    exposed[place][axis] = exposed[place].get(axis, 0.0) + count * seconds
+    for piece, is_again, count in _pieces(run, rank):
+        work = work_of(piece, run.anatomy, run.sizes, run.micro_batch_size, run.bytes_per_element)
+        for place, part in enumerate(_piece_passes(run, piece, work, gpu, constants, is_again=is_again)):
+            compute[place] += count * part.compute
+            for axis, seconds in part.exposed.items():
+                exposed[place][axis] = exposed[place].get(axis, 0.0) + count * seconds
     sp = run.sizes.tp if run.sizes.sequence_parallel else 1
     if run.sizes.pp > 1:
         tokens = run.micro_batch_size * run.anatomy.tokens / run.sizes.cp
@@ -143,7 +143,17 @@ def _passes(run: Run, rank: int, gpu: Gpu, constants: Constants) -> tuple[Pass, 
     return Pass(compute=compute[0], exposed=exposed[0]), Pass(compute=compute[1], exposed=exposed[1])
 
 
-def _piece_passes(run: Run, piece: Piece, work: Work, gpu: Gpu, constants: Constants) -> tuple[Pass, Pass]:
+def _pieces(run: Run, rank: int) -> Iterator[tuple[Piece, bool, int]]:
+    """The pieces of a rank, whether a backward runs them again whole, and how many there are of each."""
+    for stage, again in zip(run.stages[rank], run.again[rank], strict=True):
+        for piece, count in stage.items():
+            num_again = again.get(piece, 0)
+            yield from ((piece, is_again, n) for is_again, n in ((False, count - num_again), (True, num_again)) if n)
+
+
+def _piece_passes(
+    run: Run, piece: Piece, work: Work, gpu: Gpu, constants: Constants, *, is_again: bool
+) -> tuple[Pass, Pass]:
     is_fp8 = run.fp8 is not None
     plain = gpu.timed_as(run.plain_products)
     ceiling = gpu.matmul_flops(plain)
@@ -168,8 +178,7 @@ def _piece_passes(run: Run, piece: Piece, work: Work, gpu: Gpu, constants: Const
     casts = constants.cast_traffic * work.cast_bytes / gpu.memory_bytes_per_second if is_fp8 else 0.0
     moved += constants.traffic * work.path_bytes / gpu.memory_bytes_per_second
     # Weights that have no main weights stay wide, and each product casts its own.
-    is_mixed = run.precision in ("bf16-mixed", "16-mixed")
-    lowered = _CAST_BYTES * work.num_frozen / gpu.memory_bytes_per_second if is_mixed else 0.0
+    lowered = _CAST_BYTES * work.num_frozen / gpu.memory_bytes_per_second if run.is_mixed else 0.0
     paths = work.path_flops + constants.edge * work.path_edge_flops
     paths /= plain_rate
     least = constants.layer_seconds * work.num_layers
@@ -190,17 +199,15 @@ def _piece_passes(run: Run, piece: Piece, work: Work, gpu: Gpu, constants: Const
     backward = max(backward + (attended + lowered if piece.passes_gradient else 0.0), least)
     later = _unhidden_tensor(messages, hides in ("backward", "everywhere"), constants)
     later |= _context(run, work, attended, gpu, constants, is_backward=True)
-    recompute = run.recompute
-    if recompute.granularity == "full" and work.num_layers:
+    if is_again:
         backward += forward
         later = {axis: seconds + exposed[axis] for axis, seconds in later.items()}
-    elif recompute.granularity == "selective" and work.num_layers:
-        if "core_attention" in recompute.parts and work.num_pairs:
-            backward += scored
-        if ("moe" if work.num_expert_layers else "mlp") in recompute.parts:
-            backward += product * work.mlp_flops / work.product_flops
-            later["ep"] = later.get("ep", 0.0) + messages.get("ep", 0.0)
-    if recompute.granularity != "full" and work.num_layers and run.software.runs_again:
+    if "core_attention" in run.recompute.parts_again and work.num_pairs:
+        backward += scored
+    if work.num_layers and ("moe" if work.num_expert_layers else "mlp") in run.recompute.parts_again:
+        backward += product * work.mlp_flops / work.product_flops
+        later["ep"] = later.get("ep", 0.0) + messages.get("ep", 0.0)
+    if not is_again and work.num_layers and run.software.runs_again:
         again = work.second_flops / work.product_flops if run.software.runs_again == "second products" else 1.0
         backward += again * product + moved + casts
     return Pass(compute=forward, exposed=exposed), Pass(compute=backward, exposed=later)
@@ -303,7 +310,7 @@ def _replica_seconds(
         is_early = run.optimizer.overlap_grad_reduce and run.num_accumulated == 1
         waited += _unhidden(scatter, backward, is_early, constants)
         waited += _unhidden(gather, forward, run.optimizer.overlap_param_gather, constants)
-    step_bytes = _STEP_BYTES + _LOW_BYTES * run.is_half
+    step_bytes = _STEP_NUMBERS * run.stepped_bytes + _LOW_BYTES * run.is_mixed
     return waited, constants.traffic * step_bytes * stepped / gpu.memory_bytes_per_second
 
 

@@ -31,11 +31,11 @@ def _unreached_bytes(run: Run, piece: Piece) -> float:
     layer = piece.layer
     if layer is None or piece.needs_input or not piece.paths:
         return 0.0
-    again = run.recompute.parts if run.recompute.granularity == "selective" else ()
+    again = run.recompute.parts_again
     names = {path.name for path in piece.paths}
     config, sizes, width = layer.config, run.sizes, run.bytes_per_element
     sp = sizes.tp if sizes.sequence_parallel else 1
-    tokens = run.micro_batch_size * layer.repeats * layer.sequence / (sizes.cp if layer.is_cut_by_context else 1)
+    tokens = run.micro_batch_size * layer.tokens_on(sizes)
     shard = tokens / sp * config.hidden_size
     is_post = isinstance(config, BertConfig) and config.norm_placement == "post"
     norm = shard * (4 if run.is_mixed else width)
@@ -73,10 +73,10 @@ def unkept_of(run: Run, piece: Piece) -> float:
         return 0.0
     sizes, config, width = run.sizes, layer.config, run.bytes_per_element
     sp = sizes.tp if sizes.sequence_parallel else 1
-    tokens = run.micro_batch_size * layer.repeats * layer.sequence / (sizes.cp if layer.is_cut_by_context else 1)
+    tokens = run.micro_batch_size * layer.tokens_on(sizes)
     stream = tokens / sp * config.hidden_size * width
     attended = tokens * config.num_attention_heads * config.head_dim / sizes.tp * width
-    again = run.recompute.parts if run.recompute.granularity == "selective" else ()
+    again = run.recompute.parts_again
     normed = 0.0 if "norm" in again else stream
     inputs = {
         "attention.qkv": normed,
@@ -97,14 +97,14 @@ def unkept_of(run: Run, piece: Piece) -> float:
         inputs |= {name: size / width for name, size in inputs.items() if name in _FP8}
         # Linears keep their own casts of what kernels keep.
         inputs["attention.projection"] = attended / width
-    return sum(inputs.values()) - beside - _kept_by_paths(run, piece, tokens)
+    return sum(inputs.values()) - beside - _kept_by_paths(run, piece)
 
 
 def _kept_beside(run: Run, piece: Piece, path: LowRankPath, tokens: float, size: float | None) -> float:
     """What goes into a path beside a linear of a piece that keeps `size` for it: what dropout leaves is the path's own,
     whatever else keeps the linear's."""
     assert piece.layer is not None
-    again = run.recompute.parts if run.recompute.granularity == "selective" else ()
+    again = run.recompute.parts_again
     is_remade = path.name.startswith(("mlp.", "shared.")) and ("moe" if piece.layer.has_experts else "mlp") in again
     if size is None or not path.has_dropout or is_remade:
         return size or 0.0
@@ -142,14 +142,13 @@ def _expert_inputs(run: Run, layer: Layer, tokens: float, stream: float, again: 
     }
 
 
-def _kept_by_paths(run: Run, piece: Piece, tokens: float) -> float:
+def _kept_by_paths(run: Run, piece: Piece) -> float:
+    assert piece.layer is not None
     kept = 0.0
     for path in piece.paths:
         inputs = _path_inputs(run, path)
-        own = tokens
-        if path.name == "cross_attention.key_value":
-            assert piece.layer is not None
-            own = run.micro_batch_size * piece.layer.memory / run.sizes.cp
+        own = run.micro_batch_size * path.tokens_on(piece.layer, run.sizes)
+        if path.reads_memory:
             # Each layer's path casts what the encoder gave by itself, or drops of it.
             kept += own * inputs * run.bytes_per_element * (run.is_mixed or path.has_dropout)
         kept += own * (path.rank * run.bytes_per_element + path.has_dropout * inputs)

@@ -139,14 +139,14 @@ def _layer(layer: Layer, sizes: Sizes, micro_batch: int, width: int) -> Work:
     sp = tp if sizes.sequence_parallel else 1
     cp = sizes.cp if layer.is_cut_by_context else 1
     streams = micro_batch * layer.repeats
-    tokens = streams * layer.sequence / cp
+    tokens = micro_batch * layer.tokens_on(sizes)
     if not tokens:
         return Work()
     hidden, query = config.hidden_size, config.num_attention_heads * config.head_dim
     keys = config.num_query_groups * config.head_dim
     products = [(tokens, hidden, (query + 2 * keys) / tp), (tokens, query / tp, hidden)]
     if layer.memory:
-        memory = streams * layer.memory / cp
+        memory = micro_batch * layer.memory_on(sizes)
         products += [
             (tokens, hidden, query / tp),
             (memory, hidden, 2 * keys / tp),
@@ -252,10 +252,9 @@ def _layer(layer: Layer, sizes: Sizes, micro_batch: int, width: int) -> Work:
 def _with_paths(work: Work, piece: Piece, sizes: Sizes, micro_batch: int, width: int) -> Work:
     """With what low-rank paths add to a layer."""
     assert piece.layer is not None
-    layer, tp = piece.layer, sizes.tp
-    tokens = micro_batch * layer.repeats * layer.sequence / (sizes.cp if layer.is_cut_by_context else 1)
-    flops, edges, moved = 0.0, 0.0, 0.0
+    tp, flops, edges, moved = sizes.tp, 0.0, 0.0, 0.0
     for path in piece.paths:
+        tokens = micro_batch * path.tokens_on(piece.layer, sizes)
         inputs, outputs = (path.inputs, path.outputs / tp) if path.cuts_outputs else (path.inputs / tp, path.outputs)
         for wide in (inputs, outputs):
             flops += 2 * tokens * wide * path.rank

@@ -151,10 +151,10 @@ def waiting_bytes(run: Run, piece: Piece, *, is_attention: bool = False) -> floa
         return 0.0
     config, sizes = layer.config, run.sizes
     tp, sp = sizes.tp, sizes.tp if sizes.sequence_parallel else 1
-    cp = sizes.cp if layer.is_cut_by_context else 1
-    tokens = run.micro_batch_size * layer.repeats * layer.sequence / cp
     if not piece.is_trained:
-        return sum(_path_waiting(path, tokens, tp, sp) for path in piece.paths) * run.bytes_per_element
+        micro, width = run.micro_batch_size, run.bytes_per_element
+        return width * sum(_path_waiting(path, micro * path.tokens_on(layer, sizes), tp, sp) for path in piece.paths)
+    tokens = run.micro_batch_size * layer.tokens_on(sizes)
     hidden, query = config.hidden_size, config.num_attention_heads * config.head_dim
     keys, gates = config.num_query_groups * config.head_dim, 2 if config.is_gated else 1
     width = run.bytes_per_element if run.fp8 is None else 1
@@ -217,7 +217,7 @@ def received_bytes(run: Run, stage: Stage) -> float:
     if run.recompute.granularity == "full":
         # That is the saved input of the first layer.
         return 0.0
-    again = run.recompute.parts if run.recompute.granularity == "selective" else ()
+    again = run.recompute.parts_again
     # The first norm keeps it itself where it is as wide, and what makes a norm again.
     is_kept = not run.is_mixed or "norm" in again or all(stream_width(run, piece) == 4 for piece in stage)
     return message_bytes(run, stage) - is_kept * own_bytes(run, stage)
@@ -311,7 +311,7 @@ def layer_work(run: Run, piece: Piece) -> float:
     config, sizes, width = layer.config, run.sizes, run.bytes_per_element
     tokens = run.micro_batch_size * layer.repeats * layer.sequence / (sizes.cp if layer.is_cut_by_context else 1)
     sp = sizes.tp if sizes.sequence_parallel else 1
-    again = run.recompute.parts if run.recompute.granularity == "selective" else ()
+    again = run.recompute.parts_again
     stream = tokens / sp * config.hidden_size * stream_width(run, piece)
     rows, features, weight = inner_sizes(run, layer, tokens)
     inner = rows * features * width

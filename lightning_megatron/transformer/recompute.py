@@ -61,6 +61,11 @@ class RecomputeConfig:
         if faults := self.faults():
             raise ValueError("\n".join(faults))
 
+    @property
+    def parts_again(self) -> tuple[RecomputePart, ...]:
+        """The parts of a layer that are made again where it is not made again whole."""
+        return self.parts if self.granularity == "selective" else ()
+
     def faults(self) -> list[str]:
         """Every rule that this configuration breaks, one sentence each."""
         faults = [
@@ -114,7 +119,7 @@ class RecomputeLayer(nn.Module):
 
 def share(module: nn.Module, config: RecomputeConfig) -> None:
     """Tells every layer of a module which of its parts to make again."""
-    parts = frozenset(config.parts if config.granularity == "selective" else ())
+    parts = frozenset(config.parts_again)
     for layer in module.modules():
         if isinstance(layer, RecomputeLayer):
             layer.recomputed = parts & layer.offers
@@ -127,7 +132,7 @@ def offers_of(module: nn.Module) -> set[str]:
 
 def part_faults(config: RecomputeConfig, offered: set[str]) -> list[str]:
     """One sentence for each part that is asked for and that no layer of the whole model knows."""
-    missing = [part for part in config.parts if part not in offered] if config.granularity == "selective" else []
+    missing = [part for part in config.parts_again if part not in offered]
     may_be = f"parts may be {_listed(sorted(offered))}" if offered else "use granularity='full'"
     what = {"moe": "has no expert layers"}
     return [

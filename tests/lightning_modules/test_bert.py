@@ -11,6 +11,7 @@ import torch
 from lightning_megatron import RecomputeConfig
 from lightning_megatron.lightning_modules import AdamWConfig, BertModule
 from lightning_megatron.lightning_modules.print_text import PrintText
+from lightning_megatron.mesh import Sizes
 from lightning_megatron.models.bert_cost import bert_training_flops
 from lightning_megatron.transformer import cost
 from tests.harness.ranks import run_on_ranks
@@ -204,7 +205,7 @@ def test_tokens_and_flops_of_a_batch_are_those_of_its_texts() -> None:
         for length in (5, 5, SEQUENCE)
         for layer in range(config.num_layers)
     )
-    assert module.batch_recomputed_flops(batch, full, 1) == layers
+    assert module.batch_recomputed_flops(batch, full, Sizes()) == layers
 
 
 def test_an_order_that_the_model_has_no_head_for_is_refused(folder: Path) -> None:

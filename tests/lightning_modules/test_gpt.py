@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_megatron import ConfigurationError, ContextConfig, RecomputeConfig
 from lightning_megatron.lightning_modules import AdamWConfig, GenerationConfig, GPTModule
 from lightning_megatron.lightning_modules.print_text import PrintText
+from lightning_megatron.mesh import Sizes
 from lightning_megatron.transformer import cost
 from tests.harness.ranks import run_on_ranks
 from tests.lightning_modules.corpus import SEQUENCE, config, data
@@ -161,10 +162,10 @@ def test_a_packed_batch_counts_what_its_documents_would_alone() -> None:
     assert module.batch_flops(packed) == sum(module.batch_flops(batch) for batch in alone)
     assert module.batch_flops(packed) < module.batch_flops({"tokens": packed["tokens"]})
     full = RecomputeConfig(granularity="full")
-    again = [module.batch_recomputed_flops(batch, full, 1) for batch in (packed, *alone)]
+    again = [module.batch_recomputed_flops(batch, full, Sizes()) for batch in (packed, *alone)]
     # All but the head, a third of forward and backward.
     assert again[0] == sum(again[1:]) == module.batch_flops(packed) / 3 - cost.head_flops(module.config, num_tokens=11)
-    assert module.batch_recomputed_flops(packed, RecomputeConfig(), 1) == 0
+    assert module.batch_recomputed_flops(packed, RecomputeConfig(), Sizes()) == 0
 
 
 # --- optimizer --------------------------------------------------------------------------------------------------------

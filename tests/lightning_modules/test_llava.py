@@ -18,7 +18,7 @@ from lightning_megatron import ConfigurationError, RecomputeConfig, hf, load_fro
 from lightning_megatron.cli.main import main
 from lightning_megatron.lightning_modules import AdamWConfig, GenerationConfig, LlavaDataModule, LlavaModule
 from lightning_megatron.lightning_modules.print_text import PrintText
-from lightning_megatron.mesh import Mesh
+from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.models import GPTConfig, LlavaConfig, VisionConfig
 from lightning_megatron.models.llava_cost import training_flops
 from tests.data.test_image_samples import SIZE, folder_with_rows
@@ -237,9 +237,16 @@ def test_a_step_costs_what_its_products_cost_and_less_where_parts_are_frozen(fol
     frozen = [llava(frozen=names).batch_flops(batch) for names in (["vision"], ["vision", "language"], ["language"])]
     assert frozen[1] < frozen[0] < found and frozen[1] < frozen[2] < found
     mlp = RecomputeConfig(granularity="selective", parts=("mlp",))
-    again, again_without_tower = (llava(frozen=f).batch_recomputed_flops(batch, mlp, 1) for f in ([], ["vision"]))
+    again, again_without_tower = (llava(frozen=f).batch_recomputed_flops(batch, mlp, Sizes()) for f in ([], ["vision"]))
     assert again_without_tower == rows * length * 2 * 2 * 3 * wide * CONFIG.ffn_hidden_size
     assert again - again_without_tower == num_images * 2 * 5 * 2 * 24 * 96
+    # The first two layers of the stage are the tower's, which is none's to run again where it is frozen, and one more.
+    first = RecomputeConfig(granularity="full", method="block", num_layers=2)
+    again, again_without_tower = (
+        llava(frozen=f).batch_recomputed_flops(batch, first, Sizes()) for f in ([], ["vision"])
+    )
+    layer = length * 2 * (4 * wide * wide + 3 * wide * CONFIG.ffn_hidden_size) + 2 * length * length * wide
+    assert again_without_tower == rows * layer and again - again_without_tower == num_images * tower
     # Of a frozen language model the weights' gradients are not made, and those of what goes in are.
     assert frozen[0] - frozen[1] == rows * length * 2 * language
 

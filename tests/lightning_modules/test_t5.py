@@ -14,7 +14,7 @@ from lightning_megatron import RecomputeConfig, hf
 from lightning_megatron.cli.main import main
 from lightning_megatron.lightning_modules import AdamWConfig, GenerationConfig, T5Module
 from lightning_megatron.lightning_modules.print_text import PrintText
-from lightning_megatron.mesh import StageLayout
+from lightning_megatron.mesh import Sizes, StageLayout
 from lightning_megatron.models import T5Config, T5Model
 from lightning_megatron.models.t5_cost import model_parameters, training_flops
 from lightning_megatron.transformer import cost
@@ -226,7 +226,7 @@ def test_a_batch_counts_what_its_pairs_of_documents_would_alone() -> None:
     assert module.batch_flops(packed) == sum(module.batch_flops(batch) for batch in alone)
     assert module.batch_flops(packed) < module.batch_flops(tokens)
     full = RecomputeConfig(granularity="full")
-    again = [module.batch_recomputed_flops(batch, full, 1) for batch in (packed, *alone)]
+    again = [module.batch_recomputed_flops(batch, full, Sizes()) for batch in (packed, *alone)]
     # All but the head, of the tokens of the decoder, a third of forward and backward.
     assert again[0] == sum(again[1:]) == module.batch_flops(packed) / 3 - cost.head_flops(module.config, num_tokens=6)
     masked = {**tokens, "encoder_padding_mask": read >= 0}

@@ -94,6 +94,9 @@ RUNS = {
     ),
     "paths and layers made again": run_of(LLAMA, Sizes(), trained=paths("mlp.down"), recompute=FULL),
     "paths beside experts": run_of(SHARED, Sizes(), trained=paths("attention.projection", "shared.up")),
+    "paths beside shared experts alone, experts again": run_of(
+        SHARED, Sizes(), trained=paths("shared.up"), recompute=selective("moe")
+    ),
     "a padded capacity": run_of(replace(MIXTRAL, moe=PADDED), Sizes(world=4, ep=2, cp=2)),
     "BERT without sequence parallelism": run_of(BERT, Sizes(world=2, tp=2), Texts(sequence=256)),
     "LLaVA over cp": run_of(LLAVA, CP, IMAGES),
@@ -123,6 +126,14 @@ def executed(run: Run) -> float:
 def test_a_plan_knows_what_is_executed(name: str) -> None:
     # The little that no product of all tokens is: BERT's of whole samples, and what a class token has no pixels for.
     assert step_flops(RUNS[name], EXECUTED) == pytest.approx(executed(RUNS[name]), rel=0.001)
+
+
+def test_hardware_flops_count_the_first_layers_of_a_stage() -> None:
+    # Of a LLaVA a tower's layers come first.
+    plain = run_of(LLAVA, Sizes(world=2, pp=2), IMAGES)
+    again = replace(plain, recompute=FIRST)
+    more = step_flops(again, HARDWARE) - step_flops(plain, HARDWARE)
+    assert more == pytest.approx(executed(again) - executed(plain), rel=0.001)
 
 
 def test_conventions_do_not_count_it() -> None:

@@ -8,11 +8,18 @@ import torch
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_megatron.mesh import Mesh
+from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.models import GPTConfig, GPTModel, LlavaConfig
 from lightning_megatron.models.vision import VisionConfig
 from lightning_megatron.planner.anatomy import Texts, anatomy_of, piece_flops
-from lightning_megatron.planner.flops import HARDWARE, HARDWARE_ALL_PAIRS, MODEL, batch_flops, recomputed_flops
+from lightning_megatron.planner.flops import (
+    BY_PARAMETERS,
+    HARDWARE,
+    HARDWARE_ALL_PAIRS,
+    MODEL,
+    batch_flops,
+    recomputed_flops,
+)
 from lightning_megatron.transformer import recompute
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
@@ -62,6 +69,17 @@ def test_hardware_flops_are_model_flops_and_those(name: str) -> None:
     # Of causal attention a half is needed.
     all_pairs = batch_flops(anatomy, ROWS, HARDWARE_ALL_PAIRS, CASES[name])
     assert batch_flops(anatomy, ROWS, HARDWARE, CASES[name]) < all_pairs
+
+
+def test_by_parameters_what_is_run_again_is_a_third_of_its_layers() -> None:
+    anatomy, again = anatomy_of(CONFIG, Texts(sequence=SEQUENCE)), replace(BY_PARAMETERS, counts_recompute=True)
+    once = batch_flops(anatomy, ROWS, BY_PARAMETERS, CASES["full"])
+    assert batch_flops(anatomy, ROWS, again, CASES["full"]) == pytest.approx(once * 4 / 3)
+    # Three of four layers, or, of a stage that has no more, two each.
+    block = CASES["full, three layers of a stage"]
+    assert batch_flops(anatomy, ROWS, again, block) == pytest.approx(once * 5 / 4)
+    assert batch_flops(anatomy, ROWS, again, block, Sizes(world=2, pp=2)) == pytest.approx(once * 4 / 3)
+    assert batch_flops(anatomy, ROWS, again, CASES["mlp"]) == once
 
 
 def test_attention_in_one_kernel_is_not_run_again_and_a_vision_tower_is() -> None:

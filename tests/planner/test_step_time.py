@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_megatron.mesh import Sizes
+from lightning_megatron import MoEConfig, RouterConfig
+from lightning_megatron.mesh import Sizes, StageLayout
 from lightning_megatron.optim.config import GradientDtype, OptimizerConfig
 from lightning_megatron.planner.constants import Constants, fitted
 from lightning_megatron.planner.estimate import estimate
@@ -23,6 +24,7 @@ from lightning_megatron.transformer.recompute import RecomputeConfig
 H100 = gpu_of("h100")
 LLAMA = PRESETS["llama3_70b"]
 CONSTANTS = Constants()
+FIRST = RecomputeConfig(granularity="full", method="block")
 
 
 def run_of(**changes: object) -> Run:
@@ -111,6 +113,36 @@ def test_full_recomputation_costs_a_forward() -> None:
     head = plain.forwards[-1] - plain.forwards[1]
     assert again.backwards[1] - plain.backwards[1] == pytest.approx(plain.forwards[1], rel=0.05)
     assert head > 0
+
+
+def test_the_first_layers_of_each_stage_cost_a_forward_of_their_own() -> None:
+    plain, again = time_of(run_of()), time_of(run_of(recompute=RecomputeConfig(granularity="full")))
+    grouped = time_of(run_of(recompute=RecomputeConfig(granularity="full", num_layers=3)))
+    assert (grouped.backwards, grouped.exposed) == (again.backwards, again.exposed)
+    first = time_of(run_of(recompute=FIRST))
+    # One of a rank's twenty layers, on each of its stages.
+    for rank in range(4):
+        layer = (again.backwards[rank] - plain.backwards[rank]) / 20
+        assert first.backwards[rank] - plain.backwards[rank] == pytest.approx(layer) and layer > 0
+    all_messages, messages = (time.exposed["tp"] - plain.exposed["tp"] for time in (again, first))
+    assert messages == pytest.approx(all_messages / 20) and messages > 0
+    sizes = Sizes(world=64, tp=4, pp=4, vp=5, sequence_parallel=True)
+    chunks, chunk_layers = time_of(run_of(sizes=sizes)), time_of(run_of(sizes=sizes, recompute=FIRST))
+    assert chunk_layers.backwards[1] - chunks.backwards[1] == pytest.approx(5 * layer)
+
+
+def test_of_stages_with_equal_layers_those_are_run_again_that_come_first() -> None:
+    moe = MoEConfig(router=RouterConfig(num_experts=4), ffn_hidden_size=3 * 14336, every=2)
+    model = replace(PRESETS["llama3_8b"].model, num_layers=6, moe=moe)
+    # A layer of experts comes first of all.
+    sizes = Sizes(world=6, pp=6, stage_layout=StageLayout(text="E|tt|t|tt|t|L"))
+    plain, again, first = (
+        time_of(run_of(model=model, sizes=sizes, global_batch_size=6, recompute=recompute)).backwards
+        for recompute in (RecomputeConfig(), RecomputeConfig(granularity="full"), FIRST)
+    )
+    experts, dense = again[2] - plain[2], again[4] - plain[4]
+    assert first[1] - plain[1] == pytest.approx(experts) and first[3] - plain[3] == pytest.approx(dense)
+    assert experts > 1.5 * dense > 0
 
 
 def inner_layer(run: Run, num_layers: int = 20) -> tuple[Work, int]:
@@ -254,18 +286,22 @@ def test_gates_of_experts_that_are_held_within_bounds_move_their_rows_again() ->
     assert less == pytest.approx(moved * 8 * 14336 / (8 * 14336 + 4 * 4096))
 
 
-def test_weights_in_float32_are_gathered_and_stepped_in_four_bytes() -> None:
+def test_weights_are_gathered_and_stepped_in_the_bytes_that_they_have() -> None:
     free = replace(CONSTANTS, exposed_gather=1.0, link_seconds=1e-12, network_seconds=1e-12)
 
     def seconds(precision: str, software: Software) -> tuple[float, float]:
         time = step_time(run_of(sizes=Sizes(world=64), precision=precision, software=software), H100, free)
         return time.exposed["dp"], time.optimizer
 
-    (narrow, mixed), (wide, plain) = (seconds(precision, FULLY_SHARDED) for precision in ("bf16-mixed", "32-true"))
+    (narrow, mixed), (wide, plain), (_, low) = (
+        seconds(precision, FULLY_SHARDED) for precision in ("bf16-mixed", "32-true", "bf16-true")
+    )
     # Weights twice and gradients in four bytes once.
     assert wide / narrow == pytest.approx((2 * 4 + 4) / (2 * 2 + 4))
     # Main weight, two moments and a gradient; there is no low weight to write.
     assert plain / mixed == pytest.approx((4 * 7) / (4 * 7 + 2))
+    # All of them are in 16 bits where there are no main weights.
+    assert low / plain == pytest.approx(1 / 2) and seconds("16-mixed", FULLY_SHARDED)[1] == mixed
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.step_time import StepTime, step_time
 from lightning_megatron.planner.trained import Trained, trained_anatomy, trained_of_stages, trained_parameters
 from lightning_megatron.planner.unkept import unkept_bytes
+from lightning_megatron.planner.work import work_of
+from lightning_megatron.planner.working_set import waiting_bytes
 from lightning_megatron.transformer.lora import LoraConfig, add_lora
 from lightning_megatron.transformer.recompute import RecomputeConfig, share
 
@@ -170,6 +172,26 @@ def test_low_rank_paths_cost_their_own_products_and_spare_gradients_of_weights()
     linears = sum(p.numel() for p in _layer_matrices(preset.model)) * preset.model.num_layers
     head = preset.model.hidden_size * preset.model.vocab_size
     assert weights == pytest.approx(2 * whole.num_tokens * (linears + head) - paths, rel=1e-9)
+
+
+def test_a_path_beside_keys_of_an_encoder_reads_what_that_gave() -> None:
+    config = T5Config(
+        num_layers=2, num_decoder_layers=3, hidden_size=48, num_attention_heads=6, vocab_size=100, position="learned"
+    )
+    lora = LoraConfig(rank=4, targets=("cross_attention.query", "cross_attention.key_value"), dropout=0.1)
+    texts, sizes = Texts(sequence=64, decoder_sequence=16), Sizes(world=4, tp=2, cp=2, sequence_parallel=True)
+    run = run_of(config, texts=texts, sizes=sizes, micro_batch_size=2, trained=Trained(lora=lora))
+    double = replace(run, trained=Trained(lora=replace(lora, rank=8)))
+    # Of eight samples; a query's path reads 16 tokens, that of keys and values 64.
+    forward = 2 * 8 * 3 * 4 * (16 * (48 + 48) + 64 * (48 + 96))
+    assert step_flops(double) - step_flops(run) == 3 * forward
+    [decoder] = {piece for piece in run.anatomy.pieces if piece.layer is not None and piece.layer.memory}
+    work = work_of(decoder, run.anatomy, sizes, 2, 2)
+    assert work.path_flops == 2 * 2 * 4 * (8 * (48 + 24) + 32 * (48 + 48))
+    # What goes in is read, and what is left of it written, with a mask of one byte.
+    assert work.path_bytes == 2 * (8 + 32) * 48 * 5
+    # For gradients of weights later: what goes in and comes out, and what is between, each with its gradient.
+    assert waiting_bytes(run, decoder) == 2 * 2 * (8 * (24 + 24 + 8) + 32 * (24 + 48 + 8))
 
 
 def _layer_matrices(model: GPTConfig) -> list[Tensor]:

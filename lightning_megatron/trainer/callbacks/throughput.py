@@ -6,6 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 import lightning as L
 import torch
 
+from lightning_megatron.mesh import Sizes
 from lightning_megatron.metrics.throughput import Speed, peak_flops
 from lightning_megatron.trainer.callbacks.over_ranks import gathered
 from lightning_megatron.trainer.config import ConfigurationError
@@ -28,7 +29,7 @@ class MeasuredModule(Protocol):
 class RecomputingModule(Protocol):
     """A module that says how much of that work a backward does again."""
 
-    def batch_recomputed_flops(self, batch: Any, recompute: RecomputeConfig, num_stages: int) -> float: ...
+    def batch_recomputed_flops(self, batch: Any, recompute: RecomputeConfig, sizes: Sizes) -> float: ...
 
 
 class ThroughputMonitor(L.Callback):
@@ -56,7 +57,7 @@ class ThroughputMonitor(L.Callback):
         self.device_peak_flops = device_peak_flops
         self._peak_flops = 0.0
         self._recompute = _KEEPS_ALL
-        self._num_stages = 1
+        self._sizes = Sizes()
         self._is_warm = False
         self._started_seconds: float | None = None
         # when the clock started; none while it stands still
@@ -76,7 +77,7 @@ class ThroughputMonitor(L.Callback):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         self._peak_flops = self.device_peak_flops or peak_flops(name, str(trainer.precision))
         if isinstance(strategy, MegatronStrategy):
-            self._recompute, self._num_stages = strategy.recompute, strategy.sizes.num_stages
+            self._recompute, self._sizes = strategy.recompute, strategy.sizes
         self._is_warm, self._started_seconds, self._ended_seconds = False, None, None
         self._begin_span()
 
@@ -125,7 +126,7 @@ class ThroughputMonitor(L.Callback):
         self._num_tokens += module.batch_tokens(batch)
         self._num_flops += module.batch_flops(batch)
         if self._peak_flops and isinstance(module, RecomputingModule):
-            self._num_recomputed_flops += module.batch_recomputed_flops(batch, self._recompute, self._num_stages)
+            self._num_recomputed_flops += module.batch_recomputed_flops(batch, self._recompute, self._sizes)
 
     def _measured(self, trainer: L.Trainer) -> dict[str, float]:
         """The numbers of the span that ends."""

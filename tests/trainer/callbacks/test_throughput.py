@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_megatron import ConfigurationError, MegatronStrategy, RecomputeConfig
 from lightning_megatron.lightning_modules import AdamWConfig, GPTModule
+from lightning_megatron.mesh import Sizes
 from lightning_megatron.trainer.callbacks import ThroughputMonitor, throughput
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.callbacks.small_gpt import CONFIG, Texts
@@ -114,8 +115,8 @@ def test_ranks_whose_clocks_and_batches_differ_log_equal_numbers(layout: Layout)
 class Recomputing(Counted):
     """The same, which does a quarter of its work again."""
 
-    def batch_recomputed_flops(self, batch: Tensor, recompute: RecomputeConfig, num_stages: int) -> float:
-        return FLOPS / 4 if recompute.granularity == "none" and num_stages == 1 else 0.0
+    def batch_recomputed_flops(self, batch: Tensor, recompute: RecomputeConfig, sizes: Sizes) -> float:
+        return FLOPS / 4 if recompute.granularity == "none" and sizes == Sizes() else 0.0
 
 
 class SlowRows(torch.utils.data.Dataset[Tensor]):
@@ -157,19 +158,19 @@ def test_hfu_adds_what_the_module_says_it_does_again(tmp_path: Path) -> None:
 
 def test_what_is_run_again_is_told_the_strategys_configuration() -> None:
     [seen] = run_on_ranks(1, configurations, init=False)
-    assert seen == [(RecomputeConfig(granularity="full"), 1)] * 3
+    assert seen == [(RecomputeConfig(granularity="full"), Sizes(sequence_parallel=True))] * 3
 
 
-def configurations() -> list[tuple[RecomputeConfig, int]]:
+def configurations() -> list[tuple[RecomputeConfig, Sizes]]:
     """What the ready module was asked under a strategy that recomputes, batch by batch."""
     seen = []
 
     class Asked(GPTModule):
-        def batch_recomputed_flops(self, batch: Any, recompute: RecomputeConfig, num_stages: int) -> float:
-            seen.append((recompute, num_stages))
-            return super().batch_recomputed_flops(batch, recompute, num_stages)
+        def batch_recomputed_flops(self, batch: Any, recompute: RecomputeConfig, sizes: Sizes) -> float:
+            seen.append((recompute, sizes))
+            return super().batch_recomputed_flops(batch, recompute, sizes)
 
-    strategy = MegatronStrategy(recompute=RecomputeConfig(granularity="full"))
+    strategy = MegatronStrategy(recompute=RecomputeConfig(granularity="full"), sequence_parallel=True)
     monitor = ThroughputMonitor(every_n_batches=2, device_peak_flops=1e12)
     trainer = make_trainer(Layout(), strategy=strategy, callbacks=[monitor], max_epochs=1, precision="32-true")
     trainer.fit(Asked(CONFIG, AdamWConfig(warmup_steps=1)), Texts(4))
