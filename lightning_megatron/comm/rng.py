@@ -30,6 +30,9 @@ _MIX_2 = _signed(0x94D049BB133111EB)
 # Elements drawn at a time: bounds the int64 and float64 scratch of a draw to a few tens of MB.
 _BLOCK = 1 << 20
 
+MASK_BLOCK = 1 << 22
+"""Elements of a mask that are drawn at a time, each through two int64: enough that launches do not count."""
+
 
 def key(*parts: int | str) -> int:
     """A 64-bit key for whatever `parts` name together, the same on every machine and Python."""
@@ -39,14 +42,14 @@ def key(*parts: int | str) -> int:
 
 def _shift(x: Tensor, bits: int) -> Tensor:
     """Logical right shift; torch's shift of a negative int64 would carry the sign along."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def mix(x: Tensor) -> Tensor:
     """Scrambles int64 patterns one to one."""
-    x = (x ^ _shift(x, 30)) * _MIX_1
-    x = (x ^ _shift(x, 27)) * _MIX_2
-    return x ^ _shift(x, 31)
+    x = _shift(x, 30).bitwise_xor_(x).mul_(_MIX_1)
+    x = _shift(x, 27).bitwise_xor_(x).mul_(_MIX_2)
+    return _shift(x, 31).bitwise_xor_(x)
 
 
 def bits(keys: Tensor | int, index: Tensor) -> Tensor:
@@ -100,9 +103,15 @@ def keep_mask(keys: Tensor, num_columns: int, probability: float, first_column: 
 
 def keep_columns(keys: Tensor, columns: Tensor, probability: float) -> Tensor:
     """`keep_mask` for columns (int64) in any order: [*keys.shape, columns]."""
-    # One finaliser is enough here: the row keys are finalised bits already.
-    drawn = mix(keys.unsqueeze(-1) + columns * _GOLDEN)
-    return drawn >= _signed(int(probability * 2.0**64) - (1 << 63))
+    least = _signed(int(probability * 2.0**64) - (1 << 63))
+    rows, offsets = keys.flatten(), columns * _GOLDEN
+    keep = torch.empty(rows.numel(), columns.numel(), dtype=torch.bool, device=keys.device)
+    num_rows = max(MASK_BLOCK // max(columns.numel(), 1), 1)
+    for start in range(0, rows.numel(), num_rows):
+        block = slice(start, start + num_rows)
+        # One finaliser is enough here: the row keys are finalised bits already.
+        torch.ge(mix(rows[block].unsqueeze(-1) + offsets), least, out=keep[block])
+    return keep.view(*keys.shape, columns.numel())
 
 
 @dataclass(kw_only=True)

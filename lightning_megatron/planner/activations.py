@@ -35,17 +35,30 @@ def stage_bytes(run: Run, stage: Stage) -> float:
     return ends + layers
 
 
+def behind_layers(stage: Stage) -> Stage:
+    """The pieces behind all layers of a stage that has any: a backward is done with them before it comes to those."""
+    pieces = list(stage.items())
+    last = max((place for place, (piece, _) in enumerate(pieces) if piece.layer is not None), default=len(pieces))
+    return dict(pieces[last + 1 :])
+
+
+def behind_bytes(run: Run, stage: Stage) -> float:
+    """Of `stage_bytes` those of the pieces behind all layers."""
+    return sum(count * _end_bytes(run, piece) for piece, count in behind_layers(stage).items())
+
+
 def again_bytes(run: Run, stage: Stage, spared: Callable[[Piece], float]) -> float:
-    """What full recomputation makes again at a time, beyond the input that it is made of; `spared` of each layer."""
+    """What full recomputation makes again at a time, beyond what a backward that comes to it has let go of the layers
+    behind; `spared` of each layer."""
     if run.recompute.granularity != "full":
         return 0.0
-    groups = [group for group, is_again in _groups(run.recompute, stage) if is_again]
-    sums = (
-        sum(_layer_bytes(run, piece, _ALL) - spared(piece) for piece in group)
-        - _layer_bytes(run, group[0], run.recompute)
-        for group in groups
-    )
-    return max(sums, default=0.0)
+    most = behind = 0.0
+    for group, is_again in reversed(_groups(run.recompute, stage)):
+        whole = sum(_layer_bytes(run, piece, _ALL) - spared(piece) for piece in group)
+        kept = _layer_bytes(run, group[0], run.recompute) if is_again else whole
+        most = max(most, whole - kept - behind)
+        behind += kept
+    return most
 
 
 def groups_again(run: Run, stage: Stage, spared: Callable[[Piece], float]) -> list[tuple[float, list[float]]]:
@@ -96,7 +109,7 @@ def _end_bytes(run: Run, piece: Piece) -> float:
         # Ids, the mask of dropout, and what a norm of a BERT reads.
         rows = run.micro_batch_size * piece.embedded_tokens / sizes.cp
         is_normed = isinstance(run.model, BertConfig) and run.model.embedding_norm
-        return rows * (8 + hidden / sp * ((run.model.hidden_dropout > 0) + is_normed * _norm_width(run)))
+        return rows * (8 + hidden / sp * ((run.model.hidden_dropout > 0) + is_normed * norm_input_width(run)))
     if piece.products:
         return sum(
             run.micro_batch_size * product.tokens * (product.inputs + product.outputs) * width
@@ -109,7 +122,7 @@ def _end_bytes(run: Run, piece: Piece) -> float:
         # Sequence parallelism keeps a part and gathers it again.
         return tokens * hidden * width / sp
     if piece.whole == cost.norm_parameters(run.model):
-        return tokens * hidden * _norm_width(run) / sp
+        return tokens * hidden * norm_input_width(run) / sp
     return tokens * hidden * width / sp
 
 
@@ -122,8 +135,8 @@ def _layer_bytes(run: Run, piece: Piece, recompute: RecomputeConfig) -> float:
         run.bytes_per_element,
         recompute,
         run.fp8 is not None,
-        run.software.pair_bytes,
-        _norm_width(run),
+        pair_bytes(run),
+        norm_input_width(run),
         stream_width(run, piece),
         run.software,
     )
@@ -133,9 +146,24 @@ def feed_forward_bytes(run: Run, piece: Piece) -> float:
     """Of what a layer keeps that of its feed-forward network, which a backward is done with before attention's."""
     assert piece.layer is not None
     part: RecomputePart = "moe" if piece.layer.has_experts else "mlp"
-    others = tuple(name for name in _parts(run.recompute) if name not in ("activation", "mlp", "moe"))
+    others = tuple(name for name in run.recompute.parts_again if name not in ("activation", "mlp", "moe"))
     without = RecomputeConfig(granularity="selective", parts=(*others, part))
-    return _layer_bytes(run, piece, _own(run.recompute)) - _layer_bytes(run, piece, without)
+    kept = _layer_bytes(run, piece, _own(run.recompute)) - _layer_bytes(run, piece, without)
+    return kept - (0.0 if piece.is_trained or piece.layer.has_experts else _unread_features(run, piece))
+
+
+def _unread_features(run: Run, piece: Piece) -> float:
+    """What a frozen feed-forward network does not keep of what goes into its products, for want of a path there."""
+    layer, names = piece.layer, {path.name for path in piece.paths}
+    assert layer is not None
+    again, config, sizes = run.recompute.parts_again, layer.config, run.sizes
+    tokens = run.micro_batch_size * layer.tokens_on(sizes)
+    unread = 0.0
+    if not {"norm", "mlp"} & set(again) and "mlp.up" not in names:
+        unread += tokens / (sizes.tp if sizes.sequence_parallel else 1) * config.hidden_size
+    if not {"activation", "mlp"} & set(again) and config.activation != "relu" and "mlp.down" not in names:
+        unread += tokens * config.ffn_hidden_size / sizes.tp
+    return unread * run.bytes_per_element
 
 
 def attention_bytes(run: Run, piece: Piece) -> tuple[float, float]:
@@ -143,7 +171,7 @@ def attention_bytes(run: Run, piece: Piece) -> tuple[float, float]:
     layer = piece.layer
     assert layer is not None
     again: tuple[RecomputePart, ...] = ("norm", "moe" if layer.has_experts else "mlp")
-    if "core_attention" in _parts(run.recompute):
+    if "core_attention" in run.recompute.parts_again:
         again = ("core_attention", *again)
     lean, plain = RecomputeConfig(granularity="selective", parts=again), replace(run, fp8=None)
     # Beside an encoder's stream it is a document's.
@@ -156,7 +184,7 @@ def attention_bytes(run: Run, piece: Piece) -> tuple[float, float]:
     norm += shard * 4 * (2 if config.normalization == "layernorm" else 1)
     mask = shard * config.hidden_size * (config.hidden_dropout > 0)
     wider, wider_with_memory = (
-        _wider_norms(one, sizes, tokens, width, _norm_width(run), stream_width(run, piece), lean)
+        _wider_norms(one, sizes, tokens, width, norm_input_width(run), stream_width(run, piece), lean)
         for one in (replace(layer, memory=0), layer)
     )
     others = norm + 2 * mask + wider
@@ -183,7 +211,13 @@ def stream_width(run: Run, piece: Piece) -> int:
     return 4 if run.is_mixed and piece.part in run.anatomy.wide_parts else run.bytes_per_element
 
 
-def _norm_width(run: Run) -> int:
+def pair_bytes(run: Run) -> int:
+    """Kept for each pair of tokens and head where attention lays its weights out; what was dropped is as wide as
+    activations are."""
+    return run.software.pair_bytes + (run.bytes_per_element - 2) * run.software.counts_work
+
+
+def norm_input_width(run: Run) -> int:
     """Bytes of each number that a norm keeps of what it reads."""
     return 4 if run.software.widens_norms and run.is_mixed else run.bytes_per_element
 
@@ -230,7 +264,7 @@ def _kept(
         kept += streams * sequence * config.ffn_hidden_size / tp * width
     if software.counts_work and config.activation == "relu" and not layer.has_experts:
         # One that is to be made again keeps what it reads for that, and what it gives as ever.
-        parts = _parts(recompute)
+        parts = recompute.parts_again
         is_twice = "activation" in parts and "mlp" not in parts
         kept += is_twice * streams * sequence * config.ffn_hidden_size / tp * width
     # Where it is added up over the ranks of a ring, in float32, projections read just that.
@@ -245,7 +279,7 @@ def _kept(
         groups = max(config.num_query_groups // tp, 1)
         repeated = 2 * streams * sequence * (config.num_attention_heads // tp - groups) * config.head_dim
         kept += own_rows * (layer.sequence - 1) * width + repeated * width
-    lays_out = config.attention_dropout > 0 and "core_attention" not in _parts(recompute)
+    lays_out = config.attention_dropout > 0 and "core_attention" not in recompute.parts_again
     if lays_out:
         # The formula is that of our own attention, and of queries as many as keys.
         pairs = streams * sequence * layer.sequence * config.num_attention_heads / tp
@@ -272,7 +306,7 @@ def _wider_norms(
     """More than the formula counts where norms keep their input wider than activations are."""
     if norm_width == width:
         return 0.0
-    config, again = layer.config, _parts(recompute)
+    config, again = layer.config, recompute.parts_again
     shard = tokens / (sizes.tp if sizes.sequence_parallel else 1)
     num_norms = 3 if layer.memory else 2
     if own_width == norm_width:
@@ -285,6 +319,9 @@ def _wider_norms(
             # Inside of what is made again.
             num_norms -= 1
     more: float = num_norms * shard * config.hidden_size * each
+    if own_width != norm_width and layer.has_experts and "norm" in again and "moe" not in again:
+        # That before the experts is not made again.
+        more -= shard * config.hidden_size * width
     if config.qk_norm:
         heads = config.num_attention_heads + config.num_query_groups
         more += tokens * heads / sizes.tp * config.head_dim * (norm_width - width)
@@ -298,7 +335,7 @@ def _fp8_saving(
     what the projection reads is a copy of it."""
     config, tp = layer.config, sizes.tp
     sp = tp if sizes.sequence_parallel else 1
-    again = _parts(recompute)
+    again = recompute.parts_again
     tokens = micro_batch * layer.repeats * -(-layer.sequence // (sizes.cp if layer.is_cut_by_context else 1))
     saved = tokens / sp * config.hidden_size * (width - 1) * (0 if "norm" in again else 1 + (not layer.has_experts))
     saved += tokens * config.num_attention_heads * config.head_dim / tp * (is_copied * width - 1)
@@ -316,7 +353,3 @@ def _fp8_saving(
 def _own(recompute: RecomputeConfig) -> RecomputeConfig:
     """What acts inside of layers that are not recomputed whole."""
     return recompute if recompute.granularity == "selective" else _ALL
-
-
-def _parts(recompute: RecomputeConfig) -> tuple[RecomputePart, ...]:
-    return recompute.parts if recompute.granularity == "selective" else ()

@@ -13,12 +13,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
+from lightning_megatron.context.laid_out import MOST_SCORES
 from lightning_megatron.models import T5Config
 from lightning_megatron.pipeline.choice import Schedule
 from lightning_megatron.pipeline.lower import Exchange, Lowered
 from lightning_megatron.pipeline.plans import training_plan
 from lightning_megatron.pipeline.schedule import Action, Kind
 from lightning_megatron.planner.activations import (
+    behind_bytes,
+    behind_layers,
     feed_forward_bytes,
     groups_again,
     logit_bytes,
@@ -30,10 +33,10 @@ from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.trained import backward_part
 from lightning_megatron.planner.unkept import unkept_bytes, unkept_of
 from lightning_megatron.planner.working_set import (
-    TILE_SCORES,
     always_bytes,
     drawing_bytes,
     exchanged_bytes,
+    experts_bytes,
     head_work,
     is_widened,
     layer_work,
@@ -156,22 +159,23 @@ def _matrix(run: Run) -> int:
 
 def _stage_waiting(run: Run, stage: Stage) -> float:
     """What a microbatch keeps of a stage between the halves of its backward."""
-    return sum(count * waiting_bytes(run, piece) for piece, count in stage.items()) + _end_waiting(run, stage)
+    return sum(count * waiting_bytes(run, piece) for piece, count in stage.items()) + _end_waiting(run, stage, stage)
 
 
-def _end_waiting(run: Run, stage: Stage) -> float:
-    """The same of what is no layer: the gradient of logits and what the head reads, and what other products read and
-    the gradients of what they give."""
+def _end_waiting(run: Run, stage: Stage, pieces: Stage) -> float:
+    """The same of pieces of a stage that are no layers: the gradient of logits and what the head reads, and what other
+    products read and the gradients of what they give."""
     waiting = 0.0
-    if trains_head(stage):
+    if trains_head(pieces):
         waiting += logit_bytes(run, stage) * logit_share(run, run.bytes_per_element) + own_bytes(run, stage)
-    products = [product for piece in stage if piece.is_trained for product in piece.products]
+    products = [product for piece in pieces if piece.is_trained for product in piece.products]
     numbers = sum(product.tokens * (product.inputs + product.outputs) for product in products)
     return waiting + run.micro_batch_size * numbers * run.bytes_per_element
 
 
 def _forward_work(run: Run, stage: Stage) -> float:
-    return max(logit_bytes(run, stage), max((drawing_bytes(run, piece) for piece in stage), default=0.0))
+    inside = max((max(drawing_bytes(run, piece), experts_bytes(run, piece)) for piece in stage), default=0.0)
+    return max(logit_bytes(run, stage), inside - behind_bytes(run, stage))
 
 
 def _input_work(run: Run, stage: Stage, matrix: int) -> float:
@@ -185,7 +189,7 @@ def _walked_back(run: Run, stage: Stage, matrix: int) -> Iterator[float]:
     if gradient:
         yield logit_bytes(run, stage)
         yield gradient + head_work(run, stage, matrix)
-    more = gradient * trains_head(stage)
+    more = _end_waiting(run, stage, behind_layers(stage)) - behind_bytes(run, stage)
     pieces = [piece for piece, count in stage.items() if piece.layer is not None for _ in range(count)]
     for again, each in reversed(groups_again(run, stage, partial(unkept_of, run))):
         more += again
@@ -193,8 +197,8 @@ def _walked_back(run: Run, stage: Stage, matrix: int) -> Iterator[float]:
             piece = pieces.pop()
             waiting = waiting_bytes(run, piece)
             if again:
-                # What is dropped is drawn again, before the feed-forward network is made.
-                yield more + drawing_bytes(run, piece) - feed_forward_bytes(run, piece)
+                # What is dropped is drawn again.
+                yield more + drawing_bytes(run, piece)
             yield more + layer_work(run, piece)
             work = max(scores_bytes(run, piece), exchanged_bytes(run, piece), _tile_bytes(run, piece))
             yield more + _attention_grown(run, piece) + work
@@ -220,12 +224,12 @@ def _tile_bytes(run: Run, piece: Piece) -> float:
         return 0.0
     heads = layer.config.num_attention_heads / run.sizes.tp
     rows = run.micro_batch_size * layer.sequence / run.sizes.cp * heads
-    tile = min(rows * layer.sequence / run.sizes.cp, TILE_SCORES)
+    tile = min(rows * layer.sequence / run.sizes.cp, MOST_SCORES)
     return 12 * (rows * layer.config.head_dim + tile) + _BUCKET_BYTES * tile / heads
 
 
 def _weight_work(run: Run, stage: Stage) -> float:
-    """The gradient of a weight before it is added to wider ones."""
-    if not is_widened(run):
-        return 0.0
-    return run.bytes_per_element * max((weight_of(run, piece) for piece in stage), default=0.0)
+    """The gradient of a weight before it is added to wider ones; of experts' it is made before in any case."""
+    is_wider = is_widened(run)
+    made = (weight_of(run, piece) for piece in stage if is_wider or (piece.layer and piece.layer.has_experts))
+    return run.bytes_per_element * max(made, default=0.0)

@@ -2,10 +2,12 @@
 
     a layer's backward     gradients inside of its feed-forward network, the largest weight's before it is added, and,
                            with sequence parallelism, a gathered gradient
-    dropout's draws        int64, three at a time, of features of all tokens; of weights of attention those of one
-                           sample, or of a tile where they are not kept
-    scores                 where attention has no kernel: two gradients of them, when the feed-forward network is done
-    exchanged keys         of ranks that share sequences: keys and values as they come and go, and gradients of them
+    dropout's draws        int64, two at a time, of a block of what may be dropped; of a low-rank path beside what its
+                           linear gave
+    scores                 where attention lays them out: two gradients of them, when the feed-forward network is done
+    experts                inside of them numbers in float32; rows on their way there and home; gradients of all weights
+    exchanged keys         of ranks that share sequences: keys and values as they come and go, and gradients of them;
+                           where they exchange heads, gradients of all that attention reads
     the embedding's        the gradient of its whole matrix, and the same in float32 where gradients are; the layers of
                            the microbatch are gone by then
     the head's             logits, or their gradient beside that of the weight
@@ -19,13 +21,18 @@ T tokens of a microbatch, H hidden, F feed-forward, V vocabulary, of this rank.
 
 from collections.abc import Sequence
 
+from lightning_megatron.comm import rng
+from lightning_megatron.context.laid_out import MOST_SCORES
 from lightning_megatron.models import LlavaConfig
 from lightning_megatron.planner.activations import (
+    behind_bytes,
     feed_forward_bytes,
     is_shared,
     lays_scores_out,
     logit_bytes,
     logit_share,
+    norm_input_width,
+    pair_bytes,
     stage_bytes,
     stream_width,
 )
@@ -39,10 +46,8 @@ _BATCH_BYTES = 20
 _BOUND_BYTES = 8
 # of a token, where its document has a number
 
-_DRAW_BYTES = 24
-# of each number that may be dropped, while a mask is drawn; of weights of attention those of one sample
-TILE_SCORES = 1 << 20
-# of which there are so many at a time within documents, and over ranks, as in `context.laid_out`
+_DRAW_BYTES = 16
+# of each number that may be dropped, of `rng.MASK_BLOCK` at most, while a mask is drawn
 
 
 def work_bytes(
@@ -65,7 +70,9 @@ def work_bytes(
         count * (size + received)
         for count, size, received in zip(kept, by_stage, received_by_chunk(run, rank), strict=True)
     ]
-    held = sum(by_chunk) - unmade + always_bytes(run, trained) + _flying_bytes(run, rank)
+    message = max(message_bytes(run, stage) for stage in stages)
+    flying = num_flying(run, rank)
+    held = sum(by_chunk) - unmade + always_bytes(run, trained) + flying * message
     is_gpipe = run.schedule.name == "gpipe"
     # Exponentials of the logits of the other microbatches, whose backwards come when all forwards are done.
     exponentials = is_gpipe * (kept[-1] - 1) * logit_bytes(run, stages[-1]) * logit_share(run, 4)
@@ -75,22 +82,28 @@ def work_bytes(
     through = logit_bytes(run, stages[-1]) * logit_share(run, 4) * has_pairs(run.schedule, rank)
     held += 0.0 if unmade else through
     peaks = [stepping_bytes(run, rank, trained)]
+    if rank < run.sizes.pp - 1:
+        # When all forwards have been that come before a backward, none of what they sent is known to have left.
+        peaks.append(held + max(sum(kept) - flying, 0.0) * message)
     matrix = cost.vocabulary_parameters(run.model, run.sizes)
     for chunk, stage in enumerate(stages):
         logits = logit_bytes(run, stage)
         gradient = logits * logit_share(run, run.bytes_per_element)
-        peaks.append(held + again + max((layer_work(run, piece) for piece in stage), default=0.0))
+        inside = held + again - behind_bytes(run, stage)
+        peaks.append(inside + max((layer_work(run, piece) for piece in stage), default=0.0))
         if not any(piece.passes_gradient or piece.is_trained for piece in stage):
             peaks.append(held + max((_forward_work(run, piece) for piece in stage), default=0.0))
-        peaks.append(held + again + max((drawing_bytes(run, piece) for piece in stage), default=0.0))
-        # A backward is done with the feed-forward network by then; a forward beside it makes one.
-        is_done = not has_pairs(run.schedule, rank)
+        peaks.append(inside + max(max(drawing_bytes(run, piece), experts_bytes(run, piece)) for piece in stage))
+        # A backward is done with the feed-forward network by then; a forward beside it has made a layer.
+        is_done = not has_pairs(run.schedule, rank) or unmade > 0
         attention = (
-            max(scores_bytes(run, piece), exchanged_bytes(run, piece)) - feed_forward_bytes(run, piece) * is_done
+            max(scores_bytes(run, piece), exchanged_bytes(run, piece))
+            - feed_forward_bytes(run, piece) * is_done
+            + min(unmade, stage_bytes(run, {piece: 1}))
             for piece in stage
             if piece.layer
         )
-        peaks.append(held + again + max(attention, default=0.0))
+        peaks.append(inside + max(attention, default=0.0))
         if logits:
             peaks += [held + logits, held + gradient + head_work(run, stage, matrix)]
         if places := [place for place, piece in enumerate(stage) if piece.embedded_tokens and piece.is_trained]:
@@ -175,8 +188,7 @@ def waiting_bytes(run: Run, piece: Piece, *, is_attention: bool = False) -> floa
     numbers += rows * (2 * hidden + (1 + gates) * features)
     if shared := config.moe.shared_ffn_hidden_size:
         numbers += pair(shared, gates * shared)
-    # The router reads wider.
-    return width * numbers + 4 * tokens / tp * (hidden + config.moe.router.num_experts)
+    return width * numbers
 
 
 def _path_waiting(path: LowRankPath, tokens: float, tp: int, sp: int) -> float:
@@ -246,13 +258,17 @@ def _is_decoder(stage: Stage) -> bool:
     return any(piece.layer is not None and piece.layer.memory for piece in stage)
 
 
-def _flying_bytes(run: Run, rank: int) -> float:
-    """Messages that were posted ahead, or are not known to have left; and the gradient that a backward starts from."""
-    sizes = run.sizes
-    if sizes.pp == 1:
-        return 0.0
-    at_ends = rank in (0, sizes.pp - 1)
-    return (2 if at_ends else 3) * max(message_bytes(run, stage) for stage in run.stages[rank])
+def num_flying(run: Run, rank: int) -> int:
+    """Messages in a backward that were posted ahead, or are not known to have left; and the gradient that it starts
+    from. The last rank of several stages does not know before its backwards of whatever it has sent to the first."""
+    pp, schedule = run.sizes.pp, run.schedule
+    if pp == 1:
+        return 0
+    if schedule.name != "interleaved" or schedule.microbatches <= (schedule.group_size or pp):
+        return 2 if rank in (0, pp - 1) else 3
+    if pp == 2:
+        return 4
+    return 5 if rank < pp - 1 else (schedule.chunks - 1) * (schedule.group_size or pp) + 3
 
 
 def _stepped_parameters(run: Run, dense: int, experts: int) -> float:
@@ -309,7 +325,7 @@ def layer_work(run: Run, piece: Piece) -> float:
     if layer is None or not layer.repeats or not piece.passes_gradient:
         return 0.0
     config, sizes, width = layer.config, run.sizes, run.bytes_per_element
-    tokens = run.micro_batch_size * layer.repeats * layer.sequence / (sizes.cp if layer.is_cut_by_context else 1)
+    tokens = run.micro_batch_size * layer.tokens_on(sizes)
     sp = sizes.tp if sizes.sequence_parallel else 1
     again = run.recompute.parts_again
     stream = tokens / sp * config.hidden_size * stream_width(run, piece)
@@ -321,31 +337,75 @@ def layer_work(run: Run, piece: Piece) -> float:
         # Experts make what a gate gives once more, in their own backward.
         remade = inner * (3 if config.is_gated and not layer.has_experts else 2) + stream * ("norm" in again)
         if config.moe is not None and layer.has_experts:
-            # What came to the experts, and their outputs before and after the router's weights.
+            # What the router reads and what came to the experts, and what they gave before and after its weights.
             shared = tokens * config.moe.shared_ffn_hidden_size / sizes.tp * width
-            remade += shared * (3 if config.is_gated else 2) + (moved + inner if piece.is_trained else 0.0)
+            routed = tokens / sizes.tp * config.hidden_size * max(width, 4)
+            remade += shared * (3 if config.is_gated else 2) + (routed + moved + inner) * piece.is_trained
     elif "activation" in again and not layer.has_experts:
         remade = inner
     gathered = tokens * config.hidden_size * width if sp > 1 else 0.0
     activation = (4 if config.is_gated else 1) * inner
-    if not (piece.is_trained or layer.has_experts or any(path.name == "mlp.down" for path in piece.paths)):
-        # Nothing of the features is let go.
+    has_path = any(path.name == "mlp.down" for path in piece.paths)
+    is_put_off = puts_halves_off(run.schedule) and (piece.is_trained or has_path)
+    if is_put_off or not (piece.is_trained or has_path):
+        # Nothing of the features is let go, or they stay for the gradient of the weight, which is none of this half.
         activation += inner
-    if puts_halves_off(run.schedule) and piece.is_trained:
-        # The features stay for the gradient of the weight, which is none of this half.
-        down, activation = gathered + inner, activation + inner
+    if is_put_off and has_path and stream_width(run, piece) > width:
+        # What the path's product gave has its gradient in its own numbers.
+        activation += tokens / sp * config.hidden_size * width
+    if is_put_off and piece.is_trained:
+        down = gathered + inner
     elif piece.is_trained:
         down = gathered + inner + (weight * width if is_widened(run) else 0.0)
     else:
         # No product keeps the features, and the weight is cast again.
-        down = gathered + 2 * inner + (weight * width if run.is_mixed else 0.0)
+        cast = weight * width * run.is_mixed
+        # The first product's as well, wider where it is gated; what the activation kept is gone then.
+        down = gathered + max(2 * inner + cast, moved + cast * (2 if config.is_gated else 1))
     if piece.is_trained and layer.has_experts and run.fp8 is not None and not puts_halves_off(run.schedule):
         # Of all experts' largest weights one gradient, into which those of single experts are put.
         own = config.moe.router.num_experts // sizes.ep if config.moe is not None else 1
         largest = weight * (2 if config.is_gated else 1) * (4 if is_widened(run) else width)
         down = max(down, largest * (1 + 1 / own))
-    # Gradients of rows as they come from where their tokens are, behind the experts, and on their way back.
-    return stream + max(down, activation) + remade + 3 * moved
+    if layer.has_experts:
+        return stream + max(down, _experts_work(run, piece, tokens)) + remade
+    return stream + max(down, activation) + remade
+
+
+def _experts_work(run: Run, piece: Piece, tokens: float) -> float:
+    """What the backward of experts holds at a time: gradients of rows as they come from where their tokens are; those
+    inside of the experts, where rows times the router's weights are in float32; those of rows on their way back."""
+    layer, width = piece.layer, run.bytes_per_element
+    assert layer is not None
+    rows, features, weight = inner_sizes(run, layer, tokens)
+    numbers, moved = rows * features, rows * layer.config.hidden_size * width
+    wide = 4 * (width < 4)
+    activation = numbers * (4 * width + wide if layer.config.is_gated else width + (3 * wide or 2 * width))
+    if not piece.is_trained:
+        return max(2 * moved, activation + numbers * width)
+    if puts_halves_off(run.schedule):
+        # What came waits for the gradients of weights.
+        return moved + max(moved, activation)
+    # Gradients of all experts' weights are made before they are added. What the second products read is let go then,
+    # and behind the activation what that has read.
+    second, first = weight * width, weight * width * (2 if layer.config.is_gated else 1)
+    inner = numbers * width
+    return max(2 * moved, moved + inner + second, activation - inner, moved + first - inner)
+
+
+def experts_bytes(run: Run, piece: Piece) -> float:
+    """What the forward of a layer of experts holds beside what it keeps: rows times the router's weights, in float32;
+    or rows as experts gave them, as they came home, and in the order of tokens. And two hidden states."""
+    layer, width = piece.layer, run.bytes_per_element
+    if layer is None or not layer.has_experts:
+        return 0.0
+    sizes = run.sizes
+    tokens = run.micro_batch_size * layer.sequence / (sizes.cp if layer.is_cut_by_context else 1)
+    rows, features, _ = inner_sizes(run, layer, tokens)
+    travels = sizes.ep * sizes.etp > 1
+    home = rows * layer.config.hidden_size * width * (2 + travels)
+    shard = tokens / (sizes.tp if sizes.sequence_parallel else 1) * layer.config.hidden_size
+    return max(home, rows * features * (width + 4 * (width < 4))) + 2 * shard * width
 
 
 def _forward_work(run: Run, piece: Piece) -> float:
@@ -356,7 +416,7 @@ def _forward_work(run: Run, piece: Piece) -> float:
     if layer is None or not layer.repeats:
         return 0.0
     config, sizes, width = layer.config, run.sizes, run.bytes_per_element
-    tokens = run.micro_batch_size * layer.repeats * layer.sequence / (sizes.cp if layer.is_cut_by_context else 1)
+    tokens = run.micro_batch_size * layer.tokens_on(sizes)
     rows, features, weight = inner_sizes(run, layer, tokens)
     shard = tokens / (sizes.tp if sizes.sequence_parallel else 1) * config.hidden_size
     inner = rows * features * (3 if config.is_gated else 2)
@@ -369,35 +429,57 @@ def drawing_bytes(run: Run, piece: Piece) -> float:
     if layer is None or not layer.repeats:
         return 0.0
     config, sizes = layer.config, run.sizes
-    tokens = run.micro_batch_size * layer.repeats * layer.sequence / (sizes.cp if layer.is_cut_by_context else 1)
+    tokens = run.micro_batch_size * layer.tokens_on(sizes)
     sp = sizes.tp if sizes.sequence_parallel else 1
     hidden = tokens / sp * config.hidden_size * (config.hidden_dropout > 0)
     features = tokens * config.ffn_hidden_size / sizes.tp * (config.ffn_dropout > 0 and not layer.has_experts)
-    return max(max(hidden, features) * _DRAW_BYTES, _attention_drawing_bytes(run, layer))
+    paths = (_path_drawing_bytes(run, piece, path, tokens) for path in piece.paths if path.has_dropout)
+    return max(_drawn_bytes(max(hidden, features)), _attention_drawing_bytes(run, layer), *paths)
+
+
+def _drawn_bytes(numbers: float) -> float:
+    return min(numbers, rng.MASK_BLOCK) * _DRAW_BYTES
+
+
+def _path_drawing_bytes(run: Run, piece: Piece, path: LowRankPath, tokens: float) -> float:
+    """The same of a path, beside what its layer keeps. One at the end of a feed-forward network draws when all else is
+    made: what the linear gave is there, and what the network's norm did."""
+    layer, tp, width = piece.layer, run.sizes.tp, run.bytes_per_element
+    assert layer is not None
+    sp = tp if run.sizes.sequence_parallel else 1
+    numbers = tokens * path.inputs / (sp if path.cuts_outputs else tp)
+    if not path.name.endswith(".down"):
+        return _drawn_bytes(numbers) - feed_forward_bytes(run, piece)
+    shard = tokens / sp * layer.config.hidden_size
+    made = shard * (width + norm_input_width(run))
+    again = run.recompute.parts_again
+    if ("moe" if layer.has_experts else "mlp") in again:
+        # It is made in a backward, of a gradient.
+        made += numbers * (width * (3 if layer.config.is_gated else 2) + 1) + shard * stream_width(run, piece)
+    return _drawn_bytes(numbers) + made
 
 
 def _attention_drawing_bytes(run: Run, layer: Layer) -> float:
-    """The same of one that drops weights of attention; and what recomputation keeps of it."""
-    if layer.config.attention_dropout == 0:
+    """The same of one that drops weights of attention in tiles; those that are laid out need more in the backward."""
+    if layer.config.attention_dropout == 0 or not is_shared(layer, run.sizes):
         return 0.0
-    streams, heads = run.micro_batch_size * layer.repeats, layer.config.num_attention_heads / run.sizes.tp
-    if is_shared(layer, run.sizes):
-        cp = run.sizes.cp if layer.is_cut_by_context else 1
-        rows = streams * layer.sequence / cp * heads
-        tile = min(rows * max(layer.sequence, layer.memory) / cp, TILE_SCORES)
-        return tile * (_DRAW_BYTES + 4) + rows * layer.config.head_dim * 4
-    pairs = layer.sequence**2 * heads
-    is_again = run.recompute.granularity == "selective" and "core_attention" in run.recompute.parts
-    return pairs * (_DRAW_BYTES + streams * (1 + is_again * run.software.pair_bytes))
+    cp = run.sizes.cp if layer.is_cut_by_context else 1
+    rows = run.micro_batch_size * layer.repeats * layer.sequence / cp * layer.config.num_attention_heads / run.sizes.tp
+    tile = min(rows * max(layer.sequence, layer.memory) / cp, MOST_SCORES)
+    return tile * (_DRAW_BYTES + 4) + rows * layer.config.head_dim * 4
 
 
 def scores_bytes(run: Run, piece: Piece) -> float:
-    """What the backward of attention holds where scores are laid out for want of a kernel: two gradients of them."""
+    """What the backward of attention holds where scores are laid out: two gradients of them. Where weights are dropped
+    those are in float32, the weights themselves are gone by then, and they may have been made again."""
     layer = piece.layer
-    if layer is None or not lays_scores_out(layer, run.sizes, run.bytes_per_element) or not piece.passes_gradient:
+    if layer is None or not piece.passes_gradient:
         return 0.0
-    pairs = layer.sequence**2 * layer.config.num_attention_heads / run.sizes.tp
-    return 2 * run.micro_batch_size * layer.repeats * pairs * run.bytes_per_element
+    pairs = run.micro_batch_size * layer.repeats * layer.sequence**2 * layer.config.num_attention_heads / run.sizes.tp
+    if layer.config.attention_dropout > 0 and not is_shared(layer, run.sizes):
+        is_again = "core_attention" in run.recompute.parts_again
+        return pairs * (8 - run.bytes_per_element + is_again * pair_bytes(run))
+    return 2 * pairs * run.bytes_per_element * lays_scores_out(layer, run.sizes, run.bytes_per_element)
 
 
 def exchanged_bytes(run: Run, piece: Piece) -> float:
@@ -408,11 +490,17 @@ def exchanged_bytes(run: Run, piece: Piece) -> float:
     """
     layer, sizes = piece.layer, run.sizes
     outer = sizes.cp // sizes.cp_inner
-    if layer is None or not piece.passes_gradient or not layer.is_cut_by_context or outer == 1:
+    if layer is None or not piece.passes_gradient or not layer.is_cut_by_context or sizes.cp == 1:
         return 0.0
     config, is_half = layer.config, run.is_half
     tokens = run.micro_batch_size * layer.repeats * layer.sequence / sizes.cp
     numbers = 2 * tokens * max(config.num_query_groups / sizes.tp, 1) * config.head_dim
+    if outer == 1:
+        # Where heads are exchanged: gradients of all that attention reads, and of what it gave, which came; in 16 bits
+        # also in float32, beside copies of what the kernel reads.
+        width, queries = run.bytes_per_element, tokens * config.num_attention_heads * config.head_dim / sizes.tp
+        read = queries + numbers
+        return (read + queries) * width + is_half * (read * (4 + width) + queries * width)
     # Bytes of each number, of keys and values as they come and go, and of what else of the layer is there then.
     if sizes.cp_exchange == "all_gather":
         own = (19 if run.is_mixed else 20) if is_half else 25

@@ -63,7 +63,7 @@ class LowRank(WeightGradientLayer):
 
     def _drop(self, x_TI: Tensor, keys_T: Tensor, first_column: int) -> Tensor:
         keep_TI = rng.keep_mask(rng.bits(self.key, keys_T), x_TI.shape[1], self.dropout, first_column)
-        return torch.where(keep_TI, x_TI, 0) * (1.0 / (1.0 - self.dropout))
+        return torch.where(keep_TI, x_TI, 0).mul_(1.0 / (1.0 - self.dropout))
 
     @torch.no_grad()
     def product(self) -> Tensor:

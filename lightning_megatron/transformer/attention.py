@@ -259,11 +259,15 @@ class SelfAttention(RecomputeLayer):
         """Attention with its weights laid out, so that the mask is ours; softmax in float32 or better."""
         group_shape = (-1, -1, self.heads.num_queries, -1, -1)
         keys, values = (x.unsqueeze(2).expand(group_shape).flatten(1, 2) for x in (keys, values))
+        weights: Tensor = self.dropout(self._weights(queries, keys, tokens), tokens)
+        return weights.to(values.dtype) @ values
+
+    def _weights(self, queries: Tensor, keys: Tensor, tokens: Tokens) -> Tensor:
+        """Of each query those of all keys, before any are dropped."""
         scores = queries @ keys.transpose(-1, -2)
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * self.scale
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).mul_(self.scale)
         if self.view.is_causal:
             seen = is_visible(tokens.num_rows, self.view.window, scores.device)
             hidden = torch.zeros(seen.shape, dtype=scores.dtype, device=scores.device).masked_fill_(~seen, -torch.inf)
-            scores = scores + hidden
-        weights: Tensor = self.dropout(scores.softmax(dim=-1), tokens)
-        return weights.to(values.dtype) @ values
+            scores += hidden
+        return scores.softmax(dim=-1)

@@ -89,9 +89,7 @@ class AttentionDropout(nn.Module):
         heads, length = weights_BASS.shape[1], weights_BASS.shape[-1]
         heads_A = torch.arange(self.first_head, self.first_head + heads, device=weights_BASS.device)
         keys_BAS = rng.bits(rng.bits(self.key, tokens.keys_BN).unsqueeze(1), heads_A.unsqueeze(-1))
-        # One sample at a time: the draws are int64, eight times the mask.
-        keep_BASS = torch.stack([rng.keep_mask(keys_AS, length, self.probability) for keys_AS in keys_BAS])
-        return drop(weights_BASS, keep_BASS, self.probability)
+        return drop(weights_BASS, rng.keep_mask(keys_BAS, length, self.probability), self.probability)
 
     def extra_repr(self) -> str:
         return f"probability={self.probability}"

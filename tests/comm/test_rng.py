@@ -56,6 +56,17 @@ def test_the_mask_of_a_shard_is_not_that_of_another_place() -> None:
     assert not rng.keep_mask(row_keys(ROWS // 2), COLUMNS, 0.5).equal(whole[ROWS // 2 :])
 
 
+@pytest.mark.parametrize("block", [1, 3 * COLUMNS - 1, 100 * COLUMNS])
+def test_a_mask_drawn_in_blocks_is_the_one_drawn_at_once(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = row_keys().view(2, 4, -1)
+    whole = rng.keep_mask(keys, COLUMNS, 0.3, first_column=5)
+    monkeypatch.setattr(rng, "MASK_BLOCK", block)
+    assert rng.keep_mask(keys, COLUMNS, 0.3, first_column=5).equal(whole)
+    # No row stands for another, and a mask without columns is one.
+    assert whole.flatten(0, 2).unique(dim=0).shape[0] == ROWS
+    assert rng.keep_mask(keys, 0, 0.3).shape == (*keys.shape, 0)
+
+
 @pytest.mark.parametrize("probability", [0.001, 0.1, 0.5, 0.9])
 def test_the_drop_rate_is_what_was_asked_for(probability: float) -> None:
     dropped = ~rng.keep_mask(row_keys(), COLUMNS, probability)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lightning_megatron import MoEConfig, RouterConfig
+from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config
 from lightning_megatron.models.vision import VisionConfig
@@ -38,6 +39,7 @@ GATED: dict[str, Any] = {
 }
 DROPS = replace(GPT, attention_dropout=0.1, hidden_dropout=0.1)
 LLAMA = GPTConfig(**SIZES, **GATED)
+SHALLOW = replace(LLAMA, num_layers=4, vocab_size=8192)
 EXPERTS = MoEConfig(router=RouterConfig(num_experts=8, top_k=2), ffn_hidden_size=1408)
 MIXTRAL = GPTConfig(**SIZES, **GATED, moe=EXPERTS)
 SHARED = GPTConfig(**SIZES, **GATED, moe=replace(EXPERTS, shared_ffn_hidden_size=1408))
@@ -160,6 +162,13 @@ RUNS = {
     "cp of four in float32": run_of(
         replace(GPT, num_layers=4), Sizes(world=8, pp=2, cp=4), micro_batch_size=4, precision="32-true"
     ),
+    "heads exchanged over cp, zb-v": run_of(
+        replace(GPT, num_layers=4, vocab_size=8192),
+        Sizes(world=4, pp=2, vp=2, cp=2, cp_inner=2, placement="v"),
+        context=ContextConfig(kind="all_to_all"),
+        schedule_name="zb_v",
+        micro_batch_size=4,
+    ),
     "cp in float32": run_of(LLAMA, Sizes(world=2, cp=2), precision="32-true"),
     "LLaVA, all again": run_of(
         LLAVA, Sizes(world=2, pp=2), texts=IMAGES, recompute=RecomputeConfig(granularity="full"), micro_batch_size=2
@@ -211,6 +220,27 @@ RUNS = {
         recompute=RecomputeConfig(granularity="full"),
         micro_batch_size=2,
     ),
+    "low-rank paths, dropout": run_of(
+        replace(SHALLOW, hidden_size=512, num_attention_heads=8, ffn_hidden_size=1408),
+        Sizes(world=2, pp=2),
+        texts=Texts(sequence=1024),
+        trained=Trained(lora=LoraConfig(rank=16, dropout=0.1)),
+        micro_batch_size=4,
+    ),
+    "low-rank paths, pairs of layers again": run_of(
+        SHALLOW,
+        Sizes(),
+        trained=Trained(lora=LoraConfig(rank=16)),
+        recompute=RecomputeConfig(granularity="full", num_layers=2),
+        micro_batch_size=2,
+    ),
+    "low-rank paths, zb-v": run_of(
+        SHALLOW,
+        Sizes(world=2, pp=2, vp=2, placement="v"),
+        trained=Trained(lora=LoraConfig(rank=16)),
+        schedule_name="zb_v",
+        micro_batch_size=2,
+    ),
     "low-rank paths in a T5": run_of(
         T5,
         Sizes(world=2, pp=2),
@@ -258,6 +288,15 @@ RUNS = {
         trained=Trained(lora=LoraConfig(rank=16, targets=("attention.qkv", "shared.down"))),
         micro_batch_size=4,
     ),
+    "low-rank paths beside experts, all again": run_of(
+        replace(MIXTRAL, num_layers=2, vocab_size=4096),
+        Sizes(world=4, ep=4),
+        texts=SHORT,
+        trained=beside("attention.qkv", "attention.projection"),
+        recompute=RecomputeConfig(granularity="full"),
+        precision="32-true",
+        micro_batch_size=4,
+    ),
     "low-rank paths, experts again": run_of(
         MIXTRAL,
         Sizes(world=8, ep=4, pp=2),
@@ -272,8 +311,56 @@ RUNS = {
     "dropout, attention again": run_of(
         DROPS, Sizes(world=2, pp=2), recompute=selective("core_attention"), micro_batch_size=2
     ),
+    "dropout in float32": run_of(
+        replace(SHALLOW, attention_dropout=0.1), Sizes(), texts=SHORT, precision="32-true", micro_batch_size=4
+    ),
+    "LLaVA with dropout, layers again": run_of(
+        replace(LLAVA, num_layers=4, vocab_size=4096, attention_dropout=0.1, hidden_dropout=0.1),
+        Sizes(),
+        samples=2,
+        texts=IMAGES,
+        recompute=RecomputeConfig(granularity="full", method="block", num_layers=5),
+        micro_batch_size=2,
+    ),
     "experts again": run_of(
         SHARED, Sizes(world=8, ep=4, pp=2), optimizer=DISTRIBUTED, recompute=selective("moe"), micro_batch_size=4
+    ),
+    "experts, norms again": run_of(
+        replace(MIXTRAL, vocab_size=4096),
+        Sizes(world=8, ep=8),
+        samples=16,
+        texts=SHORT,
+        optimizer=DISTRIBUTED,
+        recompute=selective("norm"),
+        micro_batch_size=16,
+    ),
+    "experts in bf16-true, zb-h1": run_of(
+        replace(MIXTRAL, num_layers=4, vocab_size=4096),
+        Sizes(world=8, ep=4, pp=2),
+        precision="bf16-true",
+        schedule_name="zb_h1",
+        micro_batch_size=4,
+    ),
+    "experts without gates": run_of(
+        replace(MIXTRAL, num_layers=2, vocab_size=4096, activation="gelu"), Sizes(world=2, ep=2), micro_batch_size=4
+    ),
+    "many small experts": run_of(
+        replace(
+            MIXTRAL,
+            num_layers=2,
+            vocab_size=4096,
+            moe=replace(EXPERTS, router=RouterConfig(num_experts=32, top_k=8), ffn_hidden_size=256),
+        ),
+        Sizes(world=4, ep=4),
+        precision="bf16-true",
+        micro_batch_size=4,
+    ),
+    "experts of few tokens": run_of(
+        replace(MIXTRAL, num_layers=2, vocab_size=1024),
+        Sizes(world=4),
+        texts=Texts(sequence=256),
+        precision="bf16-true",
+        optimizer=DISTRIBUTED,
     ),
     "experts in FP8": run_of(MIXTRAL, Sizes(world=8, ep=4, pp=2), optimizer=DISTRIBUTED, fp8=Fp8Config()),
     "experts in FP8 on one rank": run_of(
@@ -331,6 +418,9 @@ RUNS = {
     ),
     "experts": run_of(MIXTRAL, Sizes(world=4, ep=4), optimizer=DISTRIBUTED),
     "experts, side by side": run_of(MIXTRAL, Sizes(world=8, ep=4, pp=2), optimizer=DISTRIBUTED, is_joint=True),
+    "experts beside scores laid out, side by side": run_of(
+        replace(MIXTRAL, num_layers=4, vocab_size=8192), Sizes(world=4, pp=2, ep=2), precision="32-true", is_joint=True
+    ),
     "some experts, side by side in chunks": run_of(
         replace(SHARED, moe=replace(EXPERTS, every=2, shared_ffn_hidden_size=1408)),
         Sizes(world=4, ep=2, pp=2, vp=2),

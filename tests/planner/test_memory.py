@@ -7,13 +7,15 @@ import pytest
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import T5Config
 from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.pipeline.schedule import Kind
 from lightning_megatron.planner.activations import stage_bytes
 from lightning_megatron.planner.anatomy import Texts
+from lightning_megatron.planner.halves import walked
 from lightning_megatron.planner.memory import memory_of, parameters_of_rank, rank_memory
 from lightning_megatron.planner.presets import PRESETS
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.software import FULLY_SHARDED, MEGATRON
-from lightning_megatron.planner.working_set import batch_bytes
+from lightning_megatron.planner.working_set import batch_bytes, num_flying
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
@@ -142,3 +144,16 @@ def test_stacks_of_a_packed_t5_keep_what_attention_gives_by_head_and_by_token() 
     assert stage_bytes(packed, packed_last) == stage_bytes(run, last)
     # The number of each token's document.
     assert batch_bytes(packed) - batch_bytes(run) == 4 * (128 + 64) * 8
+
+
+@pytest.mark.parametrize(("pp", "vp"), [(2, 2), (4, 2), (4, 4), (8, 2)])
+def test_messages_on_their_way_at_the_fullest_backward_are_those_of_the_plan(pp: int, vp: int) -> None:
+    preset = PRESETS["gpt3_175b"]
+    run = Run(
+        model=preset.model, texts=preset.texts, sizes=Sizes(world=8 * pp, tp=8, pp=pp, vp=vp), global_batch_size=4 * pp
+    )
+    for rank in range(pp):
+        moments = [half for half, _ in walked(run.schedule, rank, [1] * run.num_microbatches)]
+        fullest = max(sum(half.kept) for half in moments)
+        backwards = (half.flying for half in moments if half.kind is Kind.BACKWARD and sum(half.kept) == fullest)
+        assert num_flying(run, rank) == max(backwards), f"pipeline rank {rank}"

@@ -134,10 +134,10 @@ def test_a_mask_that_is_drawn_anew_is_seen(monkeypatch: pytest.MonkeyPatch) -> N
     def anew(keys: Tensor, *rest: Any) -> Tensor:
         nonlocal drawn
         drawn += 1
-        # As the forward of the whole model draws them: 2 in each layer but for the rows of attention, 1 before.
+        # As the forward of the whole model draws them: 3 in each layer, 1 before.
         return keep_mask(keys + (drawn > num_forward), *rest)
 
-    keep_mask, num_forward = rng.keep_mask, 1 + 3 * (2 + 3)
+    keep_mask, num_forward = rng.keep_mask, 1 + 3 * 3
     monkeypatch.setattr(dropout.rng, "keep_mask", anew)
     loss, grads = step(set_up(model, WAYS["full"]), tokens, labels=labels)
     assert drawn > num_forward and torch.equal(loss, wanted[0])
