@@ -105,12 +105,14 @@ def keep_columns(keys: Tensor, columns: Tensor, probability: float) -> Tensor:
     """`keep_mask` for columns (int64) in any order: [*keys.shape, columns]."""
     least = _signed(int(probability * 2.0**64) - (1 << 63))
     rows, offsets = keys.flatten(), columns * _GOLDEN
+    # A compiler joins it all into one kernel, without scratch.
+    num_block = rows.numel() * columns.numel() if torch.compiler.is_compiling() else MASK_BLOCK
+    num_rows = max(num_block // max(columns.numel(), 1), 1)
     keep = torch.empty(rows.numel(), columns.numel(), dtype=torch.bool, device=keys.device)
-    num_rows = max(MASK_BLOCK // max(columns.numel(), 1), 1)
     for start in range(0, rows.numel(), num_rows):
         block = slice(start, start + num_rows)
         # One finaliser is enough here: the row keys are finalised bits already.
-        torch.ge(mix(rows[block].unsqueeze(-1) + offsets), least, out=keep[block])
+        keep[block] = mix(rows[block].unsqueeze(-1) + offsets) >= least
     return keep.view(*keys.shape, columns.numel())
 
 
