@@ -178,7 +178,7 @@ def attention_bytes(run: Run, piece: Piece) -> tuple[float, float]:
     alone = replace(piece, layer=replace(layer, memory=0, has_bounds=layer.has_bounds or layer.memory > 0))
     own, whole = (_layer_bytes(plain, one, lean) for one in (alone, piece))
     config, sizes, width = layer.config, run.sizes, run.bytes_per_element
-    tokens = run.micro_batch_size * layer.repeats * layer.sequence // (sizes.cp if layer.is_cut_by_context else 1)
+    tokens = round(run.micro_batch_size * layer.tokens_on(sizes))
     shard = tokens / (sizes.tp if sizes.sequence_parallel else 1)
     norm = 2 * shard * config.hidden_size * width
     norm += shard * 4 * (2 if config.normalization == "layernorm" else 1)
@@ -235,7 +235,7 @@ def _kept(
     own_width: int,
     software: Software,
 ) -> float:
-    config, tp, streams = layer.config, sizes.tp, micro_batch * layer.repeats
+    config, tp, streams = layer.config, sizes.tp, layer.streams(micro_batch)
     sequence = -(-layer.sequence // (sizes.cp if layer.is_cut_by_context else 1))
     if streams == 0:
         return 0.0
@@ -336,7 +336,7 @@ def _fp8_saving(
     config, tp = layer.config, sizes.tp
     sp = tp if sizes.sequence_parallel else 1
     again = recompute.parts_again
-    tokens = micro_batch * layer.repeats * -(-layer.sequence // (sizes.cp if layer.is_cut_by_context else 1))
+    tokens = layer.streams(micro_batch) * -(-layer.sequence // (sizes.cp if layer.is_cut_by_context else 1))
     saved = tokens / sp * config.hidden_size * (width - 1) * (0 if "norm" in again else 1 + (not layer.has_experts))
     saved += tokens * config.num_attention_heads * config.head_dim / tp * (is_copied * width - 1)
     if not layer.has_experts and not {"activation", "mlp"} & set(again):

@@ -50,8 +50,8 @@ class Layer:
     is_causal: bool = True
     memory: int = 0
     # tokens of an encoder that it attends to
-    repeats: int = 1
-    # streams of a sample: images
+    repeats: float = 1
+    # streams of a sample: images, or of those the share of a rank
     is_cut_by_context: bool = True
     # ranks of cp share its stream
     has_bounds: bool = False
@@ -75,6 +75,10 @@ class Layer:
     def has_experts(self) -> bool:
         return self.config.has_experts(self.index)
 
+    def streams(self, batch: int) -> int:
+        """Of so many samples."""
+        return round(batch * self.repeats)
+
     def tokens_on(self, sizes: Sizes) -> float:
         """Of its streams of a sample those of a rank."""
         return self.repeats * self.sequence / self._num_sharing(sizes)
@@ -91,7 +95,7 @@ def sent_rows(layer: Layer, sizes: Sizes, micro_batch: int, *, own: float | None
     """Rows that a rank sends to the experts of a layer for a microbatch, of `own` tokens where their number is known;
     those of a rank's experts are as many times etp."""
     assert layer.config.moe is not None
-    streams = micro_batch * layer.repeats
+    streams = layer.streams(micro_batch)
     return cost.expert_rows(
         layer.config.moe,
         sizes,
@@ -106,7 +110,7 @@ def sent_rows(layer: Layer, sizes: Sizes, micro_batch: int, *, own: float | None
 class Product:
     """A matrix product outside of layers, [tokens, inputs] by [inputs, outputs]."""
 
-    tokens: int
+    tokens: float
     inputs: int
     outputs: int
     is_cut: bool = True
@@ -190,6 +194,16 @@ class Piece:
 
     def __hash__(self) -> int:
         return self._hash
+
+
+def shared_out(piece: Piece, images: int, micro_batch: int, cp: int) -> Piece:
+    """A piece as a rank of cp runs it: of a tower it runs as many images of a microbatch as the others."""
+    if piece.part == "language" or images == 0 or cp == 1:
+        return piece
+    share = -(-micro_batch * images // cp) / (micro_batch * images)
+    layer = None if piece.layer is None else replace(piece.layer, repeats=piece.layer.repeats * share)
+    products = tuple(replace(product, tokens=product.tokens * share) for product in piece.products)
+    return replace(piece, layer=layer, products=products)
 
 
 Stage = Mapping[Piece, int]
@@ -296,12 +310,12 @@ def path_parameters(piece: Piece, sizes: Sizes) -> int:
 
 def piece_flops(piece: Piece, config: Model, *, batch: int, counts_all_pairs: bool = False) -> int:
     """Forward FLOPs of matrix products of the unsplit piece; causal attention counts half, or all pairs."""
-    flops = sum(2 * batch * product.tokens * product.inputs * product.outputs for product in piece.products)
+    flops = sum(2 * round(batch * product.tokens) * product.inputs * product.outputs for product in piece.products)
     flops += cost.head_flops(config, num_tokens=batch * piece.logit_tokens)
     layer = piece.layer
     if layer is None:
         return flops
-    streams, own = batch * layer.repeats, layer.config
+    streams, own = layer.streams(batch), layer.config
     flops += cost.layer_linear_flops(own, num_tokens=streams * layer.sequence, layer=layer.index)
     flops += own_attention_flops(layer, streams, counts_all_pairs=counts_all_pairs)
     if layer.memory:

@@ -10,13 +10,14 @@ Beside what conventions count (`flops`), and in its place:
 
     gradients           of what goes into a product, where something before it is trained
     run again           as it ran, with low-rank paths; an attention that keeps no weights never
-    on several ranks    what tp does not cut without sequence parallelism; a vision tower on each rank of cp
+    on several ranks    what tp does not cut without sequence parallelism; as many of a tower's images on all of cp
     padding             the vocabulary's, and rows that fill up tp ranks, experts of a padded capacity, or tiles of FP8
 
 Kernels that make scores again in their backward count as those that keep them. T tokens, H hidden, S sequence,
 W window.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -25,7 +26,7 @@ from lightning_megatron.context.laid_out import MOST_SCORES
 from lightning_megatron.context.layout import View, cut
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import BertConfig, T5Config
-from lightning_megatron.planner.anatomy import Layer, LowRankPath, Piece, sent_rows
+from lightning_megatron.planner.anatomy import Layer, LowRankPath, Piece, sent_rows, shared_out
 from lightning_megatron.planner.moments import of_group
 from lightning_megatron.planner.needed import needed_stages
 from lightning_megatron.planner.run import Run
@@ -45,15 +46,21 @@ def executed_flops(run: Run) -> float:
 
 def _microbatch_flops(run: Run) -> float:
     """On all ranks of a replica."""
-    sizes = run.sizes
     walk, flops = _Walk(run), 0.0
-    for stage in needed_stages(run.anatomy, sizes.num_stages, sizes.stage_layout):
+    for stage in _stages(run):
         for places, is_again in groups_of(run.recompute, [piece.is_layer for piece in stage]):
             passed = [walk.through(stage[place]) for place in places]
             flops += sum(part.forward + part.backward for part in passed)
             if is_again and walk.is_needed:
                 flops += sum(part.forward for part in passed)
     return flops
+
+
+def _stages(run: Run) -> Iterator[list[Piece]]:
+    """In order, as each rank of cp runs them."""
+    images, micro, cp = run.texts.images, run.micro_batch_size, run.sizes.cp
+    for stage in needed_stages(run.anatomy, run.sizes.num_stages, run.sizes.stage_layout):
+        yield [shared_out(piece, images, micro, cp) for piece in stage]
 
 
 class _Passed(NamedTuple):
@@ -128,7 +135,7 @@ class _Walk:
     def _cross(self, piece: Piece, layer: Layer, linears: "_Linears") -> list[_Passed]:
         run, hidden = self._run, layer.config.hidden_size
         query = layer.config.num_attention_heads * layer.config.head_dim
-        memory = _rows(run, run.micro_batch_size * layer.repeats, layer.memory)
+        memory = _rows(run, layer.streams(run.micro_batch_size), layer.memory)
         queries = self._chain(piece, [linears.of("cross_attention.query", linears.rows, hidden, query)])
         stream, self.is_needed = self.is_needed, piece.needs_memory
         pairs = self._chain(piece, [linears.of("cross_attention.key_value", memory, hidden, 2 * linears.keys)])
@@ -153,8 +160,8 @@ def _sum(parts: list[_Passed]) -> _Passed:
 
 
 def _rows(run: Run, streams: int, sequence: int, *, is_cut: bool = True) -> int:
-    """Tokens that all ranks of cp multiply, as sequence parallelism fills them up; a stream that cp does not cut is on
-    each of them."""
+    """Tokens that all ranks of cp multiply, as sequence parallelism fills them up; of streams that cp does not cut each
+    of them has so many."""
     cp, sp = run.sizes.cp, run.sizes.tp if run.sizes.sequence_parallel else 1
     own = streams * -(-sequence // (cp if is_cut else 1))
     return -(-own // sp) * sp * cp
@@ -170,17 +177,12 @@ def _num_alike(sizes: Sizes) -> int:
 
 def _end(run: Run, piece: Piece) -> list[_Linear]:
     """Products of a piece that is no layer."""
-    micro, is_cut = run.micro_batch_size, piece.part == "language"
-    linears = [
-        _Linear(
-            flops=2.0
-            * _rows(run, micro, product.tokens, is_cut=is_cut)
-            * product.inputs
-            * product.outputs
-            * (1 if product.is_cut else _num_alike(run.sizes))
-        )
-        for product in piece.products
-    ]
+    micro, is_cut, linears = run.micro_batch_size, piece.part == "language", []
+    for product in piece.products:
+        streams, tokens = (micro, product.tokens) if is_cut else (1, micro * product.tokens)
+        rows = _rows(run, streams, round(tokens), is_cut=is_cut)
+        num_alike = 1 if product.is_cut else _num_alike(run.sizes)
+        linears.append(_Linear(flops=2.0 * rows * product.inputs * product.outputs * num_alike))
     if piece.logit_tokens:
         padded = cost.vocabulary_parameters(run.model, run.sizes) * run.sizes.tp
         linears.append(_Linear(flops=2.0 * _rows(run, micro, piece.logit_tokens) * padded))
@@ -192,7 +194,7 @@ class _Linears:
 
     def __init__(self, run: Run, piece: Piece, layer: Layer) -> None:
         self.run = run
-        self.rows = _rows(run, run.micro_batch_size * layer.repeats, layer.sequence, is_cut=layer.is_cut_by_context)
+        self.rows = _rows(run, layer.streams(run.micro_batch_size), layer.sequence, is_cut=layer.is_cut_by_context)
         self.keys = layer.config.num_query_groups * layer.config.head_dim
         self._paths = {path.name: path for path in piece.paths}
 
@@ -282,7 +284,7 @@ def _cross_attention(run: Run, layer: Layer) -> _Attended:
 def _pair_flops(run: Run, layer: Layer) -> float:
     """Of one product, for each pair of tokens of a stream, all heads."""
     num_alike = 1 if layer.is_cut_by_context else run.sizes.cp
-    streams = run.micro_batch_size * layer.repeats * num_alike
+    streams = layer.streams(run.micro_batch_size) * num_alike
     return 2.0 * streams * layer.config.num_attention_heads * layer.config.head_dim
 
 

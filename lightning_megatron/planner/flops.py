@@ -135,9 +135,7 @@ def _again_flops(piece: Piece, batch: int, all_pairs: bool, recompute: Recompute
     if "core_attention" in recompute.parts_again and layer.config.attention_dropout > 0:
         again += _attention_flops(piece, batch, all_pairs)
     if ("moe" if layer.has_experts else "mlp") in recompute.parts_again:
-        again += cost.layer_mlp_flops(
-            layer.config, num_tokens=batch * layer.repeats * layer.sequence, layer=layer.index
-        )
+        again += cost.layer_mlp_flops(layer.config, num_tokens=layer.streams(batch) * layer.sequence, layer=layer.index)
     return again
 
 
@@ -155,6 +153,6 @@ def _attention_flops(piece: Piece, batch: int, all_pairs: bool) -> float:
     layer = piece.layer
     if layer is None:
         return 0.0
-    own, streams = layer.config, batch * layer.repeats
+    own, streams = layer.config, layer.streams(batch)
     flops = own_attention_flops(layer, streams, counts_all_pairs=all_pairs)
     return flops + 4 * streams * layer.sequence * layer.memory * own.num_attention_heads * own.head_dim

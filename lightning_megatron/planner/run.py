@@ -13,7 +13,7 @@ from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import BertConfig
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.pipeline.choice import Schedule, ScheduleName
-from lightning_megatron.planner.anatomy import Anatomy, Model, Stage, Texts
+from lightning_megatron.planner.anatomy import Anatomy, Model, Stage, Texts, shared_out
 from lightning_megatron.planner.balanced import Balanced
 from lightning_megatron.planner.hardware import Products
 from lightning_megatron.planner.needed import again_of, stages_of
@@ -98,7 +98,7 @@ class Run:
 
     @cached_property
     def stages(self) -> tuple[tuple[Stage, ...], ...]:
-        """Of each pipeline rank its stages, its first chunk's first."""
+        """Of each pipeline rank its stages, its first chunk's first, as a rank of cp runs them."""
         return self._by_rank(stages_of(self.anatomy, self.sizes.num_stages, self.sizes.stage_layout))
 
     @cached_property
@@ -110,8 +110,14 @@ class Run:
     def _by_rank(self, stages: Sequence[Stage]) -> tuple[tuple[Stage, ...], ...]:
         own: list[list[Stage]] = [[] for _ in range(self.sizes.pp)]
         for number, stage in enumerate(stages):
-            own[self.sizes.pp_rank_of(number)].append(stage)
+            own[self.sizes.pp_rank_of(number)].append(self._on_rank(stage))
         return tuple(map(tuple, own))
+
+    def _on_rank(self, stage: Stage) -> Stage:
+        images, cp = self.texts.images, self.sizes.cp
+        if images == 0 or cp == 1:
+            return stage
+        return {shared_out(piece, images, self.micro_batch_size, cp): count for piece, count in stage.items()}
 
     @property
     def is_mixed(self) -> bool:

@@ -111,8 +111,10 @@ def has_no_kernel(layer: Layer, sizes: Sizes, width: int) -> bool:
 
 def _end(piece: Piece, anatomy: Anatomy, sizes: Sizes, micro_batch: int, width: int) -> Work:
     hidden, tp = anatomy.config.hidden_size, sizes.tp
+    # Images are shared out whole.
+    cp = sizes.cp if piece.part == "language" else 1
     flops = sum(
-        2.0 * micro_batch * p.tokens / sizes.cp * p.inputs * p.outputs / (tp if p.is_cut else 1) for p in piece.products
+        2.0 * micro_batch * p.tokens / cp * p.inputs * p.outputs / (tp if p.is_cut else 1) for p in piece.products
     )
     tokens = micro_batch * piece.logit_tokens / sizes.cp
     columns = cost.vocabulary_parameters(anatomy.config, sizes) // hidden
@@ -138,7 +140,7 @@ def _layer(layer: Layer, sizes: Sizes, micro_batch: int, width: int) -> Work:
     config, tp = layer.config, sizes.tp
     sp = tp if sizes.sequence_parallel else 1
     cp = sizes.cp if layer.is_cut_by_context else 1
-    streams = micro_batch * layer.repeats
+    streams = layer.streams(micro_batch)
     tokens = micro_batch * layer.tokens_on(sizes)
     if not tokens:
         return Work()

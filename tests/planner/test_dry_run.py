@@ -409,6 +409,13 @@ RUNS = {
         texts=PACKED_PAIRS,
         micro_batch_size=4,
     ),
+    "images shared out over cp": run_of(
+        replace(LLAVA, num_layers=2, vocab_size=2048),
+        Sizes(world=2, cp=2),
+        texts=replace(IMAGES, images=3),
+        micro_batch_size=3,
+        samples=6,
+    ),
     "packed LLaVA": run_of(LLAVA, Sizes(world=2, pp=2), texts=replace(IMAGES, are_packed=True)),
     "Transformer Engine": run_of(
         GPT,

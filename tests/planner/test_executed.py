@@ -100,6 +100,7 @@ RUNS = {
     "a padded capacity": run_of(replace(MIXTRAL, moe=PADDED), Sizes(world=4, ep=2, cp=2)),
     "BERT without sequence parallelism": run_of(BERT, Sizes(world=2, tp=2), Texts(sequence=256)),
     "LLaVA over cp": run_of(LLAVA, CP, IMAGES),
+    "images shared out over cp": run_of(LLAVA, CP, Texts(sequence=1024, images=3)),
     "LLaVA, rows that fill up ranks": run_of(LLAVA, Sizes(world=4, tp=4, sequence_parallel=True), IMAGES),
     "LLaVA without sequence parallelism": run_of(LLAVA, Sizes(world=2, tp=2), IMAGES),
     "a frozen tower, again": run_of(LLAVA, Sizes(), IMAGES, trained=Trained(frozen=("vision",)), recompute=FULL),
