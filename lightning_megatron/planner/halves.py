@@ -48,6 +48,7 @@ from lightning_megatron.planner.working_set import (
     stepping_bytes,
     trains_head,
     waiting_bytes,
+    waiting_look_up_width,
     weight_of,
 )
 from lightning_megatron.transformer import cost
@@ -190,6 +191,7 @@ def _walked_back(run: Run, stage: Stage, matrix: int) -> Iterator[float]:
         yield logit_bytes(run, stage)
         yield gradient + head_work(run, stage, matrix)
     more = _end_waiting(run, stage, behind_layers(stage)) - behind_bytes(run, stage)
+    more += matrix * waiting_look_up_width(run, stage)
     pieces = [piece for piece, count in stage.items() if piece.layer is not None for _ in range(count)]
     for again, each in reversed(groups_again(run, stage, partial(unkept_of, run))):
         more += again
@@ -205,7 +207,7 @@ def _walked_back(run: Run, stage: Stage, matrix: int) -> Iterator[float]:
             more += waiting - kept
     yield more
     if any(piece.embedded_tokens and piece.is_trained for piece in stage):
-        yield more + matrix * look_up_width(run, stage)
+        yield more + matrix * (look_up_width(run, stage) - waiting_look_up_width(run, stage))
 
 
 def _attention_grown(run: Run, piece: Piece) -> float:

@@ -89,7 +89,7 @@ def work_bytes(
     for chunk, stage in enumerate(stages):
         logits = logit_bytes(run, stage)
         gradient = logits * logit_share(run, run.bytes_per_element)
-        inside = held + again - behind_bytes(run, stage)
+        inside = held + again - behind_bytes(run, stage) + matrix * waiting_look_up_width(run, stage)
         peaks.append(inside + max((layer_work(run, piece) for piece in stage), default=0.0))
         if not any(piece.passes_gradient or piece.is_trained for piece in stage):
             peaks.append(held + max((_forward_work(run, piece) for piece in stage), default=0.0))
@@ -132,11 +132,16 @@ def stepping_bytes(run: Run, rank: int, trained: tuple[int, int]) -> float:
 
 def look_up_width(run: Run, stage: Stage) -> int:
     """Bytes of each number of a vocabulary matrix while the gradient of a stage's first look-up is added."""
+    # The gradients of both stacks' look-ups are added to a third.
+    return 3 * waiting_look_up_width(run, stage) or gradient_width(run)
+
+
+def waiting_look_up_width(run: Run, stage: Stage) -> int:
+    """The same of the gradient of a decoder's look-up while the layers of its encoder have theirs: autograd adds it to
+    that of the encoder's look-up, which is of the same matrix, before it goes any further."""
     embeddings = [piece for piece in stage if piece.embedded_tokens and piece.is_trained]
-    if any(piece.shared_matrices for piece in embeddings[1:]):
-        # The gradients of both stacks' look-ups are added to a third.
-        return 3 * (4 if is_widened(run) else run.bytes_per_element)
-    return gradient_width(run)
+    has_both = any(piece.shared_matrices for piece in embeddings[1:])
+    return has_both * (4 if is_widened(run) else run.bytes_per_element)
 
 
 def trains_head(stage: Stage) -> bool:
@@ -347,8 +352,10 @@ def layer_work(run: Run, piece: Piece) -> float:
     activation = (4 if config.is_gated else 1) * inner
     has_path = any(path.name == "mlp.down" for path in piece.paths)
     is_put_off = puts_halves_off(run.schedule) and (piece.is_trained or has_path)
-    if is_put_off or not (piece.is_trained or has_path):
-        # Nothing of the features is let go, or they stay for the gradient of the weight, which is none of this half.
+    reads_output = config.activation == "relu" and not {"activation", "mlp"} & set(again)
+    if is_put_off or reads_output or not (piece.is_trained or has_path):
+        # Nothing of the features is let go, or they stay for the gradient of the weight, which is none of this half, or
+        # for that of the activation.
         activation += inner
     if is_put_off and has_path and stream_width(run, piece) > width:
         # What the path's product gave has its gradient in its own numbers.

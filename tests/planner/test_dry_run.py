@@ -138,6 +138,14 @@ RUNS = {
     ),
     "post-norm BERT": run_of(replace(BERT, norm_placement="post"), Sizes(world=2), texts=SHORT, micro_batch_size=4),
     "T5": run_of(T5, Sizes(world=4, pp=4), texts=PAIRS, micro_batch_size=4),
+    "T5, both look-ups on a stage": run_of(
+        replace(T5, num_layers=2, num_decoder_layers=2, vocab_size=16384),
+        Sizes(world=2, pp=2),
+        texts=PAIRS,
+        micro_batch_size=4,
+        samples=16,
+        precision="bf16-true",
+    ),
     "T5 of few layers": run_of(
         replace(T5, num_layers=2, num_decoder_layers=2), Sizes(world=2, pp=2), texts=PAIRS, micro_batch_size=2
     ),
