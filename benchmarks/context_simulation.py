@@ -38,20 +38,20 @@ class Setting:
     chunks: int = 1
     cp: int = 8
     documents: int = 2048
-    # published; what follows is assumed
+    """Published; what follows is assumed."""
     dp: int = 4
     max_tokens_per_rank: int = 4096
-    # packs and documents of up to 32,768 tokens at cp 8
+    """Packs and documents of up to 32,768 tokens at cp 8."""
     tflops: float = 400.0
     attention_tflops: float = 300.0
-    # reached in linear layers and in attention: of an H100
+    """Reached in linear layers and in attention: of an H100."""
     near_gigabytes: float = 300.0
     far_gigabytes: float = 50.0
-    # per second and GPU, within a node of 8 and between nodes
+    """Per second and GPU, within a node of 8 and between nodes."""
     fixed_seconds: float = 2e-3
-    # of a microbatch on a stage
+    """Of a microbatch on a stage."""
     latency_seconds: float = 100e-6
-    # of a step of the ring on a stage
+    """Of a step of the ring on a stage."""
 
 
 def main() -> None:

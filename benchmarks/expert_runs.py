@@ -41,9 +41,9 @@ class Size:
     vocabulary: int
     experts: int
     top_k: int
-    # experts of a token
+    """Experts of a token."""
     rows: int
-    # of all ranks in a step
+    """Of all ranks in a step."""
     microbatch_rows: int
     steps: int
 
@@ -75,7 +75,7 @@ class Record:
     cpu_ends: list[float] = field(default_factory=list)
     wall_ends: list[float] = field(default_factory=list)
     expert_rows: list[int] = field(default_factory=list)
-    # of each call of our experts
+    """Of each call of our experts."""
 
     def add(self, loss: Tensor) -> None:
         """To be called at the end of every step."""

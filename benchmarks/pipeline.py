@@ -20,8 +20,8 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+# name: (schedule, chunks).
 LAYERS, HIDDEN, TOKENS, MICROBATCHES = 8, 1536, 256, 8
-# name: (schedule, chunks)
 SCHEDULES = {
     "GPipe": ("gpipe", 1),
     "1F1B": ("1f1b", 1),

@@ -19,8 +19,8 @@ from benchmarks.joined import joined_by_gloo
 from benchmarks.plain_gpt import PlainGPT
 
 LEARNING_RATE = 1e-3
+# Torch DDP's own default.
 BUCKET_MB = 25
-# torch DDP's own default
 ONE_BUCKET_MB = 10_000
 
 Loader = torch.utils.data.DataLoader[list[Tensor]]
@@ -40,7 +40,7 @@ class Size:
     sequence: int
     vocabulary: int
     rows: int
-    # of a rank in a step
+    """Of a rank in a step."""
     warmup_steps: int
     timed_steps: int
 

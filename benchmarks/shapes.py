@@ -36,9 +36,9 @@ class Shape:
     sequences: tuple[int, ...]
     microbatch_tokens: int
     experts: int = 0
-    # of a layer; 0: layers are dense
+    """Of a layer; 0: layers are dense."""
     top_k: int = 2
-    # experts of a token
+    """Experts of a token."""
 
     def config(self, layers: int, sequence: int) -> GPTConfig:
         moe = MoEConfig(router=RouterConfig(num_experts=self.experts, top_k=self.top_k)) if self.experts else None

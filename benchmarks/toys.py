@@ -39,9 +39,9 @@ class Toy:
 
     recipe: str
     data: str
-    # the name of its data module
+    """The name of its data module."""
     links: Mapping[str, str]
-    # options of the data module that the recipe takes from those of the model, by their paths there
+    """Options of the data module that the recipe takes from those of the model, by their paths there."""
 
 
 TOYS = {
@@ -73,11 +73,11 @@ class Learnt:
     steps: int
     num_targets: int
     entropy: float
-    # of the frequencies of the targets, in nats
+    """Of the frequencies of the targets, in nats."""
     entropy_of_all: float
-    # the same of all that is held out, of which validation may take a part
+    """The same of all that is held out, of which validation may take a part."""
     loss: float
-    # mean negative log-likelihood of a target, in nats
+    """Mean negative log-likelihood of a target, in nats."""
     accuracy: float
 
 

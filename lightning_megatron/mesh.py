@@ -45,17 +45,17 @@ class StageLayout:
     """How the parts of a model are spread over its stages; `pipeline.layout` reads it and tells what is wrong."""
 
     text: str = ""
-    # every stage written out, as in "Et*3|t*4|t*4|tL"; excludes all other fields
+    """Every stage written out, as in "Et*3|t*4|t*4|tL"; excludes all other fields."""
     balance: Literal["layers", "cost"] = "layers"
-    # equally many layers for each stage, or the slowest stage as fast as it can be
+    """Equally many layers for each stage, or the slowest stage as fast as it can be."""
     num_layers_in_first_stage: int = 0
-    # 0: as the rest
+    """0: as the rest."""
     num_layers_in_last_stage: int = 0
-    # 0: as the rest
+    """0: as the rest."""
     counts_embedding: bool = False
-    # the embedding takes the place of a layer
+    """The embedding takes the place of a layer."""
     counts_head: bool = False
-    # the head takes the place of a layer
+    """The head takes the place of a layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,35 +63,35 @@ class Sizes:
     """How many ranks each axis has; dp and edp follow from the world. `faults` says what does not fit together."""
 
     world: int = 1
-    # ranks in all
+    """Ranks in all."""
     tp: int = 1
-    # ranks that share each layer's weights
+    """Ranks that share each layer's weights."""
     pp: int = 1
-    # stages
+    """Stages."""
     cp: int = 1
-    # ranks that share each sequence
+    """Ranks that share each sequence."""
     cp_inner: int = 1
-    # of them, neighbours that exchange heads for tokens; the others exchange keys and values
+    """Of them, neighbours that exchange heads for tokens; the others exchange keys and values."""
     cp_exchange: ContextExchange = "ring"
-    # how the others exchange them
+    """How the others exchange them."""
     attention_kernel: AttentionKernel = "fused"
-    # what computes it on CUDA, between documents and ranks
+    """What computes it on CUDA, between documents and ranks."""
     pads_uneven: bool = True
-    # a sequence that cp does not divide is padded; else it is refused
+    """A sequence that cp does not divide is padded; else it is refused."""
     context_groups: tuple[int, ...] = ()
-    # sizes of the groups that single microbatches may be cut over in the place of cp, neighbours among dp x cp
+    """Sizes of the groups that single microbatches may be cut over in the place of cp, neighbours among dp x cp."""
     context_groups_by_heads: bool = False
-    # whether such a group exchanges heads for tokens; else keys and values, as cp_exchange says
+    """Whether such a group exchanges heads for tokens; else keys and values, as cp_exchange says."""
     ep: int = 1
-    # ranks that share the experts of a layer
+    """Ranks that share the experts of a layer."""
     etp: int = 1
-    # ranks that share each expert's weights
+    """Ranks that share each expert's weights."""
     sequence_parallel: bool = False
-    # cut activations between tensor-parallel regions over tp
+    """Cut activations between tensor-parallel regions over tp."""
     vp: int = 1
-    # stages (model chunks) on each pp rank
+    """Stages (model chunks) on each pp rank."""
     placement: Placement = "loop"
-    # of stages on pp ranks
+    """Of stages on pp ranks."""
     stage_layout: StageLayout = field(default_factory=StageLayout)
 
     def faults(self) -> list[str]:
@@ -295,8 +295,8 @@ class Mesh:
             ranks = line.ranks[block * size :][:size]
             axes[f"context{size}"] = Axis(f"context{size}", size, own, ranks, group_of(ranks))
         world = _world_ranks(sizes.world)
+        # Sp is tp where activations are cut over it, else an axis of one: layers ask for `sp` and need no flag.
         axes["world"] = Axis("world", sizes.world, global_rank, world, group_of(world))
-        # sp is tp where activations are cut over it, else an axis of one: layers ask for `sp` and need no flag.
         axes["sp"] = replace(axes["tp"], name="sp") if sizes.sequence_parallel else Axis.alone(global_rank, "sp")
         return Mesh(global_rank, sizes, axes)
 

@@ -37,21 +37,21 @@ class Shard:
     """What a parameter is in the unsplit model, and which part of it this rank holds."""
 
     global_shape: tuple[int, ...]
-    # shape in the unsplit model, without padding
+    """Shape in the unsplit model, without padding."""
     dim: int | None = None
-    # the dim that is cut, if any
+    """The dim that is cut, if any."""
     axis: Axis | None = None
-    # the axis that cuts it
+    """The axis that cuts it."""
     local_length: int = 0
-    # length of the cut dim here, padding included
+    """Length of the cut dim here, padding included."""
     leading: Axis | None = None
-    # the axis that cuts dim 0 as well, into equal parts without padding (experts: ep)
+    """The axis that cuts dim 0 as well, into equal parts without padding (experts: ep)."""
     replicas: tuple[Axis, ...] = ()
-    # axes whose ranks hold the same values; each counts once in a norm
+    """Axes whose ranks hold the same values; each counts once in a norm."""
     partial: Axis | None = None
-    # the axis over which gradients are parts of a sum (sequence parallel), if any
+    """The axis over which gradients are parts of a sum (sequence parallel), if any."""
     data: Axis | None = None
-    # the axis whose ranks hold the same slice and see other samples, where it is not dp+cp (experts: edp)
+    """The axis whose ranks hold the same slice and see other samples, where it is not dp+cp (experts: edp)."""
     initial: Initial = Initial()
 
     @property

@@ -43,9 +43,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _environment_is_left_as_it_was() -> Iterator[None]:
     """Lightning leaves a seed in the environment, and its launcher who this process is; processes and ranks that later
     tests start would find them and, taking themselves for launched, start no others."""
+    # pytest's own note of where it is.
     before = dict(os.environ)
     yield
-    # pytest's own note of where it is.
     kept = {name: os.environ[name] for name in ("PYTEST_CURRENT_TEST",) if name in os.environ}
     os.environ.clear()
     os.environ.update(before | kept)

@@ -9,13 +9,13 @@ class CheckpointConfig:
     """How checkpoints are written, and when beside what callbacks ask for."""
 
     asynchronous: bool = True
-    # training goes on as soon as the state has been copied to host memory; the files are written behind it
+    """Training goes on as soon as the state has been copied to host memory; the files are written behind it."""
     save_on_signals: tuple[str, ...] = ("SIGTERM",)
-    # names of signals at which a fit saves and ends, whichever rank gets them; (): they do what they did before
+    """Names of signals at which a fit saves and ends, whichever rank gets them; (): they do what they did before."""
     local_folder: str = ""
-    # on a disk or in the memory of each machine: where every rank also saves what it holds; empty: nowhere
+    """On a disk or in the memory of each machine: where every rank also saves what it holds; empty: nowhere."""
     local_every_n_steps: int = 0
-    # optimizer steps from one such save to the next
+    """Optimizer steps from one such save to the next."""
 
     def __post_init__(self) -> None:
         faults = []

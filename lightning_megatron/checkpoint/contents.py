@@ -31,12 +31,12 @@ class Standing:
 
     path: Address
     fault: str = ""
-    # why it cannot be read; empty: it is complete
+    """Why it cannot be read; empty: it is complete."""
     step: int = -1
-    # optimizer steps before it was saved; -1 where it does not say
+    """Optimizer steps before it was saved; -1 where it does not say."""
     epoch: int = -1
     saved_seconds: float = 0.0
-    # when its manifest was written, in seconds since 1970
+    """When its manifest was written, in seconds since 1970."""
     num_bytes: int = 0
 
     @property
@@ -57,12 +57,12 @@ class Leftover:
     what: str
     # UNFINISHED, REPLACED or REMOVED
     place: Address
-    # where it was to stand, or stood
+    """Where it was to stand, or stood."""
     touched_seconds: float
-    # when anything of it was last changed, in seconds since 1970; 0 where its file system does not tell
+    """When anything of it was last changed, in seconds since 1970; 0 where its file system does not tell."""
     num_bytes: int
     files: tuple[str, ...] = ()
-    # behind an address: those that it had
+    """Behind an address: those that it had."""
 
     @property
     def name(self) -> str:
@@ -86,10 +86,10 @@ class Contents:
     """All of a folder."""
 
     checkpoints: tuple[Standing, ...]
-    # oldest first, by step and then by time; those that are not complete come before all that are
+    """Oldest first, by step and then by time; those that are not complete come before all that are."""
     leftovers: tuple[Leftover, ...]
     links: tuple[Path, ...]
-    # whose names are those of checkpoints, or that lead to one
+    """Whose names are those of checkpoints, or that lead to one."""
 
     @property
     def complete(self) -> tuple[Standing, ...]:

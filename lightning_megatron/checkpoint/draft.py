@@ -148,8 +148,8 @@ def replace(source: Path, path: Path, save_id: str) -> None:
     One step where the file system can exchange two names. Where it cannot, what was there is set aside first, under a
     name by which `repair` brings it back if the machine stops just then.
     """
-    aside = hidden(path, REPLACED, save_id)
     # lexists: a link to a checkpoint elsewhere is replaced, not followed.
+    aside = hidden(path, REPLACED, save_id)
     is_exchanged = os.path.lexists(path) and _exchange(source, path)
     try:
         if not is_exchanged:

@@ -33,11 +33,11 @@ class LoadReport:
     """What did not fit, over all ranks: empty if everything did."""
 
     missing: tuple[str, ...] = ()
-    # asked for, not in the checkpoint
+    """Asked for, not in the checkpoint."""
     unexpected: tuple[str, ...] = ()
-    # in the checkpoint, asked for by no rank
+    """In the checkpoint, asked for by no rank."""
     misshapen: Mapping[str, str] = field(default_factory=dict)
-    # in the checkpoint with another global shape: which one, and which was asked for
+    """In the checkpoint with another global shape: which one, and which was asked for."""
 
     def faults(self) -> list[str]:
         """One line for each kind of misfit."""

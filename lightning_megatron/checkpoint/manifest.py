@@ -70,13 +70,13 @@ class Manifest:
     save_id: str
     layout: int
     package: str
-    # version of lightning_megatron that wrote it
+    """Version of lightning_megatron that wrote it."""
     torch: str
-    # version of torch that wrote it
+    """Version of torch that wrote it."""
     files: Mapping[str, int]
-    # bytes of each file, this one left out
+    """Bytes of each file, this one left out."""
     whole: Mapping[str, Place]
-    # files that are one chunk each: role ("meta", "index", ...) to place
+    """Files that are one chunk each: role ("meta", "index", ...) to place."""
     entries: Mapping[str, Entry]
 
     @staticmethod

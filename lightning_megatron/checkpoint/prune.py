@@ -24,10 +24,10 @@ class Removal:
     num_bytes: int
     reason: str
     is_checkpoint: bool = False
-    # complete, and at its place
+    """Complete, and at its place."""
     is_kept: bool = False
     files: tuple[str, ...] = ()
-    # of a save behind an address: what goes, and nothing that came after them
+    """Of a save behind an address: what goes, and nothing that came after them."""
 
     @property
     def name(self) -> str:

@@ -19,9 +19,9 @@ class Repairs:
     """What was found and done in a folder."""
 
     unfinished: tuple[Address, ...] = ()
-    # places of saves that ended before they were complete; they stay as they are
+    """Places of saves that ended before they were complete; they stay as they are."""
     done: tuple[str, ...] = ()
-    # one sentence for each thing that this process changed
+    """One sentence for each thing that this process changed."""
 
 
 def repair(folder: Address) -> Repairs:

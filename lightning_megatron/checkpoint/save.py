@@ -61,11 +61,11 @@ class _Flight:
     copies: Future[list[Item]] = field(default_factory=Future)
     fault: RuntimeError | None = None
     removals: list[str] = field(default_factory=list)
-    # checkpoints to remove when all are in place
+    """Checkpoints to remove when all are in place."""
     not_removed: list[str] = field(default_factory=list)
-    # of them, in words; the first rank alone knows, so that it is no error
+    """Of them, in words; the first rank alone knows, so that it is no error."""
     is_held: bool = False
-    # its owner is about to say whether one more comes
+    """Its owner is about to say whether one more comes."""
     has_landed: bool = False
     change: threading.Condition = field(default_factory=threading.Condition)
     thread: threading.Thread = field(init=False)

@@ -63,9 +63,9 @@ class Slot:
     """What an optimizer steps, as a part of a parameter: elements `start` to before `end`, counted through."""
 
     name: str
-    # of the parameter in the unsplit model
+    """Of the parameter in the unsplit model."""
     parameter: Tensor
-    # this rank's, with its `Shard`
+    """This rank's, with its `Shard`."""
     start: int
     end: int
 

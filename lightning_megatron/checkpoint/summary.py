@@ -20,7 +20,7 @@ class Amount:
 
     number: int
     num_bytes: int
-    # in memory
+    """In memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class TensorLine:
     dtype: str
     num_chunks: int
     num_bytes: int
-    # in memory
+    """In memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,24 +42,24 @@ class Summary:
     path: str
     save_id: str
     saved_seconds: float
-    # when the manifest was written, in seconds since 1970; 0 where its file system does not tell
+    """When the manifest was written, in seconds since 1970; 0 where its file system does not tell."""
     package: str
-    # version of lightning_megatron that wrote it
+    """Version of lightning_megatron that wrote it."""
     torch: str
-    # version of torch that wrote it
+    """Version of torch that wrote it."""
     layout_version: int
-    # of its files
+    """Of its files."""
     layout: Mapping[str, Any]
-    # sizes of the mesh that it was saved on, where it says them
+    """Sizes of the mesh that it was saved on, where it says them."""
     step: int
     epoch: int
     # -1 where it does not say
     models: Mapping[str, Mapping[str, Any]]
-    # class and configuration, by name in the module
+    """Class and configuration, by name in the module."""
     tensors: Mapping[str, Amount]
-    # of "weights", "optimizer states", and of each further set of tensors under the module's names
+    """Of "weights", "optimizer states", and of each further set of tensors under the module's names."""
     files: Mapping[str, int]
-    # bytes of each
+    """Bytes of each."""
 
 
 def summary_of(path: Address) -> Summary:

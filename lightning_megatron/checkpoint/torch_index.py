@@ -41,9 +41,9 @@ class Beside:
     """What the index needs to know beside the tensors."""
 
     rest: Mapping[Keys, bytes] = field(default_factory=dict)
-    # what the optimizers have that is no tensor, by its place in Lightning's dictionary
+    """What the optimizers have that is no tensor, by its place in Lightning's dictionary."""
     titles: tuple[str, ...] = ()
-    # of further sets of tensors under the module's names
+    """Of further sets of tensors under the module's names."""
 
     @staticmethod
     def of(meta: Mapping[str, Any]) -> "Beside":

@@ -14,14 +14,14 @@ class Asked:
 
     run: Run
     has_layout: bool
-    # and not the model alone
+    """And not the model alone."""
     faults: tuple[str, ...] = ()
-    # of that layout, beyond those of the run
+    """Of that layout, beyond those of the run."""
     notes: tuple[str, ...] = ()
-    # on how it was read
+    """On how it was read."""
     unplanned: Mapping[str, str] = field(default_factory=dict)
-    # what it has that the planner does not know, and what that does
+    """What it has that the planner does not know, and what that does."""
     dynamic: DynamicContextConfig | None = None
-    # of its own layout
+    """Of its own layout."""
     cut: Facts | None = None
-    # of a recipe: how it cuts its batches
+    """Of a recipe: how it cuts its batches."""

@@ -21,8 +21,8 @@ from lightning_megatron.planner.run import Run
 
 _GPU = "h100"
 # By whose planned times documents are balanced where a recipe with dynamic context parallelism gives no costs.
+# Each of which a rank knows.
 _MOST_RANKS = 1_000_000
-# each of which a rank knows
 _EPILOG = """\
 CONFIG is what lightning-megatron plan takes: a recipe's YAML file, a preset, or a Hugging Face
 config.json or its folder. The first needs nothing more, the others a layout and a number of ranks.

@@ -33,8 +33,8 @@ from lightning_megatron.planner.report import (
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.search import Found, fewest_gpus, search
 
+# Layouts of a search.
 _SHOWN = 10
-# layouts of a search
 _EPILOG = f"""\
 CONFIG is a recipe's YAML file, a preset ({", ".join(PRESETS)}), or a Hugging Face config.json,
 of any name, or its folder.

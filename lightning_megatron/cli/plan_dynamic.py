@@ -17,8 +17,8 @@ from lightning_megatron.planner.run import Run
 
 ONE_A_ROW = "each row of packed documents counts as one: attention within shorter ones takes fewer FLOPs and less time"
 """Said of a recipe that packs documents, but where their lengths are told."""
+# Of a length.
 _MOST_DIGITS = 12
-# of a length
 
 
 def balanced_as_asked(asked: Asked, told: str | None, gpu: Gpu, *, is_own: bool) -> Asked:

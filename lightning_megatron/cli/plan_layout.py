@@ -23,8 +23,8 @@ _WORDS = {
 }
 _KEYS = (*_SIZES, "mbs", *_WORDS)
 _EXAMPLE = "tp=8,pp=4"
+# Of a size.
 _MOST_DIGITS = 6
-# of a size
 
 
 def explained(asked: Asked, options: argparse.Namespace) -> Run:

@@ -57,10 +57,10 @@ class RecipeCLI(LightningCLI):
     ) -> None:
         self._links = links
         self._callbacks = callbacks
+        # Of what the options of a run make.
         self._owners: dict[str, type] = {"model": module, "data": data, _STRATEGY: MegatronStrategy}
-        # of what the options of a run make
+        # Of all options.
         self._names = [f"{_STRATEGY}.{name}" for name in inspect.signature(MegatronStrategy).parameters]
-        # of all options
         super().__init__(
             module,
             data,

@@ -24,8 +24,8 @@ _DATA = {"gpt": GPTDataModule, "bert": BertDataModule, "t5": T5DataModule, "llav
 _MODULES = {"GPTModule": "gpt", "BertModule": "bert", "T5Module": "t5", "LlavaModule": "llava"}
 # What Lightning takes in the place of a precision's name.
 _SHORT_PRECISIONS = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+# Of a number that is text.
 _MOST_DIGITS = 20
-# of a number that is text
 _ENGINE_PRECISION = "transformer-engine"
 
 

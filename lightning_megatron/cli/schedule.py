@@ -24,8 +24,8 @@ _WRITERS = {".svg": write_svg, ".png": write_png}
 _COMPUTE_FIELDS = ("kind", "stage", "microbatch", "start", "end")
 # Columns where stdout is no terminal.
 _COLUMNS = 120
+# That are played in seconds.
 _MOST_COMPUTES = 1_000_000
-# that are played in seconds
 _EPILOG = """\
 Costs are in one unit of your choice, those of one microbatch through all layers of a rank: a chunk takes 1/vp of them,
 so that schedules of different --vp compare. A message costs the same whatever --vp is.

@@ -35,8 +35,8 @@ Hop = tuple[int, int]
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
 _HEADER_BYTES = 1024
+# Of each tensor within a packed message.
 _ALIGNMENT_BYTES = 16
-# of each tensor within a packed message
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ class _Incoming:
     buffer: Tensor | None = None
     work: dist.Work | None = None
     like: Like | None = None
-    # once the header is read
+    """Once the header is read."""
 
 
 @dataclass

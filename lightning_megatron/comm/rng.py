@@ -124,16 +124,16 @@ class Draws:
     """
 
     seed: int
-    # of the run
+    """Of the run."""
     step: int = 0
-    # batches trained on so far
+    """Batches trained on so far."""
     call: int = 0
-    # model calls so far within this microbatch
+    """Model calls so far within this microbatch."""
     first_sample: int = 0
-    # place within the global batch of the first row of this call's input
+    """Place within the global batch of the first row of this call's input."""
     documents: Tensor | None = None
-    # int64 [documents, 2]: of each document of this call, where it comes from elsewhere, its row in the global batch
-    # and its number in that row, -1 where it is the whole row
+    """int64 [documents, 2]: of each document of this call, where it comes from elsewhere, its row in the global batch
+    and its number in that row, -1 where it is the whole row."""
 
     def sample_keys(self, num_samples: int, device: torch.device) -> Tensor:
         """A key for each row of this call's input: int64 [num_samples]."""

@@ -39,10 +39,10 @@ class Travelling:
 
     def __init__(self, there: Start, back: Start, give_way: GiveWay) -> None:
         self.there, self.back, self.give_way = there, back, give_way
+        # In flight, in either direction.
         self.pending: Pending | None = None
-        # in flight, in either direction
+        # An empty tensor that ties the two ends together in autograd's graph; what has not landed stays out of it.
         self.ticket: Tensor | None = None
-        # an empty tensor that ties the two ends together in autograd's graph; what has not landed stays out of it
 
     @property
     def is_here(self) -> bool:

@@ -37,13 +37,13 @@ class ContextAxes:
     """The ranks that share a call's tokens."""
 
     outer: Axis
-    # groups, which exchange keys and values
+    """Groups, which exchange keys and values."""
     inner: Axis
-    # ranks of a group, which exchange heads for tokens
+    """Ranks of a group, which exchange heads for tokens."""
     exchange: Exchange = field(default_factory=Ring)
-    # over outer
+    """Over outer."""
     kernel: AttentionKernel = "fused"
-    # what computes attention on CUDA
+    """What computes attention on CUDA."""
 
     @property
     def rank(self) -> int:
@@ -56,11 +56,11 @@ class AttentionDraws:
     """The randomness of one layer's dropout of attention weights."""
 
     keys_BT: Tensor
-    # random key of each token of the whole stream, int64
+    """Random key of each token of the whole stream, int64."""
     name_key: int
-    # of the layer
+    """Of the layer."""
     first_head: int
-    # of those here, among all of the model
+    """Of those here, among all of the model."""
     probability: float
 
     def dropping(self, places: Tensor, inner: Axis, num_heads: int) -> Dropping:

@@ -41,15 +41,15 @@ class KeyValueCache:
 
     def __init__(self, num_rows: int, *, cp: Axis, is_cut: bool = True) -> None:
         self.num_rows, self.cp, self.is_cut = num_rows, cp, is_cut
+        # Of the calls that are over.
         self.num_columns = 0
-        # of the calls that are over
+        # Tokens that calls brought behind the first, each for all rows: whose turn it is to keep.
         self.num_seen = 0
-        # tokens that calls brought behind the first, each for all rows: whose turn it is to keep
+        # Keys and values of each layer, [rows, G, columns or more, D].
         self.kept: dict[str, tuple[Tensor, Tensor]] = {}
-        # keys and values of each layer, [rows, G, columns or more, D]
         self._positions_RC: Tensor | None = None
+        # Columns and tokens of the call that is open.
         self._opened = (0, 0)
-        # columns and tokens of the call that is open
 
     @property
     def is_empty(self) -> bool:
@@ -108,17 +108,17 @@ class CachedCall:
 
     cache: KeyValueCache
     rows: slice
-    # of the cache
+    """Of the cache."""
     columns: slice
-    # that the call fills
+    """That the call fills."""
     own_N: Tensor | None
-    # int64: which tokens of the call this rank keeps; all where None
+    """int64: which tokens of the call this rank keeps; all where None."""
     query_positions_BN: Tensor
-    # int64, -1 where no token
+    """int64, -1 where no token."""
     key_positions_BC: Tensor
-    # int64, -1 where no token
+    """int64, -1 where no token."""
     seen: dict[View, Tensor]
-    # which keys queries see, bool [B, N, C], which layers of a call share
+    """Which keys queries see, bool [B, N, C], which layers of a call share."""
 
     @property
     def is_first(self) -> bool:

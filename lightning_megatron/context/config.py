@@ -14,14 +14,15 @@ class ContextConfig:
     """The exchange of context parallelism, and the kernels of attention to other ranks' keys or within documents."""
 
     kind: Kind = "ring"
-    # keys and values go round the ranks while they compute; or come from all ranks at once; or heads are exchanged for
-    # tokens; or that among neighbours, and a ring of such groups
+    """Keys and values go round the ranks while they compute; or come from all ranks at once; or heads are exchanged for
+    tokens; or that among neighbours, and a ring of such groups."""
     inner_size: int = 0
-    # of "hierarchical": neighbouring ranks that exchange heads for tokens, best those of one node
+    """Of "hierarchical": neighbouring ranks that exchange heads for tokens, best those of one node."""
     uneven: Literal["pad", "refuse"] = "pad"
-    # what becomes of a sequence that ranks cannot share evenly
+    """What becomes of a sequence that ranks cannot share evenly."""
     kernel: AttentionKernel = "fused"
-    # torch's fused kernels, or, on CUDA, its FlexAttention, where biases of relative positions are part of the kernel
+    """torch's fused kernels, or, on CUDA, its FlexAttention, where biases of relative positions are part of the
+    kernel."""
 
     def __post_init__(self) -> None:
         faults = []

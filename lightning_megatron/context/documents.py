@@ -21,17 +21,17 @@ class Documents:
     """Where documents lie in a batch; `documents_of` reads them."""
 
     lengths: tuple[int, ...]
-    # tokens of each document, row after row
+    """Tokens of each document, row after row."""
     names: tuple[tuple[int, int], ...]
-    # of each document its row and its number there
+    """Of each document its row and its number there."""
     index_X: Tensor
-    # int64: where each of their tokens stands in the flattened batch
+    """int64: where each of their tokens stands in the flattened batch."""
     rows_X: Tensor
-    # int64: the row of each token
+    """int64: the row of each token."""
     numbers_X: Tensor
-    # int64: the number of each token's document in its row
+    """int64: the number of each token's document in its row."""
     positions_X: Tensor
-    # int64: of each token in its document
+    """int64: of each token in its document."""
 
     def token_keys(self, sample_keys_B: Tensor) -> Tensor:
         """A random key for each token, int64 [X], of its document and its place in it, not of where it was packed."""

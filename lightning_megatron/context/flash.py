@@ -36,11 +36,11 @@ class Sequences:
     """The blocks of one call, of all samples, one after the other."""
 
     query_starts: Tensor
-    # of each block and the end of the last, int32
+    """Of each block and the end of the last, int32."""
     key_starts: Tensor
     most_queries: int
     most_keys: int
-    # in a block
+    """In a block."""
     bounds: Bounds
 
 

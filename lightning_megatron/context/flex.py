@@ -104,7 +104,7 @@ class _Sight:
 
     mask: BlockMask
     furthest: int
-    # no key is further from a query
+    """No key is further from a query."""
 
     def biased(self, table: Tensor, pairing: Pairing) -> Callable[..., Tensor]:
         """What adds the bias to a score."""

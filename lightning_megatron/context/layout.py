@@ -31,9 +31,9 @@ class View:
     """Which tokens of its segment a token sees."""
 
     is_causal: bool
-    # none behind itself
+    """None behind itself."""
     window: int = 0
-    # the last so many, itself among them, under causal attention; 0: all
+    """The last so many, itself among them, under causal attention; 0: all."""
 
     def is_visible(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
         """Which key (column) of its segment each query (row) sees: bool [queries, keys]."""
@@ -68,7 +68,7 @@ class Block:
     key_row: int
     num_keys: int
     kind: Literal["full", "causal", "masked"]
-    # every query sees every key; query i sees the keys to i; `View.is_visible` says
+    """Every query sees every key; query i sees the keys to i; `View.is_visible` says."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,16 +76,16 @@ class ContextLayout:
     """How a stream lies on outer x inner ranks; `cut` makes it."""
 
     lengths: tuple[int, ...]
-    # tokens of each segment
+    """Tokens of each segment."""
     outer: int
-    # groups that hold different tokens of a segment
+    """Groups that hold different tokens of a segment."""
     inner: int
-    # ranks of a group, which share its stream
+    """Ranks of a group, which share its stream."""
     is_zigzag: bool
     runs: tuple[tuple[Run, ...], ...]
-    # of each group, in the order of its rows
+    """Of each group, in the order of its rows."""
     num_rows: int
-    # of one rank, padding among them
+    """Of one rank, padding among them."""
 
     @property
     def size(self) -> int:

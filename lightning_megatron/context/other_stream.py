@@ -17,9 +17,9 @@ class OtherStream:
     """A stream that holds keys and values for the queries of another."""
 
     layout: ContextLayout
-    # of its tokens
+    """Of its tokens."""
     segments: tuple[int, ...]
-    # for each segment of the queries' stream the one of this stream that it sees, or NOTHING
+    """For each segment of the queries' stream the one of this stream that it sees, or NOTHING."""
 
     def blocks(self, queries: ContextLayout, group: int, place: int) -> tuple[Block, ...]:
         """What the queries of one group have to do with the keys of another."""

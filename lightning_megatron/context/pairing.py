@@ -22,7 +22,7 @@ class Dropping:
     """Which weights of attention are dropped."""
 
     keys: Tensor
-    # random key of each query row of each head here, int64 [B or 1, A, Q]; a key's column is its position
+    """Random key of each query row of each head here, int64 [B or 1, A, Q]; a key's column is its position."""
     probability: float
 
 
@@ -31,18 +31,18 @@ class Bias:
     """What is added to scores for the distance of a key from a query."""
 
     table: Tensor
-    # learned, [buckets, A]
+    """Learned, [buckets, A]."""
     bucket: Callable[[Tensor], Tensor]
-    # position of the key less that of the query, int64, to its bucket
+    """Position of the key less that of the query, int64, to its bucket."""
 
 
 class Mask(NamedTuple):
     """Which keys of a block its queries see."""
 
     added: Tensor
-    # to scores, [queries, keys]: 0, or -inf where a key is not seen
+    """To scores, [queries, keys]: 0, or -inf where a key is not seen."""
     blind: Tensor | None
-    # the queries that see none, bool [queries]; None where there is no such
+    """The queries that see none, bool [queries]; None where there is no such."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,15 +54,15 @@ class Pairing:
 
     blocks: tuple[Block, ...]
     query_positions: Tensor
-    # in the segment, int64 [Q]; -1 where no token
+    """In the segment, int64 [Q]; -1 where no token."""
     key_positions: Tensor
-    # in the segment, int64 [K]; -1 where no token
+    """In the segment, int64 [K]; -1 where no token."""
     view: View
     scale: float
     dropping: Dropping | None = None
     bias: Bias | None = None
     kept: dict[object, Any] = field(default_factory=dict)
-    # what kernels make once, of blocks, positions and view, for all calls and all pairings that share it
+    """What kernels make once, of blocks, positions and view, for all calls and all pairings that share it."""
 
     def mask(self, block: Block, dtype: torch.dtype) -> Mask:
         """The mask of a block that has one."""

@@ -29,13 +29,13 @@ class Held:
 
     lengths: tuple[int, ...]
     names_D2: Tensor
-    # int64: of each document its row in the batch and its number in the row, -1 where it is the whole row
+    """int64: of each document its row in the batch and its number in the row, -1 where it is the whole row."""
     rows: int
-    # of the batch
+    """Of the batch."""
     index_X: Tensor
-    # int64: where each of their tokens stands in the flattened batch
+    """int64: where each of their tokens stands in the flattened batch."""
     values: Batch
-    # of each token, by key: [B, S]
+    """Of each token, by key: [B, S]."""
 
     @property
     def schema(self) -> dict[str, torch.dtype]:
@@ -49,7 +49,7 @@ class Microbatch:
     batch: Batch
     # [1, X] of each key, with the segments of its documents; one token of no document where there is none
     names_D2: Tensor
-    # int64: of each document its row in the global batch and its number there
+    """int64: of each document its row in the global batch and its number there."""
     group: Group
 
 
@@ -92,9 +92,9 @@ class Route:
 
     plan: Plan
     lengths: tuple[int, ...]
-    # of all documents
+    """Of all documents."""
     senders: tuple[int, ...]
-    # the rank of the line that sends each
+    """The rank of the line that sends each."""
 
     @staticmethod
     def of(plan: Plan, lengths_by_replica: Sequence[Sequence[int]], copies: int) -> Route:

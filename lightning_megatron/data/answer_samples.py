@@ -34,8 +34,8 @@ from lightning_megatron.data.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from lightning_megatron.data.sources import Documents
 
+# That are tokenized together.
 _ROWS = 1000
-# that are tokenized together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +43,11 @@ class KeptAnswers:
     """What became of the answers of a table."""
 
     samples: int
-    # answers that are samples
+    """Answers that are samples."""
     cut: int
-    # of them, those that were longer than the decoder's text may be
+    """Of them, those that were longer than the decoder's text may be."""
     dropped: int
-    # those that are empty, or of which what is asked is longer than the encoder's text may be
+    """Those that are empty, or of which what is asked is longer than the encoder's text may be."""
 
     def __str__(self) -> str:
         return (

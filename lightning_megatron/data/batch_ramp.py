@@ -19,11 +19,11 @@ class BatchRamp:
 
     first_size: int
     last_size: int
-    # the global batch size behind the ramp
+    """The global batch size behind the ramp."""
     step_size: int
-    # by which the size grows
+    """By which the size grows."""
     ramp_samples: int
-    # seen when the last size is reached
+    """Seen when the last size is reached."""
 
     def __post_init__(self) -> None:
         faults = []

@@ -39,16 +39,16 @@ class BertSampleConfig:
     """What samples look like."""
 
     sequence_length: int
-    # tokens of a sample, special ones and padding included
+    """Tokens of a sample, special ones and padding included."""
     class_token: int
     separator_token: int
     padding_token: int
     short_share: float = 0.1
-    # of the spans: these have a random length, from 2 tokens to all that fit
+    """Of the spans: these have a random length, from 2 tokens to all that fit."""
     swapped_share: float = 0.5
-    # of the samples
+    """Of the samples."""
     is_pair: bool = True
-    # two parts, swapped or not; else one, and no sentence_order_labels
+    """Two parts, swapped or not; else one, and no sentence_order_labels."""
 
     def __post_init__(self) -> None:
         faults = []

@@ -34,11 +34,11 @@ class Kept:
     """What became of the rows of a table."""
 
     samples: int
-    # rows that are samples
+    """Rows that are samples."""
     cut: int
-    # of them, those that were longer than a sample may be
+    """Of them, those that were longer than a sample may be."""
     dropped: int
-    # rows with nothing to learn within that length
+    """Rows with nothing to learn within that length."""
 
     def __str__(self) -> str:
         return (

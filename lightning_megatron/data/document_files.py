@@ -55,11 +55,11 @@ class FileDocument(NamedTuple):
     """A document of a file."""
 
     text: str | None
-    # none: nothing is there, or it is bad
+    """none: nothing is there, or it is bad."""
     fault: str = ""
-    # what is wrong with it and where it is, to be said behind "a document"; empty: nothing
+    """What is wrong with it and where it is, to be said behind "a document"; empty: nothing."""
     where: str = ""
-    # its file, and its line, item or row there; empty of what is no single row: damage, and a line that is no JSON
+    """Its file, and its line, item or row there; empty of what is no single row: damage, and a line that is no JSON."""
 
 
 def read_documents(

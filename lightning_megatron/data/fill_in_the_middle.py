@@ -24,9 +24,9 @@ class FillInTheMiddle:
     suffix_token: int
     middle_token: int
     rate: float = 0.5
-    # of the documents
+    """Of the documents."""
     suffix_first_rate: float = 0.5
-    # of those: suffix, prefix, middle
+    """Of those: suffix, prefix, middle."""
 
     def __post_init__(self) -> None:
         faults = [

@@ -50,10 +50,10 @@ if TYPE_CHECKING:
 Unreadable = Literal["skip", "refuse"]
 """What becomes of a row with an image that cannot be read."""
 
+# Of the file.
 _FORM = 2
-# of the file
+# Names that a message has.
 _SHOWN = 5
-# names that a message has
 logger = logging.getLogger(__name__)
 
 
@@ -63,11 +63,11 @@ class KeptRows:
 
     samples: int
     cut: int
-    # samples that were longer than they may be
+    """Samples that were longer than they may be."""
     dropped: int
-    # rows with nothing to learn within that length
+    """Rows with nothing to learn within that length."""
     unreadable: tuple[str, ...]
-    # rows left out for an image: which, and why
+    """Rows left out for an image: which, and why."""
 
     def __str__(self) -> str:
         told = (
@@ -99,8 +99,8 @@ class ImageSamples(Dataset[dict[str, Tensor]]):
             self._ends: NDArray[np.int64] = file["ends"]
             self._image_ends: NDArray[np.int64] = file["image_ends"]
             told = json.loads(file["told"].tobytes())
+        # Names of files, or the row and which of its images it is.
         self._images: list[str | list[int]] = told["images"]
-        # names of files, or the row and which of its images it is
         self.kept = KeptRows(
             samples=len(self._ends), cut=told["cut"], dropped=told["dropped"], unreadable=tuple(told["unreadable"])
         )

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 ImageFit = Literal["crop", "pad"]
 """How an image becomes a square."""
 
+# That open files at a time: they wait for the disk.
 _THREADS = 16
-# that open files at a time: they wait for the disk
 
 
 class UnreadableImage(ValueError):
@@ -40,13 +40,13 @@ class ImageConfig:
     """What a vision tower is given of an image. Raises ValueError, telling all faults at once."""
 
     size: int
-    # height and width in pixels
+    """Height and width in pixels."""
     fit: ImageFit = "crop"
-    # what becomes of an image that is no square
+    """What becomes of an image that is no square."""
     mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
-    # of red, green and blue, between 0 and 1; CLIP's
+    """Of red, green and blue, between 0 and 1; CLIP's."""
     std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
-    # by which they are divided after the mean is taken off
+    """By which they are divided after the mean is taken off."""
 
     def __post_init__(self) -> None:
         faults = []

@@ -85,14 +85,14 @@ class RowLane:
         self.end_of_text = end_of_text
         self.long_documents: Literal["split", "drop"] = long_documents
         self.seed = seed
+        # Documents that are not packed yet.
         self._waiting: list[Tokens] = []
-        # documents that are not packed yet
+        # Positions that they take.
         self._num_waiting = 0
-        # positions that they take
+        # Documents that were packed together, and their rows.
         self._windows: deque[tuple[list[Tokens], DocumentRows]] = deque()
-        # documents that were packed together, and their rows
+        # Rows of the first window.
         self._num_taken = 0
-        # rows of the first window
 
     @property
     def num_ready(self) -> int:

@@ -23,18 +23,18 @@ class Masking:
     """How much is hidden, and by what."""
 
     vocab_size: int
-    # random tokens are drawn below it
+    """Random tokens are drawn below it."""
     mask_token: int
     special_tokens: tuple[int, ...]
-    # never hidden, and never drawn as a random token; the mask token counts as one
+    """Never hidden, and never drawn as a random token; the mask token counts as one."""
     share: float = 0.15
-    # of the tokens that are not special
+    """Of the tokens that are not special."""
     longest_run: int = 3
-    # words
+    """Words."""
     masked_share: float = 0.8
-    # of the hidden tokens: the mask token stands in their place
+    """Of the hidden tokens: the mask token stands in their place."""
     random_share: float = 0.1
-    # of the hidden tokens: any token stands in their place; the others are seen as they are
+    """Of the hidden tokens: any token stands in their place; the others are seen as they are."""
 
     def __post_init__(self) -> None:
         faults = []
@@ -67,7 +67,7 @@ class Masked:
 
     tokens: Numbers
     labels: Numbers
-    # the token that was there, and -100 where nothing is asked
+    """The token that was there, and -100 where nothing is asked."""
 
 
 def mask_words(tokens: Numbers, starts_word: NDArray[np.bool_], masking: Masking, *, seed: int, sample: int) -> Masked:

@@ -37,9 +37,9 @@ class Packed:
 
     num_documents: int
     num_long: int
-    # of them, those longer than a row
+    """Of them, those longer than a row."""
     num_positions: int
-    # of all rows, unused ends left out
+    """Of all rows, unused ends left out."""
     num_rows: int
 
 

@@ -30,11 +30,11 @@ class Pieces:
     """What of documents is packed: piece i is `lengths[i]` long and starts `starts[i]` behind its document's start."""
 
     documents: Numbers
-    # the number of each piece's document, in order
+    """The number of each piece's document, in order."""
     starts: Numbers
     lengths: Numbers
     num_long: int
-    # documents longer than a row
+    """Documents longer than a row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +42,9 @@ class Packing:
     """Row r holds the documents `order[ends[r - 1] : ends[r]]`, one after the other."""
 
     order: Numbers
-    # each document's number once, row after row
+    """Each document's number once, row after row."""
     ends: Numbers
-    # where in `order` each row ends
+    """Where in `order` each row ends."""
 
     @property
     def num_rows(self) -> int:

@@ -26,6 +26,7 @@ COLOURS = {
 }
 SHAPES = ("circle", "square", "triangle")
 PLACES = ("top left", "top right", "bottom left", "bottom right")
+# Asked where there is no picture.
 FACTS = (
     ("What colour is the sky?", "The sky is blue."),
     ("What colour is grass?", "Grass is green."),
@@ -33,9 +34,8 @@ FACTS = (
     ("How many corners has a triangle?", "A triangle has three corners."),
     ("How many corners has a circle?", "A circle has none."),
 )
-# asked where there is no picture
+# Of a picture, in pixels.
 SIDE = 32
-# of a picture, in pixels
 TABLE = "table.jsonl"
 """The name of the table in the folder that `draw_shapes` writes."""
 

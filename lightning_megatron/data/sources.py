@@ -322,7 +322,7 @@ class HeldDocument(NamedTuple):
     content: memoryview | None
     # UTF-8, unless the file holds something else; none for one that is null or bad
     fault: str
-    # what is wrong with it, as the source knows; empty: nothing
+    """What is wrong with it, as the source knows; empty: nothing."""
 
 
 def held_documents(documents: "Documents", first: int, last: int) -> Iterator[HeldDocument]:

@@ -31,22 +31,22 @@ class SpanCorruption:
     """What is taken out, and what stands in its place."""
 
     sentinels: tuple[int, ...]
-    # token ids, in the order in which they are used
+    """Token ids, in the order in which they are used."""
     start_token: int
-    # the decoder's first
+    """The decoder's first."""
     end_token: int
-    # ends both texts
+    """Ends both texts."""
     padding_token: int
     encoder_length: int
-    # tokens of the encoder's text, its end and padding included
+    """Tokens of the encoder's text, its end and padding included."""
     decoder_length: int
-    # the same of the decoder's
+    """The same of the decoder's."""
     share: float = 0.15
-    # of the tokens that is taken out
+    """Of the tokens that is taken out."""
     stop_chance: float = 0.2
-    # that a span ends behind a token: the mean length is about its inverse
+    """That a span ends behind a token: the mean length is about its inverse."""
     longest_span: int = 10
-    # tokens
+    """Tokens."""
 
     def __post_init__(self) -> None:
         faults = []

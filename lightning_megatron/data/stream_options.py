@@ -28,13 +28,13 @@ class StreamOptions:
     """How a stretch becomes a sample."""
 
     end_of_text: int | None = None
-    # with which documents end; needed by all that follow
+    """With which documents end; needed by all that follow."""
     fill: FillInTheMiddle | None = None
-    # how documents are told in another order
+    """How documents are told in another order."""
     separates_documents: bool = False
-    # whether samples have `segments`, one for each document
+    """Whether samples have `segments`, one for each document."""
     masks_end_of_text: bool = False
-    # whether the end of text, as an input, has no target
+    """Whether the end of text, as an input, has no target."""
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -97,15 +97,15 @@ class Dealer:
         }
 
     def load_state_dict(self, state: State) -> None:
+        # Where the texts were before this window; none: at the beginning.
         self._texts_state: Any = state["texts"]
-        # where the texts were before this window; none: at the beginning
         self._pass: int = state["pass"]
+        # Before this one, of all passes.
         self._num_windows: int = state["window"]
-        # before this one, of all passes
+        # Of this window.
         self._num_dealt: int = state["dealt"]
-        # of this window
+        # Of the document that comes next.
         self.number: int = state["number"]
-        # of the document that comes next
         self._lanes: list[tuple[int, int]] = [(characters, lane) for lane, characters in enumerate(state["characters"])]
         heapq.heapify(self._lanes)
         self._documents = self._deal()
@@ -152,10 +152,10 @@ class StreamReader:
         self._dealer = dealer
         self._tokenizer = tokenizer
         self._lanes = {lane: make_lane() for lane in lanes}
+        # Of each lane: the number of the first document that it has not had.
         self._seen = dict.fromkeys(lanes, 0)
-        # of each lane: the number of the first document that it has not had
+        # In a row: documents of which nothing will be in a sample.
         self._num_dropped = 0
-        # in a row: documents of which nothing will be in a sample
         self._ramp = ramp
         self.consumed_samples = 0
 
@@ -233,7 +233,7 @@ class StreamStart:
 
     state_samples: int = 0
     states: tuple[State, ...] = ()
-    # of readers that had all lanes together; none: from the beginning
+    """Of readers that had all lanes together; none: from the beginning."""
     consumed_samples: int = 0
 
 

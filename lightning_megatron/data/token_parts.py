@@ -34,11 +34,11 @@ class DocumentForm:
     """How a document is written."""
 
     has_ends: bool = True
-    # whether the end of text follows it
+    """Whether the end of text follows it."""
     sentences: bool = False
-    # whether each of its sentences is a sequence
+    """Whether each of its sentences is a sequence."""
     max_document_bytes: int = MAX_DOCUMENT_BYTES
-    # a larger one is bad, and so is one that cannot be read, or that the tokenizer refuses
+    """A larger one is bad, and so is one that cannot be read, or that the tokenizer refuses."""
     bad_documents: BadDocuments = "skip"
 
 
@@ -48,13 +48,13 @@ class Counts:
 
     num_documents: int = 0
     num_bytes: int = 0
-    # of text that was tokenized
+    """Of text that was tokenized."""
     num_tokens: int = 0
     num_empty: int = 0
-    # without a token, and not bad
+    """Without a token, and not bad."""
     num_bad: int = 0
     bad: "list[BadDocument]" = field(default_factory=list)
-    # the first of them
+    """The first of them."""
 
     def numbers(self) -> list[int]:
         """All but the names."""
@@ -91,11 +91,11 @@ class BadDocument:
     """A document that is not to be tokenized."""
 
     why: str
-    # to be said behind "document 5"
+    """To be said behind "document 5"."""
     number: int = -1
-    # among those that are written; not known of a text alone
+    """Among those that are written; not known of a text alone."""
     is_placed: bool = False
-    # whether `why` says where it lies
+    """Whether `why` says where it lies."""
 
     def __str__(self) -> str:
         return f"document {self.number} {self.why}"

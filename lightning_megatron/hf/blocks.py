@@ -26,9 +26,9 @@ class Block:
     ours: Box
     theirs: Box
     source: int
-    # place of theirs among the tensors of the row
+    """Place of theirs among the tensors of the row."""
     dims: tuple[int, ...]
-    # our dim along which each dim of theirs runs; our other dims have extent 1
+    """Our dim along which each dim of theirs runs; our other dims have extent 1."""
 
     def from_theirs(self, theirs: Tensor) -> Tensor:
         """Values of the block, or of a part of it, with our dims."""

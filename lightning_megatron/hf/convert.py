@@ -32,13 +32,13 @@ class Converted:
     """What was converted."""
 
     family: str
-    # the model_type, or the class of a model that has none
+    """The model_type, or the class of a model that has none."""
     num_tensors: int
-    # that were written
+    """That were written."""
     num_parameters: int
-    # of the unsplit model
+    """Of the unsplit model."""
     dtype: str
-    # of what was written, as torch calls it
+    """Of what was written, as torch calls it."""
 
 
 def to_checkpoint(weights: Weights, target: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> Converted:

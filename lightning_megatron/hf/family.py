@@ -25,13 +25,13 @@ Config = GPTConfig | BertConfig | T5Config
 # A LlavaConfig is a GPTConfig, and a LlavaModel a GPTModel.
 Model = GPTModel | BertModel | T5Model
 
+# Of each configuration that families have.
 _MODELS: dict[type[Any], type[Any]] = {
     GPTConfig: GPTModel,
     BertConfig: BertModel,
     T5Config: T5Model,
     LlavaConfig: LlavaModel,
 }
-# of each configuration that families have
 
 CONFIGS: dict[str, type[Config]] = {model.__name__: config for config, model in _MODELS.items()}
 """The configuration of each model that families have, by the name of the model's class."""
@@ -54,7 +54,7 @@ class Row:
     theirs: tuple[str, ...]
     layout: Layout = whole
     is_of: Callable[[Any], bool] = _always
-    # whether a model of that configuration of ours has it so
+    """Whether a model of that configuration of ours has it so."""
 
     def sources(self, numbers: tuple[str, ...], shape: Shape) -> tuple[str, ...]:
         """The names of theirs for our tensor of that shape, whose name has those numbers."""
@@ -68,33 +68,33 @@ class Family:
     """One `model_type`."""
 
     name: str
-    # the model_type
+    """The model_type."""
     architecture: str
-    # the class of transformers that a saved model names
+    """The class of transformers that a saved model names."""
     prefix: str
-    # of their names, left out by models that were saved without a head
+    """Of their names, left out by models that were saved without a head."""
     rows: tuple[Row, ...]
-    # of the files that are written
+    """Of the files that are written."""
     ignored: tuple[str, ...]
-    # names of theirs that are no weights
+    """Names of theirs that are no weights."""
     tied: Mapping[str, str]
-    # names of theirs that repeat another tensor where embeddings are tied
+    """Names of theirs that repeat another tensor where embeddings are tied."""
     defaults: Mapping[str, Any]
-    # fields of theirs that a config.json may leave out
+    """Fields of theirs that a config.json may leave out."""
     harmless: frozenset[str]
-    # fields of theirs that change no number of a forward
+    """Fields of theirs that change no number of a forward."""
     config_from_hf: Callable[[ConfigReader], dict[str, Any]]
-    # our fields, with faults noted in the reader
+    """Our fields, with faults noted in the reader."""
     config_to_hf: Callable[[Any], dict[str, Any]]
-    # their fields, of a `config_class`
+    """Their fields, of a `config_class`."""
     faults: Callable[[Any], list[str]]
-    # why one of our configurations is none of this family, one sentence each
+    """Why one of our configurations is none of this family, one sentence each."""
     other_rows: tuple[Row, ...] = ()
-    # of files that some version of transformers writes too
+    """Of files that some version of transformers writes too."""
     copies: Mapping[str, str] = field(default_factory=dict)
-    # names of theirs that always repeat another tensor
+    """Names of theirs that always repeat another tensor."""
     config_class: type[Config] = GPTConfig
-    # what our configurations of this family are
+    """What our configurations of this family are."""
 
     def rows_of(self, names: Iterable[str]) -> tuple[Row, ...]:
         """The rows of a file with tensors of those names."""

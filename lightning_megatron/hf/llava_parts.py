@@ -46,9 +46,9 @@ class _Given:
     """A folder's weights."""
 
     has: Callable[[str], bool]
-    # a parameter of that name of ours
+    """A parameter of that name of ours."""
     num_rows: int
-    # of its vocabulary
+    """Of its vocabulary."""
     read: Read
 
 

@@ -59,13 +59,13 @@ class ShardPlan:
     """All files of a model's weights."""
 
     headers: Mapping[str, bytes]
-    # of each file: its first bytes
+    """Of each file: its first bytes."""
     lengths_bytes: Mapping[str, int]
-    # of each file
+    """Of each file."""
     places: Mapping[str, Place]
-    # of each tensor
+    """Of each tensor."""
     dtype: torch.dtype
-    # of all tensors
+    """Of all tensors."""
 
     @staticmethod
     def of(shapes: Mapping[str, Shape], dtype: torch.dtype, max_shard_bytes: int) -> "ShardPlan":

@@ -94,6 +94,7 @@ PLAIN = {"relu": "relu", "gelu": "gelu", "gelu_python": "gelu", "quick_gelu": "q
 )
 GATES = {"silu": "swiglu", "swish": "swiglu"} | dict.fromkeys(_TANH, "geglu_tanh")
 """Activations by their names of the function, of plain feed-forward networks and of gated ones."""
+# feed_forward_proj by our activation.
 _WRITTEN = {
     "relu": "relu",
     "gelu": "gelu",
@@ -102,7 +103,6 @@ _WRITTEN = {
     "geglu_tanh": "gated-gelu",
     "swiglu": "gated-silu",
 }
-# feed_forward_proj by our activation
 
 # Of initial values, and of tasks that other classes are for.
 _HARMLESS = HARMLESS | {

@@ -35,12 +35,12 @@ class Weights:
     """The weights of one model."""
 
     kind: str
-    # a folder's model_type, or the class of the model
+    """A folder's model_type, or the class of the model."""
     config: Config
     dtype: torch.dtype
-    # the narrowest that holds all of them
+    """The narrowest that holds all of them."""
     read: Read
-    # by our names
+    """By our names."""
 
     def upcycled(self, moe: MoEConfig) -> "Weights":
         """Those of a model with experts that computes the same. Raises ValueError with all that keeps it from it."""

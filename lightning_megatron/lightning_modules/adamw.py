@@ -23,19 +23,19 @@ class AdamWConfig:
     """How the weights are stepped. Source of the defaults: Brown et al., arXiv 2005.14165, appendix B."""
 
     lr: float = 3e-4
-    # learning rate at the peak
+    """Learning rate at the peak."""
     weight_decay: float = 0.1
-    # of matrices; biases and norms have none
+    """Of matrices; biases and norms have none."""
     betas: tuple[float, float] = (0.9, 0.95)
-    # decay of the running means of the gradient and of its square
+    """Decay of the running means of the gradient and of its square."""
     epsilon: float = 1e-8
-    # added to the root of the mean square
+    """Added to the root of the mean square."""
     warmup_steps: int = 0
-    # optimizer steps of linear rise to the peak, the first at 1/warmup_steps of it
+    """Optimizer steps of linear rise to the peak, the first at 1/warmup_steps of it."""
     minimum_fraction: float = 0.1
-    # of the peak rate that is left at the end
+    """Of the peak rate that is left at the end."""
     total_steps: int = 0
-    # optimizer steps until the end of the curve; 0: as many as the Trainer will do
+    """Optimizer steps until the end of the curve; 0: as many as the Trainer will do."""
 
     def __post_init__(self) -> None:
         faults = [

@@ -81,8 +81,8 @@ class ChatDataModule(TextDataModule):
         self.split = split
         self.pad_to_multiple = pad_to_multiple
         self.packing = packing
+        # There from `setup` on, where the tokenizer has one.
         self.template: ChatTemplate | None = None
-        # there from `setup` on, where the tokenizer has one
 
     @property
     def hides_padding(self) -> bool:

@@ -37,13 +37,13 @@ class Samples:
     dataset: Dataset[Sample]
     count: int
     told: str = ""
-    # what became of the source, for the log
+    """What became of the source, for the log."""
     is_ordered: bool = False
-    # whether the order is the samples' own: they are not shuffled
+    """Whether the order is the samples' own: they are not shuffled."""
     is_new_each_epoch: bool = False
-    # whether sample i of epoch e is another in each of them, and asked for by the number e * count + i
+    """Whether sample i of epoch e is another in each of them, and asked for by the number e * count + i."""
     is_endless: bool = False
-    # whether every number is a sample, and `count` are those of an epoch
+    """Whether every number is a sample, and `count` are those of an epoch."""
 
     def part(self, first: int, last: int) -> "Samples":
         """Those from `first` to before `last`."""
@@ -100,10 +100,10 @@ class ReplicaDataModule(L.LightningDataModule):
         self._training: Samples | None = None
         self._held_out: Samples | None = None
         self._loader: ReplicaLoader | StreamLoader | None = None
+        # Of preparing, on the process that did.
         self._failure: Exception | None = None
-        # of preparing, on the process that did
+        # A checkpoint's state, until the loader that it is for exists.
         self._resumed: dict[str, Any] | None = None
-        # a checkpoint's state, until the loader that it is for exists
 
     def faults(self) -> list[str]:
         """One sentence for each thing that keeps samples from being made, as far as it shows without reading any."""

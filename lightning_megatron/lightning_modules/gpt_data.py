@@ -35,7 +35,7 @@ class StreamingConfig:
     """How text is read while it is trained on."""
 
     window_documents: int = 1000
-    # that are in memory and in a random order together; 1: in their own order
+    """That are in memory and in a random order together; 1: in their own order."""
 
     def __post_init__(self) -> None:
         if self.window_documents < 1:

@@ -40,8 +40,8 @@ from lightning_megatron.trainer.config import ConfigurationError
 ImagePacking = Literal["none", "documents"]
 """What shares a row: nothing, or samples that do not see each other."""
 
+# Rows of the table that is drawn where none is given.
 _NUM_DRAWN = 4096
-# rows of the table that is drawn where none is given
 
 
 class LlavaDataModule(TextDataModule):
@@ -118,10 +118,10 @@ class LlavaDataModule(TextDataModule):
         self.packing = packing
         self.pad_to_multiple = pad_to_multiple
         self.prompt_images = prompt_images or []
+        # There from `setup` on.
         self.template: ChatTemplate | None = None
-        # there from `setup` on
+        # Of each prompt, from `setup` for prediction on: [n, 3, image_size, image_size].
         self._asked_images: list[Tensor] = []
-        # of each prompt, from `setup` for prediction on: [n, 3, image_size, image_size]
 
     @property
     def hides_padding(self) -> bool:

@@ -26,7 +26,7 @@ class PretrainModule(L.LightningModule):
     """
 
     means: ClassVar[dict[str, type[TokenMean]]] = {"loss": TokenMean, "perplexity": Perplexity, "accuracy": TokenMean}
-    # what evaluation logs
+    """What evaluation logs."""
 
     def __init__(self, optimizer: AdamWConfig, **settings: Any) -> None:
         """`settings` are the subclass's other configurations, dataclasses all, which its checkpoints hold too."""
@@ -36,8 +36,8 @@ class PretrainModule(L.LightningModule):
         self.save_hyperparameters(
             {"optimizer": asdict(self.optimizer)} | {name: asdict(value) for name, value in settings.items()}
         )
+        # There from `configure_model` on.
         self.model: Any = None
-        # there from `configure_model` on
         self._means = nn.ModuleDict(
             {f"{stage}_{name}": kind() for stage in ("val", "test") for name, kind in self.means.items()}
         )

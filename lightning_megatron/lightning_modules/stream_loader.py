@@ -39,8 +39,8 @@ class StreamLoader:
         self._ramp = ramp
         self._num_batches = num_batches
         self._lanes = range(replica.rank * share, (replica.rank + 1) * share)
+        # Each has one lane at least.
         self._num_workers = min(num_workers, share)
-        # each has one lane at least
         self._start = StreamStart()
 
     def __len__(self) -> int:

@@ -104,8 +104,8 @@ def _lengths(batch: Batch) -> Counter[tuple[int, int]]:
         return Counter((int(num), decoder_width) for num in batch["encoder_padding_mask"].bool().sum(dim=1))
     if "encoder_segments" not in batch:
         return Counter({(width, decoder_width): rows})
+    # Of each stack the tokens of a document, by its row and number.
     sizes: list[Counter[tuple[int, int]]] = []
-    # of each stack the tokens of a document, by its row and number
     for name in ("encoder_segments", "decoder_segments"):
         segments = batch[name].cpu()
         numbered = torch.nonzero(segments != NO_DOCUMENT)[:, 0].tolist(), segments[segments != NO_DOCUMENT].tolist()

@@ -63,15 +63,15 @@ class TextDataModule(ReplicaDataModule):
     """
 
     special_tokens: ClassVar[tuple[str, ...]] = ()
-    # of a tokenizer that is trained here, beside the end of text
+    """Of a tokenizer that is trained here, beside the end of text."""
     default_fraction: ClassVar[float] = 0.02
-    # held out where nothing says what is
+    """Held out where nothing says what is."""
     needed_of_tokenizer: ClassVar[str] = ""
-    # what only a tokenizer says, without which token files are of no use; empty: there is nothing
+    """What only a tokenizer says, without which token files are of no use; empty: there is nothing."""
     has_ends: ClassVar[bool] = True
-    # whether an end of text follows each document that is tokenized
+    """Whether an end of text follows each document that is tokenized."""
     has_sentences: ClassVar[bool] = False
-    # whether each of its sentences is a sequence
+    """Whether each of its sentences is a sequence."""
 
     def __init__(
         self,
@@ -112,10 +112,10 @@ class TextDataModule(ReplicaDataModule):
         self.max_document_bytes = max_document_bytes
         self.prompts = prompts or []
         self.cache_directory = Path(cache_directory)
+        # There from `setup` on, but for token files alone.
         self.tokenizer: Tokenizer | None = None
-        # there from `setup` on, but for token files alone
+        # For test, where there are others than for validation.
         self._tested: Samples | None = None
-        # for test, where there are others than for validation
 
     @property
     def _sources(self) -> list[BlendSource]:

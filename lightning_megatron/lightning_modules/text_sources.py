@@ -20,13 +20,13 @@ class BlendSource:
     """One source of a blend."""
 
     weight: float
-    # in proportion to those of the others
+    """In proportion to those of the others."""
     path: str | None = None
-    # a file, a directory, a pattern, or the prefix of token files
+    """A file, a directory, a pattern, or the prefix of token files."""
     dataset: str | None = None
-    # a name that `datasets` knows, or a local one, in the place of path
+    """A name that `datasets` knows, or a local one, in the place of path."""
     text_column: str = "text"
-    # of tables
+    """Of tables."""
 
     @property
     def has_tokens(self) -> bool:

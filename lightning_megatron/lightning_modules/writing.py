@@ -21,8 +21,8 @@ class WritingModule(PretrainModule):
     def __init__(self, optimizer: AdamWConfig, generation: GenerationConfig, **settings: Any) -> None:
         self.generation: GenerationConfig = rebuilt(GenerationConfig, generation)
         super().__init__(optimizer, generation=self.generation, **settings)
+        # Rows of this replica in the running prediction.
         self._num_predicted = 0
-        # rows of this replica in the running prediction
 
     def _write(self, batch: Batch, generation: GenerationConfig, samples: Tensor) -> list[Tensor]:
         """What the model writes to each row of a batch, whose numbers among all are `samples` [batch]."""

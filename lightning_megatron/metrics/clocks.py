@@ -21,7 +21,7 @@ class Offset:
 
     seconds: float
     error_seconds: float
-    # by which it may be wrong, either way
+    """By which it may be wrong, either way."""
 
 
 def offset_of(own: Sequence[Meeting], first: Sequence[Meeting]) -> Offset:

@@ -71,14 +71,14 @@ class LoadHistory:
         assert num_columns % 2 == 0
         self.num_columns = num_columns
         self.layers: tuple[str, ...] = ()
+        # Of each column.
         self.last_steps: list[int] = []
-        # of each column
+        # Of each column: int64 [L, E].
         self.counts: list[Tensor] = []
-        # of each column: int64 [L, E]
+        # In a column that is full.
         self._num_reports = 0
-        # in a column that is full
+        # In the last column.
         self._num_open = 0
-        # in the last column
 
     def add(self, step: int, reports: Mapping[str, Report]) -> None:
         """Takes in what routers did in a step."""

@@ -56,7 +56,7 @@ class Row:
     label: str
     laps: tuple[Lap, ...]
     stages: tuple[int, ...] = ()
-    # its chunks, of which later ones are lighter
+    """Its chunks, of which later ones are lighter."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,7 +52,7 @@ class Lap:
 
     doing: Doing
     batch: int
-    # of those that make a step, from 0
+    """Of those that make a step, from 0."""
     start: float
     end: float
 
@@ -71,12 +71,12 @@ class RankLaps:
     """What one rank did in a step."""
 
     rank: int
-    # global
+    """Global."""
     pp_rank: int
     stages: tuple[int, ...]
     laps: tuple[Lap, ...]
     is_shown: bool
-    # among those that stand for all, in a picture
+    """Among those that stand for all, in a picture."""
 
 
 def lane_of(doing: Doing) -> str:

@@ -20,9 +20,9 @@ class Peak:
     """Dense peaks of one device in FLOP/s, without sparsity; 0 where it has no such units."""
 
     pattern: str
-    # of its name, as the driver says it
+    """Of its name, as the driver says it."""
     half_flops: float
-    # of bf16 or fp16 matrix products
+    """Of bf16 or fp16 matrix products."""
     fp8_flops: float
     source: str
 
@@ -51,11 +51,11 @@ class Speed:
 
     num_tokens: int
     num_flops: float
-    # model FLOPs
+    """Model FLOPs."""
     seconds: float
     num_devices: int
     num_recomputed_flops: float = 0.0
-    # beyond model FLOPs
+    """Beyond model FLOPs."""
 
     @property
     def tokens_per_second(self) -> float:

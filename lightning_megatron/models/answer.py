@@ -31,7 +31,7 @@ class Answer(Continuation):
     """
 
     memory: KeyValueCache
-    # of cross attention: tokens of the encoder
+    """Of cross attention: tokens of the encoder."""
 
 
 def kept_memory(answer: Answer, decoder: Tokens, encoder: Tokens | None, documents: Documents | None) -> KeptMemory:

@@ -42,17 +42,17 @@ class BertConfig(LanguageModelConfig):
     sees_both_ways: ClassVar[bool] = True
 
     norm_epsilon: float = 1e-12
-    # added to the variance (or mean square) under the root
+    """Added to the variance (or mean square) under the root."""
     max_sequence_length: int = 512
-    # positions of a learned embedding, in tokens
+    """Positions of a learned embedding, in tokens."""
     norm_placement: NormPlacement = "post"
-    # norms stand behind each half of a layer, or before it and behind the last layer
+    """Norms stand behind each half of a layer, or before it and behind the last layer."""
     embedding_norm: bool = True
-    # the sum of the embeddings is normed
+    """The sum of the embeddings is normed."""
     num_token_types: int = 2
-    # rows of the token type embedding; 0: there is none
+    """Rows of the token type embedding; 0: there is none."""
     add_binary_head: bool = True
-    # beside the head of masked tokens there is one that says in which order the two parts of a sample were
+    """Beside the head of masked tokens there is one that says in which order the two parts of a sample were."""
 
     def faults(self) -> list[str]:
         faults = super().faults()
@@ -84,11 +84,11 @@ class Inputs:
 
     tokens: Tokens
     types_T: Tensor
-    # int64: of the tokens of the stream
+    """int64: of the tokens of the stream."""
     targets: Targets | None
-    # none: the caller wants logits
+    """none: the caller wants logits."""
     samples: SampleTargets | None
-    # the same of the binary head, where there is one
+    """The same of the binary head, where there is one."""
 
 
 class BertModel(PipelineModule):

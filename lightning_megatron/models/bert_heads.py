@@ -57,9 +57,9 @@ class SampleTargets:
     """What each sample of the batch shall be told to be, and how much it counts."""
 
     labels_B: Tensor
-    # int64: 0 or 1, -100 where there is no target
+    """int64: 0 or 1, -100 where there is no target."""
     weights_B: Tensor
-    # of each sample's loss in the sum: those of its tokens; see Note: a sample weighs its targets
+    """Of each sample's loss in the sum: those of its tokens; see Note: a sample weighs its targets."""
 
 
 class SentenceOrderHead(nn.Module):

@@ -42,11 +42,11 @@ class Inputs:
 
     tokens: Tokens
     targets: Targets | None
-    # none: the caller wants logits
+    """none: the caller wants logits."""
     routed: RoutedTokens | None
-    # none: no layer of this rank has experts
+    """none: no layer of this rank has experts."""
     continuation: Continuation | None = None
-    # none: all logits, or the loss, are asked for
+    """none: all logits, or the loss, are asked for."""
 
 
 class GPTModel(PipelineModule):
@@ -74,12 +74,13 @@ class GPTModel(PipelineModule):
         require_fit(config, mesh.sizes)
         super().__init__([*first_parts, *gpt_parts(config, mesh)], mesh=mesh, seed=seed)
         self.config = config
+        # On this rank.
         self._has_routers = bool(self.routers)
-        # on this rank
+        # Calls of this step that routers counted.
         self._num_routed = 0
-        # calls of this step that routers counted
+        # What they did in the last step, by the name of the layer; of this rank's layers, and none where it was
+        # skipped.
         self.routing_reports: dict[str, Report] = {}
-        # what they did in the last step, by the name of the layer; of this rank's layers, and none where it was skipped
         initialise(self, self.draws.seed)
 
     def forward(

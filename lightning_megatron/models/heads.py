@@ -25,13 +25,13 @@ class Targets:
     """What each token of the stream shall predict, and how much it counts; padding counts nothing."""
 
     labels_T: Tensor
-    # int64, -100 where there is no target
+    """int64, -100 where there is no target."""
     weights_T: Tensor
-    # of each token's loss in the mean
+    """Of each token's loss in the mean."""
     sum_of_weights: Tensor
-    # float64 []: what the mean divides by, of all ranks of cp
+    """float64 []: what the mean divides by, of all ranks of cp."""
     weights_BS: Tensor
-    # of the caller's tokens
+    """Of the caller's tokens."""
 
 
 def targets_of(labels_BS: Tensor, loss_mask_BS: Tensor | None, tokens: Tokens) -> Targets:

@@ -45,8 +45,8 @@ PARTS = (_VISION, _PROJECTOR, _LANGUAGE)
 """What can be frozen."""
 
 _PROJECTOR_ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu")
+# Rows that an error names.
 _SHOWN = 5
-# rows that an error names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,18 +54,18 @@ class LlavaConfig(GPTConfig):
     """The architecture of a LLaVA: that of a language model, whose fields are its own, and how it sees."""
 
     vision: VisionConfig
-    # the tower that images go through
+    """The tower that images go through."""
     image_token: int
-    # id that stands for one feature of an image; it need not be in the vocabulary
+    """Id that stands for one feature of an image; it need not be in the vocabulary."""
     feature_layer: int = -2
-    # whose output is the features, counted as in a list of the embedding's output and that of each layer: -1 is the
-    # last layer, -2 the one before it
+    """Whose output is the features, counted as in a list of the embedding's output and that of each layer: -1 is the
+    last layer, -2 the one before it."""
     keeps_class_token: bool = False
-    # the class token's output is a feature of the image, its first
+    """The class token's output is a feature of the image, its first."""
     projector_activation: Activation = "gelu"
-    # between the two linears that make features hidden states of the language model
+    """Between the two linears that make features hidden states of the language model."""
     projector_bias: bool = True
-    # both linears have one
+    """Both linears have one."""
 
     @classmethod
     def of(cls, language: GPTConfig, **own: Any) -> "LlavaConfig":
@@ -132,11 +132,11 @@ class Looked:
     """What the first stage does with the images of a call."""
 
     pixels: Tensor
-    # those that this rank looks at: [images, channels, height, width]
+    """Those that this rank looks at: [images, channels, height, width]."""
     stream: Tokens
-    # of their patches
+    """Of their patches."""
     features_T: Tensor
-    # int64 [T/sp]: which row of the features of all ranks takes the place of each own token; -1: none
+    """int64 [T/sp]: which row of the features of all ranks takes the place of each own token; -1: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,9 +144,9 @@ class LlavaInputs(Inputs):
     """What the parts of a call read beside the hidden states."""
 
     ids_T: Tensor
-    # of the tokens, 0 at image tokens
+    """Of the tokens, 0 at image tokens."""
     looked: Looked | None
-    # none: there is nothing to see, or another stage does it
+    """none: there is nothing to see, or another stage does it."""
 
 
 class Projector(nn.Module):

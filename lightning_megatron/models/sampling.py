@@ -20,19 +20,19 @@ class GenerationConfig:
     """How text is drawn, and where it ends. Raises ValueError, telling all faults at once."""
 
     max_new_tokens: int = 64
-    # tokens after the prompt, at most
+    """Tokens after the prompt, at most."""
     temperature: float = 0.8
-    # divides the logits before they are drawn from; 0 takes the likeliest token
+    """Divides the logits before they are drawn from; 0 takes the likeliest token."""
     top_k: int = 0
-    # of how many of the likeliest tokens one is drawn; 0: of all
+    """Of how many of the likeliest tokens one is drawn; 0: of all."""
     top_p: float = 1.0
-    # of the fewest likeliest tokens that have this probability together one is drawn; 1: of all
+    """Of the fewest likeliest tokens that have this probability together one is drawn; 1: of all."""
     stop_tokens: tuple[int, ...] = ()
-    # a row ends with the first of them, which is its last token
+    """A row ends with the first of them, which is its last token."""
     stops_at_end_of_text: bool = True
-    # `predict` takes the end of text of the data's tokenizer for one more
+    """`predict` takes the end of text of the data's tokenizer for one more."""
     seed: int = 0
-    # of the draws
+    """Of the draws."""
 
     def __post_init__(self) -> None:
         faults = [

@@ -36,16 +36,16 @@ class Inputs:
     """What the parts of a call read beside hidden states."""
 
     encoder: Tokens | None
-    # its stream; none: a call before this one ran it
+    """Its stream; none: a call before this one ran it."""
     decoder: Tokens
     decoder_ids_T: Tensor
     source: OtherStream | None = None
-    # what the decoder's documents see of the encoder's; none: keys and values are kept
+    """What the decoder's documents see of the encoder's; none: keys and values are kept."""
     kept: KeptMemory | None = None
     targets: Targets | None = None
-    # none: the caller wants logits
+    """none: the caller wants logits."""
     answer: Answer | None = None
-    # none: all logits, or the loss, are asked for
+    """none: all logits, or the loss, are asked for."""
 
 
 class T5Model(PipelineModule):

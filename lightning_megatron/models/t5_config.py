@@ -24,27 +24,27 @@ class T5Config(LanguageModelConfig):
     has_cross_attention: ClassVar[bool] = True
 
     num_decoder_layers: int = 0
-    # layers of the decoder, `num_layers` are the encoder's; 0: as many
+    """Layers of the decoder, `num_layers` are the encoder's; 0: as many."""
     activation: Activation = "relu"
     normalization: Normalization = "rmsnorm"
     norm_epsilon: float = 1e-6
     add_bias_linear: bool = False
     position: Position = "relative"
     relative_buckets: int = 32
-    # ranges of distances, each with a number for each head, where position is "relative"; those of the encoder are for
-    # keys before a token by one half, for keys behind it by the other
+    """Ranges of distances, each with a number for each head, where position is "relative"; those of the encoder are for
+    keys before a token by one half, for keys behind it by the other."""
     relative_max_distance: int = 128
-    # tokens from which on all distances are alike
+    """Tokens from which on all distances are alike."""
     max_sequence_length: int = 512
-    # positions of the encoder's learned embedding, in tokens; and what stages are balanced for
+    """Positions of the encoder's learned embedding, in tokens; and what stages are balanced for."""
     max_decoder_sequence_length: int = 0
-    # the same of the decoder; 0: as many
+    """The same of the decoder; 0: as many."""
     share_embeddings: bool = True
-    # encoder and decoder have one token embedding; else the decoder has its own, which a tied head uses
+    """Encoder and decoder have one token embedding; else the decoder has its own, which a tied head uses."""
     scales_head: bool = True
-    # what the head multiplies is divided by sqrt(hidden_size), as it was trained where the embedding is tied
+    """What the head multiplies is divided by sqrt(hidden_size), as it was trained where the embedding is tied."""
     embedding_std: float = 1.0
-    # standard deviation of initial token embeddings
+    """Standard deviation of initial token embeddings."""
 
     def __post_init__(self) -> None:
         for name, size in (

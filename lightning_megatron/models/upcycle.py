@@ -43,11 +43,11 @@ class Upcycling:
     same."""
 
     dense: GPTConfig
-    # the model that there is
+    """The model that there is."""
     moe: MoEConfig
-    # what it gets in the place of MLPs; an expert has a part of the dense features, or all
+    """What it gets in the place of MLPs; an expert has a part of the dense features, or all."""
     seed: int = 0
-    # of the router's initial weights
+    """Of the router's initial weights."""
 
     def __post_init__(self) -> None:
         if faults := self.faults():

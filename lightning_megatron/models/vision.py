@@ -39,17 +39,17 @@ class VisionConfig(TransformerConfig):
     sees_both_ways: ClassVar[bool] = True
 
     image_size: int
-    # height and width of an image, in pixels
+    """Height and width of an image, in pixels."""
     patch_size: int
-    # height and width of a patch, in pixels
+    """Height and width of a patch, in pixels."""
     num_channels: int = 3
-    # values of a pixel
+    """Values of a pixel."""
     has_input_norm: bool = True
-    # a norm between the embedding of patches and the first layer
+    """A norm between the embedding of patches and the first layer."""
     activation: Activation = "quick_gelu"
-    # of the MLP
+    """Of the MLP."""
     max_sequence_length: int = 0
-    # tokens of an image: its patches and the class token; 0: what follows from the sizes
+    """Tokens of an image: its patches and the class token; 0: what follows from the sizes."""
 
     def __post_init__(self) -> None:
         if self.max_sequence_length == 0 and self.patch_size > 0:

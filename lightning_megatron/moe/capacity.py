@@ -27,12 +27,12 @@ class Capacity:
     """What an expert takes of each sequence. Raises ValueError, telling all faults at once."""
 
     factor: float
-    # times the even share of the sequence's choices, rounded up to whole tokens
+    """Times the even share of the sequence's choices, rounded up to whole tokens."""
     keeps: Keeps = "probability"
-    # which choices stay where there are more
+    """Which choices stay where there are more."""
     pads: bool = False
-    # fill up with zeros to what may come: every size is known in advance, and no rank waits to learn one. Where
-    # documents are packed, and ranks with other documents share the experts, sizes are told as without it
+    """Fill up with zeros to what may come: every size is known in advance, and no rank waits to learn one. Where
+    documents are packed, and ranks with other documents share the experts, sizes are told as without it."""
 
     def __post_init__(self) -> None:
         if faults := self.faults():

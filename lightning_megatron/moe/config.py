@@ -19,11 +19,11 @@ class BalanceLoss:
     """An auxiliary loss that is 1 times its coefficient where all experts are equally busy, and more where not."""
 
     scope: Scope = "sequence"
-    # over which tokens an expert's share is taken: each sequence (packed: each document), one model call on one
-    # replica, or the global batch of the step before. Only that of "microbatch" depends on the layout: on
-    # the number of microbatches and of replicas
+    """Over which tokens an expert's share is taken: each sequence (packed: each document), one model call on one
+    replica, or the global batch of the step before. Only that of "microbatch" depends on the layout: on the number of
+    microbatches and of replicas."""
     coefficient: float = 0.01
-    # of the loss in the objective
+    """Of the loss in the objective."""
 
     def faults(self) -> list[str]:
         """Every rule that this loss breaks, one sentence each."""
@@ -43,35 +43,37 @@ class RouterConfig:
     """The router of a layer of experts. Raises ValueError, telling all faults at once."""
 
     num_experts: int
-    # of the layer
+    """Of the layer."""
     top_k: int = 2
-    # experts of a token; under "expert_choice" the mean number of them
+    """Experts of a token; under "expert_choice" the mean number of them."""
     choice: Choice = "top_k"
-    # who chooses: each token its best experts; each expert its best tokens of every sequence; tokens by a plan in which
-    # the experts of a sequence are equally busy (in training alone); or, for benchmarks, chance, or experts in turn
+    """Who chooses: each token its best experts; each expert its best tokens of every sequence; tokens by a plan in
+    which the experts of a sequence are equally busy (in training alone); or, for benchmarks, chance, or experts in
+    turn."""
     score: Score = "softmax"
-    # of a token for its experts: softmax over all of them, or a function of each alone
+    """Of a token for its experts: softmax over all of them, or a function of each alone."""
     is_normalised: bool = True
-    # the weights of a token's chosen experts sum up to scaling_factor. With softmax this is softmax after the choice,
-    # without it softmax before
+    """The weights of a token's chosen experts sum up to scaling_factor. With softmax this is softmax after the choice,
+    without it softmax before."""
     scaling_factor: float = 1.0
-    # by which the weights are multiplied
+    """By which the weights are multiplied."""
     num_groups: int = 1
-    # of experts, neighbours in each
+    """Of experts, neighbours in each."""
     num_chosen_groups: int = 1
-    # of them may be used by one token: those whose best top_k / num_chosen_groups experts have the highest sum
+    """Of them may be used by one token: those whose best top_k / num_chosen_groups experts have the highest sum."""
     balance: tuple[BalanceLoss, ...] = ()
-    # auxiliary losses, at most one of each scope
+    """Auxiliary losses, at most one of each scope."""
     z_loss: float = 0.0
-    # coefficient of the mean square of the log-sum-exp of logits
+    """Coefficient of the mean square of the log-sum-exp of logits."""
     bias_update_rate: float = 0.0
-    # after each step a bias that choices see, and weights do not, goes so far up or down for each expert; 0: no bias
+    """After each step a bias that choices see, and weights do not, goes so far up or down for each expert; 0: no
+    bias."""
     jitter: float = 0.0
-    # in training, inputs of the router are multiplied by random numbers from 1 - jitter to 1 + jitter
+    """In training, inputs of the router are multiplied by random numbers from 1 - jitter to 1 + jitter."""
     num_sinkhorn_iterations: int = 20
-    # of the plan of "sinkhorn"
+    """Of the plan of "sinkhorn"."""
     dtype: RouterDtype = "float32"
-    # of logits, scores and weights; wider inputs stay as wide as they are
+    """Of logits, scores and weights; wider inputs stay as wide as they are."""
 
     def __post_init__(self) -> None:
         if faults := self.faults():
@@ -173,23 +175,23 @@ class MoEConfig:
     """Layers of experts in the place of dense feed-forward networks. Raises ValueError, telling all faults at once."""
 
     router: RouterConfig
-    # who chooses among how many experts
+    """Who chooses among how many experts."""
     ffn_hidden_size: int = 0
-    # features of one expert between its two matrices; 0: those of the model's dense layers
+    """Features of one expert between its two matrices; 0: those of the model's dense layers."""
     every: int = 1
-    # of so many layers the first has experts: layers 0, every, 2 * every ...
+    """Of so many layers the first has experts: layers 0, every, 2 * every ..."""
     layers: tuple[int, ...] = ()
-    # in the place of `every`: the layers with experts, counted from 0
+    """In the place of `every`: the layers with experts, counted from 0."""
     shared_ffn_hidden_size: int = 0
-    # features of an expert that every token goes through beside those chosen; 0: there is none
+    """Features of an expert that every token goes through beside those chosen; 0: there is none."""
     has_shared_gate: bool = False
-    # each token's output of the shared expert is weighed by the sigmoid of a product with a learned vector
+    """Each token's output of the shared expert is weighed by the sigmoid of a product with a learned vector."""
     capacity: Capacity | None = None
-    # how many tokens an expert takes; none: all that chose it
+    """How many tokens an expert takes; none: all that chose it."""
     dispatcher: DispatcherName = "all_to_all"
-    # how tokens travel: to the ranks of their experts, or to all
+    """How tokens travel: to the ranks of their experts, or to all."""
     product: ProductName = "grouped"
-    # how the experts of a rank multiply: all in one kernel where there is one, or one after another
+    """How the experts of a rank multiply: all in one kernel where there is one, or one after another."""
 
     def __post_init__(self) -> None:
         if faults := self.faults():

@@ -61,9 +61,9 @@ class Dispatcher(Protocol):
     """How tokens travel."""
 
     give_way: GiveWay
-    # called before each wait for tokens on their way
+    """Called before each wait for tokens on their way."""
     read: Read
-    # brings numbers of rows to the host
+    """Brings numbers of rows to the host."""
 
     def dispatch(
         self, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, capacity: int | None = None
@@ -110,13 +110,13 @@ class _Exchange:
         self.ep, self.etp, self.give_way = ep, etp, give_way
         num_own = sizes_PQE.shape[2] // ep.size
         sizes_PQPL = sizes_PQE.unflatten(2, (ep.size, num_own))
+        # Rows for each rank of ep.
         self.given: list[int] = sizes_PQPL[ep.rank, etp.rank].sum(1).tolist()
-        # rows for each rank of ep
         own_PQL = sizes_PQPL[:, :, ep.rank]
+        # Rows of each rank of ep.
         self.taken: list[int] = own_PQL[:, etp.rank].sum(1).tolist()
-        # rows of each rank of ep
+        # Rows that each rank of etp took.
         self.shares: list[int] = own_PQL.sum((0, 2)).tolist()
-        # rows that each rank of etp took
         sizes_L: list[int] = own_PQL.sum((0, 1)).tolist()
         counts_PQL = counts_PQE.unflatten(2, (ep.size, num_own))[:, :, ep.rank]
         self.groups = Groups(tuple(sizes_L), counts_PQL.sum((0, 1)))

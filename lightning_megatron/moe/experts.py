@@ -33,7 +33,7 @@ class Arrived(NamedTuple):
 
     rows_RH: Tensor
     weights_R: Tensor
-    # the router's
+    """The router's."""
     groups: Groups
 
 
@@ -77,8 +77,8 @@ class Experts(WeightGradientLayer):
                 f"number of experts ({num_experts}) must be a multiple of ep ({ep.size}); ep may be {fits}"
             )
         self.activation, self.axes = activation, axes
+        # As asked for; and as the two matrices multiply, each by its own where they do it in float8.
         self.product = self.up_product = self.down_product = product
-        # as asked for; and as the two matrices multiply, each by its own where they do it in float8
         width = (2, ffn_hidden_size) if activation in GATED else (ffn_hidden_size,)
         self.up = shard_parameter(
             (num_experts, *width, hidden_size), initial=initial, dim=-2, axis=etp, leading=ep, data=edp

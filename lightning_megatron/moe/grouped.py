@@ -37,7 +37,7 @@ class Groups:
 
     sizes: tuple[int, ...]
     sizes_L: Tensor
-    # int64
+    """int64."""
 
     @property
     def num_rows(self) -> int:
@@ -174,9 +174,9 @@ class GroupedBias(NamedTuple):
     values: Tensor
     # [L, *outputs]
     weights_R: Tensor | None = None
-    # by which a row's is multiplied; none: by 1
+    """By which a row's is multiplied; none: by 1."""
     is_own: bool = True
-    # whether this rank is the one that adds it, where ranks hold parts of a sum; the others know its gradient
+    """Whether this rank is the one that adds it, where ranks hold parts of a sum; the others know its gradient."""
 
 
 def grouped_linear(

@@ -21,11 +21,12 @@ class Records:
     """The calls of one router since the last step."""
 
     counts: dict[int, Tensor] = field(default_factory=dict)
-    # by call, of this rank's tokens: int64 [2, E], of which an expert is among the best by score, and among the chosen
+    """By call, of this rank's tokens: int64 [2, E], of which an expert is among the best by score, and among the
+    chosen."""
     sums: dict[int, Tensor] = field(default_factory=dict)
-    # by call, of this rank's tokens: float64 [S], their weights and each loss
+    """By call, of this rank's tokens: float64 [S], their weights and each loss."""
     kept: dict[int, Tensor] = field(default_factory=dict)
-    # by call, of this rank's tokens: int64 [E], how many choices of each expert stayed
+    """By call, of this rank's tokens: int64 [E], how many choices of each expert stayed."""
 
     def add(self, call: int, counts_2E: Tensor, sums_S: Tensor) -> None:
         """Keeps what a call saw, in the place of what the same call saw before; all that was chosen stayed."""
@@ -46,11 +47,11 @@ class Report:
     """What one router did in a step, over the global batch; the same on all ranks that hold it."""
 
     losses: dict[str, Tensor]
-    # by name, "z" or a scope: weighted mean over real tokens, before its coefficient, float64 []
+    """By name, "z" or a scope: weighted mean over real tokens, before its coefficient, float64 []."""
     counts_E: Tensor
-    # int64: how many real tokens chose each expert
+    """int64: how many real tokens chose each expert."""
     kept_E: Tensor
-    # int64: how many of them it took
+    """int64: how many of them it took."""
 
     @property
     def load_E(self) -> Tensor:

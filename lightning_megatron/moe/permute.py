@@ -24,16 +24,16 @@ class Order:
     """Which row is of what: two views of the same pairs."""
 
     sources_R: Tensor
-    # int64: what each row is of; -1 of nothing, a row of zeros
+    """int64: what each row is of; -1 of nothing, a row of zeros."""
     places_SK: Tensor
-    # int64: the rows of each source; -1 where it has one less
-    # What is known of them without a look at the device: a mask over all rows costs more than taking them.
+    """int64: the rows of each source; -1 where it has one less What is known of them without a look at the device: a
+    mask over all rows costs more than taking them."""
     has_empty_rows: bool = True
-    # whether a row may be of nothing
+    """Whether a row may be of nothing."""
     has_gaps: bool = True
-    # whether a source may have a row less
+    """Whether a source may have a row less."""
     is_as_it_was: bool = False
-    # whether row i is of source i, each of one
+    """Whether row i is of source i, each of one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,9 +41,9 @@ class SortedChoices:
     """All choices of the tokens, sorted by expert and then by token; those of no expert last."""
 
     choices_N: Tensor
-    # int64 [T * K]: token * K + which of its choices
+    """int64 [T * K]: token * K + which of its choices."""
     counts_E: Tensor
-    # int64: choices of each expert
+    """int64: choices of each expert."""
     num_chosen: int
 
     def dropless(self, num_rows: int) -> Tensor:

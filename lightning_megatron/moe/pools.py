@@ -20,24 +20,24 @@ class RoutedTokens:
     """The tokens that one rank routes in one model call, its part of the stream."""
 
     is_real_T: Tensor
-    # bool: no padding
+    """bool: no padding."""
     segments_T: Tensor
-    # int64: the sequence (packed: the document) of each, from 0, numbered alike on all ranks of the axes
+    """int64: the sequence (packed: the document) of each, from 0, numbered alike on all ranks of the axes."""
     lengths: tuple[int, ...]
-    # of the sequences of the call, in tokens of all ranks
+    """Of the sequences of the call, in tokens of all ranks."""
     positions_T: Tensor
-    # int64: the place of each in its sequence
+    """int64: the place of each in its sequence."""
     keys_T: Tensor
-    # int64: the random key of each
+    """int64: the random key of each."""
     weights_T: Tensor
-    # floating: how much each counts in the auxiliary losses
+    """floating: how much each counts in the auxiliary losses."""
     axes: tuple[Axis, ...]
-    # that cut sequences: that over which routers have their tokens cut, and cp
+    """That cut sequences: that over which routers have their tokens cut, and cp."""
     call: int = 0
-    # which model call of the step this is; made again for the backward, it is the same call. Below 0: one that routers
-    # do not count, because nothing is learnt from it
+    """Which model call of the step this is; made again for the backward, it is the same call. Below 0: one that routers
+    do not count, because nothing is learnt from it."""
     is_packed: bool = False
-    # sequences are documents: replicas, whose batches have one shape, may have different numbers of tokens
+    """Sequences are documents: replicas, whose batches have one shape, may have different numbers of tokens."""
 
     @property
     def is_counted(self) -> bool:
@@ -55,11 +55,11 @@ class Pools:
     """The sequences of a call as pools of tokens; every sum is that of all ranks that share them, on each of them."""
 
     ids_T: Tensor
-    # int64: of each token; the last one is that of padding
+    """int64: of each token; the last one is that of padding."""
     num_pools: int
     # P, with that of padding
     axes: tuple[Axis, ...]
-    # that cut sequences
+    """That cut sequences."""
 
     @property
     def is_real_T(self) -> Tensor:

@@ -33,9 +33,9 @@ class Routing:
     """Where the tokens of a rank go."""
 
     chosen_TK: Tensor
-    # int64: experts, -1 for none: of padding, and of "expert_choice", where K is E
+    """int64: experts, -1 for none: of padding, and of "expert_choice", where K is E."""
     weights_TK: Tensor
-    # of their outputs in the token's, 0 for none
+    """Of their outputs in the token's, 0 for none."""
     auxiliary: Tensor
     # []: the sum of this rank's auxiliary losses, each token's times its weight and each loss times its coefficient;
     # 0 in evaluation, and of a call that does not count

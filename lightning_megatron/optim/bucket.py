@@ -29,13 +29,13 @@ class Held:
     parameter: nn.Parameter
     shard: Shard
     replicas: Axis
-    # the ranks that hold the same slice and see other samples
+    """The ranks that hold the same slice and see other samples."""
     holders: Axis | None
-    # the pp ranks that hold this name, where there are several
+    """The pp ranks that hold this name, where there are several."""
     is_outside: bool
-    # of the pipelined model: a plain module that every stage holds
+    """Of the pipelined model: a plain module that every stage holds."""
     stages: tuple[int, ...]
-    # of this rank whose backwards add to its gradient
+    """Of this rank whose backwards add to its gradient."""
 
     @property
     def is_counted(self) -> bool:
@@ -75,8 +75,8 @@ class Bucket:
             for held, start in zip(members, layout.starts, strict=True)
         }
         self.pending: Pending | None = None
+        # The extremes, [2], of what this rank had of each gradient before the last sum.
         self.made: list[tuple[Held, Tensor]] = []
-        # the extremes, [2], of what this rank had of each gradient before the last sum
 
     @property
     def own(self) -> Tensor:
@@ -204,8 +204,8 @@ class Sender:
         self._is_open = False
         self._num_sent = 0
         self._stages_left: dict[Bucket, set[int]] = {}
+        # Of buckets of which everything else is there: parameters whose last gradient is still to land.
         self._missing: dict[Bucket, set[Tensor]] = {}
-        # of buckets of which everything else is there: parameters whose last gradient is still to land
         self._watched: list[tuple[Any, Any]] = []
         # Nodes with their hooks: autograd keeps a node only as long as somebody holds it.
 

@@ -20,7 +20,7 @@ class BucketLayout:
     members: tuple[int, ...]
     starts: tuple[int, ...]
     num_elements: int
-    # in all, gaps included; a multiple of the number of shards
+    """In all, gaps included; a multiple of the number of shards."""
 
 
 @dataclass(frozen=True)

@@ -17,26 +17,26 @@ class OptimizerConfig:
     """
 
     kind: OptimizerKind = "replicated"
-    # replicated: every replica steps all of its weights. distributed: each of the d replicas (dp x cp; of experts edp)
-    # holds the optimizer state of 1/d of them, steps those, and the replicas exchange the results
+    """replicated: every replica steps all of its weights. distributed: each of the d replicas (dp x cp; of experts edp)
+    holds the optimizer state of 1/d of them, steps those, and the replicas exchange the results."""
     grad_dtype: GradientDtype = "auto"
-    # of accumulated gradients and of their sums. auto: float32 under mixed precision, else that of the weights
+    """Of accumulated gradients and of their sums. auto: float32 under mixed precision, else that of the weights."""
     bucket_size: int = 40_000_000
-    # numbers whose gradients are summed in one message; a larger parameter has a bucket of its own
+    """Numbers whose gradients are summed in one message; a larger parameter has a bucket of its own."""
     overlap_grad_reduce: bool = False
-    # send a bucket as soon as the backward of the last microbatch has made its last gradient
+    """Send a bucket as soon as the backward of the last microbatch has made its last gradient."""
     overlap_param_gather: bool = False
-    # distributed: return from the step before the others' weights have landed and wait for them part by part in the
-    # next forward; hooks in between must not read weights
+    """distributed: return from the step before the others' weights have landed and wait for them part by part in the
+    next forward; hooks in between must not read weights."""
     on_nonfinite: OnNonfinite = "stop"
     # NaN or Inf in a gradient. stop: end the run on all ranks, naming rank, parameter and step. skip: leave the
     # weights as they are, on all ranks. ignore: step with it
     check_replicas_every_n_steps: int = 0
-    # compare, bit by bit, weights that several ranks hold; 0: never
+    """Compare, bit by bit, weights that several ranks hold; 0: never."""
     looks_at: LooksAt = "auto"
-    # what an optimizer that torch does not ship looks at when it steps one number of a weight. number: that number's
-    # gradient and state alone, as AdamW does, so that it may be given any part of a weight. parameter: more of the
-    # weight, as Muon does. auto: not known, hence refused where tensor or expert parallelism cuts weights
+    """What an optimizer that torch does not ship looks at when it steps one number of a weight. number: that number's
+    gradient and state alone, as AdamW does, so that it may be given any part of a weight. parameter: more of the
+    weight, as Muon does. auto: not known, hence refused where tensor or expert parallelism cuts weights."""
 
     def __post_init__(self) -> None:
         choices = (
@@ -73,17 +73,17 @@ class LossScaleConfig:
     """
 
     initial: float = 65536.0
-    # factor of the first step
+    """Factor of the first step."""
     growth_factor: float = 2.0
-    # by which it grows after `window` steps in a row without Inf or NaN
+    """By which it grows after `window` steps in a row without Inf or NaN."""
     backoff_factor: float = 0.5
-    # by which it shrinks
+    """By which it shrinks."""
     window: int = 1000
-    # steps
+    """Steps."""
     hysteresis: int = 2
-    # bad steps until it shrinks; counted anew after it has grown
+    """Bad steps until it shrinks; counted anew after it has grown."""
     minimum: float = 1.0
-    # below which it does not shrink
+    """Below which it does not shrink."""
 
     def __post_init__(self) -> None:
         faults = []

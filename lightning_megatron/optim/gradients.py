@@ -38,9 +38,9 @@ class Owned:
 
     held: Held
     tensor: nn.Parameter
-    # what the optimizer has: the parameter itself, or main weights, flat where they are a part of it
+    """What the optimizer has: the parameter itself, or main weights, flat where they are a part of it."""
     range: Range
-    # of the parameter's elements, counted through
+    """Of the parameter's elements, counted through."""
 
 
 class Gradients:
@@ -103,12 +103,12 @@ class Gradients:
             if held.parameter in homes
         ]
         self.has_main_weights = False
+        # Whether main weights have gradients that stand in the buckets.
         self._is_handed_over = False
-        # whether main weights have gradients that stand in the buckets
         self._is_checked = self.config.on_nonfinite == "stop"
         self.sender = Sender(self.buckets, is_checked=self._is_checked)
+        # As a bucket's `made`.
         self._made_loose: list[tuple[Held, Tensor]] = []
-        # as a bucket's `made`
 
     # --- what is there between two backwards ------------------------------------------------------------------------
 

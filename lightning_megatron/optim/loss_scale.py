@@ -17,12 +17,12 @@ class LossScale:
     def __init__(self, config: LossScaleConfig) -> None:
         self._config = config
         self.factor = config.initial
+        # In a row.
         self._good_steps = 0
-        # in a row
+        # Until the factor shrinks.
         self._bad_steps_left = config.hysteresis
-        # until the factor shrinks
+        # What the mean loss of the first step divided by.
         self._usual_weight: float | None = None
-        # what the mean loss of the first step divided by
 
     @property
     def of_sums(self) -> float:

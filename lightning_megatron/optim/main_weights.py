@@ -36,10 +36,10 @@ class MainWeights:
     def __init__(self, gradients: Gradients, optimizers: Iterable[Optimizer]) -> None:
         self._gradients = gradients
         self._flat: dict[Bucket, Tensor] = {}
+        # Of the parameters' data: in flat tensors, where shards are gathered.
         self._homes: dict[nn.Parameter, Tensor] = {}
-        # of the parameters' data: in flat tensors, where shards are gathered
+        # Of the main weights.
         self._dtypes: dict[Bucket, torch.dtype] = {}
-        # of the main weights
         self._flying: dict[Bucket, collectives.Pending] = {}
         self._optimizers = list(optimizers)
         owned_ones = [owned for bucket in gradients.buckets for owned in self._convert(bucket)]

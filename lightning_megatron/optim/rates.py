@@ -13,11 +13,11 @@ class WarmupCosine:
     """
 
     warmup_steps: int
-    # steps until the peak
+    """Steps until the peak."""
     total_steps: int
-    # steps until the minimum, warm-up included
+    """Steps until the minimum, warm-up included."""
     minimum: float = 0.1
-    # fraction of the peak that is left at the end and after
+    """Fraction of the peak that is left at the end and after."""
 
     def __post_init__(self) -> None:
         faults = []

@@ -27,10 +27,10 @@ class Alternation:
         self._device = device
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="alternation")
         self._changed = threading.Condition()
+        # While two tasks run.
         self._first_thread: int | None = None
-        # while two tasks run
+        # Whose it is.
         self._turn = 0
-        # whose it is
         self._ended = [False, False]
         self._has_failed = False
 

@@ -39,9 +39,9 @@ class Formula:
     """A bubble in closed form."""
 
     text: str
-    # in p ranks, v chunks on each, m microbatches
+    """In p ranks, v chunks on each, m microbatches."""
     bubble: float
-    # its value, 0 to 1
+    """Its value, 0 to 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +50,13 @@ class TableRow:
 
     schedule: Schedule
     bubble: float
-    # share of the makespan, mean over the ranks
+    """Share of the makespan, mean over the ranks."""
     makespan: float
-    # in the unit of the costs
+    """In the unit of the costs."""
     relative_time: float
-    # makespan over that of 1F1B
+    """Makespan over that of 1F1B."""
     peak_shares: float
-    # the most activations that any rank keeps, in those of one microbatch through all layers of a rank
+    """The most activations that any rank keeps, in those of one microbatch through all layers of a rank."""
 
 
 def timeline_of(schedule: Schedule, costs: Costs) -> Timeline:

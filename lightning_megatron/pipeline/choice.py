@@ -31,17 +31,17 @@ class Schedule:
     """A schedule and its sizes; `schedule_faults` says what does not fit together."""
 
     name: ScheduleName
-    # of the order
+    """Of the order."""
     pp: int
-    # ranks of the pipeline
+    """Ranks of the pipeline."""
     chunks: int
-    # stages on each of them
+    """Stages on each of them."""
     microbatches: int
-    # of a step
+    """Of a step."""
     group_size: int = 0
-    # microbatches that go through a chunk before the next chunk's turn, interleaved only; 0: pp
+    """Microbatches that go through a chunk before the next chunk's turn, interleaved only; 0: pp."""
     is_joint: bool = False
-    # a forward and a backward run side by side, 1f1b and interleaved only
+    """A forward and a backward run side by side, 1f1b and interleaved only."""
 
 
 @collector_paused()

@@ -37,11 +37,11 @@ class _Forward:
         self.calls = microbatches.split(tree_unflatten(self.inputs, spec), num_microbatches)
         self.is_recorded = torch.is_grad_enabled()
         self.received: dict[tuple[int, int], Payload | None] = {}
+        # By stage and microbatch.
         self.outputs: dict[tuple[int, int], Any] = {}
-        # by stage and microbatch
         self.weights: list[Tensor] = []
+        # Of the weights, those that the model said; the others are rows.
         self.told: list[Tensor] = []
-        # of the weights, those that the model said; the others are rows
         self.tallies: list[dict[str, Tensor]] = []
         self.first_sample = module.draws.first_sample
 

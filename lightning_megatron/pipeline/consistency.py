@@ -82,11 +82,11 @@ class _Rule:
     """What holds for all microbatches of a kind of action on one stage."""
 
     fault: str = ""
-    # why it cannot stand there at all
+    """Why it cannot stand there at all."""
     needs: int = 0
     gives: int = 0
     neighbour: int = 0
-    # the stage on the same rank that hands over without a message
+    """The stage on the same rank that hands over without a message."""
     neighbour_needs: int = 0
 
 

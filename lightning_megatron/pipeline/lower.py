@@ -32,11 +32,11 @@ class Exchange:
     """
 
     posted: tuple[Action, ...]
-    # sends and receives that start here
+    """Sends and receives that start here."""
     awaited: tuple[Action, ...] = ()
-    # receives, posted here or earlier, that must have landed before the rank goes on
+    """Receives, posted here or earlier, that must have landed before the rank goes on."""
     released: tuple[Action, ...] = ()
-    # sends that have left for certain, since what was awaited here was made after they arrived
+    """Sends that have left for certain, since what was awaited here was made after they arrived."""
 
     def __str__(self) -> str:
         """Its messages, with `!` where they are awaited and `-` where they are released."""
@@ -86,7 +86,7 @@ class Lowered:
     plan: Plan
     ranks: tuple[int, ...]
     joint: frozenset[Action] = frozenset()
-    # forwards that run side by side with the backward right behind them
+    """Forwards that run side by side with the backward right behind them."""
 
 
 def rank_of_stage(plan: Plan) -> tuple[int, ...]:
@@ -184,11 +184,11 @@ class _Gaps:
     """The parts of the exchange that will stand before each group of a rank, and behind the last."""
 
     def __init__(self, num_groups: int) -> None:
+        # What the group before makes.
         self.sent: list[tuple[Action, ...]] = [()] * (num_groups + 1)
-        # what the group before makes
         self.received = self.sent[:]
+        # What the group behind needs.
         self.awaited = self.sent[:]
-        # what the group behind needs
         self.released = self.sent[:]
 
 
@@ -208,13 +208,13 @@ class _Places:
     """In which gap of its rank something happens."""
 
     made: dict[MessageKey, int] = field(default_factory=dict)
-    # the posting of a send
+    """The posting of a send."""
     needed: dict[MessageKey, int] = field(default_factory=dict)
-    # the wait for a receive
+    """The wait for a receive."""
     receives: dict[MessageKey, Action] = field(default_factory=dict)
-    # the receive itself
+    """The receive itself."""
     forwards: dict[int, int] = field(default_factory=dict)
-    # the forward behind the gap, by stage and microbatch
+    """The forward behind the gap, by stage and microbatch."""
 
 
 def _grouped(actions: tuple[Action, ...], joint: frozenset[Action]) -> list[tuple[Action, ...]]:

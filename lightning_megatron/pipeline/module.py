@@ -25,15 +25,16 @@ class Part:
     """One step of a model's forward, small enough that a stage is made of whole parts."""
 
     name: str
-    # of its module in the unsplit model, dots allowed
+    """Of its module in the unsplit model, dots allowed."""
     build: Callable[[], nn.Module]
-    # makes the module; called only on the ranks whose stage has the part
+    """Makes the module; called only on the ranks whose stage has the part."""
     symbol: str = "t"
     # E: the embedding; t: a layer; L: the head; empty: goes with the part before it
     cost: float = 1.0
-    # relative work, for stages balanced by cost
+    """Relative work, for stages balanced by cost."""
     shares: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
-    # modules of other parts that this one uses too (tied weights), by name; built here where no part of the stage did
+    """Modules of other parts that this one uses too (tied weights), by name; built here where no part of the stage
+    did."""
 
 
 class StagePart(NamedTuple):
@@ -41,7 +42,7 @@ class StagePart(NamedTuple):
 
     module: nn.Module
     is_layer: bool
-    # and neither the way in nor the way out of the model
+    """And neither the way in nor the way out of the model."""
     run: Callable[[Any], Any]
 
 
@@ -73,32 +74,32 @@ class PipelineModule(nn.Module):
     """
 
     cuts_sequences: ClassVar[bool] = False
-    # whether ranks of cp each compute a part of a call; else each computes all of it
+    """Whether ranks of cp each compute a part of a call; else each computes all of it."""
     spreads_documents: ClassVar[bool] = False
-    # whether any ranks may run any documents of a batch, as dynamic context parallelism has them
+    """Whether any ranks may run any documents of a batch, as dynamic context parallelism has them."""
 
     def __init__(self, parts: Sequence[Part], *, mesh: Mesh | None = None, seed: int | None = None) -> None:
         super().__init__()
         # Note: the ambient mesh. The one look-up that the design allows: layers below get their axes as arguments.
         self.mesh = mesh if mesh is not None else ambient_mesh()
         self.draws = Draws(seed=torch.initial_seed() if seed is None else seed)
+        # The ranks that share the next call's sequences, where these are not cp's; the owner of the step loop says it.
         self.context_group: Axis | None = None
-        # the ranks that share the next call's sequences, where these are not cp's; the owner of the step loop says it
         self.part_names = tuple(part.name for part in parts)
         self.layer_names = frozenset(part.name for part in parts if part.symbol == "t")
         symbols, costs = [part.symbol for part in parts], [part.cost for part in parts]
         sizes = self.mesh.sizes
         self.stages = assign(symbols, costs, sizes.num_stages, sizes.stage_layout)
         self.driver: Driver = run_alone
+        # Called with its name before a part runs.
         self.before_part: Callable[[str], None] = at_once
-        # called with its name before a part runs
+        # Names of other parts' modules that each part uses.
         self.shared_modules = {part.name: tuple(part.shares) for part in parts}
-        # names of other parts' modules that each part uses
         self.runner: StageRunner = run_in_turn
+        # What the last call's loss is a mean over (number of valid tokens, []), where the model knows it.
         self.loss_weight: Tensor | None = None
-        # what the last call's loss is a mean over (number of valid tokens, []), where the model knows it
+        # What the last call without gradients added up beside its loss, [] by name, where the model does.
         self.tallies: dict[str, Tensor] = {}
-        # what the last call without gradients added up beside its loss, [] by name, where the model does
         self._follows_optimizers = False
         own = [parts[i] for stage in self.mesh.own_stages for i in self.stages[stage]]
         for part in own:

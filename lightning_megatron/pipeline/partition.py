@@ -72,8 +72,8 @@ def _fits(sums: list[int], stages: int, bound: int) -> bool:
 
 def _most_even_cuts(sums: list[int], stages: int, bound: int) -> list[int]:
     """The first costly part of each stage, by dynamic programming from the last stage to the first."""
-    num_parts = len(sums) - 1
     # squares[p]: the smallest sum of squares of parts p and after on the stages done so far; nexts: where to cut then.
+    num_parts = len(sums) - 1
     squares: dict[int, int] = {num_parts: 0}
     nexts: list[dict[int, int]] = []
     for stages_after in range(stages):

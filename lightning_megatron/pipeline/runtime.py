@@ -62,10 +62,10 @@ class Runtime:
         self._mailbox = mailbox
         self._alternation = alternation
         self.listener: Listener | None = None
+        # What the computes to come will read, by the receive that brings it or would bring it from another rank.
         self._inputs: dict[Action, Payload] = {}
-        # what the computes to come will read, by the receive that brings it or would bring it from another rank
+        # What waits for its send to be posted.
         self._outputs: dict[Action, Payload] = {}
-        # what waits for its send to be posted
         self._likes: Likes = {}
 
     def run(self, lowered: Lowered, work: StageWork, likes: Likes | None = None) -> None:

@@ -19,8 +19,8 @@ from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.recompute import RecomputeConfig, RecomputePart, groups_of
 
 _ALL = RecomputeConfig()
+# Of a row of weights that dropout draws for in tiles: its random key, int64.
 _KEY_BYTES = 8
-# of a row of weights that dropout draws for in tiles: its random key, int64
 
 
 def stage_bytes(run: Run, stage: Stage) -> float:

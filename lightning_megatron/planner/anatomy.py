@@ -27,15 +27,15 @@ class Texts:
     """How long the samples are, in tokens."""
 
     sequence: int
-    # of a text, or of T5's encoder
+    """Of a text, or of T5's encoder."""
     decoder_sequence: int = 0
-    # of T5's decoder
+    """Of T5's decoder."""
     images: int = 0
-    # in each sample of a LLaVA
+    """In each sample of a LLaVA."""
     are_packed: bool = False
-    # a sample is a row of documents that do not see each other; counted as one
+    """A sample is a row of documents that do not see each other; counted as one."""
     documents: tuple[int, ...] = ()
-    # their lengths, where they are told; then each counts by itself
+    """Their lengths, where they are told; then each counts by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,20 +44,20 @@ class Layer:
 
     config: TransformerConfig
     index: int = 0
-    # of the first layer of its kind
+    """Of the first layer of its kind."""
     sequence: int
-    # tokens of its stream
+    """Tokens of its stream."""
     is_causal: bool = True
     memory: int = 0
-    # tokens of an encoder that it attends to
+    """Tokens of an encoder that it attends to."""
     repeats: float = 1
-    # streams of a sample: images, or of those the share of a rank
+    """Streams of a sample: images, or of those the share of a rank."""
     is_cut_by_context: bool = True
-    # ranks of cp share its stream
+    """Ranks of cp share its stream."""
     has_bounds: bool = False
-    # attention keeps to documents
+    """Attention keeps to documents."""
     documents: tuple[int, ...] = ()
-    # their lengths, where they are told
+    """Their lengths, where they are told."""
 
     # Looked up often, and configurations have many fields.
     @cached_property
@@ -114,7 +114,7 @@ class Product:
     inputs: int
     outputs: int
     is_cut: bool = True
-    # over tp
+    """Over tp."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,16 +122,16 @@ class LowRankPath:
     """What is trained beside a frozen linear, as in `tensor.low_rank`."""
 
     name: str
-    # of the linear
+    """Of the linear."""
     rank: int
-    # numbers a token between its two matrices
+    """Numbers a token between its two matrices."""
     inputs: int
     outputs: int
-    # features of the linear
+    """Features of the linear."""
     cuts_outputs: bool
-    # over tp; else inputs
+    """Over tp; else inputs."""
     has_dropout: bool = False
-    # of what goes in
+    """Of what goes in."""
 
     @property
     def reads_memory(self) -> bool:
@@ -153,34 +153,34 @@ class Piece:
     """A part of a model: a layer, or one of its ends."""
 
     symbol: Literal["E", "t", "L", ""]
-    # as in `pipeline.layout`
+    """As in `pipeline.layout`."""
     layer: Layer | None = None
     matrices: int = 0
-    # over the vocabulary, [V, H], cut over tp
+    """Over the vocabulary, [V, H], cut over tp."""
     shared_matrices: int = 0
-    # the same, of another part: built here where no part of the stage has it
+    """The same, of another part: built here where no part of the stage has it."""
     cut: int = 0
-    # other parameters that tp cuts
+    """Other parameters that tp cuts."""
     whole: int = 0
-    # parameters that every rank has
+    """Parameters that every rank has."""
     products: tuple[Product, ...] = ()
-    # beyond those of the layer
+    """Beyond those of the layer."""
     embedded_tokens: int = 0
-    # which it looks up
+    """Which it looks up."""
     logit_tokens: int = 0
-    # for which it makes logits
+    """For which it makes logits."""
     part: Literal["language", "vision", "projector"] = "language"
-    # of a LLaVA
+    """Of a LLaVA."""
     is_trained: bool = True
-    # its parameters, those of paths apart
+    """Its parameters, those of paths apart."""
     passes_gradient: bool = True
-    # to what goes in, where its backward runs
+    """To what goes in, where its backward runs."""
     needs_input: bool = True
-    # on its stage: the gradient of what it reads, for somebody before it
+    """On its stage: the gradient of what it reads, for somebody before it."""
     needs_memory: bool = True
-    # the same of what an encoder gave
+    """The same of what an encoder gave."""
     paths: tuple[LowRankPath, ...] = ()
-    # beside linears of its layer
+    """Beside linears of its layer."""
 
     @property
     def is_layer(self) -> bool:

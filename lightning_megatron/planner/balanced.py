@@ -20,9 +20,9 @@ class Balanced:
     """One global batch, which stands for all."""
 
     lengths: tuple[int, ...]
-    # tokens of its documents
+    """Tokens of its documents."""
     plan: Plan
-    # of the balancer
+    """Of the balancer."""
 
     @property
     def num_microbatches(self) -> int:
@@ -71,9 +71,9 @@ class LogNormal:
     """Lengths of documents whose logarithms are normal."""
 
     median: float
-    # tokens
+    """Tokens."""
     sigma: float
-    # standard deviation of the logarithm
+    """Standard deviation of the logarithm."""
 
     def __post_init__(self) -> None:
         faults = []

@@ -28,63 +28,63 @@ class Constants:
     """Shares are of what `gpus.json` says; seconds are of one thing."""
 
     ampere_share: float = 0.85
-    # of the measured matmul ceiling that a large product of a training step reaches, here, on Volta and on Ada
+    """Of the measured matmul ceiling that a large product of a training step reaches, here, on Volta and on Ada."""
     hopper_share: float = 0.85
-    # the same of another family
+    """The same of another family."""
     hopper_fp8_share: float = 0.85
-    # the same of products in FP8
+    """The same of products in FP8."""
     blackwell_share: float = 0.75
-    # the same of another family, in either precision: power bounds both
+    """The same of another family, in either precision: power bounds both."""
     edge: float = 200.0
-    # a product takes 1 + edge (1/M + 1/N + 1/K) times as long: tiles that are not full, pipelines that fill
+    """A product takes 1 + edge (1/M + 1/N + 1/K) times as long: tiles that are not full, pipelines that fill."""
     grouped_edge: float = 300.0
-    # the same of the products of experts, M being the rows of one
+    """The same of the products of experts, M being the rows of one."""
     second_flash_share: float = 0.75
-    # of the matmul ceiling in 16 bits that FlashAttention-2 reaches on Ampere with many keys
+    """Of the matmul ceiling in 16 bits that FlashAttention-2 reaches on Ampere with many keys."""
     vendor_flash_share: float = 0.65
-    # the same of the vendor's kernel, on any family
+    """The same of the vendor's kernel, on any family."""
     flash_edge: float = 330.0
-    # causal attention in one kernel takes 1 + flash_edge / keys times as long. Source: Shah et al., arXiv 2407.08608,
-    # figure 5: heads of 128, 512 to 16,384 tokens: 191 to 335 TFLOP/s of FlashAttention-2, 315 to 539 of the vendor's
+    """Causal attention in one kernel takes 1 + flash_edge / keys times as long. Source: Shah et al., arXiv 2407.08608,
+    figure 5: heads of 128, 512 to 16,384 tokens: 191 to 335 TFLOP/s of FlashAttention-2, 315 to 539 of the vendor's."""
     both_ways_edge: float = 105.0
-    # the same of attention whose queries see all keys. Source: the same: 309 to 370 TFLOP/s, and 497 to 595
+    """The same of attention whose queries see all keys. Source: the same: 309 to 370 TFLOP/s, and 497 to 595."""
     laid_out_share: float = 0.4
-    # the same of the two products of attention that lays its weights out
+    """The same of the two products of attention that lays its weights out."""
     traffic: float = 1.2
-    # elementwise kernels, joined where they can be, read and write so many times the least
+    """Elementwise kernels, joined where they can be, read and write so many times the least."""
     unfused_traffic: float = 2.0
-    # the same where each is by itself
+    """The same where each is by itself."""
     moved_backward: float = 1.4
-    # what elementwise kernels of a layer move in a backward, over what they move in a forward: a norm and a sum 6 over
-    # 5, an activation 3 over 2, with a gate 5 over 3
+    """What elementwise kernels of a layer move in a backward, over what they move in a forward: a norm and a sum 6 over
+    5, an activation 3 over 2, with a gate 5 over 3."""
     cast_traffic: float = 1.5
     # FP8 casts the same
     layer_seconds: float = 2.0e-4
-    # that the host needs to start the forward of a layer; no layer is faster
+    """That the host needs to start the forward of a layer; no layer is faster."""
     link_share: float = 0.8
-    # of the link within a node that collectives reach
+    """Of the link within a node that collectives reach."""
     network_share: float = 0.8
-    # of a network port that collectives reach
+    """Of a network port that collectives reach."""
     exchange_share: float = 0.9
-    # of a network port that an all-to-all reaches
+    """Of a network port that an all-to-all reaches."""
     link_seconds: float = 8.0e-6
-    # of a message within a node, however small
+    """Of a message within a node, however small."""
     network_seconds: float = 2.5e-5
-    # of a message between nodes
+    """Of a message between nodes."""
     hop_seconds: float = 5.0e-5
-    # of a message between stages, beyond its bytes: the call, and both ends finding each other
+    """Of a message between stages, beyond its bytes: the call, and both ends finding each other."""
     exposed_tensor: float = 0.3
-    # of the messages of tp in the backward, what is not hidden behind the gradient of weights
+    """Of the messages of tp in the backward, what is not hidden behind the gradient of weights."""
     exposed_hop: float = 0.5
-    # of messages between stages, what a rank waits for
+    """Of messages between stages, what a rank waits for."""
     exposed_gather: float = 0.3
-    # of weights and gradients that travel behind compute, what slows it down
+    """Of weights and gradients that travel behind compute, what slows it down."""
     routing_seconds: float = 6.0e-4
-    # of finding the way of tokens to experts, a layer
+    """Of finding the way of tokens to experts, a layer."""
     step_seconds: float = 0.03
-    # of a step, outside of forwards, backwards and what is counted here
+    """Of a step, outside of forwards, backwards and what is counted here."""
     straggling: float = 0.004
-    # a step is so much longer for every doubling of the GPUs
+    """A step is so much longer for every doubling of the GPUs."""
 
     def product_share(self, family: str, *, is_fp8: bool) -> float:
         """Of a family of GPUs; an unknown one counts as the newest."""

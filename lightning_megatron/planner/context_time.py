@@ -29,11 +29,11 @@ class Shared:
     """The attention of a layer on one of the ranks that share a sequence."""
 
     key_bytes: float
-    # keys and values of own tokens
+    """Keys and values of own tokens."""
     query_bytes: float
-    # queries of own tokens, and as much comes out
+    """Queries of own tokens, and as much comes out."""
     attention_seconds: float
-    # of this pass
+    """Of this pass."""
 
 
 def context_seconds(

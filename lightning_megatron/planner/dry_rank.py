@@ -245,11 +245,11 @@ class Part:
 
     batch: Batch
     num_copies: int
-    # ranks that run it together
+    """Ranks that run it together."""
     group: Axis | None = None
-    # these ranks, where they are not those of cp
+    """These ranks, where they are not those of cp."""
     documents: Tensor | None = None
-    # names of its documents, where they come from elsewhere
+    """Names of its documents, where they come from elsewhere."""
 
 
 def parts_of(run: Run, mesh: Mesh, device: torch.device) -> list[Part]:

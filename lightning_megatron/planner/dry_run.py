@@ -43,8 +43,8 @@ from lightning_megatron.transformer.moe import share_give_way
 _K = TypeVar("_K")
 _V = TypeVar("_V", bound=Any)
 META = torch.device("meta")
+# To which gradients are clipped, whatever a recipe says: it takes no memory worth a name.
 _MAX_NORM = 1.0
-# to which gradients are clipped, whatever a recipe says: it takes no memory worth a name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,21 +53,21 @@ class DryRun:
 
     run: Run
     rank: int
-    # global
+    """Global."""
     stages: tuple[int, ...]
-    # that it holds
+    """That it holds."""
     parameters: int
-    # that it holds
+    """That it holds."""
     peak_bytes: int
     peak_by_kind: Mapping[str, int]
     peak_place: str
-    # where it is, in words
+    """Where it is, in words."""
     flops: Mapping[str, float]
-    # of the rank, by kind of product
+    """Of the rank, by kind of product."""
     messages: Mapping[tuple[str, str], Messages]
-    # by axis and kind
+    """By axis and kind."""
     num_run: int
-    # of a batch's microbatches
+    """Of a batch's microbatches."""
 
 
 def dry_run(run: Run, rank: int, *, whole: Whole | None = None, device: torch.device = META, most: int = 0) -> DryRun:

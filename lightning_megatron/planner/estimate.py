@@ -22,7 +22,7 @@ class Estimate:
     run: Run
     gpu: Gpu
     memory: tuple[Memory, ...]
-    # by pipeline rank, the first stage's first
+    """By pipeline rank, the first stage's first."""
     time: StepTime
 
     @property

@@ -86,7 +86,7 @@ class _Linear:
     path_in: float = 0.0
     path_out: float = 0.0
     filled: float = 1.0
-    # times the tokens there are, those that the gradient of the weight is made of
+    """Times the tokens there are, those that the gradient of the weight is made of."""
 
     @property
     def forward(self) -> float:

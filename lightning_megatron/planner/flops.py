@@ -36,15 +36,15 @@ class Convention:
     """What counts as a FLOP."""
 
     name: str
-    # as a report calls it
+    """As a report calls it."""
     counts_all_pairs: bool = False
-    # causal attention counts as if every token saw all others
+    """Causal attention counts as if every token saw all others."""
     counts_recompute: bool = False
-    # what is run again counts again
+    """What is run again counts again."""
     by_parameters: bool = False
-    # 6 N a token in the place of products; attention's pairs as above
+    """6 N a token in the place of products; attention's pairs as above."""
     by_execution: bool = False
-    # all that this package's code multiplies, needed or not; of a run, whose layout has a part in it
+    """All that this package's code multiplies, needed or not; of a run, whose layout has a part in it."""
 
 
 MODEL = Convention(name="model FLOPs, causal attention half")

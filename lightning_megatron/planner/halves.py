@@ -61,8 +61,8 @@ _RECEIVED = {
 }
 # Computes, and what each reads.
 
+# Of each pair of positions.
 _BUCKET_BYTES = 60
-# of each pair of positions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,13 +71,13 @@ class Half:
 
     kind: Kind
     chunk: int
-    # of the rank
+    """Of the rank."""
     kept: tuple[float, ...]
-    # microbatches of each chunk from their forward on, that at work included
+    """Microbatches of each chunk from their forward on, that at work included."""
     waiting: tuple[float, ...]
-    # from the end of their half for the input on
+    """From the end of their half for the input on."""
     flying: float
-    # messages that were posted ahead, or are not known to have left
+    """Messages that were posted ahead, or are not known to have left."""
 
 
 @lru_cache(maxsize=4096)

@@ -53,37 +53,37 @@ class Gpu:
     """One GPU and the machine around it. Raises ValueError, telling all faults at once."""
 
     name: str
-    # by which it is asked for
+    """By which it is asked for."""
     family: str = ""
-    # of its architecture, which fitted constants go by; empty or unknown: those of the newest
+    """Of its architecture, which fitted constants go by; empty or unknown: those of the newest."""
     memory_gb: float
-    # of the device, in 1e9 bytes
+    """Of the device, in 1e9 bytes."""
     memory_tb_per_second: float
-    # of that memory
+    """Of that memory."""
     half_tflops: float
-    # dense peak of bf16 and fp16 matrix products
+    """Dense peak of bf16 and fp16 matrix products."""
     fp8_tflops: float = 0.0
-    # dense peak in FP8; 0: it has no such units
+    """Dense peak in FP8; 0: it has no such units."""
     full_tflops: float = 0.0
-    # peak in float32, without tensor cores; 0: it is not known. That of TF32 for scripts that ask torch for TF32
+    """Peak in float32, without tensor cores; 0: it is not known. That of TF32 for scripts that ask torch for TF32."""
     half_matmul_tflops: float = 0.0
-    # the most that a large matmul was measured to reach; 0: not measured
+    """The most that a large matmul was measured to reach; 0: not measured."""
     fp8_matmul_tflops: float = 0.0
-    # the same in FP8
+    """The same in FP8."""
     full_matmul_tflops: float = 0.0
-    # the same in float32
+    """The same in float32."""
     nvlink_gb_per_second: float = 0.0
-    # each way, to the GPUs of its node; 0: there is none
+    """Each way, to the GPUs of its node; 0: there is none."""
     pcie_gb_per_second: float = 32.0
-    # each way, in the place of NVLink where there is none
+    """Each way, in the place of NVLink where there is none."""
     network_gb_per_second: float = 25.0
-    # each way, its share of the node's network
+    """Each way, its share of the node's network."""
     gpus_per_node: int = 8
     # GPUs that NVLink joins
     source: str = ""
-    # of these numbers
+    """Of these numbers."""
     aliases: tuple[str, ...] = ()
-    # further names
+    """Further names."""
 
     def __post_init__(self) -> None:
         positive = ("memory_gb", "memory_tb_per_second", "half_tflops", "pcie_gb_per_second", "network_gb_per_second")

@@ -31,10 +31,10 @@ class Messages:
 
     number: int = 0
     tensor_bytes: float = 0.0
-    # of what each is about: of a gather what is joined, of a scattered sum what is summed, of an exchange what a rank
-    # gives
+    """Of what each is about: of a gather what is joined, of a scattered sum what is summed, of an exchange what a rank
+    gives."""
     sent_bytes: float = 0.0
-    # that this rank sends at least: of n ranks (n - 1)/n of that, and of a sum that all get twice as much
+    """That this rank sends at least: of n ranks (n - 1)/n of that, and of a sum that all get twice as much."""
 
     def __add__(self, other: "Messages") -> "Messages":
         return Messages(
@@ -59,9 +59,9 @@ class Ledger:
     """Counts messages; its owner says which microbatch of which batch they are of."""
 
     def __init__(self) -> None:
+        # none: of the step.
         self.batch = 0
         self.microbatch: int | None = None
-        # none: of the step
         self.entries: dict[Place, dict[tuple[str, str], Messages]] = {}
 
     def add(self, axis: str, kind: str, tensor_bytes: float, share: float, microbatch: int | None = None) -> None:
@@ -85,8 +85,8 @@ class ImaginedGroup(dist.ProcessGroup):
     def __init__(self, ranks: tuple[int, ...], rank: int, ledger: Ledger | None) -> None:
         super().__init__(ranks.index(rank), len(ranks))  # type: ignore[call-arg]
         self.ranks = ranks
+        # That of its axis.
         self.axis_name = _TIED
-        # that of its axis
         self._ledger = ledger
 
     def _tell(self, kind: str, tensor: Tensor, *, twice: bool = False) -> _Done:

@@ -20,13 +20,13 @@ class Moment:
     """A microbatch at work on a rank that keeps others."""
 
     run: Run
-    # in which all microbatches are like the one at work
+    """In which all microbatches are like the one at work."""
     line: int
-    # place of the rank among dp x cp
+    """Place of the rank among dp x cp."""
     kept: tuple[float, ...]
-    # microbatches like that one whose tokens are as many as those that are kept, by chunk
+    """Microbatches like that one whose tokens are as many as those that are kept, by chunk."""
     halves: tuple[Half, ...] = ()
-    # the same where halves of backwards are put off
+    """The same where halves of backwards are put off."""
 
 
 def of_group(run: Run, group: Group) -> Run:

@@ -43,7 +43,7 @@ class Shown:
 
     estimate: Estimate
     alike: tuple[str, ...] = ()
-    # layouts with the same time that need more memory
+    """Layouts with the same time that need more memory."""
 
 
 def kind_name(model: Model) -> str:

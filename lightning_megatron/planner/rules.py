@@ -29,33 +29,33 @@ class Facts:
     """What is known of a run before it starts."""
 
     sizes: Sizes
-    # ranks on each axis
+    """Ranks on each axis."""
     num_microbatches: int = 1
-    # per step and replica
+    """Per step and replica."""
     microbatch_size: int = 0
-    # rows of a microbatch, where their number follows from the batch
+    """Rows of a microbatch, where their number follows from the batch."""
     model: TransformerConfig | None = None
-    # the architecture, where the module says it
+    """The architecture, where the module says it."""
     global_batch_size: int | None = None
-    # samples of a step over all replicas, where the data module says it
+    """Samples of a step over all replicas, where the data module says it."""
     batch_unit: int | None = None
-    # the greatest number that divides the sizes of all batches, where they grow
+    """The greatest number that divides the sizes of all batches, where they grow."""
     sequence_length: int | None = None
-    # tokens of a sample, where the data module says it
+    """Tokens of a sample, where the data module says it."""
     decoder_sequence_length: int | None = None
-    # the same of the decoder, where there is one beside an encoder
+    """The same of the decoder, where there is one beside an encoder."""
     schedule: Schedule | None = None
-    # of training steps, where there is one
+    """Of training steps, where there is one."""
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
-    # what is run again in the backward
+    """What is run again in the backward."""
     fp8: Fp8Config | None = None
-    # how linears multiply in FP8, where that is asked for
+    """How linears multiply in FP8, where that is asked for."""
     precision: str = "32-true"
-    # the Trainer's
+    """The Trainer's."""
     context: ContextConfig = field(default_factory=ContextConfig)
-    # how ranks that share sequences exchange what attention needs
+    """How ranks that share sequences exchange what attention needs."""
     dynamic_context: DynamicContextConfig | None = None
-    # how microbatches are packed and cut, each anew, where that is asked for
+    """How microbatches are packed and cut, each anew, where that is asked for."""
 
 
 def faults(facts: Facts) -> list[str]:

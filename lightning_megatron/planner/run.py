@@ -31,43 +31,43 @@ class Run:
     """What is trained, on which layout, with what."""
 
     model: Model
-    # the architecture
+    """The architecture."""
     texts: Texts
-    # how long samples are
+    """How long samples are."""
     sizes: Sizes
-    # ranks on each axis
+    """Ranks on each axis."""
     global_batch_size: int
-    # samples of a batch, which is a step unless batches are accumulated
+    """Samples of a batch, which is a step unless batches are accumulated."""
     num_accumulated: int = 1
-    # batches of an optimizer step, as the Trainer's accumulate_grad_batches
+    """Batches of an optimizer step, as the Trainer's accumulate_grad_batches."""
     micro_batch_size: int = 1
-    # samples of a microbatch
+    """Samples of a microbatch."""
     cuts_by_rows: bool = False
-    # as the strategy's microbatch_size asks: every batch is under a schedule, one of a single microbatch too
+    """As the strategy's microbatch_size asks: every batch is under a schedule, one of a single microbatch too."""
     precision: str = "bf16-mixed"
-    # the Trainer's
+    """The Trainer's."""
     fp8: Fp8Config | None = None
-    # how linears multiply in FP8, where they do
+    """How linears multiply in FP8, where they do."""
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
-    # what is run again in the backward
+    """What is run again in the backward."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    # who steps which weights, and what travels behind compute
+    """Who steps which weights, and what travels behind compute."""
     schedule_name: ScheduleName | None = None
-    # none: 1f1b, or interleaved where there are several stages on a rank
+    """none: 1f1b, or interleaved where there are several stages on a rank."""
     group_size: int = 0
-    # of an interleaved schedule; 0: pp
+    """Of an interleaved schedule; 0: pp."""
     is_joint: bool = False
-    # a forward and a backward run side by side, as the strategy's overlap_expert_exchange asks
+    """A forward and a backward run side by side, as the strategy's overlap_expert_exchange asks."""
     context: ContextConfig = field(default_factory=ContextConfig)
-    # how ranks that share sequences exchange what attention needs
+    """How ranks that share sequences exchange what attention needs."""
     balanced: Balanced | None = None
-    # under dynamic context parallelism the documents of a batch, and who runs them in the place of rows
+    """Under dynamic context parallelism the documents of a batch, and who runs them in the place of rows."""
     held_tokens: int = 0
-    # of all microbatches of a rank, where they differ; 0: as many times those of one
+    """Of all microbatches of a rank, where they differ; 0: as many times those of one."""
     trained: Trained = ALL
-    # which weights
+    """Which weights."""
     software: Software = OURS
-    # the code that runs it
+    """The code that runs it."""
 
     @cached_property
     def anatomy(self) -> Anatomy:

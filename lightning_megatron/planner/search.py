@@ -24,8 +24,8 @@ from lightning_megatron.transformer.recompute import RecomputeConfig
 _FULL = RecomputeConfig(granularity="full")
 _MICRO_BATCHES = (1, 2, 4, 8)
 _CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)
+# Of a sequence on a rank, before more context ranks are worth their messages.
 _LEAST_TOKENS = 4096
-# of a sequence on a rank, before more context ranks are worth their messages
 _MOST_TENSOR = 8
 _EVEN = StageLayout()
 _BY_COST = StageLayout(balance="cost")
@@ -37,9 +37,9 @@ class Rejected:
 
     run: Run
     why: str
-    # in one sentence
+    """In one sentence."""
     needed_bytes: float = 0.0
-    # of the fullest rank, where memory is what it lacks
+    """Of the fullest rank, where memory is what it lacks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +47,9 @@ class Found:
     """What a search found."""
 
     fitting: tuple[Run, ...]
-    # fastest first
+    """Fastest first."""
     seconds: tuple[float, ...]
-    # of a step of each
+    """Of a step of each."""
     rejected: tuple[Rejected, ...]
 
     def least(self) -> Rejected | None:

@@ -26,33 +26,35 @@ class Software:
     """Habits of a training system."""
 
     name: str
-    # as a report calls it
+    """As a report calls it."""
     shards_weights: Sharding = "none"
-    # over replicas, besides what the optimizer does
+    """Over replicas, besides what the optimizer does."""
     pair_bytes: int = 7
-    # kept for each pair of tokens and head where attention lays its weights out: softmax, mask, what was dropped
+    """Kept for each pair of tokens and head where attention lays its weights out: softmax, mask, what was dropped."""
     logit_bytes: int = 6
-    # for each token and row of the vocabulary at the peak: logits in half precision, and exponentials in float32
+    """For each token and row of the vocabulary at the peak: logits in half precision, and exponentials in float32."""
     widens_norms: bool = False
-    # under mixed precision norms keep what they read in float32
+    """Under mixed precision norms keep what they read in float32."""
     counts_work: bool = False
-    # what a backward, the optimizer and messages hold for a while is counted, beside the largest gradient of a weight
+    """What a backward, the optimizer and messages hold for a while is counted, beside the largest gradient of a
+    weight."""
     squares_relu: bool = False
-    # what a run calls ReLU is its square, whose backward reads its input
+    """What a run calls ReLU is its square, whose backward reads its input."""
     ring_gradient_bytes: int = 4
-    # of a number of the gradients of keys and values that go round a ring, or are summed over its ranks
+    """Of a number of the gradients of keys and values that go round a ring, or are summed over its ranks."""
     is_fused: bool = False
-    # neighbouring elementwise kernels are one, by hand or by a compiler
+    """Neighbouring elementwise kernels are one, by hand or by a compiler."""
     attention: AttentionKernel = "second"
-    # where attention runs in one kernel
+    """Where attention runs in one kernel."""
     hides_tensor: Hiding = "backward"
-    # behind products: messages of tp
+    """Behind products: messages of tp."""
     splits_hops: bool = False
-    # what goes to the next stage goes once, and tp gathers it there, where each of its ranks would send all of it
+    """What goes to the next stage goes once, and tp gathers it there, where each of its ranks would send all of it."""
     runs_again: Again = ""
-    # in a backward
+    """In a backward."""
     bounds_gates: bool = False
-    # of experts: what a gate reads is held within bounds, and biases are added expert by expert, each step by itself
+    """Of experts: what a gate reads is held within bounds, and biases are added expert by expert, each step by
+    itself."""
 
 
 OURS = Software(name="lightning_megatron", widens_norms=True, counts_work=True)

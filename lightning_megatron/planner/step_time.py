@@ -48,7 +48,7 @@ class Pass:
 
     compute: float = 0.0
     exposed: Mapping[str, float] = field(default_factory=dict)
-    # what is waited for, by axis
+    """What is waited for, by axis."""
 
     @property
     def total(self) -> float:
@@ -61,14 +61,14 @@ class StepTime:
 
     compute: float
     exposed: Mapping[str, float]
-    # messages that nothing hides, by axis; dp are gradients and weights
+    """Messages that nothing hides, by axis; dp are gradients and weights."""
     bubble: float
-    # waiting for other stages
+    """Waiting for other stages."""
     optimizer: float
     other: float
-    # data, logging, the slowest of many GPUs
+    """Data, logging, the slowest of many GPUs."""
     forwards: tuple[float, ...]
-    # of a microbatch, by pipeline rank
+    """Of a microbatch, by pipeline rank."""
     backwards: tuple[float, ...]
 
     @property
@@ -78,8 +78,8 @@ class StepTime:
 
 def step_time(run: Run, gpu: Gpu, constants: Constants) -> StepTime:
     """The time of a step. The run must have no faults."""
+    # By the stages of a rank, of which equal ones are one object.
     seen: dict[tuple[int, ...], tuple[Pass, Pass]] = {}
-    # by the stages of a rank, of which equal ones are one object
     passes = []
     for rank in range(run.sizes.pp):
         key = tuple(map(id, run.stages[rank]))

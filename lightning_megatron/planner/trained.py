@@ -38,9 +38,9 @@ class Trained:
     """What is trained; by default every weight."""
 
     frozen: tuple[str, ...] = ()
-    # parts of a LLaVA that are not: of vision, projector, language
+    """Parts of a LLaVA that are not: of vision, projector, language."""
     lora: LoraConfig | None = None
-    # low-rank paths, beside weights that are all frozen
+    """Low-rank paths, beside weights that are all frozen."""
 
     def faults(self, model: Model) -> list[str]:
         """What of it does not fit the model, one sentence each."""

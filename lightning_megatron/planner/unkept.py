@@ -13,10 +13,10 @@ from lightning_megatron.planner.anatomy import Layer, LowRankPath, Piece, Stage
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.working_set import inner_sizes
 
+# What multiplies in FP8, where anything does.
 _FP8 = {"attention.qkv", "mlp.up", "mlp.down", "experts", "shared.up", "shared.down"} | {
     f"cross_attention.{name}" for name in ("query", "projection")
 }
-# what multiplies in FP8, where anything does
 
 
 def unkept_bytes(run: Run, stage: Stage) -> float:

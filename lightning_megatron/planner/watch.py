@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+# That CUDA's allocator gives at least, and in multiples of.
 _BLOCK_BYTES = 512
-# that CUDA's allocator gives at least, and in multiples of
 _ATEN = torch.ops.aten
 _PRODUCTS = {
     packet: flop_registry[packet]
@@ -39,18 +39,18 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self._type = device.type
         self._sizes: dict[int, int] = {}
+        # By address of the storage.
         self._references: dict[int, weakref.ref[Any]] = {}
-        # by address of the storage
         self._kinds: dict[int, str] = {}
         self.live_bytes = self.peak_bytes = 0
         self.peak_by_kind: dict[str, int] = {}
         self._live_by_kind: Counter[str] = Counter()
+        # What runs, in words.
         self.place, self.peak_place = "", ""
-        # what runs, in words
+        # By kind of product.
         self.flops: Counter[str] = Counter()
-        # by kind of product
+        # Whole numbers, by address of the storage on the device.
         self._from_host: dict[int, Tensor] = {}
-        # whole numbers, by address of the storage on the device
 
     # --- memory -----------------------------------------------------------------------------------------------------
 

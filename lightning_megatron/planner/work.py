@@ -27,59 +27,59 @@ class Work:
     """The forward of one microbatch through a piece, on one rank."""
 
     product_flops: float = 0.0
-    # of matrix products in layers, which FP8 makes faster
+    """Of matrix products in layers, which FP8 makes faster."""
     edge_flops: float = 0.0
-    # the same, each times 1/M + 1/N + 1/K
+    """The same, each times 1/M + 1/N + 1/K."""
     grouped_edge_flops: float = 0.0
-    # the same of products of experts
+    """The same of products of experts."""
     head_flops: float = 0.0
-    # of products that are never in FP8
+    """Of products that are never in FP8."""
     flash_flops: float = 0.0
-    # of attention in one kernel
+    """Of attention in one kernel."""
     flash_edge_flops: float = 0.0
-    # the same of causal attention, over the keys that a query sees in one call
+    """The same of causal attention, over the keys that a query sees in one call."""
     both_ways_edge_flops: float = 0.0
-    # the same of attention whose queries see all keys
+    """The same of attention whose queries see all keys."""
     laid_out_flops: float = 0.0
-    # of attention that lays its weights out
+    """Of attention that lays its weights out."""
     moved_bytes: float = 0.0
-    # that elementwise kernels read and write at least
+    """That elementwise kernels read and write at least."""
     bounded_bytes: float = 0.0
-    # the same, beyond them, where what gates of experts read is held within bounds and biases are added by expert
+    """The same, beyond them, where what gates of experts read is held within bounds and biases are added by expert."""
     num_pairs: float = 0.0
-    # of tokens and heads, of which attention lays weights out to drop of them
+    """Of tokens and heads, of which attention lays weights out to drop of them."""
     num_grouped_pairs: float = 0.0
-    # the same where no kernel takes grouped queries, and nothing is dropped
+    """The same where no kernel takes grouped queries, and nothing is dropped."""
     cast_bytes: float = 0.0
-    # of inputs of products, which FP8 casts
+    """Of inputs of products, which FP8 casts."""
     tensor_bytes: float = 0.0
-    # of tensors that tp gathers and scatters
+    """Of tensors that tp gathers and scatters."""
     num_tensor_messages: int = 0
-    # over tp
+    """Over tp."""
     key_bytes: float = 0.0
-    # of keys and values of own tokens, where cp shares sequences
+    """Of keys and values of own tokens, where cp shares sequences."""
     query_bytes: float = 0.0
-    # the same of queries
+    """The same of queries."""
     expert_bytes: float = 0.0
-    # that a rank sends to experts and back
+    """That a rank sends to experts and back."""
     expert_tensor_bytes: float = 0.0
-    # of rows that etp gathers and scatters
+    """Of rows that etp gathers and scatters."""
     mlp_flops: float = 0.0
-    # of `product_flops` those of the feed-forward network
+    """Of `product_flops` those of the feed-forward network."""
     second_flops: float = 0.0
-    # of them every second product, where queries, keys, values, gate and up are one each
+    """Of them every second product, where queries, keys, values, gate and up are one each."""
     path_flops: float = 0.0
-    # of low-rank paths, which are never in FP8
+    """Of low-rank paths, which are never in FP8."""
     path_edge_flops: float = 0.0
-    # the same, each times 1/M + 1/N + 1/K
+    """The same, each times 1/M + 1/N + 1/K."""
     path_bytes: float = 0.0
-    # that their dropout reads and writes
+    """That their dropout reads and writes."""
     num_frozen: int = 0
-    # weights of products that are frozen
+    """Weights of products that are frozen."""
     num_layers: int = 0
-    # that the host starts
+    """That the host starts."""
     num_expert_layers: int = 0
-    # of them, with experts
+    """Of them, with experts."""
 
 
 @lru_cache(maxsize=65536)

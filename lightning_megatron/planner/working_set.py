@@ -41,13 +41,13 @@ from lightning_megatron.planner.pipeline_load import has_pairs, puts_halves_off
 from lightning_megatron.planner.run import Run
 from lightning_megatron.transformer import cost
 
+# Of a token: its id and its label, int64, and its place in the loss mask, float32.
 _BATCH_BYTES = 20
-# of a token: its id and its label, int64, and its place in the loss mask, float32
+# Of a token, where its document has a number.
 _BOUND_BYTES = 8
-# of a token, where its document has a number
 
+# Of each number that may be dropped, of `rng.MASK_BLOCK` at most, while a mask is drawn.
 _DRAW_BYTES = 16
-# of each number that may be dropped, of `rng.MASK_BLOCK` at most, while a mask is drawn
 
 
 def work_bytes(

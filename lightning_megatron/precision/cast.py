@@ -24,9 +24,9 @@ class Operand(NamedTuple):
     """One side of a product, in the form in which it travels and is kept for backward."""
 
     values: Tensor
-    # the tensor itself, or the bytes (uint8) of its float8 values: collectives know no float8
+    """The tensor itself, or the bytes (uint8) of its float8 values: collectives know no float8."""
     inverse_scale: Tensor | None
-    # float32 []: what float8 values are to be multiplied by; none for the tensor itself
+    """float32 []: what float8 values are to be multiplied by; none for the tensor itself."""
 
     def without_graph(self) -> "Operand":
         """As a product that is put off may hold it: a saved tensor has its graph with it, and that what the stage
@@ -57,6 +57,6 @@ def scale_of(amax: Tensor, largest_value: float | Tensor, margin: int) -> Tensor
 
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The bytes (uint8) of `x * scale` in a float8 format; what is beyond its range becomes its largest number."""
-    limit = largest(dtype)
     # e5m2 would make infinities of what is beyond.
+    limit = largest(dtype)
     return (x * scale).clamp_(-limit, limit).to(dtype).contiguous().view(torch.uint8)

@@ -34,21 +34,21 @@ class Fp8Config:
     """How the linears of transformer layers multiply in FP8. Embeddings, output head and norms never do."""
 
     format: Format = "hybrid"
-    # e4m3: inputs, weights and gradients; hybrid: gradients in e5m2, which has a wider range
+    """e4m3: inputs, weights and gradients; hybrid: gradients in e5m2, which has a wider range."""
     scaling: RecipeName = "current"
-    # a tensor is scaled by its own amax, or by those of earlier steps
+    """A tensor is scaled by its own amax, or by those of earlier steps."""
     amax_history_length: int = HISTORY_LENGTH
-    # delayed: steps that are looked back on
+    """delayed: steps that are looked back on."""
     amax_from: AmaxFrom = "max"
-    # delayed: the largest amax of the history, or the latest
+    """delayed: the largest amax of the history, or the latest."""
     margin: int = 0
-    # powers of two that are left free above the amax
+    """Powers of two that are left free above the amax."""
     num_first_layers_bf16: int = 0
-    # layers at the start of the model that are left alone
+    """Layers at the start of the model that are left alone."""
     num_last_layers_bf16: int = 0
-    # and at its end
+    """And at its end."""
     engine: Engine = "torch"
-    # who multiplies
+    """Who multiplies."""
 
     def __post_init__(self) -> None:
         if faults := self.faults():

@@ -25,7 +25,7 @@ class Scaling(Protocol):
     """How one tensor of one layer is cast."""
 
     dtype: torch.dtype
-    # the float8 format
+    """The float8 format."""
 
     def cast(self, x: Tensor, *, is_training: bool) -> Operand:
         """The tensor in float8; only in training does what it holds count for later scales."""
@@ -55,13 +55,13 @@ class AmaxHistory:
         self._names, self._config = list(names), config
         count, length = len(self._names), config.amax_history_length
         self._largest = torch.tensor([largest(dtype) for dtype in dtypes], dtype=torch.float32, device=device)
+        # Amaxes of earlier steps, the latest first; 0: none yet.
         self._past = torch.zeros(count, length, dtype=torch.float32, device=device)
-        # amaxes of earlier steps, the latest first; 0: none yet
+        # Of this step so far.
         self._step = torch.zeros(count, dtype=torch.float32, device=device)
-        # of this step so far
         self._scales = torch.ones_like(self._step)
+        # Whether a scale follows from earlier steps; told to the host once, so that casts do not wait for the device.
         self._is_known = [False] * count
-        # whether a scale follows from earlier steps; told to the host once, so that casts do not wait for the device
         self._recorded: set[int] = set()
 
     def is_known(self, slot: int) -> bool:

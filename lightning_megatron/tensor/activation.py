@@ -13,8 +13,8 @@ Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "swiglu", "geglu
 """Gated ones take gate and up, [T, 2, F], and give [T, F]."""
 GATED: frozenset[Activation] = frozenset(("swiglu", "geglu_tanh"))
 
+# Of the sigmoid that stands for the normal distribution in the quick GELU.
 _STEEPNESS = 1.702
-# of the sigmoid that stands for the normal distribution in the quick GELU
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:

@@ -18,8 +18,8 @@ from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis
 from lightning_megatron.tensor.vocabulary import num_own, own_entries
 
+# The label that is no target.
 IGNORED = -100
-# the label that is no target
 
 
 def vocab_parallel_cross_entropy(

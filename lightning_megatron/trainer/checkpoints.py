@@ -36,10 +36,10 @@ from lightning_megatron.trainer.unsplit_order import in_unsplit_order
 WEIGHTS = "state_dict"
 OPTIMIZER_STATES = "optimizer_states"
 # Keys of ours beside them in the metadata, and `OPTIMIZERS` and `OTHER_STATES`.
+# On how many ranks of which axes it was written.
 _MESH = "mesh"
-# on how many ranks of which axes it was written
+# Class and configuration of each of this package's models, by its name in the module.
 _MODELS = "models"
-# class and configuration of each of this package's models, by its name in the module
 _OURS = (OPTIMIZERS, OTHER_STATES, _MESH, _MODELS)
 
 
@@ -56,9 +56,9 @@ class Mains:
     """What optimizers step in place of parameters, if they do."""
 
     slots: Mapping[Tensor, Slot] = field(default_factory=dict)
-    # main weights, as parts of parameters
+    """Main weights, as parts of parameters."""
     lowered: frozenset[str] = frozenset()
-    # names of the parameters that are narrower than their main weights, wherever those are
+    """Names of the parameters that are narrower than their main weights, wherever those are."""
 
     @staticmethod
     def of(exchange: Exchange) -> "Mains":

@@ -24,18 +24,19 @@ class PipelineConfig:
     """How pipeline parallelism runs."""
 
     schedule: Literal["auto"] | ScheduleName = "auto"
-    # of training; auto: 1f1b, or interleaved where virtual_pipeline_model_parallel_size is above 1
+    """Of training; auto: 1f1b, or interleaved where virtual_pipeline_model_parallel_size is above 1."""
     microbatch_group_size: int = 0
-    # interleaved: microbatches that go through one chunk before the next has its turn; 0: as many as stages in a row
+    """interleaved: microbatches that go through one chunk before the next has its turn; 0: as many as stages in a
+    row."""
     overlap_expert_exchange: bool = False
-    # 1f1b and interleaved: the forward of one microbatch runs side by side with the backward of another, each computing
-    # while tokens of the other are on their way to experts; keeps up to pp more microbatches
+    """1f1b and interleaved: the forward of one microbatch runs side by side with the backward of another, each
+    computing while tokens of the other are on their way to experts; keeps up to pp more microbatches."""
     layout: StageLayout = field(default_factory=StageLayout)
-    # which layers are on which stage
+    """Which layers are on which stage."""
     mode: Mode = "auto"
-    # auto: training under the schedule, one training_step per microbatch; evaluation as a collective of all stages.
-    # collective: training too; training_step runs once per batch on every stage, at the cost of all microbatches'
-    # activations. For manual optimization and for steps that call the model more than once.
+    """auto: training under the schedule, one training_step per microbatch; evaluation as a collective of all stages.
+    collective: training too; training_step runs once per batch on every stage, at the cost of all microbatches'
+    activations. For manual optimization and for steps that call the model more than once."""
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):

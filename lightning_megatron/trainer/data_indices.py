@@ -61,10 +61,10 @@ class Indices:
         self._dp = dp
         self._epoch = epoch
         self.order = order_of(loader, dp)
+        # Whether `order` is a checkpoint's, in the place of the samplers' own.
         self.is_followed = False
-        # whether `order` is a checkpoint's, in the place of the samplers' own
+        # Where all generators were when this round's indices began.
         self.round_start: AllStates | None = None
-        # where all generators were when this round's indices began
         self.begin_from: States | None = None
         self._prepared: Iterator[Any] | None = None
 

@@ -79,12 +79,12 @@ class Reader:
     ) -> None:
         self.loader = loader
         self._ahead = ahead
+        # With `ahead`: this loader's place before each batch that was read and perhaps not trained on, by its number in
+        # the epoch.
         self._places: dict[int, Place] = {}
-        # with `ahead`: this loader's place before each batch that was read and perhaps not trained on, by its number in
-        # the epoch
         self.indices: Indices | None = None
+        # What is read, whose workers run.
         self.source = loader
-        # what is read, whose workers run
         if reads_indices(loader):
             self.indices = Indices(loader, dp, epoch)
             self.source = reading(loader, self.indices)
@@ -92,21 +92,21 @@ class Reader:
         self._epoch_now = epoch
         self._start = start
         self._epoch = -1
+        # Batches of this round; a short loader beside a long one goes round several times in an epoch.
         self._handed = 0
-        # batches of this round; a short loader beside a long one goes round several times in an epoch
+        # Batches of this epoch.
         self.in_epoch = 0
-        # batches of this epoch
+        # Where the generators were when this round began.
         self._round_start: AllStates | None = None
-        # where the generators were when this round began
+        # This loader's place before the last batch, where Lightning asks for one more than it trains on.
         self._before: Place | None = None
-        # this loader's place before the last batch, where Lightning asks for one more than it trains on
         self._resumed: Place | None = None
+        # Where the first round of a resumed run began.
         self._begun_from: Place | None = None
-        # where the first round of a resumed run began
+        # Whether the last round came to its end.
         self._is_exhausted = False
-        # whether the last round came to its end
+        # Whether somebody holds an iterator that has not begun.
         self._is_asked = False
-        # whether somebody holds an iterator that has not begun
         self._begun: Iterator[Any] | None = None
 
     @property
@@ -397,9 +397,9 @@ class Start(Protocol):
     """What a resumed run starts from."""
 
     readers: list[Reader]
-    # of its training loaders, in their order
+    """Of its training loaders, in their order."""
     is_over: bool
-    # whether training goes on by now
+    """Whether training goes on by now."""
 
     def as_saved(self) -> AbstractContextManager[None]:
         """A context with the default generators of the checkpoint; what they become inside stays."""

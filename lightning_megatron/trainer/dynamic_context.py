@@ -38,11 +38,11 @@ class Routed:
 
     microbatches: list[Microbatch]
     step: Balanced
-    # who runs which documents of the global batch
+    """Who runs which documents of the global batch."""
     num_rows: int
-    # of the global batch
+    """Of the global batch."""
     keys: frozenset[str]
-    # of the loader's batches
+    """Of the loader's batches."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class _Told:
     names: list[list[int]]
     rows: int
     schema: dict[str, str]
-    # dtypes by key
+    """Dtypes by key."""
     digest: str
 
 
@@ -82,16 +82,16 @@ class DynamicContext:
         self._num_wanted, self._schedule_of = num_wanted, schedule_of
         self._is_pinned = device.type == "cuda"
         self._solve = solve
+        # Set before the first step.
         self.cost: CostModel | None = config.cost
-        # set before the first step
+        # The step that runs, or was the last.
         self.taken: Balanced | None = None
-        # the step that runs, or was the last
         self._num_checked = 0
+        # By the number of the batch in its epoch.
         self._ready: dict[int, Future[Routed]] = {}
-        # by the number of the batch in its epoch
         self._tasks: queue.SimpleQueue[tuple[object, Future[Routed]] | None] = queue.SimpleQueue()
+        # Of the thread: after it the ranks of the line no longer know each other's place.
         self._failure: BaseException | None = None
-        # of the thread: after it the ranks of the line no longer know each other's place
         self._thread = threading.Thread(target=self._run, name="dynamic-context", daemon=True)
         self._thread.start()
 

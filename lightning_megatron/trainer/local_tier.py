@@ -42,7 +42,7 @@ class _Offers:
 
     paths: dict[_Save, Path] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
-    # what lies there and cannot be taken, and why
+    """What lies there and cannot be taken, and why."""
 
 
 class LocalTier(Checkpoint):

@@ -29,11 +29,11 @@ class Seen:
 
     weights: TrainedWeights
     rows: int
-    # of its batch, where it has texts
+    """Of its batch, where it has texts."""
     texts: Texts | None
-    # how long samples of its batch are
+    """How long samples of its batch are."""
     why_not: str = ""
-    # where that cannot be told
+    """Where that cannot be told."""
 
 
 def seen_by(trainer: pl.Trainer, batch: Any) -> Seen:

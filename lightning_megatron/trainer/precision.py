@@ -53,10 +53,10 @@ class MegatronPrecision(Precision):
 
     def __init__(self, chosen: Precision) -> None:
         super().__init__()
+        # What `precision="transformer-engine"` asks for.
         self.fp8: Fp8Config | None = None
-        # what `precision="transformer-engine"` asks for
+        # The layers of the model that multiply, or multiplied, in FP8.
         self.fp8_layers: Fp8Layers | None = None
-        # the layers of the model that multiply, or multiplied, in FP8
         precision = chosen.precision
         if isinstance(chosen, TransformerEnginePrecision):
             self.fp8 = _fp8_of(chosen)
@@ -72,12 +72,12 @@ class MegatronPrecision(Precision):
         self.precision = precision
         self.exchange: Exchange | None = None
         self.loss_scale: LossScale | None = None
+        # The last optimizer step, because a gradient was no number.
         self.has_skipped = False
-        # the last optimizer step, because a gradient was no number
+        # Norm of the whole model's gradient before the last clipping, [], float64.
         self.gradient_norm: Tensor | None = None
-        # norm of the whole model's gradient before the last clipping, [], float64
+        # Of what is done with the gradients of a step.
         self.listener: Listener | None = None
-        # of what is done with the gradients of a step
 
     def begin(self, exchange: Exchange, config: LossScaleConfig) -> None:
         """A fit begins that sums its gradients by `exchange`; `config` is that of float16's loss scale."""

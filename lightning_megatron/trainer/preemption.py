@@ -48,8 +48,8 @@ class Preemption(Checkpoint):
         self, config: CheckpointConfig, vote: StopVote, saving: Saving, environment: ClusterEnvironment | None
     ) -> None:
         """To be made before Lightning registers its handlers: what there is by now is the user's."""
+        # And so are all ranks, at the same place.
         self.is_leaving = False
-        # and so are all ranks, at the same place
         self._vote = vote
         self._saving = saving
         self._requeue = _requeue_signal(environment)

@@ -57,11 +57,11 @@ def snapshot(trainer: pl.Trainer, mesh: Mesh) -> dict[str, Any]:
     """What `Resumption` goes on from: plain data, and copies. Collective over the world."""
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress
     trained = progress.current.processed
+    # A batch has been read and not been trained on: a hook before its step saves, or the step failed.
     is_taken = progress.current.ready > trained
-    # a batch has been read and not been trained on: a hook before its step saves, or the step failed
     is_at_end = not is_taken and (progress.is_last_batch or trained >= trainer.num_training_batches)
+    # As in on_train_batch_end; a validation or the end of the epoch may come next.
     is_within_batch = progress.current.completed < trained
-    # as in on_train_batch_end; a validation or the end of the epoch may come next
     is_due = is_within_batch and is_validation_due(trainer, trained, is_at_end=is_at_end)
     epochs: Any = trainer.fit_loop.epoch_progress.current
     if not is_at_end and trained % trainer.accumulate_grad_batches:
@@ -96,16 +96,16 @@ class Resumption:
     # Lightning's counters of the fit, as they were saved
     mesh: Mesh
     has_started: bool = False
-    # whether counters are this run's by now
+    """Whether counters are this run's by now."""
     is_restored: bool = False
-    # whether the default generators are those of the checkpoint by now
+    """Whether the default generators are those of the checkpoint by now."""
     states: generators.States = field(default_factory=dict)
-    # with which training starts
+    """With which training starts."""
     readers: list[Reader] = field(default_factory=list)
-    # of the training loaders
+    """Of the training loaders."""
     num_placed: int = 0
     is_over: bool = False
-    # whether training goes on by now
+    """Whether training goes on by now."""
 
     def __post_init__(self) -> None:
         rank = self.mesh.world.rank if self.saved["layout"] == _layout(self.mesh) else 0

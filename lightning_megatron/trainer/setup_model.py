@@ -265,8 +265,8 @@ def require_separable(
     for optimizer in optimizers:
         name, reach = type(optimizer).__name__, reach_of(optimizer, config.looks_at)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        # Dp+cp, and edp where there are experts.
         shards = [shard_of(parameter) for parameter in parameters]
-        # dp+cp, and edp where there are experts.
         replicas = {"dp+cp" if shard.data is None else shard.data.name for shard in shards}
         is_shared_out = config.kind == "distributed" and any(mesh.axis(axis).size > 1 for axis in replicas)
         is_parted = mesh.pp.size > 1 or is_shared_out

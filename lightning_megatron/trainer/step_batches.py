@@ -17,17 +17,17 @@ class StepBatch:
 
     batch: Any
     rows: float
-    # samples of the global batch that it stands for
+    """Samples of the global batch that it stands for."""
     first_sample: int
-    # place of its first row in the global batch
+    """Place of its first row in the global batch."""
     place: int
-    # of the ranks that run it among all replicas: random numbers of the user's code follow from it
+    """Of the ranks that run it among all replicas: random numbers of the user's code follow from it."""
     num_copies: int
-    # ranks that run it together, each with the whole loss
+    """Ranks that run it together, each with the whole loss."""
     context_group: Axis | None = None
-    # these ranks, where they are not those of cp
+    """These ranks, where they are not those of cp."""
     documents: Tensor | None = None
-    # of each of its documents, where it comes from elsewhere: row in the global batch, number in the row
+    """Of each of its documents, where it comes from elsewhere: row in the global batch, number in the row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +35,9 @@ class Cutting:
     """Into how many microbatches a replica's batch is cut: always as many, or as many as its rows ask for."""
 
     number: int = 1
-    # of microbatches
+    """Of microbatches."""
     size: int = 0
-    # rows of a microbatch, where their number follows from the batch; 0: it does not
+    """Rows of a microbatch, where their number follows from the batch; 0: it does not."""
 
     def count_of(self, rows: int) -> int:
         """Microbatches of a batch of so many rows."""

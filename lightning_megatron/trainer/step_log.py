@@ -34,11 +34,11 @@ class _Line:
 
     name: str
     options: dict[str, Any]
-    # with which it was logged
+    """With which it was logged."""
     metric_name: str | None
-    # attribute name of its metric, where it is one
+    """Attribute name of its metric, where it is one."""
     is_sized: bool
-    # logged with a batch size
+    """Logged with a batch size."""
 
 
 Schema = list[_Line]
@@ -80,9 +80,9 @@ class StepSummary:
     """What the whole global batch amounts to."""
 
     weight: Tensor
-    # what the mean loss is a mean over, summed over microbatches and replicas, []
+    """What the mean loss is a mean over, summed over microbatches and replicas, []."""
     loss: Tensor
-    # that mean, []
+    """That mean, []."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,9 @@ class _Mark:
     """How far a record had come."""
 
     counts: dict[str, tuple[int, int]]
-    # values and sizes of each name
+    """Values and sizes of each name."""
     metrics: dict[str, dict[str, Any]]
-    # state of each metric, by attribute name
+    """State of each metric, by attribute name."""
 
 
 class StepLog:
@@ -102,12 +102,12 @@ class StepLog:
         self, module: LightningModule, mesh: Mesh, device: torch.device, dtype: torch.dtype, *, tail_on_last_stage: bool
     ) -> None:
         self._module = module
+        # In which values are logged.
         self.dtype = dtype
-        # in which values are logged
         self._replicas = mesh.axis("dp+cp")
+        # Ranks of cp or of a context group, which run the microbatch at hand together and log the same: each counts for
+        # its share.
         self.num_copies = mesh.cp.size
-        # ranks of cp or of a context group, which run the microbatch at hand together and log the same: each counts for
-        # its share
         self._pp = mesh.pp
         self._device = device
         self._one_stage = tail_on_last_stage and mesh.pp.size > 1
@@ -364,11 +364,11 @@ def _restore(metric: Metric, state: dict[str, Any]) -> None:
 
 def _new_state(metric: Metric, lengths: dict[str, int]) -> dict[str, Any]:
     """A metric's tensors, and the entries that its lists gained."""
+    # Torchmetrics has no public door to these two; both are saved and restored by its own sync in the same way.
     states = {
         name: [entry.cpu() for entry in value[lengths[name] :]] if isinstance(value, list) else value.cpu()
         for name, value in metric.metric_state.items()
     }
-    # torchmetrics has no public door to these two; both are saved and restored by its own sync in the same way.
     return {
         "states": states,
         "update_count": metric._update_count,

@@ -79,10 +79,10 @@ class Steps:
         self._pipeline = pipeline
         self._exchange = exchange
         self._loss_scale = loss_scale
+        # Plans every training step, where there is one.
         self._dynamic = dynamic
-        # plans every training step, where there is one
+        # Replicas that make each model call together.
         self.linked = setup_model.linked_replicas(module, mesh)
-        # replicas that make each model call together
         self._needs_equal_shapes = self.linked.size > 1 and setup_model.takes_sizes_for_known(module)
         is_split = mesh.pp.size > 1 or not cutting.is_whole or dynamic is not None
         self._uses_schedule = is_split and pipeline.mode == "auto" and module.automatic_optimization
@@ -104,20 +104,20 @@ class Steps:
         self._log = StepLog(module, mesh, device, log_dtype, tail_on_last_stage=self._uses_schedule)
         self._direct_log = StepLog(module, mesh, device, log_dtype, tail_on_last_stage=False)
         self._frees_gradients = not _are_gradients_kept(trainer, module)
+        # Gradients of the last schedule, until Lightning asks for them by `backward`.
         self._pending: dict[nn.Parameter, Tensor] = {}
-        # gradients of the last schedule, until Lightning asks for them by `backward`
+        # By which their sums over the replicas are to be multiplied, [].
         self._factor: Tensor | None = None
-        # by which their sums over the replicas are to be multiplied, []
+        # Gradients of earlier optimizer steps that nobody zeroed, aside while later ones are summed over ranks.
         self._summed: dict[nn.Parameter, Tensor] = {}
-        # gradients of earlier optimizer steps that nobody zeroed, aside while later ones are summed over ranks
+        # Whether the gradients on the parameters are those of global batches.
         self._are_summed = False
-        # whether the gradients on the parameters are those of global batches
         self._manual_share: Tensor | None = None
         self._num_checked: dict[str, int] = {}
+        # Batches of validation, test and prediction since the last of training; the loops' own counters stand still.
         self._num_evaluated = 0
-        # batches of validation, test and prediction since the last of training; the loops' own counters stand still
+        # Whether a schedule is running right now.
         self.is_scheduled = False
-        # whether a schedule is running right now
 
     @property
     def exchange(self) -> Exchange:

@@ -23,11 +23,11 @@ class _Round:
 
     number: int
     has_told: bool = False
-    # this rank, that it asks
+    """This rank, that it asks."""
     is_frozen: bool = False
     reason: str = ""
     last: int = -1
-    # place that any rank has passed
+    """Place that any rank has passed."""
     is_decided: threading.Event = field(default_factory=threading.Event)
 
     def key(self, what: str) -> str:
@@ -42,8 +42,8 @@ class StopVote:
         self._rank = global_rank
         self._num_ranks = num_ranks
         self._lock = threading.Lock()
+        # In their order; changed by single operations alone, between which a signal may come.
         self._asked: dict[str, None] = {}
-        # in their order; changed by single operations alone, between which a signal may come
         self._passed = -1
         self._round = _Round(0)
 

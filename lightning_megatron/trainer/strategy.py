@@ -164,11 +164,11 @@ class MegatronStrategy(ParallelStrategy):
         self.microbatch_size = microbatch_size
         self.pipeline = pipeline if pipeline is not None else PipelineConfig()
         self.context = context if context is not None else ContextConfig()
+        # How microbatches are packed and cut, each anew; none: as the sizes say.
         self.dynamic_context = dynamic_context
-        # how microbatches are packed and cut, each anew; none: as the sizes say
         self.optimizer = optimizer if optimizer is not None else OptimizerConfig()
+        # Of precision 16-mixed.
         self.loss_scale = loss_scale if loss_scale is not None else LossScaleConfig()
-        # of precision 16-mixed
         self._fp8 = fp8
         self.recompute = recompute if recompute is not None else RecomputeConfig()
         self.checkpoint = checkpoint if checkpoint is not None else CheckpointConfig()
@@ -177,25 +177,25 @@ class MegatronStrategy(ParallelStrategy):
         self._mesh: Mesh | None = None
         self._saves: Saving | None = None
         self._local: LocalTier | None = None
+        # That led to what the weights are.
         self._fits: lineage.Fits = []
-        # that led to what the weights are
         self._lanes: dict[Hop, LaneGroups] = {}
         self._ambient: Token[Mesh | None] | None = None
         self._watch: FailureWatch | None = None
         self._preemption: Preemption | None = None
         self._steps: Steps | None = None
         self._exchange: Exchange | None = None
+        # Over which documents find the ranks that run them, beside training.
         self._routes: Axis | None = None
-        # over which documents find the ranks that run them, beside training
         self._dynamic: DynamicContext | None = None
+        # By optimizer: the pipelined models of whose weights it has some.
         self._stepped: list[set[str]] = []
-        # by optimizer: the pipelined models of whose weights it has some
+        # By the last fit: who saves after it saves its optimizers too.
         self._left = Mains()
-        # by the last fit: who saves after it saves its optimizers too
+        # From the load of a checkpoint to the first batch after it.
         self._resumption: resume.Resumption | None = None
-        # from the load of a checkpoint to the first batch after it
+        # Whether by now all ranks of this run have told each other if they load a checkpoint.
         self._has_agreed_to_load = False
-        # whether by now all ranks of this run have told each other if they load a checkpoint
         self._held_schedulers = HeldSchedulers()
         self._is_synchronised = True
         self._restricted_metrics: list[Metric] = []

@@ -23,13 +23,13 @@ class TrainedWeights:
     """What one rank holds of the parts of a LLaVA; whatever else there is has one name, which is empty."""
 
     trained: frozenset[str]
-    # parts with weights that are trained, low-rank paths aside
+    """Parts with weights that are trained, low-rank paths aside."""
     frozen: frozenset[str]
-    # parts with weights that are not, layers that never run aside
+    """Parts with weights that are not, layers that never run aside."""
     paths: frozenset[tuple[str, int, float]]
-    # the linear's name in its layer, rank and dropout of each low-rank path
+    """The linear's name in its layer, rank and dropout of each low-rank path."""
     pathless: frozenset[str]
-    # names of linears that have none, in layers that run
+    """Names of linears that have none, in layers that run."""
 
 
 def trained_weights(module: nn.Module) -> TrainedWeights:

@@ -39,17 +39,17 @@ class Heads:
     """Which heads of a fused query-key-value output are this rank's."""
 
     groups: int
-    # in the fused output
+    """In the fused output."""
     queries: int
-    # query heads of a group
+    """Query heads of a group."""
     head_dim: int
-    # features of a head
+    """Features of a head."""
     first_group: int
     num_groups: int
-    # this rank's groups
+    """This rank's groups."""
     first_query: int
     num_queries: int
-    # this rank's query heads in each of its groups
+    """This rank's query heads in each of its groups."""
 
     @property
     def num_heads(self) -> int:
@@ -166,8 +166,8 @@ class SelfAttention(RecomputeLayer):
         self.name = name
         self.scale = 1.0 / math.sqrt(config.head_dim) if config.scales_scores else 1.0
         self.view = View(is_causal=is_causal, window=window)
+        # Who attends where nothing stands in the way.
         self.whole: WholeAttention = TorchAttention(view=self.view, scale=self.scale)
-        # who attends where nothing stands in the way
         self.heads = own_heads(config, tp)
         # Fewer groups than ranks: every rank needs rows that others hold.
         self.is_gathered = config.num_query_groups % tp.size != 0

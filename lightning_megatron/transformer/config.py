@@ -28,63 +28,66 @@ class TransformerConfig:
     """The architecture of a stack of equal layers. A size given as 0 follows from others and is filled in at once."""
 
     positions: ClassVar[tuple[Position, ...]] = ("learned", "rotary", "none")
-    # that a model of this kind can have
+    """That a model of this kind can have."""
     scales_scores: ClassVar[bool] = True
-    # whether products of queries and keys are divided by sqrt(head_dim)
+    """Whether products of queries and keys are divided by sqrt(head_dim)."""
     sees_both_ways: ClassVar[bool] = False
-    # whether a token sees those behind it: ranks of cp then hold one piece of a sequence each; of two stacks the first
+    """Whether a token sees those behind it: ranks of cp then hold one piece of a sequence each; of two stacks the
+    first."""
     has_cross_attention: ClassVar[bool] = False
-    # whether some layers look at the output of others
+    """Whether some layers look at the output of others."""
 
     num_layers: int
-    # layers of the stack, over all stages
+    """Layers of the stack, over all stages."""
     hidden_size: int
-    # features of a token between layers
+    """Features of a token between layers."""
     num_attention_heads: int
-    # query heads of a layer
+    """Query heads of a layer."""
     num_query_groups: int = 0
-    # key and value heads of a layer, each shared by a group of query heads; 0: one for each query head
+    """Key and value heads of a layer, each shared by a group of query heads; 0: one for each query head."""
     head_dim: int = 0
-    # features of a head; 0: hidden_size / num_attention_heads
+    """Features of a head; 0: hidden_size / num_attention_heads."""
     ffn_hidden_size: int = 0
-    # features between the two linears of the MLP (of gate and of up alike where gated); 0: 4 * hidden_size
+    """Features between the two linears of the MLP (of gate and of up alike where gated); 0: 4 * hidden_size."""
     activation: Activation = "gelu"
-    # of the MLP: exact GELU, its approximations by tanh and by a sigmoid, ReLU, or a gate with SiLU or GELU by tanh
+    """Of the MLP: exact GELU, its approximations by tanh and by a sigmoid, ReLU, or a gate with SiLU or GELU by
+    tanh."""
     normalization: Normalization = "layernorm"
-    # before each half of a layer and after the last layer
+    """Before each half of a layer and after the last layer."""
     norm_epsilon: float = 1e-5
-    # added to the variance (or mean square) under the root
+    """Added to the variance (or mean square) under the root."""
     add_bias_linear: bool = True
-    # every linear of a layer has a bias
+    """Every linear of a layer has a bias."""
     add_qkv_bias: bool = False
-    # the query-key-value linear has a bias even where the others have none
+    """The query-key-value linear has a bias even where the others have none."""
     position: Position = "learned"
-    # how a token knows its place: an embedding added to the input, a rotation of queries and keys, a learned number
-    # added to scores for the distance, or not at all
+    """How a token knows its place: an embedding added to the input, a rotation of queries and keys, a learned number
+    added to scores for the distance, or not at all."""
     rotary_base: float = 10000.0
-    # base of the geometric row of rotary wavelengths
+    """Base of the geometric row of rotary wavelengths."""
     rotary_fraction: float = 1.0
-    # share of a head's features that are rotated
+    """Share of a head's features that are rotated."""
     rope_scaling: RopeScaling | None = None
-    # how rotary wavelengths are stretched for sequences longer than those first trained on; none: not at all
+    """How rotary wavelengths are stretched for sequences longer than those first trained on; none: not at all."""
     qk_norm: bool = False
-    # queries and keys of each head are normed (RMS over the head's features) before they are rotated
+    """Queries and keys of each head are normed (RMS over the head's features) before they are rotated."""
     sliding_window: int = 0
-    # tokens that a token sees in causal attention, itself and those right before it; 0: all before it
+    """Tokens that a token sees in causal attention, itself and those right before it; 0: all before it."""
     full_attention_layers: tuple[int, ...] = ()
-    # layers, counted from 0, in which a token sees all before it in spite of sliding_window
+    """Layers, counted from 0, in which a token sees all before it in spite of sliding_window."""
     max_sequence_length: int = 2048
-    # positions of a learned embedding, in tokens
+    """Positions of a learned embedding, in tokens."""
     hidden_dropout: float = 0.0
-    # probability that a feature of the embedding or of a layer half's output is dropped in training
+    """Probability that a feature of the embedding or of a layer half's output is dropped in training."""
     attention_dropout: float = 0.0
-    # probability that an attention weight is dropped in training
+    """Probability that an attention weight is dropped in training."""
     ffn_dropout: float = 0.0
-    # probability that a feature between the two linears of a dense MLP is dropped in training
+    """Probability that a feature between the two linears of a dense MLP is dropped in training."""
     moe: MoEConfig | None = None
-    # layers of experts in the place of dense MLPs; none: all are dense
+    """Layers of experts in the place of dense MLPs; none: all are dense."""
     init_std: float = 0.02
-    # standard deviation of initial weights; projections back into the residual stream use init_std / sqrt(2 num_layers)
+    """Standard deviation of initial weights; projections back into the residual stream use init_std / sqrt(2
+    num_layers)."""
 
     def __post_init__(self) -> None:
         for name, size in (
@@ -284,13 +287,13 @@ class LanguageModelConfig(TransformerConfig):
     """A transformer between an embedding of tokens and a head that predicts tokens."""
 
     vocab_size: int
-    # different tokens
+    """Different tokens."""
     vocab_multiple: int = 1
-    # each rank holds a multiple of this many rows of the vocabulary; GPUs are faster with 128
+    """Each rank holds a multiple of this many rows of the vocabulary; GPUs are faster with 128."""
     tie_embeddings: bool = True
-    # the head uses the weight of the token embedding
+    """The head uses the weight of the token embedding."""
     label_smoothing: float = 0.0
-    # share of a target's probability spread evenly over the whole vocabulary
+    """Share of a target's probability spread evenly over the whole vocabulary."""
 
     def faults(self) -> list[str]:
         faults = super().faults()

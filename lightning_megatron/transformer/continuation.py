@@ -31,13 +31,13 @@ class Continuation:
     """
 
     lengths_B: Tensor
-    # int64, on the host: tokens of each row in this call; what is behind them is padding
+    """int64, on the host: tokens of each row in this call; what is behind them is padding."""
     seen_B: Tensor
-    # int64, on the host: tokens of each row that the cache has already
+    """int64, on the host: tokens of each row that the cache has already."""
     rows_B: Tensor
-    # int64, on the host: where each row is in the cache, one after the other
+    """int64, on the host: where each row is in the cache, one after the other."""
     cache: KeyValueCache | None
-    # none: the call has all tokens of each row, and nothing is kept
+    """none: the call has all tokens of each row, and nothing is kept."""
 
     @property
     def extends(self) -> bool:

@@ -34,11 +34,11 @@ class Memory:
     """What a decoder looks at."""
 
     hidden_MH: Tensor
-    # the encoder's output [M/sp, H]
+    """The encoder's output [M/sp, H]."""
     tokens: Tokens
-    # the encoder's stream
+    """The encoder's stream."""
     source: OtherStream | None
-    # what of it each segment of the decoder's stream sees; none where keys and values are kept
+    """What of it each segment of the decoder's stream sees; none where keys and values are kept."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,9 +49,10 @@ class KeptMemory:
     """
 
     past: CachedCall
-    # whose queries are the decoder's tokens
+    """Whose queries are the decoder's tokens."""
     own_BC: Tensor
-    # int64: where in this rank's part of the encoder's stream, all in one row, each sample's tokens are; -1 for none
+    """int64: where in this rank's part of the encoder's stream, all in one row, each sample's tokens are; -1 for
+    none."""
 
     def keep(self, layer: str, keys: Tensor, values: Tensor) -> None:
         """Keeps keys and values of this rank's stream [1, G, M, D]."""

@@ -28,8 +28,8 @@ class ExpertsTwin(nn.Module):
         self.up, self.down = experts.up, experts.down
         self.up_bias, self.down_bias = experts.up_bias, experts.down_bias
         self.axes, self.activation = experts.axes, experts.activation
+        # After the weights have changed: the engine casts them once for the microbatches that follow.
         self.is_first_microbatch = True
-        # after the weights have changed: the engine casts them once for the microbatches that follow
         num_own, hidden_size, num_features = self.down.shape
         all_features = num_features * self.axes.etp.size
         width = self.up[0].numel() // (num_features * hidden_size)

@@ -79,11 +79,11 @@ class _Matrix(NamedTuple):
 
     name: str
     axes: tuple[Axis, Axis, Axis]
-    # over which its input, itself and the gradient of its output are cut; of size 1 where they are whole
+    """Over which its input, itself and the gradient of its output are cut; of size 1 where they are whole."""
     use: Callable[[Scaling, Scaling, Scaling], Fp8Product | GroupedFp8]
-    # lets it, cast by these
+    """Lets it, cast by these."""
     leave: Callable[[], None]
-    # lets it multiply as before
+    """Lets it multiply as before."""
 
 
 class TorchFp8Layers:

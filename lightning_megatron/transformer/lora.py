@@ -48,16 +48,16 @@ class LoraConfig:
     """What is trained beside frozen weights. Raises ValueError, telling all faults at once."""
 
     rank: int = 16
-    # numbers per token between A and B
+    """Numbers per token between A and B."""
     alpha: float = 32.0
-    # what the path adds is multiplied by alpha over rank, or over its root
+    """What the path adds is multiplied by alpha over rank, or over its root."""
     scaling: LoraScaling = "rank"
-    # which; the root keeps large ranks from learning too slowly (Kalajdzievski, arXiv 2312.03732, section 3)
+    """Which; the root keeps large ranks from learning too slowly (Kalajdzievski, arXiv 2312.03732, section 3)."""
     dropout: float = 0.0
-    # probability that a feature of the path's input is dropped in training
+    """Probability that a feature of the path's input is dropped in training."""
     targets: tuple[LoraTarget, ...] = _DENSE
-    # linears of every layer that has them; shared: of the expert that every token goes through; cross_attention: of a
-    # decoder that looks at an encoder
+    """Linears of every layer that has them; shared: of the expert that every token goes through; cross_attention: of a
+    decoder that looks at an encoder."""
 
     def __post_init__(self) -> None:
         if faults := self.faults():

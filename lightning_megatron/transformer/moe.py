@@ -51,9 +51,8 @@ class MoE(nn.Module):
         super().__init__()
         initial, output_initial = Initial(std=config.init_std), Initial(std=config.output_std)
         self.config = moe
+        # Ranks whose tokens meet in the same experts Over which tokens come whole, and are routed in parts.
         self.num_sharing = experts.ep.size * experts.etp.size
-        # ranks whose tokens meet in the same experts
-        # Over which tokens come whole, and are routed in parts.
         self.split = tp if sp.size < tp.size else Axis.alone(tp.ranks[tp.rank])
         self.router = Router(moe.router, config.hidden_size, tp=tp, cut=tp, name=f"{name}.router", initial=initial)
         self.experts = Experts(

@@ -45,17 +45,17 @@ class RecomputeConfig:
     """What a training step makes again in its backward to keep less. Raises ValueError, telling all faults at once."""
 
     granularity: Granularity = "none"
-    # nothing, parts of every layer, or whole layers
+    """Nothing, parts of every layer, or whole layers."""
     parts: tuple[RecomputePart, ...] = ("core_attention",)
-    # selective: which. core_attention acts where attention lays its weights out, which is where it drops some: the
-    # kernel that runs otherwise keeps none
+    """selective: which. core_attention acts where attention lays its weights out, which is where it drops some: the
+    kernel that runs otherwise keeps none."""
     method: Method = "uniform"
-    # full: all layers in groups, of which the first input is kept; or the first layers of each stage, one by one
+    """full: all layers in groups, of which the first input is kept; or the first layers of each stage, one by one."""
     num_layers: int = 1
-    # full: layers of a group (uniform), or layers of a stage that are recomputed (block)
+    """full: layers of a group (uniform), or layers of a stage that are recomputed (block)."""
     shard_saved_inputs: bool = False
-    # full, without sequence parallelism: each tensor-parallel rank keeps a part of a saved input of our own layers,
-    # and gathers it again
+    """Full, without sequence parallelism: each tensor-parallel rank keeps a part of a saved input of our own layers,
+    and gathers it again."""
 
     def __post_init__(self) -> None:
         if faults := self.faults():
@@ -109,12 +109,12 @@ class RecomputeLayer(nn.Module):
     """A layer that can make parts of its forward again; at first it keeps all. Works on hidden states [T/sp, H]."""
 
     offers: ClassVar[frozenset[str]] = frozenset()
-    # parts that it knows
+    """Parts that it knows."""
 
     def __init__(self) -> None:
         super().__init__()
+        # Parts that it makes again.
         self.recomputed: frozenset[str] = frozenset()
-        # parts that it makes again
 
 
 def share(module: nn.Module, config: RecomputeConfig) -> None:

@@ -43,21 +43,21 @@ class RopeScaling:
     """
 
     kind: ScalingKind
-    # the rule, as in the table above
+    """The rule, as in the table above."""
     factor: float
-    # by how much long waves are stretched
+    """By how much long waves are stretched."""
     original_max_sequence_length: int = 0
-    # llama3 and yarn: tokens of the sequences first trained on
+    """llama3 and yarn: tokens of the sequences first trained on."""
     low_frequency_factor: float = 1.0
-    # llama3: waves of which the original length holds at most this many are stretched in full
+    """llama3: waves of which the original length holds at most this many are stretched in full."""
     high_frequency_factor: float = 4.0
-    # llama3: waves of which it holds at least this many stay
+    """llama3: waves of which it holds at least this many stay."""
     beta_fast: float = 32.0
-    # yarn: waves that turn at least this often in the original length stay
+    """yarn: waves that turn at least this often in the original length stay."""
     beta_slow: float = 1.0
-    # yarn: waves that turn at most this often are stretched in full
+    """yarn: waves that turn at most this often are stretched in full."""
     attention_factor: float = 0.0
-    # yarn: multiplies rotated queries and keys; 0: 0.1 ln(factor) + 1
+    """yarn: multiplies rotated queries and keys; 0: 0.1 ln(factor) + 1."""
 
     def __post_init__(self) -> None:
         if faults := self.faults():

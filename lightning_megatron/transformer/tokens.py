@@ -36,29 +36,30 @@ class Tokens:
     """The stream of one call; `flat` makes it from [batch, sequence]."""
 
     shape: tuple[int, int]
-    # of what the caller gave: batch and sequence
+    """Of what the caller gave: batch and sequence."""
     batch: int
-    # samples of the stream, cut alike: the caller's rows, or one where documents are packed
+    """Samples of the stream, cut alike: the caller's rows, or one where documents are packed."""
     sp: Axis
-    # cuts the stream between tensor-parallel regions
+    """Cuts the stream between tensor-parallel regions."""
     cp: Axis
-    # whose ranks share each sample
+    """Whose ranks share each sample."""
     context: ContextAxes
-    # how they exchange what attention needs
+    """How they exchange what attention needs."""
     layout: ContextLayout
-    # of each sample on the ranks of cp
+    """Of each sample on the ranks of cp."""
     index_X: Tensor | None
-    # int64: where in the caller's [B * S] the tokens of the stream of all ranks are; none where that has all, in order
+    """int64: where in the caller's [B * S] the tokens of the stream of all ranks are; none where that has all, in
+    order."""
     positions_1N: Tensor
-    # int64 [1, N]: of this rank's tokens in their segments, which position embeddings see; [B, N] where rows go on from
-    # places of their own
+    """int64 [1, N]: of this rank's tokens in their segments, which position embeddings see; [B, N] where rows go on
+    from places of their own."""
     keys_BX: Tensor
-    # int64: random key of each token of the stream of all ranks
+    """int64: random key of each token of the stream of all ranks."""
     rotary_cos_1NR: Tensor
-    # float64 [1, N, pairs]: of the angles by which queries and keys turn; no pairs, no turn
+    """float64 [1, N, pairs]: of the angles by which queries and keys turn; no pairs, no turn."""
     rotary_sin_1NR: Tensor
     past: CachedCall | None = None
-    # where keys and values are kept, and read from; none: they are not
+    """Where keys and values are kept, and read from; none: they are not."""
 
     @property
     def num_rows(self) -> int:

@@ -31,7 +31,7 @@ class TorchAttention:
 
     view: View
     scale: float
-    # of scores
+    """Of scores."""
 
     def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, masks: Masks) -> Tensor:
         if 0 < self.view.window < queries.shape[2]:

@@ -143,6 +143,7 @@ VARIANTS: dict[str, Any] = {
     ),
 }
 VARIANTS["bert"] = BertConfig(**_SMALL, vocab_size=131, hidden_dropout=0.1, attention_dropout=0.1)
+# encoders: padded rows, one of them empty, with and without a target of sentence order.
 VARIANTS["bert pre-norm"] = BertConfig(
     **_SMALL,
     vocab_size=131,
@@ -154,7 +155,6 @@ VARIANTS["bert pre-norm"] = BertConfig(
     tie_embeddings=False,
 )
 BERTS = ("bert", "bert pre-norm")
-# encoders: padded rows, one of them empty, with and without a target of sentence order
 _SMALL_T5: dict[str, Any] = {
     **_SMALL,
     "head_dim": 6,
@@ -174,8 +174,8 @@ VARIANTS["t5 v1.1 packed"] = T5Config(
     scales_head=False,
     hidden_dropout=0.1,
 )
+# Encoders with decoders: rows that are padded in either, or hold several documents.
 T5S = ("t5", "t5 v1.1 packed")
-# encoders with decoders: rows that are padded in either, or hold several documents
 _TOWER = VisionConfig(
     num_layers=3,
     hidden_size=24,
@@ -191,22 +191,22 @@ VARIANTS["llava"] = LlavaConfig.of(
 )
 VARIANTS["llava frozen tower"] = replace(VARIANTS["llava"], vision=replace(_TOWER, attention_dropout=0.0))
 VARIANTS["llava projector alone"] = VARIANTS["llava frozen tower"]
+# Parts that are not trained.
 FROZEN = {"llava frozen tower": ("vision",), "llava projector alone": ("vision", "language")}
-# parts that are not trained
+# Variants that see: rows with none, one and two images, a microbatch without any, and a replica without any.
 IMAGES = ("llava", *FROZEN)
-# variants that see: rows with none, one and two images, a microbatch without any, and a replica without any
+# Variants whose rows hold several documents each, and padding.
 PACKED = ("packed", "moe packed")
-# variants whose rows hold several documents each, and padding
+# Variants with experts.
 EXPERTS = tuple(variant for variant, config in VARIANTS.items() if config.moe is not None)
-# variants with experts
+# Experts whose bias is so low from the start that no token of the global batch goes to them; of the first all that a
+# rank of ep4 has.
 SHUNNED = {"moe": (6, 7), "moe, 16 bits": (0, 3)}
-# experts whose bias is so low from the start that no token of the global batch goes to them; of the first all that a
-# rank of ep4 has
+# Variants whose float32 adds nothing to that of the others.
 IN_FLOAT64_ALONE = (
     *("qwen-mistral", "packed", "moe top-1", "moe packed", "bert pre-norm", "t5 v1.1 packed"),
     *FROZEN,
 )
-# variants whose float32 adds nothing to that of the others
 
 
 _NOTHING = RecomputeConfig()
@@ -236,19 +236,19 @@ class Layout:
     vp: int = 1
     schedule: Literal["auto"] | ScheduleName = "auto"
     distributed: bool = False
-    # the optimizer
+    """The optimizer."""
     overlap: bool = False
-    # of gradient sums with backward, and of weights with forward where the optimizer is distributed
+    """Of gradient sums with backward, and of weights with forward where the optimizer is distributed."""
     rule: Literal["sgd", "adamw", "adamw, 16 bits"] = "sgd"
     recompute: RecomputeConfig = _NOTHING
     cp: int = 1
     ep: int = 1
     etp: int = 1
     joint: bool = False
-    # a forward runs beside a backward
+    """A forward runs beside a backward."""
     context: ContextConfig = _RING
     dynamic: DynamicContextConfig | None = None
-    # context parallelism: plans every step anew
+    """Context parallelism: plans every step anew."""
 
     @property
     def dp(self) -> int:
@@ -396,24 +396,25 @@ LAYOUTS = {
     ),
     "dynamic dp4 ep2": Layout(world=4, ep=2, dynamic=_DYNAMIC_4),
 }
+# Rows that have BERTs and T5s beside all others.
 WITH_ENCODERS = (
     *("one", "one m3", "tp2", "tp2+sp", "pp2", "pp2 collective", "pp4 m4", "vp2 pp2", "dp2", "cp2", "cp4 all-gather"),
     *("cp2 tp2+sp all-to-all", "tp2+sp pp2 dp2", "tp2 pp2 dp2", "ZB-V pp2", "ZeRO dp2 AdamW overlap"),
     "recompute full, cp2 pp2",
 )
-# rows that have BERTs and T5s beside all others
+# Rows that have models that see beside all others.
 WITH_IMAGES = (
     *("one", "one m3", "tp2", "tp2+sp", "pp2", "pp2 collective", "pp4 m4", "vp2 pp2", "dp2", "cp2", "cp4"),
     *("tp2+sp pp2 dp2", "tp2 pp2 dp2", "ZeRO dp2 AdamW overlap", "ZB-H1 pp2", "recompute full, cp2 pp2"),
 )
-# rows that have models that see beside all others
+# Rows that have models with experts beside all others.
 WITH_EXPERTS = ("one", "one m3", "tp2", "tp2+sp", "pp2", "dp2", "cp2", "dynamic dp2 pp2")
-# rows that have models with experts beside all others
 
 
 # In 16 bits: dropout on, an output layer tied over stages, and rates that a scheduler halves after every step.
 HALF_VARIANT = "dropout"
 HALF_EXPERTS = "moe, 16 bits"
+# All models. Of the last one every token goes to the two experts that are not shunned: no rounding changes a choice.
 CONFIGS = VARIANTS | {
     HALF_EXPERTS: GPTConfig(
         **_SMALL,
@@ -427,16 +428,15 @@ CONFIGS = VARIANTS | {
         ),
     )
 }
-# all models. Of the last one every token goes to the two experts that are not shunned: no rounding changes a choice
 RATE_DECAY = 0.5
+# By how much of itself a number changes at most where it is rounded to 16 bits.
 HALF_ROUNDOFF = {"16-mixed": 2.0**-11, "bf16-mixed": 2.0**-8}
-# by how much of itself a number changes at most where it is rounded to 16 bits
 _NUM_LAYERS = _SMALL["num_layers"]
 HALF_ROUNDINGS = {"one device": 4 * _NUM_LAYERS + 2, "float32": 20 * _NUM_LAYERS + 6}
 # Of a value on its way through the model and back. From one device a layout differs in the sums that it cuts, two in a
 # layer each way and one at each end; from float32 16 bits differ in all they round, ten in a layer and three at an end.
+# Counted from 0: of float16, in which one gradient of one rank becomes infinite.
 BAD_STEP = 1
-# counted from 0: of float16, in which one gradient of one rank becomes infinite
 HALF_LAYOUTS = {
     "16 bits, one m3": Layout(world=1, microbatches=3),
     "16 bits, dp2": Layout(world=2),

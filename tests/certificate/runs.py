@@ -50,9 +50,9 @@ ADAM_RATE, ADAM_EPSILON = 0.01, 1e-3
 BUCKET_SIZE = 3000
 # Of float16: it doubles after every step, and halves after a bad one.
 LOSS_SCALE = LossScaleConfig(initial=1024.0, window=1, hysteresis=1)
+# After each step, of which the second is bad Of a gradient a step takes no more than the rate divided by it: as much as
+# SGD's.
 SCALES = [2048.0, 1024.0, 2048.0]
-# after each step, of which the second is bad
-# Of a gradient a step takes no more than the rate divided by it: as much as SGD's.
 HALF_EPSILON = 0.1
 # What all steps make of a gradient that is the same in each: SGD's velocities, 1 and 1 + m and 1 + m + m^2, by rate.
 HALF_REACH = sum(RATE * RATE_DECAY**step * sum(MOMENTUM**age for age in range(step + 1)) for step in range(NUM_STEPS))
@@ -75,11 +75,11 @@ class Step:
     """What one optimizer step amounts to. Tensors by name, whole or as parts."""
 
     losses: list[float] = field(default_factory=list)
-    # of its batches
+    """Of its batches."""
     norm: float = 0.0
     gradients: dict[str, Any] = field(default_factory=dict)
     routing: dict[str, Tensor] = field(default_factory=dict)
-    # by layer and name: what its router saw, and what it carries on
+    """By layer and name: what its router saw, and what it carries on."""
 
 
 @dataclass
@@ -90,7 +90,7 @@ class Outcome:
     weights: dict[str, Any] = field(default_factory=dict)
     logged: dict[str, float] = field(default_factory=dict)
     norms: list[float] = field(default_factory=list)
-    # as the strategy clipped by
+    """As the strategy clipped by."""
 
 
 def reference(
@@ -415,11 +415,11 @@ class HalfOutcome:
     """What a rank saw of a training in 16 bits."""
 
     moved: list[float] = field(default_factory=list)
-    # by each step: the largest change of any weight, optimizer state or rate of this rank
+    """By each step: the largest change of any weight, optimizer state or rate of this rank."""
     factors: list[float] = field(default_factory=list)
-    # the loss scale after each step; 1 where there is none
+    """The loss scale after each step; 1 where there is none."""
     weights: dict[str, Parts] = field(default_factory=dict)
-    # the main weights, at the end
+    """The main weights, at the end."""
 
 
 class HalfModule(Module):

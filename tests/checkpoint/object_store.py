@@ -16,7 +16,7 @@ class ObjectStore(MemoryFileSystem):
     pseudo_dirs: ClassVar[list[str]] = [""]
     fails: Callable[[str, str], bool] = staticmethod(lambda request, path: False)
     remembered: ClassVar[dict[str, Any]] = {}
-    # what `info` answered, as remote file systems keep it
+    """What `info` answered, as remote file systems keep it."""
 
     @classmethod
     def meet(cls, request: str, path: str) -> None:

@@ -26,8 +26,8 @@ from tests.checkpoint.steps import step_in
 from tests.harness import ranks
 from tests.harness.ranks import RankFailed, on_ranks, run_on_ranks
 
+# Of each rank's half: larger than the buffer of a file.
 LENGTH = 3000
-# of each rank's half: larger than the buffer of a file
 
 
 def world_of_two() -> Axis:

@@ -33,9 +33,9 @@ class Way:
     keeps: str
     # "one path", written over; "new paths", the old removed; or "a link" to the newest of them beside that
     is_behind: bool = False
-    # saved behind training
+    """Saved behind training."""
     can_exchange: bool = True
-    # two names in one step
+    """Two names in one step."""
 
 
 WAYS = {

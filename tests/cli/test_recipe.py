@@ -243,8 +243,8 @@ recipe._exit_on_mistake(mistake)
 
 def test_a_rank_ends_after_the_one_that_tells_the_mistake() -> None:
     # Lightning kills the first rank when the second ends before it.
+    # Stderr is shared: what is read to its end is that of both, so the second ended with the first.
     both = subprocess.run(
         [sys.executable, "-c", FIRST_RANK, SECOND_RANK], capture_output=True, text=True, timeout=60, check=True
     )
-    # stderr is shared: what is read to its end is that of both, so the second ended with the first.
     assert (both.stdout, both.stderr) == ("waits\n", "")

@@ -46,7 +46,7 @@ class Run:
     losses: list[float]
     metrics: dict[str, float]
     texts: list[list[int]]
-    # of this replica's share of the prompts
+    """Of this replica's share of the prompts."""
 
 
 def run(layout: Layout, folder: Path, packing: str) -> Run:

@@ -39,15 +39,15 @@ SIZES: dict[str, Any] = {
     "relative_buckets": 8,
     "relative_max_distance": 20,
 }
+# And how samples lie in rows.
 LAYOUTS = {
     "tp=2 sp": (Layout(world=2, tp=2, sp=True), "none"),
     "pp=2": (Layout(world=2, pp=2, microbatches=2), "documents"),
     "cp=2": (Layout(world=2, cp=2), "documents"),
     "dp=2": (Layout(world=2), "none"),
 }
-# and how samples lie in rows
+# Above sequence_length, which relative positions allow.
 LONG = "long " * 40
-# above sequence_length, which relative positions allow
 
 
 @pytest.fixture(scope="module")

@@ -22,13 +22,13 @@ class Batch:
     x_BSH: Tensor
     # NaN in padding, which must reach nothing
     out_BSE: Tensor
-    # what the weight of each expert is worth in the objective
+    """What the weight of each expert is worth in the objective."""
     documents_BS: Tensor
-    # of the whole batch, -1 for padding
+    """Of the whole batch, -1 for padding."""
     positions_BS: Tensor
     keys_BS: Tensor
     targets_BS: Tensor
-    # how much the target of each token counts in the mean loss; of one document none does
+    """How much the target of each token counts in the mean loss; of one document none does."""
 
     @property
     def is_real_BS(self) -> Tensor:
@@ -75,11 +75,11 @@ class Plain:
 
     objective: Tensor
     losses: dict[str, Tensor]
-    # each a mean over real tokens, by their weights
+    """Each a mean over real tokens, by their weights."""
     counts: list[int]
-    # of the chosen experts
+    """Of the chosen experts."""
     preferred: list[int]
-    # of the best by score
+    """Of the best by score."""
 
 
 def plain_step(

@@ -143,7 +143,7 @@ class Stepped:
 
     weight_grad: Tensor
     x_grads: list[tuple[Tensor, Tensor]]
-    # of each call: places, gradients
+    """Of each call: places, gradients."""
     report: Report
 
 

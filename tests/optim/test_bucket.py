@@ -113,8 +113,8 @@ def test_buckets_are_sent_in_one_order_though_they_fill_in_another(watched: Watc
     exchange.expect(0)
     # The model holds its parts in another order than it runs them.
     chain([named[2], named[0], named[1]], watched).backward()
+    # C is ready last, and all wait for it.
     assert [e for e in watched.events if e.startswith("send")] == ["send c", "send b", "send a"]
-    # c is ready last, and all wait for it.
     assert watched.events.index("send c") > watched.events.index("at after c")
 
 
@@ -133,8 +133,8 @@ def test_a_parameter_used_twice_lands_once_after_both_uses(watched: Watched) -> 
     exchange = exchange_of(named)
     exchange.begin_backwards()
     exchange.expect(0)
+    # Loss = b a b: its gradients are b^2 and 2 a b.
     chain([b, a, b], watched).backward()
-    # loss = b a b: its gradients are b^2 and 2 a b.
     assert watched.sums == [[8.0], [4.0]]
     assert watched.events.index("send b") > watched.events.index("at after a")
 

@@ -212,8 +212,8 @@ def experts_among_four() -> dict[str, Any]:
 
 
 def test_experts_are_summed_over_their_own_replicas_alone() -> None:
+    # Ep varies faster than edp: global ranks 0 and 2 hold the first experts.
     ranks = run_on_ranks(4, experts_among_four)
-    # ep varies faster than edp: global ranks 0 and 2 hold the first experts.
     sums = {0: 1.0 + 100.0, 1: 10.0 + 1000.0}
     norm = math.sqrt(6 * sums[0] ** 2 + 6 * sums[1] ** 2 + 5 * 1111.0**2)
     for found in ranks:

@@ -134,8 +134,8 @@ def test_pairing_by_position_hangs_with_a_small_last_group_and_ours_does_not() -
     ("pp", "chunks", "microbatches"), [(2, 2, 2), (2, 3, 8), (3, 2, 2), (4, 2, 8), (4, 4, 16), (4, 2, 10), (4, 3, 3)]
 )
 def test_it_is_torchs_order(pp: int, chunks: int, microbatches: int) -> None:
+    # Torch knows no group size: it makes as many groups of at least pp as there can be, all alike.
     displayed: Any = get_schedule_ops("Interleaved1F1B", pp, microbatches, chunks)
-    # torch knows no group size: it makes as many groups of at least pp as there can be, all alike.
     group_size = microbatches // max(1, microbatches // pp)
     order = interleaved_one_f_one_b(pp=pp, chunks=chunks, microbatches=microbatches, group_size=max(group_size, pp))
     assert texts(order) == [" ".join(str(a) for a in actions if a and a.is_compute_op) for actions in displayed]

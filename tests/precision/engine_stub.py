@@ -50,11 +50,11 @@ class Log:
 
     built: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
     first_microbatch: list[bool | None] = field(default_factory=list)
-    # as each forward was told
+    """As each forward was told."""
     attended: list[torch.Size] = field(default_factory=list)
-    # the queries of each attention
+    """The queries of each attention."""
     autocasts: list[tuple[Any, Any]] = field(default_factory=list)
-    # recipe and group of each
+    """Recipe and group of each."""
     is_open: bool = False
 
 

@@ -169,8 +169,8 @@ def test_experts_that_cannot_be_are_faults_told_together(options: list[str], tol
 
 def test_the_count_is_that_of_the_published_formula() -> None:
     config = parse("gpt_1t.yaml").model.config
+    # ArXiv 2104.04473, equation 2; it leaves out the last norm.
     layers, hidden = config.num_layers, config.hidden_size
-    # arXiv 2104.04473, equation 2; it leaves out the last norm.
     published = 12 * layers * hidden**2 + 13 * layers * hidden
     published += (config.vocab_size + config.max_sequence_length) * hidden
     assert cost.model_parameters(config) - published == 2 * hidden

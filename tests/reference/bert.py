@@ -17,8 +17,8 @@ class ReferenceBert:
 
     def __init__(self, config: BertConfig, weights: dict[str, Tensor], draws: rng.Draws | None = None) -> None:
         self.config, self.weights, self.draws = config, weights, draws
+        # By which the row that is worked on draws.
         self.row_key: Tensor | None = None
-        # by which the row that is worked on draws
 
     def logits(
         self, tokens: Tensor, token_types: Tensor | None = None, padding_mask: Tensor | None = None

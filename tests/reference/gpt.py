@@ -31,12 +31,12 @@ class ReferenceGPT:
         routers: dict[int, moe.RouterState] | None = None,
     ) -> None:
         self.config, self.weights, self.draws, self.routers = config, weights, draws, routers or {}
+        # Of the rows of a call, where they are not those of a batch.
         self.sample_keys: Tensor | None = None
-        # of the rows of a call, where they are not those of a batch
+        # How much each token of a call counts [batch, sequence].
         self.counts: Tensor | None = None
-        # how much each token of a call counts [batch, sequence]
+        # The losses of the routers so far: sums over tokens, each times its weight.
         self.auxiliary = torch.zeros(())
-        # the losses of the routers so far: sums over tokens, each times its weight
 
     def logits(self, tokens: Tensor, segments: Tensor | None = None) -> Tensor:
         if segments is not None:

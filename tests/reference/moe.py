@@ -22,11 +22,11 @@ class Seen:
     """What a router saw since the last step, over all sequences."""
 
     counts: Tensor
-    # int64 [3, E]: tokens that have each expert among their best by score alone; that chose it; and that it took
+    """int64 [3, E]: tokens that have each expert among their best by score alone; that chose it; and that it took."""
     weight: Tensor
-    # of all tokens
+    """Of all tokens."""
     losses: dict[str, Tensor] = field(default_factory=dict)
-    # sums over tokens, each times its weight
+    """Sums over tokens, each times its weight."""
 
     @staticmethod
     def nothing(num_experts: int) -> "Seen":
@@ -47,9 +47,9 @@ class RouterState:
 
     config: RouterConfig
     bias: Tensor
-    # float32: added to the scores where experts are chosen
+    """float32: added to the scores where experts are chosen."""
     shares: Tensor
-    # int64: of the step before, how many tokens had each expert among their best
+    """int64: of the step before, how many tokens had each expert among their best."""
     seen: Seen
 
     @staticmethod

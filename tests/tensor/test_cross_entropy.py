@@ -102,9 +102,9 @@ def test_half_logits_are_summed_in_float32_and_get_gradients_of_their_own_dtype(
     double = logits.detach().double().requires_grad_()
     labels = some_labels()
     losses = vocab_parallel_cross_entropy(logits, labels, tp=tp, vocab_size=V)
+    # float32 rounds sums of 131 numbers; in the half types the error would be a thousand times as large.
     plain = F.cross_entropy(double, labels, reduction="none")
     assert losses.dtype == torch.float32
-    # float32 rounds sums of 131 numbers; in the half types the error would be a thousand times as large.
     assert_close(losses.double(), plain, rtol=1e-6, atol=1e-6)
     if dtype != torch.float32:
         rounded = torch.logsumexp(double, 1).to(dtype) - logits.detach()[:, 0]

@@ -306,7 +306,7 @@ def test_autocast_keeps_no_copy_of_a_weight_for_backward() -> None:
     assert y.dtype is torch.bfloat16
     weights = [t for t in kept if t.shape == layer.weight.shape]
     assert len(weights) == 1 and weights[0].data_ptr() == layer.weight.data_ptr()
+    # bfloat16 keeps 8 bits: rounding of both factors and of the sum.
     y.sum().backward()
     assert layer.weight.grad is not None and layer.weight.grad.dtype is torch.float32
-    # bfloat16 keeps 8 bits: rounding of both factors and of the sum.
     torch.testing.assert_close(layer.weight.grad, torch.ones(16, 4) @ x.detach(), rtol=3e-2, atol=3e-2)

@@ -96,11 +96,11 @@ class Seen:
     """What a fit did, step by step, on one rank."""
 
     biases: list[dict[str, Tensor]] = field(default_factory=list)
-    # after every batch, by layer
+    """After every batch, by layer."""
     shares: list[dict[str, Tensor]] = field(default_factory=list)
-    # what routers took from the step before, for the loss over the global batch
+    """What routers took from the step before, for the loss over the global batch."""
     reports: list[dict[str, Report]] = field(default_factory=list)
-    # of all layers, after every batch
+    """Of all layers, after every batch."""
     metrics: list[dict[str, float]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     validations: list[float] = field(default_factory=list)

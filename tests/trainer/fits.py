@@ -18,13 +18,13 @@ class Trace:
     """What a fit did on one rank."""
 
     losses: list[float] = field(default_factory=list)
-    # of every batch, as training_step's caller gets it
+    """Of every batch, as training_step's caller gets it."""
     steps: list[dict[str, float]] = field(default_factory=list)
-    # every metric after every batch
+    """Every metric after every batch."""
     epochs: list[dict[str, float]] = field(default_factory=list)
-    # and after every epoch
+    """And after every epoch."""
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
-    # before every optimizer step
+    """Before every optimizer step."""
     rates: list[float] = field(default_factory=list)
     weights: "Parts" = field(default_factory=dict)
 
@@ -88,11 +88,11 @@ class Case:
     module: Callable[[], L.LightningModule]
     trainer: dict[str, Any] = field(default_factory=dict)
     num_rows: int = 27
-    # 3 batches of 8 and one of 3: the last is smaller than 4 microbatches, and cut unevenly into 2
+    """3 batches of 8 and one of 3: the last is smaller than 4 microbatches, and cut unevenly into 2."""
     is_one_call: bool = True
-    # of the model in a step
+    """Of the model in a step."""
     is_automatic: bool = True
-    # optimization, and not the module's own
+    """Optimization, and not the module's own."""
 
     def run(self, layout: Layout) -> Trace:
         recorder = Recorder()

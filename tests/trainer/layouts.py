@@ -30,7 +30,7 @@ class Layout:
     ep: int = 1
     etp: int = 1
     joint: bool = False
-    # a forward runs beside a backward
+    """A forward runs beside a backward."""
     context: ContextConfig = field(default_factory=ContextConfig)
     schedule: Literal["auto"] | ScheduleName = "auto"
     stages: StageLayout = field(default_factory=StageLayout)

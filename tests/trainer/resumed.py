@@ -202,17 +202,17 @@ class Record:
     """What a run did on one rank."""
 
     batches: dict[int, tuple[list[int], float]] = field(default_factory=dict)
-    # by their number in the whole run: samples and loss
+    """By their number in the whole run: samples and loss."""
     rates: dict[int, float] = field(default_factory=dict)
     weights: Parts = field(default_factory=dict)
     optimizer: dict[str, Tensor] = field(default_factory=dict)
     drawn: str = ""
-    # where the generators ended
+    """Where the generators ended."""
     steps: int = 0
     logged: int = 0
-    # steps as loggers count them
+    """Steps as loggers count them."""
     loaded: list[int] = field(default_factory=list)
-    # rows that were read from the dataset, where this process read them
+    """Rows that were read from the dataset, where this process read them."""
 
 
 class Recorder(L.Callback):

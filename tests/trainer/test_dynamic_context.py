@@ -151,13 +151,13 @@ class Record:
     """What a fit did on one rank."""
 
     losses: dict[int, float] = field(default_factory=dict)
-    # by the number of the batch in the run
+    """By the number of the batch in the run."""
     logged: dict[str, float] = field(default_factory=dict)
     weights: Parts = field(default_factory=dict)
     names: list[list[int]] = field(default_factory=list)
-    # of the documents of the first batch that this rank counts: those of groups of which it is the first rank
+    """Of the documents of the first batch that this rank counts: those of groups of which it is the first rank."""
     sizes: set[int] = field(default_factory=set)
-    # of the groups that it was in
+    """Of the groups that it was in."""
     num_read: int = 0
     num_threads: int = 0
 

@@ -56,9 +56,9 @@ class Case:
     precision: str
     config: GPTConfig
     layouts: tuple[str, ...]
-    # by which the losses of the steps after the break may differ: sums in other orders
+    """By which the losses of the steps after the break may differ: sums in other orders."""
     tolerance: float
-    # bytes of a number of the weights that are saved: of the main weights where there are any
+    """Bytes of a number of the weights that are saved: of the main weights where there are any."""
     itemsize: int
 
 

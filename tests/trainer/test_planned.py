@@ -31,8 +31,8 @@ from tests.trainer.modules import Small
 pytestmark = pytest.mark.filterwarnings(QUIET)
 SHAPE: dict[str, Any] = {"num_layers": 8, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 64}
 GPT = GPTConfig(**SHAPE, max_sequence_length=16)
+# Of a replica.
 TOKENS = torch.zeros(8, 16, dtype=torch.int64)
-# of a replica
 
 
 def trainer_of(module: L.LightningModule, world: int = 8, precision: Any = "bf16-mixed", **options: Any) -> L.Trainer:

@@ -10,19 +10,19 @@ class DynamicContextConfig:
     """How documents may be cut and packed, and where the costs come from."""
 
     max_tokens_per_rank: int
-    # memory cap: tokens of one microbatch on one rank
+    """Memory cap: tokens of one microbatch on one rank."""
     min_group_size: int = 1
-    # ranks that share a microbatch, at least: a power of two
+    """Ranks that share a microbatch, at least: a power of two."""
     max_group_size: int = 0
-    # and at most: a power of two, or all dp x cp ranks; 0: all
+    """And at most: a power of two, or all dp x cp ranks; 0: all."""
     microbatch_multiple: int = 1
-    # the number of microbatches is a multiple of this, as a pipeline schedule may ask
+    """The number of microbatches is a multiple of this, as a pipeline schedule may ask."""
     min_microbatches: int = 1
-    # of a step, on every rank
+    """Of a step, on every rank."""
     cost: CostModel | None = None
     # None: measured on this machine before the first step
     balance_tolerance: float = 0.01
-    # the search ends at the first plan that is within this share of the lower bound
+    """The search ends at the first plan that is within this share of the lower bound."""
 
     def __post_init__(self) -> None:
         faults = [

@@ -31,19 +31,19 @@ class CostModel:
     """The constants of the formula; seconds in any unit, if it is the same in all."""
 
     seconds_per_token: float
-    # a
+    """A."""
     seconds_per_square: float = 0.0
-    # b
+    """B."""
     fixed_seconds: float = 0.0
-    # of a microbatch, with documents or without
+    """Of a microbatch, with documents or without."""
     seconds_per_sent_token: float = 0.0
-    # c within a node
+    """C within a node."""
     seconds_per_far_token: float = 0.0
-    # c of a group with more than `ranks_per_node` ranks
+    """C of a group with more than `ranks_per_node` ranks."""
     latency_seconds: float = 0.0
-    # of one step of the ring
+    """Of one step of the ring."""
     ranks_per_node: int = 0
-    # neighbours among the dp x cp ranks that share a node; 0: all
+    """Neighbours among the dp x cp ranks that share a node; 0: all."""
 
     def __post_init__(self) -> None:
         faults = [

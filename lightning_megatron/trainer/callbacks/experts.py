@@ -53,12 +53,12 @@ class ExpertMonitor(L.Callback):
         self.per_expert = per_expert
         self.picture_every_n_steps = picture_every_n_steps
         self.picture_folder = picture_folder
+        # By model.
         self._histories: dict[str, LoadHistory] = {}
-        # by model
+        # Optimizer steps before this batch.
         self._steps_before = 0
-        # optimizer steps before this batch
+        # At which step.
         self._last_drawn = -1
-        # at which step
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         faults = self._faults(trainer, pl_module)

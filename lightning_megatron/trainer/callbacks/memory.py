@@ -28,12 +28,12 @@ class _Held:
 
     pp_rank: int
     peaks: Mapping[str, int]
-    # bytes by phase
+    """Bytes by phase."""
     reserved_bytes: int
     before_bytes: int
-    # of a process before there was a model
+    """Of a process before there was a model."""
     kinds: Mapping[str, int]
-    # bytes of what is held from step to step; empty but for the table
+    """Bytes of what is held from step to step; empty but for the table."""
     seen: Seen
 
     @property
@@ -69,12 +69,12 @@ class MemoryMonitor(L.Callback):
         self.print_after_steps = print_after_steps
         self._meter: Meter | None = None
         self._phase = _BETWEEN
+        # Bytes by phase, since they were logged.
         self._peaks: dict[str, int] = {}
-        # bytes by phase, since they were logged
         self._reserved_bytes = 0
         self._before_bytes = 0
+        # Of this run.
         self._num_steps = 0
-        # of this run
         self._steps_before = 0
         self._gradient_bytes = 0
 
@@ -177,8 +177,8 @@ class _Planned:
 
     def __init__(self, trainer: L.Trainer, ranks: list[_Held]) -> None:
         self.kinds: dict[str, float] = {}
+        # Outside of the allocator, on a GPU.
         self.overhead_bytes = 0.0
-        # outside of the allocator, on a GPU
         self.why_not = ""
         try:
             run = planned_run(trainer, [rank.seen for rank in ranks], rank=_fullest(ranks))

@@ -21,8 +21,8 @@ class StepRecorder:
         self.batch = 0
         self._begun: dict[Doing, Any] = {}
         self._noted: list[tuple[Doing, int, Any, Any]] = []
+        # Of the device's clock: an event, and the host's clock at it.
         self._origin: tuple[Any, float] | None = None
-        # of the device's clock: an event, and the host's clock at it
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             self._origin = self._moment(), perf_counter()

@@ -54,9 +54,9 @@ class _Place:
     pp_rank: int
     stages: tuple[int, ...]
     is_shown: bool
-    # in the picture
+    """In the picture."""
     is_told: bool
-    # in the trace
+    """In the trace."""
 
 
 class StepTimeline(L.Callback):
@@ -81,13 +81,13 @@ class StepTimeline(L.Callback):
             raise ValueError(f"step ({step}) of StepTimeline must be at least 1, the first step of the run")
         self.step = step
         self.folder = folder
+        # Of this run.
         self._num_steps = 0
-        # of this run
         self._steps_before = 0
+        # When the last batch ended; none where something else came behind it.
         self._ended_seconds: float | None = None
-        # when the last batch ended; none where something else came behind it
+        # While the step runs.
         self._recorder: StepRecorder | None = None
-        # while the step runs
         self._hooks: list[RemovableHandle] = []
 
     def faults(self, trainer: L.Trainer) -> list[str]:

@@ -59,10 +59,10 @@ class ThroughputMonitor(L.Callback):
         self._recompute = _KEEPS_ALL
         self._sizes = Sizes()
         self._is_warm = False
+        # When the clock started; none while it stands still.
         self._started_seconds: float | None = None
-        # when the clock started; none while it stands still
+        # When the last batch ended; none where something else came behind it.
         self._ended_seconds: float | None = None
-        # when the last batch ended; none where something else came behind it
         self._begin_span()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -13,8 +13,8 @@ from lightning_megatron.models import GPTConfig
 from lightning_megatron.transformer.lora import LoraConfig, add_lora
 from tests.trainer.layouts import Layout, make_trainer, replica_of
 
+# Of a global batch.
 ROWS, SEQUENCE = 8, 16
-# of a global batch
 CONFIG = GPTConfig(
     num_layers=4, hidden_size=32, num_attention_heads=4, vocab_size=64, max_sequence_length=SEQUENCE, hidden_dropout=0.1
 )

@@ -22,8 +22,8 @@ from tests.trainer.layouts import QUIET, Layout, make_trainer, replica_of
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
 ROWS, FLOPS = 4, 2 * 10**12
+# Of a device, so that a process that works all the time is at a half.
 PEAK = 4.0e12
-# of a device, so that a process that works all the time is at a half
 
 
 class Clock:
