@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lightning_megatron.context.balance import DynamicContextConfig
-from lightning_megatron.planner.rules import Facts
 from lightning_megatron.planner.run import Run
+from lightning_megatron.rules.cross_config import Facts
 
 
 @dataclass(frozen=True, kw_only=True)

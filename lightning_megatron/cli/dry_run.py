@@ -16,8 +16,8 @@ from lightning_megatron.planner.dry_rank import Whole
 from lightning_megatron.planner.dry_report import dry_record, dry_text
 from lightning_megatron.planner.dry_run import dry_run, shown_ranks
 from lightning_megatron.planner.hardware import gpu_of
-from lightning_megatron.planner.limits import limit_faults
 from lightning_megatron.planner.run import Run
+from lightning_megatron.rules.limits import limit_faults
 
 _GPU = "h100"
 # By whose planned times documents are balanced where a recipe with dynamic context parallelism gives no costs.

@@ -12,8 +12,8 @@ from lightning_megatron.planner.balanced import LogNormal, balanced, drawn, num_
 from lightning_megatron.planner.balanced_cost import planned_cost
 from lightning_megatron.planner.constants import fitted
 from lightning_megatron.planner.hardware import Gpu
-from lightning_megatron.planner.rules import Facts, faults, with_context_groups
 from lightning_megatron.planner.run import Run
+from lightning_megatron.rules.cross_config import Facts, faults, with_context_groups
 
 ONE_A_ROW = "each row of packed documents counts as one: attention within shorter ones takes fewer FLOPs and less time"
 """Said of a recipe that packs documents, but where their lengths are told."""

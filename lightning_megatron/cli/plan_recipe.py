@@ -30,12 +30,12 @@ from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.pipeline.choice import placement_of
 from lightning_megatron.planner.anatomy import Model, Texts
-from lightning_megatron.planner.limits import MOST, MOST_OF_A_KIND, limit_faults, model_limit_faults
 from lightning_megatron.planner.presets import PRESETS
-from lightning_megatron.planner.rules import Facts
-from lightning_megatron.planner.rules import faults as rule_faults
 from lightning_megatron.planner.run import Run, context_fields
 from lightning_megatron.precision.fp8 import Fp8Config
+from lightning_megatron.rules.cross_config import Facts
+from lightning_megatron.rules.cross_config import faults as rule_faults
+from lightning_megatron.rules.limits import MOST, MOST_OF_A_KIND, limit_faults, model_limit_faults
 from lightning_megatron.trainer.config import PipelineConfig
 from lightning_megatron.transformer.recompute import RecomputeConfig
 

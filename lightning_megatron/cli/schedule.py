@@ -18,7 +18,7 @@ from lightning_megatron.pipeline.choice import Schedule, ScheduleName, schedule_
 from lightning_megatron.pipeline.collector import collector_paused
 from lightning_megatron.pipeline.picture import write_png, write_svg
 from lightning_megatron.pipeline.simulate import Costs, Timeline
-from lightning_megatron.planner.limits import limit_faults
+from lightning_megatron.rules.limits import limit_faults
 
 _WRITERS = {".svg": write_svg, ".png": write_png}
 _COMPUTE_FIELDS = ("kind", "stage", "microbatch", "start", "end")

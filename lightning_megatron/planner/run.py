@@ -17,10 +17,10 @@ from lightning_megatron.planner.anatomy import Anatomy, Model, Stage, Texts, sha
 from lightning_megatron.planner.balanced import Balanced
 from lightning_megatron.planner.hardware import Products
 from lightning_megatron.planner.needed import again_of, stages_of
-from lightning_megatron.planner.rules import Facts, faults
 from lightning_megatron.planner.software import OURS, Software
 from lightning_megatron.planner.trained import ALL, Trained, trained_anatomy
 from lightning_megatron.precision.fp8 import Fp8Config, engine_faults
+from lightning_megatron.rules.cross_config import Facts, faults
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
 PRECISIONS = ("bf16-mixed", "bf16-true", "16-mixed", "32-true")

@@ -14,8 +14,8 @@ from lightning_megatron.context.balance import DynamicContextConfig
 from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.data.batch_ramp import BatchRamp
 from lightning_megatron.mesh import Sizes
-from lightning_megatron.planner import rules
 from lightning_megatron.precision.fp8 import Fp8Config
+from lightning_megatron.rules import cross_config
 from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.recompute import RecomputeConfig
@@ -88,7 +88,7 @@ def faults(
     """Every fault of a run, from the arguments of `trainer.fit` (or validate, test, predict)."""
     data = next((argument for argument in arguments if isinstance(argument, DescribesData)), None)
     ramp = data.batch_ramp if isinstance(data, GrowsBatches) else None
-    facts = rules.Facts(
+    facts = cross_config.Facts(
         sizes=sizes,
         num_microbatches=num_microbatches,
         microbatch_size=microbatch_size,
@@ -104,7 +104,7 @@ def faults(
         context=context,
         dynamic_context=dynamic_context,
     )
-    found = rules.faults(facts)
+    found = cross_config.faults(facts)
     if trainer.training:
         found += _uncut_faults(trainer.lightning_module, sizes, num_microbatches, microbatch_size, pipeline)
         if dynamic_context is not None:

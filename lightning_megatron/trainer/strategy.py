@@ -50,9 +50,9 @@ from lightning_megatron.pipeline.choice import Schedule, placement_of
 from lightning_megatron.pipeline.listener import Listener
 from lightning_megatron.pipeline.lower import hops
 from lightning_megatron.pipeline.module import at_once, run_alone
-from lightning_megatron.planner import rules
 from lightning_megatron.planner.balanced import Balanced
 from lightning_megatron.precision.fp8 import Fp8Config
+from lightning_megatron.rules import cross_config
 from lightning_megatron.tensor import weight_gradients
 from lightning_megatron.tensor.weight_gradients import WeightGradients
 from lightning_megatron.trainer import (
@@ -228,7 +228,7 @@ class MegatronStrategy(ParallelStrategy):
         )
         if self.dynamic_context is None or sizes.faults():
             return sizes
-        return rules.with_context_groups(sizes, self.dynamic_context, self.context)
+        return cross_config.with_context_groups(sizes, self.dynamic_context, self.context)
 
     @property
     def balanced_step(self) -> Balanced | None:

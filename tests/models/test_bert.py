@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.models import BertConfig, BertModel
-from lightning_megatron.planner.rules import Facts, faults
+from lightning_megatron.rules.cross_config import Facts, faults
 from lightning_megatron.sharding import sharded_parameters
 from lightning_megatron.transformer.mlp import MLP
 from tests.harness.threads import new_group, run_on_threads

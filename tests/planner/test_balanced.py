@@ -21,10 +21,10 @@ from lightning_megatron.planner.flops import EXECUTED, MODEL, step_flops
 from lightning_megatron.planner.hardware import gpu_of
 from lightning_megatron.planner.memory import WORKSPACE_BYTES, fullest, memory_of
 from lightning_megatron.planner.moments import moments_of, of_documents
-from lightning_megatron.planner.rules import with_context_groups
 from lightning_megatron.planner.run import Run, faults_of
 from lightning_megatron.planner.step_time import step_time
 from lightning_megatron.planner.working_set import batch_bytes
+from lightning_megatron.rules.cross_config import with_context_groups
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.recompute import RecomputeConfig
 from tests.planner.test_dry_run import DISTRIBUTED, GPT, LLAMA, MIXTRAL

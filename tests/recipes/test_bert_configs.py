@@ -6,7 +6,7 @@ from lightning_megatron.cli.recipe import RecipeCLI
 from lightning_megatron.lightning_modules import BertDataModule, BertModule
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.models.bert_cost import bert_parameters
-from lightning_megatron.planner import rules
+from lightning_megatron.rules import cross_config
 from lightning_megatron.trainer.callbacks import ThroughputMonitor
 from tests.recipes.test_configs import CONFIGS, Parsed, sizes_of
 
@@ -35,14 +35,14 @@ def parse(name: str, *options: str) -> RecipeCLI:
 def test_a_shipped_configuration_has_no_fault(name: str) -> None:
     parsed = parse(name)
     sizes = sizes_of(parsed)  # type: ignore[arg-type]
-    facts = rules.Facts(
+    facts = cross_config.Facts(
         sizes=sizes,
         num_microbatches=parsed.config["fit"]["trainer"]["strategy"]["init_args"]["num_microbatches"],
         model=parsed.model.config,
         global_batch_size=parsed.datamodule.global_batch_size,
         sequence_length=parsed.datamodule.sequence_length,
     )
-    assert rules.faults(facts) == []
+    assert cross_config.faults(facts) == []
     assert parsed.datamodule.faults() == []
     assert parsed.datamodule.sequence_length == parsed.model.config.max_sequence_length
     assert Mesh.imagine(sizes.world - 1, sizes).dp.size == sizes.dp

@@ -10,7 +10,7 @@ from lightning_megatron.lightning_modules import GPTDataModule, GPTModule
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.moe.capacity import Capacity
 from lightning_megatron.moe.config import BalanceLoss
-from lightning_megatron.planner import rules
+from lightning_megatron.rules import cross_config
 from lightning_megatron.trainer import ConfigurationError
 from lightning_megatron.trainer.callbacks import MemoryMonitor, StepTimeline, ThroughputMonitor
 from lightning_megatron.transformer import cost
@@ -84,14 +84,14 @@ PRETRAINING = sorted(path for path in CONFIGS.glob("*.yaml") if not path.stem.st
 def test_a_shipped_configuration_has_no_fault(path: Path) -> None:
     parsed = parse(path.name)
     sizes = sizes_of(parsed)
-    facts = rules.Facts(
+    facts = cross_config.Facts(
         sizes=sizes,
         num_microbatches=parsed.config["fit"]["trainer"]["strategy"]["init_args"]["num_microbatches"],
         model=parsed.model.config,
         global_batch_size=parsed.datamodule.global_batch_size,
         sequence_length=parsed.datamodule.sequence_length,
     )
-    assert rules.faults(facts) == []
+    assert cross_config.faults(facts) == []
     assert parsed.datamodule.faults() == []
     assert parsed.datamodule.vocab_size == parsed.model.config.vocab_size
     assert Mesh.imagine(sizes.world - 1, sizes).dp.size == sizes.dp

@@ -11,7 +11,7 @@ from lightning_megatron.lightning_modules.finetune import FinetuneModule
 from lightning_megatron.lightning_modules.print_text import PrintText
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import GPTConfig, T5Config
-from lightning_megatron.planner import rules
+from lightning_megatron.rules import cross_config
 from lightning_megatron.trainer.callbacks import ThroughputMonitor
 from lightning_megatron.transformer import cost
 from tests.recipes.test_configs import CONFIGS, Parsed
@@ -61,7 +61,7 @@ def test_a_shipped_configuration_has_no_fault(path: Path) -> None:
     parsed = parse(path.name)
     trainer = parsed.config["fit"]["trainer"]
     options = trainer["strategy"]["init_args"]
-    facts = rules.Facts(
+    facts = cross_config.Facts(
         sizes=Sizes(
             world=trainer["devices"] * trainer["num_nodes"],
             tp=options["tensor_model_parallel_size"],
@@ -73,7 +73,7 @@ def test_a_shipped_configuration_has_no_fault(path: Path) -> None:
         global_batch_size=parsed.datamodule.global_batch_size,
         sequence_length=parsed.datamodule.sequence_length,
     )
-    assert rules.faults(facts) == []
+    assert cross_config.faults(facts) == []
     assert parsed.datamodule.tokenizer_path == parsed.model.path
     assert (parsed.model.lora is not None) == path.stem.endswith("_lora")
 

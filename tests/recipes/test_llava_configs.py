@@ -8,7 +8,7 @@ import torch
 from lightning_megatron.lightning_modules import LlavaDataModule, LlavaModule
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.models.llava import LlavaModel
-from lightning_megatron.planner import rules
+from lightning_megatron.rules import cross_config
 from lightning_megatron.trainer.callbacks import ThroughputMonitor
 from tests.recipes.test_configs import CONFIGS, Parsed, own_environment, sizes_of
 
@@ -38,14 +38,14 @@ def test_the_links_are_those_of_the_recipe() -> None:
 def test_a_shipped_configuration_has_no_fault(name: str) -> None:
     parsed = parse(name)
     config, data, sizes = parsed.model.config, parsed.datamodule, sizes_of(parsed)
-    facts = rules.Facts(
+    facts = cross_config.Facts(
         sizes=sizes,
         num_microbatches=parsed.config["fit"]["trainer"]["strategy"]["init_args"]["num_microbatches"],
         model=config,
         global_batch_size=data.global_batch_size,
         sequence_length=data.sequence_length,
     )
-    assert rules.faults(facts) == []
+    assert cross_config.faults(facts) == []
     # What else is wrong is that this machine has not the files.
     absent = ("tokenizer (", "path (", "image_folder (")
     assert [fault for fault in data.faults() if not fault.startswith(absent)] == []

@@ -11,7 +11,7 @@ from lightning_megatron.lightning_modules.print_text import PrintText
 from lightning_megatron.mesh import Mesh, Sizes, StageLayout
 from lightning_megatron.models import T5Model
 from lightning_megatron.models.t5_cost import model_parameters
-from lightning_megatron.planner import rules
+from lightning_megatron.rules import cross_config
 from lightning_megatron.trainer.callbacks import ThroughputMonitor
 
 CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "configs"
@@ -64,14 +64,14 @@ def sizes_of(parsed: Parsed) -> Sizes:
 def test_a_shipped_configuration_has_no_fault(name: str) -> None:
     parsed = parse(name)
     sizes, data = sizes_of(parsed), parsed.datamodule
-    facts = rules.Facts(
+    facts = cross_config.Facts(
         sizes=sizes,
         num_microbatches=parsed.config["fit"]["trainer"]["strategy"]["init_args"]["num_microbatches"],
         model=parsed.model.config,
         global_batch_size=data.global_batch_size,
         sequence_length=data.sequence_length,
     )
-    assert rules.faults(facts) == []
+    assert cross_config.faults(facts) == []
     assert data.faults() == []
     assert data.vocab_size == parsed.model.config.vocab_size
     assert data.sequence_length == parsed.model.config.max_sequence_length

@@ -7,7 +7,7 @@ import pytest
 from lightning_megatron import Fp8Config
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import GPTConfig
-from lightning_megatron.planner.rules import Facts, faults
+from lightning_megatron.rules.cross_config import Facts, faults
 from lightning_megatron.transformer.fp8_rules import fp8_faults
 
 

@@ -10,7 +10,8 @@ from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config
 from lightning_megatron.pipeline.choice import Schedule, schedule_faults
 from lightning_megatron.pipeline.layout import layout_faults as stage_faults
-from lightning_megatron.planner.limits import (
+from lightning_megatron.precision.fp8 import Fp8Config, engine_faults
+from lightning_megatron.rules.limits import (
     MOST,
     MOST_MICROBATCHES,
     MOST_STAGES,
@@ -18,7 +19,6 @@ from lightning_megatron.planner.limits import (
     limit_faults,
     model_limit_faults,
 )
-from lightning_megatron.precision.fp8 import Fp8Config, engine_faults
 from lightning_megatron.transformer.config import LanguageModelConfig, TransformerConfig
 from lightning_megatron.transformer.fp8_rules import fp8_faults, tile_faults
 from lightning_megatron.transformer.recompute import RecomputeConfig

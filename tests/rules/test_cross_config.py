@@ -10,7 +10,7 @@ from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Conf
 from lightning_megatron.moe.capacity import Capacity
 from lightning_megatron.moe.config import MoEConfig, RouterConfig
 from lightning_megatron.pipeline.choice import Schedule
-from lightning_megatron.planner.rules import Facts, faults
+from lightning_megatron.rules.cross_config import Facts, faults
 
 
 def model(**changes: object) -> GPTConfig:
