@@ -33,8 +33,8 @@ BATCH, NUM_BATCHES = 8, 200
 def make_corpus(folder: Path, num_bytes: int) -> None:
     """Source files of the standard library as JSON lines, again and again; a tokenizer; and their token files."""
     from lightning_megatron.data import load_documents, train_tokenizer
+    from lightning_megatron.data.corpus_shards import DocumentForm
     from lightning_megatron.data.prepare import write_tokens
-    from lightning_megatron.data.token_parts import DocumentForm
 
     texts = [text for text in load_documents(cache_dir=folder / "documents")["text"] if text is not None]
     tokenizer = train_tokenizer(texts[::4], VOCABULARY, folder / "tokenizer.json")
@@ -50,8 +50,8 @@ def make_corpus(folder: Path, num_bytes: int) -> None:
 
 def prepare_ours(folder: Path, workers: int) -> Callable[[], int]:
     from lightning_megatron.data import load_documents, load_tokenizer
+    from lightning_megatron.data.corpus_shards import DocumentForm
     from lightning_megatron.data.prepare import write_tokens
-    from lightning_megatron.data.token_parts import DocumentForm
 
     tokenizer = load_tokenizer(folder / "tokenizer.json")
 

@@ -21,11 +21,11 @@ from tqdm import tqdm
 
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.data import Tokenizer, load_documents, load_tokenizer, train_tokenizer
+from lightning_megatron.data.corpus_shards import Counts, DocumentForm, usable_texts
 from lightning_megatron.data.document_files import MAX_DOCUMENT_BYTES
 from lightning_megatron.data.megatron_files import megatron_paths, token_dtype
 from lightning_megatron.data.prepare import write_tokens
 from lightning_megatron.data.sources import files_of
-from lightning_megatron.data.token_parts import Counts, DocumentForm, usable_texts
 from lightning_megatron.data.tokenizer import SMALLEST_VOCABULARY
 
 _EPILOG = """\
@@ -244,7 +244,7 @@ def _faults_of_output(prefix: Path, token_format: str) -> list[str]:
     if token_format == "arrow":
         return _taken([prefix])
     bin_path, idx_path = megatron_paths(prefix)
-    # The .idx comes last: a .bin alone is of a run that was ended, if its parts are there.
+    # The .idx comes last: a .bin alone is of a run that was ended, if its shards are there.
     if _is_begun(prefix) and not idx_path.exists():
         return []
     return _taken([bin_path, idx_path])
@@ -271,8 +271,8 @@ def _require_writable(output: Path) -> None:
 
 
 def _is_begun(prefix: Path) -> bool:
-    """Whether parts lie beside it."""
-    return any(prefix.parent.glob(f"{glob.escape(prefix.name)}.parts-*"))
+    """Whether shards lie beside it."""
+    return any(prefix.parent.glob(f"{glob.escape(prefix.name)}.shards-*"))
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from lightning_megatron.data.chat_samples import ChatSamples, PackedChats, prepa
 from lightning_megatron.data.chat_template import ChatTemplate, load_chat_template
 from lightning_megatron.data.collate import collate_padded, collate_tokens
 from lightning_megatron.data.corpus import TokenCorpus, corpus_in_memory
-from lightning_megatron.data.endless import BlendedPasses, EndlessSampler, ShuffledPasses
+from lightning_megatron.data.epoch_permutation import BlendedEpochs, InfiniteSampler, ShuffledEpochs
 from lightning_megatron.data.fill_in_the_middle import FillInTheMiddle, fill_documents, fill_in_the_middle
 from lightning_megatron.data.gpt_samples import DocumentStretches, GPTSamples, cut_in_stretches
 from lightning_megatron.data.image_chats import encode_prompt, image_template
@@ -45,13 +45,12 @@ __all__ = [
     "BertSamples",
     "BertSpans",
     "Blend",
-    "BlendedPasses",
+    "BlendedEpochs",
     "BlendedSamples",
     "ChatSamples",
     "ChatTemplate",
     "DocumentRows",
     "DocumentStretches",
-    "EndlessSampler",
     "EpochSampler",
     "FastTokenizer",
     "FillInTheMiddle",
@@ -59,6 +58,7 @@ __all__ = [
     "GlobalBatchSampler",
     "ImageConfig",
     "ImageSamples",
+    "InfiniteSampler",
     "LongDocuments",
     "Masking",
     "MegatronCorpus",
@@ -66,7 +66,7 @@ __all__ = [
     "PackedChats",
     "PackedDocuments",
     "PackedImageSamples",
-    "ShuffledPasses",
+    "ShuffledEpochs",
     "SpanCorruption",
     "T5Pieces",
     "T5Samples",

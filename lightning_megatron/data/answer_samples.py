@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_megatron.data.atomic_file import written_whole
+from lightning_megatron.data.atomic_file import atomic_write
 from lightning_megatron.data.chat import kind_of_rows, questions_of
 from lightning_megatron.data.chat_template import ChatTemplate
+from lightning_megatron.data.packed_rows import IGNORE_INDEX, join_entries
 from lightning_megatron.data.packing import Numbers, pack_pairs
-from lightning_megatron.data.rows import NO_LABEL, join_entries
 from lightning_megatron.data.sources import corpus_fingerprint
 from lightning_megatron.data.tokenizer import Tokenizer
 
@@ -39,7 +39,7 @@ _ROWS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeptAnswers:
+class AnswerCounts:
     """What became of the answers of a table."""
 
     samples: int
@@ -65,7 +65,7 @@ class AnswerSamples(Dataset[dict[str, Tensor]]):
             self._tokens: NDArray[np.int32] = file["tokens"]
             self._ends: NDArray[np.int64] = file["ends"]
             # [samples, 2] of what is asked, and of the answer behind it
-            self.kept = KeptAnswers(samples=len(self._ends), cut=int(file["cut"]), dropped=int(file["dropped"]))
+            self.kept = AnswerCounts(samples=len(self._ends), cut=int(file["cut"]), dropped=int(file["dropped"]))
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -127,7 +127,7 @@ class PackedAnswers(Dataset[dict[str, Tensor]]):
             **join_entries(
                 members,
                 self.decoder_length,
-                fills={"decoder_tokens": self.padding, "labels": NO_LABEL, "loss_mask": 0},
+                fills={"decoder_tokens": self.padding, "labels": IGNORE_INDEX, "loss_mask": 0},
                 segments="decoder_segments",
             ),
         }
@@ -178,7 +178,7 @@ def prepare_answers(
             " for; give rows with answers, or a larger sequence_length"
         )
     lengths = np.array([len(part) for sample in samples for part in sample], dtype=np.int64)
-    with written_whole(path) as temporary, temporary.open("wb") as file:
+    with atomic_write(path) as temporary, temporary.open("wb") as file:
         np.savez(
             file,
             tokens=np.concatenate([np.array(part, dtype=np.int32) for sample in samples for part in sample]),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 @contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """A temporary path in the same directory, renamed to `path` at the end of the block and removed if it fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # Ranks on several nodes may share the directory, so a process id alone is not unique.

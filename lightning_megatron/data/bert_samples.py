@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_megatron.data.chance import shuffled_epochs, uniforms, uniforms_at
 from lightning_megatron.data.corpus import TokenCorpus, Tokens
 from lightning_megatron.data.masking import Masking, mask_words
+from lightning_megatron.data.packed_rows import IGNORE_INDEX
 from lightning_megatron.data.packing import Numbers
-from lightning_megatron.data.rows import NO_LABEL
+from lightning_megatron.data.seeded_random import shuffled_epochs, uniforms, uniforms_at
 
 _FEWEST_TOKENS = 2
 """Of a span that is meant to be short."""
@@ -43,7 +43,7 @@ class BertSampleConfig:
     class_token: int
     separator_token: int
     padding_token: int
-    short_share: float = 0.1
+    short_seq_prob: float = 0.1
     """Of the spans: these have a random length, from 2 tokens to all that fit."""
     swapped_share: float = 0.5
     """Of the samples."""
@@ -57,7 +57,7 @@ class BertSampleConfig:
                 f"sequence_length ({self.sequence_length}) must be at least {self.num_special + _FEWEST_TOKENS}:"
                 f" {self.num_special} special tokens and {_FEWEST_TOKENS} of the text"
             )
-        for name, share in (("short_share", self.short_share), ("swapped_share", self.swapped_share)):
+        for name, share in (("short_seq_prob", self.short_seq_prob), ("swapped_share", self.swapped_share)):
             if not 0 <= share <= 1:
                 faults.append(f"{name} ({share}) must be from 0 to 1")
         if faults:
@@ -75,7 +75,7 @@ class BertSampleConfig:
 
 
 def sentence_spans(
-    lengths: Numbers, document_bounds: Numbers, most_tokens: int, short_share: float, seed: int, *, fewest: int = 2
+    lengths: Numbers, document_bounds: Numbers, most_tokens: int, short_seq_prob: float, seed: int, *, fewest: int = 2
 ) -> Numbers:
     """First sentence, last sentence + 1, and tokens meant, of each span: [spans, 3].
 
@@ -91,7 +91,7 @@ def sentence_spans(
     at, stop = at[stop - at >= fewest], stop[stop - at >= fewest]
     found = []
     while len(at):
-        is_short = uniforms_at(at, seed, "short spans") < short_share
+        is_short = uniforms_at(at, seed, "short spans") < short_seq_prob
         room = most_tokens - _FEWEST_TOKENS + 1
         short = _FEWEST_TOKENS + (uniforms_at(at, seed, "lengths of short spans") * room).astype(np.int64)
         meant = np.where(is_short, short, most_tokens)
@@ -144,7 +144,7 @@ class BertSpans(Dataset[dict[str, Tensor]]):
             corpus.lengths,
             corpus.document_bounds,
             config.most_tokens,
-            config.short_share,
+            config.short_seq_prob,
             seed,
             fewest=2 if config.is_pair else 1,
         )
@@ -177,14 +177,14 @@ class BertSpans(Dataset[dict[str, Tensor]]):
         masked = mask_words(tokens, self.starts_word(tokens), self.masking, seed=self.seed, sample=number)
         num_used, num_first = len(tokens), len(one) + 2
         unused = self.config.sequence_length - num_used
-        labels = torch.from_numpy(np.pad(masked.labels, (0, unused), constant_values=NO_LABEL))
+        labels = torch.from_numpy(np.pad(masked.labels, (0, unused), constant_values=IGNORE_INDEX))
         place = torch.arange(self.config.sequence_length)
         return {
             "tokens": torch.from_numpy(np.pad(masked.tokens, (0, unused), constant_values=self.config.padding_token)),
             "token_types": ((place >= num_first) & (place < num_used)).long(),
             "padding_mask": place < num_used,
             "labels": labels,
-            "loss_mask": (labels != NO_LABEL).float(),
+            "loss_mask": (labels != IGNORE_INDEX).float(),
             **order,
         }
 

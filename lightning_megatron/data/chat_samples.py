@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_megatron.data.atomic_file import written_whole
+from lightning_megatron.data.atomic_file import atomic_write
 from lightning_megatron.data.chat import MarkedTokens, kind_of_rows, row_encoder
 from lightning_megatron.data.chat_template import ChatTemplate
+from lightning_megatron.data.packed_rows import IGNORE_INDEX, join_samples
 from lightning_megatron.data.packing import Numbers, pack_lengths
-from lightning_megatron.data.rows import NO_LABEL, join_samples
 from lightning_megatron.data.sources import corpus_fingerprint
 from lightning_megatron.data.tokenizer import Tokenizer
 
@@ -74,7 +74,7 @@ class ChatSamples(Dataset[dict[str, Tensor]]):
         part = slice(self._ends[index - 1] if index else 0, self._ends[index])
         ids = torch.from_numpy(self._tokens[part].astype(np.int64))
         is_target = torch.from_numpy(self._is_marked[part][1:].copy())
-        labels = torch.where(is_target, ids[1:], NO_LABEL)
+        labels = torch.where(is_target, ids[1:], IGNORE_INDEX)
         return {"tokens": ids[:-1], "labels": labels, "loss_mask": is_target.float()}
 
     def __reduce__(self) -> tuple[type["ChatSamples"], tuple[Path]]:
@@ -175,5 +175,5 @@ def _write(path: Path, samples: Sequence[MarkedTokens], num_cut: int, num_droppe
         "cut": num_cut,
         "dropped": num_dropped,
     }
-    with written_whole(path) as temporary, temporary.open("wb") as file:
+    with atomic_write(path) as temporary, temporary.open("wb") as file:
         np.savez(file, **arrays)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_megatron.data.chance import uniforms
 from lightning_megatron.data.packing import Numbers
+from lightning_megatron.data.seeded_random import uniforms
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_megatron.data.chance import random_order
 from lightning_megatron.data.corpus import TokenCorpus, Tokens, corpus_in_memory
+from lightning_megatron.data.index_cache import cached_index
 from lightning_megatron.data.megatron_files import MegatronCorpus, megatron_paths
 from lightning_megatron.data.packing import Numbers
-from lightning_megatron.data.tables import written_once
+from lightning_megatron.data.seeded_random import random_order
 
 _FORM = 1
 """Of the written index; another rule takes another number, so that no older index is read for it."""
@@ -136,7 +136,7 @@ class GPTSamples(DocumentStretches):
         self.index_directory = index_directory
         count = _checked_count(corpus.document_sizes(), sequence_length, num_samples, corpus.prefix)
         key = hashlib.sha256(f"{sequence_length} {count} {seed} {documents}".encode()).hexdigest()[:8]
-        flat = written_once(
+        flat = cached_index(
             megatron_paths(prefix)[1],
             f"stretches-{key}",
             _FORM,

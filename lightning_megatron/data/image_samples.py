@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_megatron.data.atomic_file import written_whole
+from lightning_megatron.data.atomic_file import atomic_write
 from lightning_megatron.data.chat import MarkedTokens
 from lightning_megatron.data.chat_samples import PackedChats
 from lightning_megatron.data.chat_template import ChatTemplate
@@ -39,8 +39,8 @@ from lightning_megatron.data.images import (
     load_image,
     unreadable_images,
 )
+from lightning_megatron.data.packed_rows import IGNORE_INDEX
 from lightning_megatron.data.packing import Numbers
-from lightning_megatron.data.rows import NO_LABEL
 from lightning_megatron.data.sources import corpus_fingerprint, plain_rows
 from lightning_megatron.data.tokenizer import Tokenizer
 
@@ -58,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeptRows:
+class ImageRowCounts:
     """What became of the rows of a table."""
 
     samples: int
@@ -101,7 +101,7 @@ class ImageSamples(Dataset[dict[str, Tensor]]):
             told = json.loads(file["told"].tobytes())
         # Names of files, or the row and which of its images it is.
         self._images: list[str | list[int]] = told["images"]
-        self.kept = KeptRows(
+        self.kept = ImageRowCounts(
             samples=len(self._ends), cut=told["cut"], dropped=told["dropped"], unreadable=tuple(told["unreadable"])
         )
 
@@ -123,7 +123,7 @@ class ImageSamples(Dataset[dict[str, Tensor]]):
             raise IndexError(f"sample {index} of {len(self)}")
         ids = torch.from_numpy(self._tokens[_part(self._ends, index)].astype(np.int64))
         is_target = torch.from_numpy(self._is_marked[_part(self._ends, index)][1:].copy())
-        labels, mask = torch.where(is_target, ids[1:], NO_LABEL), is_target.float()
+        labels, mask = torch.where(is_target, ids[1:], IGNORE_INDEX), is_target.float()
         images = torch.zeros(0, 3, self.config.size, self.config.size)
         own = self._images[_part(self._image_ends, index)]
         try:
@@ -225,7 +225,7 @@ def prepare_image_chats(
         "dropped": num_dropped,
         "unreadable": left_out,
     }
-    with written_whole(path) as temporary, temporary.open("wb") as file:
+    with atomic_write(path) as temporary, temporary.open("wb") as file:
         np.savez(
             file,
             tokens=np.concatenate([np.array(sample.ids, dtype=np.int32) for sample in samples]),

@@ -1,6 +1,6 @@
 """Masked tokens to be told again (BERT): whole words, in runs of up to a few, and what stands in their place.
 
-Under the samples of `bert_samples.py`. Words are gone through in a random order; at each a run of 1 to `longest_run`
+Under the samples of `bert_samples.py`. Words are gone through in a random order; at each a run of 1 to `max_ngram`
 words is drawn, of n with chance in proportion to 1/n, and cut short where it would meet a hidden word, a special token
 or more tokens than are left to hide. So no more is hidden than was asked for, and less only where every word that is
 left is longer than what is missing. A run goes forward, so the first words of a text, which no run before them reaches,
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_megatron.data.chance import uniforms
+from lightning_megatron.data.packed_rows import IGNORE_INDEX
 from lightning_megatron.data.packing import Numbers
-from lightning_megatron.data.rows import NO_LABEL
+from lightning_megatron.data.seeded_random import uniforms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,24 +27,25 @@ class Masking:
     mask_token: int
     special_tokens: tuple[int, ...]
     """Never hidden, and never drawn as a random token; the mask token counts as one."""
-    share: float = 0.15
+    mask_prob: float = 0.15
     """Of the tokens that are not special."""
-    longest_run: int = 3
+    max_ngram: int = 3
     """Words."""
-    masked_share: float = 0.8
+    mask_token_prob: float = 0.8
     """Of the hidden tokens: the mask token stands in their place."""
-    random_share: float = 0.1
+    random_token_prob: float = 0.1
     """Of the hidden tokens: any token stands in their place; the others are seen as they are."""
 
     def __post_init__(self) -> None:
         faults = []
-        if not 0 < self.share < 1:
-            faults.append(f"share ({self.share}) must lie between 0 and 1, as 0.15 does")
-        if self.longest_run < 1:
-            faults.append(f"longest_run ({self.longest_run}) must be at least 1 word")
-        if min(self.masked_share, self.random_share) < 0 or self.masked_share + self.random_share > 1 + 1e-12:
+        if not 0 < self.mask_prob < 1:
+            faults.append(f"mask_prob ({self.mask_prob}) must lie between 0 and 1, as 0.15 does")
+        if self.max_ngram < 1:
+            faults.append(f"max_ngram ({self.max_ngram}) must be at least 1 word")
+        probs = (self.mask_token_prob, self.random_token_prob)
+        if min(probs) < 0 or sum(probs) > 1 + 1e-12:
             faults.append(
-                f"masked_share ({self.masked_share}) and random_share ({self.random_share}) must be at least 0 and"
+                f"mask_token_prob ({probs[0]}) and random_token_prob ({probs[1]}) must be at least 0 and"
                 " together at most 1"
             )
         outside = sorted(i for i in {self.mask_token, *self.special_tokens} if not 0 <= i < self.vocab_size)
@@ -76,12 +77,12 @@ def mask_words(tokens: Numbers, starts_word: NDArray[np.bool_], masking: Masking
     tokens = np.asarray(tokens, dtype=np.int64)
     is_ordinary = ~np.isin(tokens, masking.untouched)
     hidden = _hidden(is_ordinary, starts_word, masking, seed, sample)
-    labels = np.where(hidden, tokens, NO_LABEL)
+    labels = np.where(hidden, tokens, IGNORE_INDEX)
     drawn = uniforms(2 * len(tokens), seed, "what stands for hidden tokens", sample)
     kind, which = drawn[: len(tokens)], drawn[len(tokens) :]
     others = _ordinary_token((which * (masking.vocab_size - len(masking.untouched))).astype(np.int64), masking)
-    seen = np.where(kind < masking.masked_share, masking.mask_token, tokens)
-    is_random = (kind >= masking.masked_share) & (kind < masking.masked_share + masking.random_share)
+    seen = np.where(kind < masking.mask_token_prob, masking.mask_token, tokens)
+    is_random = (kind >= masking.mask_token_prob) & (kind < masking.mask_token_prob + masking.random_token_prob)
     return Masked(tokens=np.where(hidden, np.where(is_random, others, seen), tokens), labels=labels)
 
 
@@ -97,9 +98,9 @@ def _hidden(
         return hidden
     sizes = np.diff(np.cumsum(np.append(0, is_ordinary))[np.append(firsts, len(is_ordinary))]).tolist()
     goes_on = follows[firsts].tolist()
-    num_left = max(1, round(masking.share * int(is_ordinary.sum())))
+    num_left = max(1, round(masking.mask_prob * int(is_ordinary.sum())))
     drawn = uniforms(2 * len(firsts), seed, "hidden words", sample)
-    chances = np.cumsum(1.0 / np.arange(1, masking.longest_run + 1))
+    chances = np.cumsum(1.0 / np.arange(1, masking.max_ngram + 1))
     runs = (np.searchsorted(chances, drawn[len(firsts) :] * chances[-1], side="right") + 1).tolist()
     is_hidden = [False] * len(firsts)
     for word in np.argsort(drawn[: len(firsts)], kind="stable").tolist():

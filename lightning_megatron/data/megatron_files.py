@@ -24,10 +24,10 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from lightning_megatron.data.atomic_file import written_whole
+from lightning_megatron.data.atomic_file import atomic_write
 from lightning_megatron.data.corpus import TokenCorpus, Tokens
+from lightning_megatron.data.index_cache import cached_index
 from lightning_megatron.data.packing import Numbers
-from lightning_megatron.data.tables import written_once
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
@@ -109,7 +109,7 @@ class MegatronCorpus(TokenCorpus):
         if len(self.tokens) == 0:
             return 0, 0
         index = megatron_paths(self.prefix)[1]
-        smallest, largest = written_once(index, "bounds", 1, self._find_bounds, directory).tolist()
+        smallest, largest = cached_index(index, "bounds", 1, self._find_bounds, directory).tolist()
         return smallest, largest
 
     def _find_bounds(self) -> Numbers:
@@ -195,7 +195,7 @@ def megatron_writer(prefix: str | Path, dtype: DTypeLike) -> Iterator[MegatronWr
     """A writer of `PREFIX.bin` and `PREFIX.idx`, which appear whole at the end of the block, or not if it fails."""
     bin_path, idx_path = megatron_paths(prefix)
     # The .bin comes first into its place: where there is a new .idx, there is its .bin.
-    with written_whole(idx_path) as idx_temporary, written_whole(bin_path) as bin_temporary:
+    with atomic_write(idx_path) as idx_temporary, atomic_write(bin_path) as bin_temporary:
         with bin_temporary.open("wb") as file:
             writer = MegatronWriter(file, dtype)
             yield writer

@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_megatron.data.corpus import Tokens
+from lightning_megatron.data.index_cache import cached_index
 from lightning_megatron.data.megatron_files import MegatronCorpus, megatron_paths
+from lightning_megatron.data.packed_rows import join_samples
 from lightning_megatron.data.packing import LongDocuments, Numbers, cut_documents, pack_lengths, row_of
-from lightning_megatron.data.rows import join_samples
-from lightning_megatron.data.tables import written_once
 
 _FORM = 1
 """Of the written tables; another rule of packing takes another number, so that no older table is read for it."""
@@ -132,7 +132,7 @@ class PackedDocuments(DocumentRows):
         self.seed = seed
         self.long_documents = long_documents
         key = f"{sequence_length} {seed} {long_documents} {documents}"
-        flat = written_once(
+        flat = cached_index(
             megatron_paths(prefix)[1],
             f"rows-{hashlib.sha256(key.encode()).hexdigest()[:8]}",
             _FORM,

@@ -2,7 +2,7 @@
 
 Between sources and tokenizer on one side and samples on the other. What is written are Megatron's `.bin` and `.idx`,
 to the byte as Megatron's own tool writes them: a document is one sequence, or one for each sentence, and its end of
-text. Documents are cut into parts, which processes tokenize side by side into a folder beside the output; parts that
+text. Documents are cut into shards, which processes tokenize side by side into a folder beside the output; shards that
 are whole are kept whatever happens, and put together in order at the end. So who is killed goes on where he was, and
 the bytes do not depend on how many took part.
 """
@@ -18,19 +18,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from lightning_megatron.data.document_files import MAX_DOCUMENT_BYTES, BadDocuments
-from lightning_megatron.data.megatron_files import MegatronCorpus, megatron_paths, megatron_writer
-from lightning_megatron.data.processes import Tell, run_jobs
-from lightning_megatron.data.sources import corpus_bytes, corpus_fingerprint, save_token_rows
-from lightning_megatron.data.token_parts import (
+from lightning_megatron.data.corpus_shards import (
     Counts,
     DocumentForm,
-    PartWriter,
+    ShardWriter,
     counts_path,
     placed,
     read_counts,
     write_counts,
 )
+from lightning_megatron.data.document_files import MAX_DOCUMENT_BYTES, BadDocuments
+from lightning_megatron.data.megatron_files import MegatronCorpus, megatron_paths, megatron_writer
+from lightning_megatron.data.processes import Tell, run_jobs
+from lightning_megatron.data.sources import corpus_bytes, corpus_fingerprint, save_token_rows
 from lightning_megatron.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -41,13 +41,13 @@ logger = logging.getLogger(__name__)
 TokenFormat = Literal["megatron", "arrow"]
 """Token files, or a directory that `datasets.load_from_disk` reads."""
 
-PART_BYTES = 1 << 22
-"""Of text in a part, about; more where there would be too many of them."""
+SHARD_BYTES = 1 << 22
+"""Of text in a shard, about; more where there would be too many of them."""
 
-_MOST_PARTS = 4096
+_MAX_SHARDS = 4096
 
-_PARTS_FORM = 2
-"""Of what lies in the folder of parts: one of another form is not gone on with."""
+_SHARDS_FORM = 2
+"""Of what lies in the folder of shards: one of another form is not gone on with."""
 
 _BYTES_FOR_PROCESSES = 1 << 26
 """Of a corpus from which on processes are worth their start."""
@@ -98,7 +98,7 @@ def write_tokens(
     form: DocumentForm,
     token_format: TokenFormat = "megatron",
     num_workers: int = 0,
-    part_bytes: int = PART_BYTES,
+    shard_bytes: int = SHARD_BYTES,
     watch: Callable[[Counts], None] = lambda counts: None,
     finish: Callable[[Counts], None] = lambda counts: None,
 ) -> Counts:
@@ -110,23 +110,23 @@ def write_tokens(
     ValueError for bad documents that are to be refused, and where none has a token.
     """
     prefix = Path(prefix)
-    num_parts = max(1, min(len(documents), _MOST_PARTS, corpus_bytes(documents) // part_bytes))
-    folder = Path(f"{prefix}.parts-{_key(documents, tokenizer, form)}-{num_parts}-{_PARTS_FORM}")
-    bounds = [part * len(documents) // num_parts for part in range(num_parts + 1)]
-    parts = [folder / f"{part:04d}" for part in range(num_parts)]
-    writer = PartWriter(documents, tokenizer, form)
+    num_shards = max(1, min(len(documents), _MAX_SHARDS, corpus_bytes(documents) // shard_bytes))
+    folder = Path(f"{prefix}.shards-{_key(documents, tokenizer, form)}-{num_shards}-{_SHARDS_FORM}")
+    bounds = [shard * len(documents) // num_shards for shard in range(num_shards + 1)]
+    shards = [folder / f"{shard:04d}" for shard in range(num_shards)]
+    writer = ShardWriter(documents, tokenizer, form)
     with _held(folder):
         total = Counts()
         if not _is_there(prefix, token_format):
-            _write_parts(writer, parts, bounds, num_workers, watch)
-            for part in parts:
-                total.add(read_counts(part))
+            _write_shards(writer, shards, bounds, num_workers, watch)
+            for shard in shards:
+                total.add(read_counts(shard))
             total.bad = placed(total.bad, documents)
             if total.num_tokens == 0:
                 shutil.rmtree(folder)
                 raise ValueError(_no_token(total))
             finish(total)
-            _put_together(parts, folder / "whole", prefix, writer, token_format)
+            _concatenate(shards, folder / "whole", prefix, writer, token_format)
         # Out of the way at once: half of a folder would look like work that is left.
         finished = Path(f"{folder}.done")
         shutil.rmtree(finished, ignore_errors=True)
@@ -135,22 +135,22 @@ def write_tokens(
     return total
 
 
-def _write_parts(
-    writer: PartWriter,
-    parts: Sequence[Path],
+def _write_shards(
+    writer: ShardWriter,
+    shards: Sequence[Path],
     bounds: Sequence[int],
     num_workers: int,
     watch: Callable[[Counts], None],
 ) -> None:
     """Writes those that are not there yet."""
-    missing = [number for number, part in enumerate(parts) if not counts_path(part).is_file()]
+    missing = [number for number, shard in enumerate(shards) if not counts_path(shard).is_file()]
     kept = Counts()
-    for part in parts:
-        if counts_path(part).is_file():
-            kept.add(read_counts(part))
+    for shard in shards:
+        if counts_path(shard).is_file():
+            kept.add(read_counts(shard))
 
     def write(number: int, tell: Tell) -> None:
-        writer.write(parts[number], bounds[number], bounds[number + 1], lambda counts: tell(counts.numbers()))
+        writer.write(shards[number], bounds[number], bounds[number + 1], lambda counts: tell(counts.numbers()))
 
     def watch_all(added: Sequence[int]) -> None:
         watch(Counts.of_numbers([a + b for a, b in zip(kept.numbers(), added, strict=True)]))
@@ -167,19 +167,19 @@ def _no_token(counts: Counts) -> str:
     )
 
 
-def _put_together(
-    parts: Sequence[Path], whole: Path, prefix: Path, writer: PartWriter, token_format: TokenFormat
+def _concatenate(
+    shards: Sequence[Path], whole: Path, prefix: Path, writer: ShardWriter, token_format: TokenFormat
 ) -> None:
-    """The parts in order at `prefix`. All is written beside them first, so that what is cut short is found again."""
+    """The shards in order at `prefix`. All is written beside them first, so that what is cut short is found again."""
     if token_format == "arrow":
         shutil.rmtree(whole, ignore_errors=True)
-        corpora = (MegatronCorpus(part) for part in parts)
+        corpora = (MegatronCorpus(shard) for shard in shards)
         save_token_rows(((corpus.document_sizes(), corpus.tokens) for corpus in corpora), whole)
         whole.rename(prefix)
         return
     with megatron_writer(whole, writer.dtype) as megatron:
-        for part in parts:
-            megatron.append(part)
+        for shard in shards:
+            megatron.append(shard)
     # The .bin comes first into its place: where there is a new .idx, there is its .bin.
     for made, place in zip(megatron_paths(whole), megatron_paths(prefix), strict=True):
         made.replace(place)

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_megatron.data.chance import random_order, shuffled_epochs, uniforms
 from lightning_megatron.data.corpus import TokenCorpus
+from lightning_megatron.data.packed_rows import IGNORE_INDEX, NO_SEGMENT
 from lightning_megatron.data.packing import Numbers, cut_documents
-from lightning_megatron.data.rows import NO_LABEL, NO_SEGMENT
+from lightning_megatron.data.seeded_random import random_order, shuffled_epochs, uniforms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,21 +41,21 @@ class SpanCorruption:
     """Tokens of the encoder's text, its end and padding included."""
     decoder_length: int
     """The same of the decoder's."""
-    share: float = 0.15
+    mask_prob: float = 0.15
     """Of the tokens that is taken out."""
-    stop_chance: float = 0.2
+    span_stop_prob: float = 0.2
     """That a span ends behind a token: the mean length is about its inverse."""
-    longest_span: int = 10
+    max_span_length: int = 10
     """Tokens."""
 
     def __post_init__(self) -> None:
         faults = []
-        if not 0 < self.share < 1:
-            faults.append(f"share ({self.share}) must lie between 0 and 1, as 0.15 does")
-        if not 0 < self.stop_chance <= 1:
-            faults.append(f"stop_chance ({self.stop_chance}) must be above 0 and at most 1, which makes spans of 1")
-        if self.longest_span < 1:
-            faults.append(f"longest_span ({self.longest_span}) must be at least 1 token")
+        if not 0 < self.mask_prob < 1:
+            faults.append(f"mask_prob ({self.mask_prob}) must lie between 0 and 1, as 0.15 does")
+        if not 0 < self.span_stop_prob <= 1:
+            faults.append(f"span_stop_prob ({self.span_stop_prob}) must be above 0 and at most 1 (spans of 1)")
+        if self.max_span_length < 1:
+            faults.append(f"max_span_length ({self.max_span_length}) must be at least 1 token")
         if self.encoder_length < 3:
             faults.append(f"encoder_length ({self.encoder_length}) must be at least 3: a sentinel, a token and the end")
         if len(set(self.sentinels)) != len(self.sentinels) or not self.sentinels:
@@ -63,12 +63,12 @@ class SpanCorruption:
         if not faults:
             # With the fewest spans that take out so much, each with its sentinel, and the end.
             goal = self.goal(self.most_tokens)
-            fewest = -(-goal // self.longest_span)
+            fewest = -(-goal // self.max_span_length)
             if self.decoder_length < goal + fewest + 1:
                 faults.append(
                     f"decoder_length ({self.decoder_length}) must be at least {goal + fewest + 1}: of"
                     f" {self.most_tokens} tokens {goal} are taken out in {fewest} spans or more, and about"
-                    f" {goal + round(2 * goal * self.stop_chance) + 1} has room for nearly all draws"
+                    f" {goal + round(2 * goal * self.span_stop_prob) + 1} has room for nearly all draws"
                 )
         if faults:
             raise ValueError("; ".join(faults))
@@ -80,7 +80,7 @@ class SpanCorruption:
 
     def goal(self, num_tokens: int) -> int:
         """How many of `num_tokens` are taken out: at least one, and one is left where there are two."""
-        return max(1, min(round(self.share * num_tokens), num_tokens - 1))
+        return max(1, min(round(self.mask_prob * num_tokens), num_tokens - 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,14 +137,14 @@ class T5Pieces(Dataset[dict[str, Tensor]]):
         tokens = self.corpus.tokens[first : first + int(self.pieces.lengths[piece])].astype(np.int64)
         corrupted = corrupt_spans(tokens, self.corruption, seed=self.seed, sample=number)
         to, padding = self.corruption, self.corruption.padding_token
-        labels = _filled(corrupted.target, to.decoder_length, NO_LABEL)
+        labels = _filled(corrupted.target, to.decoder_length, IGNORE_INDEX)
         return {
             "encoder_tokens": _filled(corrupted.encoder, to.encoder_length, padding),
             "encoder_segments": _filled(np.zeros_like(corrupted.encoder), to.encoder_length, NO_SEGMENT),
             "decoder_tokens": _filled(np.append(to.start_token, corrupted.target[:-1]), to.decoder_length, padding),
             "decoder_segments": _filled(np.zeros_like(corrupted.target), to.decoder_length, NO_SEGMENT),
             "labels": labels,
-            "loss_mask": (labels != NO_LABEL).float(),
+            "loss_mask": (labels != IGNORE_INDEX).float(),
         }
 
 
@@ -172,8 +172,8 @@ def _spans(num_tokens: int, corruption: SpanCorruption, seed: int, sample: int) 
     """Where spans start, in order, and how long they are."""
     goal = corruption.goal(num_tokens)
     drawn = uniforms(goal, seed, "lengths of spans", sample)
-    stays = np.log1p(-corruption.stop_chance) if corruption.stop_chance < 1 else -np.inf
-    lengths = np.minimum(1 + np.floor(np.log(drawn) / stays).astype(np.int64), corruption.longest_span)
+    stays = np.log1p(-corruption.span_stop_prob) if corruption.span_stop_prob < 1 else -np.inf
+    lengths = np.minimum(1 + np.floor(np.log(drawn) / stays).astype(np.int64), corruption.max_span_length)
     ends = np.cumsum(lengths)
     num_spans = int(np.searchsorted(ends, goal)) + 1
     lengths = lengths[:num_spans]

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from lightning_megatron.data.atomic_file import written_whole
+from lightning_megatron.data.atomic_file import atomic_write
 from lightning_megatron.data.long_texts import PART_CHARACTERS, is_cuttable, parts_of
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ def train_tokenizer(
         show_progress=False,
     )
     engine.train_from_iterator((text for text in texts if text is not None), trainer)
-    with written_whole(Path(path)) as temporary:
+    with atomic_write(Path(path)) as temporary:
         temporary.write_text(engine.to_str(), encoding="utf-8")
     return FastTokenizer(engine, END_OF_TEXT)
 

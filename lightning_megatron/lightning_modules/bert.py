@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_megatron.data import special_tokens
 from lightning_megatron.data.special_tokens import Role
 from lightning_megatron.lightning_modules.adamw import AdamWConfig
-from lightning_megatron.lightning_modules.batch_faults import require_within
+from lightning_megatron.lightning_modules.batch_checks import require_within
 from lightning_megatron.lightning_modules.loaders import COPY
 from lightning_megatron.lightning_modules.pretrain import Batch, PretrainModule
 from lightning_megatron.lightning_modules.text_data import TextDataModule

@@ -29,8 +29,8 @@ class BertDataModule(TextDataModule):
 
     Sources, tokenizer and what is held out are those of TextDataModule; the sequences of token files are sentences, as
     `prepare-data --split-sentences` writes them. A sample is consecutive sentences of one
-    document; a share `short_share` of them is meant to be shorter than fits. Of its tokens the share `masked_share` is
-    to be told, whole words, in runs of up to `longest_run`. An epoch has every span of sentences once, in an order of
+    document; a share `short_seq_prob` of them is meant to be shorter than fits. Of its tokens the share `mask_prob` is
+    to be told, whole words, in runs of up to `max_ngram`. An epoch has every span of sentences once, in an order of
     its own, and parted and masked anew. Without `sentence_order` a sample is one part, its sentences in their order,
     and there are no `sentence_order_labels`.
 
@@ -55,9 +55,9 @@ class BertDataModule(TextDataModule):
         blend: list[BlendSource] | None = None,
         epoch_samples: int = 0,
         tokenizer: str | None = None,
-        masked_share: float = 0.15,
-        longest_run: int = 3,
-        short_share: float = 0.1,
+        mask_prob: float = 0.15,
+        max_ngram: int = 3,
+        short_seq_prob: float = 0.1,
         sentence_order: bool = True,
         validation_fraction: float | None = None,
         validation_path: str | None = None,
@@ -91,9 +91,9 @@ class BertDataModule(TextDataModule):
             seed=seed,
             cache_directory=cache_directory,
         )
-        self.masked_share = masked_share
-        self.longest_run = longest_run
-        self.short_share = short_share
+        self.mask_prob = mask_prob
+        self.max_ngram = max_ngram
+        self.short_seq_prob = short_seq_prob
         self.sentence_order = sentence_order
 
     def sample_faults(self) -> list[str]:
@@ -135,7 +135,7 @@ class BertDataModule(TextDataModule):
             class_token=roles["class"],
             separator_token=roles["separator"],
             padding_token=roles["padding"],
-            short_share=self.short_share,
+            short_seq_prob=self.short_seq_prob,
             is_pair=self.sentence_order,
         )
 
@@ -144,8 +144,8 @@ class BertDataModule(TextDataModule):
             vocab_size=vocab_size,
             mask_token=roles["mask"],
             special_tokens=special,
-            share=self.masked_share,
-            longest_run=self.longest_run,
+            mask_prob=self.mask_prob,
+            max_ngram=self.max_ngram,
         )
 
     def _prompt_ids(self) -> list[list[int]]:

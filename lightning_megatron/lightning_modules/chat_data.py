@@ -19,8 +19,8 @@ from lightning_megatron.data import (
     prepare_chats,
     split_documents,
 )
-from lightning_megatron.data.rows import NO_LABEL, NO_SEGMENT
-from lightning_megatron.lightning_modules.data_module import Samples, told_as_fault
+from lightning_megatron.data.packed_rows import IGNORE_INDEX, NO_SEGMENT
+from lightning_megatron.lightning_modules.data_module import Samples, as_configuration_error
 from lightning_megatron.lightning_modules.loaders import Collate
 from lightning_megatron.lightning_modules.text_data import TextDataModule
 
@@ -138,7 +138,7 @@ class ChatDataModule(TextDataModule):
     @property
     def _collate(self) -> Collate:
         assert self.tokenizer is not None, "setup comes first; Trainer calls it"
-        padding = {"tokens": self.tokenizer.end_of_text, "labels": NO_LABEL, "loss_mask": 0}
+        padding = {"tokens": self.tokenizer.end_of_text, "labels": IGNORE_INDEX, "loss_mask": 0}
         if self.packing == "documents":
             padding["segments"] = NO_SEGMENT
         return partial(collate_padded, padding=padding, multiple=self.pad_to_multiple)
@@ -153,6 +153,6 @@ class ChatDataModule(TextDataModule):
         """What the model is given of each prompt."""
         if self.template is None:
             return self.prompts
-        with told_as_fault():
+        with as_configuration_error():
             asked = [[{"role": "user", "content": prompt}] for prompt in self.prompts]
             return [self.template.render(messages, opens_answer=True) for messages in asked]

@@ -1,4 +1,4 @@
-"""`ReplicaDataModule`: what all ready data modules share, from prepared samples to loaders that resume.
+"""`ParallelDataModule`: what all ready data modules share, from prepared samples to loaders that resume.
 
 One process prepares; all processes then map the same files. Each replica takes its part of every global batch, whose
 samples depend on the seed and the global batch size alone, and a resumed run goes on after the last sample that was
@@ -16,13 +16,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from lightning_megatron.data import BatchRamp, ShuffledPasses, collate_tokens
+from lightning_megatron.data import BatchRamp, ShuffledEpochs, collate_tokens
 from lightning_megatron.lightning_modules.loaders import (
     Collate,
-    ReplicaLoader,
+    ResumableLoader,
     Sample,
-    endless_loader,
     evaluation_loader,
+    infinite_loader,
     training_loader,
 )
 from lightning_megatron.lightning_modules.stream_loader import StreamLoader
@@ -42,7 +42,7 @@ class Samples:
     """Whether the order is the samples' own: they are not shuffled."""
     is_new_each_epoch: bool = False
     """Whether sample i of epoch e is another in each of them, and asked for by the number e * count + i."""
-    is_endless: bool = False
+    is_infinite: bool = False
     """Whether every number is a sample, and `count` are those of an epoch."""
 
     def part(self, first: int, last: int) -> "Samples":
@@ -59,10 +59,10 @@ class Samples:
             return self, None
         return self.part(0, self.count - num_held_out), self.part(self.count - num_held_out, self.count)
 
-    def passes(self, seed: int) -> ShuffledPasses:
+    def epochs(self, seed: int) -> ShuffledEpochs:
         """All of them again and again."""
-        return ShuffledPasses(
-            self.dataset, self.count, seed=seed, is_ordered=self.is_ordered, is_new_each_pass=self.is_new_each_epoch
+        return ShuffledEpochs(
+            self.dataset, self.count, seed=seed, is_ordered=self.is_ordered, is_new_each_epoch=self.is_new_each_epoch
         )
 
 
@@ -80,7 +80,7 @@ class _PartOfEpochs(Dataset[Sample]):
         return self._dataset[epoch * self._whole + self._first + place]
 
 
-class ReplicaDataModule(L.LightningDataModule):
+class ParallelDataModule(L.LightningDataModule):
     """Global batches of samples that a subclass prepares.
 
     A subclass says what is wrong with its options (`faults`), how samples are made (`_prepare`, called by every process
@@ -99,7 +99,7 @@ class ReplicaDataModule(L.LightningDataModule):
         self.seed = seed
         self._training: Samples | None = None
         self._held_out: Samples | None = None
-        self._loader: ReplicaLoader | StreamLoader | None = None
+        self._loader: ResumableLoader | StreamLoader | None = None
         # Of preparing, on the process that did.
         self._failure: Exception | None = None
         # A checkpoint's state, until the loader that it is for exists.
@@ -162,7 +162,7 @@ class ReplicaDataModule(L.LightningDataModule):
     def _prepare_checked(self) -> tuple[Samples | None, Samples | None]:
         if faults := self.faults():
             raise ConfigurationError(faults)
-        with told_as_fault():
+        with as_configuration_error():
             return self._prepare()
 
     def _end_together(self) -> None:
@@ -186,8 +186,8 @@ class ReplicaDataModule(L.LightningDataModule):
 
     # --- loaders ----------------------------------------------------------------------------------------------------
 
-    def train_dataloader(self) -> ReplicaLoader | StreamLoader:
-        with told_as_fault():
+    def train_dataloader(self) -> ResumableLoader | StreamLoader:
+        with as_configuration_error():
             loader = self._training_loader()
         if self._resumed is not None:
             loader.load_state_dict(self._resumed)
@@ -195,10 +195,10 @@ class ReplicaDataModule(L.LightningDataModule):
         self._loader = loader
         return loader
 
-    def _training_loader(self) -> ReplicaLoader | StreamLoader:
+    def _training_loader(self) -> ResumableLoader | StreamLoader:
         assert self._training is not None, "setup comes first; Trainer calls it"
         samples = self._training
-        if self.batch_ramp is None and not samples.is_endless:
+        if self.batch_ramp is None and not samples.is_infinite:
             return training_loader(
                 samples.dataset,
                 samples.count,
@@ -211,8 +211,8 @@ class ReplicaDataModule(L.LightningDataModule):
                 is_new_each_epoch=samples.is_new_each_epoch,
             )
         self._refuse_overfitting()
-        return endless_loader(
-            samples.dataset if samples.is_endless else samples.passes(self.seed),
+        return infinite_loader(
+            samples.dataset if samples.is_infinite else samples.epochs(self.seed),
             samples.count,
             ramp=self._ramp,
             replica=self._replica,
@@ -242,7 +242,7 @@ class ReplicaDataModule(L.LightningDataModule):
     def _evaluation_loaders(self, samples: Samples | None) -> list[DataLoader[Sample]]:
         if samples is None:
             return []
-        with told_as_fault():
+        with as_configuration_error():
             return [
                 evaluation_loader(
                     samples.dataset,
@@ -290,7 +290,7 @@ def _has_others() -> bool:
 
 
 @contextmanager
-def told_as_fault() -> Iterator[None]:
+def as_configuration_error() -> Iterator[None]:
     """What `data` says with a ValueError is about what the user gave."""
     try:
         yield

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from lightning_megatron.context.documents import NO_DOCUMENT, documents_of
 from lightning_megatron.lightning_modules.adamw import AdamWConfig
+from lightning_megatron.lightning_modules.generative import GenerativeModule
 from lightning_megatron.lightning_modules.pretrain import Batch
-from lightning_megatron.lightning_modules.writing import WritingModule
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.models.generation import generate
 from lightning_megatron.models.gpt import GPTConfig, GPTModel
@@ -24,7 +24,7 @@ _ADAMW = AdamWConfig()
 _GENERATION = GenerationConfig()
 
 
-class GPTModule(WritingModule):
+class GPTModule(GenerativeModule):
     """Next-token prediction. A batch holds `tokens`, `labels` and `loss_mask`, each [batch, sequence], and `segments`
     where its rows hold several documents.
 

@@ -16,12 +16,12 @@ from lightning_megatron.data import (
     load_tokenizer,
 )
 from lightning_megatron.data.document_files import MAX_DOCUMENT_BYTES, BadDocuments
-from lightning_megatron.data.lanes import Lane, RowLane, StretchLane
 from lightning_megatron.data.sources import TextStream
 from lightning_megatron.data.stream_options import StreamOptions, StreamSamples
-from lightning_megatron.data.streaming import Dealer, StreamReader
+from lightning_megatron.data.streaming import DocumentAssigner, StreamReader
+from lightning_megatron.data.token_packers import DocumentPacker, StretchPacker, TokenPacker
 from lightning_megatron.lightning_modules.data_module import Samples
-from lightning_megatron.lightning_modules.loaders import ReplicaLoader
+from lightning_megatron.lightning_modules.loaders import ResumableLoader
 from lightning_megatron.lightning_modules.stream_loader import StreamLoader
 from lightning_megatron.lightning_modules.text_data import TextDataModule
 from lightning_megatron.lightning_modules.text_sources import BlendSource
@@ -241,7 +241,7 @@ class GPTDataModule(TextDataModule):
 
     # --- streaming --------------------------------------------------------------------------------------------------
 
-    def _training_loader(self) -> ReplicaLoader | StreamLoader:
+    def _training_loader(self) -> ResumableLoader | StreamLoader:
         if self.streaming is None:
             return super()._training_loader()
         self._refuse_overfitting()
@@ -250,7 +250,7 @@ class GPTDataModule(TextDataModule):
             _reader,
             source=self._stream_source,
             tokenizer=self.tokenizer,
-            make_lane=self._make_lane(self.tokenizer),
+            make_packer=self._make_packer(self.tokenizer),
             ramp=self._ramp,
             window=self.streaming.window_documents,
             seed=self.seed,
@@ -277,12 +277,12 @@ class GPTDataModule(TextDataModule):
             )
         return count
 
-    def _make_lane(self, tokenizer: Tokenizer) -> Callable[[], Lane]:
+    def _make_packer(self, tokenizer: Tokenizer) -> Callable[[], TokenPacker]:
         if self.packing == "stream":
-            return partial(StretchLane, self.sequence_length, self._options(tokenizer))
+            return partial(StretchPacker, self.sequence_length, self._options(tokenizer))
         assert self.long_documents != "refuse", "a fault says so"
         return partial(
-            RowLane,
+            DocumentPacker,
             self.sequence_length,
             end_of_text=tokenizer.end_of_text,
             long_documents=self.long_documents,
@@ -291,17 +291,17 @@ class GPTDataModule(TextDataModule):
 
 
 def _reader(
-    lanes: Sequence[int],
+    packers: Sequence[int],
     *,
     source: dict[str, Any],
     tokenizer: Tokenizer,
-    make_lane: Callable[[], Lane],
+    make_packer: Callable[[], TokenPacker],
     ramp: BatchRamp,
     window: int,
     seed: int,
 ) -> StreamReader:
     """A reader in a process of its own: all that it is made of can be sent there."""
     # All readers meet the same documents: one names the bad ones. What a tokenizer refuses one reader meets alone.
-    stream = TextStream(**source, is_telling=lanes[0] == 0)
-    dealer = Dealer(stream, num_lanes=ramp.unit, window=window, seed=seed)
-    return StreamReader(dealer, tokenizer, make_lane, lanes, ramp)
+    stream = TextStream(**source, is_telling=packers[0] == 0)
+    assigner = DocumentAssigner(stream, num_packers=ramp.unit, window=window, seed=seed)
+    return StreamReader(assigner, tokenizer, make_packer, packers, ramp)

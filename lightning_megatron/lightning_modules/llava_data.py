@@ -29,10 +29,10 @@ from lightning_megatron.data import (
 from lightning_megatron.data.image_chats import IMAGE, Conversation, TemplateName, built_in_template, conversation_of
 from lightning_megatron.data.image_samples import Unreadable
 from lightning_megatron.data.images import ImageFit
-from lightning_megatron.data.rows import NO_LABEL, NO_SEGMENT
-from lightning_megatron.data.shapes import draw_shapes
+from lightning_megatron.data.packed_rows import IGNORE_INDEX, NO_SEGMENT
 from lightning_megatron.data.sources import corpus_fingerprint, files_of, plain_rows
-from lightning_megatron.lightning_modules.data_module import Samples, told_as_fault
+from lightning_megatron.data.synthetic_images import draw_images
+from lightning_megatron.lightning_modules.data_module import Samples, as_configuration_error
 from lightning_megatron.lightning_modules.loaders import Collate, Sample, collate_images, prompt_loader
 from lightning_megatron.lightning_modules.text_data import TextDataModule
 from lightning_megatron.trainer.config import ConfigurationError
@@ -202,7 +202,7 @@ class LlavaDataModule(TextDataModule):
 
     def _rows(self) -> Any:
         if self.path is None and self.dataset is None:
-            draw_shapes(self._drawn, _NUM_DRAWN)
+            draw_images(self._drawn, _NUM_DRAWN)
             return load_rows(path=self._drawn, cache_dir=self._documents_cache)
         # A named dataset may lie in the cache of `datasets` already.
         cache = self._documents_cache if self.dataset is None else None
@@ -253,7 +253,7 @@ class LlavaDataModule(TextDataModule):
     @property
     def _collate(self) -> Collate:
         assert self.tokenizer is not None, "setup comes first; Trainer calls it"
-        padding = {"tokens": self.tokenizer.end_of_text, "labels": NO_LABEL, "loss_mask": 0}
+        padding = {"tokens": self.tokenizer.end_of_text, "labels": IGNORE_INDEX, "loss_mask": 0}
         if self.packing == "documents":
             padding["segments"] = NO_SEGMENT
         return partial(collate_images, collate=partial(collate_padded, padding=padding, multiple=self.pad_to_multiple))
@@ -263,7 +263,7 @@ class LlavaDataModule(TextDataModule):
     def setup(self, stage: str) -> None:
         super().setup(stage)
         if stage == "predict":
-            with told_as_fault():
+            with as_configuration_error():
                 self._asked_images = [self._loaded(own) for own in self._asked_names]
 
     def predict_dataloader(self) -> DataLoader[Sample]:

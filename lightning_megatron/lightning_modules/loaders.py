@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lightning_megatron.data import BatchRamp, EndlessSampler, EpochSampler, GlobalBatchSampler, collate_tokens
+from lightning_megatron.data import BatchRamp, EpochSampler, GlobalBatchSampler, InfiniteSampler, collate_tokens
 from lightning_megatron.pipeline.ragged import Ragged
 from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.trainer.replica import Replica
@@ -24,7 +24,7 @@ _ALONE = Replica(0, 1)
 _Loader = TypeVar("_Loader", bound=DataLoader[Sample])
 
 
-class ReplicaLoader(DataLoader[Sample]):
+class ResumableLoader(DataLoader[Sample]):
     """A loader over a `GlobalBatchSampler` that knows how many samples it has handed out.
 
     Its state is one number, the same on every rank and for any number of replicas.
@@ -63,24 +63,24 @@ class ReplicaLoader(DataLoader[Sample]):
             self.sampler.load_state_dict(state)
 
 
-class EndlessLoader(ReplicaLoader):
-    """A loader over an `EndlessSampler`, which has no epochs of its own: it goes on after the samples consumed."""
+class InfiniteLoader(ResumableLoader):
+    """A loader over an `InfiniteSampler`, which has no epochs of its own: it goes on after the samples consumed."""
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         for batch in DataLoader.__iter__(self):
-            self._endless.consumed_samples += self._endless.next_size
+            self._infinite.consumed_samples += self._infinite.next_size
             yield batch
 
     @property
-    def _endless(self) -> EndlessSampler:
-        assert isinstance(self.sampler, EndlessSampler)
+    def _infinite(self) -> InfiniteSampler:
+        assert isinstance(self.sampler, InfiniteSampler)
         return self.sampler
 
     def state_dict(self) -> dict[str, Any]:
-        return {"consumed_samples": self._endless.consumed_samples}
+        return {"consumed_samples": self._infinite.consumed_samples}
 
     def _go_on_after(self, state: dict[str, Any]) -> None:
-        self._endless.consumed_samples = int(state["consumed_samples"])
+        self._infinite.consumed_samples = int(state["consumed_samples"])
 
 
 class SampleLists(Dataset[list[Sample]]):
@@ -93,7 +93,7 @@ class SampleLists(Dataset[list[Sample]]):
         return [self._samples[number] for number in numbers]
 
 
-class WholeBatches(Dataset[Sample]):
+class FullBatches(Dataset[Sample]):
     """The samples, filled up to full batches by copies whose `loss_mask` is zero: each token counts exactly once."""
 
     def __init__(self, samples: Dataset[Sample], num_samples: int, batch_size: int) -> None:
@@ -121,7 +121,7 @@ def training_loader(
     collate: Collate = collate_tokens,
     shuffle: bool = True,
     is_new_each_epoch: bool = False,
-) -> ReplicaLoader:
+) -> ResumableLoader:
     """Batches of global_batch_size / replicas samples, shuffled unless their order is their own; what does not fill a
     global batch is left out. Samples that are new in each epoch are asked for by numbers that go on over epochs."""
     sampler = (EpochSampler if is_new_each_epoch else GlobalBatchSampler)(
@@ -132,10 +132,10 @@ def training_loader(
         shuffle=shuffle,
         seed=seed,
     )
-    return _loader(ReplicaLoader, samples, sampler, num_workers, collate)
+    return _loader(ResumableLoader, samples, sampler, num_workers, collate)
 
 
-def endless_loader(
+def infinite_loader(
     samples: Dataset[Sample],
     num_samples: int,
     *,
@@ -143,7 +143,7 @@ def endless_loader(
     replica: Replica,
     num_workers: int,
     collate: Collate = collate_tokens,
-) -> EndlessLoader:
+) -> InfiniteLoader:
     """Batches of the sizes of a ramp over replicas, of samples without an end and in their own order; an epoch is as
     many batches as the first `num_samples` give."""
     num_batches = ramp.num_batches(num_samples)
@@ -152,11 +152,11 @@ def endless_loader(
             f"the dataset's samples ({num_samples}) are too few for one global batch of {ramp.size_at(0)}; give more"
             " text, a shorter sequence_length or smaller batches"
         )
-    return EndlessLoader(
+    return InfiniteLoader(
         SampleLists(samples),  # type: ignore[arg-type]
         batch_size=None,
         # Each of its numbers is a list: a global batch has more or fewer samples than the one before it.
-        sampler=EndlessSampler(ramp, num_batches, num_replicas=replica.size, rank=replica.rank),
+        sampler=InfiniteSampler(ramp, num_batches, num_replicas=replica.size, rank=replica.rank),
         collate_fn=collate,
         **_options(num_workers),
     )
@@ -172,7 +172,7 @@ def evaluation_loader(
     collate: Collate = collate_tokens,
 ) -> DataLoader[Sample]:
     """All samples in order, once each, in batches of global_batch_size / replicas; a round begins with the first."""
-    whole = WholeBatches(samples, num_samples, global_batch_size)
+    whole = FullBatches(samples, num_samples, global_batch_size)
     sampler = GlobalBatchSampler(
         whole, global_batch_size=global_batch_size, num_replicas=replica.size, rank=replica.rank, shuffle=False
     )

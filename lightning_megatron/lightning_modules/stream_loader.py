@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron.data.batch_ramp import BatchRamp
 from lightning_megatron.data.collate import collate_tokens
-from lightning_megatron.data.streaming import Part, StreamedBatches, StreamReader, StreamStart, require_lanes
+from lightning_megatron.data.streaming import Part, StreamedBatches, StreamReader, StreamStart, require_packers
 from lightning_megatron.lightning_modules.loaders import Sample
 from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.trainer.replica import Replica
@@ -38,8 +38,8 @@ class StreamLoader:
         self._make_reader = make_reader
         self._ramp = ramp
         self._num_batches = num_batches
-        self._lanes = range(replica.rank * share, (replica.rank + 1) * share)
-        # Each has one lane at least.
+        self._packers = range(replica.rank * share, (replica.rank + 1) * share)
+        # Each has one packer at least.
         self._num_workers = min(num_workers, share)
         self._start = StreamStart()
 
@@ -47,7 +47,7 @@ class StreamLoader:
         return self._num_batches
 
     def __iter__(self) -> Iterator[Sample]:
-        dataset = StreamedBatches(self._make_reader, self._lanes, self._ramp, self._num_batches, self._start)
+        dataset = StreamedBatches(self._make_reader, self._packers, self._ramp, self._num_batches, self._start)
         loader = DataLoader(
             dataset,
             batch_size=None,
@@ -78,7 +78,7 @@ class StreamLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         _require_of_stream(state)
         try:
-            require_lanes(state["states"], self._ramp.unit)
+            require_packers(state["states"], self._ramp.unit)
         except ValueError as error:
             raise ConfigurationError([str(error)]) from error
         self._start = StreamStart(
@@ -92,8 +92,8 @@ class StreamLoader:
         for state in states:
             _require_of_stream(state)
         # Those that go on from a checkpoint and have taken no state since all have what it held.
-        of_lanes = {tuple(part["lanes"]): part for state in states for part in state["states"]}
-        return {**states[0], "states": list(of_lanes.values())}
+        of_packers = {tuple(part["packers"]): part for state in states for part in state["states"]}
+        return {**states[0], "states": list(of_packers.values())}
 
 
 def _sound(part: Part) -> tuple[list[Sample], Any]:

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from lightning_megatron.context.documents import NO_DOCUMENT
 from lightning_megatron.lightning_modules.adamw import AdamWConfig
-from lightning_megatron.lightning_modules.batch_faults import require_no_gap
+from lightning_megatron.lightning_modules.batch_checks import require_no_gap
+from lightning_megatron.lightning_modules.generative import GenerativeModule
 from lightning_megatron.lightning_modules.pretrain import Batch
-from lightning_megatron.lightning_modules.writing import WritingModule
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.models.sampling import GenerationConfig
 from lightning_megatron.models.t5 import T5Model
@@ -27,7 +27,7 @@ _INPUTS = ("encoder_tokens", "decoder_tokens", "labels", "loss_mask")
 _BOUNDS = ("encoder_padding_mask", "encoder_segments", "decoder_segments")
 
 
-class T5Module(WritingModule):
+class T5Module(GenerativeModule):
     """Text to text. A batch holds `encoder_tokens` [batch, encoder sequence], `decoder_tokens`, `labels` and
     `loss_mask`, each [batch, decoder sequence]; and where there is padding, or rows hold several documents,
     `encoder_padding_mask`, or `encoder_segments` and `decoder_segments`.

@@ -13,7 +13,7 @@ from lightning_megatron.data import (
     load_tokenizer,
     prepare_answers,
 )
-from lightning_megatron.data.rows import NO_LABEL, NO_SEGMENT
+from lightning_megatron.data.packed_rows import IGNORE_INDEX, NO_SEGMENT
 from lightning_megatron.lightning_modules.chat_data import ChatDataModule, ChatPacking
 from lightning_megatron.lightning_modules.data_module import Samples
 from lightning_megatron.lightning_modules.loaders import Collate, Sample
@@ -118,7 +118,7 @@ class T5ChatDataModule(ChatDataModule):
         assert self.tokenizer is not None, "setup comes first; Trainer calls it"
         padding = padding_of(self.tokenizer)
         encoder = {"encoder_tokens": padding, "encoder_segments": NO_SEGMENT}
-        decoder = {"decoder_tokens": padding, "decoder_segments": NO_SEGMENT, "labels": NO_LABEL, "loss_mask": 0}
+        decoder = {"decoder_tokens": padding, "decoder_segments": NO_SEGMENT, "labels": IGNORE_INDEX, "loss_mask": 0}
         return partial(_collate_both, encoder=encoder, decoder=decoder, multiple=self.pad_to_multiple)
 
     def predict_dataloader(self) -> DataLoader[Sample]:

@@ -36,11 +36,11 @@ class T5DataModule(TextDataModule):
     `decoder_tokens`, `decoder_segments`, `labels` and `loss_mask`, each [.., decoder_sequence_length].
 
     Sources, tokenizer and what is held out are those of TextDataModule. Each document is cut into pieces, which the
-    encoder reads with spans taken out, about `share` of the tokens, and the decoder tells; a span ends behind each of
-    its tokens with `stop_chance`, and with `longest_span` at the latest. An epoch has every piece once, in an order of
-    its own and with other spans. Token files are taken as they are, and should have no ends of text, of which each
-    sample has its own. A tokenizer must have padding, which starts the decoder, and sentinels; one that is trained here
-    has 100.
+    encoder reads with spans masked, about `mask_prob` of the tokens, and the decoder predicts them; a span ends after
+    each of its tokens with probability `span_stop_prob`, and after `max_span_length` at the latest. An epoch has every
+    piece once, in an order of its own and with other spans. Token files are taken as they are, and should have no ends
+    of text, of which each sample has its own. A tokenizer must have padding, which starts the decoder, and sentinels;
+    one that is trained here has 100.
 
     `prompts` are what the encoder reads in prediction; sentinels in them, written as `<extra_id_0>` and on, are gaps.
     They may be longer than `sequence_length`: only learned positions of the model end somewhere.
@@ -64,9 +64,9 @@ class T5DataModule(TextDataModule):
         blend: list[BlendSource] | None = None,
         epoch_samples: int = 0,
         tokenizer: str | None = None,
-        share: float = 0.15,
-        stop_chance: float = 0.2,
-        longest_span: int = 10,
+        mask_prob: float = 0.15,
+        span_stop_prob: float = 0.2,
+        max_span_length: int = 10,
         validation_fraction: float | None = None,
         validation_path: str | None = None,
         document_split: str | None = None,
@@ -100,9 +100,9 @@ class T5DataModule(TextDataModule):
             cache_directory=cache_directory,
         )
         self.decoder_sequence_length = decoder_sequence_length
-        self.share = share
-        self.stop_chance = stop_chance
-        self.longest_span = longest_span
+        self.mask_prob = mask_prob
+        self.span_stop_prob = span_stop_prob
+        self.max_span_length = max_span_length
 
     def sample_faults(self) -> list[str]:
         faults = super().sample_faults()
@@ -122,9 +122,9 @@ class T5DataModule(TextDataModule):
             padding_token=padding,
             encoder_length=self.sequence_length,
             decoder_length=self.decoder_sequence_length,
-            share=self.share,
-            stop_chance=self.stop_chance,
-            longest_span=self.longest_span,
+            mask_prob=self.mask_prob,
+            span_stop_prob=self.span_stop_prob,
+            max_span_length=self.max_span_length,
         )
 
     def _tokenizer_faults(self) -> list[str]:

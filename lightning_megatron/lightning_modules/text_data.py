@@ -14,7 +14,7 @@ from lightning_megatron.comm.rng import key
 from lightning_megatron.data import (
     BatchRamp,
     Blend,
-    BlendedPasses,
+    BlendedEpochs,
     BlendedSamples,
     Tokenizer,
     load_tokenizer,
@@ -22,12 +22,12 @@ from lightning_megatron.data import (
     split_documents,
     train_tokenizer,
 )
+from lightning_megatron.data.corpus_shards import usable_texts
 from lightning_megatron.data.document_files import MAX_DOCUMENT_BYTES, BadDocuments
 from lightning_megatron.data.prepare import left_out
 from lightning_megatron.data.sources import corpus_fingerprint, held_out_of, joined_documents, part_of
-from lightning_megatron.data.token_parts import usable_texts
 from lightning_megatron.data.tokenizer import SMALLEST_VOCABULARY
-from lightning_megatron.lightning_modules.data_module import ReplicaDataModule, Samples, told_as_fault
+from lightning_megatron.lightning_modules.data_module import ParallelDataModule, Samples, as_configuration_error
 from lightning_megatron.lightning_modules.loaders import Sample, prompt_loader
 from lightning_megatron.lightning_modules.text_sources import (
     BlendSource,
@@ -39,7 +39,7 @@ from lightning_megatron.lightning_modules.text_sources import (
 from lightning_megatron.trainer.config import ConfigurationError
 
 
-class TextDataModule(ReplicaDataModule):
+class TextDataModule(ParallelDataModule):
     """Samples of text, which a subclass makes of the tokens of documents (`_token_samples`).
 
     Text comes from `path` (a file, a directory or a pattern), from `dataset` (a name that `datasets` knows, or a local
@@ -228,7 +228,7 @@ class TextDataModule(ReplicaDataModule):
         super().setup(stage)
         if stage == "predict":
             # What is wrong with them is told before a model is there.
-            with told_as_fault():
+            with as_configuration_error():
                 self._prompt_ids()
 
     @property
@@ -340,8 +340,8 @@ class TextDataModule(ReplicaDataModule):
 
     def _blended_training(self, parts: list[Samples]) -> Samples:
         """Passes over the sources without an end."""
-        sources = [part.passes(seed=key(self.seed, "source", number)) for number, part in enumerate(parts)]
-        blended = BlendedPasses(sources, self._weights)
+        sources = [part.epochs(seed=key(self.seed, "source", number)) for number, part in enumerate(parts)]
+        blended = BlendedEpochs(sources, self._weights)
         counts = [part.count for part in parts]
         count = self.epoch_samples or max(blended.blend.most_samples(counts), 1)
         names = [str(source) for source in self._sources if source.weight > 0]
@@ -349,7 +349,7 @@ class TextDataModule(ReplicaDataModule):
             f"{share:.1%} of {name} ({size} samples{f'; {part.told}' if part.told else ''})"
             for share, name, size, part in zip(blended.blend.shares, names, counts, parts, strict=True)
         )
-        return Samples(dataset=blended, count=count, told=f"{shares}; an epoch is {count} samples", is_endless=True)
+        return Samples(dataset=blended, count=count, told=f"{shares}; an epoch is {count} samples", is_infinite=True)
 
     def _blended(self, parts: list[Samples | None]) -> Samples | None:
         """As many of the sources' samples as can be blended without taking one twice."""

@@ -125,7 +125,7 @@ def test_the_kind_of_a_model_is_asked_for_or_named_or_told_by_its_data(
     named = {"class_path": "lightning_megatron.lightning_modules.BertModule", "init_args": {"config": config}}
     planned = record(capsys, changed(tmp_path, "bert_large.yaml", model=named), *args)
     assert (planned["model"], planned["notes"]) == ("BERT", [])
-    by_data = changed(tmp_path, "bert_large.yaml", **{"model.config": config, "data.masked_share": 0.15})
+    by_data = changed(tmp_path, "bert_large.yaml", **{"model.config": config, "data.mask_prob": 0.15})
     assert record(capsys, by_data, *args)["model"] == "BERT"
 
 
@@ -540,7 +540,7 @@ def test_what_fit_would_not_take_is_told_at_once(
         ("bert_toy.yaml", {"sequence_length": 4, "sentence_order": False}, ""),
         ("t5_toy.yaml", {"sequence_length": 2}, "sequence_length (2) must be at least 3: a sentinel"),
         ("t5_toy.yaml", {"decoder_sequence_length": 9}, "decoder_sequence_length (9) must be at least 22: of 127"),
-        ("t5_toy.yaml", {"decoder_sequence_length": 9, "share": "2e-2"}, ""),
+        ("t5_toy.yaml", {"decoder_sequence_length": 9, "mask_prob": "2e-2"}, ""),
         ("llava_toy.yaml", {"sequence_length": 16}, "sequence_length (16) must be above the 16 tokens that an image"),
         ("llava_toy.yaml", {"sequence_length": 17}, ""),
     ],

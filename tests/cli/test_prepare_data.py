@@ -151,7 +151,7 @@ def test_bad_documents_are_counted_and_named(capsys: pytest.CaptureFixture[str],
 
 
 def test_an_output_of_a_run_that_was_ended_is_gone_on_with(folder: Path) -> None:
-    (folder / "out/a.parts-0-1").mkdir(parents=True)
+    (folder / "out/a.shards-0-1").mkdir(parents=True)
     (folder / "out/a.bin").write_bytes(b"half")
     assert prepare(*NUMBERS) == 0
     assert len(MegatronCorpus("out/a").tokens) == 8
@@ -161,7 +161,7 @@ def test_a_tokenizer_that_other_token_files_may_need_is_left_as_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
     def ends(*arguments: Any, **options: Any) -> None:
-        (folder / "out/a.parts-0-1").rmdir()
+        (folder / "out/a.shards-0-1").rmdir()
         raise ValueError("none has a token")
 
     trained = (*FIXED, "--train-vocab-size", "257")
@@ -172,12 +172,12 @@ def test_a_tokenizer_that_other_token_files_may_need_is_left_as_it_is(
     capsys.readouterr()
     assert told(capsys, *trained) == "error: --output: out/a.tokenizer.json exists; remove it, or name another"
     # That a run left which was ended.
-    (folder / "out/a.parts-0-1").mkdir()
+    (folder / "out/a.shards-0-1").mkdir()
     with monkeypatch.context() as patched:
         patched.setattr(prepare_data, "write_tokens", ends)
         assert told(capsys, *trained) == "error: none has a token"
     assert (folder / "out/a.tokenizer.json").read_bytes() == made
-    (folder / "out/a.parts-0-1").mkdir()
+    (folder / "out/a.shards-0-1").mkdir()
     assert prepare(*trained) == 0
     assert (folder / "out/a.bin").read_bytes() == (folder / "a.bin").read_bytes()
 

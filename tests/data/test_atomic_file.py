@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from lightning_megatron.data.atomic_file import written_whole
+from lightning_megatron.data.atomic_file import atomic_write
 
 
 def test_the_file_is_not_seen_before_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "file"
-    with written_whole(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text("all")
         assert not path.exists()
     assert path.read_text() == "all"
@@ -19,14 +19,14 @@ def test_the_file_is_not_seen_before_it_is_whole(tmp_path: Path) -> None:
 def test_a_failure_leaves_the_old_file_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("old")
-    with pytest.raises(UnicodeEncodeError), written_whole(path) as temporary:
+    with pytest.raises(UnicodeEncodeError), atomic_write(path) as temporary:
         temporary.write_text("new é", encoding="ascii")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
 
 def test_two_writers_at_once_do_not_share_a_temporary_file(tmp_path: Path) -> None:
-    with written_whole(tmp_path / "file") as first, written_whole(tmp_path / "file") as second:
+    with atomic_write(tmp_path / "file") as first, atomic_write(tmp_path / "file") as second:
         assert first != second
         first.write_text("1")
         second.write_text("2")

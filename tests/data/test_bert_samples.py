@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_megatron.data.bert_samples import BertSampleConfig, BertSamples, BertSpans, part_and_swap, sentence_spans
-from lightning_megatron.data.chance import uniforms_at
 from lightning_megatron.data.corpus import corpus_in_memory
 from lightning_megatron.data.masking import Masking
+from lightning_megatron.data.seeded_random import uniforms_at
 
 CLS, SEP, MASK, PAD = 0, 1, 2, 3
 CONFIG = BertSampleConfig(sequence_length=16, class_token=CLS, separator_token=SEP, padding_token=PAD)
@@ -25,7 +25,7 @@ def texts_of(documents: list[list[int]]) -> list[list[list[int]]]:
     return [[[next(number) for _ in range(size)] for size in document] for document in documents]
 
 
-def spans_by_hand(documents: list[list[int]], most: int, short_share: float, seed: int) -> list[list[int]]:
+def spans_by_hand(documents: list[list[int]], most: int, short_seq_prob: float, seed: int) -> list[list[int]]:
     """The rule in plain words, sentence by sentence."""
     spans, first_of_document, num_full_before = [], 0, 0
     for document in documents:
@@ -34,7 +34,7 @@ def spans_by_hand(documents: list[list[int]], most: int, short_share: float, see
         while len(full) - at >= 2:
             place = np.array([num_full_before + at])
             meant = most
-            if uniforms_at(place, seed, "short spans")[0] < short_share:
+            if uniforms_at(place, seed, "short spans")[0] < short_seq_prob:
                 meant = 2 + int(uniforms_at(place, seed, "lengths of short spans")[0] * (most - 1))
             stop, total = at, 0
             while stop < len(full) and (total < meant or stop - at < 2):
@@ -50,14 +50,14 @@ def spans_by_hand(documents: list[list[int]], most: int, short_share: float, see
 
 
 @given(DOCUMENTS, st.integers(2, 30), st.sampled_from([0.0, 0.1, 1.0]), st.integers(0, 3))
-def test_spans_are_those_of_the_rule(documents: list[list[int]], most: int, short_share: float, seed: int) -> None:
+def test_spans_are_those_of_the_rule(documents: list[list[int]], most: int, short_seq_prob: float, seed: int) -> None:
     corpus = corpus_in_memory(texts_of(documents))
-    expected = spans_by_hand(documents, most, short_share, seed)
+    expected = spans_by_hand(documents, most, short_seq_prob, seed)
     if not expected:
         with pytest.raises(ValueError, match="has two sentences"):
-            sentence_spans(corpus.lengths, corpus.document_bounds, most, short_share, seed)
+            sentence_spans(corpus.lengths, corpus.document_bounds, most, short_seq_prob, seed)
         return
-    assert sentence_spans(corpus.lengths, corpus.document_bounds, most, short_share, seed).tolist() == expected
+    assert sentence_spans(corpus.lengths, corpus.document_bounds, most, short_seq_prob, seed).tolist() == expected
 
 
 @given(DOCUMENTS, st.integers(2, 30))
@@ -146,8 +146,8 @@ def test_a_sample_depends_on_seed_and_number_alone() -> None:
 
 
 def test_what_cannot_be_made_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"sequence_length \(4\) must be at least 5.*; short_share \(2\)"):
-        BertSampleConfig(sequence_length=4, class_token=0, separator_token=1, padding_token=3, short_share=2)
+    with pytest.raises(ValueError, match=r"sequence_length \(4\) must be at least 5.*; short_seq_prob \(2\)"):
+        BertSampleConfig(sequence_length=4, class_token=0, separator_token=1, padding_token=3, short_seq_prob=2)
     with pytest.raises(ValueError, match=r"tokens \[3\] stand for"):
         BertSamples(
             corpus_in_memory([[[5], [6]]]),
@@ -185,7 +185,7 @@ def test_numbers_of_spans_go_on_over_epochs_and_each_is_made_anew() -> None:
 
 
 def test_without_an_order_a_sample_is_one_part_of_one_sentence_or_more() -> None:
-    config = replace(CONFIG, is_pair=False, short_share=0.0)
+    config = replace(CONFIG, is_pair=False, short_seq_prob=0.0)
     spans = bert_spans(config)
     # Of the document with one sentence, too.
     assert spans.spans[:, 0].tolist() == [0, 3, 5, 6, 7, 8, 10]

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_megatron.comm.rng import bits, key
-from lightning_megatron.data.chance import random_order, shuffled_epochs, uniforms, uniforms_at
 from lightning_megatron.data.gpt_samples import DocumentStretches, GPTSamples, cut_in_stretches
 from lightning_megatron.data.megatron_files import megatron_writer
+from lightning_megatron.data.seeded_random import random_order, shuffled_epochs, uniforms, uniforms_at
 
 SIZES = st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any)
 

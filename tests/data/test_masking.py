@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lightning_megatron.data.chance import uniforms
 from lightning_megatron.data.masking import Masked, Masking, mask_words
 from lightning_megatron.data.packing import Numbers
+from lightning_megatron.data.seeded_random import uniforms
 
 CLS, SEP, MASK = 0, 1, 2
 MASKING = Masking(vocab_size=50, mask_token=MASK, special_tokens=(CLS, SEP))
@@ -44,12 +44,12 @@ def masked_by_hand(tokens: Numbers, masking: Masking, seed: int, sample: int) ->
     """The rule in plain words, token by token."""
     words = words_of(tokens)
     num_ordinary = sum(map(len, words))
-    left = max(1, round(masking.share * num_ordinary))
+    left = max(1, round(masking.mask_prob * num_ordinary))
     drawn = uniforms(2 * len(words), seed, "hidden words", sample).tolist()
     hidden: set[int] = set()
     for word in sorted(range(len(words)), key=lambda w: drawn[w]):
         # 1/n for n words: the number of runs whose chances together are not above what was drawn.
-        chances = [1 / n for n in range(1, masking.longest_run + 1)]
+        chances = [1 / n for n in range(1, masking.max_ngram + 1)]
         run, reached = 1, chances[0]
         while drawn[len(words) + word] * sum(chances) >= reached:
             run, reached = run + 1, reached + chances[run]
@@ -65,16 +65,16 @@ def masked_by_hand(tokens: Numbers, masking: Masking, seed: int, sample: int) ->
     seen, labels = tokens.tolist(), [-100] * len(tokens)
     for place in hidden:
         labels[place] = seen[place]
-        if what[place] < masking.masked_share:
+        if what[place] < masking.mask_token_prob:
             seen[place] = MASK
-        elif what[place] < masking.masked_share + masking.random_share:
+        elif what[place] < masking.mask_token_prob + masking.random_token_prob:
             seen[place] = ordinary[int(what[len(tokens) + place] * len(ordinary))]
     return seen, labels
 
 
 @given(TEXTS, st.integers(0, 3), st.integers(0, 10**9), st.sampled_from([0.15, 0.5, 0.9]))
 def test_what_is_hidden_is_that_of_the_rule(tokens: Numbers, seed: int, sample: int, share: float) -> None:
-    masking = Masking(vocab_size=50, mask_token=MASK, special_tokens=(CLS, SEP), share=share)
+    masking = Masking(vocab_size=50, mask_token=MASK, special_tokens=(CLS, SEP), mask_prob=share)
     masked = mask_words(tokens, starts_word(tokens), masking, seed=seed, sample=sample)
     assert (masked.tokens.tolist(), masked.labels.tolist()) == masked_by_hand(tokens, masking, seed, sample)
 
@@ -138,7 +138,7 @@ def test_every_place_is_hidden_about_as_often() -> None:
 def test_runs_have_lengths_of_one_in_n() -> None:
     lengths = []
     for sample in range(400):
-        hidden = sample_of_single_words(sample, 2000, share=0.01)[1].labels != -100
+        hidden = sample_of_single_words(sample, 2000, mask_prob=0.01)[1].labels != -100
         edges = np.flatnonzero(np.diff(np.concatenate([[False], hidden, [False]])))
         lengths += np.diff(edges)[::2].tolist()
     counts = np.bincount(lengths, minlength=5)
@@ -146,7 +146,7 @@ def test_runs_have_lengths_of_one_in_n() -> None:
     assert 0.52 < counts[1] / len(lengths) < 0.62
     assert 0.22 < counts[2] / len(lengths) < 0.32
     assert counts[4:].sum() < 0.06 * len(lengths)
-    singles = sample_of_single_words(0, 2000, share=0.01, longest_run=1)[1].labels != -100
+    singles = sample_of_single_words(0, 2000, mask_prob=0.01, max_ngram=1)[1].labels != -100
     assert singles.sum() == 20 and (singles[1:] & singles[:-1]).sum() <= 2
 
 
@@ -162,14 +162,14 @@ def test_each_sample_and_each_seed_hides_others() -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"share": 0.0}, r"share \(0.0\)"),
-        ({"share": 1.0}, r"share \(1.0\)"),
-        ({"longest_run": 0}, r"longest_run \(0\)"),
-        ({"masked_share": 0.8, "random_share": 0.3}, "together at most 1"),
-        ({"random_share": -0.1}, "at least 0"),
+        ({"mask_prob": 0.0}, r"mask_prob \(0.0\)"),
+        ({"mask_prob": 1.0}, r"mask_prob \(1.0\)"),
+        ({"max_ngram": 0}, r"max_ngram \(0\)"),
+        ({"mask_token_prob": 0.8, "random_token_prob": 0.3}, "together at most 1"),
+        ({"random_token_prob": -0.1}, "at least 0"),
         ({"mask_token": 50}, r"special tokens \[50\] must lie in the vocabulary, from 0 to 49"),
         ({"vocab_size": 3}, "leave room"),
-        ({"share": 2.0, "longest_run": 0}, "share .*; longest_run"),
+        ({"mask_prob": 2.0, "max_ngram": 0}, "mask_prob .*; max_ngram"),
     ],
 )
 def test_a_masking_that_cannot_be_is_refused(changes: dict[str, Any], told: str) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from lightning_megatron.data import MegatronCorpus, load_documents
+from lightning_megatron.data.corpus_shards import DocumentForm
 from lightning_megatron.data.null_tokenizer import NullTokenizer
 from lightning_megatron.data.prepare import write_tokens
-from lightning_megatron.data.token_parts import DocumentForm
 from tests.data.megatron_tool import NUMBERS, SMALL_NUMBERS
 
 MADE = Path(__file__).parent / "megatron_core"

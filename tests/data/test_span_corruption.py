@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_megatron.data.chance import random_order, uniforms
 from lightning_megatron.data.corpus import corpus_in_memory
+from lightning_megatron.data.seeded_random import random_order, uniforms
 from lightning_megatron.data.span_corruption import SpanCorruption, T5Samples, corrupt_spans
 
 START, END, PAD = 0, 1, 2
@@ -23,13 +23,13 @@ CORRUPTION = SpanCorruption(
 
 def corrupted_by_hand(tokens: list[int], to: SpanCorruption, seed: int, sample: int) -> tuple[list[int], list[int]]:
     """The rule in plain words: lengths drawn one by one, spans laid before kept tokens."""
-    goal = max(1, min(round(to.share * len(tokens)), len(tokens) - 1))
+    goal = max(1, min(round(to.mask_prob * len(tokens)), len(tokens) - 1))
     drawn = iter(uniforms(goal, seed, "lengths of spans", sample).tolist())
     lengths: list[int] = []
     while sum(lengths) < goal:
-        # A span goes on behind a token where the number drawn is below (1 - stop_chance) to that power.
+        # A span goes on behind a token where the number drawn is below (1 - span_stop_prob) to that power.
         length, number = 1, next(drawn)
-        while length < to.longest_span and number <= (1 - to.stop_chance) ** length:
+        while length < to.max_span_length and number <= (1 - to.span_stop_prob) ** length:
             length += 1
         lengths.append(min(length, goal - sum(lengths)))
     while len(lengths) > len(to.sentinels) or sum(lengths) + len(lengths) + 1 > to.decoder_length:
@@ -64,7 +64,9 @@ def joined(encoder: list[int], target: list[int]) -> list[int]:
     st.integers(1, 127),
     st.integers(0, 10**9),
     st.integers(0, 3),
-    st.sampled_from([{}, {"stop_chance": 1.0}, {"share": 0.4}, {"sentinels": SENTINELS[:2]}, {"longest_span": 3}]),
+    st.sampled_from(
+        [{}, {"span_stop_prob": 1.0}, {"mask_prob": 0.4}, {"sentinels": SENTINELS[:2]}, {"max_span_length": 3}]
+    ),
 )
 def test_what_is_taken_out_is_that_of_the_rule(size: int, sample: int, seed: int, changes: dict[str, Any]) -> None:
     to = replace(CORRUPTION, **({"decoder_length": 90} | changes))
@@ -101,16 +103,16 @@ def test_spans_are_geometric_up_to_the_longest() -> None:
 
 def test_every_placing_is_alike() -> None:
     # 2 single tokens of 6, not side by side: C(5, 2) ways.
-    to = replace(CORRUPTION, share=0.34, stop_chance=1.0)
+    to = replace(CORRUPTION, mask_prob=0.34, span_stop_prob=1.0)
     ways = Counter(corrupt_spans(np.arange(3, 9), to, seed=0, sample=i).encoder.tobytes() for i in range(4000))
     # 400 each, and six standard deviations are 114.
     assert len(ways) == 10 and all(abs(count - 400) < 114 for count in ways.values())
 
 
 def test_there_are_no_more_spans_than_sentinels_or_room() -> None:
-    few = replace(CORRUPTION, sentinels=SENTINELS[:1], stop_chance=1.0)
+    few = replace(CORRUPTION, sentinels=SENTINELS[:1], span_stop_prob=1.0)
     assert len(corrupt_spans(np.arange(3, 103), few, seed=0, sample=0).target) == 3
-    narrow = replace(CORRUPTION, decoder_length=22, stop_chance=0.9)
+    narrow = replace(CORRUPTION, decoder_length=22, span_stop_prob=0.9)
     longest = max(len(corrupt_spans(np.arange(127), narrow, seed=0, sample=i).target) for i in range(100))
     assert longest == 22
 
@@ -139,14 +141,14 @@ def test_samples_are_padded_pieces_of_documents() -> None:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"share": 1.0}, r"share \(1.0\)"),
-        ({"stop_chance": 0.0}, r"stop_chance \(0.0\)"),
-        ({"longest_span": 0}, r"longest_span \(0\)"),
+        ({"mask_prob": 1.0}, r"mask_prob \(1.0\)"),
+        ({"span_stop_prob": 0.0}, r"span_stop_prob \(0.0\)"),
+        ({"max_span_length": 0}, r"max_span_length \(0\)"),
         ({"encoder_length": 2}, r"encoder_length \(2\)"),
         ({"sentinels": ()}, r"sentinels \(0\)"),
         ({"sentinels": (5, 5)}, "all different"),
         ({"decoder_length": 21}, r"decoder_length \(21\) must be at least 22: of 127 tokens 19 are taken out in 2"),
-        ({"share": 0.0, "longest_span": 0}, "share .*; longest_span"),
+        ({"mask_prob": 0.0, "max_span_length": 0}, "mask_prob .*; max_span_length"),
     ],
 )
 def test_a_corruption_that_cannot_be_is_refused(changes: dict[str, Any], told: str) -> None:

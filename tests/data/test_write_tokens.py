@@ -1,4 +1,4 @@
-"""Token files do not depend on parts, processes or on being killed; bad documents are counted and named."""
+"""Token files do not depend on shards, processes or on being killed; bad documents are counted and named."""
 
 import json
 import multiprocessing
@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from lightning_megatron.data import MegatronCorpus, Tokenizer, prepare
+from lightning_megatron.data.corpus_shards import Counts, DocumentForm, usable_texts
 from lightning_megatron.data.megatron_files import MegatronWriter
 from lightning_megatron.data.null_tokenizer import NullTokenizer
 from lightning_megatron.data.prepare import write_tokens
-from lightning_megatron.data.token_parts import Counts, DocumentForm, usable_texts
 
 TEXTS = ["1 2 3", "4", "", "5 6. 7\n8 9", "10 11 12 13", "3 3 3. 4 4.", "14", "15 16"]
 FORM = DocumentForm()
@@ -49,8 +49,8 @@ def written(prefix: Path) -> tuple[bytes, bytes]:
 
 @pytest.fixture
 def expected(documents: Any, tmp_path: Path) -> tuple[bytes, bytes]:
-    """Of one process and one part."""
-    write_tokens(documents, Words(), tmp_path / "expected", form=FORM, part_bytes=10**9)
+    """Of one process and one shard."""
+    write_tokens(documents, Words(), tmp_path / "expected", form=FORM, shard_bytes=10**9)
     return written(tmp_path / "expected")
 
 
@@ -76,11 +76,11 @@ def test_what_is_written_is_each_document_and_its_end(expected: object, tmp_path
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
-def test_parts_and_processes_do_not_change_a_byte(
+def test_shards_and_processes_do_not_change_a_byte(
     documents: Any, expected: object, tmp_path: Path, num_workers: int
 ) -> None:
-    for part_bytes in (1, 20):
-        prefix = tmp_path / f"of{part_bytes}"
+    for shard_bytes in (1, 20):
+        prefix = tmp_path / f"of{shard_bytes}"
         seen: list[Counts] = []
         counts = write_tokens(
             documents,
@@ -88,7 +88,7 @@ def test_parts_and_processes_do_not_change_a_byte(
             prefix,
             form=FORM,
             num_workers=num_workers,
-            part_bytes=part_bytes,
+            shard_bytes=shard_bytes,
             watch=seen.append,
         )
         assert written(prefix) == expected
@@ -103,19 +103,19 @@ def test_who_is_killed_at_any_document_goes_on_there(documents: Any, expected: o
     for at_call in range(len(TEXTS)):
         prefix = tmp_path / f"at{at_call}"
         killed = Words(at_call, lambda: os.kill(os.getpid(), signal.SIGKILL))
-        assert ended(lambda: write_tokens(documents, killed, prefix, form=FORM, part_bytes=1)) == -signal.SIGKILL  # noqa: B023
+        assert ended(lambda: write_tokens(documents, killed, prefix, form=FORM, shard_bytes=1)) == -signal.SIGKILL  # noqa: B023
         assert not Path(f"{prefix}.idx").exists()
         again = Words()
         seen: list[Counts] = []
-        write_tokens(documents, again, prefix, form=FORM, part_bytes=1, watch=seen.append)
+        write_tokens(documents, again, prefix, form=FORM, shard_bytes=1, watch=seen.append)
         assert again.calls == len(TEXTS) - at_call, "what was finished is not tokenized again"
         assert seen[0].num_documents == at_call + 1, "and is counted"
         assert written(prefix) == expected
-        assert not list(tmp_path.glob(f"{prefix.name}.parts*"))
+        assert not list(tmp_path.glob(f"{prefix.name}.shards*"))
 
 
 @pytest.mark.parametrize("place", ["append", "replace", "rename", "rmtree"])
-def test_who_is_killed_while_parts_are_put_together_goes_on(
+def test_who_is_killed_while_shards_are_concatenate_goes_on(
     documents: Any, expected: object, tmp_path: Path, place: str
 ) -> None:
     owner = {"append": MegatronWriter, "replace": Path, "rename": Path, "rmtree": prepare.shutil}[place]
@@ -131,13 +131,13 @@ def test_who_is_killed_while_parts_are_put_together_goes_on(
                 return real(*arguments, **options)
 
             setattr(owner, place, dies)
-            write_tokens(documents, Words(), prefix, form=FORM, part_bytes=1)
+            write_tokens(documents, Words(), prefix, form=FORM, shard_bytes=1)
 
         code = ended(run)
         assert code == -signal.SIGKILL or (code == 0 and at_call > 0)
-        write_tokens(documents, Words(), prefix, form=FORM, part_bytes=1)
+        write_tokens(documents, Words(), prefix, form=FORM, shard_bytes=1)
         assert written(prefix) == expected
-        assert not list(tmp_path.glob(f"{prefix.name}.parts*[0-9]"))
+        assert not list(tmp_path.glob(f"{prefix.name}.shards*[0-9]"))
 
 
 def test_no_process_outlives_who_started_it(documents: Any, expected: object, tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_no_process_outlives_who_started_it(documents: Any, expected: object, tm
         time.sleep(0.3)
 
     def run() -> None:
-        write_tokens(documents, Words(0, wait_here), tmp_path / "a", form=FORM, num_workers=2, part_bytes=1)
+        write_tokens(documents, Words(0, wait_here), tmp_path / "a", form=FORM, num_workers=2, shard_bytes=1)
 
     parent = multiprocessing.get_context("fork").Process(target=run)
     parent.start()
@@ -164,7 +164,7 @@ def test_no_process_outlives_who_started_it(documents: Any, expected: object, tm
     while any(Path("/proc", pid).exists() for pid in workers):
         assert time.monotonic() < deadline, "they look for their parent after every batch"
         time.sleep(0.05)
-    write_tokens(documents, Words(), tmp_path / "a", form=FORM, part_bytes=1)
+    write_tokens(documents, Words(), tmp_path / "a", form=FORM, shard_bytes=1)
     assert written(tmp_path / "a") == expected
 
 
@@ -173,10 +173,10 @@ def test_a_process_that_is_ended_is_told_and_what_is_finished_is_kept(
 ) -> None:
     dying = Words(4, lambda: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(RuntimeError, match=r"exit code -9; .* memory ran out: take fewer workers"):
-        write_tokens(documents, dying, tmp_path / "a", form=FORM, num_workers=1, part_bytes=1)
+        write_tokens(documents, dying, tmp_path / "a", form=FORM, num_workers=1, shard_bytes=1)
     assert multiprocessing.active_children() == []
     again = Words()
-    write_tokens(documents, again, tmp_path / "a", form=FORM, part_bytes=1)
+    write_tokens(documents, again, tmp_path / "a", form=FORM, shard_bytes=1)
     assert again.calls == 4
     assert written(tmp_path / "a") == expected
 
@@ -190,27 +190,27 @@ def test_a_full_disk_is_told_and_what_is_finished_is_kept(
     documents: Any, expected: object, tmp_path: Path, num_workers: int
 ) -> None:
     with pytest.raises(OSError, match="No space left"):
-        write_tokens(documents, Words(1, full), tmp_path / "a", form=FORM, num_workers=num_workers, part_bytes=1)
-    (folder,) = tmp_path.glob("a.parts-*")
+        write_tokens(documents, Words(1, full), tmp_path / "a", form=FORM, num_workers=num_workers, shard_bytes=1)
+    (folder,) = tmp_path.glob("a.shards-*")
     assert list(folder.glob("*.json")) and not list(folder.glob(".*"))
-    write_tokens(documents, Words(), tmp_path / "a", form=FORM, part_bytes=1)
+    write_tokens(documents, Words(), tmp_path / "a", form=FORM, shard_bytes=1)
     assert written(tmp_path / "a") == expected
 
 
-def test_parts_that_an_older_version_left_in_another_form_are_not_read(
+def test_shards_that_an_older_version_left_in_another_form_are_not_read(
     documents: Any, expected: object, tmp_path: Path
 ) -> None:
     with pytest.raises(OSError, match="No space left"):
-        write_tokens(documents, Words(4, full), tmp_path / "a", form=FORM, part_bytes=1)
-    (folder,) = tmp_path.glob("a.parts-*")
+        write_tokens(documents, Words(4, full), tmp_path / "a", form=FORM, shard_bytes=1)
+    (folder,) = tmp_path.glob("a.shards-*")
     # The first form had no number in its name, and bad documents as they are told.
-    old = folder.rename(folder.with_name(folder.name.removesuffix(f"-{prepare._PARTS_FORM}")))
+    old = folder.rename(folder.with_name(folder.name.removesuffix(f"-{prepare._SHARDS_FORM}")))
     counts = json.loads((old / "0000.json").read_text())
     (old / "0000.json").write_text(json.dumps({**counts, "bad": ["document 0 is not UTF-8 at byte 1"]}))
     again = Words()
-    assert write_tokens(documents, again, tmp_path / "a", form=FORM, part_bytes=1).num_bad == 0
+    assert write_tokens(documents, again, tmp_path / "a", form=FORM, shard_bytes=1).num_bad == 0
     assert again.calls == len(TEXTS) and written(tmp_path / "a") == expected
-    assert list(tmp_path.glob("a.parts-*")) == [old]
+    assert list(tmp_path.glob("a.shards-*")) == [old]
 
 
 def bad_documents(folder: Path) -> Any:
@@ -221,11 +221,11 @@ def bad_documents(folder: Path) -> Any:
     return datasets.load_dataset("json", data_files=names, split="train", cache_dir=str(folder / "cache"))
 
 
-@pytest.mark.parametrize(("num_workers", "part_bytes"), [(0, 10**9), (0, 1), (2, 1)])
-def test_bad_documents_are_named_and_left_without_tokens(tmp_path: Path, num_workers: int, part_bytes: int) -> None:
+@pytest.mark.parametrize(("num_workers", "shard_bytes"), [(0, 10**9), (0, 1), (2, 1)])
+def test_bad_documents_are_named_and_left_without_tokens(tmp_path: Path, num_workers: int, shard_bytes: int) -> None:
     rows = bad_documents(tmp_path)
     form = DocumentForm(max_document_bytes=199)
-    counts = write_tokens(rows, Words(), tmp_path / "a", form=form, num_workers=num_workers, part_bytes=part_bytes)
+    counts = write_tokens(rows, Words(), tmp_path / "a", form=form, num_workers=num_workers, shard_bytes=shard_bytes)
     assert (counts.num_documents, counts.num_empty, counts.num_bad, counts.num_tokens) == (7, 2, 3, 4)
     assert [str(one) for one in counts.bad] == [
         "document 2 is not UTF-8 at byte 1",
@@ -261,11 +261,11 @@ def test_sentences_are_sequences_and_the_last_has_the_end(documents: Any, tmp_pa
     assert MegatronCorpus(tmp_path / "b").num_sequences == corpus.num_sequences
 
 
-@pytest.mark.parametrize("part_bytes", [1, 10**9])
+@pytest.mark.parametrize("shard_bytes", [1, 10**9])
 def test_arrow_has_the_documents_of_the_token_files(
-    documents: Any, expected: object, tmp_path: Path, part_bytes: int
+    documents: Any, expected: object, tmp_path: Path, shard_bytes: int
 ) -> None:
-    write_tokens(documents, Words(), tmp_path / "a", form=FORM, token_format="arrow", part_bytes=part_bytes)
+    write_tokens(documents, Words(), tmp_path / "a", form=FORM, token_format="arrow", shard_bytes=shard_bytes)
     rows = datasets.load_from_disk(str(tmp_path / "a"))
     corpus = MegatronCorpus(tmp_path / "expected")
     assert [len(ids) for ids in rows["input_ids"]] == corpus.document_sizes().tolist()
@@ -274,9 +274,9 @@ def test_arrow_has_the_documents_of_the_token_files(
     assert left_in(tmp_path) == ["a", "expected.bin", "expected.idx"]
 
 
-def test_other_text_tokenizer_or_form_does_not_go_on_with_the_parts_of_one(documents: Any, tmp_path: Path) -> None:
+def test_other_text_tokenizer_or_form_does_not_go_on_with_the_shards_of_one(documents: Any, tmp_path: Path) -> None:
     killed = Words(4, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    ended(lambda: write_tokens(documents, killed, tmp_path / "a", form=FORM, part_bytes=1))
+    ended(lambda: write_tokens(documents, killed, tmp_path / "a", form=FORM, shard_bytes=1))
     others: Iterator[tuple[Any, Tokenizer, DocumentForm]] = iter(
         [
             (documents, NullTokenizer(60), FORM),
@@ -286,7 +286,7 @@ def test_other_text_tokenizer_or_form_does_not_go_on_with_the_parts_of_one(docum
     )
     for number, (texts, tokenizer, form) in enumerate(others):
         if isinstance(tokenizer, Words):
-            write_tokens(texts, tokenizer, tmp_path / "a", form=form, part_bytes=1)
+            write_tokens(texts, tokenizer, tmp_path / "a", form=form, shard_bytes=1)
             assert tokenizer.calls == len(TEXTS), number
             for path in tmp_path.glob("a.*[nx]"):
                 path.unlink()

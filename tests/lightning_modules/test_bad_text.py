@@ -94,7 +94,7 @@ def fit_in_windows(folder: Path, layout: Layout, choice: str, num_workers: int) 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_bad_line_that_is_refused_ends_all_ranks_with_its_name(tmp_path: Path, num_workers: int) -> None:
     write_numbers(tmp_path, {150: '{"text": "broken'})
-    # Who has other lanes reads the line a little earlier or later.
+    # Who has other packers reads the line a little earlier or later.
     with pytest.raises(RankFailed) as ended:
         run_on_ranks(2, fit_in_windows, tmp_path, Layout(world=2), "refuse", num_workers, init=False)
     told = str(ended.value)
@@ -277,7 +277,7 @@ TOLD = {
     ("stream", "blend"): "is of a run whose text streamed",
     ("path", "stream"): "is of a run whose text did not stream",
     ("blend", "stream"): "is of a run whose text did not stream",
-    ("stream", "larger stream"): "was dealt to 4 lanes, and this run has 8",
+    ("stream", "larger stream"): "was split over 4 packers, and this run has 8",
     ("stream", "stream"): "resumed",
 }
 

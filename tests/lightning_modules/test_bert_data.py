@@ -137,8 +137,8 @@ def test_a_single_document_is_held_out_by_its_last_spans(tmp_path: Path) -> None
 
 
 def test_a_batch_is_laid_out_for_the_model(tmp_path: Path) -> None:
-    text = bert_data(tmp_path, masked_share=0.3, longest_run=1)
-    [batch, *_] = read(tmp_path, 1, masked_share=0.3, longest_run=1)
+    text = bert_data(tmp_path, mask_prob=0.3, max_ngram=1)
+    [batch, *_] = read(tmp_path, 1, mask_prob=0.3, max_ngram=1)
     assert {name: tuple(value.shape) for name, value in batch.items()} == {
         **dict.fromkeys(("tokens", "token_types", "padding_mask", "labels", "loss_mask"), (4, SEQUENCE)),
         "sentence_order_labels": (4,),
@@ -163,9 +163,9 @@ def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
         tmp_path,
         tokenizer=str(plain),
         sequence_length=4,
-        masked_share=1.5,
-        longest_run=0,
-        short_share=-0.1,
+        mask_prob=1.5,
+        max_ngram=0,
+        short_seq_prob=-0.1,
         num_workers=-1,
     )
     with pytest.raises(ConfigurationError) as raised:
@@ -175,9 +175,9 @@ def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
         "num_workers (-1)",
         "no token for separator ([SEP] or <sep> or </s>), mask ([MASK] or <mask>), padding",
         "sequence_length (4) must be at least 5",
-        "short_share (-0.1)",
-        "share (1.5)",
-        "longest_run (0)",
+        "short_seq_prob (-0.1)",
+        "mask_prob (1.5)",
+        "max_ngram (0)",
     ):
         assert told.count(part) == 1, (part, told)
 

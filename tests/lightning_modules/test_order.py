@@ -121,7 +121,7 @@ def test_a_loader_goes_on_from_its_state_on_another_number_of_replicas(
             one.merged_state([other.state_dict() for other in resumed]) for one in resumed[:1] if "streaming" in name
         ]
         assert all(
-            sorted(lane for part in state["states"] for lane in part["lanes"]) == list("0123") for state in again
+            sorted(packer for part in state["states"] for packer in part["packers"]) == list("0123") for state in again
         )
 
 

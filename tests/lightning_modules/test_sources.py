@@ -184,7 +184,7 @@ def test_a_blend_follows_its_weights_and_holds_out_of_each_source(tmp_path: Path
     module = blended(tmp_path, (3, 1, 0), validation_fraction=0.3)
     module.setup("fit")
     training, held_out = module._training, module._held_out
-    assert training is not None and held_out is not None and training.is_endless
+    assert training is not None and held_out is not None and training.is_infinite
     found = [of_source(training.dataset[i]) for i in range(400)]
     for count in range(1, 401):
         assert abs(found[:count].count(0) - 0.75 * count) < 1.7

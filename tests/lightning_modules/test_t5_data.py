@@ -250,11 +250,16 @@ def test_a_prompt_is_read_with_its_gaps_and_its_end(folder: Path) -> None:
 
 
 def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
-    data = t5_data(tmp_path, vocab_size=300, share=1.0, stop_chance=0.0, longest_span=0, sequence_length=2)
+    data = t5_data(tmp_path, vocab_size=300, mask_prob=1.0, span_stop_prob=0.0, max_span_length=0, sequence_length=2)
     faults = "\n".join(data.faults())
-    for told in ("vocab_size (300) must be at least 358", "101 special tokens", "share (1.0)", "stop_chance (0.0)"):
+    for told in (
+        "vocab_size (300) must be at least 358",
+        "101 special tokens",
+        "mask_prob (1.0)",
+        "span_stop_prob (0.0)",
+    ):
         assert told in faults
-    assert "longest_span (0)" in faults and "\nsequence_length (2)" in faults
+    assert "max_span_length (0)" in faults and "\nsequence_length (2)" in faults
     [fault] = t5_data(tmp_path, decoder_sequence_length=3).faults()
     assert fault.startswith("decoder_sequence_length (3) must be at least 5")
     with pytest.raises(ConfigurationError, match="5 faults"):
@@ -282,7 +287,7 @@ def test_a_blend_takes_out_other_spans_in_each_pass_and_reads_token_files(folder
     data = t5_data(folder, path=None, blend=sources, tokenizer=str(tokenizer), validation_fraction=0.0)
     data.setup("fit")
     samples = data._training
-    assert samples is not None and samples.is_endless
+    assert samples is not None and samples.is_infinite
     # Both sources are the same text: of each pass every piece comes twice, and spans are drawn by number of a source.
     count = 2 * len(t5_pieces(data, 0))
     passes = [[samples.dataset[number] for number in range(first, first + count)] for first in (0, count)]

@@ -1,12 +1,12 @@
 """Tokens of documents that come one by one, cut or packed into samples as soon as there are enough.
 
-Under `streaming.py`. A lane takes documents and gives samples, first in, first out. Its state is what it was given and
-has not told yet.
+Under `streaming.py`. A packer takes documents and gives samples, first in, first out. Its state is the tokens that
+are in no sample yet.
 
-| lane | a sample is |
+| packer | a sample is |
 |---|---|
-| `StretchLane` | the next s + 1 tokens, of which the last is the first of the next sample |
-| `RowLane` | whole documents; those of some rows are packed together, so that the rows fill up |
+| `StretchPacker` | the next s + 1 tokens, of which the last is the first of the next sample |
+| `DocumentPacker` | whole documents; those of some rows are packed together, so that the rows fill up |
 """
 
 from collections import deque
@@ -27,7 +27,7 @@ WINDOW_ROWS = 32
 Sample = dict[str, Tensor]
 
 
-class Lane(Protocol):
+class TokenPacker(Protocol):
     """Documents in, samples out."""
 
     @property
@@ -48,7 +48,7 @@ class Lane(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
-class StretchLane:
+class StretchPacker:
     """One row of all documents, cut."""
 
     def __init__(self, sequence_length: int, options: StreamOptions) -> None:
@@ -75,7 +75,7 @@ class StretchLane:
         [self._tokens] = _unflat(state)
 
 
-class RowLane:
+class DocumentPacker:
     """Documents in rows, by the rules of `packing.py`, some rows at a time."""
 
     def __init__(

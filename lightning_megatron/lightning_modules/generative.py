@@ -1,4 +1,4 @@
-"""`WritingModule`: what ready modules share whose models write text."""
+"""`GenerativeModule`: what ready modules share whose models write text."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,7 @@ from lightning_megatron.trainer.loading import rebuilt
 from lightning_megatron.trainer.replica import Replica
 
 
-class WritingModule(PretrainModule):
+class GenerativeModule(PretrainModule):
     """A model that writes in prediction, up to the end of the text. A subclass says how (`_write`)."""
 
     def __init__(self, optimizer: AdamWConfig, generation: GenerationConfig, **settings: Any) -> None:

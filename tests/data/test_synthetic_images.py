@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from lightning_megatron.data.shapes import COLOURS, FACTS, PLACES, SIDE, draw_shapes
+from lightning_megatron.data.synthetic_images import COLOURS, FACTS, PLACES, SIDE, draw_images
 
 
 def test_a_picture_has_the_colour_and_the_place_of_its_answer(tmp_path: Path) -> None:
-    table = draw_shapes(tmp_path / "shapes", 80)
+    table = draw_images(tmp_path / "shapes", 80)
     rows = [json.loads(line) for line in table.read_text().splitlines()]
     assert [len(row["images"]) for row in rows[:4]] == [1, 1, 2, 0] and len(rows) == 80
     for row in rows:
@@ -47,10 +47,10 @@ def _half(place: str, word: str, half: int) -> slice:
 
 
 def test_pictures_are_drawn_once_and_the_same_each_time(tmp_path: Path) -> None:
-    table = draw_shapes(tmp_path / "one", 8)
+    table = draw_images(tmp_path / "one", 8)
     written = table.stat().st_mtime_ns
-    assert draw_shapes(tmp_path / "one", 8).stat().st_mtime_ns == written
-    other = draw_shapes(tmp_path / "two", 8)
+    assert draw_images(tmp_path / "one", 8).stat().st_mtime_ns == written
+    other = draw_images(tmp_path / "two", 8)
     assert other.read_text() == table.read_text()
     assert {p.name: p.read_bytes() for p in other.parent.iterdir()} == {
         p.name: p.read_bytes() for p in table.parent.iterdir()

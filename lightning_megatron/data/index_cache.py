@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_megatron.data.atomic_file import written_whole
+from lightning_megatron.data.atomic_file import atomic_write
 from lightning_megatron.data.packing import Numbers
 
 
-def written_once(
+def cached_index(
     path: Path, what: str, form: int, make: Callable[[], Numbers], directory: str | Path | None = None
 ) -> Numbers:
     """An array that is a function of the file `path` and of what its name says, mapped; made unless it is there.
@@ -30,7 +30,7 @@ def written_once(
     if not table.is_file():
         made = make()
         try:
-            with written_whole(table) as temporary, temporary.open("wb") as file:
+            with atomic_write(table) as temporary, temporary.open("wb") as file:
                 np.save(file, made)
         except OSError as error:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""A part of a corpus as token files, and what became of its documents.
+"""A shard of a corpus as token files, and what became of its documents.
 
 Under `prepare.py`. Document i of what is written is document i of the corpus, whatever it holds: one without a token
 is a document without a sequence, as Megatron's own tool writes it.
@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_megatron.data.atomic_file import written_whole
+from lightning_megatron.data.atomic_file import atomic_write
 from lightning_megatron.data.document_files import MAX_DOCUMENT_BYTES, BadDocuments
 from lightning_megatron.data.megatron_files import megatron_writer, token_dtype
 from lightning_megatron.data.sentences import split_sentences
@@ -26,7 +26,7 @@ _BATCH_BYTES = 1 << 22
 _BATCH_DOCUMENTS = 1000
 
 _NAMED = 5
-"""Of the bad documents of a part so many are named."""
+"""Of the bad documents of a shard so many are named."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +111,8 @@ def encoded(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int] | BadD
         return [ids for text in texts for ids in encoded(tokenizer, [text])]
 
 
-class PartWriter:
-    """Writes parts of a corpus, each whole or not at all."""
+class ShardWriter:
+    """Writes shards of a corpus, each whole or not at all."""
 
     def __init__(self, documents: "Documents", tokenizer: Tokenizer, form: DocumentForm) -> None:
         self.documents = documents
@@ -204,7 +204,7 @@ def placed(bad: "Sequence[BadDocument]", documents: "Documents") -> "list[BadDoc
 
 
 def counts_path(prefix: Path) -> Path:
-    """Where the counts of token files lie: a part is whole where they do."""
+    """Where the counts of token files lie: a shard is whole where they do."""
     return Path(f"{prefix}.json")
 
 
@@ -216,7 +216,7 @@ def read_counts(prefix: Path) -> Counts:
 
 def write_counts(prefix: Path, counts: Counts) -> None:
     """Writes them where `read_counts` finds them."""
-    with written_whole(counts_path(prefix)) as temporary:
+    with atomic_write(counts_path(prefix)) as temporary:
         temporary.write_text(json.dumps(asdict(counts)), encoding="utf-8")
 
 

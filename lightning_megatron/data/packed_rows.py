@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-NO_LABEL = -100
+IGNORE_INDEX = -100
 """A position with this label has no target."""
 
 NO_SEGMENT = -1
@@ -25,7 +25,7 @@ def join_samples(samples: Sequence[Mapping[str, Tensor]], sequence_length: int, 
 
     Raises ValueError for samples that are together longer than `sequence_length`.
     """
-    fills = {"tokens": end_of_text, "labels": NO_LABEL, "loss_mask": 0}
+    fills = {"tokens": end_of_text, "labels": IGNORE_INDEX, "loss_mask": 0}
     return join_entries(samples, sequence_length, fills=fills, segments="segments")
 
 

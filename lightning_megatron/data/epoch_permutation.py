@@ -22,7 +22,7 @@ _NUM_ROUNDS = 6
 _MASK = (1 << 64) - 1
 
 
-class ShuffledPasses(Dataset[Any]):
+class ShuffledEpochs(Dataset[Any]):
     """All of `count` samples again and again: number n is of pass n // count, which has an order of its own.
 
     With `is_ordered` each pass has the order of the samples. Of samples that are new in each pass number i of pass p is
@@ -36,16 +36,16 @@ class ShuffledPasses(Dataset[Any]):
         *,
         seed: int,
         is_ordered: bool = False,
-        is_new_each_pass: bool = False,
+        is_new_each_epoch: bool = False,
     ) -> None:
         self.samples = samples
         self.count = count
         self.seed = seed
         self.is_ordered = is_ordered
-        self.is_new_each_pass = is_new_each_pass
+        self.is_new_each_epoch = is_new_each_epoch
 
     def __getitem__(self, number: int) -> Any:
-        first = number // self.count * self.count if self.is_new_each_pass else 0
+        first = number // self.count * self.count if self.is_new_each_epoch else 0
         return self.samples[first + self.place(number)]
 
     def place(self, number: int) -> int:
@@ -54,10 +54,10 @@ class ShuffledPasses(Dataset[Any]):
         return place if self.is_ordered else shuffled(place, self.count, key(self.seed, "pass", turn))
 
 
-class BlendedPasses(Dataset[Any]):
+class BlendedEpochs(Dataset[Any]):
     """Endless samples of several sources by weight, each in its own order: those of `Blend`."""
 
-    def __init__(self, sources: Sequence[ShuffledPasses], weights: Sequence[float]) -> None:
+    def __init__(self, sources: Sequence[ShuffledEpochs], weights: Sequence[float]) -> None:
         self.sources = list(sources)
         self.blend = Blend(weights)
 
@@ -66,7 +66,7 @@ class BlendedPasses(Dataset[Any]):
         return self.sources[source][number_of_source]
 
 
-class EndlessSampler(DistributedSampler[list[int]]):
+class InfiniteSampler(DistributedSampler[list[int]]):
     """This replica's part of each global batch of endless samples: the numbers of its samples, batch after batch.
 
     Replica r of dp takes the part [r*B/dp, (r+1)*B/dp) of a batch of B, whose size is that of the ramp. A round is

@@ -6,7 +6,7 @@ the device's own words, that an index is out of range.
 
 from torch import Tensor
 
-from lightning_megatron.data.rows import NO_LABEL
+from lightning_megatron.data.packed_rows import IGNORE_INDEX
 
 
 def require_within(name: str, values: Tensor, num_kinds: int, way_out: str, *, may_be_none: bool = False) -> None:
@@ -15,10 +15,10 @@ def require_within(name: str, values: Tensor, num_kinds: int, way_out: str, *, m
         return
     outside = (values < 0) | (values >= num_kinds)
     if may_be_none:
-        outside &= values != NO_LABEL
+        outside &= values != IGNORE_INDEX
     if outside.any():
         place = outside.nonzero()[0].tolist()
-        most = f"from 0 to {num_kinds - 1}" + (f", or {NO_LABEL} for none" if may_be_none else "")
+        most = f"from 0 to {num_kinds - 1}" + (f", or {IGNORE_INDEX} for none" if may_be_none else "")
         raise ValueError(f"{name}{place} is {values[tuple(place)].item()}, and must be {most}; {way_out}")
 
 

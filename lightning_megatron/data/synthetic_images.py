@@ -37,10 +37,10 @@ FACTS = (
 # Of a picture, in pixels.
 SIDE = 32
 TABLE = "table.jsonl"
-"""The name of the table in the folder that `draw_shapes` writes."""
+"""The name of the table in the folder that `draw_images` writes."""
 
 
-def draw_shapes(folder: Path, num_rows: int) -> Path:
+def draw_images(folder: Path, num_rows: int) -> Path:
     """The table of so many rows in `folder`, drawn unless it is there.
 
     Several processes at once do the work more than once and do no harm.

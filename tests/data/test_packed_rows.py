@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron.data.rows import join_entries, join_samples
+from lightning_megatron.data.packed_rows import join_entries, join_samples
 
 
 def sample(first: int, length: int) -> dict[str, Tensor]:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import Dataset
 
-from lightning_megatron.data import BatchRamp, BlendedPasses, EndlessSampler, ShuffledPasses
-from lightning_megatron.data.endless import shuffled
+from lightning_megatron.data import BatchRamp, BlendedEpochs, InfiniteSampler, ShuffledEpochs
+from lightning_megatron.data.epoch_permutation import shuffled
 
 
 class Named(Dataset[str]):
@@ -46,22 +46,22 @@ def test_neighbours_do_not_stay_neighbours() -> None:
 
 
 def test_each_pass_has_all_samples_once_in_another_order() -> None:
-    passes = ShuffledPasses(Named("a"), 50, seed=3)
+    passes = ShuffledEpochs(Named("a"), 50, seed=3)
     orders = [[passes[50 * turn + i] for i in range(50)] for turn in range(3)]
     assert all(sorted(order) == sorted(f"a{i}" for i in range(50)) for order in orders)
     assert orders[0] != orders[1] != orders[2] != orders[0]
-    assert [ShuffledPasses(Named("a"), 50, seed=4)[i] for i in range(50)] != orders[0]
+    assert [ShuffledEpochs(Named("a"), 50, seed=4)[i] for i in range(50)] != orders[0]
 
 
 def test_samples_that_bring_their_order_keep_it_in_every_pass() -> None:
-    passes = ShuffledPasses(Named("a"), 3, seed=3, is_ordered=True)
+    passes = ShuffledEpochs(Named("a"), 3, seed=3, is_ordered=True)
     assert [passes[i] for i in range(7)] == ["a0", "a1", "a2", "a0", "a1", "a2", "a0"]
 
 
 @given(st.lists(st.integers(0, 9), min_size=2, max_size=5).filter(any), st.integers(0, 500))
 def test_a_blend_takes_each_source_in_its_own_order(weights: list[int], count: int) -> None:
-    sources = [ShuffledPasses(Named(f"{name}:"), 7 + number, seed=number) for number, name in enumerate("abcde")]
-    blended = BlendedPasses(sources[: len(weights)], weights)
+    sources = [ShuffledEpochs(Named(f"{name}:"), 7 + number, seed=number) for number, name in enumerate("abcde")]
+    blended = BlendedEpochs(sources[: len(weights)], weights)
     found = [blended[i] for i in range(count)]
     for number, name in enumerate("abcde"[: len(weights)]):
         own = [sample for sample in found if sample.startswith(name)]
@@ -86,7 +86,9 @@ def test_replicas_share_the_batches_of_one_and_a_run_goes_on_where_it_was(
 ) -> None:
     whole = list(itertools.islice(ramp.batches(10**6), num_before + num_batches))
     batches = [list(range(first, first + size)) for first, size in whole]
-    replicas = [EndlessSampler(ramp, num_batches, num_replicas=num_replicas, rank=rank) for rank in range(num_replicas)]
+    replicas = [
+        InfiniteSampler(ramp, num_batches, num_replicas=num_replicas, rank=rank) for rank in range(num_replicas)
+    ]
     for replica in replicas:
         replica.consumed_samples = sum(map(len, batches[:num_before]))
         assert len(replica) == num_batches
@@ -104,11 +106,11 @@ def test_replicas_share_the_batches_of_one_and_a_run_goes_on_where_it_was(
 )
 def test_sizes_that_replicas_cannot_share_are_refused(ramp: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        EndlessSampler(ramp, 5, num_replicas=3, rank=0)
+        InfiniteSampler(ramp, 5, num_replicas=3, rank=0)
 
 
 def test_samples_that_are_new_each_pass_are_asked_for_by_numbers_that_go_on() -> None:
-    asked = ShuffledPasses(range(40), 10, seed=1, is_new_each_pass=True)  # type: ignore[arg-type]
-    same = ShuffledPasses(range(10), 10, seed=1)  # type: ignore[arg-type]
+    asked = ShuffledEpochs(range(40), 10, seed=1, is_new_each_epoch=True)  # type: ignore[arg-type]
+    same = ShuffledEpochs(range(10), 10, seed=1)  # type: ignore[arg-type]
     assert [asked[n] for n in range(40)] == [n // 10 * 10 + same[n] for n in range(40)]
     assert sorted(asked[n] for n in range(40)) == list(range(40))
