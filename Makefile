@@ -34,9 +34,11 @@ lint: $(VENV)/.ready
 test: lint
 	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile $(PYTEST_ARGS)
 
-# The same losses, gradients and weights on every layout as on one device, as a table; fails where a cell does.
+# The same losses, gradients and weights on every layout as on one device, as a table; fails where a cell does. Then the
+# other matrices of which `make test` runs a sample, whole.
 certificate: $(VENV)/.ready
 	$(BIN)/python -m tests.certificate --write docs/certificate.md
+	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --whole -m matrix $(PYTEST_ARGS)
 
 bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/step_time.py

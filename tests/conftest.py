@@ -11,10 +11,14 @@ import random
 import sys
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadScopeScheduling
+
+from tests.harness.sample import WHOLE
 
 torch.set_num_threads(1)
 
@@ -28,6 +32,35 @@ def fixed_seed() -> None:
     """The test's own random stream, whatever ran before it."""
     random.seed(0)
     torch.manual_seed(0)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds `--whole`."""
+    parser.addoption(
+        "--whole", action="store_true", help="run every cell of sampled matrices (tests/harness/sample.py)"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tells test modules, before they are imported, whether they are to sample."""
+    if config.getoption("whole"):
+        os.environ[WHOLE] = "1"
+
+
+class _FilesThenRows(LoadScopeScheduling):
+    """Keeps the tests of a file on one worker, the largest files first; rows of the certificate come last, one by one.
+
+    Tests of a file share what they compute once. Rows share nothing, and small units at the end leave no worker idle.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        return nodeid if nodeid.startswith("tests/certificate/") else nodeid.split("::")[0]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling | None:
+    """Takes the place of xdist's own scheduler under `--dist loadfile`."""
+    return _FilesThenRows(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,7 +4,7 @@ The data has uneven loss masks, microbatches and a whole replica without a valid
 parallelism must pad, and a vocabulary that tensor parallelism does not divide.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -19,6 +19,7 @@ from lightning_megatron.pipeline.choice import ScheduleName
 from lightning_megatron.pipeline.ragged import Ragged
 from lightning_megatron.transformer.recompute import RecomputeConfig
 from lightning_megatron.transformer.rotary import RopeScaling
+from tests.harness.sample import sampled
 
 NUM_STEPS = 3
 BATCH = 48  # divides by every data-parallel size times number of microbatches below
@@ -574,6 +575,9 @@ def _segments(index: int) -> Tensor:
     return torch.stack(rows)
 
 
+Cell = tuple[str, str]
+"""A variant and a precision."""
+
 CELLS = [
     (variant, precision)
     for variant in VARIANTS
@@ -582,7 +586,7 @@ CELLS = [
 ]
 
 
-def cells_of(layout: str) -> list[tuple[str, str]]:
+def cells_of(layout: str) -> list[Cell]:
     """The models and precisions that a row of the certificate has.
 
     Rows of expert parallelism have models with experts alone, and few others have them. Dynamic context parallelism has
@@ -604,3 +608,23 @@ def cells_of(layout: str) -> list[tuple[str, str]]:
     # Many ranks take long, and what float32 adds shows on few.
     is_large = own.world > 4
     return [cell for cell in CELLS if cell[0] in variants and not (is_large and cell[1] == "32-true")]
+
+
+def sampled_cells() -> dict[str, list[Cell]]:
+    """The cells that every run of the tests sees, by layout: each pair of settings meets in one of them.
+
+    Settings are those of the layout, the model and the precision. Numbers of microbatches differ in whether there are
+    several and whether stages divide them.
+    """
+    cells = [(layout, cell) for layout in LAYOUTS for cell in cells_of(layout)]
+    chosen: dict[str, list[Cell]] = {}
+    for layout, cell in sampled(cells, _factors, lambda cell: 1 + LAYOUTS[cell[0]].world):
+        chosen.setdefault(layout, []).append(cell)
+    return chosen
+
+
+def _factors(cell: tuple[str, Cell]) -> dict[str, Any]:
+    layout, (variant, precision) = LAYOUTS[cell[0]], cell[1]
+    factors = {field.name: getattr(layout, field.name) for field in fields(layout) if field.name != "world"}
+    microbatches = "one" if layout.microbatches == 1 else "uneven" if layout.microbatches % layout.pp else "even"
+    return factors | {"microbatches": microbatches, "dp": layout.dp, "variant": variant, "precision": precision}

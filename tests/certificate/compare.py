@@ -6,6 +6,7 @@ Of layers with experts it compares what their routers saw in each step, and what
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from tests.certificate.cases import (
     LAYOUTS,
     NUM_STEPS,
     RATE_DECAY,
+    Cell,
     Layout,
-    cells_of,
     half_variant,
 )
 from tests.certificate.runs import (
@@ -41,39 +42,25 @@ HALF_QUANTITIES = {
 }
 
 
-# One layout's cells come one after the other; the weights and gradients of all layouts together take gigabytes.
-@functools.lru_cache(maxsize=1)
-def _outcomes(layout: str) -> list[list[Outcome]] | Exception:
-    try:
-        own = LAYOUTS[layout]
-        return run_on_ranks(own.world, under_layout, own, cells_of(layout), init=False, timeout=240)
-    except Exception as error:
-        # Kept, so that the other cells of the layout fail at once instead of running into it again.
-        return error
-
-
-def outcomes(layout: str) -> list[list[Outcome]]:
-    """[rank][cell]: every variant and precision under one layout, by the same processes one after the other."""
-    ran = _outcomes(layout)
-    if isinstance(ran, Exception):
-        raise ran
-    return ran
-
-
-@functools.cache
-def deviations(layout: str, variant: str, precision: str) -> dict[str, float]:
-    """The largest difference from one device, by quantity."""
+def outcomes(layout: str, cells: Sequence[Cell]) -> list[list[Outcome]]:
+    """What each rank saw, [cell][rank]: every cell under one layout, by the same processes one after the other."""
     own = LAYOUTS[layout]
-    expected = _expected(variant, precision, own.rule, own.accumulate, own.clip)
-    cell = cells_of(layout).index((variant, precision))
+    ranks = run_on_ranks(own.world, under_layout, own, list(cells), init=False, timeout=240)
+    return [list(cell) for cell in zip(*ranks, strict=True)]
+
+
+def deviations(layout: str, cell: Cell, ranks: list[Outcome]) -> dict[str, float]:
+    """The largest difference of a cell's ranks from one device, by quantity."""
+    own = LAYOUTS[layout]
+    expected = _expected(*cell, own.rule, own.accumulate, own.clip)
     found = dict.fromkeys(QUANTITIES, 0.0)
     weights, gradients = Covered(expected.weights), [Covered(step.gradients) for step in expected.steps]
-    for rank in outcomes(layout):
-        for quantity, deviation in _of_rank(rank[cell], expected, weights, gradients).items():
+    for outcome in ranks:
+        for quantity, deviation in _of_rank(outcome, expected, weights, gradients).items():
             found[quantity] = max(found[quantity], deviation)
     for covered in (weights, *gradients):
         covered.require_all()
-    told = {name for rank in outcomes(layout) for name in rank[cell].steps[-1].routing}
+    told = {name for outcome in ranks for name in outcome.steps[-1].routing}
     assert told == expected.steps[-1].routing.keys(), "no rank had some of the routers"
     return found
 

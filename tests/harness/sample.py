@@ -1,0 +1,62 @@
+"""A covering sample of a matrix of tests: every run sees every pair of settings, and few runs see every cell.
+
+A cell of a matrix is a setting of some factors (tp 2, schedule zb_v, model llama ...). Most faults need one setting or
+two that meet, so a sample in which each pair of settings that the matrix has meets at least once finds them. The
+sample is chosen by a greedy rule without random numbers: it is the same on every machine and in every process.
+
+`pytest --whole` runs the whole of each matrix, as `make certificate` does.
+
+Source of the rule: Cohen et al., "The AETG System: An Approach to Testing Based on Combinatorial Design", IEEE
+Transactions on Software Engineering 23(7), 1997, section 3; here the cells are given, so a cell is picked, not made.
+"""
+
+import os
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import reduce
+from itertools import combinations
+from operator import or_
+from typing import TypeVar
+
+Case = TypeVar("Case")
+
+# What `pytest --whole` sets (see tests/conftest.py): cases are chosen while test modules are imported.
+WHOLE = "TESTS_WHOLE"
+
+
+def covering(
+    cases: Sequence[Case],
+    factors_of: Callable[[Case], Mapping[str, Hashable]],
+    cost_of: Callable[[Case], float] = lambda case: 1.0,
+) -> list[Case]:
+    """The cases of a covering sample, in their order: each pair of settings that meets in `cases` meets in it.
+
+    The next pick is the case with the most pairs that are new for what it costs; of equals it is the first.
+    """
+    numbers: dict[Hashable, int] = {}
+    # By case: a number whose bits are the pairs of settings that meet in it.
+    pairs = [
+        sum(1 << numbers.setdefault(pair, len(numbers)) for pair in combinations(sorted(factors_of(case).items()), 2))
+        for case in cases
+    ]
+    costs = [cost_of(case) for case in cases]
+    missing = (1 << len(numbers)) - 1
+    picked: list[int] = []
+    while missing:
+        best = max(range(len(cases)), key=lambda place: ((pairs[place] & missing).bit_count() / costs[place], -place))
+        picked.append(best)
+        missing &= ~pairs[best]
+    # A cheap early pick is often covered by what the later ones had to bring.
+    for place in sorted(picked, key=lambda place: -costs[place]):
+        others = [other for other in picked if other != place]
+        if not pairs[place] & ~reduce(or_, (pairs[other] for other in others), 0):
+            picked = others
+    return [cases[place] for place in sorted(picked)]
+
+
+def sampled(
+    cases: Sequence[Case],
+    factors_of: Callable[[Case], Mapping[str, Hashable]],
+    cost_of: Callable[[Case], float] = lambda case: 1.0,
+) -> list[Case]:
+    """The covering sample of the cases, or all of them under `pytest --whole`."""
+    return list(cases) if WHOLE in os.environ else covering(cases, factors_of, cost_of)

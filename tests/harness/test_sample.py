@@ -1,0 +1,64 @@
+"""A covering sample has every pair of settings that its matrix has, and is the same each time."""
+
+import os
+import subprocess
+import sys
+from itertools import combinations, product
+
+import pytest
+
+from tests.certificate.cases import LAYOUTS, cells_of, sampled_cells
+from tests.harness.ranks import ROOT
+from tests.harness.sample import WHOLE, covering, sampled
+
+MATRIX = [
+    {"tp": tp, "pp": pp, "model": model, "precision": precision}
+    for tp, pp, model, precision in product((1, 2, 4), (1, 2), "abcd", (32, 64))
+    if tp * pp <= 4
+]
+
+
+def pairs_of(case: dict[str, object]) -> set[object]:
+    """Every two settings that meet in a case."""
+    return set(combinations(sorted(case.items(), key=str), 2))
+
+
+def test_every_pair_of_settings_of_the_matrix_meets_in_the_sample() -> None:
+    sample = covering(MATRIX, lambda case: case)
+    assert set().union(*map(pairs_of, sample)) == set().union(*map(pairs_of, MATRIX))
+    assert len(sample) < len(MATRIX) / 2
+
+
+def test_no_case_of_the_sample_could_be_left_out() -> None:
+    sample = covering(MATRIX, lambda case: case)
+    for case in sample:
+        others = [other for other in sample if other is not case]
+        assert set().union(*map(pairs_of, others)) != set().union(*map(pairs_of, MATRIX))
+
+
+def test_a_dear_case_is_left_out_where_cheap_ones_have_its_pairs() -> None:
+    cases = [{"a": 1, "b": 1, "c": 1}, {"a": 1, "b": 1, "c": 2}, {"a": 2, "b": 1, "c": 1}, {"a": 1, "b": 2, "c": 1}]
+    dear = cases[0]
+    assert dear not in covering(cases, lambda case: case, lambda case: 10.0 if case is dear else 1.0)
+    assert covering(cases, lambda case: case) == cases[1:]
+
+
+def test_whole_takes_all_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(WHOLE, raising=False)
+    assert sampled(MATRIX, lambda case: case) == covering(MATRIX, lambda case: case)
+    monkeypatch.setenv(WHOLE, "1")
+    assert sampled(MATRIX, lambda case: case) == MATRIX
+
+
+def test_the_sample_of_the_certificate_is_the_same_in_another_process_and_has_every_model() -> None:
+    told = subprocess.run(
+        [sys.executable, "-c", "from tests.certificate.cases import sampled_cells; print(sampled_cells())"],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name != WHOLE} | {"PYTHONHASHSEED": "3"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    here = sampled_cells() if WHOLE not in os.environ else None
+    assert here is None or told.strip() == str(here)
+    assert all(variant in told for layout in LAYOUTS for variant, _ in cells_of(layout))
