@@ -210,14 +210,14 @@ def all_to_all(x: Tensor, axis: Axis, split: int, join: int, *, wait: bool = Tru
 
 
 @overload
-def all_to_all_rows(
+def all_to_all_v(
     x: Tensor, axis: Axis, given: Sequence[int], taken: Sequence[int], *, wait: Literal[True] = True
 ) -> Tensor: ...
 @overload
-def all_to_all_rows(
+def all_to_all_v(
     x: Tensor, axis: Axis, given: Sequence[int], taken: Sequence[int], *, wait: Literal[False]
 ) -> Pending: ...
-def all_to_all_rows(
+def all_to_all_v(
     x: Tensor, axis: Axis, given: Sequence[int], taken: Sequence[int], *, wait: bool = True
 ) -> Tensor | Pending:
     """The rows that the ranks of the axis have for this one, in the order of the axis.

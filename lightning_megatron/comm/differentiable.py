@@ -1,18 +1,17 @@
-"""The conjugate pairs of collectives as autograd functions.
+"""Collectives as autograd functions, each with its conjugate as its backward.
 
-    name             forward                       backward                      where
-    copy             identity                      sum over the axis             into a column-parallel layer
-    reduce           sum over the axis             identity                      out of a row-parallel layer
-    gather           join shards                   own part of the summed grad   into a layer cut over the axis
-    reduce_scatter   own part of the sum           join shards                   out of such a layer
-    split            own part                      join shards                   into the sequence-parallel region
-    join             join shards                   own part                      back to a replicated consumer
-    all_to_all       split one dim, join another   the other way round           tokens of some heads for heads of all
+    name                  forward                    backward                where
+    copy                  identity                   all-reduce              into a column-parallel layer
+    reduce                all-reduce                 identity                out of a row-parallel layer
+    all_gather            all-gather                 reduce-scatter          into a layer cut over the axis
+    reduce_scatter        reduce-scatter             all-gather              out of such a layer
+    split                 own shard                  all-gather              into the sequence-parallel region
+    all_gather_invariant  all-gather                 own shard               to a consumer that all ranks run alike
+    all_to_all            all-to-all                 all-to-all, dims swapped    shards of tokens to shards of heads
 
-`gather` and `join` differ in what reads the result: ranks that each use it for their own part (gradients are parts of a
-sum) or ranks that all do the same with it (gradients are equal; summing them would scale by the axis).
-Source: Narayanan et al., arXiv 2104.04473, section 2.3 (copy, reduce); Korthikanti et al., arXiv 2205.05198, section
-4.2.2 (gather, reduce_scatter).
+What each takes and gives (invariant, varying, partial, shard) and why these are pairs: `docs/comm.md`, algebra of
+collectives. Source: Narayanan et al., arXiv 2104.04473, section 2.3 (copy, reduce); Korthikanti et al., arXiv
+2205.05198, section 4.2.2 (all_gather, reduce_scatter).
 """
 
 from typing import Any
@@ -45,7 +44,7 @@ class _Reduce(torch.autograd.Function):
         return grad, None
 
 
-class _Gather(torch.autograd.Function):
+class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
@@ -78,7 +77,7 @@ class _Split(torch.autograd.Function):
         return collectives.all_gather(grad, ctx.axis, ctx.dim), None, None
 
 
-class _Join(torch.autograd.Function):
+class _AllGatherInvariant(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
@@ -101,42 +100,44 @@ class _AllToAll(torch.autograd.Function):
 
 
 def copy(x: Tensor, axis: Axis) -> Tensor:
-    """`x` itself; its gradient is summed over the axis."""
+    """Invariant to varying: `x` itself, for ranks that each compute another part from it; gradients are all-reduced."""
     out: Tensor = _Copy.apply(x, axis)
     return out
 
 
 def reduce(x: Tensor, axis: Axis) -> Tensor:
-    """The sum of `x` over the axis; each rank's `x` gets the gradient as it is."""
+    """Partial to invariant: the sum of `x` over the axis; the gradient passes as it is."""
     out: Tensor = _Reduce.apply(x, axis)
     return out
 
 
-def gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """Shards joined along `dim`, for consumers that each do a part; gradients are summed and scattered."""
-    out: Tensor = _Gather.apply(x, axis, dim)
+def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """Shard to varying: shards joined along `dim`, for ranks that each compute another part from them; gradients are
+    reduce-scattered."""
+    out: Tensor = _AllGather.apply(x, axis, dim)
     return out
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """This rank's part along `dim` of the sum over the axis; gradients are joined."""
+    """Partial to shard: this rank's part along `dim` of the sum over the axis; gradients are all-gathered."""
     out: Tensor = _ReduceScatter.apply(x, axis, dim)
     return out
 
 
 def split(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """This rank's part along `dim` of an `x` that all ranks share; gradients are joined."""
+    """Invariant to shard: this rank's part of `x` along `dim`; gradients are all-gathered."""
     out: Tensor = _Split.apply(x, axis, dim)
     return out
 
 
-def join(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """Shards joined along `dim`, for consumers that all do the same; each shard gets its part of the gradient."""
-    out: Tensor = _Join.apply(x, axis, dim)
+def all_gather_invariant(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """Shard to invariant: shards joined along `dim`, for ranks that all compute alike; each gets its part of the
+    gradient, because a sum would scale it by the size of the axis."""
+    out: Tensor = _AllGatherInvariant.apply(x, axis, dim)
     return out
 
 
 def all_to_all(x: Tensor, axis: Axis, split: int, join: int) -> Tensor:
-    """This rank's part along `split` of what every rank has, joined along `join`; gradients go back the same way."""
+    """Shard to shard: cut along the dim `join` before and along `split` after; gradients go the other way round."""
     out: Tensor = _AllToAll.apply(x, axis, split, join)
     return out

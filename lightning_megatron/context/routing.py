@@ -135,7 +135,7 @@ def routed(held: Held, first_document: int, names_D2: Tensor, route: Route, line
     given = [len(place) for place in places]
     taken = [route.num_tokens(rank, line.rank) for rank in ranks]
     rows_XW = _as_bytes(held.values)[held.index_X[torch.cat(places)]]
-    came = _from_bytes(collectives.all_to_all_rows(rows_XW, line, given, taken), held.schema)
+    came = _from_bytes(collectives.all_to_all_v(rows_XW, line, given, taken), held.schema)
     starts: dict[int, int] = {}
     start = 0
     for document in route.received_by(line.rank):

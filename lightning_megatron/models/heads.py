@@ -83,7 +83,7 @@ class LanguageModelHead(WeightGradientLayer):
 
     def joined_logits(self, logits_TV: Tensor) -> Tensor:
         """Logits [T, V] of the whole vocabulary, without padding, on every rank of tp."""
-        return differentiable.join(logits_TV, self.tp, dim=-1)[:, : self.vocab_size]
+        return differentiable.all_gather_invariant(logits_TV, self.tp, dim=-1)[:, : self.vocab_size]
 
     def tallies(self, logits_TV: Tensor, targets: Targets, tokens: Tokens) -> dict[str, Tensor]:
         """What evaluation adds up over the tokens of all ranks of cp, each by its weight: float64 [] by name.

@@ -275,7 +275,7 @@ class LlavaModel(GPTModel):
         hidden_TH: Tensor = embedding.tokens(context.ids_T)
         if context.looked is not None:
             # Each rank reads the features of its own tokens: what comes back is a part of a sum.
-            features_FH = differentiable.gather(differentiable.gather(projected_TH, self.mesh.sp), self.mesh.cp)
+            features_FH = differentiable.all_gather(differentiable.all_gather(projected_TH, self.mesh.sp), self.mesh.cp)
             places_T = context.looked.features_T
             taken_TH = features_FH.to(hidden_TH.dtype).index_select(0, places_T.clamp(min=0))
             hidden_TH = torch.where((places_T >= 0).unsqueeze(1), taken_TH, hidden_TH)

@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.comm import collectives
-from lightning_megatron.comm.travel import (
-    GiveWay,
-    Travelling,
-    depart,
-    exchange_rows,
-    gather_rows,
-    not_at_all,
-    scatter_rows,
+from lightning_megatron.comm.async_collectives import (
+    AsyncTensor,
+    YieldToPeer,
+    all_gather_v,
+    all_to_all_v,
+    no_op,
+    reduce_scatter_v,
+    start,
 )
 from lightning_megatron.mesh import Axis
 from lightning_megatron.moe.experts import Arrived
@@ -60,7 +60,7 @@ class Journey(Protocol):
 class Dispatcher(Protocol):
     """How tokens travel."""
 
-    give_way: GiveWay
+    yield_to_peer: YieldToPeer
     """Called before each wait for tokens on their way."""
     read: Read
     """Brings numbers of rows to the host."""
@@ -81,7 +81,7 @@ class AllToAll:
 
     def __init__(self, num_experts: int, *, ep: Axis, etp: Axis) -> None:
         self.num_experts, self.ep, self.etp = num_experts, ep, etp
-        self.give_way: GiveWay = not_at_all
+        self.yield_to_peer: YieldToPeer = no_op
         self.read: Read = on_host
 
     def dispatch(
@@ -99,15 +99,15 @@ class AllToAll:
             sizes_PQE = torch.full(shape, capacity)
             choices_R = by_expert.padded(capacity)
         of_tokens, of_choices = by_expert.orders(choices_R, is_dropless=capacity is None)
-        plan = _Exchange(self.ep, self.etp, counts_PQE, sizes_PQE, self.give_way)
+        plan = _Exchange(self.ep, self.etp, counts_PQE, sizes_PQE, self.yield_to_peer)
         return _AllToAllJourney(plan, of_tokens, take(hidden_TH, of_tokens), take(weights_TK.flatten(), of_choices))
 
 
 class _Exchange:
     """Who sends how many rows to whom, read off the rows of each expert on each rank."""
 
-    def __init__(self, ep: Axis, etp: Axis, counts_PQE: Tensor, sizes_PQE: Tensor, give_way: GiveWay) -> None:
-        self.ep, self.etp, self.give_way = ep, etp, give_way
+    def __init__(self, ep: Axis, etp: Axis, counts_PQE: Tensor, sizes_PQE: Tensor, yield_to_peer: YieldToPeer) -> None:
+        self.ep, self.etp, self.yield_to_peer = ep, etp, yield_to_peer
         num_own = sizes_PQE.shape[2] // ep.size
         sizes_PQPL = sizes_PQE.unflatten(2, (ep.size, num_own))
         # Rows for each rank of ep.
@@ -128,13 +128,13 @@ class _AllToAllJourney:
     def __init__(self, plan: _Exchange, of_tokens: Order, rows_RH: Tensor, weights_R: Tensor) -> None:
         self._plan, self._of_tokens = plan, of_tokens
         self._out = [
-            exchange_rows(rows, plan.ep, plan.given, plan.taken, plan.give_way) for rows in (rows_RH, weights_R)
+            all_to_all_v(rows, plan.ep, plan.given, plan.taken, plan.yield_to_peer) for rows in (rows_RH, weights_R)
         ]
         # Where no message goes over ep that over etp starts here, and flies as long.
-        self._is_joining = all(rows.is_here for rows in self._out)
+        self._is_joining = all(rows.is_complete for rows in self._out)
         if self._is_joining:
             self._join()
-        self._home: Travelling
+        self._home: AsyncTensor
 
     def arrive(self) -> Arrived:
         if not self._is_joining:
@@ -144,8 +144,8 @@ class _AllToAllJourney:
 
     def send_back(self, rows_RH: Tensor) -> None:
         plan = self._plan
-        own = scatter_rows(add_up(rows_RH, plan.by_expert), plan.etp, plan.shares, plan.give_way)
-        self._home = exchange_rows(own.wait(), plan.ep, plan.taken, plan.given, plan.give_way)
+        own = reduce_scatter_v(add_up(rows_RH, plan.by_expert), plan.etp, plan.shares, plan.yield_to_peer)
+        self._home = all_to_all_v(own.wait(), plan.ep, plan.taken, plan.given, plan.yield_to_peer)
 
     def come_home(self) -> Tensor:
         return add_up(self._home.wait(), self._of_tokens)
@@ -153,7 +153,7 @@ class _AllToAllJourney:
     def _join(self) -> None:
         """The rows that came over ep go on over etp."""
         plan = self._plan
-        self._out = [gather_rows(rows.wait(), plan.etp, plan.shares, plan.give_way) for rows in self._out]
+        self._out = [all_gather_v(rows.wait(), plan.etp, plan.shares, plan.yield_to_peer) for rows in self._out]
 
 
 class AllGather:
@@ -161,7 +161,7 @@ class AllGather:
 
     def __init__(self, num_experts: int, *, ep: Axis, etp: Axis) -> None:
         self.num_own, self.ep, self.etp = num_experts // ep.size, ep, etp
-        self.give_way: GiveWay = not_at_all
+        self.yield_to_peer: YieldToPeer = no_op
         self.read: Read = on_host
 
     def dispatch(
@@ -179,7 +179,7 @@ class AllGather:
             groups = Groups((of_all,) * self.num_own, torch.full_like(by_expert.counts_E, of_all))
             choices_R = by_expert.padded(of_all)
         orders = by_expert.orders(choices_R, is_dropless=capacity is None)
-        return _AllGatherJourney(self.ep, self.etp, orders, groups, hidden_TH, weights_TK, self.give_way)
+        return _AllGatherJourney(self.ep, self.etp, orders, groups, hidden_TH, weights_TK, self.yield_to_peer)
 
 
 class _AllGatherJourney:
@@ -191,40 +191,40 @@ class _AllGatherJourney:
         groups: Groups,
         hidden_TH: Tensor,
         weights_TK: Tensor,
-        give_way: GiveWay,
+        yield_to_peer: YieldToPeer,
     ) -> None:
-        self._ep, self._etp, self._groups, self._give_way = ep, etp, groups, give_way
+        self._ep, self._etp, self._groups, self._yield_to_peer = ep, etp, groups, yield_to_peer
         self._of_tokens, self._of_choices = orders
-        joining = [_gather(x, etp, give_way) for x in (hidden_TH, weights_TK)]
-        self._out = [_gather(x.wait(), ep, give_way) for x in joining]
-        self._home: Travelling
+        joining = [_gather(x, etp, yield_to_peer) for x in (hidden_TH, weights_TK)]
+        self._out = [_gather(x.wait(), ep, yield_to_peer) for x in joining]
+        self._home: AsyncTensor
 
     def arrive(self) -> Arrived:
         hidden, weights = (each.wait() for each in self._out)
         return Arrived(take(hidden, self._of_tokens), take(weights.flatten(), self._of_choices), self._groups)
 
     def send_back(self, rows_RH: Tensor) -> None:
-        self._home = _reduce_scatter(add_up(rows_RH, self._of_tokens), self._ep, self._give_way)
+        self._home = _reduce_scatter(add_up(rows_RH, self._of_tokens), self._ep, self._yield_to_peer)
 
     def come_home(self) -> Tensor:
-        return _reduce_scatter(self._home.wait(), self._etp, self._give_way).wait()
+        return _reduce_scatter(self._home.wait(), self._etp, self._yield_to_peer).wait()
 
 
-def _gather(x: Tensor, axis: Axis, give_way: GiveWay) -> Travelling:
-    return depart(
+def _gather(x: Tensor, axis: Axis, yield_to_peer: YieldToPeer) -> AsyncTensor:
+    return start(
         x,
         lambda x: collectives.all_gather(x, axis, wait=False),
         lambda grad: collectives.reduce_scatter(grad, axis, wait=False),
-        give_way,
+        yield_to_peer,
     )
 
 
-def _reduce_scatter(x: Tensor, axis: Axis, give_way: GiveWay) -> Travelling:
-    return depart(
+def _reduce_scatter(x: Tensor, axis: Axis, yield_to_peer: YieldToPeer) -> AsyncTensor:
+    return start(
         x,
         lambda x: collectives.reduce_scatter(x, axis, wait=False),
         lambda grad: collectives.all_gather(grad, axis, wait=False),
-        give_way,
+        yield_to_peer,
     )
 
 

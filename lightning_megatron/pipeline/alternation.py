@@ -1,7 +1,7 @@
 """Two tasks of one rank that take turns: one computes until it has a message to wait for, then the other one does.
 
 The runtime runs a forward and a backward so where a schedule pairs them. Whoever waits for a message of a layer calls
-`give_way` first; the message travels while the other task computes. One of the two runs at a time, and turns change at
+`yield_to_peer` first; the message travels while the other task computes. One of the two runs at a time, and turns change at
 places that the program says, so all ranks that run the same pair start their messages in one order.
 
 Note: one engine for a GPU. Autograd runs all backwards of a device in one thread of its own. While the second task is a
@@ -54,7 +54,7 @@ class Alternation:
         if error is not None:
             raise error
 
-    def give_way(self) -> None:
+    def yield_to_peer(self) -> None:
         """Lets the other task go on until it gives way itself or ends; nothing where no two tasks run."""
         if self._first_thread is None:
             return

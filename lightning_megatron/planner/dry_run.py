@@ -38,7 +38,7 @@ from lightning_megatron.planner.imagined import ImaginedMailbox, Ledger, Message
 from lightning_megatron.planner.memory import fullest
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.watch import Watch
-from lightning_megatron.transformer.moe import share_give_way
+from lightning_megatron.transformer.moe import share_yield_to_peer
 
 _K = TypeVar("_K")
 _V = TypeVar("_V", bound=Any)
@@ -187,7 +187,7 @@ class _Step:
         run = own.run
         self._own, self._watch, self._ledger = own, watch, ledger
         turns = _Turns(own.device, watch, ledger)
-        share_give_way(own.model, turns.give_way)
+        share_yield_to_peer(own.model, turns.yield_to_peer)
         self._runtime = Runtime(own.mesh.pp, ImaginedMailbox(own.mesh.pp, like_of, own.device, ledger), turns)
         self._parts = parts_of(run, own.mesh, own.device)
         self.flops: dict[Place, Counter[str]] = {}
@@ -292,9 +292,9 @@ class _Turns(Alternation):
         with self._at_one_place():
             super().run(first, partial(self._watched, second))
 
-    def give_way(self) -> None:
+    def yield_to_peer(self) -> None:
         with self._at_one_place():
-            super().give_way()
+            super().yield_to_peer()
 
     def _watched(self, task: Callable[[], None]) -> None:
         # What is entered is entered in one thread alone.

@@ -43,7 +43,7 @@ from lightning_megatron.trainer.dynamic_context import DynamicContext
 from lightning_megatron.trainer.even_batches import require_equal_shapes
 from lightning_megatron.trainer.step_batches import Cutting, StepBatch, as_planned, cut_evenly, rows_of
 from lightning_megatron.trainer.step_log import StepLog
-from lightning_megatron.transformer.moe import share_give_way
+from lightning_megatron.transformer.moe import share_yield_to_peer
 
 # Batches of each kind of loop whose contents are compared over the ranks of a replica.
 _CHECKED_BATCHES = 2
@@ -93,7 +93,7 @@ class Steps:
         weight_gradients.share(module, self._weight_gradients)
         mailbox = Mailbox(mesh.pp, lanes, device)
         alternation = Alternation(device)
-        share_give_way(module, alternation.give_way)
+        share_yield_to_peer(module, alternation.yield_to_peer)
         self._runtime = Runtime(mesh.pp, mailbox, alternation)
         self._listener: Listener | None = None
         self._direct_driver: Driver = LocalCall()

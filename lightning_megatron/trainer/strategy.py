@@ -38,8 +38,8 @@ from typing_extensions import override
 from lightning_megatron.checkpoint import CheckpointConfig, read_meta
 from lightning_megatron.checkpoint.load import read_once
 from lightning_megatron.comm import collectives, differentiable
+from lightning_megatron.comm.async_collectives import no_op
 from lightning_megatron.comm.p2p import Hop, LaneGroups, build_lanes
-from lightning_megatron.comm.travel import not_at_all
 from lightning_megatron.context.balance import DynamicContextConfig
 from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.mesh import Axis, Mesh, Sizes, reset_ambient_mesh, set_ambient_mesh
@@ -84,7 +84,7 @@ from lightning_megatron.trainer.step_batches import Cutting
 from lightning_megatron.trainer.step_log import REDUCED
 from lightning_megatron.trainer.steps import Steps
 from lightning_megatron.trainer.stop_vote import StopVote
-from lightning_megatron.transformer.moe import share_give_way
+from lightning_megatron.transformer.moe import share_yield_to_peer
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
 # What a copy of the strategy in another process cannot have.
@@ -673,7 +673,7 @@ class MegatronStrategy(ParallelStrategy):
             # As Lightning without processes: no dim is added.
             return tensor
         if sync_grads:
-            return differentiable.gather(tensor.unsqueeze(0), axis)
+            return differentiable.all_gather(tensor.unsqueeze(0), axis)
         with torch.no_grad():
             return collectives.all_gather(tensor.unsqueeze(0), axis)
 
@@ -841,7 +841,7 @@ class MegatronStrategy(ParallelStrategy):
                 pipelined.driver, pipelined.before_part = run_alone, at_once
             # The layers held on to the last fit's gradients.
             weight_gradients.share(self.lightning_module, WeightGradients())
-            share_give_way(self.lightning_module, not_at_all)
+            share_yield_to_peer(self.lightning_module, no_op)
         if self._plugin.fp8_layers is not None:
             # Kept: a checkpoint may still be saved.
             self._plugin.fp8_layers.release()

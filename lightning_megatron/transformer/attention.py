@@ -200,7 +200,7 @@ class SelfAttention(RecomputeLayer):
         """`bias`, its table that of the heads here, is added to scores."""
         fused_TC = self.qkv(hidden_TH, tokens)
         if self.is_gathered:
-            fused_TC = differentiable.gather(fused_TC, self.tp, dim=-1)
+            fused_TC = differentiable.all_gather(fused_TC, self.tp, dim=-1)
         queries, keys, values = self._split(fused_TC, tokens)
         past = tokens.past
         if past is not None:

@@ -117,7 +117,7 @@ class CrossAttention(nn.Module):
         """Of the own heads: [B, G, M, D] each."""
         pairs = self.key_value(memory.hidden_MH, memory.tokens)
         if self.is_gathered:
-            pairs = differentiable.gather(pairs, self.tp, dim=-1)
+            pairs = differentiable.all_gather(pairs, self.tp, dim=-1)
         own = self._by_head(pairs, memory.tokens).unflatten(2, (self.heads.groups, 2))
         own = own.narrow(2, self.heads.first_group, self.heads.num_groups)
         return own[:, :, :, 0].transpose(1, 2), own[:, :, :, 1].transpose(1, 2)

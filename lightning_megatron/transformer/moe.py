@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatron.comm import differentiable
-from lightning_megatron.comm.travel import GiveWay
+from lightning_megatron.comm.async_collectives import YieldToPeer
 from lightning_megatron.mesh import Axis
 from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.moe.dispatch import AllGather, AllToAll, Dispatcher
@@ -28,11 +28,11 @@ from lightning_megatron.tensor.linear import RowKeys
 from lightning_megatron.transformer.config import TransformerConfig
 
 
-def share_give_way(module: nn.Module, give_way: GiveWay) -> None:
-    """Has all layers of experts of a module call `give_way` before they wait for tokens on their way."""
+def share_yield_to_peer(module: nn.Module, yield_to_peer: YieldToPeer) -> None:
+    """Has all layers of experts of a module call `yield_to_peer` before they wait for tokens on their way."""
     for layer in module.modules():
         if isinstance(layer, MoE):
-            layer.dispatcher.give_way = give_way
+            layer.dispatcher.yield_to_peer = yield_to_peer
 
 
 class MoE(nn.Module):
@@ -99,7 +99,7 @@ class MoE(nn.Module):
             num_rows=self._num_rows(tokens),
             meanwhile=lambda: None if self.shared is None else self.shared(hidden_TH, keys),
         )
-        output_TH = differentiable.join(mixed_TH, self.split)[: len(hidden_TH)]
+        output_TH = differentiable.all_gather_invariant(mixed_TH, self.split)[: len(hidden_TH)]
         return output_TH if shared_TH is None else output_TH + shared_TH, routing.auxiliary
 
     def _check(self, tokens: RoutedTokens) -> None:

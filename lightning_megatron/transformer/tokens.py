@@ -122,7 +122,7 @@ class Tokens:
         """
         values = values_TV[: self.num_real].view(self.batch, self.num_rows, -1)
         if not self.is_whole:
-            values = differentiable.gather(values, self.cp, dim=1).index_select(1, self.layout.rows.to(self.device))
+            values = differentiable.all_gather(values, self.cp, dim=1).index_select(1, self.layout.rows.to(self.device))
             if self.index_X is not None:
                 everywhere = values.new_zeros(self.shape[0] * self.shape[1], values.shape[-1])
                 values = everywhere.index_copy(0, self.index_X, values[0])

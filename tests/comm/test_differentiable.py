@@ -67,12 +67,12 @@ def test_reduce_sums_and_hands_the_gradient_on_unscaled(size: int) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("dim", [0, 1, -1])
-def test_gather_joins_and_gives_each_shard_its_part_of_the_summed_gradient(size: int, dim: int) -> None:
+def test_all_gather_joins_and_gives_each_shard_its_part_of_the_summed_gradient(size: int, dim: int) -> None:
     whole, parts, grads = whole_and_parts(size, dim)
 
     def on_rank(axis: Axis) -> None:
         own = parts[axis.rank].clone().requires_grad_()
-        out = differentiable.gather(own, axis, dim)
+        out = differentiable.all_gather(own, axis, dim)
         assert out.equal(whole)
         wanted = shard_slice(torch.stack(grads).sum(0), axis, dim)
         assert_close(back(out, own, grads[axis.rank]), wanted, rtol=0, atol=TOLERANCE)
@@ -82,18 +82,18 @@ def test_gather_joins_and_gives_each_shard_its_part_of_the_summed_gradient(size:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("dim", [0, 1, -1])
-def test_join_gives_each_shard_its_part_of_a_gradient_that_all_ranks_share(size: int, dim: int) -> None:
+def test_all_gather_invariant_gives_each_shard_its_part_of_a_gradient_that_all_ranks_share(size: int, dim: int) -> None:
     whole, parts, _ = whole_and_parts(size, dim)
     grad = random(*SHAPE)
 
     def on_rank(axis: Axis) -> None:
         own = parts[axis.rank].clone().requires_grad_()
-        out = differentiable.join(own, axis, dim)
+        out = differentiable.all_gather_invariant(own, axis, dim)
         assert out.equal(whole)
         wanted = shard_slice(grad, axis, dim)
         assert back(out, own, grad).equal(wanted)
         if axis.size > 1:  # the wrong one of the two scales the gradient by the axis
-            summed = back(differentiable.gather(own, axis, dim), own, grad)
+            summed = back(differentiable.all_gather(own, axis, dim), own, grad)
             assert_close(summed, axis.size * wanted, rtol=TOLERANCE, atol=TOLERANCE)
             assert (summed - wanted).abs().max() > 1e-3
 
@@ -167,7 +167,7 @@ def test_a_sharded_network_has_the_gradients_of_the_whole_one() -> None:
         for tensor in (own_x, own_up, own_down):
             tensor.requires_grad_()
         start, end = (
-            (differentiable.gather, differentiable.reduce_scatter)
+            (differentiable.all_gather, differentiable.reduce_scatter)
             if is_cut
             else (differentiable.copy, differentiable.reduce)
         )

@@ -239,7 +239,7 @@ def test_every_wait_for_a_message_gives_way_in_both_directions_and_nothing_else_
 
     def on_rank(mesh: Mesh) -> list[int]:
         dispatcher, turns = dispatcher_of(make, mesh), list[int]()
-        dispatcher.give_way = lambda: turns.append(1)
+        dispatcher.yield_to_peer = lambda: turns.append(1)
         hidden, weights = (own(each, mesh).requires_grad_() for each in (plain.hidden, plain.weights))
         experts = experts_of(plain, mesh)
         mixed, _ = mix(hidden, own(plain.experts, mesh), weights, dispatcher=dispatcher, experts=experts)
@@ -271,14 +271,14 @@ def test_rows_and_weights_travel_while_something_else_is_computed_in_both_direct
     monkeypatch: pytest.MonkeyPatch, ep: int, etp: int
 ) -> None:
     plain, started = Plain(8 * ep * etp), dict[int, list[Pending]]()
-    real: Any = collectives.all_to_all_rows
+    real: Any = collectives.all_to_all_v
 
     def noting(*args: Any, **options: Any) -> Any:
         pending = real(*args, **options)
         started.setdefault(threading.get_ident(), []).append(pending)
         return pending
 
-    monkeypatch.setattr(collectives, "all_to_all_rows", noting)
+    monkeypatch.setattr(collectives, "all_to_all_v", noting)
 
     def on_rank(mesh: Mesh) -> list[int]:
         flying: list[int] = []

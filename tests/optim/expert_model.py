@@ -153,7 +153,7 @@ class Stage(nn.Module):
 
     def loss(self, batch: Microbatch) -> Tensor:
         h_TH = self.own(batch.x_TH) @ self.dense.t()
-        whole_TH = differentiable.gather(h_TH, self.mesh.tp)
+        whole_TH = differentiable.all_gather(h_TH, self.mesh.tp)
         cut_grad_TO = self.of_replica(batch.cut_grad_TO).chunk(self.mesh.tp.size, dim=1)[self.mesh.tp.rank]
         loss = (whole_TH @ self.cut.t() * cut_grad_TO).sum()
         if self.experts is not None:

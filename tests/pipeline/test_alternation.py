@@ -19,7 +19,7 @@ def test_turns_change_where_a_task_gives_way_and_nowhere_else() -> None:
         for part in range(parts):
             said.append(f"{name}{part} begins")
             said.append(f"{name}{part} ends")
-            turns.give_way()
+            turns.yield_to_peer()
 
     turns.run(lambda: task("a", 2), lambda: task("b", 4))
     order = ["a0", "b0", "a1", "b1", "b2", "b3"]
@@ -34,9 +34,9 @@ def test_a_task_that_never_gives_way_runs_whole() -> None:
 
 def test_outside_of_a_run_giving_way_waits_for_nobody() -> None:
     turns = alternation()
-    turns.give_way()
-    turns.run(turns.give_way, turns.give_way)
-    turns.give_way()
+    turns.yield_to_peer()
+    turns.run(turns.yield_to_peer, turns.yield_to_peer)
+    turns.yield_to_peer()
 
 
 def test_a_second_thread_of_the_second_task_gives_way_for_it() -> None:
@@ -44,13 +44,13 @@ def test_a_second_thread_of_the_second_task_gives_way_for_it() -> None:
 
     def second() -> None:
         # As autograd runs backwards of a GPU.
-        worker = threading.Thread(target=lambda: (said.append("b"), turns.give_way(), said.append("d")))
+        worker = threading.Thread(target=lambda: (said.append("b"), turns.yield_to_peer(), said.append("d")))
         worker.start()
         worker.join()
 
     def first() -> None:
         said.append("a")
-        turns.give_way()
+        turns.yield_to_peer()
         said.append("c")
 
     turns.run(first, second)
@@ -64,13 +64,13 @@ def test_where_one_task_fails_its_error_is_raised_and_the_other_abandoned(failin
 
     def fails() -> None:
         if not is_at_once:
-            turns.give_way()
+            turns.yield_to_peer()
         raise ValueError("broken")
 
     def goes_on() -> None:
         try:
             for _ in range(3):
-                turns.give_way()
+                turns.yield_to_peer()
             said.append("went on")
         finally:
             said.append("cleaned up")

@@ -87,7 +87,7 @@ def install(monkeypatch: pytest.MonkeyPatch, *, is_old: bool = False) -> Log:
                 y = F.linear(x, self.weight)
                 y = differentiable.reduce_scatter(y, tp) if is_cut else differentiable.reduce(y, tp)
                 return y if bias is None else y + bias
-            x = differentiable.gather(x, tp) if is_cut else differentiable.copy(x, tp)
+            x = differentiable.all_gather(x, tp) if is_cut else differentiable.copy(x, tp)
             return F.linear(x, self.weight, bias)
 
     class LayerNormLinear(Linear):

@@ -17,17 +17,17 @@ pytestmark = pytest.mark.filterwarnings(QUIET)
 def exchanges(layout: Layout) -> tuple[list[str], list[float]]:
     """The thread of each exchange of rows in the order in which they began, and the losses."""
     began: list[str] = []
-    real: Any = collectives.all_to_all_rows
+    real: Any = collectives.all_to_all_v
 
     def noting(*args: Any, **options: Any) -> Any:
         began.append("main" if threading.current_thread() is threading.main_thread() else "other")
         return real(*args, **options)
 
-    collectives.all_to_all_rows = noting
+    collectives.all_to_all_v = noting
     try:
         return began, fit(layout, limit_train_batches=1, limit_val_batches=0).losses
     finally:
-        collectives.all_to_all_rows = real
+        collectives.all_to_all_v = real
 
 
 @pytest.mark.parametrize(
