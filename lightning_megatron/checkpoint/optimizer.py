@@ -31,7 +31,7 @@ def pieces_of_optimizer(
 ) -> tuple[dict[str, list[Piece]], Rest]:
     """This rank's pieces of the state, which they share memory with, and the rest as this rank knows it.
 
-    `names` gives each parameter's name in the unsplit model or, where the optimizer steps main weights, the part of a
+    `names` gives each parameter's name in the unsplit model or, where the optimizer steps master weights, the part of a
     parameter that they are; `index` tells several optimizers of one module apart.
     """
     pieces: dict[str, list[Piece]] = {}

@@ -81,7 +81,7 @@ class Slot:
         return is_all_here and tuple(self.parameter.shape) == shard_of(self.parameter).global_shape
 
     def pieces(self, tensor: Tensor) -> list[Piece]:
-        """Those of `tensor`, which holds the elements of the slot: main weights or a moment of them."""
+        """Those of `tensor`, which holds the elements of the slot: master weights or a moment of them."""
         shard, flat, pieces = shard_of(self.parameter), tensor.detach().reshape(-1), []
         for begin, box in boxes_of_range(tuple(self.parameter.shape), self.start, self.end):
             offsets, sizes = list(box.offsets), list(box.sizes)

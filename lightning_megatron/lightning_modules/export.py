@@ -53,7 +53,7 @@ class ExportPretrained(L.Callback):
         return faults
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # The strategy has put whole weights, and not main weights in parts, in place by now.
+        # The strategy has put whole weights, and not master weights in parts, in place by now.
         if self.path is None or not isinstance(pl_module, FinetuneModule | T5FinetuneModule):
             return
         assert pl_module.model is not None

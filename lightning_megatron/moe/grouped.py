@@ -78,9 +78,9 @@ class GroupedProduct(Protocol):
         ...
 
     def add_weight_gradient(
-        self, weight: Tensor, grad_RO: Operand, x_RI: Operand, groups: Groups, home: Tensor | None
+        self, weight: Tensor, grad_RO: Operand, x_RI: Operand, groups: Groups, grad_view: Tensor | None
     ) -> None:
-        """Adds it to the weight's `.grad`, which is made at `home` where there is none yet."""
+        """Adds it to the weight's `.grad`, which is made at `grad_view` where there is none yet."""
         ...
 
 
@@ -117,11 +117,11 @@ class OneByOne:
         return _without_rows_zero(grad_LOI, groups)
 
     def add_weight_gradient(
-        self, weight: Tensor, grad_RO: Operand, x_RI: Operand, groups: Groups, home: Tensor | None
+        self, weight: Tensor, grad_RO: Operand, x_RI: Operand, groups: Groups, grad_view: Tensor | None
     ) -> None:
-        grad, x, place = grad_RO.values, x_RI.values, home if weight.grad is None else weight.grad
+        grad, x, place = grad_RO.values, x_RI.values, grad_view if weight.grad is None else weight.grad
         if place is None or place.dtype != grad.dtype or not place.is_contiguous():
-            add_gradient(weight, self.weight_gradient(grad_RO, x_RI, weight, groups), home)
+            add_gradient(weight, self.weight_gradient(grad_RO, x_RI, weight, groups), grad_view)
             return
         # Each product adds to what is there: a tensor of its own would be written, read and thrown away.
         place_LOI = place.flatten(1, -2)
@@ -154,13 +154,13 @@ class Grouped(OneByOne):
         return _without_rows_zero(F.grouped_mm(grad_RO.values.t(), x_RI.values, offs=_ends(groups)), groups)
 
     def add_weight_gradient(
-        self, weight: Tensor, grad_RO: Operand, x_RI: Operand, groups: Groups, home: Tensor | None
+        self, weight: Tensor, grad_RO: Operand, x_RI: Operand, groups: Groups, grad_view: Tensor | None
     ) -> None:
         # The kernel cannot add to what is there. On a CPU it is a loop itself, and the loop can.
         if grad_RO.values.device.type == "cpu":
-            super().add_weight_gradient(weight, grad_RO, x_RI, groups, home)
+            super().add_weight_gradient(weight, grad_RO, x_RI, groups, grad_view)
         else:
-            add_gradient(weight, self.weight_gradient(grad_RO, x_RI, weight, groups), home)
+            add_gradient(weight, self.weight_gradient(grad_RO, x_RI, weight, groups), grad_view)
 
 
 ONE_BY_ONE: GroupedProduct = OneByOne()
@@ -202,15 +202,15 @@ def grouped_linear(
     return y_RO.view(y_RO.shape[0], *weight.shape[1:-1])
 
 
-def add_gradient(weight: Tensor, gradient_LOI: Tensor, home: Tensor | None) -> None:
-    """Adds a gradient to the weight's `.grad`, which is made at `home` where there is none yet."""
+def add_gradient(weight: Tensor, gradient_LOI: Tensor, grad_view: Tensor | None) -> None:
+    """Adds a gradient to the weight's `.grad`, which is made at `grad_view` where there is none yet."""
     gradient = gradient_LOI.view(weight.shape)
     if weight.grad is not None:
         weight.grad.add_(gradient)
-    elif home is None:
+    elif grad_view is None:
         weight.grad = gradient.to(weight.dtype)
     else:
-        weight.grad = home.copy_(gradient)
+        weight.grad = grad_view.copy_(gradient)
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -257,7 +257,7 @@ class _GroupedLinear(torch.autograd.Function):
             # Put off, it runs where gradients are on.
             @torch.no_grad()
             def add() -> None:
-                product.add_weight_gradient(owner, grad, x_RI, groups, gradients.home(owner))
+                product.add_weight_gradient(owner, grad, x_RI, groups, gradients.grad_view(owner))
 
             if way is Way.QUEUE:
                 gradients.hand_in(owner, add)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_megatron.moe.grouped import Groups, add_gradient
 from lightning_megatron.precision.cast import Operand
-from lightning_megatron.precision.product import Fp8Product
+from lightning_megatron.precision.gemm import Fp8Gemm
 from lightning_megatron.precision.scaling import Scaling
 
 
@@ -20,7 +20,7 @@ class GroupedFp8:
 
     def __init__(self, num_own: int, *, x: Scaling, weight: Scaling, gradient: Scaling) -> None:
         self._x, self._gradient = x, gradient
-        self._of_experts = [Fp8Product(x=x, weight=weight, gradient=gradient) for _ in range(num_own)]
+        self._of_experts = [Fp8Gemm(x=x, weight=weight, gradient=gradient) for _ in range(num_own)]
 
     def forget(self) -> None:
         """The weights are about to change, or have: the next product casts them anew."""
@@ -63,9 +63,9 @@ class GroupedFp8:
         return grad_LOI
 
     def add_weight_gradient(
-        self, weight: Tensor, grad_RO: Operand, x_RI: Operand, groups: Groups, home: Tensor | None
+        self, weight: Tensor, grad_RO: Operand, x_RI: Operand, groups: Groups, grad_view: Tensor | None
     ) -> None:
-        add_gradient(weight, self.weight_gradient(grad_RO, x_RI, weight, groups), home)
+        add_gradient(weight, self.weight_gradient(grad_RO, x_RI, weight, groups), grad_view)
 
 
 def _part(operand: Operand, rows: slice) -> Operand:

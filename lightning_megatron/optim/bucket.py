@@ -1,9 +1,9 @@
 """A bucket: gradients of several parameters in one flat tensor, summed over the replicas by one message.
 
 Backward makes gradients in `.grad` of their own or adds to those that are there. When a parameter's gradient is
-complete for one backward it lands: it moves to its home, a view of the bucket, which is `.grad` from then on. A bucket
-whose last gradient of a step has landed may be sent. Buckets are sent in one order on all replicas, whatever the order
-in which they fill.
+complete for one backward it moves to its `grad_view`, a view of the bucket, which is `.grad` from then on. A bucket
+whose last gradient of a step is ready may be reduced. Buckets are reduced in one order on all data-parallel ranks,
+whatever the order in which they fill.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from lightning_megatron.comm import collectives
 from lightning_megatron.comm.collectives import Pending
 from lightning_megatron.mesh import Axis
-from lightning_megatron.optim.buckets import BucketLayout, Range, bucket_layouts, own_range
-from lightning_megatron.optim.sums import extremes
+from lightning_megatron.optim.bucket_layout import BucketLayout, Range, bucket_layouts, own_range
+from lightning_megatron.optim.reductions import extremes
 from lightning_megatron.sharding import Shard
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class ModelParam:
     """A parameter that this rank holds."""
 
     name: str
@@ -47,12 +47,12 @@ class Bucket:
     """Gradients that need the same sums: over their replicas, then over the axis of a partial sum, then over holders.
 
     `shards` is the axis over which the sum is cut: that of the replicas, or one of a single rank. `dtype` is that of
-    the gradients, `low` that which the parameters shall have beside main weights, where not their own.
+    the gradients, `low` that which the parameters shall have beside master weights, where not their own.
     """
 
     def __init__(
         self,
-        members: Sequence[Held],
+        members: Sequence[ModelParam],
         layout: BucketLayout,
         *,
         shards: Axis,
@@ -70,13 +70,13 @@ class Bucket:
         self.replicas, self.shards = first.replicas, shards
         # Zeros, because gaps between parameters travel too.
         self.gradient = torch.zeros(layout.num_elements, dtype=dtype, device=first.parameter.device)
-        self.homes: dict[Tensor, Tensor] = {
-            held.parameter: self.gradient[start : start + held.parameter.numel()].view(held.parameter.shape)
-            for held, start in zip(members, layout.starts, strict=True)
+        self.grad_views: dict[Tensor, Tensor] = {
+            param.parameter: self.gradient[start : start + param.parameter.numel()].view(param.parameter.shape)
+            for param, start in zip(members, layout.starts, strict=True)
         }
         self.pending: Pending | None = None
         # The extremes, [2], of what this rank had of each gradient before the last sum.
-        self.made: list[tuple[Held, Tensor]] = []
+        self.extremes: list[tuple[ModelParam, Tensor]] = []
 
     @property
     def own(self) -> Tensor:
@@ -85,12 +85,12 @@ class Bucket:
 
     @property
     def is_trained(self) -> bool:
-        return any(held.parameter.requires_grad for held in self.members)
+        return any(param.parameter.requires_grad for param in self.members)
 
     @property
     def is_touched(self) -> bool:
         """Whether any of its parameters has a gradient."""
-        return any(held.parameter.grad is not None for held in self.members)
+        return any(param.parameter.grad is not None for param in self.members)
 
     def own_range(self, place: int) -> Range:
         """The elements of its member number `place` that lie in this rank's shard."""
@@ -98,34 +98,34 @@ class Bucket:
         shards = self.shards
         return own_range(self.layout.starts[place], size, self.layout.num_elements, shards.size, shards.rank)
 
-    def is_home(self, held: Held) -> bool:
+    def has_grad_view(self, param: ModelParam) -> bool:
         """Whether a parameter's gradient stands in the bucket."""
-        return held.parameter.grad is self.homes[held.parameter]
+        return param.parameter.grad is self.grad_views[param.parameter]
 
-    def settle(self, held: Held) -> None:
-        """Moves a parameter's gradient to its home, if it is not there; a sparse one of a single replica stays."""
-        parameter = held.parameter
-        gradient, home = parameter.grad, self.homes[parameter]
-        if gradient is None or gradient is home:
+    def move_grad(self, param: ModelParam) -> None:
+        """Moves a parameter's gradient to its grad_view, if it is not there; a sparse one of a single replica stays."""
+        parameter = param.parameter
+        gradient, grad_view = parameter.grad, self.grad_views[parameter]
+        if gradient is None or gradient is grad_view:
             return
         if gradient.is_sparse:
             if self.replicas.size == 1 and self.holders is None:
                 return
             gradient = gradient.to_dense()
-        home.copy_(gradient)
+        grad_view.copy_(gradient)
         # Where a parameter's own dtype is narrower than its gradient's, `.grad` takes it by `grad_dtype`.
-        parameter.grad = home
+        parameter.grad = grad_view
 
     def send(self, *, is_checked: bool) -> None:
         """Starts the sum over the replicas; parameters without a gradient count as zeros."""
-        for held in self.members:
-            self.settle(held)
-            if not self.is_home(held):
-                self.homes[held.parameter].zero_()
+        for param in self.members:
+            self.move_grad(param)
+            if not self.has_grad_view(param):
+                self.grad_views[param.parameter].zero_()
         if is_checked:
             # Read later: a device need not be waited for in the middle of a backward.
-            present = [(held, held.parameter.grad) for held in self.members]
-            self.made = [(held, extremes(gradient)) for held, gradient in present if gradient is not None]
+            present = [(param, param.parameter.grad) for param in self.members]
+            self.extremes = [(param, extremes(gradient)) for param, gradient in present if gradient is not None]
         if self.shards.size > 1:
             self.pending = collectives.reduce_scatter_(self.gradient, self.shards, wait=False)
         else:
@@ -141,41 +141,41 @@ class Bucket:
 
 
 def make_buckets(
-    held_ones: Iterable[Held],
+    params: Iterable[ModelParam],
     *,
     shards_of: Callable[[Axis], Axis],
     bucket_size: int,
-    keeps_whole: bool,
+    no_split: bool,
     dtype_of: Callable[[nn.Parameter], torch.dtype],
     low_of: Callable[[nn.Parameter], torch.dtype | None],
 ) -> list[Bucket]:
     """The buckets of the parameters, in about the order in which backward completes them."""
-    groups: dict[tuple[Any, ...], list[Held]] = {}
+    groups: dict[tuple[Any, ...], list[ModelParam]] = {}
     # Backward runs through the model from its end.
-    in_turn = list(reversed(list(held_ones)))
-    turns = {held: turn for turn, held in enumerate(in_turn)}
-    for held in in_turn:
-        partial, holders = held.shard.partial, held.holders
+    in_turn = list(reversed(list(params)))
+    turns = {param: turn for turn, param in enumerate(in_turn)}
+    for param in in_turn:
+        partial, holders = param.shard.partial, param.holders
         # Ranks that sum shared parameters must group them alike, and each has stages of its own.
-        is_alone = holders is not None and not held.is_outside
+        is_alone = holders is not None and not param.is_outside
         key = (
-            held.name if is_alone else "",
-            held.stages,
-            held.is_outside,
-            held.replicas.ranks,
+            param.name if is_alone else "",
+            param.stages,
+            param.is_outside,
+            param.replicas.ranks,
             None if partial is None else partial.ranks,
             None if holders is None else holders.ranks,
-            held.parameter.dtype,
-            low_of(held.parameter),
+            param.parameter.dtype,
+            low_of(param.parameter),
         )
-        groups.setdefault(key, []).append(held)
+        groups.setdefault(key, []).append(param)
     buckets = []
     for members in groups.values():
         if members[0].holders is not None:
             # By name: ranks hold shared parameters in orders of their own.
-            members.sort(key=lambda held: held.name)
-        sizes, shards = [held.parameter.numel() for held in members], shards_of(members[0].replicas)
-        for layout in bucket_layouts(sizes, num_shards=shards.size, bucket_size=bucket_size, keeps_whole=keeps_whole):
+            members.sort(key=lambda param: param.name)
+        sizes, shards = [param.parameter.numel() for param in members], shards_of(members[0].replicas)
+        for layout in bucket_layouts(sizes, num_shards=shards.size, bucket_size=bucket_size, no_split=no_split):
             chosen = [members[index] for index in layout.members]
             dtype, low = dtype_of(chosen[0].parameter), low_of(chosen[0].parameter)
             buckets.append(Bucket(chosen, layout, shards=shards, dtype=dtype, low=low))
@@ -183,11 +183,11 @@ def make_buckets(
     # norms alone fill a bucket late, and none may wait behind it.
     return sorted(
         buckets,
-        key=lambda bucket: (-min(bucket.stages, default=0), max(turns[held] for held in bucket.members)),
+        key=lambda bucket: (-min(bucket.stages, default=0), max(turns[param] for param in bucket.members)),
     )
 
 
-class Sender:
+class GradReducer:
     """Sends buckets as their last gradients land.
 
     A schedule says which backward of a stage is the last of the step (`expect`), and when a stage is done
@@ -198,9 +198,9 @@ class Sender:
         self._buckets = list(buckets)
         self._is_checked = is_checked
         self._bucket_of: dict[Tensor, Bucket] = {
-            held.parameter: bucket for bucket in buckets for held in bucket.members
+            param.parameter: bucket for bucket in buckets for param in bucket.members
         }
-        self._held = {held.parameter: held for bucket in buckets for held in bucket.members}
+        self._params = {param.parameter: param for bucket in buckets for param in bucket.members}
         self._is_open = False
         self._num_sent = 0
         self._stages_left: dict[Bucket, set[int]] = {}
@@ -212,15 +212,15 @@ class Sender:
     def watch(self) -> None:
         """Begins to see gradients land. Not before the parameters have their final data: a new dtype makes autograd
         forget the node that was watched."""
-        self._watched = [self._watch(held) for held in self._held.values() if held.parameter.requires_grad]
+        self._watched = [self._watch(param) for param in self._params.values() if param.parameter.requires_grad]
 
-    def _watch(self, held: Held) -> tuple[Any, Any]:
+    def _watch(self, param: ModelParam) -> tuple[Any, Any]:
         """Has `land` called behind autograd's own addition to the gradient: once a backward, after all uses."""
-        grad_fn = held.parameter.view_as(held.parameter).grad_fn
+        grad_fn = param.parameter.view_as(param.parameter).grad_fn
         assert grad_fn is not None
         node = grad_fn.next_functions[0][0]
         assert node is not None
-        return node, node.register_hook(lambda *_: self._accumulated(held))
+        return node, node.register_hook(lambda *_: self._accumulated(param))
 
     def release(self) -> None:
         """Watches no longer."""
@@ -228,10 +228,10 @@ class Sender:
             handle.remove()
         self._watched = []
 
-    def home(self, parameter: Tensor) -> Tensor | None:
+    def grad_view(self, parameter: Tensor) -> Tensor | None:
         """Where a parameter's gradient belongs; none for one that no bucket has."""
         bucket = self._bucket_of.get(parameter)
-        return None if bucket is None else bucket.homes[parameter]
+        return None if bucket is None else bucket.grad_views[parameter]
 
     def open(self) -> None:
         """A step's gradients are about to be made that may be sent as soon as they are complete."""
@@ -247,10 +247,10 @@ class Sender:
         chosen = None if parameters is None else set(parameters)
         for bucket, stages in self._stages_left.items():
             if stages == {stage}:
-                trained: set[Tensor] = {held.parameter for held in bucket.members if held.parameter.requires_grad}
+                trained: set[Tensor] = {param.parameter for param in bucket.members if param.parameter.requires_grad}
                 self._missing[bucket] = trained if chosen is None else trained & chosen
 
-    def land(self, parameter: Tensor) -> None:
+    def grad_ready(self, parameter: Tensor) -> None:
         """A parameter's gradient of this backward is complete."""
         bucket = self._bucket_of.get(parameter)
         missing = None if bucket is None else self._missing.get(bucket)
@@ -277,15 +277,15 @@ class Sender:
                 bucket.send(is_checked=self._is_checked)
         self._is_open, self._missing, self._num_sent = False, {}, 0
 
-    def _accumulated(self, held: Held) -> None:
-        bucket = self._bucket_of[held.parameter]
-        if bucket.pending is not None and held.parameter.grad is not None:
+    def _accumulated(self, param: ModelParam) -> None:
+        bucket = self._bucket_of[param.parameter]
+        if bucket.pending is not None and param.parameter.grad is not None:
             raise RuntimeError(
-                f"a gradient of {held.name!r} was made after its sum over the replicas had begun; a step that runs "
+                f"a gradient of {param.name!r} was made after its sum over the replicas had begun; a step that runs "
                 "several backwards needs OptimizerConfig(overlap_grad_reduce=False)"
             )
-        bucket.settle(held)
-        self.land(held.parameter)
+        bucket.move_grad(param)
+        self.grad_ready(param.parameter)
 
     def _send_complete(self) -> None:
         while self._num_sent < len(self._buckets):

@@ -1,4 +1,4 @@
-"""What a user sets about gradients, main weights and the optimizer's shards."""
+"""What a user sets about gradients, master weights and the optimizer's shards."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -6,7 +6,7 @@ from typing import Literal, get_args
 OptimizerKind = Literal["replicated", "distributed"]
 GradientDtype = Literal["auto", "float32", "bfloat16"]
 OnNonfinite = Literal["stop", "skip", "ignore"]
-LooksAt = Literal["auto", "number", "parameter"]
+DeclaredScope = Literal["auto", "elementwise", "parameter"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class OptimizerConfig:
     # weights as they are, on all ranks. ignore: step with it
     check_replicas_every_n_steps: int = 0
     """Compare, bit by bit, weights that several ranks hold; 0: never."""
-    looks_at: LooksAt = "auto"
+    update_scope: DeclaredScope = "auto"
     """What an optimizer that torch does not ship looks at when it steps one number of a weight. number: that number's
     gradient and state alone, as AdamW does, so that it may be given any part of a weight. parameter: more of the
     weight, as Muon does. auto: not known, hence refused where tensor or expert parallelism cuts weights."""
@@ -43,7 +43,7 @@ class OptimizerConfig:
             ("kind", self.kind, get_args(OptimizerKind)),
             ("grad_dtype", self.grad_dtype, get_args(GradientDtype)),
             ("on_nonfinite", self.on_nonfinite, get_args(OnNonfinite)),
-            ("looks_at", self.looks_at, get_args(LooksAt)),
+            ("update_scope", self.update_scope, get_args(DeclaredScope)),
         )
         faults = [
             f"optimizer {name} ({value!r}) must be one of {', '.join(allowed)}"

@@ -10,8 +10,8 @@ is read off its `Shard` and off the pp ranks that hold its name:
     pp ranks      names held by several of them (tied weights)                 each use adds its part
     pp ranks      modules outside the pipelined model, in a schedule           only one stage ran them
 
-Gradients live in buckets (`optim.bucket`). Where the optimizer steps main weights (`optim.main_weights`), the sums go
-to those, each rank's shard of them; else they stay on the parameters.
+Gradients live in buckets (`optim.bucket`). Where the optimizer steps master weights (`optim.master_weights`), the sums
+go to those, each rank's shard of them; else they stay on the parameters.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis, Mesh, NewGroup
-from lightning_megatron.optim.bucket import Bucket, Held, Sender, make_buckets
-from lightning_megatron.optim.buckets import Range
+from lightning_megatron.optim.bucket import Bucket, GradReducer, ModelParam, make_buckets
+from lightning_megatron.optim.bucket_layout import Range
 from lightning_megatron.optim.config import OptimizerConfig
-from lightning_megatron.optim.sums import extremes, scale_in_place, square, stage_axes
+from lightning_megatron.optim.reductions import extremes, scale_in_place, square, stage_axes
 from lightning_megatron.sharding import Shard, shard_of
 
 # An axis of this rank alone: what is cut over it is whole.
@@ -33,12 +33,12 @@ ALONE = Axis.alone(0)
 
 
 @dataclass(frozen=True, eq=False)
-class Owned:
+class ParamShard:
     """What this rank's optimizer steps of a parameter."""
 
-    held: Held
+    param: ModelParam
     tensor: nn.Parameter
-    """What the optimizer has: the parameter itself, or main weights, flat where they are a part of it."""
+    """What the optimizer has: the parameter itself, or master weights, flat where they are a part of it."""
     range: Range
     """Of the parameter's elements, counted through."""
 
@@ -48,7 +48,7 @@ class Gradients:
 
     `named_parameters` in the same order on all ranks of a stage; `inside` are the names that belong to the pipelined
     model; `stages` the stages of this rank whose backwards make gradients of a name, all of them where a name is
-    absent. `dtype` is that of accumulated gradients, `low` that of matrices beside main weights. `keeps_whole`: the
+    absent. `dtype` is that of accumulated gradients, `low` that of matrices beside master weights. `no_split`: the
     optimizer looks at whole parameters. `names_by_rank` are those of each pp rank; without it ranks tell each other.
     Construction is collective over pp, and over the world where names are held by several pp ranks.
     """
@@ -64,7 +64,7 @@ class Gradients:
         config: OptimizerConfig | None = None,
         stages: Mapping[str, Sequence[int]] | None = None,
         dtype: torch.dtype | None = None,
-        keeps_whole: bool = False,
+        no_split: bool = False,
         low: torch.dtype | None = None,
         names_by_rank: Sequence[Sequence[str]] | None = None,
     ) -> None:
@@ -76,7 +76,7 @@ class Gradients:
         if names_by_rank is None:
             names_by_rank = collectives.gather_objects([name for name, _ in named], mesh.pp)
         holders = stage_axes(names_by_rank, mesh, new_group)
-        self.held = []
+        self.params = []
         for name, parameter in named:
             shard = shard_of(parameter)
             if not isinstance(getattr(parameter, "shard", None), Shard):
@@ -85,42 +85,42 @@ class Gradients:
             own = mesh.own_stages if stages is None or name not in stages else tuple(stages[name])
             # By its name: a module that was built before the ranks were known has the axes of one device.
             replicas = mesh.axis("dp+cp" if shard.data is None else shard.data.name)
-            self.held.append(Held(name, parameter, shard, replicas, holders.get(name), name not in inside, own))
+            self.params.append(ModelParam(name, parameter, shard, replicas, holders.get(name), name not in inside, own))
         self.buckets: list[Bucket] = make_buckets(
-            (held for held in self.held if held.parameter.requires_grad),
+            (param for param in self.params if param.parameter.requires_grad),
             shards_of=lambda replicas: replicas if is_distributed else ALONE,
             bucket_size=self.config.bucket_size,
-            keeps_whole=keeps_whole,
+            no_split=no_split,
             dtype_of=lambda parameter: parameter.dtype if dtype is None else dtype,
             low_of=lambda parameter: low if _is_lowered(parameter) else None,
         )
-        homes = {parameter for bucket in self.buckets for parameter in bucket.homes}
+        grad_views = {parameter for bucket in self.buckets for parameter in bucket.grad_views}
         # Frozen so far: should somebody thaw them, they are summed one by one.
-        self._loose = [held for held in self.held if held.parameter not in homes]
-        self.owned = [
-            Owned(held, held.parameter, Range(0, held.parameter.numel()))
-            for held in self.held
-            if held.parameter in homes
+        self._loose = [param for param in self.params if param.parameter not in grad_views]
+        self.param_shards = [
+            ParamShard(param, param.parameter, Range(0, param.parameter.numel()))
+            for param in self.params
+            if param.parameter in grad_views
         ]
-        self.has_main_weights = False
-        # Whether main weights have gradients that stand in the buckets.
+        self.has_master_weights = False
+        # Whether master weights have gradients that stand in the buckets.
         self._is_handed_over = False
         self._is_checked = self.config.on_nonfinite == "stop"
-        self.sender = Sender(self.buckets, is_checked=self._is_checked)
+        self.reducer = GradReducer(self.buckets, is_checked=self._is_checked)
         # As a bucket's `made`.
-        self._made_loose: list[tuple[Held, Tensor]] = []
+        self._loose_extremes: list[tuple[ModelParam, Tensor]] = []
 
     # --- what is there between two backwards ------------------------------------------------------------------------
 
     def take(self, *, copied: bool = False) -> dict[nn.Parameter, Tensor]:
         """Takes all gradients off their parameters; `copied` where others will be made before these are given back."""
         taken = {}
-        for held in self.held:
-            gradient = held.parameter.grad
+        for param in self.params:
+            gradient = param.parameter.grad
             if gradient is not None:
-                is_home = copied and gradient is self.sender.home(held.parameter)
-                taken[held.parameter] = gradient.clone() if is_home else gradient
-                held.parameter.grad = None
+                has_grad_view = copied and gradient is self.reducer.grad_view(param.parameter)
+                taken[param.parameter] = gradient.clone() if has_grad_view else gradient
+                param.parameter.grad = None
         return taken
 
     def add(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
@@ -128,21 +128,21 @@ class Gradients:
         for parameter, gradient in gradients.items():
             if parameter.grad is None:
                 parameter.grad = gradient
-            elif gradient is self.sender.home(parameter):
+            elif gradient is self.reducer.grad_view(parameter):
                 parameter.grad = gradient.add_(parameter.grad)
             else:
                 parameter.grad.add_(gradient)
 
     def free(self, *, dropped: bool) -> None:
-        """Makes the buckets free for new gradients where main weights still have old ones in them: those are copied,
+        """Makes the buckets free for new gradients where master weights still have old ones in them: those are copied,
         or forgotten."""
         if not self._is_handed_over:
             return
         self._is_handed_over = False
-        for owned in self.owned:
-            if owned.tensor.grad is not None:
-                owned.tensor.grad = None if dropped else owned.tensor.grad.clone()
-            owned.held.parameter.grad = None
+        for shard in self.param_shards:
+            if shard.tensor.grad is not None:
+                shard.tensor.grad = None if dropped else shard.tensor.grad.clone()
+            shard.param.parameter.grad = None
 
     # --- sums -------------------------------------------------------------------------------------------------------
 
@@ -157,101 +157,103 @@ class Gradients:
         # With overlap some ranks have sent what others have not: all must send all of it before they talk of anything.
         overlaps = self.config.overlap_grad_reduce
         if overlaps:
-            self.sender.close(everything=True)
+            self.reducer.close(everything=True)
         self._agree_on_presence(outside_over_stages)
         if not overlaps:
-            self.sender.close(everything=False)
+            self.reducer.close(everything=False)
         sent = [bucket for bucket in self.buckets if bucket.wait()]
         for bucket in sent:
             if bucket.partial is not None:
                 collectives.all_reduce_(bucket.own, bucket.partial)
-        for bucket in sorted(sent, key=lambda bucket: [held.name for held in bucket.members]):
+        for bucket in sorted(sent, key=lambda bucket: [param.name for param in bucket.members]):
             if bucket.holders is not None and (outside_over_stages or not bucket.is_outside):
                 collectives.all_reduce_(bucket.own, bucket.holders)
         if factor is not None:
-            strays = [held.parameter.grad for bucket in sent for held in bucket.members if not bucket.is_home(held)]
+            strays = [
+                param.parameter.grad for bucket in sent for param in bucket.members if not bucket.has_grad_view(param)
+            ]
             scale_in_place([*(bucket.own for bucket in sent), *(x for x in strays if x is not None)], factor)
         self._reduce_loose(outside_over_stages, factor)
-        if self.has_main_weights:
+        if self.has_master_weights:
             self._hand_over()
 
-    def made_nonfinite(self) -> set[str]:
+    def nonfinite_before_reduce(self) -> set[str]:
         """Names of the parameters in whose gradients this rank had NaN or Inf by itself, before the last sums; of a
         configuration that stops there."""
-        made = [*self._made_loose, *(entry for bucket in self.buckets for entry in bucket.made)]
-        return {held.name for held, ends in made if not bool(ends.isfinite().all())}
+        made = [*self._loose_extremes, *(entry for bucket in self.buckets for entry in bucket.extremes)]
+        return {param.name for param, ends in made if not bool(ends.isfinite().all())}
 
     def _reduce_loose(self, outside_over_stages: bool, factor: Tensor | None) -> None:
-        self._made_loose = []
-        for held in sorted(self._loose, key=lambda held: held.name):
-            gradient = held.parameter.grad
+        self._loose_extremes = []
+        for param in sorted(self._loose, key=lambda param: param.name):
+            gradient = param.parameter.grad
             if gradient is None:
                 continue
             if self._is_checked:
-                self._made_loose.append((held, extremes(gradient)))
+                self._loose_extremes.append((param, extremes(gradient)))
             whole = gradient.contiguous()
-            if held.shard.partial is not None:
-                collectives.all_reduce_(whole, held.shard.partial)
-            collectives.all_reduce_(whole, held.replicas)
-            if held.holders is not None and (outside_over_stages or not held.is_outside):
-                collectives.all_reduce_(whole, held.holders)
-            held.parameter.grad = whole if factor is None else whole.mul_(factor.to(whole.dtype))
+            if param.shard.partial is not None:
+                collectives.all_reduce_(whole, param.shard.partial)
+            collectives.all_reduce_(whole, param.replicas)
+            if param.holders is not None and (outside_over_stages or not param.is_outside):
+                collectives.all_reduce_(whole, param.holders)
+            param.parameter.grad = whole if factor is None else whole.mul_(factor.to(whole.dtype))
 
     def _hand_over(self) -> None:
-        """Gives each main weight its part of the sums. A shard of them is of no use to the parameter, which has none
+        """Gives each master weight its part of the sums. A shard of them is of no use to the parameter, which has none
         then."""
-        for owned in self.owned:
-            parameter, main = owned.held.parameter, owned.tensor
+        for shard in self.param_shards:
+            parameter, main = shard.param.parameter, shard.tensor
             # Who toggles an optimizer off toggles what it steps.
             if parameter.grad is None or not main.requires_grad:
                 continue
-            # A sparse one of a single replica is not at home.
-            gradient = parameter.grad if parameter.grad.is_sparse else self.sender.home(parameter)
+            # A sparse one of a single replica is not at grad_view.
+            gradient = parameter.grad if parameter.grad.is_sparse else self.reducer.grad_view(parameter)
             assert gradient is not None
             if not gradient.is_sparse:
-                gradient = gradient.view(-1)[owned.range.start : owned.range.end].view(main.shape)
+                gradient = gradient.view(-1)[shard.range.start : shard.range.end].view(main.shape)
             part = gradient.to(main.dtype)
             main.grad = part if main.grad is None else main.grad.add_(part)
         self._is_handed_over = True
         for bucket in self.buckets:
             if bucket.shards.size > 1:
-                for held in bucket.members:
-                    held.parameter.grad = None
+                for param in bucket.members:
+                    param.parameter.grad = None
 
     def _agree_on_presence(self, outside_over_stages: bool) -> None:
         """Gives zeros to parameters without a gradient here but with one on another rank that sums with this one, or
         has other experts of the same tensor: on one device all experts of a tensor are stepped or none."""
-        trained = [held for held in self.held if held.parameter.requires_grad]
+        trained = [param for param in self.params if param.parameter.requires_grad]
         groups: dict[tuple[int, ...], tuple[Axis, list[int]]] = {}
         others: dict[tuple[int, ...], tuple[Axis, list[int]]] = {}
-        for place, held in enumerate(trained):
-            groups.setdefault(held.replicas.ranks, (held.replicas, []))[1].append(place)
-            if (leading := held.shard.leading) is not None:
+        for place, param in enumerate(trained):
+            groups.setdefault(param.replicas.ranks, (param.replicas, []))[1].append(place)
+            if (leading := param.shard.leading) is not None:
                 others.setdefault(leading.ranks, (leading, []))[1].append(place)
         shared: dict[tuple[int, ...], tuple[Axis, list[int]]] = {}
         # By name: ranks hold shared parameters in orders of their own.
-        for place, held in sorted(enumerate(trained), key=lambda item: item[1].name):
-            if held.holders is not None and (outside_over_stages or not held.is_outside):
-                shared.setdefault(held.holders.ranks, (held.holders, []))[1].append(place)
+        for place, param in sorted(enumerate(trained), key=lambda item: item[1].name):
+            if param.holders is not None and (outside_over_stages or not param.is_outside):
+                shared.setdefault(param.holders.ranks, (param.holders, []))[1].append(place)
         # First the replicas, which ranks of a stage hold in one order, then those with other experts, then the holders:
         # all ranks of an axis come to it in one order.
         axes = [group for group in [*groups.values(), *others.values()] if group[0].size > 1]
         axes += [shared[ranks] for ranks in sorted(shared)]
         if not axes:
             return
-        flags = torch.tensor([held.parameter.grad is not None for held in trained], dtype=torch.int32)
+        flags = torch.tensor([param.parameter.grad is not None for param in trained], dtype=torch.int32)
         flags = flags.to(self.device)
         for axis, places in axes:
             own = torch.tensor(places, device=flags.device)
             flags[own] = collectives.all_reduce(flags[own], axis, "max")
-        for held, flag in zip(trained, flags.tolist(), strict=True):
-            if flag and held.parameter.grad is None:
-                home = self.sender.home(held.parameter)
-                if home is None:
-                    held.parameter.grad = torch.zeros_like(held.parameter)
+        for param, flag in zip(trained, flags.tolist(), strict=True):
+            if flag and param.parameter.grad is None:
+                grad_view = self.reducer.grad_view(param.parameter)
+                if grad_view is None:
+                    param.parameter.grad = torch.zeros_like(param.parameter)
                 else:
                     # What was sent is on its way and has zeros for it already.
-                    held.parameter.grad = home if self.config.overlap_grad_reduce else home.zero_()
+                    param.parameter.grad = grad_view if self.config.overlap_grad_reduce else grad_view.zero_()
 
     # --- the norm ---------------------------------------------------------------------------------------------------
 
@@ -263,10 +265,10 @@ class Gradients:
         chosen = None if parameters is None else set(parameters)
         counted = [
             tensor.grad
-            for held, tensor, is_shard in self.stepped()
+            for param, tensor, is_shard in self.stepped()
             if tensor.grad is not None
-            and held.is_counted
-            and (is_shard or held.replicas.is_first)
+            and param.is_counted
+            and (is_shard or param.replicas.is_first)
             and (chosen is None or tensor in chosen)
         ]
         total = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -274,12 +276,12 @@ class Gradients:
             total = torch.stack([square(gradient) for gradient in counted]).sum()
         return collectives.all_reduce(total, self.mesh.world).sqrt()
 
-    def stepped(self) -> Iterator[tuple[Held, nn.Parameter, bool]]:
+    def stepped(self) -> Iterator[tuple[ModelParam, nn.Parameter, bool]]:
         """What optimizers may step, and whether its gradient is one that this replica alone has."""
-        for owned in self.owned:
-            yield owned.held, owned.tensor, self.has_main_weights and self.config.kind == "distributed"
-        for held in self._loose:
-            yield held, held.parameter, False
+        for shard in self.param_shards:
+            yield shard.param, shard.tensor, self.has_master_weights and self.config.kind == "distributed"
+        for param in self._loose:
+            yield param, param.parameter, False
 
     @torch.no_grad()
     def clip(self, max_norm: float, parameters: Iterable[nn.Parameter]) -> Tensor:
@@ -295,7 +297,7 @@ class Gradients:
 
     def release(self) -> None:
         """Lets go of the parameters."""
-        self.sender.release()
+        self.reducer.release()
 
 
 def _is_lowered(parameter: nn.Parameter) -> bool:

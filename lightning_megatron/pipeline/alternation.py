@@ -1,8 +1,8 @@
 """Two tasks of one rank that take turns: one computes until it has a message to wait for, then the other one does.
 
 The runtime runs a forward and a backward so where a schedule pairs them. Whoever waits for a message of a layer calls
-`yield_to_peer` first; the message travels while the other task computes. One of the two runs at a time, and turns change at
-places that the program says, so all ranks that run the same pair start their messages in one order.
+`yield_to_peer` first; the message travels while the other task computes. One of the two runs at a time, and turns
+change at places that the program says, so all ranks that run the same pair start their messages in one order.
 
 Note: one engine for a GPU. Autograd runs all backwards of a device in one thread of its own. While the second task is a
 backward that waits for its turn there, a first task that differentiates anything by itself would wait for ever.

@@ -42,7 +42,7 @@ class Replicas(Protocol):
         """The last backward of a stage is about to run; only the gradients of `parameters` miss, where given."""
         ...
 
-    def land(self, parameter: Tensor) -> None:
+    def grad_ready(self, parameter: Tensor) -> None:
         """The last gradient of a parameter that was put off is complete."""
         ...
 
@@ -61,7 +61,7 @@ class SingleReplica:
     def expect(self, stage: int, parameters: Iterable[Tensor] | None = None) -> None:
         """Nothing to do."""
 
-    def land(self, parameter: Tensor) -> None:
+    def grad_ready(self, parameter: Tensor) -> None:
         """Nothing to do."""
 
     def complete(self, stage: int) -> None:
@@ -196,7 +196,7 @@ class ScheduledCall:
             task()
             left[weight] -= 1
             if is_last and not left[weight]:
-                self._replicas.land(weight)
+                self._replicas.grad_ready(weight)
 
     def reduce_gradients(self, stage: int) -> None:
         """Tells that the gradients of a stage are complete."""

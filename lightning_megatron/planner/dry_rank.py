@@ -1,4 +1,4 @@
-"""One rank of a run, built by the package's own code: its model, gradients, main weights and optimizer, on any device.
+"""One rank of a run, built by the package's own code: model, gradients, master weights and optimizer, on any device.
 
 On the meta device it holds no numbers, so that a rank of any model is built in a moment. What the strategy does to a
 module between `configure_model` and the first step is done here in the same order, without Lightning.
@@ -23,9 +23,9 @@ from lightning_megatron.context.routing import SEGMENTS
 from lightning_megatron.mesh import Axis, Mesh, NewGroup, Sizes, StageLayout
 from lightning_megatron.models import BertConfig, BertModel, GPTModel, LlavaConfig, LlavaModel, T5Config, T5Model
 from lightning_megatron.moe.config import MoEConfig
-from lightning_megatron.optim.exchange import Exchange
+from lightning_megatron.optim.data_parallel_comm import DataParallelComm
 from lightning_megatron.optim.gradients import Gradients
-from lightning_megatron.optim.main_weights import MainWeights
+from lightning_megatron.optim.master_weights import MasterWeights
 from lightning_megatron.pipeline import microbatches
 from lightning_megatron.pipeline.module import PipelineModule
 from lightning_megatron.pipeline.ragged import Ragged
@@ -56,8 +56,8 @@ class Rank:
     device: torch.device
     model: PipelineModule
     gradients: Gradients
-    main_weights: MainWeights | None
-    exchange: Exchange
+    master_weights: MasterWeights | None
+    dp_comm: DataParallelComm
     optimizer: Optimizer
     weight_gradients: WeightGradients
     fp8: TorchFp8Layers | None
@@ -96,12 +96,14 @@ def build_rank(run: Run, mesh: Mesh, new_group: NewGroup, device: torch.device, 
         low=low,
         names_by_rank=whole.names_by_rank(model.stages, mesh.sizes),
     )
-    has_main_weights = config.kind == "distributed" or low is not None or config.grad_dtype != "auto"
-    main_weights = MainWeights(gradients, [optimizer]) if has_main_weights else None
-    exchange = Exchange(gradients, main_weights, [p for name in _own_parts(model) for p in model.parameters_of(name)])
+    has_master_weights = config.kind == "distributed" or low is not None or config.grad_dtype != "auto"
+    master_weights = MasterWeights(gradients, [optimizer]) if has_master_weights else None
+    dp_comm = DataParallelComm(
+        gradients, master_weights, [p for name in _own_parts(model) for p in model.parameters_of(name)]
+    )
     if config.overlap_param_gather:
-        model.before_part = lambda part: exchange.gather_part(model.parameters_of(part))
-    shared = WeightGradients(exchange.home)
+        model.before_part = lambda part: dp_comm.gather_part(model.parameters_of(part))
+    shared = WeightGradients(dp_comm.grad_view)
     weight_gradients.share(model, shared)
     return Rank(
         run=run,
@@ -109,8 +111,8 @@ def build_rank(run: Run, mesh: Mesh, new_group: NewGroup, device: torch.device, 
         device=device,
         model=model,
         gradients=gradients,
-        main_weights=main_weights,
-        exchange=exchange,
+        master_weights=master_weights,
+        dp_comm=dp_comm,
         optimizer=optimizer,
         weight_gradients=shared,
         fp8=fp8,
@@ -316,7 +318,7 @@ class Whole:
         with imagined_mesh(one_stage, 0) as (mesh, _), Watch(device):
             model = build_model(run, mesh, device)
             if (low := _LOW.get(run.precision)) is not None:
-                # As main weights leave them.
+                # As master weights leave them.
                 for parameter in model.parameters():
                     if parameter.dim() > 1 and parameter.requires_grad:
                         parameter.data = parameter.data.to(low)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from lightning_megatron.comm.p2p import Like, Payload
 from lightning_megatron.mesh import Mesh, NewGroup
-from lightning_megatron.optim.agreement import found_nonfinite
-from lightning_megatron.optim.sums import scale_in_place
+from lightning_megatron.optim.reductions import scale_in_place
+from lightning_megatron.optim.replica_check import found_nonfinite
 from lightning_megatron.pipeline.alternation import Alternation
 from lightning_megatron.pipeline.plans import training_plan
 from lightning_megatron.pipeline.runtime import Runtime
@@ -156,9 +156,9 @@ def global_rank(run: Run, place: int, line: int) -> int:
 def _name(watch: Watch, own: Rank) -> None:
     """Tells what is held from step to step."""
     gradients = own.gradients
-    watch.name("weights", (held.parameter.data for held in gradients.held))
+    watch.name("weights", (param.parameter.data for param in gradients.params))
     watch.name("gradients", (bucket.gradient for bucket in gradients.buckets))
-    watch.name("main weights", (owned.tensor.data for owned in gradients.owned))
+    watch.name("master weights", (shard.tensor.data for shard in gradients.param_shards))
     watch.name("moments", own.moments())
 
 
@@ -195,16 +195,16 @@ class _Step:
     def take(self, count: int) -> None:
         """A step of the first so many microbatches of each batch."""
         own = self._own
-        exchange = own.exchange
+        dp_comm = own.dp_comm
         for batch in range(min(own.run.num_accumulated, 2)):
             self._ledger.batch = batch
             self._take_batch(count, is_first=batch == 0)
-        with self._at("the exchange of gradients", None):
+        with self._at("the reduction of gradients", None):
             self._reduce()
         with self._at("the optimizer's step", None):
-            exchange.prepare_step()
+            dp_comm.prepare_step()
             own.optimizer.step()
-            exchange.publish()
+            dp_comm.update_params()
             own.model.end_step(is_skipped=False)
             if own.fp8 is not None:
                 own.fp8.end_step()
@@ -212,10 +212,10 @@ class _Step:
     def _take_batch(self, count: int, *, is_first: bool) -> None:
         """Adds the gradients of a batch to those of the batches before it."""
         own = self._own
-        gradients, exchange = own.gradients, own.exchange
+        gradients, dp_comm = own.gradients, own.dp_comm
         is_only = own.run.num_accumulated == 1
         aside: dict[nn.Parameter, Tensor] = {}
-        with self._at("the exchange of gradients", None):
+        with self._at("the reduction of gradients", None):
             # Those of the last step are zeroed anyway, and are let go before the memory is needed.
             gradients.free(dropped=is_first)
             if is_first:
@@ -223,15 +223,15 @@ class _Step:
             elif own.run.sets_gradients_aside:
                 aside = gradients.take(copied=True)
         if is_only:
-            exchange.begin_backwards()
+            dp_comm.begin_backwards()
         mbs = own.run.micro_batch_size
         firsts = [place * mbs for place in range(count)]
         call_ = ScheduledCall(
-            [own.model], own.mesh, self._enter, _differentiate, firsts, own.weight_gradients.opened, exchange
+            [own.model], own.mesh, self._enter, _differentiate, firsts, own.weight_gradients.opened, dp_comm
         )
         own.model.driver = call_
         self._runtime.run(training_plan(replace(own.run.schedule, microbatches=count)), _Told(call_, self._at))
-        with self._at("the exchange of gradients", None):
+        with self._at("the reduction of gradients", None):
             pending = gradients.take()
             gradients.add(aside)
             if is_first:
@@ -335,7 +335,7 @@ class _Told:
             self._work.backward_weight(stage, microbatch)
 
     def reduce_gradients(self, stage: int) -> None:
-        with self._at("the exchange of gradients", None):
+        with self._at("the reduction of gradients", None):
             self._work.reduce_gradients(stage)
 
     def gather_parameters(self, stage: int) -> None:

@@ -58,7 +58,7 @@ class Estimate:
 
     @property
     def checkpoint_bytes(self) -> float:
-        """Of weights in float32, where they have main weights, and two moments of those that are trained."""
+        """Of weights in float32, where they have master weights, and two moments of those that are trained."""
         low = 2 if self.run.precision == "bf16-true" else 4
         anatomy = self.run.anatomy
         return float(low * (anatomy.parameters() + 2 * trained_parameters(anatomy)))

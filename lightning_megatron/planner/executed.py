@@ -31,7 +31,7 @@ from lightning_megatron.planner.moments import of_group
 from lightning_megatron.planner.needed import needed_stages
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.work import has_no_kernel
-from lightning_megatron.precision.product import TILE
+from lightning_megatron.precision.gemm import TILE
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.recompute import groups_of
 

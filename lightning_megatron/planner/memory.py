@@ -1,6 +1,6 @@
 """Bytes that each pipeline rank holds, by kind, at the peak of a step.
 
-    weights, gradients, main weights, moments     bytes a parameter as in `optim.main_weights`; d replicas of dense
+    weights, gradients, master weights, moments     bytes a parameter as in `optim.master_weights`; d replicas of dense
                                                   weights are dp x cp, of experts edp
     activations                                   what a stage keeps of a microbatch, times the microbatches that the
                                                   schedule keeps; under full recomputation one group of layers on top
@@ -46,7 +46,7 @@ class Memory:
 
     weights: float = 0.0
     gradients: float = 0.0
-    main_weights: float = 0.0
+    master_weights: float = 0.0
     moments: float = 0.0
     activations: float = 0.0
     logits: float = 0.0
@@ -56,7 +56,7 @@ class Memory:
     @property
     def static(self) -> float:
         """What is held from step to step."""
-        return self.weights + self.gradients + self.main_weights + self.moments
+        return self.weights + self.gradients + self.master_weights + self.moments
 
     @property
     def allocated(self) -> float:
@@ -138,9 +138,9 @@ def _states(run: Run, held_by_kind: tuple[int, int], trained_by_kind: tuple[int,
     """What a rank holds of its parameters from step to step, by kind: of dense ones and of experts, all and trained."""
     weights, gradients, main, moments = _bytes_per_parameter(run)
     sharding = run.software.shards_weights
-    # Where weights are cut, those are the main weights; low ones are gathered for a layer at a time.
+    # Where weights are cut, those are the master weights; low ones are gathered for a layer at a time.
     low = 0 if sharding == "always" and main else weights
-    held = {"weights": 0.0, "gradients": 0.0, "main_weights": 0.0, "moments": 0.0}
+    held = {"weights": 0.0, "gradients": 0.0, "master_weights": 0.0, "moments": 0.0}
     # Frozen weights stay in their own numbers.
     still = run.stepped_bytes
     replicas_by_kind = (run.sizes.dp * run.sizes.cp, run.sizes.edp)
@@ -150,7 +150,7 @@ def _states(run: Run, held_by_kind: tuple[int, int], trained_by_kind: tuple[int,
         stepped = own if run.optimizer.kind == "distributed" or sharding != "none" else number
         held["weights"] += low * (own if sharding == "always" else number) + still * idle
         held["gradients"] += gradients * (own if sharding != "none" else number)
-        held["main_weights"] += main * stepped
+        held["master_weights"] += main * stepped
         held["moments"] += moments * stepped
     return held
 
@@ -192,5 +192,5 @@ def parameters_of_rank(run: Run, rank: int) -> tuple[int, int, int, int]:
 
 
 def _bytes_per_parameter(run: Run) -> tuple[int, int, int, int]:
-    """Weights, gradients, main weights and two moments, as AdamW has them, where nothing is cut over replicas."""
+    """Weights, gradients, master weights and two moments, as AdamW has them, where nothing is cut over replicas."""
     return run.bytes_per_element, run.gradient_bytes, run.stepped_bytes * run.is_mixed, 2 * run.stepped_bytes

@@ -121,7 +121,7 @@ class Run:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether main weights in float32 stand beside weights in 16 bits."""
+        """Whether master weights in float32 stand beside weights in 16 bits."""
         return self.precision in ("bf16-mixed", "16-mixed")
 
     @property

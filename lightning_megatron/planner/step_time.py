@@ -38,7 +38,7 @@ _GROUPED_PAIR_NUMBERS, _GROUPED_PAIR_BACKWARD_NUMBERS = 9.5, 7
 # What a head's elementwise kernels move in a backward, over a forward: casts of logits are written and read as well.
 _HEAD_BACKWARD = 2.0
 # Numbers a weight that an optimizer's step reads and writes: weight and two moments both, its gradient is read. And
-# bytes of a low weight beside a main weight, which is written.
+# bytes of a low weight beside a master weight, which is written.
 _STEP_NUMBERS, _LOW_BYTES = 7, 2
 
 
@@ -177,7 +177,7 @@ def _piece_passes(
     grouped = constants.traffic * run.bytes_per_element * work.num_grouped_pairs / gpu.memory_bytes_per_second
     casts = constants.cast_traffic * work.cast_bytes / gpu.memory_bytes_per_second if is_fp8 else 0.0
     moved += constants.traffic * work.path_bytes / gpu.memory_bytes_per_second
-    # Weights that have no main weights stay wide, and each product casts its own.
+    # Weights that have no master weights stay wide, and each product casts its own.
     lowered = _CAST_BYTES * work.num_frozen / gpu.memory_bytes_per_second if run.is_mixed else 0.0
     paths = work.path_flops + constants.edge * work.path_edge_flops
     paths /= plain_rate

@@ -1,10 +1,10 @@
 """Which weights of a run are trained, and what a backward needs not do for the others.
 
-    weights          gradient of what goes in    backward of products, of attention    held beside the weights
-    trained          needed                      2 forwards, 2                         gradients, main weights, moments
-    trained          needed by nobody            1, 0                                  the same
-    frozen           needed                      1, 2                                  nothing; those of a path, if any
-    frozen           needed by nobody            0, 0                                  nothing
+    weights          gradient of what goes in   backward of products, of attention   held beside the weights
+    trained          needed                     2 forwards, 2                        gradients, master weights, moments
+    trained          needed by nobody           1, 0                                 the same
+    frozen           needed                     1, 2                                 nothing; those of a path, if any
+    frozen           needed by nobody           0, 0                                 nothing
 
 What goes into a piece needs a gradient where something before it is trained; the first layer of what is trained counts
 as its others do, as in `models.llava_cost`.

@@ -290,7 +290,7 @@ def _optimizer_bytes(run: Run, num_stepped: float) -> float:
 
 
 def _widened_bytes(run: Run, num_stepped: float) -> float:
-    """Gradients in 16 bits, of main weights in float32."""
+    """Gradients in 16 bits, of master weights in float32."""
     return 4.0 * num_stepped if run.is_mixed and run.optimizer.grad_dtype == "bfloat16" else 0.0
 
 

@@ -6,7 +6,7 @@ sequence parallelism `sp` is `tp`, and outside of the region each rank holds T/s
     column   y = gather(x) W^T + b    W cut by rows: [O/tp, I]       dx = sum over tp of dy W, back to T/sp tokens
     row      y = sum(x W^T) + b       W cut by columns: [O, I/tp]    dx = gather(dy) W
 
-How a layer multiplies is its `product`; what travels and is kept for backward is what the product made of it.
+How a layer multiplies is its `gemm`; what travels and is kept for backward is what the gemm made of it.
 Dims: T tokens, I features in, O features out.
 Source: Narayanan et al., arXiv 2104.04473, section 2.3; Korthikanti et al., arXiv 2205.05198, section 4.2.2.
 """
@@ -22,7 +22,7 @@ from lightning_megatron.comm.collectives import Pending
 from lightning_megatron.mesh import Axis
 from lightning_megatron.precision.autocast import autocast_dtype
 from lightning_megatron.precision.cast import Operand
-from lightning_megatron.precision.product import Product
+from lightning_megatron.precision.gemm import Gemm
 from lightning_megatron.sharding import Initial, shard_parameter
 from lightning_megatron.tensor.plain_product import PLAIN
 from lightning_megatron.tensor.weight_gradients import Way, WeightGradientLayer, WeightGradients
@@ -43,7 +43,7 @@ class RowKeys(Protocol):
 
 
 class ParallelLinear(WeightGradientLayer):
-    """A linear layer over `tp` that multiplies as its `product` says.
+    """A linear layer over `tp` that multiplies as its `gemm` says.
 
     `lora`, where it is there, is a low-rank path beside it (`tensor.low_rank`): it gets the same input, and the keys of
     its tokens, and what it returns is added.
@@ -56,7 +56,7 @@ class ParallelLinear(WeightGradientLayer):
     def __init__(self, tp: Axis, sp: Axis) -> None:
         super().__init__()
         self.tp, self.sp = tp, sp
-        self.product: Product = PLAIN
+        self.gemm: Gemm = PLAIN
         self.lora = None
 
     def _with_lora(self, y_TO: Tensor, x_TI: Tensor, tokens: RowKeys | None) -> Tensor:
@@ -109,7 +109,7 @@ class ColumnParallelLinear(ParallelLinear):
             tp=self.tp,
             sp=self.sp,
             gradients=self.weight_gradients,
-            product=self.product,
+            gemm=self.gemm,
         )
         return self._with_lora(y_TO, x_TI, tokens)
 
@@ -140,7 +140,7 @@ class RowParallelLinear(ParallelLinear):
             tp=self.tp,
             sp=self.sp,
             gradients=self.weight_gradients,
-            product=self.product,
+            gemm=self.gemm,
         )
         return self._with_lora(y_TO, x_TI, tokens)
 
@@ -153,7 +153,7 @@ def column_parallel_linear(
     tp: Axis,
     sp: Axis,
     gradients: WeightGradients,
-    product: Product = PLAIN,
+    gemm: Gemm = PLAIN,
 ) -> Tensor:
     """[T, *weight.shape[:-1]] from [T/sp, I], for a weight (tied, say) that is not this layer's own.
 
@@ -163,7 +163,7 @@ def column_parallel_linear(
     x_TI = as_product_input(x_TI)
     # Not known any more within the Function, where no graph is made.
     is_training = torch.is_grad_enabled()
-    y_TO: Tensor = _Column.apply(x_TI, weight, bias, tp, sp, gradients, product, is_training)
+    y_TO: Tensor = _Column.apply(x_TI, weight, bias, tp, sp, gradients, gemm, is_training)
     # Here and not in the Function: autograd refuses to change in place a view that a Function made.
     return y_TO.view(y_TO.shape[0], *weight.shape[:-1])
 
@@ -176,12 +176,12 @@ def row_parallel_linear(
     tp: Axis,
     sp: Axis,
     gradients: WeightGradients,
-    product: Product = PLAIN,
+    gemm: Gemm = PLAIN,
 ) -> Tensor:
     """[T/sp, O] from [T, I/tp] and a weight [O, I/tp]; the bias is added once, after the sum over `tp`."""
     x_TI = as_product_input(x_TI)
     is_training = torch.is_grad_enabled()
-    y_TO: Tensor = _Row.apply(x_TI, weight_OI, bias_O, tp, sp, gradients, product, is_training)
+    y_TO: Tensor = _Row.apply(x_TI, weight_OI, bias_O, tp, sp, gradients, gemm, is_training)
     return y_TO
 
 
@@ -203,14 +203,14 @@ class _Column(torch.autograd.Function):
         tp: Axis,
         sp: Axis,
         gradients: WeightGradients,
-        product: Product,
+        gemm: Gemm,
         is_training: bool,
     ) -> Tensor:
-        ctx.tp, ctx.sp, ctx.gradients, ctx.product, ctx.dtype = tp, sp, gradients, product, x.dtype
+        ctx.tp, ctx.sp, ctx.gradients, ctx.gemm, ctx.dtype = tp, sp, gradients, gemm, x.dtype
         ctx.owner = weight
-        kept = product.cast_input(x, is_training=is_training)
+        kept = gemm.cast_input(x, is_training=is_training)
         _keep(ctx, kept, weight)
-        return product.forward(_gathered(kept, sp), weight, bias, x.dtype, is_training=is_training)
+        return gemm.forward(_gathered(kept, sp), weight, bias, x.dtype, is_training=is_training)
 
     @staticmethod
     @once_differentiable
@@ -219,23 +219,23 @@ class _Column(torch.autograd.Function):
         # behind those of weight and bias.
         x, weight = _kept(ctx)
         sp: Axis = ctx.sp
-        product: Product = ctx.product
+        gemm: Gemm = ctx.gemm
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = None
-        grad = product.cast_gradient(grad_TO)
+        grad = gemm.cast_gradient(grad_TO)
         owner: Tensor = ctx.owner
         way = ctx.gradients.way(owner) if needs_weight else Way.QUEUE
         if way is not Way.QUEUE:
             x_work = collectives.all_gather(x.values, sp, wait=False)
         if needs_x:
-            grad_x_work = _sum_to_shard(product.input_gradient(grad, weight, ctx.dtype), ctx.tp, sp)
+            grad_x_work = _sum_to_shard(gemm.input_gradient(grad, weight, ctx.dtype), ctx.tp, sp)
         if way is not Way.QUEUE:
-            grad_weight = _weight_gradient(way, ctx.gradients, product, owner, grad, x._replace(values=x_work.wait()))
+            grad_weight = _weight_gradient(way, ctx.gradients, gemm, owner, grad, x._replace(values=x_work.wait()))
         elif needs_weight:
             # Gathered when its time comes: until then the shard is enough.
-            home, x = ctx.gradients.home, x.without_graph()
+            grad_view, x = ctx.gradients.grad_view, x.without_graph()
             ctx.gradients.hand_in(
-                owner, lambda: product.add_weight_gradient(owner, grad, _gathered(x, sp), home(owner))
+                owner, lambda: gemm.add_weight_gradient(owner, grad, _gathered(x, sp), grad_view(owner))
             )
         if needs_bias:
             grad_bias = grad_TO.sum(0).view(weight.shape[:-1]).to(weight.dtype)
@@ -254,14 +254,14 @@ class _Row(torch.autograd.Function):
         tp: Axis,
         sp: Axis,
         gradients: WeightGradients,
-        product: Product,
+        gemm: Gemm,
         is_training: bool,
     ) -> Tensor:
-        ctx.sp, ctx.gradients, ctx.product, ctx.dtype = sp, gradients, product, x.dtype
+        ctx.sp, ctx.gradients, ctx.gemm, ctx.dtype = sp, gradients, gemm, x.dtype
         ctx.owner = weight
-        kept = product.cast_input(x, is_training=is_training)
+        kept = gemm.cast_input(x, is_training=is_training)
         _keep(ctx, kept, weight)
-        y_TO = _sum_to_shard(product.forward(kept, weight, None, x.dtype, is_training=is_training), tp, sp).wait()
+        y_TO = _sum_to_shard(gemm.forward(kept, weight, None, x.dtype, is_training=is_training), tp, sp).wait()
         # Before the sum, tp ranks would add it tp times.
         return y_TO if bias is None else y_TO.add_(bias)
 
@@ -269,23 +269,23 @@ class _Row(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = _kept(ctx)
-        product: Product = ctx.product
+        gemm: Gemm = ctx.gemm
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_weight = None
-        own = product.cast_gradient(grad)
+        own = gemm.cast_gradient(grad)
         grad_work = collectives.all_gather(own.values, ctx.sp, wait=False)
         # Of this rank's tokens alone: under sequence parallelism a part of a sum.
         grad_bias = grad.sum(0).to(weight.dtype) if needs_bias else None
         whole = own._replace(values=grad_work.wait())
-        grad_x = product.input_gradient(whole, weight, ctx.dtype) if needs_x else None
+        grad_x = gemm.input_gradient(whole, weight, ctx.dtype) if needs_x else None
         if needs_weight:
             owner: Tensor = ctx.owner
             way = ctx.gradients.way(owner)
             if way is Way.QUEUE:
-                home, x = ctx.gradients.home, x.without_graph()
-                ctx.gradients.hand_in(owner, lambda: product.add_weight_gradient(owner, whole, x, home(owner)))
+                grad_view, x = ctx.gradients.grad_view, x.without_graph()
+                ctx.gradients.hand_in(owner, lambda: gemm.add_weight_gradient(owner, whole, x, grad_view(owner)))
             else:
-                grad_weight = _weight_gradient(way, ctx.gradients, product, owner, whole, x)
+                grad_weight = _weight_gradient(way, ctx.gradients, gemm, owner, whole, x)
         return grad_x, grad_weight, grad_bias, None, None, None, None, None
 
 
@@ -304,13 +304,13 @@ def _gathered(x: Operand, sp: Axis) -> Operand:
 
 
 def _weight_gradient(
-    way: Way, gradients: WeightGradients, product: Product, weight: Tensor, grad_TO: Operand, x_TI: Operand
+    way: Way, gradients: WeightGradients, gemm: Gemm, weight: Tensor, grad_TO: Operand, x_TI: Operand
 ) -> Tensor | None:
     """What autograd is to get: the gradient of the weight, or nothing where it has gone to `.grad` already."""
     if way is Way.ADD:
-        product.add_weight_gradient(weight, grad_TO, x_TI, gradients.home(weight))
+        gemm.add_weight_gradient(weight, grad_TO, x_TI, gradients.grad_view(weight))
         return None
-    return product.weight_gradient(grad_TO, x_TI, weight)
+    return gemm.weight_gradient(grad_TO, x_TI, weight)
 
 
 def _sum_to_shard(part: Tensor, tp: Axis, sp: Axis) -> Pending:

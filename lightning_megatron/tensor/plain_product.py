@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megatron.precision.cast import Operand
-from lightning_megatron.precision.product import Product
+from lightning_megatron.precision.gemm import Gemm
 from lightning_megatron.tensor.weight_gradients import add_product
 
 
@@ -32,11 +32,11 @@ class PlainProduct:
     def weight_gradient(self, grad_TO: Operand, x_TI: Operand, weight: Tensor) -> Tensor:
         return grad_TO.values.t().mm(x_TI.values).view(weight.shape).to(weight.dtype)
 
-    def add_weight_gradient(self, weight: Tensor, grad_TO: Operand, x_TI: Operand, home: Tensor | None) -> None:
-        add_product(weight, grad_TO.values.t(), x_TI.values, home)
+    def add_weight_gradient(self, weight: Tensor, grad_TO: Operand, x_TI: Operand, grad_view: Tensor | None) -> None:
+        add_product(weight, grad_TO.values.t(), x_TI.values, grad_view)
 
 
-PLAIN: Product = PlainProduct()
+PLAIN: Gemm = PlainProduct()
 """It holds nothing, so one is enough for all layers."""
 
 

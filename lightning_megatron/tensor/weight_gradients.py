@@ -34,11 +34,11 @@ class Way(Enum):
 class WeightGradients:
     """Where the linears of a model learn what to do with the gradients of their weights.
 
-    `home` tells where the first gradient of a step goes, if it shall not be a tensor of its own.
+    `grad_view` tells where the first gradient of a step goes, if it shall not be a tensor of its own.
     """
 
-    def __init__(self, home: Callable[[Tensor], Tensor | None] = _nowhere) -> None:
-        self.home = home
+    def __init__(self, grad_view: Callable[[Tensor], Tensor | None] = _nowhere) -> None:
+        self.grad_view = grad_view
         self._is_open = False
         self._queue: list[Task] | None = None
 
@@ -72,8 +72,8 @@ class WeightGradients:
         """
         grad = weight.grad
         if grad is None:
-            home = self.home(weight)
-            grad = weight.grad = torch.zeros_like(weight) if home is None else home.zero_()
+            grad_view = self.grad_view(weight)
+            grad = weight.grad = torch.zeros_like(weight) if grad_view is None else grad_view.zero_()
         grad.index_add_(0, place_T, rows_TI.to(grad.dtype))
 
 
@@ -93,19 +93,19 @@ def share(module: nn.Module, weight_gradients: WeightGradients) -> None:
 
 
 @torch.no_grad()
-def add_product(weight: Tensor, left_OT: Tensor, right_TI: Tensor, home: Tensor | None) -> None:
-    """Adds the matrix product, in the shape of the weight, to the weight's `.grad`, which is made at `home` where there
-    is none yet. O rows, T tokens, I columns."""
+def add_product(weight: Tensor, left_OT: Tensor, right_TI: Tensor, grad_view: Tensor | None) -> None:
+    """Adds the matrix product, in the shape of the weight, to the weight's `.grad`, which is made at `grad_view` where
+    there is none yet. O rows, T tokens, I columns."""
     grad, shape = weight.grad, (left_OT.shape[0], right_TI.shape[1])
-    if grad is None and home is None:
+    if grad is None and grad_view is None:
         weight.grad = left_OT.mm(right_TI).view(weight.shape).to(weight.dtype)
     elif grad is None:
-        assert home is not None
-        if home.dtype == left_OT.dtype:
-            torch.mm(left_OT, right_TI, out=home.view(shape))
+        assert grad_view is not None
+        if grad_view.dtype == left_OT.dtype:
+            torch.mm(left_OT, right_TI, out=grad_view.view(shape))
         else:
-            home.view(shape).copy_(left_OT.mm(right_TI))
-        weight.grad = home
+            grad_view.view(shape).copy_(left_OT.mm(right_TI))
+        weight.grad = grad_view
     elif grad.dtype == left_OT.dtype and grad.is_contiguous():
         grad.view(shape).addmm_(left_OT, right_TI)
     else:

@@ -25,7 +25,7 @@ from lightning_megatron.checkpoint.load import read_once
 from lightning_megatron.checkpoint.state import OTHER_STATES
 from lightning_megatron.checkpoint.torch_index import OPTIMIZERS
 from lightning_megatron.mesh import Axis, Mesh
-from lightning_megatron.optim.exchange import Exchange
+from lightning_megatron.optim.data_parallel_comm import DataParallelComm
 from lightning_megatron.sharding import shard_of
 from lightning_megatron.trainer import setup_model
 from lightning_megatron.trainer.config import ConfigurationError
@@ -56,20 +56,20 @@ class Mains:
     """What optimizers step in place of parameters, if they do."""
 
     slots: Mapping[Tensor, Slot] = field(default_factory=dict)
-    """Main weights, as parts of parameters."""
+    """Master weights, as parts of parameters."""
     lowered: frozenset[str] = frozenset()
-    """Names of the parameters that are narrower than their main weights, wherever those are."""
+    """Names of the parameters that are narrower than their master weights, wherever those are."""
 
     @staticmethod
-    def of(exchange: Exchange) -> "Mains":
+    def of(dp_comm: DataParallelComm) -> "Mains":
         """Those of a training, or as it left them."""
-        if exchange.main_weights is None:
+        if dp_comm.master_weights is None:
             return Mains()
         slots: dict[Tensor, Slot] = {
-            owned.tensor: Slot(owned.held.name, owned.held.parameter, owned.range.start, owned.range.end)
-            for owned in exchange.gradients.owned
+            shard.tensor: Slot(shard.param.name, shard.param.parameter, shard.range.start, shard.range.end)
+            for shard in dp_comm.gradients.param_shards
         }
-        return Mains(slots, frozenset(exchange.main_weights.lowered_names()))
+        return Mains(slots, frozenset(dp_comm.master_weights.lowered_names()))
 
 
 def save(
@@ -83,11 +83,11 @@ def save(
 ) -> None:
     """Writes Lightning's dictionary as a checkpoint directory. Collective over the world.
 
-    Weights that have main weights are saved as those.
+    Weights that have master weights are saved as those.
     """
     live = live_of(module)
     lowered = {s.name: (main, s) for main, s in mains.slots.items() if s.name in mains.lowered}
-    # Of a weight whose main weights are all on other replicas, those write.
+    # Of a weight whose master weights are all on other replicas, those write.
     elsewhere = mains.lowered - lowered.keys()
     pieces: dict[str, Piece | list[Piece]] = {}
     meta: dict[str, Any] = {_MESH: plain(mesh.sizes, _MESH), _MODELS: _models(module)}
@@ -143,7 +143,7 @@ def load(
         return _load_file(path, module, mesh, checkpoint_io, weights_only)
     meta = read_once(partial(directory.read_meta, path), world)
     live = live_of(module)
-    # Copies: with strict_loading off, what the checkpoint lacks must come back as it is. As wide as main weights.
+    # Copies: with strict_loading off, what the checkpoint lacks must come back as it is. As wide as master weights.
     state = {
         name: tensor.detach().to(torch.float32 if name in mains.lowered else tensor.dtype, copy=True)
         for name, tensor in live.items()

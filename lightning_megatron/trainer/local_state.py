@@ -2,7 +2,7 @@
 
     sets/{key}/{name}            weights, and further sets of tensors under the module's names, as Lightning's
                                  dictionary has them: this rank's part with its padding
-    main weights/{name}          those of this rank, where a weight is narrower
+    master weights/{name}          those of this rank, where a weight is narrower
     optimizer.{i}.{name}.{key}   states
 
 No tensor is gathered, and none is cut.
@@ -57,7 +57,7 @@ class LocalState:
                 meta[_SETS].append(key)
             elif key != OPTIMIZER_STATES:
                 meta[key] = plain(value, key)
-        tensors |= dict(_main_weights(mains))
+        tensors |= dict(_master_weights(mains))
         for index, optimizer in enumerate(optimizers):
             tensors |= dict(_states(optimizer, names, index))
             meta[_RESTS].append(directory.pieces_of_optimizer(optimizer, names, index)[1])
@@ -95,7 +95,7 @@ class LocalState:
         return checkpoint
 
     def load_optimizers(self, module: pl.LightningModule, optimizers: Iterable[Optimizer], mains: Mains) -> None:
-        """Fills the optimizers, and the main weights, which are there by now too."""
+        """Fills the optimizers, and the master weights, which are there by now too."""
         names, optimizers = names_of(module, mains), list(optimizers)
         if len(optimizers) != len(self.meta[_RESTS]):
             raise ValueError(
@@ -107,7 +107,7 @@ class LocalState:
             for index, (optimizer, rest) in enumerate(zip(optimizers, self.meta[_RESTS], strict=True)):
                 directory.rebuild_optimizer(optimizer, names, rest, entries, index)
                 self._fill(_states(optimizer, names, index))
-            self._fill(_main_weights(mains))
+            self._fill(_master_weights(mains))
 
     def _fill(self, named: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in named:
@@ -120,10 +120,10 @@ class LocalState:
         return {name.removeprefix(prefix): one for name, one in self.tensors.items() if name.startswith(prefix)}
 
 
-def _main_weights(mains: Mains) -> Iterator[tuple[str, Tensor]]:
+def _master_weights(mains: Mains) -> Iterator[tuple[str, Tensor]]:
     for main, slot in mains.slots.items():
         if slot.name in mains.lowered:
-            yield f"main weights/{slot.name}", main
+            yield f"master weights/{slot.name}", main
 
 
 def _states(optimizer: Optimizer, names: Mapping[Tensor, str | Slot], index: int) -> Iterator[tuple[str, Tensor]]:

@@ -8,20 +8,20 @@ from torch.optim import Optimizer
 
 from lightning_megatron.mesh import Mesh, NewGroup
 from lightning_megatron.optim.config import OptimizerConfig
-from lightning_megatron.optim.exchange import Exchange
+from lightning_megatron.optim.data_parallel_comm import DataParallelComm
 from lightning_megatron.optim.gradients import Gradients
-from lightning_megatron.optim.main_weights import MainWeights
-from lightning_megatron.optim.reach import steps_by_number
+from lightning_megatron.optim.master_weights import MasterWeights
+from lightning_megatron.optim.update_scope import is_elementwise
 from lightning_megatron.trainer import setup_model
 from lightning_megatron.trainer.precision import MegatronPrecision
 
 
-def has_main_weights(config: OptimizerConfig, plugin: MegatronPrecision) -> bool:
+def has_master_weights(config: OptimizerConfig, plugin: MegatronPrecision) -> bool:
     """Whether optimizers step something else than the parameters, or gradients of another dtype."""
     return config.kind == "distributed" or plugin.low_dtype() is not None or plugin.gradient_dtype(config) is not None
 
 
-def make_exchange(
+def make_data_parallel_comm(
     module: pl.LightningModule,
     optimizers: Iterable[Optimizer],
     config: OptimizerConfig,
@@ -29,8 +29,8 @@ def make_exchange(
     mesh: Mesh,
     new_group: NewGroup,
     device: torch.device,
-) -> Exchange:
-    """Buckets for the gradients and, where asked for, main weights in the place of the optimizers' parameters.
+) -> DataParallelComm:
+    """Buckets for the gradients and, where asked for, master weights in the place of the optimizers' parameters.
 
     Collective over pp and the world, as `Gradients` is.
     """
@@ -44,23 +44,23 @@ def make_exchange(
         config=config,
         stages=setup_model.stages_by_name(module),
         dtype=plugin.gradient_dtype(config),
-        keeps_whole=not all(steps_by_number(optimizer, config.looks_at) for optimizer in stepping),
+        no_split=not all(is_elementwise(optimizer, config.update_scope) for optimizer in stepping),
         low=plugin.low_dtype(),
     )
-    main_weights = MainWeights(gradients, stepping) if has_main_weights(config, plugin) else None
-    exchange = Exchange(gradients, main_weights, setup_model.parameters_in_parts(module))
+    master_weights = MasterWeights(gradients, stepping) if has_master_weights(config, plugin) else None
+    dp_comm = DataParallelComm(gradients, master_weights, setup_model.parameters_in_parts(module))
     if config.overlap_param_gather:
-        setup_model.gather_parts_by(module, exchange.gather_part)
-    return exchange
+        setup_model.gather_parts_by(module, dp_comm.gather_part)
+    return dp_comm
 
 
-def release(exchange: Exchange, *, is_interrupted: bool) -> None:
+def release(dp_comm: DataParallelComm, *, is_interrupted: bool) -> None:
     """Leaves the module as it came, but trained.
 
     After a failure other replicas may not come to that: where they would have to, weights keep the dtype that they had
     in training.
     """
-    if exchange.has_shards and is_interrupted:
-        exchange.gradients.release()
+    if dp_comm.has_shards and is_interrupted:
+        dp_comm.gradients.release()
     else:
-        exchange.release()
+        dp_comm.release()

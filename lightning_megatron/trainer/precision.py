@@ -1,6 +1,6 @@
 """The precision plugin: Lightning's own choice of dtypes, with the norm, the checks and the weights of the whole model.
 
-    precision     weights    matrix products    gradients    main weights    loss scale
+    precision     weights    matrix products    gradients    master weights    loss scale
     64-true       float64    float64            float64      -               -
     32-true       float32    float32            float32      -               -
     bf16-true     bfloat16   bfloat16           bfloat16     -               -
@@ -8,7 +8,7 @@
     16-mixed      float16    float16            float32      float32         dynamic
 
 Vectors (weights of norms, biases) stay in float32 under mixed precision, and frozen weights in their dtype. Outside of
-fit, weights are in the main weights' dtype.
+fit, weights are in the master weights' dtype.
 """
 
 import inspect
@@ -31,10 +31,10 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_megatron.metrics.step_timeline import CLIP, GATHER, OPTIMIZER
-from lightning_megatron.optim.agreement import describe_nonfinite, found_nonfinite, in_words
 from lightning_megatron.optim.config import LossScaleConfig, OptimizerConfig
-from lightning_megatron.optim.exchange import Exchange
+from lightning_megatron.optim.data_parallel_comm import DataParallelComm
 from lightning_megatron.optim.loss_scale import LossScale
+from lightning_megatron.optim.replica_check import describe_nonfinite, found_nonfinite, in_words
 from lightning_megatron.pipeline.listener import Listener, heard
 from lightning_megatron.precision.fp8 import Fp8Config, config_of_recipe
 from lightning_megatron.transformer.fp8_layers import Fp8Layers
@@ -70,7 +70,7 @@ class MegatronPrecision(Precision):
             )
         self.chosen = chosen
         self.precision = precision
-        self.exchange: Exchange | None = None
+        self.dp_comm: DataParallelComm | None = None
         self.loss_scale: LossScale | None = None
         # The last optimizer step, because a gradient was no number.
         self.has_skipped = False
@@ -79,9 +79,9 @@ class MegatronPrecision(Precision):
         # Of what is done with the gradients of a step.
         self.listener: Listener | None = None
 
-    def begin(self, exchange: Exchange, config: LossScaleConfig) -> None:
-        """A fit begins that sums its gradients by `exchange`; `config` is that of float16's loss scale."""
-        self.exchange, self.gradient_norm, self.has_skipped = exchange, None, False
+    def begin(self, dp_comm: DataParallelComm, config: LossScaleConfig) -> None:
+        """A fit begins that sums its gradients by `dp_comm`; `config` is that of float16's loss scale."""
+        self.dp_comm, self.gradient_norm, self.has_skipped = dp_comm, None, False
         self.loss_scale = LossScale(config) if self.precision == "16-mixed" else None
 
     @override
@@ -121,7 +121,7 @@ class MegatronPrecision(Precision):
         gradients. An optimizer that asks for the closure (LBFGS) runs it by itself, several times."""
         if needs_closure(optimizer):
             return super().optimizer_step(optimizer, model, closure, **kwargs)
-        assert self.exchange is not None and isinstance(optimizer, Optimizer)
+        assert self.dp_comm is not None and isinstance(optimizer, Optimizer)
         result = closure()
         with heard(self.listener, CLIP):
             self.has_skipped = self._is_to_skip(model, list(self.main_params(optimizer)))
@@ -130,20 +130,20 @@ class MegatronPrecision(Precision):
             # Or training_step chose to skip the batch: there is no gradient to step by.
             return result
         with heard(self.listener, OPTIMIZER):
-            self.exchange.prepare_step()
+            self.dp_comm.prepare_step()
             optimizer.step(**kwargs)
         with heard(self.listener, GATHER):
-            self.exchange.publish()
+            self.dp_comm.update_params()
         if not model.automatic_optimization:
             # The same training_step may go on with another forward.
-            self.exchange.gather_all()
+            self.dp_comm.gather_all()
         return result
 
     def _is_to_skip(self, model: pl.LightningModule, stepped: list[Tensor]) -> bool:
         """Whether the step must not be done because some rank made NaN or Inf; raises RuntimeError on all ranks where
         that ends the run. Talks over the world."""
-        assert self.exchange is not None
-        gradients = self.exchange.gradients
+        assert self.dp_comm is not None
+        gradients = self.dp_comm.gradients
         policy = gradients.config.on_nonfinite
         if self.loss_scale is None and policy == "ignore":
             return False
@@ -164,11 +164,11 @@ class MegatronPrecision(Precision):
 
     @override
     def clip_grad_by_norm(self, optimizer: Steppable, clip_val: int | float) -> None:
-        assert self.exchange is not None and isinstance(optimizer, Optimizer)
-        self.gradient_norm = self.exchange.gradients.clip(float(clip_val), self.main_params(optimizer))
+        assert self.dp_comm is not None and isinstance(optimizer, Optimizer)
+        self.gradient_norm = self.dp_comm.gradients.clip(float(clip_val), self.main_params(optimizer))
 
     def low_dtype(self) -> torch.dtype | None:
-        """The dtype of weights beside main weights in float32; None where weights are stepped as they are."""
+        """The dtype of weights beside master weights in float32; None where weights are stepped as they are."""
         return _LOW.get(self.precision)
 
     def gradient_dtype(self, config: OptimizerConfig) -> torch.dtype | None:

@@ -24,7 +24,7 @@ from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.moe.experts import Experts
 from lightning_megatron.optim.config import OptimizerConfig
-from lightning_megatron.optim.reach import reach_of
+from lightning_megatron.optim.update_scope import update_scope_of
 from lightning_megatron.pipeline.module import PipelineModule
 from lightning_megatron.sharding import Shard, shard_of, sharded_parameters
 from lightning_megatron.trainer.config import ConfigurationError
@@ -257,13 +257,13 @@ def _cuts(mesh: Mesh) -> str:
 
 
 def require_separable(
-    optimizers: Iterable[Optimizer], config: OptimizerConfig, mesh: Mesh, *, has_main_weights: bool
+    optimizers: Iterable[Optimizer], config: OptimizerConfig, mesh: Mesh, *, has_master_weights: bool
 ) -> None:
     """Raises ConfigurationError for an optimizer whose step of one weight asks for more than this rank holds, or that
     runs forward and backward by itself, when its weights are beside those that those use."""
     faults, unknown = [], []
     for optimizer in optimizers:
-        name, reach = type(optimizer).__name__, reach_of(optimizer, config.looks_at)
+        name, reach = type(optimizer).__name__, update_scope_of(optimizer, config.update_scope)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         # Dp+cp, and edp where there are experts.
         shards = [shard_of(parameter) for parameter in parameters]
@@ -273,9 +273,9 @@ def require_separable(
         is_cut, cutting = any(shard.is_cut for shard in shards), _cutting(shards)
         if reach == "model" and (is_cut or mesh.pp.size > 1):
             faults.append(f"{name} looks at all parameters at once, and a rank holds only some of them; {_SEPARABLE}")
-        elif needs_closure(optimizer) and has_main_weights:
+        elif needs_closure(optimizer) and has_master_weights:
             faults.append(
-                f"{name} runs forwards within its step, and main weights reach the model after it; {_SEPARABLE}"
+                f"{name} runs forwards within its step, and master weights reach the model after it; {_SEPARABLE}"
             )
         if reach == "parameter" and is_cut:
             faults.append(f"{name} looks at whole matrices, and {cutting} parallelism cuts them; {_SEPARABLE}")
@@ -287,7 +287,7 @@ def require_separable(
         elif reach == "unknown" and is_cut:
             faults.append(
                 f"{name} is none of torch's own, and {cutting} parallelism cuts matrices, which is right only for "
-                'steps that look at each number by itself; if its steps do, say OptimizerConfig(looks_at="number"), '
+                'elementwise steps; if its steps are, say OptimizerConfig(update_scope="elementwise"), '
                 f"else {_SEPARABLE}"
             )
         elif reach == "unknown" and is_parted:
@@ -300,7 +300,7 @@ def require_separable(
         rank_zero_warn(
             f"{name} is none of torch's own: its step of a weight is taken to look at no other weight, because a rank "
             "steps only some of them; one that looks at several (a rate found from all of them, a norm over them) "
-            'gives other numbers than on one device. OptimizerConfig(looks_at="parameter") says that it does not'
+            'gives other numbers than on one device. OptimizerConfig(update_scope="parameter") says that it does not'
         )
 
 
@@ -314,14 +314,14 @@ def _cutting(shards: Iterable[Shard]) -> str:
     return " and ".join(sorted(kinds, reverse=True))
 
 
-def require_fitting(callbacks: Iterable[pl.Callback], config: OptimizerConfig, has_main_weights: bool) -> None:
-    """Raises ConfigurationError for callbacks that look for what is not there under main weights."""
+def require_fitting(callbacks: Iterable[pl.Callback], config: OptimizerConfig, has_master_weights: bool) -> None:
+    """Raises ConfigurationError for callbacks that look for what is not there under master weights."""
     faults = []
     for callback in callbacks:
         name = type(callback).__name__
-        if isinstance(callback, BaseFinetuning) and has_main_weights:
+        if isinstance(callback, BaseFinetuning) and has_master_weights:
             faults.append(
-                f"{name} looks for the model's parameters in the optimizer, which has main weights; use precision "
+                f"{name} looks for the model's parameters in the optimizer, which has master weights; use precision "
                 '32-true or bf16-true with OptimizerConfig(kind="replicated")'
             )
         if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)) and config.overlap_param_gather:

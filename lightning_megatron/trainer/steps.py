@@ -24,9 +24,9 @@ from lightning_megatron.comm import collectives
 from lightning_megatron.comm.p2p import Hop, LaneGroups, Mailbox
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.metrics.step_timeline import REDUCE
-from lightning_megatron.optim.exchange import Exchange
+from lightning_megatron.optim.data_parallel_comm import DataParallelComm
 from lightning_megatron.optim.loss_scale import LossScale
-from lightning_megatron.optim.sums import scale_in_place
+from lightning_megatron.optim.reductions import scale_in_place
 from lightning_megatron.pipeline.alternation import Alternation
 from lightning_megatron.pipeline.collective import CollectiveCall
 from lightning_megatron.pipeline.listener import Listener, heard
@@ -65,7 +65,7 @@ class Steps:
         lanes: Mapping[Hop, LaneGroups],
         cutting: Cutting,
         pipeline: PipelineConfig,
-        exchange: Exchange | None,
+        dp_comm: DataParallelComm | None,
         loss_scale: LossScale | None,
         log_dtype: torch.dtype,
         dynamic: DynamicContext | None = None,
@@ -77,7 +77,7 @@ class Steps:
         self._device = device
         self._cutting = cutting
         self._pipeline = pipeline
-        self._exchange = exchange
+        self._dp_comm = dp_comm
         self._loss_scale = loss_scale
         # Plans every training step, where there is one.
         self._dynamic = dynamic
@@ -89,7 +89,7 @@ class Steps:
         self._is_plain = mesh.world.size == 1 and not self._uses_schedule
         if mesh.pp.size > 1:
             _require_one_model(pipelined, module, mesh.pp.size, self._uses_schedule)
-        self._weight_gradients = WeightGradients() if exchange is None else WeightGradients(exchange.home)
+        self._weight_gradients = WeightGradients() if dp_comm is None else WeightGradients(dp_comm.grad_view)
         weight_gradients.share(module, self._weight_gradients)
         mailbox = Mailbox(mesh.pp, lanes, device)
         alternation = Alternation(device)
@@ -120,10 +120,10 @@ class Steps:
         self.is_scheduled = False
 
     @property
-    def exchange(self) -> Exchange:
+    def dp_comm(self) -> DataParallelComm:
         """What sums gradients and brings weights; there while fitting."""
-        assert self._exchange is not None
-        return self._exchange
+        assert self._dp_comm is not None
+        return self._dp_comm
 
     def listen(self, listener: Listener | None) -> None:
         """Has a listener hear of the actions of schedules and of the sums of gradients; none: nobody does."""
@@ -144,7 +144,7 @@ class Steps:
         return self._train_direct(context, args, kwargs)
 
     def _train_scheduled(self, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
-        gradients = self.exchange.gradients
+        gradients = self.dp_comm.gradients
         parts = self._parts_of(args[0])
 
         def enter_step(microbatch: int) -> Tensor:
@@ -186,12 +186,12 @@ class Steps:
         if are_freed:
             aside = {}
         if num_batches == 1:
-            self.exchange.begin_backwards()
+            self.dp_comm.begin_backwards()
         opened = self._weight_gradients.opened
         sizes = self._mesh.sizes
         schedule = self._pipeline.schedule_of(pp=sizes.pp, vp=sizes.vp, microbatches=len(parts))
         first_samples = [part.first_sample for part in parts]
-        call = ScheduledCall(self._models, self._mesh, enter_step, differentiate, first_samples, opened, self.exchange)
+        call = ScheduledCall(self._models, self._mesh, enter_step, differentiate, first_samples, opened, self.dp_comm)
         num_updates = self._num_updates()
         self._drive(call)
         self.is_scheduled = True
@@ -270,7 +270,7 @@ class Steps:
 
     def _train_direct(self, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         rows = self._begin_direct(args)
-        self.exchange.gather(0)
+        self.dp_comm.gather(0)
         if self._is_plain:
             with context():
                 return self._module.training_step(*args, **kwargs)
@@ -295,7 +295,7 @@ class Steps:
     def backward(self, loss: Tensor, differentiate: Callable[[Tensor], None], *, reduce_now: bool) -> None:
         """Leaves the gradients of the global batch on the parameters; only this batch's parts of them where a later
         batch of the same optimizer step is still to come (`reduce_now` False)."""
-        gradients = self.exchange.gradients
+        gradients = self.dp_comm.gradients
         gradients.free(dropped=False)
         if self._uses_schedule:
             self._set_summed_aside()
@@ -314,10 +314,10 @@ class Steps:
             self._set_summed_aside()
             # Several stages run a backward for each microbatch within this one.
             if reduce_now and self._mesh.pp.size == 1:
-                self.exchange.begin_backwards()
-                self.exchange.expect(0)
+                self.dp_comm.begin_backwards()
+                self.dp_comm.expect(0)
             self._differentiate(loss, differentiate)
-            self.exchange.complete(0)
+            self.dp_comm.complete(0)
         if reduce_now:
             with heard(self._listener, REDUCE):
                 gradients.reduce(outside_over_stages=self._uses_schedule, factor=self._factor)
@@ -327,7 +327,7 @@ class Steps:
     def _set_summed_aside(self) -> None:
         """Keeps gradients of earlier optimizer steps that nobody zeroed from being summed again."""
         if self._are_summed:
-            self._summed, self._are_summed = self.exchange.gradients.take(copied=True), False
+            self._summed, self._are_summed = self.dp_comm.gradients.take(copied=True), False
 
     def _differentiate(self, loss: Tensor, differentiate: Callable[[Tensor], None]) -> None:
         """Runs the backward of a direct step."""
@@ -342,8 +342,8 @@ class Steps:
     def evaluate(self, name: str, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the user's validation, test or predict step returns, on every rank."""
         self._num_evaluated += 1
-        if self._exchange is not None:
-            self._exchange.gather_all()
+        if self._dp_comm is not None:
+            self._dp_comm.gather_all()
         self._check_batch(name, args[0] if args else None)
         rows = self._begin_direct(args)
         step = getattr(self._module, name)

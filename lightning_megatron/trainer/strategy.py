@@ -43,9 +43,9 @@ from lightning_megatron.comm.p2p import Hop, LaneGroups, build_lanes
 from lightning_megatron.context.balance import DynamicContextConfig
 from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.mesh import Axis, Mesh, Sizes, reset_ambient_mesh, set_ambient_mesh
-from lightning_megatron.optim.agreement import differing_copies, in_words
 from lightning_megatron.optim.config import LossScaleConfig, OptimizerConfig
-from lightning_megatron.optim.exchange import Exchange
+from lightning_megatron.optim.data_parallel_comm import DataParallelComm
+from lightning_megatron.optim.replica_check import differing_copies, in_words
 from lightning_megatron.pipeline.choice import Schedule, placement_of
 from lightning_megatron.pipeline.listener import Listener
 from lightning_megatron.pipeline.lower import hops
@@ -96,7 +96,7 @@ _OF_THIS_PROCESS = (
     "_watch",
     "_preemption",
     "_steps",
-    "_exchange",
+    "_dp_comm",
     "_routes",
     "_dynamic",
     "_launcher",
@@ -184,7 +184,7 @@ class MegatronStrategy(ParallelStrategy):
         self._watch: FailureWatch | None = None
         self._preemption: Preemption | None = None
         self._steps: Steps | None = None
-        self._exchange: Exchange | None = None
+        self._dp_comm: DataParallelComm | None = None
         # Over which documents find the ranks that run them, beside training.
         self._routes: Axis | None = None
         self._dynamic: DynamicContext | None = None
@@ -435,16 +435,18 @@ class MegatronStrategy(ParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
-            has_main_weights = optimization.has_main_weights(self.optimizer, self._plugin)
-            setup_model.require_separable(self.optimizers, self.optimizer, self.mesh, has_main_weights=has_main_weights)
-            setup_model.require_fitting(trainer.callbacks, self.optimizer, has_main_weights)  # type: ignore[attr-defined]
+            has_master_weights = optimization.has_master_weights(self.optimizer, self._plugin)
+            setup_model.require_separable(
+                self.optimizers, self.optimizer, self.mesh, has_master_weights=has_master_weights
+            )
+            setup_model.require_fitting(trainer.callbacks, self.optimizer, has_master_weights)  # type: ignore[attr-defined]
             self._left = Mains()
-            # Before they are given main weights in the place of the model's.
+            # Before they are given master weights in the place of the model's.
             self._stepped = setup_model.names_of_stepped(module, self.optimizers, self.mesh)
             for model in pipelined.values():
                 # A run that was interrupted leaves what it had not learnt yet.
                 model.end_step(is_skipped=True)
-            self._exchange = optimization.make_exchange(
+            self._dp_comm = optimization.make_data_parallel_comm(
                 module,
                 self.optimizers,
                 self.optimizer,
@@ -453,7 +455,7 @@ class MegatronStrategy(ParallelStrategy):
                 self._groups.on_device,
                 self.root_device,
             )
-            self._plugin.begin(self._exchange, self.loss_scale)
+            self._plugin.begin(self._dp_comm, self.loss_scale)
         self.setup_precision_plugin()
         if not self.is_distributed:
             # The ranks of one replica log the same values, but Lightning sees several processes and advises to sync.
@@ -468,7 +470,7 @@ class MegatronStrategy(ParallelStrategy):
             lanes=self._lanes,
             cutting=Cutting(number=self.num_microbatches, size=self.microbatch_size),
             pipeline=self.pipeline,
-            exchange=self._exchange,
+            dp_comm=self._dp_comm,
             loss_scale=self._plugin.loss_scale,
             log_dtype=torch.promote_types(compute_dtype(str(self.precision_plugin.precision)), torch.float32),
             dynamic=self._dynamic,
@@ -497,7 +499,7 @@ class MegatronStrategy(ParallelStrategy):
 
     @property
     def _mains(self) -> Mains:
-        return self._left if self._exchange is None else Mains.of(self._exchange)
+        return self._left if self._dp_comm is None else Mains.of(self._dp_comm)
 
     @property
     def _plugin(self) -> MegatronPrecision:
@@ -603,10 +605,10 @@ class MegatronStrategy(ParallelStrategy):
 
     def _check_replicas(self) -> None:
         every, step = self.optimizer.check_replicas_every_n_steps, self._require_module().trainer.global_step + 1
-        if not every or step % every or self._exchange is None:
+        if not every or step % every or self._dp_comm is None:
             return
-        self._exchange.gather_all()
-        if lines := differing_copies(self._exchange.gradients, self.mesh):
+        self._dp_comm.gather_all()
+        if lines := differing_copies(self._dp_comm.gradients, self.mesh):
             raise RuntimeError(
                 f"weights that several ranks hold differ after step {step}:\n{in_words(lines)}\na hook or a callback "
                 "changed them on some ranks only, or a rank computes wrongly; go on from the last checkpoint"
@@ -692,8 +694,8 @@ class MegatronStrategy(ParallelStrategy):
         if storage_options is not None:
             raise TypeError("MegatronStrategy.save_checkpoint takes no storage_options; a checkpoint is a directory")
         self._refuse_to_save_alone()
-        if self._exchange is not None:
-            self._exchange.settle()
+        if self._dp_comm is not None:
+            self._dp_comm.synchronize()
         module = self._require_module()
         if "optimizer_states" in checkpoint:
             resume.save_into(checkpoint, module.trainer, self.mesh, self._resumption)
@@ -768,8 +770,8 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         super().load_model_state_dict(checkpoint, strict)
-        if self._exchange is not None and self._exchange.main_weights is not None:
-            self._exchange.main_weights.load(checkpoint["state_dict"])
+        if self._dp_comm is not None and self._dp_comm.master_weights is not None:
+            self._dp_comm.master_weights.load(checkpoint["state_dict"])
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -848,10 +850,10 @@ class MegatronStrategy(ParallelStrategy):
         setup_model.release_metrics(self._restricted_metrics)
         self._restricted_metrics = []
         self._held_schedulers.let_go()
-        if self._exchange is not None:
-            optimization.release(self._exchange, is_interrupted=self._require_module().trainer.interrupted)
-            self._left = Mains.of(self._exchange)
-            self._exchange = self._plugin.exchange = None
+        if self._dp_comm is not None:
+            optimization.release(self._dp_comm, is_interrupted=self._require_module().trainer.interrupted)
+            self._left = Mains.of(self._dp_comm)
+            self._dp_comm = self._plugin.dp_comm = None
         self._steps = self._plugin.listener = None
         if self._resumption is not None and self._require_module().trainer.interrupted:
             # Of a run that never came to its first batch; another fit starts from its own checkpoint, or from none.

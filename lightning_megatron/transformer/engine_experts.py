@@ -17,7 +17,7 @@ from lightning_megatron.moe.experts import Arrived, Experts
 from lightning_megatron.moe.grouped import Groups
 from lightning_megatron.moe.weighing import activate_and_weigh, weigh
 from lightning_megatron.precision import fp8
-from lightning_megatron.precision.product import TILE
+from lightning_megatron.precision.gemm import TILE
 
 
 class ExpertsTwin(nn.Module):

@@ -22,7 +22,7 @@ from lightning_megatron.moe.grouped_fp8 import GroupedFp8
 from lightning_megatron.precision import fp8
 from lightning_megatron.precision.cast import E4M3, E5M2
 from lightning_megatron.precision.fp8 import Fp8Config
-from lightning_megatron.precision.product import TILE, Fp8Product
+from lightning_megatron.precision.gemm import TILE, Fp8Gemm
 from lightning_megatron.precision.scaling import AmaxHistory, CurrentScaling, DelayedScaling, Scaling
 from lightning_megatron.tensor.linear import ParallelLinear
 from lightning_megatron.tensor.plain_product import PLAIN
@@ -80,19 +80,19 @@ class _Matrix(NamedTuple):
     name: str
     axes: tuple[Axis, Axis, Axis]
     """Over which its input, itself and the gradient of its output are cut; of size 1 where they are whole."""
-    use: Callable[[Scaling, Scaling, Scaling], Fp8Product | GroupedFp8]
+    use: Callable[[Scaling, Scaling, Scaling], Fp8Gemm | GroupedFp8]
     """Lets it, cast by these."""
     leave: Callable[[], None]
     """Lets it multiply as before."""
 
 
 class TorchFp8Layers:
-    """Linears that hold an `Fp8Product`, and experts that hold a `GroupedFp8` for each of their matrices."""
+    """Linears that hold an `Fp8Gemm`, and experts that hold a `GroupedFp8` for each of their matrices."""
 
     def __init__(
         self,
         matrices: Sequence[_Matrix],
-        products: Sequence[Fp8Product | GroupedFp8],
+        products: Sequence[Fp8Gemm | GroupedFp8],
         history: AmaxHistory | None,
         axes: Sequence[Axis],
         pp: Axis,
@@ -206,12 +206,12 @@ def _matrices(name: str, module: nn.Module) -> Iterator[_Matrix]:
 
 
 def _of_linear(name: str, linear: ParallelLinear) -> _Matrix:
-    def use(x: Scaling, weight: Scaling, gradient: Scaling) -> Fp8Product:
-        linear.product = product = Fp8Product(x=x, weight=weight, gradient=gradient)
+    def use(x: Scaling, weight: Scaling, gradient: Scaling) -> Fp8Gemm:
+        linear.gemm = product = Fp8Gemm(x=x, weight=weight, gradient=gradient)
         return product
 
     def leave() -> None:
-        linear.product = PLAIN
+        linear.gemm = PLAIN
 
     return _Matrix(name, (linear.input_axis, linear.tp, linear.gradient_axis), use, leave)
 

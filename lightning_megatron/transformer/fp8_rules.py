@@ -2,7 +2,7 @@
 
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.precision.fp8 import Fp8Config
-from lightning_megatron.precision.product import TILE
+from lightning_megatron.precision.gemm import TILE
 from lightning_megatron.transformer.config import TransformerConfig
 
 _TP = "tensor_model_parallel_size"

@@ -17,7 +17,7 @@ from lightning_megatron.comm.rng import Draws
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.models import BertConfig, BertModel, GPTModel, LlavaConfig, LlavaModel, T5Config, T5Model
 from lightning_megatron.optim.config import LossScaleConfig, OptimizerConfig
-from lightning_megatron.optim.gradients import Gradients, Owned
+from lightning_megatron.optim.gradients import Gradients, ParamShard
 from lightning_megatron.pipeline.ragged import Ragged
 from lightning_megatron.trainer.precision import MegatronPrecision
 from tests.certificate.cases import (
@@ -265,7 +265,7 @@ class Recorder(L.Callback):
     def on_before_optimizer_step(self, trainer: L.Trainer, module: L.LightningModule, optimizer: Any) -> None:
         strategy = trainer.strategy
         assert isinstance(strategy, MegatronStrategy)
-        gradients = strategy.steps.exchange.gradients
+        gradients = strategy.steps.dp_comm.gradients
         step = Step(gradients=_gradients(gradients))
         step.norm = gradients.norm().item()
         self.outcome.steps.append(step)
@@ -286,7 +286,7 @@ class Recorder(L.Callback):
             step.losses = self.losses[index * accumulate : (index + 1) * accumulate]
         strategy = trainer.strategy
         assert isinstance(strategy, MegatronStrategy)
-        strategy.steps.exchange.gather_all()
+        strategy.steps.dp_comm.gather_all()
         named = [(name.removeprefix("model."), p) for name, p in module.named_parameters()]
         self.outcome.weights = {name: _parts(Slot.whole(name, p), p) for name, p in named}
         self.outcome.logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -309,14 +309,14 @@ def _routing(module: L.LightningModule) -> dict[str, Tensor]:
 def _gradients(gradients: Gradients) -> dict[str, Parts]:
     """What this rank's optimizer is about to step by."""
     return {
-        owned.held.name.removeprefix("model."): _parts(_slot(owned), owned.tensor.grad)
-        for owned in gradients.owned
-        if owned.tensor.grad is not None
+        shard.param.name.removeprefix("model."): _parts(_slot(shard), shard.tensor.grad)
+        for shard in gradients.param_shards
+        if shard.tensor.grad is not None
     }
 
 
-def _slot(owned: Owned) -> Slot:
-    return Slot(owned.held.name, owned.held.parameter, owned.range.start, owned.range.end)
+def _slot(shard: ParamShard) -> Slot:
+    return Slot(shard.param.name, shard.param.parameter, shard.range.start, shard.range.end)
 
 
 def _parts(slot: Slot, tensor: Tensor) -> Parts:
@@ -419,7 +419,7 @@ class HalfOutcome:
     factors: list[float] = field(default_factory=list)
     """The loss scale after each step; 1 where there is none."""
     weights: dict[str, Parts] = field(default_factory=dict)
-    """The main weights, at the end."""
+    """The master weights, at the end."""
 
 
 class HalfModule(Module):
@@ -473,8 +473,8 @@ class HalfRecorder(L.Callback):
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         assert isinstance(trainer.strategy, MegatronStrategy)
-        owned_ones = trainer.strategy.steps.exchange.gradients.owned
-        self.outcome.weights = {o.held.name.removeprefix("model."): _parts(_slot(o), o.tensor) for o in owned_ones}
+        param_shards = trainer.strategy.steps.dp_comm.gradients.param_shards
+        self.outcome.weights = {o.param.name.removeprefix("model."): _parts(_slot(o), o.tensor) for o in param_shards}
 
 
 def _state_of(trainer: L.Trainer) -> dict[str, Tensor]:

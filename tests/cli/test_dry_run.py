@@ -31,7 +31,10 @@ def test_a_preset_runs_dry_and_tells_both_ends(capsys: pytest.CaptureFixture[str
     text = capsys.readouterr().out
     assert "rank 4, stage 0" in text and "rank 0, stage 1" in text
     assert (
-        "peak memory" in text and "main weights" in text and "all-gather" in text and "executed by this package" in text
+        "peak memory" in text
+        and "master weights" in text
+        and "all-gather" in text
+        and "executed by this package" in text
     )
 
 
@@ -148,7 +151,7 @@ def test_what_is_not_run_dry_is_told_with_the_way_out(
 def test_a_stage_of_a_trillion_parameters(capsys: pytest.CaptureFixture[str]) -> None:
     [one] = record(capsys, GPT_1T, "--world-size", "3072", "--rank", "0")["ranks"]
     assert one["stages"] == [63] and one["parameters"] == pytest.approx(2.13e9, rel=0.01)
-    # 6 bytes of weights and gradients, 12 of main weights and moments over 6 replicas.
+    # 6 bytes of weights and gradients, 12 of master weights and moments over 6 replicas.
     held = sum(size for kind, size in one["peak_by_kind"].items() if kind != "activations and others")
     assert held == pytest.approx(8 * one["parameters"], rel=0.001)
     assert one["microbatches_run"] == 66

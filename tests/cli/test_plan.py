@@ -38,7 +38,7 @@ def test_a_search_shows_what_fits_best_first_and_explains_the_best(capsys: pytes
     assert "layouts fit on h100, fastest first" in text and "fell out" in text
     # Three of the list, the nearest three that fell out, and what is explained.
     assert text.count("mbs=") == 7 and "days for 1e+12 tokens" in text
-    assert "causal attention half" in text and "main weights" in text
+    assert "causal attention half" in text and "master weights" in text
 
 
 def test_the_recipe_of_a_trillion_parameters_is_explained(capsys: pytest.CaptureFixture[str]) -> None:

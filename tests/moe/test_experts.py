@@ -83,9 +83,9 @@ def test_the_kernel_is_used_where_it_takes_the_tensors_and_there_alone(monkeypat
 
 @either
 @pytest.mark.parametrize("is_queued", [False, True])
-@pytest.mark.parametrize("has_home", [False, True])
+@pytest.mark.parametrize("has_grad_view", [False, True])
 def test_weight_gradients_go_past_autograd_where_a_schedule_says_so(
-    product: GroupedProduct, is_queued: bool, has_home: bool
+    product: GroupedProduct, is_queued: bool, has_grad_view: bool
 ) -> None:
     experts = experts_on(Mesh.single(), product=product)
     initialise(experts, seed=0)
@@ -94,8 +94,8 @@ def test_weight_gradients_go_past_autograd_where_a_schedule_says_so(
         experts(arrived).square().sum().backward()
     expected = [parameter.grad for parameter in experts.parameters()]
     experts.zero_grad()
-    homes = {parameter: torch.full_like(parameter, 7.0) for parameter in experts.parameters()}
-    gradients = WeightGradients((lambda weight: homes[weight]) if has_home else (lambda weight: None))
+    grad_views = {parameter: torch.full_like(parameter, 7.0) for parameter in experts.parameters()}
+    gradients = WeightGradients((lambda weight: grad_views[weight]) if has_grad_view else (lambda weight: None))
     share(experts, gradients)
     queue: list[Task] = []
     for _ in range(2):
@@ -109,7 +109,7 @@ def test_weight_gradients_go_past_autograd_where_a_schedule_says_so(
         task()
     for parameter, grad in zip(experts.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, grad)
-        assert (parameter.grad is homes[parameter]) == has_home
+        assert (parameter.grad is grad_views[parameter]) == has_grad_view
 
 
 @either

@@ -22,11 +22,11 @@ from lightning_megatron.mesh import Mesh, NewGroup, Sizes
 from lightning_megatron.moe.dispatch import AllToAll
 from lightning_megatron.moe.experts import ExpertAxes, Experts
 from lightning_megatron.moe.mixture import mix
-from lightning_megatron.optim.bucket import Held
+from lightning_megatron.optim.bucket import ModelParam
 from lightning_megatron.optim.config import OptimizerConfig
-from lightning_megatron.optim.exchange import Exchange
+from lightning_megatron.optim.data_parallel_comm import DataParallelComm
 from lightning_megatron.optim.gradients import Gradients
-from lightning_megatron.optim.main_weights import MainWeights
+from lightning_megatron.optim.master_weights import MasterWeights
 from lightning_megatron.sharding import Initial, Shard, shard_of, shard_parameter
 from tests.tensor.plain import fill, part_of
 
@@ -180,7 +180,7 @@ def experts_on(mesh: Mesh) -> Experts:
 class Run:
     """One rank's stage in training."""
 
-    def __init__(self, mesh: Mesh, new_group: NewGroup, config: OptimizerConfig, *, keeps_whole: bool = False) -> None:
+    def __init__(self, mesh: Mesh, new_group: NewGroup, config: OptimizerConfig, *, no_split: bool = False) -> None:
         self.mesh, self.model = mesh, Stage(mesh)
         self.named = self.model.named()
         for name, value in true_values(mesh.pp.size).items():
@@ -195,38 +195,38 @@ class Run:
             new_group,
             torch.device("cpu"),
             config=config,
-            keeps_whole=keeps_whole,
+            no_split=no_split,
         )
-        self.main = MainWeights(self.gradients, [self.optimizer]) if config.kind == "distributed" else None
-        self.exchange = Exchange(self.gradients, self.main, self.named.values())
+        self.main = MasterWeights(self.gradients, [self.optimizer]) if config.kind == "distributed" else None
+        self.dp_comm = DataParallelComm(self.gradients, self.main, self.named.values())
         self.norms: list[float] = []
 
     def step(self, number: int) -> None:
-        exchange, stage = self.exchange, self.mesh.pp.rank
+        dp_comm, stage = self.dp_comm, self.mesh.pp.rank
         # As parts of a model do, each for its own.
         for parameter in self.named.values():
-            exchange.gather_part([parameter])
+            dp_comm.gather_part([parameter])
         self.gradients.free(dropped=False)
-        exchange.begin_backwards()
+        dp_comm.begin_backwards()
         for microbatch, batch in enumerate(microbatches(number, stage)):
             loss = self.model.loss(batch)
             if microbatch == NUM_MICROBATCHES - 1:
-                exchange.expect(stage)
+                dp_comm.expect(stage)
             loss.backward()
-        exchange.complete(stage)
+        dp_comm.complete(stage)
         factor = torch.tensor(FACTOR, dtype=torch.float64)
         self.gradients.reduce(outside_over_stages=True, factor=factor)
         stepped = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         self.norms.append(self.gradients.clip(MAX_NORM, stepped).item())
-        exchange.prepare_step()
+        dp_comm.prepare_step()
         self.optimizer.step()
-        exchange.publish()
+        dp_comm.update_params()
         self.optimizer.zero_grad()
 
     def finish(self) -> None:
         for number in range(NUM_STEPS):
             self.step(number)
-        self.exchange.release()
+        self.dp_comm.release()
 
 
 class Given:
@@ -251,25 +251,25 @@ class Given:
         self.gradients = Gradients(
             named.items(), set(named), mesh, new_group, torch.device("cpu"), config=config, low=low
         )
-        has_main_weights = config.kind == "distributed" or low is not None
-        self.main = MainWeights(self.gradients, [optimizer]) if has_main_weights else None
-        self.exchange = Exchange(self.gradients, self.main)
+        has_master_weights = config.kind == "distributed" or low is not None
+        self.main = MasterWeights(self.gradients, [optimizer]) if has_master_weights else None
+        self.dp_comm = DataParallelComm(self.gradients, self.main)
 
     def step(self, number: int) -> None:
         self.gradients.free(dropped=False)
-        for held in self.gradients.held:
-            own = torch.zeros(held.parameter.shape)
-            part = part_of(gradient_of(held.name, held.shard.global_shape, number), held.shard)
-            held.shard.valid(own).copy_(self._share(held) * part)
-            held.parameter.grad = own.to(held.parameter.grad_dtype or held.parameter.dtype)
+        for param in self.gradients.params:
+            own = torch.zeros(param.parameter.shape)
+            part = part_of(gradient_of(param.name, param.shard.global_shape, number), param.shard)
+            param.shard.valid(own).copy_(self._share(param) * part)
+            param.parameter.grad = own.to(param.parameter.grad_dtype or param.parameter.dtype)
         self.gradients.reduce(outside_over_stages=True)
-        self.exchange.prepare_step()
+        self.dp_comm.prepare_step()
         self.optimizer.step()
-        self.exchange.publish()
+        self.dp_comm.update_params()
         self.optimizer.zero_grad()
 
-    def _share(self, held: Held) -> float:
-        axes = [axis for axis in (held.replicas, held.shard.partial, held.holders) if axis is not None]
+    def _share(self, param: ModelParam) -> float:
+        axes = [axis for axis in (param.replicas, param.shard.partial, param.holders) if axis is not None]
         if self.is_exact:
             return float(all(axis.is_first for axis in axes))
         return math.prod(2 * (axis.rank + 1) / (axis.size * (axis.size + 1)) for axis in axes)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.optim.bucket import Bucket
 from lightning_megatron.optim.config import OptimizerConfig
-from lightning_megatron.optim.exchange import Exchange
+from lightning_megatron.optim.data_parallel_comm import DataParallelComm
 from lightning_megatron.optim.gradients import Gradients
 from lightning_megatron.pipeline.scheduled import ScheduledCall
 from lightning_megatron.sharding import Initial
@@ -32,8 +32,8 @@ class Watched:
         original = Bucket.send
 
         def send(bucket: Bucket, *, is_checked: bool) -> None:
-            self.events.append("send " + ",".join(held.name for held in bucket.members))
-            self.sums.append([round(float(home.sum()), 6) for home in bucket.homes.values()])
+            self.events.append("send " + ",".join(param.name for param in bucket.members))
+            self.sums.append([round(float(grad_view.sum()), 6) for grad_view in bucket.grad_views.values()])
             original(bucket, is_checked=is_checked)
 
         monkeypatch.setattr(Bucket, "send", send)
@@ -50,8 +50,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
 
 def exchange_of(
     named: list[tuple[str, nn.Parameter]], config: OptimizerConfig = OVERLAP, mesh: Mesh | None = None
-) -> Exchange:
-    return Exchange(Gradients(named, set(), mesh or Mesh.single(), no_group, CPU, config=config))
+) -> DataParallelComm:
+    return DataParallelComm(Gradients(named, set(), mesh or Mesh.single(), no_group, CPU, config=config))
 
 
 def scalars(*names: str) -> list[tuple[str, nn.Parameter]]:
@@ -68,49 +68,49 @@ def chain(named: list[tuple[str, nn.Parameter]], watched: Watched, x: float = 1.
 
 def test_a_bucket_is_sent_before_the_backward_of_the_parts_before_it(watched: Watched) -> None:
     named = scalars("a", "b", "c")
-    exchange = exchange_of(named)
+    dp_comm = exchange_of(named)
     loss = chain(named, watched)
-    exchange.begin_backwards()
-    exchange.expect(0)
+    dp_comm.begin_backwards()
+    dp_comm.expect(0)
     loss.backward()
     places = {event: place for place, event in enumerate(watched.events)}
     assert places["send c"] < places["at after a"] and places["send b"] < places["send a"]
     assert [e for e in watched.events if e.startswith("send")] == ["send c", "send b", "send a"]
     before = list(watched.events)
-    exchange.complete(0)
-    exchange.gradients.reduce(outside_over_stages=False)
+    dp_comm.complete(0)
+    dp_comm.gradients.reduce(outside_over_stages=False)
     # Each of them once.
     assert watched.events == before
 
 
 def test_only_the_last_backward_of_a_step_sends(watched: Watched) -> None:
     named = scalars("a", "b")
-    exchange = exchange_of(named)
-    exchange.begin_backwards()
+    dp_comm = exchange_of(named)
+    dp_comm.begin_backwards()
     chain(named, watched).backward()
     assert not any(event.startswith("send") for event in watched.events)
-    exchange.expect(0)
+    dp_comm.expect(0)
     chain(named, watched).backward()
     assert watched.sums == [[4.0], [4.0]]
 
 
 def test_without_overlap_nothing_is_sent_before_the_sum_is_asked_for(watched: Watched) -> None:
     named = scalars("a", "b")
-    exchange = exchange_of(named, OptimizerConfig(bucket_size=1))
-    exchange.begin_backwards()
-    exchange.expect(0)
+    dp_comm = exchange_of(named, OptimizerConfig(bucket_size=1))
+    dp_comm.begin_backwards()
+    dp_comm.expect(0)
     chain(named, watched).backward()
-    exchange.complete(0)
+    dp_comm.complete(0)
     assert not any(event.startswith("send") for event in watched.events)
-    exchange.gradients.reduce(outside_over_stages=False)
+    dp_comm.gradients.reduce(outside_over_stages=False)
     assert [e for e in watched.events if e.startswith("send")] == ["send b", "send a"]
 
 
 def test_buckets_are_sent_in_one_order_though_they_fill_in_another(watched: Watched) -> None:
     named = scalars("a", "b", "c")
-    exchange = exchange_of(named)
-    exchange.begin_backwards()
-    exchange.expect(0)
+    dp_comm = exchange_of(named)
+    dp_comm.begin_backwards()
+    dp_comm.expect(0)
     # The model holds its parts in another order than it runs them.
     chain([named[2], named[0], named[1]], watched).backward()
     # C is ready last, and all wait for it.
@@ -124,15 +124,15 @@ def test_a_bucket_that_fills_late_does_not_hold_up_others(watched: Watched) -> N
     named.append(("v2", nn.Parameter(torch.ones(1))))
     config = OptimizerConfig(overlap_grad_reduce=True, bucket_size=1000)
     both = Gradients(named, set(), Mesh.single(), no_group, CPU, config=config, low=torch.bfloat16)
-    assert [[held.name for held in bucket.members] for bucket in both.buckets] == [["m1", "m0"], ["v2", "v1", "v0"]]
+    assert [[param.name for param in bucket.members] for bucket in both.buckets] == [["m1", "m0"], ["v2", "v1", "v0"]]
 
 
 def test_a_parameter_used_twice_lands_once_after_both_uses(watched: Watched) -> None:
     named = scalars("a", "b")
     a, b = named[0], named[1]
-    exchange = exchange_of(named)
-    exchange.begin_backwards()
-    exchange.expect(0)
+    dp_comm = exchange_of(named)
+    dp_comm.begin_backwards()
+    dp_comm.expect(0)
     # Loss = b a b: its gradients are b^2 and 2 a b.
     chain([b, a, b], watched).backward()
     assert watched.sums == [[8.0], [4.0]]
@@ -141,25 +141,25 @@ def test_a_parameter_used_twice_lands_once_after_both_uses(watched: Watched) -> 
 
 def test_a_parameter_without_a_gradient_goes_as_zeros_when_the_stage_is_done(watched: Watched) -> None:
     named = scalars("a", "never", "c")
-    exchange = exchange_of(named)
-    exchange.begin_backwards()
-    exchange.expect(0)
-    exchange.gradients.sender.home(named[1][1]).fill_(7.0)  # type: ignore[union-attr]
+    dp_comm = exchange_of(named)
+    dp_comm.begin_backwards()
+    dp_comm.expect(0)
+    dp_comm.gradients.reducer.grad_view(named[1][1]).fill_(7.0)  # type: ignore[union-attr]
     chain([named[0], named[2]], watched).backward()
     sends = [e for e in watched.events if e.startswith("send")]
     assert sends == ["send c"]
-    exchange.complete(0)
+    dp_comm.complete(0)
     assert [e for e in watched.events if e.startswith("send")] == ["send c", "send never", "send a"]
-    exchange.gradients.reduce(outside_over_stages=False)
+    dp_comm.gradients.reduce(outside_over_stages=False)
     assert named[1][1].grad is None
-    assert exchange.gradients.sender.home(named[1][1]).tolist() == [0.0]  # type: ignore[union-attr]
+    assert dp_comm.gradients.reducer.grad_view(named[1][1]).tolist() == [0.0]  # type: ignore[union-attr]
 
 
 def test_a_backward_after_its_bucket_was_sent_is_refused_by_name(watched: Watched) -> None:
     named = scalars("a", "b")
-    exchange = exchange_of(named)
-    exchange.begin_backwards()
-    exchange.expect(0)
+    dp_comm = exchange_of(named)
+    dp_comm.begin_backwards()
+    dp_comm.expect(0)
     chain(named, watched).backward()
     with pytest.raises(RuntimeError, match=r"gradient of 'b' was made after its sum.*overlap_grad_reduce=False"):
         chain(named, watched).backward()
@@ -168,21 +168,21 @@ def test_a_backward_after_its_bucket_was_sent_is_refused_by_name(watched: Watche
 def test_a_weight_thawed_later_is_in_no_bucket_and_lands_all_the_same() -> None:
     named = scalars("a", "thawed")
     named[1][1].requires_grad_(False)
-    exchange = exchange_of(named)
+    dp_comm = exchange_of(named)
     named[1][1].requires_grad_(True)
-    exchange.land(named[1][1])
+    dp_comm.grad_ready(named[1][1])
     named[1][1].grad = torch.ones(1)
-    exchange.gradients.reduce(outside_over_stages=False, factor=torch.tensor(0.5))
+    dp_comm.gradients.reduce(outside_over_stages=False, factor=torch.tensor(0.5))
     assert named[1][1].grad.tolist() == [0.5]
 
 
 def test_released_nobody_watches() -> None:
     named = scalars("a")
-    exchange = exchange_of(named)
-    exchange.release()
-    home = exchange.home(named[0][1])
+    dp_comm = exchange_of(named)
+    dp_comm.release()
+    grad_view = dp_comm.grad_view(named[0][1])
     (named[0][1] * 3).sum().backward()
-    assert named[0][1].grad is not home
+    assert named[0][1].grad is not grad_view
 
 
 def test_weight_gradients_that_were_put_off_leave_at_their_task(watched: Watched) -> None:
@@ -194,8 +194,8 @@ def test_weight_gradients_that_were_put_off_leave_at_their_task(watched: Watched
     with torch.no_grad():
         for parameter in layers.parameters():
             parameter.fill_(0.5)
-    exchange = exchange_of(list(layers.named_parameters()))
-    gradients = WeightGradients(exchange.home)
+    dp_comm = exchange_of(list(layers.named_parameters()))
+    gradients = WeightGradients(dp_comm.grad_view)
     share(layers, gradients)
     inputs = [torch.full((2, 3), float(i + 1)) for i in range(2)]
 
@@ -206,8 +206,8 @@ def test_weight_gradients_that_were_put_off_leave_at_their_task(watched: Watched
     def differentiate(loss: Tensor) -> None:
         loss.backward()
 
-    call = ScheduledCall([], Mesh.single(), enter, differentiate, [0, 2], gradients.opened, exchange)
-    exchange.begin_backwards()
+    call = ScheduledCall([], Mesh.single(), enter, differentiate, [0, 2], gradients.opened, dp_comm)
+    dp_comm.begin_backwards()
     for microbatch in range(2):
         call.forward(0, microbatch, None)
     for microbatch in range(2):
@@ -217,8 +217,8 @@ def test_weight_gradients_that_were_put_off_leave_at_their_task(watched: Watched
     assert watched.events == []
     call.backward_weight(0, 1)
     assert watched.events == ["send 1.weight", "send 0.weight"]
-    exchange.complete(0)
-    exchange.gradients.reduce(outside_over_stages=False)
+    dp_comm.complete(0)
+    dp_comm.gradients.reduce(outside_over_stages=False)
     wanted = [parameter.grad.clone() for parameter in layers.parameters() if parameter.grad is not None]
     assert len(wanted) == 2
     for parameter in layers.parameters():
@@ -237,9 +237,9 @@ def in_flight(kind: Any) -> dict[str, Any]:
     mesh = make_mesh(Sizes(world=3))
     named = [(name, nn.Parameter(torch.full((5,), 2.0, dtype=torch.float64))) for name in ("a", "b", "c", "d")]
     config = OptimizerConfig(kind=kind, overlap_grad_reduce=True, bucket_size=1)
-    exchange = exchange_of(named, config, mesh)
-    exchange.begin_backwards()
-    exchange.expect(0)
+    dp_comm = exchange_of(named, config, mesh)
+    dp_comm.begin_backwards()
+    dp_comm.expect(0)
     # Each replica uses its parameters in an order of its own, one of them not at all.
     order = named[mesh.dp.rank :] + named[: mesh.dp.rank]
     if mesh.dp.rank == 1:
@@ -248,9 +248,9 @@ def in_flight(kind: Any) -> dict[str, Any]:
     for _, parameter in order:
         loss = loss * parameter.mean()
     loss.backward()
-    exchange.complete(0)
-    exchange.gradients.reduce(outside_over_stages=False, factor=torch.tensor(0.5, dtype=torch.float64))
-    buckets = exchange.gradients.buckets
+    dp_comm.complete(0)
+    dp_comm.gradients.reduce(outside_over_stages=False, factor=torch.tensor(0.5, dtype=torch.float64))
+    buckets = dp_comm.gradients.buckets
     return {"own": [bucket.own.tolist() for bucket in buckets], "grads": [p.grad is not None for _, p in named]}
 
 

@@ -13,7 +13,7 @@ def test_all_faults_of_an_optimizer_config_are_told_together() -> None:
         "kind": "zero3",
         "grad_dtype": "float16",
         "on_nonfinite": "warn",
-        "looks_at": "matrix",
+        "update_scope": "matrix",
         "bucket_size": -5,
         "check_replicas_every_n_steps": -1,
     }
@@ -24,7 +24,7 @@ def test_all_faults_of_an_optimizer_config_are_told_together() -> None:
         "optimizer kind ('zero3') must be one of replicated, distributed",
         "optimizer grad_dtype ('float16') must be one of auto, float32, bfloat16",
         "optimizer on_nonfinite ('warn') must be one of stop, skip, ignore",
-        "optimizer looks_at ('matrix') must be one of auto, number, parameter",
+        "optimizer update_scope ('matrix') must be one of auto, elementwise, parameter",
         "bucket_size (-5) must be at least 1; it counts numbers, 40000000 is usual",
         "check_replicas_every_n_steps (-1) must be at least 0; 0 is never",
     ]

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from lightning_megatron.mesh import Mesh, Sizes
-from lightning_megatron.optim.agreement import describe_nonfinite, differing_copies
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.optim.gradients import Gradients
+from lightning_megatron.optim.replica_check import describe_nonfinite, differing_copies
 from lightning_megatron.sharding import shard_of
 from tests.harness.ranks import run_on_ranks
 from tests.harness.threads import new_group, run_on_threads
@@ -57,8 +57,8 @@ def assert_as_on_one_device(runs: list[tuple[float, list[float]]], norms: list[f
         assert own_norms == pytest.approx(norms, rel=TOLERANCE)
 
 
-def trained(mesh: Mesh, make_group: Any, config: OptimizerConfig, keeps_whole: bool) -> tuple[float, list[float]]:
-    run = Run(mesh, make_group, config, keeps_whole=keeps_whole)
+def trained(mesh: Mesh, make_group: Any, config: OptimizerConfig, no_split: bool) -> tuple[float, list[float]]:
+    run = Run(mesh, make_group, config, no_split=no_split)
     run.finish()
     return furthest(run.named, plain_run(mesh.pp.size)[0]), run.norms
 
@@ -99,9 +99,8 @@ def kept_parts(world: Any, sizes: Sizes) -> list[tuple[str, tuple[int, ...], int
     """Name, offsets in the unsplit model and elements of what this rank's optimizer steps."""
     run = Run(mesh_of(world, sizes), new_group, CONFIGS["distributed"])
     parts = []
-    for owned in run.gradients.owned:
-        shard = owned.held.shard
-        parts.append((owned.held.name, shard.box.offsets, owned.range.start, owned.range.end))
+    for own in run.gradients.param_shards:
+        parts.append((own.param.name, own.param.shard.box.offsets, own.range.start, own.range.end))
     return parts
 
 
@@ -154,7 +153,7 @@ def presence(world: Any, sizes: Sizes, givers: set[int], config: OptimizerConfig
     if world.rank() in givers:
         up.grad = torch.ones_like(up)
     run.gradients.reduce(outside_over_stages=True)
-    stepped = {owned.held.name: owned.tensor.grad for owned in run.gradients.owned}
+    stepped = {shard.param.name: shard.tensor.grad for shard in run.gradients.param_shards}
     return {name: None if grad is None else float(grad.max()) for name, grad in stepped.items()}
 
 
@@ -211,7 +210,7 @@ def test_whole_experts_that_were_built_before_the_ranks_were_known_are_summed_ov
     assert run_on_threads(2, built_early) == [[3.0, 3.0]] * 2
 
 
-# --- main weights in 16 bits beside float32 ---------------------------------------------------------------------------
+# --- master weights in 16 bits beside float32 -------------------------------------------------------------------------
 
 
 def trained_in_16_bits(world: Any, sizes: Sizes, config: OptimizerConfig) -> tuple[set[torch.dtype], float]:
@@ -228,13 +227,13 @@ def trained_in_16_bits(world: Any, sizes: Sizes, config: OptimizerConfig) -> tup
             parameter.grad = expert_model.gradient_of(name, parameter.shape, number)
         optimizer.step()
     lowered = {parameter.dtype for parameter in named.values()}
-    given.exchange.release()
+    given.dp_comm.release()
     return lowered, furthest(named, plain)
 
 
 @any_config
 @pytest.mark.parametrize("sizes", [LAYOUTS[0], LAYOUTS[1], LAYOUTS[6]], ids=name_of)
-def test_main_weights_of_experts_step_in_float32_beside_weights_in_16_bits(
+def test_master_weights_of_experts_step_in_float32_beside_weights_in_16_bits(
     sizes: Sizes, config: OptimizerConfig
 ) -> None:
     for lowered, apart in run_on_threads(sizes.world, lambda world: trained_in_16_bits(world, sizes, config)):

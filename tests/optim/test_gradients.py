@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_megatron.mesh import Axis, Mesh, Sizes
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.optim.gradients import Gradients
-from lightning_megatron.optim.main_weights import MainWeights
+from lightning_megatron.optim.master_weights import MasterWeights
 from lightning_megatron.sharding import Initial, shard_parameter
 from tests.harness.ranks import run_on_ranks
 from tests.pipeline.meshes import make_mesh
@@ -200,12 +200,14 @@ def experts_among_four() -> dict[str, Any]:
         gradients = Gradients(named, {name for name, _ in named}, mesh, group, torch.device("cpu"), config=config)
         if kind == "distributed":
             optimizer = torch.optim.SGD([expert, dense], lr=1.0)
-            MainWeights(gradients, [optimizer])
+            MasterWeights(gradients, [optimizer])
         gradients.reduce(outside_over_stages=False)
         found[kind] = {
             "norm": gradients.norm().item(),
             "held": {
-                o.held.name: o.tensor.grad.flatten().tolist() for o in gradients.owned if o.tensor.grad is not None
+                o.param.name: o.tensor.grad.flatten().tolist()
+                for o in gradients.param_shards
+                if o.tensor.grad is not None
             },
         }
     return found
@@ -226,23 +228,23 @@ def test_experts_are_summed_over_their_own_replicas_alone() -> None:
         assert sum(len(found["distributed"]["held"].get(name, [])) for found in ranks) == count
 
 
-def norm_of_main_weights(kind: Any) -> float:
+def norm_of_master_weights(kind: Any) -> float:
     mesh = make_mesh(Sizes(world=2))
     weight = nn.Parameter(torch.zeros(4, 4))
     config = OptimizerConfig(kind=kind)
     gradients = Gradients(
         [("weight", weight)], set(), mesh, group, torch.device("cpu"), config=config, low=torch.bfloat16
     )
-    MainWeights(gradients, [torch.optim.SGD([weight], lr=1.0)])
+    MasterWeights(gradients, [torch.optim.SGD([weight], lr=1.0)])
     weight.sum().backward()
     gradients.reduce(outside_over_stages=False)
     return gradients.norm().item()
 
 
 @pytest.mark.parametrize("kind", ["replicated", "distributed"])
-def test_main_weights_count_once_in_the_norm_whether_every_replica_has_them_or_one(kind: str) -> None:
+def test_master_weights_count_once_in_the_norm_whether_every_replica_has_them_or_one(kind: str) -> None:
     # Sixteen twos.
-    assert run_on_ranks(2, norm_of_main_weights, kind) == [8.0, 8.0]
+    assert run_on_ranks(2, norm_of_master_weights, kind) == [8.0, 8.0]
 
 
 def thawed_norm(kind: Any) -> float:
@@ -263,13 +265,13 @@ def test_a_parameter_thawed_later_counts_once_in_the_norm(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["replicated", "distributed"])
-def test_main_weights_get_sparse_gradients_too(kind: Any) -> None:
+def test_master_weights_get_sparse_gradients_too(kind: Any) -> None:
     weight = nn.Parameter(torch.ones(4, 3))
     optimizer, config = torch.optim.SGD([weight], lr=1.0), OptimizerConfig(kind=kind)
     gradients = Gradients([("weight", weight)], set(), Mesh.single(), no_group, torch.device("cpu"), config=config)
-    main = MainWeights(gradients, [optimizer])
+    main = MasterWeights(gradients, [optimizer])
     nn.functional.embedding(torch.tensor([2, 2]), weight, sparse=True).sum().backward()
     gradients.reduce(outside_over_stages=False)
     optimizer.step()
-    main.publish()
+    main.update_params()
     assert weight[:, 0].tolist() == [1, 1, -1, 1]

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.mesh import Sizes
-from lightning_megatron.optim.buckets import ALIGNMENT
+from lightning_megatron.optim.bucket_layout import ALIGNMENT
 from lightning_megatron.optim.config import OptimizerConfig
-from lightning_megatron.optim.exchange import Exchange
+from lightning_megatron.optim.data_parallel_comm import DataParallelComm
 from lightning_megatron.optim.gradients import Gradients
-from lightning_megatron.optim.main_weights import MainWeights
+from lightning_megatron.optim.master_weights import MasterWeights
 from tests.harness.ranks import run_on_ranks
 from tests.optim.test_gradients import no_group
 from tests.pipeline.meshes import make_mesh
@@ -35,19 +35,19 @@ def bytes_of(low: torch.dtype | None, grads: torch.dtype | None) -> list[int]:
         optimizer = torch.optim.AdamW(list(named.values()))
         config = OptimizerConfig(kind="distributed", bucket_size=40_000)
         gradients = Gradients(named.items(), set(), mesh, no_group, CPU, config=config, dtype=grads, low=low)
-        exchange = Exchange(gradients, MainWeights(gradients, [optimizer]))
+        dp_comm = DataParallelComm(gradients, MasterWeights(gradients, [optimizer]))
         for parameter in named.values():
             parameter.grad = torch.ones(parameter.shape, dtype=parameter.grad_dtype)
         gradients.reduce(outside_over_stages=False)
-        exchange.prepare_step()
+        dp_comm.prepare_step()
         optimizer.step()
-        exchange.publish()
+        dp_comm.update_params()
         optimizer.zero_grad()
         states = [value for state in optimizer.state.values() for value in state.values()]
         buckets = [bucket.gradient for bucket in gradients.buckets]
-        mains = [owned.tensor for owned in gradients.owned]
+        mains = [shard.tensor for shard in gradients.param_shards]
         found.append(held_bytes([*named.values(), *buckets, *mains, *states]))
-        exchange.release()
+        dp_comm.release()
     return found
 
 
@@ -63,7 +63,7 @@ def bytes_of(low: torch.dtype | None, grads: torch.dtype | None) -> list[int]:
 def test_a_rank_holds_the_bytes_that_are_promised(
     d: int, low: torch.dtype | None, grads: torch.dtype | None, fixed: int, shared: int
 ) -> None:
-    # Vectors stay in float32 and share memory with their main weights.
+    # Vectors stay in float32 and share memory with their master weights.
     of_vectors = (4 + (2 if grads is not None else 4)) + 8 / d
     promised = NUM_MATRICES * (fixed + shared / d) + NUM_VECTORS * of_vectors
     # A parameter and a shard each begin at a multiple of some elements, of 4 bytes in weights and in gradients.

@@ -298,9 +298,9 @@ def test_weights_are_gathered_and_stepped_in_the_bytes_that_they_have() -> None:
     )
     # Weights twice and gradients in four bytes once.
     assert wide / narrow == pytest.approx((2 * 4 + 4) / (2 * 2 + 4))
-    # Main weight, two moments and a gradient; there is no low weight to write.
+    # Master weight, two moments and a gradient; there is no low weight to write.
     assert plain / mixed == pytest.approx((4 * 7) / (4 * 7 + 2))
-    # All of them are in 16 bits where there are no main weights.
+    # All of them are in 16 bits where there are no master weights.
     assert low / plain == pytest.approx(1 / 2) and seconds("16-mixed", FULLY_SHARDED)[1] == mixed
 
 

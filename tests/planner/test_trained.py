@@ -129,7 +129,7 @@ def test_frozen_weights_cost_four_bytes_and_nothing_else() -> None:
     memory = rank_memory(frozen, 0)
     assert trained < 0.01 * every
     assert memory.weights == 2 * trained + 4 * (every - trained)
-    assert (memory.gradients, memory.main_weights, memory.moments) == (4 * trained, 4 * trained, 8 * trained)
+    assert (memory.gradients, memory.master_weights, memory.moments) == (4 * trained, 4 * trained, 8 * trained)
     distributed = large_run(trained=frozen.trained, optimizer=OptimizerConfig(kind="distributed"))
     assert rank_memory(distributed, 0).moments == 8 * trained / 2
 

@@ -1,4 +1,4 @@
-"""Experts, their main weights and moments, and routers' buffers, saved on one layout and loaded on any other."""
+"""Experts, their master weights and moments, and routers' buffers, saved on one layout and loaded on any other."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,7 +42,7 @@ BIG = 2**53 + 1
 
 
 class How(NamedTuple):
-    """On which ranks, with which optimizer, in which dtype beside main weights."""
+    """On which ranks, with which optimizer, in which dtype beside master weights."""
 
     sizes: Sizes
     kind: Kind
@@ -105,7 +105,7 @@ class Held:
 
     @property
     def mains(self) -> Mains:
-        return Mains.of(self.given.exchange)
+        return Mains.of(self.given.dp_comm)
 
     def train(self, steps: range) -> None:
         for number in steps:
@@ -115,7 +115,7 @@ class Held:
                 buffers[COUNTS] += BIG
 
     def save(self, path: Path) -> None:
-        self.given.exchange.gather_all()
+        self.given.dp_comm.gather_all()
         checkpoint = {"state_dict": self.module.state_dict(), "optimizer_states": [], "epoch": 3}
         saving = cast(Saving, _Saving(self.mesh))
         checkpoints.save(str(path), checkpoint, self.module, [self.optimizer], self.mains, self.mesh, saving)
@@ -144,17 +144,17 @@ class Held:
             for name, b in self.module.named_buffers()
             if b.dtype != wanted[name].dtype or not b.equal(wanted[name])
         ]
-        for owned in self.given.gradients.owned:
-            name, parameter = owned.held.name, owned.held.parameter
-            states: dict[str, Tensor] = self.optimizer.state[owned.tensor]
-            held = {name: owned.tensor} | {f"optimizer.0.{name}.{key}": value for key, value in states.items()}
+        for shard in self.given.gradients.param_shards:
+            name, parameter = shard.param.name, shard.param.parameter
+            states: dict[str, Tensor] = self.optimizer.state[shard.tensor]
+            held = {name: shard.tensor} | {f"optimizer.0.{name}.{key}": value for key, value in states.items()}
             for full_name, tensor in held.items():
                 if full_name.endswith(".step"):
                     part = wanted[full_name]
                 else:
                     local = torch.zeros(parameter.shape)
                     shard_of(parameter).valid(local).copy_(part_of(wanted[full_name], shard_of(parameter)))
-                    part = local.flatten()[owned.range.start : owned.range.end].view(tensor.shape)
+                    part = local.flatten()[shard.range.start : shard.range.end].view(tensor.shape)
                 found += [] if part.equal(tensor.detach()) else [full_name]
         for name, parameter in self.module.named_parameters():
             part = part_of(wanted[name], shard_of(parameter)).to(parameter.dtype)

@@ -11,7 +11,7 @@ from lightning_megatron import ConfigurationError
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.moe.config import BalanceLoss, RouterConfig
 from lightning_megatron.moe.router import Router
-from lightning_megatron.optim.config import LooksAt, OptimizerConfig
+from lightning_megatron.optim.config import DeclaredScope, OptimizerConfig
 from lightning_megatron.pipeline.module import PipelineModule
 from lightning_megatron.sharding import Initial, shard_of
 from lightning_megatron.trainer import setup_model
@@ -32,13 +32,13 @@ class OfAUser(SGD):
     """None of torch's own."""
 
 
-def refused(mesh: Mesh, make: Any, kind: Kind = "replicated", looks_at: LooksAt = "auto") -> str:
+def refused(mesh: Mesh, make: Any, kind: Kind = "replicated", update_scope: DeclaredScope = "auto") -> str:
     """What is said of an optimizer of experts and a dense matrix; nothing where it is taken."""
     experts = experts_on(mesh)
     optimizer: Optimizer = make([*experts.parameters(), nn.Parameter(torch.zeros(2, 2))], lr=0.1)
-    config = OptimizerConfig(kind=kind, looks_at=looks_at)
+    config = OptimizerConfig(kind=kind, update_scope=update_scope)
     try:
-        require_separable([optimizer], config, mesh, has_main_weights=kind == "distributed")
+        require_separable([optimizer], config, mesh, has_master_weights=kind == "distributed")
     except ConfigurationError as error:
         return str(error)
     return ""
@@ -57,7 +57,7 @@ def test_experts_that_are_cut_are_refused_to_an_optimizer_that_looks_at_more_tha
         assert "Adafactor looks at whole matrices, and expert parallelism cuts them" in refused(mesh, Adafactor, kind)
         assert "OfAUser is none of torch's own, and expert parallelism cuts" in refused(mesh, OfAUser, kind)
         assert "expert parallelism cuts them" in refused(mesh, OfAUser, kind, "parameter")
-        assert refused(mesh, OfAUser, kind, "number") == refused(mesh, AdamW, kind) == ""
+        assert refused(mesh, OfAUser, kind, "elementwise") == refused(mesh, AdamW, kind) == ""
         assert "LBFGS looks at all parameters" in refused(mesh, torch.optim.LBFGS, kind)
 
 

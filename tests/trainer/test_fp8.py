@@ -17,7 +17,7 @@ from lightning_megatron.mesh import Mesh
 from lightning_megatron.models import BertConfig, BertModel, GPTConfig, GPTModel
 from lightning_megatron.moe.config import MoEConfig, RouterConfig
 from lightning_megatron.optim.config import OptimizerConfig
-from lightning_megatron.precision.product import Fp8Product
+from lightning_megatron.precision.gemm import Fp8Gemm
 from lightning_megatron.tensor.linear import ParallelLinear
 from lightning_megatron.trainer.precision import MegatronPrecision
 from lightning_megatron.transformer.engine_twins import LinearTwin
@@ -83,7 +83,7 @@ class NoTransformer(L.LightningModule):
 
 def fp8_linears(module: nn.Module) -> list[str]:
     named = module.named_modules()
-    return [name for name, m in named if isinstance(m, ParallelLinear) and isinstance(m.product, Fp8Product)]
+    return [name for name, m in named if isinstance(m, ParallelLinear) and isinstance(m.gemm, Fp8Gemm)]
 
 
 def loader(rows: int = 16) -> Any:

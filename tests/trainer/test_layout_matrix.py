@@ -58,7 +58,7 @@ class Case:
     layouts: tuple[str, ...]
     """By which the losses of the steps after the break may differ: sums in other orders."""
     tolerance: float
-    """Bytes of a number of the weights that are saved: of the main weights where there are any."""
+    """Bytes of a number of the weights that are saved: of the master weights where there are any."""
     itemsize: int
 
 

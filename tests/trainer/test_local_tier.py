@@ -108,7 +108,7 @@ def model_goes_on(layout: Layout, precision: str, folder: Path) -> None:
         found.append(ends)
     whole, again = found
     assert again.first == 5 and again.state.keys() == whole.state.keys()
-    assert any(name.startswith("main weights/") for name in whole.state) == (precision == "bf16-mixed")
+    assert any(name.startswith("master weights/") for name in whole.state) == (precision == "bf16-mixed")
     assert [name for name, tensor in whole.state.items() if not torch.equal(tensor, again.state[name])] == []
 
 
@@ -118,10 +118,10 @@ def model_goes_on(layout: Layout, precision: str, folder: Path) -> None:
     [(TP2, "64-true"), (SHARDED, "bf16-mixed"), (PP2, "bf16-mixed")],
     ids=["tp2", "dp2 distributed bf16", "pp2 bf16"],
 )
-def test_main_weights_moments_averages_and_dropout_go_on_bit_by_bit(
+def test_master_weights_moments_averages_and_dropout_go_on_bit_by_bit(
     layout: Layout, precision: str, tmp_path: Path
 ) -> None:
-    """Parts with padding; main weights that only one of the replicas has."""
+    """Parts with padding; master weights that only one of the replicas has."""
     run_on_ranks(layout.world, model_goes_on, layout, precision, tmp_path, init=False)
 
 

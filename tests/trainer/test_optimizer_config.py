@@ -234,7 +234,7 @@ def refusals() -> dict[str, str]:
     }
 
 
-def test_what_main_weights_cannot_do_is_refused_with_a_way_out() -> None:
+def test_what_master_weights_cannot_do_is_refused_with_a_way_out() -> None:
     [found] = run_on_ranks(1, refusals, init=False)
     for name, message in {
         "newton": "LBFGS runs forwards within its step",

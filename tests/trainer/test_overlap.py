@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_megatron import MegatronStrategy, OptimizerConfig, PipelineConfig
 from lightning_megatron.models import GPTConfig, GPTModel
 from lightning_megatron.optim.bucket import Bucket
-from lightning_megatron.optim.main_weights import MainWeights
+from lightning_megatron.optim.master_weights import MasterWeights
 from lightning_megatron.pipeline.scheduled import ScheduledCall
 from tests.harness.ranks import run_on_ranks
 
@@ -54,16 +54,16 @@ def last_step(overlaps: bool, layout: dict[str, Any], schedule: Any) -> Events:
     note(events, ScheduledCall, "backward_weight", lambda call, stage, microbatch: stage)
     note(events, ScheduledCall, "forward", lambda call, stage, microbatch, received: stage)
     flown: list[int] = []
-    original = MainWeights.wait
+    original = MasterWeights.wait
 
-    def wait(self: MainWeights, parameters: Any = None) -> None:
+    def wait(self: MasterWeights, parameters: Any = None) -> None:
         before = len(self._flying)
         original(self, parameters)
         if before != len(self._flying):
             flown.append(before - len(self._flying))
             events.append(("landed", before - len(self._flying)))
 
-    MainWeights.wait = wait  # type: ignore[method-assign]
+    MasterWeights.wait = wait  # type: ignore[method-assign]
     config = OptimizerConfig(
         kind="distributed", bucket_size=500, overlap_grad_reduce=overlaps, overlap_param_gather=overlaps
     )

@@ -118,7 +118,7 @@ def test_training_in_16_bits_ends_where_float32_ends(precision: str, kind: str, 
 
 
 @pytest.mark.slow
-def test_without_main_weights_it_ends_outside_of_that_bound_though_not_far() -> None:
-    # Steps below the rounding of a bfloat16 weight are lost: what main weights are for, and what the bound notices.
+def test_without_master_weights_it_ends_outside_of_that_bound_though_not_far() -> None:
+    # Steps below the rounding of a bfloat16 weight are lost: what master weights are for, and what the bound notices.
     apart = abs(end_of("bf16-true") / end_of("32-true") - 1)
     assert BOUND < apart < 5 * BOUND

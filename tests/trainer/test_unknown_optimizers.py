@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from lightning_megatron import ConfigurationError
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.models import GPTConfig, GPTModel
-from lightning_megatron.optim.config import LooksAt, OptimizerConfig
-from lightning_megatron.optim.reach import reach_of
+from lightning_megatron.optim.config import DeclaredScope, OptimizerConfig
+from lightning_megatron.optim.update_scope import update_scope_of
 from lightning_megatron.trainer.setup_model import require_separable
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.fits import Parts, parts_apart, weights
@@ -66,8 +66,8 @@ class SteppedChain(Small):
         return ByMatrix(self.parameters())
 
 
-def with_kind(layout: Layout, looks_at: LooksAt, kind: str = "replicated") -> Layout:
-    settings: dict[str, Any] = {"kind": kind, "looks_at": looks_at, "bucket_size": 60}
+def with_kind(layout: Layout, update_scope: DeclaredScope, kind: str = "replicated") -> Layout:
+    settings: dict[str, Any] = {"kind": kind, "update_scope": update_scope, "bucket_size": 60}
     return Layout(**{**vars(layout), "optimizer": OptimizerConfig(**settings)})
 
 
@@ -88,8 +88,8 @@ def runs() -> dict[str, Any]:
     return {
         "unknown": fitted(with_kind(TP2, "auto"), Stepped(BySign)),
         "declared by matrix": fitted(with_kind(TP2, "parameter"), Stepped(ByMatrix)),
-        "declared by number": fitted(with_kind(TP2, "number"), Stepped(BySign)),
-        "declared wrongly": fitted(with_kind(TP2, "number"), Stepped(ByMatrix)),
+        "declared by number": fitted(with_kind(TP2, "elementwise"), Stepped(BySign)),
+        "declared wrongly": fitted(with_kind(TP2, "elementwise"), Stepped(ByMatrix)),
     }
 
 
@@ -101,7 +101,7 @@ def test_where_tensor_parallelism_cuts_matrices_an_unknown_optimizer_must_be_dec
     [plain] = run_on_ranks(1, run_plain, init=False)
     for found in run_on_ranks(2, runs, init=False):
         told = found["unknown"][0]
-        assert "BySign is none of torch's own" in told and 'OptimizerConfig(looks_at="number")' in told
+        assert "BySign is none of torch's own" in told and 'OptimizerConfig(update_scope="elementwise")' in told
         assert "ByMatrix looks at whole matrices, and tensor parallelism cuts them" in found["declared by matrix"][0]
         ending, warned, after = found["declared by number"]
         assert (ending, warned) == ("trained", []) and parts_apart(after, plain["BySign"]) < 1e-10
@@ -115,7 +115,7 @@ def steps_some_weights() -> dict[str, Any]:
         "stages, declared": fitted(with_kind(PP2, "parameter"), SteppedChain()),
         "shards": fitted(with_kind(Layout(world=2), "auto", "distributed"), SteppedChain()),
         "shards, declared": fitted(with_kind(Layout(world=2), "parameter", "distributed"), SteppedChain()),
-        "shards of numbers": fitted(with_kind(Layout(world=2), "number", "distributed"), SteppedChain()),
+        "shards of numbers": fitted(with_kind(Layout(world=2), "elementwise", "distributed"), SteppedChain()),
         "replicas": fitted(with_kind(Layout(world=2), "auto"), SteppedChain()),
     }
 
@@ -129,7 +129,7 @@ def test_an_unknown_optimizer_that_steps_some_weights_of_many_is_told_of_once() 
     first, _ = run_on_ranks(2, steps_some_weights, init=False, timeout=120)
     for case in ("stages", "shards"):
         [told] = first[case][1]
-        assert "ByMatrix is none of torch's own" in told and 'OptimizerConfig(looks_at="parameter")' in told
+        assert "ByMatrix is none of torch's own" in told and 'OptimizerConfig(update_scope="parameter")' in told
     for case in ("stages, declared", "shards, declared", "replicas"):
         assert first[case][:2] == ("trained", []), case
     # Whole weights stay whole, and right.
@@ -146,19 +146,19 @@ class OwnAdamW(torch.optim.AdamW):
 @pytest.mark.parametrize(
     ("make", "declared", "reach"),
     [
-        (torch.optim.AdamW, "auto", "number"),
-        (torch.optim.SparseAdam, "auto", "number"),
-        (torch.optim.AdamW, "parameter", "number"),
-        (torch.optim.Adafactor, "number", "parameter"),
+        (torch.optim.AdamW, "auto", "elementwise"),
+        (torch.optim.SparseAdam, "auto", "elementwise"),
+        (torch.optim.AdamW, "parameter", "elementwise"),
+        (torch.optim.Adafactor, "elementwise", "parameter"),
         (torch.optim.Muon, "auto", "parameter"),
-        (torch.optim.LBFGS, "number", "model"),
+        (torch.optim.LBFGS, "elementwise", "model"),
         (OwnAdamW, "auto", "unknown"),
-        (OwnAdamW, "number", "number"),
+        (OwnAdamW, "elementwise", "elementwise"),
         (BySign, "parameter", "parameter"),
     ],
 )
-def test_a_declaration_counts_for_what_torch_does_not_ship(make: Any, declared: LooksAt, reach: str) -> None:
-    assert reach_of(make([nn.Parameter(torch.zeros(2, 2))]), declared) == reach
+def test_a_declaration_counts_for_what_torch_does_not_ship(make: Any, declared: DeclaredScope, reach: str) -> None:
+    assert update_scope_of(make([nn.Parameter(torch.zeros(2, 2))]), declared) == reach
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adafactor, BySign])
@@ -166,8 +166,8 @@ def test_padding_does_not_count_in_steps_of_whole_matrices(kind: Any) -> None:
     def require(optimizer: Any, multiple: int) -> None:
         config = GPTConfig(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=37, vocab_multiple=multiple)
         model = GPTModel(config, mesh=Mesh.single(), seed=0)
-        settings = OptimizerConfig(looks_at="parameter")
-        require_separable([optimizer(model.parameters())], settings, Mesh.single(), has_main_weights=False)
+        settings = OptimizerConfig(update_scope="parameter")
+        require_separable([optimizer(model.parameters())], settings, Mesh.single(), has_master_weights=False)
 
     require(kind, 1)
     require(torch.optim.AdamW, 8)

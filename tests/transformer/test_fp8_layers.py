@@ -14,7 +14,7 @@ from lightning_megatron import Fp8Config
 from lightning_megatron.comm.collectives import all_reduce_
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.models import GPTConfig, GPTModel, T5Config, T5Model
-from lightning_megatron.precision.product import Fp8Product
+from lightning_megatron.precision.gemm import Fp8Gemm
 from lightning_megatron.tensor.linear import ParallelLinear
 from lightning_megatron.tensor.weight_gradients import Task, WeightGradients, share
 from lightning_megatron.transformer.fp8_layers import TorchFp8Layers, chosen_layers, tile_faults, use_torch
@@ -101,8 +101,8 @@ def test_each_rank_casts_its_part_as_it_would_be_cast_in_the_whole(fp8: Fp8Confi
         return torch.outer(torch.linspace(0, 8, rows).exp2(), torch.linspace(0, 8, columns).exp2())
 
     def casts(model: GPTModel, name: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
-        product = model.get_submodule(f"layers.1.{name}").product
-        assert isinstance(product, Fp8Product)
+        product = model.get_submodule(f"layers.1.{name}").gemm
+        assert isinstance(product, Fp8Gemm)
         x = product.cast_input(parts["x"], is_training=True).inverse_scale
         grad = product.cast_gradient(parts["grad"]).inverse_scale
         weight = product._weight.cast(parts["weight"], is_training=True).inverse_scale
@@ -252,7 +252,7 @@ def test_the_end_of_a_step_forgets_weights_whatever_way_they_changed() -> None:
 
 def products(model: nn.Module) -> dict[str, bool]:
     return {
-        name: isinstance(layer.product, Fp8Product)
+        name: isinstance(layer.gemm, Fp8Gemm)
         for name, layer in model.named_modules()
         if isinstance(layer, ParallelLinear)
     }
@@ -369,7 +369,7 @@ def test_cross_attention_of_a_cut_t5_multiplies_in_fp8_as_on_one_rank(
         for part in ("query", "key_value", "projection"):
             for layer in range(2):
                 linear = model.get_submodule(f"decoder.layers.{layer}.cross_attention.{part}")
-                assert isinstance(linear, ParallelLinear) and isinstance(linear.product, Fp8Product)
+                assert isinstance(linear, ParallelLinear) and isinstance(linear.gemm, Fp8Gemm)
         return found
 
     wanted = losses(T5Model(T5, mesh=Mesh.single(), seed=4))

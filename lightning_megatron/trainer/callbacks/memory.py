@@ -18,7 +18,7 @@ from lightning_megatron.trainer.strategy import MegatronStrategy
 _PHASES = ("setup", "forward_backward", "optimizer", "evaluation", "checkpoint")
 _BETWEEN = ""
 # Kinds that are held from step to step; what else there is at the peak is the rest.
-_HELD = ("weights", "gradients", "main_weights", "moments")
+_HELD = ("weights", "gradients", "master_weights", "moments")
 _REST = "activations and the rest"
 
 
@@ -58,7 +58,7 @@ class MemoryMonitor(L.Callback):
     `resident_so_far`, the most since the process began, where the system does not let the peak be set back.
 
     After `print_after_steps` optimizer steps (0: never) it prints a table of the fullest rank, by kind, the plan beside
-    what was measured, and says why where there is no plan. Weights, gradients, main weights and moments are counted
+    what was measured, and says why where there is no plan. Weights, gradients, master weights and moments are counted
     tensor by tensor; the rest is what lies between them and the peak. Without a GPU that peak is less what the process
     held before there was a model.
     """
@@ -219,7 +219,7 @@ def _kinds(trainer: L.Trainer, gradient_bytes: int) -> dict[str, int]:
     return {
         "weights": sum(weights.values()),
         "gradients": gradient_bytes,
-        "main_weights": sum(size for place, size in main.items() if place not in weights),
+        "master_weights": sum(size for place, size in main.items() if place not in weights),
         "moments": sum(moments.values()),
     }
 

@@ -100,7 +100,7 @@ TABLES: dict[str, tuple[Layout, dict[str, Any]]] = {
     "interleaved": (LAYOUTS["interleaved"], {}),
     "distributed": (MAIN, {}),
     "low-rank paths": (LAYOUTS["pp2"], {"lora": LoraConfig(rank=16, targets=("attention.qkv", "mlp.down"))}),
-    "bf16 with main weights": (MAIN, {"precision": "bf16-mixed"}),
+    "bf16 with master weights": (MAIN, {"precision": "bf16-mixed"}),
 }
 
 
@@ -111,14 +111,14 @@ def test_what_is_held_from_step_to_step_is_what_the_planner_said(name: str) -> N
     assert others == [""] * (layout.world - 1)
     found = columns(text)
     has_main = options.get("precision") == "bf16-mixed"
-    for kind in ("weights", "gradients", "moments", *(["main weights"] if has_main else [])):
+    for kind in ("weights", "gradients", "moments", *(["master weights"] if has_main else [])):
         plan, measured = found[kind]
         # AdamW's numbers of steps are 4 bytes a parameter; under mixed precision vectors stay in float32, and buckets
         # of both replicas are filled up to one length.
         assert plan > 0 and measured == pytest.approx(plan, rel=0.05 if has_main or layout is MAIN else 2e-3)
     if not has_main:
         # What the optimizer steps shares the memory of the weights.
-        assert found["main weights"] == (0, 0)
+        assert found["master weights"] == (0, 0)
     # The process has all of that, and buffers of libraries besides.
     assert found["activations and the rest"][1] > found["activations and the rest"][0] > 0
     assert found["sum"][1] == pytest.approx(sum(m for kind, (_, m) in found.items() if kind != "sum"), rel=1e-3)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Sizes
-from lightning_megatron.optim.sums import extremes, scale_in_place, square, stage_axes
+from lightning_megatron.optim.reductions import extremes, scale_in_place, square, stage_axes
 from tests.harness.ranks import run_on_ranks
 from tests.optim.test_gradients import group
 from tests.pipeline.meshes import make_mesh

@@ -36,18 +36,18 @@ class Range:
 
 
 def bucket_layouts(
-    sizes: Sequence[int], *, num_shards: int, bucket_size: int, keeps_whole: bool = False
+    sizes: Sequence[int], *, num_shards: int, bucket_size: int, no_split: bool = False
 ) -> list[BucketLayout]:
     """The buckets of parameters with `sizes` elements each, about `bucket_size` elements in one."""
     layouts, members, filled = [], list[int](), 0
     for index, size in enumerate(sizes):
         if members and filled + size > bucket_size:
-            layouts.append(_layout(members, sizes, num_shards, keeps_whole))
+            layouts.append(_layout(members, sizes, num_shards, no_split))
             members, filled = [], 0
         members.append(index)
         filled += size
     if members:
-        layouts.append(_layout(members, sizes, num_shards, keeps_whole))
+        layouts.append(_layout(members, sizes, num_shards, no_split))
     return layouts
 
 
@@ -58,8 +58,8 @@ def own_range(start: int, size: int, num_elements: int, num_shards: int, rank: i
     return Range(first - start, max(first, last) - start)
 
 
-def _layout(members: list[int], sizes: Sequence[int], num_shards: int, keeps_whole: bool) -> BucketLayout:
-    if keeps_whole:
+def _layout(members: list[int], sizes: Sequence[int], num_shards: int, no_split: bool) -> BucketLayout:
+    if no_split:
         return _whole_layout(members, sizes, num_shards)
     starts, end = [], 0
     for index in members:

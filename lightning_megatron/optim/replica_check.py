@@ -8,7 +8,7 @@ from torch import Tensor
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.optim.gradients import Gradients
-from lightning_megatron.optim.sums import extremes
+from lightning_megatron.optim.reductions import extremes
 
 # Wider elements count as several of 32 bits: the highest of 64, times an even number, would leave the sum.
 _INTEGERS = {1: torch.uint8, 2: torch.int16}
@@ -31,11 +31,11 @@ def describe_nonfinite(gradients: Gradients, world: Axis) -> list[str]:
     made by itself came with the sum, or after it.
     """
     summed = {
-        held.name
-        for held, tensor, _ in gradients.stepped()
+        param.name
+        for param, tensor, _ in gradients.stepped()
         if tensor.grad is not None and not bool(extremes(tensor.grad).isfinite().all())
     }
-    by_rank = collectives.gather_objects((gradients.made_nonfinite(), summed), world)
+    by_rank = collectives.gather_objects((gradients.nonfinite_before_reduce(), summed), world)
     bad: set[str] = set().union(*(found for _, found in by_rank))
     # What an earlier sum of the same step had may be gone: zeroed, or left out by a hook.
     by_themselves = [
@@ -49,23 +49,23 @@ def differing_copies(gradients: Gradients, mesh: Mesh) -> list[str]:
 
     Collective over the replicas, the axes of replicated parameters, the holders of tied names, and the world.
     """
-    held_ones = sorted(gradients.held, key=lambda held: held.name)
+    params = sorted(gradients.params, key=lambda param: param.name)
     axes: dict[tuple[int, ...], tuple[Axis, list[int]]] = {}
-    for place, held in enumerate(held_ones):
-        shared = [held.replicas, *held.shard.replicas]
-        if held.holders is not None:
-            shared.append(held.holders)
+    for place, param in enumerate(params):
+        shared = [param.replicas, *param.shard.replicas]
+        if param.holders is not None:
+            shared.append(param.holders)
         for axis in shared:
             if axis.size > 1:
                 axes.setdefault(axis.ranks, (axis, []))[1].append(place)
-    prints = [fingerprint(held.parameter.detach()) for held in held_ones]
+    prints = [fingerprint(param.parameter.detach()) for param in params]
     differing = set()
     for axis, places in (axes[ranks] for ranks in sorted(axes)):
         own = torch.stack([prints[place] for place in places])
         least, most = collectives.all_reduce(own, axis, "min"), collectives.all_reduce(own, axis, "max")
         for place, is_same in zip(places, (least == most).tolist(), strict=True):
             if not is_same:
-                differing.add(f"{held_ones[place].name} on ranks {', '.join(map(str, axis.ranks))}")
+                differing.add(f"{params[place].name} on ranks {', '.join(map(str, axis.ranks))}")
     return sorted({line for lines in collectives.gather_objects(sorted(differing), mesh.world) for line in lines})
 
 

@@ -7,16 +7,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.mesh import Axis, Mesh, Sizes
-from lightning_megatron.optim.agreement import (
+from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.optim.gradients import Gradients
+from lightning_megatron.optim.master_weights import MasterWeights
+from lightning_megatron.optim.replica_check import (
     describe_nonfinite,
     differing_copies,
     fingerprint,
     found_nonfinite,
     in_words,
 )
-from lightning_megatron.optim.config import OptimizerConfig
-from lightning_megatron.optim.gradients import Gradients
-from lightning_megatron.optim.main_weights import MainWeights
 from lightning_megatron.sharding import Initial, shard_parameter
 from tests.harness.ranks import run_on_ranks
 from tests.optim.test_gradients import group, no_group
@@ -143,14 +143,14 @@ def makes_nan(kind: str) -> dict[str, Any]:
     config = OptimizerConfig(bucket_size=60, kind=kind)  # type: ignore[arg-type]
     gradients = Gradients(named, set(), mesh, no_group, CPU, config=config)
     if kind == "distributed":
-        MainWeights(gradients, [torch.optim.SGD([parameter for _, parameter in named], lr=1.0)])
+        MasterWeights(gradients, [torch.optim.SGD([parameter for _, parameter in named], lr=1.0)])
     gradients.reduce(outside_over_stages=False)
-    found: dict[str, Any] = {"buckets": [{held.name for held in bucket.members} for bucket in gradients.buckets]}
+    found: dict[str, Any] = {"buckets": [{param.name for param in bucket.members} for bucket in gradients.buckets]}
     found["sent"] = describe_nonfinite(gradients, mesh.world)
-    for owned in gradients.owned:
-        owned.tensor.grad.zero_()  # type: ignore[union-attr]
-        if mesh.global_rank == 2 and owned.held.name == "e":
-            owned.tensor.grad[0] = float("inf")  # type: ignore[index]
+    for shard in gradients.param_shards:
+        shard.tensor.grad.zero_()  # type: ignore[union-attr]
+        if mesh.global_rank == 2 and shard.param.name == "e":
+            shard.tensor.grad[0] = float("inf")  # type: ignore[index]
     found["later"] = describe_nonfinite(gradients, mesh.world)
     return found
 

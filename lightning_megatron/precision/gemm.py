@@ -2,7 +2,7 @@
 
     forward  y = x W^T        input gradient  dx = dy W        weight gradient  dW = dy^T x
 
-`Fp8Product` does each as one scaled product of float8 operands, torch's own. Those want the inner dim last on both
+`Fp8Gemm` does each as one scaled product of float8 operands, torch's own. Those want the inner dim last on both
 sides, so the backward products transpose: the weight once a step, gradient and input each time. Inner dims are
 multiples of 16: features are so by rule, tokens are padded with zeros. Dims: T tokens, I features in, O features out.
 """
@@ -20,7 +20,7 @@ TILE = 16
 """What the inner and the last dim of a float8 product must be multiples of."""
 
 
-class Product(Protocol):
+class Gemm(Protocol):
     """How a linear layer multiplies. Operands are what `cast_input` and `cast_gradient` gave, gathered or not."""
 
     def cast_input(self, x_TI: Tensor, *, is_training: bool) -> Operand:
@@ -45,7 +45,7 @@ class Product(Protocol):
         """dy^T x in the weight's shape and dtype."""
         ...
 
-    def add_weight_gradient(self, weight: Tensor, grad_TO: Operand, x_TI: Operand, home: Tensor | None) -> None:
+    def add_weight_gradient(self, weight: Tensor, grad_TO: Operand, x_TI: Operand, grad_view: Tensor | None) -> None:
         """Adds dy^T x to the weight's `.grad`."""
         ...
 
@@ -69,7 +69,7 @@ class CastWeight:
         return self._transposed_IO
 
 
-class Fp8Product:
+class Fp8Gemm:
     """Multiplies in float8; keeps the cast weight until `forget`, for all microbatches of a step."""
 
     def __init__(self, *, x: Scaling, weight: Scaling, gradient: Scaling) -> None:
@@ -103,10 +103,10 @@ class Fp8Product:
         return self.gradient_in(weight.dtype, grad_TO, x_TI).view(weight.shape)
 
     @torch.no_grad()
-    def add_weight_gradient(self, weight: Tensor, grad_TO: Operand, x_TI: Operand, home: Tensor | None) -> None:
-        if weight.grad is None and home is not None:
-            home.copy_(self.gradient_in(home.dtype, grad_TO, x_TI).view(weight.shape))
-            weight.grad = home
+    def add_weight_gradient(self, weight: Tensor, grad_TO: Operand, x_TI: Operand, grad_view: Tensor | None) -> None:
+        if weight.grad is None and grad_view is not None:
+            grad_view.copy_(self.gradient_in(grad_view.dtype, grad_TO, x_TI).view(weight.shape))
+            weight.grad = grad_view
         elif weight.grad is None:
             # Where the parameter says so its gradients are wider than itself.
             dtype = weight.grad_dtype if weight.grad_dtype is not None else weight.dtype

@@ -46,10 +46,10 @@ def scale_in_place(tensors: Sequence[Tensor], factor: Tensor) -> None:
 
 def stage_axes(names_by_rank: Sequence[Sequence[str]], mesh: Mesh, new_group: NewGroup) -> dict[str, Axis]:
     """For each name that several pp ranks hold, the axis of those ranks. Collective over the world."""
-    by_rank = [set(held) for held in names_by_rank]
+    by_rank = [set(param) for param in names_by_rank]
     holders: dict[str, tuple[int, ...]] = {}
     for name in sorted(set().union(*by_rank)):
-        ranks = tuple(rank for rank, held in enumerate(by_rank) if name in held)
+        ranks = tuple(rank for rank, param in enumerate(by_rank) if name in param)
         if len(ranks) > 1:
             holders[name] = ranks
     axes: dict[tuple[int, ...], Axis] = {}

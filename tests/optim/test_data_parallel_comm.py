@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.optim.config import OptimizerConfig
-from lightning_megatron.optim.exchange import Exchange
+from lightning_megatron.optim.data_parallel_comm import DataParallelComm
 from lightning_megatron.optim.gradients import Gradients
-from lightning_megatron.optim.main_weights import MainWeights
+from lightning_megatron.optim.master_weights import MasterWeights
 from tests.harness.ranks import run_on_ranks
 from tests.optim.test_gradients import group
 from tests.pipeline.meshes import make_mesh
@@ -27,28 +27,28 @@ class Steps:
         self.optimizer = torch.optim.SGD(self.named.values(), lr=1.0)
         config = OptimizerConfig(bucket_size=1, **options)
         gradients = Gradients(self.named.items(), set(), mesh, group, CPU, config=config, low=low)
-        has_main_weights = config.kind == "distributed" or low is not None
-        self.main_weights = MainWeights(gradients, [self.optimizer]) if has_main_weights else None
-        self.exchange = Exchange(gradients, self.main_weights, [self.named["a"], self.named["b"]])
+        has_master_weights = config.kind == "distributed" or low is not None
+        self.master_weights = MasterWeights(gradients, [self.optimizer]) if has_master_weights else None
+        self.dp_comm = DataParallelComm(gradients, self.master_weights, [self.named["a"], self.named["b"]])
 
     def step(self) -> None:
         """Every weight falls by the sum of ones over the replicas."""
         self.optimizer.zero_grad()
-        self.exchange.gather_all()
-        self.exchange.gradients.free(dropped=False)
-        self.exchange.begin_backwards()
-        self.exchange.expect(0)
+        self.dp_comm.gather_all()
+        self.dp_comm.gradients.free(dropped=False)
+        self.dp_comm.begin_backwards()
+        self.dp_comm.expect(0)
         loss: Tensor = sum(p.float().sum() for p in self.named.values())  # type: ignore[assignment]
         loss.backward()
-        self.exchange.complete(0)
-        self.exchange.gradients.reduce(outside_over_stages=False)
-        self.exchange.prepare_step()
+        self.dp_comm.complete(0)
+        self.dp_comm.gradients.reduce(outside_over_stages=False)
+        self.dp_comm.prepare_step()
         self.optimizer.step()
-        self.exchange.publish()
+        self.dp_comm.update_params()
 
     def flying(self) -> list[str]:
-        assert self.main_weights is not None
-        return sorted(held.name for bucket in self.main_weights._flying for held in bucket.members)
+        assert self.master_weights is not None
+        return sorted(param.name for bucket in self.master_weights._in_flight for param in bucket.members)
 
     def values(self) -> list[float]:
         return [p.detach().double().mean().item() for p in self.named.values()]
@@ -58,11 +58,11 @@ def waits(overlaps: bool) -> list[Any]:
     steps = Steps(make_mesh(Sizes(world=2)), kind="distributed", overlap_param_gather=overlaps)
     steps.step()
     found: list[Any] = [steps.flying()]
-    steps.exchange.gather_part([steps.named["b"]])
+    steps.dp_comm.gather_part([steps.named["b"]])
     found.append(steps.flying())
-    steps.exchange.gather(0)
+    steps.dp_comm.gather(0)
     found.append(steps.flying())
-    steps.exchange.gather_all()
+    steps.dp_comm.gather_all()
     return [*found, steps.flying(), steps.values()]
 
 
@@ -82,7 +82,7 @@ def steps_twice(kind: str) -> list[float]:
     steps = Steps(make_mesh(Sizes(world=2)), kind=kind, overlap_param_gather=kind == "distributed")
     steps.step()
     steps.step()
-    steps.exchange.settle()
+    steps.dp_comm.synchronize()
     return steps.values()
 
 
@@ -92,17 +92,17 @@ def test_what_is_settled_has_the_values_of_all_steps(kind: str) -> None:
 
 
 def changed_by_hand() -> tuple[list[float], list[float]]:
-    """Somebody writes to a parameter in 16 bits between two steps: its main weight follows, that of others does not."""
+    """Somebody writes to a parameter in 16 bits between two steps: its master weight follows, others do not."""
     steps = Steps(Mesh.single(), low=torch.bfloat16)
     steps.step()
     with torch.no_grad():
         steps.named["a"].fill_(10.0)
-        for owned in steps.exchange.gradients.owned:
-            if owned.held.name == "b":
+        for shard in steps.dp_comm.gradients.param_shards:
+            if shard.param.name == "b":
                 # Less than 16 bits see.
-                owned.tensor.add_(2.0**-12)
+                shard.tensor.add_(2.0**-12)
     steps.step()
-    by_name = {owned.held.name: owned.tensor.mean().item() for owned in steps.exchange.gradients.owned}
+    by_name = {shard.param.name: shard.tensor.mean().item() for shard in steps.dp_comm.gradients.param_shards}
     return [by_name[name] for name in NAMES], steps.values()
 
 
@@ -124,16 +124,16 @@ def test_backwards_open_the_sender_only_where_gradients_leave_early(
     overlaps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps, opened = Steps(Mesh.single(), overlap_grad_reduce=overlaps), []
-    monkeypatch.setattr(steps.exchange.gradients.sender, "open", lambda: opened.append(True))
-    steps.exchange.begin_backwards()
+    monkeypatch.setattr(steps.dp_comm.gradients.reducer, "open", lambda: opened.append(True))
+    steps.dp_comm.begin_backwards()
     assert opened == [True] * overlaps
 
 
 def test_the_home_of_a_gradient_is_known_and_a_stranger_has_none() -> None:
     steps = Steps(Mesh.single())
-    home = steps.exchange.home(steps.named["a"])
-    assert home is not None and home.shape == (2, 8)
-    assert steps.exchange.home(nn.Parameter(torch.zeros(1))) is None
+    grad_view = steps.dp_comm.grad_view(steps.named["a"])
+    assert grad_view is not None and grad_view.shape == (2, 8)
+    assert steps.dp_comm.grad_view(nn.Parameter(torch.zeros(1))) is None
 
 
 def released(kind: str, low: torch.dtype | None) -> list[Any]:
@@ -143,13 +143,13 @@ def released(kind: str, low: torch.dtype | None) -> list[Any]:
     with torch.no_grad():
         # A callback's last word.
         steps.named["b"].fill_(5.0)
-    has_shards = steps.exchange.has_shards
-    steps.exchange.release()
-    homes = [steps.exchange.home(p) for p in steps.named.values()]
+    has_shards = steps.dp_comm.has_shards
+    steps.dp_comm.release()
+    grad_views = [steps.dp_comm.grad_view(p) for p in steps.named.values()]
     for parameter in steps.named.values():
         parameter.grad = None
     (steps.named["a"] * 2).sum().backward()
-    is_watched = any(p.grad is home for p, home in zip(steps.named.values(), homes, strict=True))
+    is_watched = any(p.grad is grad_view for p, grad_view in zip(steps.named.values(), grad_views, strict=True))
     return [has_shards, during, {p.dtype for p in steps.named.values()}, steps.values(), is_watched]
 
 
@@ -162,14 +162,14 @@ def test_released_parameters_have_the_dtype_of_before_and_the_values_of_now(kind
         assert values == [-1, 5, 1] and not is_watched
 
 
-def test_without_main_weights_nothing_is_waited_for() -> None:
+def test_without_master_weights_nothing_is_waited_for() -> None:
     steps = Steps(Mesh.single())
     steps.step()
-    steps.exchange.gather_all()
-    steps.exchange.gather(0)
-    steps.exchange.gather_part([steps.named["a"]])
-    assert steps.main_weights is None and steps.values() == [0, 1, 2]
+    steps.dp_comm.gather_all()
+    steps.dp_comm.gather(0)
+    steps.dp_comm.gather_part([steps.named["a"]])
+    assert steps.master_weights is None and steps.values() == [0, 1, 2]
 
 
 def test_a_single_replica_has_no_shards() -> None:
-    assert not Steps(Mesh.single(), kind="distributed").exchange.has_shards
+    assert not Steps(Mesh.single(), kind="distributed").dp_comm.has_shards

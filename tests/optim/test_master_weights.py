@@ -1,4 +1,4 @@
-"""Whatever the optimizer, main weights in the place of its parameters step as whole parameters do on one device."""
+"""Whatever the optimizer, master weights in the place of its parameters step as whole parameters do on one device."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +10,10 @@ from torch.optim import Optimizer
 
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.optim.config import OptimizerConfig
-from lightning_megatron.optim.exchange import Exchange
+from lightning_megatron.optim.data_parallel_comm import DataParallelComm
 from lightning_megatron.optim.gradients import Gradients
-from lightning_megatron.optim.main_weights import MainWeights
-from lightning_megatron.optim.reach import steps_by_number
+from lightning_megatron.optim.master_weights import MasterWeights
+from lightning_megatron.optim.update_scope import is_elementwise
 from tests.harness.ranks import run_on_ranks
 from tests.optim.test_gradients import no_group
 from tests.pipeline.meshes import make_mesh
@@ -85,12 +85,12 @@ class Training:
         self.optimizer = made(groups_of(self.named))
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
         config = OptimizerConfig(kind=kind, bucket_size=60)
-        keeps_whole = not steps_by_number(self.optimizer, "auto")
+        no_split = not is_elementwise(self.optimizer, "auto")
         self.gradients = Gradients(
-            self.named.items(), set(), mesh, no_group, CPU, config=config, keeps_whole=keeps_whole, low=low
+            self.named.items(), set(), mesh, no_group, CPU, config=config, no_split=no_split, low=low
         )
-        self.main = MainWeights(self.gradients, [self.optimizer])
-        self.exchange = Exchange(self.gradients, self.main)
+        self.main = MasterWeights(self.gradients, [self.optimizer])
+        self.dp_comm = DataParallelComm(self.gradients, self.main)
 
     def step(self, number: int) -> None:
         """A replica's share of the gradient is as its place; the shares sum to 1."""
@@ -102,15 +102,15 @@ class Training:
             wanted = parameter.grad_dtype or parameter.dtype
             parameter.grad = (share * gradient).to(wanted)
         self.gradients.reduce(outside_over_stages=False)
-        self.exchange.prepare_step()
+        self.dp_comm.prepare_step()
         self.optimizer.step()
-        self.exchange.publish()
+        self.dp_comm.update_params()
         self.scheduler.step()
         self.optimizer.zero_grad()
 
 
 def plain(made: Made, dtype: torch.dtype, steps: int) -> dict[str, nn.Parameter]:
-    """On one device, with no main weights."""
+    """On one device, with no master weights."""
     named = parameters(dtype)
     optimizer = made(groups_of(named))
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -139,7 +139,7 @@ def trained(kind: str, low: torch.dtype | None) -> dict[str, Any]:
         for number in range(4):
             run.step(number)
         lowered = {str(p.dtype) for p in run.named.values() if p.dim() > 1 and p.requires_grad}
-        run.exchange.release()
+        run.dp_comm.release()
         wanted = plain(made, dtype, 4)
         names = [group["param_names"] for group in run.optimizer.param_groups]
         assert [len(group["params"]) for group in run.optimizer.param_groups] == [len(own) for own in names]
@@ -181,7 +181,7 @@ def test_every_optimizer_steps_as_on_one_device(kind: str, low: torch.dtype | No
 def names_and_parts() -> list[tuple[str, int, int]]:
     mesh = make_mesh(Sizes(world=3))
     run = Training(OPTIMIZERS["AdamW"], mesh, "distributed", torch.float64, None)
-    return [(o.held.name, o.range.start, o.range.end) for o in run.gradients.owned]
+    return [(o.param.name, o.range.start, o.range.end) for o in run.gradients.param_shards]
 
 
 def test_replicas_own_unequal_parts_and_together_everything_once() -> None:
@@ -206,7 +206,7 @@ def test_a_changed_weight_is_taken_over(low: torch.dtype | None, name: str, how:
     run = alone(low)
     run.step(0)
     parameter = run.named[name]
-    kept = next(owned.tensor for owned in run.gradients.owned if owned.held.name == name)
+    kept = next(shard.tensor for shard in run.gradients.param_shards if shard.param.name == name)
     untouched = kept.detach().clone().view(-1)[1:]
     changed = parameter.detach().clone()
     changed.view(-1)[0] = 5.0
@@ -215,7 +215,7 @@ def test_a_changed_weight_is_taken_over(low: torch.dtype | None, name: str, how:
             parameter.copy_(changed)
     else:
         parameter.data = changed.float() if how.endswith("float32") else changed
-    run.exchange.settle()
+    run.dp_comm.synchronize()
     assert kept.view(-1)[0] == 5.0 and parameter.dtype == run.main._homes[parameter].dtype
     # What was not changed keeps all its bits.
     assert torch.equal(kept.detach().view(-1)[1:], untouched)
@@ -224,7 +224,7 @@ def test_a_changed_weight_is_taken_over(low: torch.dtype | None, name: str, how:
     torch.testing.assert_close(parameter.float(), kept, atol=0.02, rtol=0.01)
 
 
-def test_released_weights_have_every_bit_of_the_main_weights_and_no_gradient_stands_on_them() -> None:
+def test_released_weights_have_every_bit_of_the_master_weights_and_no_gradient_stands_on_them() -> None:
     run = alone(torch.bfloat16, "AdamW")
     for number in range(3):
         run.step(number)
@@ -232,9 +232,9 @@ def test_released_weights_have_every_bit_of_the_main_weights_and_no_gradient_sta
         if parameter.requires_grad:
             parameter.grad = torch.ones(parameter.shape, dtype=parameter.grad_dtype)
     run.gradients.reduce(outside_over_stages=False)
-    mains = {owned.held.name: owned.tensor.detach().clone() for owned in run.gradients.owned}
+    mains = {shard.param.name: shard.tensor.detach().clone() for shard in run.gradients.param_shards}
     assert not torch.equal(mains["first"], mains["first"].bfloat16().float())
-    run.exchange.release()
+    run.dp_comm.release()
     for name, main in mains.items():
         assert run.named[name].dtype == torch.float32 and torch.equal(run.named[name], main)
     run.optimizer.zero_grad(set_to_none=False)
@@ -247,8 +247,8 @@ def test_a_parameter_given_to_the_optimizer_later_is_refused() -> None:
     first = named.pop("first")
     optimizer = torch.optim.SGD([p for p in named.values() if p.requires_grad], lr=0.1)
     gradients = Gradients([*named.items(), ("first", first)], set(), Mesh.single(), no_group, CPU, low=torch.bfloat16)
-    exchange = Exchange(gradients, MainWeights(gradients, [optimizer]))
-    exchange.prepare_step()
+    dp_comm = DataParallelComm(gradients, MasterWeights(gradients, [optimizer]))
+    dp_comm.prepare_step()
     optimizer.add_param_group({"params": [first]})
     with pytest.raises(RuntimeError, match=r"param group 1 of SGD got a parameter after training began.*replicated"):
-        exchange.prepare_step()
+        dp_comm.prepare_step()

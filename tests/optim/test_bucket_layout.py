@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_megatron.optim.buckets import ALIGNMENT, BucketLayout, bucket_layouts, own_range
+from lightning_megatron.optim.bucket_layout import ALIGNMENT, BucketLayout, bucket_layouts, own_range
 
 SIZES = st.lists(st.integers(0, 300), min_size=1, max_size=12)
 
@@ -16,7 +16,7 @@ def occupied(layout: BucketLayout, sizes: list[int]) -> list[tuple[int, int]]:
 
 @given(SIZES, st.integers(1, 5), st.integers(1, 700), st.booleans())
 def test_every_parameter_has_a_place_of_its_own(sizes: list[int], shards: int, bucket: int, whole: bool) -> None:
-    layouts = bucket_layouts(sizes, num_shards=shards, bucket_size=bucket, keeps_whole=whole)
+    layouts = bucket_layouts(sizes, num_shards=shards, bucket_size=bucket, no_split=whole)
     assert [i for layout in layouts for i in layout.members] == list(range(len(sizes)))
     for layout in layouts:
         assert layout.num_elements % shards == 0
@@ -28,7 +28,7 @@ def test_every_parameter_has_a_place_of_its_own(sizes: list[int], shards: int, b
 
 @given(SIZES, st.integers(1, 5), st.integers(1, 700), st.booleans())
 def test_every_element_has_one_owner(sizes: list[int], shards: int, bucket: int, whole: bool) -> None:
-    for layout in bucket_layouts(sizes, num_shards=shards, bucket_size=bucket, keeps_whole=whole):
+    for layout in bucket_layouts(sizes, num_shards=shards, bucket_size=bucket, no_split=whole):
         for index, start in zip(layout.members, layout.starts, strict=True):
             size = sizes[index]
             ranges = [own_range(start, size, layout.num_elements, shards, rank) for rank in range(shards)]
@@ -47,7 +47,7 @@ def test_a_bucket_is_full_before_the_next_begins(sizes: list[int], bucket: int) 
 
 
 def test_whole_parameters_are_spread_evenly() -> None:
-    [layout] = bucket_layouts([512, 256, 256, 128, 128], num_shards=2, bucket_size=10_000, keeps_whole=True)
+    [layout] = bucket_layouts([512, 256, 256, 128, 128], num_shards=2, bucket_size=10_000, no_split=True)
     # 512 + 128 against 256 + 256 + 128.
     assert layout.num_elements == 2 * 640
     assert layout.starts == (0, 640, 896, 512, 1152)

@@ -1,7 +1,7 @@
 """What goes between replicas in a step: gradients as they are made, weights as they are needed.
 
 The one thing that whoever runs a step talks to. It hears from the schedule where a step stands and passes that on to
-the sender of gradients and to the main weights.
+the sender of gradients and to the master weights.
 """
 
 from collections.abc import Iterable
@@ -9,11 +9,11 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 from lightning_megatron.optim.gradients import Gradients
-from lightning_megatron.optim.main_weights import MainWeights
+from lightning_megatron.optim.master_weights import MasterWeights
 
 
-class Exchange:
-    """Gradients and main weights of one rank. `main_weights` is None where the optimizer steps the parameters.
+class DataParallelComm:
+    """Gradients and master weights of one rank. `master_weights` is None where the optimizer steps the parameters.
 
     For the parameters `in_parts` somebody calls `gather_part` before they are used; for all others a step waits before
     it is entered.
@@ -22,73 +22,73 @@ class Exchange:
     def __init__(
         self,
         gradients: Gradients,
-        main_weights: MainWeights | None = None,
+        master_weights: MasterWeights | None = None,
         in_parts: Iterable[nn.Parameter] = (),
     ) -> None:
         self.gradients = gradients
-        self.main_weights = main_weights
+        self.master_weights = master_weights
         waited_for = set(in_parts)
-        self._outside = [held.parameter for held in gradients.held if held.parameter not in waited_for]
-        gradients.sender.watch()
+        self._outside = [param.parameter for param in gradients.params if param.parameter not in waited_for]
+        gradients.reducer.watch()
 
-    def home(self, parameter: Tensor) -> Tensor | None:
+    def grad_view(self, parameter: Tensor) -> Tensor | None:
         """Where the first gradient of a parameter belongs."""
-        return self.gradients.sender.home(parameter)
+        return self.gradients.reducer.grad_view(parameter)
 
     # --- gradients --------------------------------------------------------------------------------------------------
 
     def begin_backwards(self) -> None:
         """The backwards of a step begin whose gradients may be sent as they are complete."""
         if self.gradients.config.overlap_grad_reduce:
-            self.gradients.sender.open()
+            self.gradients.reducer.open()
 
     def expect(self, stage: int, parameters: Iterable[Tensor] | None = None) -> None:
         """The last backward of a stage is about to run; only the gradients of `parameters` miss, where given."""
-        self.gradients.sender.expect(stage, parameters)
+        self.gradients.reducer.expect(stage, parameters)
 
-    def land(self, parameter: Tensor) -> None:
+    def grad_ready(self, parameter: Tensor) -> None:
         """The last gradient of a parameter that was put off is complete."""
-        self.gradients.sender.land(parameter)
+        self.gradients.reducer.grad_ready(parameter)
 
     def complete(self, stage: int) -> None:
         """All backwards of a stage have run."""
-        self.gradients.sender.complete(stage)
+        self.gradients.reducer.complete(stage)
 
     # --- weights ----------------------------------------------------------------------------------------------------
 
     def prepare_step(self) -> None:
         """The optimizer is about to step."""
-        if self.main_weights is not None:
-            self.main_weights.require_all()
-        self.settle()
+        if self.master_weights is not None:
+            self.master_weights.require_all()
+        self.synchronize()
 
-    def settle(self) -> None:
-        """Parameters and main weights agree from here on: what flies has landed, what somebody changed is adopted."""
-        if self.main_weights is not None:
-            self.main_weights.wait()
-            self.main_weights.adopt()
+    def synchronize(self) -> None:
+        """Parameters and master weights agree from here on: what flies has landed, what somebody changed is adopted."""
+        if self.master_weights is not None:
+            self.master_weights.wait()
+            self.master_weights.take_changed_params()
 
-    def publish(self) -> None:
+    def update_params(self) -> None:
         """The optimizer has stepped: its weights go to the replicas."""
-        if self.main_weights is not None:
-            self.main_weights.publish()
+        if self.master_weights is not None:
+            self.master_weights.update_params()
             if not self.gradients.config.overlap_param_gather:
-                self.main_weights.wait()
+                self.master_weights.wait()
 
     def gather(self, stage: int) -> None:
         """The first forward of a stage is about to run: a step is entered, and may use what no part has."""
-        if self.main_weights is not None:
-            self.main_weights.wait(self._outside)
+        if self.master_weights is not None:
+            self.master_weights.wait(self._outside)
 
     def gather_part(self, parameters: Iterable[nn.Parameter]) -> None:
         """The forward of a part that uses these parameters is about to run."""
-        if self.main_weights is not None:
-            self.main_weights.wait(parameters)
+        if self.master_weights is not None:
+            self.master_weights.wait(parameters)
 
     def gather_all(self) -> None:
         """Somebody reads weights who may read any."""
-        if self.main_weights is not None:
-            self.main_weights.wait()
+        if self.master_weights is not None:
+            self.master_weights.wait()
 
     @property
     def has_shards(self) -> bool:
@@ -100,7 +100,7 @@ class Exchange:
 
         After a failure only where no replica has what another one needs: `has_shards` says whether one has.
         """
-        self.settle()
+        self.synchronize()
         self.gradients.release()
-        if self.main_weights is not None:
-            self.main_weights.release()
+        if self.master_weights is not None:
+            self.master_weights.release()

@@ -25,21 +25,21 @@ from torch.optim import (
     SparseAdam,
 )
 
-from lightning_megatron.optim.config import LooksAt
+from lightning_megatron.optim.config import DeclaredScope
 
-Reach = Literal["number", "parameter", "model", "unknown"]
+UpdateScope = Literal["elementwise", "parameter", "model", "unknown"]
 
-_BY_NUMBER = (ASGD, SGD, Adadelta, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop, SparseAdam)
+_ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, AdamW, Adamax, NAdam, RAdam, RMSprop, Rprop, SparseAdam)
 _BY_PARAMETER = (Adafactor, Muon)
 
 
-def reach_of(optimizer: Optimizer, declared: LooksAt) -> Reach:
+def update_scope_of(optimizer: Optimizer, declared: DeclaredScope) -> UpdateScope:
     """What the step of a number looks at: as is known of torch's own optimizers, as `declared` of all others.
 
     A subclass is its author's: it may step otherwise than what it is made from.
     """
-    if type(optimizer) in _BY_NUMBER:
-        return "number"
+    if type(optimizer) in _ELEMENTWISE:
+        return "elementwise"
     if isinstance(optimizer, _BY_PARAMETER):
         return "parameter"
     if isinstance(optimizer, LBFGS):
@@ -47,6 +47,6 @@ def reach_of(optimizer: Optimizer, declared: LooksAt) -> Reach:
     return "unknown" if declared == "auto" else declared
 
 
-def steps_by_number(optimizer: Optimizer, declared: LooksAt) -> bool:
+def is_elementwise(optimizer: Optimizer, declared: DeclaredScope) -> bool:
     """Whether the optimizer may be given any part of a parameter."""
-    return reach_of(optimizer, declared) == "number"
+    return update_scope_of(optimizer, declared) == "elementwise"

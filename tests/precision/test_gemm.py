@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.precision.cast import E4M3, E5M2, Operand
-from lightning_megatron.precision.product import TILE, Fp8Product
+from lightning_megatron.precision.gemm import TILE, Fp8Gemm
 from lightning_megatron.precision.scaling import CurrentScaling
 from tests.precision.decast import decast
 
@@ -35,28 +35,28 @@ class Three:
 
     def __init__(self, gradient_dtype: torch.dtype = E5M2) -> None:
         self.weight_scaling = scaling()
-        self.product = Fp8Product(x=scaling(), weight=self.weight_scaling, gradient=scaling(gradient_dtype))
+        self.gemm = Fp8Gemm(x=scaling(), weight=self.weight_scaling, gradient=scaling(gradient_dtype))
         self.weight = nn.Parameter(torch.randn(2, OUTPUT // 2, INPUT))
-        self.x = self.product.cast_input(torch.randn(T, INPUT), is_training=True)
-        self.grad = self.product.cast_gradient(torch.randn(T, OUTPUT) * 1e-3)
+        self.x = self.gemm.cast_input(torch.randn(T, INPUT), is_training=True)
+        self.grad = self.gemm.cast_gradient(torch.randn(T, OUTPUT) * 1e-3)
         cast = scaling().cast(self.weight.detach().flatten(0, 1), is_training=True)
         self.x_TI, self.weight_OI = decast(self.x, E4M3), decast(cast, E4M3)
         self.grad_TO = decast(self.grad, gradient_dtype)
 
     def forward(self, is_training: bool = True) -> Tensor:
-        return self.product.forward(self.x, self.weight, None, torch.float32, is_training=is_training)
+        return self.gemm.forward(self.x, self.weight, None, torch.float32, is_training=is_training)
 
 
 @pytest.mark.parametrize("gradient_dtype", [E4M3, E5M2])
 def test_each_product_equals_that_of_the_numbers_its_operands_stand_for(gradient_dtype: torch.dtype) -> None:
     three = Three(gradient_dtype)
     bias = torch.randn(2, OUTPUT // 2)
-    y = three.product.forward(three.x, three.weight, bias, torch.float32, is_training=True)
+    y = three.gemm.forward(three.x, three.weight, bias, torch.float32, is_training=True)
     wanted = three.x_TI @ three.weight_OI.t() + bias.flatten()
     torch.testing.assert_close(y, wanted, rtol=0, atol=TOLERANCE * 10)
-    dx = three.product.input_gradient(three.grad, three.weight, torch.float32)
+    dx = three.gemm.input_gradient(three.grad, three.weight, torch.float32)
     torch.testing.assert_close(dx, three.grad_TO @ three.weight_OI, rtol=0, atol=TOLERANCE)
-    dw = three.product.weight_gradient(three.grad, three.x, three.weight)
+    dw = three.gemm.weight_gradient(three.grad, three.x, three.weight)
     torch.testing.assert_close(dw, (three.grad_TO.t() @ three.x_TI).view_as(three.weight), rtol=0, atol=TOLERANCE)
     # They are float8 products: those of the tensors themselves are elsewhere by much more.
     exact = three.x_TI @ three.weight.detach().flatten(0, 1).t() + bias.flatten()
@@ -76,16 +76,16 @@ def test_operands_are_laid_out_as_a_gpu_wants_them(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(torch, "_scaled_mm", strict)
     three.forward()
-    three.product.input_gradient(three.grad, three.weight, torch.float32)
-    three.product.weight_gradient(three.grad, three.x, three.weight)
+    three.gemm.input_gradient(three.grad, three.weight, torch.float32)
+    three.gemm.weight_gradient(three.grad, three.x, three.weight)
     assert shapes == [(T, INPUT, OUTPUT), (T, OUTPUT, INPUT), (OUTPUT, 32, INPUT)]
 
 
 def test_outputs_have_the_dtype_that_is_asked_for() -> None:
     three = Three()
     for dtype in (torch.float32, torch.bfloat16):
-        assert three.product.forward(three.x, three.weight, None, dtype, is_training=True).dtype == dtype
-        assert three.product.input_gradient(three.grad, three.weight, dtype).dtype == dtype
+        assert three.gemm.forward(three.x, three.weight, None, dtype, is_training=True).dtype == dtype
+        assert three.gemm.input_gradient(three.grad, three.weight, dtype).dtype == dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -93,10 +93,10 @@ def test_weight_gradients_add_up_in_the_dtype_of_grad(dtype: torch.dtype) -> Non
     three = Three()
     three.weight = nn.Parameter(three.weight.detach().bfloat16())
     three.weight.grad_dtype = dtype
-    three.product.add_weight_gradient(three.weight, three.grad, three.x, None)
+    three.gemm.add_weight_gradient(three.weight, three.grad, three.x, None)
     assert three.weight.grad is not None and three.weight.grad.dtype == dtype
     once = three.weight.grad.float().clone()
-    three.product.add_weight_gradient(three.weight, three.grad, three.x, None)
+    three.gemm.add_weight_gradient(three.weight, three.grad, three.x, None)
     wanted = (three.grad_TO.t() @ three.x_TI).view_as(three.weight)
     # A bfloat16 keeps 8 bits; a sum in it is rounded, one in float32 is not.
     tolerance = TOLERANCE if dtype == torch.float32 else 2.0**-8 * float(wanted.abs().max())
@@ -108,9 +108,9 @@ def test_a_weight_is_cast_once_until_the_step_ends() -> None:
     three = Three()
     for _ in range(4):
         three.forward()
-        three.product.input_gradient(three.grad, three.weight, torch.float32)
+        three.gemm.input_gradient(three.grad, three.weight, torch.float32)
     assert three.weight_scaling.num_casts == 1
-    three.product.forget()
+    three.gemm.forget()
     three.forward()
     assert three.weight_scaling.num_casts == 2
 
@@ -124,7 +124,7 @@ def test_a_weight_that_changes_behind_the_step_is_cast_anew() -> None:
     # In a way that torch does not count; told by `forget`.
     three.weight.data.mul_(2)
     assert torch.equal(three.forward(), -2 * before)
-    three.product.forget()
+    three.gemm.forget()
     assert torch.equal(three.forward(), -4 * before)
 
 
@@ -148,13 +148,13 @@ def test_products_on_a_gpu_equal_those_on_the_cpu(gradient_dtype: torch.dtype) -
         return Operand(operand.values.cuda(), operand.inverse_scale.cuda())
 
     x, grad, weight = moved(three.x), moved(three.grad), nn.Parameter(three.weight.detach().cuda())
-    y = three.product.forward(x, weight, None, torch.bfloat16, is_training=True)
+    y = three.gemm.forward(x, weight, None, torch.bfloat16, is_training=True)
     wanted = three.x_TI @ three.weight_OI.t()
     # Forward sums keep some 14 bits on Hopper, and a bfloat16 keeps 8.
     torch.testing.assert_close(y.float().cpu(), wanted, rtol=2.0**-7, atol=2.0**-7 * float(wanted.abs().max()))
-    dx = three.product.input_gradient(grad, weight, torch.bfloat16)
+    dx = three.gemm.input_gradient(grad, weight, torch.bfloat16)
     wanted = three.grad_TO @ three.weight_OI
     torch.testing.assert_close(dx.float().cpu(), wanted, rtol=2.0**-7, atol=2.0**-7 * float(wanted.abs().max()))
-    dw = three.product.weight_gradient(grad, x, weight)
+    dw = three.gemm.weight_gradient(grad, x, weight)
     wanted = (three.grad_TO.t() @ three.x_TI).view_as(three.weight)
     torch.testing.assert_close(dw.cpu(), wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
