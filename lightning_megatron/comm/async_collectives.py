@@ -105,7 +105,7 @@ def start(x: Tensor, forward: Collective, backward: Collective, yield_to_peer: Y
 def all_to_all_v(
     x_R: Tensor, axis: Axis, given: Sequence[int], taken: Sequence[int], yield_to_peer: YieldToPeer = no_op
 ) -> AsyncTensor:
-    """All-to-all with unequal splits: `given[i]` tokens go to rank i, `taken[i]` come from it."""
+    """Shard to shard with unequal splits: `given[i]` tokens go to rank i, `taken[i]` come from it."""
     return start(
         x_R,
         lambda x: collectives.all_to_all_v(x, axis, given, taken, wait=False),
@@ -115,14 +115,14 @@ def all_to_all_v(
 
 
 def all_gather_v(x_R: Tensor, axis: Axis, counts: Sequence[int], yield_to_peer: YieldToPeer = no_op) -> AsyncTensor:
-    """All-gather (varying) of unequal shards: rank i has `counts[i]` tokens; gradients are reduce-scattered."""
+    """Shard to replicate with unequal shards: rank i has `counts[i]` tokens; gradients are reduce-scattered."""
     return start(
         x_R, lambda x: _all_gather(x, axis, counts), lambda grad: _reduce_scatter(grad, axis, counts), yield_to_peer
     )
 
 
 def reduce_scatter_v(x_S: Tensor, axis: Axis, counts: Sequence[int], yield_to_peer: YieldToPeer = no_op) -> AsyncTensor:
-    """Reduce-scatter: this rank's `counts[axis.rank]` tokens of the sum over the axis; gradients are all-gathered."""
+    """Partial to shard: this rank's `counts[axis.rank]` tokens of the sum over the axis; gradients are all-gathered."""
     return start(
         x_S, lambda x: _reduce_scatter(x, axis, counts), lambda grad: _all_gather(grad, axis, counts), yield_to_peer
     )

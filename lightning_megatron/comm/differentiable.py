@@ -9,7 +9,7 @@
     all_gather_invariant  all-gather                 own shard               to a consumer that all ranks run alike
     all_to_all            all-to-all                 all-to-all, dims swapped    shards of tokens to shards of heads
 
-What each takes and gives (invariant, varying, partial, shard) and why these are pairs: `docs/comm.md`, algebra of
+What each takes and gives (replicate, invariant, partial, shard) and why these are pairs: `docs/comm.md`, algebra of
 collectives. Source: Narayanan et al., arXiv 2104.04473, section 2.3 (copy, reduce); Korthikanti et al., arXiv
 2205.05198, section 4.2.2 (all_gather, reduce_scatter).
 """
@@ -100,7 +100,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def copy(x: Tensor, axis: Axis) -> Tensor:
-    """Invariant to varying: `x` itself, for ranks that each compute another part from it; gradients are all-reduced."""
+    """Invariant to replicate: `x` itself, for ranks that each compute another part; gradients are all-reduced."""
     out: Tensor = _Copy.apply(x, axis)
     return out
 
@@ -112,7 +112,7 @@ def reduce(x: Tensor, axis: Axis) -> Tensor:
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """Shard to varying: shards joined along `dim`, for ranks that each compute another part from them; gradients are
+    """Shard to replicate: shards joined along `dim`, for ranks that each compute another part; gradients are
     reduce-scattered."""
     out: Tensor = _AllGather.apply(x, axis, dim)
     return out

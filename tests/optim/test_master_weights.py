@@ -216,7 +216,7 @@ def test_a_changed_weight_is_taken_over(low: torch.dtype | None, name: str, how:
     else:
         parameter.data = changed.float() if how.endswith("float32") else changed
     run.dp_comm.synchronize()
-    assert kept.view(-1)[0] == 5.0 and parameter.dtype == run.main._homes[parameter].dtype
+    assert kept.view(-1)[0] == 5.0 and parameter.dtype == run.main._param_views[parameter].dtype
     # What was not changed keeps all its bits.
     assert torch.equal(kept.detach().view(-1)[1:], untouched)
     run.step(2)
