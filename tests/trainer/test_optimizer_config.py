@@ -188,7 +188,7 @@ def forgets() -> bool:
 
     class Looks(L.Callback):
         def on_train_start(self, trainer: Any, module: Any) -> None:
-            found.append(weakref.ref(trainer.strategy._exchange))
+            found.append(weakref.ref(trainer.strategy._dp_comm))
 
     trainer.callbacks.append(Looks())  # type: ignore[attr-defined]
     trainer.fit(module, Data())

@@ -57,11 +57,11 @@ def last_step(overlaps: bool, layout: dict[str, Any], schedule: Any) -> Events:
     original = MasterWeights.wait
 
     def wait(self: MasterWeights, parameters: Any = None) -> None:
-        before = len(self._flying)
+        before = len(self._in_flight)
         original(self, parameters)
-        if before != len(self._flying):
-            flown.append(before - len(self._flying))
-            events.append(("landed", before - len(self._flying)))
+        if before != len(self._in_flight):
+            flown.append(before - len(self._in_flight))
+            events.append(("landed", before - len(self._in_flight)))
 
     MasterWeights.wait = wait  # type: ignore[method-assign]
     config = OptimizerConfig(
