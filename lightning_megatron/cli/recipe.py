@@ -27,7 +27,7 @@ from lightning_megatron.cli.option_errors import TRIED, told
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.precision.fp8 import Fp8Config, engine_faults
 from lightning_megatron.trainer import ConfigurationError, MegatronStrategy
-from lightning_megatron.trainer.checks import is_named_checkpoint
+from lightning_megatron.trainer.setup.checks import is_named_checkpoint
 
 # How jsonargparse names an option that does not exist.
 _UNKNOWN = (r"^unrecognized arguments: --([\w.]+)", r"[Oo]ption '([\w.]+)'")

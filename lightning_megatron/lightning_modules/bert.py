@@ -19,7 +19,7 @@ from lightning_megatron.models.bert import BertConfig, BertLogits, BertModel
 from lightning_megatron.models.bert_cost import bert_training_flops
 from lightning_megatron.planner.anatomy import Texts, anatomy_of
 from lightning_megatron.planner.flops import recomputed_flops
-from lightning_megatron.trainer.loading import rebuilt
+from lightning_megatron.trainer.checkpointing.loading import rebuilt
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
 _ORDER = "sentence_order_accuracy"

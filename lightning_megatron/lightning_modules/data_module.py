@@ -27,7 +27,7 @@ from lightning_megatron.lightning_modules.loaders import (
 )
 from lightning_megatron.lightning_modules.stream_loader import StreamLoader
 from lightning_megatron.trainer.config import ConfigurationError
-from lightning_megatron.trainer.replica import Replica
+from lightning_megatron.trainer.setup.replica import Replica
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from lightning_megatron.models.sampling import GenerationConfig
 from lightning_megatron.planner.anatomy import Texts, anatomy_of
 from lightning_megatron.planner.flops import recomputed_flops
 from lightning_megatron.trainer.callbacks import ExpertMonitor
-from lightning_megatron.trainer.loading import rebuilt
+from lightning_megatron.trainer.checkpointing.loading import rebuilt
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.recompute import RecomputeConfig
 

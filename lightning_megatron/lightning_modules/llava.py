@@ -15,8 +15,8 @@ from lightning_megatron.models.sampling import GenerationConfig
 from lightning_megatron.planner.anatomy import Texts
 from lightning_megatron.planner.flops import recomputed_flops
 from lightning_megatron.planner.trained import Trained, trained_anatomy
+from lightning_megatron.trainer.checkpointing.loading import rebuilt
 from lightning_megatron.trainer.config import ConfigurationError
-from lightning_megatron.trainer.loading import rebuilt
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
 _ADAMW = AdamWConfig()

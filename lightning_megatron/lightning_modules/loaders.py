@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from lightning_megatron.data import BatchRamp, EpochSampler, GlobalBatchSampler, InfiniteSampler, collate_tokens
 from lightning_megatron.pipeline.ragged import Ragged
 from lightning_megatron.trainer.config import ConfigurationError
-from lightning_megatron.trainer.replica import Replica
+from lightning_megatron.trainer.setup.replica import Replica
 
 Sample = dict[str, Tensor]
 Collate = Callable[[list[Sample]], Sample]

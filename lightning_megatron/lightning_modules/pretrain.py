@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lightning_megatron.lightning_modules.adamw import AdamWConfig, adamw_with_warmup
 from lightning_megatron.metrics.token_means import Perplexity, TokenMean
 from lightning_megatron.pipeline.module import PipelineModule
-from lightning_megatron.trainer.loading import rebuilt
+from lightning_megatron.trainer.checkpointing.loading import rebuilt
 
 Batch = dict[str, Any]
 

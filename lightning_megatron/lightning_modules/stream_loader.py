@@ -14,7 +14,7 @@ from lightning_megatron.data.collate import collate_tokens
 from lightning_megatron.data.streaming import Part, StreamedBatches, StreamReader, StreamStart, require_packers
 from lightning_megatron.lightning_modules.loaders import Sample
 from lightning_megatron.trainer.config import ConfigurationError
-from lightning_megatron.trainer.replica import Replica
+from lightning_megatron.trainer.setup.replica import Replica
 
 
 class StreamLoader:

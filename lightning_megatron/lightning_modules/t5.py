@@ -18,7 +18,7 @@ from lightning_megatron.models.t5_cost import training_flops
 from lightning_megatron.models.t5_generation import generate_t5
 from lightning_megatron.planner.anatomy import Texts, anatomy_of
 from lightning_megatron.planner.flops import recomputed_flops
-from lightning_megatron.trainer.loading import rebuilt
+from lightning_megatron.trainer.checkpointing.loading import rebuilt
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
 _ADAMW = AdamWConfig()

@@ -26,7 +26,7 @@ from lightning_megatron.lightning_modules.t5 import T5Module
 from lightning_megatron.lightning_modules.text_data import TextDataModule
 from lightning_megatron.lightning_modules.text_sources import BlendSource
 from lightning_megatron.trainer.config import ConfigurationError
-from lightning_megatron.trainer.replica import Replica
+from lightning_megatron.trainer.setup.replica import Replica
 
 _PADDING = "<pad>"
 

@@ -2,8 +2,8 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_megatron.trainer.checkpointing.loading import load_from_checkpoint
 from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
-from lightning_megatron.trainer.loading import load_from_checkpoint
 from lightning_megatron.trainer.strategy import MegatronStrategy
 from lightning_megatron.transformer.recompute import RecomputeConfig
 

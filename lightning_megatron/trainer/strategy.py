@@ -55,35 +55,28 @@ from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.rules import cross_config
 from lightning_megatron.tensor import weight_gradients
 from lightning_megatron.tensor.weight_gradients import WeightGradients
-from lightning_megatron.trainer import (
-    checkpoints,
-    checks,
-    context_cost,
-    fp8_setup,
-    last_checkpoint,
-    lineage,
-    optimization,
-    resume,
-    setup_model,
-)
-from lightning_megatron.trainer.checkpoints import Mains
+from lightning_megatron.trainer.checkpointing import checkpoint_dict, last_checkpoint, run_history
+from lightning_megatron.trainer.checkpointing.checkpoint_dict import Mains
+from lightning_megatron.trainer.checkpointing.local_state import LocalState
+from lightning_megatron.trainer.checkpointing.local_tier import LocalTier
+from lightning_megatron.trainer.checkpointing.saving import Saving
 from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
-from lightning_megatron.trainer.dynamic_context import DynamicContext
-from lightning_megatron.trainer.even_batches import even
-from lightning_megatron.trainer.failure import FailureWatch
-from lightning_megatron.trainer.groups import Groups
-from lightning_megatron.trainer.held_schedulers import HeldSchedulers
-from lightning_megatron.trainer.launcher import CheckingLauncher
-from lightning_megatron.trainer.local_state import LocalState
-from lightning_megatron.trainer.local_tier import LocalTier
+from lightning_megatron.trainer.dynamic_context import measured_cost
+from lightning_megatron.trainer.dynamic_context.prefetch import DynamicContext
+from lightning_megatron.trainer.fault_tolerance.failure_watch import FailureWatch
+from lightning_megatron.trainer.fault_tolerance.preemption import Preemption
+from lightning_megatron.trainer.fault_tolerance.stop_vote import StopVote
 from lightning_megatron.trainer.precision import MegatronPrecision, compute_dtype
-from lightning_megatron.trainer.preemption import Preemption
-from lightning_megatron.trainer.reduction import reduced
-from lightning_megatron.trainer.saving import Saving
-from lightning_megatron.trainer.step_batches import Cutting
-from lightning_megatron.trainer.step_log import REDUCED
-from lightning_megatron.trainer.steps import Steps
-from lightning_megatron.trainer.stop_vote import StopVote
+from lightning_megatron.trainer.resume import run_state
+from lightning_megatron.trainer.setup import checks, fp8_layers, optimizers, setup_model
+from lightning_megatron.trainer.setup.launcher import CheckingLauncher
+from lightning_megatron.trainer.setup.process_groups import Groups
+from lightning_megatron.trainer.step.microbatches import Cutting
+from lightning_megatron.trainer.step.reduction import reduced
+from lightning_megatron.trainer.step.skipped_step_schedulers import HeldSchedulers
+from lightning_megatron.trainer.step.step_log import REDUCED
+from lightning_megatron.trainer.step.steps import Steps
+from lightning_megatron.trainer.step.uneven_inputs import even
 from lightning_megatron.transformer.moe import share_yield_to_peer
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
@@ -178,7 +171,7 @@ class MegatronStrategy(ParallelStrategy):
         self._saves: Saving | None = None
         self._local: LocalTier | None = None
         # That led to what the weights are.
-        self._fits: lineage.Fits = []
+        self._fits: run_history.Fits = []
         self._lanes: dict[Hop, LaneGroups] = {}
         self._ambient: Token[Mesh | None] | None = None
         self._watch: FailureWatch | None = None
@@ -193,7 +186,7 @@ class MegatronStrategy(ParallelStrategy):
         # By the last fit: who saves after it saves its optimizers too.
         self._left = Mains()
         # From the load of a checkpoint to the first batch after it.
-        self._resumption: resume.Resumption | None = None
+        self._resumption: run_state.Resumption | None = None
         # Whether by now all ranks of this run have told each other if they load a checkpoint.
         self._has_agreed_to_load = False
         self._held_schedulers = HeldSchedulers()
@@ -375,7 +368,7 @@ class MegatronStrategy(ParallelStrategy):
         self._ambient = set_ambient_mesh(self._mesh)
         self._has_agreed_to_load = False
         if self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            self._fits = lineage.begun([], self.lightning_module.trainer.global_step, self._saving.world)
+            self._fits = run_history.begun([], self.lightning_module.trainer.global_step, self._saving.world)
             self._local = self._make_local_tier()
         vote = StopVote(self.global_rank, self.sizes.world)
         self._preemption = Preemption(self.checkpoint, vote, self._saving, self.cluster_environment)
@@ -429,13 +422,13 @@ class MegatronStrategy(ParallelStrategy):
             setup_model.require_spreading(module)
             self._dynamic = self._make_dynamic(trainer, self.dynamic_context)
         if self.fp8 is not None:
-            self._plugin.fp8_layers = fp8_setup.use_fp8(
+            self._plugin.fp8_layers = fp8_layers.use_fp8(
                 self.fp8, pipelined, self.mesh, self.root_device, self._groups.on_device
             )
         if trainer.state.fn == TrainerFn.FITTING:
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
-            has_master_weights = optimization.has_master_weights(self.optimizer, self._plugin)
+            has_master_weights = optimizers.has_master_weights(self.optimizer, self._plugin)
             setup_model.require_separable(
                 self.optimizers, self.optimizer, self.mesh, has_master_weights=has_master_weights
             )
@@ -446,7 +439,7 @@ class MegatronStrategy(ParallelStrategy):
             for model in pipelined.values():
                 # A run that was interrupted leaves what it had not learnt yet.
                 model.end_step(is_skipped=True)
-            self._dp_comm = optimization.make_data_parallel_comm(
+            self._dp_comm = optimizers.make_data_parallel_comm(
                 module,
                 self.optimizers,
                 self.optimizer,
@@ -476,7 +469,7 @@ class MegatronStrategy(ParallelStrategy):
             dynamic=self._dynamic,
         )
         if self._dynamic is not None and self._dynamic.cost is None:
-            self._dynamic.cost = context_cost.of_module(
+            self._dynamic.cost = measured_cost.of_module(
                 module, self._dynamic.config, self.root_device, self._plugin.train_step_context
             )
 
@@ -513,7 +506,7 @@ class MegatronStrategy(ParallelStrategy):
         trainer = self.lightning_module.trainer
         dataloader = setup_model.seed_workers_by_replica(dataloader, self.mesh.dp)
         if trainer.state.fn == TrainerFn.FITTING:
-            dataloader = resume.wrap(dataloader, trainer, self.mesh, self._resumption, self._dynamic)
+            dataloader = run_state.wrap(dataloader, trainer, self.mesh, self._resumption, self._dynamic)
         return dataloader if trainer.training else even(dataloader, self.steps.linked, self.root_device)
 
     @override
@@ -698,13 +691,13 @@ class MegatronStrategy(ParallelStrategy):
             self._dp_comm.synchronize()
         module = self._require_module()
         if "optimizer_states" in checkpoint:
-            resume.save_into(checkpoint, module.trainer, self.mesh, self._resumption)
-            checkpoint[lineage.KEY] = list(self._fits)
+            run_state.save_into(checkpoint, module.trainer, self.mesh, self._resumption)
+            checkpoint[run_history.KEY] = list(self._fits)
         if self._local is not None and self._local.is_own(filepath):
             self._local.save(filepath, LocalState.of(checkpoint, module, self.optimizers, self._mains))
             return
         path = self.broadcast(str(filepath))
-        checkpoints.save(path, checkpoint, module, self.optimizers, self._mains, self.mesh, self._saving)
+        checkpoint_dict.save(path, checkpoint, module, self.optimizers, self._mains, self.mesh, self._saving)
 
     def wait_for_checkpoint(self) -> None:
         """Returns when no checkpoint is being written any more. Raises RuntimeError where the last one could not be.
@@ -741,16 +734,16 @@ class MegatronStrategy(ParallelStrategy):
             checkpoint = self._newest_local(path)
             if checkpoint is None:
                 io = self.checkpoint_io
-                checkpoint = checkpoints.load(
+                checkpoint = checkpoint_dict.load(
                     path, module, self._mains, self.mesh, world, io, weights_only, strict=strict
                 )
         except ValueError as error:
             # What is there is no checkpoint, is damaged, or is of another module: all ranks find the same.
             raise ConfigurationError([str(error)]) from error
         if module.trainer.state.fn == TrainerFn.FITTING:
-            checkpoints.require_optimizers(checkpoint, path)
-            self._fits = lineage.begun(lineage.fits_of(checkpoint), checkpoint["global_step"], world)
-        self._resumption = resume.Resumption.from_checkpoint(checkpoint, module.trainer, self.mesh)
+            checkpoint_dict.require_optimizers(checkpoint, path)
+            self._fits = run_history.begun(run_history.fits_of(checkpoint), checkpoint["global_step"], world)
+        self._resumption = run_state.Resumption.from_checkpoint(checkpoint, module.trainer, self.mesh)
         return checkpoint
 
     def _agree_to_load(self, path: str | None) -> None:
@@ -779,7 +772,7 @@ class MegatronStrategy(ParallelStrategy):
         if isinstance(local := checkpoint["optimizer_states"], LocalState):
             local.load_optimizers(module, self.optimizers, self._mains)
             return
-        checkpoints.load_optimizers(checkpoint, module, self.optimizers, self._mains, world)
+        checkpoint_dict.load_optimizers(checkpoint, module, self.optimizers, self._mains, world)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -851,7 +844,7 @@ class MegatronStrategy(ParallelStrategy):
         self._restricted_metrics = []
         self._held_schedulers.let_go()
         if self._dp_comm is not None:
-            optimization.release(self._dp_comm, is_interrupted=self._require_module().trainer.interrupted)
+            optimizers.release(self._dp_comm, is_interrupted=self._require_module().trainer.interrupted)
             self._left = Mains.of(self._dp_comm)
             self._dp_comm = self._plugin.dp_comm = None
         self._steps = self._plugin.listener = None

@@ -11,9 +11,9 @@ import pytest
 from lightning_megatron.checkpoint.consolidate import write_consolidated
 from lightning_megatron.models import GPTModel
 from tests.harness.ranks import ROOT, run_on_ranks
+from tests.trainer.checkpointing.test_checkpoint_dict import CONFIG, TOLERANCE, Language, Texts, saver
 from tests.trainer.fits import parts_apart, weights
 from tests.trainer.layouts import PLAIN, Layout, make_trainer
-from tests.trainer.test_checkpoints import CONFIG, TOLERANCE, Language, Texts, saver
 
 pytestmark = pytest.mark.filterwarnings("ignore:The dirpath has changed from:UserWarning")
 SPLIT = Layout(world=4, tp=2, pp=2, sp=True, microbatches=2)

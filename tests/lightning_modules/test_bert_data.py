@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_megatron import ConfigurationError
 from lightning_megatron.data import BertSpans, train_tokenizer
 from lightning_megatron.lightning_modules.loaders import training_loader
-from lightning_megatron.trainer.replica import Replica
+from lightning_megatron.trainer.setup.replica import Replica
 from tests.lightning_modules.sentences import SEQUENCE, bert_data, write_sentences
 from tests.trainer.layouts import PLAIN, make_trainer
 

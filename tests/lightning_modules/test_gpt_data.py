@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_megatron import ConfigurationError
 from lightning_megatron.lightning_modules import GPTDataModule
 from lightning_megatron.lightning_modules.loaders import evaluation_loader, training_loader
-from lightning_megatron.trainer.replica import Replica
+from lightning_megatron.trainer.setup.replica import Replica
 from tests.lightning_modules.corpus import VOCABULARY, data, write_corpus
 from tests.trainer.layouts import PLAIN, make_trainer
 

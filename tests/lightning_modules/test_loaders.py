@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_megatron.lightning_modules.loaders import COPY, prompt_loader
-from lightning_megatron.trainer.replica import Replica
+from lightning_megatron.trainer.setup.replica import Replica
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])

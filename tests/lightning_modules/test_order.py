@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_megatron import ConfigurationError
 from lightning_megatron.data import BatchRamp, streaming
 from lightning_megatron.lightning_modules import BlendSource, GPTDataModule, StreamingConfig
-from lightning_megatron.trainer.replica import Replica
+from lightning_megatron.trainer.setup.replica import Replica
 from tests.lightning_modules.corpus import data
 from tests.trainer.layouts import PLAIN, make_trainer
 

@@ -22,7 +22,7 @@ from lightning_megatron.lightning_modules import BlendSource, T5DataModule, T5Mo
 from lightning_megatron.lightning_modules.data_module import Samples
 from lightning_megatron.lightning_modules.loaders import evaluation_loader, training_loader
 from lightning_megatron.models import T5Config
-from lightning_megatron.trainer.replica import Replica
+from lightning_megatron.trainer.setup.replica import Replica
 from tests.lightning_modules.corpus import data as gpt_data
 from tests.lightning_modules.corpus import held_out, write_corpus
 from tests.lightning_modules.sentences import bert_data

@@ -12,7 +12,7 @@ from lightning_megatron.planner.hardware import GIGA
 from lightning_megatron.planner.memory import WORKSPACE_BYTES, rank_memory
 from lightning_megatron.trainer.callbacks.memory_meter import Meter, meter_of, storage_bytes
 from lightning_megatron.trainer.callbacks.over_ranks import gathered
-from lightning_megatron.trainer.planned import NotPlanned, Seen, planned_run, seen_by
+from lightning_megatron.trainer.callbacks.plan_adapter import NotPlanned, Seen, planned_run, seen_by
 from lightning_megatron.trainer.strategy import MegatronStrategy
 
 _PHASES = ("setup", "forward_backward", "optimizer", "evaluation", "checkpoint")

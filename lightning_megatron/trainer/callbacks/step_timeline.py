@@ -33,8 +33,8 @@ from lightning_megatron.planner.constants import fitted
 from lightning_megatron.planner.hardware import gpu_of_device
 from lightning_megatron.planner.step_time import step_time
 from lightning_megatron.trainer.callbacks.over_ranks import gathered, gathered_on_first, meet
+from lightning_megatron.trainer.callbacks.plan_adapter import NotPlanned, Seen, planned_run, seen_by
 from lightning_megatron.trainer.callbacks.step_recorder import StepRecorder
-from lightning_megatron.trainer.planned import NotPlanned, Seen, planned_run, seen_by
 from lightning_megatron.trainer.strategy import MegatronStrategy
 
 _NUM_MEETINGS = 20

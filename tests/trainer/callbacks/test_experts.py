@@ -15,8 +15,8 @@ from lightning_megatron.models import GPTModel
 from lightning_megatron.moe.balance import load
 from lightning_megatron.trainer.callbacks import ExpertMonitor
 from tests.harness.ranks import run_on_ranks
-from tests.trainer.experts import CONFIG, Language, Rows, Seen, fit
 from tests.trainer.layouts import PLAIN, QUIET, Layout, make_trainer
+from tests.trainer.small_experts import CONFIG, Language, Rows, Seen, fit
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
 LAYOUTS = {

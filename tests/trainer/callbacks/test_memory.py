@@ -15,7 +15,7 @@ from lightning_megatron.lightning_modules import GPTModule
 from lightning_megatron.lightning_modules.adamw import AdamWConfig
 from lightning_megatron.trainer.callbacks import MemoryMonitor, memory
 from lightning_megatron.trainer.callbacks.memory_meter import MeterName
-from lightning_megatron.trainer.planned import planned_run, seen_by
+from lightning_megatron.trainer.callbacks.plan_adapter import planned_run, seen_by
 from lightning_megatron.transformer.lora import LoraConfig
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.callbacks.small_gpt import CONFIG, LAYOUTS, SEQUENCE, Texts, train

@@ -1,0 +1,111 @@
+"""A LightningModule from a checkpoint directory: what `LightningModule.load_from_checkpoint` does with a file.
+
+Hyper-parameters are plain data in a checkpoint. What class they were is asked of the module's own constructor, by the
+annotations of its parameters; no name in a checkpoint is ever imported.
+"""
+
+import inspect
+import os
+import types
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+
+from lightning_megatron.checkpoint import read_meta
+from lightning_megatron.checkpoint.load import read_once
+from lightning_megatron.mesh import Mesh, ambient, ambient_mesh
+from lightning_megatron.trainer.checkpointing import checkpoint_dict
+from lightning_megatron.trainer.checkpointing.checkpoint_dict import Mains
+from lightning_megatron.trainer.setup import setup_model
+
+_Module = TypeVar("_Module", bound=pl.LightningModule)
+
+
+def load_from_checkpoint(
+    cls: type[_Module],
+    path: str | os.PathLike[str],
+    /,
+    *,
+    mesh: Mesh | None = None,
+    map_location: torch.device | str | None = None,
+    strict: bool | None = None,
+    **kwargs: Any,
+) -> _Module:
+    """A module of the class with the weights of the checkpoint directory, or this rank's part of it on a mesh.
+
+    The constructor gets the hyper-parameters that `save_hyperparameters` kept and, before them, `kwargs`; then
+    `configure_model` and `on_load_checkpoint` are called. With no mesh it is the whole module, or the part of the mesh
+    that a running strategy set up; every rank of the mesh calls it. Weights are read on `map_location`, on the CPU if
+    there is none. Without `strict`, or `strict_loading` of the module, what does not fit is left as it was, and said.
+    Raises ValueError where the path is no checkpoint, or does not fit.
+    """
+    path = os.fspath(path)
+    mesh = mesh if mesh is not None else ambient_mesh()
+    meta = read_once(partial(read_meta, path), mesh.world)
+    module = cls(**_arguments(cls, meta, kwargs))
+    if strict is None:
+        strict = module.strict_loading
+    with ambient(mesh):
+        module.configure_model()
+        setup_model.pipeline_plain_sequential(module, mesh)
+        setup_model.require_own_mesh(module, mesh)
+        if map_location is not None:
+            module.to(map_location)
+        world = mesh.world
+        checkpoint = checkpoint_dict.load(path, module, Mains(), mesh, world, TorchCheckpointIO(), True, strict=strict)
+        module.on_load_checkpoint(checkpoint)
+        module.load_state_dict(checkpoint["state_dict"], strict=strict)
+    return module
+
+
+def rebuilt(kind: Any, value: Any) -> Any:
+    """The value, or the dataclass that `kind` (an annotation) asks for where the value is a mapping of its fields."""
+    choices = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    if isinstance(value, (list, tuple)) and get_origin(kind) is tuple and get_args(kind)[1:] == (...,):
+        return tuple(rebuilt(get_args(kind)[0], part) for part in value)
+    wanted = next((choice for choice in choices if isinstance(choice, type) and is_dataclass(choice)), None)
+    if wanted is None or not isinstance(value, Mapping):
+        return value
+    hints = get_type_hints(wanted)
+    known = {field.name: field.init for field in fields(wanted)}
+    if strangers := [name for name in value if name not in known]:
+        raise ValueError(
+            f"{wanted.__name__} has no fields {strangers}, which the checkpoint has; give the argument that takes it"
+        )
+    return wanted(**{name: rebuilt(hints[name], part) for name, part in value.items() if known[name]})
+
+
+def _arguments(cls: type[pl.LightningModule], meta: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What the constructor is called with."""
+    saved = dict(meta.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {}))
+    parameters = inspect.signature(cls.__init__).parameters
+    name = meta.get(cls.CHECKPOINT_HYPER_PARAMS_NAME)
+    if isinstance(name, str) and name in parameters and parameters[name].kind != inspect.Parameter.VAR_KEYWORD:
+        # save_hyperparameters(an argument) keeps what is in it.
+        saved = {name: saved}
+    takes_all = any(parameter.kind == inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
+    # Those with an underscore are notes of LightningCLI to itself.
+    saved = {key: value for key, value in saved.items() if not key.startswith("_") and (takes_all or key in parameters)}
+    try:
+        hints = get_type_hints(cls.__init__)
+    except NameError:
+        # An annotation names what is imported for type checkers only: then arguments are plain data.
+        hints = {}
+    missing = [
+        name
+        for name, parameter in list(parameters.items())[1:]
+        if parameter.default is inspect.Parameter.empty
+        and parameter.kind not in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+        and name not in saved.keys() | given.keys()
+    ]
+    if missing:
+        raise ValueError(
+            f"{cls.__name__} needs {', '.join(missing)}, which the checkpoint does not have; give them by name, or "
+            "save them: self.save_hyperparameters() in the constructor"
+        )
+    return {key: rebuilt(hints.get(key), value) for key, value in saved.items() if key not in given} | dict(given)

@@ -1,0 +1,218 @@
+"""Dynamic context parallelism beside training: while a step runs, the next one's documents are planned and sent.
+
+    main thread        reads batch k+1      trains on batch k                       reads batch k+2 ...
+    this one's thread                       lengths, plan, documents of batch k+1
+
+The thread talks over a process group of its own: two threads that share one would take each other's messages. The
+loader stays with the main thread, whose generators and whose state are read when a checkpoint is saved.
+"""
+
+import math
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lightning_megatron.comm import collectives
+from lightning_megatron.context.balance import CostModel, DynamicContextConfig, Group, Plan, group_sizes, plan
+from lightning_megatron.context.routing import Held, Microbatch, Route, held_in, routed
+from lightning_megatron.mesh import Axis, Mesh
+from lightning_megatron.pipeline.choice import Schedule, in_groups_of
+from lightning_megatron.pipeline.plans import training_plan
+from lightning_megatron.planner.balanced import Balanced
+from lightning_megatron.trainer.step.rng_sync import batch_digest
+
+# Batches whose contents are compared over the ranks of a replica.
+_CHECKED_BATCHES = 2
+
+Solve = Callable[..., Plan]
+
+
+@dataclass(frozen=True, eq=False)
+class Routed:
+    """What this rank runs in a step."""
+
+    microbatches: list[Microbatch]
+    step: Balanced
+    """Who runs which documents of the global batch."""
+    num_rows: int
+    """Of the global batch."""
+    keys: frozenset[str]
+    """Of the loader's batches."""
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What a rank of the line tells the others of the batch that it has read."""
+
+    lengths: tuple[int, ...]
+    names: list[list[int]]
+    rows: int
+    schema: dict[str, str]
+    """Dtypes by key."""
+    digest: str
+
+
+class DynamicContext:
+    """Plans the steps of one fit, ahead of them. Every rank prepares and takes the same batches in the same order."""
+
+    def __init__(
+        self,
+        config: DynamicContextConfig,
+        mesh: Mesh,
+        line: Axis,
+        *,
+        num_wanted: Callable[[], float],
+        schedule_of: Callable[..., Schedule],
+        device: torch.device,
+        solve: Solve = plan,
+    ) -> None:
+        """`line` is dp x cp over host memory with a process group that nobody else uses.
+
+        `num_wanted` tells how many batches of an epoch are trained on, `schedule_of` the schedule of so many
+        `microbatches`.
+        """
+        multiple = math.lcm(config.microbatch_multiple, in_groups_of(schedule_of(microbatches=1)))
+        self.config = replace(config, microbatch_multiple=multiple)
+        self._mesh, self._line = mesh, line
+        self._num_wanted, self._schedule_of = num_wanted, schedule_of
+        self._is_pinned = device.type == "cuda"
+        self._solve = solve
+        # Set before the first step.
+        self.cost: CostModel | None = config.cost
+        # The step that runs, or was the last.
+        self.taken: Balanced | None = None
+        self._num_checked = 0
+        # By the number of the batch in its epoch.
+        self._ready: dict[int, Future[Routed]] = {}
+        self._tasks: queue.SimpleQueue[tuple[object, Future[Routed]] | None] = queue.SimpleQueue()
+        # Of the thread: after it the ranks of the line no longer know each other's place.
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="dynamic-context", daemon=True)
+        self._thread.start()
+
+    # --- of the main thread -----------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A new round of the loader begins; what was made ready and not taken is dropped."""
+        self._ready.clear()
+
+    def is_wanted(self, number: int) -> bool:
+        """Whether a batch with this number in its epoch will be trained on, as far as is known."""
+        return number < self._num_wanted()
+
+    def prepare(self, number: int, batch: object) -> None:
+        """Has a batch made ready in the background. The same number again is the batch that counts."""
+        future: Future[Routed] = Future()
+        self._ready[number] = future
+        self._tasks.put((batch, future))
+
+    def take(self, number: int, batch: object) -> Routed:
+        """What this rank runs in the place of a batch, waited for if need be.
+
+        Raises what went wrong in the background, and RuntimeError for a batch that is none of the loader's.
+        """
+        found = self._ready.pop(number).result() if number in self._ready else None
+        if found is None or not isinstance(batch, Mapping) or not found.keys <= batch.keys():
+            planned = "nothing" if found is None else f"one of {', '.join(sorted(found.keys))}"
+            got = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__
+            raise RuntimeError(
+                f"training_step got batch {number} of its epoch, of {got}, and {planned} was planned; dynamic context "
+                "parallelism takes the batches of one training dataloader, each a dict of tensors"
+            )
+        self._ready = {later: future for later, future in self._ready.items() if later > number}
+        self.taken = found.step
+        return found
+
+    def stop(self, *, is_failed: bool) -> None:
+        """Ends the thread; after a failure of this rank without waiting for ranks that may be gone."""
+        self._tasks.put(None)
+        self._ready.clear()
+        # All ranks have prepared the same batches, so every exchange that was begun will end.
+        self._thread.join(timeout=1.0 if is_failed else None)
+
+    # --- of the background ------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            batch, future = task
+            try:
+                if self._failure is not None:
+                    raise self._failure
+                future.set_result(self._route(batch))
+            except BaseException as error:
+                self._failure = error
+                future.set_exception(error)
+
+    def _route(self, batch: object) -> Routed:
+        held = held_in(batch)
+        told: list[_Told] = collectives.gather_objects(self._told(held), self._line)
+        copies = self._mesh.cp.size
+        _require_alike(told, copies)
+        replicas = told[::copies]
+        lengths = [length for replica in replicas for length in replica.lengths]
+        planned = self._plan(lengths)
+        # Of a new number of microbatches the schedule is made here too, and not within the step.
+        training_plan(self._schedule_of(microbatches=len(planned.slots)))
+        first = sum(len(replica.lengths) for replica in replicas[: self._mesh.dp.rank])
+        route = Route.of(planned, [replica.lengths for replica in replicas], copies)
+        found = routed(held, first, _names_of(replicas), route, self._line)
+        if self._is_pinned:
+            found = [
+                replace(part, batch={key: value.pin_memory() for key, value in part.batch.items()}) for part in found
+            ]
+        step = Balanced(lengths=tuple(lengths), plan=planned)
+        return Routed(found, step, sum(replica.rows for replica in replicas), frozenset(held.schema))
+
+    def _told(self, held: Held) -> _Told:
+        digest = ""
+        if self._num_checked < _CHECKED_BATCHES:
+            self._num_checked += 1
+            digest = batch_digest(held.values)
+        schema = {key: str(dtype) for key, dtype in held.schema.items()}
+        return _Told(held.lengths, held.names_D2.tolist(), held.rows, schema, digest)
+
+    def _plan(self, lengths: Sequence[int]) -> Plan:
+        ranks = self._line.size
+        if not lengths:
+            return _plan_of_nothing(ranks, self.config)
+        assert self.cost is not None
+        return self._solve(lengths, ranks, self.cost, self.config, pp=self._mesh.pp.size)
+
+
+def _plan_of_nothing(ranks: int, config: DynamicContextConfig) -> Plan:
+    """Of a global batch without any document."""
+    size = group_sizes(ranks, config)[0]
+    slot = tuple(Group(first, size, ()) for first in range(0, ranks, size))
+    count = -(-config.min_microbatches // config.microbatch_multiple) * config.microbatch_multiple
+    return Plan(ranks, (slot,) * count, 0.0, 0.0)
+
+
+def _names_of(replicas: Sequence[_Told]) -> Tensor:
+    """The names of all documents in the global batch, whose rows are those of the replicas in turn: int64 [D, 2]."""
+    names, first_row = [], 0
+    for replica in replicas:
+        names += [[first_row + row, number] for row, number in replica.names]
+        first_row += replica.rows
+    return torch.tensor(names, dtype=torch.int64).view(-1, 2)
+
+
+def _require_alike(told: Sequence[_Told], copies: int) -> None:
+    """Raises RuntimeError, on every rank, where batches differ that must not, or have other keys."""
+    for first in range(0, len(told), copies):
+        if any(one != told[first] for one in told[first : first + copies]):
+            raise RuntimeError(
+                f"the context-parallel ranks of replica {first // copies} got different batches; they send its "
+                "documents together and must read the same data: shard by trainer.strategy.data_parallel_rank and "
+                "data_parallel_size, not by the global rank, and shuffle with a seed that all ranks share"
+            )
+    schemas = [one.schema for one in told]
+    if any(schema != schemas[0] for schema in schemas):
+        raise RuntimeError(
+            f"replicas got batches of different keys or dtypes: {schemas[::copies]}; documents go from one replica to "
+            "another, so give all of them the same"
+        )

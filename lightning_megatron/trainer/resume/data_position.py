@@ -1,0 +1,494 @@
+"""Where training is in its data: loaders that know what they have handed out, and go on from there.
+
+what the loader reads                         how a resumed run comes to the next batch
+own state (`state_dict`, `load_state_dict`)   the loader's own, restored
+indices of a dataset                          the samplers run again, their first batches are not loaded
+a dataset that streams, with own state        the dataset's own, restored (without workers)
+anything else                                 the first batches are read again and dropped
+"""
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain, islice
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_megatron.comm import rng
+from lightning_megatron.mesh import Axis
+from lightning_megatron.trainer.config import ConfigurationError
+from lightning_megatron.trainer.resume import rng_state
+from lightning_megatron.trainer.resume.data_indices import (
+    AllStates,
+    Indices,
+    Stateful,
+    all_states,
+    explicit_generators,
+    reading,
+    reads_indices,
+    set_all_states,
+    set_explicit_states,
+)
+
+Place = dict[str, Any]
+"""Where a loader is, as plain data."""
+
+INDICES, OWN_STATE, READING = "the indices of its samplers", "a state of its own", "reading what comes first again"
+
+
+class Ahead(Protocol):
+    """What is done with a batch while the one before it is trained on."""
+
+    def begin(self) -> None:
+        """A new round of the loader begins."""
+        ...
+
+    def is_wanted(self, number: int) -> bool:
+        """Whether the batch with this number in its epoch will be trained on."""
+        ...
+
+    def prepare(self, number: int, batch: Any) -> None:
+        """The batch with this number in its epoch has been read."""
+        ...
+
+
+@runtime_checkable
+class MergesStates(Protocol):
+    """A loader whose states on all replicas make up one, from which any number of them goes on."""
+
+    def merged_state(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """What each replica's loader loads, of the states of all of them when they were saved."""
+        ...
+
+
+class Reader:
+    """Hands out a loader's batches and knows where it is.
+
+    In a resumed run the first round begins with its first batch, and not as soon as Lightning asks for an iterator: by
+    then Lightning has restored its counters, and the default generators are those of the checkpoint.
+
+    With `ahead` each batch is read while the one before it is handed out. What counts is what was handed out.
+    """
+
+    def __init__(
+        self, loader: Any, dp: Axis, epoch: Callable[[], int], start: "Start | None", ahead: Ahead | None = None
+    ) -> None:
+        self.loader = loader
+        self._ahead = ahead
+        # With `ahead`: this loader's place before each batch that was read and perhaps not trained on, by its number in
+        # the epoch.
+        self._places: dict[int, Place] = {}
+        self.indices: Indices | None = None
+        # What is read, whose workers run.
+        self.source = loader
+        if reads_indices(loader):
+            self.indices = Indices(loader, dp, epoch)
+            self.source = reading(loader, self.indices)
+        self._dp = dp
+        self._epoch_now = epoch
+        self._start = start
+        self._epoch = -1
+        # Batches of this round; a short loader beside a long one goes round several times in an epoch.
+        self._handed = 0
+        # Batches of this epoch.
+        self.in_epoch = 0
+        # Where the generators were when this round began.
+        self._round_start: AllStates | None = None
+        # This loader's place before the last batch, where Lightning asks for one more than it trains on.
+        self._before: Place | None = None
+        self._resumed: Place | None = None
+        # Where the first round of a resumed run began.
+        self._begun_from: Place | None = None
+        # Whether the last round came to its end.
+        self._is_exhausted = False
+        # Whether somebody holds an iterator that has not begun.
+        self._is_asked = False
+        self._begun: Iterator[Any] | None = None
+
+    @property
+    def batch_samples(self) -> int | None:
+        """Samples of a batch over all replicas, where the loader tells."""
+        size = getattr(self.loader, "batch_size", None) if self.indices is None else self.indices.batch_size
+        return size * self._dp.size if isinstance(size, int) else None
+
+    # --- handing out ------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._start is None or self._start.is_over:
+            return self._count(self._begin())
+        if self._begun_from is not None and not self._is_exhausted:
+            self._resumed, self._begun_from = self._begun_from, None
+        self._is_asked = True
+        return self._hand_out_late(self._start)
+
+    def _hand_out_late(self, start: "Start") -> Iterator[Any]:
+        is_training = self in start.readers
+        with start.as_saved() if is_training else nullcontext():
+            # In the order in which Lightning would have begun them: each draws from the same generators.
+            for reader in start.readers if is_training else [self]:
+                reader.begin_late()
+            batches, self._begun = self._begun, None
+            assert batches is not None
+            first = list(islice(batches, 1))
+        yield from first
+        yield from batches
+
+    def begin_late(self) -> None:
+        """Begins the round that was asked for, if it has not begun."""
+        if not self._is_asked:
+            return
+        self._is_asked = False
+        if self._resumed is None:
+            self._begun = self._count(self._begin())
+        else:
+            self._begun_from, self._resumed = self._resumed, None
+            self._begun = self._go_on(self._begun_from)
+
+    def _begin(self) -> Iterator[Any]:
+        if (epoch := self._epoch_now()) != self._epoch:
+            self._epoch, self.in_epoch = epoch, 0
+        self._handed, self._is_exhausted = 0, False
+        self._places.clear()
+        self._round_start = all_states(self.loader) if self.kind == READING else None
+        return iter(self.source)
+
+    def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
+        if self._ahead is not None:
+            yield from self._count_behind(batches, self._ahead)
+            return
+        while True:
+            if not self._has_length:
+                self._before = self.place() | {"fetch": rng_state.states()}
+            try:
+                batch = next(batches)
+            except StopIteration:
+                self._is_exhausted = True
+                return
+            self._handed += 1
+            self.in_epoch += 1
+            yield batch
+
+    def _count_behind(self, batches: Iterator[Any], ahead: Ahead) -> Iterator[Any]:
+        """The same, one batch behind the reading."""
+        ahead.begin()
+        read: deque[Any] = deque()
+        while True:
+            # The batch that is handed out, and the one after it.
+            while len(read) < 2 and not self._is_exhausted and (not read or ahead.is_wanted(self.in_epoch + len(read))):
+                number = self.in_epoch + len(read)
+                before = {"handed": self._handed + len(read), "in_epoch": number, "fetch": rng_state.states()}
+                self._places.setdefault(number, self.place() | before)
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    self._is_exhausted = True
+                    break
+                ahead.prepare(number, batch)
+                read.append(batch)
+            if not read:
+                return
+            self._handed += 1
+            self.in_epoch += 1
+            # Lightning may hold one batch more than it has trained on.
+            self._places = {number: place for number, place in self._places.items() if number >= self.in_epoch - 2}
+            yield read.popleft()
+
+    @property
+    def _has_length(self) -> bool:
+        try:
+            len(self.loader)
+        except (TypeError, NotImplementedError):
+            return False
+        return True
+
+    # --- where it is ------------------------------------------------------------------------------------------------
+
+    def place(self) -> Place:
+        """Where the loader is now."""
+        own = self._own()
+        return {
+            "kind": self.kind,
+            "batch_samples": self.batch_samples,
+            "replicas": self._dp.size,
+            **self._order(),
+            "has_workers": self._epoch >= 0 and bool(getattr(self.loader, "persistent_workers", False)),
+            "handed": self._handed,
+            "in_epoch": self.in_epoch,
+            "has_begun": self._epoch == self._epoch_now(),
+            "round_start": self._round_start if self.indices is None else self.indices.round_start,
+            "explicit": [generator.get_state() for generator in explicit_generators(self.loader)],
+            "own": None if own is None else copy.deepcopy(own.state_dict()),
+        }
+
+    def _order(self) -> Place:
+        if self.indices is None:
+            return {"order": None, "is_followed": False}
+        return {"order": self.indices.order, "is_followed": self.indices.is_followed}
+
+    def place_after(self, trained: int) -> Place:
+        """Where the loader was after `trained` batches of this epoch: Lightning may hold one that it has not trained
+        on."""
+        if self._resumed is not None:
+            return self._in_own_batches(self._resumed)
+        if trained in self._places:
+            return self._places[trained]
+        place = self.place() if self.in_epoch <= trained or self._before is None else self._before
+        if self.kind == OWN_STATE:
+            return place
+        # A step that failed has taken a batch, and it is to come again.
+        ahead = min(max(0, place["in_epoch"] - trained), place["handed"])
+        return place | {"handed": place["handed"] - ahead, "in_epoch": place["in_epoch"] - ahead}
+
+    def place_at_end(self) -> Place:
+        """Where the loader is when its epoch is done."""
+        place = self.place() if self._resumed is None else self._in_own_batches(self._resumed)
+        return place | {"handed": 0, "in_epoch": 0, "has_begun": False, "round_start": None}
+
+    def _in_own_batches(self, place: Place) -> Place:
+        """A checkpoint's place as this run counts: in its batches, in the order that it follows."""
+        return place | {
+            "batch_samples": self.batch_samples,
+            "replicas": self._dp.size,
+            **self._order(),
+            "handed": self.batches_of(place, place["handed"]),
+            "in_epoch": self.batches_of(place, place["in_epoch"]),
+        }
+
+    @property
+    def kind(self) -> str:
+        """How this loader comes to its next batch in a resumed run."""
+        if self.indices is not None:
+            return INDICES
+        return OWN_STATE if self._own() is not None else READING
+
+    def own_state(self) -> dict[str, Any]:
+        """What the loader itself tells of its place; nothing where it cannot."""
+        return copy.deepcopy(self.loader.state_dict()) if isinstance(self.loader, Stateful) else {}
+
+    def _own(self) -> Stateful | None:
+        if isinstance(self.loader, Stateful):
+            return self.loader
+        dataset = getattr(self.loader, "dataset", None)
+        # Workers have copies of it.
+        if isinstance(dataset, IterableDataset) and isinstance(dataset, Stateful) and self.loader.num_workers == 0:
+            return dataset
+        return None
+
+    # --- going on ---------------------------------------------------------------------------------------------------
+
+    def go_on_from(self, place: Place, *, is_equal_everywhere: bool) -> None:
+        """Makes the next round begin at a saved place. Raises ConfigurationError where it cannot be found."""
+        if place["kind"] != self.kind:
+            raise ConfigurationError(
+                [
+                    f"the checkpoint's training loader goes on by {place['kind']}, and this run's "
+                    f"({type(self.loader).__name__}) by {self.kind}; resume with the loader that it was saved with"
+                ]
+            )
+        is_moved = place["replicas"] != self._dp.size or place["batch_samples"] != self.batch_samples
+        own = self._own()
+        if own is not None:
+            if place["replicas"] != self._dp.size and not is_equal_everywhere:
+                raise ConfigurationError([_differs(place, self._dp.size)])
+        elif self.indices is not None:
+            # A run that followed another one's order is not in that of its samplers, on the same replicas neither.
+            is_other = is_moved or place.get("is_followed", False)
+            self.indices.follow(place["order"], is_moved=is_other, is_within=place["handed"] > 0)
+        elif is_moved and place["handed"]:
+            raise ConfigurationError([_differs(place, self._dp.size)])
+        self._resumed = place
+
+    def batches_of(self, place: Place, batches: int) -> int:
+        """How many batches of this loader hold the samples of so many that a checkpoint's loader handed out."""
+        old, new = place["batch_samples"], self.batch_samples
+        if old == new or old is None or new is None:
+            return batches
+        if batches * old % new:
+            raise ConfigurationError(
+                [
+                    f"the checkpoint was saved after {batches * old} samples of its epoch, where no batch of {new} "
+                    f"samples (over all replicas) begins; resume with batches of {old}, or of a number that divides "
+                    f"{batches * old}"
+                ]
+            )
+        return batches * int(old) // int(new)
+
+    def _go_on(self, place: Place) -> Iterator[Any]:
+        handed = self.batches_of(place, place["handed"])
+        if (own := self._own()) is not None and place["own"]:
+            own.load_state_dict(copy.deepcopy(place["own"]))
+        if not place.get("has_begun", handed > 0):
+            return self._go_on_with_a_round(place)
+        self._epoch, self._is_exhausted = self._epoch_now(), False
+        self._handed, self.in_epoch = handed, self.batches_of(place, place["in_epoch"])
+        self._round_start = place["round_start"]
+        if self.indices is not None and place["round_start"] is None:
+            # No index was asked for, but the user's generator has given the seed for workers.
+            set_explicit_states(self.loader, place["explicit"])
+        if self.indices is not None:
+            self.indices.skip(handed, place["handed"] * (place["batch_samples"] or 0), place["round_start"])
+            batches = self._begin_workers()
+        elif own is not None:
+            batches = self._begin_workers()
+        else:
+            batches = self._read_again(handed)
+        if place.get("fetch") is not None and self._ahead is not None:
+            self._places = {self.in_epoch: self._in_own_batches(place)}
+            return self._count(self._with_first_fetched(batches, place))
+        counted = self._count(batches)
+        if place.get("fetch") is None:
+            return counted
+        # It was fetched before the batch after which was saved was trained on.
+        with rng_state.kept():
+            rng_state.set_states(place["fetch"])
+            first = list(islice(counted, 1))
+        return chain(first, counted)
+
+    def _with_first_fetched(self, batches: Iterator[Any], place: Place) -> Iterator[Any]:
+        """The batches, the first of them read where the generators were when it was read first."""
+        with rng_state.kept():
+            rng_state.set_states(place["fetch"])
+            first = list(islice(batches, 1))
+        yield from first
+        yield from batches
+
+    def _go_on_with_a_round(self, place: Place) -> Iterator[Any]:
+        if self.indices is not None and place["has_workers"]:
+            # Workers that were there already cost no draw of a seed; these are new.
+            self.indices.begin_from = rng_state.states()
+        if self.kind != OWN_STATE:
+            set_explicit_states(self.loader, place["explicit"])
+        batches = self._count(self._begin())
+        return self._again_if_empty(batches) if self.kind == OWN_STATE else batches
+
+    def _again_if_empty(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """A round, and another one where it is over at once: the state was that of a round at its end."""
+        first = list(islice(batches, 1))
+        yield from first or self._count(self._begin())
+        yield from batches
+
+    def _begin_workers(self) -> Iterator[Any]:
+        """Begins to read; torch draws a seed for workers that the run which was not interrupted drew long ago."""
+        with rng_state.kept(), _seeding_workers_by_default(self.source):
+            seed = rng.key(torch.initial_seed(), "workers", self._epoch, self.in_epoch, self._dp.rank)
+            torch.default_generator.manual_seed(seed & ((1 << 63) - 1))
+            batches: Iterator[Any] = iter(self.source)
+        return batches
+
+    def _read_again(self, handed: int) -> Iterator[Any]:
+        rank_zero_info(
+            f"{type(self.loader).__name__} cannot tell where it was: {handed} batches are read and dropped. A loader "
+            "or a dataset with state_dict and load_state_dict goes on at once"
+        )
+        assert self._round_start is not None
+        with rng_state.kept():
+            set_all_states(self.loader, self._round_start)
+            batches: Iterator[Any] = iter(self.source)
+            for _ in islice(batches, handed):
+                pass
+        return batches
+
+
+class Start(Protocol):
+    """What a resumed run starts from."""
+
+    readers: list[Reader]
+    """Of its training loaders, in their order."""
+    is_over: bool
+    """Whether training goes on by now."""
+
+    def as_saved(self) -> AbstractContextManager[None]:
+        """A context with the default generators of the checkpoint; what they become inside stays."""
+        ...
+
+
+class PlacedIterable:
+    """What Lightning reads in the place of a training loader that is no DataLoader."""
+
+    def __init__(self, reader: Reader) -> None:
+        vars(self).update(getattr(reader.loader, "__dict__", {}))
+        self.reader = reader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.reader)
+
+    def __len__(self) -> int:
+        return len(self.reader.loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's own, for plain Lightning to go on from; here the place of each replica counts. That there is
+        such a method tells Lightning that it is saved."""
+        return self.reader.own_state()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        return
+
+
+class PlacedDataLoader(DataLoader[Any]):
+    """What Lightning reads in the place of a training DataLoader, with all attributes of that."""
+
+    def __init__(self, reader: Reader) -> None:
+        # Not the base's: this loader is not read itself.
+        vars(self).update(vars(reader.loader))
+        self.reader = reader
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        return iter(self.reader)
+
+    def __len__(self) -> int:
+        return len(self.reader.loader)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's own, for plain Lightning to go on from; here the place of each replica counts. That there is
+        such a method tells Lightning that it is saved."""
+        return self.reader.own_state()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        return
+
+    @property
+    def _iterator(self) -> Any:
+        # By this name Lightning finds the workers that it ends after a fit.
+        return getattr(self.reader.source, "_iterator", None)
+
+    @_iterator.setter
+    def _iterator(self, iterator: Any) -> None:
+        self.reader.source._iterator = iterator
+
+
+def placed(
+    loader: Any, dp: Axis, epoch: Callable[[], int], start: Start | None, ahead: Ahead | None = None
+) -> PlacedIterable | PlacedDataLoader:
+    """The loader as one that knows its place."""
+    if isinstance(loader, (PlacedIterable, PlacedDataLoader)):
+        # A CombinedLoader of the user keeps what an earlier fit put in.
+        loader = loader.reader.loader
+    reader = Reader(loader, dp, epoch, start, ahead)
+    return PlacedDataLoader(reader) if isinstance(loader, DataLoader) else PlacedIterable(reader)
+
+
+@contextmanager
+def _seeding_workers_by_default(loader: Any) -> Iterator[None]:
+    """Inside, a DataLoader with a generator leaves it to its sampler, which draws whenever workers read ahead."""
+    if not isinstance(loader, DataLoader):
+        yield
+        return
+    own, loader.generator = loader.generator, None
+    try:
+        yield
+    finally:
+        loader.generator = own
+
+
+def _differs(place: Place, replicas: int) -> str:
+    what = "a state of its own on each replica" if place["own"] else "no state"
+    return (
+        f"the checkpoint lies within an epoch of a training loader with {what}, saved with {place['replicas']} "
+        f"replicas and batches of {place['batch_samples']} samples; this run has {replicas} replicas. Resume on as "
+        "many with the same batch size, resume a checkpoint from the end of an epoch, or give the loader (or its "
+        "dataset) a state_dict that is the same on all replicas, as the samples consumed by all of them are"
+    )

@@ -1,0 +1,330 @@
+"""What a checkpoint holds beside weights and optimizers, so that a resumed run goes on as if it had never stopped.
+
+    what                                 saved of          on another layout
+    place in the training data           each replica      the samples not consumed yet, cut anew
+    default generators                   each rank         the first rank's, on every rank
+    seeds of the models' dropout         the first rank    the same
+
+All else follows from the step, which Lightning restores: dropout masks and what users draw in a step are functions of
+(seed, step, sample).
+"""
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch.utils._pytree import tree_leaves
+
+from lightning_megatron.comm import collectives
+from lightning_megatron.mesh import Axis, Mesh
+from lightning_megatron.trainer.config import ConfigurationError
+from lightning_megatron.trainer.resume import rng_state
+from lightning_megatron.trainer.resume.data_position import (
+    Ahead,
+    MergesStates,
+    Place,
+    PlacedDataLoader,
+    PlacedIterable,
+    Reader,
+    placed,
+)
+from lightning_megatron.trainer.setup import setup_model
+from lightning_megatron.trainer.step.rng_sync import batch_digest
+
+KEY = "lightning_megatron_resume"
+"""Under which Lightning's dictionary holds all of it."""
+
+
+def save_into(
+    checkpoint: dict[str, Any], trainer: pl.Trainer, mesh: Mesh, resumption: "Resumption | None" = None
+) -> None:
+    """Adds to Lightning's dictionary what `Resumption` goes on from. Collective over the world."""
+    if resumption is not None and not resumption.has_started:
+        # What was loaded holds still. Counters, loaders and generators are on their way there.
+        checkpoint[KEY], checkpoint["loops"]["fit_loop"] = resumption.saved, resumption.loops
+        return
+    checkpoint[KEY] = snapshot(trainer, mesh)
+    loop_state = checkpoint["loops"]["fit_loop"]["state_dict"]
+    # Plain Lightning counts the states of loaders that have one of their own.
+    loop_state["combined_loader"] = [state for state in loop_state.get("combined_loader", []) if state]
+
+
+def snapshot(trainer: pl.Trainer, mesh: Mesh) -> dict[str, Any]:
+    """What `Resumption` goes on from: plain data, and copies. Collective over the world."""
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+    trained = progress.current.processed
+    # A batch has been read and not been trained on: a hook before its step saves, or the step failed.
+    is_taken = progress.current.ready > trained
+    is_at_end = not is_taken and (progress.is_last_batch or trained >= trainer.num_training_batches)
+    # As in on_train_batch_end; a validation or the end of the epoch may come next.
+    is_within_batch = progress.current.completed < trained
+    is_due = is_within_batch and is_validation_due(trainer, trained, is_at_end=is_at_end)
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    if not is_at_end and trained % trainer.accumulate_grad_batches:
+        rank_zero_warn(
+            f"this checkpoint is saved after {trained} batches of an epoch, within the "
+            f"{trainer.accumulate_grad_batches} of an optimizer step (accumulate_grad_batches); the gradients so far "
+            "are not in it, and a run resumed from it makes that step without them. Save and validate after a multiple "
+            "of them"
+        )
+    places = [reader.place_at_end() if is_at_end else reader.place_after(trained) for reader in _readers(trainer)]
+    models = setup_model.pipelined_modules(trainer.lightning_module)
+    return {
+        "layout": _layout(mesh),
+        "places": _distinct(places, mesh.dp),
+        "trained": 0 if is_at_end else trained,
+        "is_validation_due": is_due,
+        "is_taken": is_taken,
+        "is_at_end": is_at_end,
+        "ends_epoch_first": is_at_end and (is_due or (not is_within_batch and epochs.processed < epochs.started)),
+        "is_within_batch": is_within_batch,
+        "generators": _distinct(rng_state.states(), mesh.world),
+        "seeds": {name: model.draws.seed for name, model in models.items()},
+    }
+
+
+@dataclass
+class Resumption:
+    """A run on its way from a checkpoint to its first batch."""
+
+    saved: Mapping[str, Any]
+    loops: Mapping[str, Any]
+    # Lightning's counters of the fit, as they were saved
+    mesh: Mesh
+    has_started: bool = False
+    """Whether counters are this run's by now."""
+    is_restored: bool = False
+    """Whether the default generators are those of the checkpoint by now."""
+    states: rng_state.States = field(default_factory=dict)
+    """With which training starts."""
+    readers: list[Reader] = field(default_factory=list)
+    """Of the training loaders."""
+    num_placed: int = 0
+    is_over: bool = False
+    """Whether training goes on by now."""
+
+    def __post_init__(self) -> None:
+        rank = self.mesh.world.rank if self.saved["layout"] == _layout(self.mesh) else 0
+        self.states = _value_of(self.saved["generators"], rank)
+
+    @staticmethod
+    def from_checkpoint(checkpoint: dict[str, Any], trainer: pl.Trainer, mesh: Mesh) -> "Resumption | None":
+        """That of a checkpoint that this package wrote, where it is to be trained on."""
+        if KEY not in checkpoint or trainer.state.fn != TrainerFn.FITTING:
+            return None
+        loops = checkpoint["loops"]["fit_loop"]
+        before = copy.deepcopy(loops)
+        # Lightning would give every rank the first one's.
+        loops["state_dict"].pop("combined_loader", None)
+        if checkpoint[KEY]["is_validation_due"]:
+            _have_validation_made_up(loops)
+        elif checkpoint[KEY]["is_at_end"] and not checkpoint[KEY]["ends_epoch_first"]:
+            _have_next_epoch_begun(loops, is_within_batch=checkpoint[KEY]["is_within_batch"])
+        elif checkpoint[KEY].get("is_taken", False):
+            _have_batch_come_again(loops)
+        return Resumption(checkpoint[KEY], before, mesh)
+
+    def place(self, reader: Reader) -> None:
+        """Sends a loader to its place; loaders come in the order in which they were saved.
+
+        Not once all is restored: Lightning may ask for the loaders before that (`estimated_stepping_batches` in
+        `configure_optimizers` does), and would then not tell them where they were.
+        """
+        all_places = self.saved["places"]["values"]
+        if not all_places or not all_places[0]:
+            return
+        index = self.num_placed % len(all_places[0])
+        self.num_placed += 1
+        if index == 0:
+            self.readers.clear()
+        self.readers.append(reader)
+        is_same_dp = self.saved["layout"]["dp"] == self.mesh.dp.size
+        own = _value_of(self.saved["places"], self.mesh.dp.rank if is_same_dp else 0)
+        place = own[index]
+        states = [places[index]["own"] for places in all_places]
+        is_equal = len({batch_digest(state) for state in states}) == 1
+        if isinstance(reader.loader, MergesStates) and all(states):
+            place, is_equal = place | {"own": reader.loader.merged_state(states)}, True
+        reader.go_on_from(place, is_equal_everywhere=is_equal)
+
+    @contextmanager
+    def as_saved(self) -> Iterator[None]:
+        """Inside, the default generators are those of the checkpoint; what they become inside is where training starts.
+
+        Lightning reads the first batch of a loader without a length before training starts.
+        """
+        if self.is_restored:
+            yield
+            return
+        with rng_state.kept():
+            rng_state.set_states(self.states)
+            yield
+            if not self.saved["ends_epoch_first"]:
+                # Else Lightning throws away what it has read by now.
+                self.states = rng_state.states()
+
+    def start_validation(self, trainer: pl.Trainer) -> None:
+        """Lightning's counts, once the validation that is made up has begun, as those of any other."""
+        if self.saved["is_validation_due"] and not trainer.sanity_checking:
+            total: Any = trainer.fit_loop.epoch_loop.val_loop.batch_progress.total
+            total.ready = total.started = total.processed
+
+    def start_training(self, trainer: pl.Trainer) -> None:
+        """Restores what the first batch needs, last of all before it."""
+        readers = _readers(trainer)
+        places = _value_of(self.saved["places"], 0)
+        if self.saved["trained"] and len(places) != len(readers):
+            raise ConfigurationError(
+                [
+                    f"the checkpoint was saved within an epoch of {len(places)} training loaders, and this run has "
+                    f"{len(readers)}; resume with the loaders that it was saved with"
+                ]
+            )
+        if self.saved["trained"]:
+            _count_anew(trainer, self.saved["trained"], readers, places)
+            epoch_loop = trainer.fit_loop.epoch_loop
+            if self.saved.get("is_taken", False) and not epoch_loop._should_accumulate():
+                # Lightning counts a step once more by the batch that it takes for the last one, in this run's batches.
+                epoch_loop._batches_that_stepped -= 1
+        elif not self.saved["ends_epoch_first"]:
+            # Else Lightning takes the epoch for one that it goes on with, and counts a step that it does not make.
+            trainer.fit_loop.epoch_loop.restarting = False
+        for name, model in setup_model.pipelined_modules(trainer.lightning_module).items():
+            seed = self.saved["seeds"].get(name, model.draws.seed)
+            if seed != model.draws.seed:
+                rank_zero_info(f"dropout of {name} goes on with the seed of the checkpoint ({seed})")
+                model.draws.seed = seed
+        if not self.is_restored:
+            rng_state.set_states(self.states)
+            self.is_restored = True
+        self.has_started = True
+
+
+def is_validation_due(trainer: pl.Trainer, trained: int, *, is_at_end: bool) -> bool:
+    """Whether validation comes after so many batches of the epoch, by its interval in batches."""
+    every_epochs, every = trainer.check_val_every_n_epoch, trainer.val_check_batch
+    is_epoch = every_epochs is None or (trainer.current_epoch + 1) % every_epochs == 0
+    if not trainer.enable_validation or not is_epoch or not every:
+        return False
+    if every == float("inf"):
+        return is_at_end
+    return (trained if every_epochs is not None else trainer.fit_loop.total_batch_idx + 1) % every == 0
+
+
+def _have_validation_made_up(loops: dict[str, Any]) -> None:
+    """Makes Lightning run the validation that was due when the checkpoint was saved.
+
+    By itself it leaves it out, and with it what depends on it: schedulers on plateaus, early stopping, random draws.
+    It takes a validation up again that was interrupted; so one that had not begun is told as one that had just begun,
+    until it has (`Resumption.start_validation`): else it would be made up by each run that goes on from a later
+    checkpoint of the epoch. The keys are Lightning's own, of its saved counters.
+    """
+    batches, validation = loops["epoch_loop.batch_progress"], loops["epoch_loop.val_loop.batch_progress"]
+    for counter in (batches["total"], batches["current"]):
+        counter["completed"] = counter["processed"]
+    validation["is_last_batch"] = False
+    done = validation["total"]["processed"]
+    validation["total"] = {"ready": done + 1, "started": done + 1, "processed": done, "completed": done}
+    validation["current"] = {"ready": 0, "started": 0, "processed": 0, "completed": 0}
+
+
+def _have_next_epoch_begun(loops: dict[str, Any], *, is_within_batch: bool) -> None:
+    """Makes Lightning begin the epoch after one whose last batch was trained on.
+
+    By itself it trains on a batch more, or begins to count where the last epoch ended, under `max_steps` and with
+    loaders that have no length.
+    """
+    epochs, batches = loops["epoch_progress"], loops["epoch_loop.batch_progress"]
+    for counter in (epochs["total"], epochs["current"]):
+        counter["ready"] = counter["processed"] = counter["completed"] = counter["started"]
+    batches["total"]["completed"] = batches["total"]["processed"]
+    batches["current"] = dict.fromkeys(batches["current"], 0)
+    batches["is_last_batch"] = False
+    if is_within_batch:
+        loops["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
+
+
+def _have_batch_come_again(loops: dict[str, Any]) -> None:
+    """Makes Lightning count a batch that was read and not trained on as one to come.
+
+    By itself it counts it twice: numbers of batches, by which models draw and loggers write, are one too high from then
+    on. So it is told that the batch before it has just ended, and nothing is due after that.
+    """
+    batches = loops["epoch_loop.batch_progress"]
+    trained = batches["current"]["processed"]
+    for counter in (batches["total"], batches["current"]):
+        counter["ready"] = counter["started"] = counter["processed"]
+        counter["completed"] = counter["processed"] - int(trained > 0)
+    batches["is_last_batch"] = False
+
+
+def _count_anew(trainer: pl.Trainer, trained: int, readers: list[Reader], places: list[Place]) -> None:
+    """Lets Lightning count the batches of this run's size that were trained on, where the checkpoint's had another."""
+    counted = {reader.batches_of(place, trained) for reader, place in zip(readers, places, strict=True)}
+    if len(counted) > 1:
+        raise ConfigurationError(
+            [
+                "the batch sizes of the training loaders changed by different factors since the checkpoint was saved, "
+                "within an epoch; change all by one factor, or resume a checkpoint from the end of an epoch"
+            ]
+        )
+    if (now := counted.pop() if counted else trained) == trained:
+        return
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+    before = round((progress.total.processed - progress.current.processed) * now / trained)
+    # Lightning takes a batch whose end was not reached (it saved on the way) for what it is by these differences.
+    late = progress.current.processed - progress.current.completed
+    for counter, first in ((progress.current, 0), (progress.total, before)):
+        counter.ready = counter.started = counter.processed = first + now
+        counter.completed = first + now - late
+
+
+def wrap(
+    loader: object, trainer: pl.Trainer, mesh: Mesh, resumption: Resumption | None, ahead: Ahead | None = None
+) -> object:
+    """A training loader as one that knows its place, and has it where a run resumes; `ahead` sees its batches early.
+
+    Of a resumed run a loader for validation too: before the first batch Lightning begins to read it, which draws a
+    seed, and reads nothing, to count a validation that lies before the checkpoint.
+    """
+    if not trainer.training and resumption is None:
+        return loader
+
+    def epoch() -> int:
+        progress: Any = trainer.fit_loop.epoch_progress.current
+        return int(progress.processed)
+
+    wrapped = placed(loader, mesh.dp, epoch, resumption, ahead if trainer.training else None)
+    if trainer.training and resumption is not None:
+        resumption.place(wrapped.reader)
+    return wrapped
+
+
+def _readers(trainer: pl.Trainer) -> list[Reader]:
+    loaders = tree_leaves(trainer.train_dataloader)
+    return [loader.reader for loader in loaders if isinstance(loader, (PlacedDataLoader, PlacedIterable))]
+
+
+def _layout(mesh: Mesh) -> dict[str, int]:
+    return {"world": mesh.world.size, "dp": mesh.dp.size, "pp": mesh.pp.size, "tp": mesh.tp.size}
+
+
+def _distinct(value: Any, axis: Axis) -> dict[str, Any]:
+    """The values of all ranks of an axis, each once, and which of them each rank's is."""
+    digests = collectives.gather_objects(batch_digest(value), axis)
+    firsts = list(dict.fromkeys(digests))
+    is_first = digests.index(digests[axis.rank]) == axis.rank
+    found = collectives.gather_objects(value if is_first else None, axis)
+    return {
+        "values": [found[digests.index(digest)] for digest in firsts],
+        "of_rank": [firsts.index(digest) for digest in digests],
+    }
+
+
+def _value_of(distinct: Mapping[str, Any], rank: int) -> Any:
+    return distinct["values"][distinct["of_rank"][rank]]

@@ -1,0 +1,202 @@
+"""Weights and moments saved under any optimizer configuration come back on any other bit by bit."""
+
+from pathlib import Path
+from typing import Any, cast
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_megatron import MegatronStrategy
+from lightning_megatron.checkpoint import Piece, pieces_of_optimizer
+from lightning_megatron.models import GPTConfig, GPTModel
+from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.trainer.checkpointing import checkpoint_dict
+from tests.harness.ranks import run_on_ranks
+from tests.trainer.layouts import Layout, make_trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before:UserWarning")
+
+# A vocabulary that two ranks share unevenly: one of them has padding.
+CONFIG = GPTConfig(
+    num_layers=2, hidden_size=16, num_attention_heads=2, max_sequence_length=8, vocab_size=37, init_std=0.2
+)
+ZERO = OptimizerConfig(kind="distributed", bucket_size=700)
+BF16 = OptimizerConfig(kind="distributed", bucket_size=700, grad_dtype="bfloat16")
+LAYOUTS = {
+    "distributed dp2": Layout(world=2, optimizer=ZERO),
+    "distributed dp3": Layout(world=3, optimizer=ZERO),
+    "distributed dp2 tp2": Layout(world=4, tp=2, sp=True, optimizer=ZERO),
+    "distributed dp2 pp2": Layout(world=4, pp=2, microbatches=2, optimizer=BF16),
+    "one": Layout(),
+    "tp2": Layout(world=2, tp=2),
+    "pp2": Layout(world=2, pp=2, microbatches=2),
+}
+Parts = list[tuple[str, tuple[int, ...], Tensor]]
+"""Names in the unsplit model, where a part begins in it, and the part."""
+
+
+class Language(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model: GPTModel | None = None
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = GPTModel(CONFIG, seed=2)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert self.model is not None
+        loss: Tensor = self.model(batch[0], labels=batch[1])
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        decayed = [p for p in self.parameters() if p.dim() > 1]
+        rest = [p for p in self.parameters() if p.dim() <= 1]
+        return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": rest}], lr=0.01)
+
+
+class Factored(Language):
+    """Its optimizer keeps means of rows and of columns of a matrix, and takes whole matrices alone."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adafactor(self.parameters(), lr=0.01)
+
+
+class State(L.Callback):
+    """What this rank's optimizer steps and keeps, when training begins and when it has ended."""
+
+    def __init__(self) -> None:
+        self.at_start: Parts = []
+        self.at_end: Parts = []
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.at_start = parts(trainer)
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.at_end = parts(trainer)
+
+
+def parts(trainer: L.Trainer) -> Parts:
+    mains = cast(MegatronStrategy, trainer.strategy)._mains
+    [optimizer] = trainer.optimizers
+    names = checkpoint_dict.names_of(trainer.lightning_module, mains)
+    pieces: dict[str, list[Piece]] = pieces_of_optimizer(optimizer, names)[0]
+    for group in optimizer.param_groups:
+        for stepped in group["params"]:
+            place = names[stepped]
+            if isinstance(place, str):
+                pieces[place] = [Piece.like(stepped, stepped)]
+            else:
+                pieces[place.name] = place.pieces(stepped)
+    return [(name, p.box.offsets, p.tensor.detach().clone()) for name, held in pieces.items() for p in held]
+
+
+def run(
+    layout: Layout,
+    precision: str,
+    folder: Path,
+    resumes: str,
+    saves: str,
+    is_after: bool,
+    module: type[Language] = Language,
+) -> tuple[Parts, Parts]:
+    # Three batches, an epoch: from its end a checkpoint resumes on any number of replicas, whatever the loader.
+    tokens = torch.randint(0, 37, (12, 9), generator=torch.Generator().manual_seed(0))
+    loader = DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=4)
+    state = State()
+
+    class Saves(L.Callback):
+        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+            if saves and not is_after and trainer.global_step == 3:
+                trainer.save_checkpoint(folder / saves)
+
+    options = {"max_steps": 4 if resumes else 3, "max_epochs": -1}
+    trainer = make_trainer(layout, precision=precision, callbacks=[state, Saves()], **options)
+    trainer.fit(module(), loader, ckpt_path=folder / resumes if resumes else None)
+    if saves and is_after:
+        trainer.save_checkpoint(folder / saves)
+    return state.at_start, state.at_end
+
+
+def joined(by_rank: list[Parts]) -> dict[str, Tensor]:
+    """The unsplit tensors; NaN where no rank had anything."""
+    ends: dict[str, tuple[int, ...]] = {}
+    for name, offsets, part in (found for held in by_rank for found in held):
+        own = tuple(start + size for start, size in zip(offsets, part.shape, strict=True))
+        ends[name] = tuple(map(max, ends.get(name, own), own))
+    whole = {name: torch.full(shape, float("nan")) for name, shape in ends.items()}
+    for name, offsets, part in (found for held in by_rank for found in held):
+        whole[name][tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))] = part.float()
+    return whole
+
+
+def require_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert not tensor.isnan().any() and torch.equal(found[name], tensor), name
+
+
+def go(layout: str, *args: Any) -> list[tuple[Parts, Parts]]:
+    chosen = LAYOUTS[layout]
+    return run_on_ranks(chosen.world, run, chosen, *args, init=False)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
+@pytest.mark.parametrize(
+    ("first", "is_after"), [("distributed dp2", False), ("distributed dp2", True), ("distributed dp2 pp2", False)]
+)
+def test_shards_are_resumed_by_any_layout(first: str, is_after: bool, precision: str, tmp_path: Path) -> None:
+    """Saved while the fit ran, or after it had ended."""
+    saved = joined([ended for _, ended in go(first, precision, tmp_path, "", "saved.ckpt", is_after)])
+    # Weights, two moments of each, and its number of steps.
+    names = {name for name in saved if not name.startswith("optimizer")}
+    assert len(saved) == 4 * len(names)
+    if precision == "bf16-mixed":
+        assert any(not torch.equal(saved[name], saved[name].bfloat16().float()) for name in names)
+    for layout in ("one", "tp2", "distributed dp3", "distributed dp2 tp2"):
+        resumed = go(layout, precision, tmp_path, "saved.ckpt", "", False)
+        require_same(joined([began for began, _ in resumed]), saved)
+        assert any(not torch.equal(t, saved[n]) for n, t in joined([ended for _, ended in resumed]).items())
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
+@pytest.mark.parametrize("first", ["one", "tp2"])
+def test_whole_states_are_resumed_in_shards(first: str, precision: str, tmp_path: Path) -> None:
+    saved = joined([ended for _, ended in go(first, precision, tmp_path, "", "saved.ckpt", False)])
+    for layout in ("distributed dp3", "distributed dp2 tp2"):
+        require_same(joined([began for began, _ in go(layout, precision, tmp_path, "saved.ckpt", "", False)]), saved)
+
+
+@pytest.mark.parametrize(("first", "second"), [("distributed dp2", "pp2"), ("pp2", "distributed dp3")])
+def test_states_of_another_shape_than_their_weight_are_resumed_where_none_is_cut(
+    first: str, second: str, tmp_path: Path
+) -> None:
+    saved = joined([ended for _, ended in go(first, "32-true", tmp_path, "", "saved.ckpt", False, Factored)])
+    rows = {name.rpartition(".")[0] for name in saved if name.endswith("row_var")}
+    assert len(rows) == sum(name.startswith("model.") and t.dim() > 1 for name, t in saved.items())
+    resumed = go(second, "32-true", tmp_path, "saved.ckpt", "", False, Factored)
+    require_same(joined([began for began, _ in resumed]), saved)
+
+
+def plain_file(folder: Path) -> None:
+    tokens = torch.zeros(4, 9, dtype=torch.long)
+    trainer = make_trainer(Layout(is_plain=True), precision="32-true", max_epochs=1)
+    trainer.fit(Language(), DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=4))
+    trainer.save_checkpoint(folder / "plain.ckpt")
+
+
+def resumes_a_file(folder: Path) -> str:
+    try:
+        run(LAYOUTS["distributed dp2"], "32-true", folder, "plain.ckpt", "", False)
+    except ValueError as error:
+        return str(error)
+    return "not refused"
+
+
+def test_the_states_of_a_single_file_are_not_taken_for_those_of_shards(tmp_path: Path) -> None:
+    run_on_ranks(1, plain_file, tmp_path, init=False)
+    for found in run_on_ranks(2, resumes_a_file, tmp_path, init=False):
+        assert "single file with the state of whole parameters" in found

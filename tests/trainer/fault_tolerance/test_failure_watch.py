@@ -1,0 +1,170 @@
+"""One rank's failure ends every rank, soon, and every rank tells what failed first."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from torch import nn
+
+from lightning_megatron.checkpoint import is_checkpoint
+from lightning_megatron.trainer.fault_tolerance import failure_watch as watch
+from tests.harness import ranks
+from tests.harness.ranks import ROOT, RankFailed, run_on_ranks
+from tests.trainer.layouts import Layout, make_trainer
+from tests.trainer.modules import Data, Small
+
+# The watch gives a rank 5 s to fail by itself before it ends it; the time-outs of everything else are longer than this.
+SOON_SECONDS = 25.0
+
+PP2 = Layout(world=2, pp=2, microbatches=2)
+DP2 = Layout(world=2)
+EVERY_RANK = -1
+# What Lightning says of a fresh Trainer with a checkpoint callback that has no best path yet.
+NO_PATHS = "ignore:.*(was called without a model|there is no last checkpoint available):UserWarning"
+
+
+class Fails(Small):
+    """Raises on one rank at one place, in the second batch."""
+
+    def __init__(self, rank: int, place: str) -> None:
+        super().__init__()
+        self.rank, self.place = rank, place
+        if place == "model":
+            assert isinstance(self.net, nn.Sequential)
+            # On stage 0, which is on the last rank.
+            self.net[1] = Breaks()
+
+    def break_at(self, place: str) -> None:
+        if self.place == place and self.rank in (self.trainer.global_rank, EVERY_RANK):
+            raise KeyError(f"broken in {place}")
+
+    def configure_model(self) -> None:
+        self.break_at("configure_model")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            self.break_at("training_step")
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 1:
+            self.break_at("the tail of the step")
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.break_at("validation_step")
+        super().validation_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.break_at("a hook")
+
+
+class Breaks(nn.Tanh):
+    num_calls = 0
+
+    def forward(self, hidden: Any) -> Any:
+        self.num_calls += 1
+        if self.num_calls == 4:
+            raise KeyError("broken in model")
+        return super().forward(hidden)
+
+
+def fail(layout: Layout, rank: int, place: str) -> None:
+    make_trainer(layout, max_epochs=1).fit(Fails(rank, place), Data())
+
+
+def fail_and_linger(layout: Layout) -> None:
+    """The failing process does not end: its connections stay open, and nobody would hear of it by them."""
+    try:
+        fail(layout, 1, "training_step")
+    except KeyError:
+        time.sleep(SOON_SECONDS - 5)
+        raise
+
+
+def fail_and_save(folder: Path, rank: int) -> None:
+    if rank == EVERY_RANK:
+        # On a busy machine one may come later than the other.
+        watch._GRACE_SECONDS = 60.0  # type: ignore[attr-defined]
+    callbacks = [OnExceptionCheckpoint(folder)]
+    make_trainer(DP2, callbacks=callbacks, enable_checkpointing=True).fit(Fails(rank, "a hook"), Data())
+
+
+def test_a_store_that_answers_late_does_not_abort_a_process_that_ends() -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        [sys.executable, "tests/trainer/fault_tolerance/late_store_script.py"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "the watch has ended" in ended.stdout, ended.stderr
+    assert ended.returncode == 0, f"status {ended.returncode}: {ended.stderr}"
+
+
+@pytest.mark.filterwarnings(NO_PATHS)
+def test_a_rank_that_fails_alone_does_not_wait_to_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "GRACE_SECONDS", SOON_SECONDS)
+    started_seconds = time.monotonic()
+    with pytest.raises(RankFailed, match=r"(?s)broken in a hook.*no checkpoint was written on the failure"):
+        run_on_ranks(2, fail_and_save, tmp_path, 1, init=False, timeout=2 * SOON_SECONDS)
+    assert time.monotonic() - started_seconds < SOON_SECONDS
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.filterwarnings(NO_PATHS)
+def test_ranks_that_fail_together_save_together(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="broken in a hook"):
+        run_on_ranks(2, fail_and_save, tmp_path, EVERY_RANK, init=False)
+    assert is_checkpoint(tmp_path / "on_exception.ckpt")
+
+
+@pytest.mark.parametrize("layout", [PP2, DP2])
+def test_a_rank_that_waits_for_a_failed_one_is_ended(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ranks, "GRACE_SECONDS", 0.5)
+    started_seconds = time.monotonic()
+    with pytest.raises(RankFailed, match="rank 0 of 2 failed:\\nthe process ended by exit code 1"):
+        run_on_ranks(2, fail_and_linger, layout, init=False, timeout=2 * SOON_SECONDS)
+    assert time.monotonic() - started_seconds < SOON_SECONDS - 5
+    last_words = capfd.readouterr().out
+    assert "[rank 0] rank 0 ends because rank 1 failed" in last_words and "broken in training_step" in last_words
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank", "place"),
+    [
+        (PP2, 1, "training_step"),
+        (PP2, 0, "the tail of the step"),
+        (PP2, 1, "model"),
+        (DP2, 1, "training_step"),
+        (PP2, 0, "validation_step"),
+        (DP2, 0, "configure_model"),
+        (Layout(world=2, tp=2), 1, "a hook"),
+    ],
+)
+def test_a_failure_ends_all_ranks_soon_and_all_tell_it(
+    layout: Layout, rank: int, place: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # The harness would end the others after two seconds; here it is the strategy that shall do it.
+    monkeypatch.setattr(ranks, "GRACE_SECONDS", SOON_SECONDS)
+    started_seconds = time.monotonic()
+    with pytest.raises(RankFailed) as failure:
+        run_on_ranks(2, fail, layout, rank, place, init=False, timeout=2 * SOON_SECONDS)
+    elapsed_seconds = time.monotonic() - started_seconds
+    told = str(failure.value)
+    assert elapsed_seconds < SOON_SECONDS, "a rank had to be ended from outside"
+    assert "still running" not in told and "stuck" not in told
+    assert told.count(f"broken in {place}") >= 1
+    if place != "model":
+        assert "in break_at" in told, "the traceback of the place itself is missing"
+    other = 1 - rank
+    # The other rank names the failure, in its own error or as its last words.
+    printed = capfd.readouterr().out
+    assert f"rank {rank} failed:" in told or f"[rank {other}] rank {other} ends because rank {rank} failed" in printed

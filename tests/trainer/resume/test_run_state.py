@@ -1,0 +1,178 @@
+"""A run that stopped and goes on is, batch by batch and bit by bit, the run that never stopped."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_megatron.trainer.resume import rng_state, run_state
+from tests.harness.ranks import run_on_ranks
+from tests.trainer.layouts import QUIET, Layout
+from tests.trainer.resumed_runs import LOADERS, difference, run
+
+pytestmark = [
+    pytest.mark.filterwarnings(QUIET),
+    pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined:UserWarning"),
+    pytest.mark.filterwarnings("ignore:this checkpoint is saved after .* within the .* of an optimizer step"),
+]
+ONE = Layout()
+PLACES = ("batch 2", "batch 6", "validation 3", "epoch 0", "batch 8")
+READ_ONCE = ("noisy", "stream", "stream of workers", "stateful stream", "own state")
+ELSEWHERE = ("own states", "noisy workers", "own generator, no workers")
+OPTIONS: dict[str, Any] = {"validates": True, "val_check_interval": 2}
+
+
+def differences(layout: Layout, data: str, folder: Path, places: tuple[str, ...], options: dict[str, Any]) -> list[str]:
+    """For each checkpoint of a run, how the run resumed from it differs."""
+    options = options | {"asks_for_steps": "stream" not in data}
+    whole = run(layout, data, folder, frozenset(places), **options)
+    saved = [place for place in places if (folder / f"{place}.ckpt").exists()]
+    resumed = {place: run(layout, data, resumed_from=folder / f"{place}.ckpt", seed=77, **options) for place in saved}
+    return [f"{place}: {found}" for place in saved if (found := difference(resumed[place], whole))] + [
+        f"{place} was not saved" for place in places if place not in saved
+    ]
+
+
+@pytest.mark.parametrize("data", [name for name in LOADERS if name not in ELSEWHERE])
+def test_a_resumed_run_equals_the_run_that_was_not_interrupted(data: str, tmp_path: Path) -> None:
+    """With workers, cosine schedules, several loaders; within an epoch, at its end, at and before a validation."""
+    # A batch that was taken before the save comes again: what draws as it is read, or was read for good, is another.
+    places = PLACES if data in READ_ONCE else (*PLACES, "taken 6")
+    [found] = run_on_ranks(1, differences, ONE, data, tmp_path, places, OPTIONS, init=False)
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "places"),
+    [
+        (
+            "shuffled",
+            {"accumulate_grad_batches": 2},
+            ("batch 1", "batch 3", "epoch 0", "batch 8", "taken 4"),
+        ),
+        ("shuffled", {"max_steps": 12, "max_epochs": -1, "validates": True}, ("epoch 0", "taken 7", "taken 8")),
+        ("workers", {"limit_train_batches": 5, "validates": True}, ("batch 2", "batch 4", "validation 4", "batch 5")),
+        ("shuffled", {"limit_train_batches": 5, "max_steps": 12, "max_epochs": -1}, ("batch 4", "epoch 0", "batch 6")),
+        ("stream", {"max_steps": 11, "max_epochs": -1, "validates": True}, ("batch 6", "validation 6", "epoch 0")),
+        ("several", {"check_val_every_n_epoch": None, "val_check_interval": 4, "validates": True}, ("batch 3",)),
+        ("shuffled", {"num_sanity_val_steps": 2, "validates": True}, ("batch 2", "epoch 0")),
+    ],
+)
+def test_it_does_under_the_trainers_options(
+    data: str, options: dict[str, Any], places: tuple[str, ...], tmp_path: Path
+) -> None:
+    [found] = run_on_ranks(1, differences, ONE, data, tmp_path, places, options, init=False)
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("layout", "data"),
+    [
+        (Layout(world=2), "workers"),
+        (Layout(world=2), "several"),
+        (Layout(world=2), "own states"),
+        (Layout(world=2), "stream"),
+        (Layout(world=2, pp=2, microbatches=2), "shuffled"),
+        (Layout(world=4, pp=2, microbatches=2), "noisy"),
+        (Layout(microbatches=2), "noisy"),
+    ],
+    ids=["dp2 workers", "dp2 several", "dp2 states", "dp2 stream", "pp2", "dp2 pp2", "microbatches"],
+)
+def test_it_does_on_many_ranks(layout: Layout, data: str, tmp_path: Path) -> None:
+    options = OPTIONS | ({"draws": False} if data == "noisy" else {})
+    for found in run_on_ranks(layout.world, differences, layout, data, tmp_path, PLACES, options, init=False):
+        assert found == []
+
+
+def saved_again(data: str, place: str, folder: Path) -> dict[str, str]:
+    """How runs differ that go on from what a resumed run saved, most of it before its first batch was trained on."""
+    options: dict[str, Any] = {"validates": True, "num_sanity_val_steps": 1, "asks_for_steps": "stream" not in data}
+    options |= {"val_check_interval": 2}
+    whole = run(ONE, data, folder, frozenset({place}), **options)
+    again, places = folder / "again", frozenset({"sanity", "start", "validation 5", "begin 1"})
+    run(ONE, data, again, places, resumed_from=folder / f"{place}.ckpt", seed=77, **options)
+    return {
+        path.stem: difference(run(ONE, data, resumed_from=path, seed=78, **options), whole)
+        for path in sorted(again.iterdir())
+    }
+
+
+@pytest.mark.parametrize(
+    ("data", "place", "again"),
+    [
+        ("shuffled", "start", "sanity, start, validation 5, begin 1"),
+        ("workers", "begin 0", "start, validation 5, begin 1"),
+        ("shuffled", "batch 3", "start, validation 5, begin 1"),
+        ("own generator", "epoch 0", "sanity, start, begin 1"),
+        ("own generator, no workers", "begin 0", "start, validation 5, begin 1"),
+        ("noisy", "batch 6", "sanity, start, begin 1"),
+        ("even", "batch 5", "start, validation 5, begin 1"),
+        ("several", "batch 3", "start, validation 5, begin 1"),
+        ("stateful stream", "batch 2", "start, validation 5, begin 1"),
+        ("stream", "epoch 0", "sanity, start, begin 1"),
+    ],
+)
+def test_what_a_resumed_run_saves_is_as_exact(data: str, place: str, again: str, tmp_path: Path) -> None:
+    """`batch 3` and `batch 5`: a validation is made up. Lightning checks none where it goes on within an epoch."""
+    [found] = run_on_ranks(1, saved_again, data, place, tmp_path, init=False)
+    assert (found.keys(), set(found.values())) == (set(again.split(", ")), {""}), found
+
+
+def loaded_after(place: str, folder: Path) -> tuple[list[int], list[int]]:
+    """The rows that a resumed run loads, and those that it trains on."""
+    run(ONE, "shuffled", folder, frozenset({place}))
+    resumed = run(ONE, "shuffled", resumed_from=folder / f"{place}.ckpt")
+    return resumed.loaded, [row for rows, _ in resumed.batches.values() for row in rows]
+
+
+def test_what_was_trained_on_is_not_loaded_again(tmp_path: Path) -> None:
+    [(loaded, trained)] = run_on_ranks(1, loaded_after, "batch 2", tmp_path, init=False)
+    assert loaded == trained and len(loaded) == 26 - 12 + 26
+
+
+def without(what: str, folder: Path) -> str:
+    """How a run differs that was resumed with a part of this left out."""
+    whole = run(ONE, "shuffled", folder, frozenset({"batch 2"}))
+    if what == "everything":
+        run_state.Resumption.from_checkpoint = staticmethod(lambda *_: None)  # type: ignore[method-assign]
+    elif what == "generators":
+        rng_state.set_states = lambda saved: None
+    elif what == "place":
+        run_state.Resumption.place = lambda self, reader: None  # type: ignore[method-assign]
+    # Of this process alone, which ends with the test.
+    return difference(run(ONE, "shuffled", resumed_from=folder / "batch 2.ckpt", seed=77), whole)
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before:UserWarning")
+@pytest.mark.parametrize("what", ["everything", "generators", "place", "nothing"])
+def test_every_part_of_it_is_needed(what: str, tmp_path: Path) -> None:
+    [found] = run_on_ranks(1, without, what, tmp_path, init=False)
+    assert bool(found) == (what != "nothing")
+
+
+def draws_of_workers(folder: Path) -> tuple[str, str]:
+    """How runs differ whose workers draw, resumed within an epoch and at its end."""
+    whole = run(ONE, "noisy workers", folder, frozenset({"batch 2", "epoch 0"}))
+    within, at_end = (
+        run(ONE, "noisy workers", resumed_from=folder / f"{place}.ckpt") for place in ("batch 2", "epoch 0")
+    )
+    return difference(within, whole), difference(at_end, whole)
+
+
+def test_workers_draw_anew_within_an_epoch_and_alike_from_the_next_one_on(tmp_path: Path) -> None:
+    [(within, at_end)] = run_on_ranks(1, draws_of_workers, tmp_path, init=False)
+    assert within.startswith("batch 3: loss") and at_end == ""
+
+
+def mixed_up(folder: Path) -> list[str]:
+    """The warning of a checkpoint within an optimizer step."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run(ONE, "in order", folder, frozenset({"batch 2"}), accumulate_grad_batches=2)
+    return [str(warning.message) for warning in told if "the gradients so far are not in it" in str(warning.message)]
+
+
+def test_a_checkpoint_within_an_optimizer_step_is_warned_of(tmp_path: Path) -> None:
+    [told] = run_on_ranks(1, mixed_up, tmp_path, init=False)
+    assert len(told) == 1 and "after 3 batches" in told[0]

@@ -1,0 +1,119 @@
+"""A model must be built for the ranks it runs on."""
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_megatron import ConfigurationError
+from lightning_megatron.mesh import Mesh, Sizes
+from lightning_megatron.models import BertModel, GPTConfig, GPTModel, LlavaModel, T5Model
+from lightning_megatron.trainer.setup.setup_model import pipeline_plain_sequential, require_spreading
+from tests.harness.ranks import run_on_ranks
+from tests.models import small_llava, test_bert, test_t5
+from tests.trainer.layouts import Layout, make_trainer
+
+CONFIG = GPTConfig(num_layers=2, hidden_size=16, num_attention_heads=2, vocab_size=32, max_sequence_length=8)
+
+
+class TooEarly(L.LightningModule):
+    """Builds its model before anyone knows the ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = GPTModel(CONFIG)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(batch[:, :-1], labels=batch[:, 1:])
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit(layout: Layout) -> str:
+    loader = torch.utils.data.DataLoader(torch.randint(0, 32, (8, 9)), batch_size=4)
+    trainer = make_trainer(layout, max_epochs=1, limit_val_batches=0)
+    try:
+        trainer.fit(TooEarly(), loader)
+    except ConfigurationError as error:
+        return str(error)
+    return "trained"
+
+
+@pytest.mark.parametrize("layout", [Layout(world=2, tp=2), Layout(world=2, pp=2, microbatches=2)], ids=str)
+def test_a_model_built_in_init_is_refused_where_it_would_be_whole_on_every_rank(layout: Layout) -> None:
+    for told in run_on_ranks(2, fit, layout, init=False):
+        assert "build it in configure_model" in told
+
+
+def test_a_model_built_in_init_trains_where_each_rank_holds_it_whole() -> None:
+    assert run_on_ranks(2, fit, Layout(world=2), init=False) == ["trained", "trained"]
+
+
+class Reused(L.LightningModule):
+    """A chain in which one activation stands in two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        act = torch.nn.Tanh()
+        self.chain = torch.nn.Sequential(torch.nn.Linear(2, 2), act, torch.nn.Linear(2, 2), act)
+
+
+def test_a_module_that_stands_twice_in_a_chain_keeps_both_places() -> None:
+    module, mesh = Reused(), Mesh.imagine(0, Sizes(world=2, pp=2))
+    assert pipeline_plain_sequential(module, mesh)
+    assert module.chain.part_names == ("0", "1", "2", "3")
+
+
+class Normed(L.LightningModule):
+    """Batch norms in a chain, of which the stages hold different numbers, and one outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        norms = [torch.nn.BatchNorm1d(2) for _ in range(3)]
+        self.chain = torch.nn.Sequential(torch.nn.Linear(2, 2), norms[0], norms[1], norms[2], torch.nn.Linear(2, 2))
+        self.outside = torch.nn.BatchNorm1d(2)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        raise AssertionError("synchronised batch norms run on GPUs only; this test sets them up and runs none")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def ranks_of_norms(layout: Layout) -> list[list[int]]:
+    """The global ranks that each synchronised batch norm talks over."""
+    module = Normed()
+    trainer = make_trainer(layout, sync_batchnorm=True, limit_train_batches=0, limit_val_batches=0)
+    trainer.fit(module, torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=4))
+    norms = [child for child in module.modules() if isinstance(child, torch.nn.SyncBatchNorm)]
+    return [torch.distributed.get_process_group_ranks(norm.process_group) for norm in norms]
+
+
+def test_synchronised_batch_norms_talk_over_the_replicas_of_their_stage() -> None:
+    by_rank = run_on_ranks(4, ranks_of_norms, Layout(world=4, pp=2, microbatches=2), init=False)
+    # Replicas 0 and 1 of a stage are neighbours: ranks 0 and 1, 2 and 3.
+    for rank, talks in enumerate(by_rank):
+        assert talks and all(sorted(ranks) == ([0, 1] if rank < 2 else [2, 3]) for ranks in talks)
+    assert len(by_rank[0]) + len(by_rank[2]) == 3 + 2
+    assert len(by_rank[0]) != len(by_rank[2])
+
+
+class Holder(torch.nn.Module):
+    """Of whose model nobody knows the architecture before it is built."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+def test_dynamic_context_parallelism_is_refused_for_what_is_no_gpt_by_the_name_of_the_model() -> None:
+    require_spreading(Holder(GPTModel(CONFIG)))
+    others = (T5Model(test_t5.T5), BertModel(test_bert.POST), LlavaModel(small_llava.LLAVA))
+    for model in others:
+        told = rf"documents of Holder, and model \({type(model).__name__}\) does not take .* leave dynamic_context out"
+        with pytest.raises(ConfigurationError, match=told):
+            require_spreading(Holder(model))
+    with pytest.raises(ConfigurationError, match="it holds no model of parts"):
+        require_spreading(torch.nn.Linear(2, 2))
