@@ -104,7 +104,7 @@ class Run:
         ranks = tuple(sizes.pp_rank_of(stage) for stage in range(sizes.num_stages))
         lanes = build_lanes(mesh.pp, hops(ranks), new_group, new_group)
         self.runtime = Runtime(mesh.pp, Mailbox(mesh.pp, lanes, torch.device("cpu")))
-        self.lowered = training_plan(Schedule(name=name, pp=2, chunks=chunks, microbatches=MICROBATCHES))  # type: ignore[arg-type]
+        self.program = training_plan(Schedule(name=name, pp=2, chunks=chunks, microbatches=MICROBATCHES))  # type: ignore[arg-type]
         self.world = mesh.world
 
     def step(self) -> None:
@@ -116,7 +116,7 @@ class Run:
                 parameter.grad = torch.zeros_like(parameter)
             else:
                 parameter.grad.zero_()
-        self.runtime.run(self.lowered, self.work)
+        self.runtime.run(self.program, self.work)
 
     def timed_step(self) -> float:
         """Wall seconds of a step that all ranks start together."""

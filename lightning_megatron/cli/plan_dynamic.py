@@ -37,10 +37,10 @@ def balanced_as_asked(asked: Asked, told: str | None, gpu: Gpu, *, is_own: bool)
                 ]
             )
         return asked
-    if asked.run.is_joint:
+    if asked.run.is_overlapped:
         name = "overlap_expert_exchange beside dynamic_context"
         asked = replace(asked, unplanned={**asked.unplanned, name: "keeps more and waits less"})
-    run = replace(asked.run, is_joint=False)
+    run = replace(asked.run, is_overlapped=False)
     known, own = _faults(run, cut, config)
     if known or own or not isinstance(run.model, GPTConfig):
         return replace(asked, run=run, faults=(*asked.faults, *own))

@@ -62,9 +62,9 @@ def with_layout(run: Run, text: str) -> Run:
     """The run on the layout that `text` writes. Raises UsageError with every part of it that says nothing."""
     values = _values_of(text)
     sizes: dict[str, Any] = {key: int(values.get(key, 1)) for key in _SIZES}
-    stages, name, group_size, is_joint = values.get("stages", "layers"), values.get("schedule"), 0, False
+    stages, name, group_size, is_overlapped = values.get("stages", "layers"), values.get("schedule"), 0, False
     if name == OF_RECIPE:
-        name, group_size, is_joint = run.schedule_name, run.group_size, run.is_joint
+        name, group_size, is_overlapped = run.schedule_name, run.group_size, run.is_overlapped
     own = Sizes(
         world=run.sizes.world,
         **sizes,
@@ -84,7 +84,7 @@ def with_layout(run: Run, text: str) -> Run:
         else RecomputeConfig(granularity=granularity),  # type: ignore[arg-type]
         schedule_name=name,  # type: ignore[arg-type]
         group_size=group_size,
-        is_joint=is_joint,
+        is_overlapped=is_overlapped,
     )
 
 
@@ -98,7 +98,7 @@ def notes_on_layout(asked: Asked, text: str | None) -> list[str]:
 
 def _notes_on_schedule(run: Run, text: str | None) -> list[str]:
     """That the recipe's own schedule is not in a layout of that text, or in a search where there is none."""
-    is_usual = run.schedule_name is None and not run.group_size and not run.is_joint
+    is_usual = run.schedule_name is None and not run.group_size and not run.is_overlapped
     if is_usual or (text is not None and "schedule" in _values_of(text)):
         return []
     own = "1f1b, or interleaved where vp is above 1"

@@ -122,7 +122,7 @@ def run_of_recipe(path: Path, data: dict[str, Any], options: argparse.Namespace)
         optimizer=optimizer,
         schedule_name=None if pipeline.schedule == "auto" else pipeline.schedule,
         group_size=pipeline.microbatch_group_size,
-        is_joint=pipeline.overlap_expert_exchange,
+        is_overlapped=pipeline.overlap_expert_exchange,
         context=context,
         trained=trained,
     )

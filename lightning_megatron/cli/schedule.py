@@ -15,7 +15,7 @@ from lightning_megatron.cli.grid import grid_of
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.pipeline.bubble import bubble_formula, peak_shares, timeline_of
 from lightning_megatron.pipeline.choice import Schedule, ScheduleName, schedule_faults
-from lightning_megatron.pipeline.collector import collector_paused
+from lightning_megatron.pipeline.paused_gc import paused_gc
 from lightning_megatron.pipeline.picture import write_png, write_svg
 from lightning_megatron.pipeline.simulate import Costs, Timeline
 from lightning_megatron.rules.limits import limit_faults
@@ -70,7 +70,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "(default: 0, which is pp)",
     )
     sizes.add_argument(
-        "--joint",
+        "--overlapped",
         action="store_true",
         help="a forward runs beside a backward of another microbatch, which hides the way of tokens to experts "
         "(overlap_expert_exchange); 1f1b and interleaved only. Each pair is drawn one after the other",
@@ -105,7 +105,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 def run_schedule(options: argparse.Namespace) -> None:
     """Prints the schedule, and writes its picture where one is asked for. Raises UsageError with all faults."""
     schedule, costs = _read(options)
-    with collector_paused():
+    with paused_gc():
         timeline = timeline_of(schedule, costs)
         if not math.isfinite(timeline.makespan):
             raise UsageError(["the costs add up to more than a number can hold; give them in a larger unit"])
@@ -127,7 +127,7 @@ def _read(options: argparse.Namespace) -> tuple[Schedule, Costs]:
         chunks=options.vp if options.vp is not None else 2 if kind == "zb_v" else 1,
         microbatches=options.microbatches,
         group_size=options.group_size,
-        is_joint=options.joint,
+        is_overlapped=options.overlapped,
     )
     computes = {"pp x vp x microbatches": max(schedule.pp, 1) * max(schedule.chunks, 1) * schedule.microbatches}
     if absurd := limit_faults(computes, _MOST_COMPUTES):
@@ -181,7 +181,7 @@ def _name(schedule: Schedule) -> str:
     ranks = _num(schedule.pp, "rank")
     chunks = "" if schedule.chunks == 1 else f" of {schedule.chunks} chunks"
     group = f" in groups of {schedule.group_size}" if schedule.group_size else ""
-    joint = ", forwards beside backwards" if schedule.is_joint else ""
+    joint = ", forwards beside backwards" if schedule.is_overlapped else ""
     return f"{schedule.name}{joint}, {ranks}{chunks}, {_num(schedule.microbatches, 'microbatch', 'es')}{group}"
 
 
@@ -221,7 +221,7 @@ def _record(schedule: Schedule, costs: Costs, timeline: Timeline) -> dict[str, A
         "pp": schedule.pp,
         "vp": schedule.chunks,
         "microbatches": schedule.microbatches,
-        "is_joint": schedule.is_joint,
+        "is_overlapped": schedule.is_overlapped,
         "group_size": (schedule.group_size or schedule.pp) if schedule.name == "interleaved" else None,
         "costs": vars(costs),
         "makespan": timeline.makespan,

@@ -40,14 +40,14 @@ _ALIGNMENT_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Like:
+class TensorMeta:
     """Names, shapes and dtypes of a payload's tensors; a single tensor has no name."""
 
     entries: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
     is_mapping: bool
 
     @staticmethod
-    def of(payload: Payload) -> "Like":
+    def of(payload: Payload) -> "TensorMeta":
         """That of a payload; raises ValueError for one that cannot travel."""
         tensors = payload if isinstance(payload, dict) else {"": payload}
         if not tensors:
@@ -61,13 +61,13 @@ class Like:
                     f"{', '.join(map(str, _DTYPES))}"
                 )
         entries = tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
-        return Like(entries, isinstance(payload, dict))
+        return TensorMeta(entries, isinstance(payload, dict))
 
-    def of_gradient(self) -> "Like":
+    def of_gradient(self) -> "TensorMeta":
         """That of what comes back: gradients of the floating tensors of a dict, or of the single tensor."""
         if not self.is_mapping:
             return self
-        return Like(tuple(entry for entry in self.entries if entry[2].is_floating_point), True)
+        return TensorMeta(tuple(entry for entry in self.entries if entry[2].is_floating_point), True)
 
     def empty(self, device: torch.device) -> Tensor:
         """Room for a packed payload."""
@@ -104,7 +104,7 @@ def _padded(entry: tuple[str, tuple[int, ...], torch.dtype]) -> int:
 
 
 @lru_cache(maxsize=256)
-def _encoded(like: Like) -> bytes:
+def _encoded(like: TensorMeta) -> bytes:
     entries = [[name, shape, _DTYPES.index(dtype)] for name, shape, dtype in like.entries]
     text = json.dumps([like.is_mapping, entries]).encode()
     if len(text) > _HEADER_BYTES:
@@ -116,9 +116,9 @@ def _encoded(like: Like) -> bytes:
 
 
 @lru_cache(maxsize=256)
-def _decoded(header: bytes) -> Like:
+def _decoded(header: bytes) -> TensorMeta:
     is_mapping, entries = json.loads(header)
-    return Like(tuple((name, tuple(shape), _DTYPES[dtype]) for name, shape, dtype in entries), is_mapping)
+    return TensorMeta(tuple((name, tuple(shape), _DTYPES[dtype]) for name, shape, dtype in entries), is_mapping)
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class _Incoming:
     header_work: dist.Work
     buffer: Tensor | None = None
     work: dist.Work | None = None
-    like: Like | None = None
+    like: TensorMeta | None = None
     """Once the header is read."""
 
 
@@ -176,8 +176,8 @@ class _Incoming:
 class _Hop:
     """What both ends of a hop know alike."""
 
-    expected: Like | None = None
-    seen: set[Like] = field(default_factory=set)
+    expected: TensorMeta | None = None
+    seen: set[TensorMeta] = field(default_factory=set)
     unread: deque[_Incoming] = field(default_factory=deque)
 
 
@@ -191,12 +191,12 @@ class Mailbox:
         self._hops: defaultdict[Hop, _Hop] = defaultdict(_Hop)
         self._sending: dict[Hashable, list[tuple[dist.Work, Tensor]]] = {}
         self._incoming: dict[Hashable, tuple[Hop, _Incoming]] = {}
-        self._gradients: dict[Hashable, tuple[Like, Tensor, dist.Work]] = {}
+        self._gradients: dict[Hashable, tuple[TensorMeta, Tensor, dist.Work]] = {}
         self._fillers: list[tuple[dist.Work, Tensor]] = []
 
     def send_forward(self, key: Hashable, to: int, payload: Payload) -> None:
         """Posts a message to the rank at place `to`; it is kept until `release` or `finish`."""
-        hop, like = (self._axis.rank, to), Like.of(payload)
+        hop, like = (self._axis.rank, to), TensorMeta.of(payload)
         groups, state = self._lanes[hop], self._hops[hop]
         header = torch.frombuffer(bytearray(_encoded(like)), dtype=torch.uint8)
         messages = [(groups.header, header)]
@@ -223,11 +223,11 @@ class Mailbox:
 
     def send_backward(self, key: Hashable, to: int, payload: Payload) -> None:
         """Posts a message whose shape its receiver knows."""
-        data = Like.of(payload).pack(payload)
+        data = TensorMeta.of(payload).pack(payload)
         group = self._lanes[to, self._axis.rank].gradient
         self._sending[key] = [(self._post(dist.isend, data, group, to), data)]
 
-    def receive_backward(self, key: Hashable, source: int, like: Like) -> None:
+    def receive_backward(self, key: Hashable, source: int, like: TensorMeta) -> None:
         """Posts the receive of a message of known shape."""
         buffer = like.empty(self._device)
         group = self._lanes[self._axis.rank, source].gradient

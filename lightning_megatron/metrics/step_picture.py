@@ -21,9 +21,9 @@ from lightning_megatron.metrics.step_timeline import (
     in_words,
     lane_of,
 )
-from lightning_megatron.pipeline.listener import Doing
 from lightning_megatron.pipeline.picture import IDLE, INK, NAMES, colour_of, ink_on, round_moments
 from lightning_megatron.pipeline.schedule import Action, Kind
+from lightning_megatron.pipeline.step_hooks import Activity
 
 _WAITING = "#c4c4c4"
 _COLOURS = {
@@ -109,24 +109,24 @@ def _width_of(laps: Sequence[Lap], seconds: float) -> float:
     return min(max(wanted, _NARROWEST), _WIDEST)
 
 
-def _colour(doing: Doing, row: Row) -> str:
-    if isinstance(doing, str):
-        return _COLOURS.get(doing, _WAITING)
-    lane = lane_of(doing)
+def _colour(activity: Activity, row: Row) -> str:
+    if isinstance(activity, str):
+        return _COLOURS.get(activity, _WAITING)
+    lane = lane_of(activity)
     if lane == "replicas":
-        return _COLOURS[REDUCE if doing.kind is Kind.REDUCE_GRADS else GATHER]
+        return _COLOURS[REDUCE if activity.kind is Kind.REDUCE_GRADS else GATHER]
     if lane == "messages":
         return _WAITING
-    return colour_of(doing.kind, row.stages.index(doing.stage), len(row.stages))
+    return colour_of(activity.kind, row.stages.index(activity.stage), len(row.stages))
 
 
-def _entry(doing: Doing) -> str:
+def _entry(activity: Activity) -> str:
     """What the legend calls it."""
-    if isinstance(doing, str):
-        return doing if doing in _COLOURS else _WAITS
-    if doing.kind in NAMES:
-        return NAMES[doing.kind]
-    return {Kind.REDUCE_GRADS: REDUCE, Kind.GATHER_PARAMS: GATHER}.get(doing.kind, _WAITS)
+    if isinstance(activity, str):
+        return activity if activity in _COLOURS else _WAITS
+    if activity.kind in NAMES:
+        return NAMES[activity.kind]
+    return {Kind.REDUCE_GRADS: REDUCE, Kind.GATHER_PARAMS: GATHER}.get(activity.kind, _WAITS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +153,8 @@ def _legend(blocks: Sequence[Block]) -> list[_Entry]:
     entries: dict[str, list[str]] = {}
     for row in (row for block in blocks for row in block.rows):
         for lap in row.laps:
-            colours = entries.setdefault(_entry(lap.doing), [])
-            if (colour := _colour(lap.doing, row)) not in colours:
+            colours = entries.setdefault(_entry(lap.activity), [])
+            if (colour := _colour(lap.activity, row)) not in colours:
                 colours.append(colour)
     found: list[_Entry] = []
     for text, colours in [*entries.items(), ("nothing", [IDLE])]:
@@ -163,19 +163,19 @@ def _legend(blocks: Sequence[Block]) -> list[_Entry]:
 
 
 def _in_order(row: Row) -> list[Lap]:
-    return sorted(row.laps, key=lambda lap: (_ORDER.index(lane_of(lap.doing)), lap.start))
+    return sorted(row.laps, key=lambda lap: (_ORDER.index(lane_of(lap.activity)), lap.start))
 
 
 def _bars(row: Row, y: int, begin: float, scale: float) -> Iterator[str]:
     for lap in _in_order(row):
-        x, width, colour = _LEFT + (lap.start - begin) * scale, lap.seconds * scale, _colour(lap.doing, row)
-        hint = f"{in_words(lap.doing)}: {(lap.start - begin) * 1e3:.4g} to {(lap.end - begin) * 1e3:.4g} ms"
+        x, width, colour = _LEFT + (lap.start - begin) * scale, lap.seconds * scale, _colour(lap.activity, row)
+        hint = f"{in_words(lap.activity)}: {(lap.start - begin) * 1e3:.4g} to {(lap.end - begin) * 1e3:.4g} ms"
         yield (
-            f'<rect class="{lane_of(lap.doing)}" x="{x:.7g}" y="{y}" width="{width:.7g}" height="{_ROW}" '
+            f'<rect class="{lane_of(lap.activity)}" x="{x:.7g}" y="{y}" width="{width:.7g}" height="{_ROW}" '
             f'fill="{colour}" stroke="white" stroke-width="0.3"><title>{escape(hint)}</title></rect>'
         )
-        if lap.is_compute and isinstance(lap.doing, Action):
-            number = str(lap.doing.microbatch)
+        if lap.is_compute and isinstance(lap.activity, Action):
+            number = str(lap.activity.microbatch)
             if width >= len(number) * 0.6 * _FONT + 4:
                 yield (
                     f'<text x="{x + width / 2:.6g}" y="{y + _ROW / 2 + 3.5:g}" fill="{ink_on(colour)}" '
@@ -187,7 +187,9 @@ def _paths(row: Row, y: int, begin: float, scale: float) -> Iterator[str]:
     strokes: dict[str, list[str]] = {}
     for lap in _in_order(row):
         x = _LEFT + (lap.start - begin) * scale
-        strokes.setdefault(_colour(lap.doing, row), []).append(f"M{x:.6g} {y + _ROW / 2:g}h{lap.seconds * scale:.4g}")
+        strokes.setdefault(_colour(lap.activity, row), []).append(
+            f"M{x:.6g} {y + _ROW / 2:g}h{lap.seconds * scale:.4g}"
+        )
     for colour, moves in strokes.items():
         yield f'<path stroke="{colour}" stroke-width="{_ROW}" fill="none" d="{"".join(moves)}"/>'
 

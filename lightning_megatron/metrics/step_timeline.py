@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_megatron.pipeline.choice import Schedule, order_of
-from lightning_megatron.pipeline.listener import Doing
 from lightning_megatron.pipeline.schedule import COMPUTES, MESSAGES, WHOLE_STAGE, Action, Kind
 from lightning_megatron.pipeline.simulate import Costs, play
+from lightning_megatron.pipeline.step_hooks import Activity
 
 DATA = "data"
 FORWARD = "forward"
@@ -50,7 +50,7 @@ _SHORTEST_SECONDS = 1e-9
 class Lap:
     """Something that a rank did, and when."""
 
-    doing: Doing
+    activity: Activity
     batch: int
     """Of those that make a step, from 0."""
     start: float
@@ -63,7 +63,7 @@ class Lap:
     @property
     def is_compute(self) -> bool:
         """Whether it is a compute of a schedule."""
-        return isinstance(self.doing, Action) and self.doing.kind in COMPUTES
+        return isinstance(self.activity, Action) and self.activity.kind in COMPUTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,21 +79,21 @@ class RankLaps:
     """Among those that stand for all, in a picture."""
 
 
-def lane_of(doing: Doing) -> str:
+def lane_of(activity: Activity) -> str:
     """Of `LANES` the one in which it is shown."""
-    if isinstance(doing, str):
-        return _LANE_OF_NAME.get(doing, "messages")
-    if doing.kind in MESSAGES:
+    if isinstance(activity, str):
+        return _LANE_OF_NAME.get(activity, "messages")
+    if activity.kind in MESSAGES:
         return "messages"
-    if doing.kind in COMPUTES:
-        return "forward" if doing.kind is Kind.FORWARD else "backward"
+    if activity.kind in COMPUTES:
+        return "forward" if activity.kind is Kind.FORWARD else "backward"
     return "replicas"
 
 
-def in_words(doing: Doing) -> str:
+def in_words(activity: Activity) -> str:
     """As a reader says it."""
-    if isinstance(doing, str):
-        return doing
+    if isinstance(activity, str):
+        return activity
     words = {
         Kind.FORWARD: "forward",
         Kind.BACKWARD: "backward",
@@ -105,9 +105,9 @@ def in_words(doing: Doing) -> str:
         Kind.SEND_BACKWARD: "wait until gradient has left",
         Kind.REDUCE_GRADS: "hand over gradients",
         Kind.GATHER_PARAMS: "wait for parameters",
-    }[doing.kind]
-    microbatch = "" if doing.microbatch == WHOLE_STAGE else f", microbatch {doing.microbatch}"
-    return f"{words}, stage {doing.stage}{microbatch}"
+    }[activity.kind]
+    microbatch = "" if activity.microbatch == WHOLE_STAGE else f", microbatch {activity.microbatch}"
+    return f"{words}, stage {activity.stage}{microbatch}"
 
 
 def stage_costs(ranks: Sequence[RankLaps], num_stages: int) -> tuple[Costs, ...]:
@@ -118,8 +118,8 @@ def stage_costs(ranks: Sequence[RankLaps], num_stages: int) -> tuple[Costs, ...]
     seconds: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)
     for rank in ranks:
         for lap in rank.laps:
-            if isinstance(lap.doing, Action) and lap.is_compute:
-                seconds[lap.doing.stage, lap.doing.kind].append(lap.seconds)
+            if isinstance(lap.activity, Action) and lap.is_compute:
+                seconds[lap.activity.stage, lap.activity.kind].append(lap.seconds)
     means = {key: max(sum(values) / len(values), _SHORTEST_SECONDS) for key, values in seconds.items()}
 
     def cost(stage: int, kind: Kind) -> float:
@@ -193,23 +193,23 @@ def _process(number: int, name: str, laps: Sequence[Lap], begin: float) -> list[
         {"ph": "M", "pid": number, "tid": 0, "name": "process_sort_index", "args": {"sort_index": number}},
     ]
     for place, lane in enumerate(LANES):
-        if any(lane_of(lap.doing) == lane for lap in laps):
+        if any(lane_of(lap.activity) == lane for lap in laps):
             events.append({"ph": "M", "pid": number, "tid": place, "name": "thread_name", "args": {"name": lane}})
     for lap in laps:
-        lane = lane_of(lap.doing)
+        lane = lane_of(lap.activity)
         what = {"batch": lap.batch}
-        if isinstance(lap.doing, Action):
-            what |= {"stage": lap.doing.stage, "microbatch": lap.doing.microbatch}
+        if isinstance(lap.activity, Action):
+            what |= {"stage": lap.activity.stage, "microbatch": lap.activity.microbatch}
         events.append(
             {
                 "ph": "X",
                 "pid": number,
                 "tid": LANES.index(lane),
                 "cat": lane,
-                "name": str(lap.doing),
+                "name": str(lap.activity),
                 "ts": (lap.start - begin) * 1e6,
                 "dur": lap.seconds * 1e6,
-                "args": what | {"what": in_words(lap.doing)},
+                "args": what | {"what": in_words(lap.activity)},
             }
         )
     return events

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lightning_megatron.pipeline.choice import Schedule, ScheduleName, joint_of, order_of
+from lightning_megatron.pipeline.choice import Schedule, ScheduleName, order_of, overlapped_forwards
 from lightning_megatron.pipeline.lower import lower
 from lightning_megatron.pipeline.simulate import Costs, Timeline, play
 
@@ -68,7 +68,7 @@ def timeline_of(schedule: Schedule, costs: Costs) -> Timeline:
     """
     order = order_of(schedule)
     # Messages that take no time are there when they are made: a plan, much more work, has its order's timeline.
-    plan = lower(order, joint_of(schedule)).plan if costs.message > 0 else order
+    plan = lower(order, overlapped_forwards(schedule)).plan if costs.message > 0 else order
     return play(plan, _of_chunk(costs, schedule.chunks))
 
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from lightning_megatron.mesh import Placement
-from lightning_megatron.pipeline.collector import collector_paused
 from lightning_megatron.pipeline.interleaved import interleaved_one_f_one_b
-from lightning_megatron.pipeline.joint import joint_one_f_one_b
+from lightning_megatron.pipeline.overlapped_1f1b import overlapped_one_f_one_b
+from lightning_megatron.pipeline.paused_gc import paused_gc
 from lightning_megatron.pipeline.schedule import Action, Order, gpipe, one_f_one_b
 from lightning_megatron.pipeline.zero_bubble import zb_h1, zb_v
 
@@ -40,19 +40,19 @@ class Schedule:
     """Of a step."""
     group_size: int = 0
     """Microbatches that go through a chunk before the next chunk's turn, interleaved only; 0: pp."""
-    is_joint: bool = False
+    is_overlapped: bool = False
     """A forward and a backward run side by side, 1f1b and interleaved only."""
 
 
-@collector_paused()
+@paused_gc()
 def order_of(schedule: Schedule) -> Order:
     """The order of a schedule. Raises ValueError with all of its faults."""
     if faults := schedule_faults(schedule):
         raise ValueError("; ".join(faults))
     pp, chunks, microbatches = schedule.pp, schedule.chunks, schedule.microbatches
     group_size = schedule.group_size or pp
-    if schedule.is_joint:
-        order, _ = joint_one_f_one_b(pp=pp, chunks=chunks, microbatches=microbatches, group_size=group_size)
+    if schedule.is_overlapped:
+        order, _ = overlapped_one_f_one_b(pp=pp, chunks=chunks, microbatches=microbatches, group_size=group_size)
         return order
     match schedule.name:
         case "gpipe":
@@ -67,12 +67,12 @@ def order_of(schedule: Schedule) -> Order:
             return zb_v(pp=pp, microbatches=microbatches)
 
 
-def joint_of(schedule: Schedule) -> frozenset[Action]:
+def overlapped_forwards(schedule: Schedule) -> frozenset[Action]:
     """The forwards of a schedule that run side by side with the backward behind them."""
-    if not schedule.is_joint:
+    if not schedule.is_overlapped:
         return frozenset()
     pp, group_size = schedule.pp, schedule.group_size or schedule.pp
-    _, joint = joint_one_f_one_b(
+    _, joint = overlapped_one_f_one_b(
         pp=pp, chunks=schedule.chunks, microbatches=schedule.microbatches, group_size=group_size
     )
     return joint
@@ -100,7 +100,7 @@ def schedule_faults(schedule: Schedule) -> list[str]:
     ]
     if chunks >= 1:
         faults += _chunk_faults(schedule)
-    if schedule.is_joint and name not in ("1f1b", "interleaved"):
+    if schedule.is_overlapped and name not in ("1f1b", "interleaved"):
         faults.append(f"schedule {name} does not run a forward beside a backward; use 1f1b or interleaved for that")
     return faults + _group_faults(schedule)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_megatron.comm import collectives
-from lightning_megatron.comm.p2p import Like, Mailbox, Payload
+from lightning_megatron.comm.p2p import Mailbox, Payload, TensorMeta
 from lightning_megatron.mesh import Axis
 from lightning_megatron.pipeline import microbatches
 from lightning_megatron.pipeline.module import PipelineModule
@@ -162,8 +162,8 @@ class CollectiveCall:
             pairs = [(r, g) for r, g in zip(roots, grads, strict=True) if g is not None and r.requires_grad]
             if pairs:
                 torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
-        likes = {key: Like.of(o) for key, o in work.outputs.items() if key[0] < work.last_stage}
-        Runtime(self._pp, self._mailbox).run(backward_plan(work.module.mesh.sizes, len(work.calls)), work, likes)
+        output_metas = {key: TensorMeta.of(o) for key, o in work.outputs.items() if key[0] < work.last_stage}
+        Runtime(self._pp, self._mailbox).run(backward_plan(work.module.mesh.sizes, len(work.calls)), work, output_metas)
         inputs = [leaf for leaf in work.inputs if _is_differentiable(leaf)]
         # An input may be read on several stages; its gradient is the sum of theirs.
         return [

@@ -13,9 +13,9 @@ from enum import Enum
 from lightning_megatron.pipeline.grid import Place, plan_fault
 from lightning_megatron.pipeline.lower import (
     SENDS,
-    Exchange,
     Lane,
     MessageKey,
+    P2PBatch,
     Plan,
     Step,
     cell_key,
@@ -166,7 +166,7 @@ def _misplaced(role: _Role, action: Action, rank: int, ranks: tuple[int, ...]) -
     """Why an action cannot stand where it does; empty if it can."""
     is_message = action.kind in MESSAGES
     if is_message != (role is not _Role.ALONE):
-        return "messages, and nothing else, stand in an Exchange"
+        return "messages, and nothing else, stand in an P2PBatch"
     if (role, action.kind) not in _EFFECTS:
         return "receives are awaited, sends are released"
     if not 0 <= action.stage < len(ranks) or ranks[action.stage] != rank:
@@ -202,7 +202,7 @@ def _require_pairs(plan: Plan, ranks: tuple[int, ...]) -> None:
     lanes: dict[tuple[Kind, int], list[Action]] = {}
     for steps in plan:
         for step in steps:
-            for message in step.posted if isinstance(step, Exchange) else ():
+            for message in step.posted if isinstance(step, P2PBatch) else ():
                 lane = lanes.get((message.kind, message.stage))
                 if lane is None:
                     ends = sends if message.kind in SENDS else receives
@@ -234,7 +234,7 @@ def _place_of(plan: Plan, message: Action) -> Place:
         (rank, index)
         for rank, steps in enumerate(plan)
         for index, step in enumerate(steps)
-        if isinstance(step, Exchange) and message in step.posted
+        if isinstance(step, P2PBatch) and message in step.posted
     )
 
 
@@ -247,7 +247,7 @@ def _require_releases(plan: Plan, ranks: tuple[int, ...]) -> None:
     awaited_at: dict[MessageKey, int] = {}
     for steps in plan:
         for index, step in enumerate(steps):
-            if not isinstance(step, Exchange):
+            if not isinstance(step, P2PBatch):
                 continue
             for message in step.posted:
                 if message.kind in SENDS:
@@ -258,7 +258,7 @@ def _require_releases(plan: Plan, ranks: tuple[int, ...]) -> None:
         heard: defaultdict[int, int] = defaultdict(int)
         # By peer: the step that it has reached for certain.
         for index, step in enumerate(steps):
-            if not isinstance(step, Exchange):
+            if not isinstance(step, P2PBatch):
                 continue
             for message in step.awaited:
                 peer = ranks[peer_stage(message)]

@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import pairwise, zip_longest
 
-from lightning_megatron.pipeline.collector import collector_paused
+from lightning_megatron.pipeline.paused_gc import paused_gc
 from lightning_megatron.pipeline.schedule import WHOLE_STAGE, Action, Kind, Order, ScheduleError
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class P2PBatch:
     """The messages of one rank between two computes.
 
     A message names the stage at its own end: `1SF0` is sent by stage 1 and arrives as `2RF0` at stage 2; `1SB0` is the
@@ -44,7 +44,7 @@ class Exchange:
         return "[" + " ".join(f"{message}{mark}" for mark, messages in marks for message in messages) + "]"
 
 
-Step = Action | Exchange
+Step = Action | P2PBatch
 Plan = tuple[tuple[Step, ...], ...]
 """The steps of every pp rank. An `Order` is the special case without messages."""
 
@@ -80,12 +80,12 @@ _WEIGHT_GRADIENTS = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
 
 
 @dataclass(frozen=True)
-class Lowered:
+class ScheduledProgram:
     """A plan, and the pp rank that holds each stage."""
 
     plan: Plan
     ranks: tuple[int, ...]
-    joint: frozenset[Action] = frozenset()
+    overlapped: frozenset[Action] = frozenset()
     """Forwards that run side by side with the backward right behind them."""
 
 
@@ -142,22 +142,24 @@ def hops(ranks: tuple[int, ...]) -> list[tuple[int, int]]:
     return list(dict.fromkeys(pairs))
 
 
-@collector_paused()
-def lower(order: Order, joint: frozenset[Action] = frozenset()) -> Lowered:
-    """An order with everything that a training step needs between its computes; `joint` as for `add_messages`."""
-    return Lowered(add_gathers(add_reductions(add_messages(order, joint))), rank_of_stage(order), joint)
+@paused_gc()
+def lower(order: Order, overlapped: frozenset[Action] = frozenset()) -> ScheduledProgram:
+    """An order with everything that a training step needs between its computes; `overlapped` as for `add_messages`."""
+    return ScheduledProgram(
+        add_gathers(add_reductions(add_messages(order, overlapped))), rank_of_stage(order), overlapped
+    )
 
 
-def add_messages(order: Order, joint: frozenset[Action] = frozenset(), *, ahead: int = 1) -> Plan:
+def add_messages(order: Order, overlapped: frozenset[Action] = frozenset(), *, ahead: int = 1) -> Plan:
     """The plan of an order: sends and receives between its computes.
 
     A send is posted right after the compute that makes it. A receive is awaited right before the compute that needs it
     and posted `ahead` computes earlier, so that it can travel behind them; earlier still where its lane's order asks
     for it, but a gradient not before its forward. Two neighbouring stages on one rank hand over without a message.
-    Forwards in `joint` run side by side with the compute behind them: such two count as one, with nothing in between.
+    Forwards in `overlapped` run side by side with the compute behind them: such two count as one, nothing in between.
     """
     ranks = rank_of_stage(order)
-    groups = [_grouped(actions, joint) for actions in order]
+    groups = [_grouped(actions, overlapped) for actions in order]
     gaps = [_Gaps(len(of_rank)) for of_rank in groups]
     places = _Places()
     lanes: defaultdict[Lane, list[MessageKey]] = defaultdict(list)
@@ -217,10 +219,10 @@ class _Places:
     """The forward behind the gap, by stage and microbatch."""
 
 
-def _grouped(actions: tuple[Action, ...], joint: frozenset[Action]) -> list[tuple[Action, ...]]:
+def _grouped(actions: tuple[Action, ...], overlapped: frozenset[Action]) -> list[tuple[Action, ...]]:
     groups: list[tuple[Action, ...]] = []
     for action in actions:
-        if groups and len(groups[-1]) == 1 and groups[-1][0] in joint:
+        if groups and len(groups[-1]) == 1 and groups[-1][0] in overlapped:
             groups[-1] += (action,)
         else:
             groups.append((action,))
@@ -326,7 +328,7 @@ def _joined(groups: list[tuple[Action, ...]], gaps: _Gaps) -> tuple[Step, ...]:
         gaps.sent, gaps.received, gaps.awaited, gaps.released, groups, fillvalue=()
     ):
         if sent or received or awaited:
-            steps.append(Exchange(sent + received, awaited, released))
+            steps.append(P2PBatch(sent + received, awaited, released))
         steps += group
     return tuple(steps)
 

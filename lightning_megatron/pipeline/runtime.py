@@ -8,15 +8,15 @@ from typing import Protocol
 
 from torch import Tensor
 
-from lightning_megatron.comm.p2p import Like, Mailbox, Payload
+from lightning_megatron.comm.p2p import Mailbox, Payload, TensorMeta
 from lightning_megatron.mesh import Axis
-from lightning_megatron.pipeline.alternation import Alternation
+from lightning_megatron.pipeline.forward_backward_overlap import ForwardBackwardOverlap
 from lightning_megatron.pipeline.grid import plan_grid
-from lightning_megatron.pipeline.listener import Listener, heard
-from lightning_megatron.pipeline.lower import Exchange, Lowered, other_end, peer_stage
+from lightning_megatron.pipeline.lower import P2PBatch, ScheduledProgram, other_end, peer_stage
 from lightning_megatron.pipeline.schedule import Action, Kind
+from lightning_megatron.pipeline.step_hooks import StepHook, hooked
 
-Likes = dict[tuple[int, int], Like]
+OutputMetas = dict[tuple[int, int], TensorMeta]
 """What the output of each (stage, microbatch) was like."""
 
 
@@ -51,90 +51,91 @@ class StageWork(Protocol):
 class Runtime:
     """Runs the steps of one rank; `pp` is the axis of pipeline ranks.
 
-    `alternation` runs the pairs of plans that have some. A `listener`, where there is one, hears of every compute, of
-    every message that the rank waits for, and of the sends that it waits for in the end (`SENDS`).
+    `overlap` runs the pairs of plans that have some. A `step_hook`, where there is one, is called around every compute,
+    every message that the rank waits for, and the sends that it waits for in the end (`SENDS`).
     """
 
     SENDS = "sends"
 
-    def __init__(self, pp: Axis, mailbox: Mailbox, alternation: Alternation | None = None) -> None:
+    def __init__(self, pp: Axis, mailbox: Mailbox, overlap: ForwardBackwardOverlap | None = None) -> None:
         self._pp = pp
         self._mailbox = mailbox
-        self._alternation = alternation
-        self.listener: Listener | None = None
+        self._overlap = overlap
+        self.step_hook: StepHook | None = None
         # What the computes to come will read, by the receive that brings it or would bring it from another rank.
         self._inputs: dict[Action, Payload] = {}
         # What waits for its send to be posted.
         self._outputs: dict[Action, Payload] = {}
-        self._likes: Likes = {}
+        self._output_metas: OutputMetas = {}
 
-    def run(self, lowered: Lowered, work: StageWork, likes: Likes | None = None) -> None:
-        """Takes the steps in order; `likes` tells of outputs that an earlier plan made, where this one runs backwards.
+    def run(self, program: ScheduledProgram, work: StageWork, output_metas: OutputMetas | None = None) -> None:
+        """Takes the steps in order; `output_metas` describes outputs that an earlier plan made, where this one runs
+        backwards.
 
         An error in a step carries a note that names stage, microbatch and action and shows the place in the plan.
         """
         self._inputs.clear()
         self._outputs.clear()
-        self._likes = dict(likes or {})
-        places = iter(range(len(lowered.plan[self._pp.rank])))
+        self._output_metas = dict(output_metas or {})
+        places = iter(range(len(program.plan[self._pp.rank])))
         for place in places:
-            if lowered.plan[self._pp.rank][place] in lowered.joint:
-                assert self._alternation is not None
-                self._alternation.run(
-                    partial(self._take, place, work, lowered), partial(self._take, next(places), work, lowered)
+            if program.plan[self._pp.rank][place] in program.overlapped:
+                assert self._overlap is not None
+                self._overlap.run(
+                    partial(self._take, place, work, program), partial(self._take, next(places), work, program)
                 )
             else:
-                self._take(place, work, lowered)
-        with heard(self.listener, self.SENDS):
+                self._take(place, work, program)
+        with hooked(self.step_hook, self.SENDS):
             self._mailbox.finish()
 
-    def _take(self, place: int, work: StageWork, lowered: Lowered) -> None:
+    def _take(self, place: int, work: StageWork, program: ScheduledProgram) -> None:
         """Takes the step at a place of this rank's plan."""
-        step = lowered.plan[self._pp.rank][place]
+        step = program.plan[self._pp.rank][place]
         try:
-            if isinstance(step, Exchange):
-                self._exchange(step, lowered)
+            if isinstance(step, P2PBatch):
+                self._exchange(step, program)
             else:
-                with heard(self.listener, step):
-                    self._compute(step, work, lowered)
+                with hooked(self.step_hook, step):
+                    self._compute(step, work, program)
         except Exception as error:
-            grid = plan_grid(lowered.plan, {self._pp.rank: place})
-            error.add_note(f"in {_in_words(step, len(lowered.ranks))}\n{grid}")
+            grid = plan_grid(program.plan, {self._pp.rank: place})
+            error.add_note(f"in {_in_words(step, len(program.ranks))}\n{grid}")
             raise
 
-    def _compute(self, action: Action, work: StageWork, lowered: Lowered) -> None:
+    def _compute(self, action: Action, work: StageWork, program: ScheduledProgram) -> None:
         kind, stage, microbatch = action.kind, action.stage, action.microbatch
         if kind is Kind.FORWARD:
             received = self._inputs.pop(Action(Kind.RECV_FORWARD, stage, microbatch), None)
             output = work.forward(stage, microbatch, received)
             if output is not None:
-                self._likes[stage, microbatch] = Like.of(output)
-                self._hand_on(Action(Kind.SEND_FORWARD, stage, microbatch), output, lowered)
+                self._output_metas[stage, microbatch] = TensorMeta.of(output)
+                self._hand_on(Action(Kind.SEND_FORWARD, stage, microbatch), output, program)
         elif kind is Kind.BACKWARD or kind is Kind.BACKWARD_INPUT:
             run = work.backward if kind is Kind.BACKWARD else work.backward_input
             grad = run(stage, microbatch, self._inputs.pop(Action(Kind.RECV_BACKWARD, stage, microbatch), None))
             if grad is not None:
-                self._hand_on(Action(Kind.SEND_BACKWARD, stage, microbatch), grad, lowered)
+                self._hand_on(Action(Kind.SEND_BACKWARD, stage, microbatch), grad, program)
         elif kind is Kind.BACKWARD_WEIGHT:
             work.backward_weight(stage, microbatch)
         elif kind is Kind.REDUCE_GRADS:
             work.reduce_gradients(stage)
         else:
-            assert kind is Kind.GATHER_PARAMS, f"{action} stands outside of an Exchange"
+            assert kind is Kind.GATHER_PARAMS, f"{action} stands outside of an P2PBatch"
             work.gather_parameters(stage)
 
-    def _hand_on(self, send: Action, payload: Payload, lowered: Lowered) -> None:
+    def _hand_on(self, send: Action, payload: Payload, program: ScheduledProgram) -> None:
         """Keeps a result for its send, or gives it to the neighbouring stage on this rank."""
-        if lowered.ranks[peer_stage(send)] != self._pp.rank:
+        if program.ranks[peer_stage(send)] != self._pp.rank:
             self._outputs[send] = payload
         else:
             # Own tensors, as if they had come by a message: the neighbour marks them as its leaves.
             self._inputs[other_end(send)] = _detached(payload)
 
-    def _exchange(self, exchange: Exchange, lowered: Lowered) -> None:
+    def _exchange(self, exchange: P2PBatch, program: ScheduledProgram) -> None:
         mailbox = self._mailbox
         for message in exchange.posted:
-            peer = lowered.ranks[peer_stage(message)]
+            peer = program.ranks[peer_stage(message)]
             if message.kind is Kind.SEND_FORWARD:
                 mailbox.send_forward(message, peer, self._outputs.pop(message))
             elif message.kind is Kind.SEND_BACKWARD:
@@ -142,13 +143,13 @@ class Runtime:
             elif message.kind is Kind.RECV_FORWARD:
                 mailbox.receive_forward(message, peer)
             else:
-                like = self._likes.pop((message.stage, message.microbatch)).of_gradient()
-                mailbox.receive_backward(message, peer, like)
+                meta = self._output_metas.pop((message.stage, message.microbatch)).of_gradient()
+                mailbox.receive_backward(message, peer, meta)
         for message in exchange.awaited:
-            with heard(self.listener, message):
+            with hooked(self.step_hook, message):
                 self._inputs[message] = mailbox.wait(message)
         for message in exchange.released:
-            with heard(self.listener, message):
+            with hooked(self.step_hook, message):
                 mailbox.release(message)
 
 
@@ -158,7 +159,7 @@ def _detached(payload: Payload) -> Payload:
     return {name: tensor.detach() for name, tensor in payload.items()}
 
 
-def _in_words(step: Action | Exchange, num_stages: int) -> str:
-    if isinstance(step, Exchange):
+def _in_words(step: Action | P2PBatch, num_stages: int) -> str:
+    if isinstance(step, P2PBatch):
         return f"exchange {step}"
     return f"action {step}: stage {step.stage} of {num_stages}, microbatch {step.microbatch}"

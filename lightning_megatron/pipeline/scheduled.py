@@ -74,7 +74,7 @@ class SingleReplica:
 _SINGLE = SingleReplica()
 
 
-class _Alive:
+class _SavedStage:
     """What the backward of one microbatch through one stage needs: leaves it ends at, and where it starts."""
 
     def __init__(self, received: Payload | None, output: Payload | None, loss: Tensor | None) -> None:
@@ -117,8 +117,8 @@ class ScheduledCall:
         self._received: Payload | None = None
         self._output: Payload | None = None
         self._num_calls = 0
-        self._alive: dict[tuple[int, int], _Alive] = {}
-        self._put_off: dict[tuple[int, int], list[Task]] = {}
+        self._saved: dict[tuple[int, int], _SavedStage] = {}
+        self._weight_tasks: dict[tuple[int, int], list[Task]] = {}
 
     @torch.compiler.disable
     def __call__(self, module: PipelineModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -157,7 +157,7 @@ class ScheduledCall:
             self._received = self._output = None
         if output is None:
             self._require_end_of_step()
-        self._alive[stage, microbatch] = _Alive(received, output, loss)
+        self._saved[stage, microbatch] = _SavedStage(received, output, loss)
         return output
 
     def _require_end_of_step(self) -> None:
@@ -181,13 +181,13 @@ class ScheduledCall:
 
     def backward_input(self, stage: int, microbatch: int, grad: Payload | None) -> Payload | None:
         """The same without the weights of linears that can put theirs off."""
-        queue = self._put_off[stage, microbatch] = []
+        queue = self._weight_tasks[stage, microbatch] = []
         return self._run_backward(stage, microbatch, grad, queue)
 
     @torch.no_grad()
     def backward_weight(self, stage: int, microbatch: int) -> None:
         """Adds the gradients of the weights that were put off."""
-        tasks = self._put_off.pop((stage, microbatch))
+        tasks = self._weight_tasks.pop((stage, microbatch))
         is_last = self._is_last(microbatch)
         if is_last:
             self._replicas.expect(stage, [weight for weight, _ in tasks])
@@ -213,14 +213,14 @@ class ScheduledCall:
     def _run_backward(
         self, stage: int, microbatch: int, grad: Payload | None, queue: list[Task] | None
     ) -> Payload | None:
-        alive = self._alive.pop((stage, microbatch))
+        saved = self._saved.pop((stage, microbatch))
         with self._opened(queue):
-            if alive.loss is not None:
-                self._differentiate(alive.loss)
-            elif alive.edges:
+            if saved.loss is not None:
+                self._differentiate(saved.loss)
+            elif saved.edges:
                 grads = named(grad)
-                torch.autograd.backward(list(alive.edges.values()), [grads[name] for name in alive.edges])
-        return gradients_of(alive.received)
+                torch.autograd.backward(list(saved.edges.values()), [grads[name] for name in saved.edges])
+        return gradients_of(saved.received)
 
 
 def named(payload: Payload | None) -> dict[str, Tensor]:

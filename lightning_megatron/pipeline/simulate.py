@@ -17,14 +17,13 @@ from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from operator import sub
 
-from lightning_megatron.pipeline.collector import collector_paused
 from lightning_megatron.pipeline.consistency import require_consistent
 from lightning_megatron.pipeline.grid import aligned, plan_grid
 from lightning_megatron.pipeline.lower import (
     SENDS,
-    Exchange,
     Lane,
     MessageKey,
+    P2PBatch,
     Plan,
     cell_key,
     lane_of,
@@ -32,6 +31,7 @@ from lightning_megatron.pipeline.lower import (
     other_end,
     rank_of_stage,
 )
+from lightning_megatron.pipeline.paused_gc import paused_gc
 from lightning_megatron.pipeline.schedule import COMPUTES, MESSAGES, Action, Kind, ScheduleError
 
 __all__ = ["Costs", "ScheduleError", "Span", "Timeline", "check", "draw", "play"]
@@ -92,7 +92,7 @@ class Timeline:
     """The most (stage, microbatch) pairs whose activations a rank keeps at one time."""
 
 
-@collector_paused()
+@paused_gc()
 def check(plan: Plan) -> None:
     """Returns only if the plan runs to its end, each compute once and on inputs that have arrived.
 
@@ -108,7 +108,7 @@ def check(plan: Plan) -> None:
     walk.require_end()
 
 
-@collector_paused()
+@paused_gc()
 def play(plan: Plan, costs: Costs | Sequence[Costs] | None = None) -> Timeline:
     """The timeline of a plan, or of an order of computes alone, with these costs (`Costs()` if none are given), alike
     for all stages or by stage; a message takes as long as the first stage says.
@@ -259,7 +259,7 @@ class _Walk:
         computes, starts, ends = self.computes[rank], self.starts[rank], self.ends[rank]
         rules: dict[tuple[Kind, int], tuple[float, _Results | None, float, _Results | None]] = {}
         for position, step in enumerate(self.plan[rank]):
-            if isinstance(step, Exchange):
+            if isinstance(step, P2PBatch):
                 self._post(step.posted, clock)
                 for message in step.awaited:
                     key = message_key(message)
@@ -343,7 +343,7 @@ class _Walk:
         blocked = self._blocked(rank)
         if blocked.kind in MESSAGES:
             key, _ = self._lane_of(blocked)[0].received[0]
-            posted = (m for step in self.plan[rank] if isinstance(step, Exchange) for m in step.posted)
+            posted = (m for step in self.plan[rank] if isinstance(step, P2PBatch) for m in step.posted)
             return other_end(next(m for m in posted if m.kind not in SENDS and message_key(m) == key))
         step_back = -1 if blocked.kind is Kind.FORWARD else 1
         return Action(blocked.kind, blocked.stage + step_back, blocked.microbatch)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from lightning_megatron.comm.p2p import Like, Payload
+from lightning_megatron.comm.p2p import Payload, TensorMeta
 from lightning_megatron.context.balance import Group
 from lightning_megatron.context.documents import NO_DOCUMENT
 from lightning_megatron.context.layout import cut
@@ -333,22 +333,22 @@ class Whole:
             by_rank[sizes.pp_rank_of(number)] += [name for place in places for name in self._names[place]]
         return by_rank
 
-    def likes(self, stages: Sequence[range]) -> dict[int, Like]:
+    def likes(self, stages: Sequence[range]) -> dict[int, TensorMeta]:
         """What each stage but the last hands to the next."""
         return {number: self._likes[places.stop - 1] for number, places in enumerate(stages[:-1])}
 
 
-def resized(like: Like, num_rows: int) -> Like:
+def resized(like: TensorMeta, num_rows: int) -> TensorMeta:
     """What a stage hands on of a microbatch of so many rows: hidden states are [rows, hidden], others numbers."""
     entries = [(name, (num_rows, *shape[1:]) if shape else shape, dtype) for name, shape, dtype in like.entries]
     return replace(like, entries=tuple(entries))
 
 
 @torch.no_grad()
-def _handed_on(run: Run, model: PipelineModule, mesh: Mesh, device: torch.device) -> list[Like]:
+def _handed_on(run: Run, model: PipelineModule, mesh: Mesh, device: torch.device) -> list[TensorMeta]:
     """What each part but the last hands to the next; of equal layers, which hand on alike, one runs."""
-    likes: list[Like] = []
-    known: dict[tuple[str, type[nn.Module], Like], tuple[Like, Payload]] = {}
+    likes: list[TensorMeta] = []
+    known: dict[tuple[str, type[nn.Module], TensorMeta], tuple[TensorMeta, Payload]] = {}
     if run.balanced is not None:
         part = _packed(run.balanced, run.balanced.plan.groups_of(0)[0], mesh, device)
     else:
@@ -357,10 +357,10 @@ def _handed_on(run: Run, model: PipelineModule, mesh: Mesh, device: torch.device
     with call_context(run, device):
         hidden, context = model.prepare(**part.batch)
         for name in model.part_names[:-1]:
-            kind = (name.rpartition(".")[0], type(model.get_submodule(name)), Like.of(hidden))
+            kind = (name.rpartition(".")[0], type(model.get_submodule(name)), TensorMeta.of(hidden))
             if kind not in known:
                 hidden = model.run_part(name, hidden, context)
-                known[kind] = Like.of(hidden), hidden
+                known[kind] = TensorMeta.of(hidden), hidden
             like, hidden = known[kind]
             likes.append(like)
     return likes

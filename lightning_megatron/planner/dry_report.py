@@ -50,7 +50,7 @@ def dry_record(found: Sequence[DryRun], notes: Sequence[str] = ()) -> dict[str, 
         "accumulate_grad_batches": run.num_accumulated,
         "schedule": run.schedule.name,
         "flops_convention": EXECUTED.name,
-        "is_joint": run.is_joint,
+        "is_overlapped": run.is_overlapped,
         "ranks": [
             {
                 "rank": one.rank,

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.comm.p2p import Like, Payload
+from lightning_megatron.comm.p2p import Payload, TensorMeta
 from lightning_megatron.mesh import Mesh, NewGroup
 from lightning_megatron.optim.reductions import scale_in_place
 from lightning_megatron.optim.replica_check import found_nonfinite
-from lightning_megatron.pipeline.alternation import Alternation
+from lightning_megatron.pipeline.forward_backward_overlap import ForwardBackwardOverlap
 from lightning_megatron.pipeline.plans import training_plan
 from lightning_megatron.pipeline.runtime import Runtime
 from lightning_megatron.pipeline.scheduled import ScheduledCall
@@ -112,7 +112,7 @@ def _run(
     )
 
 
-def _like_of(run: Run, mesh: Mesh, whole: Whole, own: Rank) -> Callable[[int, int], Like]:
+def _like_of(run: Run, mesh: Mesh, whole: Whole, own: Rank) -> Callable[[int, int], TensorMeta]:
     """What each stage hands to the next of each microbatch."""
     likes = whole.likes(own.model.stages) if mesh.pp.size > 1 else {}
     if run.balanced is None:
@@ -134,7 +134,7 @@ def num_needed(run: Run) -> int:
         case "interleaved":
             group = schedule.group_size or schedule.pp
             return 3 * group + schedule.microbatches % group
-        case "1f1b" if not schedule.is_joint:
+        case "1f1b" if not schedule.is_overlapped:
             return schedule.pp + 2
     return 2 * schedule.pp + 2
 
@@ -183,7 +183,7 @@ def _of_step(entries: Mapping[Place, Mapping[_K, _V]], run: Run, count: int) -> 
 class _Step:
     """Takes training steps of a rank, as the strategy does under a schedule."""
 
-    def __init__(self, own: Rank, like_of: Callable[[int, int], Like], watch: Watch, ledger: Ledger) -> None:
+    def __init__(self, own: Rank, like_of: Callable[[int, int], TensorMeta], watch: Watch, ledger: Ledger) -> None:
         run = own.run
         self._own, self._watch, self._ledger = own, watch, ledger
         turns = _Turns(own.device, watch, ledger)
@@ -281,7 +281,7 @@ def _differentiate(loss: Tensor) -> None:
     loss.backward()
 
 
-class _Turns(Alternation):
+class _Turns(ForwardBackwardOverlap):
     """Two tasks that take turns, each counted at its own place."""
 
     def __init__(self, device: torch.device, watch: Watch, ledger: Ledger) -> None:

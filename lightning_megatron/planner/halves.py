@@ -16,7 +16,7 @@ from functools import lru_cache, partial
 from lightning_megatron.context.laid_out import MOST_SCORES
 from lightning_megatron.models import T5Config
 from lightning_megatron.pipeline.choice import Schedule
-from lightning_megatron.pipeline.lower import Exchange, Lowered
+from lightning_megatron.pipeline.lower import P2PBatch, ScheduledProgram
 from lightning_megatron.pipeline.plans import training_plan
 from lightning_megatron.pipeline.schedule import Action, Kind
 from lightning_megatron.planner.activations import (
@@ -90,12 +90,12 @@ def halves_of(schedule: Schedule, rank: int) -> tuple[Half, ...]:
 
 def walked(schedule: Schedule, rank: int, sizes: Sequence[float]) -> Iterator[tuple[Half, int]]:
     """Each compute of a rank and what is held at it, of microbatches of these sizes; and which is at work."""
-    lowered = training_plan(schedule)
-    own = [stage for stage, its_rank in enumerate(lowered.ranks) if its_rank == rank]
+    program = training_plan(schedule)
+    own = [stage for stage, its_rank in enumerate(program.ranks) if its_rank == rank]
     kept, waiting = [0.0] * len(own), [0.0] * len(own)
     flying: dict[Action, float] = {}
-    for step in lowered.plan[rank]:
-        if isinstance(step, Exchange):
+    for step in program.plan[rank]:
+        if isinstance(step, P2PBatch):
             flying |= {message: sizes[message.microbatch] for message in step.posted}
             for message in step.released:
                 flying.pop(message)
@@ -118,12 +118,12 @@ def walked(schedule: Schedule, rank: int, sizes: Sequence[float]) -> Iterator[tu
             elif step.kind is not Kind.FORWARD:
                 kept[chunk] -= size
                 waiting[chunk] += size * (step.kind is Kind.BACKWARD_INPUT)
-            flying |= dict.fromkeys(_handed_over(step, lowered), size)
+            flying |= dict.fromkeys(_handed_over(step, program), size)
 
 
-def _handed_over(step: Action, lowered: Lowered) -> list[Action]:
+def _handed_over(step: Action, program: ScheduledProgram) -> list[Action]:
     """What a compute gives to the next stage, or to the one before, where that is on its own rank."""
-    ranks, stage = lowered.ranks, step.stage
+    ranks, stage = program.ranks, step.stage
     match step.kind:
         case Kind.FORWARD if stage + 1 < len(ranks) and ranks[stage + 1] == ranks[stage]:
             return [Action(Kind.RECV_FORWARD, stage + 1, step.microbatch)]

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_megatron.comm.p2p import Like, Mailbox, Payload
+from lightning_megatron.comm.p2p import Mailbox, Payload, TensorMeta
 from lightning_megatron.mesh import Axis, Mesh, NewGroup, Sizes
 from lightning_megatron.pipeline.schedule import Action
 
@@ -166,15 +166,17 @@ class ImaginedMailbox(Mailbox):
     Room for what comes is made when its receive is posted, as in every step but a run's first.
     """
 
-    def __init__(self, axis: Axis, like_of: Callable[[int, int], Like], device: torch.device, ledger: Ledger) -> None:
+    def __init__(
+        self, axis: Axis, like_of: Callable[[int, int], TensorMeta], device: torch.device, ledger: Ledger
+    ) -> None:
         super().__init__(axis, {}, device)
         self._like_of, self._ledger = like_of, ledger
-        self._buffers: dict[Hashable, tuple[Like, Tensor]] = {}
+        self._buffers: dict[Hashable, tuple[TensorMeta, Tensor]] = {}
         self._posted: dict[Hashable, Tensor] = {}
 
     def _post_send(self, key: Hashable, payload: Payload) -> None:
         assert isinstance(key, Action)
-        data = self._posted[key] = Like.of(payload).pack(payload)
+        data = self._posted[key] = TensorMeta.of(payload).pack(payload)
         self._ledger.add("pp", "send", data.numel() * data.element_size(), 1.0, key.microbatch)
 
     def send_forward(self, key: Hashable, to: int, payload: Payload) -> None:
@@ -188,7 +190,7 @@ class ImaginedMailbox(Mailbox):
         like = self._like_of(key.stage - 1, key.microbatch)
         self._buffers[key] = like, like.empty(self._device)
 
-    def receive_backward(self, key: Hashable, source: int, like: Like) -> None:
+    def receive_backward(self, key: Hashable, source: int, like: TensorMeta) -> None:
         self._buffers[key] = like, like.empty(self._device)
 
     def wait(self, key: Hashable) -> Payload:

@@ -26,7 +26,7 @@ def kept_by_chunk(schedule: Schedule, rank: int) -> tuple[int, ...]:
     pp, chunks, m = schedule.pp, schedule.chunks, schedule.microbatches
     match schedule.name:
         case "1f1b":
-            return (min(num_ahead(schedule, rank) + schedule.is_joint, m),)
+            return (min(num_ahead(schedule, rank) + schedule.is_overlapped, m),)
         case "gpipe":
             return (m,) * chunks
         case "zb_h1":
@@ -34,7 +34,7 @@ def kept_by_chunk(schedule: Schedule, rank: int) -> tuple[int, ...]:
         case "zb_v":
             return (min(pp, m),) * 2
     group = min(schedule.group_size or pp, m)
-    turns = turns_of(chunks, m, group)[: num_ahead(schedule, rank) + schedule.is_joint]
+    turns = turns_of(chunks, m, group)[: num_ahead(schedule, rank) + schedule.is_overlapped]
     # What the last group lacks is no turn.
     return tuple(sum(at == chunk and microbatch < m for at, microbatch in turns) for chunk in range(chunks))
 
@@ -43,7 +43,7 @@ def num_ahead(schedule: Schedule, rank: int) -> int:
     """Forwards of a rank before its first backward, or, under a joint schedule, before its first pair."""
     pp, chunks, m = schedule.pp, schedule.chunks, schedule.microbatches
     if chunks == 1:
-        return min(2 * (pp - rank) - 1 if schedule.is_joint else pp - rank, m)
+        return min(2 * (pp - rank) - 1 if schedule.is_overlapped else pp - rank, m)
     group = min(schedule.group_size or pp, m)
     return min(2 * (pp - rank - 1) + (chunks - 1) * group + 1, chunks * -(-m // group) * group)
 
@@ -55,12 +55,12 @@ def puts_halves_off(schedule: Schedule) -> bool:
 
 def has_pairs(schedule: Schedule, rank: int) -> bool:
     """Whether a rank runs a forward beside a backward."""
-    return schedule.is_joint and num_ahead(schedule, rank) < schedule.chunks * schedule.microbatches
+    return schedule.is_overlapped and num_ahead(schedule, rank) < schedule.chunks * schedule.microbatches
 
 
 def num_pairs(schedule: Schedule) -> float:
     """Pairs of a forward and a backward that the last rank runs, each through all chunks."""
-    if not schedule.is_joint:
+    if not schedule.is_overlapped:
         return 0.0
     return max(schedule.microbatches - num_ahead(schedule, schedule.pp - 1) / schedule.chunks, 0.0)
 

@@ -107,7 +107,7 @@ def layout_text(run: Run) -> str:
         parts.append(f"mbs={run.micro_batch_size}")
     if run.recompute.granularity != "none":
         parts.append(f"recompute={run.recompute.granularity}")
-    if run.group_size or run.is_joint:
+    if run.group_size or run.is_overlapped:
         parts.append("schedule=recipe")
     elif run.schedule_name not in (None, "interleaved" if sizes.vp > 1 else "1f1b"):
         parts.append(f"schedule={run.schedule_name}")
@@ -148,7 +148,7 @@ def _widths(step: Balanced) -> dict[int, int]:
 
 def schedule_text(run: Run) -> str:
     """The name of a schedule, and whether it pairs forwards with backwards."""
-    return run.schedule.name + (", forwards beside backwards" if run.is_joint else "")
+    return run.schedule.name + (", forwards beside backwards" if run.is_overlapped else "")
 
 
 def estimate_text(found: Estimate, *, num_tokens: float | None = None) -> str:

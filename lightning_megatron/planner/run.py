@@ -56,7 +56,7 @@ class Run:
     """none: 1f1b, or interleaved where there are several stages on a rank."""
     group_size: int = 0
     """Of an interleaved schedule; 0: pp."""
-    is_joint: bool = False
+    is_overlapped: bool = False
     """A forward and a backward run side by side, as the strategy's overlap_expert_exchange asks."""
     context: ContextConfig = field(default_factory=ContextConfig)
     """How ranks that share sequences exchange what attention needs."""
@@ -93,7 +93,7 @@ class Run:
             chunks=self.sizes.vp,
             microbatches=max(self.num_microbatches, 1),
             group_size=self.group_size,
-            is_joint=self.is_joint,
+            is_overlapped=self.is_overlapped,
         )
 
     @cached_property

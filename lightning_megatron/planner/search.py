@@ -157,7 +157,7 @@ def _laid_out(run: Run, sizes: Sizes, micro: int) -> Run:
         micro_batch_size=micro,
         schedule_name=None,
         group_size=0,
-        is_joint=False,
+        is_overlapped=False,
     )
 
 

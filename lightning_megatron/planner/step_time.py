@@ -96,7 +96,7 @@ def step_time(run: Run, gpu: Gpu, constants: Constants) -> StepTime:
     for part in passes[slowest]:
         for axis, seconds in part.exposed.items():
             exposed[axis] = exposed.get(axis, 0.0) + m * seconds
-    if run.schedule.is_joint:
+    if run.schedule.is_overlapped:
         exposed["ep"] = exposed.get("ep", 0.0) - run.num_accumulated * num_pairs(run.schedule) * hidden[slowest]
     waited = sum(exposed.values())
     replicas, optimizer = 0.0, 0.0
@@ -243,7 +243,7 @@ def _expert_seconds(run: Run, work: Work, gpu: Gpu, constants: Constants) -> flo
 def _hidden_seconds(run: Run, rank: int, forward: Pass, backward: Pass, gpu: Gpu, constants: Constants) -> float:
     """What a forward and a backward take less side by side: tokens of each are on their way while the other one
     computes, no longer than that takes."""
-    if not run.schedule.is_joint:
+    if not run.schedule.is_overlapped:
         return 0.0
     on_their_way = 0.0
     for stage in run.stages[rank]:

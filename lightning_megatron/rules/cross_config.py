@@ -129,7 +129,7 @@ def _schedule(facts: Facts) -> list[str]:
 
 
 def _joint(facts: Facts) -> list[str]:
-    if facts.schedule is None or not facts.schedule.is_joint:
+    if facts.schedule is None or not facts.schedule.is_overlapped:
         return []
     faults, recompute = [], facts.recompute
     is_selective = "moe" in recompute.parts_again

@@ -59,5 +59,5 @@ class PipelineConfig:
             chunks=vp,
             microbatches=microbatches,
             group_size=self.microbatch_group_size,
-            is_joint=self.overlap_expert_exchange,
+            is_overlapped=self.overlap_expert_exchange,
         )

@@ -35,7 +35,7 @@ from lightning_megatron.optim.config import LossScaleConfig, OptimizerConfig
 from lightning_megatron.optim.data_parallel_comm import DataParallelComm
 from lightning_megatron.optim.loss_scale import LossScale
 from lightning_megatron.optim.replica_check import describe_nonfinite, found_nonfinite, in_words
-from lightning_megatron.pipeline.listener import Listener, heard
+from lightning_megatron.pipeline.step_hooks import StepHook, hooked
 from lightning_megatron.precision.fp8 import Fp8Config, config_of_recipe
 from lightning_megatron.transformer.fp8_layers import Fp8Layers
 
@@ -77,7 +77,7 @@ class MegatronPrecision(Precision):
         # Norm of the whole model's gradient before the last clipping, [], float64.
         self.gradient_norm: Tensor | None = None
         # Of what is done with the gradients of a step.
-        self.listener: Listener | None = None
+        self.step_hook: StepHook | None = None
 
     def begin(self, dp_comm: DataParallelComm, config: LossScaleConfig) -> None:
         """A fit begins that sums its gradients by `dp_comm`; `config` is that of float16's loss scale."""
@@ -123,16 +123,16 @@ class MegatronPrecision(Precision):
             return super().optimizer_step(optimizer, model, closure, **kwargs)
         assert self.dp_comm is not None and isinstance(optimizer, Optimizer)
         result = closure()
-        with heard(self.listener, CLIP):
+        with hooked(self.step_hook, CLIP):
             self.has_skipped = self._is_to_skip(model, list(self.main_params(optimizer)))
             self._after_closure(model, optimizer)
         if self.has_skipped or (result is None and model.automatic_optimization):
             # Or training_step chose to skip the batch: there is no gradient to step by.
             return result
-        with heard(self.listener, OPTIMIZER):
+        with hooked(self.step_hook, OPTIMIZER):
             self.dp_comm.prepare_step()
             optimizer.step(**kwargs)
-        with heard(self.listener, GATHER):
+        with hooked(self.step_hook, GATHER):
             self.dp_comm.update_params()
         if not model.automatic_optimization:
             # The same training_step may go on with another forward.

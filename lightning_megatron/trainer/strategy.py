@@ -47,9 +47,9 @@ from lightning_megatron.optim.config import LossScaleConfig, OptimizerConfig
 from lightning_megatron.optim.data_parallel_comm import DataParallelComm
 from lightning_megatron.optim.replica_check import differing_copies, in_words
 from lightning_megatron.pipeline.choice import Schedule, placement_of
-from lightning_megatron.pipeline.listener import Listener
 from lightning_megatron.pipeline.lower import hops
 from lightning_megatron.pipeline.module import at_once, run_alone
+from lightning_megatron.pipeline.step_hooks import StepHook
 from lightning_megatron.planner.balanced import Balanced
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.rules import cross_config
@@ -622,10 +622,10 @@ class MegatronStrategy(ParallelStrategy):
         """Norm of the whole model's gradient before the last clipping, []; None where nothing was clipped yet."""
         return self._plugin.gradient_norm
 
-    def listen(self, listener: Listener | None) -> None:
-        """Has a listener hear what this rank does in a training step, and when; none: nobody does."""
-        self._plugin.listener = listener
-        self.steps.listen(listener)
+    def set_step_hook(self, step_hook: StepHook | None) -> None:
+        """Has a step hook hear what this rank does in a training step, and when; none: nobody does."""
+        self._plugin.step_hook = step_hook
+        self.steps.set_step_hook(step_hook)
 
     # --- collectives that Lightning and its callbacks ask for -------------------------------------------------------
 
@@ -847,7 +847,7 @@ class MegatronStrategy(ParallelStrategy):
             optimizers.release(self._dp_comm, is_interrupted=self._require_module().trainer.interrupted)
             self._left = Mains.of(self._dp_comm)
             self._dp_comm = self._plugin.dp_comm = None
-        self._steps = self._plugin.listener = None
+        self._steps = self._plugin.step_hook = None
         if self._resumption is not None and self._require_module().trainer.interrupted:
             # Of a run that never came to its first batch; another fit starts from its own checkpoint, or from none.
             self._resumption = None

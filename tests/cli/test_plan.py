@@ -324,7 +324,7 @@ def test_forwards_beside_backwards_are_planned_as_the_recipe_has_them(
     assert "schedule 1f1b, forwards beside backwards" in printed(capsys, *args, "ep=2,mbs=4,schedule=recipe")
     assert "not the recipe's schedule 1f1b, forwards beside backwards but" in printed(capsys, *args, "ep=2,mbs=4")
     assert main(["dry-run", file, "--rank", "0", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["is_joint"]
+    assert json.loads(capsys.readouterr().out)["is_overlapped"]
 
 
 def test_a_layout_keeps_the_recipe_s_schedule_where_it_says_so(

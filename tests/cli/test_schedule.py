@@ -53,8 +53,8 @@ def told(capsys: pytest.CaptureFixture[str], *options: str) -> str:
         (("--kind", "zb_v"), "zb_v", 2),
         (("--kind", "zb_h1"), "zb_h1", 1),
         (("--kind", "gpipe", "--vp", "3"), "gpipe", 3),
-        (("--joint",), "1f1b", 1),
-        (("--joint", "--vp", "2"), "interleaved", 2),
+        (("--overlapped",), "1f1b", 1),
+        (("--overlapped", "--vp", "2"), "interleaved", 2),
     ],
 )
 def test_the_kind_follows_vp_and_vp_follows_the_kind(

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_megatron.comm.p2p import Hop, LaneGroups, Like, Mailbox, Payload, build_lanes
+from lightning_megatron.comm.p2p import Hop, LaneGroups, Mailbox, Payload, TensorMeta, build_lanes
 from lightning_megatron.mesh import Axis, Sizes
 from tests.harness.ranks import run_on_ranks
 from tests.harness.threads import DeadlockError, ThreadGroup, new_group, run_on_threads
@@ -65,7 +65,7 @@ def there_and_back(mailbox: Mailbox, own_rank: int, num_runs: int) -> int:
     for _ in range(num_runs):
         for i in range(len(own)):
             mailbox.receive_forward(("F", i), peer)
-            mailbox.receive_backward(("B", i), peer, Like.of(theirs[i]))
+            mailbox.receive_backward(("B", i), peer, TensorMeta.of(theirs[i]))
             mailbox.send_forward(i, peer, own[i])
             mailbox.send_backward(-1 - i, peer, own[i])
         for i, wanted in enumerate(theirs):
@@ -220,7 +220,7 @@ def holds(world: ThreadGroup, kind: str) -> list[bool]:
     if world.global_rank == 1:
         mailbox.receive_forward("f", peer)
         mailbox.wait("f")
-        mailbox.receive_backward("b", peer, Like.of(torch.ones(4)))
+        mailbox.receive_backward("b", peer, TensorMeta.of(torch.ones(4)))
         mailbox.wait("b")
         mailbox.finish()
         return []
@@ -251,7 +251,7 @@ def leftovers(world: ThreadGroup) -> list[str]:
     mailbox, peer = pair(world)
     for shapes in ([(2,)], [(2,)], [(3,), (2,), (3,)], [(2,), (2,)]):
         forward_run(world, mailbox, shapes)
-    like = Like.of(torch.ones(2))
+    like = TensorMeta.of(torch.ones(2))
     mailbox.receive_backward("g", peer, like)
     mailbox.send_backward("s", peer, torch.ones(2))
     mailbox.wait("g")
@@ -270,13 +270,13 @@ def forgets_a_wait(world: ThreadGroup, lane: str) -> None:
         mailbox.send_forward("m", peer, torch.ones(2))
         mailbox.send_backward("g", peer, torch.ones(2))
     elif lane == "forward":
-        mailbox.receive_backward("g", peer, Like.of(torch.ones(2)))
+        mailbox.receive_backward("g", peer, TensorMeta.of(torch.ones(2)))
         mailbox.wait("g")
         mailbox.receive_forward("m", peer)
     else:
         mailbox.receive_forward("m", peer)
         mailbox.wait("m")
-        mailbox.receive_backward("g", peer, Like.of(torch.ones(2)))
+        mailbox.receive_backward("g", peer, TensorMeta.of(torch.ones(2)))
     mailbox.finish()
 
 
@@ -299,7 +299,7 @@ def early_gradient(world: ThreadGroup, is_one_lane: bool) -> list[float]:
     heard = []
     for i in range(3):
         if axis.rank == 0:
-            mailbox.receive_backward("g", 1, Like.of(torch.ones(2)))
+            mailbox.receive_backward("g", 1, TensorMeta.of(torch.ones(2)))
             mailbox.send_forward("x", 1, torch.full((2,), 1.0 + i))
             got = mailbox.wait("g")
         else:
@@ -332,7 +332,7 @@ def along_a_line(world: ThreadGroup) -> list[float]:
         if after < 3:
             keys += [("B", i) for i in range(2)]
             for i in range(2):
-                mailbox.receive_backward(("B", i), after, Like.of(torch.ones(1000)))
+                mailbox.receive_backward(("B", i), after, TensorMeta.of(torch.ones(1000)))
                 mailbox.send_forward(i, after, torch.full((1000,), 100.0 * axis.rank + 10 * i + turn))
         if before >= 0:
             for i in range(2):
@@ -396,7 +396,7 @@ def test_ranks_make_equally_many_groups_and_the_two_of_a_hop_theirs_at_the_same_
 )
 def test_what_cannot_travel_is_refused(payload: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        Like.of(payload)
+        TensorMeta.of(payload)
 
 
 def sends_long_names(world: ThreadGroup) -> str:
@@ -428,11 +428,11 @@ def test_names_that_a_header_cannot_hold_are_refused_before_anything_is_sent() -
 
 def test_of_what_goes_forward_only_floating_tensors_come_back() -> None:
     x, n = torch.ones(2, 3), torch.ones(4, dtype=torch.int64)
-    assert Like.of({"x": x, "n": n}).of_gradient() == Like.of({"x": x})
-    assert Like.of(x).of_gradient() == Like.of(x)
+    assert TensorMeta.of({"x": x, "n": n}).of_gradient() == TensorMeta.of({"x": x})
+    assert TensorMeta.of(x).of_gradient() == TensorMeta.of(x)
 
 
 def test_a_single_tensor_is_sent_from_where_it_lies() -> None:
     x = torch.ones(2, 3)
-    assert Like.of(x).pack(x).data_ptr() == x.data_ptr()
-    assert Like.of(x.T).pack(x.T).is_contiguous()
+    assert TensorMeta.of(x).pack(x).data_ptr() == x.data_ptr()
+    assert TensorMeta.of(x.T).pack(x.T).is_contiguous()

@@ -45,7 +45,7 @@ def test_ranks_that_keep_to_a_schedule_give_its_costs_back_and_the_prediction_is
         assert (got.forward, got.backward) == pytest.approx((wanted.forward, wanted.backward))
     again = predicted([SCHEDULE], found, [10.0])
     for rank, laps in zip(ranks, again, strict=True):
-        assert [lap.doing for lap in laps] == [lap.doing for lap in rank.laps]
+        assert [lap.activity for lap in laps] == [lap.activity for lap in rank.laps]
         assert [lap.start for lap in laps] == pytest.approx([lap.start for lap in rank.laps])
     [(start, end)] = windows(again)
     timeline = play(order_of(SCHEDULE), COSTS)
@@ -77,7 +77,7 @@ def test_batches_of_a_step_are_predicted_one_after_another() -> None:
 
 
 @pytest.mark.parametrize(
-    ("doing", "lane", "words"),
+    ("activity", "lane", "words"),
     [
         (Action(Kind.FORWARD, 2, 3), "forward", "forward, stage 2, microbatch 3"),
         (Action(Kind.BACKWARD_WEIGHT, 2, 3), "backward", "backward, weights, stage 2, microbatch 3"),
@@ -90,8 +90,8 @@ def test_batches_of_a_step_are_predicted_one_after_another() -> None:
         ("sends", "messages", "sends"),
     ],
 )
-def test_everything_has_its_lane_and_its_words(doing: Any, lane: str, words: str) -> None:
-    assert (lane_of(doing), in_words(doing)) == (lane, words)
+def test_everything_has_its_lane_and_its_words(activity: Any, lane: str, words: str) -> None:
+    assert (lane_of(activity), in_words(activity)) == (lane, words)
 
 
 def test_every_kind_of_action_has_words_and_a_lane() -> None:
@@ -118,6 +118,6 @@ def test_a_trace_has_a_process_for_each_rank_and_prediction_and_every_lap_to_the
     for event, lap in zip(told, laps, strict=True):
         # The earliest of all, the wait for data, is at 0.
         assert (event["ts"], event["dur"]) == pytest.approx(((lap.start - 9.5) * 1e6, (lap.end - lap.start) * 1e6))
-        assert event["name"] == str(lap.doing) and LANES[event["tid"]] == event["cat"] == lane_of(lap.doing)
+        assert event["name"] == str(lap.activity) and LANES[event["tid"]] == event["cat"] == lane_of(lap.activity)
     lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     assert lanes == {0: "forward", 1: "backward", 5: "data"}

@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 
-from lightning_megatron.pipeline.lower import SENDS, Exchange, Plan, Step, lane_of, message_key, rank_of_stage
+from lightning_megatron.pipeline.lower import SENDS, P2PBatch, Plan, Step, lane_of, message_key, rank_of_stage
 from lightning_megatron.pipeline.schedule import WHOLE_STAGE, Action, Kind, Order
 
 KINDS = {kind.value: kind for kind in Kind}
@@ -35,7 +35,7 @@ def step_of(text: str) -> Step:
     actions = actions_of(text)
     if not text.startswith("["):
         return actions[0][0]
-    return Exchange(*(tuple(action for action, how in actions if how == mark) for mark in ("", "!", "-")))
+    return P2PBatch(*(tuple(action for action, how in actions if how == mark) for mark in ("", "!", "-")))
 
 
 def actions_of(text: str) -> list[tuple[Action, str]]:
@@ -67,7 +67,7 @@ def is_left_in_time(plan: Plan, rank: int) -> bool:
     return all(
         run(plan, held=message_key(send))[0][rank] <= index
         for index, step in enumerate(plan[rank])
-        if isinstance(step, Exchange)
+        if isinstance(step, P2PBatch)
         for send in step.released
     )
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lightning_megatron.pipeline.choice import Schedule, ScheduleName, order_of, schedule_faults
 from lightning_megatron.pipeline.lower import (
     SENDS,
-    Exchange,
+    P2PBatch,
     Plan,
     add_gathers,
     add_messages,
@@ -54,14 +54,14 @@ def schedules(draw: st.DrawFn, max_pp: int = 6, max_microbatches: int = 12) -> S
         chunks=chunks,
         microbatches=microbatches,
         group_size=pp + extra if extra else 0,
-        is_joint=draw(st.booleans()),
+        is_overlapped=draw(st.booleans()),
     )
     assume(not schedule_faults(schedule))
     return schedule
 
 
-def exchanges(plan: Plan) -> list[Exchange]:
-    return [step for steps in plan for step in steps if isinstance(step, Exchange)]
+def exchanges(plan: Plan) -> list[P2PBatch]:
+    return [step for steps in plan for step in steps if isinstance(step, P2PBatch)]
 
 
 # -- line by line
@@ -150,10 +150,10 @@ def test_without_any_lead_a_receive_is_posted_where_it_is_awaited() -> None:
 @given(schedule=schedules())
 def test_every_schedule_passes_the_check_and_keeps_its_computes(schedule: Schedule) -> None:
     order = order_of(schedule)
-    lowered = lower(order)
-    check(lowered.plan)
-    assert lowered.ranks == rank_of_stage(order)
-    computes = [[s for s in steps if isinstance(s, Action) and s.kind in COMPUTES] for steps in lowered.plan]
+    program = lower(order)
+    check(program.plan)
+    assert program.ranks == rank_of_stage(order)
+    computes = [[s for s in steps if isinstance(s, Action) and s.kind in COMPUTES] for steps in program.plan]
     assert tuple(map(tuple, computes)) == order
 
 
@@ -239,7 +239,7 @@ def test_a_receive_is_awaited_right_before_its_compute_and_a_send_posted_right_b
 ) -> None:
     for steps in add_messages(order_of(schedule)):
         for place, step in enumerate(steps):
-            if not isinstance(step, Exchange):
+            if not isinstance(step, P2PBatch):
                 continue
             for receive in step.awaited:
                 reader = steps[place + 1]
@@ -258,10 +258,10 @@ def test_a_receive_is_awaited_right_before_its_compute_and_a_send_posted_right_b
 def test_receives_are_posted_ahead_of_their_wait_unless_a_gradient_has_no_shape_yet(schedule: Schedule) -> None:
     for steps in add_messages(order_of(schedule)):
         at = {
-            message: place for place, step in enumerate(steps) if isinstance(step, Exchange) for message in step.posted
+            message: place for place, step in enumerate(steps) if isinstance(step, P2PBatch) for message in step.posted
         }
         for place, step in enumerate(steps):
-            for receive in step.awaited if isinstance(step, Exchange) else ():
+            for receive in step.awaited if isinstance(step, P2PBatch) else ():
                 between = [s for s in steps[at[receive] : place] if isinstance(s, Action)]
                 before = [s for s in steps[:place] if isinstance(s, Action)]
                 is_fresh = receive.kind is Kind.RECV_BACKWARD and before[-1].kind is Kind.FORWARD
@@ -272,7 +272,7 @@ def test_receives_are_posted_ahead_of_their_wait_unless_a_gradient_has_no_shape_
 @given(schedule=schedules())
 def test_two_exchanges_never_follow_each_other(schedule: Schedule) -> None:
     for steps in add_messages(order_of(schedule)):
-        is_exchange = [isinstance(step, Exchange) for step in steps]
+        is_exchange = [isinstance(step, P2PBatch) for step in steps]
         assert not any(first and second for first, second in pairwise(is_exchange))
 
 

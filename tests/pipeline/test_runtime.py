@@ -10,16 +10,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron.comm.p2p import Like, Payload
+from lightning_megatron.comm.p2p import Payload, TensorMeta
 from lightning_megatron.mesh import Mesh, Sizes
-from lightning_megatron.pipeline.alternation import Alternation
-from lightning_megatron.pipeline.choice import Schedule, joint_of, order_of, placement_of
-from lightning_megatron.pipeline.listener import Doing
-from lightning_megatron.pipeline.lower import Exchange, Lowered, Plan, add_messages, lane_of, lower, rank_of_stage
+from lightning_megatron.pipeline.choice import Schedule, order_of, overlapped_forwards, placement_of
+from lightning_megatron.pipeline.forward_backward_overlap import ForwardBackwardOverlap
+from lightning_megatron.pipeline.lower import (
+    P2PBatch,
+    Plan,
+    ScheduledProgram,
+    add_messages,
+    lane_of,
+    lower,
+    rank_of_stage,
+)
 from lightning_megatron.pipeline.plans import backward_plan, forward_plan
-from lightning_megatron.pipeline.runtime import Likes, Runtime
+from lightning_megatron.pipeline.runtime import OutputMetas, Runtime
 from lightning_megatron.pipeline.schedule import Action, Kind, ScheduleError
 from lightning_megatron.pipeline.simulate import check
+from lightning_megatron.pipeline.step_hooks import Activity
 from tests.harness.ranks import run_on_ranks
 from tests.harness.threads import DeadlockError, MismatchError, ThreadGroup, run_on_threads
 from tests.pipeline.meshes import make_mailbox, make_mesh
@@ -45,15 +53,15 @@ SCHEDULES = [
     Schedule(name="zb_v", pp=2, chunks=2, microbatches=1),
     Schedule(name="zb_v", pp=2, chunks=2, microbatches=5),
     Schedule(name="zb_v", pp=4, chunks=2, microbatches=4),
-    Schedule(name="1f1b", pp=1, chunks=1, microbatches=4, is_joint=True),
-    Schedule(name="1f1b", pp=3, chunks=1, microbatches=7, is_joint=True),
-    Schedule(name="interleaved", pp=2, chunks=2, microbatches=5, is_joint=True),
+    Schedule(name="1f1b", pp=1, chunks=1, microbatches=4, is_overlapped=True),
+    Schedule(name="1f1b", pp=3, chunks=1, microbatches=7, is_overlapped=True),
+    Schedule(name="interleaved", pp=2, chunks=2, microbatches=5, is_overlapped=True),
 ]
 WITH_LANES = [s for s in SCHEDULES if s.pp > 1 and s.microbatches > 1]
 
 
 def name_of(schedule: Schedule) -> str:
-    joint = "-joint" if schedule.is_joint else ""
+    joint = "-joint" if schedule.is_overlapped else ""
     return f"{schedule.name}-pp{schedule.pp}-v{schedule.chunks}-m{schedule.microbatches}{joint}"
 
 
@@ -156,26 +164,26 @@ def on_thread(world: ThreadGroup, schedule: Schedule, rows: str, travels: str, n
     """Several runs over one mailbox; what was done in each."""
     sizes = sizes_of(schedule)
     pp = make_thread_pp(sizes, world)
-    runtime = Runtime(pp, make_thread_mailbox(pp, hops_of(sizes)), Alternation(torch.device("cpu")))
+    runtime = Runtime(pp, make_thread_mailbox(pp, hops_of(sizes)), ForwardBackwardOverlap(torch.device("cpu")))
     return pp.rank, kept_diary(runtime, schedule, rows, travels, num_runs, plan)
 
 
 def kept_diary(
     runtime: Runtime, schedule: Schedule, rows: str, travels: str, num_runs: int, plan: Plan | None = None
 ) -> list[list[str]]:
-    lowered = lower(order_of(schedule), joint_of(schedule))
-    diary = Diary(len(lowered.ranks), ROWS[rows], travels)
+    program = lower(order_of(schedule), overlapped_forwards(schedule))
+    diary = Diary(len(program.ranks), ROWS[rows], travels)
     lines = []
     for run in range(num_runs):
         diary.run = run
-        runtime.run(lowered if plan is None else Lowered(plan, lowered.ranks, lowered.joint), diary)
+        runtime.run(program if plan is None else ScheduledProgram(plan, program.ranks, program.overlapped), diary)
         lines.append(diary.lines)
         diary.lines = []
     return lines
 
 
 def require_all_done(schedule: Schedule, rank: int, runs: list[list[str]]) -> None:
-    steps = lower(order_of(schedule), joint_of(schedule)).plan[rank]
+    steps = lower(order_of(schedule), overlapped_forwards(schedule)).plan[rank]
     assert runs == [[str(step) for step in steps if isinstance(step, Action)]] * len(runs)
 
 
@@ -219,26 +227,29 @@ def test_on_processes_all_is_the_same(schedule: Schedule) -> None:
 
 
 class Ear:
-    """A listener that writes down what it hears."""
+    """A step hook that writes down what it hears."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, str]] = []
 
-    def begin(self, doing: Doing) -> None:
-        self.heard.append(("begin", str(doing)))
+    def begin(self, activity: Activity) -> None:
+        self.heard.append(("begin", str(activity)))
 
-    def end(self, doing: Doing) -> None:
-        self.heard.append(("end", str(doing)))
+    def end(self, activity: Activity) -> None:
+        self.heard.append(("end", str(activity)))
 
 
 def heard_on_thread(world: ThreadGroup, schedule: Schedule) -> Any:
-    """What a listener hears in one run, and what it hears when it has left."""
+    """What a step hook hears in one run, and what it hears when it has left."""
     sizes = sizes_of(schedule)
     pp = make_thread_pp(sizes, world)
-    runtime, ear = Runtime(pp, make_thread_mailbox(pp, hops_of(sizes)), Alternation(torch.device("cpu"))), Ear()
-    runtime.listener = ear
+    runtime, ear = (
+        Runtime(pp, make_thread_mailbox(pp, hops_of(sizes)), ForwardBackwardOverlap(torch.device("cpu"))),
+        Ear(),
+    )
+    runtime.step_hook = ear
     done = kept_diary(runtime, schedule, "even", "tensor", 1)
-    heard, ear.heard, runtime.listener = ear.heard, [], None
+    heard, ear.heard, runtime.step_hook = ear.heard, [], None
     kept_diary(runtime, schedule, "even", "tensor", 1)
     return pp.rank, done, heard, ear.heard
 
@@ -247,16 +258,16 @@ def heard_on_thread(world: ThreadGroup, schedule: Schedule) -> Any:
 def test_a_listener_hears_computes_and_waits_in_order_and_nothing_once_it_has_left(schedule: Schedule) -> None:
     for rank, done, heard, later in run_on_threads(schedule.pp, heard_on_thread, schedule):
         require_all_done(schedule, rank, done)
-        plan = lower(order_of(schedule), joint_of(schedule)).plan[rank]
+        plan = lower(order_of(schedule), overlapped_forwards(schedule)).plan[rank]
         wanted = []
         for step in plan:
-            waits = (*step.awaited, *step.released) if isinstance(step, Exchange) else (step,)
+            waits = (*step.awaited, *step.released) if isinstance(step, P2PBatch) else (step,)
             wanted += [str(action) for action in waits]
-        assert sorted(doing for when, doing in heard if when == "begin") == sorted([*wanted, Runtime.SENDS])
-        assert sorted(doing for when, doing in heard if when == "end") == sorted([*wanted, Runtime.SENDS])
-        if not schedule.is_joint:
+        assert sorted(activity for when, activity in heard if when == "begin") == sorted([*wanted, Runtime.SENDS])
+        assert sorted(activity for when, activity in heard if when == "end") == sorted([*wanted, Runtime.SENDS])
+        if not schedule.is_overlapped:
             # One at a time, in the order of the plan.
-            assert heard == [(when, doing) for doing in [*wanted, Runtime.SENDS] for when in ("begin", "end")]
+            assert heard == [(when, activity) for activity in [*wanted, Runtime.SENDS] for when in ("begin", "end")]
         assert later == []
 
 
@@ -265,12 +276,12 @@ class Keeper(Diary):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.likes: Likes = {}
+        self.output_metas: OutputMetas = {}
 
     def forward(self, stage: int, microbatch: int, received: Payload | None) -> Payload | None:
         output = super().forward(stage, microbatch, received)
         if output is not None:
-            self.likes[stage, microbatch] = Like.of(output)
+            self.output_metas[stage, microbatch] = TensorMeta.of(output)
         return output
 
 
@@ -280,7 +291,7 @@ def forwards_then_backwards(world: ThreadGroup, sizes: Sizes, microbatches: int)
     diary = Keeper(sizes.num_stages, ROWS["new with every microbatch"], "dict")
     for diary.run in range(3):
         runtime.run(forward_plan(sizes, microbatches), diary)
-        runtime.run(backward_plan(sizes, microbatches), diary, diary.likes)
+        runtime.run(backward_plan(sizes, microbatches), diary, diary.output_metas)
     return diary.lines
 
 
@@ -303,7 +314,7 @@ def with_two_posts_swapped(plan: Plan, kinds: set[Kind], ranks: tuple[int, ...])
         places = [
             (index, message)
             for index, step in enumerate(steps)
-            if isinstance(step, Exchange)
+            if isinstance(step, P2PBatch)
             for message in step.posted
             if message.kind in kinds
         ]
@@ -311,8 +322,8 @@ def with_two_posts_swapped(plan: Plan, kinds: set[Kind], ranks: tuple[int, ...])
             if lane_of(one, ranks) == lane_of(two, ranks):
                 swapped = {one: two, two: one}
                 changed = tuple(
-                    Exchange(tuple(swapped.get(m, m) for m in step.posted), step.awaited, step.released)
-                    if isinstance(step, Exchange)
+                    P2PBatch(tuple(swapped.get(m, m) for m in step.posted), step.awaited, step.released)
+                    if isinstance(step, P2PBatch)
                     else step
                     for step in steps
                 )
@@ -374,7 +385,7 @@ class Faulty(Diary):
 def test_an_error_tells_the_action_and_marks_its_place() -> None:
     plan = plan_of_text("0F0 1F0 1I0 1W0 0I0 0W0")
     with pytest.raises(ArithmeticError) as error:
-        single_runtime().run(Lowered(plan, (0, 0)), Faulty(2, ROWS["even"], "tensor"))
+        single_runtime().run(ScheduledProgram(plan, (0, 0)), Faulty(2, ROWS["even"], "tensor"))
     [note] = error.value.__notes__
     assert note.splitlines()[0] == "in action 1W0: stage 1 of 2, microbatch 0"
     assert note.splitlines()[2] == "rank 0 0F0 1F0 1I0 >1W0< 0I0 0W0 end"
@@ -387,13 +398,13 @@ def test_an_error_of_a_pair_tells_which_of_the_two_it_was(faulty: str) -> None:
             if str(Action(kind, stage, microbatch)) == faulty:
                 raise ArithmeticError("too small")
 
-    schedule = Schedule(name="1f1b", pp=1, chunks=1, microbatches=3, is_joint=True)
-    lowered = lower(order_of(schedule), joint_of(schedule))
-    assert "0F1 0B0" in " ".join(map(str, lowered.plan[0])) and "0F1" in map(str, lowered.joint)
+    schedule = Schedule(name="1f1b", pp=1, chunks=1, microbatches=3, is_overlapped=True)
+    program = lower(order_of(schedule), overlapped_forwards(schedule))
+    assert "0F1 0B0" in " ".join(map(str, program.plan[0])) and "0F1" in map(str, program.overlapped)
     pp = Mesh.single().pp
-    runtime = Runtime(pp, make_thread_mailbox(pp, []), Alternation(torch.device("cpu")))
+    runtime = Runtime(pp, make_thread_mailbox(pp, []), ForwardBackwardOverlap(torch.device("cpu")))
     with pytest.raises(ArithmeticError) as error:
-        runtime.run(lowered, OneFails(1, ROWS["even"], "tensor"))
+        runtime.run(program, OneFails(1, ROWS["even"], "tensor"))
     assert [note.splitlines()[0].split(":")[0] for note in error.value.__notes__] == [f"in action {faulty}"]
 
 
@@ -405,24 +416,24 @@ class Untravelled(Diary):
 def test_what_cannot_travel_is_told_with_the_stage_that_made_it() -> None:
     plan = plan_of_text("0F0 1F0")
     with pytest.raises(ValueError, match="a stage hands list to the next") as error:
-        single_runtime().run(Lowered(plan, (0, 0)), Untravelled(2, ROWS["even"], "dict"))
+        single_runtime().run(ScheduledProgram(plan, (0, 0)), Untravelled(2, ROWS["even"], "dict"))
     assert error.value.__notes__[0].startswith("in action 0F0: stage 0 of 2, microbatch 0")
 
 
 def test_nothing_of_a_failed_run_reaches_the_next() -> None:
     runtime = single_runtime()
-    good = Lowered(plan_of_text("0F0 1F0 1B0 0B0"), (0, 0))
+    good = ScheduledProgram(plan_of_text("0F0 1F0 1B0 0B0"), (0, 0))
     with pytest.raises(ArithmeticError):
-        runtime.run(Lowered(plan_of_text("0F0 0W0 1F0"), (0, 0)), Faulty(2, ROWS["even"], "tensor"))
+        runtime.run(ScheduledProgram(plan_of_text("0F0 0W0 1F0"), (0, 0)), Faulty(2, ROWS["even"], "tensor"))
     diary = Diary(2, ROWS["even"], "tensor")
     # Were the output of microbatch 0 still there, a forward without its input would not be noticed.
     with pytest.raises(AssertionError):
-        runtime.run(Lowered(plan_of_text("1F0"), (0, 0)), diary)
+        runtime.run(ScheduledProgram(plan_of_text("1F0"), (0, 0)), diary)
     diary.lines.clear()
     runtime.run(good, diary)
     assert diary.lines == ["0F0", "1F0", "1B0", "0B0"]
 
 
 def test_a_message_outside_of_an_exchange_is_refused() -> None:
-    with pytest.raises(AssertionError, match="0SF0 stands outside of an Exchange"):
-        single_runtime().run(Lowered(plan_of_text("0SF0"), (0,)), Diary(1, ROWS["even"], "tensor"))
+    with pytest.raises(AssertionError, match="0SF0 stands outside of an P2PBatch"):
+        single_runtime().run(ScheduledProgram(plan_of_text("0SF0"), (0,)), Diary(1, ROWS["even"], "tensor"))

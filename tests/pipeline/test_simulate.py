@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_megatron.pipeline.lower import SENDS, Exchange, Plan, add_messages, lower
+from lightning_megatron.pipeline.lower import SENDS, P2PBatch, Plan, add_messages, lower
 from lightning_megatron.pipeline.schedule import Action, Kind, Order, ScheduleError, forward_chunks, gpipe, one_f_one_b
 from lightning_megatron.pipeline.simulate import Costs, check, draw, play
 from tests.pipeline.queues import order_of_text, plan_of_text, runs_to_its_end, text_of
@@ -108,8 +108,8 @@ def test_the_plan_that_the_next_tests_break_is_good() -> None:
         (1, "1B1", "1I1", r"rank 1, step 8, the end: .* makes the gradients of the weights of stage 1, microbatch 1"),
         (1, "1B1", "1W1", r"rank 1, step 6, 1W1: .* brings the gradient of the input of stage 1, microbatch 1"),
         (1, "1B1", "1B1 1W1", r"rank 1, step 7, 1W1: .* has brought the gradients of the weights"),
-        (0, "[0RB1! 0SF1-]", "0RB1", r"rank 0, step 5, 0RB1: messages, and nothing else, stand in an Exchange"),
-        (0, "[0SF0 0RB0]", "[0SF0 0RB0 0RG]", r"rank 0, step 1, 0RG: messages, and nothing else, stand in an Exchange"),
+        (0, "[0RB1! 0SF1-]", "0RB1", r"rank 0, step 5, 0RB1: messages, and nothing else, stand in an P2PBatch"),
+        (0, "[0SF0 0RB0]", "[0SF0 0RB0 0RG]", r"rank 0, step 1, 0RG: messages, and nothing else, stand in an P2PBatch"),
         (1, "[1SB1]", "[1SB1 1SF1]", r"rank 1, step 7, 1SF1: there is no stage 2; the stages are 0 to 1"),
         (0, "[0SF0", "[1SF0", r"rank 0, step 1, 1SF0: stage 1 is not on rank 0"),
         (0, "[0SF0", "[7SF0", r"rank 0, step 1, 7SF0: stage 7 is not on rank 0"),
@@ -257,14 +257,14 @@ def test_a_rank_that_only_waits_for_a_circle_is_not_named_as_part_of_it() -> Non
             place = next(i for i, step in enumerate(steps) if "2SF0" in str(step))
             wait = next(i for i, step in enumerate(steps) if "2RB0!" in str(step))
             step = steps[place]
-            assert isinstance(step, Exchange) and step.posted[0].kind is Kind.SEND_FORWARD
-            steps[place] = Exchange(step.posted[1:], step.awaited)
-            steps.insert(wait + 1, Exchange(step.posted[:1]))
+            assert isinstance(step, P2PBatch) and step.posted[0].kind is Kind.SEND_FORWARD
+            steps[place] = P2PBatch(step.posted[1:], step.awaited)
+            steps.insert(wait + 1, P2PBatch(step.posted[:1]))
             later = steps[wait]
-            assert isinstance(later, Exchange)
+            assert isinstance(later, P2PBatch)
             sends = [message for message in later.posted if message.kind in SENDS]
-            steps[wait] = Exchange(tuple(m for m in later.posted if m not in sends), later.awaited)
-            steps.insert(wait + 2, Exchange(tuple(sends)))
+            steps[wait] = P2PBatch(tuple(m for m in later.posted if m not in sends), later.awaited)
+            steps.insert(wait + 2, P2PBatch(tuple(sends)))
     named = re.findall(r"^rank (\d), step \d+, \S+: waits", fault_of(tuple(map(tuple, plan))), re.MULTILINE)
     assert sorted(named) == ["2", "3"]
 
@@ -294,38 +294,38 @@ def change(plan: Plan, how: str, rank: int, at: int) -> Plan:
         steps.insert(at + 1, steps.pop(at))
     elif how == "delay":
         steps.insert(at + 2, steps.pop(at))
-    elif isinstance(step, Exchange):
+    elif isinstance(step, P2PBatch):
         posted, awaited, released = step.posted, step.awaited, step.released
         if how == "lose":
-            steps[at] = Exchange(posted[1:], awaited, released)
+            steps[at] = P2PBatch(posted[1:], awaited, released)
         elif how == "forget":
-            steps[at] = Exchange(posted, awaited[1:], released[1:])
+            steps[at] = P2PBatch(posted, awaited[1:], released[1:])
         elif how == "turn":
-            steps[at] = Exchange(posted[::-1], awaited, released)
+            steps[at] = P2PBatch(posted[::-1], awaited, released)
         elif how == "hurry" and posted:
-            steps[at] = Exchange(posted, awaited, released + posted[:1])
-        elif isinstance(following, Exchange) and how == "join":
+            steps[at] = P2PBatch(posted, awaited, released + posted[:1])
+        elif isinstance(following, P2PBatch) and how == "join":
             posted, awaited = posted + following.posted, awaited + following.awaited
-            steps[at] = Exchange(posted, awaited, released + following.released)
+            steps[at] = P2PBatch(posted, awaited, released + following.released)
             del steps[at + 2]
-        elif isinstance(following, Exchange) and how == "wait":
+        elif isinstance(following, P2PBatch) and how == "wait":
             # What the next exchange awaits is awaited here; what is posted there to be awaited is posted here too.
             early = tuple(m for m in following.posted if m in following.awaited)
-            steps[at] = Exchange(posted + early, awaited + following.awaited, released)
-            steps[at + 2] = Exchange(tuple(m for m in following.posted if m not in early), (), following.released)
-        elif isinstance(following, Exchange) and how == "late":
+            steps[at] = P2PBatch(posted + early, awaited + following.awaited, released)
+            steps[at + 2] = P2PBatch(tuple(m for m in following.posted if m not in early), (), following.released)
+        elif isinstance(following, P2PBatch) and how == "late":
             sends = tuple(m for m in posted if m.kind in SENDS)
-            steps[at] = Exchange(tuple(m for m in posted if m not in sends), awaited, released)
-            steps[at + 2] = Exchange(following.posted[:1] + sends + following.posted[1:], *parts(following))
-        elif isinstance(following, Exchange) and how == "release":
-            steps[at] = Exchange(posted, awaited, released + following.released)
-            steps[at + 2] = Exchange(following.posted, following.awaited)
+            steps[at] = P2PBatch(tuple(m for m in posted if m not in sends), awaited, released)
+            steps[at + 2] = P2PBatch(following.posted[:1] + sends + following.posted[1:], *parts(following))
+        elif isinstance(following, P2PBatch) and how == "release":
+            steps[at] = P2PBatch(posted, awaited, released + following.released)
+            steps[at + 2] = P2PBatch(following.posted, following.awaited)
     lines = list(plan)
     lines[rank % len(plan)] = tuple(steps)
     return tuple(lines)
 
 
-def parts(exchange: Exchange) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
+def parts(exchange: P2PBatch) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
     return exchange.awaited, exchange.released
 
 

@@ -432,17 +432,20 @@ RUNS = {
         fp8=Fp8Config(engine="transformer_engine", scaling="delayed"),
     ),
     "experts": run_of(MIXTRAL, Sizes(world=4, ep=4), optimizer=DISTRIBUTED),
-    "experts, side by side": run_of(MIXTRAL, Sizes(world=8, ep=4, pp=2), optimizer=DISTRIBUTED, is_joint=True),
+    "experts, side by side": run_of(MIXTRAL, Sizes(world=8, ep=4, pp=2), optimizer=DISTRIBUTED, is_overlapped=True),
     "experts beside scores laid out, side by side": run_of(
-        replace(MIXTRAL, num_layers=4, vocab_size=8192), Sizes(world=4, pp=2, ep=2), precision="32-true", is_joint=True
+        replace(MIXTRAL, num_layers=4, vocab_size=8192),
+        Sizes(world=4, pp=2, ep=2),
+        precision="32-true",
+        is_overlapped=True,
     ),
     "some experts, side by side in chunks": run_of(
         replace(SHARED, moe=replace(EXPERTS, every=2, shared_ffn_hidden_size=1408)),
         Sizes(world=4, ep=2, pp=2, vp=2),
         samples=6,
-        is_joint=True,
+        is_overlapped=True,
     ),
-    "experts on one rank, side by side": run_of(MIXTRAL, Sizes(), is_joint=True),
+    "experts on one rank, side by side": run_of(MIXTRAL, Sizes(), is_overlapped=True),
     "experts, one shared": run_of(
         SHARED, Sizes(world=8, tp=2, pp=2, ep=2, sequence_parallel=True), optimizer=DISTRIBUTED
     ),
@@ -511,7 +514,7 @@ def test_the_code_on_real_tensors_holds_and_multiplies_as_much() -> None:
 def test_what_runs_side_by_side_is_counted_where_it_belongs() -> None:
     model = replace(SMALL, num_layers=4, moe=SMALL_EXPERTS, add_bias_linear=False)
     run = small(Sizes(world=4, pp=2, ep=2), 7, model=model, optimizer=DISTRIBUTED)
-    whole, joint, rank = Whole(run), replace(run, is_joint=True), stage_rank(run, 0)
+    whole, joint, rank = Whole(run), replace(run, is_overlapped=True), stage_rank(run, 0)
     in_turn, beside = (dry_run(one, rank, whole=whole) for one in (run, joint))
     assert beside.flops == in_turn.flops and beside.messages == in_turn.messages
     # Rows, their weights and rows on their way home, there and back, of two layers a stage.

@@ -6,7 +6,7 @@ from typing import get_args
 import pytest
 
 from lightning_megatron.pipeline.bubble import timeline_of
-from lightning_megatron.pipeline.choice import Schedule, ScheduleName, joint_of, order_of
+from lightning_megatron.pipeline.choice import Schedule, ScheduleName, order_of, overlapped_forwards
 from lightning_megatron.pipeline.schedule import Kind
 from lightning_megatron.pipeline.simulate import Costs
 from lightning_megatron.planner.pipeline_load import kept_by_chunk, step_seconds
@@ -19,11 +19,11 @@ SCHEDULES = [
     for m in (1, 3, 4, 8, 13)
     if not (name == "interleaved" and pp == 1)
 ] + [Schedule(name="interleaved", pp=4, chunks=3, microbatches=10, group_size=5)]
-JOINT = [replace(schedule, is_joint=True) for schedule in SCHEDULES if schedule.name in ("1f1b", "interleaved")]
+JOINT = [replace(schedule, is_overlapped=True) for schedule in SCHEDULES if schedule.name in ("1f1b", "interleaved")]
 
 
 def ids(schedules: list[Schedule]) -> list[str]:
-    return [f"{s.name}{'-joint' * s.is_joint}-{s.pp}-{s.chunks}-{s.microbatches}" for s in schedules]
+    return [f"{s.name}{'-joint' * s.is_overlapped}-{s.pp}-{s.chunks}-{s.microbatches}" for s in schedules]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES + JOINT, ids=ids(SCHEDULES + JOINT))
@@ -44,7 +44,7 @@ def test_a_step_of_equal_ranks_takes_as_long_as_the_simulator_plays(schedule: Sc
 
 def played_in_pairs(schedule: Schedule, slow: float, hidden: float) -> float:
     """The makespan where ranks take 1 and 2, the last `slow` times that, and pairs `hidden` less."""
-    order, joint, chunks = order_of(schedule), joint_of(schedule), schedule.chunks
+    order, joint, chunks = order_of(schedule), overlapped_forwards(schedule), schedule.chunks
     ends: dict[tuple[Kind, int, int], float] = {}
     at, clocks = [0] * schedule.pp, [0.0] * schedule.pp
     while any(place < len(own) for place, own in zip(at, order, strict=True)):

@@ -51,7 +51,7 @@ def test_the_parts_of_a_step_add_up_and_none_is_negative() -> None:
 def test_tokens_travel_beside_compute_where_a_forward_runs_beside_a_backward() -> None:
     mixtral = PRESETS["mixtral_8x7b"]
     run = run_of(model=mixtral.model, texts=mixtral.texts, sizes=Sizes(world=8, ep=8), global_batch_size=64)
-    m, joint = run.num_microbatches, replace(run, is_joint=True)
+    m, joint = run.num_microbatches, replace(run, is_overlapped=True)
     in_turn, beside = time_of(run), time_of(joint)
     # The first forward and the last backward have nobody beside them, and routing is no message.
     routing = 2 * m * mixtral.model.num_layers * CONSTANTS.routing_seconds

@@ -192,14 +192,14 @@ def test_faults_of_dynamic_context_parallelism_are_told_with_what_would_do() -> 
 
 
 def test_a_forward_beside_a_backward_is_refused_with_recomputed_experts_and_with_nothing_else() -> None:
-    def found(recompute: RecomputeConfig, is_joint: bool = True) -> list[str]:
-        schedule = Schedule(name="1f1b", pp=2, chunks=1, microbatches=4, is_joint=is_joint)
+    def found(recompute: RecomputeConfig, is_overlapped: bool = True) -> list[str]:
+        schedule = Schedule(name="1f1b", pp=2, chunks=1, microbatches=4, is_overlapped=is_overlapped)
         return faults(Facts(sizes=Sizes(world=2, pp=2), num_microbatches=4, schedule=schedule, recompute=recompute))
 
     full, experts = RecomputeConfig(granularity="full"), RecomputeConfig(granularity="selective", parts=("moe",))
     assert [len(found(recompute)) for recompute in (full, experts)] == [1, 1]
     assert "overlap_expert_exchange" in found(full)[0] and "'moe'" in found(experts)[0]
-    assert not found(full, is_joint=False) and not found(experts, is_joint=False)
+    assert not found(full, is_overlapped=False) and not found(experts, is_overlapped=False)
     assert not found(RecomputeConfig()) and not found(RecomputeConfig(granularity="selective", parts=("norm",)))
 
 

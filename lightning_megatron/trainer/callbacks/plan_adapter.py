@@ -88,7 +88,7 @@ def planned_run(trainer: pl.Trainer, ranks: Sequence[Seen], *, rank: int = 0) ->
         optimizer=strategy.optimizer,
         schedule_name=None if strategy.pipeline.schedule == "auto" else strategy.pipeline.schedule,
         group_size=strategy.pipeline.microbatch_group_size,
-        is_joint=strategy.pipeline.overlap_expert_exchange,
+        is_overlapped=strategy.pipeline.overlap_expert_exchange,
         context=strategy.context,
         balanced=strategy.balanced_step,
         trained=trained,

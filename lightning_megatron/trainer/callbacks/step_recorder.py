@@ -1,4 +1,4 @@
-"""`StepRecorder`: a listener that notes when things begin and end, on the device's clock where there is one."""
+"""`StepRecorder`: a step hook that notes when things begin and end, on the device's clock where there is one."""
 
 from time import perf_counter
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from lightning_megatron.metrics.step_timeline import DATA, Lap
-from lightning_megatron.pipeline.listener import Doing
+from lightning_megatron.pipeline.step_hooks import Activity
 
 
 class StepRecorder:
@@ -19,21 +19,21 @@ class StepRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.batch = 0
-        self._begun: dict[Doing, Any] = {}
-        self._noted: list[tuple[Doing, int, Any, Any]] = []
+        self._begun: dict[Activity, Any] = {}
+        self._noted: list[tuple[Activity, int, Any, Any]] = []
         # Of the device's clock: an event, and the host's clock at it.
         self._origin: tuple[Any, float] | None = None
         if device.type == "cuda":
             torch.cuda.synchronize(device)
             self._origin = self._moment(), perf_counter()
 
-    def begin(self, doing: Doing) -> None:
-        self._begun[doing] = self._moment()
+    def begin(self, activity: Activity) -> None:
+        self._begun[activity] = self._moment()
 
-    def end(self, doing: Doing) -> None:
+    def end(self, activity: Activity) -> None:
         """Nothing where it has not begun."""
-        if doing in self._begun:
-            self._noted.append((doing, self.batch, self._begun.pop(doing), self._moment()))
+        if activity in self._begun:
+            self._noted.append((activity, self.batch, self._begun.pop(activity), self._moment()))
 
     def add_data(self, start: float, end: float) -> None:
         """A wait for data, by the host's clock."""
@@ -49,8 +49,8 @@ class StepRecorder:
         if self._origin is not None:
             torch.cuda.synchronize(self._device)
         return tuple(
-            Lap(doing, batch, self._seconds(start) - ahead_seconds, self._seconds(end) - ahead_seconds)
-            for doing, batch, start, end in self._noted
+            Lap(activity, batch, self._seconds(start) - ahead_seconds, self._seconds(end) - ahead_seconds)
+            for activity, batch, start, end in self._noted
         )
 
     def _moment(self) -> Any:

@@ -114,7 +114,7 @@ class StepTimeline(L.Callback):
         if self._ended_seconds is not None:
             self._recorder.add_data(self._ended_seconds, now)
         if isinstance(trainer.strategy, MegatronStrategy):
-            trainer.strategy.listen(self._recorder)
+            trainer.strategy.set_step_hook(self._recorder)
         self._recorder.begin(FORWARD)
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: torch.Tensor) -> None:
@@ -161,7 +161,7 @@ class StepTimeline(L.Callback):
 
     def _stop_listening(self, trainer: L.Trainer) -> None:
         if isinstance(trainer.strategy, MegatronStrategy):
-            trainer.strategy.listen(None)
+            trainer.strategy.set_step_hook(None)
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -231,14 +231,14 @@ def _without_doubles(laps: tuple[Lap, ...]) -> tuple[Lap, ...]:
     """Of a step under a schedule what Lightning calls its forward and backward is told by its actions."""
     if not any(lap.is_compute for lap in laps):
         return laps
-    return tuple(lap for lap in laps if lap.doing not in (FORWARD, BACKWARD))
+    return tuple(lap for lap in laps if lap.activity not in (FORWARD, BACKWARD))
 
 
 def _predictions(trainer: L.Trainer, ranks: list[RankLaps], seen: list[Seen]) -> list[Prediction]:
     # Beside ranks that are shown stands what their own costs make.
     shown = [rank for rank in ranks if rank.is_shown]
     schedules = _schedules(trainer.strategy, shown)
-    if not schedules or schedules[0].is_joint:
+    if not schedules or schedules[0].is_overlapped:
         return []
     starts = [start for start, _ in windows([rank.laps for rank in shown])]
     measured = stage_costs(shown, schedules[0].pp * schedules[0].chunks)
@@ -254,8 +254,8 @@ def _schedules(strategy: Any, ranks: list[RankLaps]) -> list[Schedule]:
         return []
     last: dict[int, int] = {}
     for lap in (lap for rank in ranks for lap in rank.laps if lap.is_compute):
-        assert isinstance(lap.doing, Action)
-        last[lap.batch] = max(last.get(lap.batch, 0), lap.doing.microbatch)
+        assert isinstance(lap.activity, Action)
+        last[lap.batch] = max(last.get(lap.batch, 0), lap.activity.microbatch)
     sizes = strategy.sizes
     return [
         strategy.pipeline.schedule_of(pp=sizes.pp, vp=sizes.vp, microbatches=microbatch + 1)

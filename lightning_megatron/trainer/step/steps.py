@@ -27,13 +27,13 @@ from lightning_megatron.metrics.step_timeline import REDUCE
 from lightning_megatron.optim.data_parallel_comm import DataParallelComm
 from lightning_megatron.optim.loss_scale import LossScale
 from lightning_megatron.optim.reductions import scale_in_place
-from lightning_megatron.pipeline.alternation import Alternation
 from lightning_megatron.pipeline.collective import CollectiveCall
-from lightning_megatron.pipeline.listener import Listener, heard
+from lightning_megatron.pipeline.forward_backward_overlap import ForwardBackwardOverlap
 from lightning_megatron.pipeline.module import Driver, PipelineModule
 from lightning_megatron.pipeline.plans import training_plan
 from lightning_megatron.pipeline.runtime import Runtime
 from lightning_megatron.pipeline.scheduled import LocalCall, ScheduledCall, StageExit
+from lightning_megatron.pipeline.step_hooks import StepHook, hooked
 from lightning_megatron.tensor import weight_gradients
 from lightning_megatron.tensor.weight_gradients import WeightGradients
 from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
@@ -92,10 +92,10 @@ class Steps:
         self._weight_gradients = WeightGradients() if dp_comm is None else WeightGradients(dp_comm.grad_view)
         weight_gradients.share(module, self._weight_gradients)
         mailbox = Mailbox(mesh.pp, lanes, device)
-        alternation = Alternation(device)
-        share_yield_to_peer(module, alternation.yield_to_peer)
-        self._runtime = Runtime(mesh.pp, mailbox, alternation)
-        self._listener: Listener | None = None
+        overlap = ForwardBackwardOverlap(device)
+        share_yield_to_peer(module, overlap.yield_to_peer)
+        self._runtime = Runtime(mesh.pp, mailbox, overlap)
+        self._step_hook: StepHook | None = None
         self._direct_driver: Driver = LocalCall()
         if mesh.pp.size > 1:
             self._direct_driver = CollectiveCall(
@@ -125,9 +125,9 @@ class Steps:
         assert self._dp_comm is not None
         return self._dp_comm
 
-    def listen(self, listener: Listener | None) -> None:
-        """Has a listener hear of the actions of schedules and of the sums of gradients; none: nobody does."""
-        self._listener = self._runtime.listener = listener
+    def set_step_hook(self, step_hook: StepHook | None) -> None:
+        """Has a step hook hear of the actions of schedules and of the sums of gradients; none: nobody does."""
+        self._step_hook = self._runtime.step_hook = step_hook
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -306,7 +306,7 @@ class Steps:
             before = gradients.take(copied=True)
             share = loss if self._manual_share is None else loss * self._manual_share.to(loss.dtype)
             self._differentiate(share, differentiate)
-            with heard(self._listener, REDUCE):
+            with hooked(self._step_hook, REDUCE):
                 gradients.reduce(outside_over_stages=False, factor=self._factor)
             gradients.add(before)
             return
@@ -319,7 +319,7 @@ class Steps:
             self._differentiate(loss, differentiate)
             self.dp_comm.complete(0)
         if reduce_now:
-            with heard(self._listener, REDUCE):
+            with hooked(self._step_hook, REDUCE):
                 gradients.reduce(outside_over_stages=self._uses_schedule, factor=self._factor)
             gradients.add(self._summed)
             self._summed, self._are_summed = {}, True

@@ -98,7 +98,7 @@ def test_forwards_beside_backwards_are_taken_over() -> None:
         trainer = trainer_of(
             GPTModule(moe), world=4, expert_model_parallel_size=2, num_microbatches=4, pipeline=pipeline
         )
-        assert planned(trainer, {"tokens": TOKENS}).schedule.is_joint == does
+        assert planned(trainer, {"tokens": TOKENS}).schedule.is_overlapped == does
 
 
 def test_bert_and_t5_have_texts_of_their_own() -> None:

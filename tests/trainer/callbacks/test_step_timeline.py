@@ -14,7 +14,7 @@ import pytest
 from lightning_megatron import ConfigurationError, MoEConfig, PipelineConfig, RouterConfig
 from lightning_megatron.metrics.step_timeline import BACKWARD, CLIP, DATA, FORWARD, GATHER, OPTIMIZER, REDUCE
 from lightning_megatron.pipeline.choice import Schedule
-from lightning_megatron.pipeline.lower import Exchange
+from lightning_megatron.pipeline.lower import P2PBatch
 from lightning_megatron.pipeline.plans import training_plan
 from lightning_megatron.pipeline.schedule import Action
 from lightning_megatron.trainer.callbacks import MemoryMonitor, StepTimeline, ThroughputMonitor
@@ -89,14 +89,14 @@ def test_losses_are_to_the_bit_those_of_a_run_that_nobody_watches(name: str, run
 def test_a_step_under_a_schedule_has_each_action_of_the_plan_once(name: str, run_of: Watched) -> None:
     layout = LAYOUTS[name]
     events, names, error = traced(run_of(name)[0])
-    lowered = training_plan(schedule_of(layout))
+    program = training_plan(schedule_of(layout))
     for rank in range(layout.world):
         # The last stage is on the first rank.
-        [pp_rank] = {lowered.ranks[int(stage)] for stage in names[rank].split("stages ")[1].split()}
-        plan = lowered.plan[pp_rank]
+        [pp_rank] = {program.ranks[int(stage)] for stage in names[rank].split("stages ")[1].split()}
+        plan = program.plan[pp_rank]
         wanted = Counter(str(step) for step in plan if isinstance(step, Action))
         for step in plan:
-            if isinstance(step, Exchange):
+            if isinstance(step, P2PBatch):
                 wanted += Counter(map(str, (*step.awaited, *step.released)))
         assert Counter(e["name"] for e in events[rank]) == wanted + Counter([DATA, "sends", *AFTER])
         own = {e["name"]: e for e in events[rank]}

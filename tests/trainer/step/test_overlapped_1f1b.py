@@ -36,9 +36,12 @@ def exchanges(layout: Layout) -> tuple[list[str], list[float]]:
 def test_exchanges_of_a_forward_and_of_a_backward_alternate(world: int, pp: int, ep: int, etp: int) -> None:
     plain, joint = (
         run_on_ranks(
-            world, exchanges, Layout(world=world, pp=pp, ep=ep, etp=etp, microbatches=2, joint=is_joint), init=False
+            world,
+            exchanges,
+            Layout(world=world, pp=pp, ep=ep, etp=etp, microbatches=2, joint=is_overlapped),
+            init=False,
         )
-        for is_joint in (False, True)
+        for is_overlapped in (False, True)
     )
     for (began, losses), (wanted_began, wanted) in zip(joint, plain, strict=True):
         assert losses == pytest.approx(wanted, abs=1e-12)

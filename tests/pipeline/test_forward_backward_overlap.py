@@ -5,15 +5,15 @@ import threading
 import pytest
 import torch
 
-from lightning_megatron.pipeline.alternation import Alternation
+from lightning_megatron.pipeline.forward_backward_overlap import ForwardBackwardOverlap
 
 
-def alternation() -> Alternation:
-    return Alternation(torch.device("cpu"))
+def overlap() -> ForwardBackwardOverlap:
+    return ForwardBackwardOverlap(torch.device("cpu"))
 
 
 def test_turns_change_where_a_task_gives_way_and_nowhere_else() -> None:
-    turns, said = alternation(), list[str]()
+    turns, said = overlap(), list[str]()
 
     def task(name: str, parts: int) -> None:
         for part in range(parts):
@@ -27,20 +27,20 @@ def test_turns_change_where_a_task_gives_way_and_nowhere_else() -> None:
 
 
 def test_a_task_that_never_gives_way_runs_whole() -> None:
-    turns, said = alternation(), list[str]()
+    turns, said = overlap(), list[str]()
     turns.run(lambda: said.append("first"), lambda: said.append("second"))
     assert said == ["first", "second"]
 
 
 def test_outside_of_a_run_giving_way_waits_for_nobody() -> None:
-    turns = alternation()
+    turns = overlap()
     turns.yield_to_peer()
     turns.run(turns.yield_to_peer, turns.yield_to_peer)
     turns.yield_to_peer()
 
 
 def test_a_second_thread_of_the_second_task_gives_way_for_it() -> None:
-    turns, said = alternation(), list[str]()
+    turns, said = overlap(), list[str]()
 
     def second() -> None:
         # As autograd runs backwards of a GPU.
@@ -60,7 +60,7 @@ def test_a_second_thread_of_the_second_task_gives_way_for_it() -> None:
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("is_at_once", [True, False])
 def test_where_one_task_fails_its_error_is_raised_and_the_other_abandoned(failing: int, is_at_once: bool) -> None:
-    turns, said = alternation(), list[str]()
+    turns, said = overlap(), list[str]()
 
     def fails() -> None:
         if not is_at_once:

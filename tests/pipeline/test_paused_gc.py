@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightning_megatron.pipeline.collector import collector_paused
+from lightning_megatron.pipeline.paused_gc import paused_gc
 
 
 @pytest.fixture(autouse=True)
@@ -15,14 +15,14 @@ def collector_as_it_was() -> Iterator[None]:
     (gc.enable if is_enabled else gc.disable)()
 
 
-@collector_paused()
+@paused_gc()
 def is_collecting() -> bool:
     return gc.isenabled()
 
 
 def test_it_stands_still_inside_and_goes_on_behind() -> None:
     gc.enable()
-    with collector_paused():
+    with paused_gc():
         assert not gc.isenabled()
         assert not is_collecting()
         assert not gc.isenabled()
@@ -33,7 +33,7 @@ def test_it_stands_still_inside_and_goes_on_behind() -> None:
 
 def test_it_goes_on_behind_an_error() -> None:
     gc.enable()
-    with pytest.raises(ValueError, match="inside"), collector_paused():
+    with pytest.raises(ValueError, match="inside"), paused_gc():
         raise ValueError("inside")
     assert gc.isenabled()
 

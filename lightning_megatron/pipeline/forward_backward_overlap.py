@@ -20,12 +20,12 @@ class _Abandoned(BaseException):
     """Ends a task whose other one has failed; a BaseException, so that no `except Exception` of a step stops it."""
 
 
-class Alternation:
+class ForwardBackwardOverlap:
     """Runs pairs of tasks in turns; `device` is that on which both compute."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="alternation")
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="overlap")
         self._changed = threading.Condition()
         # While two tasks run.
         self._first_thread: int | None = None

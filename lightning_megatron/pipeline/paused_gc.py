@@ -1,4 +1,4 @@
-"""`collector_paused`: Python's garbage collector stands still while a plan is made or played.
+"""`paused_gc`: Python's garbage collector stands still while a plan is made or played.
 
 A large plan is millions of objects, none of them garbage: looking for some takes half of the time.
 """
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def collector_paused() -> Iterator[None]:
+def paused_gc() -> Iterator[None]:
     """A context, or a decorator of a function, in which no garbage is looked for."""
     is_enabled = gc.isenabled()
     gc.disable()

@@ -15,7 +15,9 @@ from lightning_megatron.pipeline.interleaved import turns_of
 from lightning_megatron.pipeline.schedule import Action, Kind, Order, paired, require_counts
 
 
-def joint_one_f_one_b(*, pp: int, chunks: int, microbatches: int, group_size: int) -> tuple[Order, frozenset[Action]]:
+def overlapped_one_f_one_b(
+    *, pp: int, chunks: int, microbatches: int, group_size: int
+) -> tuple[Order, frozenset[Action]]:
     """The order, and the forwards in it that run side by side with the backward right behind them.
 
     Stage s is chunk s // pp of rank s % pp. Rank r keeps at most 2*(pp - r - 1) + (chunks - 1)*group + 2 activations,
