@@ -13,15 +13,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_megatron.mesh import Mesh, Sizes
-from lightning_megatron.moe.dispatch import AllGather, AllToAll
 from lightning_megatron.moe.experts import ExpertAxes, Experts
-from lightning_megatron.moe.grouped import GROUPED, ONE_BY_ONE
+from lightning_megatron.moe.grouped_gemm import GROUPED_GEMM, SEQUENTIAL_GEMM
 from lightning_megatron.moe.mixture import mix
+from lightning_megatron.moe.token_dispatcher import AllGatherTokenDispatcher, AllToAllTokenDispatcher
 from lightning_megatron.sharding import Initial
 from lightning_megatron.tensor.weight_gradients import WeightGradients, share
 
-PRODUCTS = {"grouped": GROUPED, "one by one": ONE_BY_ONE}
-DISPATCHERS = {"all-to-all": AllToAll, "all-gather": AllGather}
+PRODUCTS = {"grouped": GROUPED_GEMM, "one by one": SEQUENTIAL_GEMM}
+DISPATCHERS = {"all-to-all": AllToAllTokenDispatcher, "all-gather": AllGatherTokenDispatcher}
 # Experts, their features and choices of a token: as many weights in experts of three sizes, ever fewer rows for each.
 GROUP_SHAPES = ((4, 688, 2), (16, 172, 2), (64, 44, 2))
 # The same with more and more choices: the more, the less all-gather sends in vain.
@@ -75,7 +75,7 @@ def layer_run(
         initial=initial,
         output_initial=initial,
         axes=axes,
-        product=PRODUCTS.get(variant, GROUPED),
+        product=PRODUCTS.get(variant, GROUPED_GEMM),
     )
     generator = torch.Generator().manual_seed(1)
     for weight in (experts.up, experts.down):
@@ -84,15 +84,15 @@ def layer_run(
         weight.grad = torch.zeros_like(weight)
     gradients = WeightGradients()
     share(experts, gradients)
-    dispatcher = DISPATCHERS.get(variant, AllToAll)(num_experts, ep=axes.ep, etp=axes.etp)
+    dispatcher = DISPATCHERS.get(variant, AllToAllTokenDispatcher)(num_experts, ep=axes.ep, etp=axes.etp)
     generator.manual_seed(2 + mesh.global_rank)
     x_TH = torch.randn(tokens, hidden, generator=generator).requires_grad_()
-    weights_TK, experts_TK = torch.rand(tokens, num_experts, generator=generator).topk(num_chosen, dim=1)
-    weights_TK.requires_grad_()
+    probs_TK, expert_ids_TK = torch.rand(tokens, num_experts, generator=generator).topk(num_chosen, dim=1)
+    probs_TK.requires_grad_()
 
     def run() -> tuple[Tensor, Tensor]:
-        x_TH.grad = weights_TK.grad = None
-        output_TH, _ = mix(x_TH, experts_TK, weights_TK, dispatcher=dispatcher, experts=experts)
+        x_TH.grad = probs_TK.grad = None
+        output_TH, _ = mix(x_TH, expert_ids_TK, probs_TK, dispatcher=dispatcher, experts=experts)
         with gradients.opened():
             output_TH.square().sum().backward()
         assert x_TH.grad is not None

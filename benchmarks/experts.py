@@ -66,7 +66,7 @@ def rows() -> dict[str, Row]:
         "Hugging Face, one, grouped": Row(1, partial(runs.train_hugging_face, experts="grouped_mm")),
         "megatron-core, one": Row(1, partial(train_megatron, ep=1)),
         "ours, one": Row(1, ours(1)),
-        "ours, one, one by one": Row(1, ours(1, product="one_by_one")),
+        "ours, one, one by one": Row(1, ours(1, expert_gemm="sequential")),
         "Hugging Face, dp2, grouped": Row(2, partial(runs.train_hugging_face, experts="grouped_mm")),
         "megatron-core, dp2": Row(2, partial(train_megatron, ep=1)),
         "megatron-core, ep2": Row(2, partial(train_megatron, ep=2)),

@@ -78,16 +78,16 @@ class Mixture(nn.Module):
         x_TH = x.flatten(0, 1)
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(x_TH.to(self.gate.weight.dtype), self.gate.weight)
-        best_TK, chosen_TK = logits.topk(self.num_chosen, dim=1)
-        weights_TK = best_TK.softmax(1)
-        order = chosen_TK.flatten().argsort(stable=True)
+        best_TK, expert_ids_TK = logits.topk(self.num_chosen, dim=1)
+        probs_TK = best_TK.softmax(1)
+        order = expert_ids_TK.flatten().argsort(stable=True)
         tokens = order // self.num_chosen
         numbers = torch.arange(self.num, device=x.device)
-        ends = (chosen_TK.flatten()[:, None] == numbers).sum(0).cumsum(0).to(torch.int32)
+        ends = (expert_ids_TK.flatten()[:, None] == numbers).sum(0).cumsum(0).to(torch.int32)
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
         up, down = (w.to(dtype).transpose(1, 2) for w in (self.experts.gate_up_proj, self.experts.down_proj))
         gate, value = F.grouped_mm(x_TH.to(dtype)[tokens], up, offs=ends).chunk(2, dim=1)
-        rows = F.grouped_mm(F.silu(gate) * value, down, offs=ends) * weights_TK.flatten()[order, None]
+        rows = F.grouped_mm(F.silu(gate) * value, down, offs=ends) * probs_TK.flatten()[order, None]
         return torch.zeros_like(x_TH).index_add(0, tokens, rows.to(x_TH.dtype)).view_as(x)
 
 

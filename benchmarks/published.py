@@ -353,7 +353,7 @@ def _model(row: Row, name: str, *, is_laid_out: bool) -> Model:
             "moe": MoEConfig(
                 router=RouterConfig(num_experts=number, top_k=chosen),
                 ffn_hidden_size=width,
-                shared_ffn_hidden_size=shared,
+                shared_expert_intermediate_size=shared,
             )
         }
     if "model_table" in str(row["source"]) or "README strong scaling" in str(row["source"]):
@@ -534,7 +534,7 @@ def _golden(row: Row) -> Planned | str:
         if "num-experts" in args:
             top_k = int(args.get("moe-router-topk", 2))
             fields["moe"] = MoEConfig(
-                router=RouterConfig(num_experts=int(args["num-experts"]), top_k=top_k, is_normalised=top_k > 1)
+                router=RouterConfig(num_experts=int(args["num-experts"]), top_k=top_k, norm_topk_prob=top_k > 1)
             )
         model = GPTConfig(**fields)
     batch, micro = int(row["gbs"]), int(row["mbs"])

@@ -7,8 +7,8 @@ from lightning_megatron.checkpoint import CheckpointConfig
 from lightning_megatron.context.balance import CostModel, DynamicContextConfig
 from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.mesh import StageLayout
-from lightning_megatron.moe.capacity import Capacity
-from lightning_megatron.moe.config import BalanceLoss, MoEConfig, RouterConfig
+from lightning_megatron.moe.capacity import ExpertCapacity
+from lightning_megatron.moe.config import AuxLoss, MoEConfig, RouterConfig
 from lightning_megatron.optim.config import LossScaleConfig, OptimizerConfig
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.trainer import (
@@ -21,13 +21,13 @@ from lightning_megatron.trainer import (
 from lightning_megatron.version import VERSION
 
 __all__ = [
-    "BalanceLoss",
-    "Capacity",
+    "AuxLoss",
     "CheckpointConfig",
     "ConfigurationError",
     "ContextConfig",
     "CostModel",
     "DynamicContextConfig",
+    "ExpertCapacity",
     "Fp8Config",
     "LossScaleConfig",
     "MegatronStrategy",

@@ -13,7 +13,7 @@ from lightning_megatron.hf.blocks import each, gate_and_up_in_rows, gate_and_up_
 from lightning_megatron.hf.config_reader import ConfigReader
 from lightning_megatron.hf.family import Row
 from lightning_megatron.models.gpt import GPTConfig
-from lightning_megatron.moe.config import BalanceLoss, MoEConfig, RouterConfig
+from lightning_megatron.moe.config import AuxLoss, MoEConfig, RouterConfig
 
 # Layers with experts, in the modules of transformers 5.
 _TOGETHER = "model.layers.{}.mlp"
@@ -48,14 +48,14 @@ def moe_from_hf(
     reader: ConfigReader,
     *,
     num_experts: int,
-    is_normalised: bool,
+    norm_topk_prob: bool,
     width: int = 0,
     layers: tuple[int, ...] = (),
     jitter: float = 0.0,
 ) -> dict[str, Any]:
     """Our field `moe`; `width` is that of an expert and `layers` are those with experts, where they differ."""
     top_k, coefficient = reader.take("num_experts_per_tok"), reader.take("router_aux_loss_coef", 0.0)
-    if top_k == 1 and is_normalised:
+    if top_k == 1 and norm_topk_prob:
         reader.faults.append(
             "num_experts_per_tok (1) must be at least 2 where the weights of a token's experts are made to sum up to "
             "1: a single weight is always 1, and the router learns nothing"
@@ -65,8 +65,8 @@ def moe_from_hf(
         router = RouterConfig(
             num_experts=num_experts,
             top_k=top_k,
-            is_normalised=is_normalised,
-            balance=(BalanceLoss(coefficient=coefficient),) if coefficient else (),
+            norm_topk_prob=norm_topk_prob,
+            aux_losses=(AuxLoss(coefficient=coefficient),) if coefficient else (),
             jitter=jitter,
         )
         return {"moe": MoEConfig(router=router, ffn_hidden_size=width, layers=layers)}
@@ -79,7 +79,7 @@ def moe_to_hf(moe: MoEConfig) -> dict[str, Any]:
     """Their fields, less those that a family alone has."""
     return {
         "num_experts_per_tok": moe.router.top_k,
-        "router_aux_loss_coef": math.fsum(loss.coefficient for loss in moe.router.balance),
+        "router_aux_loss_coef": math.fsum(loss.coefficient for loss in moe.router.aux_losses),
         "output_router_logits": False,
     }
 
@@ -91,13 +91,13 @@ def moe_faults(config: GPTConfig) -> list[str]:
         return ["moe (None) must be there: its layers have experts"]
     router = moe.router
     needed: Iterable[tuple[str, Any, tuple[Any, ...]]] = (
-        ("score", router.score, ("softmax",)),
+        ("score_function", router.score_function, ("softmax",)),
         # A plan of Sinkhorn's is made in training alone.
-        ("choice", router.choice, ("top_k", "sinkhorn")),
-        ("scaling_factor", router.scaling_factor, (1.0,)),
-        ("num_chosen_groups", router.num_chosen_groups, (router.num_groups,)),
+        ("routing_type", router.routing_type, ("top_k", "sinkhorn")),
+        ("topk_scaling_factor", router.topk_scaling_factor, (1.0,)),
+        ("group_topk", router.group_topk, (router.num_groups,)),
         ("bias_update_rate", router.bias_update_rate, (0.0,)),
-        ("shared_ffn_hidden_size", moe.shared_ffn_hidden_size, (0,)),
+        ("shared_expert_intermediate_size", moe.shared_expert_intermediate_size, (0,)),
         ("capacity", moe.capacity, (None,)),
     )
     return [

@@ -41,7 +41,7 @@ def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
     moe = moe_from_hf(
         reader,
         num_experts=reader.take("num_local_experts"),
-        is_normalised=True,
+        norm_topk_prob=True,
         jitter=reader.take("router_jitter_noise", 0.0),
     )
     return {**gated_decoder.config_from_hf(reader), "sliding_window": reader.take("sliding_window", 0), **moe}
@@ -67,8 +67,8 @@ def faults(config: GPTConfig) -> list[str]:
     )
     found += moe_faults(config)
     if config.moe is not None:
-        if not config.moe.router.is_normalised:
-            found.append("moe is_normalised (False) must be True")
+        if not config.moe.router.norm_topk_prob:
+            found.append("moe norm_topk_prob (False) must be True")
         dense = [layer for layer in range(config.num_layers) if not config.has_experts(layer)]
         if dense:
             found.append(f"layers {', '.join(map(str, dense))} must have experts, as all others")

@@ -45,7 +45,7 @@ def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
     moe = moe_from_hf(
         reader,
         num_experts=reader.take("num_experts"),
-        is_normalised=reader.take("norm_topk_prob", False),
+        norm_topk_prob=reader.take("norm_topk_prob", False),
         width=reader.take("moe_intermediate_size"),
         layers=_layers_from_hf(reader),
     )
@@ -89,7 +89,7 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
         "sliding_window": config.sliding_window or None,
         "max_window_layers": 0,
         "num_experts": moe.router.num_experts,
-        "norm_topk_prob": moe.router.is_normalised,
+        "norm_topk_prob": moe.router.norm_topk_prob,
         "moe_intermediate_size": moe.ffn_hidden_size or config.ffn_hidden_size,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [layer for layer in range(config.num_layers) if not moe.has_experts(layer)],

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lightning_megatron.moe.balance import load
-from lightning_megatron.moe.load import Report
+from lightning_megatron.moe.load import RoutingReport
+from lightning_megatron.moe.load_balancing import expert_load
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,7 +27,7 @@ _ENDS = 2.0
 # From a quarter of the mean to four times it, as powers of 2.
 
 
-def numbers_of(reports: Mapping[str, Report], *, per_layer: bool, per_expert: bool) -> dict[str, float]:
+def numbers_of(reports: Mapping[str, RoutingReport], *, per_layer: bool, per_expert: bool) -> dict[str, float]:
     """What to log of a step: over all layers, then by layer, then by expert.
 
     Losses are before their coefficients, and over layers their mean. `max_load` and `min_load` are those of the
@@ -51,7 +51,7 @@ def numbers_of(reports: Mapping[str, Report], *, per_layer: bool, per_expert: bo
     return numbers
 
 
-def _numbers(report: Report) -> dict[str, float]:
+def _numbers(report: RoutingReport) -> dict[str, float]:
     load_E = report.load_E
     losses = {"z_loss" if name == "z" else f"balance_loss_{name}": float(v) for name, v in report.losses.items()}
     return losses | {
@@ -80,7 +80,7 @@ class LoadHistory:
         # In the last column.
         self._num_open = 0
 
-    def add(self, step: int, reports: Mapping[str, Report]) -> None:
+    def add(self, step: int, reports: Mapping[str, RoutingReport]) -> None:
         """Takes in what routers did in a step."""
         counts_LE = torch.stack([report.counts_E.cpu() for report in reports.values()])
         self.layers = tuple(reports)
@@ -114,7 +114,7 @@ def picture_of(history: LoadHistory) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    load_SLE = torch.stack([load(counts_LE, torch.float64) for counts_LE in history.counts])
+    load_SLE = torch.stack([expert_load(counts_LE, torch.float64) for counts_LE in history.counts])
     num_layers, num_experts = load_SLE.shape[1:]
     rows_RS = load_SLE.flatten(1).T
     figure = Figure(figsize=(_WIDTH, min(max(_LOWEST, 1.0 + 0.12 * len(rows_RS)), _TALLEST)), layout="constrained")

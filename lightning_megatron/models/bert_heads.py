@@ -25,7 +25,7 @@ from lightning_megatron.sharding import Initial, shard_parameter
 from lightning_megatron.tensor.activation import activate
 from lightning_megatron.tensor.cross_entropy import IGNORED
 from lightning_megatron.tensor.linear import column_parallel_linear
-from lightning_megatron.tensor.whole_linear import WholeLinear
+from lightning_megatron.tensor.replicated_linear import ReplicatedLinear
 from lightning_megatron.transformer.config import LanguageModelConfig
 from lightning_megatron.transformer.layer import build_norm
 from lightning_megatron.transformer.tokens import Tokens
@@ -38,7 +38,7 @@ class MaskedTokenHead(LanguageModelHead):
         super().__init__(config, tp=tp, sp=sp)
         self.activation = config.activation
         hidden = config.hidden_size
-        self.dense = WholeLinear(hidden, hidden, tp=tp, partial=sp, initial=Initial(std=config.init_std))
+        self.dense = ReplicatedLinear(hidden, hidden, tp=tp, partial=sp, initial=Initial(std=config.init_std))
         self.norm = build_norm(config, tp=tp, sp=sp)
         self.bias = shard_parameter(
             (config.vocab_size,), initial=Initial(), dim=0, axis=tp, multiple=config.vocab_multiple
@@ -73,8 +73,8 @@ class SentenceOrderHead(nn.Module):
         self.sp = sp
         hidden, initial = config.hidden_size, Initial(std=config.init_std)
         # Of no axis parts of a sum: the first tokens are brought to all ranks of sp.
-        self.pooler = WholeLinear(hidden, hidden, tp=tp, partial=None, initial=initial)
-        self.output = WholeLinear(hidden, 2, tp=tp, partial=None, initial=initial)
+        self.pooler = ReplicatedLinear(hidden, hidden, tp=tp, partial=None, initial=initial)
+        self.output = ReplicatedLinear(hidden, 2, tp=tp, partial=None, initial=initial)
 
     def forward(self, hidden_TH: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
         """Logits [B, 2] from [T/sp, H], and which samples' first tokens are this rank of cp's: bool [B]."""

@@ -19,9 +19,9 @@ from lightning_megatron.models.heads import LanguageModelHead, Targets, targets_
 from lightning_megatron.models.inputs import require_even_parts, require_labels, require_positions, require_shapes
 from lightning_megatron.models.layout import require_fit
 from lightning_megatron.moe.experts import ExpertAxes
-from lightning_megatron.moe.load import Report, end_step, gather
-from lightning_megatron.moe.pools import RoutedTokens
+from lightning_megatron.moe.load import RoutingReport, end_step, gather
 from lightning_megatron.moe.router import Router
+from lightning_megatron.moe.sequence_groups import RoutedTokens
 from lightning_megatron.pipeline.module import Part, PipelineModule
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.config import LanguageModelConfig
@@ -80,7 +80,7 @@ class GPTModel(PipelineModule):
         self._num_routed = 0
         # What they did in the last step, by the name of the layer; of this rank's layers, and none where it was
         # skipped.
-        self.routing_reports: dict[str, Report] = {}
+        self.routing_reports: dict[str, RoutingReport] = {}
         initialise(self, self.draws.seed)
 
     def forward(
@@ -212,7 +212,7 @@ class GPTModel(PipelineModule):
         layers = ((name, self.get_submodule(name)) for name in self.part_names if self._has(name))
         return {name: layer.moe.router for name, layer in layers if isinstance(layer, ExpertLayer)}
 
-    def all_routing_reports(self) -> dict[str, Report]:
+    def all_routing_reports(self) -> dict[str, RoutingReport]:
         """What the routers of all layers did in the last step, by the name of the layer, on every rank of pp.
 
         All of them call it. After a step that was skipped, and before the first, the reports count nothing.
@@ -235,7 +235,7 @@ class GPTModel(PipelineModule):
     def is_extendable(self) -> bool:
         """Whether what a token becomes does not depend on those behind it: else no cache may stand for a prefix."""
         moe = self.config.moe
-        return moe is None or (moe.capacity is None and moe.router.choice in ("top_k", "even"))
+        return moe is None or (moe.capacity is None and moe.router.routing_type in ("top_k", "round_robin"))
 
     @property
     def learns_from_steps(self) -> bool:

@@ -13,8 +13,8 @@ from lightning_megatron.comm import collectives, differentiable
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import Initial, shard_parameter
 from lightning_megatron.tensor.cross_entropy import IGNORED, vocab_parallel_cross_entropy
-from lightning_megatron.tensor.likeliest import likeliest_tokens
 from lightning_megatron.tensor.linear import column_parallel_linear
+from lightning_megatron.tensor.vocab_parallel_argmax import vocab_parallel_argmax
 from lightning_megatron.tensor.weight_gradients import WeightGradientLayer
 from lightning_megatron.transformer.config import LanguageModelConfig
 from lightning_megatron.transformer.tokens import Tokens
@@ -98,7 +98,7 @@ class LanguageModelHead(WeightGradientLayer):
         sizes: dict[str, Any] = {"tp": self.tp, "vocab_size": self.vocab_size}
         values_2T = torch.stack(
             (
-                (likeliest_tokens(logits_TV, **sizes) == targets.labels_T).double(),
+                (vocab_parallel_argmax(logits_TV, **sizes) == targets.labels_T).double(),
                 vocab_parallel_cross_entropy(logits_TV, targets.labels_T, **sizes).double(),
             )
         )

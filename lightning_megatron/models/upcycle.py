@@ -73,8 +73,8 @@ class Upcycling:
         """By which `down` is multiplied."""
         router = self.moe.router
         of_one = {"softmax": 1 / router.num_experts, "sigmoid": 0.5, "sqrt_softplus": math.sqrt(math.log(2))}
-        total = 1.0 if router.is_normalised else router.top_k * of_one[router.score]
-        return self.granularity / (total * router.scaling_factor)
+        total = 1.0 if router.norm_topk_prob else router.top_k * of_one[router.score_function]
+        return self.granularity / (total * router.topk_scaling_factor)
 
     def faults(self) -> list[str]:
         """Everything that keeps the model with experts from computing what the dense one does, one sentence each."""
@@ -82,15 +82,16 @@ class Upcycling:
         faults = self.moe.layer_faults(self.dense.num_layers)
         if self.dense.moe is not None:
             faults.append(f"the model has {self.dense.moe.router.num_experts} experts already; give a dense one")
-        if self.moe.shared_ffn_hidden_size:
+        if self.moe.shared_expert_intermediate_size:
             faults.append(
-                f"shared_ffn_hidden_size ({self.moe.shared_ffn_hidden_size}) must be 0: nothing in a dense model is a "
+                f"shared_expert_intermediate_size ({self.moe.shared_expert_intermediate_size}) must be 0: "
+                "nothing in a dense model is a "
                 "shared expert's"
             )
         if self.moe.capacity is not None:
             faults.append("capacity must be None: a token that is dropped gets less than the dense MLP gave")
-        if router.choice != "top_k":
-            faults.append(f"choice ({router.choice!r}) must be 'top_k': others do not choose whole MLPs")
+        if router.routing_type != "top_k":
+            faults.append(f"routing_type ({router.routing_type!r}) must be 'top_k': others do not choose whole MLPs")
         if width % self.width:
             fits = ", ".join(str(width // n) for n in range(1, width + 1) if width % n == 0)
             return [
@@ -104,7 +105,7 @@ class Upcycling:
             if size % self.granularity
         ]
         size = router.num_experts // router.num_groups
-        if router.num_chosen_groups < router.num_groups and size % self.granularity:
+        if router.group_topk < router.num_groups and size % self.granularity:
             faults.append(f"the experts of a group ({size}) must be a multiple of {parts}, or a choice cuts an MLP")
         return faults
 
@@ -124,7 +125,7 @@ class Upcycling:
     def _fill_router(self, name: str, box: Box, out: Tensor) -> None:
         router = self.moe.router
         std = self.dense.init_std
-        if not router.is_normalised:
+        if not router.norm_topk_prob:
             dtype = torch.promote_types(out.dtype, getattr(torch, router.dtype))
             # Features of a token are about 1 behind a norm.
             std = _NUM_ROUNDINGS * torch.finfo(dtype).eps / math.sqrt(self.dense.hidden_size)

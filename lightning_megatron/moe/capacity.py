@@ -16,21 +16,21 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from lightning_megatron.moe.pools import Pools
+from lightning_megatron.moe.sequence_groups import SequenceGroups
 
-Keeps = Literal["probability", "position"]
+DropPolicy = Literal["probs", "position"]
 """Which choices stay: those of the greatest weights, among equals the first tokens; or those of the first tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Capacity:
+class ExpertCapacity:
     """What an expert takes of each sequence. Raises ValueError, telling all faults at once."""
 
     factor: float
     """Times the even share of the sequence's choices, rounded up to whole tokens."""
-    keeps: Keeps = "probability"
+    drop_policy: DropPolicy = "probs"
     """Which choices stay where there are more."""
-    pads: bool = False
+    pad_to_capacity: bool = False
     """Fill up with zeros to what may come: every size is known in advance, and no rank waits to learn one. Where
     documents are packed, and ranks with other documents share the experts, sizes are told as without it."""
 
@@ -45,9 +45,9 @@ class Capacity:
             faults.append(
                 f"capacity factor ({self.factor}) must be a number above 0; leave capacity out to drop nothing"
             )
-        if self.keeps not in get_args(Keeps):
-            choices = ", ".join(map(repr, get_args(Keeps)))
-            faults.append(f"capacity keeps ({self.keeps!r}) must be one of {choices}")
+        if self.drop_policy not in get_args(DropPolicy):
+            choices = ", ".join(map(repr, get_args(DropPolicy)))
+            faults.append(f"capacity drop_policy ({self.drop_policy!r}) must be one of {choices}")
         return faults
 
     def length_faults(self, num_tokens: int, num_chosen: int, num_experts: int) -> list[str]:
@@ -71,13 +71,22 @@ class Capacity:
         return Fraction(str(self.factor)) * num_chosen / num_experts
 
     def kept(
-        self, experts_TK: Tensor, weights_TK: Tensor, positions_T: Tensor, pools: Pools, *, num_chosen: int, num: int
+        self,
+        expert_ids_TK: Tensor,
+        probs_TK: Tensor,
+        positions_T: Tensor,
+        pools: SequenceGroups,
+        *,
+        num_chosen: int,
+        num: int,
     ) -> Tensor:
         """The chosen experts with -1 in place of choices that do not stay, [T, K].
 
         `num` experts, of which a token chooses `num_chosen` (in the mean). Talks over the axes of the pools.
         """
-        experts_NK, ids_N, positions_N = (pools.gather(values) for values in (experts_TK, pools.ids_T, positions_T))
+        expert_ids_NK, ids_N, positions_N = (
+            pools.gather(values) for values in (expert_ids_TK, pools.ids_T, positions_T)
+        )
         num_pools, is_real_N = pools.num_pools - 1, ids_N < pools.num_pools - 1
         sizes_P = torch.zeros(pools.num_pools, dtype=torch.int64, device=ids_N.device)
         share = self._share(num_chosen, num)
@@ -85,18 +94,18 @@ class Capacity:
         most_P = (most_P + share.denominator - 1) // share.denominator
         # A group is an expert of a pool; behind all of them is that of choices that are none.
         groups_NK = torch.where(
-            (experts_NK >= 0) & is_real_N[:, None], ids_N[:, None] * num + experts_NK, num_pools * num
+            (expert_ids_NK >= 0) & is_real_N[:, None], ids_N[:, None] * num + expert_ids_NK, num_pools * num
         )
         groups_M = groups_NK.flatten()
         # Sorted by group, in it by weight if asked, in equal ones by position: stable sorts, the last word first.
-        order_M = positions_N[:, None].expand_as(experts_NK).flatten().argsort(stable=True)
-        if self.keeps == "probability":
-            weights_M = pools.gather(weights_TK.detach()).flatten()
-            order_M = order_M[weights_M[order_M].argsort(descending=True, stable=True)]
+        order_M = positions_N[:, None].expand_as(expert_ids_NK).flatten().argsort(stable=True)
+        if self.drop_policy == "probs":
+            probs_M = pools.gather(probs_TK.detach()).flatten()
+            order_M = order_M[probs_M[order_M].argsort(descending=True, stable=True)]
         order_M = order_M[groups_M[order_M].argsort(stable=True)]
         sorted_M = groups_M[order_M]
         first_M = torch.searchsorted(sorted_M, sorted_M)
         places_M = torch.arange(len(order_M), device=order_M.device) - first_M
         stays_M = torch.empty_like(groups_M, dtype=torch.bool)
         stays_M[order_M] = (places_M < most_P[sorted_M // num]) & (sorted_M < num_pools * num)
-        return pools.own_part(torch.where(stays_M.view_as(experts_NK), experts_NK, -1))
+        return pools.own_part(torch.where(stays_M.view_as(expert_ids_NK), expert_ids_NK, -1))

@@ -4,18 +4,18 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from lightning_megatron.moe.capacity import Capacity
+from lightning_megatron.moe.capacity import ExpertCapacity
 
 Scope = Literal["sequence", "microbatch", "global"]
-Score = Literal["softmax", "sigmoid", "sqrt_softplus"]
-Choice = Literal["top_k", "expert_choice", "sinkhorn", "random", "even"]
+ScoreFunction = Literal["softmax", "sigmoid", "sqrt_softplus"]
+RoutingType = Literal["top_k", "expert_choice", "sinkhorn", "random", "round_robin"]
 RouterDtype = Literal["float32", "float64"]
 DispatcherName = Literal["all_to_all", "all_gather"]
-ProductName = Literal["grouped", "one_by_one"]
+ExpertGemmName = Literal["grouped", "sequential"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BalanceLoss:
+class AuxLoss:
     """An auxiliary loss that is 1 times its coefficient where all experts are equally busy, and more where not."""
 
     scope: Scope = "sequence"
@@ -33,7 +33,7 @@ class BalanceLoss:
         if not (math.isfinite(self.coefficient) and self.coefficient > 0):
             faults.append(
                 f"coefficient of the balance loss per {self.scope} ({self.coefficient}) must be above 0; "
-                "for no loss leave it out of balance"
+                "for no loss leave it out of aux_losses"
             )
         return faults
 
@@ -46,22 +46,22 @@ class RouterConfig:
     """Of the layer."""
     top_k: int = 2
     """Experts of a token; under "expert_choice" the mean number of them."""
-    choice: Choice = "top_k"
+    routing_type: RoutingType = "top_k"
     """Who chooses: each token its best experts; each expert its best tokens of every sequence; tokens by a plan in
     which the experts of a sequence are equally busy (in training alone); or, for benchmarks, chance, or experts in
     turn."""
-    score: Score = "softmax"
+    score_function: ScoreFunction = "softmax"
     """Of a token for its experts: softmax over all of them, or a function of each alone."""
-    is_normalised: bool = True
-    """The weights of a token's chosen experts sum up to scaling_factor. With softmax this is softmax after the choice,
-    without it softmax before."""
-    scaling_factor: float = 1.0
+    norm_topk_prob: bool = True
+    """The weights of a token's chosen experts sum up to topk_scaling_factor. With softmax this is softmax after the
+    choice, without it softmax before."""
+    topk_scaling_factor: float = 1.0
     """By which the weights are multiplied."""
     num_groups: int = 1
     """Of experts, neighbours in each."""
-    num_chosen_groups: int = 1
-    """Of them may be used by one token: those whose best top_k / num_chosen_groups experts have the highest sum."""
-    balance: tuple[BalanceLoss, ...] = ()
+    group_topk: int = 1
+    """Of them may be used by one token: those whose best top_k / group_topk experts have the highest sum."""
+    aux_losses: tuple[AuxLoss, ...] = ()
     """Auxiliary losses, at most one of each scope."""
     z_loss: float = 0.0
     """Coefficient of the mean square of the log-sum-exp of logits."""
@@ -83,7 +83,11 @@ class RouterConfig:
         """Every rule that this configuration breaks, one sentence each."""
         faults = [
             f"{name} ({getattr(self, name)!r}) must be one of {_listed(get_args(choices))}"
-            for name, choices in (("choice", Choice), ("score", Score), ("dtype", RouterDtype))
+            for name, choices in (
+                ("routing_type", RoutingType),
+                ("score_function", ScoreFunction),
+                ("dtype", RouterDtype),
+            )
             if getattr(self, name) not in get_args(choices)
         ]
         return faults + self._size_faults() + self._weight_faults() + self._balance_faults()
@@ -91,12 +95,12 @@ class RouterConfig:
     @property
     def loss_names(self) -> tuple[str, ...]:
         """The auxiliary losses there are, in the order of their sums."""
-        return (*(loss.scope for loss in self.balance), *(("z",) if self.z_loss else ()))
+        return (*(loss.scope for loss in self.aux_losses), *(("z",) if self.z_loss else ()))
 
     def _size_faults(self) -> list[str]:
         small = [
             f"{name} ({size}) must be at least 1"
-            for name in ("num_experts", "top_k", "num_groups", "num_chosen_groups", "num_sinkhorn_iterations")
+            for name in ("num_experts", "top_k", "num_groups", "group_topk", "num_sinkhorn_iterations")
             if (size := getattr(self, name)) < 1
         ]
         if small:
@@ -109,49 +113,49 @@ class RouterConfig:
             faults.append(
                 f"num_groups ({self.num_groups}) must divide num_experts ({self.num_experts}); it may be {fits}"
             )
-        if self.num_chosen_groups > self.num_groups:
-            faults.append(
-                f"num_chosen_groups ({self.num_chosen_groups}) must be at most num_groups ({self.num_groups})"
-            )
+        if self.group_topk > self.num_groups:
+            faults.append(f"group_topk ({self.group_topk}) must be at most num_groups ({self.num_groups})")
         elif not faults and (
-            self.top_k % self.num_chosen_groups
-            or self.top_k * self.num_groups > self.num_chosen_groups * self.num_experts
+            self.top_k % self.group_topk or self.top_k * self.num_groups > self.group_topk * self.num_experts
         ):
             size = self.num_experts // self.num_groups
-            fitting = [str(n * self.num_chosen_groups) for n in range(1, size + 1)]
+            fitting = [str(n * self.group_topk) for n in range(1, size + 1)]
             faults.append(
-                f"top_k ({self.top_k}) must be a multiple of num_chosen_groups ({self.num_chosen_groups}), and at most "
+                f"top_k ({self.top_k}) must be a multiple of group_topk ({self.group_topk}), and at most "
                 f"{size} for each of them, which is the experts of a group; it may be {', '.join(fitting)}"
             )
-        if self.num_groups > 1 and self.choice != "top_k":
+        if self.num_groups > 1 and self.routing_type != "top_k":
             faults.append(
-                f"num_groups ({self.num_groups}) limits choice 'top_k' alone, and choice is {self.choice!r}; set 1"
+                f"num_groups ({self.num_groups}) limits routing_type 'top_k' alone, and routing_type is "
+                f"{self.routing_type!r}; set 1"
             )
         return faults
 
     def _weight_faults(self) -> list[str]:
         faults = []
-        if self.is_normalised and self.choice == "expert_choice":
+        if self.norm_topk_prob and self.routing_type == "expert_choice":
             faults.append(
-                "is_normalised (True) has no meaning for choice 'expert_choice', where a token may have no expert; "
-                "set is_normalised=False"
+                "norm_topk_prob (True) has no meaning for routing_type 'expert_choice', where a token may have no "
+                "expert; set norm_topk_prob=False"
             )
-        elif self.is_normalised and self.top_k == 1:
+        elif self.norm_topk_prob and self.top_k == 1:
             faults.append(
-                f"top_k (1) with is_normalised=True makes every weight {self.scaling_factor:g} and gives the router no "
-                f"gradient; set is_normalised=False, which weighs by the {self.score} score itself, or top_k 2 or more"
+                f"top_k (1) with norm_topk_prob=True makes every weight {self.topk_scaling_factor:g} and gives the "
+                f"router no gradient; set norm_topk_prob=False, which weighs by the {self.score_function} score "
+                "itself, or top_k 2 or more"
             )
-        if not (math.isfinite(self.scaling_factor) and self.scaling_factor > 0):
-            faults.append(f"scaling_factor ({self.scaling_factor}) must be above 0")
+        if not (math.isfinite(self.topk_scaling_factor) and self.topk_scaling_factor > 0):
+            faults.append(f"topk_scaling_factor ({self.topk_scaling_factor}) must be above 0")
         if not 0 <= self.jitter < 1:
             faults.append(f"jitter ({self.jitter}) must be from 0 to below 1; 0.01 is usual")
         return faults
 
     def _balance_faults(self) -> list[str]:
-        faults = [fault for loss in self.balance for fault in loss.faults()]
-        scopes = [loss.scope for loss in self.balance]
+        faults = [fault for loss in self.aux_losses for fault in loss.faults()]
+        scopes = [loss.scope for loss in self.aux_losses]
         faults += [
-            f"balance has {scopes.count(scope)} losses of scope {scope!r}; give one with the sum of their coefficients"
+            f"aux_losses has {scopes.count(scope)} losses of scope {scope!r}; give one with the sum of their "
+            "coefficients"
             for scope in dict.fromkeys(scopes)
             if scopes.count(scope) > 1
         ]
@@ -160,12 +164,12 @@ class RouterConfig:
             for name in ("z_loss", "bias_update_rate")
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0)
         ]
-        if self.choice == "expert_choice" and self.balance:
-            faults.append("choice 'expert_choice' keeps experts equally busy by itself; leave balance empty")
-        if self.choice != "top_k" and self.bias_update_rate > 0:
+        if self.routing_type == "expert_choice" and self.aux_losses:
+            faults.append("routing_type 'expert_choice' keeps experts equally busy by itself; leave aux_losses empty")
+        if self.routing_type != "top_k" and self.bias_update_rate > 0:
             faults.append(
-                f"bias_update_rate ({self.bias_update_rate}) acts on choice 'top_k' alone, and choice is "
-                f"{self.choice!r}; set 0"
+                f"bias_update_rate ({self.bias_update_rate}) acts on routing_type 'top_k' alone, and routing_type is "
+                f"{self.routing_type!r}; set 0"
             )
         return faults
 
@@ -178,19 +182,19 @@ class MoEConfig:
     """Who chooses among how many experts."""
     ffn_hidden_size: int = 0
     """Features of one expert between its two matrices; 0: those of the model's dense layers."""
-    every: int = 1
+    layer_freq: int = 1
     """Of so many layers the first has experts: layers 0, every, 2 * every ..."""
     layers: tuple[int, ...] = ()
-    """In the place of `every`: the layers with experts, counted from 0."""
-    shared_ffn_hidden_size: int = 0
+    """In the place of `layer_freq`: the layers with experts, counted from 0."""
+    shared_expert_intermediate_size: int = 0
     """Features of an expert that every token goes through beside those chosen; 0: there is none."""
-    has_shared_gate: bool = False
+    shared_expert_gate: bool = False
     """Each token's output of the shared expert is weighed by the sigmoid of a product with a learned vector."""
-    capacity: Capacity | None = None
+    capacity: ExpertCapacity | None = None
     """How many tokens an expert takes; none: all that chose it."""
     dispatcher: DispatcherName = "all_to_all"
     """How tokens travel: to the ranks of their experts, or to all."""
-    product: ProductName = "grouped"
+    expert_gemm: ExpertGemmName = "grouped"
     """How the experts of a rank multiply: all in one kernel where there is one, or one after another."""
 
     def __post_init__(self) -> None:
@@ -201,22 +205,26 @@ class MoEConfig:
         """Every rule that this configuration breaks, one sentence each."""
         faults = [
             f"moe {name} ({getattr(self, name)!r}) must be one of {_listed(get_args(choices))}"
-            for name, choices in (("dispatcher", DispatcherName), ("product", ProductName))
+            for name, choices in (("dispatcher", DispatcherName), ("expert_gemm", ExpertGemmName))
             if getattr(self, name) not in get_args(choices)
         ]
         faults += [
             f"moe {name} ({getattr(self, name)}) must be at least 0"
-            for name in ("ffn_hidden_size", "shared_ffn_hidden_size")
+            for name in ("ffn_hidden_size", "shared_expert_intermediate_size")
             if getattr(self, name) < 0
         ]
-        if self.every < 1:
-            faults.append(f"moe every ({self.every}) must be at least 1, which gives all layers experts")
-        if self.layers and self.every != 1:
-            faults.append(f"moe every ({self.every}) and layers both say which layers have experts; give one of them")
+        if self.layer_freq < 1:
+            faults.append(f"moe layer_freq ({self.layer_freq}) must be at least 1, which gives all layers experts")
+        if self.layers and self.layer_freq != 1:
+            faults.append(
+                f"moe layer_freq ({self.layer_freq}) and layers both say which layers have experts; give one of them"
+            )
         if len(set(self.layers)) < len(self.layers):
             faults.append("moe layers name a layer twice; name each once")
-        if self.has_shared_gate and not self.shared_ffn_hidden_size:
-            faults.append("has_shared_gate needs a shared expert; give shared_ffn_hidden_size, or leave it out")
+        if self.shared_expert_gate and not self.shared_expert_intermediate_size:
+            faults.append(
+                "shared_expert_gate needs a shared expert; give shared_expert_intermediate_size, or leave it out"
+            )
         return faults
 
     def layer_faults(self, num_layers: int) -> list[str]:
@@ -231,12 +239,12 @@ class MoEConfig:
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts."""
-        return layer in self.layers if self.layers else layer % self.every == 0
+        return layer in self.layers if self.layers else layer % self.layer_freq == 0
 
     @property
     def has_losses(self) -> bool:
         """Whether its routers add to the objective."""
-        return bool(self.router.balance) or self.router.z_loss > 0
+        return bool(self.router.aux_losses) or self.router.z_loss > 0
 
 
 def _listed(choices: tuple[str, ...]) -> str:

@@ -21,20 +21,20 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from lightning_megatron.mesh import Axis, Mesh
-from lightning_megatron.moe.grouped import GROUPED, GroupedBias, GroupedProduct, Groups, grouped_linear
-from lightning_megatron.moe.weighing import activate_and_weigh
+from lightning_megatron.moe.grouped_gemm import GROUPED_GEMM, ExpertGemm, ExpertGroups, GroupedBias, grouped_linear
+from lightning_megatron.moe.weighted_activation import weighted_activation
 from lightning_megatron.sharding import Initial, shard_parameter
 from lightning_megatron.tensor.activation import GATED, Activation
 from lightning_megatron.tensor.weight_gradients import WeightGradientLayer
 
 
-class Arrived(NamedTuple):
+class DispatchedTokens(NamedTuple):
     """Rows for this rank's experts, sorted by expert."""
 
     rows_RH: Tensor
-    weights_R: Tensor
+    probs_R: Tensor
     """The router's."""
-    groups: Groups
+    groups: ExpertGroups
 
 
 class ExpertAxes(NamedTuple):
@@ -67,7 +67,7 @@ class Experts(WeightGradientLayer):
         output_initial: Initial,
         axes: ExpertAxes,
         has_bias: bool = False,
-        product: GroupedProduct = GROUPED,
+        product: ExpertGemm = GROUPED_GEMM,
     ) -> None:
         super().__init__()
         ep, etp, edp = axes
@@ -95,17 +95,17 @@ class Experts(WeightGradientLayer):
                 (num_experts, hidden_size), initial=Initial(), replicas=(etp,), leading=ep, data=edp
             )
 
-    def forward(self, arrived: Arrived) -> Tensor:
-        rows_RH, weights_R, groups = arrived
+    def forward(self, arrived: DispatchedTokens) -> Tensor:
+        rows_RH, probs_R, groups = arrived
         up_bias = down_bias = None
         if self.up_bias is not None and self.down_bias is not None:
             up_bias = GroupedBias(self.up_bias)
-            down_bias = GroupedBias(self.down_bias, weights_R, is_own=self.axes.etp.is_first)
+            down_bias = GroupedBias(self.down_bias, probs_R, is_own=self.axes.etp.is_first)
         up = self._times(rows_RH, self.up, groups, self.up_product, up_bias)
-        weighed_RF = activate_and_weigh(up, weights_R, self.activation)
+        weighed_RF = weighted_activation(up, probs_R, self.activation)
         return self._times(weighed_RF, self.down, groups, self.down_product, down_bias)
 
     def _times(
-        self, x: Tensor, weight: Tensor, groups: Groups, product: GroupedProduct, bias: GroupedBias | None
+        self, x: Tensor, weight: Tensor, groups: ExpertGroups, product: ExpertGemm, bias: GroupedBias | None
     ) -> Tensor:
         return grouped_linear(x, weight, groups, gradients=self.weight_gradients, product=product, bias=bias)

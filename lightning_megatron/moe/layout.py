@@ -8,7 +8,7 @@ from lightning_megatron.moe.config import MoEConfig
 
 def layout_faults(config: MoEConfig, ffn_hidden_size: int, sizes: Sizes) -> list[str]:
     """What is wrong with experts of so many features on a mesh of these sizes, one sentence each."""
-    num_experts, shared = config.router.num_experts, config.shared_ffn_hidden_size
+    num_experts, shared = config.router.num_experts, config.shared_expert_intermediate_size
     faults = []
 
     def add_unless_divides(size: int, number: int, what: str, name: str) -> None:
@@ -18,7 +18,7 @@ def layout_faults(config: MoEConfig, ffn_hidden_size: int, sizes: Sizes) -> list
 
     add_unless_divides(sizes.ep, num_experts, "number of experts", "expert_model_parallel_size")
     add_unless_divides(sizes.etp, ffn_hidden_size, "ffn_hidden_size of an expert", "expert_tensor_parallel_size")
-    add_unless_divides(sizes.tp, shared, "shared_ffn_hidden_size", "tensor_model_parallel_size")
+    add_unless_divides(sizes.tp, shared, "shared_expert_intermediate_size", "tensor_model_parallel_size")
     if sizes.ep > 1 and sizes.tp > 1 and not sizes.sequence_parallel:
         faults.append(
             f"expert_model_parallel_size ({sizes.ep}) with tensor_model_parallel_size ({sizes.tp}) needs "

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis
-from lightning_megatron.moe.balance import load
+from lightning_megatron.moe.load_balancing import expert_load
 
 
 @dataclass
-class Records:
+class RoutingRecords:
     """The calls of one router since the last step."""
 
     counts: dict[int, Tensor] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Records:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class RoutingReport:
     """What one router did in a step, over the global batch; the same on all ranks that hold it."""
 
     losses: dict[str, Tensor]
@@ -56,7 +56,7 @@ class Report:
     @property
     def load_E(self) -> Tensor:
         """How busy each expert was by choice, 1 being as busy as the mean: float64."""
-        return load(self.counts_E.unsqueeze(0), torch.float64).squeeze(0)
+        return expert_load(self.counts_E.unsqueeze(0), torch.float64).squeeze(0)
 
     @property
     def dropped_share(self) -> Tensor:
@@ -67,7 +67,7 @@ class Report:
 class Recorded(Protocol):
     """A router, as seen when a step is over."""
 
-    records: Records
+    records: RoutingRecords
 
     @property
     def num_experts(self) -> int: ...
@@ -83,7 +83,7 @@ class Recorded(Protocol):
         ...
 
 
-def end_step(routers: Sequence[Recorded], *, cut: Axis, data: Axis) -> list[Report]:
+def end_step(routers: Sequence[Recorded], *, cut: Axis, data: Axis) -> list[RoutingReport]:
     """What each router did in the step that ends, after it has learnt from it: its bias has moved by one step.
 
     Call it once for each optimizer step, after the last backward, on all ranks that hold these routers; it talks over
@@ -116,19 +116,19 @@ def end_step(routers: Sequence[Recorded], *, cut: Axis, data: Axis) -> list[Repo
         weight, *losses = sums_S
         means = [torch.where(weight > 0, loss / weight, 0.0) for loss in losses]
         named = dict(zip(router.loss_names, means, strict=True))
-        reports.append(Report(losses=named, counts_E=chosen_E.clone(), kept_E=kept_E.clone()))
+        reports.append(RoutingReport(losses=named, counts_E=chosen_E.clone(), kept_E=kept_E.clone()))
     return reports
 
 
 def gather(
-    own: Mapping[str, Report],
+    own: Mapping[str, RoutingReport],
     layers: Sequence[str],
     loss_names: Sequence[str],
     num_experts: int,
     *,
     stages: Axis,
     device: torch.device,
-) -> dict[str, Report]:
+) -> dict[str, RoutingReport]:
     """The reports of all `layers`, of which each rank of `stages` has its own, on every rank's host: by layer, in their
     order.
 
@@ -146,7 +146,7 @@ def gather(
     for row_S, layer in zip(rows_LS, layers, strict=True):
         losses_S, counts_E, kept_E = row_S.split([len(loss_names), num_experts, num_experts])
         named = dict(zip(loss_names, losses_S, strict=True))
-        reports[layer] = Report(losses=named, counts_E=counts_E.long(), kept_E=kept_E.long())
+        reports[layer] = RoutingReport(losses=named, counts_E=counts_E.long(), kept_E=kept_E.long())
     return reports
 
 

@@ -4,17 +4,17 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from lightning_megatron.moe.dispatch import Dispatcher
 from lightning_megatron.moe.experts import Experts
+from lightning_megatron.moe.token_dispatcher import TokenDispatcher
 from lightning_megatron.tensor.linear import as_product_input
 
 
 def mix(
     hidden_TH: Tensor,
-    experts_TK: Tensor,
-    weights_TK: Tensor,
+    expert_ids_TK: Tensor,
+    probs_TK: Tensor,
     *,
-    dispatcher: Dispatcher,
+    dispatcher: TokenDispatcher,
     experts: Experts,
     num_rows: int | None = None,
     meanwhile: Callable[[], Tensor | None] = lambda: None,
@@ -26,7 +26,7 @@ def mix(
     Talks over ep and etp.
     """
     # Tokens travel in the dtype that they are multiplied in.
-    journey = dispatcher.dispatch(as_product_input(hidden_TH), experts_TK, weights_TK, num_rows)
+    journey = dispatcher.dispatch(as_product_input(hidden_TH), expert_ids_TK, probs_TK, num_rows)
     beside = meanwhile()
     journey.send_back(experts(journey.arrive()))
     return journey.come_home(), beside

@@ -1,10 +1,10 @@
 """Tokens sorted by expert and back: index maths alone, on the device, with no message and no wait for the host.
 
-A row is a token on its way to one expert. Rows stand sorted by expert, within an expert by token. `take` makes rows of
-tokens, `add_up` adds the rows of each token up; each is the other's gradient, and both only read by index, so sums have
-one order on every device.
+A row is a token on its way to one expert. Rows stand sorted by expert, within an expert by token. `permute` makes rows
+of tokens, `unpermute` adds the rows of each token up; each is the other's gradient, and both only read by index, so
+sums have one order on every device.
 
-    experts_TK = [[2, 0], [0, -1], [2, 1]]      token 1 has one choice only
+    expert_ids_TK = [[2, 0], [0, -1], [2, 1]]      token 1 has one choice only
     rows      = tokens 0 1 | 2 | 0 2            of experts 0, 1, 2
     places_TK = [[3, 0], [1, -1], [4, 2]]
 
@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 
 @dataclass(frozen=True, eq=False)
-class Order:
+class Permutation:
     """Which row is of what: two views of the same pairs."""
 
     sources_R: Tensor
@@ -59,29 +59,29 @@ class SortedChoices:
         choices_EC = self.choices_N[(first_E1 + row_1C).clamp(max=len(self.choices_N) - 1)]
         return torch.where(row_1C < self.counts_E[:, None], choices_EC, -1).flatten()
 
-    def orders(self, choices_R: Tensor, *, is_dropless: bool = False) -> tuple[Order, Order]:
+    def orders(self, choices_R: Tensor, *, is_dropless: bool = False) -> tuple[Permutation, Permutation]:
         """How rows of these choices are made of tokens, and of choices; `is_dropless` says that no row is of none."""
         num_choices = len(self.choices_N)
         # One place more, for -1.
         places = choices_R.new_full((num_choices + 1,), -1)
         places[choices_R] = torch.arange(len(choices_R), device=choices_R.device)
         known = (not is_dropless, not is_dropless or len(choices_R) < num_choices)
-        of_choices = Order(choices_R, places[:num_choices, None], *known)
+        of_choices = Permutation(choices_R, places[:num_choices, None], *known)
         tokens_R = choices_R.div(self.num_chosen, rounding_mode="floor")
-        return Order(tokens_R, places[:num_choices].view(-1, self.num_chosen), *known), of_choices
+        return Permutation(tokens_R, places[:num_choices].view(-1, self.num_chosen), *known), of_choices
 
 
-def sort_by_expert(experts_TK: Tensor, num_experts: int) -> SortedChoices:
+def sort_by_expert(expert_ids_TK: Tensor, num_experts: int) -> SortedChoices:
     """The choices sorted by expert; experts outside of 0 to `num_experts` - 1 are no choice."""
-    chosen = experts_TK.flatten()
+    chosen = expert_ids_TK.flatten()
     keys = torch.where((chosen >= 0) & (chosen < num_experts), chosen, num_experts)
     sorted_keys, choices = keys.sort(stable=True)
     # Not bincount, which waits for the device to learn its own size.
     bounds = torch.searchsorted(sorted_keys, torch.arange(num_experts + 1, device=keys.device))
-    return SortedChoices(choices, bounds.diff(), experts_TK.shape[1])
+    return SortedChoices(choices, bounds.diff(), expert_ids_TK.shape[1])
 
 
-def regrouped(sizes_PQL: Tensor, num_rows: int) -> Order:
+def regrouped(sizes_PQL: Tensor, num_rows: int) -> Permutation:
     """How rows that stand in blocks (p, q, l), l fastest, of these sizes are put into blocks (l, q, p), p fastest.
 
     `num_rows` is the sum of the sizes.
@@ -89,7 +89,7 @@ def regrouped(sizes_PQL: Tensor, num_rows: int) -> Order:
     if sum(size > 1 for size in sizes_PQL.shape) <= 1:
         # Blocks in one line stand the same way round whatever comes first.
         rows = torch.arange(num_rows, device=sizes_PQL.device)
-        return Order(rows, rows[:, None], has_empty_rows=False, has_gaps=False, is_as_it_was=True)
+        return Permutation(rows, rows[:, None], has_empty_rows=False, has_gaps=False, is_as_it_was=True)
     sizes, ends = sizes_PQL.flatten(), sizes_PQL.flatten().cumsum(0)
     first_PQL = (ends - sizes).view(sizes_PQL.shape)
     new_sizes = sizes_PQL.permute(2, 1, 0).flatten()
@@ -98,16 +98,16 @@ def regrouped(sizes_PQL: Tensor, num_rows: int) -> Order:
     sources = rows + shift.repeat_interleave(new_sizes, output_size=num_rows)
     places = torch.empty_like(sources)
     places[sources] = rows
-    return Order(sources, places[:, None], has_empty_rows=False, has_gaps=False)
+    return Permutation(sources, places[:, None], has_empty_rows=False, has_gaps=False)
 
 
-def take(x: Tensor, order: Order) -> Tensor:
+def permute(x: Tensor, order: Permutation) -> Tensor:
     """The rows [R, ...] of `x` [S, ...]."""
     rows: Tensor = x if order.is_as_it_was else _Take.apply(x, order)
     return rows
 
 
-def add_up(rows: Tensor, order: Order) -> Tensor:
+def unpermute(rows: Tensor, order: Permutation) -> Tensor:
     """The sum [S, ...] of the rows [R, ...] of each source, added in float32 or wider."""
     sums: Tensor = rows if order.is_as_it_was else _AddUp.apply(rows, order)
     return sums
@@ -115,7 +115,7 @@ def add_up(rows: Tensor, order: Order) -> Tensor:
 
 class _Take(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Order) -> Tensor:
+    def forward(ctx: Any, x: Tensor, order: Permutation) -> Tensor:
         ctx.order = order
         return _taken(x, order.sources_R, order.has_empty_rows)
 
@@ -127,7 +127,7 @@ class _Take(torch.autograd.Function):
 
 class _AddUp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Order) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, order: Permutation) -> Tensor:
         ctx.order = order
         return _added(rows, order)
 
@@ -146,7 +146,7 @@ def _taken(x: Tensor, index: Tensor, has_none: bool) -> Tensor:
     return taken.masked_fill_((index < 0).view(-1, *(1 for _ in x.shape[1:])), 0)
 
 
-def _added(rows: Tensor, order: Order) -> Tensor:
+def _added(rows: Tensor, order: Permutation) -> Tensor:
     first, *others = order.places_SK.unbind(1)
     total = _taken(rows, first, order.has_gaps)
     if others:

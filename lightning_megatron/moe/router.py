@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from lightning_megatron.comm import rng
 from lightning_megatron.mesh import Axis
-from lightning_megatron.moe import balance, choice
+from lightning_megatron.moe import load_balancing, topk
 from lightning_megatron.moe.config import RouterConfig
-from lightning_megatron.moe.load import Records
-from lightning_megatron.moe.pools import Pools, RoutedTokens, mask_of, sum_over
+from lightning_megatron.moe.load import RoutingRecords
+from lightning_megatron.moe.sequence_groups import RoutedTokens, SequenceGroups, routing_map, sum_over
 from lightning_megatron.precision.autocast import autocast
 from lightning_megatron.sharding import Initial, shard_parameter
 
@@ -32,9 +32,9 @@ _LEAST_SUM = 1e-20
 class Routing:
     """Where the tokens of a rank go."""
 
-    chosen_TK: Tensor
+    expert_ids_TK: Tensor
     """int64: experts, -1 for none: of padding, and of "expert_choice", where K is E."""
-    weights_TK: Tensor
+    probs_TK: Tensor
     """Of their outputs in the token's, 0 for none."""
     auxiliary: Tensor
     # []: the sum of this rank's auxiliary losses, each token's times its weight and each loss times its coefficient;
@@ -50,7 +50,7 @@ class Router(nn.Module):
     """
 
     expert_bias: Tensor
-    preferred_counts: Tensor
+    global_tokens_per_expert: Tensor
 
     def __init__(
         self, config: RouterConfig, hidden_size: int, *, tp: Axis, cut: Axis, name: str, initial: Initial
@@ -59,12 +59,12 @@ class Router(nn.Module):
         self.config = config
         self.weight = shard_parameter((config.num_experts, hidden_size), initial=initial, replicas=(tp,), partial=cut)
         self.jitter_key, self.chance_key = rng.key(name, "jitter"), rng.key(name, "chance")
-        self.records = Records()
+        self.records = RoutingRecords()
         if self.has_bias:
             self.register_buffer("expert_bias", torch.zeros(config.num_experts, dtype=torch.float32))
         if self.is_global:
             # As integers, so that no cast of the module rounds them.
-            self.register_buffer("preferred_counts", torch.zeros(config.num_experts, dtype=torch.int64))
+            self.register_buffer("global_tokens_per_expert", torch.zeros(config.num_experts, dtype=torch.int64))
 
     @property
     def has_bias(self) -> bool:
@@ -73,13 +73,13 @@ class Router(nn.Module):
     @property
     def is_global(self) -> bool:
         """Whether a loss looks at the shares of a global batch."""
-        return any(loss.scope == "global" for loss in self.config.balance)
+        return any(loss.scope == "global" for loss in self.config.aux_losses)
 
     @property
     def chooses_by_score(self) -> bool:
         """Whether the chosen are the best by score alone."""
         config = self.config
-        return config.choice == "top_k" and not self.has_bias and config.num_chosen_groups == config.num_groups
+        return config.routing_type == "top_k" and not self.has_bias and config.group_topk == config.num_groups
 
     @property
     def num_experts(self) -> int:
@@ -99,23 +99,25 @@ class Router(nn.Module):
         logits_TE = self._logits(x_TH, tokens)
         scores_TE = score(logits_TE, self.config)
         with torch.no_grad():
-            chosen_TK = self._choose(logits_TE, scores_TE, tokens, pools)
-            chosen_TK = torch.where(tokens.is_real_T.unsqueeze(1), chosen_TK, -1)
-        weights_TK = weights_of(logits_TE, scores_TE, chosen_TK, self.config)
+            expert_ids_TK = self._choose(logits_TE, scores_TE, tokens, pools)
+            expert_ids_TK = torch.where(tokens.is_real_T.unsqueeze(1), expert_ids_TK, -1)
+        probs_TK = topk_probs(logits_TE, scores_TE, expert_ids_TK, self.config)
         auxiliary = logits_TE.new_zeros(())
         if self.training and tokens.is_counted:
-            auxiliary = self._record(logits_TE, scores_TE, chosen_TK, tokens, pools)
-        return Routing(chosen_TK, weights_TK, auxiliary)
+            auxiliary = self._record(logits_TE, scores_TE, expert_ids_TK, tokens, pools)
+        return Routing(expert_ids_TK, probs_TK, auxiliary)
 
     @torch.no_grad()
     def learn(self, preferred_E: Tensor, chosen_E: Tensor) -> None:
         """Takes in the counts of a whole global batch, once a step: `load.end_step` calls it."""
         if self.has_bias and self.weight.requires_grad:
             # That of a frozen router is frozen too.
-            self.expert_bias += self.config.bias_update_rate * balance.bias_step(chosen_E)
+            self.expert_bias += self.config.bias_update_rate * load_balancing.expert_bias_step(chosen_E)
         if self.is_global:
             # A step without any token says nothing about what comes.
-            self.preferred_counts.copy_(torch.where(preferred_E.sum() > 0, preferred_E, self.preferred_counts))
+            self.global_tokens_per_expert.copy_(
+                torch.where(preferred_E.sum() > 0, preferred_E, self.global_tokens_per_expert)
+            )
 
     def _logits(self, x_TH: Tensor, tokens: RoutedTokens) -> Tensor:
         """float32 or wider, under autocast too: [T, E]."""
@@ -129,57 +131,57 @@ class Router(nn.Module):
         with autocast(x_TH, None):
             return F.linear(x_TH, self.weight.to(dtype))
 
-    def _choose(self, logits_TE: Tensor, scores_TE: Tensor, tokens: RoutedTokens, pools: Pools) -> Tensor:
+    def _choose(self, logits_TE: Tensor, scores_TE: Tensor, tokens: RoutedTokens, pools: SequenceGroups) -> Tensor:
         """The experts of each token, those of padding too: int64 [T, K]."""
-        config, kind = self.config, self.config.choice
+        config, kind = self.config, self.config.routing_type
         if kind == "expert_choice":
-            return choice.expert_choice(scores_TE, tokens.positions_T, pools, config.top_k)
+            return topk.expert_choice(scores_TE, tokens.positions_T, pools, config.top_k)
         if kind == "random":
-            return choice.random(rng.bits(self.chance_key, tokens.keys_T), config.num_experts, config.top_k)
-        if kind == "even":
-            return choice.even(tokens.positions_T, config.num_experts, config.top_k)
+            return topk.random(rng.bits(self.chance_key, tokens.keys_T), config.num_experts, config.top_k)
+        if kind == "round_robin":
+            return topk.round_robin(tokens.positions_T, config.num_experts, config.top_k)
         if kind == "sinkhorn" and self.training:
-            scores_TE = choice.sinkhorn(logits_TE, pools, config.num_sinkhorn_iterations)
+            scores_TE = topk.sinkhorn(logits_TE, pools, config.num_sinkhorn_iterations)
         if self.has_bias:
             scores_TE = scores_TE + self.expert_bias.to(scores_TE.dtype)
-        if config.num_chosen_groups < config.num_groups:
-            scores_TE = choice.limit_to_groups(
+        if config.group_topk < config.num_groups:
+            scores_TE = topk.group_limited_scores(
                 scores_TE,
                 num_groups=config.num_groups,
-                num_chosen_groups=config.num_chosen_groups,
+                group_topk=config.group_topk,
                 count=config.top_k,
             )
-        return choice.top_k(scores_TE, config.top_k)
+        return topk.topk(scores_TE, config.top_k)
 
     def _record(
-        self, logits_TE: Tensor, scores_TE: Tensor, chosen_TK: Tensor, tokens: RoutedTokens, pools: Pools
+        self, logits_TE: Tensor, scores_TE: Tensor, expert_ids_TK: Tensor, tokens: RoutedTokens, pools: SequenceGroups
     ) -> Tensor:
         """The auxiliary losses of this rank's tokens, each times its coefficient, as one sum: []."""
         real_T, weights_T = tokens.is_real_T, tokens.weights_T.to(logits_TE.dtype)
         with torch.no_grad():
-            chosen_TE = preferred_TE = mask_of(chosen_TK, self.num_experts)
-            if self.config.balance and not self.chooses_by_score:
-                best_TK = choice.top_k(scores_TE, self.config.top_k)
-                preferred_TE = mask_of(torch.where(real_T.unsqueeze(1), best_TK, -1), self.num_experts)
-        probabilities_TE = probabilities(scores_TE, self.config)
+            chosen_TE = preferred_TE = routing_map(expert_ids_TK, self.num_experts)
+            if self.config.aux_losses and not self.chooses_by_score:
+                best_TK = topk.topk(scores_TE, self.config.top_k)
+                preferred_TE = routing_map(torch.where(real_T.unsqueeze(1), best_TK, -1), self.num_experts)
+        probabilities_TE = normalized_scores(scores_TE, self.config)
         terms = []
-        for loss in self.config.balance:
+        for loss in self.config.aux_losses:
             load_TE = self._load(loss.scope, preferred_TE, pools, scores_TE.dtype)
-            terms.append((loss.coefficient, balance.balance_sum(probabilities_TE, load_TE, weights_T, real_T)))
+            terms.append((loss.coefficient, load_balancing.aux_loss_sum(probabilities_TE, load_TE, weights_T, real_T)))
         if self.config.z_loss:
-            terms.append((self.config.z_loss, balance.z_sum(logits_TE, weights_T, real_T)))
+            terms.append((self.config.z_loss, load_balancing.z_loss_sum(logits_TE, weights_T, real_T)))
         weight = torch.where(real_T, tokens.weights_T, 0.0).sum(dtype=torch.float64)
         sums_S = torch.stack([weight, *(term.detach().double() for _, term in terms)])
         self.records.add(tokens.call, torch.stack([preferred_TE.sum(0), chosen_TE.sum(0)]), sums_S)
         return torch.stack([logits_TE.new_zeros(()), *(coefficient * term for coefficient, term in terms)]).sum()
 
-    def _load(self, scope: str, preferred_TE: Tensor, pools: Pools, dtype: torch.dtype) -> Tensor:
+    def _load(self, scope: str, preferred_TE: Tensor, pools: SequenceGroups, dtype: torch.dtype) -> Tensor:
         """How busy the experts of each token's pool are: [T, E], or [1, E] for all."""
         if scope == "sequence":
-            return pools.spread(balance.load(pools.sum(preferred_TE), dtype))
+            return pools.spread(load_balancing.expert_load(pools.sum(preferred_TE), dtype))
         if scope == "microbatch":
-            return balance.load(sum_over(preferred_TE.sum(0, keepdim=True), pools.axes), dtype)
-        return balance.load(self.preferred_counts.unsqueeze(0), dtype)
+            return load_balancing.expert_load(sum_over(preferred_TE.sum(0, keepdim=True), pools.axes), dtype)
+        return load_balancing.expert_load(self.global_tokens_per_expert.unsqueeze(0), dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
         """A module cast to half takes its buffers along; a bias that moves by 0.001 would not move any more."""
@@ -190,34 +192,34 @@ class Router(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        return f"num_experts={self.num_experts}, top_k={self.config.top_k}, choice={self.config.choice!r}"
+        return f"num_experts={self.num_experts}, top_k={self.config.top_k}, routing_type={self.config.routing_type!r}"
 
 
 def score(logits_TE: Tensor, config: RouterConfig) -> Tensor:
     """What a token gives each expert: [T, E]."""
-    if config.score == "softmax":
+    if config.score_function == "softmax":
         return logits_TE.softmax(1)
-    if config.score == "sigmoid":
+    if config.score_function == "sigmoid":
         return logits_TE.sigmoid()
     # Far below 0 softplus is 0, where the slope of the root has no end.
     return F.softplus(logits_TE).clamp(min=torch.finfo(logits_TE.dtype).tiny).sqrt()
 
 
-def weights_of(logits_TE: Tensor, scores_TE: Tensor, chosen_TK: Tensor, config: RouterConfig) -> Tensor:
+def topk_probs(logits_TE: Tensor, scores_TE: Tensor, expert_ids_TK: Tensor, config: RouterConfig) -> Tensor:
     """The weights of the chosen experts, 0 where there is none: [T, K]."""
-    places_TK = chosen_TK.clamp(min=0)
-    if config.is_normalised and config.score == "softmax":
+    places_TK = expert_ids_TK.clamp(min=0)
+    if config.norm_topk_prob and config.score_function == "softmax":
         # The same as dividing by their sum, where that is not too small to divide by.
-        weights_TK = logits_TE.gather(1, places_TK).softmax(1)
+        probs_TK = logits_TE.gather(1, places_TK).softmax(1)
     else:
-        weights_TK = scores_TE.gather(1, places_TK)
-        if config.is_normalised:
-            weights_TK = weights_TK / (weights_TK.sum(1, keepdim=True) + _LEAST_SUM)
-    return torch.where(chosen_TK >= 0, weights_TK * config.scaling_factor, 0.0)
+        probs_TK = scores_TE.gather(1, places_TK)
+        if config.norm_topk_prob:
+            probs_TK = probs_TK / (probs_TK.sum(1, keepdim=True) + _LEAST_SUM)
+    return torch.where(expert_ids_TK >= 0, probs_TK * config.topk_scaling_factor, 0.0)
 
 
-def probabilities(scores_TE: Tensor, config: RouterConfig) -> Tensor:
+def normalized_scores(scores_TE: Tensor, config: RouterConfig) -> Tensor:
     """The scores, scaled so that those of a token sum up to 1: [T, E]."""
-    if config.score == "softmax":
+    if config.score_function == "softmax":
         return scores_TE
     return scores_TE / (scores_TE.sum(1, keepdim=True) + _LEAST_SUM)

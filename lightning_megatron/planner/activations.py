@@ -346,7 +346,7 @@ def _fp8_saving(
         rows = sent_rows(layer, sizes, micro_batch) * sizes.etp
         features = (config.moe.ffn_hidden_size or config.ffn_hidden_size) / sizes.etp
         saved += rows * (config.hidden_size + features) * (width - 1)
-        saved += tokens * config.moe.shared_ffn_hidden_size / tp * (width - 1)
+        saved += tokens * config.moe.shared_expert_intermediate_size / tp * (width - 1)
     return saved
 
 

@@ -38,7 +38,7 @@ from lightning_megatron.tensor.weight_gradients import WeightGradients
 from lightning_megatron.transformer import cost, recompute
 from lightning_megatron.transformer.fp8_layers import TorchFp8Layers, use_torch
 from lightning_megatron.transformer.lora import add_lora
-from lightning_megatron.transformer.moe import MoE
+from lightning_megatron.transformer.moe import MoELayer
 
 Batch = dict[str, Any]
 _LOW = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
@@ -131,7 +131,7 @@ def build_model(run: Run, mesh: Mesh, device: torch.device) -> PipelineModule:
     model.runner = recompute.StageRunner(run.recompute, tp=mesh.tp, sp=mesh.sp)
     if device.type == "meta":
         for layer in model.modules():
-            if isinstance(layer, MoE):
+            if isinstance(layer, MoELayer):
                 layer.dispatcher.read = partial(balanced, run, layer.config)
     return model
 

@@ -225,8 +225,8 @@ def _feed_forward(linears: _Linears, layer: Layer) -> list[_Linear]:
         width = config.ffn_hidden_size
         return [linears.of("mlp.up", rows, hidden, gates * width), linears.of("mlp.down", rows, width, hidden)]
     moe = config.moe
-    width, shared = moe.ffn_hidden_size or config.ffn_hidden_size, moe.shared_ffn_hidden_size
-    gate = moe.has_shared_gate * _num_alike(linears.run.sizes)
+    width, shared = moe.ffn_hidden_size or config.ffn_hidden_size, moe.shared_expert_intermediate_size
+    gate = moe.shared_expert_gate * _num_alike(linears.run.sizes)
     sizes, num_ranks = linears.run.sizes, linears.run.sizes.tp * linears.run.sizes.cp
     sent = sent_rows(layer, sizes, linears.run.micro_batch_size, own=rows / num_ranks)
     chosen, of_expert = num_ranks * sent, sent * sizes.ep * sizes.etp / moe.router.num_experts

@@ -172,7 +172,7 @@ def _linears(config: TransformerConfig, layer: int) -> dict[str, tuple[int, int]
     gates = 2 if config.is_gated else 1
     linears = {"attention.qkv": (hidden, query + 2 * keys), "attention.projection": (query, hidden)}
     if config.moe is not None and config.has_experts(layer):
-        name, width = "shared", config.moe.shared_ffn_hidden_size
+        name, width = "shared", config.moe.shared_expert_intermediate_size
     else:
         name, width = "mlp", config.ffn_hidden_size
     return linears | ({f"{name}.up": (hidden, gates * width), f"{name}.down": (width, hidden)} if width else {})

@@ -136,9 +136,9 @@ def _expert_inputs(run: Run, layer: Layer, tokens: float, stream: float, again: 
     return {
         "router": tokens / tp * layer.config.hidden_size * width * wide,
         "experts": rows * (layer.config.hidden_size + features) * width,
-        "shared.up": stream if moe.shared_ffn_hidden_size else 0.0,
-        "shared.down": tokens * moe.shared_ffn_hidden_size / tp * width,
-        "shared.gate": stream * wide if moe.has_shared_gate and wide > 1 else 0.0,
+        "shared.up": stream if moe.shared_expert_intermediate_size else 0.0,
+        "shared.down": tokens * moe.shared_expert_intermediate_size / tp * width,
+        "shared.gate": stream * wide if moe.shared_expert_gate and wide > 1 else 0.0,
     }
 
 

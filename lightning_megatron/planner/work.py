@@ -198,8 +198,8 @@ def _layer(layer: Layer, sizes: Sizes, micro_batch: int, width: int) -> Work:
         expert_bytes = 2 * sent * hidden * width
         expert_tensor_bytes = 2 * rows * hidden * width if sizes.etp > 1 else 0.0
         products.append((tokens / tp, hidden, moe.router.num_experts))
-        if moe.shared_ffn_hidden_size:
-            wide = moe.shared_ffn_hidden_size / tp
+        if moe.shared_expert_intermediate_size:
+            wide = moe.shared_expert_intermediate_size / tp
             products += [(tokens, hidden, gates * wide), (tokens, wide, hidden)]
             moved += tokens * wide * (gates + 1) * width
             casts += tokens * (hidden / sp + wide)

@@ -191,7 +191,7 @@ def waiting_bytes(run: Run, piece: Piece, *, is_attention: bool = False) -> floa
     assert config.moe is not None
     rows, features, _ = inner_sizes(run, layer, tokens)
     numbers += rows * (2 * hidden + (1 + gates) * features)
-    if shared := config.moe.shared_ffn_hidden_size:
+    if shared := config.moe.shared_expert_intermediate_size:
         numbers += pair(shared, gates * shared)
     return width * numbers
 
@@ -343,7 +343,7 @@ def layer_work(run: Run, piece: Piece) -> float:
         remade = inner * (3 if config.is_gated and not layer.has_experts else 2) + stream * ("norm" in again)
         if config.moe is not None and layer.has_experts:
             # What the router reads and what came to the experts, and what they gave before and after its weights.
-            shared = tokens * config.moe.shared_ffn_hidden_size / sizes.tp * width
+            shared = tokens * config.moe.shared_expert_intermediate_size / sizes.tp * width
             routed = tokens / sizes.tp * config.hidden_size * max(width, 4)
             remade += shared * (3 if config.is_gated else 2) + (routed + moved + inner) * piece.is_trained
     elif "activation" in again and not layer.has_experts:

@@ -334,10 +334,10 @@ def _dynamic_experts(facts: Facts) -> list[str]:
             "dispatcher ('all_gather') of experts needs as many tokens on each rank, and dynamic_context gives ranks "
             "different documents; use 'all_to_all'"
         )
-    if moe.capacity is not None and moe.capacity.pads:
+    if moe.capacity is not None and moe.capacity.pad_to_capacity:
         faults.append(
-            "capacity pads (True) of experts needs as many tokens on each rank, and dynamic_context gives ranks "
-            "different documents; use pads=False"
+            "pad_to_capacity (True) of experts needs as many tokens on each rank, and dynamic_context gives ranks "
+            "different documents; use pad_to_capacity=False"
         )
     return faults
 

@@ -24,11 +24,11 @@ from lightning_megatron.precision.autocast import autocast_dtype
 from lightning_megatron.precision.cast import Operand
 from lightning_megatron.precision.gemm import Gemm
 from lightning_megatron.sharding import Initial, shard_parameter
-from lightning_megatron.tensor.plain_product import PLAIN
+from lightning_megatron.tensor.gemm import TORCH_GEMM
 from lightning_megatron.tensor.weight_gradients import Way, WeightGradientLayer, WeightGradients
 
 
-class RowKeys(Protocol):
+class TokenKeys(Protocol):
     """The random keys of a stream of tokens, which name what is dropped of them."""
 
     @property
@@ -56,10 +56,10 @@ class ParallelLinear(WeightGradientLayer):
     def __init__(self, tp: Axis, sp: Axis) -> None:
         super().__init__()
         self.tp, self.sp = tp, sp
-        self.gemm: Gemm = PLAIN
+        self.gemm: Gemm = TORCH_GEMM
         self.lora = None
 
-    def _with_lora(self, y_TO: Tensor, x_TI: Tensor, tokens: RowKeys | None) -> Tensor:
+    def _with_lora(self, y_TO: Tensor, x_TI: Tensor, tokens: TokenKeys | None) -> Tensor:
         return y_TO if self.lora is None else y_TO + self.lora(x_TI, tokens)
 
     @property
@@ -101,7 +101,7 @@ class ColumnParallelLinear(ParallelLinear):
     def gradient_axis(self) -> Axis:
         return self.tp
 
-    def forward(self, x_TI: Tensor, tokens: RowKeys | None = None) -> Tensor:
+    def forward(self, x_TI: Tensor, tokens: TokenKeys | None = None) -> Tensor:
         y_TO = column_parallel_linear(
             x_TI,
             self.weight,
@@ -132,7 +132,7 @@ class RowParallelLinear(ParallelLinear):
     def gradient_axis(self) -> Axis:
         return self.sp
 
-    def forward(self, x_TI: Tensor, tokens: RowKeys | None = None) -> Tensor:
+    def forward(self, x_TI: Tensor, tokens: TokenKeys | None = None) -> Tensor:
         y_TO = row_parallel_linear(
             x_TI,
             self.weight,
@@ -153,7 +153,7 @@ def column_parallel_linear(
     tp: Axis,
     sp: Axis,
     gradients: WeightGradients,
-    gemm: Gemm = PLAIN,
+    gemm: Gemm = TORCH_GEMM,
 ) -> Tensor:
     """[T, *weight.shape[:-1]] from [T/sp, I], for a weight (tied, say) that is not this layer's own.
 
@@ -176,7 +176,7 @@ def row_parallel_linear(
     tp: Axis,
     sp: Axis,
     gradients: WeightGradients,
-    gemm: Gemm = PLAIN,
+    gemm: Gemm = TORCH_GEMM,
 ) -> Tensor:
     """[T/sp, O] from [T, I/tp] and a weight [O, I/tp]; the bias is added once, after the sum over `tp`."""
     x_TI = as_product_input(x_TI)

@@ -40,9 +40,9 @@ def layer_parameters(config: TransformerConfig, sizes: Sizes = ONE, *, layer: in
     attention = cut // tp + whole
     if config.moe is None or not config.has_experts(layer):
         return attention + _mlp_parameters(config, config.ffn_hidden_size, tp)
-    num_experts, shared = config.moe.router.num_experts, config.moe.shared_ffn_hidden_size
+    num_experts, shared = config.moe.router.num_experts, config.moe.shared_expert_intermediate_size
     own = num_experts // sizes.ep * _mlp_parameters(config, _expert_width(config, config.moe), sizes.etp)
-    beside = _mlp_parameters(config, shared, tp) + hidden * config.moe.has_shared_gate if shared else 0
+    beside = _mlp_parameters(config, shared, tp) + hidden * config.moe.shared_expert_gate if shared else 0
     return attention + num_experts * hidden + own + beside
 
 
@@ -116,8 +116,8 @@ def layer_mlp_flops(config: TransformerConfig, *, num_tokens: int, layer: int = 
     if config.moe is None or not config.has_experts(layer):
         return 2 * num_tokens * config.hidden_size * num_matrices * config.ffn_hidden_size
     router = config.moe.router
-    width = router.top_k * _expert_width(config, config.moe) + config.moe.shared_ffn_hidden_size
-    scores = router.num_experts + config.moe.has_shared_gate
+    width = router.top_k * _expert_width(config, config.moe) + config.moe.shared_expert_intermediate_size
+    scores = router.num_experts + config.moe.shared_expert_gate
     return 2 * num_tokens * config.hidden_size * (num_matrices * width + scores)
 
 
@@ -246,7 +246,7 @@ def layer_activation_bytes(
             kept += _router_bytes(config, config.moe, sizes, padded, bytes_per_element)
             kept += _expert_bytes(config, config.moe, sizes, padded, rows, bytes_per_element)
             # What the norm gives is read by the shared expert alone, and is never made again where experts are not.
-            reads_norm = config.moe.shared_ffn_hidden_size > 0
+            reads_norm = config.moe.shared_expert_intermediate_size > 0
             kept += (reads_norm - ("norm" not in again)) * shard * config.hidden_size * bytes_per_element
     elif not is_again:
         # ReLU keeps what it gives, as the linear behind it does; others what they read.
@@ -298,7 +298,7 @@ def expert_rows(
     if moe.capacity is None:
         return own * top_k
     most, num_ranks = batch * moe.capacity.num_rows(sequence, top_k, num_experts), sizes.tp * sizes.cp
-    if moe.capacity.pads and not (is_packed and num_ranks % (sizes.ep * sizes.etp)):
+    if moe.capacity.pad_to_capacity and not (is_packed and num_ranks % (sizes.ep * sizes.etp)):
         # All tokens of a rank may be of one expert.
         return num_experts * min(most, math.ceil(own))
     return min(num_experts * most / num_ranks, own * top_k)
@@ -308,12 +308,12 @@ def _router_bytes(config: TransformerConfig, moe: MoEConfig, sizes: Sizes, padde
     """What a router keeps of its part of the tokens, in float32 or wider."""
     router, wide = moe.router, max(bytes_per_element, 4)
     num_experts, own = router.num_experts, -(-padded // sizes.tp)
-    weighs_logits = router.score == "softmax" and router.is_normalised
+    weighs_logits = router.score_function == "softmax" and router.norm_topk_prob
     # Logits, scores, and how busy the experts of each token's sequence are.
     num_scores = (
         (weighs_logits or router.z_loss > 0)
-        + (not weighs_logits or bool(router.balance))
-        + any(loss.scope == "sequence" for loss in router.balance)
+        + (not weighs_logits or bool(router.aux_losses))
+        + any(loss.scope == "sequence" for loss in router.aux_losses)
     )
     kept = own * (config.hidden_size + num_experts * num_scores + router.top_k) * wide + 8 * own * router.top_k
     # In half precision its weight too, made wider.
@@ -331,8 +331,8 @@ def _expert_bytes(
     # the router's weight.
     num_activated = 1 if config.is_gated or config.activation == "relu" else 2
     kept = rows * ((hidden + (num_inputs + num_activated) * width) * bytes_per_element + wide)
-    kept += padded * (num_inputs + 1) * (moe.shared_ffn_hidden_size // tp) * bytes_per_element
-    if moe.has_shared_gate:
+    kept += padded * (num_inputs + 1) * (moe.shared_expert_intermediate_size // tp) * bytes_per_element
+    if moe.shared_expert_gate:
         shard = padded // tp if sizes.sequence_parallel else padded
         # What is gated, what the gate reads if that is made wider, and the gates.
         kept += shard * (hidden * (bytes_per_element + wide * (bytes_per_element < wide)) + wide)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.comm import rng
-from lightning_megatron.tensor.linear import RowKeys
+from lightning_megatron.tensor.linear import TokenKeys
 from lightning_megatron.transformer.tokens import Tokens
 
 
@@ -59,7 +59,7 @@ class CutDropout(nn.Module):
         self.key = rng.key(name, "feature dropout")
         self.first_column = first_column
 
-    def forward(self, x_TF: Tensor, tokens: RowKeys) -> Tensor:
+    def forward(self, x_TF: Tensor, tokens: TokenKeys) -> Tensor:
         if not self.training or self.probability == 0.0:
             return x_TF
         keys_T = rng.bits(self.key, tokens.stream_keys)

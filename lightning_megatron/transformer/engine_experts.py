@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lightning_megatron.moe.experts import Arrived, Experts
-from lightning_megatron.moe.grouped import Groups
-from lightning_megatron.moe.weighing import activate_and_weigh, weigh
+from lightning_megatron.moe.experts import DispatchedTokens, Experts
+from lightning_megatron.moe.grouped_gemm import ExpertGroups
+from lightning_megatron.moe.weighted_activation import scale_rows, weighted_activation
 from lightning_megatron.precision import fp8
 from lightning_megatron.precision.gemm import TILE
 
@@ -40,12 +40,12 @@ class ExpertsTwin(nn.Module):
             fp8.grouped_linear(num_own, all_features, hidden_size, mode="row", **options),
         )
 
-    def forward(self, arrived: Arrived) -> Tensor:
-        rows_RH, weights_R, groups = arrived
+    def forward(self, arrived: DispatchedTokens) -> Tensor:
+        rows_RH, probs_R, groups = arrived
         sizes = [max(-(-size // TILE), 1) * TILE for size in groups.sizes]
         places_R = _places(groups, sizes, rows_RH.device)
         rows_PH = rows_RH.new_zeros(sum(sizes), rows_RH.shape[1]).index_copy(0, places_R, rows_RH)
-        weights_P = weights_R.new_zeros(sum(sizes)).index_copy(0, places_R, weights_R)
+        weights_P = probs_R.new_zeros(sum(sizes)).index_copy(0, places_R, probs_R)
         is_first = None
         if torch.is_grad_enabled():
             is_first, self.is_first_microbatch = self.is_first_microbatch, False
@@ -53,7 +53,7 @@ class ExpertsTwin(nn.Module):
         up_PF = _times(up, self.up, rows_PH, sizes, is_first).view(len(rows_PH), *self.up.shape[1:-1])
         if self.up_bias is not None:
             up_PF = up_PF + _of_each_row(self.up_bias, sizes)
-        weighed_PF = activate_and_weigh(up_PF, weights_P, self.activation)
+        weighed_PF = weighted_activation(up_PF, weights_P, self.activation)
         output_PH = _times(down, self.down, weighed_PF, sizes, is_first)
         if self.down_bias is not None:
             output_PH = output_PH + self._second_bias(weights_P, sizes)
@@ -63,10 +63,10 @@ class ExpertsTwin(nn.Module):
         """What this rank adds of it. The others of etp add nothing, and have the same gradient of the bias."""
         assert self.down_bias is not None
         bias_PH = _of_each_row(self.down_bias, sizes)
-        return weigh(bias_PH if self.axes.etp.is_first else bias_PH - bias_PH.detach(), weights_P)
+        return scale_rows(bias_PH if self.axes.etp.is_first else bias_PH - bias_PH.detach(), weights_P)
 
 
-def _places(groups: Groups, sizes: list[int], device: torch.device) -> Tensor:
+def _places(groups: ExpertGroups, sizes: list[int], device: torch.device) -> Tensor:
     """Where each row stands between those of padding: int64 [R]."""
     starts = [0, *itertools.accumulate(sizes)][:-1]
     spans = [torch.arange(start, start + size) for start, size in zip(starts, groups.sizes, strict=True)]

@@ -18,14 +18,14 @@ from torch.distributed import ProcessGroup
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis
 from lightning_megatron.moe.experts import Experts
-from lightning_megatron.moe.grouped_fp8 import GroupedFp8
+from lightning_megatron.moe.grouped_gemm_fp8 import GroupedFp8Gemm
 from lightning_megatron.precision import fp8
 from lightning_megatron.precision.cast import E4M3, E5M2
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.precision.gemm import TILE, Fp8Gemm
 from lightning_megatron.precision.scaling import AmaxHistory, CurrentScaling, DelayedScaling, Scaling
+from lightning_megatron.tensor.gemm import TORCH_GEMM
 from lightning_megatron.tensor.linear import ParallelLinear
-from lightning_megatron.tensor.plain_product import PLAIN
 from lightning_megatron.transformer.engine_twins import TwinLayer
 from lightning_megatron.transformer.layer import AttendingLayer
 
@@ -80,19 +80,19 @@ class _Matrix(NamedTuple):
     name: str
     axes: tuple[Axis, Axis, Axis]
     """Over which its input, itself and the gradient of its output are cut; of size 1 where they are whole."""
-    use: Callable[[Scaling, Scaling, Scaling], Fp8Gemm | GroupedFp8]
+    use: Callable[[Scaling, Scaling, Scaling], Fp8Gemm | GroupedFp8Gemm]
     """Lets it, cast by these."""
     leave: Callable[[], None]
     """Lets it multiply as before."""
 
 
 class TorchFp8Layers:
-    """Linears that hold an `Fp8Gemm`, and experts that hold a `GroupedFp8` for each of their matrices."""
+    """Linears that hold an `Fp8Gemm`, and experts that hold a `GroupedFp8Gemm` for each of their matrices."""
 
     def __init__(
         self,
         matrices: Sequence[_Matrix],
-        products: Sequence[Fp8Gemm | GroupedFp8],
+        products: Sequence[Fp8Gemm | GroupedFp8Gemm],
         history: AmaxHistory | None,
         axes: Sequence[Axis],
         pp: Axis,
@@ -211,7 +211,7 @@ def _of_linear(name: str, linear: ParallelLinear) -> _Matrix:
         return product
 
     def leave() -> None:
-        linear.gemm = PLAIN
+        linear.gemm = TORCH_GEMM
 
     return _Matrix(name, (linear.input_axis, linear.tp, linear.gradient_axis), use, leave)
 
@@ -219,8 +219,8 @@ def _of_linear(name: str, linear: ParallelLinear) -> _Matrix:
 def _of_experts(
     name: str, experts: Experts, place: Literal["up_product", "down_product"], axes: tuple[Axis, Axis, Axis]
 ) -> _Matrix:
-    def use(x: Scaling, weight: Scaling, gradient: Scaling) -> GroupedFp8:
-        product = GroupedFp8(len(experts.up), x=x, weight=weight, gradient=gradient)
+    def use(x: Scaling, weight: Scaling, gradient: Scaling) -> GroupedFp8Gemm:
+        product = GroupedFp8Gemm(len(experts.up), x=x, weight=weight, gradient=gradient)
         setattr(experts, place, product)
         return product
 

@@ -37,7 +37,7 @@ def tile_faults(fp8: Fp8Config, config: TransformerConfig, sizes: Sizes) -> list
     if moe is not None:
         features = moe.ffn_hidden_size or config.ffn_hidden_size
         lengths.append(("ffn_hidden_size of an expert", features, "expert_tensor_parallel_size", sizes.etp))
-        lengths.append(("shared_ffn_hidden_size", moe.shared_ffn_hidden_size, _TP, tp))
+        lengths.append(("shared_expert_intermediate_size", moe.shared_expert_intermediate_size, _TP, tp))
     if config.has_cross_attention and fp8.engine == "torch":
         # The other engine leaves cross attention alone.
         pairs = 2 * config.num_query_groups * config.head_dim

@@ -8,14 +8,14 @@ from lightning_megatron.context.kernel import Bias
 from lightning_megatron.mesh import Axis
 from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.moe.experts import ExpertAxes
-from lightning_megatron.moe.pools import RoutedTokens
+from lightning_megatron.moe.sequence_groups import RoutedTokens
 from lightning_megatron.tensor.linear import as_product_input
 from lightning_megatron.tensor.norm import LayerNorm, RMSNorm
 from lightning_megatron.transformer.attention import SelfAttention
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.dropout import Dropout
 from lightning_megatron.transformer.mlp import MLP
-from lightning_megatron.transformer.moe import MoE
+from lightning_megatron.transformer.moe import MoELayer
 from lightning_megatron.transformer.recompute import RecomputeLayer, apply_unkept, checkpoint
 from lightning_megatron.transformer.tokens import Tokens
 
@@ -121,7 +121,7 @@ class ExpertLayer(AttendingLayer):
         window: int = 0,
     ) -> None:
         super().__init__(config, tp=tp, sp=sp, name=name, is_causal=is_causal, window=window)
-        self.moe = MoE(config, moe, tp=tp, sp=sp, experts=experts, name=f"{name}.moe")
+        self.moe = MoELayer(config, moe, tp=tp, sp=sp, experts=experts, name=f"{name}.moe")
 
     def forward(self, hidden_TH: Tensor, tokens: Tokens, routed: RoutedTokens) -> tuple[Tensor, Tensor]:
         hidden_TH = self.attend(hidden_TH, tokens)

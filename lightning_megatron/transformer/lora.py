@@ -22,7 +22,7 @@ from torch import nn
 from lightning_megatron.moe.experts import Experts
 from lightning_megatron.sharding import sharded_parameters
 from lightning_megatron.tensor.linear import ParallelLinear
-from lightning_megatron.tensor.low_rank import LowRank, low_rank_beside
+from lightning_megatron.tensor.lora_adapter import LoRAAdapter, lora_adapter_for
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.init import initialise
 from lightning_megatron.transformer.layer import AttendingLayer, ExpertLayer
@@ -124,7 +124,7 @@ def add_lora(model: nn.Module, config: LoraConfig, *, seed: int | None = None) -
     model.requires_grad_(False)
     seed = torch.initial_seed() if seed is None else seed
     for name, linear in chosen.items():
-        linear.lora = low_rank_beside(
+        linear.lora = lora_adapter_for(
             linear, rank=config.rank, scale=config.scale, dropout=config.dropout, name=name
         ).train(linear.training)
         initialise(linear.lora, seed, prefix=f"{name}.lora.")
@@ -155,9 +155,9 @@ def merged_lora(model: nn.Module) -> Iterator[None]:
                 linear.lora = path
 
 
-def _paths(model: nn.Module) -> list[tuple[ParallelLinear, LowRank]]:
+def _paths(model: nn.Module) -> list[tuple[ParallelLinear, LoRAAdapter]]:
     linears = [module for module in model.modules() if isinstance(module, ParallelLinear)]
-    return [(linear, linear.lora) for linear in linears if isinstance(linear.lora, LowRank)]
+    return [(linear, linear.lora) for linear in linears if isinstance(linear.lora, LoRAAdapter)]
 
 
 def _elsewhere(model: nn.Module) -> set[str]:
@@ -167,7 +167,7 @@ def _elsewhere(model: nn.Module) -> set[str]:
         return set()
     held = {isinstance(x, ExpertLayer) for x in model.modules() if isinstance(x, AttendingLayer)}
     rooms = {"mlp"} if config.has_dense_layers and False not in held else set()
-    if config.moe is not None and config.moe.shared_ffn_hidden_size and True not in held:
+    if config.moe is not None and config.moe.shared_expert_intermediate_size and True not in held:
         rooms.add("shared")
     if config.has_cross_attention:
         rooms.add("cross_attention")

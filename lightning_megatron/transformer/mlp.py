@@ -8,7 +8,7 @@ from torch import Tensor
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import Initial
 from lightning_megatron.tensor.activation import activate
-from lightning_megatron.tensor.linear import ColumnParallelLinear, RowKeys, RowParallelLinear
+from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear, TokenKeys
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.dropout import CutDropout
 from lightning_megatron.transformer.recompute import RecomputeLayer, apply_unkept
@@ -42,7 +42,7 @@ class MLP(RecomputeLayer):
             initial=Initial(std=config.output_std),
         )
 
-    def forward(self, hidden_TH: Tensor, tokens: RowKeys | None = None) -> Tensor:
+    def forward(self, hidden_TH: Tensor, tokens: TokenKeys | None = None) -> Tensor:
         """`tokens` are for what drops between and inside of the linears."""
         up = self.up(hidden_TH, tokens)
         if "activation" in self.recomputed:
@@ -51,6 +51,6 @@ class MLP(RecomputeLayer):
             output = self.down(self._activate(up, tokens), tokens)
         return output
 
-    def _activate(self, x: Tensor, tokens: RowKeys | None) -> Tensor:
+    def _activate(self, x: Tensor, tokens: TokenKeys | None) -> Tensor:
         activated = activate(x, self.activation)
         return activated if tokens is None else self.dropout(activated, tokens)

@@ -16,26 +16,26 @@ from lightning_megatron.comm import differentiable
 from lightning_megatron.comm.async_collectives import YieldToPeer
 from lightning_megatron.mesh import Axis
 from lightning_megatron.moe.config import MoEConfig
-from lightning_megatron.moe.dispatch import AllGather, AllToAll, Dispatcher
 from lightning_megatron.moe.experts import ExpertAxes, Experts
-from lightning_megatron.moe.grouped import GROUPED, ONE_BY_ONE
+from lightning_megatron.moe.grouped_gemm import GROUPED_GEMM, SEQUENTIAL_GEMM
 from lightning_megatron.moe.mixture import mix
-from lightning_megatron.moe.pools import RoutedTokens, mask_of
 from lightning_megatron.moe.router import Router, Routing
-from lightning_megatron.moe.shared import SharedExpert
+from lightning_megatron.moe.sequence_groups import RoutedTokens, routing_map
+from lightning_megatron.moe.shared_expert import SharedExpert
+from lightning_megatron.moe.token_dispatcher import AllGatherTokenDispatcher, AllToAllTokenDispatcher, TokenDispatcher
 from lightning_megatron.sharding import Initial
-from lightning_megatron.tensor.linear import RowKeys
+from lightning_megatron.tensor.linear import TokenKeys
 from lightning_megatron.transformer.config import TransformerConfig
 
 
 def share_yield_to_peer(module: nn.Module, yield_to_peer: YieldToPeer) -> None:
     """Has all layers of experts of a module call `yield_to_peer` before they wait for tokens on their way."""
     for layer in module.modules():
-        if isinstance(layer, MoE):
+        if isinstance(layer, MoELayer):
             layer.dispatcher.yield_to_peer = yield_to_peer
 
 
-class MoE(nn.Module):
+class MoELayer(nn.Module):
     """From hidden states [T/sp, H] to hidden states and the layer's auxiliary losses, a sum over this rank's tokens.
 
     `name` is the layer's name in the model: it names the random numbers of its router. Talks over ep and etp, and over
@@ -64,17 +64,17 @@ class MoE(nn.Module):
             output_initial=output_initial,
             axes=experts,
             has_bias=config.add_bias_linear,
-            product=GROUPED if moe.product == "grouped" else ONE_BY_ONE,
+            product=GROUPED_GEMM if moe.expert_gemm == "grouped" else SEQUENTIAL_GEMM,
         )
-        kind = AllToAll if moe.dispatcher == "all_to_all" else AllGather
-        self.dispatcher: Dispatcher = kind(moe.router.num_experts, ep=experts.ep, etp=experts.etp)
+        kind = AllToAllTokenDispatcher if moe.dispatcher == "all_to_all" else AllGatherTokenDispatcher
+        self.dispatcher: TokenDispatcher = kind(moe.router.num_experts, ep=experts.ep, etp=experts.etp)
         self.shared = None
-        if moe.shared_ffn_hidden_size:
+        if moe.shared_expert_intermediate_size:
             self.shared = SharedExpert(
                 config.hidden_size,
-                moe.shared_ffn_hidden_size,
+                moe.shared_expert_intermediate_size,
                 activation=config.activation,
-                has_gate=moe.has_shared_gate,
+                has_gate=moe.shared_expert_gate,
                 has_bias=config.add_bias_linear,
                 initial=initial,
                 output_initial=output_initial,
@@ -84,16 +84,16 @@ class MoE(nn.Module):
 
     # How many rows come is data, and messages fly while the host goes on: neither is for a compiler.
     @torch.compiler.disable
-    def forward(self, hidden_TH: Tensor, tokens: RoutedTokens, keys: RowKeys | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, hidden_TH: Tensor, tokens: RoutedTokens, keys: TokenKeys | None = None) -> tuple[Tensor, Tensor]:
         """`keys` are for what drops inside of the shared expert's linears."""
         self._check(tokens)
         own_TH = self._own(hidden_TH)
         routing = self.router(own_TH, tokens)
-        experts_TK = self._kept(routing, tokens)
+        expert_ids_TK = self._kept(routing, tokens)
         mixed_TH, shared_TH = mix(
             own_TH,
-            experts_TK,
-            routing.weights_TK,
+            expert_ids_TK,
+            routing.probs_TK,
             dispatcher=self.dispatcher,
             experts=self.experts,
             num_rows=self._num_rows(tokens),
@@ -121,25 +121,25 @@ class MoE(nn.Module):
 
     def _kept(self, routing: Routing, tokens: RoutedTokens) -> Tensor:
         """The chosen experts, -1 where an expert does not take its choice."""
-        capacity, router, chosen_TK = self.config.capacity, self.config.router, routing.chosen_TK
+        capacity, router, expert_ids_TK = self.config.capacity, self.config.router, routing.expert_ids_TK
         if capacity is None:
-            return chosen_TK
+            return expert_ids_TK
         kept_TK = capacity.kept(
-            chosen_TK,
-            routing.weights_TK,
+            expert_ids_TK,
+            routing.probs_TK,
             tokens.positions_T,
             tokens.pools,
             num_chosen=router.top_k,
             num=router.num_experts,
         )
         if self.training and tokens.is_counted:
-            self.router.records.add_kept(tokens.call, mask_of(kept_TK, router.num_experts).sum(0))
+            self.router.records.add_kept(tokens.call, routing_map(kept_TK, router.num_experts).sum(0))
         return kept_TK
 
     def _num_rows(self, tokens: RoutedTokens) -> int | None:
         """Rows that each expert gets of each rank, where that is known in advance."""
         capacity, router = self.config.capacity, self.config.router
-        if capacity is None or not capacity.pads or not self._has_equal_sizes(tokens):
+        if capacity is None or not capacity.pad_to_capacity or not self._has_equal_sizes(tokens):
             return None
         most = sum(capacity.num_rows(length, router.top_k, router.num_experts) for length in tokens.lengths)
         return min(most, len(tokens.is_real_T))

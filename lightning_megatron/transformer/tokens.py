@@ -26,7 +26,7 @@ from lightning_megatron.context.documents import Documents
 from lightning_megatron.context.exchange import AllGather, Ring
 from lightning_megatron.context.layout import PADDING, ContextLayout, cut
 from lightning_megatron.mesh import Axis, Mesh
-from lightning_megatron.moe.pools import RoutedTokens
+from lightning_megatron.moe.sequence_groups import RoutedTokens
 from lightning_megatron.transformer import rotary
 from lightning_megatron.transformer.config import TransformerConfig
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from lightning_megatron.context.balance import CostModel, DynamicContextConfig
 from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config, VisionConfig
-from lightning_megatron.moe.capacity import Capacity
-from lightning_megatron.moe.config import BalanceLoss, MoEConfig, RouterConfig
+from lightning_megatron.moe.capacity import ExpertCapacity
+from lightning_megatron.moe.config import AuxLoss, MoEConfig, RouterConfig
 from lightning_megatron.pipeline.choice import ScheduleName
 from lightning_megatron.pipeline.ragged import Ragged
 from lightning_megatron.transformer.recompute import RecomputeConfig
@@ -85,14 +85,14 @@ VARIANTS: dict[str, Any] = {
         moe=MoEConfig(
             router=RouterConfig(
                 num_experts=8,
-                balance=(BalanceLoss(coefficient=0.3), BalanceLoss(scope="global", coefficient=0.2)),
+                aux_losses=(AuxLoss(coefficient=0.3), AuxLoss(scope="global", coefficient=0.2)),
                 z_loss=0.1,
                 bias_update_rate=2.0**-6,
             ),
             ffn_hidden_size=24,
-            every=2,
-            shared_ffn_hidden_size=16,
-            has_shared_gate=True,
+            layer_freq=2,
+            shared_expert_intermediate_size=16,
+            shared_expert_gate=True,
         ),
     ),
     "moe top-1": GPTConfig(
@@ -108,10 +108,10 @@ VARIANTS: dict[str, Any] = {
         tie_embeddings=False,
         moe=MoEConfig(
             router=RouterConfig(
-                num_experts=4, top_k=1, is_normalised=False, balance=(BalanceLoss(coefficient=0.3),), z_loss=0.1
+                num_experts=4, top_k=1, norm_topk_prob=False, aux_losses=(AuxLoss(coefficient=0.3),), z_loss=0.1
             ),
             layers=(1, 2, 7),
-            capacity=Capacity(factor=1.0, pads=True),
+            capacity=ExpertCapacity(factor=1.0, pad_to_capacity=True),
             dispatcher="all_gather",
         ),
     ),
@@ -128,18 +128,18 @@ VARIANTS: dict[str, Any] = {
             router=RouterConfig(
                 num_experts=8,
                 top_k=4,
-                score="sigmoid",
-                scaling_factor=1.5,
+                score_function="sigmoid",
+                topk_scaling_factor=1.5,
                 num_groups=4,
-                num_chosen_groups=2,
-                balance=(BalanceLoss(coefficient=0.3), BalanceLoss(scope="global", coefficient=0.2)),
+                group_topk=2,
+                aux_losses=(AuxLoss(coefficient=0.3), AuxLoss(scope="global", coefficient=0.2)),
                 bias_update_rate=2.0**-5,
                 jitter=0.1,
             ),
             ffn_hidden_size=24,
             layers=(0, 5),
-            shared_ffn_hidden_size=16,
-            capacity=Capacity(factor=0.75, keeps="position"),
+            shared_expert_intermediate_size=16,
+            capacity=ExpertCapacity(factor=0.75, drop_policy="position"),
         ),
     ),
 }
@@ -423,9 +423,9 @@ CONFIGS = VARIANTS | {
         hidden_dropout=0.1,
         attention_dropout=0.1,
         moe=MoEConfig(
-            router=RouterConfig(num_experts=4, is_normalised=False, z_loss=0.1, bias_update_rate=2.0**-6),
+            router=RouterConfig(num_experts=4, norm_topk_prob=False, z_loss=0.1, bias_update_rate=2.0**-6),
             ffn_hidden_size=24,
-            every=2,
+            layer_freq=2,
         ),
     )
 }

@@ -60,5 +60,5 @@ def test_in_the_models_with_experts_all_happens_that_could_go_wrong() -> None:
                 assert 0.2 * chosen < kept < 0.95 * chosen
     # The bias changes choices, and so do groups.
     last = steps["moe packed"][-1].routing
-    assert not torch.equal(last["layers.0 chosen"], last["layers.0 preferred_counts"])
+    assert not torch.equal(last["layers.0 chosen"], last["layers.0 global_tokens_per_expert"])
     assert last["layers.0 expert_bias"].unique().numel() > 1

@@ -137,7 +137,7 @@ def test_mistakes_are_one_line_with_the_way_out(capsys: pytest.CaptureFixture[st
     }
 
 
-MOE = "router: {num_experts: 4, top_k: 2, balance: [{coefficient: 1e-2}]}\nffn_hidden_size: 24\n"
+MOE = "router: {num_experts: 4, top_k: 2, aux_losses: [{coefficient: 1e-2}]}\nffn_hidden_size: 24\n"
 
 
 def test_a_dense_model_gets_experts(capsys: pytest.CaptureFixture[str]) -> None:

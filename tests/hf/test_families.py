@@ -14,8 +14,8 @@ from lightning_megatron import hf
 from lightning_megatron.hf.config_reader import ConfigReader
 from lightning_megatron.hf.families import FAMILIES, family_of_config
 from lightning_megatron.models import GPTConfig
-from lightning_megatron.moe.capacity import Capacity
-from lightning_megatron.moe.config import BalanceLoss, MoEConfig, RouterConfig
+from lightning_megatron.moe.capacity import ExpertCapacity
+from lightning_megatron.moe.config import AuxLoss, MoEConfig, RouterConfig
 from tests.hf.tiny import CASES, family_of, logits, ours, saved
 
 # Fields of theirs that say nothing of the numbers, or say again what another one says.
@@ -191,7 +191,7 @@ ROUTER = RouterConfig(num_experts=4)
         ({**GATED, "qk_norm": True, "head_dim": 10}, "qwen3"),
         ({"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 5}, "gpt2"),
         ({**GATED, "moe": MoEConfig(router=ROUTER)}, "mixtral"),
-        ({**GATED, "moe": MoEConfig(router=replace(ROUTER, is_normalised=False)), "qk_norm": True}, "qwen3_moe"),
+        ({**GATED, "moe": MoEConfig(router=replace(ROUTER, norm_topk_prob=False)), "qk_norm": True}, "qwen3_moe"),
     ],
 )
 def test_the_family_follows_from_the_configuration(fields: dict[str, Any], family: str) -> None:
@@ -220,15 +220,31 @@ def test_a_configuration_that_no_family_has_is_told_why_by_each() -> None:
 @pytest.mark.parametrize(
     ("family", "moe", "words"),
     [
-        ("mixtral", MoEConfig(router=replace(ROUTER, is_normalised=False)), "is_normalised (False) must be True"),
+        ("mixtral", MoEConfig(router=replace(ROUTER, norm_topk_prob=False)), "norm_topk_prob (False) must be True"),
         ("mixtral", MoEConfig(router=ROUTER, layers=(1,)), "layers 0 must have experts"),
-        ("mixtral", MoEConfig(router=replace(ROUTER, score="sigmoid")), "score ('sigmoid') must be 'softmax'"),
-        ("mixtral", MoEConfig(router=replace(ROUTER, choice="even")), "choice ('even') must be 'top_k' or 'sinkhorn'"),
-        ("mixtral", MoEConfig(router=replace(ROUTER, scaling_factor=2.0)), "scaling_factor (2.0) must be 1.0"),
-        ("mixtral", MoEConfig(router=replace(ROUTER, num_groups=2)), "num_chosen_groups (1) must be 2"),
+        (
+            "mixtral",
+            MoEConfig(router=replace(ROUTER, score_function="sigmoid")),
+            "score_function ('sigmoid') must be 'softmax'",
+        ),
+        (
+            "mixtral",
+            MoEConfig(router=replace(ROUTER, routing_type="round_robin")),
+            "routing_type ('round_robin') must be 'top_k' or 'sinkhorn'",
+        ),
+        (
+            "mixtral",
+            MoEConfig(router=replace(ROUTER, topk_scaling_factor=2.0)),
+            "topk_scaling_factor (2.0) must be 1.0",
+        ),
+        ("mixtral", MoEConfig(router=replace(ROUTER, num_groups=2)), "group_topk (1) must be 2"),
         ("mixtral", MoEConfig(router=replace(ROUTER, bias_update_rate=0.1)), "bias_update_rate (0.1) must be 0.0"),
-        ("mixtral", MoEConfig(router=ROUTER, shared_ffn_hidden_size=3), "shared_ffn_hidden_size (3) must be 0"),
-        ("mixtral", MoEConfig(router=ROUTER, capacity=Capacity(factor=2.0)), "must be None"),
+        (
+            "mixtral",
+            MoEConfig(router=ROUTER, shared_expert_intermediate_size=3),
+            "shared_expert_intermediate_size (3) must be 0",
+        ),
+        ("mixtral", MoEConfig(router=ROUTER, capacity=ExpertCapacity(factor=2.0)), "must be None"),
         ("llama", MoEConfig(router=ROUTER), "moe (4 experts) must be None"),
         ("qwen3_moe", MoEConfig(router=ROUTER), "qk_norm (False) must be True"),
     ],
@@ -249,10 +265,10 @@ def test_what_balances_experts_is_read_and_written() -> None:
     fields = {"router_aux_loss_coef": 0.05, "router_jitter_noise": 0.1}
     config = FAMILIES["mixtral"].config(fields)
     assert config.moe is not None
-    assert config.moe.router.balance == (BalanceLoss(coefficient=0.05),) and config.moe.router.jitter == 0.1
+    assert config.moe.router.aux_losses == (AuxLoss(coefficient=0.05),) and config.moe.router.jitter == 0.1
     assert fields.items() <= FAMILIES["mixtral"].config_to_hf(config).items()
     without = FAMILIES["mixtral"].config({"router_aux_loss_coef": 0.0}).moe
-    assert without is not None and without.router.balance == ()
+    assert without is not None and without.router.aux_losses == ()
 
 
 def test_an_unknown_family_is_told_which_there_are() -> None:

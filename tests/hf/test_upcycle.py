@@ -15,7 +15,7 @@ from lightning_megatron.checkpoint import read_entries, read_meta
 from lightning_megatron.hf.convert import to_checkpoint, to_folder
 from lightning_megatron.hf.weights import MODELS, gpt_config, in_checkpoint, in_folder, moe_config
 from lightning_megatron.models import GPTModel
-from lightning_megatron.moe.config import BalanceLoss, MoEConfig, RouterConfig
+from lightning_megatron.moe.config import AuxLoss, MoEConfig, RouterConfig
 from tests.harness.ranks import run_on_ranks
 from tests.hf.tiny import default_dtype, files_of, logits, ours, saved, tokens
 from tests.trainer.layouts import Layout, make_trainer
@@ -76,7 +76,7 @@ def test_transformers_computes_with_the_experts_what_it_did_without(tmp_path: Pa
 
 def test_a_qwen3_becomes_a_qwen3_moe_with_some_dense_layers(tmp_path: Path) -> None:
     model = saved("qwen3", tmp_path / "dense")
-    router = RouterConfig(num_experts=6, top_k=3, is_normalised=False)
+    router = RouterConfig(num_experts=6, top_k=3, norm_topk_prob=False)
     moe = MoEConfig(router=router, ffn_hidden_size=16, layers=(1, 3))
     done = to_folder(in_folder(tmp_path / "dense").upcycled(moe), tmp_path / "experts")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "experts")
@@ -101,13 +101,13 @@ def test_all_ways_give_the_same_model(tmp_path: Path) -> None:
 
 def test_what_routers_learn_beside_weights_begins_at_zero(tmp_path: Path) -> None:
     saved("llama", tmp_path / "dense")
-    balance = (BalanceLoss(coefficient=0.1), BalanceLoss(scope="global", coefficient=0.2))
-    moe = MoEConfig(router=RouterConfig(num_experts=4, bias_update_rate=0.1, balance=balance))
+    balance = (AuxLoss(coefficient=0.1), AuxLoss(scope="global", coefficient=0.2))
+    moe = MoEConfig(router=RouterConfig(num_experts=4, bias_update_rate=0.1, aux_losses=balance))
     done = to_checkpoint(in_folder(tmp_path / "dense").upcycled(moe), tmp_path / "experts.ckpt")
     entries = read_entries(tmp_path / "experts.ckpt")
     assert done.num_tensors == len(entries)
     assert entries["model.layers.1.moe.router.expert_bias"].dtype == torch.float32
-    assert entries["model.layers.1.moe.router.preferred_counts"].dtype == torch.int64
+    assert entries["model.layers.1.moe.router.global_tokens_per_expert"].dtype == torch.int64
     config = in_checkpoint(tmp_path / "experts.ckpt").config
     assert config == hf.config_from_pretrained(tmp_path / "dense", upcycle=moe)
     with default_dtype(torch.float64):
@@ -118,16 +118,16 @@ def test_what_routers_learn_beside_weights_begins_at_zero(tmp_path: Path) -> Non
     # It trains: a loss over the global batch reads the counts.
     model.train()(tokens(), labels=tokens()).backward()
     model.end_step(is_skipped=False)
-    assert dict(model.named_buffers())["layers.1.moe.router.preferred_counts"].sum() == 2 * tokens().numel()
+    assert dict(model.named_buffers())["layers.1.moe.router.global_tokens_per_expert"].sum() == 2 * tokens().numel()
 
 
 def test_experts_are_rebuilt_from_plain_data() -> None:
-    balance = (BalanceLoss(coefficient=0.1), BalanceLoss(scope="global", coefficient=0.2))
-    moe = MoEConfig(router=RouterConfig(num_experts=4, balance=balance), layers=(0, 1))
+    balance = (AuxLoss(coefficient=0.1), AuxLoss(scope="global", coefficient=0.2))
+    moe = MoEConfig(router=RouterConfig(num_experts=4, aux_losses=balance), layers=(0, 1))
     plain = asdict(moe)
-    plain["layers"], plain["router"]["balance"] = [0, 1], list(plain["router"]["balance"])
+    plain["layers"], plain["router"]["aux_losses"] = [0, 1], list(plain["router"]["aux_losses"])
     assert moe_config(plain) == moe_config(asdict(moe)) == moe
-    with pytest.raises(ValueError, match="BalanceLoss has no field kind"):
-        moe_config({"router": {"num_experts": 4, "balance": [{"kind": "x"}]}})
+    with pytest.raises(ValueError, match="AuxLoss has no field kind"):
+        moe_config({"router": {"num_experts": 4, "aux_losses": [{"kind": "x"}]}})
     with pytest.raises(ValueError, match="MoEConfig cannot be made of every"):
-        moe_config({"every": 2})
+        moe_config({"layer_freq": 2})

@@ -13,7 +13,7 @@ from lightning_megatron.lightning_modules import AdamWConfig, GPTModule
 from lightning_megatron.lightning_modules.export import ExportPretrained
 from lightning_megatron.lightning_modules.finetune import FinetuneModule
 from lightning_megatron.models import LlavaModel
-from lightning_megatron.moe.config import BalanceLoss, MoEConfig, RouterConfig
+from lightning_megatron.moe.config import AuxLoss, MoEConfig, RouterConfig
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.transformer.lora import LoraConfig
 from tests.data.chats import HEADERS, write_tokenizer
@@ -35,7 +35,7 @@ LAYOUTS = {
 
 
 # Half of the dense features, 48.
-UPCYCLE = MoEConfig(router=RouterConfig(num_experts=4, balance=(BalanceLoss(),)), ffn_hidden_size=24)
+UPCYCLE = MoEConfig(router=RouterConfig(num_experts=4, aux_losses=(AuxLoss(),)), ffn_hidden_size=24)
 EXPERT_LAYOUT = Layout(world=2, ep=2, optimizer=OptimizerConfig(kind="distributed"))
 
 
@@ -120,7 +120,7 @@ def test_what_upcycling_cannot_go_with_is_told_before_training(folder: Path) -> 
     path = str(folder / "tokenizer")
     with pytest.raises(ValueError, match="lora and upcycle do not go together"):
         FinetuneModule(path, LORA, upcycle=UPCYCLE)
-    moe = MoEConfig(router=RouterConfig(num_experts=4, score="sigmoid"), layers=(1,))
+    moe = MoEConfig(router=RouterConfig(num_experts=4, score_function="sigmoid"), layers=(1,))
     trainer = make_trainer(Layout(), callbacks=[ExportPretrained(str(folder / "nowhere"))])
     with pytest.raises(ConfigurationError) as raised:
         trainer.fit(FinetuneModule(path, upcycle=moe), datamodule=data(folder))

@@ -13,7 +13,7 @@ import torch
 from lightning_megatron import Fp8Config, MegatronStrategy
 from lightning_megatron.lightning_modules import GenerationConfig, GPTModule
 from lightning_megatron.lightning_modules.print_text import PrintText
-from lightning_megatron.moe.capacity import Capacity
+from lightning_megatron.moe.capacity import ExpertCapacity
 from lightning_megatron.moe.config import MoEConfig, RouterConfig
 from tests.harness.ranks import run_on_ranks
 from tests.lightning_modules.corpus import SEQUENCE, config, data
@@ -29,7 +29,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "dense": {},
     "rotary": {"position": "rotary", "normalization": "rmsnorm", "sliding_window": 5},
     "experts": {"moe": TOP_2},
-    "experts with a capacity": {"moe": replace(TOP_2, capacity=Capacity(factor=0.75))},
+    "experts with a capacity": {"moe": replace(TOP_2, capacity=ExpertCapacity(factor=0.75))},
 }
 LAYOUTS = {
     "pp2 vp2": Layout(world=2, pp=2, vp=2, microbatches=2),

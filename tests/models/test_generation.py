@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.models import GenerationConfig, GPTConfig, GPTModel, generate
 from lightning_megatron.models.generation import follow_gpt, write
-from lightning_megatron.moe.capacity import Capacity
+from lightning_megatron.moe.capacity import ExpertCapacity
 from lightning_megatron.moe.config import MoEConfig, RouterConfig
 from lightning_megatron.pipeline.collective import CollectiveCall
 from tests.harness.ranks import run_on_ranks
@@ -27,12 +27,15 @@ LENGTHS = (7, 1, 4)
 NEW = 8
 GREEDY = GenerationConfig(max_new_tokens=NEW, temperature=0.0)
 TOP_2 = MoEConfig(
-    router=RouterConfig(num_experts=4, top_k=2), ffn_hidden_size=24, shared_ffn_hidden_size=16, has_shared_gate=True
+    router=RouterConfig(num_experts=4, top_k=2),
+    ffn_hidden_size=24,
+    shared_expert_intermediate_size=16,
+    shared_expert_gate=True,
 )
 LLAMA = DENSE["llama"]
 EXPERTS = {
     "experts": replace(LLAMA, moe=TOP_2),
-    "experts with a capacity": replace(LLAMA, moe=replace(TOP_2, capacity=Capacity(factor=0.75))),
+    "experts with a capacity": replace(LLAMA, moe=replace(TOP_2, capacity=ExpertCapacity(factor=0.75))),
 }
 VARIANTS = {
     name: DENSE[name]

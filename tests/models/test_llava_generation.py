@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.models import GenerationConfig, GPTModel, LlavaConfig, LlavaModel, generate
-from lightning_megatron.moe.capacity import Capacity
+from lightning_megatron.moe.capacity import ExpertCapacity
 from lightning_megatron.moe.config import MoEConfig, RouterConfig
 from lightning_megatron.pipeline.collective import CollectiveCall
 from tests.harness.ranks import run_on_ranks
@@ -137,7 +137,7 @@ def test_an_image_token_is_never_said() -> None:
 
 def test_a_model_without_a_cache_sees_the_images_in_every_call() -> None:
     router = RouterConfig(num_experts=2, top_k=2)
-    experts = MoEConfig(router=router, ffn_hidden_size=16, capacity=Capacity(factor=1.0))
+    experts = MoEConfig(router=router, ffn_hidden_size=16, capacity=ExpertCapacity(factor=1.0))
     capped = model_of(replace(LLAVA, moe=experts))
     free = model_of(replace(LLAVA, moe=replace(experts, capacity=None)))
     assert not capped.is_extendable and free.is_extendable

@@ -13,8 +13,8 @@ from lightning_megatron.comm import collectives
 from lightning_megatron.comm.rng import Draws
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.models import GPTConfig, GPTModel
-from lightning_megatron.moe.capacity import Capacity
-from lightning_megatron.moe.config import BalanceLoss, MoEConfig, RouterConfig
+from lightning_megatron.moe.capacity import ExpertCapacity
+from lightning_megatron.moe.config import AuxLoss, MoEConfig, RouterConfig
 from lightning_megatron.sharding import sharded_parameters
 from tests.harness.threads import new_group, run_on_threads
 from tests.models.test_context import segments_of
@@ -28,17 +28,17 @@ TOP_2 = MoEConfig(
     router=RouterConfig(
         num_experts=E,
         top_k=2,
-        balance=(BalanceLoss(coefficient=0.5), BalanceLoss(scope="global", coefficient=0.4)),
+        aux_losses=(AuxLoss(coefficient=0.5), AuxLoss(scope="global", coefficient=0.4)),
         z_loss=0.2,
     ),
     ffn_hidden_size=24,
-    shared_ffn_hidden_size=16,
-    has_shared_gate=True,
+    shared_expert_intermediate_size=16,
+    shared_expert_gate=True,
 )
 TOP_1 = MoEConfig(
-    router=RouterConfig(num_experts=E, top_k=1, is_normalised=False, balance=(BalanceLoss(coefficient=0.6),)),
-    every=2,
-    capacity=Capacity(factor=0.75),
+    router=RouterConfig(num_experts=E, top_k=1, norm_topk_prob=False, aux_losses=(AuxLoss(coefficient=0.6),)),
+    layer_freq=2,
+    capacity=ExpertCapacity(factor=0.75),
 )
 VARIANTS = {"top 2, shared": replace(LLAMA, moe=TOP_2), "top 1, capacity, one dense": replace(LLAMA, moe=TOP_1)}
 each_variant = pytest.mark.parametrize("variant", VARIANTS)
@@ -55,7 +55,7 @@ either_batch = pytest.mark.parametrize("is_packed", [False, True], ids=["rows", 
 
 def without_losses(config: GPTConfig) -> GPTConfig:
     assert config.moe is not None
-    return replace(config, moe=replace(config.moe, router=replace(config.moe.router, balance=(), z_loss=0.0)))
+    return replace(config, moe=replace(config.moe, router=replace(config.moe.router, aux_losses=(), z_loss=0.0)))
 
 
 def gradients(model: GPTModel) -> dict[str, Tensor]:
@@ -227,12 +227,14 @@ def test_a_copy_of_a_model_in_training_goes_on_as_the_model_does(is_pickled: boo
 
 WITHIN_SEQUENCES = {
     "dropless": TOP_2,
-    "capacity": replace(TOP_2, capacity=Capacity(factor=0.5)),
-    "capacity by position, padded": replace(TOP_2, capacity=Capacity(factor=0.5, keeps="position", pads=True)),
-    "expert choice": MoEConfig(
-        router=RouterConfig(num_experts=E, choice="expert_choice", is_normalised=False), ffn_hidden_size=24
+    "capacity": replace(TOP_2, capacity=ExpertCapacity(factor=0.5)),
+    "capacity by position, padded": replace(
+        TOP_2, capacity=ExpertCapacity(factor=0.5, drop_policy="position", pad_to_capacity=True)
     ),
-    "sinkhorn": MoEConfig(router=RouterConfig(num_experts=E, choice="sinkhorn"), ffn_hidden_size=24),
+    "expert choice": MoEConfig(
+        router=RouterConfig(num_experts=E, routing_type="expert_choice", norm_topk_prob=False), ffn_hidden_size=24
+    ),
+    "sinkhorn": MoEConfig(router=RouterConfig(num_experts=E, routing_type="sinkhorn"), ffn_hidden_size=24),
 }
 
 

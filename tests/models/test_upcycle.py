@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.models import GPTConfig, GPTModel
 from lightning_megatron.models.upcycle import Upcycling
-from lightning_megatron.moe.capacity import Capacity
+from lightning_megatron.moe.capacity import ExpertCapacity
 from lightning_megatron.moe.config import MoEConfig, RouterConfig
 from lightning_megatron.moe.router import Routing
 from lightning_megatron.sharding import Box, shard_of
@@ -75,9 +75,9 @@ def difference(found: Upcycling) -> tuple[float, list[Routing]]:
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @pytest.mark.parametrize(("num_experts", "top_k", "width"), [(8, 2, 0), (8, 4, 12), (9, 6, 8)])
-@pytest.mark.parametrize("is_normalised", [True, False])
+@pytest.mark.parametrize("norm_topk_prob", [True, False])
 def test_biases_of_the_dense_model_are_shared_out(
-    activation: str, num_experts: int, top_k: int, width: int, is_normalised: bool
+    activation: str, num_experts: int, top_k: int, width: int, norm_topk_prob: bool
 ) -> None:
     found = way(
         width,
@@ -85,8 +85,8 @@ def test_biases_of_the_dense_model_are_shared_out(
         has_bias=True,
         num_experts=num_experts,
         top_k=top_k,
-        is_normalised=is_normalised,
-        scaling_factor=1.7,
+        norm_topk_prob=norm_topk_prob,
+        topk_scaling_factor=1.7,
     )
     dense = GPTModel(found.dense, mesh=Mesh.single(), seed=3).eval()
     with torch.no_grad():
@@ -97,7 +97,7 @@ def test_biases_of_the_dense_model_are_shared_out(
         model, _ = filled(found, dense, Mesh.single())
         tokens = torch.randint(31, (2, 40), generator=torch.Generator().manual_seed(1))
         wanted = dense(tokens)
-        assert float((model.eval()(tokens) - wanted).abs().max()) < (1e-12 if is_normalised else 1e-11)
+        assert float((model.eval()(tokens) - wanted).abs().max()) < (1e-12 if norm_topk_prob else 1e-11)
         for name, parameter in dense.named_parameters():
             if ".mlp." in name and name.endswith("bias"):
                 parameter.zero_()
@@ -106,30 +106,30 @@ def test_biases_of_the_dense_model_are_shared_out(
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @pytest.mark.parametrize(("num_experts", "top_k", "width"), [(8, 2, 0), (8, 2, 12), (8, 4, 12), (8, 4, 6), (9, 6, 8)])
-@pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrt_softplus"])
-@pytest.mark.parametrize("is_normalised", [True, False])
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid", "sqrt_softplus"])
+@pytest.mark.parametrize("norm_topk_prob", [True, False])
 def test_the_output_is_the_dense_models(
-    activation: str, num_experts: int, top_k: int, width: int, score: str, is_normalised: bool
+    activation: str, num_experts: int, top_k: int, width: int, score_function: str, norm_topk_prob: bool
 ) -> None:
     found = way(
         width,
         activation,
         num_experts=num_experts,
         top_k=top_k,
-        score=score,
-        is_normalised=is_normalised,
-        scaling_factor=1.7,
+        score_function=score_function,
+        norm_topk_prob=norm_topk_prob,
+        topk_scaling_factor=1.7,
     )
     most, routings = difference(found)
     assert most < 1e-12
     # Tokens go different ways, in each of two layers.
     assert len(routings) == 2
     for routing in routings:
-        assert len({tuple(sorted(row)) for row in routing.chosen_TK.tolist()}) > 1
+        assert len({tuple(sorted(row)) for row in routing.expert_ids_TK.tolist()}) > 1
 
 
 def test_one_expert_of_a_token_is_enough() -> None:
-    assert difference(way(num_experts=8, top_k=1, is_normalised=False))[0] < 1e-12
+    assert difference(way(num_experts=8, top_k=1, norm_topk_prob=False))[0] < 1e-12
 
 
 def test_layers_that_stay_dense_are_as_they_were() -> None:
@@ -139,7 +139,7 @@ def test_layers_that_stay_dense_are_as_they_were() -> None:
 
 
 def test_groups_of_experts_may_limit_the_choice() -> None:
-    grouped = {"num_experts": 8, "top_k": 4, "num_groups": 4, "num_chosen_groups": 2}
+    grouped = {"num_experts": 8, "top_k": 4, "num_groups": 4, "group_topk": 2}
     assert difference(way(12, **grouped))[0] < 1e-12
 
 
@@ -190,9 +190,9 @@ ROUTER = RouterConfig(num_experts=8, top_k=2)
         ({}, {"ffn_hidden_size": 48}, "ffn_hidden_size of an expert (48) must divide the dense (24)"),
         ({}, {"ffn_hidden_size": 8}, "num_experts (8) must be a multiple of the parts of a dense MLP (3 = 24 / 8)"),
         ({}, {"ffn_hidden_size": 6}, "top_k (2) must be a multiple of the parts of a dense MLP (4 = 24 / 6)"),
-        ({}, {"shared_ffn_hidden_size": 6}, "shared_ffn_hidden_size (6) must be 0"),
-        ({}, {"capacity": Capacity(factor=1.0)}, "capacity must be None"),
-        ({}, {"router": replace(ROUTER, choice="sinkhorn")}, "choice ('sinkhorn') must be 'top_k'"),
+        ({}, {"shared_expert_intermediate_size": 6}, "shared_expert_intermediate_size (6) must be 0"),
+        ({}, {"capacity": ExpertCapacity(factor=1.0)}, "capacity must be None"),
+        ({}, {"router": replace(ROUTER, routing_type="sinkhorn")}, "routing_type ('sinkhorn') must be 'top_k'"),
         ({}, {"layers": (2,)}, "moe layers 2 must be from 0"),
         (
             {},
@@ -208,11 +208,13 @@ def test_what_cannot_compute_the_same_is_refused(dense: dict[str, Any], moe: dic
 
 
 def test_all_that_is_wrong_is_told_at_once() -> None:
-    moe = MoEConfig(router=replace(ROUTER, choice="even"), ffn_hidden_size=3, shared_ffn_hidden_size=1)
+    moe = MoEConfig(
+        router=replace(ROUTER, routing_type="round_robin"), ffn_hidden_size=3, shared_expert_intermediate_size=1
+    )
     with pytest.raises(ValueError) as raised:
         Upcycling(dense=GPTConfig(**DENSE), moe=moe)
     assert [line.split()[1] for line in str(raised.value).splitlines()] == [
-        "shared_ffn_hidden_size",
-        "choice",
+        "shared_expert_intermediate_size",
+        "routing_type",
         "top_k",
     ]

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Mesh, Sizes
-from lightning_megatron.moe.dispatch import AllGather, AllToAll, Dispatcher
 from lightning_megatron.moe.experts import ExpertAxes, Experts
-from lightning_megatron.moe.grouped import GROUPED, GroupedProduct
+from lightning_megatron.moe.grouped_gemm import GROUPED_GEMM, ExpertGemm
+from lightning_megatron.moe.token_dispatcher import AllGatherTokenDispatcher, AllToAllTokenDispatcher, TokenDispatcher
 from lightning_megatron.sharding import Initial, shard_of
 from lightning_megatron.tensor.activation import Activation
 from tests.harness.threads import new_group, run_on_threads
@@ -29,7 +29,7 @@ INITIAL = Initial(std=0.5)
 # World, ep, etp: the rest is edp.
 LAYOUTS = [(1, 1, 1), (2, 2, 1), (2, 1, 2), (4, 2, 2), (4, 4, 1), (4, 2, 1), (4, 1, 2), (4, 1, 4), (8, 4, 2)]
 on_every_layout = pytest.mark.parametrize(("world_size", "ep", "etp"), LAYOUTS)
-with_either_dispatcher = pytest.mark.parametrize("make", [AllToAll, AllGather])
+with_either_dispatcher = pytest.mark.parametrize("make", [AllToAllTokenDispatcher, AllGatherTokenDispatcher])
 
 
 class Plain:
@@ -80,11 +80,11 @@ def on_mesh(world_size: int, ep: int, etp: int, fn: Callable[[Mesh], Any]) -> li
     return run_on_threads(world_size, lambda world: fn(expert_mesh(world, ep, etp)))
 
 
-def dispatcher_of(make: Callable[..., Dispatcher], mesh: Mesh) -> Dispatcher:
+def dispatcher_of(make: Callable[..., TokenDispatcher], mesh: Mesh) -> TokenDispatcher:
     return make(E, ep=mesh.axis("ep"), etp=mesh.axis("etp"))
 
 
-def experts_of(plain: Plain, mesh: Mesh, product: GroupedProduct = GROUPED) -> Experts:
+def experts_of(plain: Plain, mesh: Mesh, product: ExpertGemm = GROUPED_GEMM) -> Experts:
     """This rank's slice of the plain experts."""
     experts = Experts(
         E,

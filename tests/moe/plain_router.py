@@ -119,7 +119,7 @@ def plain_step(
         return [count * E / sum(counts) for count in counts]
 
     losses: dict[str, Tensor] = {}
-    for loss in config.balance:
+    for loss in config.aux_losses:
         total = torch.zeros((), dtype=torch.float64)
         for place in places:
             if loss.scope == "sequence":
@@ -148,9 +148,9 @@ def plain_step(
 
 def plain_scores(logits: Tensor, config: RouterConfig) -> Tensor:
     """By the formula of each."""
-    if config.score == "softmax":
+    if config.score_function == "softmax":
         return torch.exp(logits) / torch.exp(logits).sum()
-    if config.score == "sigmoid":
+    if config.score_function == "sigmoid":
         return 1 / (1 + torch.exp(-logits))
     return torch.log(1 + torch.exp(logits)).sqrt()
 
@@ -162,8 +162,8 @@ def plain_top(values: list[float], count: int) -> list[int]:
 
 def plain_weights(scores: Tensor, chosen: list[int], config: RouterConfig) -> list[tuple[int, Tensor]]:
     """Each chosen expert with its weight."""
-    total = torch.stack([scores[e] for e in chosen]).sum() if config.is_normalised else torch.tensor(1.0)
-    return [(e, scores[e] / total * config.scaling_factor) for e in chosen]
+    total = torch.stack([scores[e] for e in chosen]).sum() if config.norm_topk_prob else torch.tensor(1.0)
+    return [(e, scores[e] / total * config.topk_scaling_factor) for e in chosen]
 
 
 def plain_choice(
@@ -177,21 +177,21 @@ def plain_choice(
 ) -> dict[tuple[int, int], list[int]]:
     """The experts of each token."""
     k = config.top_k
-    if config.choice == "random":
+    if config.routing_type == "random":
         keys = {place: rng.bits(rng.key(NAME, "chance"), batch.keys_BS[place]) for place in places}
         return {place: plain_top(rng.uniform(keys[place], torch.arange(E)).tolist(), k) for place in places}
-    if config.choice == "even":
+    if config.routing_type == "round_robin":
         return {place: [(int(batch.positions_BS[place]) * k + j) % E for j in range(k)] for place in places}
     pools = [[place for place in places if documents[place] == d] for d in sorted(set(documents.values()))]
     chosen: dict[tuple[int, int], list[int]] = {place: [] for place in places}
-    if config.choice == "expert_choice":
+    if config.routing_type == "expert_choice":
         for pool in pools:
             capacity = -(-len(pool) * k // E)
             for e in range(E):
                 for place in sorted(pool, key=lambda place: (-scores[place][e].item(), place))[:capacity]:
                     chosen[place].append(e)
         return chosen
-    if config.choice == "sinkhorn":
+    if config.routing_type == "sinkhorn":
         for pool in pools:
             plan = torch.exp(torch.stack([logits[place].detach() for place in pool]))
             for _ in range(config.num_sinkhorn_iterations):
@@ -204,7 +204,7 @@ def plain_choice(
     for place in places:
         values = (scores[place].detach() + bias).tolist()
         groups = [values[g * size : (g + 1) * size] for g in range(config.num_groups)]
-        worth = [sum(sorted(group, reverse=True)[: k // config.num_chosen_groups]) for group in groups]
-        kept = plain_top(worth, config.num_chosen_groups)
+        worth = [sum(sorted(group, reverse=True)[: k // config.group_topk]) for group in groups]
+        kept = plain_top(worth, config.group_topk)
         chosen[place] = plain_top([v if e // size in kept else -torch.inf for e, v in enumerate(values)], k)
     return chosen

@@ -11,20 +11,20 @@ from torch import Tensor
 
 from lightning_megatron.comm.collectives import shard_slice
 from lightning_megatron.mesh import Mesh, Sizes
-from lightning_megatron.moe.capacity import Capacity, Keeps
-from lightning_megatron.moe.choice import expert_choice
-from lightning_megatron.moe.pools import Pools, RoutedTokens
+from lightning_megatron.moe.capacity import DropPolicy, ExpertCapacity
+from lightning_megatron.moe.sequence_groups import RoutedTokens, SequenceGroups
+from lightning_megatron.moe.topk import expert_choice
 from tests.harness.threads import new_group, run_on_threads
 from tests.moe.plain_capacity import E, kept_by_hand
 
 
-def alone(segments: list[int], num: int) -> Pools:
+def alone(segments: list[int], num: int) -> SequenceGroups:
     """The pools of one device; -1 is padding."""
     ids_T = torch.tensor(segments, dtype=torch.int64)
-    return Pools(ids_T=torch.where(ids_T < 0, num, ids_T), num_pools=num + 1, axes=())
+    return SequenceGroups(ids_T=torch.where(ids_T < 0, num, ids_T), num_pools=num + 1, axes=())
 
 
-def kept(experts: Tensor, weights: Tensor, capacity: Capacity, *, num: int = E) -> list[list[int]]:
+def kept(experts: Tensor, weights: Tensor, capacity: ExpertCapacity, *, num: int = E) -> list[list[int]]:
     """Of one sequence in order."""
     places = torch.arange(len(experts))
     answer = capacity.kept(experts, weights, places, alone([0] * len(experts), 1), num_chosen=experts.shape[1], num=num)
@@ -39,7 +39,7 @@ def choices_of(num_tokens: int, num_chosen: int, seed: int) -> tuple[Tensor, Ten
     return experts, torch.randint(1, 4, experts.shape, generator=generator) / 4
 
 
-each_keeps = pytest.mark.parametrize("keeps", ["probability", "position"])
+each_policy = pytest.mark.parametrize("drop_policy", ["probs", "position"])
 
 
 @settings(max_examples=60)
@@ -49,17 +49,19 @@ each_keeps = pytest.mark.parametrize("keeps", ["probability", "position"])
     factor=st.sampled_from(["0.1", "0.5", "0.8", "1.0", "1.1", "1.5", "4.0"]),
     seed=st.integers(0, 2**30),
 )
-@each_keeps
+@each_policy
 def test_the_choices_that_stay_are_those_found_by_hand(
-    segments: list[int], num_chosen: int, factor: str, keeps: Keeps, seed: int
+    segments: list[int], num_chosen: int, factor: str, drop_policy: DropPolicy, seed: int
 ) -> None:
     experts, weights = choices_of(len(segments), num_chosen, seed)
     # Tokens of a sequence lie in any order, as those of several ranks do.
     positions = torch.randperm(len(segments), generator=torch.Generator().manual_seed(seed))
-    ours = Capacity(factor=float(factor), keeps=keeps).kept(
+    ours = ExpertCapacity(factor=float(factor), drop_policy=drop_policy).kept(
         experts, weights, positions, alone(segments, 3), num_chosen=num_chosen, num=E
     )
-    assert ours.tolist() == kept_by_hand(experts, weights, segments, positions.tolist(), factor, num_chosen, keeps)
+    assert ours.tolist() == kept_by_hand(
+        experts, weights, segments, positions.tolist(), factor, num_chosen, drop_policy
+    )
 
 
 B, S, K = 4, 8, 2
@@ -74,20 +76,20 @@ CUTS = {
 }
 
 
-@each_keeps
+@each_policy
 @pytest.mark.parametrize(("sizes", "num_microbatches"), CUTS.values(), ids=CUTS)
 def test_what_is_dropped_is_that_of_one_device_on_every_cut_of_the_batch(
-    sizes: Sizes, num_microbatches: int, keeps: Keeps
+    sizes: Sizes, num_microbatches: int, drop_policy: DropPolicy
 ) -> None:
-    capacity = Capacity(factor=0.75, keeps=keeps)
+    capacity = ExpertCapacity(factor=0.75, drop_policy=drop_policy)
     experts, weights = choices_of(B * S, K, 7)
     segments = [2 * b + (s >= 3) if (b, s) < (3, 5) else -1 for b in range(B) for s in range(S)]
     positions = [s - 3 * (s >= 3) for _ in range(B) for s in range(S)]
-    right = torch.tensor(kept_by_hand(experts, weights, segments, positions, "0.75", K, keeps))
+    right = torch.tensor(kept_by_hand(experts, weights, segments, positions, "0.75", K, drop_policy))
     # It bites: some are dropped, and rows by themselves, or parts of them, would drop others.
     assert int((right >= 0).sum()) < int((experts[torch.tensor(segments) >= 0] >= 0).sum())
     halves = [2 * number + s % 2 if number >= 0 else -1 for s, number in enumerate(segments)]
-    assert kept_by_hand(experts, weights, halves, positions, "0.75", K, keeps) != right.tolist()
+    assert kept_by_hand(experts, weights, halves, positions, "0.75", K, drop_policy) != right.tolist()
 
     def on_rank(world: Any) -> None:
         mesh = Mesh.build(sizes, world.rank(), new_group)
@@ -123,9 +125,9 @@ def test_experts_that_choose_lose_nothing_to_a_factor_of_one_and_their_last_to_a
     scores = torch.rand(8, E, generator=torch.Generator().manual_seed(1))
     pools, places = alone([0] * 5 + [1] * 3, 2), torch.arange(8)
     chosen = expert_choice(scores, places, pools, 2)
-    whole = Capacity(factor=1.0).kept(chosen, scores, places, pools, num_chosen=2, num=E)
+    whole = ExpertCapacity(factor=1.0).kept(chosen, scores, places, pools, num_chosen=2, num=E)
     assert torch.equal(whole, chosen) and bool((chosen >= 0).any())
-    half = Capacity(factor=0.5).kept(chosen, scores, places, pools, num_chosen=2, num=E)
+    half = ExpertCapacity(factor=0.5).kept(chosen, scores, places, pools, num_chosen=2, num=E)
     # Of 5 tokens each takes 2 instead of 3, of 3 tokens 1 instead of 2.
     assert (half[:5] >= 0).sum(0).tolist() == [2] * E and (half[5:] >= 0).sum(0).tolist() == [1] * E
     for expert in range(E):
@@ -135,52 +137,54 @@ def test_experts_that_choose_lose_nothing_to_a_factor_of_one_and_their_last_to_a
 
 def test_the_greatest_weights_stay_or_the_first_tokens_do() -> None:
     experts, weights = torch.tensor([[0], [0], [0], [1]]), torch.tensor([[0.1], [0.9], [0.9], [0.2]])
-    assert kept(experts, weights, Capacity(factor=1.0), num=2) == [[-1], [0], [0], [1]]
-    assert kept(experts, weights, Capacity(factor=1.0, keeps="position"), num=2) == [[0], [0], [-1], [1]]
+    assert kept(experts, weights, ExpertCapacity(factor=1.0), num=2) == [[-1], [0], [0], [1]]
+    assert kept(experts, weights, ExpertCapacity(factor=1.0, drop_policy="position"), num=2) == [[0], [0], [-1], [1]]
     # Among equals the first.
-    assert kept(experts, weights, Capacity(factor=0.5), num=2) == [[-1], [0], [-1], [1]]
+    assert kept(experts, weights, ExpertCapacity(factor=0.5), num=2) == [[-1], [0], [-1], [1]]
 
 
 def test_the_capacity_is_the_even_share_times_the_factor_rounded_up_as_the_factor_is_written() -> None:
-    assert Capacity(factor=1.0).num_rows(8, 2, 4) == 4
-    assert Capacity(factor=1.25).num_rows(8, 2, 4) == 5
-    assert Capacity(factor=1.26).num_rows(8, 2, 4) == 6
-    assert Capacity(factor=1.1).num_rows(100, 1, 2) == 55
+    assert ExpertCapacity(factor=1.0).num_rows(8, 2, 4) == 4
+    assert ExpertCapacity(factor=1.25).num_rows(8, 2, 4) == 5
+    assert ExpertCapacity(factor=1.26).num_rows(8, 2, 4) == 6
+    assert ExpertCapacity(factor=1.1).num_rows(100, 1, 2) == 55
     assert math.ceil(1.1 * 100 / 2) == 56  # as a float
 
 
 def test_a_call_without_tokens_has_nothing_to_drop() -> None:
     nothing = torch.empty(0, 2)
-    assert kept(nothing.long(), nothing, Capacity(factor=1.0)) == []
-    padding = Capacity(factor=1.0).kept(
+    assert kept(nothing.long(), nothing, ExpertCapacity(factor=1.0)) == []
+    padding = ExpertCapacity(factor=1.0).kept(
         torch.tensor([[0, 1]]), torch.ones(1, 2), torch.zeros(1).long(), alone([-1], 0), num_chosen=2, num=E
     )
     assert padding.tolist() == [[-1, -1]]
 
 
 def test_a_capacity_below_one_token_is_refused_with_what_would_do() -> None:
-    (fault,) = Capacity(factor=1.5).length_faults(8, 2, 32)
+    (fault,) = ExpertCapacity(factor=1.5).length_faults(8, 2, 32)
     assert "is 0.75 tokens an expert and must be at least 1" in fault
     assert "use a factor of at least 2.0, sequences of 11 tokens, or no capacity" in fault
-    assert not Capacity(factor=2.0).length_faults(8, 2, 32) and Capacity(factor=2.0).num_rows(8, 2, 32) == 1
-    assert not Capacity(factor=1.5).length_faults(11, 2, 32) and Capacity(factor=1.5).num_rows(11, 2, 32) == 2
-    assert Capacity(factor=1.5).length_faults(10, 2, 32)
+    assert not ExpertCapacity(factor=2.0).length_faults(8, 2, 32) and ExpertCapacity(factor=2.0).num_rows(8, 2, 32) == 1
+    assert (
+        not ExpertCapacity(factor=1.5).length_faults(11, 2, 32) and ExpertCapacity(factor=1.5).num_rows(11, 2, 32) == 2
+    )
+    assert ExpertCapacity(factor=1.5).length_faults(10, 2, 32)
     # The factor that is told is rounded up, never down.
-    assert Capacity(factor=0.1).length_faults(6, 1, 4)[0].count("0.667") == 1
-    assert not Capacity(factor=0.667).length_faults(6, 1, 4)
+    assert ExpertCapacity(factor=0.1).length_faults(6, 1, 4)[0].count("0.667") == 1
+    assert not ExpertCapacity(factor=0.667).length_faults(6, 1, 4)
 
 
 def test_a_sequence_that_is_shorter_leaves_each_expert_one_token_at_least() -> None:
-    assert [Capacity(factor=1.0).num_rows(length, 2, 32) for length in (0, 1, 15, 16, 17)] == [0, 1, 1, 1, 2]
+    assert [ExpertCapacity(factor=1.0).num_rows(length, 2, 32) for length in (0, 1, 15, 16, 17)] == [0, 1, 1, 1, 2]
 
 
 def test_all_faults_are_told_at_once() -> None:
     with pytest.raises(ValueError) as refused:
-        Capacity(factor=0.0, keeps="luck")  # type: ignore[arg-type]
+        ExpertCapacity(factor=0.0, drop_policy="luck")  # type: ignore[arg-type]
     assert str(refused.value).splitlines() == [
         "capacity factor (0.0) must be a number above 0; leave capacity out to drop nothing",
-        "capacity keeps ('luck') must be one of 'probability', 'position'",
+        "capacity drop_policy ('luck') must be one of 'probs', 'position'",
     ]
     for factor in (float("nan"), float("inf"), -1.0):
         with pytest.raises(ValueError, match="must be a number above 0"):
-            Capacity(factor=factor)
+            ExpertCapacity(factor=factor)

@@ -12,11 +12,11 @@ from torch import Tensor
 from lightning_megatron.comm import collectives
 from lightning_megatron.comm.collectives import shard_slice
 from lightning_megatron.mesh import Mesh, Sizes
-from lightning_megatron.moe.dispatch import AllToAll, Dispatcher
-from lightning_megatron.moe.experts import Arrived, ExpertAxes, Experts
-from lightning_megatron.moe.grouped import GROUPED, ONE_BY_ONE, GroupedProduct, Groups
+from lightning_megatron.moe.experts import DispatchedTokens, ExpertAxes, Experts
+from lightning_megatron.moe.grouped_gemm import GROUPED_GEMM, SEQUENTIAL_GEMM, ExpertGemm, ExpertGroups
 from lightning_megatron.moe.mixture import mix
-from lightning_megatron.moe.shared import SharedExpert
+from lightning_megatron.moe.shared_expert import SharedExpert
+from lightning_megatron.moe.token_dispatcher import AllToAllTokenDispatcher, TokenDispatcher
 from lightning_megatron.sharding import shard_of
 from lightning_megatron.tensor.activation import Activation
 from tests.harness.ranks import run_on_ranks
@@ -38,7 +38,7 @@ from tests.moe.plain import (
 from tests.tensor.plain import assert_gradient_is_slice, fill, part_of, thread_mesh
 from tests.tensor.plain import on_every_layout as on_every_tensor_layout
 
-Make = Callable[..., Dispatcher]
+Make = Callable[..., TokenDispatcher]
 NAMES = ("up", "down", "up_bias", "down_bias")
 
 
@@ -86,7 +86,7 @@ class Plain:
         return out.detach()
 
 
-def experts_of(plain: Plain, mesh: Mesh, product: GroupedProduct = GROUPED) -> Experts:
+def experts_of(plain: Plain, mesh: Mesh, product: ExpertGemm = GROUPED_GEMM) -> Experts:
     experts = Experts(
         E,
         H,
@@ -103,7 +103,7 @@ def experts_of(plain: Plain, mesh: Mesh, product: GroupedProduct = GROUPED) -> E
     return experts
 
 
-def check(plain: Plain, out: Tensor, make: Make, mesh: Mesh, product: GroupedProduct = GROUPED) -> None:
+def check(plain: Plain, out: Tensor, make: Make, mesh: Mesh, product: ExpertGemm = GROUPED_GEMM) -> None:
     experts = experts_of(plain, mesh, product)
     hidden, weights = own(plain.hidden, mesh).requires_grad_(), own(plain.weights, mesh).requires_grad_()
     dispatcher = dispatcher_of(make, mesh)
@@ -146,7 +146,7 @@ def test_biased_experts_on_any_layout_equal_a_loop_over_them(
 def test_biased_experts_one_by_one_equal_the_loop() -> None:
     plain = Plain(20)
     out = plain.run()
-    on_mesh(4, 2, 2, lambda mesh: check(plain, out, AllToAll, mesh, ONE_BY_ONE))
+    on_mesh(4, 2, 2, lambda mesh: check(plain, out, AllToAllTokenDispatcher, mesh, SEQUENTIAL_GEMM))
 
 
 def gloo_rank() -> None:
@@ -155,25 +155,25 @@ def gloo_rank() -> None:
 
     mesh = Mesh.build(Sizes(world=4, ep=2, etp=2), dist.get_rank(), new_group)
     plain = Plain(20)
-    check(plain, plain.run(), AllToAll, mesh)
+    check(plain, plain.run(), AllToAllTokenDispatcher, mesh)
 
 
 def test_biased_experts_equal_the_loop_on_real_ranks() -> None:
     run_on_ranks(4, gloo_rank)
 
 
-@pytest.mark.parametrize("product", [ONE_BY_ONE, GROUPED])
-def test_under_autocast_biases_are_added_wide_and_have_gradients_of_their_own_dtype(product: GroupedProduct) -> None:
+@pytest.mark.parametrize("product", [SEQUENTIAL_GEMM, GROUPED_GEMM])
+def test_under_autocast_biases_are_added_wide_and_have_gradients_of_their_own_dtype(product: ExpertGemm) -> None:
     plain = Plain(8)
     experts, low = (experts_of(plain, Mesh.single(), product).float() for _ in range(2))
     sizes = (4, 0, 3, 0, 1, 0, 0, 5)
-    groups = Groups(sizes, torch.tensor(sizes))
+    groups = ExpertGroups(sizes, torch.tensor(sizes))
     rows, weights = torch.randn(13, H), torch.rand(13)
-    out = experts(Arrived(rows, weights, groups))
+    out = experts(DispatchedTokens(rows, weights, groups))
     out.sum().backward()
     low_weights = weights.clone().requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        low_out = low(Arrived(rows, low_weights, groups))
+        low_out = low(DispatchedTokens(rows, low_weights, groups))
     assert low_out.dtype == torch.bfloat16
     # Of bfloat16's 8 bits the last, of sums of some ten products of numbers near 1.
     torch.testing.assert_close(low_out.float(), out, rtol=0.05, atol=0.3)

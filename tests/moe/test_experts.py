@@ -8,17 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.mesh import Mesh, Sizes
-from lightning_megatron.moe import grouped
-from lightning_megatron.moe.experts import Arrived, ExpertAxes, Experts
-from lightning_megatron.moe.grouped import GROUPED, ONE_BY_ONE, GroupedProduct, Groups, grouped_linear
+from lightning_megatron.moe import grouped_gemm
+from lightning_megatron.moe.experts import DispatchedTokens, ExpertAxes, Experts
+from lightning_megatron.moe.grouped_gemm import GROUPED_GEMM, SEQUENTIAL_GEMM, ExpertGemm, ExpertGroups, grouped_linear
 from lightning_megatron.sharding import Initial, shard_of
 from lightning_megatron.tensor.weight_gradients import Task, WeightGradients, share
 from lightning_megatron.transformer.init import initialise
 from tests.moe.plain import BITE
 
 SIZES = (3, 0, 5, 0)
-GROUPS = Groups(SIZES, torch.tensor(SIZES))
-either = pytest.mark.parametrize("product", [ONE_BY_ONE, GROUPED])
+GROUPS = ExpertGroups(SIZES, torch.tensor(SIZES))
+either = pytest.mark.parametrize("product", [SEQUENTIAL_GEMM, GROUPED_GEMM])
 
 
 def experts_on(mesh: Mesh, **changes: Any) -> Experts:
@@ -39,7 +39,7 @@ def looped(x: Tensor, weight: Tensor) -> Tensor:
 )
 @pytest.mark.parametrize("out_shape", [(16,), (2, 8), (5,)])
 def test_products_of_many_experts_equal_a_loop_in_plain_torch(
-    product: GroupedProduct, dtype: torch.dtype, tolerance: float, out_shape: tuple[int, ...]
+    product: ExpertGemm, dtype: torch.dtype, tolerance: float, out_shape: tuple[int, ...]
 ) -> None:
     x = torch.randn(sum(SIZES), 8).to(dtype).requires_grad_()
     weight = torch.randn(len(SIZES), *out_shape, 8).to(dtype).requires_grad_()
@@ -63,7 +63,7 @@ def test_the_kernel_is_used_where_it_takes_the_tensors_and_there_alone(monkeypat
         used.append(x.dtype)
         return kernel(x, *rest, **options)
 
-    monkeypatch.setattr(grouped.F, "grouped_mm", told)
+    monkeypatch.setattr(grouped_gemm.F, "grouped_mm", told)
     for dtype, in_features, rows, is_kernel in [
         (torch.float32, 8, 8, True),
         (torch.bfloat16, 8, 8, True),
@@ -75,8 +75,8 @@ def test_the_kernel_is_used_where_it_takes_the_tensors_and_there_alone(monkeypat
         sizes = SIZES if rows else (0,) * len(SIZES)
         x = torch.randn(rows, in_features).to(dtype).requires_grad_()
         weight = torch.randn(len(SIZES), 8, in_features).to(dtype).requires_grad_()
-        groups = Groups(sizes, torch.tensor(sizes))
-        grouped_linear(x, weight, groups, gradients=WeightGradients(), product=GROUPED).square().sum().backward()
+        groups = ExpertGroups(sizes, torch.tensor(sizes))
+        grouped_linear(x, weight, groups, gradients=WeightGradients(), product=GROUPED_GEMM).square().sum().backward()
         assert used == ([dtype] * 3 if is_kernel else [])
         assert weight.grad is not None and weight.grad.shape == weight.shape
 
@@ -85,11 +85,11 @@ def test_the_kernel_is_used_where_it_takes_the_tensors_and_there_alone(monkeypat
 @pytest.mark.parametrize("is_queued", [False, True])
 @pytest.mark.parametrize("has_grad_view", [False, True])
 def test_weight_gradients_go_past_autograd_where_a_schedule_says_so(
-    product: GroupedProduct, is_queued: bool, has_grad_view: bool
+    product: ExpertGemm, is_queued: bool, has_grad_view: bool
 ) -> None:
     experts = experts_on(Mesh.single(), product=product)
     initialise(experts, seed=0)
-    arrived = Arrived(torch.randn(sum(SIZES), 8), torch.rand(sum(SIZES)), GROUPS)
+    arrived = DispatchedTokens(torch.randn(sum(SIZES), 8), torch.rand(sum(SIZES)), GROUPS)
     for _ in range(2):
         experts(arrived).square().sum().backward()
     expected = [parameter.grad for parameter in experts.parameters()]
@@ -113,7 +113,7 @@ def test_weight_gradients_go_past_autograd_where_a_schedule_says_so(
 
 
 @either
-def test_a_product_that_is_put_off_holds_its_operands_and_not_what_they_came_from(product: GroupedProduct) -> None:
+def test_a_product_that_is_put_off_holds_its_operands_and_not_what_they_came_from(product: ExpertGemm) -> None:
     received = torch.randn(sum(SIZES), 8, requires_grad=True)
     weight, gradients = nn.Parameter(torch.randn(len(SIZES), 16, 8)), WeightGradients()
     queue: list[Task] = []
@@ -128,7 +128,7 @@ def test_a_product_that_is_put_off_holds_its_operands_and_not_what_they_came_fro
 
 @either
 @pytest.mark.parametrize("is_strided", [False, True])
-def test_weight_gradients_are_added_to_wider_and_to_strided_ones(product: GroupedProduct, is_strided: bool) -> None:
+def test_weight_gradients_are_added_to_wider_and_to_strided_ones(product: ExpertGemm, is_strided: bool) -> None:
     x = torch.randn(sum(SIZES), 8).to(torch.float32 if is_strided else torch.bfloat16)
     weight, gradients = nn.Parameter(torch.randn(len(SIZES), 2, 6, 8)), WeightGradients()
     out = grouped_linear(x, weight, GROUPS, gradients=gradients, product=product).square().sum()
@@ -161,14 +161,14 @@ def test_the_weight_acts_before_the_second_matrix_and_has_its_gradient_in_float3
     initialise(experts, seed=0)
     weights = torch.rand(sum(SIZES), requires_grad=True)
     rows = torch.randn(sum(SIZES), 8)
-    out = experts(Arrived(rows, weights, GROUPS))
-    unweighted = experts(Arrived(rows, torch.ones_like(weights), GROUPS))
+    out = experts(DispatchedTokens(rows, weights, GROUPS))
+    unweighted = experts(DispatchedTokens(rows, torch.ones_like(weights), GROUPS))
     torch.testing.assert_close(out, unweighted * weights[:, None].detach())
     assert (out - unweighted).abs().max() > BITE
     out.sum().backward()
     torch.testing.assert_close(weights.grad, unweighted.sum(1).detach())
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        low = experts(Arrived(rows, weights, GROUPS))
+        low = experts(DispatchedTokens(rows, weights, GROUPS))
     assert low.dtype == torch.bfloat16
     (grad,) = torch.autograd.grad(low.float().sum(), weights)
     assert grad.dtype == torch.float32
@@ -185,6 +185,6 @@ def test_a_frozen_expert_has_no_gradient_and_rows_still_have_one() -> None:
     initialise(experts, seed=0)
     experts.requires_grad_(False)
     rows = torch.randn(sum(SIZES), 8, requires_grad=True)
-    experts(Arrived(rows, torch.rand(sum(SIZES)), GROUPS)).sum().backward()
+    experts(DispatchedTokens(rows, torch.rand(sum(SIZES)), GROUPS)).sum().backward()
     assert rows.grad is not None and rows.grad.count_nonzero()
     assert all(isinstance(each, nn.Parameter) and each.grad is None for each in experts.parameters())

@@ -25,9 +25,9 @@ def test_widths_that_their_axis_does_not_divide_are_refused_with_what_would_do()
         "ffn_hidden_size of an expert (6) must be a multiple of expert_tensor_parallel_size (4); "
         "expert_tensor_parallel_size may be 1, 2, 3, 6"
     ]
-    (fault,) = layout_faults(8, Sizes(world=4, tp=4), shared_ffn_hidden_size=10)
-    assert fault.startswith("shared_ffn_hidden_size (10) must be a multiple of tensor_model_parallel_size (4)")
-    assert layout_faults(8, Sizes(world=4, tp=4), shared_ffn_hidden_size=12) == []
+    (fault,) = layout_faults(8, Sizes(world=4, tp=4), shared_expert_intermediate_size=10)
+    assert fault.startswith("shared_expert_intermediate_size (10) must be a multiple of tensor_model_parallel_size (4)")
+    assert layout_faults(8, Sizes(world=4, tp=4), shared_expert_intermediate_size=12) == []
 
 
 def test_tp_without_sequence_parallelism_is_refused_under_ep_alone() -> None:

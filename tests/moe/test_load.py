@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Mesh, Sizes
-from lightning_megatron.moe.config import BalanceLoss, RouterConfig
+from lightning_megatron.moe.config import AuxLoss, RouterConfig
 from lightning_megatron.moe.load import end_step
 from lightning_megatron.moe.router import Router
 from lightning_megatron.sharding import Initial
@@ -15,7 +15,7 @@ from tests.harness.threads import new_group, run_on_threads
 
 
 def build(num_experts: int, mesh: Mesh) -> Router:
-    config = RouterConfig(num_experts=num_experts, bias_update_rate=0.5, balance=(BalanceLoss(scope="global"),))
+    config = RouterConfig(num_experts=num_experts, bias_update_rate=0.5, aux_losses=(AuxLoss(scope="global"),))
     return Router(config, 4, tp=mesh.tp, cut=mesh.tp, name="router", initial=Initial())
 
 
@@ -51,7 +51,7 @@ def test_routers_of_any_size_learn_from_all_ranks_in_two_messages(monkeypatch: A
         assert [report.counts_E.tolist() for report in reports] == [[3, 7], [2, 2, 2]]
         assert float(reports[0].losses["global"]) == 5 / 12 and float(reports[1].losses["global"]) == 2
         assert routers[0].expert_bias.tolist() == [0.5, -0.5] and routers[1].expert_bias.tolist() == [0.0] * 3
-        assert routers[0].preferred_counts.tolist() == [3, 7]
+        assert routers[0].global_tokens_per_expert.tolist() == [3, 7]
 
     run_on_threads(2, on_rank)
     assert sorted(messages) == [0, 0, 1, 1]
@@ -66,7 +66,7 @@ def test_a_step_is_learnt_from_once_and_a_skipped_one_not_at_all() -> None:
     # A step in which no router was called moves nothing.
     report = end_step([router], cut=mesh.tp, data=mesh.dp)[0]
     assert router.expert_bias.tolist() == [-0.5, 0.5] and report.counts_E.tolist() == [0, 0]
-    assert router.preferred_counts.tolist() == [4, 0]
+    assert router.global_tokens_per_expert.tolist() == [4, 0]
     router.records.add(0, counts([4, 0]), sums(4, 1))
     router.records.forget()
     end_step([router], cut=mesh.tp, data=mesh.dp)

@@ -17,10 +17,10 @@ from torch.testing import assert_close
 from lightning_megatron.comm import differentiable, rng
 from lightning_megatron.comm.collectives import all_reduce, shard_slice
 from lightning_megatron.mesh import Mesh, Sizes
-from lightning_megatron.moe.config import BalanceLoss, RouterConfig
-from lightning_megatron.moe.load import Report, end_step
-from lightning_megatron.moe.pools import RoutedTokens
+from lightning_megatron.moe.config import AuxLoss, RouterConfig
+from lightning_megatron.moe.load import RoutingReport, end_step
 from lightning_megatron.moe.router import Router, Routing
+from lightning_megatron.moe.sequence_groups import RoutedTokens
 from lightning_megatron.sharding import Initial, shard_of
 from tests.harness.threads import new_group, run_on_threads
 from tests.moe.plain_router import NAME, B, Batch, E, H, Plain, S, make_batch, plain_step
@@ -64,29 +64,33 @@ LAYOUTS = {
 }
 
 ALL_SCOPES = (
-    BalanceLoss(scope="sequence", coefficient=0.3),
-    BalanceLoss(scope="microbatch", coefficient=0.2),
-    BalanceLoss(scope="global", coefficient=0.5),
+    AuxLoss(scope="sequence", coefficient=0.3),
+    AuxLoss(scope="microbatch", coefficient=0.2),
+    AuxLoss(scope="global", coefficient=0.5),
 )
 CONFIGS = {
-    "softmax after": RouterConfig(num_experts=E, top_k=2, balance=ALL_SCOPES, z_loss=0.1),
-    "softmax before": RouterConfig(num_experts=E, top_k=3, is_normalised=False, scaling_factor=2.5),
-    "top 1": RouterConfig(num_experts=E, top_k=1, is_normalised=False, balance=ALL_SCOPES[:1], jitter=0.4),
+    "softmax after": RouterConfig(num_experts=E, top_k=2, aux_losses=ALL_SCOPES, z_loss=0.1),
+    "softmax before": RouterConfig(num_experts=E, top_k=3, norm_topk_prob=False, topk_scaling_factor=2.5),
+    "top 1": RouterConfig(num_experts=E, top_k=1, norm_topk_prob=False, aux_losses=ALL_SCOPES[:1], jitter=0.4),
     "sigmoid, groups, bias": RouterConfig(
         num_experts=E,
         top_k=4,
-        score="sigmoid",
-        scaling_factor=2.5,
+        score_function="sigmoid",
+        topk_scaling_factor=2.5,
         num_groups=4,
-        num_chosen_groups=2,
+        group_topk=2,
         bias_update_rate=0.2,
-        balance=ALL_SCOPES,
+        aux_losses=ALL_SCOPES,
     ),
-    "sqrt of softplus": RouterConfig(num_experts=E, top_k=2, score="sqrt_softplus", balance=ALL_SCOPES, z_loss=0.2),
-    "sinkhorn": RouterConfig(num_experts=E, top_k=2, choice="sinkhorn", score="sigmoid", z_loss=0.1),
-    "expert choice": RouterConfig(num_experts=E, top_k=2, choice="expert_choice", is_normalised=False, z_loss=0.1),
-    "random": RouterConfig(num_experts=E, top_k=2, choice="random", balance=ALL_SCOPES),
-    "even": RouterConfig(num_experts=E, top_k=3, choice="even", is_normalised=False),
+    "sqrt of softplus": RouterConfig(
+        num_experts=E, top_k=2, score_function="sqrt_softplus", aux_losses=ALL_SCOPES, z_loss=0.2
+    ),
+    "sinkhorn": RouterConfig(num_experts=E, top_k=2, routing_type="sinkhorn", score_function="sigmoid", z_loss=0.1),
+    "expert choice": RouterConfig(
+        num_experts=E, top_k=2, routing_type="expert_choice", norm_topk_prob=False, z_loss=0.1
+    ),
+    "random": RouterConfig(num_experts=E, top_k=2, routing_type="random", aux_losses=ALL_SCOPES),
+    "round_robin": RouterConfig(num_experts=E, top_k=3, routing_type="round_robin", norm_topk_prob=False),
 }
 
 
@@ -144,7 +148,7 @@ class Stepped:
     weight_grad: Tensor
     x_grads: list[tuple[Tensor, Tensor]]
     """Of each call: places, gradients."""
-    report: Report
+    report: RoutingReport
 
 
 def step(router: Router, batch: Batch, layout: Layout, mesh: Mesh) -> Stepped:
@@ -172,7 +176,7 @@ def step(router: Router, batch: Batch, layout: Layout, mesh: Mesh) -> Stepped:
 
 def worth(routing: Routing, out_TE: Tensor) -> Tensor:
     """The sum of the weights times what those of their experts are worth."""
-    weights_TE = torch.zeros_like(out_TE).scatter_add(1, routing.chosen_TK.clamp(min=0), routing.weights_TK)
+    weights_TE = torch.zeros_like(out_TE).scatter_add(1, routing.expert_ids_TK.clamp(min=0), routing.probs_TK)
     return (weights_TE * out_TE).sum()
 
 
@@ -216,7 +220,7 @@ def two_plain_steps(config: RouterConfig, microbatches_B: tuple[int, ...]) -> li
 def test_weights_losses_and_gradients_of_two_steps_equal_those_of_one_device(
     layout: Layout, config: RouterConfig
 ) -> None:
-    calls = layout.microbatches_B if any(loss.scope == "microbatch" for loss in config.balance) else (0,) * B
+    calls = layout.microbatches_B if any(loss.scope == "microbatch" for loss in config.aux_losses) else (0,) * B
     expected = two_plain_steps(config, calls)
 
     def on_rank(world: Any) -> None:
@@ -246,7 +250,7 @@ def test_the_batches_of_this_test_bite() -> None:
     batch, grads = make_batch(1), []
     assert batch.weight_of(1) == 0.0 and len({batch.weight_of(number) for number in range(5)}) == 5
     variants: list[dict[str, Any]] = [{}, {"z_loss": 0.1}]
-    variants += [{"balance": (BalanceLoss(scope=loss.scope, coefficient=0.1),)} for loss in ALL_SCOPES]
+    variants += [{"aux_losses": (AuxLoss(scope=loss.scope, coefficient=0.1),)} for loss in ALL_SCOPES]
     for variant in variants:
         config = RouterConfig(num_experts=E, top_k=2, **variant)
         plain = plain_step(
@@ -300,11 +304,9 @@ def test_where_a_token_lies_in_the_stream_changes_nothing(config: RouterConfig, 
         assert router.weight.grad is not None
         grads.append(router.weight.grad)
     before, after = routings
-    assert torch.equal(after.chosen_TK[shuffled_T >= 0], before.chosen_TK[shuffled_T[shuffled_T >= 0]])
-    assert bool((after.chosen_TK[shuffled_T < 0] == -1).all())
-    assert_close(
-        after.weights_TK[shuffled_T >= 0], before.weights_TK[shuffled_T[shuffled_T >= 0]], rtol=0, atol=TOLERANCE
-    )
+    assert torch.equal(after.expert_ids_TK[shuffled_T >= 0], before.expert_ids_TK[shuffled_T[shuffled_T >= 0]])
+    assert bool((after.expert_ids_TK[shuffled_T < 0] == -1).all())
+    assert_close(after.probs_TK[shuffled_T >= 0], before.probs_TK[shuffled_T[shuffled_T >= 0]], rtol=0, atol=TOLERANCE)
     # Gradients are those of sums, before what divides them at the end of a step.
     assert_close(grads[1], grads[0], rtol=0, atol=batch.divisor * TOLERANCE)
 
@@ -312,18 +314,18 @@ def test_where_a_token_lies_in_the_stream_changes_nothing(config: RouterConfig, 
 def test_softmax_after_the_choice_is_softmax_before_it_divided_by_the_sum_of_the_chosen() -> None:
     x_TH, tokens = torch.randn(S, H, dtype=torch.float64), plain_tokens(S)
     after = single(RouterConfig(num_experts=E, top_k=3), weight_of())(x_TH, tokens)
-    before = single(RouterConfig(num_experts=E, top_k=3, is_normalised=False), weight_of())(x_TH, tokens)
-    assert torch.equal(after.chosen_TK, before.chosen_TK)
-    ratio = before.weights_TK / before.weights_TK.sum(1, keepdim=True)
-    assert_close(after.weights_TK, ratio, rtol=0, atol=TOLERANCE)
-    assert (after.weights_TK - before.weights_TK).abs().max() > BITE
+    before = single(RouterConfig(num_experts=E, top_k=3, norm_topk_prob=False), weight_of())(x_TH, tokens)
+    assert torch.equal(after.expert_ids_TK, before.expert_ids_TK)
+    ratio = before.probs_TK / before.probs_TK.sum(1, keepdim=True)
+    assert_close(after.probs_TK, ratio, rtol=0, atol=TOLERANCE)
+    assert (after.probs_TK - before.probs_TK).abs().max() > BITE
 
 
 def test_weights_fall_from_the_first_chosen_to_the_last() -> None:
     routing = single(RouterConfig(num_experts=E, top_k=3), weight_of())(
         torch.randn(S, H, dtype=torch.float64), plain_tokens(S)
     )
-    for one, next_one in pairwise(routing.weights_TK.unbind(1)):
+    for one, next_one in pairwise(routing.probs_TK.unbind(1)):
         assert bool((one >= next_one).all())
 
 
@@ -335,31 +337,31 @@ def test_scores_of_half_inputs_are_as_wide_as_asked(is_autocast: bool, wanted: A
     x_TH = torch.randn(64, H).bfloat16()
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_autocast):
         routing = router(x_TH, plain_tokens(64))
-    assert routing.weights_TK.dtype == getattr(torch, wanted)
+    assert routing.probs_TK.dtype == getattr(torch, wanted)
     logits_TE = x_TH.double() @ router.weight.detach().double().T
     best = logits_TE.sort(1, descending=True)
-    assert torch.equal(routing.chosen_TK, best.indices[:, :2])
+    assert torch.equal(routing.expert_ids_TK, best.indices[:, :2])
     exact = best.values[:, :2].softmax(1)
-    assert_close(routing.weights_TK.double(), exact, rtol=0, atol=tolerance)
+    assert_close(routing.probs_TK.double(), exact, rtol=0, atol=tolerance)
     in_half = (x_TH @ router.weight.detach().T).double().sort(1, descending=True).values[:, :2].softmax(1)
     assert (in_half - exact).abs().max() > 100 * tolerance
 
 
 def test_a_cast_of_the_module_leaves_the_state_of_balance_as_it_is() -> None:
-    config = RouterConfig(num_experts=E, bias_update_rate=0.001, balance=(BalanceLoss(scope="global"),))
+    config = RouterConfig(num_experts=E, bias_update_rate=0.001, aux_losses=(AuxLoss(scope="global"),))
     router = single(config, weight_of())
     router.expert_bias.copy_(1 + torch.arange(E) * 0.001)
-    router.preferred_counts.copy_(torch.arange(E) + 12345678)
+    router.global_tokens_per_expert.copy_(torch.arange(E) + 12345678)
     router.bfloat16()
     assert router.weight.dtype == torch.bfloat16
     assert torch.equal(router.expert_bias, 1 + torch.arange(E) * 0.001)
-    assert torch.equal(router.preferred_counts, torch.arange(E) + 12345678)
-    assert set(router.state_dict()) == {"weight", "expert_bias", "preferred_counts"}
+    assert torch.equal(router.global_tokens_per_expert, torch.arange(E) + 12345678)
+    assert set(router.state_dict()) == {"weight", "expert_bias", "global_tokens_per_expert"}
     assert set(single(RouterConfig(num_experts=E), weight_of()).state_dict()) == {"weight"}
 
 
 def test_a_call_that_is_made_again_for_the_backward_counts_once() -> None:
-    config = RouterConfig(num_experts=E, balance=ALL_SCOPES, bias_update_rate=0.1, jitter=0.2)
+    config = RouterConfig(num_experts=E, aux_losses=ALL_SCOPES, bias_update_rate=0.1, jitter=0.2)
     x_TH, out_TE = torch.randn(S, H, dtype=torch.float64), torch.randn(S, E, dtype=torch.float64)
     grads, reports, biases = [], [], []
     for is_recomputed in (False, True):
@@ -386,7 +388,7 @@ def test_a_call_that_is_made_again_for_the_backward_counts_once() -> None:
 
 
 def test_half_inputs_have_their_auxiliary_losses_in_float32() -> None:
-    config = RouterConfig(num_experts=E, top_k=2, balance=ALL_SCOPES, z_loss=0.5)
+    config = RouterConfig(num_experts=E, top_k=2, aux_losses=ALL_SCOPES, z_loss=0.5)
     router = single(config, weight_of()).bfloat16()
     x_TH = torch.randn(64, H).bfloat16()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -402,20 +404,20 @@ def test_evaluation_neither_jitters_nor_counts_nor_plans() -> None:
     x_TH = torch.randn(S, H, dtype=torch.float64)
     top = single(RouterConfig(num_experts=E), weight_of()).eval()(x_TH, plain_tokens(S))
     for config in (
-        RouterConfig(num_experts=E, jitter=0.5, balance=ALL_SCOPES),
-        RouterConfig(num_experts=E, choice="sinkhorn"),
+        RouterConfig(num_experts=E, jitter=0.5, aux_losses=ALL_SCOPES),
+        RouterConfig(num_experts=E, routing_type="sinkhorn"),
     ):
         router = single(config, weight_of())
         in_training = router(x_TH, plain_tokens(S))
-        assert not torch.equal(in_training.weights_TK, top.weights_TK)
+        assert not torch.equal(in_training.probs_TK, top.probs_TK)
         router.records.forget()
         routing = router.eval()(x_TH, plain_tokens(S))
-        assert torch.equal(routing.chosen_TK, top.chosen_TK) and torch.equal(routing.weights_TK, top.weights_TK)
+        assert torch.equal(routing.expert_ids_TK, top.expert_ids_TK) and torch.equal(routing.probs_TK, top.probs_TK)
         assert not router.records.counts and not router.records.kept and float(routing.auxiliary) == 0.0
 
 
 def test_the_losses_of_a_call_without_a_real_token_are_zero() -> None:
-    config = RouterConfig(num_experts=E, balance=ALL_SCOPES, z_loss=1.0)
+    config = RouterConfig(num_experts=E, aux_losses=ALL_SCOPES, z_loss=1.0)
     router = single(config, weight_of())
     tokens = plain_tokens(S)
     padding = RoutedTokens(
@@ -428,9 +430,9 @@ def test_the_losses_of_a_call_without_a_real_token_are_zero() -> None:
         axes=(),
     )
     routing = router(torch.full((S, H), torch.nan, dtype=torch.float64), padding)
-    assert bool((routing.chosen_TK == -1).all()) and bool((routing.weights_TK == 0).all())
+    assert bool((routing.expert_ids_TK == -1).all()) and bool((routing.probs_TK == 0).all())
     assert float(routing.auxiliary.detach()) == 0.0
-    (routing.weights_TK.sum() + routing.auxiliary).backward()
+    (routing.probs_TK.sum() + routing.auxiliary).backward()
     assert router.weight.grad is not None and bool((router.weight.grad == 0).all())
     report = end_step([router], cut=Mesh.single().tp, data=Mesh.single().dp)[0]
     assert all(float(loss) == 0 for loss in report.losses.values()) and int(report.counts_E.sum()) == 0

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from lightning_megatron.comm import differentiable
 from lightning_megatron.mesh import Mesh, NewGroup, Sizes
-from lightning_megatron.moe.dispatch import AllToAll
 from lightning_megatron.moe.experts import ExpertAxes, Experts
 from lightning_megatron.moe.mixture import mix
+from lightning_megatron.moe.token_dispatcher import AllToAllTokenDispatcher
 from lightning_megatron.optim.bucket import ModelParam
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.optim.data_parallel_comm import DataParallelComm
@@ -84,9 +84,9 @@ class Microbatch:
         scores_TE = drawn(f"s{key}", NUM_TOKENS, E)
         if step == 1:
             scores_TE[:, 2:] = -9.0
-        self.experts_TK = scores_TE.topk(K, dim=1).indices
-        self.experts_TK[::3, 1] = -1
-        self.weights_TK = drawn(f"w{key}", NUM_TOKENS, K).sigmoid()
+        self.expert_ids_TK = scores_TE.topk(K, dim=1).indices
+        self.expert_ids_TK[::3, 1] = -1
+        self.probs_TK = drawn(f"w{key}", NUM_TOKENS, K).sigmoid()
 
 
 def microbatches(step: int, stage: int) -> Iterable[Microbatch]:
@@ -102,7 +102,7 @@ def plain_loss(named: dict[str, Tensor], batch: Microbatch, stage: int) -> Tenso
     loss = (h_TH @ named[f"model.{stage}.cut"].t() * batch.cut_grad_TO).sum()
     if stage == 0:
         weights_TE = torch.zeros(NUM_TOKENS, E, dtype=torch.float64)
-        weights_TE.scatter_add_(1, batch.experts_TK.clamp(min=0), batch.weights_TK * (batch.experts_TK >= 0))
+        weights_TE.scatter_add_(1, batch.expert_ids_TK.clamp(min=0), batch.probs_TK * (batch.expert_ids_TK >= 0))
         up, down = named["model.0.experts.up"], named["model.0.experts.down"]
         h_TH = torch.einsum("te,tef,ehf->th", weights_TE, F.gelu(torch.einsum("th,efh->tef", h_TH, up)), down)
     return loss + (h_TH @ dense.t() * batch.out_grad_TH).sum()
@@ -157,9 +157,9 @@ class Stage(nn.Module):
         cut_grad_TO = self.of_replica(batch.cut_grad_TO).chunk(self.mesh.tp.size, dim=1)[self.mesh.tp.rank]
         loss = (whole_TH @ self.cut.t() * cut_grad_TO).sum()
         if self.experts is not None:
-            dispatcher = AllToAll(E, ep=self.mesh.axis("ep"), etp=self.mesh.axis("etp"))
-            experts_TK, weights_TK = self.own(batch.experts_TK), self.own(batch.weights_TK)
-            h_TH, _ = mix(h_TH, experts_TK, weights_TK, dispatcher=dispatcher, experts=self.experts)
+            dispatcher = AllToAllTokenDispatcher(E, ep=self.mesh.axis("ep"), etp=self.mesh.axis("etp"))
+            expert_ids_TK, probs_TK = self.own(batch.expert_ids_TK), self.own(batch.probs_TK)
+            h_TH, _ = mix(h_TH, expert_ids_TK, probs_TK, dispatcher=dispatcher, experts=self.experts)
         return loss + (h_TH @ self.dense.t() * self.own(batch.out_grad_TH)).sum()
 
     def of_replica(self, whole: Tensor) -> Tensor:

@@ -21,7 +21,9 @@ _BASE = {
     "vocab_size": 100,
     "max_sequence_length": 64,
 }
-_MOE = MoEConfig(router=RouterConfig(num_experts=4), every=2, shared_ffn_hidden_size=96, has_shared_gate=True)
+_MOE = MoEConfig(
+    router=RouterConfig(num_experts=4), layer_freq=2, shared_expert_intermediate_size=96, shared_expert_gate=True
+)
 _LLAMA = {
     "tie_embeddings": False,
     "activation": "swiglu",

@@ -11,7 +11,7 @@ from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config
 from lightning_megatron.models.vision import VisionConfig
-from lightning_megatron.moe.capacity import Capacity
+from lightning_megatron.moe.capacity import ExpertCapacity
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.planner.anatomy import Texts
 from lightning_megatron.planner.dry_rank import Whole
@@ -42,7 +42,7 @@ LLAMA = GPTConfig(**SIZES, **GATED)
 SHALLOW = replace(LLAMA, num_layers=4, vocab_size=8192)
 EXPERTS = MoEConfig(router=RouterConfig(num_experts=8, top_k=2), ffn_hidden_size=1408)
 MIXTRAL = GPTConfig(**SIZES, **GATED, moe=EXPERTS)
-SHARED = GPTConfig(**SIZES, **GATED, moe=replace(EXPERTS, shared_ffn_hidden_size=1408))
+SHARED = GPTConfig(**SIZES, **GATED, moe=replace(EXPERTS, shared_expert_intermediate_size=1408))
 BERT = BertConfig(num_layers=8, max_sequence_length=512, **SIZES)
 T5 = T5Config(num_layers=8, num_decoder_layers=8, max_sequence_length=512, max_decoder_sequence_length=128, **SIZES)
 VISION = VisionConfig(num_layers=4, hidden_size=512, num_attention_heads=8, image_size=224, patch_size=14)
@@ -291,7 +291,7 @@ RUNS = {
         trained=Trained(lora=LoraConfig(targets=("attention.qkv",))),
     ),
     "low-rank paths beside experts": run_of(
-        replace(SHARED, moe=replace(EXPERTS, shared_ffn_hidden_size=1408, has_shared_gate=True)),
+        replace(SHARED, moe=replace(EXPERTS, shared_expert_intermediate_size=1408, shared_expert_gate=True)),
         Sizes(world=4, tp=2, ep=2, sequence_parallel=True),
         trained=Trained(lora=LoraConfig(rank=16, targets=("attention.qkv", "shared.down"))),
         micro_batch_size=4,
@@ -386,14 +386,16 @@ RUNS = {
         fp8=Fp8Config(),
     ),
     "experts, padded capacity": run_of(
-        replace(MIXTRAL, moe=replace(EXPERTS, capacity=Capacity(factor=2.0, pads=True))),
+        replace(MIXTRAL, moe=replace(EXPERTS, capacity=ExpertCapacity(factor=2.0, pad_to_capacity=True))),
         Sizes(world=8, ep=2, cp=2, pp=2),
         optimizer=DISTRIBUTED,
         fp8=Fp8Config(),
         micro_batch_size=2,
     ),
     "experts, most choices dropped": run_of(
-        replace(MIXTRAL, moe=replace(EXPERTS, capacity=Capacity(factor=0.25))), Sizes(world=4, ep=4), micro_batch_size=2
+        replace(MIXTRAL, moe=replace(EXPERTS, capacity=ExpertCapacity(factor=0.25))),
+        Sizes(world=4, ep=4),
+        micro_batch_size=2,
     ),
     "a large vocabulary": run_of(replace(GPT, num_layers=2), Sizes(world=2, pp=2), texts=SHORT),
     "accumulated": run_of(GPT, Sizes(world=4, pp=2), num_accumulated=3, optimizer=DISTRIBUTED),
@@ -440,7 +442,7 @@ RUNS = {
         is_overlapped=True,
     ),
     "some experts, side by side in chunks": run_of(
-        replace(SHARED, moe=replace(EXPERTS, every=2, shared_ffn_hidden_size=1408)),
+        replace(SHARED, moe=replace(EXPERTS, layer_freq=2, shared_expert_intermediate_size=1408)),
         Sizes(world=4, ep=2, pp=2, vp=2),
         samples=6,
         is_overlapped=True,

@@ -9,7 +9,7 @@ from lightning_megatron import Fp8Config, MoEConfig, RouterConfig
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config
 from lightning_megatron.models.vision import VisionConfig
-from lightning_megatron.moe.capacity import Capacity
+from lightning_megatron.moe.capacity import ExpertCapacity
 from lightning_megatron.planner.anatomy import Texts
 from lightning_megatron.planner.dry_rank import Whole
 from lightning_megatron.planner.dry_run import dry_run
@@ -27,7 +27,7 @@ WINDOW = replace(LLAMA, sliding_window=192)
 DROPS = replace(GPT, attention_dropout=0.1)
 EXPERTS = MoEConfig(router=RouterConfig(num_experts=4, top_k=2), ffn_hidden_size=256)
 MIXTRAL = GPTConfig(**SIZES, **GATED, add_bias_linear=False, moe=EXPERTS)
-SHARED = replace(MIXTRAL, moe=replace(EXPERTS, shared_ffn_hidden_size=256))
+SHARED = replace(MIXTRAL, moe=replace(EXPERTS, shared_expert_intermediate_size=256))
 T5 = T5Config(num_layers=2, num_decoder_layers=2, max_sequence_length=256, max_decoder_sequence_length=1024, **SIZES)
 BERT = BertConfig(num_layers=2, max_sequence_length=256, **SIZES)
 VISION = VisionConfig(num_layers=3, hidden_size=256, num_attention_heads=4, image_size=224, patch_size=14)
@@ -37,7 +37,9 @@ FIRST = RecomputeConfig(granularity="full", method="block")
 SP, CP = Sizes(world=2, tp=2, sequence_parallel=True), Sizes(world=2, cp=2)
 PAIRS, LONG_PAIRS = Texts(sequence=256, decoder_sequence=64), Texts(sequence=256, decoder_sequence=1024)
 IMAGES = Texts(sequence=384, images=1)
-PADDED = MoEConfig(router=RouterConfig(num_experts=4, top_k=2), capacity=Capacity(factor=1.5, pads=True))
+PADDED = MoEConfig(
+    router=RouterConfig(num_experts=4, top_k=2), capacity=ExpertCapacity(factor=1.5, pad_to_capacity=True)
+)
 
 
 def run_of(model: Any, sizes: Sizes, texts: Texts | None = None, **changes: Any) -> Run:
@@ -74,7 +76,7 @@ RUNS = {
         replace(GPT, num_layers=4), Sizes(world=2, pp=2, vp=2), recompute=FIRST, schedule_name="interleaved"
     ),
     "dense layers again, and experts not": run_of(
-        replace(MIXTRAL, num_layers=4, moe=replace(EXPERTS, every=2)), Sizes(world=2, pp=2), recompute=FIRST
+        replace(MIXTRAL, num_layers=4, moe=replace(EXPERTS, layer_freq=2)), Sizes(world=2, pp=2), recompute=FIRST
     ),
     "a T5 of long answers": run_of(T5, SP, LONG_PAIRS),
     "a T5 over cp": run_of(T5, CP, LONG_PAIRS),

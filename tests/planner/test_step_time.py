@@ -132,7 +132,7 @@ def test_the_first_layers_of_each_stage_cost_a_forward_of_their_own() -> None:
 
 
 def test_of_stages_with_equal_layers_those_are_run_again_that_come_first() -> None:
-    moe = MoEConfig(router=RouterConfig(num_experts=4), ffn_hidden_size=3 * 14336, every=2)
+    moe = MoEConfig(router=RouterConfig(num_experts=4), ffn_hidden_size=3 * 14336, layer_freq=2)
     model = replace(PRESETS["llama3_8b"].model, num_layers=6, moe=moe)
     # A layer of experts comes first of all.
     sizes = Sizes(world=6, pp=6, stage_layout=StageLayout(text="E|tt|t|tt|t|L"))

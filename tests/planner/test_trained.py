@@ -47,7 +47,7 @@ _LLAMA = {
 LLAMA = GPTConfig(**_LLAMA)  # type: ignore[arg-type]
 _VISION = VisionConfig(num_layers=3, hidden_size=24, num_attention_heads=2, image_size=16, patch_size=4)
 LLAVA = LlavaConfig(**_LLAMA, vision=_VISION, image_token=7)  # type: ignore[arg-type]
-MOE = MoEConfig(router=RouterConfig(num_experts=4), every=2, shared_ffn_hidden_size=96)
+MOE = MoEConfig(router=RouterConfig(num_experts=4), layer_freq=2, shared_expert_intermediate_size=96)
 SUBSETS = [subset for number in range(len(PARTS)) for subset in combinations(PARTS, number)]
 EVERYWHERE = ("attention.qkv", "attention.projection", "mlp.up", "mlp.down", "shared.up", "shared.down")
 

@@ -7,7 +7,7 @@ import pytest
 
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import BertConfig, GPTConfig, T5Config
-from lightning_megatron.moe.capacity import Capacity
+from lightning_megatron.moe.capacity import ExpertCapacity
 from lightning_megatron.planner.anatomy import Model, Texts, anatomy_of, piece_flops, shared_out
 from lightning_megatron.planner.dry_run import dry_run
 from lightning_megatron.planner.presets import PRESETS
@@ -146,7 +146,7 @@ def test_a_capacity_bounds_the_rows_of_experts_and_fills_them_up(
 ) -> None:
     plain = PRESETS["mixtral_8x7b"]
     assert plain.model.moe is not None
-    capacity, texts = Capacity(factor=factor, pads=pads), replace(plain.texts, are_packed=are_packed)
+    capacity, texts = ExpertCapacity(factor=factor, pad_to_capacity=pads), replace(plain.texts, are_packed=are_packed)
     model = replace(plain.model, moe=replace(plain.model.moe, capacity=capacity))
     work, without = (
         work_of(anatomy.pieces[1], anatomy, Sizes(world=8 * cp, ep=8, cp=cp), 1, 2)

@@ -8,8 +8,8 @@ import pytest
 from lightning_megatron.cli.recipe import RecipeCLI
 from lightning_megatron.lightning_modules import GPTDataModule, GPTModule
 from lightning_megatron.mesh import Mesh, Sizes
-from lightning_megatron.moe.capacity import Capacity
-from lightning_megatron.moe.config import BalanceLoss
+from lightning_megatron.moe.capacity import ExpertCapacity
+from lightning_megatron.moe.config import AuxLoss
 from lightning_megatron.rules import cross_config
 from lightning_megatron.trainer import ConfigurationError
 from lightning_megatron.trainer.callbacks import MemoryMonitor, StepTimeline, ThroughputMonitor
@@ -139,16 +139,16 @@ def test_a_token_uses_as_many_parameters_as_the_name_says(name: str, active: flo
 
 def test_experts_come_from_the_file_and_from_the_command_line() -> None:
     moe = parse(
-        "moe_toy.yaml", "--model.config.moe.router.num_experts=8", "--model.config.moe.every=1"
+        "moe_toy.yaml", "--model.config.moe.router.num_experts=8", "--model.config.moe.layer_freq=1"
     ).model.config.moe
-    assert moe is not None and (moe.router.num_experts, moe.every) == (8, 1)
-    assert (moe.router.top_k, moe.router.balance) == (2, (BalanceLoss(coefficient=0.01),))
+    assert moe is not None and (moe.router.num_experts, moe.layer_freq) == (8, 1)
+    assert (moe.router.top_k, moe.router.aux_losses) == (2, (AuxLoss(coefficient=0.01),))
     options = ["--model.config.moe.router.num_experts=4", "--model.config.moe.capacity.factor=1.5"]
-    options += ["--model.config.moe.router.balance=[{scope: global, coefficient: 0.02}]"]
+    options += ["--model.config.moe.router.aux_losses=[{scope: global, coefficient: 0.02}]"]
     # A file without experts takes them, too.
     moe = parse("toy.yaml", *options).model.config.moe
-    assert moe is not None and moe.capacity == Capacity(factor=1.5)
-    assert moe.router.balance == (BalanceLoss(scope="global", coefficient=0.02),)
+    assert moe is not None and moe.capacity == ExpertCapacity(factor=1.5)
+    assert moe.router.aux_losses == (AuxLoss(scope="global", coefficient=0.02),)
     assert parse("toy.yaml").model.config.moe is None
 
 
@@ -157,7 +157,10 @@ def test_experts_come_from_the_file_and_from_the_command_line() -> None:
     [
         (["router.top_k=5", "router.jitter=2"], ["top_k (5) must be at most num_experts (4)", "jitter (2.0) must be"]),
         (["capacity.factor=0.01"], ["capacity factor (0.01) for sequences of 128 tokens", "must be at least 1"]),
-        (["every=0", "has_shared_gate=true"], ["moe every (0) must be at least 1", "needs a shared expert"]),
+        (
+            ["layer_freq=0", "shared_expert_gate=true"],
+            ["moe layer_freq (0) must be at least 1", "needs a shared expert"],
+        ),
     ],
     ids=["router", "capacity", "layers"],
 )

@@ -124,11 +124,11 @@ model:
   config:
     add_bias_linear: false
     moe:
-      every: 2
+      layer_freq: 2
       ffn_hidden_size: 64
       router:
         num_experts: 4
-        balance:
+        aux_losses:
           - scope: global
             coefficient: 0.02
         bias_update_rate: 0.01

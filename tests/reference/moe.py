@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from lightning_megatron.moe.capacity import Capacity
+from lightning_megatron.moe.capacity import ExpertCapacity
 from lightning_megatron.moe.config import MoEConfig, RouterConfig
 
 Activate = Callable[[Tensor], Tensor]
@@ -76,9 +76,9 @@ class RouterState:
                 is_idle, is_busy = count < chosen.double().mean(), count > chosen.double().mean()
                 self.bias[expert] += config.bias_update_rate * (int(is_idle) - int(is_busy))
             report["expert_bias"] = self.bias.clone()
-        if any(loss.scope == "global" for loss in config.balance):
+        if any(loss.scope == "global" for loss in config.aux_losses):
             self.shares = preferred if preferred.any() else self.shares
-            report["preferred_counts"] = self.shares
+            report["global_tokens_per_expert"] = self.shares
         return report
 
 
@@ -93,18 +93,18 @@ def mix(
     preferred = best(scores, config.top_k)
     chosen = choose(scores, config, state.bias)
     amounts = torch.where(chosen, scores, 0.0)
-    if config.is_normalised:
+    if config.norm_topk_prob:
         amounts = amounts / amounts.sum(-1, keepdim=True)
-    amounts = amounts * config.scaling_factor
+    amounts = amounts * config.topk_scaling_factor
     kept = chosen if moe.capacity is None else within(moe.capacity, chosen, amounts.detach(), config)
     inner = torch.einsum("bsh,efh->bsef", x, weights["experts.up"].flatten(1, -2))
     inner = activate(inner + bias(weights, "experts.up_bias", 1))
     outputs = torch.einsum("bsef,ehf->bseh", inner, weights["experts.down"]) + bias(weights, "experts.down_bias", 1)
     y = (torch.where(kept, amounts, 0.0).unsqueeze(-1) * outputs).sum(2)
-    if moe.shared_ffn_hidden_size:
+    if moe.shared_expert_intermediate_size:
         inner = activate(x @ weights["shared.up.weight"].flatten(0, -2).T + bias(weights, "shared.up.bias", 0))
         shared = inner @ weights["shared.down.weight"].T + bias(weights, "shared.down.bias", 0)
-        if moe.has_shared_gate:
+        if moe.shared_expert_gate:
             shared = shared / (1 + torch.exp(-(x @ weights["shared.gate"].T)))
         y = y + shared
     counts = torch.stack([preferred, chosen, kept]).sum((1, 2))
@@ -118,9 +118,9 @@ def bias(weights: dict[str, Tensor], name: str, first: int) -> Tensor:
 
 def score(logits: Tensor, config: RouterConfig) -> Tensor:
     """What each token gives each expert."""
-    if config.score == "softmax":
+    if config.score_function == "softmax":
         return torch.exp(logits) / torch.exp(logits).sum(-1, keepdim=True)
-    assert config.score == "sigmoid"
+    assert config.score_function == "sigmoid"
     return 1 / (1 + torch.exp(-logits))
 
 
@@ -133,22 +133,22 @@ def best(scores: Tensor, count: int) -> Tensor:
 def choose(scores: Tensor, config: RouterConfig, bias: Tensor) -> Tensor:
     """Whether a token goes to an expert: by score and bias, in the best groups alone, a group being worth its best
     experts' sum."""
-    assert config.choice == "top_k"
+    assert config.routing_type == "top_k"
     scores = scores.detach() + bias.to(scores.dtype)
-    if config.num_chosen_groups < config.num_groups:
+    if config.group_topk < config.num_groups:
         groups = scores.unflatten(-1, (config.num_groups, -1))
-        worth = groups.sort(-1, descending=True).values[..., : config.top_k // config.num_chosen_groups].sum(-1)
-        is_open = best(worth, config.num_chosen_groups).unsqueeze(-1).expand_as(groups).flatten(-2)
+        worth = groups.sort(-1, descending=True).values[..., : config.top_k // config.group_topk].sum(-1)
+        is_open = best(worth, config.group_topk).unsqueeze(-1).expand_as(groups).flatten(-2)
         scores = torch.where(is_open, scores, -math.inf)
     return best(scores, config.top_k)
 
 
-def within(capacity: Capacity, chosen: Tensor, amounts: Tensor, config: RouterConfig) -> Tensor:
+def within(capacity: ExpertCapacity, chosen: Tensor, amounts: Tensor, config: RouterConfig) -> Tensor:
     """Those of the chosen that an expert takes of each row: of the greatest amounts, or the first tokens."""
     length = chosen.shape[1]
     most = math.ceil(capacity.factor * length * config.top_k / config.num_experts - 1e-9)
     places = torch.arange(length).view(1, -1, 1)
-    merit = amounts if capacity.keeps == "probability" else -places.to(amounts.dtype)
+    merit = amounts if capacity.drop_policy == "probs" else -places.to(amounts.dtype)
     order = torch.where(chosen, merit, -math.inf).argsort(dim=1, descending=True, stable=True)
     ranks = torch.empty_like(order).scatter(1, order, places.expand_as(order).contiguous())
     return chosen & (ranks < most)
@@ -159,7 +159,7 @@ def losses(logits: Tensor, scores: Tensor, preferred: Tensor, state: RouterState
     config = state.config
     shares = scores / scores.sum(-1, keepdim=True)
     found = {}
-    for loss in config.balance:
+    for loss in config.aux_losses:
         assert loss.scope in ("sequence", "global"), "a loss over a microbatch depends on the layout"
         counts = preferred.sum(1, keepdim=True) if loss.scope == "sequence" else state.shares.view(1, 1, -1)
         # Before the first step nothing is known, and all experts count as equally busy.
@@ -172,5 +172,5 @@ def losses(logits: Tensor, scores: Tensor, preferred: Tensor, state: RouterState
 
 def objective(found: dict[str, Tensor], config: RouterConfig) -> Tensor:
     """The losses of each row times their coefficients: [B]."""
-    coefficients = {loss.scope: loss.coefficient for loss in config.balance} | {"z": config.z_loss}
+    coefficients = {loss.scope: loss.coefficient for loss in config.aux_losses} | {"z": config.z_loss}
     return sum((coefficients[name] * loss for name, loss in found.items()), torch.zeros(()))

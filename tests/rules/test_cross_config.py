@@ -7,7 +7,7 @@ import pytest
 from lightning_megatron import ContextConfig, CostModel, DynamicContextConfig, Fp8Config, RecomputeConfig
 from lightning_megatron.mesh import Sizes, StageLayout
 from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config, VisionConfig
-from lightning_megatron.moe.capacity import Capacity
+from lightning_megatron.moe.capacity import ExpertCapacity
 from lightning_megatron.moe.config import MoEConfig, RouterConfig
 from lightning_megatron.pipeline.choice import Schedule
 from lightning_megatron.rules.cross_config import Facts, faults
@@ -204,7 +204,7 @@ def test_a_forward_beside_a_backward_is_refused_with_recomputed_experts_and_with
 
 
 def test_faults_of_experts_on_a_layout_are_told_with_what_would_do() -> None:
-    experts = MoEConfig(router=RouterConfig(num_experts=6), ffn_hidden_size=50, shared_ffn_hidden_size=25)
+    experts = MoEConfig(router=RouterConfig(num_experts=6), ffn_hidden_size=50, shared_expert_intermediate_size=25)
     sound = Facts(sizes=Sizes(world=12, tp=1, ep=3, etp=2, pp=2), model=model(moe=experts))
     assert faults(sound) == []
     wrong = replace(sound, sizes=Sizes(world=16, tp=2, ep=4, etp=4))
@@ -214,7 +214,7 @@ def test_faults_of_experts_on_a_layout_are_told_with_what_would_do() -> None:
     assert "number of experts (6) must be a multiple of expert_model_parallel_size (4)" in text
     assert "expert_model_parallel_size may be 1, 2, 3, 6" in text
     assert "ffn_hidden_size of an expert (50) must be a multiple of expert_tensor_parallel_size (4)" in text
-    assert "shared_ffn_hidden_size (25) must be a multiple of tensor_model_parallel_size (2)" in text
+    assert "shared_expert_intermediate_size (25) must be a multiple of tensor_model_parallel_size (2)" in text
     assert "expert_model_parallel_size (4) with tensor_model_parallel_size (2) needs sequence_parallel" in text
     assert len(faults(replace(wrong, sizes=replace(wrong.sizes, sequence_parallel=True)))) == 3
     [world] = faults(replace(sound, sizes=Sizes(world=12, pp=2, ep=2, etp=2)))
@@ -224,12 +224,12 @@ def test_faults_of_experts_on_a_layout_are_told_with_what_would_do() -> None:
 
 def test_dynamic_context_parallelism_takes_experts_that_ask_each_time_how_many_tokens_come() -> None:
     config = DynamicContextConfig(max_tokens_per_rank=32)
-    experts = MoEConfig(router=RouterConfig(num_experts=4), capacity=Capacity(factor=1.0))
+    experts = MoEConfig(router=RouterConfig(num_experts=4), capacity=ExpertCapacity(factor=1.0))
     sound = Facts(sizes=Sizes(world=4, ep=2), model=model(moe=experts), dynamic_context=config)
     assert faults(sound) == []
-    known = replace(experts, dispatcher="all_gather", capacity=Capacity(factor=1.0, pads=True))
+    known = replace(experts, dispatcher="all_gather", capacity=ExpertCapacity(factor=1.0, pad_to_capacity=True))
     wrong = replace(sound, model=model(moe=known))
-    assert ["all_gather" in told or "pads" in told for told in faults(wrong)] == [True, True]
+    assert ["all_gather" in told or "pad_to_capacity" in told for told in faults(wrong)] == [True, True]
     assert faults(replace(wrong, sizes=Sizes(world=4))) == []
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_megatron.models import GPTConfig, GPTModel
-from lightning_megatron.moe.capacity import Capacity
-from lightning_megatron.moe.config import BalanceLoss, MoEConfig, RouterConfig
-from lightning_megatron.moe.load import Report
+from lightning_megatron.moe.capacity import ExpertCapacity
+from lightning_megatron.moe.config import AuxLoss, MoEConfig, RouterConfig
+from lightning_megatron.moe.load import RoutingReport
 from tests.trainer.layouts import Layout, make_trainer, replica_of
 
 NUM_EXPERTS, NUM_LAYERS, VOCABULARY, SEQUENCE = 4, 4, 37, 8
@@ -20,7 +20,7 @@ BIAS_RATE = 0.25
 ROUTER = RouterConfig(
     num_experts=NUM_EXPERTS,
     top_k=2,
-    balance=(BalanceLoss(coefficient=0.3), BalanceLoss(scope="global", coefficient=0.2)),
+    aux_losses=(AuxLoss(coefficient=0.3), AuxLoss(scope="global", coefficient=0.2)),
     z_loss=0.1,
     bias_update_rate=BIAS_RATE,
 )
@@ -33,7 +33,7 @@ CONFIG = GPTConfig(
     vocab_size=VOCABULARY,
     max_sequence_length=SEQUENCE,
     init_std=0.3,
-    moe=MoEConfig(router=ROUTER, layers=(2, 3), capacity=Capacity(factor=1.0)),
+    moe=MoEConfig(router=ROUTER, layers=(2, 3), capacity=ExpertCapacity(factor=1.0)),
 )
 
 
@@ -99,7 +99,7 @@ class Seen:
     """After every batch, by layer."""
     shares: list[dict[str, Tensor]] = field(default_factory=list)
     """What routers took from the step before, for the loss over the global batch."""
-    reports: list[dict[str, Report]] = field(default_factory=list)
+    reports: list[dict[str, RoutingReport]] = field(default_factory=list)
     """Of all layers, after every batch."""
     metrics: list[dict[str, float]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -116,7 +116,9 @@ class Watcher(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *_: Any) -> None:
         model = model_of(module)
         self.seen.biases.append({name: router.expert_bias.clone() for name, router in model.routers.items()})
-        self.seen.shares.append({name: router.preferred_counts.clone() for name, router in model.routers.items()})
+        self.seen.shares.append(
+            {name: router.global_tokens_per_expert.clone() for name, router in model.routers.items()}
+        )
         self.seen.reports.append(model.all_routing_reports())
         self.seen.metrics.append({name: float(v) for name, v in trainer.callback_metrics.items()})
         if outputs is not None and "loss" in outputs:

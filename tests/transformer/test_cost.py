@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.models import GPTConfig, GPTModel
 from lightning_megatron.models.gpt import gpt_parts
-from lightning_megatron.moe.capacity import Capacity
-from lightning_megatron.moe.config import BalanceLoss, MoEConfig, RouterConfig
+from lightning_megatron.moe.capacity import ExpertCapacity
+from lightning_megatron.moe.config import AuxLoss, MoEConfig, RouterConfig
 from lightning_megatron.tensor.norm import RMSNorm
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.config import TransformerConfig
@@ -45,15 +45,17 @@ VARIANTS = {
 SHARED = MoEConfig(
     router=RouterConfig(num_experts=8, top_k=2),
     ffn_hidden_size=48,
-    shared_ffn_hidden_size=80,
-    has_shared_gate=True,
-    every=2,
-    product="one_by_one",
+    shared_expert_intermediate_size=80,
+    shared_expert_gate=True,
+    layer_freq=2,
+    expert_gemm="sequential",
 )
 EXPERTS = {
-    "dense width": replace(LLAMA, moe=MoEConfig(router=RouterConfig(num_experts=4), product="one_by_one")),
+    "dense width": replace(LLAMA, moe=MoEConfig(router=RouterConfig(num_experts=4), expert_gemm="sequential")),
     "shared": replace(LLAMA, moe=SHARED),
-    "plain mlp": replace(LLAMA, activation="gelu", moe=replace(SHARED, has_shared_gate=False, every=1, layers=(1,))),
+    "plain mlp": replace(
+        LLAMA, activation="gelu", moe=replace(SHARED, shared_expert_gate=False, layer_freq=1, layers=(1,))
+    ),
 }
 MIXTRAL_8X7B = GPTConfig(
     num_layers=32,
@@ -277,21 +279,19 @@ def test_attention_never_lays_out_its_weights_without_dropout() -> None:
 def experts(**changes: object) -> MoEConfig:
     """Experts in turn, so that all are equally busy."""
     options = {"ffn_hidden_size": 96} | changes
-    router = {"num_experts": 8, "choice": "even"} | options.pop("router", {})  # type: ignore[operator]
+    router = {"num_experts": 8, "routing_type": "round_robin"} | options.pop("router", {})  # type: ignore[operator]
     return MoEConfig(router=RouterConfig(**router), **options)  # type: ignore[arg-type]
 
 
 KEPT = {
     "plain": experts(),
-    "top 1": experts(router={"top_k": 1, "is_normalised": False}, ffn_hidden_size=0),
+    "top 1": experts(router={"top_k": 1, "norm_topk_prob": False}, ffn_hidden_size=0),
     "many": experts(router={"num_experts": 64, "top_k": 4}),
-    "losses": experts(
-        router={"num_experts": 64, "balance": (BalanceLoss(), BalanceLoss(scope="global")), "z_loss": 0.1}
-    ),
-    "sigmoid": experts(router={"num_experts": 64, "score": "sigmoid", "balance": (BalanceLoss(),)}),
-    "shared": experts(shared_ffn_hidden_size=64),
-    "gate": experts(shared_ffn_hidden_size=64, has_shared_gate=True),
-    "padded": experts(capacity=Capacity(factor=1.5, pads=True)),
+    "losses": experts(router={"num_experts": 64, "aux_losses": (AuxLoss(), AuxLoss(scope="global")), "z_loss": 0.1}),
+    "sigmoid": experts(router={"num_experts": 64, "score_function": "sigmoid", "aux_losses": (AuxLoss(),)}),
+    "shared": experts(shared_expert_intermediate_size=64),
+    "gate": experts(shared_expert_intermediate_size=64, shared_expert_gate=True),
+    "padded": experts(capacity=ExpertCapacity(factor=1.5, pad_to_capacity=True)),
     "gathered": experts(dispatcher="all_gather"),
 }
 LAYOUTS_OF_KEPT = {
@@ -316,7 +316,7 @@ def test_kept_bytes_of_experts_by_formula_are_those_kept(layout: str, variant: s
 # Where tp ranks share no experts, the first has the tokens that stay.
 @pytest.mark.parametrize("layout", ["one", "tp2 sp ep2", "ep2 etp2"])
 def test_kept_bytes_of_experts_that_drop_choices_by_formula_are_those_kept(layout: str) -> None:
-    config, sizes = replace(WIDE, moe=experts(capacity=Capacity(factor=0.5))), LAYOUTS_OF_KEPT[layout]
+    config, sizes = replace(WIDE, moe=experts(capacity=ExpertCapacity(factor=0.5))), LAYOUTS_OF_KEPT[layout]
     formula = cost.layer_activation_bytes(config, sizes, batch=3, sequence=128, bytes_per_element=2)
     assert expert_kept_bytes(config, sizes, 3, 128, torch.bfloat16) == pytest.approx(formula, rel=0.015)
 
@@ -347,6 +347,6 @@ def test_kept_bytes_of_experts_made_again_by_formula_are_those_kept(parts: tuple
 
 
 def test_a_dense_layer_between_layers_of_experts_keeps_what_a_dense_one_keeps() -> None:
-    config = replace(WIDE, moe=replace(KEPT["plain"], every=2))
+    config = replace(WIDE, moe=replace(KEPT["plain"], layer_freq=2))
     by_formula = partial(cost.layer_activation_bytes, batch=3, sequence=127, bytes_per_element=2)
     assert by_formula(config, layer=1) == by_formula(WIDE) != by_formula(config, layer=0)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from lightning_megatron import Fp8Config
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.models import GPTConfig, GPTModel, T5Config, T5Model
-from lightning_megatron.moe.config import BalanceLoss, MoEConfig, RouterConfig
-from lightning_megatron.moe.experts import Arrived, ExpertAxes, Experts
-from lightning_megatron.moe.grouped import Groups
+from lightning_megatron.moe.config import AuxLoss, MoEConfig, RouterConfig
+from lightning_megatron.moe.experts import DispatchedTokens, ExpertAxes, Experts
+from lightning_megatron.moe.grouped_gemm import ExpertGroups
 from lightning_megatron.sharding import Initial
 from lightning_megatron.tensor.linear import ParallelLinear
 from lightning_megatron.transformer.engine_experts import ExpertsTwin
@@ -101,9 +101,9 @@ def test_weights_are_cast_for_the_first_microbatch_of_a_step_alone(monkeypatch: 
 
 
 MOE = MoEConfig(
-    router=RouterConfig(num_experts=4, top_k=2, balance=(BalanceLoss(coefficient=0.1),)),
+    router=RouterConfig(num_experts=4, top_k=2, aux_losses=(AuxLoss(coefficient=0.1),)),
     ffn_hidden_size=24,
-    shared_ffn_hidden_size=16,
+    shared_expert_intermediate_size=16,
 )
 EXPERTS = {
     "biases": replace(GPT2, moe=MOE),
@@ -176,7 +176,7 @@ def test_experts_without_rows_get_gradients_of_zero(sizes: tuple[int, ...], monk
     for module in (experts, ExpertsTwin(experts)):
         experts.zero_grad()
         x, w = rows.clone().requires_grad_(), weights.clone().requires_grad_()
-        output = module(Arrived(x, w, Groups(sizes, torch.tensor(sizes))))
+        output = module(DispatchedTokens(x, w, ExpertGroups(sizes, torch.tensor(sizes))))
         output.square().sum().backward()
         found.append([output, x.grad, w.grad, *(parameter.grad for parameter in experts.parameters())])
     for plain, of_twin in zip(*found, strict=True):

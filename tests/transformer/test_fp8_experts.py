@@ -13,8 +13,8 @@ from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.models import GPTConfig, GPTModel
 from lightning_megatron.moe.config import MoEConfig, RouterConfig
 from lightning_megatron.moe.experts import Experts
-from lightning_megatron.moe.grouped import GROUPED
-from lightning_megatron.moe.grouped_fp8 import GroupedFp8
+from lightning_megatron.moe.grouped_gemm import GROUPED_GEMM
+from lightning_megatron.moe.grouped_gemm_fp8 import GroupedFp8Gemm
 from lightning_megatron.moe.router import Router
 from lightning_megatron.sharding import sharded_parameters
 from lightning_megatron.transformer.engine_experts import ExpertsTwin
@@ -28,7 +28,9 @@ from lightning_megatron.transformer.fp8_rules import fp8_faults
 from tests.harness.threads import new_group, run_on_threads
 from tests.precision import engine_stub
 
-MOE = MoEConfig(router=RouterConfig(num_experts=4), ffn_hidden_size=32, shared_ffn_hidden_size=32, has_shared_gate=True)
+MOE = MoEConfig(
+    router=RouterConfig(num_experts=4), ffn_hidden_size=32, shared_expert_intermediate_size=32, shared_expert_gate=True
+)
 CONFIG = GPTConfig(
     num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=64, max_sequence_length=16, init_std=0.1, moe=MOE
 )
@@ -121,7 +123,7 @@ def test_ranks_that_share_an_expert_cast_their_parts_as_they_would_be_cast_in_th
         experts = model.get_submodule("layers.0.moe.experts")
         assert isinstance(experts, Experts)
         up, down = experts.up_product, experts.down_product
-        weights = [product._of_experts[0]._weight for product in (up, down) if isinstance(product, GroupedFp8)]
+        weights = [product._of_experts[0]._weight for product in (up, down) if isinstance(product, GroupedFp8Gemm)]
         casts = [down.cast_input(part, is_training=True), up.cast_gradient(part)]
         return [cast.inverse_scale for cast in (*casts, *(each.cast(part, is_training=True) for each in weights))]
 
@@ -153,9 +155,9 @@ def test_matrices_of_experts_and_linears_take_part_and_routers_gates_and_norms_d
     )
     assert chosen == {f"model.layers.{layer}.{name}" for layer in (1, 2) for name in inside}
     products = [m.up_product for m in model.modules() if isinstance(m, Experts)]
-    assert products[0] is GROUPED and all(isinstance(product, GroupedFp8) for product in products[1:])
+    assert products[0] is GROUPED_GEMM and all(isinstance(product, GroupedFp8Gemm) for product in products[1:])
     layers.release()
-    assert all(m.up_product is m.down_product is GROUPED for m in model.modules() if isinstance(m, Experts))
+    assert all(m.up_product is m.down_product is GROUPED_GEMM for m in model.modules() if isinstance(m, Experts))
 
 
 def test_the_same_tokens_are_routed_by_the_same_numbers_in_fp8_and_without() -> None:
@@ -172,7 +174,7 @@ def test_the_same_tokens_are_routed_by_the_same_numbers_in_fp8_and_without() -> 
         handle = router.register_forward_pre_hook(
             lambda module, args, hidden=hidden: (hidden.view(8, 32).repeat(4, 1), *args[1:])
         )
-        router.register_forward_hook(lambda module, args, out, seen=seen: seen.append(out.weights_TK))
+        router.register_forward_hook(lambda module, args, out, seen=seen: seen.append(out.probs_TK))
         tokens, labels = batch(0)
         model(tokens, labels=labels)
         handle.remove()
@@ -195,21 +197,24 @@ def test_a_recomputed_layer_of_experts_has_the_gradients_of_one_that_is_kept(fp8
 
 
 def test_features_of_experts_that_tiles_do_not_divide_are_told() -> None:
-    odd = replace(CONFIG, moe=replace(MOE, ffn_hidden_size=40, shared_ffn_hidden_size=24))
+    odd = replace(CONFIG, moe=replace(MOE, ffn_hidden_size=40, shared_expert_intermediate_size=24))
     told = fp8_faults(CURRENT, odd, Sizes(world=4, etp=2, tp=2))
     assert len(told) == 2
     assert (
         "ffn_hidden_size of an expert (40) must be a multiple of 16 x expert_tensor_parallel_size (16 x 2 = 32)"
         in told[0]
     )
-    assert "shared_ffn_hidden_size (24) must be a multiple of 16 x tensor_model_parallel_size (16 x 2 = 32)" in told[1]
+    assert (
+        "shared_expert_intermediate_size (24) must be a multiple of 16 x tensor_model_parallel_size (16 x 2 = 32)"
+        in told[1]
+    )
     built = tile_faults(GPTModel(odd, mesh=Mesh.single()).modules())
     assert [fault.split(")")[0] for fault in built] == [
         f"a weight of this rank ({shape}" for shape in ("24 x 32", "32 x 24", "32 x 40", "40 x 32")
     ]
     # Dense layers that are not there need no tiles.
     assert fp8_faults(CURRENT, replace(CONFIG, ffn_hidden_size=72), Sizes()) == []
-    mixed = replace(CONFIG, ffn_hidden_size=72, moe=replace(MOE, every=2))
+    mixed = replace(CONFIG, ffn_hidden_size=72, moe=replace(MOE, layer_freq=2))
     assert len(fp8_faults(CURRENT, mixed, Sizes())) == 1
     # Either engine multiplies experts in tiles.
     engine = Fp8Config(engine="transformer_engine")

@@ -233,7 +233,9 @@ def test_transformer_engine_does_not_run_paths() -> None:
 
 MOE = replace(
     LLAMA,
-    moe=MoEConfig(router=RouterConfig(num_experts=4), ffn_hidden_size=8, shared_ffn_hidden_size=8, every=2),
+    moe=MoEConfig(
+        router=RouterConfig(num_experts=4), ffn_hidden_size=8, shared_expert_intermediate_size=8, layer_freq=2
+    ),
 )
 ALL_OF_MOE = LoraConfig(
     rank=2,
@@ -277,7 +279,7 @@ def test_a_target_that_only_layers_of_another_stage_have_is_not_missing() -> Non
 
 
 def test_a_target_that_no_layer_of_experts_has_is_told_with_those_that_there_are() -> None:
-    only_experts = replace(MOE, moe=replace(MOE.moe, every=1, shared_ffn_hidden_size=0))
+    only_experts = replace(MOE, moe=replace(MOE.moe, layer_freq=1, shared_expert_intermediate_size=0))
     for rank, sizes in ((0, Sizes()), (1, Sizes(world=2, pp=2))):
         model = GPTModel(only_experts, mesh=Mesh.imagine(rank, sizes), seed=3)
         with pytest.raises(ValueError) as raised:

@@ -13,18 +13,18 @@ from lightning_megatron.comm import collectives
 from lightning_megatron.comm.rng import Draws
 from lightning_megatron.context.documents import documents_of
 from lightning_megatron.mesh import Mesh, Sizes
-from lightning_megatron.moe.capacity import Capacity
-from lightning_megatron.moe.config import BalanceLoss, MoEConfig, RouterConfig
+from lightning_megatron.moe.capacity import ExpertCapacity
+from lightning_megatron.moe.config import AuxLoss, MoEConfig, RouterConfig
 from lightning_megatron.moe.experts import ExpertAxes
 from lightning_megatron.moe.load import end_step
-from lightning_megatron.moe.pools import RoutedTokens
+from lightning_megatron.moe.sequence_groups import RoutedTokens
 from lightning_megatron.sharding import shard_of
 from lightning_megatron.tensor.activation import Activation
 from lightning_megatron.transformer import recompute
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.init import initialise
 from lightning_megatron.transformer.layer import ExpertLayer
-from lightning_megatron.transformer.moe import MoE
+from lightning_megatron.transformer.moe import MoELayer
 from lightning_megatron.transformer.recompute import RecomputeConfig
 from lightning_megatron.transformer.tokens import Tokens, stream_of
 from tests.harness.threads import new_group, run_on_threads
@@ -49,24 +49,28 @@ TOP_2 = MoEConfig(
     router=RouterConfig(
         num_experts=E,
         top_k=2,
-        balance=(BalanceLoss(coefficient=0.7), BalanceLoss(scope="global", coefficient=0.4)),
+        aux_losses=(AuxLoss(coefficient=0.7), AuxLoss(scope="global", coefficient=0.4)),
         z_loss=0.3,
     ),
     ffn_hidden_size=FFN,
-    shared_ffn_hidden_size=SHARED,
-    has_shared_gate=True,
+    shared_expert_intermediate_size=SHARED,
+    shared_expert_gate=True,
 )
 TOP_1 = MoEConfig(
-    router=RouterConfig(num_experts=E, top_k=1, is_normalised=False, balance=(BalanceLoss(coefficient=0.7),)),
+    router=RouterConfig(num_experts=E, top_k=1, norm_topk_prob=False, aux_losses=(AuxLoss(coefficient=0.7),)),
     ffn_hidden_size=FFN,
-    capacity=Capacity(factor=0.75),
-    product="one_by_one",
+    capacity=ExpertCapacity(factor=0.75),
+    expert_gemm="sequential",
 )
 VARIANTS: dict[str, tuple[MoEConfig, Activation]] = {
     "top 2, shared with a gate": (TOP_2, "swiglu"),
     "top 1, capacity": (TOP_1, "gelu"),
     "shared without a gate, capacity by position, padded": (
-        replace(TOP_2, has_shared_gate=False, capacity=Capacity(factor=0.5, keeps="position", pads=True)),
+        replace(
+            TOP_2,
+            shared_expert_gate=False,
+            capacity=ExpertCapacity(factor=0.5, drop_policy="position", pad_to_capacity=True),
+        ),
         "gelu_tanh",
     ),
 }
@@ -127,9 +131,9 @@ def problem(variant: str, is_packed: bool) -> Problem:
         "experts.up": random(E, *width, FFN, H),
         "experts.down": random(E, H, FFN),
     }
-    if moe.shared_ffn_hidden_size:
+    if moe.shared_expert_intermediate_size:
         weights |= {"shared.up.weight": random(*width, SHARED, H), "shared.down.weight": random(H, SHARED)}
-    if moe.has_shared_gate:
+    if moe.shared_expert_gate:
         weights["shared.gate"] = random(1, H)
     hidden = random(B * S, H)
     # The idle expert dislikes a feature that all tokens have.
@@ -163,12 +167,12 @@ def run_plainly(made: Problem, moe: MoEConfig, activation: Activation) -> None:
     scores = torch.exp(logits) / torch.exp(logits).sum(1, keepdim=True)
     chosen = logits.detach().topk(router.top_k, dim=1).indices
     weights = scores.gather(1, chosen)
-    if router.is_normalised:
+    if router.norm_topk_prob:
         weights = weights / weights.sum(1, keepdim=True)
     chosen = torch.where((torch.tensor(segments) >= 0)[:, None], chosen, -1)
     kept = chosen.tolist()
     if moe.capacity is not None:
-        factor, keeps = str(moe.capacity.factor), moe.capacity.keeps
+        factor, keeps = str(moe.capacity.factor), moe.capacity.drop_policy
         # The places of a row are in the order of positions.
         kept = kept_by_hand(chosen, weights.detach(), segments, list(range(B * S)), factor, router.top_k, keeps)
     made.num_chosen = int((chosen >= 0).sum())
@@ -186,7 +190,7 @@ def run_plainly(made: Problem, moe: MoEConfig, activation: Activation) -> None:
         objective = objective + (out * made.out_grad[place]).sum()
         own = [other for other in real if segments[other] == segments[place]]
         weight = float(made.targets_BS.flatten()[own].sum()) / len(own)
-        for loss in router.balance:
+        for loss in router.aux_losses:
             # Before the first step the shares of the global batch are taken as equal.
             busy = torch.ones(E, dtype=torch.float64)
             if loss.scope == "sequence":
@@ -206,9 +210,11 @@ def mlp(x: Tensor, up: Tensor, down: Tensor, activation: Activation) -> Tensor:
     return down @ F.gelu(y, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
-def layer_of(made: Problem, moe: MoEConfig, activation: Activation, mesh: Mesh) -> MoE:
+def layer_of(made: Problem, moe: MoEConfig, activation: Activation, mesh: Mesh) -> MoELayer:
     axes = ExpertAxes.of(mesh)
-    layer = MoE(config_of(moe, activation), moe, tp=mesh.tp, sp=mesh.sp, experts=axes, name="layers.0.moe").double()
+    layer = MoELayer(
+        config_of(moe, activation), moe, tp=mesh.tp, sp=mesh.sp, experts=axes, name="layers.0.moe"
+    ).double()
     parameters = dict(layer.named_parameters())
     assert parameters.keys() == made.weights.keys()
     for name, parameter in parameters.items():
@@ -285,7 +291,7 @@ def test_rows_that_are_filled_up_give_what_rows_that_are_not_give(layout: str, i
     variant = "shared without a gate, capacity by position, padded"
     moe, activation = VARIANTS[variant]
     assert moe.capacity is not None
-    bare = replace(moe, capacity=replace(moe.capacity, pads=False))
+    bare = replace(moe, capacity=replace(moe.capacity, pad_to_capacity=False))
     made = problem(variant, is_packed)
 
     def on_rank(world: Any) -> bool:
@@ -334,7 +340,7 @@ def test_gathering_all_tokens_gives_what_sending_them_gives(layout: str) -> None
 
 @pytest.mark.parametrize("parts", [("moe",), ("moe", "norm"), ("norm",)])
 def test_a_layer_whose_experts_are_made_again_gives_the_same_and_is_recorded_once(parts: Any) -> None:
-    moe = replace(TOP_2, capacity=Capacity(factor=0.75), router=replace(TOP_2.router, jitter=0.2))
+    moe = replace(TOP_2, capacity=ExpertCapacity(factor=0.75), router=replace(TOP_2.router, jitter=0.2))
     config, mesh, made = config_of(moe, "swiglu"), Mesh.single(), problem("top 2, shared with a gate", False)
     results = []
     for recomputed in (RecomputeConfig(), RecomputeConfig(granularity="selective", parts=parts)):

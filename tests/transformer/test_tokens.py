@@ -9,7 +9,7 @@ from lightning_megatron.comm.collectives import shard_slice
 from lightning_megatron.comm.rng import Draws
 from lightning_megatron.context.documents import documents_of
 from lightning_megatron.mesh import Mesh, Sizes
-from lightning_megatron.moe.pools import RoutedTokens
+from lightning_megatron.moe.sequence_groups import RoutedTokens
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.tokens import Tokens, stream_of
 

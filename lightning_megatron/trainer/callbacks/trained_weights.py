@@ -12,7 +12,7 @@ from lightning_megatron.models import LlavaModel
 from lightning_megatron.models.llava import PARTS
 from lightning_megatron.planner.trained import Trained
 from lightning_megatron.tensor.linear import ParallelLinear
-from lightning_megatron.tensor.low_rank import LowRank
+from lightning_megatron.tensor.lora_adapter import LoRAAdapter
 from lightning_megatron.transformer.lora import LoraConfig
 
 _LANGUAGE, _ELSEWHERE = PARTS[-1], ""
@@ -47,7 +47,7 @@ def trained_weights(module: nn.Module) -> TrainedWeights:
         if not isinstance(linear, ParallelLinear) or linear.weight in idle:
             continue
         own = ".".join(name.split(".")[-2:])
-        if not isinstance(linear.lora, LowRank):
+        if not isinstance(linear.lora, LoRAAdapter):
             pathless.add(own)
         else:
             beside.add((own, linear.lora.a.shape[0], linear.lora.dropout))

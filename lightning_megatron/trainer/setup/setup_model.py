@@ -30,7 +30,7 @@ from lightning_megatron.sharding import Shard, shard_of, sharded_parameters
 from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.trainer.precision import needs_closure
 from lightning_megatron.transformer import recompute
-from lightning_megatron.transformer.moe import MoE
+from lightning_megatron.transformer.moe import MoELayer
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
 _SEPARABLE = (
@@ -226,8 +226,8 @@ def linked_replicas(module: nn.Module, mesh: Mesh) -> Axis:
 
 def takes_sizes_for_known(module: nn.Module) -> bool:
     """Whether experts of this stage need as many tokens on each rank that shares them."""
-    configs = [layer.config for layer in module.modules() if isinstance(layer, MoE)]
-    return any(c.dispatcher == "all_gather" or (c.capacity is not None and c.capacity.pads) for c in configs)
+    configs = [layer.config for layer in module.modules() if isinstance(layer, MoELayer)]
+    return any(c.dispatcher == "all_gather" or (c.capacity is not None and c.capacity.pad_to_capacity) for c in configs)
 
 
 def _has_experts(module: nn.Module, mesh: Mesh) -> bool:

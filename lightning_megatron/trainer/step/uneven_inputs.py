@@ -79,7 +79,8 @@ def require_equal_shapes(batch: Any, replicas: Axis) -> None:
     if any(other != own for other in shapes):
         raise RuntimeError(
             f"replicas that share experts got batches of the shapes {shapes}; the dispatcher 'all_gather', and a "
-            "capacity with pads=True, need the same on all of them: use the dispatcher 'all_to_all' and pads=False, or "
+            "capacity with pad_to_capacity=True, need the same on all of them: use the dispatcher "
+            "'all_to_all' and pad_to_capacity=False, or "
             "batches of one size (drop_last, sequences of one length)"
         )
 

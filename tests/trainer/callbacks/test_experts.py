@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_megatron import ConfigurationError
 from lightning_megatron.lightning_modules import AdamWConfig, GPTModule
 from lightning_megatron.models import GPTModel
-from lightning_megatron.moe.balance import load
+from lightning_megatron.moe.load_balancing import expert_load
 from lightning_megatron.trainer.callbacks import ExpertMonitor
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.layouts import PLAIN, QUIET, Layout, make_trainer
@@ -44,7 +44,7 @@ def test_numbers_are_those_of_the_step(plain: Seen) -> None:
     assert plain.metrics[1] == plain.metrics[2] != plain.metrics[3]
     reports, metrics = plain.reports[1], plain.metrics[1]
     for layer, report in reports.items():
-        load_E = load(report.counts_E.unsqueeze(0), torch.float64)[0]
+        load_E = expert_load(report.counts_E.unsqueeze(0), torch.float64)[0]
         for expert, value in enumerate(load_E.tolist()):
             assert metrics[f"experts/{layer}/load_{expert}"] == pytest.approx(value)
         dropped = 1 - int(report.kept_E.sum()) / int(report.counts_E.sum())

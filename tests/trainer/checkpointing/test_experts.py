@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_megatron.checkpoint import load, read_entries, rebuild_optimizer, save
 from lightning_megatron.checkpoint.verify import verify
 from lightning_megatron.mesh import Mesh, NewGroup, Sizes
-from lightning_megatron.moe.config import BalanceLoss, RouterConfig
+from lightning_megatron.moe.config import AuxLoss, RouterConfig
 from lightning_megatron.moe.experts import Experts
 from lightning_megatron.moe.router import Router
 from lightning_megatron.optim.config import OptimizerConfig
@@ -32,11 +32,11 @@ from tests.tensor.plain import fill, part_of
 ROUTER = RouterConfig(
     num_experts=E,
     top_k=2,
-    score="sigmoid",
+    score_function="sigmoid",
     bias_update_rate=0.01,
-    balance=(BalanceLoss(scope="global", coefficient=0.1),),
+    aux_losses=(AuxLoss(scope="global", coefficient=0.1),),
 )
-BIAS, COUNTS = "model.layers.0.router.expert_bias", "model.layers.0.router.preferred_counts"
+BIAS, COUNTS = "model.layers.0.router.expert_bias", "model.layers.0.router.global_tokens_per_expert"
 BIG = 2**53 + 1
 # A count that no float64 holds.
 

@@ -7,8 +7,8 @@ import pytest
 
 from lightning_megatron import DynamicContextConfig, MegatronStrategy
 from lightning_megatron.models import GPTModel
-from lightning_megatron.moe.capacity import Capacity
-from lightning_megatron.moe.config import BalanceLoss, MoEConfig, RouterConfig
+from lightning_megatron.moe.capacity import ExpertCapacity
+from lightning_megatron.moe.config import AuxLoss, MoEConfig, RouterConfig
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.dynamic_context.test_prefetch import MODEL, Record, Watching, fit
 from tests.trainer.fits import parts_apart
@@ -18,12 +18,12 @@ pytestmark = pytest.mark.filterwarnings(QUIET)
 
 ROUTER = RouterConfig(
     num_experts=4,
-    balance=(BalanceLoss(coefficient=0.3), BalanceLoss(scope="global", coefficient=0.2)),
+    aux_losses=(AuxLoss(coefficient=0.3), AuxLoss(scope="global", coefficient=0.2)),
     z_loss=0.1,
     bias_update_rate=0.1,
 )
 DROPLESS = MoEConfig(router=ROUTER, ffn_hidden_size=8)
-DROPPING = MoEConfig(router=ROUTER, ffn_hidden_size=8, every=2, capacity=Capacity(factor=1.0))
+DROPPING = MoEConfig(router=ROUTER, ffn_hidden_size=8, layer_freq=2, capacity=ExpertCapacity(factor=1.0))
 
 
 class Mixed(Watching):

@@ -9,7 +9,7 @@ from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 
 from lightning_megatron import ConfigurationError
 from lightning_megatron.mesh import Mesh, Sizes
-from lightning_megatron.moe.config import BalanceLoss, RouterConfig
+from lightning_megatron.moe.config import AuxLoss, RouterConfig
 from lightning_megatron.moe.router import Router
 from lightning_megatron.optim.config import DeclaredScope, OptimizerConfig
 from lightning_megatron.pipeline.module import PipelineModule
@@ -22,9 +22,9 @@ from tests.optim.expert_model import E, H, Kind, experts_on, layout, name_of
 ROUTER = RouterConfig(
     num_experts=E,
     top_k=2,
-    score="sigmoid",
+    score_function="sigmoid",
     bias_update_rate=0.01,
-    balance=(BalanceLoss(scope="global", coefficient=0.1),),
+    aux_losses=(AuxLoss(scope="global", coefficient=0.1),),
 )
 
 
@@ -129,7 +129,7 @@ def test_buffers_of_a_router_become_those_of_the_first_holder_and_experts_stay_a
             first = 0 if sizes.pp == 1 or name.startswith("outside") else rank // 2 * 2
             if name.endswith("expert_bias"):
                 assert tensor.dtype == torch.float32 and tensor.unique().tolist() == [1.0 + first]
-            elif name.endswith("preferred_counts"):
+            elif name.endswith("global_tokens_per_expert"):
                 assert tensor.dtype == torch.int64 and tensor.unique().tolist() == [2**53 + 1 + first]
             else:
                 # Equal by construction, or other experts.

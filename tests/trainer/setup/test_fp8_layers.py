@@ -157,7 +157,7 @@ def test_fp8_trains_on_any_layout_as_on_one_rank(name: str, on_one: dict[str, An
 WITH_EXPERTS = replace(
     CONFIG,
     num_layers=2,
-    moe=MoEConfig(router=RouterConfig(num_experts=4), ffn_hidden_size=32, shared_ffn_hidden_size=32),
+    moe=MoEConfig(router=RouterConfig(num_experts=4), ffn_hidden_size=32, shared_expert_intermediate_size=32),
 )
 
 

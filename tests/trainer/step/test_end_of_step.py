@@ -15,7 +15,7 @@ from torch.optim.swa_utils import get_ema_avg_fn
 
 from lightning_megatron import MegatronStrategy, RecomputeConfig
 from lightning_megatron.models import GPTModel
-from lightning_megatron.moe.load import Report
+from lightning_megatron.moe.load import RoutingReport
 from lightning_megatron.optim.config import OptimizerConfig
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.layouts import PLAIN, QUIET, Layout, make_trainer
@@ -37,7 +37,7 @@ LAYOUTS = {
 }
 
 
-def num_chosen(reports: Mapping[str, Report]) -> list[int]:
+def num_chosen(reports: Mapping[str, RoutingReport]) -> list[int]:
     return [int(report.counts_E.sum()) for report in reports.values()]
 
 
@@ -326,7 +326,7 @@ def fit_low(layout: Layout) -> list[tuple[torch.dtype, torch.dtype, float]]:
     module = Language(replace(CONFIG, moe=_slow()))
     fit(layout, lambda: module, precision="bf16-true")
     routers = model_of(module).routers.values()
-    return [(r.expert_bias.dtype, r.preferred_counts.dtype, float(r.expert_bias.abs().max())) for r in routers]
+    return [(r.expert_bias.dtype, r.global_tokens_per_expert.dtype, float(r.expert_bias.abs().max())) for r in routers]
 
 
 def _slow() -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_megatron import MegatronStrategy, PipelineConfig
 from lightning_megatron.mesh import Axis
 from lightning_megatron.models import GPTConfig, GPTModel
-from lightning_megatron.moe.config import BalanceLoss, MoEConfig, RouterConfig
+from lightning_megatron.moe.config import AuxLoss, MoEConfig, RouterConfig
 from lightning_megatron.trainer.step.uneven_inputs import even
 from tests.harness.ranks import run_on_ranks
 from tests.harness.threads import run_on_threads
@@ -26,7 +26,7 @@ CONFIG = GPTConfig(
     vocab_size=32,
     max_sequence_length=8,
     add_bias_linear=False,
-    moe=MoEConfig(router=RouterConfig(num_experts=4, balance=(BalanceLoss(coefficient=0.3),)), ffn_hidden_size=8),
+    moe=MoEConfig(router=RouterConfig(num_experts=4, aux_losses=(AuxLoss(coefficient=0.3),)), ffn_hidden_size=8),
 )
 SIZES = {
     "one": {},

@@ -22,8 +22,8 @@ from lightning_megatron.sharding import Initial, shard_of, shard_parameter
 from lightning_megatron.tensor.linear import (
     ColumnParallelLinear,
     ParallelLinear,
-    RowKeys,
     RowParallelLinear,
+    TokenKeys,
     column_parallel_linear,
     row_parallel_linear,
 )
@@ -33,7 +33,7 @@ from lightning_megatron.tensor.weight_gradients import WeightGradientLayer
 _ALONE = Axis.alone(0)
 
 
-class LowRank(WeightGradientLayer):
+class LoRAAdapter(WeightGradientLayer):
     """What a linear called `name` gets added to its output. At first nothing: A is drawn, B is zero.
 
     In training each feature of the input is dropped with probability `dropout`, here alone.
@@ -75,14 +75,14 @@ class LowRank(WeightGradientLayer):
         return f"rank={self.a.shape[0]}, scale={self.scale}, dropout={self.dropout}"
 
 
-class ColumnLowRank(LowRank):
+class ColumnLoRAAdapter(LoRAAdapter):
     """Beside a column-parallel linear: [T/sp, I] to [T, *out_shape/tp]."""
 
     def _make(self, rank: int, dim: int | None, drawn: Initial) -> None:
         self.a = shard_parameter((rank, self._in_features), initial=drawn, replicas=(self.tp,), partial=self.sp)
         self.b = shard_parameter((*self._out_shape, rank), initial=Initial(), dim=dim, axis=self.tp)
 
-    def forward(self, x_TI: Tensor, tokens: RowKeys | None = None) -> Tensor:
+    def forward(self, x_TI: Tensor, tokens: TokenKeys | None = None) -> Tensor:
         if self.is_dropping:
             assert tokens is not None, "a low-rank path drops, and was not told of which tokens"
             x_TI = self._drop(x_TI, tokens.shard_keys, first_column=0)
@@ -91,14 +91,14 @@ class ColumnLowRank(LowRank):
         return column_parallel_linear(h_TR * self.scale, self.b, None, tp=self.tp, sp=self.sp, gradients=gradients)
 
 
-class RowLowRank(LowRank):
+class RowLoRAAdapter(LoRAAdapter):
     """Beside a row-parallel linear: [T, I/tp] to [T/sp, O]."""
 
     def _make(self, rank: int, dim: int | None, drawn: Initial) -> None:
         self.a = shard_parameter((rank, self._in_features), initial=drawn, dim=1, axis=self.tp)
         self.b = shard_parameter((*self._out_shape, rank), initial=Initial(), replicas=(self.tp,), partial=self.sp)
 
-    def forward(self, x_TI: Tensor, tokens: RowKeys | None = None) -> Tensor:
+    def forward(self, x_TI: Tensor, tokens: TokenKeys | None = None) -> Tensor:
         if self.is_dropping:
             assert tokens is not None, "a low-rank path drops, and was not told of which tokens"
             x_TI = self._drop(x_TI, tokens.stream_keys, first_column=self.tp.rank * x_TI.shape[1])
@@ -107,9 +107,9 @@ class RowLowRank(LowRank):
         return column_parallel_linear(h_TR * self.scale, self.b, None, tp=_ALONE, sp=_ALONE, gradients=gradients)
 
 
-def low_rank_beside(linear: ParallelLinear, *, rank: int, scale: float, dropout: float, name: str) -> LowRank:
+def lora_adapter_for(linear: ParallelLinear, *, rank: int, scale: float, dropout: float, name: str) -> LoRAAdapter:
     """The path that fits a linear; its parameters are not filled yet."""
     if isinstance(linear, ColumnParallelLinear):
-        return ColumnLowRank(linear, rank=rank, scale=scale, dropout=dropout, name=name)
+        return ColumnLoRAAdapter(linear, rank=rank, scale=scale, dropout=dropout, name=name)
     assert isinstance(linear, RowParallelLinear), type(linear)
-    return RowLowRank(linear, rank=rank, scale=scale, dropout=dropout, name=name)
+    return RowLoRAAdapter(linear, rank=rank, scale=scale, dropout=dropout, name=name)

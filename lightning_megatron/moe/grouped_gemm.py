@@ -2,8 +2,8 @@
 
     forward  y_e = x_e W_e^T + b_e      input gradient  dx_e = dy_e W_e      weight gradient  dW_e = dy_e^T x_e
 
-`OneByOne` loops over the experts. `Grouped` is one kernel for all of them, torch's own, where that takes the tensors,
-and the loop elsewhere. `moe.grouped_fp8` multiplies in float8. An expert with no rows has a gradient too: zeros.
+`SequentialGemm` loops over the experts. `GroupedGemm` is one kernel for all of them, torch's own, where that takes the
+tensors, the loop elsewhere. `moe.grouped_gemm_fp8` multiplies in float8. Without rows a gradient is zeros.
 
 R rows sorted by expert, L own experts, I features in, O features out.
 """
@@ -32,7 +32,7 @@ _ALIGNED_BYTES = 16
 
 
 @dataclass(frozen=True, eq=False)
-class Groups:
+class ExpertGroups:
     """How many rows each own expert has, on the host and on the device."""
 
     sizes: tuple[int, ...]
@@ -52,7 +52,7 @@ class Groups:
             start += size
 
 
-class GroupedProduct(Protocol):
+class ExpertGemm(Protocol):
     """How experts multiply. Operands are what `cast_input` and `cast_gradient` gave; a weight is [L, *outputs, I]."""
 
     def cast_input(self, x_RI: Tensor, *, is_training: bool) -> Operand:
@@ -64,27 +64,27 @@ class GroupedProduct(Protocol):
         ...
 
     def forward(
-        self, x_RI: Operand, weight: Tensor, groups: Groups, dtype: torch.dtype, *, is_training: bool
+        self, x_RI: Operand, weight: Tensor, groups: ExpertGroups, dtype: torch.dtype, *, is_training: bool
     ) -> Tensor:
         """[R, O] in `dtype`, a tensor of its own."""
         ...
 
-    def input_gradient(self, grad_RO: Operand, weight: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
+    def input_gradient(self, grad_RO: Operand, weight: Tensor, groups: ExpertGroups, dtype: torch.dtype) -> Tensor:
         """[R, I] in `dtype`."""
         ...
 
-    def weight_gradient(self, grad_RO: Operand, x_RI: Operand, weight: Tensor, groups: Groups) -> Tensor:
+    def weight_gradient(self, grad_RO: Operand, x_RI: Operand, weight: Tensor, groups: ExpertGroups) -> Tensor:
         """[L, O, I], in the dtype in which it was summed."""
         ...
 
     def add_weight_gradient(
-        self, weight: Tensor, grad_RO: Operand, x_RI: Operand, groups: Groups, grad_view: Tensor | None
+        self, weight: Tensor, grad_RO: Operand, x_RI: Operand, groups: ExpertGroups, grad_view: Tensor | None
     ) -> None:
         """Adds it to the weight's `.grad`, which is made at `grad_view` where there is none yet."""
         ...
 
 
-class OneByOne:
+class SequentialGemm:
     """One product for each expert in turn."""
 
     def cast_input(self, x_RI: Tensor, *, is_training: bool) -> Operand:
@@ -94,7 +94,7 @@ class OneByOne:
         return Operand(grad_RO, None)
 
     def forward(
-        self, x_RI: Operand, weight: Tensor, groups: Groups, dtype: torch.dtype, *, is_training: bool
+        self, x_RI: Operand, weight: Tensor, groups: ExpertGroups, dtype: torch.dtype, *, is_training: bool
     ) -> Tensor:
         x, weight_LOI = x_RI.values, _flat(weight, dtype)
         y_RO = x.new_empty(len(x), weight_LOI.shape[1])
@@ -102,14 +102,14 @@ class OneByOne:
             torch.mm(x[rows], weight_LOI[expert].t(), out=y_RO[rows])
         return y_RO
 
-    def input_gradient(self, grad_RO: Operand, weight: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
+    def input_gradient(self, grad_RO: Operand, weight: Tensor, groups: ExpertGroups, dtype: torch.dtype) -> Tensor:
         grad, weight_LOI = grad_RO.values, _flat(weight, dtype)
         grad_RI = grad.new_empty(len(grad), weight_LOI.shape[2])
         for expert, rows in groups.spans():
             torch.mm(grad[rows], weight_LOI[expert], out=grad_RI[rows])
         return grad_RI
 
-    def weight_gradient(self, grad_RO: Operand, x_RI: Operand, weight: Tensor, groups: Groups) -> Tensor:
+    def weight_gradient(self, grad_RO: Operand, x_RI: Operand, weight: Tensor, groups: ExpertGroups) -> Tensor:
         grad, x = grad_RO.values, x_RI.values
         grad_LOI = x.new_empty(len(groups.sizes), grad.shape[1], x.shape[1])
         for expert, rows in groups.spans():
@@ -117,7 +117,7 @@ class OneByOne:
         return _without_rows_zero(grad_LOI, groups)
 
     def add_weight_gradient(
-        self, weight: Tensor, grad_RO: Operand, x_RI: Operand, groups: Groups, grad_view: Tensor | None
+        self, weight: Tensor, grad_RO: Operand, x_RI: Operand, groups: ExpertGroups, grad_view: Tensor | None
     ) -> None:
         grad, x, place = grad_RO.values, x_RI.values, grad_view if weight.grad is None else weight.grad
         if place is None or place.dtype != grad.dtype or not place.is_contiguous():
@@ -132,29 +132,29 @@ class OneByOne:
             weight.grad = place
 
 
-class Grouped(OneByOne):
+class GroupedGemm(SequentialGemm):
     """One kernel for all experts; the loop for what the kernel does not take (float64, unaligned rows, no rows)."""
 
     def forward(
-        self, x_RI: Operand, weight: Tensor, groups: Groups, dtype: torch.dtype, *, is_training: bool
+        self, x_RI: Operand, weight: Tensor, groups: ExpertGroups, dtype: torch.dtype, *, is_training: bool
     ) -> Tensor:
         if not _is_for_kernel(x_RI.values, weight.shape[-1]):
             return super().forward(x_RI, weight, groups, dtype, is_training=is_training)
         return F.grouped_mm(x_RI.values, _flat(weight, dtype).transpose(1, 2), offs=_ends(groups))
 
-    def input_gradient(self, grad_RO: Operand, weight: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
+    def input_gradient(self, grad_RO: Operand, weight: Tensor, groups: ExpertGroups, dtype: torch.dtype) -> Tensor:
         if not _is_for_kernel(grad_RO.values, weight.shape[-1]):
             return super().input_gradient(grad_RO, weight, groups, dtype)
         return F.grouped_mm(grad_RO.values, _flat(weight, dtype), offs=_ends(groups))
 
-    def weight_gradient(self, grad_RO: Operand, x_RI: Operand, weight: Tensor, groups: Groups) -> Tensor:
+    def weight_gradient(self, grad_RO: Operand, x_RI: Operand, weight: Tensor, groups: ExpertGroups) -> Tensor:
         if not _is_for_kernel(grad_RO.values, weight.shape[-1]):
             return super().weight_gradient(grad_RO, x_RI, weight, groups)
         # What the kernel leaves where there is nothing to sum is not told.
         return _without_rows_zero(F.grouped_mm(grad_RO.values.t(), x_RI.values, offs=_ends(groups)), groups)
 
     def add_weight_gradient(
-        self, weight: Tensor, grad_RO: Operand, x_RI: Operand, groups: Groups, grad_view: Tensor | None
+        self, weight: Tensor, grad_RO: Operand, x_RI: Operand, groups: ExpertGroups, grad_view: Tensor | None
     ) -> None:
         # The kernel cannot add to what is there. On a CPU it is a loop itself, and the loop can.
         if grad_RO.values.device.type == "cpu":
@@ -163,8 +163,8 @@ class Grouped(OneByOne):
             add_gradient(weight, self.weight_gradient(grad_RO, x_RI, weight, groups), grad_view)
 
 
-ONE_BY_ONE: GroupedProduct = OneByOne()
-GROUPED: GroupedProduct = Grouped()
+SEQUENTIAL_GEMM: ExpertGemm = SequentialGemm()
+GROUPED_GEMM: ExpertGemm = GroupedGemm()
 """Both hold nothing, so one of each is enough for all layers."""
 
 
@@ -173,7 +173,7 @@ class GroupedBias(NamedTuple):
 
     values: Tensor
     # [L, *outputs]
-    weights_R: Tensor | None = None
+    probs_R: Tensor | None = None
     """By which a row's is multiplied; none: by 1."""
     is_own: bool = True
     """Whether this rank is the one that adds it, where ranks hold parts of a sum; the others know its gradient."""
@@ -182,23 +182,21 @@ class GroupedBias(NamedTuple):
 def grouped_linear(
     x_RI: Tensor,
     weight: Tensor,
-    groups: Groups,
+    groups: ExpertGroups,
     *,
     gradients: WeightGradients,
-    product: GroupedProduct,
+    product: ExpertGemm,
     bias: GroupedBias | None = None,
 ) -> Tensor:
     """[R, *weight.shape[1:-1]] from the rows [R, I] of each expert; the weight is [L, *outputs, I].
 
     The gradient of the weight goes where `gradients` says.
     """
-    values, weights_R, is_own = bias if bias is not None else (None, None, False)
+    values, probs_R, is_own = bias if bias is not None else (None, None, False)
     x_RI = as_product_input(x_RI)
     # Not known any more within the Function, where no graph is made.
     is_training = torch.is_grad_enabled()
-    y_RO: Tensor = _GroupedLinear.apply(
-        x_RI, weight, values, weights_R, groups, gradients, product, is_own, is_training
-    )
+    y_RO: Tensor = _GroupedLinear.apply(x_RI, weight, values, probs_R, groups, gradients, product, is_own, is_training)
     return y_RO.view(y_RO.shape[0], *weight.shape[1:-1])
 
 
@@ -220,10 +218,10 @@ class _GroupedLinear(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        weights_R: Tensor | None,
-        groups: Groups,
+        probs_R: Tensor | None,
+        groups: ExpertGroups,
         gradients: WeightGradients,
-        product: GroupedProduct,
+        product: ExpertGemm,
         is_own: bool,
         is_training: bool,
     ) -> Tensor:
@@ -231,19 +229,19 @@ class _GroupedLinear(torch.autograd.Function):
         # The weight itself, as in `tensor.linear`: what autograd saved of it may come back as another tensor.
         ctx.owner = weight
         kept = product.cast_input(x, is_training=is_training)
-        ctx.save_for_backward(*(kept if ctx.needs_input_grad[1] else (None, None)), weight, bias, weights_R)
+        ctx.save_for_backward(*(kept if ctx.needs_input_grad[1] else (None, None)), weight, bias, probs_R)
         y_RO = product.forward(kept, weight, groups, x.dtype, is_training=is_training)
         if bias is not None and is_own:
-            _add_bias(y_RO, bias.flatten(1), weights_R, groups)
+            _add_bias(y_RO, bias.flatten(1), probs_R, groups)
         return y_RO
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RO: Tensor) -> tuple[Tensor | None, ...]:
-        values, inverse_scale, weight, bias, weights_R = ctx.saved_tensors
-        groups: Groups = ctx.groups
+        values, inverse_scale, weight, bias, probs_R = ctx.saved_tensors
+        groups: ExpertGroups = ctx.groups
         gradients: WeightGradients = ctx.gradients
-        product: GroupedProduct = ctx.product
+        product: ExpertGemm = ctx.product
         owner: Tensor = ctx.owner
         grad_RO = grad_RO.contiguous()
         needs_x, needs_weight, needs_bias, needs_weights = ctx.needs_input_grad[:4]
@@ -267,38 +265,38 @@ class _GroupedLinear(torch.autograd.Function):
                 grad_weight = product.weight_gradient(grad, x_RI, weight, groups).view(weight.shape).to(weight.dtype)
         if needs_bias:
             # On every rank that holds a part of the sum, whether it added the bias or not: all have the same gradient.
-            grad_bias = _bias_gradient(grad_RO, bias, weights_R, groups)
+            grad_bias = _bias_gradient(grad_RO, bias, probs_R, groups)
         if needs_weights:
-            grad_weights = torch.zeros_like(weights_R)
+            grad_weights = torch.zeros_like(probs_R)
             if ctx.is_own:
                 for expert, rows in groups.spans():
-                    grad_weights[rows] = _wide(grad_RO[rows], weights_R) @ _wide(bias[expert].flatten(), weights_R)
+                    grad_weights[rows] = _wide(grad_RO[rows], probs_R) @ _wide(bias[expert].flatten(), probs_R)
         return grad_x, grad_weight, grad_bias, grad_weights, None, None, None, None, None
 
 
-def _add_bias(y_RO: Tensor, bias_LO: Tensor, weights_R: Tensor | None, groups: Groups) -> None:
+def _add_bias(y_RO: Tensor, bias_LO: Tensor, probs_R: Tensor | None, groups: ExpertGroups) -> None:
     for expert, rows in groups.spans():
         bias_O = bias_LO[expert]
-        y_RO[rows] += bias_O if weights_R is None else _wide(bias_O, weights_R) * weights_R[rows, None]
+        y_RO[rows] += bias_O if probs_R is None else _wide(bias_O, probs_R) * probs_R[rows, None]
 
 
-def _bias_gradient(grad_RO: Tensor, bias: Tensor, weights_R: Tensor | None, groups: Groups) -> Tensor:
+def _bias_gradient(grad_RO: Tensor, bias: Tensor, probs_R: Tensor | None, groups: ExpertGroups) -> Tensor:
     """The sum over each expert's rows, in one order on any device."""
     grad_LO = torch.zeros_like(bias).flatten(1)
     for expert, rows in groups.spans():
         grad = grad_RO[rows]
-        if weights_R is not None:
-            grad = _wide(grad, weights_R) * weights_R[rows, None]
+        if probs_R is not None:
+            grad = _wide(grad, probs_R) * probs_R[rows, None]
         grad_LO[expert] = grad.sum(0)
     return grad_LO.view(bias.shape)
 
 
-def _wide(x: Tensor, weights_R: Tensor) -> Tensor:
+def _wide(x: Tensor, probs_R: Tensor) -> Tensor:
     """In float32 or wider, as wide as the weights are."""
-    return x.to(torch.promote_types(torch.promote_types(x.dtype, weights_R.dtype), torch.float32))
+    return x.to(torch.promote_types(torch.promote_types(x.dtype, probs_R.dtype), torch.float32))
 
 
-def _without_rows_zero(grad_LOI: Tensor, groups: Groups) -> Tensor:
+def _without_rows_zero(grad_LOI: Tensor, groups: ExpertGroups) -> Tensor:
     """The gradients, zeros for experts that have no rows."""
     for expert, size in enumerate(groups.sizes):
         if not size:
@@ -320,5 +318,5 @@ def _is_for_kernel(one_R: Tensor, other_length: int) -> bool:
     )
 
 
-def _ends(groups: Groups) -> Tensor:
+def _ends(groups: ExpertGroups) -> Tensor:
     return groups.sizes_L.cumsum(0, dtype=torch.int32)

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from lightning_megatron.comm.collectives import shard_slice
-from lightning_megatron.moe.dispatch import AllToAll
 from lightning_megatron.moe.mixture import mix
-from lightning_megatron.moe.shared import SharedExpert
+from lightning_megatron.moe.shared_expert import SharedExpert
+from lightning_megatron.moe.token_dispatcher import AllToAllTokenDispatcher
 from tests.harness.threads import run_on_threads
 from tests.moe.plain import (
     BITE,
@@ -111,7 +111,7 @@ def test_what_is_computed_while_tokens_travel_equals_plain_torch_where_tp_is_fol
             mine,
             own(plain.experts, mesh),
             own(plain.weights, mesh),
-            dispatcher=dispatcher_of(AllToAll, mesh),
+            dispatcher=dispatcher_of(AllToAllTokenDispatcher, mesh),
             experts=experts_of(plain, mesh),
             meanwhile=lambda: beside(mine),
         )

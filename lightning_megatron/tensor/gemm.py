@@ -11,7 +11,7 @@ from lightning_megatron.precision.gemm import Gemm
 from lightning_megatron.tensor.weight_gradients import add_product
 
 
-class PlainProduct:
+class TorchGemm:
     """Multiplies the tensors themselves; parameters take the activations' dtype under autocast."""
 
     def cast_input(self, x_TI: Tensor, *, is_training: bool) -> Operand:
@@ -36,7 +36,7 @@ class PlainProduct:
         add_product(weight, grad_TO.values.t(), x_TI.values, grad_view)
 
 
-PLAIN: Gemm = PlainProduct()
+TORCH_GEMM: Gemm = TorchGemm()
 """It holds nothing, so one is enough for all layers."""
 
 

@@ -9,13 +9,13 @@ R rows sorted by expert, L own experts, I features in, O features out.
 import torch
 from torch import Tensor
 
-from lightning_megatron.moe.grouped import Groups, add_gradient
+from lightning_megatron.moe.grouped_gemm import ExpertGroups, add_gradient
 from lightning_megatron.precision.cast import Operand
 from lightning_megatron.precision.gemm import Fp8Gemm
 from lightning_megatron.precision.scaling import Scaling
 
 
-class GroupedFp8:
+class GroupedFp8Gemm:
     """Multiplies in float8; keeps the cast weights until `forget`, for all microbatches of a step."""
 
     def __init__(self, num_own: int, *, x: Scaling, weight: Scaling, gradient: Scaling) -> None:
@@ -34,7 +34,7 @@ class GroupedFp8:
         return self._gradient.cast(grad_RO, is_training=True)
 
     def forward(
-        self, x_RI: Operand, weight: Tensor, groups: Groups, dtype: torch.dtype, *, is_training: bool
+        self, x_RI: Operand, weight: Tensor, groups: ExpertGroups, dtype: torch.dtype, *, is_training: bool
     ) -> Tensor:
         if is_training:
             # Of experts without rows too: what later steps scale by depends on no choice of a router.
@@ -46,14 +46,14 @@ class GroupedFp8:
             y_RO[rows] = product.forward(x, weight[expert], None, dtype, is_training=is_training)
         return y_RO
 
-    def input_gradient(self, grad_RO: Operand, weight: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
+    def input_gradient(self, grad_RO: Operand, weight: Tensor, groups: ExpertGroups, dtype: torch.dtype) -> Tensor:
         grad_RI = grad_RO.values.new_empty(len(grad_RO.values), weight.shape[-1], dtype=dtype)
         for expert, rows in groups.spans():
             product = self._of_experts[expert]
             grad_RI[rows] = product.input_gradient(_part(grad_RO, rows), weight[expert], dtype)
         return grad_RI
 
-    def weight_gradient(self, grad_RO: Operand, x_RI: Operand, weight: Tensor, groups: Groups) -> Tensor:
+    def weight_gradient(self, grad_RO: Operand, x_RI: Operand, weight: Tensor, groups: ExpertGroups) -> Tensor:
         shape = (len(weight), weight[0].numel() // weight.shape[-1], weight.shape[-1])
         # As wide as `.grad` may be.
         grad_LOI = weight.new_zeros(shape, dtype=torch.float32)
@@ -63,7 +63,7 @@ class GroupedFp8:
         return grad_LOI
 
     def add_weight_gradient(
-        self, weight: Tensor, grad_RO: Operand, x_RI: Operand, groups: Groups, grad_view: Tensor | None
+        self, weight: Tensor, grad_RO: Operand, x_RI: Operand, groups: ExpertGroups, grad_view: Tensor | None
     ) -> None:
         add_gradient(weight, self.weight_gradient(grad_RO, x_RI, weight, groups), grad_view)
 

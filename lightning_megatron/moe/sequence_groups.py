@@ -44,14 +44,16 @@ class RoutedTokens:
         return self.call >= 0
 
     @cached_property
-    def pools(self) -> "Pools":
+    def pools(self) -> "SequenceGroups":
         """The sequences of the call, which all its routers share."""
         num = len(self.lengths)
-        return Pools(ids_T=torch.where(self.is_real_T, self.segments_T, num), num_pools=num + 1, axes=self.axes)
+        return SequenceGroups(
+            ids_T=torch.where(self.is_real_T, self.segments_T, num), num_pools=num + 1, axes=self.axes
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pools:
+class SequenceGroups:
     """The sequences of a call as pools of tokens; every sum is that of all ranks that share them, on each of them."""
 
     ids_T: Tensor
@@ -94,7 +96,7 @@ def sum_over(values: Tensor, axes: tuple[Axis, ...]) -> Tensor:
     return values
 
 
-def mask_of(chosen_TK: Tensor, num_experts: int) -> Tensor:
+def routing_map(expert_ids_TK: Tensor, num_experts: int) -> Tensor:
     """1 where an expert is among a token's chosen, which are -1 for none: int64 [T, E]."""
-    mask_TE = chosen_TK.new_zeros(chosen_TK.shape[0], num_experts)
-    return mask_TE.scatter_add_(1, chosen_TK.clamp(min=0), (chosen_TK >= 0).long())
+    mask_TE = expert_ids_TK.new_zeros(expert_ids_TK.shape[0], num_experts)
+    return mask_TE.scatter_add_(1, expert_ids_TK.clamp(min=0), (expert_ids_TK >= 0).long())

@@ -10,7 +10,7 @@ from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import Initial, shard_parameter
 
 
-class WholeLinear(nn.Module):
+class ReplicatedLinear(nn.Module):
     """[T, in_features] to [T, out_features]; weight [out, in].
 
     `partial` is the axis whose ranks each see other rows, so that gradients are parts of a sum over it; none where all

@@ -8,7 +8,7 @@ Every rank of ep x etp comes with tokens of its own and holds E/ep experts, of e
                  home  add the rows of each token up; sum over ep and etp, each rank its own tokens
 
 AllToAll moves the rows that are wanted; AllGather moves everything: it is for few ranks and many choices.
-Both hand the same rows in the same order to the experts. A fused backend is a third value of `Dispatcher`.
+Both hand the same rows in the same order to the experts. A fused backend is a third value of `TokenDispatcher`.
 
 How many rows go where is data, and a kernel's output needs its size: the host reads it once, in `on_host`, and never
 where every expert's rows are padded to a capacity.
@@ -33,9 +33,9 @@ from lightning_megatron.comm.async_collectives import (
     start,
 )
 from lightning_megatron.mesh import Axis
-from lightning_megatron.moe.experts import Arrived
-from lightning_megatron.moe.grouped import Groups
-from lightning_megatron.moe.permute import Order, add_up, regrouped, sort_by_expert, take
+from lightning_megatron.moe.experts import DispatchedTokens
+from lightning_megatron.moe.grouped_gemm import ExpertGroups
+from lightning_megatron.moe.permute import Permutation, permute, regrouped, sort_by_expert, unpermute
 
 Read = Callable[[Tensor, int], Tensor]
 """From counts by expert [..., E] on the device the same on the host; it is told of how many tokens each row is."""
@@ -44,7 +44,7 @@ Read = Callable[[Tensor, int], Tensor]
 class Journey(Protocol):
     """The tokens of one microbatch on their way. The three in turn, once each; between them, do other things."""
 
-    def arrive(self) -> Arrived:
+    def arrive(self) -> DispatchedTokens:
         """The rows for this rank's experts, once they are here."""
         ...
 
@@ -57,7 +57,7 @@ class Journey(Protocol):
         ...
 
 
-class Dispatcher(Protocol):
+class TokenDispatcher(Protocol):
     """How tokens travel."""
 
     yield_to_peer: YieldToPeer
@@ -66,7 +66,7 @@ class Dispatcher(Protocol):
     """Brings numbers of rows to the host."""
 
     def dispatch(
-        self, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, capacity: int | None = None
+        self, hidden_TH: Tensor, expert_ids_TK: Tensor, probs_TK: Tensor, capacity: int | None = None
     ) -> Journey:
         """Starts the tokens on their way to the experts that they chose; -1 is no choice.
 
@@ -76,7 +76,7 @@ class Dispatcher(Protocol):
         ...
 
 
-class AllToAll:
+class AllToAllTokenDispatcher:
     """Sends each token to the ranks of its experts alone. Ranks may have different numbers of tokens, or none."""
 
     def __init__(self, num_experts: int, *, ep: Axis, etp: Axis) -> None:
@@ -85,14 +85,14 @@ class AllToAll:
         self.read: Read = on_host
 
     def dispatch(
-        self, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, capacity: int | None = None
+        self, hidden_TH: Tensor, expert_ids_TK: Tensor, probs_TK: Tensor, capacity: int | None = None
     ) -> Journey:
-        by_expert = sort_by_expert(experts_TK, self.num_experts)
+        by_expert = sort_by_expert(expert_ids_TK, self.num_experts)
         shape = (self.ep.size, self.etp.size, self.num_experts)
         if capacity is None:
             counts_QE = collectives.all_gather(by_expert.counts_E[None], self.etp)
             counts_PQE = collectives.all_gather(counts_QE[None], self.ep)
-            sizes_PQE = self.read(counts_PQE, len(experts_TK))
+            sizes_PQE = self.read(counts_PQE, len(expert_ids_TK))
             choices_R = by_expert.dropless(int(sizes_PQE[self.ep.rank, self.etp.rank].sum()))
         else:
             counts_PQE = by_expert.counts_E.new_full(shape, capacity)
@@ -100,7 +100,7 @@ class AllToAll:
             choices_R = by_expert.padded(capacity)
         of_tokens, of_choices = by_expert.orders(choices_R, is_dropless=capacity is None)
         plan = _Exchange(self.ep, self.etp, counts_PQE, sizes_PQE, self.yield_to_peer)
-        return _AllToAllJourney(plan, of_tokens, take(hidden_TH, of_tokens), take(weights_TK.flatten(), of_choices))
+        return _AllToAllJourney(plan, of_tokens, permute(hidden_TH, of_tokens), permute(probs_TK.flatten(), of_choices))
 
 
 class _Exchange:
@@ -119,16 +119,16 @@ class _Exchange:
         self.shares: list[int] = own_PQL.sum((0, 2)).tolist()
         sizes_L: list[int] = own_PQL.sum((0, 1)).tolist()
         counts_PQL = counts_PQE.unflatten(2, (ep.size, num_own))[:, :, ep.rank]
-        self.groups = Groups(tuple(sizes_L), counts_PQL.sum((0, 1)))
+        self.groups = ExpertGroups(tuple(sizes_L), counts_PQL.sum((0, 1)))
         # Rows come in blocks (etp, ep, expert) and are wanted by expert, then as ranks are counted: (expert, ep, etp).
         self.by_expert = regrouped(counts_PQL.transpose(0, 1), self.groups.num_rows)
 
 
 class _AllToAllJourney:
-    def __init__(self, plan: _Exchange, of_tokens: Order, rows_RH: Tensor, weights_R: Tensor) -> None:
+    def __init__(self, plan: _Exchange, of_tokens: Permutation, rows_RH: Tensor, probs_R: Tensor) -> None:
         self._plan, self._of_tokens = plan, of_tokens
         self._out = [
-            all_to_all_v(rows, plan.ep, plan.given, plan.taken, plan.yield_to_peer) for rows in (rows_RH, weights_R)
+            all_to_all_v(rows, plan.ep, plan.given, plan.taken, plan.yield_to_peer) for rows in (rows_RH, probs_R)
         ]
         # Where no message goes over ep that over etp starts here, and flies as long.
         self._is_joining = all(rows.is_complete for rows in self._out)
@@ -136,19 +136,19 @@ class _AllToAllJourney:
             self._join()
         self._home: AsyncTensor
 
-    def arrive(self) -> Arrived:
+    def arrive(self) -> DispatchedTokens:
         if not self._is_joining:
             self._join()
-        rows_RH, weights_R = (take(rows.wait(), self._plan.by_expert) for rows in self._out)
-        return Arrived(rows_RH, weights_R, self._plan.groups)
+        rows_RH, probs_R = (permute(rows.wait(), self._plan.by_expert) for rows in self._out)
+        return DispatchedTokens(rows_RH, probs_R, self._plan.groups)
 
     def send_back(self, rows_RH: Tensor) -> None:
         plan = self._plan
-        own = reduce_scatter_v(add_up(rows_RH, plan.by_expert), plan.etp, plan.shares, plan.yield_to_peer)
+        own = reduce_scatter_v(unpermute(rows_RH, plan.by_expert), plan.etp, plan.shares, plan.yield_to_peer)
         self._home = all_to_all_v(own.wait(), plan.ep, plan.taken, plan.given, plan.yield_to_peer)
 
     def come_home(self) -> Tensor:
-        return add_up(self._home.wait(), self._of_tokens)
+        return unpermute(self._home.wait(), self._of_tokens)
 
     def _join(self) -> None:
         """The rows that came over ep go on over etp."""
@@ -156,7 +156,7 @@ class _AllToAllJourney:
         self._out = [all_gather_v(rows.wait(), plan.etp, plan.shares, plan.yield_to_peer) for rows in self._out]
 
 
-class AllGather:
+class AllGatherTokenDispatcher:
     """Sends each token to all ranks. All ranks have the same number of tokens."""
 
     def __init__(self, num_experts: int, *, ep: Axis, etp: Axis) -> None:
@@ -165,21 +165,21 @@ class AllGather:
         self.read: Read = on_host
 
     def dispatch(
-        self, hidden_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor, capacity: int | None = None
+        self, hidden_TH: Tensor, expert_ids_TK: Tensor, probs_TK: Tensor, capacity: int | None = None
     ) -> Journey:
-        experts = collectives.all_gather(collectives.all_gather(experts_TK, self.etp), self.ep)
+        experts = collectives.all_gather(collectives.all_gather(expert_ids_TK, self.etp), self.ep)
         by_expert = sort_by_expert(experts - self.ep.rank * self.num_own, self.num_own)
         if capacity is None:
             # Own experts take their share of all ranks' tokens.
             sizes = tuple(self.read(by_expert.counts_E, len(experts) // self.ep.size).tolist())
-            groups = Groups(sizes, by_expert.counts_E)
+            groups = ExpertGroups(sizes, by_expert.counts_E)
             choices_R = by_expert.dropless(groups.num_rows)
         else:
             of_all = capacity * self.ep.size * self.etp.size
-            groups = Groups((of_all,) * self.num_own, torch.full_like(by_expert.counts_E, of_all))
+            groups = ExpertGroups((of_all,) * self.num_own, torch.full_like(by_expert.counts_E, of_all))
             choices_R = by_expert.padded(of_all)
         orders = by_expert.orders(choices_R, is_dropless=capacity is None)
-        return _AllGatherJourney(self.ep, self.etp, orders, groups, hidden_TH, weights_TK, self.yield_to_peer)
+        return _AllGatherJourney(self.ep, self.etp, orders, groups, hidden_TH, probs_TK, self.yield_to_peer)
 
 
 class _AllGatherJourney:
@@ -187,24 +187,26 @@ class _AllGatherJourney:
         self,
         ep: Axis,
         etp: Axis,
-        orders: tuple[Order, Order],
-        groups: Groups,
+        orders: tuple[Permutation, Permutation],
+        groups: ExpertGroups,
         hidden_TH: Tensor,
-        weights_TK: Tensor,
+        probs_TK: Tensor,
         yield_to_peer: YieldToPeer,
     ) -> None:
         self._ep, self._etp, self._groups, self._yield_to_peer = ep, etp, groups, yield_to_peer
         self._of_tokens, self._of_choices = orders
-        joining = [_gather(x, etp, yield_to_peer) for x in (hidden_TH, weights_TK)]
+        joining = [_gather(x, etp, yield_to_peer) for x in (hidden_TH, probs_TK)]
         self._out = [_gather(x.wait(), ep, yield_to_peer) for x in joining]
         self._home: AsyncTensor
 
-    def arrive(self) -> Arrived:
+    def arrive(self) -> DispatchedTokens:
         hidden, weights = (each.wait() for each in self._out)
-        return Arrived(take(hidden, self._of_tokens), take(weights.flatten(), self._of_choices), self._groups)
+        return DispatchedTokens(
+            permute(hidden, self._of_tokens), permute(weights.flatten(), self._of_choices), self._groups
+        )
 
     def send_back(self, rows_RH: Tensor) -> None:
-        self._home = _reduce_scatter(add_up(rows_RH, self._of_tokens), self._ep, self._yield_to_peer)
+        self._home = _reduce_scatter(unpermute(rows_RH, self._of_tokens), self._ep, self._yield_to_peer)
 
     def come_home(self) -> Tensor:
         return _reduce_scatter(self._home.wait(), self._etp, self._yield_to_peer).wait()

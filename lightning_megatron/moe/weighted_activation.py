@@ -27,35 +27,35 @@ _GATE_GRADIENTS: dict[Activation, Callable[..., Tensor]] = {
 }
 
 
-def activate_and_weigh(x: Tensor, weights_R: Tensor, activation: Activation) -> Tensor:
+def weighted_activation(x: Tensor, probs_R: Tensor, activation: Activation) -> Tensor:
     """The activation of `x`, [R, F], or [R, 2, F] of gated ones, and each row of it times its weight: [R, F]."""
     if activation not in _GATES:
-        return weigh(activate(x, activation), weights_R)
-    weighed: Tensor = _WeighedGate.apply(x, weights_R, activation)
+        return scale_rows(activate(x, activation), probs_R)
+    weighed: Tensor = _WeighedGate.apply(x, probs_R, activation)
     return weighed
 
 
-def weigh(x_RF: Tensor, weights_R: Tensor) -> Tensor:
+def scale_rows(x_RF: Tensor, probs_R: Tensor) -> Tensor:
     """Each row times its weight, multiplied in float32 or wider, in the dtype of the rows."""
-    return (x_RF * _wide_column(x_RF, weights_R)).to(x_RF.dtype)
+    return (x_RF * _wide_column(x_RF, probs_R)).to(x_RF.dtype)
 
 
 class _WeighedGate(torch.autograd.Function):
     """The activated gate times up, of [R, 2, F], times the weights."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up_R2F: Tensor, weights_R: Tensor, activation: Activation) -> Tensor:
-        ctx.save_for_backward(gate_up_R2F, weights_R)
+    def forward(ctx: Any, gate_up_R2F: Tensor, probs_R: Tensor, activation: Activation) -> Tensor:
+        ctx.save_for_backward(gate_up_R2F, probs_R)
         ctx.activation = activation
         gate_RF, up_RF = gate_up_R2F.unbind(1)
-        return weigh(_GATES[activation](gate_RF).mul_(up_RF), weights_R)
+        return scale_rows(_GATES[activation](gate_RF).mul_(up_RF), probs_R)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RF: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        gate_up_R2F, weights_R = ctx.saved_tensors
+        gate_up_R2F, probs_R = ctx.saved_tensors
         gate_RF, up_RF = gate_up_R2F.unbind(1)
-        grad_activated_RF = weigh(grad_RF, weights_R)
+        grad_activated_RF = scale_rows(grad_RF, probs_R)
         gate_gradient = _GATE_GRADIENTS[ctx.activation]
         # Both halves where they belong: joined afterwards they would be copied.
         grad_R2F = torch.empty_like(gate_up_R2F, memory_format=torch.contiguous_format)
@@ -64,15 +64,15 @@ class _WeighedGate(torch.autograd.Function):
         gate_gradient(grad_activated_RF.mul_(up_RF), gate_RF, grad_input=grad_R2F[:, 0])
         # The widest moment follows.
         del grad_activated_RF
-        grad_weights_R = None
+        grad_probs_R = None
         if ctx.needs_input_grad[1]:
-            wide = _wide_column(grad_RF, weights_R).dtype
+            wide = _wide_column(grad_RF, probs_R).dtype
             product_RF = activated_RF.mul_(up_RF).to(wide)
-            grad_weights_R = product_RF.mul_(grad_RF).sum(1).to(weights_R.dtype)
-        return grad_R2F, grad_weights_R, None
+            grad_probs_R = product_RF.mul_(grad_RF).sum(1).to(probs_R.dtype)
+        return grad_R2F, grad_probs_R, None
 
 
-def _wide_column(x_RF: Tensor, weights_R: Tensor) -> Tensor:
+def _wide_column(x_RF: Tensor, probs_R: Tensor) -> Tensor:
     """The weights [R, 1] in float32 or wider, as wide as the rows."""
-    wide = torch.promote_types(torch.promote_types(x_RF.dtype, weights_R.dtype), torch.float32)
-    return weights_R[:, None].to(wide)
+    wide = torch.promote_types(torch.promote_types(x_RF.dtype, probs_R.dtype), torch.float32)
+    return probs_R[:, None].to(wide)

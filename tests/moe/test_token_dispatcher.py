@@ -12,9 +12,9 @@ from torch import Tensor
 from lightning_megatron.comm import collectives
 from lightning_megatron.comm.collectives import Pending
 from lightning_megatron.mesh import Mesh, Sizes
-from lightning_megatron.moe import dispatch
-from lightning_megatron.moe.dispatch import AllGather, AllToAll, Dispatcher
+from lightning_megatron.moe import token_dispatcher
 from lightning_megatron.moe.mixture import mix
+from lightning_megatron.moe.token_dispatcher import AllGatherTokenDispatcher, AllToAllTokenDispatcher, TokenDispatcher
 from lightning_megatron.transformer import recompute
 from tests.harness.ranks import run_on_ranks
 from tests.moe.plain import (
@@ -33,7 +33,7 @@ from tests.moe.plain import (
     with_either_dispatcher,
 )
 
-Make = Callable[..., Dispatcher]
+Make = Callable[..., TokenDispatcher]
 
 
 def check(plain: Plain, out: Tensor, make: Make, mesh: Mesh, num_rows: int | None = None) -> None:
@@ -119,7 +119,7 @@ def test_ranks_may_have_different_numbers_of_tokens_under_all_to_all(ep: int, et
             hidden,
             mine(plain.experts),
             weights,
-            dispatcher=dispatcher_of(AllToAll, mesh),
+            dispatcher=dispatcher_of(AllToAllTokenDispatcher, mesh),
             experts=experts,
         )
         mixed.backward(mine(plain.out_grad))
@@ -146,7 +146,7 @@ def test_there_and_back_is_each_token_times_its_choices(
         hidden, experts = own(plain.hidden, mesh).requires_grad_(), own(plain.experts, mesh)
         journey = dispatcher_of(make, mesh).dispatch(hidden, experts, own(plain.weights, mesh), capacity)
         arrived = journey.arrive()
-        assert arrived.groups.num_rows == len(arrived.rows_RH) == len(arrived.weights_R)
+        assert arrived.groups.num_rows == len(arrived.rows_RH) == len(arrived.probs_R)
         assert arrived.groups.sizes_L.tolist() == list(arrived.groups.sizes)
         # On each rank of etp they make a part of a sum.
         journey.send_back(arrived.rows_RH / etp)
@@ -178,7 +178,7 @@ def test_both_dispatchers_hand_over_the_same_rows_in_the_same_order(
             # Padding stands behind each rank's rows, or behind those of all.
             return [part[part[:, -1] != 0] for part in parts]
 
-        for sent, gathered in zip(arrived(AllToAll), arrived(AllGather), strict=True):
+        for sent, gathered in zip(arrived(AllToAllTokenDispatcher), arrived(AllGatherTokenDispatcher), strict=True):
             assert torch.equal(sent, gathered)
 
     on_mesh(world_size, ep, etp, on_rank)
@@ -208,13 +208,13 @@ def test_sizes_cross_to_the_host_once_and_never_where_they_are_padded(
     make: Make, pads: bool, num_crossings: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, crossed = Plain(8 * 4), []
-    on_host = dispatch.on_host
+    on_host = token_dispatcher.on_host
 
     def counted(counts: Tensor, num_tokens: int) -> Tensor:
         crossed.append(counts)
         return on_host(counts, num_tokens)
 
-    monkeypatch.setattr(dispatch, "on_host", counted)
+    monkeypatch.setattr(token_dispatcher, "on_host", counted)
 
     def on_rank(mesh: Mesh) -> None:
         mix(
@@ -291,7 +291,7 @@ def test_rows_and_weights_travel_while_something_else_is_computed_in_both_direct
             hidden,
             own(plain.experts, mesh),
             weights,
-            dispatcher=dispatcher_of(AllToAll, mesh),
+            dispatcher=dispatcher_of(AllToAllTokenDispatcher, mesh),
             experts=experts_of(plain, mesh),
             meanwhile=lambda: Beside.apply(hidden, note),
         )
@@ -311,7 +311,7 @@ def test_the_gradients_of_experts_are_parts_of_a_sum_over_edp_and_of_no_other() 
             own(plain.hidden, mesh),
             own(plain.experts, mesh),
             own(plain.weights, mesh),
-            dispatcher=dispatcher_of(AllToAll, mesh),
+            dispatcher=dispatcher_of(AllToAllTokenDispatcher, mesh),
             experts=experts,
         )
         mixed.backward(own(plain.out_grad, mesh))

@@ -13,7 +13,7 @@ from lightning_megatron.mesh import Axis
 from lightning_megatron.precision.autocast import autocast
 from lightning_megatron.sharding import Initial, shard_parameter
 from lightning_megatron.tensor.activation import GATED, Activation, activate
-from lightning_megatron.tensor.linear import ColumnParallelLinear, RowKeys, RowParallelLinear
+from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear, TokenKeys
 
 
 class SharedExpert(nn.Module):
@@ -50,7 +50,7 @@ class SharedExpert(nn.Module):
         # On every tp rank; under sequence parallelism each sees its own tokens.
         self.gate = shard_parameter((1, hidden_size), initial=initial, replicas=(tp,), partial=sp) if has_gate else None
 
-    def forward(self, hidden_TH: Tensor, tokens: RowKeys | None = None) -> Tensor:
+    def forward(self, hidden_TH: Tensor, tokens: TokenKeys | None = None) -> Tensor:
         """`tokens` are for what drops inside of the linears."""
         output_TH: Tensor = self.down(activate(self.up(hidden_TH, tokens), self.activation), tokens)
         if self.gate is None:

@@ -11,7 +11,7 @@ from lightning_megatron.mesh import Axis
 from lightning_megatron.tensor.vocabulary import num_own
 
 
-def likeliest_tokens(logits_TV: Tensor, *, tp: Axis, vocab_size: int) -> Tensor:
+def vocab_parallel_argmax(logits_TV: Tensor, *, tp: Axis, vocab_size: int) -> Tensor:
     """The id of the largest logit of each row, of equal ones the first, as torch.argmax of the whole row: int64 [T].
 
     Padded columns take no part. Of a row with a NaN it is `vocab_size`, no token. Waits for `tp` twice.

@@ -21,24 +21,24 @@ import torch
 from torch import Tensor
 
 
-def load(counts_PE: Tensor, dtype: torch.dtype) -> Tensor:
+def expert_load(counts_PE: Tensor, dtype: torch.dtype) -> Tensor:
     """How busy each expert of a pool is, 1 being as busy as the mean; 1 for all where none has anything: [P, E]."""
     total_P1 = counts_PE.sum(-1, keepdim=True)
     load_PE = counts_PE.to(dtype) * counts_PE.shape[-1] / total_P1.clamp(min=1).to(dtype)
     return torch.where(total_P1 > 0, load_PE, 1.0)
 
 
-def balance_sum(probabilities_TE: Tensor, load_TE: Tensor, weights_T: Tensor, is_real_T: Tensor) -> Tensor:
+def aux_loss_sum(probabilities_TE: Tensor, load_TE: Tensor, weights_T: Tensor, is_real_T: Tensor) -> Tensor:
     """The weighted balance losses of this rank's tokens, not yet divided by the weights of all: []."""
     # Not a product with a weight of 0: padding may hold anything, NaN too.
     return torch.where(is_real_T.unsqueeze(1), weights_T.unsqueeze(1) * probabilities_TE * load_TE, 0.0).sum()
 
 
-def z_sum(logits_TE: Tensor, weights_T: Tensor, is_real_T: Tensor) -> Tensor:
+def z_loss_sum(logits_TE: Tensor, weights_T: Tensor, is_real_T: Tensor) -> Tensor:
     """The weighted z-losses of this rank's tokens, not yet divided by the weights of all: []."""
     return torch.where(is_real_T, weights_T * logits_TE.logsumexp(1).square(), 0.0).sum()
 
 
-def bias_step(counts_E: Tensor) -> Tensor:
+def expert_bias_step(counts_E: Tensor) -> Tensor:
     """Which way each expert's bias goes: 1 where it is less busy than the mean, -1 where more, else 0; int64 [E]."""
     return torch.sign(counts_E.sum() - counts_E * counts_E.shape[0])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_megatron.comm.collectives import shard_slice
 from lightning_megatron.sharding import cut_length
-from lightning_megatron.tensor.likeliest import likeliest_tokens
+from lightning_megatron.tensor.vocab_parallel_argmax import vocab_parallel_argmax
 from lightning_megatron.tensor.vocabulary import num_own
 from tests.harness.threads import run_on_threads
 from tests.tensor.plain import thread_mesh
@@ -32,7 +32,7 @@ def found_on(world: Any, whole: Tensor, multiple: int) -> Tensor:
     logits = shard_slice(padded, tp, dim=1)
     assert logits.shape[1] == length
     seen.append(num_own(vocab_size, length, tp))
-    return likeliest_tokens(logits, tp=tp, vocab_size=vocab_size)
+    return vocab_parallel_argmax(logits, tp=tp, vocab_size=vocab_size)
 
 
 seen: list[int] = []

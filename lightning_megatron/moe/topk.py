@@ -1,9 +1,9 @@
 """Which experts a token goes to: pure functions of scores, whose ties the expert of the lowest number wins.
 
-    top_k           each token its best experts, maybe of its best groups of experts
+    topk           each token its best experts, maybe of its best groups of experts
     sinkhorn        the same on a plan in which each token gives 1 and the experts of a sequence get equally much
-    expert_choice   each expert its best tokens of every sequence: as many as make the mean top_k for a token
-    random, even    for benchmarks: by chance, or in turn along each sequence
+    expert_choice   each expert its best tokens of every sequence: as many as make the mean topk for a token
+    random, round_robin    for benchmarks: by chance, or in turn along each sequence
 
 A choice has no gradient. Each is a function of a sequence's tokens alone, so that no cut of a batch changes it. Legend:
 T tokens of this rank, E experts, K chosen, G groups of experts, P pools, N tokens of all ranks that share the pools.
@@ -15,31 +15,31 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.comm import rng
-from lightning_megatron.moe.pools import Pools
+from lightning_megatron.moe.sequence_groups import SequenceGroups
 
 # Below it a sum of a plan is that of an expert that no token reaches.
 _LEAST = 1e-280
 
 
-def top_k(scores_TE: Tensor, count: int) -> Tensor:
+def topk(scores_TE: Tensor, count: int) -> Tensor:
     """The places of the highest scores, best first, of equal ones the first: int64 [T, count]."""
     # torch.topk does not say which of equal ones it takes.
     places_TE: Tensor = scores_TE.sort(dim=-1, descending=True, stable=True).indices
     return places_TE.narrow(-1, 0, count)
 
 
-def limit_to_groups(scores_TE: Tensor, *, num_groups: int, num_chosen_groups: int, count: int) -> Tensor:
+def group_limited_scores(scores_TE: Tensor, *, num_groups: int, group_topk: int, count: int) -> Tensor:
     """The scores of the chosen groups, -inf elsewhere: [T, E].
 
-    A group is worth the sum of its best `count / num_chosen_groups` scores.
+    A group is worth the sum of its best `count / group_topk` scores.
     """
     scores_TGE: Tensor = scores_TE.unflatten(1, (num_groups, -1))
-    best_TG = scores_TGE.sort(dim=-1, descending=True).values[..., : count // num_chosen_groups].sum(-1)
-    is_kept_TG = torch.zeros_like(best_TG, dtype=torch.bool).scatter_(1, top_k(best_TG, num_chosen_groups), True)
+    best_TG = scores_TGE.sort(dim=-1, descending=True).values[..., : count // group_topk].sum(-1)
+    is_kept_TG = torch.zeros_like(best_TG, dtype=torch.bool).scatter_(1, topk(best_TG, group_topk), True)
     return scores_TGE.masked_fill(~is_kept_TG.unsqueeze(-1), -torch.inf).flatten(1)
 
 
-def sinkhorn(logits_TE: Tensor, pools: Pools, num_iterations: int) -> Tensor:
+def sinkhorn(logits_TE: Tensor, pools: SequenceGroups, num_iterations: int) -> Tensor:
     """exp(logits) with rows and columns scaled until a pool's experts get equally much of its tokens: float64 [T, E].
 
     Talks over the axes of the pools in each iteration.
@@ -55,7 +55,7 @@ def sinkhorn(logits_TE: Tensor, pools: Pools, num_iterations: int) -> Tensor:
     return plan_TE
 
 
-def expert_choice(scores_TE: Tensor, positions_T: Tensor, pools: Pools, mean_count: int) -> Tensor:
+def expert_choice(scores_TE: Tensor, positions_T: Tensor, pools: SequenceGroups, mean_count: int) -> Tensor:
     """Each expert's choice of the tokens of every pool, ties to the earlier token: int64 [T, E], -1 where not chosen.
 
     Of a pool of n tokens each expert takes the ceiling of n * mean_count / E. Talks over the axes of the pools.
@@ -83,10 +83,10 @@ def expert_choice(scores_TE: Tensor, positions_T: Tensor, pools: Pools, mean_cou
 def random(keys_T: Tensor, num_experts: int, count: int) -> Tensor:
     """Experts by chance, each set of them as likely as any other: int64 [T, count]."""
     experts_E = torch.arange(num_experts, device=keys_T.device)
-    return top_k(rng.uniform(keys_T.unsqueeze(1), experts_E), count)
+    return topk(rng.uniform(keys_T.unsqueeze(1), experts_E), count)
 
 
-def even(positions_T: Tensor, num_experts: int, count: int) -> Tensor:
+def round_robin(positions_T: Tensor, num_experts: int, count: int) -> Tensor:
     """Experts in turn along each sequence, so that their loads differ by one token at most: int64 [T, count]."""
     turns_K = torch.arange(count, device=positions_T.device)
     return (positions_T.unsqueeze(1) * count + turns_K) % num_experts

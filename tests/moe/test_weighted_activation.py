@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron.moe.weighing import _GATES, activate_and_weigh, weigh
+from lightning_megatron.moe.weighted_activation import _GATES, scale_rows, weighted_activation
 from lightning_megatron.tensor.activation import GATED, Activation, activate
 
 every_activation = pytest.mark.parametrize("activation", get_args(Activation))
@@ -44,7 +44,7 @@ def test_output_and_gradients_are_those_of_both_steps_by_themselves(
 ) -> None:
     x = input_of(activation, 7, 24).to(dtype).requires_grad_()
     weights = torch.rand(7).to(weight_dtype).requires_grad_()
-    ours, theirs = (fn(x, weights, activation) for fn in (activate_and_weigh, in_two_steps))
+    ours, theirs = (fn(x, weights, activation) for fn in (weighted_activation, in_two_steps))
     assert ours.dtype == dtype and torch.equal(ours, theirs)
     # An expanded gradient, as that of a sum is, is no plain tensor in memory.
     for grad in (torch.randn(7, 24).to(dtype), torch.ones((), dtype=dtype).expand(7, 24)):
@@ -58,7 +58,7 @@ def test_output_and_gradients_are_those_of_both_steps_by_themselves(
 def test_the_gradients_of_a_weighed_gate_are_those_that_differences_show(activation: Any) -> None:
     x = input_of(activation, 3, 5).double().requires_grad_()
     weights = torch.randn(3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x, weights: activate_and_weigh(x, weights, activation), (x, weights))
+    assert torch.autograd.gradcheck(lambda x, weights: weighted_activation(x, weights, activation), (x, weights))
 
 
 @pytest.mark.parametrize("activation", sorted(GATED))
@@ -66,7 +66,7 @@ def test_a_weighed_gate_keeps_what_it_reads_alone(activation: Any) -> None:
     x, weights = input_of(activation, 4, 8).requires_grad_(), torch.rand(4, requires_grad=True)
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        activate_and_weigh(x, weights, activation)
+        weighted_activation(x, weights, activation)
     assert [tensor.data_ptr() for tensor in kept] == [x.data_ptr(), weights.data_ptr()]
 
 
@@ -74,14 +74,14 @@ def test_a_weighed_gate_keeps_what_it_reads_alone(activation: Any) -> None:
 def test_no_rows_and_weights_that_learn_nothing_are_taken(activation: Any) -> None:
     for rows in (0, 4):
         x = input_of(activation, rows, 8).requires_grad_()
-        activate_and_weigh(x, torch.rand(rows), activation).sum().backward()
+        weighted_activation(x, torch.rand(rows), activation).sum().backward()
         assert x.grad is not None and x.grad.shape == x.shape
 
 
 def test_weights_multiply_in_float32_and_only_then_are_rows_rounded() -> None:
     x, weights = torch.randn(64, 8).bfloat16(), torch.rand(64)
-    weighed = weigh(x, weights)
+    weighed = scale_rows(x, weights)
     assert weighed.dtype == torch.bfloat16
     assert torch.equal(weighed, (x.float() * weights[:, None]).bfloat16())
     assert not torch.equal(weighed, x * weights.bfloat16()[:, None])
-    assert weigh(x.double(), weights).dtype == torch.float64
+    assert scale_rows(x.double(), weights).dtype == torch.float64

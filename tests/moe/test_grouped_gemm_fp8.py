@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.mesh import Mesh
-from lightning_megatron.moe.experts import Arrived, ExpertAxes, Experts
-from lightning_megatron.moe.grouped import Groups, grouped_linear
-from lightning_megatron.moe.grouped_fp8 import GroupedFp8
+from lightning_megatron.moe.experts import DispatchedTokens, ExpertAxes, Experts
+from lightning_megatron.moe.grouped_gemm import ExpertGroups, grouped_linear
+from lightning_megatron.moe.grouped_gemm_fp8 import GroupedFp8Gemm
 from lightning_megatron.precision.cast import E4M3, E5M2, Operand
 from lightning_megatron.precision.scaling import CurrentScaling
 from lightning_megatron.sharding import Initial
@@ -16,7 +16,7 @@ from lightning_megatron.transformer.init import initialise
 from tests.precision.decast import decast
 
 SIZES = (5, 0, 17, 1)
-GROUPS = Groups(SIZES, torch.tensor(SIZES))
+GROUPS = ExpertGroups(SIZES, torch.tensor(SIZES))
 # Sums of at most 32 float32 products of order 1, in another order.
 TOLERANCE = 1e-4
 
@@ -35,8 +35,8 @@ def scaling(dtype: torch.dtype = E4M3) -> Counted:
     return Counted(dtype, 0, lambda amax: amax)
 
 
-def product_of(weight: Counted | None = None) -> GroupedFp8:
-    return GroupedFp8(len(SIZES), x=scaling(), weight=weight or scaling(), gradient=scaling(E5M2))
+def product_of(weight: Counted | None = None) -> GroupedFp8Gemm:
+    return GroupedFp8Gemm(len(SIZES), x=scaling(), weight=weight or scaling(), gradient=scaling(E5M2))
 
 
 def stood_for(x: Tensor, dtype: torch.dtype = E4M3) -> Tensor:
@@ -110,7 +110,7 @@ def experts_in_fp8() -> Experts:
 
 @pytest.mark.parametrize("is_queued", [False, True])
 def test_weight_gradients_that_are_added_later_or_wider_are_those_of_autograd(is_queued: bool) -> None:
-    arrived = Arrived(torch.randn(sum(SIZES), 16), torch.rand(sum(SIZES)), GROUPS)
+    arrived = DispatchedTokens(torch.randn(sum(SIZES), 16), torch.rand(sum(SIZES)), GROUPS)
     wanted, experts = experts_in_fp8(), experts_in_fp8()
     gradients, queue = WeightGradients(), list[Task]()
     experts.weight_gradients = gradients
@@ -138,15 +138,15 @@ def test_rows_are_kept_for_backward_as_bytes() -> None:
 
     num_rows = sum(SIZES)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        experts(Arrived(torch.randn(num_rows, 16, requires_grad=True), torch.rand(num_rows), GROUPS))
+        experts(DispatchedTokens(torch.randn(num_rows, 16, requires_grad=True), torch.rand(num_rows), GROUPS))
     assert kept[torch.uint8] == num_rows * (16 + 32)
 
 
 def test_no_rows_at_all_give_gradients_of_zeros() -> None:
     experts = experts_in_fp8()
-    nothing = Groups((0,) * 4, torch.zeros(4, dtype=torch.int64))
+    nothing = ExpertGroups((0,) * 4, torch.zeros(4, dtype=torch.int64))
     rows = torch.randn(0, 16, requires_grad=True)
-    experts(Arrived(rows, torch.rand(0), nothing)).sum().backward()
+    experts(DispatchedTokens(rows, torch.rand(0), nothing)).sum().backward()
     assert rows.grad is not None and rows.grad.shape == (0, 16)
     for parameter in experts.parameters():
         assert parameter.grad is not None and parameter.grad.count_nonzero() == 0
