@@ -56,7 +56,7 @@ def run_rank(kind: str, sequence: int) -> None:
     dist.init_process_group("gloo")
     world = dist.get_world_size()
     exchange, is_inner = KINDS[kind]
-    sizes = Sizes(world=world, cp=world, cp_inner=world if is_inner else 1, cp_exchange=exchange)  # type: ignore[arg-type]
+    sizes = Sizes(world=world, cp=world, cp_ulysses=world if is_inner else 1, cp_exchange=exchange)  # type: ignore[arg-type]
 
     def new_group(ranks: tuple[int, ...]) -> Any:
         return dist.new_group(list(ranks), use_local_synchronization=True)

@@ -8,7 +8,7 @@ microbatch with the ranks of a group waiting for each other on every stage.
 from collections import defaultdict
 from collections.abc import Sequence
 
-from lightning_megatron.context.balance import CostModel, Group
+from lightning_megatron.context.balance import CostModel, RankGroup
 from lightning_megatron.context.balance.slots import Slot, group_seconds
 from lightning_megatron.pipeline.schedule import Kind, Order
 
@@ -31,7 +31,7 @@ def static_slots(lengths: Sequence[int], ranks: int, cp: int, max_tokens_per_ran
     dp = ranks // cp
     packs += [[] for _ in range(-len(packs) % dp)]
     return tuple(
-        tuple(Group(replica * cp, cp, tuple(packs[first + replica])) for replica in range(dp))
+        tuple(RankGroup(replica * cp, cp, tuple(packs[first + replica])) for replica in range(dp))
         for first in range(0, len(packs), dp)
     )
 

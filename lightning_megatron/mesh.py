@@ -6,7 +6,7 @@ constructor arguments.
     dense   world = pp x dp  x cp x tp     tp varies fastest: tp neighbours sit on one node
     expert  world = pp x edp x ep x etp    the same pipeline stages, the other axes folded anew
 
-cp is outer x inner in turn, inner varying fastest: groups that exchange keys and values, of ranks that exchange heads.
+cp is ring x Ulysses, Ulysses varying fastest: groups that exchange keys and values, of ranks that exchange heads.
 
 A stage's coordinate runs against the global rank: the last stage sits on global rank 0, because code after the model
 call runs on the last stage and loggers, progress bars and `is_global_zero` live on global rank 0.
@@ -70,7 +70,7 @@ class Sizes:
     """Stages."""
     cp: int = 1
     """Ranks that share each sequence."""
-    cp_inner: int = 1
+    cp_ulysses: int = 1
     """Of them, neighbours that exchange heads for tokens; the others exchange keys and values."""
     cp_exchange: ContextExchange = "ring"
     """How the others exchange them."""
@@ -116,11 +116,10 @@ class Sizes:
                 f"virtual_pipeline_model_parallel_size ({self.vp}) needs pipeline_model_parallel_size above 1; "
                 "with one rank use 1"
             )
-        if self.cp_inner < 1 or self.cp % self.cp_inner:
+        if self.cp_ulysses < 1 or self.cp % self.cp_ulysses:
             fits = ", ".join(str(n) for n in range(1, self.cp + 1) if self.cp % n == 0)
             faults.append(
-                f"inner_size ({self.cp_inner}) of the context exchange must divide context_parallel_size ({self.cp}); "
-                f"it may be {fits}"
+                f"ulysses_size ({self.cp_ulysses}) must divide context_parallel_size ({self.cp}); it may be {fits}"
             )
         faults += [
             f"a group of {size} ranks does not divide the {self.dp * self.cp} data x context parallel ranks"
@@ -283,10 +282,10 @@ class Mesh:
                 own, ranks = _line(sizes, names, along, global_rank)
                 axes[name] = Axis(name, len(ranks), own, ranks, group_of(ranks))
         cp = axes["cp"]
-        outer, inner = divmod(cp.rank, sizes.cp_inner)
+        ring, ulysses = divmod(cp.rank, sizes.cp_ulysses)
         for name, own, ranks in (
-            ("cp_outer", outer, cp.ranks[inner :: sizes.cp_inner]),
-            ("cp_inner", inner, cp.ranks[outer * sizes.cp_inner :][: sizes.cp_inner]),
+            ("cp_ring", ring, cp.ranks[ulysses :: sizes.cp_ulysses]),
+            ("cp_ulysses", ulysses, cp.ranks[ring * sizes.cp_ulysses :][: sizes.cp_ulysses]),
         ):
             axes[name] = Axis(name, len(ranks), own, ranks, group_of(ranks))
         line = axes["dp+cp"]
@@ -301,7 +300,7 @@ class Mesh:
         return Mesh(global_rank, sizes, axes)
 
     def axis(self, name: str) -> Axis:
-        """The axis called `name`: a short name, `sp`, `cp_outer`, `cp_inner`, `world`, or a union (`dp+cp`)."""
+        """The axis called `name`: a short name, `sp`, `cp_ring`, `cp_ulysses`, `world`, or a union (`dp+cp`)."""
         if name not in self.axes:
             raise ValueError(f"axis {name!r} is not on the mesh; there are {', '.join(self.axes)}")
         return self.axes[name]

@@ -1,9 +1,9 @@
 """Attention among tokens that several ranks share, and among documents that share a stream.
 
     queries, keys, values of this rank's rows, all heads here
-        -> inner: all-to-all, to the rows of the group, some of the heads
-        -> outer: keys and values of every group come by; parts of the attention are added by their log-sum-exp
-        -> inner: all-to-all back
+        -> ulysses: all-to-all, to the rows of the group, some of the heads
+        -> ring: keys and values of every group come by; parts of the attention are added by their log-sum-exp
+        -> ulysses: all-to-all back
     output of this rank's rows, all heads here
 
 B batch, A query heads here, G key groups here, N rows of this rank, Q rows of the group, D head size, T tokens of the
@@ -22,10 +22,11 @@ from torch.autograd.function import once_differentiable
 
 from lightning_megatron.comm import rng
 from lightning_megatron.comm.differentiable import all_to_all
-from lightning_megatron.context.exchange import Exchange, Ring
-from lightning_megatron.context.kernel import Bias, Dropping, Pairing, kernel_for, merge_
-from lightning_megatron.context.layout import ContextLayout, View
-from lightning_megatron.context.other_stream import OtherStream
+from lightning_megatron.context.attention_step import AttentionStep, DropoutKeys, RelativePositionBias, merge_
+from lightning_megatron.context.context_layout import ContextLayout, MaskSpec
+from lightning_megatron.context.cross_attention_layout import CrossAttentionLayout
+from lightning_megatron.context.kernel import kernel_for
+from lightning_megatron.context.key_value_exchange import KeyValueExchange, RingExchange
 from lightning_megatron.mesh import AttentionKernel, Axis
 from lightning_megatron.precision.autocast import autocast, autocast_dtype
 
@@ -36,23 +37,23 @@ Made = TypeVar("Made")
 class ContextAxes:
     """The ranks that share a call's tokens."""
 
-    outer: Axis
+    ring: Axis
     """Groups, which exchange keys and values."""
-    inner: Axis
+    ulysses: Axis
     """Ranks of a group, which exchange heads for tokens."""
-    exchange: Exchange = field(default_factory=Ring)
-    """Over outer."""
+    exchange: KeyValueExchange = field(default_factory=RingExchange)
+    """Over ring."""
     kernel: AttentionKernel = "fused"
     """What computes attention on CUDA."""
 
     @property
     def rank(self) -> int:
         """Place among all of them."""
-        return self.outer.rank * self.inner.size + self.inner.rank
+        return self.ring.rank * self.ulysses.size + self.ulysses.rank
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionDraws:
+class DropoutSpec:
     """The randomness of one layer's dropout of attention weights."""
 
     keys_BT: Tensor
@@ -63,15 +64,15 @@ class AttentionDraws:
     """Of those here, among all of the model."""
     probability: float
 
-    def dropping(self, places: Tensor, inner: Axis, num_heads: int) -> Dropping:
-        """For the tokens at these places and an inner rank's share of `num_heads` heads here."""
-        num_own = num_heads // inner.size
-        first = self.first_head + inner.rank * num_own
+    def dropout_keys(self, places: Tensor, ulysses: Axis, num_heads: int) -> DropoutKeys:
+        """For the tokens at these places and an ulysses rank's share of `num_heads` heads here."""
+        num_own = num_heads // ulysses.size
+        first = self.first_head + ulysses.rank * num_own
         heads_A = torch.arange(first, first + num_own, device=self.keys_BT.device)
         # Rows of padding take any token's key: nothing is drawn for them.
         keys_BQ = rng.bits(self.name_key, self.keys_BT[:, places.clamp(min=0)])
         keys_BAQ = rng.bits(keys_BQ.unsqueeze(1), heads_A.unsqueeze(-1))
-        return Dropping(keys=keys_BAQ, probability=self.probability)
+        return DropoutKeys(keys=keys_BAQ, probability=self.probability)
 
 
 def attend(
@@ -81,48 +82,48 @@ def attend(
     *,
     layout: ContextLayout,
     axes: ContextAxes,
-    view: View,
+    mask_spec: MaskSpec,
     scale: float | None = None,
-    draws: AttentionDraws | None = None,
-    bias: Bias | None = None,
-    source: OtherStream | None = None,
+    dropout: DropoutSpec | None = None,
+    bias: RelativePositionBias | None = None,
+    source: CrossAttentionLayout | None = None,
     cache: dict[Any, Any] | None = None,
 ) -> Tensor:
     """Attention of this rank's queries [B, A, N, D] to the keys and values [B, G, N, D] of all ranks: [B, A, N, D].
 
     Rows that hold no token may hold anything; their output and gradients are 0. The gradient of `bias.table` is this
     rank's part of a sum over all ranks. `scale` is 1 / sqrt(D) where None. Keys and values may be of another `source`,
-    whose segments have rows of their own, [B, G, M, D]. `cache` keeps what calls of one layout share. `inner` must
+    whose segments have rows of their own, [B, G, M, D]. `cache` keeps what calls of one layout share. `ulysses` must
     divide A.
     """
     device = queries.device
     if (dtype := autocast_dtype(queries)) is not None:
         # As autocast does for torch's own attention: norms of queries and keys may have left them wider.
         queries, keys, values = (x.to(dtype) for x in (queries, keys, values))
-    num_heads, inner = queries.shape[1], axes.inner
-    assert (layout.outer, layout.inner) == (axes.outer.size, inner.size), "the layout is one of other axes"
-    assert num_heads % inner.size == 0, f"{num_heads} heads do not divide by {inner.name} ({inner.size})"
-    # Every inner rank needs the keys of its own heads; those that it shares with others are sent to each.
-    repeats = math.lcm(keys.shape[1], inner.size) // keys.shape[1]
+    num_heads, ulysses = queries.shape[1], axes.ulysses
+    assert (layout.ring_size, layout.ulysses_size) == (axes.ring.size, ulysses.size), "the layout is one of other axes"
+    assert num_heads % ulysses.size == 0, f"{num_heads} heads do not divide by {ulysses.name} ({ulysses.size})"
+    # Every ulysses rank needs the keys of its own heads; those that it shares with others are sent to each.
+    repeats = math.lcm(keys.shape[1], ulysses.size) // keys.shape[1]
     queries, keys, values = (
-        all_to_all(x, inner, split=1, join=2) for x in (queries, _repeated(keys, repeats), _repeated(values, repeats))
+        all_to_all(x, ulysses, split=1, join=2) for x in (queries, _repeated(keys, repeats), _repeated(values, repeats))
     )
-    group, cache = axes.outer.rank, {} if cache is None else cache
+    group, cache = axes.ring.rank, {} if cache is None else cache
     scale = 1.0 / math.sqrt(queries.shape[-1]) if scale is None else scale
-    key = (layout, source, group, view, scale, device)
-    pairings = _once(cache, key, lambda: _pairings(layout, source, group, view, scale, device))
+    key = (layout, source, group, mask_spec, scale, device)
+    steps = _once(cache, key, lambda: _steps(layout, source, group, mask_spec, scale, device))
     # Without a token there is no key to draw with, and nothing to draw for.
-    if draws is not None and layout.num_tokens:
+    if dropout is not None and layout.num_tokens:
         places = _once(cache, (layout, group, device), lambda: layout.group_places[group].to(device))
-        dropping = draws.dropping(places, inner, num_heads)
-        pairings = [replace(pairing, dropping=dropping) for pairing in pairings]
+        dropout_keys = dropout.dropout_keys(places, ulysses, num_heads)
+        steps = [replace(step, dropout_keys=dropout_keys) for step in steps]
     table = None
     if bias is not None:
-        table = bias.table.chunk(inner.size, dim=1)[inner.rank]
+        table = bias.table.chunk(ulysses.size, dim=1)[ulysses.rank]
         of_own_heads = replace(bias, table=table.detach())
-        pairings = [replace(pairing, bias=of_own_heads) for pairing in pairings]
-    output: Tensor = _Attention.apply(queries, keys, values, table, axes, pairings)
-    return all_to_all(output, inner, split=2, join=1)
+        steps = [replace(step, bias=of_own_heads) for step in steps]
+    output: Tensor = _Attention.apply(queries, keys, values, table, axes, steps)
+    return all_to_all(output, ulysses, split=2, join=1)
 
 
 def _repeated(keys: Tensor, repeats: int) -> Tensor:
@@ -138,23 +139,23 @@ def _once(cache: dict[Any, Any], key: Any, make: Callable[[], Made]) -> Made:
     return made
 
 
-def _pairings(
+def _steps(
     layout: ContextLayout,
-    source: OtherStream | None,
+    source: CrossAttentionLayout | None,
     group: int,
-    view: View,
+    mask_spec: MaskSpec,
     scale: float,
     device: torch.device,
-) -> list[Pairing]:
+) -> list[AttentionStep]:
     """How the queries of a group meet the keys of each."""
     key_layout = layout if source is None else source.layout
     query_positions = layout.group_positions[group].to(device)
     return [
-        Pairing(
-            blocks=layout.blocks(group, place, view) if source is None else source.blocks(layout, group, place),
+        AttentionStep(
+            blocks=layout.blocks(group, place, mask_spec) if source is None else source.blocks(layout, group, place),
             query_positions=query_positions,
             key_positions=key_positions,
-            view=view,
+            mask_spec=mask_spec,
             scale=scale,
         )
         for place, key_positions in enumerate(key_layout.group_positions.to(device))
@@ -187,15 +188,15 @@ class _Attention(torch.autograd.Function):
         values: Tensor,
         table: Tensor | None,
         axes: ContextAxes,
-        pairings: list[Pairing],
+        steps: list[AttentionStep],
     ) -> Tensor:
         output: Tensor | None = None
         lse: Tensor | None = None
-        for source, (source_keys, source_values) in axes.exchange.visits((keys, values), axes.outer):
-            pairing = pairings[source]
-            if not pairing.blocks:
+        for source, (source_keys, source_values) in axes.exchange.visits((keys, values), axes.ring):
+            step = steps[source]
+            if not step.blocks:
                 continue
-            part = kernel_for(queries, pairing, axes.kernel).forward(queries, source_keys, source_values, pairing)
+            part = kernel_for(queries, step, axes.kernel).forward(queries, source_keys, source_values, step)
             if output is None or lse is None:
                 output, lse = part
             else:
@@ -205,7 +206,7 @@ class _Attention(torch.autograd.Function):
             lse = torch.full(queries.shape[:-1], -torch.inf, device=queries.device)
         output = output.to(queries.dtype)
         ctx.save_for_backward(queries, keys, values, output, lse, table)
-        ctx.axes, ctx.pairings = axes, pairings
+        ctx.axes, ctx.steps = axes, steps
         return output
 
     @staticmethod
@@ -213,17 +214,17 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         queries, keys, values, output, lse, table = ctx.saved_tensors
-        exchange, outer = ctx.axes.exchange, ctx.axes.outer
-        returns = exchange.returns(keys, outer)
+        exchange, ring = ctx.axes.exchange, ctx.axes.ring
+        returns = exchange.returns(keys, ring)
         d_queries: Tensor | None = None
         d_table: Tensor | None = None
-        for source, (source_keys, source_values) in exchange.visits((keys, values), outer):
-            pairing = ctx.pairings[source]
-            if not pairing.blocks:
+        for source, (source_keys, source_values) in exchange.visits((keys, values), ring):
+            step = ctx.steps[source]
+            if not step.blocks:
                 returns.add(source, None)
                 continue
-            kernel = kernel_for(queries, pairing, ctx.axes.kernel)
-            part = kernel.backward(grad, queries, source_keys, source_values, output, lse, pairing)
+            kernel = kernel_for(queries, step, ctx.axes.kernel)
+            part = kernel.backward(grad, queries, source_keys, source_values, output, lse, step)
             returns.add(source, (part.keys, part.values))
             d_queries, d_table = _sum_(d_queries, part.queries), _sum_(d_table, part.table)
         grads = zip((d_queries, *returns.finish(), d_table), (queries, keys, values, table), strict=True)

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.comm import collectives
-from lightning_megatron.context.layout import PADDING, View
-from lightning_megatron.context.pairing import Bias, wide
+from lightning_megatron.context.attention_step import RelativePositionBias, wide
+from lightning_megatron.context.context_layout import PADDING, MaskSpec
 from lightning_megatron.mesh import Axis
 from lightning_megatron.precision.autocast import autocast, autocast_dtype
 
@@ -117,7 +117,7 @@ class CachedCall:
     """int64, -1 where no token."""
     key_positions_BC: Tensor
     """int64, -1 where no token."""
-    seen: dict[View, Tensor]
+    seen: dict[MaskSpec, Tensor]
     """Which keys queries see, bool [B, N, C], which layers of a call share."""
 
     @property
@@ -140,19 +140,31 @@ class CachedCall:
         self.cache.kept[layer] = kept_keys, kept_values
 
     def attend(
-        self, layer: str, queries: Tensor, *, view: View, scale: float | None = None, bias: Bias | None = None
+        self,
+        layer: str,
+        queries: Tensor,
+        *,
+        mask_spec: MaskSpec,
+        scale: float | None = None,
+        bias: RelativePositionBias | None = None,
     ) -> Tensor:
         """Attention of queries [B, A, N, D], which every rank of cp has, to all that was kept: [B, A, N, D].
 
-        A query without a position sees nothing under a causal view, and gets 0. `scale` is 1 / sqrt(D) where None.
+        A query without a position sees nothing under a causal mask_spec, and gets 0. `scale` is 1 / sqrt(D) where None.
         """
         keys, values = (x[self.rows, :, : self.columns.stop] for x in self.cache.kept[layer])
         with autocast(queries, None):
-            output, lse = self._part(queries.to(keys.dtype), keys, values, view, scale, bias)
+            output, lse = self._part(queries.to(keys.dtype), keys, values, mask_spec, scale, bias)
             return _merged(output, lse, self.cache.cp).to(queries.dtype)
 
     def _part(
-        self, queries: Tensor, keys: Tensor, values: Tensor, view: View, scale: float | None, bias: Bias | None
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask_spec: MaskSpec,
+        scale: float | None,
+        bias: RelativePositionBias | None,
     ) -> tuple[Tensor, Tensor]:
         """This rank's keys' part: output [B, A, N, D] and log-sum-exp [B, A, N], in float32 or wider."""
         batch, heads, num, size = queries.shape
@@ -163,26 +175,26 @@ class CachedCall:
         scores = scores.to(wide(scores.dtype)) * (1.0 / math.sqrt(size) if scale is None else scale)
         if bias is not None:
             scores = scores + self._biases(bias).to(scores.dtype)
-        scores = scores.masked_fill(~self._visible(view).unsqueeze(1), -torch.inf)
+        scores = scores.masked_fill(~self._visible(mask_spec).unsqueeze(1), -torch.inf)
         lse = scores.logsumexp(dim=-1)
         # Of a query that sees no key here: -inf less -inf.
         weights = (scores - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
         attended = weights.to(values.dtype).view(batch, groups, rows, keys.shape[2]) @ values
         return attended.view(batch, heads, num, size).to(scores.dtype), lse
 
-    def _visible(self, view: View) -> Tensor:
-        if view not in self.seen:
+    def _visible(self, mask_spec: MaskSpec) -> Tensor:
+        if mask_spec not in self.seen:
             keys = self.key_positions_BC.unsqueeze(1)
             distance = self.query_positions_BN.unsqueeze(2) - keys
             seen = keys != PADDING
-            if view.is_causal:
+            if mask_spec.is_causal:
                 seen = seen & (distance >= 0)
-            if view.window:
-                seen = seen & (distance < view.window)
-            self.seen[view] = seen.expand_as(distance)
-        return self.seen[view]
+            if mask_spec.window:
+                seen = seen & (distance < mask_spec.window)
+            self.seen[mask_spec] = seen.expand_as(distance)
+        return self.seen[mask_spec]
 
-    def _biases(self, bias: Bias) -> Tensor:
+    def _biases(self, bias: RelativePositionBias) -> Tensor:
         """What is added to the scores, [B, A, N, C]."""
         distance = self.key_positions_BC.unsqueeze(1) - self.query_positions_BN.unsqueeze(2)
         return bias.table[bias.bucket(distance)].permute(0, 3, 1, 2)

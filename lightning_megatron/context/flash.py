@@ -15,10 +15,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lightning_megatron.context.by_blocks import ByBlocks
-from lightning_megatron.context.layout import Block
-from lightning_megatron.context.pairing import Gradients, Pairing, merge_, wide
-from lightning_megatron.context.product import Efficient, Product
+from lightning_megatron.context.attention_step import AttentionGradients, AttentionStep, merge_, wide
+from lightning_megatron.context.blockwise_attention import BlockwiseAttention
+from lightning_megatron.context.context_layout import AttentionBlock
+from lightning_megatron.context.fused_attention import FusedAttention, MemoryEfficientAttention
 
 
 class Bounds(NamedTuple):
@@ -32,7 +32,7 @@ FULL, CAUSAL = Bounds(-1, -1), Bounds(-1, 0)
 
 
 @dataclass(frozen=True, eq=False)
-class Sequences:
+class VarlenSequences:
     """The blocks of one call, of all samples, one after the other."""
 
     query_starts: Tensor
@@ -44,11 +44,11 @@ class Sequences:
     bounds: Bounds
 
 
-class Lengths(Protocol):
+class VarlenAttention(Protocol):
     """Attention of sequences in a row: queries [T, A, D], keys and values [T, G, D]."""
 
     def forward(
-        self, queries: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, scale: float
+        self, queries: Tensor, keys: Tensor, values: Tensor, sequences: VarlenSequences, scale: float
     ) -> tuple[Tensor, Tensor]:
         """Output [T, A, D] and log-sum-exp [A, T], which is inf for a query that sees no key."""
 
@@ -60,17 +60,17 @@ class Lengths(Protocol):
         values: Tensor,
         output: Tensor,
         lse: Tensor,
-        sequences: Sequences,
+        sequences: VarlenSequences,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of queries, keys and values; a query whose log-sum-exp is inf has no part in them."""
 
 
-class FlashLengths:
+class FlashVarlen:
     """CUDA's flash attention, in 16 bits."""
 
     def forward(
-        self, queries: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, scale: float
+        self, queries: Tensor, keys: Tensor, values: Tensor, sequences: VarlenSequences, scale: float
     ) -> tuple[Tensor, Tensor]:
         call = partial(torch.ops.aten._flash_attention_forward, queries, keys, values)
         output, lse, *_ = call(
@@ -95,7 +95,7 @@ class FlashLengths:
         values: Tensor,
         output: Tensor,
         lse: Tensor,
-        sequences: Sequences,
+        sequences: VarlenSequences,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         call = partial(torch.ops.aten._flash_attention_backward, grad, queries, keys, values, output, lse)
@@ -116,21 +116,21 @@ class FlashLengths:
         return grads
 
 
-class Flash:
+class FlashAttention:
     """The kernel that does blocks by calls of sequences in a row, and the few others under masks."""
 
-    def __init__(self, lengths: Lengths | None = None, product: Product | None = None) -> None:
-        self.lengths = FlashLengths() if lengths is None else lengths
-        self.by_blocks = ByBlocks(Efficient() if product is None else product)
+    def __init__(self, lengths: VarlenAttention | None = None, product: FusedAttention | None = None) -> None:
+        self.lengths = FlashVarlen() if lengths is None else lengths
+        self.blockwise = BlockwiseAttention(MemoryEfficientAttention() if product is None else product)
 
-    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, pairing: Pairing) -> tuple[Tensor, Tensor]:
-        calls, rest = _plan(pairing, queries, keys)
+    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, step: AttentionStep) -> tuple[Tensor, Tensor]:
+        calls, rest = _plan(step, queries, keys)
         dtype, batch = wide(queries.dtype), queries.shape[0]
-        output, lse = self.by_blocks.forward(queries, keys, values, rest)
+        output, lse = self.blockwise.forward(queries, keys, values, rest)
         for call in calls:
             rows, seen = call.query_rows, call.key_rows
             part, part_lse = self.lengths.forward(
-                _pick(queries, rows), _pick(keys, seen), _pick(values, seen), call.sequences, pairing.scale
+                _pick(queries, rows), _pick(keys, seen), _pick(values, seen), call.sequences, step.scale
             )
             part = _as_heads(part, batch).to(dtype)
             part_lse = part_lse.unflatten(1, (batch, -1)).transpose(0, 1).to(dtype)
@@ -147,10 +147,10 @@ class Flash:
         values: Tensor,
         output: Tensor,
         lse: Tensor,
-        pairing: Pairing,
-    ) -> Gradients:
-        calls, rest = _plan(pairing, queries, keys)
-        sums = self.by_blocks.backward(grad, queries, keys, values, output, lse, rest)
+        step: AttentionStep,
+    ) -> AttentionGradients:
+        calls, rest = _plan(step, queries, keys)
+        sums = self.blockwise.backward(grad, queries, keys, values, output, lse, rest)
         grad, output = grad.to(queries.dtype), output.to(queries.dtype)
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)
         for call in calls:
@@ -163,7 +163,7 @@ class Flash:
                 _pick(output, rows),
                 lse[:, :, rows].transpose(0, 1).flatten(1).contiguous(),
                 call.sequences,
-                pairing.scale,
+                step.scale,
             )
             # No row stands twice in a call, so that sums have one order.
             for total, part, where in zip(sums[:3], parts, (rows, seen, seen), strict=True):
@@ -175,7 +175,7 @@ class Flash:
 class _Call:
     query_rows: Tensor | slice
     key_rows: Tensor | slice
-    sequences: Sequences
+    sequences: VarlenSequences
 
 
 def _pick(x: Tensor, rows: Tensor | slice) -> Tensor:
@@ -190,14 +190,14 @@ def _as_heads(x: Tensor, batch: int) -> Tensor:
     return samples.transpose(1, 2)
 
 
-def _plan(pairing: Pairing, queries: Tensor, keys: Tensor) -> tuple[list[_Call], Pairing]:
-    """The calls of a pairing, and the pairing of what remains."""
+def _plan(step: AttentionStep, queries: Tensor, keys: Tensor) -> tuple[list[_Call], AttentionStep]:
+    """The calls of a step, and the step of what remains."""
     name = ("flash", queries.shape[0])
-    if name not in pairing.kept:
+    if name not in step.cache:
         pending: dict[Bounds, list[_Pending]] = {}
-        masked: list[Block] = []
-        for block in pairing.blocks:
-            for part, bounds in _bounded(block, pairing):
+        masked: list[AttentionBlock] = []
+        for block in step.blocks:
+            for part, bounds in _bounded(block, step):
                 if bounds is None:
                     masked.append(part)
                 else:
@@ -205,29 +205,29 @@ def _plan(pairing: Pairing, queries: Tensor, keys: Tensor) -> tuple[list[_Call],
         calls = [
             _make_call(one.blocks, bounds, queries, keys) for bounds, several in pending.items() for one in several
         ]
-        pairing.kept[name] = calls, replace(pairing, blocks=tuple(masked))
-    plan: tuple[list[_Call], Pairing] = pairing.kept[name]
+        step.cache[name] = calls, replace(step, blocks=tuple(masked))
+    plan: tuple[list[_Call], AttentionStep] = step.cache[name]
     return plan
 
 
-def _bounded(block: Block, pairing: Pairing) -> Iterator[tuple[Block, Bounds | None]]:
+def _bounded(block: AttentionBlock, step: AttentionStep) -> Iterator[tuple[AttentionBlock, Bounds | None]]:
     """A block in parts that bounds can say, or None where they cannot."""
     if block.kind != "masked":
         yield block, CAUSAL if block.kind == "causal" else FULL
         return
     # The query at the position of the last key that any query sees is the last of the first part.
-    distance, window = pairing.distance(block), pairing.view.window
+    distance, window = step.distance(block), step.mask_spec.window
     num_keys = min(block.num_keys, block.num_queries + distance)
     num_within = min(max(0, num_keys - distance), block.num_queries)
     if num_within:
-        within = Block(block.query_row, num_within, block.key_row, num_keys, "masked")
+        within = AttentionBlock(block.query_row, num_within, block.key_row, num_keys, "masked")
         yield within, Bounds(window - 1 if window else -1, 0)
     if num_within < block.num_queries:
         num_after, row = block.num_queries - num_within, block.query_row + num_within
         if window:
-            yield Block(row, num_after, block.key_row, num_keys, "masked"), None
+            yield AttentionBlock(row, num_after, block.key_row, num_keys, "masked"), None
         else:
-            yield Block(row, num_after, block.key_row, num_keys, "full"), FULL
+            yield AttentionBlock(row, num_after, block.key_row, num_keys, "full"), FULL
 
 
 @dataclass(frozen=True)
@@ -236,10 +236,10 @@ class _Pending:
 
     has_query: bytearray
     has_key: bytearray
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[AttentionBlock] = field(default_factory=list)
 
 
-def _put(block: Block, calls: list[_Pending], num_queries: int, num_keys: int) -> None:
+def _put(block: AttentionBlock, calls: list[_Pending], num_queries: int, num_keys: int) -> None:
     """Adds a block to the first call that has none of its rows, or to a new one."""
     rows = slice(block.query_row, block.query_row + block.num_queries)
     seen = slice(block.key_row, block.key_row + block.num_keys)
@@ -252,11 +252,11 @@ def _put(block: Block, calls: list[_Pending], num_queries: int, num_keys: int) -
     call.blocks.append(block)
 
 
-def _make_call(blocks: list[Block], bounds: Bounds, queries: Tensor, keys: Tensor) -> _Call:
+def _make_call(blocks: list[AttentionBlock], bounds: Bounds, queries: Tensor, keys: Tensor) -> _Call:
     batch = queries.shape[0]
     query_runs = [(block.query_row, block.num_queries) for block in blocks]
     key_runs = [(block.key_row, block.num_keys) for block in blocks]
-    sequences = Sequences(
+    sequences = VarlenSequences(
         _starts(query_runs, batch, queries.device),
         _starts(key_runs, batch, queries.device),
         max(num for _, num in query_runs),

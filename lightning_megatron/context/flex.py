@@ -25,8 +25,8 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
 )
 
-from lightning_megatron.context.layout import Block
-from lightning_megatron.context.pairing import Gradients, Pairing, wide
+from lightning_megatron.context.attention_step import AttentionGradients, AttentionStep, wide
+from lightning_megatron.context.context_layout import AttentionBlock
 
 LEAST_HEAD_DIM = 16
 """Its kernels on CUDA take no smaller heads. Source: torch 2.13, `torch/_inductor/kernel/flex`."""
@@ -36,15 +36,15 @@ _NO_QUERY, _NO_KEY = -1, -2
 _OPTIONS: FlexKernelOptions = {"FORCE_USE_FLEX_ATTENTION": True}
 
 
-class Flex:
+class FlexAttention:
     """The kernel that takes all blocks at once, by `attention`: torch's `flex_attention`, compiled where None."""
 
     def __init__(self, attention: Callable[..., Any] | None = None) -> None:
         self.attention = _compiled() if attention is None else attention
 
-    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, pairing: Pairing) -> tuple[Tensor, Tensor]:
-        table = None if pairing.bias is None else pairing.bias.table
-        output, lse = self._part(queries.detach(), keys.detach(), values.detach(), table, pairing)
+    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, step: AttentionStep) -> tuple[Tensor, Tensor]:
+        table = None if step.bias is None else step.bias.table
+        output, lse = self._part(queries.detach(), keys.detach(), values.detach(), table, step)
         return output.to(wide(queries.dtype)), lse.to(wide(queries.dtype))
 
     def backward(
@@ -55,13 +55,13 @@ class Flex:
         values: Tensor,
         output: Tensor,
         lse: Tensor,
-        pairing: Pairing,
-    ) -> Gradients:
+        step: AttentionStep,
+    ) -> AttentionGradients:
         dtype = wide(queries.dtype)
         queries, keys, values = (x.detach().requires_grad_() for x in (queries, keys, values))
-        table = None if pairing.bias is None else pairing.bias.table.detach().requires_grad_()
+        table = None if step.bias is None else step.bias.table.detach().requires_grad_()
         with torch.enable_grad():
-            part, part_lse = self._part(queries, keys, values, table, pairing)
+            part, part_lse = self._part(queries, keys, values, table, step)
         # A query that sees no key at all has no part either: exp(-inf - inf) is 0.
         weights = (part_lse.detach() - lse.masked_fill(lse == -torch.inf, torch.inf)).exp().to(dtype).unsqueeze(-1)
         grad_part = weights * grad
@@ -72,19 +72,19 @@ class Flex:
             (grad_part.to(part.dtype), grad_lse.to(part_lse.dtype)),
         )
         of_queries, of_keys, of_values, *of_table = (x.to(dtype) for x in found)
-        return Gradients(of_queries, of_keys, of_values, of_table[0] if of_table else None)
+        return AttentionGradients(of_queries, of_keys, of_values, of_table[0] if of_table else None)
 
     def _part(
-        self, queries: Tensor, keys: Tensor, values: Tensor, table: Tensor | None, pairing: Pairing
+        self, queries: Tensor, keys: Tensor, values: Tensor, table: Tensor | None, step: AttentionStep
     ) -> tuple[Tensor, Tensor]:
-        sight = _sight_of(pairing, queries, keys)
+        sight = _sight_of(step, queries, keys)
         output, more = self.attention(
             queries,
             keys,
             values,
-            score_mod=None if table is None else sight.biased(table, pairing),
+            score_mod=None if table is None else sight.biased(table, step),
             block_mask=sight.mask,
-            scale=pairing.scale,
+            scale=step.scale,
             enable_gqa=queries.shape[1] != keys.shape[1],
             kernel_options=_OPTIONS,
             return_aux=AuxRequest(lse=True),
@@ -106,11 +106,11 @@ class _Sight:
     furthest: int
     """No key is further from a query."""
 
-    def biased(self, table: Tensor, pairing: Pairing) -> Callable[..., Tensor]:
+    def biased(self, table: Tensor, step: AttentionStep) -> Callable[..., Tensor]:
         """What adds the bias to a score."""
-        bias, furthest = pairing.bias, self.furthest
+        bias, furthest = step.bias, self.furthest
         assert bias is not None
-        queries, keys = pairing.query_positions, pairing.key_positions
+        queries, keys = step.query_positions, step.key_positions
         buckets = bias.bucket(torch.arange(-furthest, furthest + 1, device=table.device))
 
         def add(score: Tensor, sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -119,24 +119,24 @@ class _Sight:
         return add
 
 
-def _sight_of(pairing: Pairing, queries: Tensor, keys: Tensor) -> _Sight:
-    if "flex" not in pairing.kept:
-        pairing.kept["flex"] = _make_sight(pairing, queries.shape[2], keys.shape[2])
-    sight: _Sight = pairing.kept["flex"]
+def _sight_of(step: AttentionStep, queries: Tensor, keys: Tensor) -> _Sight:
+    if "flex" not in step.cache:
+        step.cache["flex"] = _make_sight(step, queries.shape[2], keys.shape[2])
+    sight: _Sight = step.cache["flex"]
     return sight
 
 
-def _make_sight(pairing: Pairing, num_queries: int, num_keys: int) -> _Sight:
-    view, device = pairing.view, pairing.query_positions.device
-    query_positions, key_positions = pairing.query_positions, pairing.key_positions
+def _make_sight(step: AttentionStep, num_queries: int, num_keys: int) -> _Sight:
+    mask_spec, device = step.mask_spec, step.query_positions.device
+    query_positions, key_positions = step.query_positions, step.key_positions
     query_segments, key_segments = (
         torch.tensor(numbers, dtype=torch.int32, device=device)
-        for numbers in _segments(pairing.blocks, num_queries, num_keys)
+        for numbers in _segments(step.blocks, num_queries, num_keys)
     )
 
     def sees(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         distance = query_positions[query] - key_positions[key]
-        return (query_segments[query] == key_segments[key]) & view.sees(distance)
+        return (query_segments[query] == key_segments[key]) & mask_spec.sees(distance)
 
     on_gpu = device.type == "cuda"
     # Not compiled, all pairs of rows would be laid out to make it.
@@ -145,7 +145,7 @@ def _make_sight(pairing: Pairing, num_queries: int, num_keys: int) -> _Sight:
     return _Sight(mask=mask, furthest=int(max(query_positions.max(), key_positions.max())) + 1)
 
 
-def _segments(blocks: tuple[Block, ...], num_queries: int, num_keys: int) -> tuple[list[int], list[int]]:
+def _segments(blocks: tuple[AttentionBlock, ...], num_queries: int, num_keys: int) -> tuple[list[int], list[int]]:
     """A number for each row of queries and each row of keys, equal where blocks join them. No blocks of two segments
     share a row, and what no blocks join does not see each other."""
     queries, keys = [_NO_QUERY] * num_queries, [_NO_KEY] * num_keys

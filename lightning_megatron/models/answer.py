@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.context.cache import KeyValueCache
+from lightning_megatron.context.context_layout import PADDING
 from lightning_megatron.context.documents import Documents
-from lightning_megatron.context.layout import PADDING
 from lightning_megatron.transformer.continuation import Continuation
 from lightning_megatron.transformer.cross_attention import KeptMemory
 from lightning_megatron.transformer.tokens import Tokens
@@ -54,7 +54,7 @@ def _by_sample(encoder: Tokens, documents: Documents) -> tuple[Tensor, Tensor]:
     # They come sample after sample.
     columns = torch.arange(len(own), device=encoder.device) - torch.searchsorted(samples, samples)
     # As many for any samples of this width: microbatches keep theirs side by side.
-    shape = (batch, -(-sequence // encoder.layout.outer))
+    shape = (batch, -(-sequence // encoder.layout.ring_size))
     own_BC, positions_BC = (torch.full(shape, PADDING, device=encoder.device) for _ in range(2))
     own_BC[samples, columns], positions_BC[samples, columns] = own, positions
     return own_BC, positions_BC

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from lightning_megatron.context.layout import require_even
+from lightning_megatron.context.context_layout import require_even
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.transformer.config import LanguageModelConfig
 
@@ -51,5 +51,5 @@ def require_positions(
 def require_even_parts(lengths: Sequence[int], mesh: Mesh, *, is_causal: bool = True) -> None:
     """Raises ValueError for sequences that ranks of cp cannot share evenly, where nothing is to be padded."""
     if not mesh.sizes.pads_uneven:
-        outer, inner = (mesh.axis(name).size for name in ("cp_outer", "cp_inner"))
-        require_even(lengths, outer=outer, inner=inner, is_zigzag=is_causal)
+        ring_size, ulysses_size = (mesh.axis(name).size for name in ("cp_ring", "cp_ulysses"))
+        require_even(lengths, ring_size=ring_size, ulysses_size=ulysses_size, is_zigzag=is_causal)

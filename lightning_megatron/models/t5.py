@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.comm.p2p import Payload
+from lightning_megatron.context.attention_step import RelativePositionBias
+from lightning_megatron.context.cross_attention_layout import NOTHING, CrossAttentionLayout
 from lightning_megatron.context.documents import Documents, documents_of
-from lightning_megatron.context.kernel import Bias
-from lightning_megatron.context.other_stream import NOTHING, OtherStream
 from lightning_megatron.mesh import Mesh, ambient_mesh
 from lightning_megatron.models.answer import Answer, kept_memory
 from lightning_megatron.models.heads import LanguageModelHead, Targets, targets_of
@@ -39,7 +39,7 @@ class Inputs:
     """Its stream; none: a call before this one ran it."""
     decoder: Tokens
     decoder_ids_T: Tensor
-    source: OtherStream | None = None
+    source: CrossAttentionLayout | None = None
     """What the decoder's documents see of the encoder's; none: keys and values are kept."""
     kept: KeptMemory | None = None
     targets: Targets | None = None
@@ -130,7 +130,7 @@ class T5Model(PipelineModule):
         documents = [None if s is None else documents_of(s) for s in (encoder_segments, decoder_segments)]
         encoder = self._stream(encoder_tokens, documents[0], is_causal=False)
         decoder = self._stream(decoder_tokens, documents[1], is_causal=True)
-        source = OtherStream(encoder.layout, _seen_segments(*documents))
+        source = CrossAttentionLayout(encoder.layout, _seen_segments(*documents))
         targets = None if labels is None else targets_of(labels, loss_mask, decoder)
         self.loss_weight = None if targets is None else targets.sum_of_weights
         inputs = Inputs(
@@ -218,11 +218,11 @@ class T5Model(PipelineModule):
         bias = self._bias("decoder")
         return {**hidden, "hidden": module(hidden["hidden"], context.decoder, bias, memory, context.kept)}
 
-    def _bias(self, stack: str) -> Bias | None:
+    def _bias(self, stack: str) -> RelativePositionBias | None:
         """What is added to the scores of a stack's self-attention."""
         if self.config.position != "relative":
             return None
-        bias: Bias = self.get_submodule(table_of(stack))()
+        bias: RelativePositionBias = self.get_submodule(table_of(stack))()
         return bias
 
     def _finish(self, head: LanguageModelHead, hidden: Tensor, context: Inputs) -> Tensor:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from lightning_megatron.comm import rng
 from lightning_megatron.context.attention import ContextAxes
-from lightning_megatron.context.exchange import Ring
-from lightning_megatron.context.layout import cut
+from lightning_megatron.context.context_layout import cut
+from lightning_megatron.context.key_value_exchange import RingExchange
 from lightning_megatron.mesh import Axis, Mesh, Sizes
 from lightning_megatron.models.embedding import PositionEmbedding
 from lightning_megatron.pipeline.module import Part
@@ -81,7 +81,7 @@ class VisionConfig(TransformerConfig):
 
     def layout_faults(self, sizes: Sizes) -> list[str]:
         # An image is never cut.
-        return super().layout_faults(replace(sizes, cp=1, cp_inner=1))
+        return super().layout_faults(replace(sizes, cp=1, cp_ulysses=1))
 
     @property
     def num_patches(self) -> int:
@@ -133,8 +133,8 @@ def image_stream(image_keys_N: Tensor, config: VisionConfig, mesh: Mesh) -> Toke
         batch=len(image_keys_N),
         sp=mesh.sp,
         cp=alone,
-        context=ContextAxes(outer=alone, inner=alone, exchange=Ring()),
-        layout=cut((num_tokens,), outer=1, inner=1, is_zigzag=False),
+        context=ContextAxes(ring=alone, ulysses=alone, exchange=RingExchange()),
+        layout=cut((num_tokens,), ring_size=1, ulysses_size=1, is_zigzag=False),
         index_X=None,
         positions_1N=places.unsqueeze(0),
         keys_BX=rng.bits(image_keys_N.unsqueeze(1), places),

@@ -268,7 +268,7 @@ def _kept(
         is_twice = "activation" in parts and "mlp" not in parts
         kept += is_twice * streams * sequence * config.ffn_hidden_size / tp * width
     # Where it is added up over the ranks of a ring, in float32, projections read just that.
-    is_added_up = width == 4 and layer.is_cut_by_context and sizes.cp > sizes.cp_inner
+    is_added_up = width == 4 and layer.is_cut_by_context and sizes.cp > sizes.cp_ulysses
     is_copied = software.counts_work and is_shared(layer, sizes) and not is_added_up
     if is_copied:
         kept += num_attentions * own_rows * config.head_dim * width

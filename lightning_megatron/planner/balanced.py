@@ -11,7 +11,7 @@ from itertools import islice
 
 import numpy as np
 
-from lightning_megatron.context.balance import CostModel, DynamicContextConfig, Group, Plan, plan
+from lightning_megatron.context.balance import CostModel, DynamicContextConfig, RankGroup, StepPlan, plan
 from lightning_megatron.mesh import Sizes
 
 
@@ -21,7 +21,7 @@ class Balanced:
 
     lengths: tuple[int, ...]
     """Tokens of its documents."""
-    plan: Plan
+    plan: StepPlan
     """Of the balancer."""
 
     @property
@@ -34,18 +34,18 @@ class Balanced:
         """Of the global batch."""
         return sum(self.lengths)
 
-    def lengths_of(self, group: Group) -> tuple[int, ...]:
+    def lengths_of(self, group: RankGroup) -> tuple[int, ...]:
         """Of the documents that a group runs."""
         return tuple(self.lengths[document] for document in group.documents)
 
-    def rows_of(self, group: Group) -> int:
+    def rows_of(self, group: RankGroup) -> int:
         """Tokens of a group's microbatch on each of its ranks, padding among them; of no document one."""
         return max(-(-sum(self.lengths_of(group)) // group.size), 1)
 
     @cached_property
-    def lines(self) -> dict[int, tuple[Group, ...]]:
+    def lines(self) -> dict[int, tuple[RankGroup, ...]]:
         """The microbatches of the ranks dp x cp, by place; of ranks that run the same the first."""
-        first: dict[tuple[Group, ...], int] = {}
+        first: dict[tuple[RankGroup, ...], int] = {}
         for rank in range(self.plan.num_ranks):
             first.setdefault(self.plan.groups_of(rank), rank)
         return {rank: groups for groups, rank in first.items()}

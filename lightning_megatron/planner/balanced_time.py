@@ -7,7 +7,7 @@ A group begins when the last of its ranks has ended its microbatch before; ranks
 each other. Each microbatch is timed as in a step of many like it (`step_time`), by its slowest pipeline rank.
 """
 
-from lightning_megatron.context.balance import Group
+from lightning_megatron.context.balance import RankGroup
 from lightning_megatron.planner.constants import Constants
 from lightning_megatron.planner.hardware import Gpu
 from lightning_megatron.planner.moments import of_group
@@ -50,7 +50,7 @@ def balanced_time(run: Run, gpu: Gpu, constants: Constants) -> StepTime:
     )
 
 
-def _times(run: Run, gpu: Gpu, constants: Constants) -> dict[Group, StepTime]:
+def _times(run: Run, gpu: Gpu, constants: Constants) -> dict[RankGroup, StepTime]:
     """Of each group the time of a step whose microbatches are all like its own."""
     assert run.balanced is not None
     known: dict[tuple[int, tuple[int, ...]], StepTime] = {}

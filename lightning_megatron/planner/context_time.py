@@ -46,8 +46,8 @@ def context_seconds(
     is_backward: bool,
 ) -> float:
     """Seconds of a pass that nothing hides; `gradient_share` is the width of gradients of keys over that of keys."""
-    inner = Group(size=sizes.cp_inner, stride=sizes.tp)
-    outer = Group(size=sizes.cp // sizes.cp_inner, stride=sizes.tp * sizes.cp_inner)
+    inner = Group(size=sizes.cp_ulysses, stride=sizes.tp)
+    outer = Group(size=sizes.cp // sizes.cp_ulysses, stride=sizes.tp * sizes.cp_ulysses)
     sent = 2 * shared.query_bytes + shared.key_bytes
     waited = exchange_seconds(sent, inner, gpu, constants) if inner.size > 1 else 0.0
     if outer.size == 1:

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from lightning_megatron.comm.p2p import Payload, TensorMeta
-from lightning_megatron.context.balance import Group
+from lightning_megatron.context.balance import RankGroup
+from lightning_megatron.context.context_layout import cut
+from lightning_megatron.context.document_exchange import SEGMENTS
 from lightning_megatron.context.documents import NO_DOCUMENT
-from lightning_megatron.context.layout import cut
-from lightning_megatron.context.routing import SEGMENTS
 from lightning_megatron.mesh import Axis, Mesh, NewGroup, Sizes, StageLayout
 from lightning_megatron.models import BertConfig, BertModel, GPTModel, LlavaConfig, LlavaModel, T5Config, T5Model
 from lightning_megatron.moe.config import MoEConfig
@@ -263,7 +263,7 @@ def parts_of(run: Run, mesh: Mesh, device: torch.device) -> list[Part]:
     return [Part(batch=one, num_copies=mesh.cp.size) for one in microbatches.split(batch, run.num_microbatches)]
 
 
-def _packed(step: Balanced, group: Group, mesh: Mesh, device: torch.device) -> Part:
+def _packed(step: Balanced, group: RankGroup, mesh: Mesh, device: torch.device) -> Part:
     """The documents of a group as `context.routing` packs them, of which only the bounds are known."""
     lengths = torch.tensor(step.lengths_of(group), dtype=torch.int64)
     segments = torch.arange(len(lengths)).repeat_interleave(lengths)
@@ -283,10 +283,10 @@ def _packed(step: Balanced, group: Group, mesh: Mesh, device: torch.device) -> P
     )
 
 
-def hidden_rows(step: Balanced, group: Group, mesh: Mesh) -> int:
+def hidden_rows(step: Balanced, group: RankGroup, mesh: Mesh) -> int:
     """Of the hidden state of a group's microbatch on a rank."""
     outer, inner = (1, group.size) if mesh.sizes.context_groups_by_heads else (group.size, 1)
-    return -(-cut(step.lengths_of(group), outer=outer, inner=inner).num_rows // mesh.sp.size)
+    return -(-cut(step.lengths_of(group), ring_size=outer, ulysses_size=inner).num_rows // mesh.sp.size)
 
 
 def arrange(model: PipelineModule, part: Part) -> None:

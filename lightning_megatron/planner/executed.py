@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from lightning_megatron.context.laid_out import MOST_SCORES
-from lightning_megatron.context.layout import View, cut
+from lightning_megatron.context.context_layout import MaskSpec, cut
+from lightning_megatron.context.unfused_attention import MOST_SCORES
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import BertConfig, T5Config
 from lightning_megatron.planner.anatomy import Layer, LowRankPath, Piece, sent_rows, shared_out
@@ -255,7 +255,7 @@ def _attention(run: Run, layer: Layer) -> _Attended:
     each = _pair_flops(run, layer)
     drops, window = config.attention_dropout > 0, layer.window if layer.window < sequence else 0
     if in_context:
-        inner = sizes.cp_inner if is_shared else 1
+        inner = sizes.cp_ulysses if is_shared else 1
         outer = sizes.cp // inner if is_shared else 1
         heads = config.num_attention_heads // sizes.tp // inner
         lays_out = drops or has_bias or config.head_dim % 8 > 0
@@ -314,7 +314,7 @@ def _whole_window_pairs(sequence: int, window: int) -> float:
 def _window_pairs(lengths: tuple[int, ...], window: int, outer: int, inner: int, is_banded: bool) -> float:
     """Of sequences that groups share, or of documents, tile by tile; `is_banded` where the kernel knows windows, and
     the last query of a tile sees its last key."""
-    layout, view = cut(lengths, outer=outer, inner=inner), View(is_causal=True, window=window)
+    layout, view = cut(lengths, ring_size=outer, ulysses_size=inner), MaskSpec(is_causal=True, window=window)
     positions = layout.group_positions.tolist()
     pairs = 0.0
     for group in range(outer):

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
-from lightning_megatron.context.laid_out import MOST_SCORES
+from lightning_megatron.context.unfused_attention import MOST_SCORES
 from lightning_megatron.models import T5Config
 from lightning_megatron.pipeline.choice import Schedule
 from lightning_megatron.pipeline.lower import P2PBatch, ScheduledProgram

@@ -19,7 +19,7 @@ from lightning_megatron.mesh import Axis, Mesh, NewGroup, Sizes
 from lightning_megatron.pipeline.schedule import Action
 
 # Of axes with the same ranks the first has its messages; those that no part of a step talks over come last.
-_NAMES = ("tp", "cp", "dp+cp", "dp", "ep", "etp", "edp", "pp", "cp_outer", "cp_inner", "pp+tp", "pp+cp+tp", "world")
+_NAMES = ("tp", "cp", "dp+cp", "dp", "ep", "etp", "edp", "pp", "cp_ring", "cp_ulysses", "pp+tp", "pp+cp+tp", "world")
 
 _TIED = "tied stages"
 # Pipeline ranks that hold one weight, where these are not all of them.

@@ -7,7 +7,7 @@ grows with tokens, so of the moments those matter that no other equals in both t
 from dataclasses import dataclass, replace
 from operator import add
 
-from lightning_megatron.context.balance import Group
+from lightning_megatron.context.balance import RankGroup
 from lightning_megatron.pipeline.schedule import Kind
 from lightning_megatron.planner.anatomy import Texts
 from lightning_megatron.planner.halves import Half, walked
@@ -29,7 +29,7 @@ class Moment:
     """The same where halves of backwards are put off."""
 
 
-def of_group(run: Run, group: Group) -> Run:
+def of_group(run: Run, group: RankGroup) -> Run:
     """The run of which all microbatches are like that of a group of the run's balanced batch."""
     assert run.balanced is not None
     return of_documents(run, run.balanced.lengths_of(group), group.size)
@@ -40,7 +40,7 @@ def of_documents(run: Run, documents: tuple[int, ...], size: int) -> Run:
     sizes = replace(
         run.sizes,
         cp=size,
-        cp_inner=size if run.sizes.context_groups_by_heads else 1,
+        cp_ulysses=size if run.sizes.context_groups_by_heads else 1,
         context_groups=(),
         context_groups_by_heads=False,
     )

@@ -173,8 +173,8 @@ class Run:
 def context_fields(context: ContextConfig, cp: int) -> dict[str, Any]:
     """The fields of `Sizes` that say how cp ranks exchange what attention needs."""
     return {
-        "cp_inner": context.inner_of(cp),
-        "cp_exchange": "all_gather" if context.kind == "all_gather" else "ring",
+        "cp_ulysses": context.ulysses_size_of(cp),
+        "cp_exchange": "all_gather" if context.comm_type == "all_gather" else "ring",
         "attention_kernel": context.kernel,
         "pads_uneven": context.uneven == "pad",
     }

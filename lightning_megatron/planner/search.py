@@ -143,7 +143,7 @@ def candidates(
 def _laid_out(run: Run, sizes: Sizes, micro: int) -> Run:
     """The run on these sizes, its stages and its exchange of context as they fit them."""
     own, context = run.sizes, run.context
-    if sizes.cp % context.inner_of(sizes.cp):
+    if sizes.cp % context.ulysses_size_of(sizes.cp):
         context = ContextConfig(uneven=context.uneven)
     if (own.pp, own.vp) == (sizes.pp, sizes.vp):
         layout = own.stage_layout

@@ -218,7 +218,7 @@ def _layer(layer: Layer, sizes: Sizes, micro_batch: int, width: int) -> Work:
     features = 0 if grouped else config.ffn_hidden_size
     singles = [query, keys, keys, query, *[features] * gates, features]
     # Keys that a query sees are those of one call.
-    num_calls = sizes.cp // sizes.cp_inner if cp > 1 else 1
+    num_calls = sizes.cp // sizes.cp_ulysses if cp > 1 else 1
     lengths = layer.documents or (layer.sequence,)
     # Of a token on average.
     keys_of_document = sum(length**2 for length in lengths) / sum(lengths)

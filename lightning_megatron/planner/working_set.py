@@ -22,7 +22,7 @@ T tokens of a microbatch, H hidden, F feed-forward, V vocabulary, of this rank.
 from collections.abc import Sequence
 
 from lightning_megatron.comm import rng
-from lightning_megatron.context.laid_out import MOST_SCORES
+from lightning_megatron.context.unfused_attention import MOST_SCORES
 from lightning_megatron.models import LlavaConfig
 from lightning_megatron.planner.activations import (
     behind_bytes,
@@ -496,7 +496,7 @@ def exchanged_bytes(run: Run, piece: Piece) -> float:
     The bytes of a number are those that dry runs hold (rings and all-gathers of 2, 4 and 8 ranks, three precisions).
     """
     layer, sizes = piece.layer, run.sizes
-    outer = sizes.cp // sizes.cp_inner
+    outer = sizes.cp // sizes.cp_ulysses
     if layer is None or not piece.passes_gradient or not layer.is_cut_by_context or sizes.cp == 1:
         return 0.0
     config, is_half = layer.config, run.is_half

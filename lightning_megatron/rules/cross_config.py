@@ -223,9 +223,9 @@ def _context(facts: Facts) -> list[str]:
     sizes = _cutting_sizes(facts)
     if sizes is None or sizes.pads_uneven:
         return []
-    outer = sizes.cp // sizes.cp_inner
+    outer = sizes.cp // sizes.cp_ulysses
     # Of causal attention a rank has two pieces, so that all have as much to do; of the other it has one.
-    causal_step = (2 * outer if outer > 1 else 1) * sizes.cp_inner
+    causal_step = (2 * outer if outer > 1 else 1) * sizes.cp_ulysses
     step = sizes.cp if facts.model is not None and facts.model.sees_both_ways else causal_step
     return [
         *_uneven("sequence_length", facts.sequence_length, step, sizes),
@@ -249,7 +249,7 @@ def with_context_groups(sizes: Sizes, config: DynamicContextConfig, context: Con
         groups = group_sizes(sizes.dp * sizes.cp, config)
     except ValueError:
         return sizes
-    return replace(sizes, context_groups=groups, context_groups_by_heads=context.kind == "all_to_all")
+    return replace(sizes, context_groups=groups, context_groups_by_heads=context.comm_type == "all_to_all")
 
 
 def _dynamic_context(facts: Facts) -> list[str]:
@@ -271,9 +271,9 @@ def _dynamic_context(facts: Facts) -> list[str]:
             f"microbatch_size ({facts.microbatch_size}) must be 0 with dynamic_context, whose plan chooses what a "
             "microbatch holds; leave it out"
         )
-    if facts.context.kind == "hierarchical":
+    if facts.context.comm_type == "hierarchical":
         faults.append(
-            "context kind ('hierarchical') is one of a single size, and dynamic_context cuts microbatches over "
+            "context comm_type ('hierarchical') is one of a single size, and dynamic_context cuts microbatches over "
             "several; use 'ring', 'all_gather' or 'all_to_all'"
         )
     if not sizes.pads_uneven:
@@ -311,7 +311,7 @@ def _dynamic_model(facts: Facts) -> list[str]:
 
 def _dynamic_heads(facts: Facts, largest: int) -> list[str]:
     model, tp = facts.model, facts.sizes.tp
-    if model is None or facts.context.kind != "all_to_all" or model.num_attention_heads % tp:
+    if model is None or facts.context.comm_type != "all_to_all" or model.num_attention_heads % tp:
         return []
     heads = model.num_attention_heads // tp
     if heads % largest == 0:
@@ -319,8 +319,8 @@ def _dynamic_heads(facts: Facts, largest: int) -> list[str]:
     fits = ", ".join(str(1 << k) for k in range(heads.bit_length()) if heads % (1 << k) == 0)
     return [
         f"num_attention_heads / tensor_model_parallel_size ({heads}) must be a multiple of the largest group of "
-        f"dynamic_context ({largest}) under ContextConfig(kind='all_to_all'); set max_group_size to one of {fits}, or "
-        "kind='ring'"
+        f"dynamic_context ({largest}) under ContextConfig(comm_type='all_to_all'); set max_group_size to one of "
+        f"{fits}, or comm_type='ring'"
     ]
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from lightning_megatron.comm import differentiable
 from lightning_megatron.context.attention import attend
-from lightning_megatron.context.kernel import Bias
-from lightning_megatron.context.layout import View
+from lightning_megatron.context.attention_step import RelativePositionBias
+from lightning_megatron.context.context_layout import MaskSpec
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import Initial
 from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear
@@ -165,9 +165,9 @@ class SelfAttention(RecomputeLayer):
         assert is_causal or window == 0, "a window is one of causal attention"
         self.name = name
         self.scale = 1.0 / math.sqrt(config.head_dim) if config.scales_scores else 1.0
-        self.view = View(is_causal=is_causal, window=window)
+        self.mask_spec = MaskSpec(is_causal=is_causal, window=window)
         # Who attends where nothing stands in the way.
-        self.whole: WholeAttention = TorchAttention(view=self.view, scale=self.scale)
+        self.whole: WholeAttention = TorchAttention(mask_spec=self.mask_spec, scale=self.scale)
         self.heads = own_heads(config, tp)
         # Fewer groups than ranks: every rank needs rows that others hold.
         self.is_gathered = config.num_query_groups % tp.size != 0
@@ -196,7 +196,7 @@ class SelfAttention(RecomputeLayer):
             initial=Initial(std=config.output_std),
         )
 
-    def forward(self, hidden_TH: Tensor, tokens: Tokens, bias: Bias | None = None) -> Tensor:
+    def forward(self, hidden_TH: Tensor, tokens: Tokens, bias: RelativePositionBias | None = None) -> Tensor:
         """`bias`, its table that of the heads here, is added to scores."""
         fused_TC = self.qkv(hidden_TH, tokens)
         if self.is_gathered:
@@ -206,7 +206,7 @@ class SelfAttention(RecomputeLayer):
         if past is not None:
             past.keep(self.name, keys, values)
         if past is not None and not past.is_first:
-            attended = past.attend(self.name, queries, view=self.view, scale=self.scale, bias=bias)
+            attended = past.attend(self.name, queries, mask_spec=self.mask_spec, scale=self.scale, bias=bias)
         elif not tokens.is_whole or bias is not None:
             attended = self._attend_in_context(queries, keys, values, tokens, bias)
         elif self.dropout.is_active and "core_attention" in self.recomputed:
@@ -238,7 +238,7 @@ class SelfAttention(RecomputeLayer):
         return queries, keys, values
 
     def _attend_in_context(
-        self, queries: Tensor, keys: Tensor, values: Tensor, tokens: Tokens, bias: Bias | None
+        self, queries: Tensor, keys: Tensor, values: Tensor, tokens: Tokens, bias: RelativePositionBias | None
     ) -> Tensor:
         """Attention within documents, whose tokens other ranks may hold too. Nothing of the size S^2 is kept."""
         drop = self.dropout
@@ -248,10 +248,10 @@ class SelfAttention(RecomputeLayer):
             values,
             layout=tokens.layout,
             axes=tokens.context,
-            view=self.view,
+            mask_spec=self.mask_spec,
             scale=self.scale,
             bias=bias,
-            draws=tokens.attention_draws(drop.key, drop.first_head, drop.probability) if drop.is_active else None,
+            dropout=tokens.dropout_spec(drop.key, drop.first_head, drop.probability) if drop.is_active else None,
             cache=tokens.shared,
         )
 
@@ -266,8 +266,8 @@ class SelfAttention(RecomputeLayer):
         """Of each query those of all keys, before any are dropped."""
         scores = queries @ keys.transpose(-1, -2)
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).mul_(self.scale)
-        if self.view.is_causal:
-            seen = is_visible(tokens.num_rows, self.view.window, scores.device)
+        if self.mask_spec.is_causal:
+            seen = is_visible(tokens.num_rows, self.mask_spec.window, scores.device)
             hidden = torch.zeros(seen.shape, dtype=scores.dtype, device=scores.device).masked_fill_(~seen, -torch.inf)
             scores += hidden
         return scores.softmax(dim=-1)

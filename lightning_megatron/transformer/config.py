@@ -221,13 +221,13 @@ class TransformerConfig:
         if self.moe is not None:
             width = self.moe.ffn_hidden_size or self.ffn_hidden_size
             faults += moe_layout.layout_faults(self.moe, width, sizes)
-        if heads % tp == 0 and heads // tp % sizes.cp_inner:
+        if heads % tp == 0 and heads // tp % sizes.cp_ulysses:
             fits = [n for n in _fitting(sizes.cp, lambda n: heads // tp % n == 0) if n > 1 and sizes.cp % n == 0]
-            way = f'ContextConfig(kind="hierarchical", inner_size=...) with {_list(fits)}, or ' if fits else ""
+            way = f'ContextConfig(comm_type="hierarchical", ulysses_size=...) with {_list(fits)}, or ' if fits else ""
             faults.append(
                 f"num_attention_heads / tensor_model_parallel_size ({heads} / {tp} = {heads // tp}) must be a multiple "
-                f"of the context-parallel ranks that exchange heads for tokens ({sizes.cp_inner}); take {way}"
-                'ContextConfig(kind="ring"), which asks nothing of heads'
+                f"of the context-parallel ranks that exchange heads for tokens ({sizes.cp_ulysses}); take {way}"
+                'ContextConfig(comm_type="ring"), which asks nothing of heads'
             )
         return faults
 

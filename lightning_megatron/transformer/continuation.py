@@ -16,7 +16,7 @@ from lightning_megatron.comm import collectives
 from lightning_megatron.comm.rng import Draws
 from lightning_megatron.context.attention import ContextAxes
 from lightning_megatron.context.cache import KeyValueCache
-from lightning_megatron.context.layout import PADDING, cut
+from lightning_megatron.context.context_layout import PADDING, cut
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.transformer import rotary
 from lightning_megatron.transformer.config import TransformerConfig
@@ -85,7 +85,7 @@ def stream_behind(
         batch=batch,
         sp=mesh.sp,
         cp=alone,
-        context=ContextAxes(outer=alone, inner=alone),
+        context=ContextAxes(ring=alone, ulysses=alone),
         layout=cut((num_tokens,)),
         index_X=None,
         positions_1N=places_BN,

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from lightning_megatron.comm import differentiable
 from lightning_megatron.context.attention import attend
 from lightning_megatron.context.cache import CachedCall
-from lightning_megatron.context.layout import View
-from lightning_megatron.context.other_stream import OtherStream
+from lightning_megatron.context.context_layout import MaskSpec
+from lightning_megatron.context.cross_attention_layout import CrossAttentionLayout
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import Initial
 from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear
@@ -26,7 +26,7 @@ from lightning_megatron.transformer.dropout import AttentionDropout
 from lightning_megatron.transformer.tokens import Tokens
 
 # Every token sees all of its source.
-_VIEW = View(is_causal=False)
+_VIEW = MaskSpec(is_causal=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class Memory:
     """The encoder's output [M/sp, H]."""
     tokens: Tokens
     """The encoder's stream."""
-    source: OtherStream | None
+    source: CrossAttentionLayout | None
     """What of it each segment of the decoder's stream sees; none where keys and values are kept."""
 
 
@@ -106,7 +106,7 @@ class CrossAttention(nn.Module):
         if kept is not None:
             if memory is not None:
                 kept.keep(self.name, *self._keys_and_values(memory))
-            attended = kept.past.attend(self.name, queries, view=_VIEW, scale=self.scale)
+            attended = kept.past.attend(self.name, queries, mask_spec=_VIEW, scale=self.scale)
         else:
             assert memory is not None
             attended = self._attend(queries, tokens, memory)
@@ -133,9 +133,9 @@ class CrossAttention(nn.Module):
             values,
             layout=tokens.layout,
             axes=tokens.context,
-            view=_VIEW,
+            mask_spec=_VIEW,
             scale=self.scale,
-            draws=tokens.attention_draws(drop.key, drop.first_head, drop.probability) if drop.is_active else None,
+            dropout=tokens.dropout_spec(drop.key, drop.first_head, drop.probability) if drop.is_active else None,
             source=memory.source,
             cache=tokens.shared,
         )

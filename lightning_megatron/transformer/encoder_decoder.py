@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from lightning_megatron.context.kernel import Bias
+from lightning_megatron.context.attention_step import RelativePositionBias
 from lightning_megatron.mesh import Axis
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.cross_attention import CrossAttention, KeptMemory, Memory
@@ -24,7 +24,7 @@ class DecoderLayer(TransformerLayer):
         self,
         hidden_TH: Tensor,
         tokens: Tokens,
-        bias: Bias | None = None,
+        bias: RelativePositionBias | None = None,
         memory: Memory | None = None,
         kept: KeptMemory | None = None,
     ) -> Tensor:

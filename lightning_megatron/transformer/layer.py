@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from lightning_megatron.context.kernel import Bias
+from lightning_megatron.context.attention_step import RelativePositionBias
 from lightning_megatron.mesh import Axis
 from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.moe.experts import ExpertAxes
@@ -51,7 +51,7 @@ class AttendingLayer(RecomputeLayer):
         self.mlp_norm = build_norm(config, tp=tp, sp=sp)
         self.after_mlp = Dropout(config.hidden_dropout, f"{name}.mlp")
 
-    def attend(self, hidden_TH: Tensor, tokens: Tokens, bias: Bias | None = None) -> Tensor:
+    def attend(self, hidden_TH: Tensor, tokens: Tokens, bias: RelativePositionBias | None = None) -> Tensor:
         """The residual stream behind attention."""
         attended_TH = self._norm_and(self.attention_norm, lambda x: self.attention(x, tokens, bias), hidden_TH)
         stream_TH: Tensor = hidden_TH + self.after_attention(attended_TH, tokens)
@@ -84,7 +84,7 @@ class TransformerLayer(AttendingLayer):
         super().__init__(config, tp=tp, sp=sp, name=name, is_causal=is_causal, window=window)
         self.mlp = MLP(config, tp=tp, sp=sp, name=f"{name}.mlp")
 
-    def forward(self, hidden_TH: Tensor, tokens: Tokens, bias: Bias | None = None) -> Tensor:
+    def forward(self, hidden_TH: Tensor, tokens: Tokens, bias: RelativePositionBias | None = None) -> Tensor:
         return self.feed_forward(self.attend(hidden_TH, tokens, bias), tokens)
 
     def feed_forward(self, hidden_TH: Tensor, tokens: Tokens) -> Tensor:

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.context.kernel import Bias
+from lightning_megatron.context.attention_step import RelativePositionBias
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import Initial, shard_parameter
 
@@ -46,5 +46,5 @@ class RelativeBias(nn.Module):
         # Each rank of tp sees all tokens of its heads: its gradients are whole.
         self.weight = shard_parameter((num_buckets, num_heads), initial=Initial(std=std), dim=1, axis=tp)
 
-    def forward(self) -> Bias:
-        return Bias(table=self.weight, bucket=self.bucket)
+    def forward(self) -> RelativePositionBias:
+        return RelativePositionBias(table=self.weight, bucket=self.bucket)

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from lightning_megatron.comm import collectives, differentiable, rng
 from lightning_megatron.comm.rng import Draws
-from lightning_megatron.context.attention import AttentionDraws, ContextAxes
+from lightning_megatron.context.attention import ContextAxes, DropoutSpec
 from lightning_megatron.context.cache import CachedCall
+from lightning_megatron.context.context_layout import PADDING, ContextLayout, cut
 from lightning_megatron.context.documents import Documents
-from lightning_megatron.context.exchange import AllGather, Ring
-from lightning_megatron.context.layout import PADDING, ContextLayout, cut
+from lightning_megatron.context.key_value_exchange import AllGatherExchange, RingExchange
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.moe.sequence_groups import RoutedTokens
 from lightning_megatron.transformer import rotary
@@ -196,9 +196,9 @@ class Tokens:
             is_packed=self.index_X is not None,
         )
 
-    def attention_draws(self, key: int, first_head: int, probability: float) -> AttentionDraws:
+    def dropout_spec(self, key: int, first_head: int, probability: float) -> DropoutSpec:
         """What the dropout of attention weights is drawn from, of heads from `first_head` on."""
-        return AttentionDraws(keys_BT=self.keys_BX, name_key=key, first_head=first_head, probability=probability)
+        return DropoutSpec(keys_BT=self.keys_BX, name_key=key, first_head=first_head, probability=probability)
 
     def _with_padding(self, values_T: Tensor, padding: int) -> Tensor:
         return F.pad(values_T, (0, self.num_padding), value=padding) if self.num_padding else values_T
@@ -229,7 +229,7 @@ def stream_of(
         _require_named(documents, draws.documents)
     axes = _axes_of(mesh, group)
     lengths = (shape[1],) if documents is None else documents.lengths
-    layout = cut(lengths, outer=axes.outer.size, inner=axes.inner.size, is_zigzag=is_causal)
+    layout = cut(lengths, ring_size=axes.ring.size, ulysses_size=axes.ulysses.size, is_zigzag=is_causal)
     positions_1N = layout.positions(axes.rank).clamp(min=0).to(device).unsqueeze(0)
     if documents is None:
         places = torch.arange(shape[1], device=device)
@@ -256,13 +256,13 @@ def stream_of(
 
 def _axes_of(mesh: Mesh, group: Axis | None) -> ContextAxes:
     """Over which ranks a call's attention exchanges what."""
-    exchange = AllGather() if mesh.sizes.cp_exchange == "all_gather" else Ring()
+    exchange = AllGatherExchange() if mesh.sizes.cp_exchange == "all_gather" else RingExchange()
     if group is None:
-        outer, inner = mesh.axis("cp_outer"), mesh.axis("cp_inner")
+        ring, ulysses = mesh.axis("cp_ring"), mesh.axis("cp_ulysses")
     else:
         alone = Axis.alone(mesh.global_rank)
-        outer, inner = (alone, group) if mesh.sizes.context_groups_by_heads else (group, alone)
-    return ContextAxes(outer=outer, inner=inner, exchange=exchange, kernel=mesh.sizes.attention_kernel)
+        ring, ulysses = (alone, group) if mesh.sizes.context_groups_by_heads else (group, alone)
+    return ContextAxes(ring=ring, ulysses=ulysses, exchange=exchange, kernel=mesh.sizes.attention_kernel)
 
 
 def _require_named(documents: Documents | None, names: Tensor) -> None:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from lightning_megatron.context.layout import View
+from lightning_megatron.context.context_layout import MaskSpec
 from lightning_megatron.transformer.fused import fused_attention
 from lightning_megatron.transformer.window import Masks, attend_in_window
 
@@ -29,11 +29,11 @@ class WholeAttention(Protocol):
 class TorchAttention:
     """Torch's own."""
 
-    view: View
+    mask_spec: MaskSpec
     scale: float
     """Of scores."""
 
     def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, masks: Masks) -> Tensor:
-        if 0 < self.view.window < queries.shape[2]:
-            return attend_in_window(queries, keys, values, self.view.window, masks, scale=self.scale)
-        return fused_attention(queries, keys, values, is_causal=self.view.is_causal, scale=self.scale)
+        if 0 < self.mask_spec.window < queries.shape[2]:
+            return attend_in_window(queries, keys, values, self.mask_spec.window, masks, scale=self.scale)
+        return fused_attention(queries, keys, values, is_causal=self.mask_spec.is_causal, scale=self.scale)

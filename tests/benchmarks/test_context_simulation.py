@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks.context_schedulers import FORWARD_SHARE, pipeline_seconds, rounds_seconds, static_slots
 from benchmarks.document_lengths import GITHUB, LOG_NORMAL
-from lightning_megatron.context.balance import CostModel, DynamicContextConfig, Group, lower_bound, plan
+from lightning_megatron.context.balance import CostModel, DynamicContextConfig, RankGroup, lower_bound, plan
 from lightning_megatron.pipeline.choice import Schedule, order_of
 from lightning_megatron.pipeline.simulate import Costs, play
 from tests.context.plans import LLAMA_13B, require_kept
@@ -18,7 +18,7 @@ LINEAR = CostModel(seconds_per_token=1.0)
 def test_equal_microbatches_take_what_the_simulator_of_schedules_says(
     pp: int, chunks: int, count: int, is_recomputed: bool
 ) -> None:
-    slots = [(Group(0, 2, (2 * m,)), Group(2, 2, (2 * m + 1,))) for m in range(count)]
+    slots = [(RankGroup(0, 2, (2 * m,)), RankGroup(2, 2, (2 * m + 1,))) for m in range(count)]
     kind = "1f1b" if chunks == 1 else "interleaved"
     order = order_of(Schedule(name=kind, pp=pp, chunks=chunks, microbatches=count))
     taken = pipeline_seconds(order, slots, [24] * 2 * count, LINEAR, chunks=chunks, is_recomputed=is_recomputed)
@@ -29,7 +29,7 @@ def test_equal_microbatches_take_what_the_simulator_of_schedules_says(
 
 def test_a_group_of_two_columns_waits_for_the_slower_one_on_every_stage() -> None:
     # Ranks 0 and 1 run 10 and 30 tokens alone, then 20 together: 30 + 10 on one stage.
-    slots = [(Group(0, 1, (0,)), Group(1, 1, (1,))), (Group(0, 2, (2,)),)]
+    slots = [(RankGroup(0, 1, (0,)), RankGroup(1, 1, (1,))), (RankGroup(0, 2, (2,)),)]
     order = order_of(Schedule(name="1f1b", pp=1, chunks=1, microbatches=2))
     assert pipeline_seconds(order, slots, [10, 30, 20], LINEAR, chunks=1, is_recomputed=False) == pytest.approx(40)
     # Without the wait rank 1 would be done at 30 and rank 0 at 20.

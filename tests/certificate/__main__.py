@@ -98,7 +98,7 @@ def described(layout: Layout) -> str:
         (layout.sp, "sp"),
         (layout.pp > 1, f"pp {layout.pp}"),
         (layout.vp > 1, f"vp {layout.vp}"),
-        (layout.cp > 1, f"cp {layout.cp} ({layout.context.kind})"),
+        (layout.cp > 1, f"cp {layout.cp} ({layout.context.comm_type})"),
         (layout.dynamic is not None, "dynamic context"),
         (layout.ep > 1, f"ep {layout.ep}"),
         (layout.etp > 1, f"etp {layout.etp}"),

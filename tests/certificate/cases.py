@@ -212,9 +212,9 @@ IN_FLOAT64_ALONE = (
 
 _NOTHING = RecomputeConfig()
 _RING = ContextConfig()
-_GATHER = ContextConfig(kind="all_gather")
-_HEADS = ContextConfig(kind="all_to_all")
-_BOTH = ContextConfig(kind="hierarchical", inner_size=2)
+_GATHER = ContextConfig(comm_type="all_gather")
+_HEADS = ContextConfig(comm_type="all_to_all")
+_BOTH = ContextConfig(comm_type="hierarchical", ulysses_size=2)
 _COST = CostModel(seconds_per_token=1.0, seconds_per_square=0.4, seconds_per_sent_token=0.1)
 # Room for so few tokens that two ranks, or four, must share the longest documents.
 _DYNAMIC = DynamicContextConfig(max_tokens_per_rank=6, cost=_COST)

@@ -6,8 +6,16 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.comm import rng
-from lightning_megatron.context.kernel import Bias, Dropping, Gradients, Kernel, Pairing, kernel_for, merge_
-from lightning_megatron.context.layout import PADDING, View, cut
+from lightning_megatron.context.attention_step import (
+    AttentionGradients,
+    AttentionStep,
+    DropoutKeys,
+    Kernel,
+    RelativePositionBias,
+    merge_,
+)
+from lightning_megatron.context.context_layout import PADDING, MaskSpec, cut
+from lightning_megatron.context.kernel import kernel_for
 
 HEADS, HEAD_SIZE, BUCKETS = 4, 16, 6
 SCALE = 0.3
@@ -23,9 +31,9 @@ class Case:
     """Segments, how they lie on groups, who sees whom, and numbers for it."""
 
     lengths: tuple[int, ...]
-    outer: int = 1
+    ring: int = 1
     is_zigzag: bool = True
-    view: View = field(default_factory=lambda: View(is_causal=True))
+    mask_spec: MaskSpec = field(default_factory=lambda: MaskSpec(is_causal=True))
     groups: int = HEADS
     batch: int = 2
     probability: float = 0.0
@@ -70,7 +78,7 @@ def dense(case: Case) -> Result:
     """By autograd, in float64."""
     positions = torch.cat([torch.arange(length) for length in case.lengths])
     segments = torch.repeat_interleave(torch.arange(len(case.lengths)), torch.tensor(case.lengths))
-    seen = case.view.is_visible(positions, positions) & (segments[:, None] == segments)
+    seen = case.mask_spec.is_visible(positions, positions) & (segments[:, None] == segments)
     queries, keys, values, grad = (x.double() for x in case.numbers())
     leaves = queries, keys, values, case.table()
     for leaf in leaves:
@@ -90,38 +98,38 @@ def dense(case: Case) -> Result:
 
 def by_kernels(case: Case, dtype: torch.dtype, kernel: Kernel | None = None, device: str = "cpu") -> Result:
     """Each group's queries to each group's keys by a kernel, or by the one that the device has; parts summed."""
-    layout = cut(case.lengths, outer=case.outer, is_zigzag=case.is_zigzag)
+    layout = cut(case.lengths, ring_size=case.ring, is_zigzag=case.is_zigzag)
     numbers = [x.to(dtype) for x in case.numbers()]
     table = case.table().to(device, torch.promote_types(dtype, torch.float32))
     total = Result(*(torch.zeros(x.shape, dtype=torch.float64) for x in (numbers[0], *numbers[:3], table)))
-    for group in range(case.outer):
+    for group in range(case.ring):
         places = layout.group_places[group]
         queries, grad = (_rows(x, places).to(device) for x in (numbers[0], numbers[3]))
         output = torch.zeros(queries.shape, dtype=table.dtype, device=device)
         lse = torch.full(queries.shape[:-1], -torch.inf, dtype=table.dtype, device=device)
         random_keys = case.random_keys()[..., places.clamp(min=0)].to(device)
-        dropping = Dropping(keys=random_keys, probability=case.probability)
-        pairings = []
-        for source in range(case.outer):
-            pairing = Pairing(
-                blocks=layout.blocks(group, source, case.view),
+        dropout_keys = DropoutKeys(keys=random_keys, probability=case.probability)
+        steps = []
+        for source in range(case.ring):
+            step = AttentionStep(
+                blocks=layout.blocks(group, source, case.mask_spec),
                 query_positions=layout.group_positions[group].to(device),
                 key_positions=layout.group_positions[source].to(device),
-                view=case.view,
+                mask_spec=case.mask_spec,
                 scale=SCALE,
-                dropping=dropping if case.probability else None,
-                bias=Bias(table=table, bucket=bucket) if case.has_bias else None,
+                dropout_keys=dropout_keys if case.probability else None,
+                bias=RelativePositionBias(table=table, bucket=bucket) if case.has_bias else None,
             )
-            pairings.append(pairing)
+            steps.append(step)
             keys, values = (_rows(x, layout.group_places[source]).to(device) for x in numbers[1:3])
-            chosen = kernel or kernel_for(queries, pairing)
-            merge_(output, lse, *chosen.forward(queries, keys, values, pairing))
+            chosen = kernel or kernel_for(queries, step)
+            merge_(output, lse, *chosen.forward(queries, keys, values, step))
         _add(total.output, output, places)
-        for source, pairing in enumerate(pairings):
+        for source, step in enumerate(steps):
             source_places = layout.group_places[source]
             keys, values = (_rows(x, source_places).to(device) for x in numbers[1:3])
-            chosen = kernel or kernel_for(queries, pairing)
-            parts: Gradients = chosen.backward(grad, queries, keys, values, output, lse, pairing)
+            chosen = kernel or kernel_for(queries, step)
+            parts: AttentionGradients = chosen.backward(grad, queries, keys, values, output, lse, step)
             _add(total.queries, parts.queries, places)
             _add(total.keys, parts.keys, source_places)
             _add(total.values, parts.values, source_places)

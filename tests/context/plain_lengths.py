@@ -5,7 +5,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lightning_megatron.context.flash import Sequences
+from lightning_megatron.context.flash import VarlenSequences
 
 
 class PlainLengths:
@@ -15,7 +15,7 @@ class PlainLengths:
         self.num_calls = 0
 
     def forward(
-        self, queries: Tensor, keys: Tensor, values: Tensor, sequences: Sequences, scale: float
+        self, queries: Tensor, keys: Tensor, values: Tensor, sequences: VarlenSequences, scale: float
     ) -> tuple[Tensor, Tensor]:
         self.num_calls += 1
         output, lse = torch.zeros_like(queries), torch.full(queries.shape[:2], torch.inf, dtype=queries.dtype).mT
@@ -35,7 +35,7 @@ class PlainLengths:
         values: Tensor,
         output: Tensor,
         lse: Tensor,
-        sequences: Sequences,
+        sequences: VarlenSequences,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         grads = torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
@@ -50,7 +50,7 @@ class PlainLengths:
             grads[2][seen] = torch.einsum("aqk,qad->kad", weights, grad[rows]).reshape(by_group).sum(2)
         return grads
 
-    def _each(self, sequences: Sequences) -> list[tuple[slice, slice]]:
+    def _each(self, sequences: VarlenSequences) -> list[tuple[slice, slice]]:
         starts = [x.tolist() for x in (sequences.query_starts, sequences.key_starts)]
         pairs = [[slice(*pair) for pair in pairwise(x)] for x in starts]
         assert max(pair.stop - pair.start for pair in pairs[0]) == sequences.most_queries
@@ -60,7 +60,7 @@ class PlainLengths:
     def _repeated(self, x: Tensor, queries: Tensor) -> Tensor:
         return x.repeat_interleave(queries.shape[1] // x.shape[1], dim=1)
 
-    def _scores(self, queries: Tensor, keys: Tensor, sequences: Sequences, scale: float) -> Tensor:
+    def _scores(self, queries: Tensor, keys: Tensor, sequences: VarlenSequences, scale: float) -> Tensor:
         behind, ahead = (-1 if bound >= sequences.most_keys else bound for bound in sequences.bounds)
         # A bound of one side bounds the other by the longest.
         if behind < 0 <= ahead:

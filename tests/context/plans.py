@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from lightning_megatron.context.balance import CostModel, DynamicContextConfig, Plan, from_model, group_sizes
+from lightning_megatron.context.balance import CostModel, DynamicContextConfig, StepPlan, from_model, group_sizes
 from lightning_megatron.context.balance.empty import without_empty_groups
 from lightning_megatron.context.balance.slots import shortest_at_ends, step_seconds
 
@@ -35,7 +35,7 @@ COSTS = {"llama": LLAMA_13B, "linear": ONLY_LINEAR, "compute": ONLY_COMPUTE, "sl
 
 
 def require_kept(
-    plan: Plan, lengths: Sequence[int], ranks: int, config: DynamicContextConfig, cost: CostModel, pp: int = 1
+    plan: StepPlan, lengths: Sequence[int], ranks: int, config: DynamicContextConfig, cost: CostModel, pp: int = 1
 ) -> None:
     """Every document once, every rank once a slot, aligned groups of allowed sizes, the memory cap, the slot count; a
     group is empty only where documents do not go round, or joining it would make the step slower."""
@@ -57,7 +57,7 @@ def require_kept(
         assert step_seconds(joined, lengths, cost, pp) > plan.seconds
 
 
-def seconds_by_hand(plan: Plan, lengths: Sequence[int], cost: CostModel, pp: int) -> float:
+def seconds_by_hand(plan: StepPlan, lengths: Sequence[int], cost: CostModel, pp: int) -> float:
     """The time of a plan, rank by rank and by the formula as it is written."""
     clocks = dict.fromkeys(range(plan.num_ranks), 0.0)
     longest = 0.0

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_megatron.comm import rng
-from lightning_megatron.context.attention import AttentionDraws, ContextAxes, attend
-from lightning_megatron.context.exchange import Exchange, Ring
-from lightning_megatron.context.kernel import Bias
-from lightning_megatron.context.layout import PADDING, ContextLayout, View, cut
+from lightning_megatron.context.attention import ContextAxes, DropoutSpec, attend
+from lightning_megatron.context.attention_step import RelativePositionBias
+from lightning_megatron.context.context_layout import PADDING, ContextLayout, MaskSpec, cut
+from lightning_megatron.context.key_value_exchange import KeyValueExchange, RingExchange
 from lightning_megatron.mesh import Axis, NewGroup
 from tests.harness.threads import ThreadGroup, new_group, run_on_threads
 
@@ -28,10 +28,10 @@ class Case:
     """One attention over a stream, and the ranks that share it."""
 
     lengths: tuple[int, ...]
-    outer: int = 1
-    inner: int = 1
-    exchange: Exchange = field(default_factory=Ring)
-    view: View = field(default_factory=lambda: View(is_causal=True))
+    ring: int = 1
+    ulysses: int = 1
+    exchange: KeyValueExchange = field(default_factory=RingExchange)
+    mask_spec: MaskSpec = field(default_factory=lambda: MaskSpec(is_causal=True))
     is_zigzag: bool = True
     batch: int = 1
     heads: int = 8
@@ -44,19 +44,19 @@ class Case:
 
     @property
     def size(self) -> int:
-        return self.outer * self.inner
+        return self.ring * self.ulysses
 
     def layout(self) -> ContextLayout:
-        return cut(self.lengths, outer=self.outer, inner=self.inner, is_zigzag=self.is_zigzag)
+        return cut(self.lengths, ring_size=self.ring, ulysses_size=self.ulysses, is_zigzag=self.is_zigzag)
 
     def on_one_device(self) -> "Case":
-        return replace(self, outer=1, inner=1)
+        return replace(self, ring=1, ulysses=1)
 
-    def draws(self) -> AttentionDraws | None:
+    def dropout_spec(self) -> DropoutSpec | None:
         if not self.dropout:
             return None
         keys_BT = rng.bits(7, torch.arange(self.batch * sum(self.lengths))).view(self.batch, -1)
-        return AttentionDraws(keys_BT=keys_BT, name_key=rng.key("layer"), first_head=3, probability=self.dropout)
+        return DropoutSpec(keys_BT=keys_BT, name_key=rng.key("layer"), first_head=3, probability=self.dropout)
 
     def tensors(self) -> dict[str, Tensor]:
         """Queries, keys, values and the output's gradient of the whole stream, and a table."""
@@ -76,15 +76,15 @@ class Case:
 
 
 def axes_of(case: Case, rank: int, new_group: NewGroup) -> ContextAxes:
-    """The axes of one rank; inner neighbours lie next to each other."""
-    outer_rank, inner_rank = divmod(rank, case.inner)
+    """The axes of one rank; ulysses neighbours lie next to each other."""
+    outer_rank, inner_rank = divmod(rank, case.ulysses)
 
     def axis(name: str, own: int, ranks: Sequence[int]) -> Axis:
         return Axis(name, len(ranks), own, tuple(ranks), new_group(tuple(ranks)) if len(ranks) > 1 else None)
 
     return ContextAxes(
-        outer=axis("outer", outer_rank, range(inner_rank, case.size, case.inner)),
-        inner=axis("inner", inner_rank, range(outer_rank * case.inner, (outer_rank + 1) * case.inner)),
+        ring=axis("ring", outer_rank, range(inner_rank, case.size, case.ulysses)),
+        ulysses=axis("ulysses", inner_rank, range(outer_rank * case.ulysses, (outer_rank + 1) * case.ulysses)),
         exchange=case.exchange,
     )
 
@@ -111,10 +111,10 @@ def results_of_rank(case: Case, axes: ContextAxes, whole: dict[str, Tensor]) -> 
         *leaves,
         layout=case.layout(),
         axes=axes,
-        view=case.view,
+        mask_spec=case.mask_spec,
         scale=case.scale,
-        draws=case.draws(),
-        bias=Bias(table=table, bucket=bucket) if case.has_bias else None,
+        dropout=case.dropout_spec(),
+        bias=RelativePositionBias(table=table, bucket=bucket) if case.has_bias else None,
     )
     output.backward(own["grad"])
     results = {"output": output.detach()}
@@ -163,9 +163,9 @@ def dense(case: Case, whole: dict[str, Tensor] | None = None) -> dict[str, Tenso
     segments = torch.repeat_interleave(torch.arange(len(case.lengths)), torch.tensor(case.lengths, dtype=torch.int64))
     if case.has_bias:
         scores = scores + leaves["table"][bucket(positions - positions[:, None])].permute(2, 0, 1)
-    seen = (segments[:, None] == segments) & case.view.is_visible(positions, positions)
+    seen = (segments[:, None] == segments) & case.mask_spec.is_visible(positions, positions)
     weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-    if draws := case.draws():
+    if draws := case.dropout_spec():
         heads = torch.arange(draws.first_head, draws.first_head + case.heads)
         keys_BAT = rng.bits(rng.bits(draws.name_key, draws.keys_BT)[:, None], heads[:, None])
         keep = rng.keep_mask(keys_BAT, max(case.lengths), case.dropout)[..., positions]

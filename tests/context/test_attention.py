@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_megatron.context.attention import AttentionDraws, ContextAxes, attend
-from lightning_megatron.context.exchange import AllGather, Ring
-from lightning_megatron.context.layout import View, cut
+from lightning_megatron.context.attention import ContextAxes, DropoutSpec, attend
+from lightning_megatron.context.context_layout import MaskSpec, cut
+from lightning_megatron.context.key_value_exchange import AllGatherExchange, RingExchange
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.transformer.dropout import AttentionDropout
 from tests.context.ranks import Case, axes_of, dense, errors, joined, on_threads, results_of_rank
@@ -25,7 +25,7 @@ from tests.pipeline.meshes import new_group as new_gloo_group
 
 # Sums of float64 in another order.
 TOLERANCE = 1e-10
-CAUSAL, WINDOW, BOTH_WAYS = View(is_causal=True), View(is_causal=True, window=5), View(is_causal=False)
+CAUSAL, WINDOW, BOTH_WAYS = MaskSpec(is_causal=True), MaskSpec(is_causal=True, window=5), MaskSpec(is_causal=False)
 RANKS = [(1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2), (4, 2), (2, 4)]
 
 
@@ -40,15 +40,15 @@ def cases() -> st.SearchStrategy[Case]:
     """Any ranks, views, documents and heads."""
     views = st.one_of(
         st.just(CAUSAL),
-        st.builds(lambda window: View(is_causal=True, window=window), st.integers(1, 12)),
+        st.builds(lambda window: MaskSpec(is_causal=True, window=window), st.integers(1, 12)),
         st.just(BOTH_WAYS),
     )
     return st.builds(
-        lambda ranks, lengths, **others: Case(outer=ranks[0], inner=ranks[1], lengths=tuple(lengths), **others),
+        lambda ranks, lengths, **others: Case(ring=ranks[0], ulysses=ranks[1], lengths=tuple(lengths), **others),
         st.sampled_from(RANKS),
         st.lists(st.integers(1, 40), min_size=1, max_size=6),
-        exchange=st.sampled_from([Ring(), AllGather()]),
-        view=views,
+        exchange=st.sampled_from([RingExchange(), AllGatherExchange()]),
+        mask_spec=views,
         is_zigzag=st.booleans(),
         batch=st.integers(1, 2),
         groups=st.sampled_from([1, 2, 4, 8]),
@@ -64,42 +64,56 @@ def test_on_any_ranks_it_is_the_attention_of_one_device(case: Case) -> None:
     assert_right(case)
 
 
-@pytest.mark.parametrize("exchange", [Ring(), AllGather()], ids=["ring", "all_gather"])
+@pytest.mark.parametrize("exchange", [RingExchange(), AllGatherExchange()], ids=["ring", "all_gather"])
 @pytest.mark.parametrize("ranks", RANKS, ids=str)
 @pytest.mark.parametrize(
-    ("view", "is_zigzag"), [(CAUSAL, True), (WINDOW, True), (BOTH_WAYS, False)], ids=["causal", "window", "both_ways"]
+    ("mask_spec", "is_zigzag"),
+    [(CAUSAL, True), (WINDOW, True), (BOTH_WAYS, False)],
+    ids=["causal", "window", "both_ways"],
 )
 @pytest.mark.parametrize("lengths", [(32,), (29,), (3, 21, 1, 5, 2)], ids=["even", "uneven", "packed"])
 def test_each_way_of_sharing_tokens_gives_the_attention_of_one_device(
-    exchange: Ring | AllGather, ranks: tuple[int, int], view: View, is_zigzag: bool, lengths: tuple[int, ...]
+    exchange: RingExchange | AllGatherExchange,
+    ranks: tuple[int, int],
+    mask_spec: MaskSpec,
+    is_zigzag: bool,
+    lengths: tuple[int, ...],
 ) -> None:
-    outer, inner = ranks
+    ring, ulysses = ranks
     assert_right(
-        Case(lengths=lengths, outer=outer, inner=inner, exchange=exchange, view=view, is_zigzag=is_zigzag, groups=2)
+        Case(
+            lengths=lengths,
+            ring=ring,
+            ulysses=ulysses,
+            exchange=exchange,
+            mask_spec=mask_spec,
+            is_zigzag=is_zigzag,
+            groups=2,
+        )
     )
 
 
 @pytest.mark.parametrize("ranks", RANKS, ids=str)
 @pytest.mark.parametrize("groups", [1, 2, 4, 8])
 def test_each_head_has_its_own_keys_draws_and_bias_wherever_it_is(ranks: tuple[int, int], groups: int) -> None:
-    case = Case(lengths=(13, 4), outer=ranks[0], inner=ranks[1], groups=groups, batch=2)
+    case = Case(lengths=(13, 4), ring=ranks[0], ulysses=ranks[1], groups=groups, batch=2)
     assert_right(case)
     assert_right(replace(case, dropout=0.3, has_bias=True))
 
 
 EVERY_WAY = [
-    Case(lengths=(30, 2, 17), outer=4, groups=2),
-    Case(lengths=(30, 2, 17), outer=4, groups=2, exchange=AllGather()),
-    Case(lengths=(30, 2, 17), inner=4, groups=2),
-    Case(lengths=(30, 2, 17), outer=2, inner=2, groups=2),
-    Case(lengths=(30, 2, 17), outer=2, groups=2, view=BOTH_WAYS, is_zigzag=False),
-    Case(lengths=(30, 2, 17), outer=2, groups=2, view=WINDOW),
-    Case(lengths=(30, 2, 17), outer=2, groups=2, dropout=0.2, has_bias=True),
+    Case(lengths=(30, 2, 17), ring=4, groups=2),
+    Case(lengths=(30, 2, 17), ring=4, groups=2, exchange=AllGatherExchange()),
+    Case(lengths=(30, 2, 17), ulysses=4, groups=2),
+    Case(lengths=(30, 2, 17), ring=2, ulysses=2, groups=2),
+    Case(lengths=(30, 2, 17), ring=2, groups=2, mask_spec=BOTH_WAYS, is_zigzag=False),
+    Case(lengths=(30, 2, 17), ring=2, groups=2, mask_spec=WINDOW),
+    Case(lengths=(30, 2, 17), ring=2, groups=2, dropout=0.2, has_bias=True),
     Case(lengths=(30, 2, 17), groups=2),
 ]
 
 
-@pytest.mark.parametrize("case", EVERY_WAY, ids=lambda case: f"{case.outer}x{case.inner}")
+@pytest.mark.parametrize("case", EVERY_WAY, ids=lambda case: f"{case.ring}x{case.ulysses}")
 def test_a_document_does_not_hear_of_another_one(case: Case) -> None:
     whole = case.tensors()
     before = on_threads(case, whole)
@@ -114,14 +128,16 @@ def test_a_document_does_not_hear_of_another_one(case: Case) -> None:
         assert not after[name][:, :, ~others].equal(before[name][:, :, ~others]), name
 
 
-@pytest.mark.parametrize("case", [Case(lengths=(24,), dropout=0.4), Case(lengths=(24,), dropout=0.4, outer=2, inner=2)])
+@pytest.mark.parametrize(
+    "case", [Case(lengths=(24,), dropout=0.4), Case(lengths=(24,), dropout=0.4, ring=2, ulysses=2)]
+)
 def test_what_is_dropped_of_an_unpacked_batch_is_what_its_one_device_drops(case: Case) -> None:
     case = replace(case, batch=2, head_dim=24)
     whole = case.tensors()
     # The output of unit values is the weights.
     whole["values"] = torch.eye(24, dtype=torch.float64).expand(2, 8, -1, -1).clone()
     weights = on_threads(case, whole)["output"]
-    draws = case.draws()
+    draws = case.dropout_spec()
     assert draws is not None
     dropout = AttentionDropout(case.dropout, "layer", first_head=draws.first_head)
     dropout.key = draws.name_key
@@ -142,7 +158,7 @@ def count_messages(case: Case) -> list[list[str]]:
 
 
 def test_a_ring_sends_what_somebody_still_needs_and_gradients_in_float32() -> None:
-    case = Case(lengths=(32,), outer=4, groups=2, dtype=torch.bfloat16)
+    case = Case(lengths=(32,), ring=4, groups=2, dtype=torch.bfloat16)
     for rank, says in enumerate(count_messages(case)):
         after, before = (rank + 1) % 4, (rank - 1) % 4
         pair, grads = "bfloat16[2, 1, 2, 8, 4]", "float32[2, 1, 2, 8, 4]"
@@ -155,14 +171,14 @@ def test_a_ring_sends_what_somebody_still_needs_and_gradients_in_float32() -> No
 
 
 def test_an_all_gather_takes_one_collective_there_each_way_and_one_back() -> None:
-    case = Case(lengths=(32,), outer=4, groups=2, exchange=AllGather())
+    case = Case(lengths=(32,), ring=4, groups=2, exchange=AllGatherExchange())
     for says in count_messages(case):
         # On the CPU a reduce-scatter of more than two is an all-to-all and a sum.
         assert [each.split("(")[0] for each in says] == ["all_gather_single"] * 2 + ["all_to_all_single"]
 
 
 def test_one_rank_sends_nothing() -> None:
-    for exchange in (Ring(), AllGather()):
+    for exchange in (RingExchange(), AllGatherExchange()):
         assert count_messages(Case(lengths=(32, 5), exchange=exchange)) == [[]]
 
 
@@ -171,16 +187,18 @@ def test_layers_share_what_their_cache_holds_if_they_see_alike() -> None:
     axes, whole = axes_of(case, 0, new_group), case.tensors()
     cache: dict[Any, Any] = {}
 
-    def layer(view: View) -> Tensor:
+    def layer(mask_spec: MaskSpec) -> Tensor:
         inputs = (whole[name] for name in ("queries", "keys", "values"))
-        return attend(*inputs, layout=case.layout(), axes=axes, view=view, cache=cache)
+        return attend(*inputs, layout=case.layout(), axes=axes, mask_spec=mask_spec, cache=cache)
 
     first, held = layer(WINDOW), dict(cache)
     assert layer(WINDOW).equal(first)
     assert len(held) == 1
     assert all(cache[key] is value for key, value in held.items())
-    for view in (CAUSAL, BOTH_WAYS):
-        torch.testing.assert_close(layer(view), dense(replace(case, view=view))["output"], rtol=0, atol=TOLERANCE)
+    for mask_spec in (CAUSAL, BOTH_WAYS):
+        torch.testing.assert_close(
+            layer(mask_spec), dense(replace(case, mask_spec=mask_spec))["output"], rtol=0, atol=TOLERANCE
+        )
 
 
 def test_a_gradient_that_is_one_number_everywhere_is_taken() -> None:
@@ -188,15 +206,15 @@ def test_a_gradient_that_is_one_number_everywhere_is_taken() -> None:
     whole = case.tensors() | {"grad": torch.ones(1, dtype=torch.float64).expand(1, 8, 29, 8)}
     wanted = dense(case, whole)
     leaves = [whole[name].clone().requires_grad_() for name in ("queries", "keys", "values")]
-    attend(*leaves, layout=case.layout(), axes=axes_of(case, 0, new_group), view=case.view).sum().backward()
+    attend(*leaves, layout=case.layout(), axes=axes_of(case, 0, new_group), mask_spec=case.mask_spec).sum().backward()
     for leaf, name in zip(leaves, ("queries", "keys", "values"), strict=True):
         torch.testing.assert_close(leaf.grad, wanted[name], rtol=0, atol=TOLERANCE)
 
 
 def test_a_call_of_padding_alone_gives_zeros_and_gradients_of_zero() -> None:
     # Two tokens for four groups: two of them hold none.
-    for exchange in (Ring(), AllGather()):
-        assert_right(Case(lengths=(2,), outer=4, exchange=exchange, has_bias=True))
+    for exchange in (RingExchange(), AllGatherExchange()):
+        assert_right(Case(lengths=(2,), ring=4, exchange=exchange, has_bias=True))
 
 
 class LargestTensor(TorchDispatchMode):
@@ -212,10 +230,18 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("view", [CAUSAL, BOTH_WAYS], ids=["causal", "both_ways"])
+@pytest.mark.parametrize("mask_spec", [CAUSAL, BOTH_WAYS], ids=["causal", "both_ways"])
 @pytest.mark.parametrize("size", [1, 2])
-def test_no_tensor_has_an_element_for_each_pair_of_tokens(view: View, size: int) -> None:
-    case = Case(lengths=(701,), outer=size, view=view, is_zigzag=view.is_causal, heads=2, groups=2, dtype=torch.float32)
+def test_no_tensor_has_an_element_for_each_pair_of_tokens(mask_spec: MaskSpec, size: int) -> None:
+    case = Case(
+        lengths=(701,),
+        ring=size,
+        mask_spec=mask_spec,
+        is_zigzag=mask_spec.is_causal,
+        heads=2,
+        groups=2,
+        dtype=torch.float32,
+    )
     whole = case.tensors()
 
     def on_rank(world: ThreadGroup) -> int:
@@ -230,8 +256,8 @@ def test_no_tensor_has_an_element_for_each_pair_of_tokens(view: View, size: int)
 
 
 def test_a_call_without_tokens_gives_nothing_for_its_row_of_padding() -> None:
-    for outer, inner in RANKS[:6]:
-        assert on_threads(Case(lengths=(), outer=outer, inner=inner, dropout=0.5))["output"].shape == (1, 8, 0, 4)
+    for ring, ulysses in RANKS[:6]:
+        assert on_threads(Case(lengths=(), ring=ring, ulysses=ulysses, dropout=0.5))["output"].shape == (1, 8, 0, 4)
 
 
 SHARES = {
@@ -253,10 +279,12 @@ def check_on_gloo(case: Case) -> None:
             assert error < share, f"{name} in {dtype}: {error}"
 
 
-@pytest.mark.parametrize("exchange", [Ring(), AllGather()], ids=["ring", "all_gather"])
+@pytest.mark.parametrize("exchange", [RingExchange(), AllGatherExchange()], ids=["ring", "all_gather"])
 @pytest.mark.parametrize("ranks", [(2, 1), (4, 1), (1, 2), (2, 2)], ids=str)
-def test_real_ranks_give_the_attention_of_one_device(ranks: tuple[int, int], exchange: Ring | AllGather) -> None:
-    case = Case(lengths=(37, 3, 20), outer=ranks[0], inner=ranks[1], exchange=exchange, groups=2, head_dim=16)
+def test_real_ranks_give_the_attention_of_one_device(
+    ranks: tuple[int, int], exchange: RingExchange | AllGatherExchange
+) -> None:
+    case = Case(lengths=(37, 3, 20), ring=ranks[0], ulysses=ranks[1], exchange=exchange, groups=2, head_dim=16)
     run_on_ranks(case.size, check_on_gloo, case)
 
 
@@ -265,7 +293,7 @@ def test_autocast_changes_the_dtype_of_the_inputs_alone(has_draws: bool) -> None
     layout = cut([70, 30])
     generator = torch.Generator().manual_seed(1)
     wide = [torch.randn(1, 4, 100, 8, generator=generator) for _ in range(3)]
-    draws = AttentionDraws(
+    draws = DropoutSpec(
         keys_BT=torch.arange(100).unsqueeze(0), name_key=1, first_head=0, probability=0.3 if has_draws else 0.0
     )
 
@@ -274,9 +302,9 @@ def test_autocast_changes_the_dtype_of_the_inputs_alone(has_draws: bool) -> None
         output = attend(
             *leaves,
             layout=layout,
-            axes=ContextAxes(outer=Mesh.single().cp, inner=Mesh.single().cp),
-            view=View(is_causal=True),
-            draws=draws if has_draws else None,
+            axes=ContextAxes(ring=Mesh.single().cp, ulysses=Mesh.single().cp),
+            mask_spec=MaskSpec(is_causal=True),
+            dropout=draws if has_draws else None,
         )
         output.float().square().sum().backward()
         return [output.detach(), *(leaf.grad.to(torch.bfloat16) for leaf in leaves if leaf.grad is not None)]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lightning_megatron.context.balance import (
     CostModel,
     DynamicContextConfig,
-    Group,
+    RankGroup,
     group_sizes,
     lower_bound,
     plan,
@@ -27,12 +27,12 @@ def all_slots(documents: dict[int, tuple[int, int]], ranks: int, smallest: int) 
     groups: dict[tuple[int, int], list[int]] = {}
     for document, place in documents.items():
         groups.setdefault(place, []).append(document)
-    made = [Group(size * block, size, tuple(own)) for (size, block), own in groups.items()]
+    made = [RankGroup(size * block, size, tuple(own)) for (size, block), own in groups.items()]
     taken = [rank for group in made for rank in group.ranks]
     if len(set(taken)) < len(taken):
         return None
     free = set(range(ranks)) - set(taken)
-    idle = [Group(first, smallest, ()) for first in range(0, ranks, smallest) if first in free]
+    idle = [RankGroup(first, smallest, ()) for first in range(0, ranks, smallest) if first in free]
     return tuple(sorted([*made, *idle], key=lambda group: group.first))
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.document_lengths import COMMON_CRAWL, GITHUB, LOG_NORMAL, LengthDistribution
-from lightning_megatron.context.balance import CostModel, DynamicContextConfig, Plan, group_sizes, plan
+from lightning_megatron.context.balance import CostModel, DynamicContextConfig, StepPlan, group_sizes, plan
 from lightning_megatron.context.balance.bound import fewest_microbatches
 from lightning_megatron.context.balance.slots import group_seconds
 from tests.context.plans import COSTS, LLAMA_13B, ONLY_COMPUTE, require_kept, seconds_by_hand
@@ -86,7 +86,7 @@ def test_the_slowest_rank_is_near_the_lower_bound(lengths_like: LengthDistributi
     assert np.quantile(found, 0.9) <= 1.25
 
 
-def waiting_seconds(made: Plan, lengths: list[int]) -> float:
+def waiting_seconds(made: StepPlan, lengths: list[int]) -> float:
     """What ranks stand idle for others of their group, with the cost of compute alone."""
     clocks, waited = [0.0] * made.num_ranks, 0.0
     for slot in made.slots:

@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import flex_attention
 
-from lightning_megatron.context.flex import Flex
-from lightning_megatron.context.kernel import Bias, Pairing, kernel_for
-from lightning_megatron.context.laid_out import LaidOut
-from lightning_megatron.context.layout import View, cut
+from lightning_megatron.context.attention_step import AttentionStep, RelativePositionBias
+from lightning_megatron.context.context_layout import MaskSpec, cut
+from lightning_megatron.context.flex import FlexAttention
+from lightning_megatron.context.kernel import kernel_for
+from lightning_megatron.context.unfused_attention import UnfusedAttention
 from tests.context.dense import SCALE, Case, bucket, by_kernels, dense
 from tests.context.plain_flex import plain_flex
 from tests.context.test_kernel import CASES, TABLE, WINDOWS
@@ -19,24 +20,24 @@ from tests.context.test_kernel import CASES, TABLE, WINDOWS
 @given(case=CASES, has_bias=st.booleans())
 def test_parts_add_up_to_the_attention_of_one_device(case: Case, has_bias: bool) -> None:
     case = Case(**{**vars(case), "has_bias": has_bias})
-    assert max(by_kernels(case, torch.float64, Flex(plain_flex)).errors(dense(case)).values()) < 1e-10
+    assert max(by_kernels(case, torch.float64, FlexAttention(plain_flex)).errors(dense(case)).values()) < 1e-10
 
 
 @pytest.mark.parametrize("case", WINDOWS)
 def test_windows_in_many_blocks_add_up_too(case: Case) -> None:
     # With a bias as well: it is of the distance, and a window bounds that.
     for one in (case, Case(**{**vars(case), "has_bias": True})):
-        assert max(by_kernels(one, torch.float64, Flex(plain_flex)).errors(dense(one)).values()) < 1e-10
+        assert max(by_kernels(one, torch.float64, FlexAttention(plain_flex)).errors(dense(one)).values()) < 1e-10
 
 
 def test_what_is_made_of_blocks_is_made_once_for_all_layers() -> None:
-    layout = cut((5, 9), outer=1)
+    layout = cut((5, 9), ring_size=1)
     positions = layout.group_positions[0]
-    pairing = Pairing(
-        blocks=layout.blocks(0, 0, View(is_causal=True)),
+    step = AttentionStep(
+        blocks=layout.blocks(0, 0, MaskSpec(is_causal=True)),
         query_positions=positions,
         key_positions=positions,
-        view=View(is_causal=True),
+        mask_spec=MaskSpec(is_causal=True),
         scale=SCALE,
     )
     x = torch.randn(1, 4, layout.num_rows, 8)
@@ -47,8 +48,8 @@ def test_what_is_made_of_blocks_is_made_once_for_all_layers() -> None:
         return plain_flex(*args, **kwargs)  # type: ignore[arg-type]
 
     for table in torch.randn(3, 6, 4):
-        one = Pairing(**{**vars(pairing), "bias": Bias(table=table, bucket=bucket)})
-        Flex(attention).forward(x, x, x, one)
+        one = AttentionStep(**{**vars(step), "bias": RelativePositionBias(table=table, bucket=bucket)})
+        FlexAttention(attention).forward(x, x, x, one)
     assert len(asked) == 3 and asked[0] is asked[1] is asked[2]
 
 
@@ -59,32 +60,36 @@ def test_torch_takes_what_it_is_asked_and_gives_the_same_output(
 ) -> None:
     # Not compiled, for a new shape each time; that is for outputs alone.
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    layout = cut(case.lengths, outer=case.outer, is_zigzag=case.is_zigzag)
+    layout = cut(case.lengths, ring_size=case.ring, is_zigzag=case.is_zigzag)
     generator = torch.Generator().manual_seed(2)
     queries, keys, values = (
         torch.randn(case.batch, heads, layout.num_rows, 16, generator=generator, dtype=torch.float64)
         for heads in (4, case.groups, case.groups)
     )
-    for source in range(case.outer):
-        pairing = Pairing(
-            blocks=layout.blocks(0, source, case.view),
+    for source in range(case.ring):
+        step = AttentionStep(
+            blocks=layout.blocks(0, source, case.mask_spec),
             query_positions=layout.group_positions[0],
             key_positions=layout.group_positions[source],
-            view=case.view,
+            mask_spec=case.mask_spec,
             scale=SCALE,
-            bias=Bias(table=case.table(), bucket=bucket) if has_bias else None,
+            bias=RelativePositionBias(table=case.table(), bucket=bucket) if has_bias else None,
         )
-        found = Flex(flex_attention.flex_attention).forward(queries, keys, values, pairing)
-        for one, other in zip(found, LaidOut().forward(queries, keys, values, pairing), strict=True):
+        found = FlexAttention(flex_attention.flex_attention).forward(queries, keys, values, step)
+        for one, other in zip(found, UnfusedAttention().forward(queries, keys, values, step), strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
 def test_it_is_chosen_where_it_is_asked_for_and_can() -> None:
-    layout = cut((5,), outer=1)
+    layout = cut((5,), ring_size=1)
     positions = layout.group_positions[0]
-    view = View(is_causal=True)
-    plain = Pairing(
-        blocks=layout.blocks(0, 0, view), query_positions=positions, key_positions=positions, view=view, scale=SCALE
+    mask_spec = MaskSpec(is_causal=True)
+    plain = AttentionStep(
+        blocks=layout.blocks(0, 0, mask_spec),
+        query_positions=positions,
+        key_positions=positions,
+        mask_spec=mask_spec,
+        scale=SCALE,
     )
     # A processor and a dry run have no kernel of it.
     for x in (torch.randn(1, 4, 5, 16), torch.randn(1, 4, 5, 16, device="meta")):
@@ -97,5 +102,5 @@ def test_it_is_chosen_where_it_is_asked_for_and_can() -> None:
 @pytest.mark.parametrize("case", [*TABLE, *WINDOWS])
 def test_cudas_kernels_add_up_too(case: Case, has_bias: bool, dtype: torch.dtype) -> None:
     case = Case(**{**vars(case), "has_bias": has_bias})
-    errors = by_kernels(case, dtype, Flex(), device="cuda").errors(dense(case))
+    errors = by_kernels(case, dtype, FlexAttention(), device="cuda").errors(dense(case))
     assert max(errors.values()) < 0.25 and errors["output"] < 2**-6

@@ -8,43 +8,44 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_megatron.comm import rng
-from lightning_megatron.context.by_blocks import ByBlocks
-from lightning_megatron.context.flash import Flash
-from lightning_megatron.context.kernel import Bias, Dropping, Kernel, Pairing, kernel_for, merge_
-from lightning_megatron.context.laid_out import LaidOut
-from lightning_megatron.context.layout import Block, View, cut
-from lightning_megatron.context.product import Host
+from lightning_megatron.context.attention_step import AttentionStep, DropoutKeys, Kernel, RelativePositionBias, merge_
+from lightning_megatron.context.blockwise_attention import BlockwiseAttention
+from lightning_megatron.context.context_layout import AttentionBlock, MaskSpec, cut
+from lightning_megatron.context.flash import FlashAttention
+from lightning_megatron.context.fused_attention import CpuAttention
+from lightning_megatron.context.kernel import kernel_for
+from lightning_megatron.context.unfused_attention import UnfusedAttention
 from tests.context.dense import BUCKETS, HEAD_SIZE, HEADS, Case, bucket, by_kernels, dense
 from tests.context.plain_lengths import PlainLengths
 
 VIEWS = st.one_of(
-    st.builds(View, is_causal=st.just(True), window=st.one_of(st.just(0), st.integers(1, 50))),
-    st.just(View(is_causal=False)),
+    st.builds(MaskSpec, is_causal=st.just(True), window=st.one_of(st.just(0), st.integers(1, 50))),
+    st.just(MaskSpec(is_causal=False)),
 )
 CASES = st.builds(
     Case,
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=5).map(tuple),
-    outer=st.integers(1, 4),
+    ring=st.integers(1, 4),
     is_zigzag=st.booleans(),
-    view=VIEWS,
+    mask_spec=VIEWS,
     groups=st.sampled_from([1, 2, 4]),
     batch=st.integers(1, 3),
 )
 TABLE = [
-    Case(lengths=(1,), outer=3),
-    Case(lengths=(33, 2, 5), outer=2, groups=2),
-    Case(lengths=(33, 2, 5), outer=2, groups=1, view=View(is_causal=True, window=7)),
-    Case(lengths=(29, 11), outer=3, view=View(is_causal=False), is_zigzag=False),
+    Case(lengths=(1,), ring=3),
+    Case(lengths=(33, 2, 5), ring=2, groups=2),
+    Case(lengths=(33, 2, 5), ring=2, groups=1, mask_spec=MaskSpec(is_causal=True, window=7)),
+    Case(lengths=(29, 11), ring=3, mask_spec=MaskSpec(is_causal=False), is_zigzag=False),
 ]
 
 # Tiles are 128 tokens: several of a run, of one shape at different distances from their keys.
 WINDOWS = [
-    Case(lengths=(29, 50), view=View(is_causal=True, window=5), batch=1),
-    Case(lengths=(300,), view=View(is_causal=True, window=9), batch=1, groups=2),
-    Case(lengths=(41, 30), outer=3, view=View(is_causal=True, window=12), batch=1),
-    Case(lengths=(600,), outer=2, is_zigzag=False, view=View(is_causal=True, window=170), batch=1, groups=1),
+    Case(lengths=(29, 50), mask_spec=MaskSpec(is_causal=True, window=5), batch=1),
+    Case(lengths=(300,), mask_spec=MaskSpec(is_causal=True, window=9), batch=1, groups=2),
+    Case(lengths=(41, 30), ring=3, mask_spec=MaskSpec(is_causal=True, window=12), batch=1),
+    Case(lengths=(600,), ring=2, is_zigzag=False, mask_spec=MaskSpec(is_causal=True, window=170), batch=1, groups=1),
 ]
-KERNELS = [ByBlocks(Host()), LaidOut(), Flash(PlainLengths(), Host())]
+KERNELS = [BlockwiseAttention(CpuAttention()), UnfusedAttention(), FlashAttention(PlainLengths(), CpuAttention())]
 
 
 def largest(case: Case, dtype: torch.dtype, kernel: Kernel | None = None) -> float:
@@ -64,10 +65,10 @@ def test_parts_with_scores_laid_out_add_up_to_the_attention_of_one_device(
     case: Case, probability: float, has_bias: bool
 ) -> None:
     case = Case(**{**vars(case), "probability": probability, "has_bias": has_bias})
-    assert largest(case, torch.float64, LaidOut()) < 1e-10
+    assert largest(case, torch.float64, UnfusedAttention()) < 1e-10
 
 
-@pytest.mark.parametrize("kernel", [ByBlocks(Host()), LaidOut()])
+@pytest.mark.parametrize("kernel", [BlockwiseAttention(CpuAttention()), UnfusedAttention()])
 @pytest.mark.parametrize("case", TABLE)
 def test_float32_and_bfloat16_lose_no_more_than_their_digits(case: Case, kernel: Kernel) -> None:
     # Gradients of up to 40 terms of size 1 at 6e-8 each.
@@ -77,7 +78,7 @@ def test_float32_and_bfloat16_lose_no_more_than_their_digits(case: Case, kernel:
 
 
 def test_many_tokens_in_bfloat16_lose_no_more_than_its_digits() -> None:
-    case = Case(lengths=(700,), outer=2, groups=2, batch=1)
+    case = Case(lengths=(700,), ring=2, groups=2, batch=1)
     errors = by_kernels(case, torch.bfloat16).errors(dense(case))
     # 8 bits: numbers up to 4 are off by 2^-7, and the weights that make them by as much.
     assert 1e-4 < errors["output"] < 2**-6
@@ -86,28 +87,28 @@ def test_many_tokens_in_bfloat16_lose_no_more_than_its_digits() -> None:
 
 
 def test_weights_that_are_dropped_are_those_of_the_dense_mask() -> None:
-    case = Case(lengths=(40, 9), outer=2, probability=0.4, batch=3)
+    case = Case(lengths=(40, 9), ring=2, probability=0.4, batch=3)
     assert largest(case, torch.float64) < 1e-10
     other = Case(**{**vars(case), "probability": 0.41})
     assert by_kernels(other, torch.float64).errors(dense(case))["output"] > 1e-3
 
 
 def test_one_row_of_random_keys_serves_all_samples() -> None:
-    layout, view = cut([12]), View(is_causal=True)
+    layout, mask_spec = cut([12]), MaskSpec(is_causal=True)
     positions = layout.group_positions[0]
     queries, keys, values = torch.randn(3, 3, HEADS, 12, HEAD_SIZE)
     outputs = []
     for random_keys in (torch.arange(HEADS * 12).view(1, HEADS, 12) ** 3,) * 2:
-        dropping = Dropping(keys=random_keys.expand(2 * len(outputs) + 1, -1, -1), probability=0.5)
-        pairing = Pairing(
-            blocks=layout.blocks(0, 0, view),
+        dropout_keys = DropoutKeys(keys=random_keys.expand(2 * len(outputs) + 1, -1, -1), probability=0.5)
+        step = AttentionStep(
+            blocks=layout.blocks(0, 0, mask_spec),
             query_positions=positions,
             key_positions=positions,
-            view=view,
+            mask_spec=mask_spec,
             scale=1.0,
-            dropping=dropping,
+            dropout_keys=dropout_keys,
         )
-        outputs.append(LaidOut().forward(queries, keys, values, pairing)[0])
+        outputs.append(UnfusedAttention().forward(queries, keys, values, step)[0])
     assert torch.equal(*outputs)
 
 
@@ -126,25 +127,25 @@ def test_windows_end_where_they_should(case: Case, kernel: Kernel) -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_query_that_sees_no_key_gives_nothing_and_has_no_gradient(kernel: Kernel) -> None:
     queries, keys, values, grad = (torch.randn(2, HEADS, 10, HEAD_SIZE) for _ in range(4))
-    pairing = Pairing(
+    step = AttentionStep(
         # Queries 2..7 at 3..8, keys 0..5 at 5..10; the other rows stand in no block.
-        blocks=(Block(2, 6, 0, 6, "masked"),),
+        blocks=(AttentionBlock(2, 6, 0, 6, "masked"),),
         query_positions=torch.arange(1, 11),
         key_positions=torch.arange(5, 15),
-        view=View(is_causal=True),
+        mask_spec=MaskSpec(is_causal=True),
         scale=1.0,
     )
-    output, lse = kernel.forward(queries, keys, values, pairing)
+    output, lse = kernel.forward(queries, keys, values, step)
     blind = torch.tensor([0, 1, 2, 3, 8, 9])
     assert torch.equal(output[:, :, blind], torch.zeros(2, HEADS, 6, HEAD_SIZE))
     assert torch.equal(lse[:, :, blind], torch.full((2, HEADS, 6), -torch.inf))
     torch.testing.assert_close(output[:, :, 4], values[:, :, 0])
     torch.testing.assert_close(lse[:, :, 4], (queries[:, :, 4] * keys[:, :, 0]).sum(-1))
-    gradients = kernel.backward(grad, queries, keys, values, output, lse, pairing)
+    gradients = kernel.backward(grad, queries, keys, values, output, lse, step)
     assert not gradients.queries[:, :, blind].any() and gradients.queries[:, :, 5].any()
     assert not gradients.keys[:, :, 6:].any() and gradients.values[:, :, :3].any()
     # Blind in the whole, whatever stands in the block.
-    none = kernel.backward(grad, queries, keys, values, output, torch.full_like(lse, -torch.inf), pairing)
+    none = kernel.backward(grad, queries, keys, values, output, torch.full_like(lse, -torch.inf), step)
     assert not any(part.any() for part in none[:3])
 
 
@@ -175,9 +176,9 @@ def test_parts_in_bfloat16_are_merged_in_float32() -> None:
 
 
 def test_a_tile_holds_few_scores_and_tiles_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_megatron.context.laid_out.MOST_SCORES", 7 * HEADS * 40)
+    monkeypatch.setattr("lightning_megatron.context.unfused_attention.MOST_SCORES", 7 * HEADS * 40)
     sizes: list[int] = []
-    case = Case(lengths=(40, 8), outer=2, probability=0.2, has_bias=True, batch=3)
+    case = Case(lengths=(40, 8), ring=2, probability=0.2, has_bias=True, batch=3)
     expected = dense(case)
 
     def noted(keys: torch.Tensor, columns: torch.Tensor, probability: float) -> torch.Tensor:
@@ -192,49 +193,51 @@ def test_a_tile_holds_few_scores_and_tiles_add_up(monkeypatch: pytest.MonkeyPatc
 
 
 def test_tiles_of_a_window_share_one_mask_and_calls_of_a_pairing_too() -> None:
-    layout, view = cut([2000]), View(is_causal=True, window=128)
+    layout, mask_spec = cut([2000]), MaskSpec(is_causal=True, window=128)
     positions = layout.group_positions[0]
-    blocks = layout.blocks(0, 0, view)
-    pairing = Pairing(blocks=blocks, query_positions=positions, key_positions=positions, view=view, scale=1.0)
-    masks = [pairing.mask(block, torch.float32).added for block in blocks if block.kind == "masked"]
+    blocks = layout.blocks(0, 0, mask_spec)
+    step = AttentionStep(
+        blocks=blocks, query_positions=positions, key_positions=positions, mask_spec=mask_spec, scale=1.0
+    )
+    masks = [step.mask(block, torch.float32).added for block in blocks if block.kind == "masked"]
     # The first tile has none before it; the last is shorter.
     assert len(masks) == 16 and len({mask.data_ptr() for mask in masks}) == 3
 
 
 def test_blocks_of_one_shape_at_other_distances_have_other_masks() -> None:
     positions = torch.arange(8)
-    pairing = Pairing(
-        blocks=(), query_positions=positions, key_positions=positions, view=View(is_causal=True), scale=1.0
+    step = AttentionStep(
+        blocks=(), query_positions=positions, key_positions=positions, mask_spec=MaskSpec(is_causal=True), scale=1.0
     )
-    near, far = (pairing.mask(Block(row, 4, 0, 4, "masked"), torch.float32).added for row in (0, 2))
+    near, far = (step.mask(AttentionBlock(row, 4, 0, 4, "masked"), torch.float32).added for row in (0, 2))
     assert torch.isinf(near).sum() == 6 and torch.isinf(far).sum() == 1
 
 
 def test_dropping_and_a_bias_are_laid_out_and_the_rest_is_not() -> None:
-    plain = Pairing(
+    plain = AttentionStep(
         blocks=(),
         query_positions=torch.arange(4),
         key_positions=torch.arange(4),
-        view=View(is_causal=True),
+        mask_spec=MaskSpec(is_causal=True),
         scale=1.0,
     )
     fields = vars(plain)
-    dropping = Dropping(keys=torch.zeros(1, HEADS, 4, dtype=torch.int64), probability=0.1)
-    bias = Bias(table=torch.zeros(BUCKETS, HEADS), bucket=bucket)
+    dropout_keys = DropoutKeys(keys=torch.zeros(1, HEADS, 4, dtype=torch.int64), probability=0.1)
+    bias = RelativePositionBias(table=torch.zeros(BUCKETS, HEADS), bucket=bucket)
     x = torch.zeros(1, HEADS, 4, 8)
-    assert isinstance(kernel_for(x, plain), ByBlocks)
-    assert isinstance(kernel_for(x, Pairing(**{**fields, "dropping": dropping})), LaidOut)
-    assert isinstance(kernel_for(x, Pairing(**{**fields, "bias": bias})), LaidOut)
+    assert isinstance(kernel_for(x, plain), BlockwiseAttention)
+    assert isinstance(kernel_for(x, AttentionStep(**{**fields, "dropout_keys": dropout_keys})), UnfusedAttention)
+    assert isinstance(kernel_for(x, AttentionStep(**{**fields, "bias": bias})), UnfusedAttention)
     # Meta tensors stand for a GPU, whose kernels know no float64.
     on_gpu = x.to("meta")
-    assert isinstance(kernel_for(on_gpu.bfloat16(), plain), Flash)
-    assert isinstance(kernel_for(on_gpu, plain), ByBlocks)
-    assert isinstance(kernel_for(on_gpu.double(), plain), LaidOut)
+    assert isinstance(kernel_for(on_gpu.bfloat16(), plain), FlashAttention)
+    assert isinstance(kernel_for(on_gpu, plain), BlockwiseAttention)
+    assert isinstance(kernel_for(on_gpu.double(), plain), UnfusedAttention)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("case", [*TABLE, Case(lengths=(700, 90), outer=2, groups=2)])
+@pytest.mark.parametrize("case", [*TABLE, Case(lengths=(700, 90), ring=2, groups=2)])
 def test_cudas_kernels_add_up_too(case: Case, dtype: torch.dtype) -> None:
     errors = by_kernels(case, dtype, device="cuda").errors(dense(case))
     # As on the host; products may round to ten bits.

@@ -26,7 +26,7 @@ LAYOUTS = {
     "pp=2": Layout(world=2, pp=2, microbatches=2),
     "dp=2": Layout(world=2),
     "cp=2": Layout(world=2, cp=2),
-    "cp=2 dp=2 all-to-all": Layout(world=4, cp=2, context=ContextConfig(kind="all_to_all"), microbatches=2),
+    "cp=2 dp=2 all-to-all": Layout(world=4, cp=2, context=ContextConfig(comm_type="all_to_all"), microbatches=2),
 }
 STEPS = 3
 

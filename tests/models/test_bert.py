@@ -50,7 +50,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp4 sp": {"tp": 4, "sequence_parallel": True},
     "ring of 2": {"cp": 2},
     "all-gather of 2": {"cp": 2, "cp_exchange": "all_gather"},
-    "all-to-all of 2": {"cp": 2, "cp_inner": 2},
+    "all-to-all of 2": {"cp": 2, "cp_ulysses": 2},
     "ring of 3": {"cp": 3},
     "ring of 2, tp2 sp": {"cp": 2, "tp": 2, "sequence_parallel": True},
 }

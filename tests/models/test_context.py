@@ -24,11 +24,11 @@ from tests.reference.unsplit import unsplit_gradients, unsplit_weights
 EXCHANGES: dict[str, dict[str, Any]] = {
     "ring of 2": {"cp": 2},
     "all-gather of 2": {"cp": 2, "cp_exchange": "all_gather"},
-    "all-to-all of 2": {"cp": 2, "cp_inner": 2},
+    "all-to-all of 2": {"cp": 2, "cp_ulysses": 2},
     "ring of 4": {"cp": 4},
-    "hierarchical of 4": {"cp": 4, "cp_inner": 2},
+    "hierarchical of 4": {"cp": 4, "cp_ulysses": 2},
     "ring of 2, tp2": {"cp": 2, "tp": 2},
-    "all-to-all of 2, tp2 with sequence parallelism": {"cp": 2, "cp_inner": 2, "tp": 2, "sequence_parallel": True},
+    "all-to-all of 2, tp2 with sequence parallelism": {"cp": 2, "cp_ulysses": 2, "tp": 2, "sequence_parallel": True},
     "ring of 2, tp2 with sequence parallelism": {"cp": 2, "tp": 2, "sequence_parallel": True},
 }
 

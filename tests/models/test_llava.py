@@ -41,7 +41,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 with sequence parallelism": {"tp": 2, "sequence_parallel": True},
     "tp4 with sequence parallelism": {"tp": 4, "sequence_parallel": True},
     "cp2": {"cp": 2},
-    "cp2 all-to-all": {"cp": 2, "cp_inner": 2},
+    "cp2 all-to-all": {"cp": 2, "cp_ulysses": 2},
     "cp4, tp2 with sequence parallelism": {"cp": 4, "tp": 2, "sequence_parallel": True},
 }
 

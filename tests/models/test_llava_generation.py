@@ -27,7 +27,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp 2, sp": {"tp": 2, "sequence_parallel": True},
     "cp 2": {"cp": 2},
     "cp 4, all-gather": {"cp": 4, "cp_exchange": "all_gather"},
-    "cp 2, all-to-all": {"cp": 2, "cp_inner": 2},
+    "cp 2, all-to-all": {"cp": 2, "cp_ulysses": 2},
     "cp 2, tp 2, sp": {"cp": 2, "tp": 2, "sequence_parallel": True},
 }
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lightning_megatron.comm import collectives
 from lightning_megatron.context import attention
-from lightning_megatron.context.flex import Flex
-from lightning_megatron.context.kernel import Kernel, Pairing
+from lightning_megatron.context.attention_step import AttentionStep, Kernel
+from lightning_megatron.context.flex import FlexAttention
 from lightning_megatron.mesh import AttentionKernel, Mesh, Sizes, StageLayout
 from lightning_megatron.models import GPTConfig, T5Config, T5Model
 from lightning_megatron.pipeline.choice import Schedule, placement_of
@@ -134,7 +134,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp4 sp": {"tp": 4, "sequence_parallel": True},
     "cp2": {"cp": 2},
     "cp2 all-gather": {"cp": 2, "cp_exchange": "all_gather"},
-    "cp2 all-to-all": {"cp": 2, "cp_inner": 2},
+    "cp2 all-to-all": {"cp": 2, "cp_ulysses": 2},
     "cp2 tp2 sp": {"cp": 2, "tp": 2, "sequence_parallel": True},
 }
 
@@ -161,9 +161,9 @@ def test_flex_attention_adds_relative_biases_as_other_kernels_do(
 ) -> None:
     asked = []
 
-    def chosen(queries: Tensor, pairing: Pairing, kernel: AttentionKernel) -> Kernel:
+    def chosen(queries: Tensor, pairing: AttentionStep, kernel: AttentionKernel) -> Kernel:
         asked.append(kernel)
-        return Flex(plain_flex)  # its own kernels are CUDA's
+        return FlexAttention(plain_flex)  # its own kernels are CUDA's
 
     expected = results_of(model_of(T5), batch_of(kind))
     monkeypatch.setattr(attention, "kernel_for", chosen)

@@ -33,7 +33,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp4 sp": {"tp": 4, "sequence_parallel": True},
     "cp2": {"cp": 2},
     "cp4 all-gather": {"cp": 4, "cp_exchange": "all_gather"},
-    "cp2 all-to-all": {"cp": 2, "cp_inner": 2},
+    "cp2 all-to-all": {"cp": 2, "cp_ulysses": 2},
     "cp2 tp2 sp": {"cp": 2, "tp": 2, "sequence_parallel": True},
 }
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_megatron import ContextConfig, CostModel, DynamicContextConfig
-from lightning_megatron.context.balance import Group, Plan
+from lightning_megatron.context.balance import RankGroup, StepPlan
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import GPTConfig
 from lightning_megatron.planner.anatomy import Texts
@@ -73,7 +73,7 @@ RUNS = {
     "interleaved": run_of(SHORT, Sizes(world=4, pp=2, vp=2), multiple=2),
     "zb-h1": run_of(SHORT, Sizes(world=4, pp=2), schedule_name="zb_h1"),
     "gpipe": run_of(SHORT, Sizes(world=4, pp=2), schedule_name="gpipe"),
-    "heads for tokens": run_of(GATED, Sizes(world=4), context=ContextConfig(kind="all_to_all")),
+    "heads for tokens": run_of(GATED, Sizes(world=4), context=ContextConfig(comm_type="all_to_all")),
     "float32": run_of(GATED, Sizes(world=2), precision="32-true"),
     "experts": run_of(EXPERTS, Sizes(world=4, ep=2), optimizer=DISTRIBUTED, cap=2048),
     "again": run_of(GATED, Sizes(world=4, pp=2), recompute=RecomputeConfig(granularity="full"), optimizer=DISTRIBUTED),
@@ -115,9 +115,9 @@ def test_a_rank_without_documents_runs_dry() -> None:
 
 
 def test_messages_are_those_of_each_group() -> None:
-    slots = ((Group(0, 1, (0,)), Group(1, 1, (1,))), (Group(0, 2, (2,)),))
+    slots = ((RankGroup(0, 1, (0,)), RankGroup(1, 1, (1,))), (RankGroup(0, 2, (2,)),))
     run = run_of(SHORT, Sizes(world=4, pp=2))
-    step = Balanced(lengths=(600, 400, 1000), plan=Plan(2, slots, 0.0, 0.0))
+    step = Balanced(lengths=(600, 400, 1000), plan=StepPlan(2, slots, 0.0, 0.0))
     found = dry_run(replace(run, balanced=step), global_rank(run, 0, 1))
     # Hidden states in 16 bits: of a document, and of half of another.
     assert found.messages["pp", "send"].number == 2
@@ -132,8 +132,8 @@ def test_messages_are_those_of_each_group() -> None:
 
 
 def test_groups_have_axes_of_their_own() -> None:
-    slots = ((Group(0, 2, (0,)), Group(2, 2, (1,))),)
-    step = Balanced(lengths=(600, 400), plan=Plan(4, slots, 0.0, 0.0))
+    slots = ((RankGroup(0, 2, (0,)), RankGroup(2, 2, (1,))),)
+    step = Balanced(lengths=(600, 400), plan=StepPlan(4, slots, 0.0, 0.0))
     run = replace(run_of(SHORT, Sizes(world=4)), balanced=step)
     sent = [dry_run(run, rank).messages["context2", "send"].tensor_bytes for rank in (1, 2)]
     assert sent[0] == 1.5 * sent[1] > 0
@@ -212,12 +212,12 @@ def test_a_window_reaches_no_further_than_its_document() -> None:
 
 def test_a_step_takes_the_longest_path_through_its_groups() -> None:
     slots = (
-        (Group(0, 1, (1,)), Group(1, 1, (0,)), Group(2, 2, (2,))),
-        (Group(0, 2, (3,)), Group(2, 1, (4,)), Group(3, 1, ())),
+        (RankGroup(0, 1, (1,)), RankGroup(1, 1, (0,)), RankGroup(2, 2, (2,))),
+        (RankGroup(0, 2, (3,)), RankGroup(2, 1, (4,)), RankGroup(3, 1, ())),
     )
     lengths = (8192, 2048, 4096, 4800, 800)
     run = replace(
-        run_of(LLAMA, Sizes(world=4), cap=16384), balanced=Balanced(lengths=lengths, plan=Plan(4, slots, 0.0, 0.0))
+        run_of(LLAMA, Sizes(world=4), cap=16384), balanced=Balanced(lengths=lengths, plan=StepPlan(4, slots, 0.0, 0.0))
     )
 
     def seconds(*documents: int, size: int) -> float:

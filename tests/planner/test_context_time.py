@@ -29,7 +29,7 @@ HOP, MERGE = KEYS / 450e9, 5 * QUERIES / 3.35e12
 
 
 def waited(kind: str = "ring", *, cp: int = 4, tp: int = 1, attention: float = 0.0, is_backward: bool = False) -> float:
-    context = ContextConfig(kind=kind, inner_size=2 if kind == "hierarchical" else 0)  # type: ignore[arg-type]
+    context = ContextConfig(comm_type=kind, ulysses_size=2 if kind == "hierarchical" else 0)  # type: ignore[arg-type]
     sizes = Sizes(world=cp * tp, cp=cp, tp=tp, **context_fields(context, cp))
     shared = Shared(key_bytes=KEYS, query_bytes=QUERIES, attention_seconds=attention)
     return context_seconds(sizes, shared, gradient_share=2.0, gpu=H100, constants=FREE, is_backward=is_backward)

@@ -172,8 +172,8 @@ RUNS = {
     ),
     "heads exchanged over cp, zb-v": run_of(
         replace(GPT, num_layers=4, vocab_size=8192),
-        Sizes(world=4, pp=2, vp=2, cp=2, cp_inner=2, placement="v"),
-        context=ContextConfig(kind="all_to_all"),
+        Sizes(world=4, pp=2, vp=2, cp=2, cp_ulysses=2, placement="v"),
+        context=ContextConfig(comm_type="all_to_all"),
         schedule_name="zb_v",
         micro_batch_size=4,
     ),

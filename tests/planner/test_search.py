@@ -61,15 +61,17 @@ def test_experts_are_whole_or_cut_over_as_many_ranks_as_the_rest() -> None:
 
 
 def test_a_search_takes_nothing_from_sizes_that_it_changes() -> None:
-    own = Sizes(world=64, pp=4, cp=2, cp_inner=2, stage_layout=StageLayout(text="Et*20|t*20|t*20|t*20L"))
-    context = ContextConfig(kind="hierarchical", inner_size=2)
+    own = Sizes(world=64, pp=4, cp=2, cp_ulysses=2, stage_layout=StageLayout(text="Et*20|t*20|t*20|t*20L"))
+    context = ContextConfig(comm_type="hierarchical", ulysses_size=2)
     found = list(candidates(run_of("llama3_70b", 64, sizes=own, context=context), H100))
     assert {run.sizes.pp for run in found} > {1, 2, 4, 8}
     for run in found:
         assert not run.sizes.faults(), run.sizes
         kept = (run.sizes.pp, run.sizes.vp) == (4, 1)
         assert (run.sizes.stage_layout == own.stage_layout) == kept
-        assert (run.sizes.cp_inner, run.context.kind) == ((2, "hierarchical") if run.sizes.cp % 2 == 0 else (1, "ring"))
+        assert (run.sizes.cp_ulysses, run.context.comm_type) == (
+            (2, "hierarchical") if run.sizes.cp % 2 == 0 else (1, "ring")
+        )
 
 
 def test_layers_that_stages_do_not_divide_are_spread_by_cost_and_the_fullest_rank_counts() -> None:

@@ -80,7 +80,7 @@ def test_attention_fills_its_kernel_by_the_keys_of_one_call() -> None:
     assert keys(Sizes(), replace(plain, sliding_window=128)) == pytest.approx(128)
     assert keys(Sizes(), replace(plain, sliding_window=8192)) == pytest.approx(4096)
     assert keys(Sizes(world=4, cp=4), plain) == pytest.approx(1024)
-    assert keys(Sizes(world=4, cp=4, cp_inner=2), plain) == pytest.approx(2048)
+    assert keys(Sizes(world=4, cp=4, cp_ulysses=2), plain) == pytest.approx(2048)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

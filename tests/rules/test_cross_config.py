@@ -155,7 +155,7 @@ def test_a_sequence_that_ranks_cannot_share_evenly_is_a_fault_on_request_alone()
     [fault] = told(60, pads_uneven=False)
     assert "sequence_length (60) must be a multiple of 8" in fault and "use 56 or 64" in fault
     # Ranks that exchange heads take any equal parts.
-    assert told(60, pads_uneven=False, cp_inner=2, cp_exchange="all_gather")[0].count("multiple of 8")
+    assert told(60, pads_uneven=False, cp_ulysses=2, cp_exchange="all_gather")[0].count("multiple of 8")
 
 
 def test_sizes_below_one_are_faults_and_not_divided_by() -> None:
@@ -176,12 +176,12 @@ def test_faults_of_dynamic_context_parallelism_are_told_with_what_would_do() -> 
         num_microbatches=2,
         model=model(),
         sizes=replace(sizes, pads_uneven=False),
-        context=ContextConfig(kind="all_to_all"),
+        context=ContextConfig(comm_type="all_to_all"),
     )
     text = "\n".join(faults(wrong))
     assert "num_microbatches (2) must be 1" in text and "uneven='pad'" in text
     assert "(6) must be a multiple of the largest group of dynamic_context (4)" in text and "one of 1, 2" in text
-    hierarchical = ContextConfig(kind="hierarchical", inner_size=2)
+    hierarchical = ContextConfig(comm_type="hierarchical", ulysses_size=2)
     assert any("'hierarchical'" in told for told in faults(replace(sound, context=hierarchical)))
     [told] = faults(replace(sound, dynamic_context=replace(config, max_group_size=8)))
     assert "max_group_size (8)" in told and "1, 2, 4" in told
@@ -267,7 +267,7 @@ def test_what_keeps_a_t5_from_its_ranks_is_told_with_all_other_faults() -> None:
 
 
 def test_what_keeps_a_llava_from_its_ranks_is_told_with_all_other_faults() -> None:
-    sizes = Sizes(world=8, tp=2, cp=4, cp_inner=2)
+    sizes = Sizes(world=8, tp=2, cp=4, cp_ulysses=2)
     assert faults(Facts(sizes=sizes, model=llava())) == []
     # Images are not cut over cp, so ranks that exchange heads ask nothing of the tower's.
     assert faults(Facts(sizes=sizes, model=llava(replace(TOWER, num_attention_heads=2, num_query_groups=2)))) == []
@@ -286,7 +286,7 @@ def test_sequences_that_see_both_ways_are_cut_into_one_piece_for_each_rank() -> 
         cut = Sizes(world=4, cp=4, pads_uneven=False, **sizes)  # type: ignore[arg-type]
         return faults(Facts(sizes=cut, model=model, sequence_length=sequence, decoder_sequence_length=decoder))  # type: ignore[arg-type]
 
-    for sizes in ({}, {"cp_inner": 2}, {"cp_inner": 4}):
+    for sizes in ({}, {"cp_ulysses": 2}, {"cp_ulysses": 4}):
         assert told(bert(), 60, **sizes) == [] == told(t5(), 60, **sizes)
         [fault] = told(bert(), 62, **sizes)
         assert "sequence_length (62) must be a multiple of 4" in fault and "use 60 or 64" in fault
@@ -295,7 +295,7 @@ def test_sequences_that_see_both_ways_are_cut_into_one_piece_for_each_rank() -> 
     [fault] = told(t5(), 60, 60)
     assert fault.startswith("decoder_sequence_length (60) must be a multiple of 8") and "use 56 or 64" in fault
     assert len(told(t5(), 61, 60)) == 2
-    assert told(t5(), 60, 60, cp_inner=4) == []
+    assert told(t5(), 60, 60, cp_ulysses=4) == []
 
 
 def test_learned_positions_bound_the_sequence_of_each_stack() -> None:

@@ -95,7 +95,7 @@ def fitted(kept: list[list[int]], kind: Any, microbatches: int) -> dict[str, Any
         precision="64-true",
         strategy=MegatronStrategy(
             context_parallel_size=2,
-            context=ContextConfig(kind=kind),
+            context=ContextConfig(comm_type=kind),
             num_microbatches=microbatches,
             timeout_seconds=60,
         ),
@@ -200,12 +200,12 @@ def test_a_module_that_cuts_no_sequences_is_told_so() -> None:
     [
         ({"context_parallel_size": 0}, r"context_parallel_size \(0\) must be at least 1"),
         (
-            {"context_parallel_size": 3, "context": ContextConfig(kind="hierarchical", inner_size=2)},
-            r"inner_size \(2\).*must divide context_parallel_size \(3\); it may be 1, 3",
+            {"context_parallel_size": 3, "context": ContextConfig(comm_type="hierarchical", ulysses_size=2)},
+            r"ulysses_size \(2\).*must divide context_parallel_size \(3\); it may be 1, 3",
         ),
         (
-            {"context_parallel_size": 8, "context": ContextConfig(kind="all_to_all")},
-            r"4 / 1 = 4\) must be a multiple of .* \(8\); .*inner_size=...\) with 2, 4",
+            {"context_parallel_size": 8, "context": ContextConfig(comm_type="all_to_all")},
+            r"4 / 1 = 4\) must be a multiple of .* \(8\); .*ulysses_size=...\) with 2, 4",
         ),
         ({"context": ContextConfig(kernel="flex")}, r"kernel \('flex'\) .* this run is on cpu; use 'fused'"),
     ],
@@ -226,9 +226,9 @@ def test_what_cannot_be_is_told_before_anything_starts(options: dict[str, Any], 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"kind": "rings"}, "kind"),
-        ({"kind": "hierarchical"}, r"inner_size \(0\) must be at least 2"),
-        ({"inner_size": 2}, r"inner_size \(2\) is one of kind 'hierarchical'"),
+        ({"comm_type": "rings"}, "comm_type"),
+        ({"comm_type": "hierarchical"}, r"ulysses_size \(0\) must be at least 2"),
+        ({"ulysses_size": 2}, r"ulysses_size \(2\) is one of comm_type 'hierarchical'"),
         ({"uneven": "cut"}, "uneven"),
         ({"kernel": "triton"}, r"kernel \('triton'\) must be 'fused' or 'flex'"),
     ],

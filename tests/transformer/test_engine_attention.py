@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron import Fp8Config
-from lightning_megatron.context.layout import View
+from lightning_megatron.context.context_layout import MaskSpec
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.models import GPTConfig, GPTModel
 from lightning_megatron.transformer.attention import SelfAttention
@@ -21,10 +21,10 @@ from tests.tensor.plain import thread_mesh
 
 CONFIG = GPTConfig(num_layers=2, hidden_size=64, num_attention_heads=8, vocab_size=64, max_sequence_length=16)
 VIEWS = {
-    "causal": View(is_causal=True),
-    "window": View(is_causal=True, window=3),
-    "window of all": View(is_causal=True, window=11),
-    "both ways": View(is_causal=False),
+    "causal": MaskSpec(is_causal=True),
+    "window": MaskSpec(is_causal=True, window=3),
+    "window of all": MaskSpec(is_causal=True, window=11),
+    "both ways": MaskSpec(is_causal=False),
 }
 # Numbers in bfloat16 keep 8 bits, and are rounded once behind sums in float32.
 ROUNDING = 2.0**-8
@@ -44,7 +44,7 @@ def rounded_alike(found: Tensor, wanted: Tensor) -> None:
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 @pytest.mark.parametrize(("num_ranks", "groups"), [(1, 8), (2, 4), (4, 2)])
 def test_output_and_gradients_are_those_of_torch(
-    num_ranks: int, groups: int, view: View, monkeypatch: pytest.MonkeyPatch
+    num_ranks: int, groups: int, view: MaskSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = engine_stub.install(monkeypatch)
     config = replace(CONFIG, num_query_groups=groups)
@@ -60,14 +60,14 @@ def test_output_and_gradients_are_those_of_torch(
         wider = [x.detach().double().requires_grad_() for x in own]
         weights = random(2, 9, heads, 8, seed=3)
         found = EngineAttention(attention)(*own, {})
-        wanted = TorchAttention(view=view, scale=attention.scale)(*wider, {})
+        wanted = TorchAttention(mask_spec=view, scale=attention.scale)(*wider, {})
         rounded_alike(found, wanted)
         grads = torch.autograd.grad(found, own, weights)
         for grad, other in zip(grads, torch.autograd.grad(wanted, wider, weights.double()), strict=True):
             rounded_alike(grad, other)
         # A token more or less would be seen.
-        other_view = View(is_causal=True, window=2)
-        assert (TorchAttention(view=other_view, scale=attention.scale)(*wider, {}) - wanted).abs().max() > 0.1
+        other_view = MaskSpec(is_causal=True, window=2)
+        assert (TorchAttention(mask_spec=other_view, scale=attention.scale)(*wider, {}) - wanted).abs().max() > 0.1
 
     run_on_threads(num_ranks, on_rank)
     # Batch and sequence before heads.

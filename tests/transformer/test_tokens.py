@@ -20,7 +20,7 @@ LAYOUTS = {
     "tp 2": Sizes(world=2, tp=2),
     "tp 4 sp": Sizes(world=4, tp=4, sequence_parallel=True),
     "cp 2": Sizes(world=2, cp=2),
-    "cp 4, heads exchanged": Sizes(world=4, cp=4, cp_inner=4),
+    "cp 4, heads exchanged": Sizes(world=4, cp=4, cp_ulysses=4),
     "cp 2 tp 2 sp": Sizes(world=4, cp=2, tp=2, sequence_parallel=True),
 }
 on_every_layout = pytest.mark.parametrize("sizes", LAYOUTS.values(), ids=LAYOUTS)

@@ -7,15 +7,15 @@ from lightning_megatron.context.balance.bound import lower_bound
 from lightning_megatron.context.balance.config import DynamicContextConfig, group_sizes
 from lightning_megatron.context.balance.cost import CostModel, from_model
 from lightning_megatron.context.balance.fit import Measurement, fit
-from lightning_megatron.context.balance.slots import Group, Plan, step_seconds
+from lightning_megatron.context.balance.slots import RankGroup, StepPlan, step_seconds
 from lightning_megatron.context.balance.solve import plan
 
 __all__ = [
     "CostModel",
     "DynamicContextConfig",
-    "Group",
     "Measurement",
-    "Plan",
+    "RankGroup",
+    "StepPlan",
     "fit",
     "from_model",
     "group_sizes",

@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from lightning_megatron.context.balance.slots import Group, Slot
+from lightning_megatron.context.balance.slots import RankGroup, Slot
 
 
 def without_empty_groups(
-    slots: Sequence[Sequence[Group]], sizes: Sequence[int], lengths: Sequence[int]
+    slots: Sequence[Sequence[RankGroup]], sizes: Sequence[int], lengths: Sequence[int]
 ) -> tuple[Slot, ...]:
     """The slots, by first rank, with an empty group only where documents are fewer than slots times widest groups.
 
@@ -35,7 +35,7 @@ def without_empty_groups(
     )
 
 
-def _move_documents(parts: list[list[Group]], lengths: Sequence[int]) -> None:
+def _move_documents(parts: list[list[RankGroup]], lengths: Sequence[int]) -> None:
     """Gives a document to every part that has none, the shortest of the part that has most."""
     counts = [sum(len(group.documents) for group in part) for part in parts]
     for empty, part in enumerate(parts):
@@ -44,15 +44,16 @@ def _move_documents(parts: list[list[Group]], lengths: Sequence[int]) -> None:
             continue
         shortest = min((lengths[d], d) for group in parts[donor] for d in group.documents)[1]
         parts[donor] = [
-            Group(group.first, group.size, tuple(d for d in group.documents if d != shortest)) for group in parts[donor]
+            RankGroup(group.first, group.size, tuple(d for d in group.documents if d != shortest))
+            for group in parts[donor]
         ]
         counts[donor] -= 1
         first, size = min(group.first for group in part), sum(group.size for group in part)
-        parts[empty] = [Group(first, size, (shortest,))]
+        parts[empty] = [RankGroup(first, size, (shortest,))]
         counts[empty] = 1
 
 
-def _joined(part: list[Group], sizes: Sequence[int]) -> list[Group]:
+def _joined(part: list[RankGroup], sizes: Sequence[int]) -> list[RankGroup]:
     """The part with each empty group joined with its neighbours, until the group they make has a document.
 
     The documents of groups that keep the memory cap keep it together on all of their ranks.
@@ -65,11 +66,11 @@ def _joined(part: list[Group], sizes: Sequence[int]) -> list[Group]:
         for block in sorted(blocks):
             inside = [group for group in part if group.size <= size and group.first // wider == block]
             documents = sorted(document for group in inside for document in group.documents)
-            kept.append(Group(block * wider, wider, tuple(documents)))
+            kept.append(RankGroup(block * wider, wider, tuple(documents)))
         part = kept
     return part
 
 
-def in_order(slot: Sequence[Group]) -> Slot:
+def in_order(slot: Sequence[RankGroup]) -> Slot:
     """The groups of a slot by their first rank."""
     return tuple(sorted(slot, key=lambda group: group.first))

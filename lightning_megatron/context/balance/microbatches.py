@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from lightning_megatron.context.balance.bound import rounded_up
 from lightning_megatron.context.balance.cost import CostModel
 from lightning_megatron.context.balance.empty import in_order
-from lightning_megatron.context.balance.slots import Group, Slot
+from lightning_megatron.context.balance.slots import RankGroup, Slot
 from lightning_megatron.context.balance.tree import Tree, longest_below, path_sums
 
 
@@ -111,9 +111,9 @@ def _packed(
     lengths: Sequence[int],
     cost: CostModel,
     limits: Limits,
-) -> list[list[Group]] | None:
+) -> list[list[RankGroup]] | None:
     """The groups of every slot; or None, with the needs raised where documents did not pack."""
-    slots: list[list[Group]] = [[] for _ in range(counts[0][0] + _slots_below(counts))]
+    slots: list[list[RankGroup]] = [[] for _ in range(counts[0][0] + _slots_below(counts))]
     starts = [0] * len(counts[0])
     fits = True
     for level, size in enumerate(sizes):
@@ -125,7 +125,7 @@ def _packed(
                 fits = False
                 continue
             for place, pack in enumerate(packs, start=starts[block]):
-                slots[place].append(Group(block * size, size, tuple(sorted(pack))))
+                slots[place].append(RankGroup(block * size, size, tuple(sorted(pack))))
         if level + 1 < len(sizes):
             children = len(counts[level + 1]) // len(counts[level])
             starts = [

@@ -16,7 +16,7 @@ from lightning_megatron.context.balance.cost import CostModel
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RankGroup:
     """Ranks that run one packed microbatch together."""
 
     first: int
@@ -30,11 +30,11 @@ class Group:
         return range(self.first, self.first + self.size)
 
 
-Slot = tuple[Group, ...]
+Slot = tuple[RankGroup, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StepPlan:
     """What `plan` decided; equal on all ranks that gave it the same lengths."""
 
     num_ranks: int
@@ -45,7 +45,7 @@ class Plan:
     lower_bound: float
     """What `step_seconds` of no plan can be below."""
 
-    def groups_of(self, rank: int) -> tuple[Group, ...]:
+    def groups_of(self, rank: int) -> tuple[RankGroup, ...]:
         """The microbatches of a rank in order, one of every slot."""
         return tuple(next(group for group in slot if rank in group.ranks) for slot in self.slots)
 
@@ -80,7 +80,7 @@ def shortest_at_ends(slots: Sequence[Slot], lengths: Sequence[int], cost: CostMo
     return tuple(slots[place] for place in [*order[0::2], *reversed(order[1::2])])
 
 
-def group_seconds(group: Group, lengths: Sequence[int], cost: CostModel) -> float:
+def group_seconds(group: RankGroup, lengths: Sequence[int], cost: CostModel) -> float:
     """Seconds of one group's microbatch."""
     own = [lengths[document] for document in group.documents]
     return cost.seconds(sum(own), sum(length * length for length in own), group.size)

@@ -16,7 +16,7 @@ from lightning_megatron.context.balance.config import DynamicContextConfig, grou
 from lightning_megatron.context.balance.cost import CostModel
 from lightning_megatron.context.balance.empty import without_empty_groups
 from lightning_megatron.context.balance.microbatches import Limits, fewest_slots, microbatches
-from lightning_megatron.context.balance.slots import Plan, Slot, shortest_at_ends, step_seconds
+from lightning_megatron.context.balance.slots import Slot, StepPlan, shortest_at_ends, step_seconds
 from lightning_megatron.context.balance.tree import Tree, grow, slowest_documents
 from lightning_megatron.context.balance.widths import PlannedDocuments, Widths, dials
 
@@ -27,7 +27,7 @@ PLACED_DOCUMENTS = 6144
 MAX_CHANGES = 48
 
 
-def plan(lengths: Sequence[int], ranks: int, cost: CostModel, config: DynamicContextConfig, *, pp: int = 1) -> Plan:
+def plan(lengths: Sequence[int], ranks: int, cost: CostModel, config: DynamicContextConfig, *, pp: int = 1) -> StepPlan:
     """The plan of a step with documents of these lengths in tokens, on a line of dp x cp ranks.
 
     The same on every rank, for the same input. `pp`: the ranks of a pipeline, see `step_seconds`.
@@ -49,7 +49,7 @@ def plan(lengths: Sequence[int], ranks: int, cost: CostModel, config: DynamicCon
             slots = shortest_at_ends(slots, lengths, cost) if pp > 1 else slots
             found.append((step_seconds(slots, lengths, cost, pp), most_tokens_per_rank(slots, lengths), slots))
     seconds, _, slots = min(found, key=lambda entry: entry[:2])
-    return Plan(ranks, slots, seconds, bound)
+    return StepPlan(ranks, slots, seconds, bound)
 
 
 def most_tokens_per_rank(slots: Sequence[Slot], lengths: Sequence[int]) -> int:

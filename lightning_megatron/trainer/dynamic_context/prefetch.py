@@ -18,8 +18,14 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.comm import collectives
-from lightning_megatron.context.balance import CostModel, DynamicContextConfig, Group, Plan, group_sizes, plan
-from lightning_megatron.context.routing import Held, Microbatch, Route, held_in, routed
+from lightning_megatron.context.balance import CostModel, DynamicContextConfig, RankGroup, StepPlan, group_sizes, plan
+from lightning_megatron.context.document_exchange import (
+    DocumentRoute,
+    LoadedDocuments,
+    Microbatch,
+    exchange_documents,
+    loaded_documents,
+)
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.pipeline.choice import Schedule, in_groups_of
 from lightning_megatron.pipeline.plans import training_plan
@@ -29,7 +35,7 @@ from lightning_megatron.trainer.step.rng_sync import batch_digest
 # Batches whose contents are compared over the ranks of a replica.
 _CHECKED_BATCHES = 2
 
-Solve = Callable[..., Plan]
+Solve = Callable[..., StepPlan]
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +155,7 @@ class DynamicContext:
                 future.set_exception(error)
 
     def _route(self, batch: object) -> Routed:
-        held = held_in(batch)
+        held = loaded_documents(batch)
         told: list[_Told] = collectives.gather_objects(self._told(held), self._line)
         copies = self._mesh.cp.size
         _require_alike(told, copies)
@@ -159,8 +165,8 @@ class DynamicContext:
         # Of a new number of microbatches the schedule is made here too, and not within the step.
         training_plan(self._schedule_of(microbatches=len(planned.slots)))
         first = sum(len(replica.lengths) for replica in replicas[: self._mesh.dp.rank])
-        route = Route.of(planned, [replica.lengths for replica in replicas], copies)
-        found = routed(held, first, _names_of(replicas), route, self._line)
+        route = DocumentRoute.of(planned, [replica.lengths for replica in replicas], copies)
+        found = exchange_documents(held, first, _names_of(replicas), route, self._line)
         if self._is_pinned:
             found = [
                 replace(part, batch={key: value.pin_memory() for key, value in part.batch.items()}) for part in found
@@ -168,7 +174,7 @@ class DynamicContext:
         step = Balanced(lengths=tuple(lengths), plan=planned)
         return Routed(found, step, sum(replica.rows for replica in replicas), frozenset(held.schema))
 
-    def _told(self, held: Held) -> _Told:
+    def _told(self, held: LoadedDocuments) -> _Told:
         digest = ""
         if self._num_checked < _CHECKED_BATCHES:
             self._num_checked += 1
@@ -176,7 +182,7 @@ class DynamicContext:
         schema = {key: str(dtype) for key, dtype in held.schema.items()}
         return _Told(held.lengths, held.names_D2.tolist(), held.rows, schema, digest)
 
-    def _plan(self, lengths: Sequence[int]) -> Plan:
+    def _plan(self, lengths: Sequence[int]) -> StepPlan:
         ranks = self._line.size
         if not lengths:
             return _plan_of_nothing(ranks, self.config)
@@ -184,12 +190,12 @@ class DynamicContext:
         return self._solve(lengths, ranks, self.cost, self.config, pp=self._mesh.pp.size)
 
 
-def _plan_of_nothing(ranks: int, config: DynamicContextConfig) -> Plan:
+def _plan_of_nothing(ranks: int, config: DynamicContextConfig) -> StepPlan:
     """Of a global batch without any document."""
     size = group_sizes(ranks, config)[0]
-    slot = tuple(Group(first, size, ()) for first in range(0, ranks, size))
+    slot = tuple(RankGroup(first, size, ()) for first in range(0, ranks, size))
     count = -(-config.min_microbatches // config.microbatch_multiple) * config.microbatch_multiple
-    return Plan(ranks, (slot,) * count, 0.0, 0.0)
+    return StepPlan(ranks, (slot,) * count, 0.0, 0.0)
 
 
 def _names_of(replicas: Sequence[_Told]) -> Tensor:

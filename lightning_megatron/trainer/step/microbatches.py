@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_megatron.context.routing import Microbatch
+from lightning_megatron.context.document_exchange import Microbatch
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.pipeline import microbatches
 

@@ -9,28 +9,28 @@ B batch, A query heads, G key heads, Q query rows, K key rows, D head size.
 import torch
 from torch import Tensor
 
-from lightning_megatron.context.layout import Block
-from lightning_megatron.context.pairing import Gradients, Pairing, merge_, wide
-from lightning_megatron.context.product import Product
+from lightning_megatron.context.attention_step import AttentionGradients, AttentionStep, merge_, wide
+from lightning_megatron.context.context_layout import AttentionBlock
+from lightning_megatron.context.fused_attention import FusedAttention
 
 
-class ByBlocks:
+class BlockwiseAttention:
     """The kernel that does each block by a product of its own."""
 
-    def __init__(self, product: Product) -> None:
+    def __init__(self, product: FusedAttention) -> None:
         self.product = product
 
-    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, pairing: Pairing) -> tuple[Tensor, Tensor]:
+    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, step: AttentionStep) -> tuple[Tensor, Tensor]:
         dtype = wide(queries.dtype)
-        if _is_one(pairing.blocks, queries, keys):
-            whole, whole_lse = self._forward(queries, keys, values, pairing, pairing.blocks[0])
+        if _is_one(step.blocks, queries, keys):
+            whole, whole_lse = self._forward(queries, keys, values, step, step.blocks[0])
             return whole.to(dtype), whole_lse
         output = torch.zeros(queries.shape, dtype=dtype, device=queries.device)
         lse = torch.full(queries.shape[:-1], -torch.inf, dtype=dtype, device=queries.device)
         is_written = bytearray(queries.shape[2])
-        for block in pairing.blocks:
+        for block in step.blocks:
             rows, seen = _slices(block)
-            part, part_lse = self._forward(queries[:, :, rows], keys[:, :, seen], values[:, :, seen], pairing, block)
+            part, part_lse = self._forward(queries[:, :, rows], keys[:, :, seen], values[:, :, seen], step, block)
             if 1 in is_written[rows]:
                 merge_(output[:, :, rows], lse[:, :, rows], part, part_lse)
             else:
@@ -39,11 +39,11 @@ class ByBlocks:
         return output, lse
 
     def _forward(
-        self, queries: Tensor, keys: Tensor, values: Tensor, pairing: Pairing, block: Block
+        self, queries: Tensor, keys: Tensor, values: Tensor, step: AttentionStep, block: AttentionBlock
     ) -> tuple[Tensor, Tensor]:
-        mask = pairing.mask(block, queries.dtype) if block.kind == "masked" else None
+        mask = step.mask(block, queries.dtype) if block.kind == "masked" else None
         output, lse = self.product.forward(
-            queries, keys, values, block.kind == "causal", None if mask is None else mask.added, pairing.scale
+            queries, keys, values, block.kind == "causal", None if mask is None else mask.added, step.scale
         )
         if mask is not None and mask.blind is not None:
             output, lse = output.masked_fill(mask.blind[:, None], 0.0), lse.masked_fill(mask.blind, -torch.inf)
@@ -57,16 +57,16 @@ class ByBlocks:
         values: Tensor,
         output: Tensor,
         lse: Tensor,
-        pairing: Pairing,
-    ) -> Gradients:
+        step: AttentionStep,
+    ) -> AttentionGradients:
         dtype = wide(queries.dtype)
         # The weights of such a row come out as exp(score - inf), which is 0.
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-        if _is_one(pairing.blocks, queries, keys):
-            whole = self._backward(grad, queries, keys, values, output, lse, pairing, pairing.blocks[0])
-            return Gradients(whole[0].to(dtype), whole[1].to(dtype), whole[2].to(dtype), None)
+        if _is_one(step.blocks, queries, keys):
+            whole = self._backward(grad, queries, keys, values, output, lse, step, step.blocks[0])
+            return AttentionGradients(whole[0].to(dtype), whole[1].to(dtype), whole[2].to(dtype), None)
         sums = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (queries, keys, values)]
-        for block in pairing.blocks:
+        for block in step.blocks:
             rows, seen = _slices(block)
             parts = self._backward(
                 grad[:, :, rows],
@@ -75,12 +75,12 @@ class ByBlocks:
                 values[:, :, seen],
                 output[:, :, rows],
                 lse[:, :, rows],
-                pairing,
+                step,
                 block,
             )
             for total, part, where in zip(sums, parts, (rows, seen, seen), strict=True):
                 total[:, :, where] += part
-        return Gradients(sums[0], sums[1], sums[2], None)
+        return AttentionGradients(sums[0], sums[1], sums[2], None)
 
     def _backward(
         self,
@@ -90,15 +90,15 @@ class ByBlocks:
         values: Tensor,
         output: Tensor,
         lse: Tensor,
-        pairing: Pairing,
-        block: Block,
+        step: AttentionStep,
+        block: AttentionBlock,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        mask = pairing.mask(block, queries.dtype).added if block.kind == "masked" else None
+        mask = step.mask(block, queries.dtype).added if block.kind == "masked" else None
         is_causal = block.kind == "causal"
-        return self.product.backward(grad, queries, keys, values, output, lse, is_causal, mask, pairing.scale)
+        return self.product.backward(grad, queries, keys, values, output, lse, is_causal, mask, step.scale)
 
 
-def _slices(block: Block) -> tuple[slice, slice]:
+def _slices(block: AttentionBlock) -> tuple[slice, slice]:
     """A block's rows of queries and of keys."""
     return (
         slice(block.query_row, block.query_row + block.num_queries),
@@ -106,6 +106,6 @@ def _slices(block: Block) -> tuple[slice, slice]:
     )
 
 
-def _is_one(blocks: tuple[Block, ...], queries: Tensor, keys: Tensor) -> bool:
+def _is_one(blocks: tuple[AttentionBlock, ...], queries: Tensor, keys: Tensor) -> bool:
     """A single block takes all rows: what it gives needs no other place."""
     return len(blocks) == 1 and (blocks[0].num_queries, blocks[0].num_keys) == (queries.shape[2], keys.shape[2])

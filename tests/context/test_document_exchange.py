@@ -1,4 +1,4 @@
-"""Every document reaches every rank of its group, once, with all its values; what cannot be routed is refused."""
+"""Every document reaches every rank of its group, once, with all its values; what cannot be exchanged is refused."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.comm import collectives
-from lightning_megatron.context.balance import CostModel, DynamicContextConfig, Group, Plan, plan
-from lightning_megatron.context.routing import Microbatch, Route, held_in, routed
+from lightning_megatron.context.balance import CostModel, DynamicContextConfig, RankGroup, StepPlan, plan
+from lightning_megatron.context.document_exchange import DocumentRoute, Microbatch, exchange_documents, loaded_documents
 from lightning_megatron.mesh import Mesh, Sizes
 from tests.harness.threads import new_group, run_on_threads
 
@@ -36,18 +36,18 @@ def batch_of(replica: int, *, is_packed: bool = True) -> dict[str, Tensor]:
     return batch
 
 
-def run(world: Any, sizes: Sizes, is_packed: bool, made: Plan | None = None) -> list[Microbatch]:
+def run(world: Any, sizes: Sizes, is_packed: bool, made: StepPlan | None = None) -> list[Microbatch]:
     mesh = Mesh.build(sizes, world.rank(), new_group)
     line = mesh.axis("dp+cp")
-    held = held_in(batch_of(mesh.dp.rank, is_packed=is_packed))
+    held = loaded_documents(batch_of(mesh.dp.rank, is_packed=is_packed))
     told = collectives.gather_objects((held.lengths, held.names_D2.tolist()), line)[:: sizes.cp]
     lengths = [own for own, _ in told]
     names = torch.tensor([[replica * ROWS + row, n] for replica, (_, own) in enumerate(told) for row, n in own])
     made = made or plan(
         [length for own in lengths for length in own], line.size, COST, CONFIG if world.size() == 1 else NARROW
     )
-    route = Route.of(made, lengths, sizes.cp)
-    return routed(held, sum(map(len, lengths[: mesh.dp.rank])), names, route, line)
+    route = DocumentRoute.of(made, lengths, sizes.cp)
+    return exchange_documents(held, sum(map(len, lengths[: mesh.dp.rank])), names, route, line)
 
 
 @pytest.mark.parametrize("is_packed", [True, False])
@@ -82,8 +82,8 @@ def test_the_ranks_of_a_group_get_its_documents_whole_and_no_token_runs_twice(
 
 
 def test_a_group_without_documents_gets_one_token_of_none() -> None:
-    lengths = held_in(batch_of(0)).lengths + held_in(batch_of(1)).lengths
-    made = Plan(2, ((Group(0, 1, tuple(range(len(lengths)))), Group(1, 1, ())),), 0.0, 0.0)
+    lengths = loaded_documents(batch_of(0)).lengths + loaded_documents(batch_of(1)).lengths
+    made = StepPlan(2, ((RankGroup(0, 1, tuple(range(len(lengths)))), RankGroup(1, 1, ())),), 0.0, 0.0)
     _, [empty] = run_on_threads(2, run, Sizes(world=2), True, made)
     assert {key: value.tolist() for key, value in empty.batch.items()} == {
         "tokens": [[0]],
@@ -97,7 +97,7 @@ def test_a_group_without_documents_gets_one_token_of_none() -> None:
 
 def test_the_ranks_of_a_replica_share_the_sending() -> None:
     made = plan([5] * 16, 4, COST, CONFIG)
-    route = Route.of(made, [[5] * 8, [5] * 8], 2)
+    route = DocumentRoute.of(made, [[5] * 8, [5] * 8], 2)
     assert [sum(sender == rank for sender in route.senders) for rank in range(4)] == [4, 4, 4, 4]
     other = replace(route, senders=(0,) * 16)
     assert sum(route.num_tokens(0, rank) for rank in range(4)) < sum(other.num_tokens(0, rank) for rank in range(4))
@@ -116,4 +116,4 @@ def test_the_ranks_of_a_replica_share_the_sending() -> None:
 )
 def test_a_batch_that_is_not_said_token_by_token_is_refused_by_key(batch: object, told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        held_in(batch)
+        loaded_documents(batch)

@@ -1,15 +1,15 @@
 """Where the tokens of a call lie on the ranks of a context axis, and which of them see which: pure index arithmetic.
 
-A stream is a row of segments (documents; an unpacked batch has one, which all its rows share). The axis is outer x
-inner ranks, inner neighbours next to each other. Every segment is cut into chunks of nearly equal length, two for each
-outer group under zig-zag and one without:
+A stream is a row of segments (documents; an unpacked batch has one, which all its rows share). The axis is ring_size
+x ulysses_size ranks, those of a Ulysses group next to each other. Every segment is cut into chunks of nearly equal
+length, two for each group under zig-zag and one without:
 
     zig-zag, 4 groups     0 1 2 3 3 2 1 0      group g holds an early and a late chunk: causal work is even
     contiguous            0 1 2 3              for attention that sees both ways
 
-A group's stream is its chunks in the order of the segments; each of its inner ranks holds an equal contiguous part of
-it. Tokens that do not divide go to the groups that have fewest: there is no padding where all divides, and less than
-one row for each rank in all.
+A group's stream is its chunks in the order of the segments; each of its ranks holds an equal contiguous part of it.
+Tokens that do not divide go to the groups that have fewest: there is no padding where all divides, and less than one
+row for each rank in all.
 
 A place counts in the stream of all ranks, a position in the segment, a row in a group's stream.
 """
@@ -27,7 +27,7 @@ PADDING = -1
 
 
 @dataclass(frozen=True, kw_only=True)
-class View:
+class MaskSpec:
     """Which tokens of its segment a token sees."""
 
     is_causal: bool
@@ -46,7 +46,7 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TokenRange:
     """Tokens that follow each other in a segment and in a group's stream."""
 
     segment: int
@@ -60,7 +60,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class AttentionBlock:
     """Rows of queries and rows of keys, of one segment, that one product of attention takes."""
 
     query_row: int
@@ -68,21 +68,21 @@ class Block:
     key_row: int
     num_keys: int
     kind: Literal["full", "causal", "masked"]
-    """Every query sees every key; query i sees the keys to i; `View.is_visible` says."""
+    """Every query sees every key; query i sees the keys to i; `MaskSpec.is_visible` says."""
 
 
 @dataclass(frozen=True, eq=False)
 class ContextLayout:
-    """How a stream lies on outer x inner ranks; `cut` makes it."""
+    """How a stream lies on ring_size x ulysses_size ranks; `cut` makes it."""
 
     lengths: tuple[int, ...]
     """Tokens of each segment."""
-    outer: int
+    ring_size: int
     """Groups that hold different tokens of a segment."""
-    inner: int
+    ulysses_size: int
     """Ranks of a group, which share its stream."""
     is_zigzag: bool
-    runs: tuple[tuple[Run, ...], ...]
+    runs: tuple[tuple[TokenRange, ...], ...]
     """Of each group, in the order of its rows."""
     num_rows: int
     """Of one rank, padding among them."""
@@ -90,7 +90,7 @@ class ContextLayout:
     @property
     def size(self) -> int:
         """Ranks of the axis."""
-        return self.outer * self.inner
+        return self.ring_size * self.ulysses_size
 
     @property
     def num_tokens(self) -> int:
@@ -100,11 +100,11 @@ class ContextLayout:
     @property
     def num_group_rows(self) -> int:
         """Rows of a group's stream: those of its ranks in turn."""
-        return self.num_rows * self.inner
+        return self.num_rows * self.ulysses_size
 
     @cached_property
     def group_places(self) -> Tensor:
-        """The place of each row, int64 [outer, group rows]."""
+        """The place of each row, int64 [ring_size, group rows]."""
         starts = [0]
         for length in self.lengths:
             starts.append(starts[-1] + length)
@@ -112,7 +112,7 @@ class ContextLayout:
 
     @cached_property
     def group_positions(self) -> Tensor:
-        """The position of each row, int64 [outer, group rows]."""
+        """The position of each row, int64 [ring_size, group rows]."""
         return self._filled([[run.position for run in runs] for runs in self.runs])
 
     def places(self, rank: int) -> Tensor:
@@ -134,68 +134,68 @@ class ContextLayout:
         """Of each segment that a group holds some of, its number, its first row there and how many rows it has."""
         return [(segment, runs[0].row, _num(runs)) for segment, runs in self._by_segment[group].items()]
 
-    def blocks(self, group: int, source: int, view: View) -> tuple[Block, ...]:
+    def blocks(self, group: int, source: int, mask_spec: MaskSpec) -> tuple[AttentionBlock, ...]:
         """What the queries of one group have to do with the keys of another; a query may stand in several blocks."""
-        found = self._blocks.get((group, source, view))
+        found = self._blocks.get((group, source, mask_spec))
         if found is None:
-            found = self._blocks[group, source, view] = tuple(self._make_blocks(group, source, view))
+            found = self._blocks[group, source, mask_spec] = tuple(self._make_blocks(group, source, mask_spec))
         return found
 
     @cached_property
-    def _blocks(self) -> dict[tuple[int, int, View], tuple[Block, ...]]:
+    def _blocks(self) -> dict[tuple[int, int, MaskSpec], tuple[AttentionBlock, ...]]:
         return {}
 
     def _filled(self, firsts: list[list[int]]) -> Tensor:
-        filled = torch.full((self.outer, self.num_group_rows), PADDING, dtype=torch.int64)
+        filled = torch.full((self.ring_size, self.num_group_rows), PADDING, dtype=torch.int64)
         for row, runs, starts in zip(filled, self.runs, firsts, strict=True):
             for run, start in zip(runs, starts, strict=True):
                 row[run.row : run.row + run.num] = torch.arange(start, start + run.num)
         return filled
 
-    def _make_blocks(self, group: int, source: int, view: View) -> Iterator[Block]:
+    def _make_blocks(self, group: int, source: int, mask_spec: MaskSpec) -> Iterator[AttentionBlock]:
         keys_of = self._by_segment[source]
         for segment, queries in self._by_segment[group].items():
             keys = keys_of.get(segment, [])
             if not keys:
                 continue
-            if view.window and view.window < self.lengths[segment]:
-                yield from _within_window(queries, keys, view.window)
-            elif view.is_causal:
+            if mask_spec.window and mask_spec.window < self.lengths[segment]:
+                yield from _within_window(queries, keys, mask_spec.window)
+            elif mask_spec.is_causal:
                 yield from _causal(queries, keys)
             else:
                 yield _block(queries, keys, "full")
 
     @cached_property
-    def _by_segment(self) -> list[dict[int, list[Run]]]:
-        by_segment: list[dict[int, list[Run]]] = []
+    def _by_segment(self) -> list[dict[int, list[TokenRange]]]:
+        by_segment: list[dict[int, list[TokenRange]]] = []
         for runs in self.runs:
-            found: dict[int, list[Run]] = {}
+            found: dict[int, list[TokenRange]] = {}
             for run in runs:
                 found.setdefault(run.segment, []).append(run)
             by_segment.append(found)
         return by_segment
 
 
-def cut(lengths: Sequence[int], *, outer: int = 1, inner: int = 1, is_zigzag: bool = True) -> ContextLayout:
+def cut(lengths: Sequence[int], *, ring_size: int = 1, ulysses_size: int = 1, is_zigzag: bool = True) -> ContextLayout:
     """The layout of segments of these lengths, in tokens; the same on every rank."""
-    owners = [*range(outer), *reversed(range(outer))] if is_zigzag and outer > 1 else list(range(outer))
-    runs: list[list[Run]] = [[] for _ in range(outer)]
-    num_rows = [0] * outer
+    owners = [*range(ring_size), *reversed(range(ring_size))] if is_zigzag and ring_size > 1 else list(range(ring_size))
+    runs: list[list[TokenRange]] = [[] for _ in range(ring_size)]
+    num_rows = [0] * ring_size
     for segment, length in enumerate(lengths):
         position = 0
         for owner, num in zip(owners, _chunk_lengths(length, owners, num_rows), strict=True):
             if num:
-                runs[owner].append(Run(segment, position, num_rows[owner], num))
+                runs[owner].append(TokenRange(segment, position, num_rows[owner], num))
                 num_rows[owner] += num
             position += num
     # A call of no token at all goes through every layer nevertheless: other ranks wait for this one.
-    most = max(1, -(-max(num_rows) // inner))
-    return ContextLayout(tuple(lengths), outer, inner, is_zigzag, tuple(map(tuple, runs)), most)
+    most = max(1, -(-max(num_rows) // ulysses_size))
+    return ContextLayout(tuple(lengths), ring_size, ulysses_size, is_zigzag, tuple(map(tuple, runs)), most)
 
 
-def require_even(lengths: Sequence[int], *, outer: int, inner: int, is_zigzag: bool = True) -> None:
+def require_even(lengths: Sequence[int], *, ring_size: int, ulysses_size: int, is_zigzag: bool = True) -> None:
     """Raises ValueError for segments that would need padding to be cut."""
-    step = (2 * outer if is_zigzag and outer > 1 else outer) * inner
+    step = (2 * ring_size if is_zigzag and ring_size > 1 else ring_size) * ulysses_size
     uneven = [length for length in lengths if length % step]
     if uneven:
         below = uneven[0] // step * step
@@ -220,7 +220,7 @@ def _chunk_lengths(length: int, owners: Sequence[int], num_rows: Sequence[int]) 
     return lengths
 
 
-def _causal(queries: list[Run], keys: list[Run]) -> Iterator[Block]:
+def _causal(queries: list[TokenRange], keys: list[TokenRange]) -> Iterator[AttentionBlock]:
     """Blocks of causal attention of a group's runs to another's, both in the order of positions."""
     keys = [run for run in keys if run.position <= queries[-1].last_position]
     queries = [run for run in queries if keys and run.last_position >= keys[0].position]
@@ -240,25 +240,27 @@ def _causal(queries: list[Run], keys: list[Run]) -> Iterator[Block]:
                     yield _block([query], [key], "causal" if query.position == key.position else "masked")
 
 
-def _within_window(queries: list[Run], keys: list[Run], window: int) -> Iterator[Block]:
+def _within_window(queries: list[TokenRange], keys: list[TokenRange], window: int) -> Iterator[AttentionBlock]:
     """Blocks of causal attention that looks back `window` tokens: of tiles, so that little is computed in vain."""
     length = max(window, 128)
     for run in queries:
         for start in range(0, run.num, length):
-            tile = Run(run.segment, run.position + start, run.row + start, min(length, run.num - start))
+            tile = TokenRange(run.segment, run.position + start, run.row + start, min(length, run.num - start))
             for key in keys:
                 first = max(key.position, tile.position - window + 1)
                 last = min(key.last_position, tile.last_position)
                 if first > last:
                     continue
-                seen = Run(key.segment, first, key.row + first - key.position, last - first + 1)
+                seen = TokenRange(key.segment, first, key.row + first - key.position, last - first + 1)
                 is_full = seen.last_position <= tile.position and tile.last_position - first < window
                 yield _block([tile], [seen], "full" if is_full else "masked")
 
 
-def _block(queries: list[Run], keys: list[Run], kind: Literal["full", "causal", "masked"]) -> Block:
-    return Block(queries[0].row, _num(queries), keys[0].row, _num(keys), kind)
+def _block(
+    queries: list[TokenRange], keys: list[TokenRange], kind: Literal["full", "causal", "masked"]
+) -> AttentionBlock:
+    return AttentionBlock(queries[0].row, _num(queries), keys[0].row, _num(keys), kind)
 
 
-def _num(runs: list[Run]) -> int:
+def _num(runs: list[TokenRange]) -> int:
     return sum(run.num for run in runs)

@@ -13,28 +13,28 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.comm import rng
-from lightning_megatron.context.layout import Block
-from lightning_megatron.context.pairing import Gradients, Pairing, merge_, wide
+from lightning_megatron.context.attention_step import AttentionGradients, AttentionStep, merge_, wide
+from lightning_megatron.context.context_layout import AttentionBlock
 
 # Scores of a tile: with the int64 draws of a mask, some tens of MB of scratch.
 MOST_SCORES = 1 << 20
 
 
-class LaidOut:
+class UnfusedAttention:
     """The kernel that any device has, and that does all there is to ask for."""
 
-    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, pairing: Pairing) -> tuple[Tensor, Tensor]:
+    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, step: AttentionStep) -> tuple[Tensor, Tensor]:
         dtype, groups = wide(queries.dtype), keys.shape[1]
         output = torch.zeros(queries.shape, dtype=dtype, device=queries.device)
         lse = torch.full(queries.shape[:-1], -torch.inf, dtype=dtype, device=queries.device)
-        for tile in _tiles(queries, pairing.blocks):
-            scores = tile.scores(queries, keys, pairing)
+        for tile in _tiles(queries, step.blocks):
+            scores = tile.scores(queries, keys, step)
             # Of a row that sees no key: -inf less -inf would be nan.
             peak = scores.amax(dim=-1).nan_to_num(neginf=0.0)
             weights = scores.sub_(peak.unsqueeze(-1)).exp_()
             total = weights.sum(dim=-1)
             weights.div_(total.masked_fill(total == 0.0, 1.0).unsqueeze(-1))
-            weights = _drop_(weights, tile.dropped(pairing), pairing)
+            weights = _drop_(weights, tile.dropped(step), step)
             part = _by_group(weights, groups) @ tile.keys(values)
             merge_(tile.rows(output), tile.rows(lse), part.view(*weights.shape[:3], -1), peak + total.log())
         return output, lse
@@ -47,36 +47,36 @@ class LaidOut:
         values: Tensor,
         output: Tensor,
         lse: Tensor,
-        pairing: Pairing,
-    ) -> Gradients:
+        step: AttentionStep,
+    ) -> AttentionGradients:
         dtype, groups = wide(queries.dtype), keys.shape[1]
         sums = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (queries, keys, values)]
-        table = None if pairing.bias is None else torch.zeros_like(pairing.bias.table, dtype=dtype)
+        table = None if step.bias is None else torch.zeros_like(step.bias.table, dtype=dtype)
         # The weights of a row that saw no key come out as exp(score - inf), which is 0.
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-        for tile in _tiles(queries, pairing.blocks):
-            weights = tile.scores(queries, keys, pairing).sub_(tile.rows(lse).unsqueeze(-1)).exp_()
-            dropped = tile.dropped(pairing)
+        for tile in _tiles(queries, step.blocks):
+            weights = tile.scores(queries, keys, step).sub_(tile.rows(lse).unsqueeze(-1)).exp_()
+            dropped = tile.dropped(step)
             grad_rows = tile.rows(grad).to(dtype)
-            kept = weights if dropped is None else _drop_(weights.clone(), dropped, pairing)
+            kept = weights if dropped is None else _drop_(weights.clone(), dropped, step)
             tile.keys_of(sums[2]).add_(_by_group(kept, groups).mT @ _by_group(grad_rows, groups))
             grad_weights = (_by_group(grad_rows, groups) @ tile.keys(values).mT).view(weights.shape)
-            grad_scores = _drop_(grad_weights, dropped, pairing)
+            grad_scores = _drop_(grad_weights, dropped, step)
             grad_scores.sub_((grad_rows * tile.rows(output)).sum(dim=-1, keepdim=True)).mul_(weights)
-            if pairing.bias is not None and table is not None:
-                buckets = pairing.bias.bucket(tile.offsets(pairing)).flatten()
+            if step.bias is not None and table is not None:
+                buckets = step.bias.bucket(tile.offsets(step)).flatten()
                 table.index_add_(0, buckets, grad_scores.sum(dim=0).flatten(1).mT)
-            by_group = _by_group(grad_scores.mul_(pairing.scale), groups)
+            by_group = _by_group(grad_scores.mul_(step.scale), groups)
             tile.rows(sums[0]).add_((by_group @ tile.keys(keys)).view(grad_rows.shape))
             tile.keys_of(sums[1]).add_(by_group.mT @ _by_group(tile.rows(queries).to(dtype), groups))
-        return Gradients(sums[0], sums[1], sums[2], table)
+        return AttentionGradients(sums[0], sums[1], sums[2], table)
 
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
     """Some samples and some queries of a block, with the keys that they see."""
 
-    block: Block
+    block: AttentionBlock
     samples: slice
     query_rows: slice
     key_rows: slice
@@ -93,32 +93,32 @@ class _Tile:
         """The part of keys or values, as wide as scores."""
         return self.keys_of(x).to(wide(x.dtype))
 
-    def offsets(self, pairing: Pairing) -> Tensor:
+    def offsets(self, step: AttentionStep) -> Tensor:
         """The position of each key (column) less that of each query (row)."""
-        return pairing.key_positions[self.key_rows] - pairing.query_positions[self.query_rows, None]
+        return step.key_positions[self.key_rows] - step.query_positions[self.query_rows, None]
 
-    def scores(self, queries: Tensor, keys: Tensor, pairing: Pairing) -> Tensor:
+    def scores(self, queries: Tensor, keys: Tensor, step: AttentionStep) -> Tensor:
         """[b, A, T, K], with the bias, -inf where a key is not seen."""
         rows = self.rows(queries).to(wide(queries.dtype))
         scores = _by_group(rows, keys.shape[1]) @ self.keys(keys).mT
-        scores = scores.view(*rows.shape[:3], -1).mul_(pairing.scale)
-        if pairing.bias is not None:
-            scores += pairing.bias.table.detach()[pairing.bias.bucket(self.offsets(pairing))].permute(2, 0, 1)
+        scores = scores.view(*rows.shape[:3], -1).mul_(step.scale)
+        if step.bias is not None:
+            scores += step.bias.table.detach()[step.bias.bucket(self.offsets(step))].permute(2, 0, 1)
         if self.block.kind != "full":
-            positions = pairing.query_positions[self.query_rows], pairing.key_positions[self.key_rows]
-            scores.masked_fill_(~pairing.view.is_visible(*positions), -torch.inf)
+            positions = step.query_positions[self.query_rows], step.key_positions[self.key_rows]
+            scores.masked_fill_(~step.mask_spec.is_visible(*positions), -torch.inf)
         return scores
 
-    def dropped(self, pairing: Pairing) -> Tensor | None:
+    def dropped(self, step: AttentionStep) -> Tensor | None:
         """Which weights are dropped: bool [b or 1, A, T, K]."""
-        dropping = pairing.dropping
-        if dropping is None:
+        dropout_keys = step.dropout_keys
+        if dropout_keys is None:
             return None
-        keys = dropping.keys[self.samples if dropping.keys.shape[0] > 1 else slice(None), :, self.query_rows]
-        return ~rng.keep_columns(keys, pairing.key_positions[self.key_rows], dropping.probability)
+        keys = dropout_keys.keys[self.samples if dropout_keys.keys.shape[0] > 1 else slice(None), :, self.query_rows]
+        return ~rng.keep_columns(keys, step.key_positions[self.key_rows], dropout_keys.probability)
 
 
-def _tiles(queries: Tensor, blocks: tuple[Block, ...]) -> Iterator[_Tile]:
+def _tiles(queries: Tensor, blocks: tuple[AttentionBlock, ...]) -> Iterator[_Tile]:
     """All of all blocks, in tiles of few scores."""
     batch, heads = queries.shape[:2]
     for block in blocks:
@@ -139,8 +139,8 @@ def _by_group(x: Tensor, groups: int) -> Tensor:
     return x.reshape(x.shape[0], groups, -1, x.shape[-1])
 
 
-def _drop_(weights: Tensor, dropped: Tensor | None, pairing: Pairing) -> Tensor:
+def _drop_(weights: Tensor, dropped: Tensor | None, step: AttentionStep) -> Tensor:
     """The weights, or their gradients, with what is dropped at 0 and the rest scaled; in place."""
-    if dropped is None or pairing.dropping is None:
+    if dropped is None or step.dropout_keys is None:
         return weights
-    return weights.masked_fill_(dropped, 0.0).div_(1.0 - pairing.dropping.probability)
+    return weights.masked_fill_(dropped, 0.0).div_(1.0 - step.dropout_keys.probability)

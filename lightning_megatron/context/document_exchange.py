@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.comm import collectives
-from lightning_megatron.context.balance.slots import Group, Plan
+from lightning_megatron.context.balance.slots import RankGroup, StepPlan
 from lightning_megatron.context.documents import NO_DOCUMENT, documents_of
 from lightning_megatron.mesh import Axis
 
@@ -24,8 +24,8 @@ Batch = dict[str, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
-    """The documents of a replica's batch; `held_in` finds them."""
+class LoadedDocuments:
+    """The documents of a replica's batch; `loaded_documents` finds them."""
 
     lengths: tuple[int, ...]
     names_D2: Tensor
@@ -50,10 +50,10 @@ class Microbatch:
     # [1, X] of each key, with the segments of its documents; one token of no document where there is none
     names_D2: Tensor
     """int64: of each document its row in the global batch and its number there."""
-    group: Group
+    group: RankGroup
 
 
-def held_in(batch: object) -> Held:
+def loaded_documents(batch: object) -> LoadedDocuments:
     """The documents of a batch of a loader: those that its `segments` mark, or each row as one.
 
     Raises ValueError where the batch is anything but a dict of tensors [batch, sequence].
@@ -63,11 +63,11 @@ def held_in(batch: object) -> Held:
     segments = values.pop(SEGMENTS, None)
     if segments is None:
         names = torch.stack([torch.arange(rows), torch.full((rows,), NO_DOCUMENT)], dim=1)
-        return Held((sequence,) * rows, names, rows, torch.arange(rows * sequence), values)
+        return LoadedDocuments((sequence,) * rows, names, rows, torch.arange(rows * sequence), values)
     documents = documents_of(segments)
     starts = torch.tensor([0, *documents.lengths], dtype=torch.int64).cumsum(0)[:-1]
     names = torch.stack([documents.rows_X[starts], documents.numbers_X[starts]], dim=1)
-    return Held(documents.lengths, names, rows, documents.index_X, values)
+    return LoadedDocuments(documents.lengths, names, rows, documents.index_X, values)
 
 
 def _values_of(batch: object) -> Batch:
@@ -87,17 +87,17 @@ def _values_of(batch: object) -> Batch:
 
 
 @dataclass(frozen=True)
-class Route:
+class DocumentRoute:
     """Who sends which document to whom: the same on every rank of the line."""
 
-    plan: Plan
+    plan: StepPlan
     lengths: tuple[int, ...]
     """Of all documents."""
     senders: tuple[int, ...]
     """The rank of the line that sends each."""
 
     @staticmethod
-    def of(plan: Plan, lengths_by_replica: Sequence[Sequence[int]], copies: int) -> Route:
+    def of(plan: StepPlan, lengths_by_replica: Sequence[Sequence[int]], copies: int) -> DocumentRoute:
         """The documents of all replicas in turn, of which `copies` ranks hold each."""
         placed = sorted(document for slot in plan.slots for group in slot for document in group.documents)
         assert placed == list(range(sum(map(len, lengths_by_replica)))), "a plan has each document once"
@@ -106,7 +106,9 @@ class Route:
             for replica, lengths in enumerate(lengths_by_replica)
             for place in range(len(lengths))
         ]
-        return Route(plan, tuple(length for lengths in lengths_by_replica for length in lengths), tuple(senders))
+        return DocumentRoute(
+            plan, tuple(length for lengths in lengths_by_replica for length in lengths), tuple(senders)
+        )
 
     def sent(self, sender: int, receiver: int) -> list[int]:
         """The documents that one rank sends another, in the order in which the other runs them."""
@@ -125,7 +127,9 @@ class Route:
         return [document for group in self.plan.groups_of(rank) for document in group.documents]
 
 
-def routed(held: Held, first_document: int, names_D2: Tensor, route: Route, line: Axis) -> list[Microbatch]:
+def exchange_documents(
+    held: LoadedDocuments, first_document: int, names_D2: Tensor, route: DocumentRoute, line: Axis
+) -> list[Microbatch]:
     """The microbatches of this rank, one for each slot. Collective over the line.
 
     `first_document` is the number of this rank's first document among all, `names_D2` are the names of all.
@@ -146,7 +150,7 @@ def routed(held: Held, first_document: int, names_D2: Tensor, route: Route, line
 
 
 def _microbatch(
-    group: Group, starts: Mapping[int, int], lengths: Sequence[int], came: Batch, names_D2: Tensor
+    group: RankGroup, starts: Mapping[int, int], lengths: Sequence[int], came: Batch, names_D2: Tensor
 ) -> Microbatch:
     documents = list(group.documents)
     names = names_D2[documents]
@@ -160,7 +164,7 @@ def _microbatch(
     return Microbatch(batch, names, group)
 
 
-def _tokens_of(held: Held, documents: Sequence[int]) -> Tensor:
+def _tokens_of(held: LoadedDocuments, documents: Sequence[int]) -> Tensor:
     """The places of some documents' tokens among all that are held: int64."""
     bounds = torch.tensor([0, *held.lengths]).cumsum(0).tolist()
     spans = [torch.arange(bounds[document], bounds[document + 1]) for document in documents]

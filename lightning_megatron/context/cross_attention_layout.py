@@ -6,14 +6,14 @@ that it looks at into contiguous parts.
 
 from dataclasses import dataclass
 
-from lightning_megatron.context.layout import Block, ContextLayout
+from lightning_megatron.context.context_layout import AttentionBlock, ContextLayout
 
 NOTHING = -1
 """What a segment sees whose source there is not."""
 
 
 @dataclass(frozen=True, eq=False)
-class OtherStream:
+class CrossAttentionLayout:
     """A stream that holds keys and values for the queries of another."""
 
     layout: ContextLayout
@@ -21,11 +21,11 @@ class OtherStream:
     segments: tuple[int, ...]
     """For each segment of the queries' stream the one of this stream that it sees, or NOTHING."""
 
-    def blocks(self, queries: ContextLayout, group: int, place: int) -> tuple[Block, ...]:
+    def blocks(self, queries: ContextLayout, group: int, place: int) -> tuple[AttentionBlock, ...]:
         """What the queries of one group have to do with the keys of another."""
         spans = {segment: (row, num) for segment, row, num in self.layout.spans(place)}
         return tuple(
-            Block(row, num, *spans[self.segments[segment]], "full")
+            AttentionBlock(row, num, *spans[self.segments[segment]], "full")
             for segment, row, num in queries.spans(group)
             if self.segments[segment] in spans
         )

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-class Product(Protocol):
+class FusedAttention(Protocol):
     """Attention of all queries to all keys, but for what `is_causal` (query i sees the keys to i) or `mask` hides."""
 
     def forward(
@@ -41,7 +41,7 @@ class Product(Protocol):
 _MOST_WIDENED = 256
 
 
-class Host:
+class CpuAttention:
     """The CPU's fused attention; it takes grouped queries."""
 
     def forward(
@@ -81,7 +81,7 @@ def _host_dtype(queries: Tensor, keys: Tensor) -> torch.dtype:
     return torch.float32 if is_widened else queries.dtype
 
 
-class Efficient:
+class MemoryEfficientAttention:
     """CUDA's memory-efficient attention, float32 or 16 bits; it wants a key for each query head."""
 
     def forward(

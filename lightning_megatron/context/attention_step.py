@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lightning_megatron.context.layout import Block, View
+from lightning_megatron.context.context_layout import AttentionBlock, MaskSpec
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Dropping:
+class DropoutKeys:
     """Which weights of attention are dropped."""
 
     keys: Tensor
@@ -27,7 +27,7 @@ class Dropping:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Bias:
+class RelativePositionBias:
     """What is added to scores for the distance of a key from a query."""
 
     table: Tensor
@@ -46,40 +46,40 @@ class Mask(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Pairing:
+class AttentionStep:
     """What beside queries, keys and values says how a group's queries meet another's keys.
 
-    Calls that share a pairing share its masks; so do pairings with another bias or dropping.
+    Calls that share a step share its masks; so do steps with another bias or dropout_keys.
     """
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[AttentionBlock, ...]
     query_positions: Tensor
     """In the segment, int64 [Q]; -1 where no token."""
     key_positions: Tensor
     """In the segment, int64 [K]; -1 where no token."""
-    view: View
+    mask_spec: MaskSpec
     scale: float
-    dropping: Dropping | None = None
-    bias: Bias | None = None
-    kept: dict[object, Any] = field(default_factory=dict)
-    """What kernels make once, of blocks, positions and view, for all calls and all pairings that share it."""
+    dropout_keys: DropoutKeys | None = None
+    bias: RelativePositionBias | None = None
+    cache: dict[object, Any] = field(default_factory=dict)
+    """What kernels make once, of blocks, positions and mask_spec, for all calls and all steps that share it."""
 
-    def mask(self, block: Block, dtype: torch.dtype) -> Mask:
+    def mask(self, block: AttentionBlock, dtype: torch.dtype) -> Mask:
         """The mask of a block that has one."""
         # Blocks of one shape and distance, as the tiles of a window are, share it.
         name = ("mask", self.distance(block), block.num_queries, block.num_keys, dtype)
-        if name not in self.kept:
-            visible = self.view.is_visible(
+        if name not in self.cache:
+            visible = self.mask_spec.is_visible(
                 self.query_positions[block.query_row :][: block.num_queries],
                 self.key_positions[block.key_row :][: block.num_keys],
             )
             added = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
             blind = ~visible.any(dim=1)
-            self.kept[name] = Mask(added, blind if bool(blind.any()) else None)
-        mask: Mask = self.kept[name]
+            self.cache[name] = Mask(added, blind if bool(blind.any()) else None)
+        mask: Mask = self.cache[name]
         return mask
 
-    def distance(self, block: Block) -> int:
+    def distance(self, block: AttentionBlock) -> int:
         """How far a block's first query lies behind its first key."""
         query_positions, key_positions = self._host_positions
         return query_positions[block.query_row] - key_positions[block.key_row]
@@ -90,8 +90,8 @@ class Pairing:
         return self.query_positions.tolist(), self.key_positions.tolist()
 
 
-class Gradients(NamedTuple):
-    """A pairing's parts of the gradients, in float32 or wider."""
+class AttentionGradients(NamedTuple):
+    """A step's parts of the gradients, in float32 or wider."""
 
     queries: Tensor
     keys: Tensor
@@ -102,7 +102,7 @@ class Gradients(NamedTuple):
 class Kernel(Protocol):
     """Attention of queries [B, A, Q, D] to keys and values [B, G, K, D]."""
 
-    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, pairing: Pairing) -> tuple[Tensor, Tensor]:
+    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, step: AttentionStep) -> tuple[Tensor, Tensor]:
         """Output [B, A, Q, D] and log-sum-exp [B, A, Q] of these keys alone, in float32 or wider.
 
         A query that sees none of them has output 0 and log-sum-exp -inf.
@@ -116,8 +116,8 @@ class Kernel(Protocol):
         values: Tensor,
         output: Tensor,
         lse: Tensor,
-        pairing: Pairing,
-    ) -> Gradients:
+        step: AttentionStep,
+    ) -> AttentionGradients:
         """These keys' part of the gradients, from the output of the whole attention, its gradient and log-sum-exp."""
 
 

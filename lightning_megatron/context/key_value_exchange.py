@@ -24,7 +24,7 @@ Pair = tuple[Tensor, Tensor]
 """Keys and values, or their gradients, each [B, G, K, D]."""
 
 
-class Returns(Protocol):
+class GradientReturn(Protocol):
     """Gradients of keys and values on their way home."""
 
     def add(self, source: int, part: Pair | None) -> None:
@@ -34,18 +34,18 @@ class Returns(Protocol):
         """The gradients of the own keys and values, summed over all ranks, once they are here."""
 
 
-class Exchange(Protocol):
+class KeyValueExchange(Protocol):
     """A way for keys and values: the same on all ranks of the axis, and each rank goes it to its end."""
 
     def visits(self, own: Pair, axis: Axis) -> Iterator[tuple[int, Pair]]:
         """Each group's place on the axis with its keys and values, which are only to be read."""
 
-    def returns(self, like: Tensor, axis: Axis) -> Returns:
+    def returns(self, like: Tensor, axis: Axis) -> GradientReturn:
         """The way home for gradients of keys and values that are each like this, [B, G, K, D]; in float32 or wider."""
 
 
 @dataclass(frozen=True)
-class Ring:
+class RingExchange:
     """From each rank to the next."""
 
     def visits(self, own: Pair, axis: Axis) -> Iterator[tuple[int, Pair]]:
@@ -61,11 +61,11 @@ class Ring:
                 joined = pending.wait()
                 pair = (joined[0], joined[1])
 
-    def returns(self, like: Tensor, axis: Axis) -> Returns:
-        return _RingReturns(like, axis)
+    def returns(self, like: Tensor, axis: Axis) -> GradientReturn:
+        return _RingGradientReturn(like, axis)
 
 
-class _RingReturns:
+class _RingGradientReturn:
     """Gradients that travel one step behind the keys and values they belong to, each rank adding its part: behind the
     last rank they are home."""
 
@@ -91,7 +91,7 @@ class _RingReturns:
 
 
 @dataclass(frozen=True)
-class AllGather:
+class AllGatherExchange:
     """All groups' at once."""
 
     def visits(self, own: Pair, axis: Axis) -> Iterator[tuple[int, Pair]]:
@@ -102,11 +102,11 @@ class AllGather:
             if source != axis.rank:
                 yield source, (joined_O[source, 0], joined_O[source, 1])
 
-    def returns(self, like: Tensor, axis: Axis) -> Returns:
-        return _AllGatherReturns(like, axis)
+    def returns(self, like: Tensor, axis: Axis) -> GradientReturn:
+        return _AllGatherGradientReturn(like, axis)
 
 
-class _AllGatherReturns:
+class _AllGatherGradientReturn:
     """All groups' gradients side by side."""
 
     def __init__(self, like: Tensor, axis: Axis) -> None:
