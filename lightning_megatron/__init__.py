@@ -3,22 +3,30 @@
 Importing the package also registers the strategy, so that `Trainer(strategy="megatron")` finds it.
 """
 
-from lightning_megatron.checkpoint import CheckpointConfig
-from lightning_megatron.context.balance import CostModel, DynamicContextConfig
-from lightning_megatron.context.config import ContextConfig
-from lightning_megatron.mesh import StageLayout
-from lightning_megatron.moe.capacity import ExpertCapacity
-from lightning_megatron.moe.config import AuxLoss, MoEConfig, RouterConfig
-from lightning_megatron.optim.config import LossScaleConfig, OptimizerConfig
-from lightning_megatron.precision.fp8 import Fp8Config
-from lightning_megatron.trainer import (
-    ConfigurationError,
-    MegatronStrategy,
-    PipelineConfig,
-    RecomputeConfig,
-    load_from_checkpoint,
-)
+from typing import TYPE_CHECKING
+
+from lightning_megatron.lazy_exports import lazy_exports
+from lightning_megatron.registration import register_strategy
 from lightning_megatron.version import VERSION
+
+if TYPE_CHECKING:
+    from lightning_megatron.checkpoint import CheckpointConfig
+    from lightning_megatron.context.balance import CostModel, DynamicContextConfig
+    from lightning_megatron.context.config import ContextConfig
+    from lightning_megatron.mesh import StageLayout
+    from lightning_megatron.moe.capacity import ExpertCapacity
+    from lightning_megatron.moe.config import AuxLoss, MoEConfig, RouterConfig
+    from lightning_megatron.optim.config import LossScaleConfig, OptimizerConfig
+    from lightning_megatron.precision.fp8 import Fp8Config
+    from lightning_megatron.trainer import (
+        ConfigurationError,
+        MegatronStrategy,
+        PipelineConfig,
+        RecomputeConfig,
+        load_from_checkpoint,
+    )
+else:
+    __getattr__, __dir__ = lazy_exports(__name__, __file__)
 
 __all__ = [
     "AuxLoss",
@@ -42,3 +50,5 @@ __all__ = [
 ]
 
 __version__ = VERSION
+
+register_strategy()

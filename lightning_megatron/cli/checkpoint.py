@@ -19,6 +19,7 @@ from lightning_megatron.checkpoint.manifest import is_checkpoint
 from lightning_megatron.checkpoint.prune import Removal, plan_of, prune
 from lightning_megatron.checkpoint.summary import Summary, summary_of, tensors_of
 from lightning_megatron.checkpoint.verify import verify
+from lightning_megatron.cli.commands import COMMANDS
 from lightning_megatron.cli.usage import UsageError
 
 _FAULTS_FOUND = 1
@@ -28,7 +29,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Adds the command, its own commands and their options."""
     parser = commands.add_parser(
         "checkpoint",
-        help="look into checkpoints, check them, make one file of one, remove what is left over",
+        help=COMMANDS["checkpoint"],
         description="Looks into checkpoint directories, of any layout, on one process.",
         allow_abbrev=False,
     )

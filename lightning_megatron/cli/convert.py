@@ -17,6 +17,7 @@ import yaml
 
 from lightning_megatron.checkpoint import is_checkpoint
 from lightning_megatron.checkpoint.folder import store_errors_told
+from lightning_megatron.cli.commands import COMMANDS
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.hf.convert import Converted, to_checkpoint, to_folder
 from lightning_megatron.hf.folder import on_disk, read_config
@@ -42,7 +43,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Adds the command and its options."""
     parser = commands.add_parser(
         "convert",
-        help="convert between a Hugging Face folder and a checkpoint directory",
+        help=COMMANDS["convert"],
         description="Converts a folder with a Hugging Face model into a checkpoint directory, or a checkpoint "
         "directory into such a folder, with memory for one tensor at a time.",
         epilog=_EPILOG,

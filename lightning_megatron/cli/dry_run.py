@@ -8,6 +8,7 @@ import argparse
 import json
 from typing import Any
 
+from lightning_megatron.cli.commands import COMMANDS
 from lightning_megatron.cli.plan_dynamic import balanced_as_asked
 from lightning_megatron.cli.plan_layout import OF_RECIPE, explained, notes_on_layout
 from lightning_megatron.cli.plan_run import add_model_options, count_faults, read_run
@@ -36,7 +37,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Adds the command and its options."""
     parser = commands.add_parser(
         "dry-run",
-        help="memory, FLOPs and messages of a rank, by running its step on tensors without numbers",
+        help=COMMANDS["dry-run"],
         description="Runs a training step of one rank of any run, as its own code does it, on tensors that have shapes "
         "and no numbers. Tells its peak memory by kind, its FLOPs, and its messages by axis and kind.",
         epilog=_EPILOG,

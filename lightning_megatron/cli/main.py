@@ -1,8 +1,8 @@
 """The command `lightning-megatron`: one parser, and under it a parser for each command.
 
 Every command is a file of its own in this room with `add_parser`, which declares its options and says by
-`set_defaults(run=...)` which function runs them; that returns nothing or the exit code. A new command is a new file and
-a name in `_COMMANDS`.
+`set_defaults(run=...)` which function runs them; that returns nothing or the exit code. Only the file of the command
+that is called is imported: `--help` takes a tenth of a second, and `schedule` does not wait for Lightning.
 
 | exit code | |
 |---|---|
@@ -16,15 +16,15 @@ import atexit
 import gc
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
+from importlib import import_module
 from typing import Any, NoReturn
 
-from lightning_megatron import __version__
-from lightning_megatron.cli import checkpoint, convert, dry_run, plan, prepare_data, schedule
+from lightning_megatron.cli.commands import COMMANDS
 from lightning_megatron.cli.usage import UsageError
+from lightning_megatron.version import VERSION
 
-_COMMANDS = (plan, dry_run, schedule, checkpoint, convert, prepare_data)
 _USAGE_ERROR = 2
 
 
@@ -58,7 +58,8 @@ def main(args: Sequence[str] | None = None) -> int:
         # second and finds nothing among what is frozen.
         atexit.register(gc.freeze)
     try:
-        options = command_line().parse_args(args)
+        called = sys.argv[1:] if args is None else args
+        options = command_line(called).parse_args(called)
         code: int | None = options.run(options)
         sys.stdout.flush()
     except UsageError as error:
@@ -71,15 +72,18 @@ def main(args: Sequence[str] | None = None) -> int:
     return code or 0
 
 
-def command_line() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+def command_line(called: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
+    """The parser of all commands; those that are not called have a name and a line of help, and no options."""
     parser = _Parser(
         prog="lightning-megatron",
         description="What one asks before and after a run of lightning_megatron; no command starts training.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"lightning-megatron {__version__}")
+    parser.add_argument("--version", action="version", version=f"lightning-megatron {VERSION}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in _COMMANDS:
-        command.add_parser(commands)
+    for name, line in COMMANDS.items():
+        if name in called:
+            import_module(f"lightning_megatron.cli.{name.replace('-', '_')}").add_parser(commands)
+        else:
+            commands.add_parser(name, help=line)
     return parser

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_megatron.cli.asked import Asked
+from lightning_megatron.cli.commands import COMMANDS
 from lightning_megatron.cli.plan_dynamic import balanced_as_asked
 from lightning_megatron.cli.plan_layout import OF_RECIPE, explained, notes_on_layout
 from lightning_megatron.cli.plan_run import add_model_options, count_faults, read_run
@@ -48,7 +49,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Adds the command and its options."""
     parser = commands.add_parser(
         "plan",
-        help="which layouts fit on so many GPUs, and how fast each would be",
+        help=COMMANDS["plan"],
         description="Predicts memory and step time of every layout of a model on so many GPUs, the fastest that fits "
         "first, without building anything.",
         epilog=_EPILOG,

@@ -8,9 +8,8 @@ from typing import Any
 from lightning_megatron.cli.asked import Asked
 from lightning_megatron.cli.plain import made_of
 from lightning_megatron.cli.plan_dynamic import ONE_A_ROW
-from lightning_megatron.cli.plan_file import model_of_folder
+from lightning_megatron.cli.plan_file import KINDS, model_of_folder
 from lightning_megatron.cli.recipe_file import (
-    KINDS,
     at,
     is_count,
     is_packed,

@@ -4,15 +4,15 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from lightning_megatron.cli.asked import Asked
-from lightning_megatron.cli.plan_file import model_of_folder, table_of
-from lightning_megatron.cli.plan_recipe import run_of_recipe
-from lightning_megatron.cli.recipe_file import KINDS
-from lightning_megatron.cli.recipe_options import sample_faults
+from lightning_megatron.cli.plan_file import KINDS, model_of_folder, table_of
 from lightning_megatron.cli.usage import UsageError
+from lightning_megatron.data.bert_samples import BertSampleConfig
+from lightning_megatron.data.span_corruption import SpanCorruption
 from lightning_megatron.mesh import Sizes
-from lightning_megatron.models import LlavaConfig, T5Config
+from lightning_megatron.models import BertConfig, LlavaConfig, T5Config
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.planner.anatomy import Model, Texts
 from lightning_megatron.planner.presets import preset_of
@@ -54,7 +54,7 @@ def read_run(options: argparse.Namespace) -> Asked:
         elif path.is_file() or path.suffix in (".yaml", ".yml", ".json"):
             data = table_of(path)
             is_model = "model_type" in data and "model" not in data
-            asked = _of_hugging_face(path, options) if is_model else run_of_recipe(path, data, options)
+            asked = _of_hugging_face(path, options) if is_model else _of_recipe(path, data, options)
         else:
             preset = preset_of(options.config)
             asked = _bare(preset.model, preset.texts, preset.global_batch_size, options)
@@ -87,8 +87,7 @@ def _bare(model: Model, texts: Texts, batch: int, options: argparse.Namespace) -
     )
     # How long a T5's answers are is up to who tunes it.
     pretrained = replace(texts, decoder_sequence=max(texts.decoder_sequence, texts.sequence))
-    kind = next(name for name, kind in KINDS.items() if type(model) is kind)
-    if faults := sample_faults({}, model, kind, pretrained, options.global_batch_size or batch, is_tuned=False):
+    if faults := _sample_faults(model, pretrained):
         raise ValueError("\n".join(faults))
     if options.num_gpus is None:
         raise ValueError(f"{options.world_option} is needed: {options.config} does not say how many")
@@ -100,6 +99,36 @@ def _bare(model: Model, texts: Texts, batch: int, options: argparse.Namespace) -
         optimizer=OptimizerConfig(kind="distributed", overlap_grad_reduce=True, overlap_param_gather=True),
     )
     return Asked(run=run, has_layout=False)
+
+
+def _sample_faults(model: Model, texts: Texts) -> list[str]:
+    """What keeps samples of these lengths from being made as the data modules make them by default."""
+    try:
+        if isinstance(model, BertConfig):
+            BertSampleConfig(sequence_length=texts.sequence, class_token=0, separator_token=0, padding_token=0)
+        elif isinstance(model, T5Config):
+            SpanCorruption(
+                sentinels=(2,),
+                start_token=0,
+                end_token=1,
+                padding_token=0,
+                encoder_length=texts.sequence,
+                decoder_length=texts.decoder_sequence,
+            )
+        elif isinstance(model, LlavaConfig) and model.features_per_image >= texts.sequence:
+            length = model.features_per_image
+            return [f"sequence_length ({texts.sequence}) must be above the {length} tokens that an image takes"]
+    except ValueError as error:
+        told = str(error).replace("encoder_length", "sequence_length")
+        return told.replace("decoder_length", "decoder_sequence_length").split("; ")
+    return []
+
+
+def _of_recipe(path: Path, data: Any, options: argparse.Namespace) -> Asked:
+    # A recipe's options are those of Lightning's Trainer among others, and importing it takes seconds.
+    from lightning_megatron.cli.plan_recipe import run_of_recipe
+
+    return run_of_recipe(path, data, options)
 
 
 def _of_hugging_face(path: Path, options: argparse.Namespace) -> Asked:

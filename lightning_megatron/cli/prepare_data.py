@@ -19,6 +19,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from lightning_megatron.cli.commands import COMMANDS
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.data import Tokenizer, load_documents, load_tokenizer, train_tokenizer
 from lightning_megatron.data.corpus_shards import Counts, DocumentForm, usable_texts
@@ -50,7 +51,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Adds the command and its options."""
     parser = commands.add_parser(
         "prepare-data",
-        help="turn text into the token files that training reads",
+        help=COMMANDS["prepare-data"],
         description="Tokenizes text with all cores and writes Megatron's .bin and .idx, or a table of datasets.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -9,16 +9,13 @@ from dataclasses import fields
 from typing import Any
 
 from lightning_megatron.cli.plain import made_of
+from lightning_megatron.cli.plan_file import KINDS
 from lightning_megatron.lightning_modules import BertDataModule, GPTDataModule, LlavaDataModule, T5DataModule
-from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config
 from lightning_megatron.planner.anatomy import Model
 from lightning_megatron.planner.trained import ALL, Trained
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.rules.limits import MOST_OF_A_KIND, limit_faults
 from lightning_megatron.transformer.lora import LoraConfig
-
-KINDS: dict[str, type[Model]] = {"gpt": GPTConfig, "bert": BertConfig, "t5": T5Config, "llava": LlavaConfig}
-"""By the names of `--model-kind`."""
 
 _DATA = {"gpt": GPTDataModule, "bert": BertDataModule, "t5": T5DataModule, "llava": LlavaDataModule}
 _MODULES = {"GPTModule": "gpt", "BertModule": "bert", "T5Module": "t5", "LlavaModule": "llava"}

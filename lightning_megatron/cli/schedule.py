@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 from typing import Any, cast, get_args
 
+from lightning_megatron.cli.commands import COMMANDS
 from lightning_megatron.cli.grid import grid_of
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.pipeline.bubble import bubble_formula, peak_shares, timeline_of
@@ -41,7 +42,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Adds the command and its options."""
     parser = commands.add_parser(
         "schedule",
-        help="show a pipeline schedule: its order, its bubble, what it keeps",
+        help=COMMANDS["schedule"],
         description="Shows a pipeline schedule as a grid, with the time that ranks stand idle (the bubble) and the "
         "activations that they keep.",
         epilog=_EPILOG,

@@ -1,21 +1,28 @@
 """Ready LightningModules and data modules: what the recipes train, and what a user copies from."""
 
-from lightning_megatron.lightning_modules.adamw import AdamWConfig
-from lightning_megatron.lightning_modules.bert import BertModule
-from lightning_megatron.lightning_modules.bert_data import BertDataModule
-from lightning_megatron.lightning_modules.chat_data import ChatDataModule
-from lightning_megatron.lightning_modules.gpt import GPTModule
-from lightning_megatron.lightning_modules.gpt_data import GPTDataModule, StreamingConfig
-from lightning_megatron.lightning_modules.llava import LlavaModule
-from lightning_megatron.lightning_modules.llava_data import LlavaDataModule
-from lightning_megatron.lightning_modules.t5 import T5Module
-from lightning_megatron.lightning_modules.t5_chat_data import T5ChatDataModule
-from lightning_megatron.lightning_modules.t5_data import T5DataModule
-from lightning_megatron.lightning_modules.t5_finetune import T5FinetuneModule
-from lightning_megatron.lightning_modules.text_sources import BlendSource
-from lightning_megatron.models.generation import generate
-from lightning_megatron.models.sampling import GenerationConfig
-from lightning_megatron.models.t5_generation import generate_t5
+from typing import TYPE_CHECKING
+
+from lightning_megatron.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from lightning_megatron.lightning_modules.adamw import AdamWConfig
+    from lightning_megatron.lightning_modules.bert import BertModule
+    from lightning_megatron.lightning_modules.bert_data import BertDataModule
+    from lightning_megatron.lightning_modules.chat_data import ChatDataModule
+    from lightning_megatron.lightning_modules.gpt import GPTModule
+    from lightning_megatron.lightning_modules.gpt_data import GPTDataModule, StreamingConfig
+    from lightning_megatron.lightning_modules.llava import LlavaModule
+    from lightning_megatron.lightning_modules.llava_data import LlavaDataModule
+    from lightning_megatron.lightning_modules.t5 import T5Module
+    from lightning_megatron.lightning_modules.t5_chat_data import T5ChatDataModule
+    from lightning_megatron.lightning_modules.t5_data import T5DataModule
+    from lightning_megatron.lightning_modules.t5_finetune import T5FinetuneModule
+    from lightning_megatron.lightning_modules.text_sources import BlendSource
+    from lightning_megatron.models.generation import generate
+    from lightning_megatron.models.sampling import GenerationConfig
+    from lightning_megatron.models.t5_generation import generate_t5
+else:
+    __getattr__, __dir__ = lazy_exports(__name__, __file__)
 
 __all__ = [
     "AdamWConfig",

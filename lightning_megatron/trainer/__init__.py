@@ -1,14 +1,15 @@
 """The door to Lightning: the strategy, its precision plugin and callbacks."""
 
-from lightning.pytorch.strategies import StrategyRegistry
+from typing import TYPE_CHECKING
 
-from lightning_megatron.trainer.checkpointing.loading import load_from_checkpoint
-from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
-from lightning_megatron.trainer.strategy import MegatronStrategy
-from lightning_megatron.transformer.recompute import RecomputeConfig
+from lightning_megatron.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from lightning_megatron.trainer.checkpointing.loading import load_from_checkpoint
+    from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
+    from lightning_megatron.trainer.strategy import MegatronStrategy
+    from lightning_megatron.transformer.recompute import RecomputeConfig
+else:
+    __getattr__, __dir__ = lazy_exports(__name__, __file__)
 
 __all__ = ["ConfigurationError", "MegatronStrategy", "PipelineConfig", "RecomputeConfig", "load_from_checkpoint"]
-
-# Lightning has no entry point for strategies: importing the package is what makes the name known.
-if "megatron" not in StrategyRegistry:
-    MegatronStrategy.register_strategies(StrategyRegistry)

@@ -193,11 +193,6 @@ class MegatronStrategy(ParallelStrategy):
         self._is_synchronised = True
         self._restricted_metrics: list[Metric] = []
 
-    @classmethod
-    @override
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        strategy_registry.register("megatron", cls, description="Megatron's parallelism for ordinary LightningModules")
-
     # --- who this rank is -------------------------------------------------------------------------------------------
 
     @property
