@@ -97,9 +97,9 @@ def ours(folder: Path, *, is_whole: bool) -> "Write":
 
     from lightning_megatron import hf
     from lightning_megatron.mesh import Mesh, Sizes
-    from lightning_megatron.models.generation import follow_gpt, write
+    from lightning_megatron.models.generation import generate_rows, gpt_next_logits
     from lightning_megatron.models.sampling import GenerationConfig
-    from lightning_megatron.transformer.continuation import Continuation
+    from lightning_megatron.transformer.decode_state import DecodeState
 
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world > 1 and not dist.is_initialized():
@@ -107,17 +107,17 @@ def ours(folder: Path, *, is_whole: bool) -> "Write":
     rank = dist.get_rank() if world > 1 else 0
     model: Any = hf.from_pretrained(folder, Mesh.build(Sizes(world=world, tp=world), rank, dist.new_group)).eval()
 
-    def follow_whole(text_BL: "Tensor", lengths_B: "Tensor") -> "Tensor":
+    def uncached_logits(text_BL: "Tensor", lengths_B: "Tensor") -> "Tensor":
         rows_B = torch.arange(len(text_BL))
         seen_B = torch.zeros_like(lengths_B)
-        all_of_it = Continuation(lengths_B=lengths_B, seen_B=seen_B, rows_B=rows_B, cache=None)
-        logits_BV: Tensor = model(text_BL[:, : int(lengths_B.max())], continuation=all_of_it)
+        all_of_it = DecodeState(lengths_B=lengths_B, seen_B=seen_B, rows_B=rows_B, cache=None)
+        logits_BV: Tensor = model(text_BL[:, : int(lengths_B.max())], decode_state=all_of_it)
         return logits_BV
 
     def write_texts(prompts: "Tensor", num_new: int) -> list[list[int]]:
         num_rows, length = prompts.shape
-        texts = write(
-            follow_whole if is_whole else follow_gpt(model, num_rows),
+        texts = generate_rows(
+            uncached_logits if is_whole else gpt_next_logits(model, num_rows),
             prompts,
             torch.full((num_rows,), length),
             GenerationConfig(max_new_tokens=num_new, temperature=0.0),

@@ -4,7 +4,7 @@ from typing import Any
 
 from lightning_megatron.hf.blocks import query_key_value
 from lightning_megatron.hf.config_reader import HARMLESS, ConfigReader, dense_faults, differences
-from lightning_megatron.hf.family import Family, Row
+from lightning_megatron.hf.family import Family, ParamMapping
 from lightning_megatron.models.bert import BertConfig
 
 _LAYER = "bert.encoder.layer.{}"
@@ -25,30 +25,30 @@ _LINEARS = (
 )
 
 
-def _rows(norm_weight: str, norm_bias: str) -> tuple[Row, ...]:
+def _rows(norm_weight: str, norm_bias: str) -> tuple[ParamMapping, ...]:
     """All rows, for those names of a norm's parameters."""
     return (
-        Row("embedding.tokens.weight", ("bert.embeddings.word_embeddings.weight",)),
-        Row("embedding.positions.weight", ("bert.embeddings.position_embeddings.weight",)),
-        Row("embedding.token_types.weight", ("bert.embeddings.token_type_embeddings.weight",)),
-        *(Row(f"{ours}.{kind}", (f"{theirs}.{kind}",)) for ours, theirs in _LINEARS for kind in _KINDS),
+        ParamMapping("embedding.tokens.weight", ("bert.embeddings.word_embeddings.weight",)),
+        ParamMapping("embedding.positions.weight", ("bert.embeddings.position_embeddings.weight",)),
+        ParamMapping("embedding.token_types.weight", ("bert.embeddings.token_type_embeddings.weight",)),
+        *(ParamMapping(f"{ours}.{kind}", (f"{theirs}.{kind}",)) for ours, theirs in _LINEARS for kind in _KINDS),
         *(
             row
             for ours, theirs in _NORMS
             for row in (
-                Row(f"{ours}.weight", (f"{theirs}.{norm_weight}",)),
-                Row(f"{ours}.bias", (f"{theirs}.{norm_bias}",)),
+                ParamMapping(f"{ours}.weight", (f"{theirs}.{norm_weight}",)),
+                ParamMapping(f"{ours}.bias", (f"{theirs}.{norm_bias}",)),
             )
         ),
         *(
-            Row(
+            ParamMapping(
                 f"layers.{{}}.attention.qkv.{kind}",
                 tuple(f"{_LAYER}.attention.self.{part}.{kind}" for part in ("query", "key", "value")),
                 query_key_value,
             )
             for kind in _KINDS
         ),
-        Row("head.masked_tokens.bias", ("cls.predictions.bias",)),
+        ParamMapping("head.masked_tokens.bias", ("cls.predictions.bias",)),
     )
 
 

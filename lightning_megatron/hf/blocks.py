@@ -20,7 +20,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Block:
+class TensorBlock:
     """A box of one of our tensors that is a box of one of theirs."""
 
     ours: Box
@@ -56,11 +56,11 @@ class Block:
         return Box(tuple(starts), sizes), Box(offsets, tuple(sizes[dim] for dim in self.dims))
 
 
-Layout = Callable[[TransformerConfig, Shape], tuple[Block, ...]]
+Layout = Callable[[TransformerConfig, Shape], tuple[TensorBlock, ...]]
 """The blocks of one of our tensors of that shape."""
 
 
-def shapes_of_sources(blocks: Iterable[Block]) -> list[Shape]:
+def shapes_of_sources(blocks: Iterable[TensorBlock]) -> list[Shape]:
     """Shape of each of their tensors, as the blocks fill it."""
     ends: dict[int, list[list[int]]] = {}
     for block in blocks:
@@ -76,7 +76,7 @@ def part(tensor: Tensor, box: Box, offsets: Shape | None = None) -> Tensor:
     return tensor
 
 
-def fill_ours(out: Tensor, box: Box, blocks: Iterable[Block], read: Callable[[int, Box], Tensor]) -> None:
+def fill_ours(out: Tensor, box: Box, blocks: Iterable[TensorBlock], read: Callable[[int, Box], Tensor]) -> None:
     """Writes a box of ours to `out`; `read(source, box)` gives parts of theirs. The dtype is that of `out`."""
     num_filled = 0
     for block in blocks:
@@ -88,71 +88,71 @@ def fill_ours(out: Tensor, box: Box, blocks: Iterable[Block], read: Callable[[in
     assert num_filled == math.prod(box.sizes), "the blocks of a layout cover our tensor once"
 
 
-def fill_theirs(out: Tensor, source: int, blocks: Iterable[Block], ours: Tensor) -> None:
+def fill_theirs(out: Tensor, source: int, blocks: Iterable[TensorBlock], ours: Tensor) -> None:
     """Writes to `out`, one of theirs, what the blocks say is in our whole tensor."""
     for block in blocks:
         if block.source == source:
             part(out, block.theirs).copy_(block.to_theirs(part(ours, block.ours)))
 
 
-def whole(config: TransformerConfig, shape: Shape) -> tuple[Block, ...]:
+def whole(config: TransformerConfig, shape: Shape) -> tuple[TensorBlock, ...]:
     """The same tensor on both sides."""
     box = Box((0,) * len(shape), shape)
-    return (Block(box, box, 0, tuple(range(len(shape)))),)
+    return (TensorBlock(box, box, 0, tuple(range(len(shape)))),)
 
 
-def transposed(config: TransformerConfig, shape: Shape) -> tuple[Block, ...]:
+def transposed(config: TransformerConfig, shape: Shape) -> tuple[TensorBlock, ...]:
     """A matrix that they keep as [in, out]."""
-    return (Block(Box((0, 0), shape), Box((0, 0), shape[::-1]), 0, (1, 0)),)
+    return (TensorBlock(Box((0, 0), shape), Box((0, 0), shape[::-1]), 0, (1, 0)),)
 
 
-def gate_and_up(config: TransformerConfig, shape: Shape) -> tuple[Block, ...]:
+def gate_and_up(config: TransformerConfig, shape: Shape) -> tuple[TensorBlock, ...]:
     """[2, F, ...] of ours as two tensors [F, ...] of theirs: gate, up."""
     theirs = Box((0,) * (len(shape) - 1), shape[1:])
     dims = tuple(range(1, len(shape)))
-    return tuple(Block(Box((i, *theirs.offsets), (1, *shape[1:])), theirs, i, dims) for i in range(2))
+    return tuple(TensorBlock(Box((i, *theirs.offsets), (1, *shape[1:])), theirs, i, dims) for i in range(2))
 
 
-def each(config: TransformerConfig, shape: Shape) -> tuple[Block, ...]:
+def each(config: TransformerConfig, shape: Shape) -> tuple[TensorBlock, ...]:
     """[E, H, F] of ours as a tensor [H, F] of theirs for each expert."""
     theirs = Box((0,) * (len(shape) - 1), shape[1:])
     dims = tuple(range(1, len(shape)))
-    return tuple(Block(Box((e, *theirs.offsets), (1, *shape[1:])), theirs, e, dims) for e in range(shape[0]))
+    return tuple(TensorBlock(Box((e, *theirs.offsets), (1, *shape[1:])), theirs, e, dims) for e in range(shape[0]))
 
 
-def gate_and_up_of_each(config: TransformerConfig, shape: Shape) -> tuple[Block, ...]:
+def gate_and_up_of_each(config: TransformerConfig, shape: Shape) -> tuple[TensorBlock, ...]:
     """[E, 2, F, H] of ours as two tensors [F, H] of theirs for each expert: gate, up."""
     theirs = Box((0, 0), shape[2:])
     return tuple(
-        Block(Box((e, i, 0, 0), (1, 1, *shape[2:])), theirs, 2 * e + i, (2, 3))
+        TensorBlock(Box((e, i, 0, 0), (1, 1, *shape[2:])), theirs, 2 * e + i, (2, 3))
         for e in range(shape[0])
         for i in range(2)
     )
 
 
-def gate_and_up_in_rows(config: TransformerConfig, shape: Shape) -> tuple[Block, ...]:
+def gate_and_up_in_rows(config: TransformerConfig, shape: Shape) -> tuple[TensorBlock, ...]:
     """[E, 2, F, H] of ours as one tensor [E, 2F, H] of theirs: of each expert first all of gate, then all of up."""
     num_experts, _, width, hidden = shape
     sizes = (num_experts, width, hidden)
     return tuple(
-        Block(Box((0, i, 0, 0), (num_experts, 1, width, hidden)), Box((0, i * width, 0), sizes), 0, (0, 2, 3))
+        TensorBlock(Box((0, i, 0, 0), (num_experts, 1, width, hidden)), Box((0, i * width, 0), sizes), 0, (0, 2, 3))
         for i in range(2)
     )
 
 
-def query_key_value(config: TransformerConfig, shape: Shape) -> tuple[Block, ...]:
+def query_key_value(config: TransformerConfig, shape: Shape) -> tuple[TensorBlock, ...]:
     """Groups in a row of ours as three tensors of theirs, each with all groups: queries, keys, values."""
     return tuple(_rows(shape, ours, theirs, num_rows, source) for ours, theirs, num_rows, source in _heads(config))
 
 
-def joined_query_key_value(config: TransformerConfig, shape: Shape) -> tuple[Block, ...]:
+def joined_query_key_value(config: TransformerConfig, shape: Shape) -> tuple[TensorBlock, ...]:
     """As `query_key_value`, with the three of theirs joined into one and, if they are matrices, kept as [in, out]."""
     width = config.num_attention_heads * config.head_dim
     starts = (0, width, width + config.num_query_groups * config.head_dim)
     rows = (_rows(shape, ours, starts[source] + theirs, n, 0) for ours, theirs, n, source in _heads(config))
     if len(shape) == 1:
         return tuple(rows)
-    return tuple(Block(b.ours, Box(b.theirs.offsets[::-1], b.theirs.sizes[::-1]), 0, (1, 0)) for b in rows)
+    return tuple(TensorBlock(b.ours, Box(b.theirs.offsets[::-1], b.theirs.sizes[::-1]), 0, (1, 0)) for b in rows)
 
 
 def _heads(config: TransformerConfig) -> Iterator[tuple[int, int, int, int]]:
@@ -165,9 +165,9 @@ def _heads(config: TransformerConfig) -> Iterator[tuple[int, int, int, int]]:
         yield first + (queries + 1) * size, group * size, size, 2
 
 
-def _rows(shape: Shape, ours: int, theirs: int, num_rows: int, source: int) -> Block:
+def _rows(shape: Shape, ours: int, theirs: int, num_rows: int, source: int) -> TensorBlock:
     rest, sizes = (0,) * (len(shape) - 1), (num_rows, *shape[1:])
-    return Block(Box((ours, *rest), sizes), Box((theirs, *rest), sizes), source, tuple(range(len(shape))))
+    return TensorBlock(Box((ours, *rest), sizes), Box((theirs, *rest), sizes), source, tuple(range(len(shape))))
 
 
 def _ends(box: Box) -> list[int]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_megatron.hf.blocks import each, gate_and_up_in_rows, gate_and_up_of_each
 from lightning_megatron.hf.config_reader import ConfigReader
-from lightning_megatron.hf.family import Row
+from lightning_megatron.hf.family import ParamMapping
 from lightning_megatron.models.gpt import GPTConfig
 from lightning_megatron.moe.config import AuxLoss, MoEConfig, RouterConfig
 
@@ -19,20 +19,22 @@ from lightning_megatron.moe.config import AuxLoss, MoEConfig, RouterConfig
 _TOGETHER = "model.layers.{}.mlp"
 
 
-def rows_apart(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
+def rows_apart(block: str, gate: str, up: str, down: str) -> tuple[ParamMapping, ...]:
     """Rows of files with a tensor for each matrix of an expert; `block` is what is called `mlp` in dense layers."""
     expert = f"model.layers.{{}}.{block}.experts.{{}}"
     return (
-        Row("layers.{}.moe.router.weight", (f"model.layers.{{}}.{block}.gate.weight",)),
-        Row("layers.{}.moe.experts.up", (f"{expert}.{gate}.weight", f"{expert}.{up}.weight"), gate_and_up_of_each),
-        Row("layers.{}.moe.experts.down", (f"{expert}.{down}.weight",), each),
+        ParamMapping("layers.{}.moe.router.weight", (f"model.layers.{{}}.{block}.gate.weight",)),
+        ParamMapping(
+            "layers.{}.moe.experts.up", (f"{expert}.{gate}.weight", f"{expert}.{up}.weight"), gate_and_up_of_each
+        ),
+        ParamMapping("layers.{}.moe.experts.down", (f"{expert}.{down}.weight",), each),
     )
 
 
 ROWS_TOGETHER = (
-    Row("layers.{}.moe.router.weight", (f"{_TOGETHER}.gate.weight",)),
-    Row("layers.{}.moe.experts.up", (f"{_TOGETHER}.experts.gate_up_proj",), gate_and_up_in_rows),
-    Row("layers.{}.moe.experts.down", (f"{_TOGETHER}.experts.down_proj",)),
+    ParamMapping("layers.{}.moe.router.weight", (f"{_TOGETHER}.gate.weight",)),
+    ParamMapping("layers.{}.moe.experts.up", (f"{_TOGETHER}.experts.gate_up_proj",), gate_and_up_in_rows),
+    ParamMapping("layers.{}.moe.experts.down", (f"{_TOGETHER}.experts.down_proj",)),
 )
 """Rows of files with all experts of a layer in two tensors."""
 

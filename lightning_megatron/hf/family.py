@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_megatron.hf.blocks import Block, Layout, Shape, shapes_of_sources, whole
+from lightning_megatron.hf.blocks import Layout, Shape, TensorBlock, shapes_of_sources, whole
 from lightning_megatron.hf.config_reader import ConfigReader
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.models.bert import BertConfig, BertModel
@@ -44,7 +44,7 @@ def _always(config: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Row:
+class ParamMapping:
     """One of our tensors and those of theirs that hold the same numbers; `{}` is a number, of a layer say.
 
     Where theirs have one `{}` more it is the number of an expert: there is one of each for every index of our dim 0.
@@ -73,7 +73,7 @@ class Family:
     """The class of transformers that a saved model names."""
     prefix: str
     """Of their names, left out by models that were saved without a head."""
-    rows: tuple[Row, ...]
+    rows: tuple[ParamMapping, ...]
     """Of the files that are written."""
     ignored: tuple[str, ...]
     """Names of theirs that are no weights."""
@@ -89,14 +89,14 @@ class Family:
     """Their fields, of a `config_class`."""
     faults: Callable[[Any], list[str]]
     """Why one of our configurations is none of this family, one sentence each."""
-    other_rows: tuple[Row, ...] = ()
+    other_rows: tuple[ParamMapping, ...] = ()
     """Of files that some version of transformers writes too."""
     copies: Mapping[str, str] = field(default_factory=dict)
     """Names of theirs that always repeat another tensor."""
     config_class: type[Config] = GPTConfig
     """What our configurations of this family are."""
 
-    def rows_of(self, names: Iterable[str]) -> tuple[Row, ...]:
+    def rows_of(self, names: Iterable[str]) -> tuple[ParamMapping, ...]:
         """The rows of a file with tensors of those names."""
         if not self.other_rows:
             return self.rows
@@ -137,12 +137,12 @@ def model_of(config: Config, mesh: Mesh) -> Model:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Link:
+class TensorSource:
     """One of our tensors, unsplit, and where it lies in theirs."""
 
     shape: Shape
     sources: tuple[str, ...]
-    blocks: tuple[Block, ...]
+    blocks: tuple[TensorBlock, ...]
 
 
 class Table:
@@ -155,17 +155,17 @@ class Table:
         with torch.device("meta"):
             model = family.build(config, Mesh.single())
         shapes = {name: shard_of(parameter).global_shape for name, parameter in model.named_parameters()}
-        self.links: dict[str, Link] = {}
+        self.links: dict[str, TensorSource] = {}
         self.theirs: dict[str, Shape] = {}
         for name, shape in shapes.items():
             row, numbers = self._row_of(name)
             sources, blocks = row.sources(numbers, shape), row.layout(config, shape)
-            self.links[name] = Link(shape=shape, sources=sources, blocks=blocks)
+            self.links[name] = TensorSource(shape=shape, sources=sources, blocks=blocks)
             for source, their_shape in zip(sources, shapes_of_sources(blocks), strict=True):
                 assert source not in self.theirs, f"two rows of {family.name} name {source}"
                 self.theirs[source] = their_shape
 
-    def _row_of(self, name: str) -> tuple[Row, tuple[str, ...]]:
+    def _row_of(self, name: str) -> tuple[ParamMapping, tuple[str, ...]]:
         for row in self._rows:
             if match := matches(row.ours, name):
                 return row, match.groups()

@@ -4,40 +4,40 @@ from typing import Any
 
 from lightning_megatron.hf.blocks import gate_and_up, query_key_value
 from lightning_megatron.hf.config_reader import ConfigReader, differences, rope_to_hf
-from lightning_megatron.hf.family import Row
+from lightning_megatron.hf.family import ParamMapping
 from lightning_megatron.models.gpt import GPTConfig
 
 _KINDS = ("weight", "bias")
 
 ROWS = (
-    Row("embedding.tokens.weight", ("model.embed_tokens.weight",)),
-    Row("layers.{}.attention_norm.weight", ("model.layers.{}.input_layernorm.weight",)),
+    ParamMapping("embedding.tokens.weight", ("model.embed_tokens.weight",)),
+    ParamMapping("layers.{}.attention_norm.weight", ("model.layers.{}.input_layernorm.weight",)),
     *(
-        Row(
+        ParamMapping(
             f"layers.{{}}.attention.qkv.{kind}",
             tuple(f"model.layers.{{}}.self_attn.{part}_proj.{kind}" for part in "qkv"),
             query_key_value,
         )
         for kind in _KINDS
     ),
-    Row("layers.{}.attention.q_norm.weight", ("model.layers.{}.self_attn.q_norm.weight",)),
-    Row("layers.{}.attention.k_norm.weight", ("model.layers.{}.self_attn.k_norm.weight",)),
-    Row("layers.{}.mlp_norm.weight", ("model.layers.{}.post_attention_layernorm.weight",)),
+    ParamMapping("layers.{}.attention.q_norm.weight", ("model.layers.{}.self_attn.q_norm.weight",)),
+    ParamMapping("layers.{}.attention.k_norm.weight", ("model.layers.{}.self_attn.k_norm.weight",)),
+    ParamMapping("layers.{}.mlp_norm.weight", ("model.layers.{}.post_attention_layernorm.weight",)),
     *(
         row
         for kind in _KINDS
         for row in (
-            Row(f"layers.{{}}.attention.projection.{kind}", (f"model.layers.{{}}.self_attn.o_proj.{kind}",)),
-            Row(
+            ParamMapping(f"layers.{{}}.attention.projection.{kind}", (f"model.layers.{{}}.self_attn.o_proj.{kind}",)),
+            ParamMapping(
                 f"layers.{{}}.mlp.up.{kind}",
                 (f"model.layers.{{}}.mlp.gate_proj.{kind}", f"model.layers.{{}}.mlp.up_proj.{kind}"),
                 gate_and_up,
             ),
-            Row(f"layers.{{}}.mlp.down.{kind}", (f"model.layers.{{}}.mlp.down_proj.{kind}",)),
+            ParamMapping(f"layers.{{}}.mlp.down.{kind}", (f"model.layers.{{}}.mlp.down_proj.{kind}",)),
         )
     ),
-    Row("final_norm.weight", ("model.norm.weight",)),
-    Row("head.weight", ("lm_head.weight",)),
+    ParamMapping("final_norm.weight", ("model.norm.weight",)),
+    ParamMapping("head.weight", ("lm_head.weight",)),
 )
 PREFIX = "model."
 IGNORED = ("model.layers.{}.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")

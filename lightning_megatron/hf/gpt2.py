@@ -4,19 +4,19 @@ from typing import Any
 
 from lightning_megatron.hf.blocks import joined_query_key_value, transposed
 from lightning_megatron.hf.config_reader import HARMLESS, ConfigReader, dense_faults, differences
-from lightning_megatron.hf.family import Family, Row
+from lightning_megatron.hf.family import Family, ParamMapping
 from lightning_megatron.models.gpt import GPTConfig
 
 ROWS = (
-    Row("embedding.tokens.weight", ("transformer.wte.weight",)),
-    Row("embedding.positions.weight", ("transformer.wpe.weight",)),
+    ParamMapping("embedding.tokens.weight", ("transformer.wte.weight",)),
+    ParamMapping("embedding.positions.weight", ("transformer.wpe.weight",)),
     *(
-        Row(f"layers.{{}}.{ours}.{kind}", (f"transformer.h.{{}}.{theirs}.{kind}",))
+        ParamMapping(f"layers.{{}}.{ours}.{kind}", (f"transformer.h.{{}}.{theirs}.{kind}",))
         for ours, theirs in (("attention_norm", "ln_1"), ("mlp_norm", "ln_2"))
         for kind in ("weight", "bias")
     ),
-    Row("layers.{}.attention.qkv.weight", ("transformer.h.{}.attn.c_attn.weight",), joined_query_key_value),
-    Row("layers.{}.attention.qkv.bias", ("transformer.h.{}.attn.c_attn.bias",), joined_query_key_value),
+    ParamMapping("layers.{}.attention.qkv.weight", ("transformer.h.{}.attn.c_attn.weight",), joined_query_key_value),
+    ParamMapping("layers.{}.attention.qkv.bias", ("transformer.h.{}.attn.c_attn.bias",), joined_query_key_value),
     *(
         row
         for ours, theirs in (
@@ -25,13 +25,13 @@ ROWS = (
             ("mlp.down", "mlp.c_proj"),
         )
         for row in (
-            Row(f"layers.{{}}.{ours}.weight", (f"transformer.h.{{}}.{theirs}.weight",), transposed),
-            Row(f"layers.{{}}.{ours}.bias", (f"transformer.h.{{}}.{theirs}.bias",)),
+            ParamMapping(f"layers.{{}}.{ours}.weight", (f"transformer.h.{{}}.{theirs}.weight",), transposed),
+            ParamMapping(f"layers.{{}}.{ours}.bias", (f"transformer.h.{{}}.{theirs}.bias",)),
         )
     ),
-    Row("final_norm.weight", ("transformer.ln_f.weight",)),
-    Row("final_norm.bias", ("transformer.ln_f.bias",)),
-    Row("head.weight", ("lm_head.weight",)),
+    ParamMapping("final_norm.weight", ("transformer.ln_f.weight",)),
+    ParamMapping("final_norm.bias", ("transformer.ln_f.bias",)),
+    ParamMapping("head.weight", ("lm_head.weight",)),
 )
 
 DEFAULTS = {

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_megatron.hf import gated_decoder, llama
-from lightning_megatron.hf.blocks import Block, Shape, query_key_value
+from lightning_megatron.hf.blocks import Shape, TensorBlock, query_key_value
 from lightning_megatron.hf.config_reader import HARMLESS, ConfigReader, differences
-from lightning_megatron.hf.family import Family, Row
+from lightning_megatron.hf.family import Family, ParamMapping
 from lightning_megatron.models.gpt import GPTConfig
 from lightning_megatron.models.llava import LlavaConfig
 from lightning_megatron.models.vision import VisionConfig
@@ -61,58 +61,60 @@ _NO_TOWER = VisionConfig(num_layers=24, hidden_size=1, num_attention_heads=1, im
 _KINDS = ("weight", "bias")
 
 
-def vision_query_key_value(config: TransformerConfig, shape: Shape) -> tuple[Block, ...]:
+def vision_query_key_value(config: TransformerConfig, shape: Shape) -> tuple[TensorBlock, ...]:
     """As `query_key_value`, of the heads of the vision tower."""
     assert isinstance(config, LlavaConfig)
     return query_key_value(config.vision, shape)
 
 
-def rows(*, is_inner: bool, has_vision_model: bool) -> tuple[Row, ...]:
+def rows(*, is_inner: bool, has_vision_model: bool) -> tuple[ParamMapping, ...]:
     """Those of files with everything under `model.`, and of those with `vision_model.` in the names of the tower."""
     outer = "model." if is_inner else ""
     tower = f"{outer}vision_tower.{'vision_model.' if has_vision_model else ''}"
     return (*_vision_rows(tower), *_projector_rows(outer), *_language_rows(is_inner))
 
 
-def _vision_rows(tower: str) -> tuple[Row, ...]:
+def _vision_rows(tower: str) -> tuple[ParamMapping, ...]:
     layer = f"{tower}encoder.layers.{{}}"
     return (
-        Row("vision.embedding.patches", (f"{tower}embeddings.patch_embedding.weight",)),
-        Row("vision.embedding.class_token", (f"{tower}embeddings.class_embedding",)),
-        Row("vision.embedding.positions.weight", (f"{tower}embeddings.position_embedding.weight",)),
+        ParamMapping("vision.embedding.patches", (f"{tower}embeddings.patch_embedding.weight",)),
+        ParamMapping("vision.embedding.class_token", (f"{tower}embeddings.class_embedding",)),
+        ParamMapping("vision.embedding.positions.weight", (f"{tower}embeddings.position_embedding.weight",)),
         *(
             row
             for kind in _KINDS
             for row in (
                 # Their spelling.
-                Row(f"vision.embedding.norm.{kind}", (f"{tower}pre_layrnorm.{kind}",)),
-                Row(
+                ParamMapping(f"vision.embedding.norm.{kind}", (f"{tower}pre_layrnorm.{kind}",)),
+                ParamMapping(
                     f"vision.layers.{{}}.attention.qkv.{kind}",
                     tuple(f"{layer}.self_attn.{part}_proj.{kind}" for part in "qkv"),
                     vision_query_key_value,
                 ),
-                Row(f"vision.layers.{{}}.attention.projection.{kind}", (f"{layer}.self_attn.out_proj.{kind}",)),
-                Row(f"vision.layers.{{}}.attention_norm.{kind}", (f"{layer}.layer_norm1.{kind}",)),
-                Row(f"vision.layers.{{}}.mlp_norm.{kind}", (f"{layer}.layer_norm2.{kind}",)),
-                Row(f"vision.layers.{{}}.mlp.up.{kind}", (f"{layer}.mlp.fc1.{kind}",)),
-                Row(f"vision.layers.{{}}.mlp.down.{kind}", (f"{layer}.mlp.fc2.{kind}",)),
-                Row(f"vision.final_norm.{kind}", (f"{tower}post_layernorm.{kind}",)),
+                ParamMapping(
+                    f"vision.layers.{{}}.attention.projection.{kind}", (f"{layer}.self_attn.out_proj.{kind}",)
+                ),
+                ParamMapping(f"vision.layers.{{}}.attention_norm.{kind}", (f"{layer}.layer_norm1.{kind}",)),
+                ParamMapping(f"vision.layers.{{}}.mlp_norm.{kind}", (f"{layer}.layer_norm2.{kind}",)),
+                ParamMapping(f"vision.layers.{{}}.mlp.up.{kind}", (f"{layer}.mlp.fc1.{kind}",)),
+                ParamMapping(f"vision.layers.{{}}.mlp.down.{kind}", (f"{layer}.mlp.fc2.{kind}",)),
+                ParamMapping(f"vision.final_norm.{kind}", (f"{tower}post_layernorm.{kind}",)),
             )
         ),
     )
 
 
-def _projector_rows(outer: str) -> tuple[Row, ...]:
+def _projector_rows(outer: str) -> tuple[ParamMapping, ...]:
     return tuple(
-        Row(f"projector.{ours}.{kind}", (f"{outer}multi_modal_projector.{theirs}.{kind}",))
+        ParamMapping(f"projector.{ours}.{kind}", (f"{outer}multi_modal_projector.{theirs}.{kind}",))
         for ours, theirs in (("up", "linear_1"), ("down", "linear_2"))
         for kind in _KINDS
     )
 
 
-def _language_rows(is_inner: bool) -> tuple[Row, ...]:
+def _language_rows(is_inner: bool) -> tuple[ParamMapping, ...]:
     return tuple(
-        Row(row.ours, tuple(_language_name(name, is_inner) for name in row.theirs), row.layout)
+        ParamMapping(row.ours, tuple(_language_name(name, is_inner) for name in row.theirs), row.layout)
         for row in gated_decoder.ROWS
     )
 
@@ -128,7 +130,7 @@ def _language_name(name: str, is_inner: bool) -> str:
 class LlavaFamily(Family):
     """LLaVA: its rows follow from the names in the file."""
 
-    def rows_of(self, names: Iterable[str]) -> tuple[Row, ...]:
+    def rows_of(self, names: Iterable[str]) -> tuple[ParamMapping, ...]:
         found = list(names)
         if not found:
             return self.rows

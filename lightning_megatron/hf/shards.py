@@ -47,7 +47,7 @@ START_ID = "decoder_start_token_id"
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorLocation:
     """Where a tensor lies: its file, and its first byte there."""
 
     file: str
@@ -62,7 +62,7 @@ class ShardPlan:
     """Of each file: its first bytes."""
     lengths_bytes: Mapping[str, int]
     """Of each file."""
-    places: Mapping[str, Place]
+    places: Mapping[str, TensorLocation]
     """Of each tensor."""
     dtype: torch.dtype
     """Of all tensors."""
@@ -93,7 +93,7 @@ class ShardPlan:
             headers[file], lengths[file] = header, len(header) + end
             offset = len(header)
             for name in names:
-                places[name] = Place(file, offset)
+                places[name] = TensorLocation(file, offset)
                 offset += math.prod(shapes[name]) * dtype.itemsize
         return ShardPlan(headers=headers, lengths_bytes=lengths, places=places, dtype=dtype)
 

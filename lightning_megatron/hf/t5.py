@@ -3,19 +3,19 @@ its own and does not scale what that multiplies."""
 
 from typing import Any
 
-from lightning_megatron.hf.blocks import Block, Shape, gate_and_up, query_key_value
+from lightning_megatron.hf.blocks import Shape, TensorBlock, gate_and_up, query_key_value
 from lightning_megatron.hf.config_reader import HARMLESS, ConfigReader, differences
-from lightning_megatron.hf.family import Family, Row
+from lightning_megatron.hf.family import Family, ParamMapping
 from lightning_megatron.models.t5_config import T5Config
 from lightning_megatron.sharding import Box
 from lightning_megatron.transformer.config import TransformerConfig
 
 
-def key_value(config: TransformerConfig, shape: Shape) -> tuple[Block, ...]:
+def key_value(config: TransformerConfig, shape: Shape) -> tuple[TensorBlock, ...]:
     """Groups of a key and a value head in a row of ours as two tensors of theirs: keys, values."""
     size, hidden = config.head_dim, shape[1]
     return tuple(
-        Block(Box(((2 * group + i) * size, 0), (size, hidden)), Box((group * size, 0), (size, hidden)), i, (0, 1))
+        TensorBlock(Box(((2 * group + i) * size, 0), (size, hidden)), Box((group * size, 0), (size, hidden)), i, (0, 1))
         for group in range(config.num_query_groups)
         for i in range(2)
     )
@@ -29,44 +29,46 @@ def _is_plain(config: T5Config) -> bool:
     return not config.is_gated
 
 
-def _rows(stack: str) -> tuple[Row, ...]:
+def _rows(stack: str) -> tuple[ParamMapping, ...]:
     """Of an encoder or a decoder; in theirs the halves of a layer are numbered."""
     is_decoder = stack == "decoder"
     ours, theirs = f"{stack}.layers.{{}}", f"{stack}.block.{{}}.layer"
     feed_forward = 2 if is_decoder else 1
     dense = f"{theirs}.{feed_forward}.DenseReluDense"
     rows = (
-        Row(f"{ours}.attention_norm.weight", (f"{theirs}.0.layer_norm.weight",)),
-        Row(
+        ParamMapping(f"{ours}.attention_norm.weight", (f"{theirs}.0.layer_norm.weight",)),
+        ParamMapping(
             f"{ours}.attention.qkv.weight",
             tuple(f"{theirs}.0.SelfAttention.{kind}.weight" for kind in "qkv"),
             query_key_value,
         ),
-        Row(f"{ours}.attention.projection.weight", (f"{theirs}.0.SelfAttention.o.weight",)),
-        Row(f"{ours}.relative_bias.weight", (f"{theirs}.0.SelfAttention.relative_attention_bias.weight",)),
-        Row(f"{ours}.mlp_norm.weight", (f"{theirs}.{feed_forward}.layer_norm.weight",)),
-        Row(f"{ours}.mlp.up.weight", (f"{dense}.wi.weight",), is_of=_is_plain),
-        Row(f"{ours}.mlp.up.weight", (f"{dense}.wi_0.weight", f"{dense}.wi_1.weight"), gate_and_up, is_of=_is_gated),
-        Row(f"{ours}.mlp.down.weight", (f"{dense}.wo.weight",)),
-        Row(f"{stack}.final_norm.norm.weight", (f"{stack}.final_layer_norm.weight",)),
+        ParamMapping(f"{ours}.attention.projection.weight", (f"{theirs}.0.SelfAttention.o.weight",)),
+        ParamMapping(f"{ours}.relative_bias.weight", (f"{theirs}.0.SelfAttention.relative_attention_bias.weight",)),
+        ParamMapping(f"{ours}.mlp_norm.weight", (f"{theirs}.{feed_forward}.layer_norm.weight",)),
+        ParamMapping(f"{ours}.mlp.up.weight", (f"{dense}.wi.weight",), is_of=_is_plain),
+        ParamMapping(
+            f"{ours}.mlp.up.weight", (f"{dense}.wi_0.weight", f"{dense}.wi_1.weight"), gate_and_up, is_of=_is_gated
+        ),
+        ParamMapping(f"{ours}.mlp.down.weight", (f"{dense}.wo.weight",)),
+        ParamMapping(f"{stack}.final_norm.norm.weight", (f"{stack}.final_layer_norm.weight",)),
     )
     if not is_decoder:
         return rows
     cross = f"{theirs}.1.EncDecAttention"
     return (
         *rows,
-        Row(f"{ours}.cross_norm.weight", (f"{theirs}.1.layer_norm.weight",)),
-        Row(f"{ours}.cross_attention.query.weight", (f"{cross}.q.weight",)),
-        Row(f"{ours}.cross_attention.key_value.weight", (f"{cross}.k.weight", f"{cross}.v.weight"), key_value),
-        Row(f"{ours}.cross_attention.projection.weight", (f"{cross}.o.weight",)),
+        ParamMapping(f"{ours}.cross_norm.weight", (f"{theirs}.1.layer_norm.weight",)),
+        ParamMapping(f"{ours}.cross_attention.query.weight", (f"{cross}.q.weight",)),
+        ParamMapping(f"{ours}.cross_attention.key_value.weight", (f"{cross}.k.weight", f"{cross}.v.weight"), key_value),
+        ParamMapping(f"{ours}.cross_attention.projection.weight", (f"{cross}.o.weight",)),
     )
 
 
 ROWS = (
-    Row("embedding.tokens.weight", ("shared.weight",)),
+    ParamMapping("embedding.tokens.weight", ("shared.weight",)),
     *_rows("encoder"),
     *_rows("decoder"),
-    Row("head.weight", ("lm_head.weight",)),
+    ParamMapping("head.weight", ("lm_head.weight",)),
 )
 
 # The first models were saved with a table that cross attention never read.

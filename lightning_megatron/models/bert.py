@@ -1,8 +1,8 @@
 """BERT: an encoder that sees both ways, as parts `embedding`, `layers.0` and on, `head`; pre-norm layers have a
 `final_norm` before the head.
 
-Between parts, and between stages, travels the residual stream [T/sp, H]; what else a part needs (`Inputs`) every stage
-makes from the caller's inputs by itself. Padding behind the tokens of a row is left out: each row is a document.
+Between parts, and between stages, travels the residual stream [T/sp, H]; what else a part needs (`BertInputs`) every
+stage makes from the caller's inputs by itself. Padding behind the tokens of a row is left out: each row is a document.
 
 Source: Devlin et al., arXiv 1810.04805; sentence order: Lan et al., arXiv 1909.11942, section 3.1.
 """
@@ -79,7 +79,7 @@ class BertLogits(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs:
+class BertInputs:
     """What the parts of a call read beside the hidden states."""
 
     tokens: Tokens
@@ -143,7 +143,7 @@ class BertModel(PipelineModule):
         token_types: Tensor | None = None,
         padding_mask: Tensor | None = None,
         sentence_order_labels: Tensor | None = None,
-    ) -> tuple[Tensor, Inputs]:
+    ) -> tuple[Tensor, BertInputs]:
         of_tokens = {"labels": labels, "loss_mask": loss_mask, "token_types": token_types, "padding_mask": padding_mask}
         require_shapes("tokens", tokens, of_tokens)
         require_labels(labels, {"sentence_order_labels": sentence_order_labels, "loss_mask": loss_mask})
@@ -174,9 +174,11 @@ class BertModel(PipelineModule):
                 samples = _sample_targets(sentence_order_labels, targets)
         self.loss_weight = None if targets is None else targets.sum_of_weights
         types = torch.zeros_like(tokens) if token_types is None else token_types
-        return stream.flat(tokens), Inputs(tokens=stream, types_T=stream.flat(types), targets=targets, samples=samples)
+        return stream.flat(tokens), BertInputs(
+            tokens=stream, types_T=stream.flat(types), targets=targets, samples=samples
+        )
 
-    def run_part(self, name: str, hidden: Payload, context: Inputs) -> Tensor | BertLogits:
+    def run_part(self, name: str, hidden: Payload, context: BertInputs) -> Tensor | BertLogits:
         assert isinstance(hidden, Tensor)
         module = self.get_submodule(name)
         if isinstance(module, BertHead):
@@ -187,7 +189,7 @@ class BertModel(PipelineModule):
         output: Tensor = module(hidden) if name == "final_norm" else module(hidden, context.tokens)
         return output
 
-    def _finish(self, head: BertHead, hidden: Tensor, context: Inputs) -> Tensor | BertLogits:
+    def _finish(self, head: BertHead, hidden: Tensor, context: BertInputs) -> Tensor | BertLogits:
         """The loss, or logits."""
         tied, own = "embedding.tokens.weight", "head.masked_tokens.weight"
         weight = self.get_parameter(tied if self.config.tie_embeddings else own)

@@ -1,11 +1,11 @@
 """Text from a language model: rows of different lengths, token by token, the same on every layout.
 
-    write         the loop: asks a `Follow` for logits, draws a token for each row that is not over, until all are
-    follow_gpt    how a GPT answers: the prompts in one call, then the new tokens alone, beside a key-value cache
-    follow_llava  the same, with the images of the prompts in the first call
+    generate_rows  the loop: asks a `NextLogits` for logits, draws a token for each row that is not over, until all are
+    gpt_next_logits    how a GPT answers: the prompts in one call, then the new tokens alone, beside a key-value cache
+    llava_next_logits  the same, with the images of the prompts in the first call
 
 Every rank calls alike: a model call is a collective. What is drawn is told by one rank to those that share the row.
-A model of another kind brings its own `Follow`: what it makes once of its other inputs, it makes in the first call.
+A model of another kind brings its own `NextLogits`: what it makes once of its other inputs, it makes in the first call.
 
 B rows, L tokens of the longest row so far and room behind it, V vocabulary.
 """
@@ -22,12 +22,12 @@ from lightning_megatron.mesh import Axis
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.models.images import Images, images_by_row
 from lightning_megatron.models.llava import LlavaModel
-from lightning_megatron.models.rows import lengths_of, window
+from lightning_megatron.models.ragged_rows import row_lengths, slice_rows
 from lightning_megatron.models.sampling import GenerationConfig, draw
-from lightning_megatron.transformer.continuation import Continuation
+from lightning_megatron.transformer.decode_state import DecodeState
 
 
-class Follow(Protocol):
+class NextLogits(Protocol):
     """What a model says of the token that follows each row."""
 
     def __call__(self, text_BL: Tensor, lengths_B: Tensor) -> Tensor:
@@ -60,15 +60,15 @@ def generate(
     # Ranks that share experts make each call together, and end together.
     together = () if model.config.moe is None else (mesh.axis("ep"), mesh.axis("etp"))
     if isinstance(model, LlavaModel):
-        follow = follow_llava(model, batch, images)
+        next_logits = llava_next_logits(model, batch, images)
     elif images is None:
-        follow = follow_gpt(model, batch)
+        next_logits = gpt_next_logits(model, batch)
     else:
         raise ValueError(f"images are for a LlavaModel, and this is a {type(model).__name__}; leave them out")
-    return write(
-        follow,
+    return generate_rows(
+        next_logits,
         tokens,
-        lengths_of(tokens, lengths),
+        row_lengths(tokens, lengths),
         config,
         samples_B=torch.arange(batch) if samples is None else samples,
         sharing=(mesh.tp, mesh.cp),
@@ -77,8 +77,8 @@ def generate(
 
 
 @torch.no_grad()
-def write(
-    follow: Follow,
+def generate_rows(
+    next_logits: NextLogits,
     tokens_BS: Tensor,
     lengths_B: Tensor,
     config: GenerationConfig,
@@ -90,7 +90,7 @@ def write(
     """Each row with what follows, up to `max_new_tokens` or its first stop token.
 
     Ranks of the axes `sharing` have the same rows, and take the first one's draws: of equal rows they may have logits
-    that differ in the last bits. Ranks of `together` call `follow` equally often.
+    that differ in the last bits. Ranks of `together` call `next_logits` equally often.
     """
     text_BL = torch.nn.functional.pad(tokens_BS, (0, config.max_new_tokens))
     lengths_B, samples_B = lengths_B.clone(), samples_B.to(lengths_B)
@@ -100,7 +100,7 @@ def write(
     for _ in range(config.max_new_tokens):
         if _is_over(bool(is_over_B.all()), together, text_BL.device):
             break
-        logits_BV = follow(text_BL, lengths_B)
+        logits_BV = next_logits(text_BL, lengths_B)
         device = logits_BV.device
         drawn_B = draw(logits_BV, config, samples_B=samples_B.to(device), positions_B=lengths_B.to(device)).contiguous()
         for axis in sharing:
@@ -112,25 +112,25 @@ def write(
     return [row[:length].clone() for row, length in zip(text_BL, lengths_B.tolist(), strict=True)]
 
 
-def follow_gpt(model: GPTModel, num_rows: int) -> Follow:
+def gpt_next_logits(model: GPTModel, num_rows: int) -> NextLogits:
     """What follows rows of a GPT, each call with no more than what is new in them, as far as the model allows it."""
-    return _FollowGPT(model, num_rows, {})
+    return _GPTNextLogits(model, num_rows, {})
 
 
-def follow_llava(model: LlavaModel, num_rows: int, images: Images | None) -> Follow:
+def llava_next_logits(model: LlavaModel, num_rows: int, images: Images | None) -> NextLogits:
     """The same for a LLaVA and the images of the rows. It says no image token: there is no image for one."""
     by_row = images_by_row(images, None, num_rows)
-    follow = _FollowGPT(model, num_rows, {} if by_row is None else {"images": by_row})
+    next_logits = _GPTNextLogits(model, num_rows, {} if by_row is None else {"images": by_row})
 
-    def follow_text(text_BL: Tensor, lengths_B: Tensor) -> Tensor:
-        logits_BV = follow(text_BL, lengths_B)
+    def text_logits(text_BL: Tensor, lengths_B: Tensor) -> Tensor:
+        logits_BV = next_logits(text_BL, lengths_B)
         is_image_V = torch.arange(logits_BV.shape[1], device=logits_BV.device) == model.config.image_token
         return logits_BV.masked_fill(is_image_V, -torch.inf)
 
-    return follow_text
+    return text_logits
 
 
-class _FollowGPT:
+class _GPTNextLogits:
     """`prompt` are inputs of a call that has the beginnings of the rows."""
 
     def __init__(self, model: GPTModel, num_rows: int, prompt: Mapping[str, Any]) -> None:
@@ -152,11 +152,11 @@ class _FollowGPT:
         if self._cache is None:
             return self._whole(text_BL, lengths_B)
         new_B = lengths_B - self._seen_B
-        tokens_BS = window(text_BL, self._seen_B, new_B)
-        continuation = Continuation(lengths_B=new_B, seen_B=self._seen_B, rows_B=self._rows_B, cache=self._cache)
+        tokens_BS = slice_rows(text_BL, self._seen_B, new_B)
+        decode_state = DecodeState(lengths_B=new_B, seen_B=self._seen_B, rows_B=self._rows_B, cache=self._cache)
         # What comes behind the prompts has seen their images by keys and values.
-        prompt = {} if continuation.extends else self._prompt
-        logits_BV: Tensor = self._model(tokens_BS, continuation=continuation, **prompt)
+        prompt = {} if decode_state.extends else self._prompt
+        logits_BV: Tensor = self._model(tokens_BS, decode_state=decode_state, **prompt)
         self._cache.close()
         self._seen_B = lengths_B.clone()
         return logits_BV
@@ -164,14 +164,14 @@ class _FollowGPT:
     def _whole(self, text_BL: Tensor, lengths_B: Tensor) -> Tensor:
         """From all tokens that the model sees, each row as if it were alone."""
         seen_B = lengths_B if self._limit is None else lengths_B.clamp(max=self._limit)
-        tokens_BS = window(text_BL, lengths_B - seen_B, seen_B)
+        tokens_BS = slice_rows(text_BL, lengths_B - seen_B, seen_B)
         places_S = torch.arange(tokens_BS.shape[1])
         segments_BS = torch.where(places_S < seen_B.unsqueeze(1), 0, -1)
         # Where there is padding, nothing of it may count, in no expert's capacity either.
         segments = None if bool((segments_BS == 0).all()) else segments_BS.to(text_BL.device)
         zeros_B = torch.zeros_like(seen_B)
-        continuation = Continuation(lengths_B=seen_B, seen_B=zeros_B, rows_B=self._rows_B, cache=None)
-        logits_BV: Tensor = self._model(tokens_BS, segments=segments, continuation=continuation, **self._prompt)
+        decode_state = DecodeState(lengths_B=seen_B, seen_B=zeros_B, rows_B=self._rows_B, cache=None)
+        logits_BV: Tensor = self._model(tokens_BS, segments=segments, decode_state=decode_state, **self._prompt)
         return logits_BV
 
 

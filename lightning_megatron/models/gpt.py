@@ -1,7 +1,7 @@
 """GPT: a decoder-only language model, as parts `embedding`, `layers.0` and on, `final_norm`, `head`.
 
-Between parts, and between stages, travels the residual stream [T/sp, H]; what else a part needs (`Inputs`) every stage
-makes from the caller's inputs by itself.
+Between parts, and between stages, travels the residual stream [T/sp, H]; what else a part needs (`GPTInputs`) every
+stage makes from the caller's inputs by itself.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from lightning_megatron.moe.sequence_groups import RoutedTokens
 from lightning_megatron.pipeline.module import Part, PipelineModule
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.config import LanguageModelConfig
-from lightning_megatron.transformer.continuation import Continuation, keeping, last_of_rows, stream_behind
+from lightning_megatron.transformer.decode_state import DecodeState, caching_stream, decode_stream, last_tokens
 from lightning_megatron.transformer.init import initialise
 from lightning_megatron.transformer.layer import ExpertLayer, TransformerLayer, build_norm
 from lightning_megatron.transformer.tokens import Tokens, stream_of
@@ -37,7 +37,7 @@ class GPTConfig(LanguageModelConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs:
+class GPTInputs:
     """What the parts of a call read beside the hidden states."""
 
     tokens: Tokens
@@ -45,7 +45,7 @@ class Inputs:
     """none: the caller wants logits."""
     routed: RoutedTokens | None
     """none: no layer of this rank has experts."""
-    continuation: Continuation | None = None
+    decode_state: DecodeState | None = None
     """none: all logits, or the loss, are asked for."""
 
 
@@ -89,7 +89,7 @@ class GPTModel(PipelineModule):
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
         segments: Tensor | None = None,
-        continuation: Continuation | None = None,
+        decode_state: DecodeState | None = None,
     ) -> Tensor:
         """The loss [] with labels, else logits; tokens, labels (-100: no target) and loss_mask are [batch, sequence].
 
@@ -98,10 +98,10 @@ class GPTModel(PipelineModule):
         is none: attention stays within a document, whose positions start at 0, and what is in none counts nothing, in
         routers of experts too, which know of padding only so.
 
-        With a `continuation`, which goes without labels, the logits are [batch, vocab_size], of what follows each row;
+        With a `decode_state`, which goes without labels, the logits are [batch, vocab_size], of what follows each row;
         `generate` calls so.
         """
-        asked = {} if continuation is None else {"continuation": continuation}
+        asked = {} if decode_state is None else {"decode_state": decode_state}
         output: Tensor = super().forward(tokens, labels=labels, loss_mask=loss_mask, segments=segments, **asked)
         return output
 
@@ -111,12 +111,12 @@ class GPTModel(PipelineModule):
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
         segments: Tensor | None = None,
-        continuation: Continuation | None = None,
-    ) -> tuple[Tensor, Inputs]:
+        decode_state: DecodeState | None = None,
+    ) -> tuple[Tensor, GPTInputs]:
         require_shapes("tokens", tokens, {"labels": labels, "loss_mask": loss_mask, "segments": segments})
         require_labels(labels, {"loss_mask": loss_mask})
-        if continuation is not None and continuation.extends:
-            return self._prepare_extension(tokens, continuation)
+        if decode_state is not None and decode_state.extends:
+            return self._prepare_extension(tokens, decode_state)
         documents = None if segments is None else documents_of(segments)
         lengths = (tokens.shape[1],) if documents is None else documents.lengths
         require_positions(self.config, lengths, self.config.max_sequence_length)
@@ -132,19 +132,19 @@ class GPTModel(PipelineModule):
             documents=documents,
             group=self.context_group,
         )
-        if continuation is not None and continuation.cache is not None:
-            stream = keeping(stream, continuation)
+        if decode_state is not None and decode_state.cache is not None:
+            stream = caching_stream(stream, decode_state)
         targets = None if labels is None else targets_of(labels, loss_mask, stream)
         self.loss_weight = None if targets is None else targets.sum_of_weights
         routed = self._routed(stream, targets)
-        return stream.flat(tokens), Inputs(tokens=stream, targets=targets, routed=routed, continuation=continuation)
+        return stream.flat(tokens), GPTInputs(tokens=stream, targets=targets, routed=routed, decode_state=decode_state)
 
-    def _prepare_extension(self, tokens: Tensor, continuation: Continuation) -> tuple[Tensor, Inputs]:
+    def _prepare_extension(self, tokens: Tensor, decode_state: DecodeState) -> tuple[Tensor, GPTInputs]:
         """The same for tokens behind those that a cache has."""
-        lengths = (continuation.seen_B + continuation.lengths_B).tolist()
+        lengths = (decode_state.seen_B + decode_state.lengths_B).tolist()
         require_positions(self.config, lengths, self.config.max_sequence_length)
-        stream = stream_behind(
-            continuation,
+        stream = decode_stream(
+            decode_state,
             tokens.shape[1],
             config=self.config,
             mesh=self.mesh,
@@ -153,7 +153,7 @@ class GPTModel(PipelineModule):
         )
         self.loss_weight = None
         routed = self._routed(stream, None)
-        return stream.flat(tokens), Inputs(tokens=stream, targets=None, routed=routed, continuation=continuation)
+        return stream.flat(tokens), GPTInputs(tokens=stream, targets=None, routed=routed, decode_state=decode_state)
 
     def _routed(self, stream: Tokens, targets: Targets | None) -> RoutedTokens | None:
         """What the routers of this call are told of its tokens."""
@@ -168,13 +168,13 @@ class GPTModel(PipelineModule):
         )
         return stream.routed(weights_BS, self.mesh.tp, self._num_routed if is_counted else -1)
 
-    def run_part(self, name: str, hidden: Payload, context: Inputs) -> Payload:
+    def run_part(self, name: str, hidden: Payload, context: GPTInputs) -> Payload:
         if isinstance(hidden, Tensor):
             return self._with_auxiliary(name, *self._run(name, hidden, None, context))
         return self._with_auxiliary(name, *self._run(name, hidden["hidden"], hidden["auxiliary"], context))
 
     def _run(
-        self, name: str, hidden: Tensor, auxiliary: Tensor | None, context: Inputs
+        self, name: str, hidden: Tensor, auxiliary: Tensor | None, context: GPTInputs
     ) -> tuple[Tensor, Tensor | None]:
         """What a part makes of the residual stream, and the auxiliary losses of the layers so far."""
         module = self.get_submodule(name)
@@ -193,12 +193,12 @@ class GPTModel(PipelineModule):
             auxiliary = torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
         return hidden if auxiliary is None else {"hidden": hidden, "auxiliary": auxiliary}
 
-    def _finish(self, head: LanguageModelHead, hidden: Tensor, auxiliary: Tensor | None, context: Inputs) -> Tensor:
+    def _finish(self, head: LanguageModelHead, hidden: Tensor, auxiliary: Tensor | None, context: GPTInputs) -> Tensor:
         """The loss, or logits."""
         weight = self.get_parameter("embedding.tokens.weight" if self.config.tie_embeddings else "head.weight")
-        if context.continuation is not None:
-            lengths_B = context.continuation.lengths_B
-            picked = last_of_rows(hidden, context.tokens, lengths_B)
+        if context.decode_state is not None:
+            lengths_B = context.decode_state.lengths_B
+            picked = last_tokens(hidden, context.tokens, lengths_B)
             return head.joined_logits(head(picked, weight))[: len(lengths_B)]
         logits = head(hidden, weight)
         if context.targets is None:

@@ -28,7 +28,7 @@ from lightning_megatron.comm import differentiable, rng
 from lightning_megatron.comm.p2p import Payload
 from lightning_megatron.mesh import Axis, Mesh, Sizes, ambient_mesh
 from lightning_megatron.models.embedding import Embedding
-from lightning_megatron.models.gpt import GPTConfig, GPTModel, Inputs
+from lightning_megatron.models.gpt import GPTConfig, GPTInputs, GPTModel
 from lightning_megatron.models.images import Images, images_by_row
 from lightning_megatron.models.vision import VisionConfig, image_stream, vision_parts
 from lightning_megatron.pipeline.module import Part
@@ -37,7 +37,7 @@ from lightning_megatron.sharding import Initial
 from lightning_megatron.tensor.activation import Activation, activate
 from lightning_megatron.tensor.cross_entropy import IGNORED
 from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from lightning_megatron.transformer.continuation import Continuation
+from lightning_megatron.transformer.decode_state import DecodeState
 from lightning_megatron.transformer.tokens import Tokens
 
 _VISION, _PROJECTOR, _LANGUAGE = "vision", "projector", "language"
@@ -128,7 +128,7 @@ def _fields_of(config: GPTConfig) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Looked:
+class ImageInputs:
     """What the first stage does with the images of a call."""
 
     pixels: Tensor
@@ -140,12 +140,12 @@ class Looked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LlavaInputs(Inputs):
+class LlavaInputs(GPTInputs):
     """What the parts of a call read beside the hidden states."""
 
     ids_T: Tensor
     """Of the tokens, 0 at image tokens."""
-    looked: Looked | None
+    image_inputs: ImageInputs | None
     """none: there is nothing to see, or another stage does it."""
 
 
@@ -207,7 +207,7 @@ class LlavaModel(GPTModel):
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
         segments: Tensor | None = None,
-        continuation: Continuation | None = None,
+        decode_state: DecodeState | None = None,
         images: Images | None = None,
         image_rows: Tensor | None = None,
     ) -> Tensor:
@@ -218,7 +218,7 @@ class LlavaModel(GPTModel):
         """
         # Before the call is cut into microbatches: of the forms that images have, not all can be.
         by_row = images_by_row(images, image_rows, tokens.shape[0])
-        asked = {} if continuation is None else {"continuation": continuation}
+        asked = {} if decode_state is None else {"decode_state": decode_state}
         output: Tensor = super(GPTModel, self).forward(
             tokens, labels=labels, loss_mask=loss_mask, segments=segments, images=by_row, **asked
         )
@@ -230,35 +230,37 @@ class LlavaModel(GPTModel):
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
         segments: Tensor | None = None,
-        continuation: Continuation | None = None,
+        decode_state: DecodeState | None = None,
         images: Ragged | None = None,
     ) -> tuple[Tensor, LlavaInputs]:
         is_image_BS = tokens == self.config.image_token
-        if continuation is not None:
+        if decode_state is not None:
             # What is behind a row is nothing, whatever stands there.
             places_S = torch.arange(tokens.shape[1])
-            is_image_BS &= (places_S < continuation.lengths_B.unsqueeze(1)).to(tokens.device)
+            is_image_BS &= (places_S < decode_state.lengths_B.unsqueeze(1)).to(tokens.device)
         if labels is not None:
             labels = labels.masked_fill(labels == self.config.image_token, IGNORED)
-        # Image tokens are looked up in no table.
-        ids_T, inputs = super().prepare(tokens.masked_fill(is_image_BS, 0), labels, loss_mask, segments, continuation)
+        # Image tokens are image_inputs up in no table.
+        ids_T, inputs = super().prepare(tokens.masked_fill(is_image_BS, 0), labels, loss_mask, segments, decode_state)
         counts = (0,) * tokens.shape[0] if images is None else images.counts
         pixels = self._pixels(images, tokens.device)
         self._check_image_tokens(counts, is_image_BS)
-        looked = self._look(pixels, counts, is_image_BS, inputs.tokens) if self._is_to_look(len(pixels)) else None
-        return ids_T, LlavaInputs(**vars(inputs), ids_T=ids_T, looked=looked)
+        image_inputs = (
+            self._image_inputs(pixels, counts, is_image_BS, inputs.tokens) if self._runs_vision(len(pixels)) else None
+        )
+        return ids_T, LlavaInputs(**vars(inputs), ids_T=ids_T, image_inputs=image_inputs)
 
-    def run_part(self, name: str, hidden: Payload, context: Inputs) -> Payload:
+    def run_part(self, name: str, hidden: Payload, context: GPTInputs) -> Payload:
         assert isinstance(context, LlavaInputs)
-        looked = context.looked
-        if name in self._idle or (_owner(name) != _LANGUAGE and looked is None):
+        image_inputs = context.image_inputs
+        if name in self._idle or (_owner(name) != _LANGUAGE and image_inputs is None):
             return hidden
         if name == f"{_VISION}.embedding":
-            assert looked is not None
-            return self._module_output(name, looked.pixels, looked.stream)
+            assert image_inputs is not None
+            return self._module_output(name, image_inputs.pixels, image_inputs.stream)
         if _owner(name) != _LANGUAGE:
-            assert looked is not None
-            return self._module_output(name, hidden, looked.stream)
+            assert image_inputs is not None
+            return self._module_output(name, hidden, image_inputs.stream)
         if name == "embedding":
             assert isinstance(hidden, Tensor)
             return self._with_auxiliary(name, self._embed(hidden, context), None)
@@ -273,22 +275,22 @@ class LlavaModel(GPTModel):
         embedding = self.get_submodule("embedding")
         assert isinstance(embedding, Embedding)
         hidden_TH: Tensor = embedding.tokens(context.ids_T)
-        if context.looked is not None:
+        if context.image_inputs is not None:
             # Each rank reads the features of its own tokens: what comes back is a part of a sum.
             features_FH = differentiable.all_gather(differentiable.all_gather(projected_TH, self.mesh.sp), self.mesh.cp)
-            places_T = context.looked.features_T
+            places_T = context.image_inputs.features_T
             taken_TH = features_FH.to(hidden_TH.dtype).index_select(0, places_T.clamp(min=0))
             hidden_TH = torch.where((places_T >= 0).unsqueeze(1), taken_TH, hidden_TH)
         return embedding.placed(hidden_TH, context.tokens)
 
-    def _is_to_look(self, num_images: int) -> bool:
+    def _runs_vision(self, num_images: int) -> bool:
         """Whether this rank runs the tower, as all or none of its neighbours of tp and cp do."""
         if 0 not in self.mesh.own_stages:
             return False
         sees = (p for name, p in self.named_parameters() if _owner(name) != _LANGUAGE)
         return num_images > 0 or (torch.is_grad_enabled() and any(parameter.requires_grad for parameter in sees))
 
-    def _look(self, pixels: Tensor, counts: Sequence[int], is_image_BS: Tensor, tokens: Tokens) -> Looked:
+    def _image_inputs(self, pixels: Tensor, counts: Sequence[int], is_image_BS: Tensor, tokens: Tokens) -> ImageInputs:
         """This rank's images, and where the features of all go."""
         config, cp = self.config, self.mesh.cp
         if self.context_group is not None or self.draws.documents is not None:
@@ -311,7 +313,7 @@ class LlavaModel(GPTModel):
         features_T = tokens.shard(tokens.flat(torch.where(is_image_BS, row_BS, -1), padding=-1))
         # The weights of the tower say what it computes in.
         dtype = self.get_parameter(f"{_VISION}.embedding.patches").dtype
-        return Looked(pixels=own_pixels.to(dtype), stream=stream, features_T=features_T)
+        return ImageInputs(pixels=own_pixels.to(dtype), stream=stream, features_T=features_T)
 
     def _keys_of(self, counts: Sequence[int], device: torch.device) -> Tensor:
         """A random key for each image, by its row and its place in the row: int64 [N]."""

@@ -2,8 +2,8 @@
 
 Between the parts of the encoder travels its residual stream [M/sp, H]; from `decoder.embedding` on a dict of the
 decoder's, `hidden` [T/sp, H], and of the encoder's output, `memory` [M/sp, H], which rides along to every stage with
-decoder layers: what each adds to its gradient is summed on the way back. What else a part needs (`Inputs`) every stage
-makes from the caller's inputs by itself. `t5_config` says what a T5 is, `t5_parts` what it is made of.
+decoder layers: what each adds to its gradient is summed on the way back. What else a part needs (`T5Inputs`) every
+stage makes from the caller's inputs by itself. `t5_config` says what a T5 is, `t5_parts` what it is made of.
 
 Source: Raffel et al., arXiv 1910.10683.
 """
@@ -18,21 +18,21 @@ from lightning_megatron.context.attention_step import RelativePositionBias
 from lightning_megatron.context.cross_attention_layout import NOTHING, CrossAttentionLayout
 from lightning_megatron.context.documents import Documents, documents_of
 from lightning_megatron.mesh import Mesh, ambient_mesh
-from lightning_megatron.models.answer import Answer, kept_memory
 from lightning_megatron.models.heads import LanguageModelHead, Targets, targets_of
 from lightning_megatron.models.inputs import require_even_parts, require_labels, require_positions, require_shapes
 from lightning_megatron.models.layout import require_fit
 from lightning_megatron.models.t5_config import T5Config
+from lightning_megatron.models.t5_decode_state import T5DecodeState, cached_memory
 from lightning_megatron.models.t5_parts import StackNorm, t5_parts, table_of
 from lightning_megatron.pipeline.module import PipelineModule
-from lightning_megatron.transformer.continuation import last_of_rows, stream_behind
-from lightning_megatron.transformer.cross_attention import KeptMemory, Memory
+from lightning_megatron.transformer.cross_attention import CachedEncoderMemory, EncoderMemory
+from lightning_megatron.transformer.decode_state import decode_stream, last_tokens
 from lightning_megatron.transformer.init import initialise
 from lightning_megatron.transformer.tokens import Tokens, stream_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs:
+class T5Inputs:
     """What the parts of a call read beside hidden states."""
 
     encoder: Tokens | None
@@ -41,10 +41,10 @@ class Inputs:
     decoder_ids_T: Tensor
     source: CrossAttentionLayout | None = None
     """What the decoder's documents see of the encoder's; none: keys and values are kept."""
-    kept: KeptMemory | None = None
+    kept: CachedEncoderMemory | None = None
     targets: Targets | None = None
     """none: the caller wants logits."""
-    answer: Answer | None = None
+    decode_state: T5DecodeState | None = None
     """none: all logits, or the loss, are asked for."""
 
 
@@ -75,7 +75,7 @@ class T5Model(PipelineModule):
         encoder_padding_mask: Tensor | None = None,
         encoder_segments: Tensor | None = None,
         decoder_segments: Tensor | None = None,
-        answer: Answer | None = None,
+        decode_state: T5DecodeState | None = None,
     ) -> Tensor:
         """The loss [] with labels, else logits; labels (-100: no target) and loss_mask are as decoder_tokens, [batch,
         decoder sequence]; the encoder's tokens, mask and segments are [batch, encoder sequence].
@@ -87,10 +87,10 @@ class T5Model(PipelineModule):
         none: a token of the decoder sees the encoder's document of the same row and number, and one for which there is
         none sees nothing of it.
 
-        With an `answer`, which goes without labels and segments, the logits are [batch, vocab_size], of what follows
-        each row of decoder_tokens; `generate_t5` calls so.
+        With a `decode_state`, which goes without labels and segments, the logits are [batch, vocab_size], of what
+        follows each row of decoder_tokens; `generate_t5` calls so.
         """
-        asked = {} if answer is None else {"answer": answer}
+        asked = {} if decode_state is None else {"decode_state": decode_state}
         output: Tensor = super().forward(
             encoder_tokens,
             decoder_tokens,
@@ -112,8 +112,8 @@ class T5Model(PipelineModule):
         encoder_padding_mask: Tensor | None = None,
         encoder_segments: Tensor | None = None,
         decoder_segments: Tensor | None = None,
-        answer: Answer | None = None,
-    ) -> tuple[Tensor, Inputs]:
+        decode_state: T5DecodeState | None = None,
+    ) -> tuple[Tensor, T5Inputs]:
         of_encoder = {"encoder_padding_mask": encoder_padding_mask, "encoder_segments": encoder_segments}
         of_decoder = {"labels": labels, "loss_mask": loss_mask, "decoder_segments": decoder_segments}
         require_shapes("encoder_tokens", encoder_tokens, of_encoder)
@@ -121,8 +121,8 @@ class T5Model(PipelineModule):
         require_labels(labels, {"loss_mask": loss_mask})
         _require_pairs(encoder_tokens, decoder_tokens)
         _require_one_kind_of_bounds(encoder_padding_mask, encoder_segments, decoder_segments)
-        if answer is not None:
-            return self._prepare_answer(encoder_tokens, decoder_tokens, encoder_padding_mask, answer)
+        if decode_state is not None:
+            return self._prepare_decoding(encoder_tokens, decoder_tokens, encoder_padding_mask, decode_state)
         if encoder_padding_mask is not None:
             # Padding is what is in no document of a row that has one.
             encoder_segments = encoder_padding_mask.bool().long() - 1
@@ -133,7 +133,7 @@ class T5Model(PipelineModule):
         source = CrossAttentionLayout(encoder.layout, _seen_segments(*documents))
         targets = None if labels is None else targets_of(labels, loss_mask, decoder)
         self.loss_weight = None if targets is None else targets.sum_of_weights
-        inputs = Inputs(
+        inputs = T5Inputs(
             encoder=encoder,
             decoder=decoder,
             decoder_ids_T=decoder.flat(decoder_tokens),
@@ -142,28 +142,32 @@ class T5Model(PipelineModule):
         )
         return encoder.flat(encoder_tokens), inputs
 
-    def _prepare_answer(
-        self, encoder_tokens: Tensor, decoder_tokens: Tensor, encoder_padding_mask: Tensor | None, answer: Answer
-    ) -> tuple[Tensor, Inputs]:
+    def _prepare_decoding(
+        self,
+        encoder_tokens: Tensor,
+        decoder_tokens: Tensor,
+        encoder_padding_mask: Tensor | None,
+        decode_state: T5DecodeState,
+    ) -> tuple[Tensor, T5Inputs]:
         """The same for the decoder's new tokens, and in the first call for all of the encoder's."""
         device = decoder_tokens.device
-        decoder = stream_behind(
-            answer, decoder_tokens.shape[1], config=self.config, mesh=self.mesh, draws=self.draws, device=device
+        decoder = decode_stream(
+            decode_state, decoder_tokens.shape[1], config=self.config, mesh=self.mesh, draws=self.draws, device=device
         )
         # What goes through the parts of an encoder that has run.
         ids, encoder, documents = torch.zeros(1, device=device), None, None
-        if answer.memory.is_empty:
+        if decode_state.memory.is_empty:
             is_token = torch.ones_like(encoder_tokens) if encoder_padding_mask is None else encoder_padding_mask
             documents = documents_of(is_token.bool().long() - 1)
             encoder = self._stream(encoder_tokens, documents, is_causal=False)
             ids = encoder.flat(encoder_tokens)
         self.loss_weight = None
-        return ids, Inputs(
+        return ids, T5Inputs(
             encoder=encoder,
             decoder=decoder,
             decoder_ids_T=decoder.flat(decoder_tokens),
-            kept=kept_memory(answer, decoder, encoder, documents),
-            answer=answer,
+            kept=cached_memory(decode_state, decoder, encoder, documents),
+            decode_state=decode_state,
         )
 
     def _stream(self, tokens: Tensor, documents: Documents | None, *, is_causal: bool) -> Tokens:
@@ -188,7 +192,7 @@ class T5Model(PipelineModule):
             is_causal=is_causal,
         )
 
-    def run_part(self, name: str, hidden: Payload, context: Inputs) -> Payload:
+    def run_part(self, name: str, hidden: Payload, context: T5Inputs) -> Payload:
         module = self.get_submodule(name)
         if isinstance(hidden, dict):
             return self._decode(name, module, hidden, context)
@@ -209,12 +213,12 @@ class T5Model(PipelineModule):
             output = module(hidden, context.encoder, self._bias("encoder"))
         return output
 
-    def _decode(self, name: str, module: nn.Module, hidden: dict[str, Tensor], context: Inputs) -> Payload:
+    def _decode(self, name: str, module: nn.Module, hidden: dict[str, Tensor], context: T5Inputs) -> Payload:
         """A part of the decoder; behind its last nobody needs the encoder."""
         if isinstance(module, StackNorm):
             normed: Tensor = module(hidden["hidden"], context.decoder)
             return normed
-        memory = None if context.encoder is None else Memory(hidden["memory"], context.encoder, context.source)
+        memory = None if context.encoder is None else EncoderMemory(hidden["memory"], context.encoder, context.source)
         bias = self._bias("decoder")
         return {**hidden, "hidden": module(hidden["hidden"], context.decoder, bias, memory, context.kept)}
 
@@ -225,15 +229,15 @@ class T5Model(PipelineModule):
         bias: RelativePositionBias = self.get_submodule(table_of(stack))()
         return bias
 
-    def _finish(self, head: LanguageModelHead, hidden: Tensor, context: Inputs) -> Tensor:
+    def _finish(self, head: LanguageModelHead, hidden: Tensor, context: T5Inputs) -> Tensor:
         """The loss, or logits."""
         if self.config.scales_head:
             hidden = hidden * self.config.hidden_size**-0.5
         of_embedding = f"{self.config.decoder_embedding}.weight"
         weight = self.get_parameter(of_embedding if self.config.tie_embeddings else "head.weight")
-        if context.answer is not None:
-            lengths_B = context.answer.lengths_B
-            picked = last_of_rows(hidden, context.decoder, lengths_B)
+        if context.decode_state is not None:
+            lengths_B = context.decode_state.lengths_B
+            picked = last_tokens(hidden, context.decoder, lengths_B)
             return head.joined_logits(head(picked, weight))[: len(lengths_B)]
         logits = head(hidden, weight)
         if context.targets is None:

@@ -1,17 +1,17 @@
 """Text from a T5: what its decoder writes about texts of different lengths that its encoder reads once.
 
-`generation.write` is the loop; here is how a T5 answers it.
+`generation.generate_rows` is the loop; here is the logits that a T5 gives it.
 """
 
 import torch
 from torch import Tensor
 
 from lightning_megatron.context.cache import KeyValueCache
-from lightning_megatron.models.answer import Answer
-from lightning_megatron.models.generation import Follow, write
-from lightning_megatron.models.rows import lengths_of, window
+from lightning_megatron.models.generation import NextLogits, generate_rows
+from lightning_megatron.models.ragged_rows import row_lengths, slice_rows
 from lightning_megatron.models.sampling import GenerationConfig
 from lightning_megatron.models.t5 import T5Model
+from lightning_megatron.models.t5_decode_state import T5DecodeState
 
 
 def generate_t5(
@@ -40,22 +40,22 @@ def generate_t5(
             f"max_new_tokens ({config.max_new_tokens}) must be at most {limit + 1 - num_first}: positions are learned, "
             f"max_decoder_sequence_length ({limit}) of them, and an answer begins with {num_first} tokens"
         )
-    return write(
-        follow_t5(model, encoder_tokens, lengths_of(encoder_tokens, lengths)),
+    return generate_rows(
+        t5_next_logits(model, encoder_tokens, row_lengths(encoder_tokens, lengths)),
         decoder_tokens,
-        lengths_of(decoder_tokens, None),
+        row_lengths(decoder_tokens, None),
         config,
         samples_B=torch.arange(batch) if samples is None else samples,
         sharing=(model.mesh.tp, model.mesh.cp),
     )
 
 
-def follow_t5(model: T5Model, encoder_tokens: Tensor, lengths_B: Tensor) -> Follow:
+def t5_next_logits(model: T5Model, encoder_tokens: Tensor, lengths_B: Tensor) -> NextLogits:
     """What follows rows of a T5's decoder beside these texts of its encoder, which are as long as `lengths_B` says."""
-    return _FollowT5(model, encoder_tokens, lengths_B)
+    return _T5NextLogits(model, encoder_tokens, lengths_B)
 
 
-class _FollowT5:
+class _T5NextLogits:
     def __init__(self, model: T5Model, encoder_tokens: Tensor, lengths_B: Tensor) -> None:
         self._model, self._encoder_tokens = model, encoder_tokens
         is_token = torch.arange(encoder_tokens.shape[1]) < lengths_B.unsqueeze(1)
@@ -67,10 +67,12 @@ class _FollowT5:
 
     def __call__(self, text_BL: Tensor, lengths_B: Tensor) -> Tensor:
         new_B = lengths_B - self._seen_B
-        answer = Answer(lengths_B=new_B, seen_B=self._seen_B, rows_B=self._rows_B, cache=self._own, memory=self._memory)
-        tokens_BS = window(text_BL, self._seen_B, new_B)
+        decode_state = T5DecodeState(
+            lengths_B=new_B, seen_B=self._seen_B, rows_B=self._rows_B, cache=self._own, memory=self._memory
+        )
+        tokens_BS = slice_rows(text_BL, self._seen_B, new_B)
         logits_BV: Tensor = self._model(
-            self._encoder_tokens, tokens_BS, encoder_padding_mask=self._is_token, answer=answer
+            self._encoder_tokens, tokens_BS, encoder_padding_mask=self._is_token, decode_state=decode_state
         )
         self._own.close()
         self._memory.close()

@@ -19,10 +19,10 @@ from lightning_megatron.pipeline.module import Part
 from lightning_megatron.sharding import Initial
 from lightning_megatron.tensor.embedding import VocabParallelEmbedding
 from lightning_megatron.transformer import cost
+from lightning_megatron.transformer.decoder_layer import DecoderLayer
 from lightning_megatron.transformer.dropout import Dropout
-from lightning_megatron.transformer.encoder_decoder import DecoderLayer
 from lightning_megatron.transformer.layer import TransformerLayer, build_norm
-from lightning_megatron.transformer.relative import RelativeBias
+from lightning_megatron.transformer.relative_position_embedding import RelativePositionEmbedding
 from lightning_megatron.transformer.tokens import Tokens
 
 
@@ -130,8 +130,8 @@ def _layers(config: T5Config, mesh: Mesh, stack: str) -> list[Part]:
     ]
 
 
-def _build_table(config: T5Config, mesh: Mesh, stack: str) -> RelativeBias:
-    return RelativeBias(
+def _build_table(config: T5Config, mesh: Mesh, stack: str) -> RelativePositionEmbedding:
+    return RelativePositionEmbedding(
         num_buckets=config.relative_buckets,
         max_distance=config.relative_max_distance,
         num_heads=config.num_attention_heads,

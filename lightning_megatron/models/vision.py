@@ -127,7 +127,7 @@ def image_stream(image_keys_N: Tensor, config: VisionConfig, mesh: Mesh) -> Toke
     num_tokens, device = config.max_sequence_length, image_keys_N.device
     alone = Axis.alone(mesh.global_rank)
     places = torch.arange(num_tokens, device=device)
-    unturned = torch.zeros(1, num_tokens, 0, dtype=torch.float64, device=device)
+    no_rotation = torch.zeros(1, num_tokens, 0, dtype=torch.float64, device=device)
     return Tokens(
         shape=(len(image_keys_N), num_tokens),
         batch=len(image_keys_N),
@@ -138,8 +138,8 @@ def image_stream(image_keys_N: Tensor, config: VisionConfig, mesh: Mesh) -> Toke
         index_X=None,
         positions_1N=places.unsqueeze(0),
         keys_BX=rng.bits(image_keys_N.unsqueeze(1), places),
-        rotary_cos_1NR=unturned,
-        rotary_sin_1NR=unturned,
+        rotary_cos_1NR=no_rotation,
+        rotary_sin_1NR=no_rotation,
     )
 
 

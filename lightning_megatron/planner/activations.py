@@ -146,7 +146,7 @@ def feed_forward_bytes(run: Run, piece: Piece) -> float:
     """Of what a layer keeps that of its feed-forward network, which a backward is done with before attention's."""
     assert piece.layer is not None
     part: RecomputePart = "moe" if piece.layer.has_experts else "mlp"
-    others = tuple(name for name in run.recompute.parts_again if name not in ("activation", "mlp", "moe"))
+    others = tuple(name for name in run.recompute.recomputed_parts if name not in ("activation", "mlp", "moe"))
     without = RecomputeConfig(granularity="selective", parts=(*others, part))
     kept = _layer_bytes(run, piece, _own(run.recompute)) - _layer_bytes(run, piece, without)
     return kept - (0.0 if piece.is_trained or piece.layer.has_experts else _unread_features(run, piece))
@@ -156,7 +156,7 @@ def _unread_features(run: Run, piece: Piece) -> float:
     """What a frozen feed-forward network does not keep of what goes into its products, for want of a path there."""
     layer, names = piece.layer, {path.name for path in piece.paths}
     assert layer is not None
-    again, config, sizes = run.recompute.parts_again, layer.config, run.sizes
+    again, config, sizes = run.recompute.recomputed_parts, layer.config, run.sizes
     tokens = run.micro_batch_size * layer.tokens_on(sizes)
     unread = 0.0
     if not {"norm", "mlp"} & set(again) and "mlp.up" not in names:
@@ -171,7 +171,7 @@ def attention_bytes(run: Run, piece: Piece) -> tuple[float, float]:
     layer = piece.layer
     assert layer is not None
     again: tuple[RecomputePart, ...] = ("norm", "moe" if layer.has_experts else "mlp")
-    if "core_attention" in run.recompute.parts_again:
+    if "core_attention" in run.recompute.recomputed_parts:
         again = ("core_attention", *again)
     lean, plain = RecomputeConfig(granularity="selective", parts=again), replace(run, fp8=None)
     # Beside an encoder's stream it is a document's.
@@ -264,7 +264,7 @@ def _kept(
         kept += streams * sequence * config.ffn_hidden_size / tp * width
     if software.counts_work and config.activation == "relu" and not layer.has_experts:
         # One that is to be made again keeps what it reads for that, and what it gives as ever.
-        parts = recompute.parts_again
+        parts = recompute.recomputed_parts
         is_twice = "activation" in parts and "mlp" not in parts
         kept += is_twice * streams * sequence * config.ffn_hidden_size / tp * width
     # Where it is added up over the ranks of a ring, in float32, projections read just that.
@@ -279,7 +279,7 @@ def _kept(
         groups = max(config.num_query_groups // tp, 1)
         repeated = 2 * streams * sequence * (config.num_attention_heads // tp - groups) * config.head_dim
         kept += own_rows * (layer.sequence - 1) * width + repeated * width
-    lays_out = config.attention_dropout > 0 and "core_attention" not in recompute.parts_again
+    lays_out = config.attention_dropout > 0 and "core_attention" not in recompute.recomputed_parts
     if lays_out:
         # The formula is that of our own attention, and of queries as many as keys.
         pairs = streams * sequence * layer.sequence * config.num_attention_heads / tp
@@ -306,7 +306,7 @@ def _wider_norms(
     """More than the formula counts where norms keep their input wider than activations are."""
     if norm_width == width:
         return 0.0
-    config, again = layer.config, recompute.parts_again
+    config, again = layer.config, recompute.recomputed_parts
     shard = tokens / (sizes.tp if sizes.sequence_parallel else 1)
     num_norms = 3 if layer.memory else 2
     if own_width == norm_width:
@@ -335,7 +335,7 @@ def _fp8_saving(
     what the projection reads is a copy of it."""
     config, tp = layer.config, sizes.tp
     sp = tp if sizes.sequence_parallel else 1
-    again = recompute.parts_again
+    again = recompute.recomputed_parts
     tokens = layer.streams(micro_batch) * -(-layer.sequence // (sizes.cp if layer.is_cut_by_context else 1))
     saved = tokens / sp * config.hidden_size * (width - 1) * (0 if "norm" in again else 1 + (not layer.has_experts))
     saved += tokens * config.num_attention_heads * config.head_dim / tp * (is_copied * width - 1)

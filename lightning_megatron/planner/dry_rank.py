@@ -127,8 +127,8 @@ def build_model(run: Run, mesh: Mesh, device: torch.device) -> PipelineModule:
             add_lora(model, run.trained.lora, seed=0)
     if run.precision == "bf16-true":
         model.to(torch.bfloat16)
-    recompute.share(model, run.recompute)
-    model.runner = recompute.StageRunner(run.recompute, tp=mesh.tp, sp=mesh.sp)
+    recompute.set_recomputed(model, run.recompute)
+    model.runner = recompute.RecomputeRunner(run.recompute, tp=mesh.tp, sp=mesh.sp)
     if device.type == "meta":
         for layer in model.modules():
             if isinstance(layer, MoELayer):

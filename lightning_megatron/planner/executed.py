@@ -114,7 +114,7 @@ class _Walk:
 
     def _layer(self, piece: Piece, layer: Layer) -> _Passed:
         run = self._run
-        again = run.recompute.parts_again
+        again = run.recompute.recomputed_parts
         linears = _Linears(run, piece, layer)
         query, keys = layer.config.num_attention_heads * layer.config.head_dim, linears.keys
         hidden = layer.config.hidden_size

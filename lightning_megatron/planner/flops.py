@@ -132,9 +132,9 @@ def _again_flops(piece: Piece, batch: int, all_pairs: bool, recompute: Recompute
     layer, again = piece.layer, 0.0
     if layer is None or not piece.passes_gradient:
         return again
-    if "core_attention" in recompute.parts_again and layer.config.attention_dropout > 0:
+    if "core_attention" in recompute.recomputed_parts and layer.config.attention_dropout > 0:
         again += _attention_flops(piece, batch, all_pairs)
-    if ("moe" if layer.has_experts else "mlp") in recompute.parts_again:
+    if ("moe" if layer.has_experts else "mlp") in recompute.recomputed_parts:
         again += cost.layer_mlp_flops(layer.config, num_tokens=layer.streams(batch) * layer.sequence, layer=layer.index)
     return again
 

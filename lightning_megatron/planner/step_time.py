@@ -202,9 +202,9 @@ def _piece_passes(
     if is_again:
         backward += forward
         later = {axis: seconds + exposed[axis] for axis, seconds in later.items()}
-    if "core_attention" in run.recompute.parts_again and work.num_pairs:
+    if "core_attention" in run.recompute.recomputed_parts and work.num_pairs:
         backward += scored
-    if work.num_layers and ("moe" if work.num_expert_layers else "mlp") in run.recompute.parts_again:
+    if work.num_layers and ("moe" if work.num_expert_layers else "mlp") in run.recompute.recomputed_parts:
         backward += product * work.mlp_flops / work.product_flops
         later["ep"] = later.get("ep", 0.0) + messages.get("ep", 0.0)
     if not is_again and work.num_layers and run.software.runs_again:

@@ -31,7 +31,7 @@ def _unreached_bytes(run: Run, piece: Piece) -> float:
     layer = piece.layer
     if layer is None or piece.needs_input or not piece.paths:
         return 0.0
-    again = run.recompute.parts_again
+    again = run.recompute.recomputed_parts
     names = {path.name for path in piece.paths}
     config, sizes, width = layer.config, run.sizes, run.bytes_per_element
     sp = sizes.tp if sizes.sequence_parallel else 1
@@ -76,7 +76,7 @@ def unkept_of(run: Run, piece: Piece) -> float:
     tokens = run.micro_batch_size * layer.tokens_on(sizes)
     stream = tokens / sp * config.hidden_size * width
     attended = tokens * config.num_attention_heads * config.head_dim / sizes.tp * width
-    again = run.recompute.parts_again
+    again = run.recompute.recomputed_parts
     normed = 0.0 if "norm" in again else stream
     inputs = {
         "attention.qkv": normed,
@@ -104,7 +104,7 @@ def _kept_beside(run: Run, piece: Piece, path: LowRankPath, tokens: float, size:
     """What goes into a path beside a linear of a piece that keeps `size` for it: what dropout leaves is the path's own,
     whatever else keeps the linear's."""
     assert piece.layer is not None
-    again = run.recompute.parts_again
+    again = run.recompute.recomputed_parts
     is_remade = path.name.startswith(("mlp.", "shared.")) and ("moe" if piece.layer.has_experts else "mlp") in again
     if size is None or not path.has_dropout or is_remade:
         return size or 0.0

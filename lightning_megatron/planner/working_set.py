@@ -234,7 +234,7 @@ def received_bytes(run: Run, stage: Stage) -> float:
     if run.recompute.granularity == "full":
         # That is the saved input of the first layer.
         return 0.0
-    again = run.recompute.parts_again
+    again = run.recompute.recomputed_parts
     # The first norm keeps it itself where it is as wide, and what makes a norm again.
     is_kept = not run.is_mixed or "norm" in again or all(stream_width(run, piece) == 4 for piece in stage)
     return message_bytes(run, stage) - is_kept * own_bytes(run, stage)
@@ -332,7 +332,7 @@ def layer_work(run: Run, piece: Piece) -> float:
     config, sizes, width = layer.config, run.sizes, run.bytes_per_element
     tokens = run.micro_batch_size * layer.tokens_on(sizes)
     sp = sizes.tp if sizes.sequence_parallel else 1
-    again = run.recompute.parts_again
+    again = run.recompute.recomputed_parts
     stream = tokens / sp * config.hidden_size * stream_width(run, piece)
     rows, features, weight = inner_sizes(run, layer, tokens)
     inner = rows * features * width
@@ -459,7 +459,7 @@ def _path_drawing_bytes(run: Run, piece: Piece, path: LowRankPath, tokens: float
         return _drawn_bytes(numbers) - feed_forward_bytes(run, piece)
     shard = tokens / sp * layer.config.hidden_size
     made = shard * (width + norm_input_width(run))
-    again = run.recompute.parts_again
+    again = run.recompute.recomputed_parts
     if ("moe" if layer.has_experts else "mlp") in again:
         # It is made in a backward, of a gradient.
         made += numbers * (width * (3 if layer.config.is_gated else 2) + 1) + shard * stream_width(run, piece)
@@ -484,7 +484,7 @@ def scores_bytes(run: Run, piece: Piece) -> float:
         return 0.0
     pairs = run.micro_batch_size * layer.repeats * layer.sequence**2 * layer.config.num_attention_heads / run.sizes.tp
     if layer.config.attention_dropout > 0 and not is_shared(layer, run.sizes):
-        is_again = "core_attention" in run.recompute.parts_again
+        is_again = "core_attention" in run.recompute.recomputed_parts
         return pairs * (8 - run.bytes_per_element + is_again * pair_bytes(run))
     return 2 * pairs * run.bytes_per_element * lays_scores_out(layer, run.sizes, run.bytes_per_element)
 

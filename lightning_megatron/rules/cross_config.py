@@ -132,7 +132,7 @@ def _joint(facts: Facts) -> list[str]:
     if facts.schedule is None or not facts.schedule.is_overlapped:
         return []
     faults, recompute = [], facts.recompute
-    is_selective = "moe" in recompute.parts_again
+    is_selective = "moe" in recompute.recomputed_parts
     if recompute.granularity == "full" or is_selective:
         what = "granularity ('full')" if not is_selective else "part 'moe'"
         faults.append(

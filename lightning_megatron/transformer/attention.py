@@ -26,12 +26,12 @@ from lightning_megatron.sharding import Initial
 from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from lightning_megatron.tensor.norm import RMSNorm
 from lightning_megatron.transformer.config import TransformerConfig
+from lightning_megatron.transformer.core_attention import CoreAttention, TorchCoreAttention
 from lightning_megatron.transformer.dropout import AttentionDropout
 from lightning_megatron.transformer.recompute import RecomputeLayer, checkpoint
 from lightning_megatron.transformer.rotary import rotate, rotate_into
+from lightning_megatron.transformer.sliding_window import is_visible
 from lightning_megatron.transformer.tokens import Tokens
-from lightning_megatron.transformer.whole_attention import TorchAttention, WholeAttention
-from lightning_megatron.transformer.window import is_visible
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Heads:
         return self.num_groups == self.groups and self.num_queries == self.queries
 
 
-def own_heads(config: TransformerConfig, tp: Axis) -> Heads:
+def local_heads(config: TransformerConfig, tp: Axis) -> Heads:
     """This rank's heads in the fused output: its own features, or those of all where tp has more ranks than groups."""
     groups, queries = config.num_query_groups, config.heads_per_group
     if groups % tp.size == 0:
@@ -83,7 +83,7 @@ def own_heads(config: TransformerConfig, tp: Axis) -> Heads:
 
 
 class _SplitHeads(torch.autograd.Function):
-    """Queries, keys and values, turned by their positions, out of the fused output; the backward fuses again.
+    """Queries, keys and values, rotated by their positions, out of the fused output; the backward fuses again.
 
     They are either all views of the fused output or all copies: a mixture would keep it alive beside the copies.
     `is_copied` where what follows would copy some.
@@ -107,10 +107,10 @@ class _SplitHeads(torch.autograd.Function):
         queries, keys, values = _parts(fused_TC[: batch * sequence].view(shape), heads)
         is_mergeable = heads.num_groups == 1 or heads.num_queries == 1
         if is_copied or cos.shape[-1] or not heads.is_all or not is_mergeable:
-            turned = [torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in (queries, keys)]
-            rotate_into(turned[0], queries, cos, sin)
-            rotate_into(turned[1], keys, cos, sin)
-            queries, keys, values = *turned, values.clone(memory_format=torch.contiguous_format)
+            rotated = [torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in (queries, keys)]
+            rotate_into(rotated[0], queries, cos, sin)
+            rotate_into(rotated[1], keys, cos, sin)
+            queries, keys, values = *rotated, values.clone(memory_format=torch.contiguous_format)
         queries, keys, values = (part.flatten(2, 3).transpose(1, 2) for part in (queries, keys, values))
         return queries, keys, values
 
@@ -149,7 +149,7 @@ class SelfAttention(RecomputeLayer):
     Causal attention sees the last `window` tokens, or all where that is 0.
     """
 
-    offers = frozenset({"core_attention"})
+    recomputable = frozenset({"core_attention"})
 
     def __init__(
         self,
@@ -167,8 +167,8 @@ class SelfAttention(RecomputeLayer):
         self.scale = 1.0 / math.sqrt(config.head_dim) if config.scales_scores else 1.0
         self.mask_spec = MaskSpec(is_causal=is_causal, window=window)
         # Who attends where nothing stands in the way.
-        self.whole: WholeAttention = TorchAttention(mask_spec=self.mask_spec, scale=self.scale)
-        self.heads = own_heads(config, tp)
+        self.whole: CoreAttention = TorchCoreAttention(mask_spec=self.mask_spec, scale=self.scale)
+        self.heads = local_heads(config, tp)
         # Fewer groups than ranks: every rank needs rows that others hold.
         self.is_gathered = config.num_query_groups % tp.size != 0
         self.tp = tp
@@ -214,12 +214,12 @@ class SelfAttention(RecomputeLayer):
         elif self.dropout.is_active:
             attended = self._attend_dropping(queries, keys, values, tokens)
         else:
-            attended = self.whole(queries, keys, values, tokens.masks)
+            attended = self.core_attention(queries, keys, values, tokens.masks)
         output: Tensor = self.projection(tokens.pad(attended.transpose(1, 2).reshape(tokens.num_real, -1)), tokens)
         return output
 
     def _split(self, fused_TC: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of the own heads, turned by their positions: [B, heads of each, S, D]."""
+        """Queries, keys and values of the own heads, rotated by their positions: [B, heads of each, S, D]."""
         cos_BSR, sin_BSR = tokens.rotary_cos_1NR, tokens.rotary_sin_1NR
         if not self.has_qk_norm:
             split: tuple[Tensor, Tensor, Tensor] = _SplitHeads.apply(
@@ -227,9 +227,9 @@ class SelfAttention(RecomputeLayer):
             )
             return split
         # Norms come before the turn.
-        unturned = cos_BSR[..., :0]
+        no_rotation = cos_BSR[..., :0]
         queries, keys, values = _SplitHeads.apply(
-            fused_TC, unturned, unturned, tokens.batch, tokens.num_rows, self.heads, True
+            fused_TC, no_rotation, no_rotation, tokens.batch, tokens.num_rows, self.heads, True
         )
         cos, sin = (table.unsqueeze(2).to(queries.dtype) for table in (cos_BSR, sin_BSR))
         # As [B, S, heads, D] they are contiguous, and norms make no copies.

@@ -207,7 +207,7 @@ def layer_activation_bytes(
     if recompute.granularity == "full":
         num_ranks = tp if recompute.shard_saved_inputs and sp == 1 else 1
         return -(-shard * config.hidden_size // num_ranks) * bytes_per_element
-    again = recompute.parts_again
+    again = recompute.recomputed_parts
     has_experts = config.has_experts(layer)
     is_again = ("moe" if has_experts else "mlp") in again
     # Residual stream and norm output, before attention and before the MLP.

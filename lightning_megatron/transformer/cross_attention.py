@@ -20,7 +20,7 @@ from lightning_megatron.context.cross_attention_layout import CrossAttentionLayo
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import Initial
 from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from lightning_megatron.transformer.attention import own_heads
+from lightning_megatron.transformer.attention import local_heads
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.dropout import AttentionDropout
 from lightning_megatron.transformer.tokens import Tokens
@@ -30,7 +30,7 @@ _VIEW = MaskSpec(is_causal=False)
 
 
 @dataclass(frozen=True, eq=False)
-class Memory:
+class EncoderMemory:
     """What a decoder looks at."""
 
     hidden_MH: Tensor
@@ -42,8 +42,8 @@ class Memory:
 
 
 @dataclass(frozen=True, eq=False)
-class KeptMemory:
-    """Keys and values of what a decoder looks at, kept by the call that has its `Memory` and read by that and others.
+class CachedEncoderMemory:
+    """Cached keys and values of an encoder output: the call with its `EncoderMemory` fills them, later calls read them.
 
     Every rank of cp has all of the decoder's tokens, and a part of the encoder's.
     """
@@ -73,7 +73,7 @@ class CrossAttention(nn.Module):
     def __init__(self, config: TransformerConfig, *, tp: Axis, sp: Axis, name: str) -> None:
         super().__init__()
         self.name = name
-        self.heads = own_heads(config, tp)
+        self.heads = local_heads(config, tp)
         self.is_gathered = config.num_query_groups % tp.size != 0
         self.tp = tp
         self.scale = 1.0 / math.sqrt(config.head_dim) if config.scales_scores else 1.0
@@ -100,7 +100,7 @@ class CrossAttention(nn.Module):
         )
 
     def forward(
-        self, hidden_TH: Tensor, tokens: Tokens, memory: Memory | None, kept: KeptMemory | None = None
+        self, hidden_TH: Tensor, tokens: Tokens, memory: EncoderMemory | None, kept: CachedEncoderMemory | None = None
     ) -> Tensor:
         queries = self._by_head(self.query(hidden_TH, tokens), tokens).transpose(1, 2)
         if kept is not None:
@@ -113,7 +113,7 @@ class CrossAttention(nn.Module):
         output: Tensor = self.projection(tokens.pad(attended.transpose(1, 2).reshape(tokens.num_real, -1)), tokens)
         return output
 
-    def _keys_and_values(self, memory: Memory) -> tuple[Tensor, Tensor]:
+    def _keys_and_values(self, memory: EncoderMemory) -> tuple[Tensor, Tensor]:
         """Of the own heads: [B, G, M, D] each."""
         pairs = self.key_value(memory.hidden_MH, memory.tokens)
         if self.is_gathered:
@@ -122,7 +122,7 @@ class CrossAttention(nn.Module):
         own = own.narrow(2, self.heads.first_group, self.heads.num_groups)
         return own[:, :, :, 0].transpose(1, 2), own[:, :, :, 1].transpose(1, 2)
 
-    def _attend(self, queries: Tensor, tokens: Tokens, memory: Memory) -> Tensor:
+    def _attend(self, queries: Tensor, tokens: Tokens, memory: EncoderMemory) -> Tensor:
         assert memory.source is not None
         keys, values = self._keys_and_values(memory)
         drop = self.dropout

@@ -50,7 +50,7 @@ class Dropout(nn.Module):
         return f"probability={self.probability}"
 
 
-class CutDropout(nn.Module):
+class ShardedDropout(nn.Module):
     """Drops features [T, F/tp] in training, of which this rank has those from `first_column` on."""
 
     def __init__(self, probability: float, name: str, first_column: int) -> None:

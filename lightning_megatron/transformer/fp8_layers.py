@@ -26,8 +26,8 @@ from lightning_megatron.precision.gemm import TILE, Fp8Gemm
 from lightning_megatron.precision.scaling import AmaxHistory, CurrentScaling, DelayedScaling, Scaling
 from lightning_megatron.tensor.gemm import TORCH_GEMM
 from lightning_megatron.tensor.linear import ParallelLinear
-from lightning_megatron.transformer.engine_twins import TwinLayer
 from lightning_megatron.transformer.layer import AttendingLayer
+from lightning_megatron.transformer.te_layers import TELayer
 
 
 class Fp8Layers(Protocol):
@@ -240,7 +240,7 @@ def _agreement(axis: Axis) -> Callable[[Tensor], Tensor]:
 class EngineFp8Layers:
     """Transformer layers whose linears Transformer Engine runs. It keeps its amaxes to itself."""
 
-    def __init__(self, layers: Sequence[TwinLayer], config: Fp8Config, stage: ProcessGroup | None) -> None:
+    def __init__(self, layers: Sequence[TELayer], config: Fp8Config, stage: ProcessGroup | None) -> None:
         self._layers, self._config, self._stage = layers, config, stage
 
     def context(self) -> AbstractContextManager[None]:
@@ -269,7 +269,7 @@ def use_transformer_engine(
     Raises ImportError, naming the extra, where it is not installed.
     """
     layers = [
-        TwinLayer(layer)
+        TELayer(layer)
         for model, part_names in models.values()
         for _, layer in list(chosen_layers(model, part_names, config))
     ]

@@ -16,7 +16,7 @@ from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.dropout import Dropout
 from lightning_megatron.transformer.mlp import MLP
 from lightning_megatron.transformer.moe import MoELayer
-from lightning_megatron.transformer.recompute import RecomputeLayer, apply_unkept, checkpoint
+from lightning_megatron.transformer.recompute import RecomputeLayer, apply_recomputed, checkpoint
 from lightning_megatron.transformer.tokens import Tokens
 
 
@@ -60,7 +60,7 @@ class AttendingLayer(RecomputeLayer):
     def _norm_and(self, norm: LayerNorm | RMSNorm, half: Callable[[Tensor], Tensor], hidden_TH: Tensor) -> Tensor:
         """One half of the layer, which begins with a linear, on normed hidden states."""
         if "norm" in self.recomputed:
-            output_TH: Tensor = apply_unkept(lambda x: as_product_input(norm(x)), half, hidden_TH)
+            output_TH: Tensor = apply_recomputed(lambda x: as_product_input(norm(x)), half, hidden_TH)
         else:
             output_TH = half(norm(hidden_TH))
         return output_TH
@@ -69,7 +69,7 @@ class AttendingLayer(RecomputeLayer):
 class TransformerLayer(AttendingLayer):
     """A dense layer: behind attention x + drop(mlp(norm(x))); [T/sp, H] to [T/sp, H]."""
 
-    offers = frozenset({"norm", "mlp"})
+    recomputable = frozenset({"norm", "mlp"})
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class ExpertLayer(AttendingLayer):
     """A layer of experts: behind attention x + drop(moe(norm(x))); [T/sp, H] to [T/sp, H] and its auxiliary losses, a
     sum over this rank's tokens, []."""
 
-    offers = frozenset({"norm", "moe"})
+    recomputable = frozenset({"norm", "moe"})
 
     def __init__(
         self,

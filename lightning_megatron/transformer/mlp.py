@@ -10,14 +10,14 @@ from lightning_megatron.sharding import Initial
 from lightning_megatron.tensor.activation import activate
 from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear, TokenKeys
 from lightning_megatron.transformer.config import TransformerConfig
-from lightning_megatron.transformer.dropout import CutDropout
-from lightning_megatron.transformer.recompute import RecomputeLayer, apply_unkept
+from lightning_megatron.transformer.dropout import ShardedDropout
+from lightning_megatron.transformer.recompute import RecomputeLayer, apply_recomputed
 
 
 class MLP(RecomputeLayer):
     """Two linears with an activation between them: [T/sp, H] to [T/sp, H]. `name` is its name in the model."""
 
-    offers = frozenset({"activation"})
+    recomputable = frozenset({"activation"})
 
     def __init__(self, config: TransformerConfig, *, tp: Axis, sp: Axis, name: str) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class MLP(RecomputeLayer):
             initial=Initial(std=config.init_std),
             cut=1 if config.is_gated else 0,
         )
-        self.dropout = CutDropout(config.ffn_dropout, name, first_column=tp.rank * (width // tp.size))
+        self.dropout = ShardedDropout(config.ffn_dropout, name, first_column=tp.rank * (width // tp.size))
         self.down = RowParallelLinear(
             width,
             config.hidden_size,
@@ -46,7 +46,7 @@ class MLP(RecomputeLayer):
         """`tokens` are for what drops between and inside of the linears."""
         up = self.up(hidden_TH, tokens)
         if "activation" in self.recomputed:
-            output: Tensor = apply_unkept(lambda x: self._activate(x, tokens), lambda x: self.down(x, tokens), up)
+            output: Tensor = apply_recomputed(lambda x: self._activate(x, tokens), lambda x: self.down(x, tokens), up)
         else:
             output = self.down(self._activate(up, tokens), tokens)
         return output

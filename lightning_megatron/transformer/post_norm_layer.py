@@ -22,7 +22,7 @@ from lightning_megatron.transformer.tokens import Tokens
 class PostNormLayer(RecomputeLayer):
     """A dense layer: [T/sp, H] to [T/sp, H]. `name` is its name in the model: it names the dropout masks."""
 
-    offers = frozenset({"mlp"})
+    recomputable = frozenset({"mlp"})
 
     def __init__(self, config: TransformerConfig, *, tp: Axis, sp: Axis, name: str, is_causal: bool = True) -> None:
         super().__init__()

@@ -62,7 +62,7 @@ class RecomputeConfig:
             raise ValueError("\n".join(faults))
 
     @property
-    def parts_again(self) -> tuple[RecomputePart, ...]:
+    def recomputed_parts(self) -> tuple[RecomputePart, ...]:
         """The parts of a layer that are made again where it is not made again whole."""
         return self.parts if self.granularity == "selective" else ()
 
@@ -108,7 +108,7 @@ def _listed(names: Iterable[str]) -> str:
 class RecomputeLayer(nn.Module):
     """A layer that can make parts of its forward again; at first it keeps all. Works on hidden states [T/sp, H]."""
 
-    offers: ClassVar[frozenset[str]] = frozenset()
+    recomputable: ClassVar[frozenset[str]] = frozenset()
     """Parts that it knows."""
 
     def __init__(self) -> None:
@@ -117,22 +117,22 @@ class RecomputeLayer(nn.Module):
         self.recomputed: frozenset[str] = frozenset()
 
 
-def share(module: nn.Module, config: RecomputeConfig) -> None:
+def set_recomputed(module: nn.Module, config: RecomputeConfig) -> None:
     """Tells every layer of a module which of its parts to make again."""
-    parts = frozenset(config.parts_again)
+    parts = frozenset(config.recomputed_parts)
     for layer in module.modules():
         if isinstance(layer, RecomputeLayer):
-            layer.recomputed = parts & layer.offers
+            layer.recomputed = parts & layer.recomputable
 
 
-def offers_of(module: nn.Module) -> set[str]:
+def recomputable_parts(module: nn.Module) -> set[str]:
     """The parts that the layers of a module know."""
-    return {part for layer in module.modules() if isinstance(layer, RecomputeLayer) for part in layer.offers}
+    return {part for layer in module.modules() if isinstance(layer, RecomputeLayer) for part in layer.recomputable}
 
 
 def part_faults(config: RecomputeConfig, offered: set[str]) -> list[str]:
     """One sentence for each part that is asked for and that no layer of the whole model knows."""
-    missing = [part for part in config.parts_again if part not in offered]
+    missing = [part for part in config.recomputed_parts if part not in offered]
     may_be = f"parts may be {_listed(sorted(offered))}" if offered else "use granularity='full'"
     what = {"moe": "has no expert layers"}
     return [
@@ -175,7 +175,7 @@ class _Restored:
 
 
 @torch.compiler.disable
-def apply_unkept(make: Callable[[Tensor], Tensor], use: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def apply_recomputed(make: Callable[[Tensor], Tensor], use: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """`use(make(x))`; where `use` would keep what it takes for its backward, it is made again there.
 
     For a `make` that is cheap and draws no random numbers, and a `use` that keeps what it takes as it is.
@@ -221,7 +221,7 @@ class StagePart(Protocol):
     def run(self) -> Callable[[Any], Any]: ...
 
 
-class StageRunner:
+class RecomputeRunner:
     """Runs the parts of a stage in turn, its layers recomputed as the configuration says; `tp` cuts saved inputs."""
 
     def __init__(self, config: RecomputeConfig, *, tp: Axis, sp: Axis) -> None:

@@ -139,19 +139,19 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        turned = torch.empty_like(grad)
-        rotate_into(turned, grad, cos, -sin)
-        return turned, None, None
+        rotated = torch.empty_like(grad)
+        rotate_into(rotated, grad, cos, -sin)
+        return rotated, None, None
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x` [..., D], turned by the angles [..., R], which are of the dtype of `x`."""
+    """`x` [..., D], rotated by the angles [..., R], which are of the dtype of `x`."""
     rotated: Tensor = _Rotate.apply(x, cos, sin)
     return rotated
 
 
 def rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Writes `x` [..., D], turned by the angles [..., pairs], to `out`; turned back if `sin` is negated."""
+    """Writes `x` [..., D], rotated by the angles [..., pairs], to `out`; rotated back if `sin` is negated."""
     pairs = cos.shape[-1]
     out.copy_(x)
     if pairs == 0:

@@ -28,7 +28,7 @@ def config_of(groups: int, queries: int, head_dim: int, hidden: int) -> Transfor
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> tuple[tuple[blocks.Block, ...], tuple[int, ...]]:
+def layouts(draw: st.DrawFn) -> tuple[tuple[blocks.TensorBlock, ...], tuple[int, ...]]:
     """The blocks of a tensor and its shape, of any size."""
     groups, queries, head_dim, hidden = (draw(sizes) for _ in range(4))
     config = config_of(groups, queries, head_dim, hidden)

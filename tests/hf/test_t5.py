@@ -22,7 +22,7 @@ from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.models import GenerationConfig, T5Config, T5Model, generate_t5
 from lightning_megatron.sharding import sharded_parameters
 from lightning_megatron.tensor.activation import activate
-from lightning_megatron.transformer.relative import bucket_of
+from lightning_megatron.transformer.relative_position_embedding import relative_position_bucket
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
@@ -281,7 +281,9 @@ def test_what_transformers_cannot_say_is_told(tmp_path: Path) -> None:
 def test_buckets_are_those_of_transformers(is_causal: bool, num_buckets: int, max_distance: int) -> None:
     distance = torch.arange(-1500, 1501)
     expected = modeling_t5.T5Attention._relative_position_bucket(distance, not is_causal, num_buckets, max_distance)
-    buckets = bucket_of(distance, num_buckets=num_buckets, max_distance=max_distance, is_causal=is_causal)
+    buckets = relative_position_bucket(
+        distance, num_buckets=num_buckets, max_distance=max_distance, is_causal=is_causal
+    )
     assert torch.equal(buckets, expected)
     # Behind the query no key is at distance 0.
     assert len(buckets.unique()) == num_buckets - (not is_causal)

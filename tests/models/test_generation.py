@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.models import GenerationConfig, GPTConfig, GPTModel, generate
-from lightning_megatron.models.generation import follow_gpt, write
+from lightning_megatron.models.generation import generate_rows, gpt_next_logits
 from lightning_megatron.moe.capacity import ExpertCapacity
 from lightning_megatron.moe.config import MoEConfig, RouterConfig
 from lightning_megatron.pipeline.collective import CollectiveCall
@@ -74,15 +74,15 @@ def prompts() -> Tensor:
 
 def written(model: GPTModel, config: GenerationConfig) -> tuple[list[list[int]], list[Tensor]]:
     """The rows, and the logits of each call."""
-    follow, logits = follow_gpt(model.eval(), len(LENGTHS)), []
+    next_logits, logits = gpt_next_logits(model.eval(), len(LENGTHS)), []
 
     def watched(text: Tensor, lengths: Tensor) -> Tensor:
-        logits.append(follow(text, lengths))
+        logits.append(next_logits(text, lengths))
         return logits[-1]
 
     mesh = model.mesh
     with torch.no_grad():
-        rows = write(
+        rows = generate_rows(
             watched,
             prompts(),
             torch.tensor(LENGTHS),
@@ -220,13 +220,13 @@ def test_ranks_whose_logits_differ_in_the_last_bits_write_the_same() -> None:
     def on_rank(world: Any) -> list[int]:
         mesh = Mesh.build(Sizes(world=2, cp=2), world.rank(), new_group)
 
-        def follow(text: Tensor, lengths: Tensor) -> Tensor:
+        def next_logits(text: Tensor, lengths: Tensor) -> Tensor:
             logits = torch.zeros(1, 4, dtype=torch.float64)
             logits[0, 1 + mesh.cp.rank] = 1e-15  # a tie, but for the last bits
             return logits
 
-        [row] = write(
-            follow,
+        [row] = generate_rows(
+            next_logits,
             torch.zeros(1, 1, dtype=torch.int64),
             torch.tensor([1]),
             GREEDY,
@@ -257,14 +257,14 @@ def test_a_row_ends_with_its_first_stop_token_and_others_go_on() -> None:
 def test_no_call_is_made_once_all_rows_are_over() -> None:
     calls = []
 
-    def follow(text: Tensor, lengths: Tensor) -> Tensor:
+    def next_logits(text: Tensor, lengths: Tensor) -> Tensor:
         calls.append(lengths.tolist())
         logits = torch.zeros(2, 8)
         logits[torch.arange(2), torch.tensor([3, len(calls)])] = 1.0
         return logits
 
-    rows = write(
-        follow,
+    rows = generate_rows(
+        next_logits,
         torch.zeros(2, 2, dtype=torch.int64),
         torch.tensor([2, 1]),
         replace(GREEDY, stop_tokens=(3,)),
@@ -279,14 +279,14 @@ def test_ranks_that_share_experts_end_together() -> None:
     def on_rank(world: Any) -> int:
         mesh, calls = Mesh.build(Sizes(world=2, ep=2), world.rank(), new_group), []
 
-        def follow(text: Tensor, lengths: Tensor) -> Tensor:
+        def next_logits(text: Tensor, lengths: Tensor) -> Tensor:
             calls.append(1)
             logits = torch.zeros(1, 4)
             logits[0, 3 if len(calls) > 3 * mesh.dp.rank else 1] = 1.0
             return logits
 
-        write(
-            follow,
+        generate_rows(
+            next_logits,
             torch.zeros(1, 1, dtype=torch.int64),
             torch.tensor([1]),
             replace(GREEDY, stop_tokens=(3,)),
@@ -338,16 +338,16 @@ def test_experts_that_look_at_whole_sequences_get_them() -> None:
 def test_ranks_of_cp_keep_equal_parts_of_what_is_written() -> None:
     def on_rank(world: Any) -> int:
         model = model_of(LLAMA, Mesh.build(Sizes(world=2, cp=2), world.rank(), new_group)).eval()
-        follow: Any = follow_gpt(model, 3)
-        write(
-            follow,
+        next_logits: Any = gpt_next_logits(model, 3)
+        generate_rows(
+            next_logits,
             prompts(),
             torch.tensor(LENGTHS),
             replace(GREEDY, max_new_tokens=7),
             samples_B=torch.arange(3),
             sharing=(),
         )
-        return int(follow._cache.num_columns)
+        return int(next_logits._cache.num_columns)
 
     # Of 7 tokens of the prompts 4 and 3, filled up, and of the 6 behind them 3 each.
     assert run_on_threads(2, on_rank) == [7, 7]

@@ -22,7 +22,7 @@ from lightning_megatron.models import GPTModel, LlavaConfig, LlavaModel
 from lightning_megatron.pipeline.microbatches import split
 from lightning_megatron.pipeline.ragged import Ragged
 from lightning_megatron.sharding import Box
-from lightning_megatron.transformer.recompute import RecomputeConfig, StageRunner
+from lightning_megatron.transformer.recompute import RecomputeConfig, RecomputeRunner
 from tests.harness.threads import new_group, run_on_threads
 from tests.models.small_llava import COUNTS, IMAGE, LLAMA, LLAVA, VISION, batch_of, model_of
 from tests.reference.unsplit import unsplit_gradients, unsplit_weights
@@ -327,7 +327,7 @@ def test_layers_of_the_tower_are_recomputed_with_the_others() -> None:
     calls: list[str] = []
     again.get_submodule("vision.layers.0").register_forward_pre_hook(lambda *_: calls.append("vision"))
     again.get_submodule("layers.0").register_forward_pre_hook(lambda *_: calls.append("language"))
-    again.runner = StageRunner(RecomputeConfig(granularity="full"), tp=again.mesh.tp, sp=again.mesh.sp)
+    again.runner = RecomputeRunner(RecomputeConfig(granularity="full"), tp=again.mesh.tp, sp=again.mesh.sp)
     for model in (kept, again):
         model(**batch).backward()
     assert sorted(calls) == ["language", "language", "vision", "vision"]

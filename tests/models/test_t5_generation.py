@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.models import GenerationConfig, T5Config, T5Model, generate_t5
-from lightning_megatron.models.generation import write
-from lightning_megatron.models.t5_generation import follow_t5
+from lightning_megatron.models.generation import generate_rows
+from lightning_megatron.models.t5_generation import t5_next_logits
 from lightning_megatron.pipeline.collective import CollectiveCall
 from tests.harness.ranks import run_on_ranks
 from tests.harness.threads import new_group, run_on_threads
@@ -52,14 +52,14 @@ def texts() -> tuple[Tensor, Tensor]:
 def written(model: T5Model, config: GenerationConfig) -> tuple[list[list[int]], list[Tensor]]:
     """The rows, and the logits of each call."""
     read, begun = texts()
-    follow, logits = follow_t5(model.eval(), read, torch.tensor(LENGTHS)), []
+    next_logits, logits = t5_next_logits(model.eval(), read, torch.tensor(LENGTHS)), []
 
     def watched(text: Tensor, lengths: Tensor) -> Tensor:
         with torch.no_grad():
-            logits.append(follow(text, lengths))
+            logits.append(next_logits(text, lengths))
         return logits[-1]
 
-    rows = write(
+    rows = generate_rows(
         watched,
         begun,
         torch.full((len(begun),), begun.shape[1]),
@@ -184,9 +184,9 @@ def test_ranks_of_cp_keep_equal_parts() -> None:
     def on_rank(world: Any) -> list[int]:
         model = model_of(VARIANTS["t5"], Mesh.build(Sizes(world=2, cp=2), world.rank(), new_group)).eval()
         read, begun = texts()
-        follow: Any = follow_t5(model, read, torch.tensor(LENGTHS))
-        write(
-            follow,
+        next_logits: Any = t5_next_logits(model, read, torch.tensor(LENGTHS))
+        generate_rows(
+            next_logits,
             begun,
             torch.full((3,), 2),
             replace(GREEDY, max_new_tokens=7),
@@ -194,8 +194,8 @@ def test_ranks_of_cp_keep_equal_parts() -> None:
             sharing=(),
         )
         # Columns that hold a token of some row.
-        held = follow._memory._positions_RC
-        return [follow._own.num_columns, int((held != -1).sum()), held.shape[1]]
+        held = next_logits._memory._positions_RC
+        return [next_logits._own.num_columns, int((held != -1).sum()), held.shape[1]]
 
     # 2 tokens and then 6; of 20 tokens of the encoder, with 13 in the longest row.
     one, other = run_on_threads(2, on_rank)

@@ -43,8 +43,8 @@ def counted(config: GPTConfig, how: RecomputeConfig) -> int:
     """FLOPs of a forward and a backward, as torch counts them."""
     torch.manual_seed(0)
     model = GPTModel(config, mesh=Mesh.single())
-    recompute.share(model, how)
-    model.runner = recompute.StageRunner(how, tp=Mesh.single().tp, sp=Mesh.single().sp)
+    recompute.set_recomputed(model, how)
+    model.runner = recompute.RecomputeRunner(how, tp=Mesh.single().tp, sp=Mesh.single().sp)
     tokens = torch.randint(config.vocab_size, (ROWS, SEQUENCE))
     # Torch would leave out the last product of what it runs again, whose output nobody reads; the convention counts it.
     with set_checkpoint_early_stop(False), FlopCounterMode(display=False) as counter:

@@ -28,7 +28,7 @@ from lightning_megatron.planner.unkept import unkept_bytes
 from lightning_megatron.planner.work import work_of
 from lightning_megatron.planner.working_set import waiting_bytes
 from lightning_megatron.transformer.lora import LoraConfig, add_lora
-from lightning_megatron.transformer.recompute import RecomputeConfig, share
+from lightning_megatron.transformer.recompute import RecomputeConfig, set_recomputed
 
 H100 = gpu_of("h100")
 _LLAMA = {
@@ -229,7 +229,7 @@ def test_layers_that_only_pass_gradients_keep_less_by_what_is_said(activation: s
     found = []
     for is_frozen in (False, True):
         model = GPTModel(config, mesh=Mesh.single(), seed=0)
-        share(model, recompute)
+        set_recomputed(model, recompute)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(not (is_frozen and name.startswith("layers")))
         found.append(saved_bytes(model, tokens))

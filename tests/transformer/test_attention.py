@@ -8,7 +8,7 @@ import torch
 from lightning_megatron.comm.rng import Draws
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.transformer import rotary
-from lightning_megatron.transformer.attention import SelfAttention, _SplitHeads, own_heads
+from lightning_megatron.transformer.attention import SelfAttention, _SplitHeads, local_heads
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.init import initialise
 from lightning_megatron.transformer.tokens import stream_of
@@ -34,7 +34,7 @@ def test_each_query_head_is_on_one_rank_in_order_with_its_group(groups: int, tp:
     for rank in range(tp):
         axis = Mesh.imagine(rank, Sizes(world=tp, tp=tp)).tp
         own = fused.chunk(tp, dim=1)[rank] if groups % tp == 0 else fused
-        queries, keys, values = _SplitHeads.apply(own, empty, empty, 1, 1, own_heads(config, axis))
+        queries, keys, values = _SplitHeads.apply(own, empty, empty, 1, 1, local_heads(config, axis))
         assert queries.shape == (1, 8 // tp, 1, SIZE)
         for i in range(queries.shape[1]):
             group = i * keys.shape[1] // queries.shape[1]
@@ -52,7 +52,7 @@ def test_each_query_head_is_on_one_rank_in_order_with_its_group(groups: int, tp:
 @pytest.mark.parametrize("pairs", [0, 1, 2])
 def test_the_gradient_of_the_split_is_that_of_autograd(groups: int, tp: int, pairs: int) -> None:
     config = config_of(groups)
-    heads = own_heads(config, Mesh.imagine(tp - 1, Sizes(world=tp, tp=tp)).tp)
+    heads = local_heads(config, Mesh.imagine(tp - 1, Sizes(world=tp, tp=tp)).tp)
     cos, sin = rotary.angles(torch.arange(3)[None], pairs, 100.0)
     # Two tokens of padding behind 2 * 3 real ones.
     fused = torch.randn(8, heads.groups * (heads.queries + 2) * SIZE, dtype=torch.float64, requires_grad=True)

@@ -18,7 +18,7 @@ from lightning_megatron.tensor.norm import RMSNorm
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.recompute import RecomputeConfig
-from tests.transformer.kept import expert_kept_bytes, kept_bytes
+from tests.transformer.saved_activations import expert_saved_bytes, saved_bytes
 
 GPT3 = GPTConfig(num_layers=96, hidden_size=12288, num_attention_heads=96, max_sequence_length=2048, vocab_size=51200)
 GPT_1T = GPTConfig(
@@ -205,7 +205,7 @@ def test_training_flops_know_which_layers_have_a_window() -> None:
 
 def test_a_layer_of_the_largest_model_keeps_at_most_34_sbh_over_t() -> None:
     sizes = Sizes(world=8, tp=8, sequence_parallel=True)
-    kept = kept_bytes(GPT_1T, sizes, 1, 2048, torch.bfloat16)
+    kept = saved_bytes(GPT_1T, sizes, 1, 2048, torch.bfloat16)
     unit = 2048 * 25600 / 8
     assert 32 * unit < kept <= 34 * unit
     formula = cost.layer_activation_bytes(GPT_1T, sizes, batch=1, sequence=2048, bytes_per_element=2)
@@ -234,7 +234,7 @@ def test_kept_bytes_by_formula_are_those_kept(sizes: Sizes, dropout: float, vari
             config, sizes, batch=3, sequence=sequence, bytes_per_element=dtype.itemsize
         )
         # What is left are norm weights and the angles of rotary positions.
-        assert kept_bytes(config, sizes, 3, sequence, dtype) == pytest.approx(formula, rel=0.02)
+        assert saved_bytes(config, sizes, 3, sequence, dtype) == pytest.approx(formula, rel=0.02)
 
 
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=["one", "tp4", "tp4 sp"])
@@ -245,7 +245,7 @@ def test_kept_bytes_with_a_window_by_formula_are_those_kept(sizes: Sizes, window
     config = replace(LLAMA, **sizes_of_layer, num_query_groups=groups, sliding_window=window)
     mask_bytes = 4 * (128 * 128 if window >= 64 else 2 * window * window)
     formula = cost.layer_activation_bytes(config, sizes, batch=3, sequence=128, bytes_per_element=4, window=window)
-    kept = kept_bytes(config, sizes, 3, 128, torch.float32)
+    kept = saved_bytes(config, sizes, 3, 128, torch.float32)
     assert kept - mask_bytes == pytest.approx(formula, rel=0.02)
 
 
@@ -259,18 +259,18 @@ def test_kept_bytes_with_head_norms_by_formula_are_those_kept(
     sizes_of_layer = {"hidden_size": 256, "head_dim": 32, "ffn_hidden_size": 512, "normalization": "layernorm"}
     config = replace(LLAMA, **sizes_of_layer, num_query_groups=groups, qk_norm=True)
     formula = cost.layer_activation_bytes(config, sizes, batch=3, sequence=128, bytes_per_element=4)
-    assert kept_bytes(config, sizes, 3, 128, torch.float32) == pytest.approx(formula, rel=0.02)
+    assert saved_bytes(config, sizes, 3, 128, torch.float32) == pytest.approx(formula, rel=0.02)
 
 
 def test_attention_never_lays_out_its_weights_without_dropout() -> None:
     sizes = Sizes()
-    short, long = (kept_bytes(SMALL, sizes, 1, length, torch.bfloat16) for length in (1024, 4096))
+    short, long = (saved_bytes(SMALL, sizes, 1, length, torch.bfloat16) for length in (1024, 4096))
     assert long == 4 * short
     dropping = replace(SMALL, attention_dropout=0.1)
-    kept = kept_bytes(dropping, sizes, 1, 512, torch.bfloat16)
+    kept = saved_bytes(dropping, sizes, 1, 512, torch.bfloat16)
     formula = cost.layer_activation_bytes(dropping, sizes, batch=1, sequence=512, bytes_per_element=2)
     assert kept == pytest.approx(formula, rel=0.02)
-    assert kept > 5 * kept_bytes(SMALL, sizes, 1, 512, torch.bfloat16)
+    assert kept > 5 * saved_bytes(SMALL, sizes, 1, 512, torch.bfloat16)
 
 
 # Kept activations of experts, on ranks that are threads
@@ -310,7 +310,7 @@ def test_kept_bytes_of_experts_by_formula_are_those_kept(layout: str, variant: s
     config, sizes = replace(WIDE, moe=KEPT[variant]), LAYOUTS_OF_KEPT[layout]
     dtype = torch.float32 if layout == "tp2" else torch.bfloat16
     formula = cost.layer_activation_bytes(config, sizes, batch=3, sequence=127, bytes_per_element=dtype.itemsize)
-    assert expert_kept_bytes(config, sizes, 3, 127, dtype) == pytest.approx(formula, rel=0.015)
+    assert expert_saved_bytes(config, sizes, 3, 127, dtype) == pytest.approx(formula, rel=0.015)
 
 
 # Where tp ranks share no experts, the first has the tokens that stay.
@@ -318,7 +318,7 @@ def test_kept_bytes_of_experts_by_formula_are_those_kept(layout: str, variant: s
 def test_kept_bytes_of_experts_that_drop_choices_by_formula_are_those_kept(layout: str) -> None:
     config, sizes = replace(WIDE, moe=experts(capacity=ExpertCapacity(factor=0.5))), LAYOUTS_OF_KEPT[layout]
     formula = cost.layer_activation_bytes(config, sizes, batch=3, sequence=128, bytes_per_element=2)
-    assert expert_kept_bytes(config, sizes, 3, 128, torch.bfloat16) == pytest.approx(formula, rel=0.015)
+    assert expert_saved_bytes(config, sizes, 3, 128, torch.bfloat16) == pytest.approx(formula, rel=0.015)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS_OF_KEPT)
@@ -326,7 +326,7 @@ def test_kept_bytes_of_a_choice_more_by_formula_are_those_kept(layout: str) -> N
     few, many = (replace(WIDE, moe=experts(router={"top_k": top_k})) for top_k in (2, 4))
     sizes = LAYOUTS_OF_KEPT[layout]
     formula = partial(cost.layer_activation_bytes, sizes=sizes, batch=3, sequence=128, bytes_per_element=2)
-    kept = partial(expert_kept_bytes, sizes=sizes, batch=3, sequence=128, dtype=torch.bfloat16)
+    kept = partial(expert_saved_bytes, sizes=sizes, batch=3, sequence=128, dtype=torch.bfloat16)
     # Masks, which are not counted, are a thousandth of it, and the indices of a way a hundredth.
     assert kept(many) - kept(few) == pytest.approx(formula(many) - formula(few), rel=2e-3)
 
@@ -335,7 +335,7 @@ def test_kept_bytes_of_a_choice_more_by_formula_are_those_kept(layout: str) -> N
 def test_kept_bytes_of_experts_of_any_activation_by_formula_are_those_kept(activation: Any) -> None:
     config = replace(WIDE, moe=KEPT["plain"], activation=activation)
     formula = cost.layer_activation_bytes(config, batch=3, sequence=127, bytes_per_element=2)
-    assert expert_kept_bytes(config, Sizes(), 3, 127, torch.bfloat16) == pytest.approx(formula, rel=0.015)
+    assert expert_saved_bytes(config, Sizes(), 3, 127, torch.bfloat16) == pytest.approx(formula, rel=0.015)
 
 
 @pytest.mark.parametrize("parts", [("moe",), ("norm",), ("moe", "norm"), ("mlp",)], ids=str)
@@ -343,7 +343,7 @@ def test_kept_bytes_of_experts_made_again_by_formula_are_those_kept(parts: tuple
     config = replace(WIDE, moe=KEPT["gate"])
     again = RecomputeConfig(granularity="selective", parts=parts)  # type: ignore[arg-type]
     formula = cost.layer_activation_bytes(config, batch=3, sequence=127, bytes_per_element=2, recompute=again)
-    assert expert_kept_bytes(config, Sizes(), 3, 127, torch.bfloat16, again) == pytest.approx(formula, rel=0.015)
+    assert expert_saved_bytes(config, Sizes(), 3, 127, torch.bfloat16, again) == pytest.approx(formula, rel=0.015)
 
 
 def test_a_dense_layer_between_layers_of_experts_keeps_what_a_dense_one_keeps() -> None:

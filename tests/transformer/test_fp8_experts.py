@@ -17,7 +17,6 @@ from lightning_megatron.moe.grouped_gemm import GROUPED_GEMM
 from lightning_megatron.moe.grouped_gemm_fp8 import GroupedFp8Gemm
 from lightning_megatron.moe.router import Router
 from lightning_megatron.sharding import sharded_parameters
-from lightning_megatron.transformer.engine_experts import ExpertsTwin
 from lightning_megatron.transformer.fp8_layers import (
     TorchFp8Layers,
     tile_faults,
@@ -25,6 +24,7 @@ from lightning_megatron.transformer.fp8_layers import (
     use_transformer_engine,
 )
 from lightning_megatron.transformer.fp8_rules import fp8_faults
+from lightning_megatron.transformer.te_experts import TEExperts
 from tests.harness.threads import new_group, run_on_threads
 from tests.precision import engine_stub
 
@@ -239,7 +239,7 @@ def test_transformer_engine_runs_experts_and_the_linears_around_them(monkeypatch
         assert [name for name, _ in model.named_parameters()] == names
         found.append((loss.item(), [p.grad for p in model.parameters()]))
         if layers is not None:
-            assert isinstance(model.get_submodule("layers.1.moe.experts"), ExpertsTwin)
+            assert isinstance(model.get_submodule("layers.1.moe.experts"), TEExperts)
             layers.release()
             assert dict(model.named_modules()) == modules
     kinds = [kind for kind, _, _ in log.built]

@@ -282,7 +282,7 @@ def test_stacks_of_one_model_are_counted_apart() -> None:
 
 
 def test_linears_keep_bytes_for_backward() -> None:
-    def kept_bytes(uses_fp8: bool) -> dict[torch.dtype, int]:
+    def saved_bytes(uses_fp8: bool) -> dict[torch.dtype, int]:
         model = build(Mesh.single())
         if uses_fp8:
             in_fp8(model, CURRENT)
@@ -301,8 +301,8 @@ def test_linears_keep_bytes_for_backward() -> None:
         return found
 
     count = batch()[0].numel()
-    assert kept_bytes(True)[torch.uint8] == count * (32 + 128)
-    assert kept_bytes(False) == {torch.float32: count * (32 + 128)}
+    assert saved_bytes(True)[torch.uint8] == count * (32 + 128)
+    assert saved_bytes(False) == {torch.float32: count * (32 + 128)}
 
 
 TINY = GPTConfig(num_layers=2, hidden_size=32, num_attention_heads=2, vocab_size=256, max_sequence_length=32)

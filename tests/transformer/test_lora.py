@@ -13,9 +13,9 @@ from lightning_megatron.models import GPTConfig, GPTModel, LlavaConfig, LlavaMod
 from lightning_megatron.moe.config import MoEConfig, RouterConfig
 from lightning_megatron.sharding import sharded_parameters
 from lightning_megatron.tensor.linear import ParallelLinear
-from lightning_megatron.transformer.engine_twins import TwinLayer
 from lightning_megatron.transformer.layer import TransformerLayer
 from lightning_megatron.transformer.lora import LoraConfig, add_lora, merge_lora, merged_lora
+from lightning_megatron.transformer.te_layers import TELayer
 from tests.harness.threads import run_on_threads
 from tests.reference.unsplit import unsplit_gradients, unsplit_weights
 from tests.tensor.plain import fill, thread_mesh
@@ -228,7 +228,7 @@ def test_transformer_engine_does_not_run_paths() -> None:
     layer = model.get_submodule("layers.1")
     assert isinstance(layer, TransformerLayer)
     with pytest.raises(ValueError, match="cannot run the low-rank paths"):
-        TwinLayer(layer)
+        TELayer(layer)
 
 
 MOE = replace(

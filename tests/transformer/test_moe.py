@@ -346,7 +346,7 @@ def test_a_layer_whose_experts_are_made_again_gives_the_same_and_is_recorded_onc
     for recomputed in (RecomputeConfig(), RecomputeConfig(granularity="selective", parts=parts)):
         layer = ExpertLayer(config, moe, tp=mesh.tp, sp=mesh.sp, experts=ExpertAxes.of(mesh), name="layers.0").double()
         initialise(layer, seed=3)
-        recompute.share(layer, recomputed)
+        recompute.set_recomputed(layer, recomputed)
         calls: list[int] = []
         layer.moe.router.register_forward_hook(lambda *_, calls=calls: calls.append(1))
         for _ in range(2):

@@ -17,9 +17,9 @@ from lightning_megatron.tensor import weight_gradients
 from lightning_megatron.tensor.weight_gradients import Task, WeightGradients
 from lightning_megatron.transformer import cost, dropout, recompute
 from lightning_megatron.transformer.config import TransformerConfig
-from lightning_megatron.transformer.recompute import RecomputeConfig, StageRunner
+from lightning_megatron.transformer.recompute import RecomputeConfig, RecomputeRunner
 from tests.harness.threads import new_group, run_on_threads
-from tests.transformer.kept import kept_bytes
+from tests.transformer.saved_activations import saved_bytes
 
 GPT2 = GPTConfig(
     num_layers=3,
@@ -61,8 +61,8 @@ Found = tuple[Tensor, dict[str, Tensor]]
 
 
 def set_up(model: GPTModel, config: RecomputeConfig) -> GPTModel:
-    recompute.share(model, config)
-    model.runner = StageRunner(config, tp=model.mesh.tp, sp=model.mesh.sp)
+    recompute.set_recomputed(model, config)
+    model.runner = RecomputeRunner(config, tp=model.mesh.tp, sp=model.mesh.sp)
     return model
 
 
@@ -281,13 +281,13 @@ def test_selective_removes_what_grows_with_the_square_of_the_sequence() -> None:
     config = replace(GPT_1T, hidden_dropout=0.1, attention_dropout=0.1)
     unit = 2048 * 25600 / 8  # s b h / t
     square = 2048 * 2048 * 160 / 8  # a s^2 b / t
-    kept = kept_bytes(config, TP8_SP, 1, 2048, BF16)
-    selective = kept_bytes(config, TP8_SP, 1, 2048, BF16, WAYS["core attention"])
+    kept = saved_bytes(config, TP8_SP, 1, 2048, BF16)
+    selective = saved_bytes(config, TP8_SP, 1, 2048, BF16, WAYS["core attention"])
     # Beyond the paper's 34 are the statistics of the norms.
     assert selective == pytest.approx(34 * unit, rel=1e-4)
     # Two bytes of weights, a byte of mask, and here the softmax in float32: a kernel in bf16 would keep 5 in all.
     assert kept - selective == 7 * square >= 5 * square
-    longer = kept_bytes(config, TP8_SP, 1, 4096, BF16, WAYS["core attention"])
+    longer = saved_bytes(config, TP8_SP, 1, 4096, BF16, WAYS["core attention"])
     assert longer == 2 * selective
 
 
@@ -304,7 +304,7 @@ def test_selective_removes_what_grows_with_the_square_of_the_sequence() -> None:
 def test_full_leaves_the_input_of_a_layer(way: str, sizes: Sizes, expected: float) -> None:
     config = replace(GPT_1T, hidden_dropout=0.1, attention_dropout=0.1)
     for num_layers in (4, 8):
-        kept = kept_bytes(config, sizes, 1, 2048, BF16, WAYS[way], num_layers)
+        kept = saved_bytes(config, sizes, 1, 2048, BF16, WAYS[way], num_layers)
         assert kept == num_layers * expected * 2048 * 25600
     if WAYS[way].num_layers == 1:
         by_formula = cost.layer_activation_bytes(
@@ -314,8 +314,8 @@ def test_full_leaves_the_input_of_a_layer(way: str, sizes: Sizes, expected: floa
 
 
 def test_the_first_layers_of_a_stage_alone_are_recomputed() -> None:
-    kept = kept_bytes(GPT_1T, TP8_SP, 1, 2048, BF16, WAYS["full, first 2"], num_layers=3)
-    one = kept_bytes(GPT_1T, TP8_SP, 1, 2048, BF16)
+    kept = saved_bytes(GPT_1T, TP8_SP, 1, 2048, BF16, WAYS["full, first 2"], num_layers=3)
+    one = saved_bytes(GPT_1T, TP8_SP, 1, 2048, BF16)
     assert kept == pytest.approx(2 * 2 * 2048 * 25600 / 8 + one, rel=1e-6)
 
 
@@ -338,12 +338,14 @@ def test_kept_bytes_by_formula_are_those_kept(variant: str, way: str, probabilit
     angles = 2 * 2 * sequence * config.rotary_width
     formula, whole = by_formula(WAYS[way]) + angles, by_formula(RecomputeConfig())
     # What is left are statistics of norms, here in half precision too.
-    assert kept_bytes(config, sizes, 3, sequence, BF16, WAYS[way]) == pytest.approx(formula, abs=0.005 * whole)
+    assert saved_bytes(config, sizes, 3, sequence, BF16, WAYS[way]) == pytest.approx(formula, abs=0.005 * whole)
 
 
 def test_what_a_linear_keeps_under_autocast_is_made_again_too() -> None:
     with torch.autocast("cpu", BF16):
-        kept, less = (kept_bytes(GPT2, Sizes(), 3, 64, torch.float32, way) for way in (RecomputeConfig(), WAYS["norm"]))
+        kept, less = (
+            saved_bytes(GPT2, Sizes(), 3, 64, torch.float32, way) for way in (RecomputeConfig(), WAYS["norm"])
+        )
     assert kept - less == 2 * 2 * 3 * 64 * 32  # two norms, two bytes
 
 
@@ -375,7 +377,7 @@ def noisy_step(config: RecomputeConfig) -> tuple[list[Found], dict[str, Tensor],
     torch.manual_seed(5)
     chain = {"in": Ends(is_first=True), "a": Noisy(), "b": Noisy(), "c": Noisy(), "out": Ends(is_first=False)}
     model = PipelineModule.from_modules(chain, mesh=Mesh.single())
-    model.runner = StageRunner(config, tp=model.mesh.tp, sp=model.mesh.sp)
+    model.runner = RecomputeRunner(config, tp=model.mesh.tp, sp=model.mesh.sp)
     # Two calls before the backwards, as microbatches in flight.
     losses = [model(torch.randn(4, 6)) for _ in range(2)]
     found = []
@@ -414,7 +416,7 @@ def per_rank(world: Any, way: str) -> bool:
     model = PipelineModule.from_modules({"a": PerRank(mesh.tp.rank), "b": PerRank(mesh.tp.rank)}, mesh=mesh)
     x, found = torch.arange(12.0).view(2, 6), []
     for config in (RecomputeConfig(), WAYS[way]):
-        model.runner = StageRunner(config, tp=mesh.tp, sp=mesh.sp)
+        model.runner = RecomputeRunner(config, tp=mesh.tp, sp=mesh.sp)
         model.zero_grad()
         model(x).sum().backward()
         found.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
@@ -519,7 +521,7 @@ def test_settings_that_cannot_act_are_refused(settings: dict[str, Any], message:
 
 def test_a_part_that_the_model_does_not_have_is_told() -> None:
     model = GPTModel(GPT2, seed=7)
-    offered = recompute.offers_of(model)
+    offered = recompute.recomputable_parts(model)
     assert offered == {"core_attention", "norm", "activation", "mlp"}
     asked = RecomputeConfig(granularity="selective", parts=("moe", "norm"))
     [fault] = recompute.part_faults(asked, offered)

@@ -179,7 +179,7 @@ def share_recomputation(module: nn.Module, config: RecomputeConfig, mesh: Mesh) 
     Raises ConfigurationError, on every rank, where nothing of the module can do what is asked.
     """
     models = pipelined_modules(module).values()
-    offered = recompute.offers_of(module)
+    offered = recompute.recomputable_parts(module)
     if config.granularity == "selective":
         # A stage may hold none of the layers in question.
         offered = set().union(*collectives.gather_objects(offered, mesh.pp))
@@ -191,9 +191,9 @@ def share_recomputation(module: nn.Module, config: RecomputeConfig, mesh: Mesh) 
         )
     if faults:
         raise ConfigurationError(faults)
-    recompute.share(module, config)
+    recompute.set_recomputed(module, config)
     for model in models:
-        model.runner = recompute.StageRunner(config, tp=mesh.tp, sp=mesh.sp)
+        model.runner = recompute.RecomputeRunner(config, tp=mesh.tp, sp=mesh.sp)
 
 
 def warn_of_uncut(module: nn.Module, mesh: Mesh) -> None:

@@ -20,7 +20,7 @@ from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.precision.gemm import Fp8Gemm
 from lightning_megatron.tensor.linear import ParallelLinear
 from lightning_megatron.trainer.precision import MegatronPrecision
-from lightning_megatron.transformer.engine_twins import LinearTwin
+from lightning_megatron.transformer.te_layers import TELinear
 from tests.harness.ranks import run_on_ranks
 from tests.precision import engine_stub
 
@@ -62,7 +62,7 @@ class Language(L.LightningModule):
     def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
         self.losses.append(float(self.trainer.callback_metrics["loss"]))
         self.in_fp8 = fp8_linears(self)
-        self.twins = sum(isinstance(child, LinearTwin) for child in self.modules())
+        self.twins = sum(isinstance(child, TELinear) for child in self.modules())
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.2)
@@ -336,7 +336,7 @@ def test_precision_transformer_engine_trains_with_its_layers(monkeypatch: pytest
     assert log.first_microbatch == ([True] * 16 + [False] * 16) * 4
     # Rows of eight tokens in each of four layers.
     assert log.attended == [torch.Size((2, 8, 4, 8))] * 4 * 2 * 4
-    assert not any(isinstance(child, LinearTwin) for child in module.modules())
+    assert not any(isinstance(child, TELinear) for child in module.modules())
 
 
 def test_fp8_asked_for_twice_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

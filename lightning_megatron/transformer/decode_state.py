@@ -24,7 +24,7 @@ from lightning_megatron.transformer.tokens import Tokens
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Continuation:
+class DecodeState:
     """Asks for logits [B, V] of what follows each row. A batch of rows may be cut into microbatches, this with it.
 
     Of a row of no token in this call the logits mean nothing.
@@ -55,17 +55,17 @@ class Continuation:
         return torch.where(places_S < self.lengths_B.unsqueeze(1), places_S + self.seen_B.unsqueeze(1), PADDING)
 
 
-def keeping(tokens: Tokens, continuation: Continuation) -> Tokens:
+def caching_stream(tokens: Tokens, decode_state: DecodeState) -> Tokens:
     """The stream of an ordinary call whose keys and values are kept."""
-    assert continuation.cache is not None and tokens.index_X is None, "rows are kept as they are, not packed"
+    assert decode_state.cache is not None and tokens.index_X is None, "rows are kept as they are, not packed"
     places_N = tokens.layout.places(tokens.context.rank)
-    is_token_BN = (places_N != PADDING) & (places_N < continuation.lengths_B.unsqueeze(1))
+    is_token_BN = (places_N != PADDING) & (places_N < decode_state.lengths_B.unsqueeze(1))
     positions_BN = torch.where(is_token_BN, places_N, PADDING).to(tokens.device)
-    return replace(tokens, past=continuation.cache.open(continuation.rows, positions_BN))
+    return replace(tokens, past=decode_state.cache.open(decode_state.rows, positions_BN))
 
 
-def stream_behind(
-    continuation: Continuation,
+def decode_stream(
+    decode_state: DecodeState,
     num_tokens: int,
     *,
     config: TransformerConfig,
@@ -74,12 +74,12 @@ def stream_behind(
     device: torch.device,
 ) -> Tokens:
     """The stream of a call that extends what the cache has: each rank of cp works on all of it."""
-    assert continuation.cache is not None
-    positions_BS = continuation.positions_BS(num_tokens).to(device)
+    assert decode_state.cache is not None
+    positions_BS = decode_state.positions_BS(num_tokens).to(device)
     places_BN = positions_BS.clamp(min=0)
     cos_BNR, sin_BNR = rotary.angles(places_BN, config.rotary_width, config.rotary_base, config.rope_scaling)
     alone = Axis.alone(mesh.global_rank)
-    batch = len(continuation.rows_B)
+    batch = len(decode_state.rows_B)
     return Tokens(
         shape=(batch, num_tokens),
         batch=batch,
@@ -92,11 +92,11 @@ def stream_behind(
         keys_BX=draws.sample_keys(batch, device).unsqueeze(1).expand(batch, num_tokens),
         rotary_cos_1NR=cos_BNR,
         rotary_sin_1NR=sin_BNR,
-        past=continuation.cache.open(continuation.rows, positions_BS),
+        past=decode_state.cache.open(decode_state.rows, positions_BS),
     )
 
 
-def last_of_rows(hidden_TH: Tensor, tokens: Tokens, lengths_B: Tensor) -> Tensor:
+def last_tokens(hidden_TH: Tensor, tokens: Tokens, lengths_B: Tensor) -> Tensor:
     """The hidden states [T/sp, H] of each row's last token, as a stream of B tokens: [B rounded up to sp / sp, H]."""
     batch, sequence = tokens.shape
     numbers_BS = torch.where(

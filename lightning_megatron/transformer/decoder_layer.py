@@ -5,7 +5,7 @@ from torch import Tensor
 from lightning_megatron.context.attention_step import RelativePositionBias
 from lightning_megatron.mesh import Axis
 from lightning_megatron.transformer.config import TransformerConfig
-from lightning_megatron.transformer.cross_attention import CrossAttention, KeptMemory, Memory
+from lightning_megatron.transformer.cross_attention import CachedEncoderMemory, CrossAttention, EncoderMemory
 from lightning_megatron.transformer.dropout import Dropout
 from lightning_megatron.transformer.layer import TransformerLayer, build_norm
 from lightning_megatron.transformer.tokens import Tokens
@@ -25,8 +25,8 @@ class DecoderLayer(TransformerLayer):
         hidden_TH: Tensor,
         tokens: Tokens,
         bias: RelativePositionBias | None = None,
-        memory: Memory | None = None,
-        kept: KeptMemory | None = None,
+        memory: EncoderMemory | None = None,
+        kept: CachedEncoderMemory | None = None,
     ) -> Tensor:
         hidden_TH = self.attend(hidden_TH, tokens, bias)
         crossed_TH = self._norm_and(self.cross_norm, lambda x: self.cross_attention(x, tokens, memory, kept), hidden_TH)

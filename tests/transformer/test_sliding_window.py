@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_megatron.transformer.window import Masks, attend_in_window, is_visible
+from lightning_megatron.transformer.sliding_window import Masks, is_visible, sliding_window_attention
 
 
 def spelled_out(queries: Tensor, keys: Tensor, values: Tensor, window: int) -> Tensor:
@@ -31,10 +31,10 @@ def test_output_and_gradients_are_those_of_every_token_on_its_own(sequence: int,
     weights = torch.randn(2, 4, sequence, 6, dtype=torch.float64)
     wanted = spelled_out(queries, keys, values, window)
     grads = torch.autograd.grad((wanted * weights).sum(), (queries, keys, values))
-    found = attend_in_window(queries, keys, values, window, {})
+    found = sliding_window_attention(queries, keys, values, window, {})
     assert (found - wanted).abs().max() < 1e-12
     # Half the scale of twice the queries.
-    scaled = attend_in_window(2 * queries, keys, values, window, {}, scale=0.5 / math.sqrt(6))
+    scaled = sliding_window_attention(2 * queries, keys, values, window, {}, scale=0.5 / math.sqrt(6))
     assert (scaled - wanted).abs().max() < 1e-12
     for grad, other in zip(torch.autograd.grad((found * weights).sum(), (queries, keys, values)), grads, strict=True):
         assert (grad - other).abs().max() < 1e-12
@@ -52,6 +52,6 @@ def test_layers_of_a_call_share_their_mask_which_grows_with_the_window_alone() -
     masks: Masks = {}
     x = torch.randn(1, 1, 40, 4)
     for _ in range(3):
-        attend_in_window(x, x, x, 4, masks)
+        sliding_window_attention(x, x, x, 4, masks)
     [mask] = masks.values()
     assert mask.shape == (4, 8)

@@ -16,7 +16,7 @@ from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import Initial, shard_parameter
 
 
-def bucket_of(distance: Tensor, *, num_buckets: int, max_distance: int, is_causal: bool) -> Tensor:
+def relative_position_bucket(distance: Tensor, *, num_buckets: int, max_distance: int, is_causal: bool) -> Tensor:
     """The bucket, int64, of each distance (position of the key less that of the query).
 
     Keys before the query and behind it have half of the buckets each, unless `is_causal`: then all are for those
@@ -35,14 +35,16 @@ def bucket_of(distance: Tensor, *, num_buckets: int, max_distance: int, is_causa
     return first + torch.where(steps < num_near, steps, far.clamp(max=num_buckets - 1))
 
 
-class RelativeBias(nn.Module):
+class RelativePositionEmbedding(nn.Module):
     """The table [num_buckets, A/tp] of a stack; called, it is the bias of the heads here."""
 
     def __init__(
         self, *, num_buckets: int, max_distance: int, num_heads: int, is_causal: bool, std: float, tp: Axis
     ) -> None:
         super().__init__()
-        self.bucket = partial(bucket_of, num_buckets=num_buckets, max_distance=max_distance, is_causal=is_causal)
+        self.bucket = partial(
+            relative_position_bucket, num_buckets=num_buckets, max_distance=max_distance, is_causal=is_causal
+        )
         # Each rank of tp sees all tokens of its heads: its gradients are whole.
         self.weight = shard_parameter((num_buckets, num_heads), initial=Initial(std=std), dim=1, axis=tp)
 

@@ -20,7 +20,7 @@ from lightning_megatron.precision import fp8
 from lightning_megatron.precision.gemm import TILE
 
 
-class ExpertsTwin(nn.Module):
+class TEExperts(nn.Module):
     """Runs what `Experts` does, and keeps its parameters under their names."""
 
     def __init__(self, experts: Experts) -> None:

@@ -4,8 +4,8 @@ A twin takes the place of a linear and keeps its parameters: the same objects un
 values, shards, optimizers and checkpoints know nothing of it. The module of the engine is made without memory of its
 own and is lent the parameters in each call. The norm in front of a column linear goes into the same kernel; what stands
 in its place then holds its parameters and passes hidden states on. In a layer of experts the linears of attention
-and of the shared expert have twins, the experts have one together (`engine_experts`), and the router reads its norm.
-Attention of whole sequences goes to the engine's kernels (`engine_attention`).
+and of the shared expert have twins, the experts have one together (`te_experts`), and the router reads its norm.
+Attention of whole sequences goes to the engine's kernels (`te_attention`).
 """
 
 from typing import Any
@@ -19,13 +19,13 @@ from lightning_megatron.precision.fp8 import ParallelMode
 from lightning_megatron.tensor.linear import ColumnParallelLinear, ParallelLinear
 from lightning_megatron.tensor.norm import LayerNorm, RMSNorm
 from lightning_megatron.transformer.attention import SelfAttention
-from lightning_megatron.transformer.engine_attention import EngineAttention
-from lightning_megatron.transformer.engine_experts import ExpertsTwin
+from lightning_megatron.transformer.core_attention import CoreAttention
 from lightning_megatron.transformer.layer import AttendingLayer, ExpertLayer, TransformerLayer
-from lightning_megatron.transformer.whole_attention import WholeAttention
+from lightning_megatron.transformer.te_attention import TECoreAttention
+from lightning_megatron.transformer.te_experts import TEExperts
 
 
-class LinearTwin(nn.Module):
+class TELinear(nn.Module):
     """Runs what a linear (and, folded into it, the norm in front of it) does."""
 
     def __init__(self, linear: ParallelLinear, norm: LayerNorm | RMSNorm | None = None) -> None:
@@ -51,7 +51,7 @@ class LinearTwin(nn.Module):
         return y_TO.view(y_TO.shape[0], *self.weight.shape[:-1])
 
 
-class FoldedNorm(nn.Module):
+class FusedNorm(nn.Module):
     """In the place of a norm that the linear after it computes: its parameters, and hidden states as they are."""
 
     def __init__(self, norm: LayerNorm | RMSNorm) -> None:
@@ -63,7 +63,7 @@ class FoldedNorm(nn.Module):
         return hidden_TH
 
 
-class TwinLayer:
+class TELayer:
     """A layer whose linears are twins, until they give back their places."""
 
     def __init__(self, layer: AttendingLayer) -> None:
@@ -73,17 +73,17 @@ class TwinLayer:
                 "with engine='torch', or leave one of the two out"
             )
         self._places: list[tuple[nn.Module, str, nn.Module]] = []
-        self.twins: list[LinearTwin | ExpertsTwin] = []
-        self._attention: tuple[SelfAttention, WholeAttention] = (layer.attention, layer.attention.whole)
+        self.twins: list[TELinear | TEExperts] = []
+        self._attention: tuple[SelfAttention, CoreAttention] = (layer.attention, layer.attention.core_attention)
         # While its linears are there still: they say how it is cut.
-        layer.attention.whole = EngineAttention(layer.attention)
+        layer.attention.core_attention = TECoreAttention(layer.attention)
         self._add_twin(layer.attention, "qkv", self._folded(layer, "attention_norm"))
         self._add_twin(layer.attention, "projection")
         if isinstance(layer, TransformerLayer):
             self._add_twin(layer.mlp, "up", self._folded(layer, "mlp_norm"))
             self._add_twin(layer.mlp, "down")
         elif isinstance(layer, ExpertLayer):
-            self.twins.append(ExpertsTwin(layer.moe.experts))
+            self.twins.append(TEExperts(layer.moe.experts))
             self._replace(layer.moe, "experts", self.twins[-1])
             if layer.moe.shared is not None:
                 self._add_twin(layer.moe.shared, "up")
@@ -92,11 +92,11 @@ class TwinLayer:
     def _folded(self, layer: AttendingLayer, name: str) -> LayerNorm | RMSNorm:
         """The norm of this name, which the linear after it is to compute from here on."""
         norm: LayerNorm | RMSNorm = getattr(layer, name)
-        self._replace(layer, name, FoldedNorm(norm))
+        self._replace(layer, name, FusedNorm(norm))
         return norm
 
     def _add_twin(self, room: nn.Module, name: str, norm: LayerNorm | RMSNorm | None = None) -> None:
-        self.twins.append(LinearTwin(getattr(room, name), norm))
+        self.twins.append(TELinear(getattr(room, name), norm))
         self._replace(room, name, self.twins[-1])
 
     def _replace(self, parent: nn.Module, name: str, child: nn.Module) -> None:
@@ -110,8 +110,8 @@ class TwinLayer:
 
     def give_back(self) -> None:
         """Puts back the linears, norms and attention that were there."""
-        attention, whole = self._attention
-        attention.whole = whole
+        attention, core_attention = self._attention
+        attention.core_attention = core_attention
         for parent, name, child in self._places:
             setattr(parent, name, child)
 

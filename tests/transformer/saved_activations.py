@@ -62,7 +62,7 @@ class _Made(TorchDispatchMode):
         return made
 
 
-def kept_bytes(
+def saved_bytes(
     config: TransformerConfig,
     sizes: Sizes,
     batch: int,
@@ -84,7 +84,7 @@ def kept_bytes(
             gc.enable()
 
 
-def expert_kept_bytes(
+def expert_saved_bytes(
     config: TransformerConfig,
     sizes: Sizes,
     batch: int,
@@ -125,11 +125,11 @@ def _kept_bytes(
     # Once for all layers: no layer keeps them.
     assert tokens.shard_keys.shape == (tokens.num_tokens // mesh.sp.size,)
     for layer in layers:
-        recompute.share(layer, recomputed)
+        recompute.set_recomputed(layer, recomputed)
     auxiliary: list[Tensor] = []
     runs = [_run_of(layer, tokens, mesh, auxiliary) for layer in layers]
     parts = [StagePart(layer, True, run) for layer, run in zip(layers, runs, strict=True)]
-    runner = recompute.StageRunner(recomputed, tp=mesh.tp, sp=mesh.sp)
+    runner = recompute.RecomputeRunner(recomputed, tp=mesh.tp, sp=mesh.sp)
     leaf = torch.empty(tokens.num_tokens // mesh.sp.size, config.hidden_size, dtype=dtype, requires_grad=True)
     with _Made() as made:
         # Not the leaf, which lives in any case.

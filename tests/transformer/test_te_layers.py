@@ -16,8 +16,8 @@ from lightning_megatron.moe.experts import DispatchedTokens, ExpertAxes, Experts
 from lightning_megatron.moe.grouped_gemm import ExpertGroups
 from lightning_megatron.sharding import Initial
 from lightning_megatron.tensor.linear import ParallelLinear
-from lightning_megatron.transformer.engine_experts import ExpertsTwin
 from lightning_megatron.transformer.fp8_layers import EngineFp8Layers, use_transformer_engine
+from lightning_megatron.transformer.te_experts import TEExperts
 from tests.harness.threads import new_group, run_on_threads
 from tests.precision import engine_stub
 from tests.reference.unsplit import unsplit_gradients
@@ -173,7 +173,7 @@ def test_experts_without_rows_get_gradients_of_zero(sizes: tuple[int, ...], monk
     rows = torch.randn(sum(sizes), 8, generator=torch.Generator().manual_seed(0))
     weights = torch.linspace(0.1, 0.9, sum(sizes))
     found = []
-    for module in (experts, ExpertsTwin(experts)):
+    for module in (experts, TEExperts(experts)):
         experts.zero_grad()
         x, w = rows.clone().requires_grad_(), weights.clone().requires_grad_()
         output = module(DispatchedTokens(x, w, ExpertGroups(sizes, torch.tensor(sizes))))

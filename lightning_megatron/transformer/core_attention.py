@@ -1,8 +1,8 @@
 """Who computes attention of whole sequences, all of whose tokens are here, without a bias or dropout: a value that a
 `SelfAttention` holds.
 
-    TorchAttention     torch's kernels                 everywhere
-    EngineAttention    Transformer Engine's kernels    layers that multiply in FP8 by that engine (`engine_attention`)
+    TorchCoreAttention     torch's kernels                 everywhere
+    TECoreAttention    Transformer Engine's kernels    layers that multiply in FP8 by that engine (`te_attention`)
 
 B batch, A query heads here, G key-value groups here, S sequence, D head size.
 """
@@ -13,11 +13,11 @@ from typing import Protocol
 from torch import Tensor
 
 from lightning_megatron.context.context_layout import MaskSpec
-from lightning_megatron.transformer.fused import fused_attention
-from lightning_megatron.transformer.window import Masks, attend_in_window
+from lightning_megatron.transformer.fused_attention import fused_attention
+from lightning_megatron.transformer.sliding_window import Masks, sliding_window_attention
 
 
-class WholeAttention(Protocol):
+class CoreAttention(Protocol):
     """Attention of queries [B, A, S, D] to keys and values [B, G, S, D]: [B, A, S, D]."""
 
     def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, masks: Masks) -> Tensor:
@@ -26,7 +26,7 @@ class WholeAttention(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TorchAttention:
+class TorchCoreAttention:
     """Torch's own."""
 
     mask_spec: MaskSpec
@@ -35,5 +35,5 @@ class TorchAttention:
 
     def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, masks: Masks) -> Tensor:
         if 0 < self.mask_spec.window < queries.shape[2]:
-            return attend_in_window(queries, keys, values, self.mask_spec.window, masks, scale=self.scale)
+            return sliding_window_attention(queries, keys, values, self.mask_spec.window, masks, scale=self.scale)
         return fused_attention(queries, keys, values, is_causal=self.mask_spec.is_causal, scale=self.scale)

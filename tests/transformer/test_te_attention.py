@@ -12,9 +12,9 @@ from lightning_megatron.context.context_layout import MaskSpec
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.models import GPTConfig, GPTModel
 from lightning_megatron.transformer.attention import SelfAttention
-from lightning_megatron.transformer.engine_attention import EngineAttention
+from lightning_megatron.transformer.core_attention import TorchCoreAttention
 from lightning_megatron.transformer.fp8_layers import use_transformer_engine
-from lightning_megatron.transformer.whole_attention import TorchAttention
+from lightning_megatron.transformer.te_attention import TECoreAttention
 from tests.harness.threads import run_on_threads
 from tests.precision import engine_stub
 from tests.tensor.plain import thread_mesh
@@ -59,15 +59,15 @@ def test_output_and_gradients_are_those_of_torch(
         own = [random(2, 9, num, 8, seed=seed) for seed, num in enumerate((heads, own_groups, own_groups))]
         wider = [x.detach().double().requires_grad_() for x in own]
         weights = random(2, 9, heads, 8, seed=3)
-        found = EngineAttention(attention)(*own, {})
-        wanted = TorchAttention(mask_spec=view, scale=attention.scale)(*wider, {})
+        found = TECoreAttention(attention)(*own, {})
+        wanted = TorchCoreAttention(mask_spec=view, scale=attention.scale)(*wider, {})
         rounded_alike(found, wanted)
         grads = torch.autograd.grad(found, own, weights)
         for grad, other in zip(grads, torch.autograd.grad(wanted, wider, weights.double()), strict=True):
             rounded_alike(grad, other)
         # A token more or less would be seen.
         other_view = MaskSpec(is_causal=True, window=2)
-        assert (TorchAttention(mask_spec=other_view, scale=attention.scale)(*wider, {}) - wanted).abs().max() > 0.1
+        assert (TorchCoreAttention(mask_spec=other_view, scale=attention.scale)(*wider, {}) - wanted).abs().max() > 0.1
 
     run_on_threads(num_ranks, on_rank)
     # Batch and sequence before heads.
@@ -84,7 +84,7 @@ def test_what_would_be_laid_out_goes_to_torch(
     mesh = Mesh.single()
     attention = SelfAttention(replace(CONFIG, head_dim=head_dim), tp=mesh.tp, sp=mesh.sp, name="a")
     own = [random(1, 5, 8, head_dim, seed=seed, dtype=dtype) for seed in range(3)]
-    assert EngineAttention(attention)(*own, {}).equal(attention.whole(*own, {}))
+    assert TECoreAttention(attention)(*own, {}).equal(attention.core_attention(*own, {}))
     assert log.attended == []
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lightning_megatron.precision import fp8
 from lightning_megatron.transformer.attention import SelfAttention
-from lightning_megatron.transformer.whole_attention import WholeAttention
-from lightning_megatron.transformer.window import Masks
+from lightning_megatron.transformer.core_attention import CoreAttention
+from lightning_megatron.transformer.sliding_window import Masks
 
 # Of cuDNN's attention on GPUs of compute capability 8.9. Source: cuDNN frontend documentation, scaled dot product
 # attention, support surface.
@@ -21,11 +21,11 @@ _HEAD_DIM_STEP = 8
 _LARGEST_HEAD_DIM = 128
 
 
-class EngineAttention:
+class TECoreAttention:
     """Computes what a layer's attention did by torch; what stands in its place until then does the rest."""
 
     def __init__(self, attention: SelfAttention) -> None:
-        self._otherwise: WholeAttention = attention.whole
+        self._torch: CoreAttention = attention.core_attention
         heads, tp = attention.heads, attention.tp
         self._has_kernel = heads.head_dim % _HEAD_DIM_STEP == 0 and heads.head_dim <= _LARGEST_HEAD_DIM
         self._engine: nn.Module = fp8.attention(
@@ -43,7 +43,7 @@ class EngineAttention:
 
     def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, masks: Masks) -> Tensor:
         if not self._has_kernel or queries.dtype.itemsize != 2:
-            return self._otherwise(queries, keys, values, masks)
+            return self._torch(queries, keys, values, masks)
         with fp8.left_out():
             attended_BSC = self._engine(*(x.transpose(1, 2) for x in (queries, keys, values)))
         attended: Tensor = attended_BSC.unflatten(-1, (queries.shape[1], -1)).transpose(1, 2)

@@ -18,13 +18,13 @@ from torch import Tensor
 from lightning_megatron.context.cache import KeyValueCache
 from lightning_megatron.context.context_layout import PADDING
 from lightning_megatron.context.documents import Documents
-from lightning_megatron.transformer.continuation import Continuation
-from lightning_megatron.transformer.cross_attention import KeptMemory
+from lightning_megatron.transformer.cross_attention import CachedEncoderMemory
+from lightning_megatron.transformer.decode_state import DecodeState
 from lightning_megatron.transformer.tokens import Tokens
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Answer(Continuation):
+class T5DecodeState(DecodeState):
     """Asks for logits [B, V] of what follows each row of the decoder's tokens.
 
     Of its `cache`, that of self-attention, no call is cut over cp.
@@ -34,15 +34,17 @@ class Answer(Continuation):
     """Of cross attention: tokens of the encoder."""
 
 
-def kept_memory(answer: Answer, decoder: Tokens, encoder: Tokens | None, documents: Documents | None) -> KeptMemory:
+def cached_memory(
+    decode_state: T5DecodeState, decoder: Tokens, encoder: Tokens | None, documents: Documents | None
+) -> CachedEncoderMemory:
     """Where cross attention keeps what it makes of the encoder's stream, and reads it; no `encoder`: it was kept."""
     assert decoder.past is not None
     queries_BN = decoder.past.query_positions_BN
     if encoder is None or documents is None:
-        return KeptMemory(answer.memory.read(answer.rows, queries_BN), queries_BN.new_empty(0))
+        return CachedEncoderMemory(decode_state.memory.read(decode_state.rows, queries_BN), queries_BN.new_empty(0))
     own_BC, positions_BC = _by_sample(encoder, documents)
-    call = answer.memory.open(answer.rows, positions_BC)
-    return KeptMemory(replace(call, query_positions_BN=queries_BN, seen={}), own_BC)
+    call = decode_state.memory.open(decode_state.rows, positions_BC)
+    return CachedEncoderMemory(replace(call, query_positions_BN=queries_BN, seen={}), own_BC)
 
 
 def _by_sample(encoder: Tokens, documents: Documents) -> tuple[Tensor, Tensor]:

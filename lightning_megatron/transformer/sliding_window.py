@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_megatron.transformer.fused import fused_attention
+from lightning_megatron.transformer.fused_attention import fused_attention
 
 Masks = dict[tuple[object, ...], Tensor]
 
@@ -22,7 +22,7 @@ def is_visible(sequence: int, window: int, device: torch.device) -> Tensor:
     return (distance >= 0) & (distance < window) if window else distance >= 0
 
 
-def attend_in_window(
+def sliding_window_attention(
     queries: Tensor, keys: Tensor, values: Tensor, window: int, masks: Masks, *, scale: float | None = None
 ) -> Tensor:
     """Attention of queries [B, A, S, D] to keys and values [B, G, S, D], S above `window`: [B, A, S, D].
