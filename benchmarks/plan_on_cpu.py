@@ -98,11 +98,13 @@ def trained(forward: Callable[[], Any]) -> Callable[[], None]:
 def moved_bytes() -> float:
     """Bytes that elementwise kernels of one forward of a microbatch move, as the planner counts them."""
     from lightning_megatron.mesh import Sizes
-    from lightning_megatron.planner.anatomy import Texts, anatomy_of
-    from lightning_megatron.planner.work import work_of
+    from lightning_megatron.planner.layer_work import layer_work_of
+    from lightning_megatron.planner.model_parts import SequenceLengths, model_parts_of
 
-    anatomy = anatomy_of(toy_model(), Texts(sequence=SEQUENCE))
-    return sum(work_of(piece, anatomy, Sizes(world=1), MICRO_BATCH, 4).moved_bytes for piece in anatomy.pieces)
+    model_parts = model_parts_of(toy_model(), SequenceLengths(sequence=SEQUENCE))
+    return sum(
+        layer_work_of(part, model_parts, Sizes(world=1), MICRO_BATCH, 4).moved_bytes for part in model_parts.parts
+    )
 
 
 def measure_tensor_parallel() -> dict[str, float]:
@@ -167,9 +169,9 @@ def toy_model() -> Any:
 def predicted(mode: str, rates: dict[str, float]) -> float:
     """Seconds of a step of a mode, by the planner."""
     from lightning_megatron.mesh import Sizes
-    from lightning_megatron.planner.anatomy import Texts
     from lightning_megatron.planner.constants import Constants
     from lightning_megatron.planner.hardware import GIGA, TERA, Gpu
+    from lightning_megatron.planner.model_parts import SequenceLengths
     from lightning_megatron.planner.run import Run, faults_of
     from lightning_megatron.planner.step_time import step_time
 
@@ -179,7 +181,7 @@ def predicted(mode: str, rates: dict[str, float]) -> float:
     sizes = Sizes(world=world, tp=tp, pp=pp, sequence_parallel=options.get("sequence_parallel", False))
     run = Run(
         model=toy_model(),
-        texts=Texts(sequence=SEQUENCE),
+        lengths=SequenceLengths(sequence=SEQUENCE),
         sizes=sizes,
         global_batch_size=GLOBAL_BATCH,
         micro_batch_size=MICRO_BATCH,

@@ -16,7 +16,6 @@ from lightning_megatron.mesh import Sizes, StageLayout
 from lightning_megatron.models import BertConfig, GPTConfig, T5Config
 from lightning_megatron.moe.config import MoEConfig, RouterConfig
 from lightning_megatron.optim.config import GradientDtype, OptimizerConfig
-from lightning_megatron.planner.anatomy import Anatomy, Model, Texts, anatomy_of
 from lightning_megatron.planner.flops import (
     BY_PARAMETERS,
     HARDWARE_ALL_PAIRS,
@@ -24,9 +23,16 @@ from lightning_megatron.planner.flops import (
     MODEL_ALL_PAIRS,
     Convention,
 )
+from lightning_megatron.planner.framework_profile import (
+    FULLY_SHARDED,
+    MEGATRON,
+    SHARDED_BETWEEN_PASSES,
+    FrameworkProfile,
+    Hiding,
+)
 from lightning_megatron.planner.hardware import Gpu, gpu_of
+from lightning_megatron.planner.model_parts import Model, ModelParts, SequenceLengths, model_parts_of
 from lightning_megatron.planner.run import Run
-from lightning_megatron.planner.software import FULLY_SHARDED, MEGATRON, SHARDED_BETWEEN_PASSES, Hiding, Software
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
@@ -187,7 +193,7 @@ def frugal(row: Row, run: Run) -> Run:
     """
     if not row.get("recompute"):
         run = replace(run, recompute=RecomputeConfig(granularity="full"))
-    if run.software.name.startswith("Megatron Core") and _year(str(row["source"])) >= 2023:
+    if run.framework.name.startswith("Megatron Core") and _year(str(row["source"])) >= 2023:
         run = replace(run, fp8=None, optimizer=replace(run.optimizer, grad_dtype="bfloat16"))
     return run
 
@@ -229,7 +235,7 @@ def why_untimed(row: Row) -> str:
     return ""
 
 
-def model_of(row: Row) -> Anatomy | str:
+def model_of(row: Row) -> ModelParts | str:
     """The model of a row, or why it cannot be built."""
     name = str(row["model"])
     for beginning, reason in _CANNOT_BUILD.items():
@@ -241,7 +247,9 @@ def model_of(row: Row) -> Anatomy | str:
         model = _model(row, name, is_laid_out=_lays_out(str(row["source"])))
     except ValueError as error:
         return str(error)
-    return anatomy_of(model, Texts(sequence=int(row["seq"]), decoder_sequence=int(row.get("seq_dec") or 0)))
+    return model_parts_of(
+        model, SequenceLengths(sequence=int(row["seq"]), decoder_sequence=int(row.get("seq_dec") or 0))
+    )
 
 
 def run_of(row: Row) -> Planned | str:
@@ -274,7 +282,7 @@ def _planned(row: Row, name: str) -> Planned | str:
     etp = int(row.get("etp") or (1 if year >= 2025 else tp if row.get("ep") and "grok1" not in source else 1))
     world = int(row["gpus"])
     recompute = str(row.get("recompute") or "")
-    software = _software(row)
+    framework = _software(row)
     sizes = Sizes(
         world=world,
         tp=tp,
@@ -297,7 +305,7 @@ def _planned(row: Row, name: str) -> Planned | str:
     is_fp8 = "fp8" in str(row.get("precision")).lower() or "float8" in str(row.get("precision")).lower()
     run = Run(
         model=model,
-        texts=Texts(sequence=int(row["seq"]), decoder_sequence=int(row.get("seq_dec") or 0)),
+        lengths=SequenceLengths(sequence=int(row["seq"]), decoder_sequence=int(row.get("seq_dec") or 0)),
         sizes=sizes,
         global_batch_size=batch,
         micro_batch_size=micro,
@@ -305,13 +313,13 @@ def _planned(row: Row, name: str) -> Planned | str:
         fp8=Fp8Config() if is_fp8 else None,
         recompute=_recompute(recompute, is_old),
         optimizer=OptimizerConfig(
-            kind="distributed" if year >= 2022 and software.name == MEGATRON.name else "replicated",
+            kind="distributed" if year >= 2022 and framework.name == MEGATRON.name else "replicated",
             grad_dtype=_grad_dtype(source),
             overlap_grad_reduce=year >= 2023 or "README 2020" in source,
-            overlap_param_gather=year >= 2023 and software.name == MEGATRON.name,
+            overlap_param_gather=year >= 2023 and framework.name == MEGATRON.name,
         ),
         schedule_name=_schedule(str(row.get("schedule") or ""), vp),
-        software=software,
+        framework=framework,
     )
     return Planned(run=run, gpu=gpu_of(GPUS[str(row["gpu_type"])]))
 
@@ -379,7 +387,7 @@ def _recompute(text: str, is_old: bool) -> RecomputeConfig:
     return RecomputeConfig()
 
 
-def _software(row: Row) -> Software:
+def _software(row: Row) -> FrameworkProfile:
     fsdp, precision = str(row.get("fsdp") or ""), str(row.get("precision"))
     if fsdp == "SHARD_GRAD_OP":
         return replace(SHARDED_BETWEEN_PASSES, logit_bytes=2)
@@ -414,7 +422,7 @@ def _grad_dtype(source: str) -> GradientDtype:
     return "bfloat16" if any(name in source for name in _NARROW_GRADIENTS) else "float32"
 
 
-def _megatron(row: Row) -> Software:
+def _megatron(row: Row) -> FrameworkProfile:
     """Behind which products messages of tp travelled, and what goes between stages in DeepSpeed."""
     source = str(row["source"])
     year = _year(source)
@@ -522,12 +530,12 @@ def _golden(row: Row) -> Planned | str:
         "add_bias_linear": not has("disable-bias-linear"),
         "tie_embeddings": not has("untie-embeddings-and-output-weights"),
     }
-    texts = Texts(sequence=sequence)
+    lengths = SequenceLengths(sequence=sequence)
     model: Model
     if kind == "bert":
         model = BertConfig(**fields, norm_placement="pre", embedding_norm=False)
     elif kind == "t5":
-        texts = Texts(sequence=sequence, decoder_sequence=int(args["decoder-seq-length"]))
+        lengths = SequenceLengths(sequence=sequence, decoder_sequence=int(args["decoder-seq-length"]))
         model = T5Config(**fields, position="learned", max_decoder_sequence_length=int(args["decoder-seq-length"]))
     else:
         fields["position"] = "rotary" if args.get("position-embedding-type") == "rope" else "learned"
@@ -542,7 +550,7 @@ def _golden(row: Row) -> Planned | str:
         return f"its batch ({batch}) is no multiple of {sizes.dp} replicas x {micro} samples"
     run = Run(
         model=model,
-        texts=texts,
+        lengths=lengths,
         sizes=sizes,
         global_batch_size=batch,
         micro_batch_size=micro,
@@ -554,7 +562,7 @@ def _golden(row: Row) -> Planned | str:
         ),
         # Megatron Core takes no group that is smaller than the stages.
         group_size=group if vp > 1 and pp > 1 and pp < (group := batch // (sizes.dp * micro)) < 2 * pp else 0,
-        software=MEGATRON,
+        framework=MEGATRON,
     )
     return Planned(run=run, gpu=gpu_of(GPUS.get(str(row.get("gpu_type")), "a100-80gb")))
 

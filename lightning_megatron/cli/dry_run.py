@@ -13,7 +13,7 @@ from lightning_megatron.cli.plan_dynamic import balanced_as_asked
 from lightning_megatron.cli.plan_layout import OF_RECIPE, explained, notes_on_layout
 from lightning_megatron.cli.plan_run import add_model_options, count_faults, read_run
 from lightning_megatron.cli.usage import UsageError
-from lightning_megatron.planner.dry_rank import Whole
+from lightning_megatron.planner.dry_rank import FullModel
 from lightning_megatron.planner.dry_report import dry_record, dry_text
 from lightning_megatron.planner.dry_run import dry_run, shown_ranks
 from lightning_megatron.planner.hardware import gpu_of
@@ -74,8 +74,8 @@ def run_dry_run(options: argparse.Namespace) -> None:
     if options.rank is not None and not 0 <= options.rank < world:
         raise UsageError([f"--rank ({options.rank}) must be from 0 to world size - 1 ({world - 1})"])
     ranks = shown_ranks(run) if options.rank is None else (options.rank,)
-    whole = Whole(run)
-    found = [dry_run(run, rank, whole=whole) for rank in ranks]
+    full_model = FullModel(run)
+    found = [dry_run(run, rank, full_model=full_model) for rank in ranks]
     print(json.dumps(dry_record(found, notes)) if options.json else dry_text(found, notes))
 
 
@@ -86,18 +86,18 @@ def _read(options: argparse.Namespace) -> tuple[Run, list[str]]:
         raise UsageError(faults)
     options.num_gpus = options.world_size
     is_own = options.layout in (None, OF_RECIPE)
-    asked = balanced_as_asked(read_run(options), options.document_lengths, gpu_of(_GPU), is_own=is_own)
-    if asked.unplanned:
+    request = balanced_as_asked(read_run(options), options.document_lengths, gpu_of(_GPU), is_own=is_own)
+    if request.unplanned:
         raise UsageError(
             [
                 f"a dry run knows nothing of {name}, which {does}; leave it out of the recipe to run the rest"
-                for name, does in asked.unplanned.items()
+                for name, does in request.unplanned.items()
             ]
         )
-    run = explained(asked, options)
+    run = explained(request, options)
     notes = [
-        *asked.notes,
-        *([] if is_own else notes_on_layout(asked, options.layout)),
+        *request.notes,
+        *([] if is_own else notes_on_layout(request, options.layout)),
     ]
     if run.fp8 is not None and run.fp8.engine != "torch":
         notes.append(f"fp8 engine {run.fp8.engine!r} runs dry as engine 'torch', whose layers stand for its own")

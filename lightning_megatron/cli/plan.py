@@ -11,10 +11,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.cli.asked import Asked
 from lightning_megatron.cli.commands import COMMANDS
 from lightning_megatron.cli.plan_dynamic import balanced_as_asked
 from lightning_megatron.cli.plan_layout import OF_RECIPE, explained, notes_on_layout
+from lightning_megatron.cli.plan_request import PlanRequest
 from lightning_megatron.cli.plan_run import add_model_options, count_faults, read_run
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.planner.estimate import Estimate, estimate
@@ -93,20 +93,20 @@ def run_plan(options: argparse.Namespace) -> None:
         raise UsageError(bad)
     if options.layout is not None and options.top is not None:
         raise UsageError([f"--top ({options.top}) is for a search, and --layout explains one layout; leave one out"])
-    asked = read_run(options)
-    if asked.run.fp8 is not None and not gpu.fp8_tflops:
+    request = read_run(options)
+    if request.run.fp8 is not None and not gpu.fp8_tflops:
         raise UsageError([f"GPU {options.gpu!r} has no units for FP8; leave FP8 out, or plan for another"])
     if options.out is not None and (options.out.suffix != ".svg" or not options.out.parent.is_dir()):
         raise UsageError([f"--out ({options.out}) must be a file.svg in a folder that is there"])
     if options.layout is not None:
-        _explain(options, asked, gpu)
+        _explain(options, request, gpu)
     else:
-        _search(options, asked, gpu)
+        _search(options, request, gpu)
 
 
-def _explain(options: argparse.Namespace, asked: Asked, gpu: Gpu) -> None:
-    asked = balanced_as_asked(asked, options.document_lengths, gpu, is_own=options.layout == OF_RECIPE)
-    run, notes = explained(asked, options), _notes(asked, gpu, options.layout)
+def _explain(options: argparse.Namespace, request: PlanRequest, gpu: Gpu) -> None:
+    request = balanced_as_asked(request, options.document_lengths, gpu, is_own=options.layout == OF_RECIPE)
+    run, notes = explained(request, options), _notes(request, gpu, options.layout)
     found = estimate(run, gpu)
     if options.out is not None:
         _write(found, options.out)
@@ -116,9 +116,9 @@ def _explain(options: argparse.Namespace, asked: Asked, gpu: Gpu) -> None:
         print("\n".join([model_text(run), *notes, "", estimate_text(found, num_tokens=options.tokens)]))
 
 
-def _search(options: argparse.Namespace, asked: Asked, gpu: Gpu) -> None:
-    asked = balanced_as_asked(asked, options.document_lengths, gpu, is_own=False)
-    run, notes, is_free = asked.run, _notes(asked, gpu, None), options.recompute is None
+def _search(options: argparse.Namespace, request: PlanRequest, gpu: Gpu) -> None:
+    request = balanced_as_asked(request, options.document_lengths, gpu, is_own=False)
+    run, notes, is_free = request.run, _notes(request, gpu, None), options.recompute is None
     found = search(run, gpu, memory_bytes=gpu.memory_bytes, free_recompute=is_free)
     if not found.fitting:
         raise UsageError([_nothing_fits(run, gpu, found, is_free)])
@@ -140,20 +140,20 @@ def _search(options: argparse.Namespace, asked: Asked, gpu: Gpu) -> None:
         print("\n".join([model_text(run), *notes, "", text, "", estimate_text(best, num_tokens=options.tokens)]))
 
 
-def _notes(asked: Asked, gpu: Gpu, layout: str | None) -> list[str]:
+def _notes(request: PlanRequest, gpu: Gpu, layout: str | None) -> list[str]:
     """What a reader of the numbers should know, with that layout or, where there is none, of a search."""
-    notes = [*asked.notes, *(f"not planned: {name}, which {does}" for name, does in asked.unplanned.items())]
-    if gpu.timed_as(asked.run.plain_products) != asked.run.plain_products:
+    notes = [*request.notes, *(f"not planned: {name}, which {does}" for name, does in request.unplanned.items())]
+    if gpu.timed_as(request.run.plain_products) != request.run.plain_products:
         notes.append(
             f"times are those of products in 16 bits, and in 32-true they are several times longer: GPU {gpu.name!r} "
             "has no full_tflops, its peak in float32; give it in its file"
         )
-    if gpu.family == "volta" and asked.run.precision.startswith("bf16"):
+    if gpu.family == "volta" and request.run.precision.startswith("bf16"):
         notes.append(
             f"GPU {gpu.name!r} has no units for bfloat16, and products in it are slower there; times are those of "
             "16-mixed"
         )
-    return notes if layout == OF_RECIPE else notes + notes_on_layout(asked, layout)
+    return notes if layout == OF_RECIPE else notes + notes_on_layout(request, layout)
 
 
 def _distinct(found: Found, gpu: Gpu, num_shown: int) -> list[Shown]:

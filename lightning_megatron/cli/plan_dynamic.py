@@ -3,12 +3,12 @@
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_megatron.cli.asked import Asked
+from lightning_megatron.cli.plan_request import PlanRequest
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.context.balance import DynamicContextConfig
 from lightning_megatron.models import GPTConfig
 from lightning_megatron.pipeline.choice import in_groups_of
-from lightning_megatron.planner.balanced import LogNormal, balanced, drawn, num_cut
+from lightning_megatron.planner.balanced_batch import LogNormal, balanced, drawn, num_cut
 from lightning_megatron.planner.balanced_cost import planned_cost
 from lightning_megatron.planner.constants import fitted
 from lightning_megatron.planner.hardware import Gpu
@@ -21,13 +21,13 @@ ONE_A_ROW = "each row of packed documents counts as one: attention within shorte
 _MOST_DIGITS = 12
 
 
-def balanced_as_asked(asked: Asked, told: str | None, gpu: Gpu, *, is_own: bool) -> Asked:
+def balanced_as_asked(request: PlanRequest, told: str | None, gpu: Gpu, *, is_own: bool) -> PlanRequest:
     """What is asked with a balanced batch, of a recipe with dynamic context parallelism whose own layout is shown.
 
     `told` is what --document-lengths says; on the GPU documents cost what the recipe does not say. Raises UsageError
     where --document-lengths says nothing, or is of no use.
     """
-    config, cut = asked.dynamic, asked.cut
+    config, cut = request.dynamic, request.cut
     if config is None or cut is None or not is_own:
         if told is not None:
             raise UsageError(
@@ -36,14 +36,14 @@ def balanced_as_asked(asked: Asked, told: str | None, gpu: Gpu, *, is_own: bool)
                     "recipe); leave it out"
                 ]
             )
-        return asked
-    if asked.run.is_overlapped:
+        return request
+    if request.run.is_overlapped:
         name = "overlap_expert_exchange beside dynamic_context"
-        asked = replace(asked, unplanned={**asked.unplanned, name: "keeps more and waits less"})
-    run = replace(asked.run, is_overlapped=False)
+        request = replace(request, unplanned={**request.unplanned, name: "keeps more and waits less"})
+    run = replace(request.run, is_overlapped=False)
     known, own = _faults(run, cut, config)
     if known or own or not isinstance(run.model, GPTConfig):
-        return replace(asked, run=run, faults=(*asked.faults, *own))
+        return replace(request, run=run, faults=(*request.faults, *own))
     try:
         lengths, notes = _documents(run, told)
     except ValueError as error:
@@ -53,7 +53,7 @@ def balanced_as_asked(asked: Asked, told: str | None, gpu: Gpu, *, is_own: bool)
         cost = planned_cost(run, config.max_tokens_per_rank, gpu, fitted())
         notes.append(f"documents are balanced by what they are planned to cost on {gpu.name}, which a run measures")
     run = replace(run, balanced=balanced(lengths, run.sizes, config, cost, in_groups_of(run.schedule)))
-    return replace(asked, run=run, notes=(*(note for note in asked.notes if note != ONE_A_ROW), *notes))
+    return replace(request, run=run, notes=(*(note for note in request.notes if note != ONE_A_ROW), *notes))
 
 
 def _faults(run: Run, cut: Facts, config: DynamicContextConfig) -> tuple[list[str], list[str]]:
@@ -61,7 +61,7 @@ def _faults(run: Run, cut: Facts, config: DynamicContextConfig) -> tuple[list[st
     plain = replace(
         cut,
         model=run.model,
-        sequence_length=run.texts.sequence,
+        sequence_length=run.lengths.sequence,
         context=run.context,
         fp8=run.fp8,
         precision=run.precision,
@@ -72,12 +72,12 @@ def _faults(run: Run, cut: Facts, config: DynamicContextConfig) -> tuple[list[st
 
 def _documents(run: Run, told: str | None) -> tuple[tuple[int, ...], list[str]]:
     """Lengths of the documents of a batch, and what a reader should know of them."""
-    rows, length = run.global_batch_size, run.texts.sequence
+    rows, length = run.global_batch_size, run.lengths.sequence
     if told is None:
         note = f"each row counts as one document of {length:,} tokens"
-        more = ", which takes the most; --document-lengths tells of shorter ones" if run.texts.are_packed else ""
+        more = ", which takes the most; --document-lengths tells of shorter ones" if run.lengths.are_packed else ""
         return (length,) * rows, [note + more]
-    if not run.texts.are_packed:
+    if not run.lengths.are_packed:
         raise ValueError(
             f"--document-lengths ({told}) is for rows of packed documents, and each row of this recipe is one of "
             f"{length} tokens; leave it out"

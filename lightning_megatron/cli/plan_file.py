@@ -9,7 +9,7 @@ import yaml
 from lightning_megatron.hf.families import family_of_file
 from lightning_megatron.hf.folder import read_config
 from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config
-from lightning_megatron.planner.anatomy import Model
+from lightning_megatron.planner.model_parts import Model
 
 KINDS: dict[str, type[Model]] = {"gpt": GPTConfig, "bert": BertConfig, "t5": T5Config, "llava": LlavaConfig}
 """By the names of `--model-kind`."""

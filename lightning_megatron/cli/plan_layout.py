@@ -4,7 +4,7 @@ import argparse
 from dataclasses import replace
 from typing import Any, get_args
 
-from lightning_megatron.cli.asked import Asked
+from lightning_megatron.cli.plan_request import PlanRequest
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.mesh import Sizes, StageLayout
 from lightning_megatron.pipeline.choice import ScheduleName, placement_of
@@ -27,22 +27,22 @@ _EXAMPLE = "tp=8,pp=4"
 _MOST_DIGITS = 6
 
 
-def explained(asked: Asked, options: argparse.Namespace) -> Run:
+def explained(request: PlanRequest, options: argparse.Namespace) -> Run:
     """The run on the layout that --layout writes, and on its own where there is none.
 
     Raises UsageError with all that keeps it from running.
     """
     if options.layout in (None, OF_RECIPE):
-        if not asked.has_layout:
+        if not request.has_layout:
             raise UsageError([f"{options.config} has no layout of its own; write one, as in --layout {_EXAMPLE}"])
-        run, faults = asked.run, [*asked.faults, *faults_of(asked.run)]
-        if asked.faults:
+        run, faults = request.run, [*request.faults, *faults_of(request.run)]
+        if request.faults:
             # Rows of a microbatch are what the batch leaves: the file says it otherwise.
-            faults = [fault for fault in faults if fault in asked.faults or not fault.startswith("global_batch_size")]
+            faults = [fault for fault in faults if fault in request.faults or not fault.startswith("global_batch_size")]
     else:
-        run = with_layout(asked.run, options.layout)
+        run = with_layout(request.run, options.layout)
         faults = faults_of(run)
-        if not asked.has_layout:
+        if not request.has_layout:
             faults += [
                 f"--layout {key}={OF_RECIPE}: {options.config} is no recipe and has none; name one, or leave it out"
                 for key, value in _values_of(options.layout).items()
@@ -88,10 +88,10 @@ def with_layout(run: Run, text: str) -> Run:
     )
 
 
-def notes_on_layout(asked: Asked, text: str | None) -> list[str]:
+def notes_on_layout(request: PlanRequest, text: str | None) -> list[str]:
     """What of the recipe's own is not in a layout of that text, or in a search where there is none."""
-    notes = _notes_on_schedule(asked.run, text)
-    if asked.dynamic is not None:
+    notes = _notes_on_schedule(request.run, text)
+    if request.dynamic is not None:
         notes.append("without the recipe's dynamic_context, which is planned on its own layout: --layout recipe")
     return notes
 

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.cli.asked import Asked
 from lightning_megatron.cli.plain import made_of
 from lightning_megatron.cli.plan_dynamic import ONE_A_ROW
 from lightning_megatron.cli.plan_file import KINDS, model_of_folder
+from lightning_megatron.cli.plan_request import PlanRequest
 from lightning_megatron.cli.recipe_file import (
     at,
     is_count,
@@ -28,7 +28,7 @@ from lightning_megatron.models import LlavaConfig, T5Config
 from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.pipeline.choice import placement_of
-from lightning_megatron.planner.anatomy import Model, Texts
+from lightning_megatron.planner.model_parts import Model, SequenceLengths
 from lightning_megatron.planner.presets import PRESETS
 from lightning_megatron.planner.run import Run, context_fields
 from lightning_megatron.precision.fp8 import Fp8Config
@@ -58,7 +58,7 @@ _READ = {
 }
 
 
-def run_of_recipe(path: Path, data: dict[str, Any], options: argparse.Namespace) -> Asked:
+def run_of_recipe(path: Path, data: dict[str, Any], options: argparse.Namespace) -> PlanRequest:
     """What the file asks for. Raises ValueError with all of its faults, one a line."""
     faults: list[str] = []
     tables = {name: data[name] for name in ("trainer", "model", "data") if data.get(name) is not None}
@@ -94,8 +94,8 @@ def run_of_recipe(path: Path, data: dict[str, Any], options: argparse.Namespace)
     assert model is not None and pipeline is not None and optimizer is not None and recompute is not None
     assert context is not None
     batch, length = numbers["data.global_batch_size"], numbers["data.sequence_length"]
-    texts = _texts_of(data, model, length, options)
-    if faults := sample_faults(data.get("data") or {}, model, kind, texts, batch, is_tuned=is_tuned):
+    lengths = _texts_of(data, model, length, options)
+    if faults := sample_faults(data.get("data") or {}, model, kind, lengths, batch, is_tuned=is_tuned):
         raise ValueError("\n".join(faults))
     sizes = Sizes(
         world=world,
@@ -109,7 +109,7 @@ def run_of_recipe(path: Path, data: dict[str, Any], options: argparse.Namespace)
     replicas = 0 if sizes.faults() else sizes.dp
     run = Run(
         model=model,
-        texts=texts,
+        lengths=lengths,
         sizes=sizes,
         global_batch_size=batch,
         num_accumulated=numbers["trainer.accumulate_grad_batches"],
@@ -126,7 +126,7 @@ def run_of_recipe(path: Path, data: dict[str, Any], options: argparse.Namespace)
         trained=trained,
     )
     cut = Facts(sizes=sizes, num_microbatches=num_microbatches, microbatch_size=rows, global_batch_size=batch)
-    return Asked(
+    return PlanRequest(
         run=run,
         has_layout=own is not None,
         faults=tuple(fault for fault in rule_faults(cut) if fault not in sizes.faults()),
@@ -137,11 +137,11 @@ def run_of_recipe(path: Path, data: dict[str, Any], options: argparse.Namespace)
     )
 
 
-def _texts_of(data: dict[str, Any], model: Model, length: int, options: argparse.Namespace) -> Texts:
+def _texts_of(data: dict[str, Any], model: Model, length: int, options: argparse.Namespace) -> SequenceLengths:
     decoder = options.decoder_sequence_length or at(data, "data", "decoder_sequence_length")
     if isinstance(model, T5Config) and not decoder:
         decoder = model.max_decoder_sequence_length
-    return Texts(
+    return SequenceLengths(
         sequence=length,
         decoder_sequence=decoder or 0,
         images=int(isinstance(model, LlavaConfig)),

@@ -6,15 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.cli.asked import Asked
 from lightning_megatron.cli.plan_file import KINDS, model_of_folder, table_of
+from lightning_megatron.cli.plan_request import PlanRequest
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.data.bert_samples import BertSampleConfig
 from lightning_megatron.data.span_corruption import SpanCorruption
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import BertConfig, LlavaConfig, T5Config
 from lightning_megatron.optim.config import OptimizerConfig
-from lightning_megatron.planner.anatomy import Model, Texts
+from lightning_megatron.planner.model_parts import Model, SequenceLengths
 from lightning_megatron.planner.presets import preset_of
 from lightning_megatron.planner.report import kind_name
 from lightning_megatron.planner.run import Run
@@ -43,102 +43,102 @@ def count_faults(options: argparse.Namespace, names: Sequence[str]) -> list[str]
     return faults + limit_faults(counts, MOST)
 
 
-def read_run(options: argparse.Namespace) -> Asked:
+def read_run(options: argparse.Namespace) -> PlanRequest:
     """The run that a configuration and the options ask for."""
     path = Path(options.config)
     try:
         if not options.config.strip():
             raise ValueError("CONFIG is empty; give a recipe's YAML file, a preset, or a Hugging Face config.json")
         if path.is_dir():
-            asked = _of_hugging_face(path, options)
+            request = _of_hugging_face(path, options)
         elif path.is_file() or path.suffix in (".yaml", ".yml", ".json"):
             data = table_of(path)
             is_model = "model_type" in data and "model" not in data
-            asked = _of_hugging_face(path, options) if is_model else _of_recipe(path, data, options)
+            request = _of_hugging_face(path, options) if is_model else _of_recipe(path, data, options)
         else:
             preset = preset_of(options.config)
-            asked = _bare(preset.model, preset.texts, preset.global_batch_size, options)
-        if options.decoder_sequence_length is not None and not isinstance(asked.run.model, T5Config):
+            request = _bare(preset.model, preset.lengths, preset.global_batch_size, options)
+        if options.decoder_sequence_length is not None and not isinstance(request.run.model, T5Config):
             raise ValueError(
                 f"--decoder-sequence-length ({options.decoder_sequence_length}) is that of a T5, and the model is a "
-                f"{kind_name(asked.run.model)}; leave it out"
+                f"{kind_name(request.run.model)}; leave it out"
             )
     except ValueError as error:
         raise UsageError(str(error).splitlines()) from error
-    run = asked.run
+    run = request.run
     if options.fp8 and run.fp8 is None:
         run = replace(run, fp8=Fp8Config())
     if options.recompute is not None:
         run = replace(run, recompute=RecomputeConfig(granularity=options.recompute))
-    return replace(asked, run=run)
+    return replace(request, run=run)
 
 
-def _bare(model: Model, texts: Texts, batch: int, options: argparse.Namespace) -> Asked:
+def _bare(model: Model, lengths: SequenceLengths, batch: int, options: argparse.Namespace) -> PlanRequest:
     """A model alone: how it is trained is what the package does best."""
     if strange := [name for name in ("model", "model_kind") if getattr(options, name) is not None]:
         names = " and ".join(f"--{name.replace('_', '-')}" for name in strange)
         raise ValueError(f"{names} is for a recipe's file, and {options.config} is none; leave it out")
     if absurd := model_limit_faults(model):
         raise ValueError("\n".join(absurd))
-    texts = replace(
-        texts,
-        sequence=options.sequence_length or texts.sequence,
-        decoder_sequence=options.decoder_sequence_length or texts.decoder_sequence,
+    lengths = replace(
+        lengths,
+        sequence=options.sequence_length or lengths.sequence,
+        decoder_sequence=options.decoder_sequence_length or lengths.decoder_sequence,
     )
     # How long a T5's answers are is up to who tunes it.
-    pretrained = replace(texts, decoder_sequence=max(texts.decoder_sequence, texts.sequence))
+    pretrained = replace(lengths, decoder_sequence=max(lengths.decoder_sequence, lengths.sequence))
     if faults := _sample_faults(model, pretrained):
         raise ValueError("\n".join(faults))
     if options.num_gpus is None:
         raise ValueError(f"{options.world_option} is needed: {options.config} does not say how many")
     run = Run(
         model=model,
-        texts=texts,
+        lengths=lengths,
         sizes=Sizes(world=options.num_gpus),
         global_batch_size=options.global_batch_size or batch,
         optimizer=OptimizerConfig(kind="distributed", overlap_grad_reduce=True, overlap_param_gather=True),
     )
-    return Asked(run=run, has_layout=False)
+    return PlanRequest(run=run, has_layout=False)
 
 
-def _sample_faults(model: Model, texts: Texts) -> list[str]:
+def _sample_faults(model: Model, lengths: SequenceLengths) -> list[str]:
     """What keeps samples of these lengths from being made as the data modules make them by default."""
     try:
         if isinstance(model, BertConfig):
-            BertSampleConfig(sequence_length=texts.sequence, class_token=0, separator_token=0, padding_token=0)
+            BertSampleConfig(sequence_length=lengths.sequence, class_token=0, separator_token=0, padding_token=0)
         elif isinstance(model, T5Config):
             SpanCorruption(
                 sentinels=(2,),
                 start_token=0,
                 end_token=1,
                 padding_token=0,
-                encoder_length=texts.sequence,
-                decoder_length=texts.decoder_sequence,
+                encoder_length=lengths.sequence,
+                decoder_length=lengths.decoder_sequence,
             )
-        elif isinstance(model, LlavaConfig) and model.features_per_image >= texts.sequence:
+        elif isinstance(model, LlavaConfig) and model.features_per_image >= lengths.sequence:
             length = model.features_per_image
-            return [f"sequence_length ({texts.sequence}) must be above the {length} tokens that an image takes"]
+            return [f"sequence_length ({lengths.sequence}) must be above the {length} tokens that an image takes"]
     except ValueError as error:
         told = str(error).replace("encoder_length", "sequence_length")
         return told.replace("decoder_length", "decoder_sequence_length").split("; ")
     return []
 
 
-def _of_recipe(path: Path, data: Any, options: argparse.Namespace) -> Asked:
+def _of_recipe(path: Path, data: Any, options: argparse.Namespace) -> PlanRequest:
     # A recipe's options are those of Lightning's Trainer among others, and importing it takes seconds.
     from lightning_megatron.cli.plan_recipe import run_of_recipe
 
     return run_of_recipe(path, data, options)
 
 
-def _of_hugging_face(path: Path, options: argparse.Namespace) -> Asked:
+def _of_hugging_face(path: Path, options: argparse.Namespace) -> PlanRequest:
     model = model_of_folder(path)
     if options.global_batch_size is None:
         raise ValueError(f"--global-batch-size is needed: {path} does not say it")
     length = min(model.max_sequence_length, _USUAL_LENGTH)
-    texts = Texts(
+    lengths = SequenceLengths(
         sequence=length,
         decoder_sequence=length if isinstance(model, T5Config) else 0,
         images=int(isinstance(model, LlavaConfig)),
     )
-    return _bare(model, texts, options.global_batch_size, options)
+    return _bare(model, lengths, options.global_batch_size, options)

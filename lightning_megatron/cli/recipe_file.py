@@ -11,8 +11,8 @@ from typing import Any
 from lightning_megatron.cli.plain import made_of
 from lightning_megatron.cli.plan_file import KINDS
 from lightning_megatron.lightning_modules import BertDataModule, GPTDataModule, LlavaDataModule, T5DataModule
-from lightning_megatron.planner.anatomy import Model
-from lightning_megatron.planner.trained import ALL, Trained
+from lightning_megatron.planner.model_parts import Model
+from lightning_megatron.planner.trainable import ALL, Trainable
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.rules.limits import MOST_OF_A_KIND, limit_faults
 from lightning_megatron.transformer.lora import LoraConfig
@@ -41,10 +41,10 @@ def module_of(data: Any) -> Mapping[str, Any]:
     return section if isinstance(section, dict) else {}
 
 
-def kind_of(data: Any, asked: str | None) -> tuple[str, str]:
+def kind_of(data: Any, request: str | None) -> tuple[str, str]:
     """The kind of model that a file with a model.config describes, and what says so; nothing does for a GPT alone."""
-    if asked is not None:
-        return asked, "--model-kind"
+    if request is not None:
+        return request, "--model-kind"
     name = str(at(data, "model", "class_path") or "").rpartition(".")[2]
     if name in _MODULES:
         return _MODULES[name], f"model.class_path ({name})"
@@ -60,7 +60,7 @@ def kind_of(data: Any, asked: str | None) -> tuple[str, str]:
     return "gpt", ""
 
 
-def trained_of(data: Any, faults: list[str]) -> Trained:
+def trained_of(data: Any, faults: list[str]) -> Trainable:
     """What is trained: everything, unless the module freezes parts or trains low-rank paths."""
     section = module_of(data)
     parts, lora = section.get("frozen") or [], section.get("lora")
@@ -68,7 +68,7 @@ def trained_of(data: Any, faults: list[str]) -> Trained:
         faults.append(f"model.frozen ({parts!r}) must be a list of names")
         return ALL
     config = None if lora is None else made_of(LoraConfig, lora, "model.lora", faults)
-    return Trained(frozen=tuple(parts), lora=config)
+    return Trainable(frozen=tuple(parts), lora=config)
 
 
 def is_packed(data: Any) -> bool:

@@ -33,7 +33,7 @@ from lightning_megatron.lightning_modules.finetune import FinetuneModule
 from lightning_megatron.lightning_modules.print_text import PrintText
 from lightning_megatron.lightning_modules.text_data import TextDataModule
 from lightning_megatron.models import LlavaConfig
-from lightning_megatron.planner.anatomy import Model, Texts
+from lightning_megatron.planner.model_parts import Model, SequenceLengths
 from lightning_megatron.trainer import MegatronStrategy
 from lightning_megatron.trainer.callbacks import ThroughputMonitor
 
@@ -118,7 +118,7 @@ def option_faults(
 
 
 def sample_faults(
-    options: Mapping[str, Any], model: Model, kind: str, texts: Texts, batch: int, *, is_tuned: bool
+    options: Mapping[str, Any], model: Model, kind: str, lengths: SequenceLengths, batch: int, *, is_tuned: bool
 ) -> list[str]:
     """What the data module of that recipe has against its samples, which have no text yet: how short they are.
 
@@ -131,8 +131,8 @@ def sample_faults(
     linked: dict[str, Any] = {
         "vocab_size": model.vocab_size,
         "tokenizer": "",
-        "sequence_length": texts.sequence,
-        "decoder_sequence_length": texts.decoder_sequence,
+        "sequence_length": lengths.sequence,
+        "decoder_sequence_length": lengths.decoder_sequence,
         "global_batch_size": batch,
     }
     if isinstance(model, LlavaConfig):

@@ -17,8 +17,8 @@ from lightning_megatron.mesh import Sizes
 from lightning_megatron.metrics.token_means import TokenMean
 from lightning_megatron.models.bert import BertConfig, BertLogits, BertModel
 from lightning_megatron.models.bert_cost import bert_training_flops
-from lightning_megatron.planner.anatomy import Texts, anatomy_of
 from lightning_megatron.planner.flops import recomputed_flops
+from lightning_megatron.planner.model_parts import SequenceLengths, model_parts_of
 from lightning_megatron.trainer.checkpointing.loading import rebuilt
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
@@ -126,7 +126,7 @@ class BertModule(PretrainModule):
     def batch_recomputed_flops(self, batch: Batch, recompute: RecomputeConfig, sizes: Sizes) -> float:
         """FLOPs that a training step on the batch runs again in its backward, of padding none."""
         return sum(
-            recomputed_flops(anatomy_of(self.config, Texts(sequence=length)), n, recompute, sizes)
+            recomputed_flops(model_parts_of(self.config, SequenceLengths(sequence=length)), n, recompute, sizes)
             for length, n in Counter(self._lengths(batch)).items()
         )
 

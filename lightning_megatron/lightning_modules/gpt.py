@@ -13,8 +13,8 @@ from lightning_megatron.mesh import Sizes
 from lightning_megatron.models.generation import generate
 from lightning_megatron.models.gpt import GPTConfig, GPTModel
 from lightning_megatron.models.sampling import GenerationConfig
-from lightning_megatron.planner.anatomy import Texts, anatomy_of
 from lightning_megatron.planner.flops import recomputed_flops
+from lightning_megatron.planner.model_parts import SequenceLengths, model_parts_of
 from lightning_megatron.trainer.callbacks import ExpertMonitor
 from lightning_megatron.trainer.checkpointing.loading import rebuilt
 from lightning_megatron.transformer import cost
@@ -85,7 +85,7 @@ class GPTModule(GenerativeModule):
     def batch_recomputed_flops(self, batch: Batch, recompute: RecomputeConfig, sizes: Sizes) -> float:
         """FLOPs that a training step on the batch runs again in its backward, on stages as the sizes have them."""
         return sum(
-            recomputed_flops(anatomy_of(self.config, Texts(sequence=length)), n, recompute, sizes)
+            recomputed_flops(model_parts_of(self.config, SequenceLengths(sequence=length)), n, recompute, sizes)
             for length, n in document_lengths(batch).items()
         )
 

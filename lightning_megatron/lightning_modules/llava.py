@@ -12,9 +12,9 @@ from lightning_megatron.models.images import Images
 from lightning_megatron.models.llava import PARTS, LlavaConfig, LlavaModel
 from lightning_megatron.models.llava_cost import training_flops
 from lightning_megatron.models.sampling import GenerationConfig
-from lightning_megatron.planner.anatomy import Texts
 from lightning_megatron.planner.flops import recomputed_flops
-from lightning_megatron.planner.trained import Trained, trained_anatomy
+from lightning_megatron.planner.model_parts import SequenceLengths
+from lightning_megatron.planner.trainable import Trainable, trainable_parts_of
 from lightning_megatron.trainer.checkpointing.loading import rebuilt
 from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.transformer.recompute import RecomputeConfig
@@ -110,9 +110,9 @@ class LlavaModule(GPTModule):
         """FLOPs that a training step on the batch runs again; of a tower that is frozen none, which has no backward."""
         lengths = tuple(document_lengths(batch).elements())
         # All documents in one row: layers that count are those of a stage, the tower's and others.
-        texts = Texts(sequence=sum(lengths), images=_num_images(batch), are_packed=True, documents=lengths)
-        anatomy = trained_anatomy(self.config, texts, Trained(frozen=tuple(self.frozen)))
-        return recomputed_flops(anatomy, 1, recompute, sizes)
+        texts = SequenceLengths(sequence=sum(lengths), images=_num_images(batch), are_packed=True, documents=lengths)
+        model_parts = trainable_parts_of(self.config, texts, Trainable(frozen=tuple(self.frozen)))
+        return recomputed_flops(model_parts, 1, recompute, sizes)
 
 
 def _num_images(batch: Batch) -> int:

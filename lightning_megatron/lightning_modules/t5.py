@@ -16,8 +16,8 @@ from lightning_megatron.models.t5 import T5Model
 from lightning_megatron.models.t5_config import T5Config
 from lightning_megatron.models.t5_cost import training_flops
 from lightning_megatron.models.t5_generation import generate_t5
-from lightning_megatron.planner.anatomy import Texts, anatomy_of
 from lightning_megatron.planner.flops import recomputed_flops
+from lightning_megatron.planner.model_parts import SequenceLengths, model_parts_of
 from lightning_megatron.trainer.checkpointing.loading import rebuilt
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
@@ -91,7 +91,9 @@ class T5Module(GenerativeModule):
     def batch_recomputed_flops(self, batch: Batch, recompute: RecomputeConfig, sizes: Sizes) -> float:
         """FLOPs that a training step on the batch runs again in its backward, on stages as the sizes have them."""
         return sum(
-            recomputed_flops(anatomy_of(self.config, Texts(sequence=read, decoder_sequence=told)), n, recompute, sizes)
+            recomputed_flops(
+                model_parts_of(self.config, SequenceLengths(sequence=read, decoder_sequence=told)), n, recompute, sizes
+            )
             for (read, told), n in _lengths(batch).items()
         )
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 from importlib import resources
 from typing import Any
 
-from lightning_megatron.planner.software import AttentionKernel
+from lightning_megatron.planner.framework_profile import AttentionKernel
 
 GIVEN = ("flash_edge", "both_ways_edge", "moved_backward")
 """Those that are not fitted: a publication or arithmetic says them."""

@@ -16,9 +16,9 @@ Source of the order of a ring: Liu et al., arXiv 2310.01889, section 3; heads fo
 from dataclasses import dataclass
 
 from lightning_megatron.mesh import Sizes
+from lightning_megatron.planner.collective_time import Group, exchange_seconds, gather_seconds, hop_seconds
 from lightning_megatron.planner.constants import Constants
 from lightning_megatron.planner.hardware import Gpu
-from lightning_megatron.planner.network import Group, exchange_seconds, gather_seconds, hop_seconds
 
 # What attention gave so far and what it gives now are read, and their sum is written: in float32 beside 16 bits.
 _MERGED = 5

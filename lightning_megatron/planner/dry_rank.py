@@ -29,10 +29,10 @@ from lightning_megatron.optim.master_weights import MasterWeights
 from lightning_megatron.pipeline import microbatches
 from lightning_megatron.pipeline.module import PipelineModule
 from lightning_megatron.pipeline.ragged import Ragged
-from lightning_megatron.planner.balanced import Balanced
-from lightning_megatron.planner.imagined import imagined_mesh
+from lightning_megatron.planner.balanced_batch import BalancedBatch
+from lightning_megatron.planner.fake_process_group import fake_mesh
+from lightning_megatron.planner.memory_tracker import MemoryTracker
 from lightning_megatron.planner.run import Run
-from lightning_megatron.planner.watch import Watch
 from lightning_megatron.tensor import weight_gradients
 from lightning_megatron.tensor.weight_gradients import WeightGradients
 from lightning_megatron.transformer import cost, recompute
@@ -73,7 +73,7 @@ class Rank:
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
-def build_rank(run: Run, mesh: Mesh, new_group: NewGroup, device: torch.device, whole: "Whole") -> Rank:
+def build_rank(run: Run, mesh: Mesh, new_group: NewGroup, device: torch.device, full_model: "FullModel") -> Rank:
     """The rank of a mesh, ready for its first step. The run must have no faults."""
     model = build_model(run, mesh, device)
     fp8 = None
@@ -94,7 +94,7 @@ def build_rank(run: Run, mesh: Mesh, new_group: NewGroup, device: torch.device, 
         stages=_stages_by_name(model),
         dtype=_GRADIENTS.get(config.grad_dtype),
         low=low,
-        names_by_rank=whole.names_by_rank(model.stages, mesh.sizes),
+        names_by_rank=full_model.names_by_rank(model.stages, mesh.sizes),
     )
     has_master_weights = config.kind == "distributed" or low is not None or config.grad_dtype != "auto"
     master_weights = MasterWeights(gradients, [optimizer]) if has_master_weights else None
@@ -152,14 +152,14 @@ def _model(run: Run, mesh: Mesh) -> PipelineModule:
 def balanced(run: Run, moe: MoEConfig, counts: Tensor, num_tokens: int) -> Tensor:
     """In the place of counts by expert [..., E], which nobody knows: the tokens' choices go to all experts alike, as
     many as a capacity takes of whole sequences."""
-    sequence, num_ranks = run.texts.sequence, run.sizes.tp * run.sizes.cp
+    sequence, num_ranks = run.lengths.sequence, run.sizes.tp * run.sizes.cp
     rows = cost.expert_rows(
         moe,
         run.sizes,
         own=num_tokens,
         batch=num_tokens * num_ranks / sequence,
         sequence=sequence,
-        is_packed=run.texts.are_packed,
+        is_packed=run.lengths.are_packed,
     )
     share, rest = divmod(math.ceil(rows), counts.shape[-1])
     even = torch.full(counts.shape, share)
@@ -207,23 +207,23 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def make_batch(run: Run, rows: int, device: torch.device) -> Batch:
     """A batch of so many samples, of which every token counts, packed ones of one document each; on the meta device
     without values."""
-    config, texts = run.model, run.texts
+    config, lengths = run.model, run.lengths
 
     def tokens(length: int) -> Tensor:
         if device.type == "meta":
             return torch.empty(rows, length, dtype=torch.int64, device=device)
         return torch.randint(config.vocab_size, (rows, length), device=device)
 
-    told = texts.decoder_sequence or texts.sequence
+    told = lengths.decoder_sequence or lengths.sequence
     batch: Batch = {"labels": tokens(told), "loss_mask": torch.ones(rows, told, device=device)}
     if isinstance(config, T5Config):
-        stacks = {"encoder": tokens(texts.sequence), "decoder": tokens(told)}
+        stacks = {"encoder": tokens(lengths.sequence), "decoder": tokens(told)}
         batch |= {f"{stack}_tokens": ids for stack, ids in stacks.items()}
-        if texts.are_packed:
+        if lengths.are_packed:
             batch |= {f"{stack}_segments": torch.zeros_like(ids) for stack, ids in stacks.items()}
         return batch
-    batch["tokens"] = tokens(texts.sequence)
-    if texts.are_packed:
+    batch["tokens"] = tokens(lengths.sequence)
+    if lengths.are_packed:
         batch["segments"] = torch.zeros_like(batch["tokens"])
     if isinstance(config, BertConfig):
         batch["padding_mask"] = torch.ones_like(batch["tokens"], dtype=torch.bool)
@@ -233,16 +233,16 @@ def make_batch(run: Run, rows: int, device: torch.device) -> Batch:
             batch["sentence_order_labels"] = torch.zeros(rows, dtype=torch.int64, device=device)
     if isinstance(config, LlavaConfig):
         vision = config.vision
-        shape = (rows * texts.images, vision.num_channels, vision.image_size, vision.image_size)
-        batch["images"] = Ragged(torch.empty(shape, device=device), [texts.images] * rows)
+        shape = (rows * lengths.images, vision.num_channels, vision.image_size, vision.image_size)
+        batch["images"] = Ragged(torch.empty(shape, device=device), [lengths.images] * rows)
         if device.type != "meta":
             batch["tokens"] = batch["tokens"] % (config.vocab_size - 1) + 1
-            batch["tokens"][:, : texts.images * config.features_per_image] = config.image_token
+            batch["tokens"][:, : lengths.images * config.features_per_image] = config.image_token
     return batch
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Part:
+class Microbatch:
     """One microbatch of a rank."""
 
     batch: Batch
@@ -254,23 +254,23 @@ class Part:
     """Names of its documents, where they come from elsewhere."""
 
 
-def parts_of(run: Run, mesh: Mesh, device: torch.device) -> list[Part]:
+def microbatches_of(run: Run, mesh: Mesh, device: torch.device) -> list[Microbatch]:
     """The microbatches of a batch on a rank."""
     if run.balanced is not None:
         groups = run.balanced.plan.groups_of(mesh.axis("dp+cp").rank)
         return [_packed(run.balanced, group, mesh, device) for group in groups]
     batch = make_batch(run, run.num_microbatches * run.micro_batch_size, device)
-    return [Part(batch=one, num_copies=mesh.cp.size) for one in microbatches.split(batch, run.num_microbatches)]
+    return [Microbatch(batch=one, num_copies=mesh.cp.size) for one in microbatches.split(batch, run.num_microbatches)]
 
 
-def _packed(step: Balanced, group: RankGroup, mesh: Mesh, device: torch.device) -> Part:
+def _packed(step: BalancedBatch, group: RankGroup, mesh: Mesh, device: torch.device) -> Microbatch:
     """The documents of a group as `context.routing` packs them, of which only the bounds are known."""
     lengths = torch.tensor(step.lengths_of(group), dtype=torch.int64)
     segments = torch.arange(len(lengths)).repeat_interleave(lengths)
     if not group.documents:
         segments = torch.full((1,), NO_DOCUMENT)
     tokens, labels = (torch.zeros(1, len(segments), dtype=torch.int64, device=device) for _ in range(2))
-    return Part(
+    return Microbatch(
         batch={
             "tokens": tokens,
             "labels": labels,
@@ -283,28 +283,28 @@ def _packed(step: Balanced, group: RankGroup, mesh: Mesh, device: torch.device) 
     )
 
 
-def hidden_rows(step: Balanced, group: RankGroup, mesh: Mesh) -> int:
+def hidden_rows(step: BalancedBatch, group: RankGroup, mesh: Mesh) -> int:
     """Of the hidden state of a group's microbatch on a rank."""
     outer, inner = (1, group.size) if mesh.sizes.context_groups_by_heads else (group.size, 1)
     return -(-cut(step.lengths_of(group), ring_size=outer, ulysses_size=inner).num_rows // mesh.sp.size)
 
 
-def arrange(model: PipelineModule, part: Part) -> None:
+def arrange(model: PipelineModule, microbatch: Microbatch) -> None:
     """Tells the model which ranks run the next microbatch, and whose documents it has."""
-    model.context_group, model.draws.documents = part.group, part.documents
+    model.context_group, model.draws.documents = microbatch.group, microbatch.documents
 
 
-def call(model: PipelineModule, part: Part) -> Tensor:
+def call(model: PipelineModule, microbatch: Microbatch) -> Tensor:
     """The loss, as the ready LightningModules ask for it."""
-    arrange(model, part)
-    loss: Tensor = model(**part.batch)
+    arrange(model, microbatch)
+    loss: Tensor = model(**microbatch.batch)
     return loss
 
 
 # --- all stages -------------------------------------------------------------------------------------------------------
 
 
-class Whole:
+class FullModel:
     """The model over all stages, of which a rank knows its own alone: who holds what, and what stages hand on.
 
     It is built once, on the meta device, as for the rank of a single stage.
@@ -315,7 +315,7 @@ class Whole:
         one_stage = replace(
             sizes, world=sizes.world // sizes.pp, pp=1, vp=1, placement="loop", stage_layout=StageLayout()
         )
-        with imagined_mesh(one_stage, 0) as (mesh, _), Watch(device):
+        with fake_mesh(one_stage, 0) as (mesh, _), MemoryTracker(device):
             model = build_model(run, mesh, device)
             if (low := _LOW.get(run.precision)) is not None:
                 # As master weights leave them.
@@ -350,12 +350,12 @@ def _handed_on(run: Run, model: PipelineModule, mesh: Mesh, device: torch.device
     likes: list[TensorMeta] = []
     known: dict[tuple[str, type[nn.Module], TensorMeta], tuple[TensorMeta, Payload]] = {}
     if run.balanced is not None:
-        part = _packed(run.balanced, run.balanced.plan.groups_of(0)[0], mesh, device)
+        microbatch = _packed(run.balanced, run.balanced.plan.groups_of(0)[0], mesh, device)
     else:
-        part = Part(batch=make_batch(run, run.micro_batch_size, device), num_copies=mesh.cp.size)
-    arrange(model, part)
+        microbatch = Microbatch(batch=make_batch(run, run.micro_batch_size, device), num_copies=mesh.cp.size)
+    arrange(model, microbatch)
     with call_context(run, device):
-        hidden, context = model.prepare(**part.batch)
+        hidden, context = model.prepare(**microbatch.batch)
         for name in model.part_names[:-1]:
             kind = (name.rpartition(".")[0], type(model.get_submodule(name)), TensorMeta.of(hidden))
             if kind not in known:

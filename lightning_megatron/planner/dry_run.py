@@ -25,19 +25,19 @@ from lightning_megatron.pipeline.plans import training_plan
 from lightning_megatron.pipeline.runtime import Runtime
 from lightning_megatron.pipeline.scheduled import ScheduledCall
 from lightning_megatron.planner.dry_rank import (
+    FullModel,
     Rank,
-    Whole,
     build_rank,
     call,
     call_context,
     hidden_rows,
-    parts_of,
+    microbatches_of,
     resized,
 )
-from lightning_megatron.planner.imagined import ImaginedMailbox, Ledger, Messages, Place, imagined_mesh
+from lightning_megatron.planner.fake_process_group import FakeMailbox, Ledger, Messages, Place, fake_mesh
 from lightning_megatron.planner.memory import fullest
+from lightning_megatron.planner.memory_tracker import MemoryTracker
 from lightning_megatron.planner.run import Run
-from lightning_megatron.planner.watch import Watch
 from lightning_megatron.transformer.moe import share_yield_to_peer
 
 _K = TypeVar("_K")
@@ -70,31 +70,33 @@ class DryRun:
     """Of a batch's microbatches."""
 
 
-def dry_run(run: Run, rank: int, *, whole: Whole | None = None, device: torch.device = META, most: int = 0) -> DryRun:
+def dry_run(
+    run: Run, rank: int, *, full_model: FullModel | None = None, device: torch.device = META, most: int = 0
+) -> DryRun:
     """The step of a global rank; the run must have no faults. `whole` serves all ranks of a run.
 
     `most` microbatches are run at least, all where the step has no more. On a real device the world must be of one
     rank.
     """
-    whole = Whole(run) if whole is None else whole
+    full_model = FullModel(run) if full_model is None else full_model
     ledger = Ledger()
-    with imagined_mesh(run.sizes, rank, ledger) as (mesh, new_group):
-        return _run(run, mesh, new_group, whole, ledger, device, most)
+    with fake_mesh(run.sizes, rank, ledger) as (mesh, new_group):
+        return _run(run, mesh, new_group, full_model, ledger, device, most)
 
 
 def _run(
-    run: Run, mesh: Mesh, new_group: NewGroup, whole: Whole, ledger: Ledger, device: torch.device, most: int
+    run: Run, mesh: Mesh, new_group: NewGroup, full_model: FullModel, ledger: Ledger, device: torch.device, most: int
 ) -> DryRun:
-    watch = Watch(device)
-    with watch:
-        own = build_rank(run, mesh, new_group, device, whole)
-    with watch:
-        step = _Step(own, _like_of(run, mesh, whole, own), watch, ledger)
-        _name(watch, own)
+    tracker = MemoryTracker(device)
+    with tracker:
+        own = build_rank(run, mesh, new_group, device, full_model)
+    with tracker:
+        step = _Step(own, _like_of(run, mesh, full_model, own), tracker, ledger)
+        _name(tracker, own)
         step.take(1)
-        _name(watch, own)
+        _name(tracker, own)
         count = min(run.num_microbatches, max(num_needed(run), most))
-        watch.begin()
+        tracker.begin()
         ledger.entries.clear()
         step.flops.clear()
         step.take(count)
@@ -103,18 +105,18 @@ def _run(
         rank=mesh.global_rank,
         stages=mesh.own_stages,
         parameters=sum(parameter.numel() for parameter in own.model.parameters()),
-        peak_bytes=watch.peak_bytes,
-        peak_by_kind=watch.peak_by_kind,
-        peak_place=watch.peak_place,
+        peak_bytes=tracker.peak_bytes,
+        peak_by_kind=tracker.peak_by_kind,
+        peak_place=tracker.peak_place,
         flops=_of_step(step.flops, run, count),
         messages=_of_step(ledger.entries, run, count),
         num_run=count,
     )
 
 
-def _like_of(run: Run, mesh: Mesh, whole: Whole, own: Rank) -> Callable[[int, int], TensorMeta]:
+def _like_of(run: Run, mesh: Mesh, full_model: FullModel, own: Rank) -> Callable[[int, int], TensorMeta]:
     """What each stage hands to the next of each microbatch."""
-    likes = whole.likes(own.model.stages) if mesh.pp.size > 1 else {}
+    likes = full_model.likes(own.model.stages) if mesh.pp.size > 1 else {}
     if run.balanced is None:
         return lambda stage, microbatch: likes[stage]
     step, groups = run.balanced, run.balanced.plan.groups_of(mesh.axis("dp+cp").rank)
@@ -153,13 +155,13 @@ def global_rank(run: Run, place: int, line: int) -> int:
     return (sizes.pp - 1 - place) * (sizes.world // sizes.pp) + line * sizes.tp
 
 
-def _name(watch: Watch, own: Rank) -> None:
+def _name(tracker: MemoryTracker, own: Rank) -> None:
     """Tells what is held from step to step."""
     gradients = own.gradients
-    watch.name("weights", (param.parameter.data for param in gradients.params))
-    watch.name("gradients", (bucket.gradient for bucket in gradients.buckets))
-    watch.name("master weights", (shard.tensor.data for shard in gradients.param_shards))
-    watch.name("moments", own.moments())
+    tracker.name("weights", (param.parameter.data for param in gradients.params))
+    tracker.name("gradients", (bucket.gradient for bucket in gradients.buckets))
+    tracker.name("master weights", (shard.tensor.data for shard in gradients.param_shards))
+    tracker.name("moments", own.moments())
 
 
 def _of_step(entries: Mapping[Place, Mapping[_K, _V]], run: Run, count: int) -> dict[_K, _V]:
@@ -183,13 +185,15 @@ def _of_step(entries: Mapping[Place, Mapping[_K, _V]], run: Run, count: int) -> 
 class _Step:
     """Takes training steps of a rank, as the strategy does under a schedule."""
 
-    def __init__(self, own: Rank, like_of: Callable[[int, int], TensorMeta], watch: Watch, ledger: Ledger) -> None:
+    def __init__(
+        self, own: Rank, like_of: Callable[[int, int], TensorMeta], tracker: MemoryTracker, ledger: Ledger
+    ) -> None:
         run = own.run
-        self._own, self._watch, self._ledger = own, watch, ledger
-        turns = _Turns(own.device, watch, ledger)
+        self._own, self._tracker, self._ledger = own, tracker, ledger
+        turns = _Turns(own.device, tracker, ledger)
         share_yield_to_peer(own.model, turns.yield_to_peer)
-        self._runtime = Runtime(own.mesh.pp, ImaginedMailbox(own.mesh.pp, like_of, own.device, ledger), turns)
-        self._parts = parts_of(run, own.mesh, own.device)
+        self._runtime = Runtime(own.mesh.pp, FakeMailbox(own.mesh.pp, like_of, own.device, ledger), turns)
+        self._microbatches = microbatches_of(run, own.mesh, own.device)
         self.flops: dict[Place, Counter[str]] = {}
 
     def take(self, count: int) -> None:
@@ -244,13 +248,13 @@ class _Step:
 
     def _enter(self, microbatch: int) -> Tensor:
         """The sum of a microbatch's losses."""
-        own, part = self._own, self._parts[microbatch]
+        own, one = self._own, self._microbatches[microbatch]
         own.model.loss_weight = None
         with call_context(own.run, own.device):
-            loss = call(own.model, part)
+            loss = call(own.model, one)
         weight = own.model.loss_weight
         assert weight is not None
-        return loss * (weight / part.num_copies).to(loss.dtype)
+        return loss * (weight / one.num_copies).to(loss.dtype)
 
     def _reduce(self) -> None:
         """From what backwards left to gradients of one device, clipped."""
@@ -266,15 +270,15 @@ class _Step:
     @contextmanager
     def _at(self, place: str, microbatch: int | None) -> Iterator[None]:
         """Inside the block whatever is counted belongs there."""
-        before = self._watch.flops
+        before = self._tracker.flops
         key = None if microbatch is None else (self._ledger.batch, microbatch)
-        self._watch.flops = self.flops.setdefault(key, Counter())
+        self._tracker.flops = self.flops.setdefault(key, Counter())
         self._ledger.microbatch = microbatch
         try:
-            with self._watch.at(place):
+            with self._tracker.at(place):
                 yield
         finally:
-            self._watch.flops, self._ledger.microbatch = before, None
+            self._tracker.flops, self._ledger.microbatch = before, None
 
 
 def _differentiate(loss: Tensor) -> None:
@@ -284,9 +288,9 @@ def _differentiate(loss: Tensor) -> None:
 class _Turns(ForwardBackwardOverlap):
     """Two tasks that take turns, each counted at its own place."""
 
-    def __init__(self, device: torch.device, watch: Watch, ledger: Ledger) -> None:
+    def __init__(self, device: torch.device, tracker: MemoryTracker, ledger: Ledger) -> None:
         super().__init__(device)
-        self._watch, self._ledger = watch, ledger
+        self._tracker, self._ledger = tracker, ledger
 
     def run(self, first: Callable[[], None], second: Callable[[], None]) -> None:
         with self._at_one_place():
@@ -298,18 +302,18 @@ class _Turns(ForwardBackwardOverlap):
 
     def _watched(self, task: Callable[[], None]) -> None:
         # What is entered is entered in one thread alone.
-        with self._watch:
+        with self._tracker:
             task()
 
     @contextmanager
     def _at_one_place(self) -> Iterator[None]:
         """Behind the block all is counted where it was counted before."""
-        watch, ledger = self._watch, self._ledger
-        before = watch.flops, watch.place, ledger.microbatch
+        tracker, ledger = self._tracker, self._ledger
+        before = tracker.flops, tracker.place, ledger.microbatch
         try:
             yield
         finally:
-            watch.flops, watch.place, ledger.microbatch = before
+            tracker.flops, tracker.place, ledger.microbatch = before
 
 
 class _Told:

@@ -10,7 +10,7 @@ from lightning_megatron.planner.hardware import Gpu, Products
 from lightning_megatron.planner.memory import Memory, memory_of
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.step_time import StepTime, step_time
-from lightning_megatron.planner.trained import trained_parameters
+from lightning_megatron.planner.trainable import trained_parameters
 
 _SECONDS_PER_DAY = 86_400
 
@@ -60,8 +60,8 @@ class Estimate:
     def checkpoint_bytes(self) -> float:
         """Of weights in float32, where they have master weights, and two moments of those that are trained."""
         low = 2 if self.run.precision == "bf16-true" else 4
-        anatomy = self.run.anatomy
-        return float(low * (anatomy.parameters() + 2 * trained_parameters(anatomy)))
+        model_parts = self.run.model_parts
+        return float(low * (model_parts.parameters() + 2 * trained_parameters(model_parts)))
 
 
 def estimate(run: Run, gpu: Gpu, constants: Constants | None = None) -> Estimate:

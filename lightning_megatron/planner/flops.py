@@ -15,18 +15,18 @@ from collections import Counter
 from dataclasses import dataclass
 
 from lightning_megatron.mesh import Sizes
-from lightning_megatron.planner.anatomy import (
-    Anatomy,
-    Piece,
-    Texts,
+from lightning_megatron.planner.executed_flops import executed_flops
+from lightning_megatron.planner.model_parts import (
+    ModelPart,
+    ModelParts,
+    SequenceLengths,
     ordered_stages,
     own_attention_flops,
-    piece_flops,
+    part_flops,
 )
-from lightning_megatron.planner.executed import executed_flops
-from lightning_megatron.planner.needed import run_again
+from lightning_megatron.planner.requires_grad import recomputed_parts
 from lightning_megatron.planner.run import Run
-from lightning_megatron.planner.trained import trained_anatomy
+from lightning_megatron.planner.trainable import trainable_parts_of
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
@@ -68,39 +68,39 @@ def step_flops(run: Run, convention: Convention = MODEL) -> float:
         return executed_flops(run)
     if run.balanced is not None:
         # All documents of a batch in one row.
-        row = Texts(sequence=run.balanced.num_tokens, are_packed=True, documents=run.balanced.lengths)
-        anatomy = trained_anatomy(run.model, row, run.trained)
-        return batch_flops(anatomy, run.num_accumulated, convention, run.recompute, run.sizes)
+        row = SequenceLengths(sequence=run.balanced.num_tokens, are_packed=True, documents=run.balanced.lengths)
+        model_parts = trainable_parts_of(run.model, row, run.trained)
+        return batch_flops(model_parts, run.num_accumulated, convention, run.recompute, run.sizes)
     batch = run.num_accumulated * run.global_batch_size
-    return batch_flops(run.anatomy, batch, convention, run.recompute, run.sizes)
+    return batch_flops(run.model_parts, batch, convention, run.recompute, run.sizes)
 
 
 def batch_flops(
-    anatomy: Anatomy, batch: int, convention: Convention, recompute: RecomputeConfig, sizes: Sizes = cost.ONE
+    model_parts: ModelParts, batch: int, convention: Convention, recompute: RecomputeConfig, sizes: Sizes = cost.ONE
 ) -> float:
     """FLOPs of forward and backward of so many samples, by a convention that looks at no layout but for which layers
     stages run again."""
     assert not convention.by_execution, "what is executed is that of a run"
     all_pairs = convention.counts_all_pairs
     if convention.by_parameters:
-        flops = 6.0 * anatomy.parameters() * batch * anatomy.tokens
-        flops += 3.0 * sum(_attention_flops(piece, batch, all_pairs) for piece in anatomy.pieces)
-        num_layers = sum(piece.is_layer for piece in anatomy.pieces)
-        num_again = _layers_again(anatomy, recompute, sizes).total() if convention.counts_recompute else 0
+        flops = 6.0 * model_parts.parameters() * batch * model_parts.tokens
+        flops += 3.0 * sum(_attention_flops(part, batch, all_pairs) for part in model_parts.parts)
+        num_layers = sum(part.is_layer for part in model_parts.parts)
+        num_again = _layers_again(model_parts, recompute, sizes).total() if convention.counts_recompute else 0
         return flops + flops * num_again / num_layers / 3
     flops = 0.0
-    for piece in anatomy.pieces:
-        forward = piece_flops(piece, anatomy.config, batch=batch, counts_all_pairs=all_pairs)
-        attention = _attention_flops(piece, batch, all_pairs)
-        flops += (forward - attention) * (1.0 + piece.passes_gradient + piece.is_trained)
-        flops += attention * (1 + 2 * piece.passes_gradient) + 3 * _path_flops(piece, batch)
+    for part in model_parts.parts:
+        forward = part_flops(part, model_parts.config, batch=batch, counts_all_pairs=all_pairs)
+        attention = _attention_flops(part, batch, all_pairs)
+        flops += (forward - attention) * (1.0 + part.passes_gradient + part.is_trained)
+        flops += attention * (1 + 2 * part.passes_gradient) + 3 * _path_flops(part, batch)
     if convention.counts_recompute:
-        flops += recomputed_flops(anatomy, batch, recompute, sizes, counts_all_pairs=all_pairs)
+        flops += recomputed_flops(model_parts, batch, recompute, sizes, counts_all_pairs=all_pairs)
     return flops
 
 
 def recomputed_flops(
-    anatomy: Anatomy,
+    model_parts: ModelParts,
     batch: int,
     recompute: RecomputeConfig,
     sizes: Sizes = cost.ONE,
@@ -113,44 +113,44 @@ def recomputed_flops(
     """
     if recompute.granularity == "none":
         return 0.0
-    again = sum(_again_flops(piece, batch, counts_all_pairs, recompute) for piece in anatomy.pieces)
+    again = sum(_again_flops(part, batch, counts_all_pairs, recompute) for part in model_parts.parts)
     return again + sum(
-        count * piece_flops(piece, anatomy.config, batch=batch, counts_all_pairs=counts_all_pairs)
-        for piece, count in _layers_again(anatomy, recompute, sizes).items()
-        if piece.passes_gradient
+        count * part_flops(part, model_parts.config, batch=batch, counts_all_pairs=counts_all_pairs)
+        for part, count in _layers_again(model_parts, recompute, sizes).items()
+        if part.passes_gradient
     )
 
 
-def _layers_again(anatomy: Anatomy, recompute: RecomputeConfig, sizes: Sizes) -> Counter[Piece]:
+def _layers_again(model_parts: ModelParts, recompute: RecomputeConfig, sizes: Sizes) -> Counter[ModelPart]:
     """The layers that are run again whole, and how many of each."""
-    stages = ordered_stages(anatomy, sizes.num_stages, sizes.stage_layout)
-    return sum((run_again(stage, recompute) for stage in stages), Counter[Piece]())
+    stages = ordered_stages(model_parts, sizes.num_stages, sizes.stage_layout)
+    return sum((recomputed_parts(stage, recompute) for stage in stages), Counter[ModelPart]())
 
 
-def _again_flops(piece: Piece, batch: int, all_pairs: bool, recompute: RecomputeConfig) -> float:
+def _again_flops(part: ModelPart, batch: int, all_pairs: bool, recompute: RecomputeConfig) -> float:
     """Of parts of a layer."""
-    layer, again = piece.layer, 0.0
-    if layer is None or not piece.passes_gradient:
+    layer, again = part.layer, 0.0
+    if layer is None or not part.passes_gradient:
         return again
     if "core_attention" in recompute.recomputed_parts and layer.config.attention_dropout > 0:
-        again += _attention_flops(piece, batch, all_pairs)
+        again += _attention_flops(part, batch, all_pairs)
     if ("moe" if layer.has_experts else "mlp") in recompute.recomputed_parts:
         again += cost.layer_mlp_flops(layer.config, num_tokens=layer.streams(batch) * layer.sequence, layer=layer.index)
     return again
 
 
-def _path_flops(piece: Piece, batch: int) -> float:
+def _path_flops(part: ModelPart, batch: int) -> float:
     """Forward FLOPs of low-rank paths."""
-    layer = piece.layer
+    layer = part.layer
     if layer is None:
         return 0.0
-    each = (path.tokens_on(layer, cost.ONE) * path.rank * (path.inputs + path.outputs) for path in piece.paths)
+    each = (path.tokens_on(layer, cost.ONE) * path.rank * (path.inputs + path.outputs) for path in part.adapters)
     return 2.0 * batch * sum(each)
 
 
-def _attention_flops(piece: Piece, batch: int, all_pairs: bool) -> float:
+def _attention_flops(part: ModelPart, batch: int, all_pairs: bool) -> float:
     """Forward FLOPs of scores, and of what they weigh."""
-    layer = piece.layer
+    layer = part.layer
     if layer is None:
         return 0.0
     own, streams = layer.config, layer.streams(batch)

@@ -16,16 +16,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 
-from lightning_megatron.planner.activations import again_bytes, logit_bytes, stage_bytes
-from lightning_megatron.planner.anatomy import Stage, parameters_of
-from lightning_megatron.planner.halves import Half, halves_of, halves_work_bytes
-from lightning_megatron.planner.moments import moments_of
-from lightning_megatron.planner.pairs import unmade_bytes
-from lightning_megatron.planner.pipeline_load import kept_by_chunk, puts_halves_off
+from lightning_megatron.planner.activations import logit_bytes, recompute_bytes, stage_bytes
+from lightning_megatron.planner.frozen_activations import frozen_activation_bytes, frozen_activations_of
+from lightning_megatron.planner.model_parts import Stage, parameters_of
+from lightning_megatron.planner.overlapped_pairs import unmade_bytes
+from lightning_megatron.planner.peak_memory import moments_of
+from lightning_megatron.planner.pipeline_load import kept_by_chunk, splits_backward
 from lightning_megatron.planner.run import Run
-from lightning_megatron.planner.trained import backward_part, trained_of_stages
-from lightning_megatron.planner.unkept import unkept_bytes, unkept_of
-from lightning_megatron.planner.working_set import work_bytes
+from lightning_megatron.planner.split_backward import SplitBackwardStep, split_backward_bytes, split_backward_steps
+from lightning_megatron.planner.trainable import backward_part, trained_of_stages
+from lightning_megatron.planner.transient_memory import work_bytes
 from lightning_megatron.transformer import cost
 
 OVERHEAD_BYTES = 1.5e9
@@ -80,8 +80,8 @@ def memory_of(run: Run) -> tuple[Memory, ...]:
 def rank_memory(run: Run, rank: int) -> Memory:
     """Of one pipeline rank; of those that share its stages of the one that holds the most."""
     if run.balanced is None:
-        halves = halves_of(run.schedule, rank) if puts_halves_off(run.schedule) else ()
-        return _memory_at(run, rank, kept_by_chunk(run.schedule, rank), halves)
+        split_steps = split_backward_steps(run.schedule, rank) if splits_backward(run.schedule) else ()
+        return _memory_at(run, rank, kept_by_chunk(run.schedule, rank), split_steps)
     return fullest(run, rank)[1]
 
 
@@ -89,28 +89,29 @@ def fullest(run: Run, rank: int, line: int | None = None) -> tuple[int, Memory]:
     """Where microbatches differ: of the ranks that share a pipeline rank's stages the place of the one that holds the
     most, or of the one at that place, and what it holds."""
     found = [
-        (moment.line, _memory_at(moment.run, rank, moment.kept, moment.halves))
+        (moment.line, _memory_at(moment.run, rank, moment.kept, moment.split_steps))
         for moment in moments_of(run, rank, line)
     ]
     return max(found, key=lambda one: one[1].total)
 
 
-def _memory_at(run: Run, rank: int, kept: tuple[float, ...], halves: Sequence[Half] = ()) -> Memory:
+def _memory_at(run: Run, rank: int, kept: tuple[float, ...], split_steps: Sequence[SplitBackwardStep] = ()) -> Memory:
     """Of a rank that keeps so many microbatches of each chunk; where halves are put off, over these moments."""
     dense, experts, largest, matrix = parameters_of_rank(run, rank)
     stages = run.stages[rank]
-    trained = trained_of_stages(stages, run.anatomy, run.sizes)
+    trained = trained_of_stages(stages, run.model_parts, run.sizes)
     passed = [backward_part(stage) for stage in stages]
     by_stage = [
-        stage_bytes(run, passing) - unkept_bytes(run, stage) for passing, stage in zip(passed, stages, strict=True)
+        stage_bytes(run, passing) - frozen_activation_bytes(run, stage)
+        for passing, stage in zip(passed, stages, strict=True)
     ]
     unmade = unmade_bytes(run, rank, by_stage)
     activations = sum(count * size for count, size in zip(kept, by_stage, strict=True)) - unmade
-    again = max(again_bytes(run, stage, partial(unkept_of, run)) for stage in passed)
+    again = max(recompute_bytes(run, stage, partial(frozen_activations_of, run)) for stage in passed)
     logits = max(logit_bytes(run, stage) for stage in stages)
-    if run.software.counts_work:
-        if halves:
-            work = halves_work_bytes(run, rank, halves, trained)
+    if run.framework.counts_work:
+        if split_steps:
+            work = split_backward_bytes(run, rank, split_steps, trained)
         else:
             work = work_bytes(run, rank, kept, by_stage, again, trained, unmade)
         work += _buffers(run, stages)
@@ -137,7 +138,7 @@ def _memory_at(run: Run, rank: int, kept: tuple[float, ...], halves: Sequence[Ha
 def _states(run: Run, held_by_kind: tuple[int, int], trained_by_kind: tuple[int, int]) -> dict[str, float]:
     """What a rank holds of its parameters from step to step, by kind: of dense ones and of experts, all and trained."""
     weights, gradients, main, moments = _bytes_per_parameter(run)
-    sharding = run.software.shards_weights
+    sharding = run.framework.shards_weights
     # Where weights are cut, those are the master weights; low ones are gathered for a layer at a time.
     low = 0 if sharding == "always" and main else weights
     held = {"weights": 0.0, "gradients": 0.0, "master_weights": 0.0, "moments": 0.0}
@@ -157,13 +158,13 @@ def _states(run: Run, held_by_kind: tuple[int, int], trained_by_kind: tuple[int,
 
 def _buffers(run: Run, stages: tuple[Stage, ...]) -> float:
     """Workspaces, weights in FP8, and weights that are gathered for a layer."""
-    pieces = [(piece, count) for stage in stages for piece, count in stage.items()]
-    held = {piece: sum(parameters_of(piece, run.anatomy, run.sizes)) for piece, _ in pieces}
+    parts = [(part, count) for stage in stages for part, count in stage.items()]
+    held = {part: sum(parameters_of(part, run.model_parts, run.sizes)) for part, _ in parts}
     buffers = WORKSPACE_BYTES
     if run.fp8 is not None:
         # The cast weights of a step, and their transposes.
-        buffers += 2 * sum(held[piece] * count for piece, count in pieces if piece.layer is not None)
-    if run.software.shards_weights == "always":
+        buffers += 2 * sum(held[part] * count for part, count in parts if part.layer is not None)
+    if run.framework.shards_weights == "always":
         # The layer at work, and the next one on its way; its gradients before they are scattered.
         buffers += 3 * run.bytes_per_element * max(held.values())
     return buffers
@@ -176,13 +177,13 @@ def parameters_of_rank(run: Run, rank: int) -> tuple[int, int, int, int]:
     dense, experts, largest = 0, 0, 0
     has_matrix, needs_matrix = False, False
     for stage in run.stages[rank]:
-        for piece, count in stage.items():
-            own_dense, own_experts = parameters_of(piece, run.anatomy, sizes)
+        for part, count in stage.items():
+            own_dense, own_experts = parameters_of(part, run.model_parts, sizes)
             dense, experts = dense + count * own_dense, experts + count * own_experts
-            has_matrix |= piece.matrices > 0
-            needs_matrix |= piece.shared_matrices > 0
-            if piece.layer is not None:
-                config = piece.layer.config
+            has_matrix |= part.matrices > 0
+            needs_matrix |= part.shared_matrices > 0
+            if part.layer is not None:
+                config = part.layer.config
                 width = config.ffn_hidden_size // sizes.tp * (2 if config.is_gated else 1)
                 largest = max(largest, width * config.hidden_size)
     matrix = cost.vocabulary_parameters(run.model, sizes)

@@ -48,7 +48,7 @@ def num_ahead(schedule: Schedule, rank: int) -> int:
     return min(2 * (pp - rank - 1) + (chunks - 1) * group + 1, chunks * -(-m // group) * group)
 
 
-def puts_halves_off(schedule: Schedule) -> bool:
+def splits_backward(schedule: Schedule) -> bool:
     """Whether backwards are cut in two, and the halves that make weights' gradients come later."""
     return schedule.name in ("zb_h1", "zb_v")
 

@@ -12,7 +12,7 @@ from typing import Any
 from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config
 from lightning_megatron.models.vision import VisionConfig
 from lightning_megatron.moe.config import MoEConfig, RouterConfig
-from lightning_megatron.planner.anatomy import Model, Texts
+from lightning_megatron.planner.model_parts import Model, SequenceLengths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class Preset:
     """A model and how it is usually trained."""
 
     model: Model
-    texts: Texts
+    lengths: SequenceLengths
     global_batch_size: int
 
 
@@ -56,7 +56,7 @@ def _experts(number: int, chosen: int, width: int = 0) -> MoEConfig:
 
 
 def _text(model: Model, length: int, batch: int) -> Preset:
-    return Preset(model=model, texts=Texts(sequence=length), global_batch_size=batch)
+    return Preset(model=model, lengths=SequenceLengths(sequence=length), global_batch_size=batch)
 
 
 _VISION = VisionConfig(num_layers=24, hidden_size=1024, num_attention_heads=16, image_size=336, patch_size=14)
@@ -93,7 +93,7 @@ PRESETS: dict[str, Preset] = {
     "bert_large": _text(BertConfig(**_BERT), 512, 256),
     "t5_11b": Preset(
         model=T5Config(**_T5, ffn_hidden_size=65536, vocab_size=32128),
-        texts=Texts(sequence=512, decoder_sequence=114),
+        lengths=SequenceLengths(sequence=512, decoder_sequence=114),
         global_batch_size=2048,
     ),
     "llava_7b": Preset(
@@ -102,7 +102,7 @@ PRESETS: dict[str, Preset] = {
             vision=_VISION,
             image_token=32000,
         ),
-        texts=Texts(sequence=2048, images=1),
+        lengths=SequenceLengths(sequence=2048, images=1),
         global_batch_size=128,
     ),
 }

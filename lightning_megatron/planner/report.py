@@ -6,8 +6,7 @@ from typing import Any
 
 from lightning_megatron.mesh import StageLayout
 from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config
-from lightning_megatron.planner.anatomy import Model
-from lightning_megatron.planner.balanced import Balanced
+from lightning_megatron.planner.balanced_batch import BalancedBatch
 from lightning_megatron.planner.estimate import Estimate
 from lightning_megatron.planner.flops import (
     EXECUTED,
@@ -18,9 +17,10 @@ from lightning_megatron.planner.flops import (
     step_flops,
 )
 from lightning_megatron.planner.hardware import GIGA, TERA, Products
+from lightning_megatron.planner.model_parts import Model
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.search import Found, Rejected
-from lightning_megatron.planner.trained import trained_parameters
+from lightning_megatron.planner.trainable import trained_parameters
 from lightning_megatron.transformer import cost
 
 # A LlavaConfig is a GPTConfig.
@@ -53,15 +53,15 @@ def kind_name(model: Model) -> str:
 
 def model_text(run: Run) -> str:
     """What is planned: kind of model, parameters, samples, precision."""
-    number, trained = run.anatomy.parameters(), trained_parameters(run.anatomy)
+    number, trained = run.model_parts.parameters(), trained_parameters(run.model_parts)
     parts = [f"{kind_name(run.model)} with {_counted(number)} parameters"]
     if run.model.moe is not None and type(run.model) is GPTConfig:
         parts.append(f"of which a token uses {_counted(cost.active_parameters(run.model))}")
     if trained != number:
         parts.append(f"{_counted(trained)} of them trained")
-    texts = run.texts
-    length = f"{texts.sequence:,}" + (f" + {texts.decoder_sequence:,}" if texts.decoder_sequence else "")
-    parts.append(f"samples of {length} tokens" + (f" with {texts.images} image" if texts.images else ""))
+    lengths = run.lengths
+    length = f"{lengths.sequence:,}" + (f" + {lengths.decoder_sequence:,}" if lengths.decoder_sequence else "")
+    parts.append(f"samples of {length} tokens" + (f" with {lengths.images} image" if lengths.images else ""))
     batches = f"{run.num_accumulated} x " if run.num_accumulated > 1 else ""
     parts.append(f"{batches}{run.global_batch_size:,} samples a step")
     return ", ".join([*parts, run.precision + (" and FP8" if run.fp8 is not None else "")])
@@ -71,9 +71,9 @@ def model_record(run: Run) -> dict[str, Any]:
     """The same as JSON."""
     return {
         "model": kind_name(run.model),
-        "parameters": run.anatomy.parameters(),
-        "trained_parameters": trained_parameters(run.anatomy),
-        "sequence_length": run.texts.sequence,
+        "parameters": run.model_parts.parameters(),
+        "trained_parameters": trained_parameters(run.model_parts),
+        "sequence_length": run.lengths.sequence,
         "global_batch_size": run.global_batch_size,
         "accumulate_grad_batches": run.num_accumulated,
         "precision": run.precision,
@@ -88,7 +88,7 @@ def _counted(number: int) -> str:
 def _conventions(run: Run) -> list[tuple[Convention, str]]:
     """How FLOPs are counted, and what each is called; where no attention is causal all pairs count by any."""
     executed = (EXECUTED, EXECUTED.name)
-    if any(piece.layer is not None and piece.layer.is_causal for piece in run.anatomy.pieces):
+    if any(part.layer is not None and part.layer.is_causal for part in run.model_parts.parts):
         return [*((one, one.name) for one in (MODEL, MODEL_ALL_PAIRS, HARDWARE_ALL_PAIRS)), executed]
     return [*((one, one.name.partition(",")[0]) for one in (MODEL, HARDWARE_ALL_PAIRS)), executed]
 
@@ -140,7 +140,7 @@ def cut_record(run: Run) -> dict[str, Any]:
     }
 
 
-def _widths(step: Balanced) -> dict[int, int]:
+def _widths(step: BalancedBatch) -> dict[int, int]:
     """Packs of documents of a batch by how many ranks run them."""
     sizes = Counter(group.size for slot in step.plan.slots for group in slot if group.documents)
     return dict(sorted(sizes.items()))
@@ -207,7 +207,7 @@ def _memory_lines(found: Estimate) -> list[str]:
 
 def _num_layers(run: Run, rank: int) -> int:
     stages = run.stages[rank]
-    return sum(count for stage in stages for piece, count in stage.items() if piece.symbol == "t")
+    return sum(count for stage in stages for part, count in stage.items() if part.symbol == "t")
 
 
 def found_text(found: Found, gpu_name: str, shown: list[Shown]) -> str:

@@ -13,12 +13,12 @@ from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import BertConfig
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.pipeline.choice import Schedule, ScheduleName
-from lightning_megatron.planner.anatomy import Anatomy, Model, Stage, Texts, shared_out
-from lightning_megatron.planner.balanced import Balanced
+from lightning_megatron.planner.balanced_batch import BalancedBatch
+from lightning_megatron.planner.framework_profile import OURS, FrameworkProfile
 from lightning_megatron.planner.hardware import Products
-from lightning_megatron.planner.needed import again_of, stages_of
-from lightning_megatron.planner.software import OURS, Software
-from lightning_megatron.planner.trained import ALL, Trained, trained_anatomy
+from lightning_megatron.planner.model_parts import Model, ModelParts, SequenceLengths, Stage, shared_over_context
+from lightning_megatron.planner.requires_grad import recomputed_stages, stages_of
+from lightning_megatron.planner.trainable import ALL, Trainable, trainable_parts_of
 from lightning_megatron.precision.fp8 import Fp8Config, engine_faults
 from lightning_megatron.rules.cross_config import Facts, faults
 from lightning_megatron.transformer.recompute import RecomputeConfig
@@ -32,7 +32,7 @@ class Run:
 
     model: Model
     """The architecture."""
-    texts: Texts
+    lengths: SequenceLengths
     """How long samples are."""
     sizes: Sizes
     """Ranks on each axis."""
@@ -60,18 +60,18 @@ class Run:
     """A forward and a backward run side by side, as the strategy's overlap_expert_exchange asks."""
     context: ContextConfig = field(default_factory=ContextConfig)
     """How ranks that share sequences exchange what attention needs."""
-    balanced: Balanced | None = None
+    balanced: BalancedBatch | None = None
     """Under dynamic context parallelism the documents of a batch, and who runs them in the place of rows."""
     held_tokens: int = 0
     """Of all microbatches of a rank, where they differ; 0: as many times those of one."""
-    trained: Trained = ALL
+    trained: Trainable = ALL
     """Which weights."""
-    software: Software = OURS
+    framework: FrameworkProfile = OURS
     """The code that runs it."""
 
     @cached_property
-    def anatomy(self) -> Anatomy:
-        return trained_anatomy(self.model, self.texts, self.trained)
+    def model_parts(self) -> ModelParts:
+        return trainable_parts_of(self.model, self.lengths, self.trained)
 
     @cached_property
     def num_microbatches(self) -> int:
@@ -99,13 +99,13 @@ class Run:
     @cached_property
     def stages(self) -> tuple[tuple[Stage, ...], ...]:
         """Of each pipeline rank its stages, its first chunk's first, as a rank of cp runs them."""
-        return self._by_rank(stages_of(self.anatomy, self.sizes.num_stages, self.sizes.stage_layout))
+        return self._by_rank(stages_of(self.model_parts, self.sizes.num_stages, self.sizes.stage_layout))
 
     @cached_property
     def again(self) -> tuple[tuple[Stage, ...], ...]:
         """Of each of those stages the layers that are run again whole."""
         sizes = self.sizes
-        return self._by_rank(again_of(self.anatomy, sizes.num_stages, sizes.stage_layout, self.recompute))
+        return self._by_rank(recomputed_stages(self.model_parts, sizes.num_stages, sizes.stage_layout, self.recompute))
 
     def _by_rank(self, stages: Sequence[Stage]) -> tuple[tuple[Stage, ...], ...]:
         own: list[list[Stage]] = [[] for _ in range(self.sizes.pp)]
@@ -114,10 +114,10 @@ class Run:
         return tuple(map(tuple, own))
 
     def _on_rank(self, stage: Stage) -> Stage:
-        images, cp = self.texts.images, self.sizes.cp
+        images, cp = self.lengths.images, self.sizes.cp
         if images == 0 or cp == 1:
             return stage
-        return {shared_out(piece, images, self.micro_batch_size, cp): count for piece, count in stage.items()}
+        return {shared_over_context(part, images, self.micro_batch_size, cp): count for part, count in stage.items()}
 
     @property
     def is_mixed(self) -> bool:
@@ -167,7 +167,7 @@ class Run:
         """Of an optimizer step."""
         if self.balanced is not None:
             return self.num_accumulated * self.balanced.num_tokens
-        return self.num_accumulated * self.global_batch_size * self.anatomy.tokens
+        return self.num_accumulated * self.global_batch_size * self.model_parts.tokens
 
 
 def context_fields(context: ContextConfig, cp: int) -> dict[str, Any]:
@@ -200,8 +200,8 @@ def faults_of(run: Run) -> list[str]:
         sizes=sizes,
         num_microbatches=max(run.num_microbatches, 1),
         model=run.model,
-        sequence_length=run.texts.sequence,
-        decoder_sequence_length=run.texts.decoder_sequence or None,
+        sequence_length=run.lengths.sequence,
+        decoder_sequence_length=run.lengths.decoder_sequence or None,
         schedule=run.schedule,
         recompute=run.recompute,
         fp8=run.fp8,
@@ -218,11 +218,11 @@ def faults_of(run: Run) -> list[str]:
 
 def _packing_faults(run: Run) -> list[str]:
     """Replicas have different numbers of tokens where documents are packed; a layer of experts finds it in its step."""
-    if run.texts.are_packed and isinstance(run.model, BertConfig):
+    if run.lengths.are_packed and isinstance(run.model, BertConfig):
         return ["packed documents are for a GPT, a T5 or a LLaVA, and the model is a BERT's, which takes no segments"]
     sizes, moe = run.sizes, run.model.moe
     num_sharing = sizes.ep * sizes.etp
-    if moe is None or moe.dispatcher != "all_gather" or not run.texts.are_packed:
+    if moe is None or moe.dispatcher != "all_gather" or not run.lengths.are_packed:
         return []
     if num_sharing < 1 or sizes.tp * sizes.cp % num_sharing == 0:
         return []

@@ -117,8 +117,8 @@ def candidates(
     run: Run, gpu: Gpu, *, micro_batches: Sequence[int] = _MICRO_BATCHES, chunks: Sequence[int] = _CHUNKS
 ) -> Iterator[Run]:
     """The layouts that are tried; some may have faults."""
-    model, world, sequence = run.model, run.sizes.world, run.texts.sequence
-    num_layers = run.anatomy.num_layers
+    model, world, sequence = run.model, run.sizes.world, run.lengths.sequence
+    num_layers = run.model_parts.num_layers
     num_experts = model.moe.router.num_experts if model.moe is not None else 1
     tensors = [tp for tp in _powers(min(gpu.gpus_per_node, _MOST_TENSOR)) if world % tp == 0]
     contexts = [cp for cp in _powers(world) if cp == 1 or sequence // cp >= _LEAST_TOKENS]
@@ -148,7 +148,7 @@ def _laid_out(run: Run, sizes: Sizes, micro: int) -> Run:
     if (own.pp, own.vp) == (sizes.pp, sizes.vp):
         layout = own.stage_layout
     else:
-        layout = _EVEN if run.anatomy.num_layers % sizes.num_stages == 0 else _BY_COST
+        layout = _EVEN if run.model_parts.num_layers % sizes.num_stages == 0 else _BY_COST
     sizes = replace(sizes, stage_layout=layout, **context_fields(context, sizes.cp))
     return replace(
         run,

@@ -11,16 +11,16 @@ weights again. The pipeline is played, or in closed form where there is one (`pi
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from lightning_megatron.planner.anatomy import Piece
+from lightning_megatron.planner.collective_time import exchange_seconds, gather_seconds, groups_of, hop_seconds
 from lightning_megatron.planner.constants import Constants
 from lightning_megatron.planner.context_time import Shared, context_seconds
 from lightning_megatron.planner.hardware import Gpu
+from lightning_megatron.planner.layer_work import LayerWork, layer_work_of
 from lightning_megatron.planner.memory import parameters_of_rank
-from lightning_megatron.planner.network import exchange_seconds, gather_seconds, groups_of, hop_seconds
+from lightning_megatron.planner.model_parts import ModelPart
 from lightning_megatron.planner.pipeline_load import num_pairs, step_seconds
 from lightning_megatron.planner.run import Run
-from lightning_megatron.planner.trained import trained_of_stages
-from lightning_megatron.planner.work import Work, work_of
+from lightning_megatron.planner.trainable import trained_of_stages
 
 # A kernel of attention makes the weights again in its backward. Source: Dao, arXiv 2307.08691, section 4.1.
 _FLASH_BACKWARD = 2.5
@@ -121,38 +121,38 @@ def _passes(run: Run, rank: int, gpu: Gpu, constants: Constants) -> tuple[Pass, 
     """The forward and the backward of one microbatch through a rank."""
     compute = [0.0, 0.0]
     exposed: tuple[dict[str, float], dict[str, float]] = ({}, {})
-    for piece, is_again, count in _pieces(run, rank):
-        work = work_of(piece, run.anatomy, run.sizes, run.micro_batch_size, run.bytes_per_element)
-        for place, part in enumerate(_piece_passes(run, piece, work, gpu, constants, is_again=is_again)):
-            compute[place] += count * part.compute
-            for axis, seconds in part.exposed.items():
+    for part, is_again, count in _timed_parts(run, rank):
+        work = layer_work_of(part, run.model_parts, run.sizes, run.micro_batch_size, run.bytes_per_element)
+        for place, one in enumerate(_part_passes(run, part, work, gpu, constants, is_again=is_again)):
+            compute[place] += count * one.compute
+            for axis, seconds in one.exposed.items():
                 exposed[place][axis] = exposed[place].get(axis, 0.0) + count * seconds
     sp = run.sizes.tp if run.sizes.sequence_parallel else 1
     if run.sizes.pp > 1:
-        tokens = run.micro_batch_size * run.anatomy.tokens / run.sizes.cp
+        tokens = run.micro_batch_size * run.model_parts.tokens / run.sizes.cp
         num_bytes, groups = tokens * run.model.hidden_size * run.bytes_per_element, groups_of(run.sizes)
-        hop = hop_seconds(num_bytes / (run.sizes.tp if run.software.splits_hops else sp), groups["pp"], gpu, constants)
-        if run.software.splits_hops and sp < run.sizes.tp:
+        hop = hop_seconds(num_bytes / (run.sizes.tp if run.framework.splits_hops else sp), groups["pp"], gpu, constants)
+        if run.framework.splits_hops and sp < run.sizes.tp:
             hop += gather_seconds(num_bytes, groups["tp"], gpu, constants)
         for waited in exposed:
             waited["pp"] = (constants.exposed_hop * hop + constants.hop_seconds) * run.sizes.vp
-    if run.software.shards_weights != "none":
+    if run.framework.shards_weights != "none":
         totals = [seconds + sum(waited.values()) for seconds, waited in zip(compute, exposed, strict=True)]
         for waited, seconds in zip(exposed, _gathered_seconds(run, rank, totals, gpu, constants), strict=True):
             waited["dp"] = seconds
     return Pass(compute=compute[0], exposed=exposed[0]), Pass(compute=compute[1], exposed=exposed[1])
 
 
-def _pieces(run: Run, rank: int) -> Iterator[tuple[Piece, bool, int]]:
+def _timed_parts(run: Run, rank: int) -> Iterator[tuple[ModelPart, bool, int]]:
     """The pieces of a rank, whether a backward runs them again whole, and how many there are of each."""
     for stage, again in zip(run.stages[rank], run.again[rank], strict=True):
-        for piece, count in stage.items():
-            num_again = again.get(piece, 0)
-            yield from ((piece, is_again, n) for is_again, n in ((False, count - num_again), (True, num_again)) if n)
+        for part, count in stage.items():
+            num_again = again.get(part, 0)
+            yield from ((part, is_again, n) for is_again, n in ((False, count - num_again), (True, num_again)) if n)
 
 
-def _piece_passes(
-    run: Run, piece: Piece, work: Work, gpu: Gpu, constants: Constants, *, is_again: bool
+def _part_passes(
+    run: Run, part: ModelPart, work: LayerWork, gpu: Gpu, constants: Constants, *, is_again: bool
 ) -> tuple[Pass, Pass]:
     is_fp8 = run.fp8 is not None
     plain = gpu.timed_as(run.plain_products)
@@ -163,15 +163,15 @@ def _piece_passes(
     edges = constants.edge * work.edge_flops + constants.grouped_edge * work.grouped_edge_flops
     product = work.product_flops / rate + (edges + work.head_flops) / plain_rate
     # Torch's one kernel in float32 is of the first.
-    share = constants.attention_share(gpu.family, "first" if plain == "full" else run.software.attention)
+    share = constants.attention_share(gpu.family, "first" if plain == "full" else run.framework.attention)
     flash_edges = constants.flash_edge * work.flash_edge_flops + constants.both_ways_edge * work.both_ways_edge_flops
     flash = (work.flash_flops + flash_edges) / (gpu.attention_flops(plain) * share)
     laid_out = work.laid_out_flops / (ceiling * constants.laid_out_share)
     # What a head reads and writes is counted kernel by kernel.
-    is_joined = run.software.is_fused or not work.num_layers
+    is_joined = run.framework.is_fused or not work.num_layers
     traffic = constants.traffic if is_joined else constants.unfused_traffic
     moved = traffic * work.moved_bytes / gpu.memory_bytes_per_second
-    if run.software.bounds_gates:
+    if run.framework.bounds_gates:
         moved += constants.traffic * work.bounded_bytes / gpu.memory_bytes_per_second
     pairs = constants.traffic * work.num_pairs / gpu.memory_bytes_per_second
     grouped = constants.traffic * run.bytes_per_element * work.num_grouped_pairs / gpu.memory_bytes_per_second
@@ -179,24 +179,24 @@ def _piece_passes(
     moved += constants.traffic * work.path_bytes / gpu.memory_bytes_per_second
     # Weights that have no master weights stay wide, and each product casts its own.
     lowered = _CAST_BYTES * work.num_frozen / gpu.memory_bytes_per_second if run.is_mixed else 0.0
-    paths = work.path_flops + constants.edge * work.path_edge_flops
-    paths /= plain_rate
+    adapters = work.path_flops + constants.edge * work.path_edge_flops
+    adapters /= plain_rate
     least = constants.layer_seconds * work.num_layers
     width = run.bytes_per_element
     scored = laid_out + (_PAIR_NUMBERS * width + 1) * pairs + _GROUPED_PAIR_NUMBERS * grouped
-    forward = max(product + flash + scored + moved + casts + lowered + paths, least)
+    forward = max(product + flash + scored + moved + casts + lowered + adapters, least)
     messages = _messages(run, work, gpu, constants)
-    hides = run.software.hides_tensor
+    hides = run.framework.hides_tensor
     exposed = _unhidden_tensor(messages, hides in ("forward", "everywhere"), constants)
     exposed |= _context(run, work, flash + laid_out, gpu, constants, is_backward=False)
-    if not piece.passes_gradient and not piece.is_trained:
+    if not part.passes_gradient and not part.is_trained:
         return Pass(compute=forward, exposed=exposed), Pass()
-    num_products = piece.passes_gradient + piece.is_trained
+    num_products = part.passes_gradient + part.is_trained
     attended = _FLASH_BACKWARD * flash + 2 * laid_out + (_PAIR_BACKWARD_NUMBERS * width + 1) * pairs
     attended += _GROUPED_PAIR_BACKWARD_NUMBERS * grouped
-    backward = num_products * product + 2 * (casts + paths)
+    backward = num_products * product + 2 * (casts + adapters)
     backward += (constants.moved_backward if work.num_layers else _HEAD_BACKWARD) * moved
-    backward = max(backward + (attended + lowered if piece.passes_gradient else 0.0), least)
+    backward = max(backward + (attended + lowered if part.passes_gradient else 0.0), least)
     later = _unhidden_tensor(messages, hides in ("backward", "everywhere"), constants)
     later |= _context(run, work, attended, gpu, constants, is_backward=True)
     if is_again:
@@ -207,8 +207,8 @@ def _piece_passes(
     if work.num_layers and ("moe" if work.num_expert_layers else "mlp") in run.recompute.recomputed_parts:
         backward += product * work.mlp_flops / work.product_flops
         later["ep"] = later.get("ep", 0.0) + messages.get("ep", 0.0)
-    if not is_again and work.num_layers and run.software.runs_again:
-        again = work.second_flops / work.product_flops if run.software.runs_again == "second products" else 1.0
+    if not is_again and work.num_layers and run.framework.runs_again:
+        again = work.second_flops / work.product_flops if run.framework.runs_again == "second products" else 1.0
         backward += again * product + moved + casts
     return Pass(compute=forward, exposed=exposed), Pass(compute=backward, exposed=later)
 
@@ -218,7 +218,7 @@ def _unhidden_tensor(messages: Mapping[str, float], is_hidden: bool, constants: 
     return {axis: seconds * (share if axis == "tp" else 1.0) for axis, seconds in messages.items()}
 
 
-def _messages(run: Run, work: Work, gpu: Gpu, constants: Constants) -> dict[str, float]:
+def _messages(run: Run, work: LayerWork, gpu: Gpu, constants: Constants) -> dict[str, float]:
     """What a forward waits for, by axis; of cp says `_context`."""
     groups = groups_of(run.sizes)
     waited: dict[str, float] = {}
@@ -233,7 +233,7 @@ def _messages(run: Run, work: Work, gpu: Gpu, constants: Constants) -> dict[str,
     return waited
 
 
-def _expert_seconds(run: Run, work: Work, gpu: Gpu, constants: Constants) -> float:
+def _expert_seconds(run: Run, work: LayerWork, gpu: Gpu, constants: Constants) -> float:
     """What tokens are on their way to experts and home, in a forward or a backward."""
     groups = groups_of(run.sizes)
     seconds = 2 * exchange_seconds(work.expert_bytes / 2, groups["ep"], gpu, constants)
@@ -247,8 +247,8 @@ def _hidden_seconds(run: Run, rank: int, forward: Pass, backward: Pass, gpu: Gpu
         return 0.0
     on_their_way = 0.0
     for stage in run.stages[rank]:
-        for piece, count in stage.items():
-            work = work_of(piece, run.anatomy, run.sizes, run.micro_batch_size, run.bytes_per_element)
+        for part, count in stage.items():
+            work = layer_work_of(part, run.model_parts, run.sizes, run.micro_batch_size, run.bytes_per_element)
             if work.num_expert_layers:
                 on_their_way += count * _expert_seconds(run, work, gpu, constants)
     return sum(
@@ -258,7 +258,7 @@ def _hidden_seconds(run: Run, rank: int, forward: Pass, backward: Pass, gpu: Gpu
 
 
 def _context(
-    run: Run, work: Work, attention: float, gpu: Gpu, constants: Constants, *, is_backward: bool
+    run: Run, work: LayerWork, attention: float, gpu: Gpu, constants: Constants, *, is_backward: bool
 ) -> dict[str, float]:
     """What attention of so many seconds waits for, where ranks share sequences."""
     if not work.key_bytes:
@@ -266,7 +266,7 @@ def _context(
     seconds = context_seconds(
         run.sizes,
         Shared(key_bytes=work.key_bytes, query_bytes=work.query_bytes, attention_seconds=attention),
-        gradient_share=run.software.ring_gradient_bytes / run.bytes_per_element,
+        gradient_share=run.framework.ring_gradient_bytes / run.bytes_per_element,
         gpu=gpu,
         constants=constants,
         is_backward=is_backward,
@@ -282,7 +282,7 @@ def _gathered_seconds(run: Run, rank: int, totals: list[float], gpu: Gpu, consta
     gather = gather_seconds(width * dense, groups["replicas"], gpu, constants)
     gather += gather_seconds(width * experts, groups["edp"], gpu, constants)
     scatter = gather * run.gradient_bytes / width
-    is_always = run.software.shards_weights == "always"
+    is_always = run.framework.shards_weights == "always"
     sent = gather if is_always else gather / run.schedule.microbatches, scatter + (gather if is_always else 0.0)
     waits = []
     for total, seconds in zip(totals, sent, strict=True):
@@ -294,9 +294,9 @@ def _replica_seconds(
     run: Run, rank: int, forward: float, backward: float, gpu: Gpu, constants: Constants
 ) -> tuple[float, float]:
     """What a step waits for sums of gradients and for weights of other replicas; and the optimizer's own seconds."""
-    dense, experts = trained_of_stages(run.stages[rank], run.anatomy, run.sizes)
+    dense, experts = trained_of_stages(run.stages[rank], run.model_parts, run.sizes)
     groups = groups_of(run.sizes)
-    is_sharded = run.software.shards_weights != "none"
+    is_sharded = run.framework.shards_weights != "none"
     is_cut = run.optimizer.kind == "distributed" or is_sharded
     waited, stepped = 0.0, 0.0
     width = run.gradient_bytes

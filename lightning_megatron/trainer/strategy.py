@@ -50,7 +50,7 @@ from lightning_megatron.pipeline.choice import Schedule, placement_of
 from lightning_megatron.pipeline.lower import hops
 from lightning_megatron.pipeline.module import at_once, run_alone
 from lightning_megatron.pipeline.step_hooks import StepHook
-from lightning_megatron.planner.balanced import Balanced
+from lightning_megatron.planner.balanced_batch import BalancedBatch
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.rules import cross_config
 from lightning_megatron.tensor import weight_gradients
@@ -219,7 +219,7 @@ class MegatronStrategy(ParallelStrategy):
         return cross_config.with_context_groups(sizes, self.dynamic_context, self.context)
 
     @property
-    def balanced_step(self) -> Balanced | None:
+    def balanced_step(self) -> BalancedBatch | None:
         """Under dynamic context parallelism the documents of the training step that runs, or was the last, and who
         runs which."""
         return None if self._dynamic is None else self._dynamic.taken

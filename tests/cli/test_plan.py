@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from lightning_megatron.cli.main import main
-from lightning_megatron.planner.anatomy import anatomy_of
+from lightning_megatron.planner.model_parts import model_parts_of
 from lightning_megatron.planner.presets import PRESETS
 
 CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "configs"
@@ -245,15 +245,15 @@ def test_documents_that_are_balanced_are_planned_as_they_are(
     (tmp_path / "plain").mkdir()
     own = {"trainer.strategy.init_args": {}, "data": BALANCED_DATA | {"packing": "documents"}}
     plain = changed(tmp_path / "plain", "gpt2_124m.yaml", **own)
-    for asked in (("--top", "1"), ("--layout", "mbs=2")):
-        even, never = (record(capsys, name, "--gpu", "h100", *asked) for name in (file, plain))
+    for request in (("--top", "1"), ("--layout", "mbs=2")):
+        even, never = (record(capsys, name, "--gpu", "h100", *request) for name in (file, plain))
         assert even.pop("notes") == [
             *never.pop("notes"),
             "without the recipe's dynamic_context, which is planned on its own layout: --layout recipe",
         ]
         assert even == never
         assert "is for a recipe with dynamic_context on its own layout" in told(
-            capsys, file, "--gpu", "h100", *asked, "--document-lengths", "median=200,sigma=1"
+            capsys, file, "--gpu", "h100", *request, "--document-lengths", "median=200,sigma=1"
         )
 
 
@@ -643,7 +643,7 @@ def test_a_preset_is_the_model_of_the_recipe_of_its_name(name: str) -> None:
         "bert_large": 336.2e6,
         "t5_11b": 11.307e9,
     }
-    assert anatomy_of(preset.model, preset.texts).parameters() == pytest.approx(known[name], rel=0.005)
+    assert model_parts_of(preset.model, preset.lengths).parameters() == pytest.approx(known[name], rel=0.005)
 
 
 def test_a_hugging_face_config_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -787,9 +787,9 @@ def test_a_mistake_is_one_line_with_the_way_out(
 
 
 def test_the_memory_that_would_do_does(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ("llama3_70b", "--gpu", "h100", "--num-gpus", "1")
-    [gigabytes] = re.findall(r"([\d.]+) GB a GPU would do", told(capsys, *asked))
-    assert "fits         yes" in printed(capsys, *asked, "--memory-gb", gigabytes)
+    request = ("llama3_70b", "--gpu", "h100", "--num-gpus", "1")
+    [gigabytes] = re.findall(r"([\d.]+) GB a GPU would do", told(capsys, *request))
+    assert "fits         yes" in printed(capsys, *request, "--memory-gb", gigabytes)
 
 
 def test_the_batch_that_would_do_is_the_next_that_all_gpus_share(capsys: pytest.CaptureFixture[str]) -> None:
@@ -801,9 +801,9 @@ def test_the_batch_that_would_do_is_the_next_that_all_gpus_share(capsys: pytest.
 
 
 def test_without_a_pipeline_there_is_no_bubble(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ("llama3_8b", "--gpu", "h100", "--num-gpus", "16")
+    request = ("llama3_8b", "--gpu", "h100", "--num-gpus", "16")
     for tp in (2, 4):
-        text = printed(capsys, *asked, "--layout", f"tp={tp},pp=1")
+        text = printed(capsys, *request, "--layout", f"tp={tp},pp=1")
         assert re.search(r"^ *bubble +0 s +0\.0%", text, flags=re.MULTILINE), text
 
 

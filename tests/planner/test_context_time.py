@@ -8,10 +8,10 @@ from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.planner.constants import Constants
 from lightning_megatron.planner.context_time import Shared, context_seconds
+from lightning_megatron.planner.framework_profile import MEGATRON, OURS
 from lightning_megatron.planner.hardware import gpu_of
 from lightning_megatron.planner.presets import PRESETS
 from lightning_megatron.planner.run import Run, context_fields
-from lightning_megatron.planner.software import MEGATRON, OURS
 from lightning_megatron.planner.step_time import step_time
 
 H100 = gpu_of("h100")
@@ -75,12 +75,12 @@ def test_a_step_counts_both_ways_and_gradients_as_wide_as_the_code_sums_them() -
     preset = PRESETS["llama3_8b"]
     run = Run(
         model=preset.model,
-        texts=preset.texts,
+        lengths=preset.lengths,
         sizes=Sizes(world=8, cp=8),
         global_batch_size=8,
-        software=replace(MEGATRON, ring_gradient_bytes=OURS.ring_gradient_bytes),
+        framework=replace(MEGATRON, ring_gradient_bytes=OURS.ring_gradient_bytes),
     )
-    narrow = replace(run, software=MEGATRON)
+    narrow = replace(run, framework=MEGATRON)
     slow = replace(FREE, link_share=0.02)
     wide, thin = (step_time(one, H100, slow).exposed["cp"] for one in (run, narrow))
     key_bytes = 2 * 1024 * 8 * 128 * 2

@@ -13,13 +13,13 @@ from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Conf
 from lightning_megatron.models.vision import VisionConfig
 from lightning_megatron.moe.capacity import ExpertCapacity
 from lightning_megatron.optim.config import OptimizerConfig
-from lightning_megatron.planner.anatomy import Texts
-from lightning_megatron.planner.dry_rank import Whole
+from lightning_megatron.planner.dry_rank import FullModel
 from lightning_megatron.planner.dry_run import DryRun, dry_run, num_needed, shown_ranks
 from lightning_megatron.planner.flops import EXECUTED, step_flops
 from lightning_megatron.planner.memory import WORKSPACE_BYTES, rank_memory
+from lightning_megatron.planner.model_parts import SequenceLengths
 from lightning_megatron.planner.run import Run, faults_of
-from lightning_megatron.planner.trained import Trained
+from lightning_megatron.planner.trainable import Trainable
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.transformer.lora import LoraConfig
 from lightning_megatron.transformer.recompute import RecomputeConfig
@@ -50,9 +50,11 @@ LLAVA = LlavaConfig(**SIZES, **GATED, vision=VISION, image_token=5)
 DISTRIBUTED = OptimizerConfig(kind="distributed")
 
 
-def run_of(model: Any, sizes: Sizes, *, samples: int = 8, texts: Texts | None = None, **changes: Any) -> Run:
-    texts = Texts(sequence=2048) if texts is None else texts
-    run = Run(model=model, texts=texts, sizes=sizes, global_batch_size=sizes.dp * samples, **changes)
+def run_of(
+    model: Any, sizes: Sizes, *, samples: int = 8, lengths: SequenceLengths | None = None, **changes: Any
+) -> Run:
+    lengths = SequenceLengths(sequence=2048) if lengths is None else lengths
+    run = Run(model=model, lengths=lengths, sizes=sizes, global_batch_size=sizes.dp * samples, **changes)
     assert faults_of(run) == []
     return run
 
@@ -61,13 +63,13 @@ def selective(*parts: str) -> RecomputeConfig:
     return RecomputeConfig(granularity="selective", parts=parts)  # type: ignore[arg-type]
 
 
-def beside(*targets: str) -> Trained:
-    return Trained(lora=LoraConfig(targets=targets))  # type: ignore[arg-type]
+def beside(*targets: str) -> Trainable:
+    return Trainable(lora=LoraConfig(targets=targets))  # type: ignore[arg-type]
 
 
-SHORT, PAIRS = Texts(sequence=512), Texts(sequence=512, decoder_sequence=128)
+SHORT, PAIRS = SequenceLengths(sequence=512), SequenceLengths(sequence=512, decoder_sequence=128)
 PACKED_PAIRS = replace(PAIRS, are_packed=True)
-IMAGES = Texts(sequence=1024, images=1)
+IMAGES = SequenceLengths(sequence=1024, images=1)
 RUNS = {
     "one rank": run_of(GPT, Sizes()),
     "tp without sp": run_of(GPT, Sizes(world=4, tp=4)),
@@ -89,13 +91,13 @@ RUNS = {
     "zb-h1, blocks again": run_of(
         GPT,
         Sizes(world=4, pp=4),
-        texts=SHORT,
+        lengths=SHORT,
         micro_batch_size=2,
         schedule_name="zb_h1",
         recompute=RecomputeConfig(granularity="full", method="block", num_layers=1),
     ),
     "all forwards first, two chunks": run_of(
-        replace(GPT, num_layers=4), Sizes(world=2, pp=2, vp=2), texts=SHORT, schedule_name="gpipe"
+        replace(GPT, num_layers=4), Sizes(world=2, pp=2, vp=2), lengths=SHORT, schedule_name="gpipe"
     ),
     "saved inputs cut over tp": run_of(
         GPT,
@@ -106,7 +108,7 @@ RUNS = {
     "zb-v, ReLU, norms again": run_of(
         replace(GPT, activation="relu"),
         Sizes(world=4, pp=4, vp=2, placement="v"),
-        texts=SHORT,
+        lengths=SHORT,
         micro_batch_size=4,
         schedule_name="zb_v",
         recompute=selective("norm"),
@@ -114,7 +116,7 @@ RUNS = {
     "zb-v, dropped attention again": run_of(
         replace(GPT, attention_dropout=0.1),
         Sizes(world=2, pp=2, vp=2, placement="v"),
-        texts=SHORT,
+        lengths=SHORT,
         micro_batch_size=2,
         schedule_name="zb_v",
         recompute=RecomputeConfig(granularity="full"),
@@ -125,40 +127,43 @@ RUNS = {
     "gradients in 16 bits": run_of(
         GPT, Sizes(world=4), optimizer=OptimizerConfig(kind="distributed", grad_dtype="bfloat16")
     ),
-    "BERT": run_of(BERT, Sizes(world=4, tp=2, pp=2, sequence_parallel=True), texts=SHORT, micro_batch_size=4),
+    "BERT": run_of(BERT, Sizes(world=4, tp=2, pp=2, sequence_parallel=True), lengths=SHORT, micro_batch_size=4),
     "BERT with dropout": run_of(
-        replace(BERT, attention_dropout=0.1, hidden_dropout=0.1), Sizes(world=2, pp=2), texts=SHORT, micro_batch_size=4
+        replace(BERT, attention_dropout=0.1, hidden_dropout=0.1),
+        Sizes(world=2, pp=2),
+        lengths=SHORT,
+        micro_batch_size=4,
     ),
     "BERT, zb-v": run_of(
         replace(BERT, vocab_size=4096),
         Sizes(world=8, tp=2, pp=4, vp=2, placement="v"),
-        texts=SHORT,
+        lengths=SHORT,
         micro_batch_size=4,
         schedule_name="zb_v",
     ),
-    "post-norm BERT": run_of(replace(BERT, norm_placement="post"), Sizes(world=2), texts=SHORT, micro_batch_size=4),
-    "T5": run_of(T5, Sizes(world=4, pp=4), texts=PAIRS, micro_batch_size=4),
+    "post-norm BERT": run_of(replace(BERT, norm_placement="post"), Sizes(world=2), lengths=SHORT, micro_batch_size=4),
+    "T5": run_of(T5, Sizes(world=4, pp=4), lengths=PAIRS, micro_batch_size=4),
     "T5, both look-ups on a stage": run_of(
         replace(T5, num_layers=2, num_decoder_layers=2, vocab_size=16384),
         Sizes(world=2, pp=2),
-        texts=PAIRS,
+        lengths=PAIRS,
         micro_batch_size=4,
         samples=16,
         precision="bf16-true",
     ),
     "T5 of few layers": run_of(
-        replace(T5, num_layers=2, num_decoder_layers=2), Sizes(world=2, pp=2), texts=PAIRS, micro_batch_size=2
+        replace(T5, num_layers=2, num_decoder_layers=2), Sizes(world=2, pp=2), lengths=PAIRS, micro_batch_size=2
     ),
     "T5, zb-h1, ReLU again": run_of(
         replace(T5, vocab_size=4096),
         Sizes(world=4, pp=4),
-        texts=PAIRS,
+        lengths=PAIRS,
         micro_batch_size=4,
         schedule_name="zb_h1",
         recompute=selective("activation"),
     ),
-    "BERT in float32": run_of(BERT, Sizes(), texts=SHORT, micro_batch_size=4, precision="32-true"),
-    "T5 in float32": run_of(T5, Sizes(world=2, pp=2), texts=PAIRS, micro_batch_size=4, precision="32-true"),
+    "BERT in float32": run_of(BERT, Sizes(), lengths=SHORT, micro_batch_size=4, precision="32-true"),
+    "T5 in float32": run_of(T5, Sizes(world=2, pp=2), lengths=PAIRS, micro_batch_size=4, precision="32-true"),
     "groups laid out in float32": run_of(LLAMA, Sizes(world=2, pp=2), precision="32-true"),
     "cp of four": run_of(replace(GPT, num_layers=4), Sizes(world=8, pp=2, cp=4), micro_batch_size=4),
     "cp of four, gathered": run_of(
@@ -179,94 +184,94 @@ RUNS = {
     ),
     "cp in float32": run_of(LLAMA, Sizes(world=2, cp=2), precision="32-true"),
     "LLaVA, all again": run_of(
-        LLAVA, Sizes(world=2, pp=2), texts=IMAGES, recompute=RecomputeConfig(granularity="full"), micro_batch_size=2
+        LLAVA, Sizes(world=2, pp=2), lengths=IMAGES, recompute=RecomputeConfig(granularity="full"), micro_batch_size=2
     ),
     "LLaVA, layers again": run_of(
         LLAVA,
         Sizes(),
-        texts=IMAGES,
+        lengths=IMAGES,
         recompute=RecomputeConfig(granularity="full", method="block", num_layers=5),
         micro_batch_size=2,
     ),
-    "LLaVA": run_of(LLAVA, Sizes(world=2, tp=2, sequence_parallel=True), texts=IMAGES),
+    "LLaVA": run_of(LLAVA, Sizes(world=2, tp=2, sequence_parallel=True), lengths=IMAGES),
     "a frozen tower": run_of(
-        LLAVA, Sizes(world=2, pp=2), texts=IMAGES, trained=Trained(frozen=("vision",)), optimizer=DISTRIBUTED
+        LLAVA, Sizes(world=2, pp=2), lengths=IMAGES, trained=Trainable(frozen=("vision",)), optimizer=DISTRIBUTED
     ),
     "a frozen tower over four stages": run_of(
-        LLAVA, Sizes(world=4, pp=4), texts=IMAGES, trained=Trained(frozen=("vision",)), optimizer=DISTRIBUTED
+        LLAVA, Sizes(world=4, pp=4), lengths=IMAGES, trained=Trainable(frozen=("vision",)), optimizer=DISTRIBUTED
     ),
     "frozen language": run_of(
-        LLAVA, Sizes(world=4, pp=4), texts=IMAGES, trained=Trained(frozen=("language",)), optimizer=DISTRIBUTED
+        LLAVA, Sizes(world=4, pp=4), lengths=IMAGES, trained=Trainable(frozen=("language",)), optimizer=DISTRIBUTED
     ),
     "frozen language, zb-v": run_of(
         LLAVA,
         Sizes(world=2, pp=2, vp=2, placement="v"),
-        texts=IMAGES,
-        trained=Trained(frozen=("language",)),
+        lengths=IMAGES,
+        trained=Trainable(frozen=("language",)),
         schedule_name="zb_v",
     ),
     "low-rank paths": run_of(
         LLAMA,
         Sizes(world=4, tp=2, sequence_parallel=True),
-        trained=Trained(lora=LoraConfig(rank=16)),
+        trained=Trainable(lora=LoraConfig(rank=16)),
         micro_batch_size=2,
     ),
     "low-rank paths, norms again": run_of(
         LLAMA,
         Sizes(world=2, pp=2),
-        trained=Trained(lora=LoraConfig(rank=16)),
+        trained=Trainable(lora=LoraConfig(rank=16)),
         recompute=selective("norm"),
         micro_batch_size=2,
     ),
     "low-rank paths in FP8": run_of(
-        LLAMA, Sizes(world=2, pp=2), trained=Trained(lora=LoraConfig(rank=16)), fp8=Fp8Config(), micro_batch_size=2
+        LLAMA, Sizes(world=2, pp=2), trained=Trainable(lora=LoraConfig(rank=16)), fp8=Fp8Config(), micro_batch_size=2
     ),
     "low-rank paths, all again": run_of(
         LLAMA,
         Sizes(world=2, pp=2),
-        trained=Trained(lora=LoraConfig(rank=16)),
+        trained=Trainable(lora=LoraConfig(rank=16)),
         recompute=RecomputeConfig(granularity="full"),
         micro_batch_size=2,
     ),
     "low-rank paths, dropout": run_of(
         replace(SHALLOW, hidden_size=512, num_attention_heads=8, ffn_hidden_size=1408),
         Sizes(world=2, pp=2),
-        texts=Texts(sequence=1024),
-        trained=Trained(lora=LoraConfig(rank=16, dropout=0.1)),
+        lengths=SequenceLengths(sequence=1024),
+        trained=Trainable(lora=LoraConfig(rank=16, dropout=0.1)),
         micro_batch_size=4,
     ),
     "low-rank paths, pairs of layers again": run_of(
         SHALLOW,
         Sizes(),
-        trained=Trained(lora=LoraConfig(rank=16)),
+        trained=Trainable(lora=LoraConfig(rank=16)),
         recompute=RecomputeConfig(granularity="full", num_layers=2),
         micro_batch_size=2,
     ),
     "low-rank paths, zb-v": run_of(
         SHALLOW,
         Sizes(world=2, pp=2, vp=2, placement="v"),
-        trained=Trained(lora=LoraConfig(rank=16)),
+        trained=Trainable(lora=LoraConfig(rank=16)),
         schedule_name="zb_v",
         micro_batch_size=2,
     ),
     "low-rank paths in a T5": run_of(
         T5,
         Sizes(world=2, pp=2),
-        texts=PAIRS,
+        lengths=PAIRS,
         micro_batch_size=4,
-        trained=Trained(lora=LoraConfig(targets=("attention.qkv", "cross_attention.key_value"))),
+        trained=Trainable(lora=LoraConfig(targets=("attention.qkv", "cross_attention.key_value"))),
     ),
     "a low-rank path beside queries of an encoder's stream": run_of(
         replace(T5, num_layers=4, num_decoder_layers=4),
         Sizes(world=4, pp=4),
-        texts=PAIRS,
+        lengths=PAIRS,
         micro_batch_size=4,
         trained=beside("cross_attention.query"),
     ),
     "a low-rank path behind attention to an encoder": run_of(
         replace(T5, num_layers=1, num_decoder_layers=1, vocab_size=8192),
         Sizes(),
-        texts=Texts(sequence=128, decoder_sequence=512),
+        lengths=SequenceLengths(sequence=128, decoder_sequence=512),
         micro_batch_size=4,
         precision="32-true",
         trained=beside("cross_attention.projection"),
@@ -280,26 +285,26 @@ RUNS = {
     "a low-rank path in a post-norm BERT": run_of(
         replace(BERT, num_layers=4, norm_placement="post"),
         Sizes(world=2, pp=2),
-        texts=SHORT,
+        lengths=SHORT,
         micro_batch_size=4,
         trained=beside("mlp.down"),
     ),
     "low-rank paths beside packed documents": run_of(
         GPT,
         Sizes(world=2, pp=2),
-        texts=Texts(sequence=2048, are_packed=True),
-        trained=Trained(lora=LoraConfig(targets=("attention.qkv",))),
+        lengths=SequenceLengths(sequence=2048, are_packed=True),
+        trained=Trainable(lora=LoraConfig(targets=("attention.qkv",))),
     ),
     "low-rank paths beside experts": run_of(
         replace(SHARED, moe=replace(EXPERTS, shared_expert_intermediate_size=1408, shared_expert_gate=True)),
         Sizes(world=4, tp=2, ep=2, sequence_parallel=True),
-        trained=Trained(lora=LoraConfig(rank=16, targets=("attention.qkv", "shared.down"))),
+        trained=Trainable(lora=LoraConfig(rank=16, targets=("attention.qkv", "shared.down"))),
         micro_batch_size=4,
     ),
     "low-rank paths beside experts, all again": run_of(
         replace(MIXTRAL, num_layers=2, vocab_size=4096),
         Sizes(world=4, ep=4),
-        texts=SHORT,
+        lengths=SHORT,
         trained=beside("attention.qkv", "attention.projection"),
         recompute=RecomputeConfig(granularity="full"),
         precision="32-true",
@@ -308,7 +313,7 @@ RUNS = {
     "low-rank paths, experts again": run_of(
         MIXTRAL,
         Sizes(world=8, ep=4, pp=2),
-        trained=Trained(lora=LoraConfig(rank=16, targets=("attention.qkv",))),
+        trained=Trainable(lora=LoraConfig(rank=16, targets=("attention.qkv",))),
         recompute=selective("moe"),
         micro_batch_size=4,
     ),
@@ -320,13 +325,13 @@ RUNS = {
         DROPS, Sizes(world=2, pp=2), recompute=selective("core_attention"), micro_batch_size=2
     ),
     "dropout in float32": run_of(
-        replace(SHALLOW, attention_dropout=0.1), Sizes(), texts=SHORT, precision="32-true", micro_batch_size=4
+        replace(SHALLOW, attention_dropout=0.1), Sizes(), lengths=SHORT, precision="32-true", micro_batch_size=4
     ),
     "LLaVA with dropout, layers again": run_of(
         replace(LLAVA, num_layers=4, vocab_size=4096, attention_dropout=0.1, hidden_dropout=0.1),
         Sizes(),
         samples=2,
-        texts=IMAGES,
+        lengths=IMAGES,
         recompute=RecomputeConfig(granularity="full", method="block", num_layers=5),
         micro_batch_size=2,
     ),
@@ -337,7 +342,7 @@ RUNS = {
         replace(MIXTRAL, vocab_size=4096),
         Sizes(world=8, ep=8),
         samples=16,
-        texts=SHORT,
+        lengths=SHORT,
         optimizer=DISTRIBUTED,
         recompute=selective("norm"),
         micro_batch_size=16,
@@ -366,7 +371,7 @@ RUNS = {
     "experts of few tokens": run_of(
         replace(MIXTRAL, num_layers=2, vocab_size=1024),
         Sizes(world=4),
-        texts=Texts(sequence=256),
+        lengths=SequenceLengths(sequence=256),
         precision="bf16-true",
         optimizer=DISTRIBUTED,
     ),
@@ -381,7 +386,7 @@ RUNS = {
         ),
         Sizes(world=16, tp=4, pp=4, sequence_parallel=True),
         samples=4,
-        texts=Texts(sequence=1024),
+        lengths=SequenceLengths(sequence=1024),
         optimizer=DISTRIBUTED,
         fp8=Fp8Config(),
     ),
@@ -397,36 +402,38 @@ RUNS = {
         Sizes(world=4, ep=4),
         micro_batch_size=2,
     ),
-    "a large vocabulary": run_of(replace(GPT, num_layers=2), Sizes(world=2, pp=2), texts=SHORT),
+    "a large vocabulary": run_of(replace(GPT, num_layers=2), Sizes(world=2, pp=2), lengths=SHORT),
     "accumulated": run_of(GPT, Sizes(world=4, pp=2), num_accumulated=3, optimizer=DISTRIBUTED),
     "accumulated without a schedule": run_of(GPT, Sizes(), num_accumulated=3, samples=4, micro_batch_size=4),
     "packed documents": run_of(
-        LLAMA, Sizes(world=2, tp=2, sequence_parallel=True), texts=Texts(sequence=2048, are_packed=True)
+        LLAMA, Sizes(world=2, tp=2, sequence_parallel=True), lengths=SequenceLengths(sequence=2048, are_packed=True)
     ),
     "packed documents in FP8": run_of(
         replace(LLAMA, num_layers=4, vocab_size=2048),
         Sizes(),
-        texts=Texts(sequence=1024, are_packed=True),
+        lengths=SequenceLengths(sequence=1024, are_packed=True),
         fp8=Fp8Config(),
         micro_batch_size=8,
         optimizer=DISTRIBUTED,
     ),
-    "packed T5": run_of(replace(T5, position="learned"), Sizes(world=4, pp=4), texts=PACKED_PAIRS, micro_batch_size=4),
+    "packed T5": run_of(
+        replace(T5, position="learned"), Sizes(world=4, pp=4), lengths=PACKED_PAIRS, micro_batch_size=4
+    ),
     "packed T5, dropout": run_of(
         replace(T5, num_layers=2, num_decoder_layers=2, attention_dropout=0.1, hidden_dropout=0.1),
         Sizes(),
         samples=4,
-        texts=PACKED_PAIRS,
+        lengths=PACKED_PAIRS,
         micro_batch_size=4,
     ),
     "images shared out over cp": run_of(
         replace(LLAVA, num_layers=2, vocab_size=2048),
         Sizes(world=2, cp=2),
-        texts=replace(IMAGES, images=3),
+        lengths=replace(IMAGES, images=3),
         micro_batch_size=3,
         samples=6,
     ),
-    "packed LLaVA": run_of(LLAVA, Sizes(world=2, pp=2), texts=replace(IMAGES, are_packed=True)),
+    "packed LLaVA": run_of(LLAVA, Sizes(world=2, pp=2), lengths=replace(IMAGES, are_packed=True)),
     "Transformer Engine": run_of(
         GPT,
         Sizes(world=4, pp=2, tp=2, sequence_parallel=True),
@@ -462,8 +469,8 @@ def stage_rank(run: Run, place: int) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_the_planner_and_the_code_agree_on_memory_and_products(name: str) -> None:
-    run, whole = RUNS[name], Whole(RUNS[name])
-    found = {place: dry_run(run, stage_rank(run, place), whole=whole) for place in range(run.sizes.pp)}
+    run, full_model = RUNS[name], FullModel(RUNS[name])
+    found = {place: dry_run(run, stage_rank(run, place), full_model=full_model) for place in range(run.sizes.pp)}
     for place, one in found.items():
         # Workspaces of the GPU's libraries are not the code's.
         planned = rank_memory(run, place).allocated - WORKSPACE_BYTES
@@ -480,7 +487,7 @@ SMALL_EXPERTS = replace(EXPERTS, ffn_hidden_size=64)
 
 
 def small(sizes: Sizes, samples: int, model: GPTConfig = SMALL, **changes: Any) -> Run:
-    return run_of(model, sizes, samples=samples, texts=Texts(sequence=64), **changes)
+    return run_of(model, sizes, samples=samples, lengths=SequenceLengths(sequence=64), **changes)
 
 
 @pytest.mark.parametrize(
@@ -494,9 +501,9 @@ def small(sizes: Sizes, samples: int, model: GPTConfig = SMALL, **changes: Any) 
 )
 def test_some_microbatches_tell_of_all(sizes: Sizes, schedule: str) -> None:
     run = small(sizes, 13, schedule_name=schedule, optimizer=DISTRIBUTED)
-    whole = Whole(run)
+    full_model = FullModel(run)
     for rank in shown_ranks(run):
-        some, everything = dry_run(run, rank, whole=whole), dry_run(run, rank, whole=whole, most=13)
+        some, everything = dry_run(run, rank, full_model=full_model), dry_run(run, rank, full_model=full_model, most=13)
         assert some.num_run == num_needed(run) < everything.num_run == 13
         assert some.peak_bytes == everything.peak_bytes and some.peak_by_kind == everything.peak_by_kind
         assert some.flops == everything.flops
@@ -504,7 +511,12 @@ def test_some_microbatches_tell_of_all(sizes: Sizes, schedule: str) -> None:
 
 
 def test_the_code_on_real_tensors_holds_and_multiplies_as_much() -> None:
-    run = replace(RUNS["one rank"], model=replace(SMALL, hidden_size=256), texts=Texts(sequence=64), micro_batch_size=4)
+    run = replace(
+        RUNS["one rank"],
+        model=replace(SMALL, hidden_size=256),
+        lengths=SequenceLengths(sequence=64),
+        micro_batch_size=4,
+    )
     run = replace(run, global_batch_size=16)
     for precision in ("32-true", "bf16-mixed"):
         one = replace(run, precision=precision)
@@ -516,12 +528,12 @@ def test_the_code_on_real_tensors_holds_and_multiplies_as_much() -> None:
 def test_what_runs_side_by_side_is_counted_where_it_belongs() -> None:
     model = replace(SMALL, num_layers=4, moe=SMALL_EXPERTS, add_bias_linear=False)
     run = small(Sizes(world=4, pp=2, ep=2), 7, model=model, optimizer=DISTRIBUTED)
-    whole, joint, rank = Whole(run), replace(run, is_overlapped=True), stage_rank(run, 0)
-    in_turn, beside = (dry_run(one, rank, whole=whole) for one in (run, joint))
+    full_model, joint, rank = FullModel(run), replace(run, is_overlapped=True), stage_rank(run, 0)
+    in_turn, beside = (dry_run(one, rank, full_model=full_model) for one in (run, joint))
     assert beside.flops == in_turn.flops and beside.messages == in_turn.messages
     # Rows, their weights and rows on their way home, there and back, of two layers a stage.
     assert beside.messages["dp+cp=ep", "all-to-all"].number == 7 * 2 * 6
-    all_in_turn, all_beside = (dry_run(one, rank, whole=whole, most=7) for one in (run, joint))
+    all_in_turn, all_beside = (dry_run(one, rank, full_model=full_model, most=7) for one in (run, joint))
     # Routers keep a few numbers of each microbatch.
     of_each = (all_in_turn.peak_bytes - in_turn.peak_bytes) / (7 - in_turn.num_run)
     assert 0 < of_each < 5000 and all_beside.peak_bytes - beside.peak_bytes == of_each * (7 - beside.num_run)
@@ -531,8 +543,8 @@ def test_what_runs_side_by_side_is_counted_where_it_belongs() -> None:
 def test_a_packed_t5_runs_dry_document_by_document() -> None:
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 256}
     model = T5Config(num_layers=2, num_decoder_layers=1, max_sequence_length=512, position="learned", **sizes)
-    run = run_of(model, Sizes(), texts=PAIRS, samples=4, micro_batch_size=4)
-    plain, packed = dry_run(run, 0), dry_run(replace(run, texts=PACKED_PAIRS), 0)
+    run = run_of(model, Sizes(), lengths=PAIRS, samples=4, micro_batch_size=4)
+    plain, packed = dry_run(run, 0), dry_run(replace(run, lengths=PACKED_PAIRS), 0)
     # What attention of two encoder layers gives, by head beside by token.
     assert packed.peak_bytes - plain.peak_bytes > 2 * 4 * 512 * 64 * 2
     assert packed.flops == plain.flops

@@ -11,7 +11,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.models import GPTConfig, GPTModel, LlavaConfig
 from lightning_megatron.models.vision import VisionConfig
-from lightning_megatron.planner.anatomy import Texts, anatomy_of, piece_flops
 from lightning_megatron.planner.flops import (
     BY_PARAMETERS,
     HARDWARE,
@@ -20,6 +19,7 @@ from lightning_megatron.planner.flops import (
     batch_flops,
     recomputed_flops,
 )
+from lightning_megatron.planner.model_parts import SequenceLengths, model_parts_of, part_flops
 from lightning_megatron.transformer import recompute
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
@@ -56,36 +56,42 @@ def counted(config: GPTConfig, how: RecomputeConfig) -> int:
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_run_again_is_what_torch_counts_more(name: str) -> None:
     more = counted(DROPS, CASES[name]) - counted(DROPS, RecomputeConfig())
-    anatomy = anatomy_of(DROPS, Texts(sequence=SEQUENCE))
+    model_parts = model_parts_of(DROPS, SequenceLengths(sequence=SEQUENCE))
     assert more > 0
-    assert recomputed_flops(anatomy, ROWS, CASES[name], counts_all_pairs=True) == more
+    assert recomputed_flops(model_parts, ROWS, CASES[name], counts_all_pairs=True) == more
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_hardware_flops_are_model_flops_and_those(name: str) -> None:
-    anatomy = anatomy_of(DROPS, Texts(sequence=SEQUENCE))
-    again = recomputed_flops(anatomy, ROWS, CASES[name])
-    assert batch_flops(anatomy, ROWS, HARDWARE, CASES[name]) == batch_flops(anatomy, ROWS, MODEL, CASES[name]) + again
+    model_parts = model_parts_of(DROPS, SequenceLengths(sequence=SEQUENCE))
+    again = recomputed_flops(model_parts, ROWS, CASES[name])
+    assert (
+        batch_flops(model_parts, ROWS, HARDWARE, CASES[name])
+        == batch_flops(model_parts, ROWS, MODEL, CASES[name]) + again
+    )
     # Of causal attention a half is needed.
-    all_pairs = batch_flops(anatomy, ROWS, HARDWARE_ALL_PAIRS, CASES[name])
-    assert batch_flops(anatomy, ROWS, HARDWARE, CASES[name]) < all_pairs
+    all_pairs = batch_flops(model_parts, ROWS, HARDWARE_ALL_PAIRS, CASES[name])
+    assert batch_flops(model_parts, ROWS, HARDWARE, CASES[name]) < all_pairs
 
 
 def test_by_parameters_what_is_run_again_is_a_third_of_its_layers() -> None:
-    anatomy, again = anatomy_of(CONFIG, Texts(sequence=SEQUENCE)), replace(BY_PARAMETERS, counts_recompute=True)
-    once = batch_flops(anatomy, ROWS, BY_PARAMETERS, CASES["full"])
-    assert batch_flops(anatomy, ROWS, again, CASES["full"]) == pytest.approx(once * 4 / 3)
+    model_parts, again = (
+        model_parts_of(CONFIG, SequenceLengths(sequence=SEQUENCE)),
+        replace(BY_PARAMETERS, counts_recompute=True),
+    )
+    once = batch_flops(model_parts, ROWS, BY_PARAMETERS, CASES["full"])
+    assert batch_flops(model_parts, ROWS, again, CASES["full"]) == pytest.approx(once * 4 / 3)
     # Three of four layers, or, of a stage that has no more, two each.
     block = CASES["full, three layers of a stage"]
-    assert batch_flops(anatomy, ROWS, again, block) == pytest.approx(once * 5 / 4)
-    assert batch_flops(anatomy, ROWS, again, block, Sizes(world=2, pp=2)) == pytest.approx(once * 4 / 3)
-    assert batch_flops(anatomy, ROWS, again, CASES["mlp"]) == once
+    assert batch_flops(model_parts, ROWS, again, block) == pytest.approx(once * 5 / 4)
+    assert batch_flops(model_parts, ROWS, again, block, Sizes(world=2, pp=2)) == pytest.approx(once * 4 / 3)
+    assert batch_flops(model_parts, ROWS, again, CASES["mlp"]) == once
 
 
 def test_attention_in_one_kernel_is_not_run_again_and_a_vision_tower_is() -> None:
     attention = RecomputeConfig(granularity="selective")
-    assert recomputed_flops(anatomy_of(CONFIG, Texts(sequence=SEQUENCE)), ROWS, attention) == 0
-    assert recomputed_flops(anatomy_of(DROPS, Texts(sequence=SEQUENCE)), ROWS, attention) > 0
+    assert recomputed_flops(model_parts_of(CONFIG, SequenceLengths(sequence=SEQUENCE)), ROWS, attention) == 0
+    assert recomputed_flops(model_parts_of(DROPS, SequenceLengths(sequence=SEQUENCE)), ROWS, attention) > 0
     vision = VisionConfig(num_layers=3, hidden_size=16, num_attention_heads=2, image_size=16, patch_size=8)
     llava = LlavaConfig(
         num_layers=4,
@@ -98,10 +104,12 @@ def test_attention_in_one_kernel_is_not_run_again_and_a_vision_tower_is() -> Non
         image_token=1,
     )
     full, mlp = CASES["full"], CASES["mlp"]
-    with_images, without = (anatomy_of(llava, Texts(sequence=SEQUENCE, images=images)) for images in (2, 0))
-    tower = [piece for piece in with_images.pieces if piece.part == "vision" and piece.is_layer]
+    with_images, without = (
+        model_parts_of(llava, SequenceLengths(sequence=SEQUENCE, images=images)) for images in (2, 0)
+    )
+    tower = [part for part in with_images.parts if part.component == "vision" and part.is_layer]
     # The last of its three layers never runs.
     assert len(tower) == 2
-    run_again = sum(piece_flops(piece, llava, batch=1) for piece in tower)
-    assert recomputed_flops(with_images, 1, full) == recomputed_flops(without, 1, full) + run_again
+    recomputed_parts = sum(part_flops(part, llava, batch=1) for part in tower)
+    assert recomputed_flops(with_images, 1, full) == recomputed_flops(without, 1, full) + recomputed_parts
     assert recomputed_flops(with_images, 1, mlp) > recomputed_flops(without, 1, mlp)

@@ -9,13 +9,13 @@ from lightning_megatron.models import T5Config
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.pipeline.schedule import Kind
 from lightning_megatron.planner.activations import stage_bytes
-from lightning_megatron.planner.anatomy import Texts
-from lightning_megatron.planner.halves import walked
+from lightning_megatron.planner.framework_profile import FULLY_SHARDED, MEGATRON
 from lightning_megatron.planner.memory import memory_of, parameters_of_rank, rank_memory
+from lightning_megatron.planner.model_parts import SequenceLengths
 from lightning_megatron.planner.presets import PRESETS
 from lightning_megatron.planner.run import Run
-from lightning_megatron.planner.software import FULLY_SHARDED, MEGATRON
-from lightning_megatron.planner.working_set import batch_bytes, num_flying
+from lightning_megatron.planner.split_backward import walked
+from lightning_megatron.planner.transient_memory import batch_bytes, num_flying
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
@@ -25,7 +25,7 @@ GPT3 = PRESETS["gpt3_175b"]
 def run_of(**changes: object) -> Run:
     fields = {
         "model": GPT3.model,
-        "texts": GPT3.texts,
+        "lengths": GPT3.lengths,
         "sizes": Sizes(world=64, tp=8, pp=8, sequence_parallel=True),
         "global_batch_size": 64,
     }
@@ -58,7 +58,7 @@ def test_states_of_experts_are_cut_over_their_own_replicas() -> None:
     preset = PRESETS["mixtral_8x7b"]
     sizes = Sizes(world=64, tp=2, ep=8, sequence_parallel=True)
     optimizer = OptimizerConfig(kind="distributed")
-    run = Run(model=preset.model, texts=preset.texts, sizes=sizes, global_batch_size=64, optimizer=optimizer)
+    run = Run(model=preset.model, lengths=preset.lengths, sizes=sizes, global_batch_size=64, optimizer=optimizer)
     dense, experts, _, _ = parameters_of_rank(run, 0)
     assert sizes.dp == 32 and sizes.edp == 8 and experts > dense
     assert rank_memory(run, 0).static == pytest.approx((6 + 12 / 32) * dense + (6 + 12 / 8) * experts)
@@ -73,18 +73,18 @@ def test_an_early_stage_keeps_more_microbatches_and_the_last_has_the_logits() ->
 
 def test_activations_of_a_large_model_are_34_sbh_over_t_with_dropout() -> None:
     model = replace(GPT3.model, hidden_dropout=0.1)
-    [kept] = {rank.activations for rank in memory_of(run_of(model=model, software=MEGATRON))[3:4]}
+    [kept] = {rank.activations for rank in memory_of(run_of(model=model, framework=MEGATRON))[3:4]}
     each = 34 * 2048 * 12288 / 8
     assert kept == pytest.approx(5 * 12 * each, rel=0.01)
 
 
 def test_norms_that_read_float32_keep_four_bytes_more_of_a_layer() -> None:
-    own, others = rank_memory(run_of(), 3), rank_memory(run_of(software=MEGATRON), 3)
+    own, others = rank_memory(run_of(), 3), rank_memory(run_of(framework=MEGATRON), 3)
     assert own.activations - others.activations == pytest.approx(5 * 12 * 4 * 2048 * 12288 / 8)
 
 
 def test_full_recomputation_keeps_inputs_and_one_layer() -> None:
-    run = run_of(recompute=RecomputeConfig(granularity="full"), software=MEGATRON)
+    run = run_of(recompute=RecomputeConfig(granularity="full"), framework=MEGATRON)
     token_bytes = 2048 * 12288 / 8
     assert rank_memory(run, 3).activations == pytest.approx((5 * 12 * 2 + 30) * token_bytes, rel=0.01)
 
@@ -98,7 +98,7 @@ def test_context_parallelism_divides_activations(cp: int) -> None:
 
 
 def test_fp8_keeps_less_of_a_layer_and_a_copy_of_its_weights() -> None:
-    plain, cast = (rank_memory(run_of(fp8=fp8, software=MEGATRON), 3) for fp8 in (None, Fp8Config()))
+    plain, cast = (rank_memory(run_of(fp8=fp8, framework=MEGATRON), 3) for fp8 in (None, Fp8Config()))
     token_bytes = 2048 * 12288 / 8
     # Of both norms and of the activation one byte less, of what attention gives one more: 1 + 1 + 4 - 1.
     assert plain.activations - cast.activations == pytest.approx(5 * 12 * 5 * token_bytes, rel=0.01)
@@ -109,10 +109,10 @@ def test_fp8_keeps_less_of_a_layer_and_a_copy_of_its_weights() -> None:
 def test_weights_that_replicas_share_are_held_once() -> None:
     sizes = Sizes(world=64)
     whole = rank_memory(run_of(sizes=sizes), 0)
-    shared = rank_memory(run_of(sizes=sizes, software=FULLY_SHARDED), 0)
+    shared = rank_memory(run_of(sizes=sizes, framework=FULLY_SHARDED), 0)
     # The low weights are there for a layer at a time alone.
     assert shared.static == pytest.approx((whole.static - whole.weights) / 64)
-    assert shared.buffers > rank_memory(run_of(sizes=sizes, software=MEGATRON), 0).buffers
+    assert shared.buffers > rank_memory(run_of(sizes=sizes, framework=MEGATRON), 0).buffers
 
 
 def test_the_total_is_what_is_allocated_and_the_overhead() -> None:
@@ -125,8 +125,8 @@ def test_a_t5_s_decoder_keeps_what_its_cross_attention_reads() -> None:
     preset = PRESETS["t5_11b"]
     sizes = Sizes(world=8, tp=8, sequence_parallel=True)
     fields = {"model": preset.model, "sizes": sizes, "global_batch_size": 8}
-    short = Run(texts=Texts(sequence=512, decoder_sequence=114), **fields)  # type: ignore[arg-type]
-    long = Run(texts=Texts(sequence=512, decoder_sequence=228), **fields)  # type: ignore[arg-type]
+    short = Run(lengths=SequenceLengths(sequence=512, decoder_sequence=114), **fields)  # type: ignore[arg-type]
+    long = Run(lengths=SequenceLengths(sequence=512, decoder_sequence=228), **fields)  # type: ignore[arg-type]
     assert rank_memory(long, 0).activations > rank_memory(short, 0).activations * 1.1
 
 
@@ -134,9 +134,9 @@ def test_stacks_of_a_packed_t5_keep_what_attention_gives_by_head_and_by_token() 
     model = T5Config(
         num_layers=4, num_decoder_layers=4, hidden_size=256, num_attention_heads=4, vocab_size=1024, position="learned"
     )
-    texts = Texts(sequence=128, decoder_sequence=64)
-    run = Run(model=model, texts=texts, sizes=Sizes(world=2, pp=2), global_batch_size=4)
-    packed = replace(run, texts=replace(texts, are_packed=True))
+    lengths = SequenceLengths(sequence=128, decoder_sequence=64)
+    run = Run(model=model, lengths=lengths, sizes=Sizes(world=2, pp=2), global_batch_size=4)
+    packed = replace(run, lengths=replace(lengths, are_packed=True))
     # Of four encoder layers; a decoder that looks at an encoder keeps it anyway.
     [first], [last] = run.stages
     [packed_first], [packed_last] = packed.stages
@@ -150,7 +150,10 @@ def test_stacks_of_a_packed_t5_keep_what_attention_gives_by_head_and_by_token() 
 def test_messages_on_their_way_at_the_fullest_backward_are_those_of_the_plan(pp: int, vp: int) -> None:
     preset = PRESETS["gpt3_175b"]
     run = Run(
-        model=preset.model, texts=preset.texts, sizes=Sizes(world=8 * pp, tp=8, pp=pp, vp=vp), global_batch_size=4 * pp
+        model=preset.model,
+        lengths=preset.lengths,
+        sizes=Sizes(world=8 * pp, tp=8, pp=pp, vp=vp),
+        global_batch_size=4 * pp,
     )
     for rank in range(pp):
         moments = [half for half, _ in walked(run.schedule, rank, [1] * run.num_microbatches)]

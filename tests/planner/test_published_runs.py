@@ -24,12 +24,12 @@ from benchmarks.published import (
     why_memory_is_unknown,
     why_untimed,
 )
-from lightning_megatron.planner.anatomy import Anatomy, anatomy_of
 from lightning_megatron.planner.constants import fitted
 from lightning_megatron.planner.estimate import estimate
 from lightning_megatron.planner.flops import HARDWARE_ALL_PAIRS, MODEL, MODEL_ALL_PAIRS, batch_flops
 from lightning_megatron.planner.hardware import gpu_of
 from lightning_megatron.planner.memory import WORKSPACE_BYTES, Memory, memory_of, rank_memory
+from lightning_megatron.planner.model_parts import ModelParts, model_parts_of
 from lightning_megatron.planner.run import Run
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
@@ -62,24 +62,24 @@ def relative_error(predicted: float, stated: float) -> float:
 def test_every_row_states_as_many_parameters_as_the_model_has() -> None:
     checked, wrong = 0, []
     for number, row in enumerate(rows()):
-        anatomy = model_of(row)
-        if not row.get("params") or isinstance(anatomy, str):
+        model_parts = model_of(row)
+        if not row.get("params") or isinstance(model_parts, str):
             continue
         checked += 1
         # Those of tables in billions have one digit behind the point.
         error = min(
-            abs(anatomy.parameters() / row["params"] - 1),
-            relative_error(anatomy.parameters() / 1e9, round(row["params"] / 1e9, 1)),
+            abs(model_parts.parameters() / row["params"] - 1),
+            relative_error(model_parts.parameters() / 1e9, round(row["params"] / 1e9, 1)),
         )
         if error > 0.01:
-            wrong.append((number, row["model"], anatomy.parameters(), row["params"]))
+            wrong.append((number, row["model"], model_parts.parameters(), row["params"]))
     assert wrong == [] and checked >= 540
 
 
 def speeds(row: Row) -> dict[str, tuple[float, float]]:
     """Of each speed that a row states what its FLOPs and its step time give, and what it states."""
-    anatomy, seconds = model_of(row), step_seconds(row)
-    if isinstance(anatomy, str) or seconds is None or not row.get("gbs") or not row.get("gpus"):
+    model_parts, seconds = model_of(row), step_seconds(row)
+    if isinstance(model_parts, str) or seconds is None or not row.get("gbs") or not row.get("gpus"):
         return {}
     if row["kind"] == "golden" or row.get("gpu_type") not in GPUS:
         return {}
@@ -87,7 +87,7 @@ def speeds(row: Row) -> dict[str, tuple[float, float]]:
     for field in ("tflops_per_gpu", "mfu", "hfu"):
         convention = convention_of(row, field)
         if row.get(field) and convention is not None and not source_error(row, field):
-            flops = batch_flops(anatomy, row["gbs"], convention, stated_recompute(row)) / seconds / row["gpus"]
+            flops = batch_flops(model_parts, row["gbs"], convention, stated_recompute(row)) / seconds / row["gpus"]
             precision = str(row["precision"])
             is_fp8 = "fp8" in precision.lower() or precision.startswith("float8")
             unit = (
@@ -115,7 +115,7 @@ def test_rows_of_nemotron_count_a_key_head_for_each_query_head(number: int) -> N
     row = rows()[number]
     assert source_error(row, "mfu")
     as_counted = model_of({**row, "kv_heads": row["heads"]})
-    assert isinstance(as_counted, Anatomy)
+    assert isinstance(as_counted, ModelParts)
     peak = gpu_of("h100").peak_flops("fp8" if row["precision"] == "FP8" else "half")
     flops = batch_flops(as_counted, row["gbs"], MODEL_ALL_PAIRS, RecomputeConfig())
     assert flops / row["iter_time_s"] / row["gpus"] / peak == pytest.approx(row["mfu"], rel=0.002)
@@ -124,10 +124,10 @@ def test_rows_of_nemotron_count_a_key_head_for_each_query_head(number: int) -> N
 @pytest.mark.parametrize("number", [137, 146, 154, 160])
 def test_rows_of_gpt_oss_count_no_gate_and_no_window(number: int) -> None:
     row = rows()[number]
-    anatomy = model_of(row)
-    assert isinstance(anatomy, Anatomy) and source_error(row, "tflops_per_gpu")
-    plain = replace(anatomy.config, activation="gelu", sliding_window=0, full_attention_layers=())
-    flops = batch_flops(anatomy_of(plain, anatomy.texts), row["gbs"], MODEL, RecomputeConfig())
+    model_parts = model_of(row)
+    assert isinstance(model_parts, ModelParts) and source_error(row, "tflops_per_gpu")
+    plain = replace(model_parts.config, activation="gelu", sliding_window=0, full_attention_layers=())
+    flops = batch_flops(model_parts_of(plain, model_parts.lengths), row["gbs"], MODEL, RecomputeConfig())
     assert flops / (step_seconds(row) or 0) / row["gpus"] / 1e12 == pytest.approx(row["tflops_per_gpu"], rel=0.005)
 
 
@@ -242,8 +242,8 @@ def test_habits_of_the_code_behind_a_row_follow_from_its_source(
 ) -> None:
     planned = run_of(rows()[number])
     assert not isinstance(planned, str)
-    software = planned.run.software
-    assert (software.hides_tensor, software.splits_hops, software.runs_again) == (hides, splits, again)
+    framework = planned.run.framework
+    assert (framework.hides_tensor, framework.splits_hops, framework.runs_again) == (hides, splits, again)
     assert planned.run.optimizer.grad_dtype == gradients
 
 
@@ -254,8 +254,8 @@ def rankings() -> dict[str, list[tuple[float, float]]]:
     layouts = defaultdict(set)
     for row, error in zip(timed, errors(timed, fitted()), strict=True):
         run = row.planned.run
-        key = f"{rows()[row.number]['model']}, {row.group}, {run.sizes.world} x {run.texts.sequence}, {row.source}"
-        layouts[key].add((run.sizes, run.micro_batch_size, run.recompute, run.schedule, run.software))
+        key = f"{rows()[row.number]['model']}, {row.group}, {run.sizes.world} x {run.lengths.sequence}, {row.source}"
+        layouts[key].add((run.sizes, run.micro_batch_size, run.recompute, run.schedule, run.framework))
         stated = run.num_tokens / row.seconds
         by_model[key].append((stated, stated / math.exp(error)))
     return {key: pairs for key, pairs in by_model.items() if len(layouts[key]) > 1}
@@ -296,7 +296,7 @@ def test_the_trillion_parameters_of_sc21_run_at_163_teraflops_and_half_of_the_pe
     planned = run_of(rows()[9])
     assert not isinstance(planned, str)
     found = estimate(planned.run, planned.gpu)
-    assert found.run.anatomy.parameters() == pytest.approx(1008e9, rel=0.01)
+    assert found.run.model_parts.parameters() == pytest.approx(1008e9, rel=0.01)
     assert found.flops_per_second(HARDWARE_ALL_PAIRS) / 1e12 == pytest.approx(163, rel=0.08)
     assert found.share_of_peak(HARDWARE_ALL_PAIRS) == pytest.approx(0.52, rel=0.08)
     assert found.days(450e9) == pytest.approx(84, rel=0.08)

@@ -17,7 +17,7 @@ def run_of(name: str, world: int, **changes: object) -> Run:
     preset = PRESETS[name]
     fields = {
         "model": preset.model,
-        "texts": preset.texts,
+        "lengths": preset.lengths,
         "sizes": Sizes(world=world),
         "global_batch_size": preset.global_batch_size,
     }

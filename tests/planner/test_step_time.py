@@ -7,17 +7,17 @@ import pytest
 from lightning_megatron import MoEConfig, RouterConfig
 from lightning_megatron.mesh import Sizes, StageLayout
 from lightning_megatron.optim.config import GradientDtype, OptimizerConfig
+from lightning_megatron.planner.collective_time import Group, exchange_seconds, gather_seconds, groups_of, hop_seconds
 from lightning_megatron.planner.constants import Constants, fitted
 from lightning_megatron.planner.estimate import estimate
 from lightning_megatron.planner.flops import step_flops
+from lightning_megatron.planner.framework_profile import FULLY_SHARDED, OURS, AttentionKernel, FrameworkProfile, Hiding
 from lightning_megatron.planner.hardware import Gpu, gpu_of
+from lightning_megatron.planner.layer_work import LayerWork, layer_work_of
 from lightning_megatron.planner.memory import rank_memory
-from lightning_megatron.planner.network import Group, exchange_seconds, gather_seconds, groups_of, hop_seconds
 from lightning_megatron.planner.presets import PRESETS
 from lightning_megatron.planner.run import Run
-from lightning_megatron.planner.software import FULLY_SHARDED, OURS, AttentionKernel, Hiding, Software
 from lightning_megatron.planner.step_time import StepTime, step_time
-from lightning_megatron.planner.work import Work, work_of
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
@@ -30,7 +30,7 @@ FIRST = RecomputeConfig(granularity="full", method="block")
 def run_of(**changes: object) -> Run:
     fields = {
         "model": LLAMA.model,
-        "texts": LLAMA.texts,
+        "lengths": LLAMA.lengths,
         "sizes": Sizes(world=64, tp=4, pp=4, sequence_parallel=True),
         "global_batch_size": 64,
         "optimizer": OptimizerConfig(kind="distributed", overlap_grad_reduce=True, overlap_param_gather=True),
@@ -50,7 +50,7 @@ def test_the_parts_of_a_step_add_up_and_none_is_negative() -> None:
 
 def test_tokens_travel_beside_compute_where_a_forward_runs_beside_a_backward() -> None:
     mixtral = PRESETS["mixtral_8x7b"]
-    run = run_of(model=mixtral.model, texts=mixtral.texts, sizes=Sizes(world=8, ep=8), global_batch_size=64)
+    run = run_of(model=mixtral.model, lengths=mixtral.lengths, sizes=Sizes(world=8, ep=8), global_batch_size=64)
     m, joint = run.num_microbatches, replace(run, is_overlapped=True)
     in_turn, beside = time_of(run), time_of(joint)
     # The first forward and the last backward have nobody beside them, and routing is no message.
@@ -67,7 +67,7 @@ def test_tokens_travel_beside_compute_where_a_forward_runs_beside_a_backward() -
 
 def test_no_product_is_faster_than_the_measured_ceiling() -> None:
     run = run_of()
-    flops = 6 * run.anatomy.parameters() * run.num_tokens / 64
+    flops = 6 * run.model_parts.parameters() * run.num_tokens / 64
     assert time_of(run).compute > flops / H100.matmul_flops("half")
 
 
@@ -145,10 +145,10 @@ def test_of_stages_with_equal_layers_those_are_run_again_that_come_first() -> No
     assert experts > 1.5 * dense > 0
 
 
-def inner_layer(run: Run, num_layers: int = 20) -> tuple[Work, int]:
+def inner_layer(run: Run, num_layers: int = 20) -> tuple[LayerWork, int]:
     """What an inner layer does, and how many of them a rank of `run_of()` has."""
-    [piece] = {piece for piece in run.anatomy.pieces if piece.symbol == "t"}
-    return work_of(piece, run.anatomy, run.sizes, run.micro_batch_size, run.bytes_per_element), num_layers
+    [part] = {part for part in run.model_parts.parts if part.symbol == "t"}
+    return layer_work_of(part, run.model_parts, run.sizes, run.micro_batch_size, run.bytes_per_element), num_layers
 
 
 def inner_rank(run: Run, **changes: float) -> tuple[float, float]:
@@ -173,7 +173,7 @@ def test_attention_that_sees_both_ways_fills_its_kernel_sooner_than_causal_atten
         assert (1 + edge / 512) / (1 + edge / 16384) == pytest.approx(quick / slow, rel=0.001)
     preset = PRESETS["bert_large"]
     run = Run(
-        model=replace(preset.model, attention_dropout=0.0), texts=preset.texts, sizes=Sizes(), global_batch_size=8
+        model=replace(preset.model, attention_dropout=0.0), lengths=preset.lengths, sizes=Sizes(), global_batch_size=8
     )
     assert inner_seconds(run, flash_edge=0.0) == inner_seconds(run)
     assert inner_seconds(run, both_ways_edge=0.0) < inner_seconds(run)
@@ -239,7 +239,7 @@ def test_products_in_float32_have_no_tensor_cores_but_in_attention(
     attention = layers * work.flash_flops / (attention_tflops * 1e12)
     assert time.forwards[1] == pytest.approx(products + attention)
     assert time.backwards[1] == pytest.approx(2 * products + 2.5 * attention)
-    head = work_of(run.anatomy.pieces[-1], run.anatomy, run.sizes, 1, 4)
+    head = layer_work_of(run.model_parts.parts[-1], run.model_parts, run.sizes, 1, 4)
     ended = time.forwards[-1] - time.forwards[1]
     assert ended == pytest.approx(head.head_flops / (plain_tflops * 1e12 * 0.85))
 
@@ -275,22 +275,22 @@ def test_grouped_queries_in_float32_lay_their_scores_out() -> None:
 
 def test_gates_of_experts_that_are_held_within_bounds_move_their_rows_again() -> None:
     model = replace(PRESETS["mixtral_8x7b"].model, add_bias_linear=True)
-    run = run_of(model=model, texts=PRESETS["mixtral_8x7b"].texts, sizes=Sizes(world=64, pp=4, ep=8))
+    run = run_of(model=model, lengths=PRESETS["mixtral_8x7b"].lengths, sizes=Sizes(world=64, pp=4, ep=8))
     forward, backward = inner_rank(run)
-    bounded, bounded_back = inner_rank(replace(run, software=replace(OURS, bounds_gates=True)))
+    bounded, bounded_back = inner_rank(replace(run, framework=replace(OURS, bounds_gates=True)))
     # Two of eight experts for a token; both halves and the bias, in 16 bits.
     moved = 8 * 4096 * 2 * (8 * 14336 + 4 * 4096) * 2 * CONSTANTS.traffic / H100.memory_bytes_per_second
     assert bounded - forward == pytest.approx(moved) and bounded_back - backward == pytest.approx(1.4 * moved)
     bare = replace(run, model=replace(model, add_bias_linear=False))
-    less = inner_rank(replace(bare, software=replace(OURS, bounds_gates=True)))[0] - inner_rank(bare)[0]
+    less = inner_rank(replace(bare, framework=replace(OURS, bounds_gates=True)))[0] - inner_rank(bare)[0]
     assert less == pytest.approx(moved * 8 * 14336 / (8 * 14336 + 4 * 4096))
 
 
 def test_weights_are_gathered_and_stepped_in_the_bytes_that_they_have() -> None:
     free = replace(CONSTANTS, exposed_gather=1.0, link_seconds=1e-12, network_seconds=1e-12)
 
-    def seconds(precision: str, software: Software) -> tuple[float, float]:
-        time = step_time(run_of(sizes=Sizes(world=64), precision=precision, software=software), H100, free)
+    def seconds(precision: str, framework: FrameworkProfile) -> tuple[float, float]:
+        time = step_time(run_of(sizes=Sizes(world=64), precision=precision, framework=framework), H100, free)
         return time.exposed["dp"], time.optimizer
 
     (narrow, mixed), (wide, plain), (_, low) = (
@@ -311,7 +311,7 @@ def test_weights_are_gathered_and_stepped_in_the_bytes_that_they_have() -> None:
 def test_messages_of_tensor_parallelism_hide_behind_the_products_that_a_system_has_them_behind(
     hides: Hiding, passes: float
 ) -> None:
-    run = run_of(sizes=Sizes(world=8, tp=8, sequence_parallel=True), software=replace(OURS, hides_tensor=hides))
+    run = run_of(sizes=Sizes(world=8, tp=8, sequence_parallel=True), framework=replace(OURS, hides_tensor=hides))
     work, layers = inner_layer(run, 80)
     each = gather_seconds(work.tensor_bytes / 4, Group(size=8), H100, CONSTANTS)
     # Embedding and head have one each.
@@ -335,7 +335,7 @@ def test_hops_that_are_split_send_once_what_each_rank_would_send() -> None:
         num_bytes, groups["tp"], H100, CONSTANTS
     )
     saved = hop_seconds(num_bytes, groups["pp"], H100, CONSTANTS) - split
-    whole = time_of(run).exposed["pp"] - time_of(replace(run, software=replace(OURS, splits_hops=True))).exposed["pp"]
+    whole = time_of(run).exposed["pp"] - time_of(replace(run, framework=replace(OURS, splits_hops=True))).exposed["pp"]
     assert whole == pytest.approx(2 * run.schedule.microbatches * CONSTANTS.exposed_hop * saved) and saved > 0
 
 
@@ -349,7 +349,7 @@ def test_a_system_that_runs_products_again_does_so_in_its_backward() -> None:
     hop = hop_seconds(8192 * 8192 * 2 / 4, groups_of(run.sizes)["pp"], H100, CONSTANTS)
     rest = forward - layers * (attention + tensor) - CONSTANTS.exposed_hop * hop - CONSTANTS.hop_seconds
     again = {
-        name: inner_rank(replace(run, software=replace(OURS, runs_again=name)))[1] - backward
+        name: inner_rank(replace(run, framework=replace(OURS, runs_again=name)))[1] - backward
         for name in ("products", "second products")
     }
     moved = CONSTANTS.unfused_traffic * layers * work.moved_bytes / H100.memory_bytes_per_second
@@ -357,7 +357,7 @@ def test_a_system_that_runs_products_again_does_so_in_its_backward() -> None:
     share = work.second_flops / work.product_flops
     assert again["second products"] == pytest.approx(share * (rest - moved) + moved) and 0.3 < share < 0.6
     full = replace(run, recompute=RecomputeConfig(granularity="full"))
-    assert inner_rank(full) == inner_rank(replace(full, software=replace(OURS, runs_again="products")))
+    assert inner_rank(full) == inner_rank(replace(full, framework=replace(OURS, runs_again="products")))
 
 
 def test_sharded_gradients_in_16_bits_are_half_of_the_message() -> None:
@@ -365,7 +365,7 @@ def test_sharded_gradients_in_16_bits_are_half_of_the_message() -> None:
         time_of(
             run_of(
                 sizes=Sizes(world=64),
-                software=FULLY_SHARDED,
+                framework=FULLY_SHARDED,
                 optimizer=OptimizerConfig(kind="replicated", overlap_grad_reduce=True, grad_dtype=dtype),
             )
         ).exposed["dp"]
@@ -374,12 +374,12 @@ def test_sharded_gradients_in_16_bits_are_half_of_the_message() -> None:
     assert narrow < 0.9 * wide
 
 
-@pytest.mark.parametrize("software", [OURS, FULLY_SHARDED], ids=["ours", "sharded"])
-def test_gradients_travel_in_the_numbers_in_which_they_are_added_up(software: Software) -> None:
+@pytest.mark.parametrize("framework", [OURS, FULLY_SHARDED], ids=["ours", "sharded"])
+def test_gradients_travel_in_the_numbers_in_which_they_are_added_up(framework: FrameworkProfile) -> None:
     def waited(precision: str, dtype: GradientDtype) -> float:
         optimizer = OptimizerConfig(kind="distributed", grad_dtype=dtype)
         return time_of(
-            run_of(sizes=Sizes(world=64), precision=precision, software=software, optimizer=optimizer)
+            run_of(sizes=Sizes(world=64), precision=precision, framework=framework, optimizer=optimizer)
         ).exposed["dp"]
 
     assert waited("bf16-true", "auto") == waited("bf16-true", "bfloat16") < 0.9 * waited("bf16-true", "float32")

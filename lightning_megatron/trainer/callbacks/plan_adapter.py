@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config
 from lightning_megatron.models.images import images_by_row
-from lightning_megatron.planner.anatomy import Texts
+from lightning_megatron.planner.model_parts import SequenceLengths
 from lightning_megatron.planner.run import Run, faults_of
 from lightning_megatron.trainer.callbacks.trained_weights import TrainedWeights, trained_of_ranks, trained_weights
 from lightning_megatron.trainer.precision import compute_dtype
@@ -30,7 +30,7 @@ class Seen:
     weights: TrainedWeights
     rows: int
     """Of its batch, where it has texts."""
-    texts: Texts | None
+    lengths: SequenceLengths | None
     """How long samples of its batch are."""
     why_not: str = ""
     """Where that cannot be told."""
@@ -38,12 +38,12 @@ class Seen:
 
 def seen_by(trainer: pl.Trainer, batch: Any) -> Seen:
     """What this rank tells of a step on this batch."""
-    module, rows, texts, why_not = trainer.lightning_module, 0, None, ""
+    module, rows, lengths, why_not = trainer.lightning_module, 0, None, ""
     try:
-        rows, texts = _texts_of(checks.architecture_of(module), batch)
+        rows, lengths = _texts_of(checks.architecture_of(module), batch)
     except NotPlanned as error:
         why_not = str(error)
-    return Seen(weights=trained_weights(module), rows=rows, texts=texts, why_not=why_not)
+    return Seen(weights=trained_weights(module), rows=rows, lengths=lengths, why_not=why_not)
 
 
 def planned_run(trainer: pl.Trainer, ranks: Sequence[Seen], *, rank: int = 0) -> Run:
@@ -63,7 +63,7 @@ def planned_run(trainer: pl.Trainer, ranks: Sequence[Seen], *, rank: int = 0) ->
     if strategy.pipeline.mode == "collective":
         raise NotPlanned('PipelineConfig(mode="collective") keeps all microbatches at once')
     seen = ranks[rank]
-    if seen.texts is None:
+    if seen.lengths is None:
         raise NotPlanned(seen.why_not)
     try:
         trained = trained_of_ranks([one.weights for one in ranks])
@@ -76,7 +76,7 @@ def planned_run(trainer: pl.Trainer, ranks: Sequence[Seen], *, rank: int = 0) ->
     is_fp8 = compute_dtype(precision := str(trainer.precision)) == torch.bfloat16 and strategy.fp8 is not None
     run = Run(
         model=model,
-        texts=seen.texts,
+        lengths=seen.lengths,
         sizes=strategy.sizes,
         global_batch_size=rows * strategy.sizes.dp,
         num_accumulated=trainer.accumulate_grad_batches,
@@ -98,7 +98,7 @@ def planned_run(trainer: pl.Trainer, ranks: Sequence[Seen], *, rank: int = 0) ->
     return run
 
 
-def _texts_of(model: TransformerConfig | None, batch: Any) -> tuple[int, Texts]:
+def _texts_of(model: TransformerConfig | None, batch: Any) -> tuple[int, SequenceLengths]:
     """Rows of a batch, and how long its samples are."""
     names = ("encoder_tokens", "decoder_tokens") if isinstance(model, T5Config) else ("tokens",)
     given = [batch.get(name) for name in names] if isinstance(batch, dict) else [batch]
@@ -115,7 +115,9 @@ def _texts_of(model: TransformerConfig | None, batch: Any) -> tuple[int, Texts]:
         images = 0 if by_row is None else -(-sum(by_row.counts) // rows)
     segments = "encoder_segments" if isinstance(model, T5Config) else "segments"
     is_packed = isinstance(batch, dict) and batch.get(segments) is not None
-    return rows, Texts(sequence=lengths[0], decoder_sequence=sum(lengths[1:]), images=images, are_packed=is_packed)
+    return rows, SequenceLengths(
+        sequence=lengths[0], decoder_sequence=sum(lengths[1:]), images=images, are_packed=is_packed
+    )
 
 
 def _name(value: object) -> str:

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_megatron.models import LlavaModel
 from lightning_megatron.models.llava import PARTS
-from lightning_megatron.planner.trained import Trained
+from lightning_megatron.planner.trainable import Trainable
 from lightning_megatron.tensor.linear import ParallelLinear
 from lightning_megatron.tensor.lora_adapter import LoRAAdapter
 from lightning_megatron.transformer.lora import LoraConfig
@@ -64,7 +64,7 @@ def trained_weights(module: nn.Module) -> TrainedWeights:
     )
 
 
-def trained_of_ranks(ranks: Sequence[TrainedWeights]) -> Trained:
+def trained_of_ranks(ranks: Sequence[TrainedWeights]) -> Trainable:
     """What all ranks train together. Raises ValueError for what the planner has no word for."""
     trained = frozenset[str]().union(*(rank.trained for rank in ranks))
     frozen = frozenset[str]().union(*(rank.frozen for rank in ranks))
@@ -84,10 +84,10 @@ def trained_of_ranks(ranks: Sequence[TrainedWeights]) -> Trained:
                 f"{', '.join(mixed)} has low-rank paths in some layers and none in others: the planner knows those of "
                 "a LoraConfig, which stand in every layer"
             )
-        return Trained(lora=LoraConfig(rank=rank, dropout=dropout, targets=targets))  # type: ignore[arg-type]
+        return Trainable(lora=LoraConfig(rank=rank, dropout=dropout, targets=targets))  # type: ignore[arg-type]
     if _ELSEWHERE in frozen or trained & frozen:
         raise ValueError(
             "weights are frozen that are no whole part of a LLaVA and have no low-rank paths beside them: the planner "
             "knows no others"
         )
-    return Trained(frozen=tuple(part for part in PARTS if part in frozen))
+    return Trainable(frozen=tuple(part for part in PARTS if part in frozen))

@@ -29,7 +29,7 @@ from lightning_megatron.context.document_exchange import (
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.pipeline.choice import Schedule, in_groups_of
 from lightning_megatron.pipeline.plans import training_plan
-from lightning_megatron.planner.balanced import Balanced
+from lightning_megatron.planner.balanced_batch import BalancedBatch
 from lightning_megatron.trainer.step.rng_sync import batch_digest
 
 # Batches whose contents are compared over the ranks of a replica.
@@ -43,7 +43,7 @@ class Routed:
     """What this rank runs in a step."""
 
     microbatches: list[Microbatch]
-    step: Balanced
+    step: BalancedBatch
     """Who runs which documents of the global batch."""
     num_rows: int
     """Of the global batch."""
@@ -91,7 +91,7 @@ class DynamicContext:
         # Set before the first step.
         self.cost: CostModel | None = config.cost
         # The step that runs, or was the last.
-        self.taken: Balanced | None = None
+        self.taken: BalancedBatch | None = None
         self._num_checked = 0
         # By the number of the batch in its epoch.
         self._ready: dict[int, Future[Routed]] = {}
@@ -171,7 +171,7 @@ class DynamicContext:
             found = [
                 replace(part, batch={key: value.pin_memory() for key, value in part.batch.items()}) for part in found
             ]
-        step = Balanced(lengths=tuple(lengths), plan=planned)
+        step = BalancedBatch(lengths=tuple(lengths), plan=planned)
         return Routed(found, step, sum(replica.rows for replica in replicas), frozenset(held.schema))
 
     def _told(self, held: LoadedDocuments) -> _Told:

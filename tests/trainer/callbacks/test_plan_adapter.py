@@ -20,9 +20,9 @@ from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import BertConfig, GPTConfig, GPTModel, LlavaConfig, LlavaModel, T5Config
 from lightning_megatron.models.vision import VisionConfig
 from lightning_megatron.pipeline.ragged import Ragged
-from lightning_megatron.planner.anatomy import Texts
+from lightning_megatron.planner.model_parts import SequenceLengths
 from lightning_megatron.planner.run import Run
-from lightning_megatron.planner.trained import Trained
+from lightning_megatron.planner.trainable import Trainable
 from lightning_megatron.trainer.callbacks.plan_adapter import NotPlanned, planned_run, seen_by
 from lightning_megatron.transformer.lora import LoraConfig, add_lora
 from tests.trainer.layouts import QUIET
@@ -69,7 +69,7 @@ def test_sizes_batch_and_settings_are_the_strategys() -> None:
     found = planned(trainer, {"tokens": TOKENS})
     assert found == Run(
         model=GPT,
-        texts=Texts(sequence=16),
+        lengths=SequenceLengths(sequence=16),
         sizes=Sizes(world=8, tp=2, pp=2, vp=2, sequence_parallel=True),
         global_batch_size=16,
         micro_batch_size=2,
@@ -103,12 +103,12 @@ def test_forwards_beside_backwards_are_taken_over() -> None:
 
 def test_bert_and_t5_have_texts_of_their_own() -> None:
     bert = trainer_of(BertModule(BertConfig(**SHAPE, max_sequence_length=16)), world=1)
-    assert planned(bert, {"tokens": TOKENS}).texts == Texts(sequence=16)
+    assert planned(bert, {"tokens": TOKENS}).lengths == SequenceLengths(sequence=16)
     t5 = trainer_of(T5Module(T5Config(**SHAPE, num_decoder_layers=4)), world=1)
     batch = {"encoder_tokens": TOKENS, "decoder_tokens": TOKENS[:, :5]}
-    assert planned(t5, batch).texts == Texts(sequence=16, decoder_sequence=5)
+    assert planned(t5, batch).lengths == SequenceLengths(sequence=16, decoder_sequence=5)
     segments = {"encoder_segments": TOKENS, "decoder_segments": TOKENS[:, :5]}
-    assert planned(t5, batch | segments).texts == Texts(sequence=16, decoder_sequence=5, are_packed=True)
+    assert planned(t5, batch | segments).lengths == SequenceLengths(sequence=16, decoder_sequence=5, are_packed=True)
     with pytest.raises(NotPlanned, match="has not encoder_tokens and decoder_tokens"):
         planned(t5, {"encoder_tokens": TOKENS})
 
@@ -118,9 +118,9 @@ def test_a_plan_is_of_the_batch_of_the_rank_that_is_asked_for() -> None:
     ranks = [seen_by(trainer, {"tokens": TOKENS}), seen_by(trainer, {"tokens": TOKENS[:4, :8]})]
     for rank, (length, rows) in enumerate(((16, 8), (8, 4))):
         found = planned_run(trainer, ranks, rank=rank)
-        assert (found.texts, found.global_batch_size) == (Texts(sequence=length), 2 * rows)
+        assert (found.lengths, found.global_batch_size) == (SequenceLengths(sequence=length), 2 * rows)
     packed = planned(trainer, {"tokens": TOKENS, "segments": torch.zeros_like(TOKENS)})
-    assert packed.texts == Texts(sequence=16, are_packed=True)
+    assert packed.lengths == SequenceLengths(sequence=16, are_packed=True)
 
 
 def lora_of(dropout: float) -> LoraConfig:
@@ -143,7 +143,7 @@ def finetuned(*configs: LoraConfig) -> L.LightningModule:
 def test_low_rank_paths_are_planned_as_they_stand() -> None:
     found = planned(trainer_of(finetuned(lora_of(0.1)), world=1), {"tokens": TOKENS})
     # Targets have no order.
-    assert found.trained == Trained(lora=LoraConfig(rank=4, dropout=0.1, targets=("attention.qkv", "mlp.down")))
+    assert found.trained == Trainable(lora=LoraConfig(rank=4, dropout=0.1, targets=("attention.qkv", "mlp.down")))
     with pytest.raises(NotPlanned, match="differ in rank or dropout"):
         planned(trainer_of(finetuned(lora_of(0.1), lora_of(0.0)), world=1), {"tokens": TOKENS})
     partly = finetuned(lora_of(0.0))
@@ -180,14 +180,14 @@ def test_images_are_counted_in_every_form_that_a_model_takes() -> None:
         ([None] * 8, 0),
     ):
         found = planned(trainer, {"tokens": TOKENS, "images": form})
-        assert found.texts == Texts(sequence=16, images=number) and found.global_batch_size == 8
+        assert found.lengths == SequenceLengths(sequence=16, images=number) and found.global_batch_size == 8
     by_image = {"tokens": TOKENS, "images": images, "image_rows": torch.arange(12) % 8}
-    assert planned(trainer, by_image).texts == Texts(sequence=16, images=2)
+    assert planned(trainer, by_image).lengths == SequenceLengths(sequence=16, images=2)
     for form in (images, rows[:3], [rows[0][0]] * 8):
         batch = {"tokens": TOKENS, "images": form}
         with pytest.raises(NotPlanned, match="images"):
             planned(trainer, batch)
-        assert seen_by(trainer_of(module, world=1, strategy="auto"), batch).texts is None
+        assert seen_by(trainer_of(module, world=1, strategy="auto"), batch).lengths is None
 
 
 def test_layers_that_never_run_need_no_low_rank_paths() -> None:
@@ -201,9 +201,9 @@ def test_frozen_parts_are_planned_where_each_is_frozen_as_a_whole() -> None:
     module = llava()
     trainer = trainer_of(module, world=1)
     # What never runs is not trained, and is no frozen part.
-    assert planned(trainer, {"tokens": TOKENS}).trained == Trained()
+    assert planned(trainer, {"tokens": TOKENS}).trained == Trainable()
     module.model.freeze("vision", "language")
-    assert planned(trainer, {"tokens": TOKENS}).trained == Trained(frozen=("vision", "language"))
+    assert planned(trainer, {"tokens": TOKENS}).trained == Trainable(frozen=("vision", "language"))
     other = seen_by(trainer, {"tokens": TOKENS})
     module.model.get_submodule("layers.0").attention.qkv.weight.requires_grad_(True)
     with pytest.raises(NotPlanned, match="no whole part of a LLaVA"):

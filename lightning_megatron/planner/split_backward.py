@@ -23,16 +23,16 @@ from lightning_megatron.planner.activations import (
     behind_bytes,
     behind_layers,
     feed_forward_bytes,
-    groups_again,
     logit_bytes,
     logit_share,
+    recompute_groups,
     stage_bytes,
 )
-from lightning_megatron.planner.anatomy import Piece, Stage
+from lightning_megatron.planner.frozen_activations import frozen_activation_bytes, frozen_activations_of
+from lightning_megatron.planner.model_parts import ModelPart, Stage
 from lightning_megatron.planner.run import Run
-from lightning_megatron.planner.trained import backward_part
-from lightning_megatron.planner.unkept import unkept_bytes, unkept_of
-from lightning_megatron.planner.working_set import (
+from lightning_megatron.planner.trainable import backward_part
+from lightning_megatron.planner.transient_memory import (
     always_bytes,
     drawing_bytes,
     exchanged_bytes,
@@ -66,7 +66,7 @@ _BUCKET_BYTES = 60
 
 
 @dataclass(frozen=True, kw_only=True)
-class Half:
+class SplitBackwardStep:
     """A forward or half of a backward at work on a rank, and what else the rank holds."""
 
     kind: Kind
@@ -81,14 +81,14 @@ class Half:
 
 
 @lru_cache(maxsize=4096)
-def halves_of(schedule: Schedule, rank: int) -> tuple[Half, ...]:
+def split_backward_steps(schedule: Schedule, rank: int) -> tuple[SplitBackwardStep, ...]:
     """All that differ of a rank's step. A step of more microbatches repeats those of 2 p + 2."""
     some = replace(schedule, microbatches=min(schedule.microbatches, 2 * schedule.pp + 2))
     found = {half: None for half, _ in walked(some, rank, [1] * some.microbatches)}
     return tuple(found)
 
 
-def walked(schedule: Schedule, rank: int, sizes: Sequence[float]) -> Iterator[tuple[Half, int]]:
+def walked(schedule: Schedule, rank: int, sizes: Sequence[float]) -> Iterator[tuple[SplitBackwardStep, int]]:
     """Each compute of a rank and what is held at it, of microbatches of these sizes; and which is at work."""
     program = training_plan(schedule)
     own = [stage for stage, its_rank in enumerate(program.ranks) if its_rank == rank]
@@ -105,7 +105,7 @@ def walked(schedule: Schedule, rank: int, sizes: Sequence[float]) -> Iterator[tu
                 flying.pop(Action(received, step.stage, step.microbatch), None)
             if step.kind is Kind.FORWARD:
                 kept[chunk] += size
-            moment = Half(
+            moment = SplitBackwardStep(
                 kind=step.kind,
                 chunk=chunk,
                 kept=tuple(kept),
@@ -132,12 +132,14 @@ def _handed_over(step: Action, program: ScheduledProgram) -> list[Action]:
     return []
 
 
-def halves_work_bytes(run: Run, rank: int, halves: Iterable[Half], trained: tuple[int, int]) -> float:
+def split_backward_bytes(
+    run: Run, rank: int, split_steps: Iterable[SplitBackwardStep], trained: tuple[int, int]
+) -> float:
     """The most that a rank holds beside weights, gradients and optimizer states, over these moments."""
     stages = run.stages[rank]
     passed = [backward_part(stage) for stage in stages]
     each = zip(passed, stages, received_by_chunk(run, rank), strict=True)
-    kept = [stage_bytes(run, passing) - unkept_bytes(run, stage) + size for passing, stage, size in each]
+    kept = [stage_bytes(run, passing) - frozen_activation_bytes(run, stage) + size for passing, stage, size in each]
     waiting = [_stage_waiting(run, stage) for stage in stages]
     more = {
         Kind.FORWARD: [_forward_work(run, stage) for stage in stages],
@@ -149,7 +151,7 @@ def halves_work_bytes(run: Run, rank: int, halves: Iterable[Half], trained: tupl
         sum(count * size for count, size in zip(half.kept + half.waiting, kept + waiting, strict=True))
         + half.flying * message
         + more[half.kind][half.chunk]
-        for half in halves
+        for half in split_steps
     )
     return max(held + always_bytes(run, trained), stepping_bytes(run, rank, trained))
 
@@ -160,22 +162,22 @@ def _matrix(run: Run) -> int:
 
 def _stage_waiting(run: Run, stage: Stage) -> float:
     """What a microbatch keeps of a stage between the halves of its backward."""
-    return sum(count * waiting_bytes(run, piece) for piece, count in stage.items()) + _end_waiting(run, stage, stage)
+    return sum(count * waiting_bytes(run, part) for part, count in stage.items()) + _end_waiting(run, stage, stage)
 
 
-def _end_waiting(run: Run, stage: Stage, pieces: Stage) -> float:
+def _end_waiting(run: Run, stage: Stage, parts: Stage) -> float:
     """The same of pieces of a stage that are no layers: the gradient of logits and what the head reads, and what other
     products read and the gradients of what they give."""
     waiting = 0.0
-    if trains_head(pieces):
+    if trains_head(parts):
         waiting += logit_bytes(run, stage) * logit_share(run, run.bytes_per_element) + own_bytes(run, stage)
-    products = [product for piece in pieces if piece.is_trained for product in piece.products]
+    products = [product for part in parts if part.is_trained for product in part.products]
     numbers = sum(product.tokens * (product.inputs + product.outputs) for product in products)
     return waiting + run.micro_batch_size * numbers * run.bytes_per_element
 
 
 def _forward_work(run: Run, stage: Stage) -> float:
-    inside = max((max(drawing_bytes(run, piece), experts_bytes(run, piece)) for piece in stage), default=0.0)
+    inside = max((max(drawing_bytes(run, part), experts_bytes(run, part)) for part in stage), default=0.0)
     return max(logit_bytes(run, stage), inside - behind_bytes(run, stage))
 
 
@@ -192,36 +194,36 @@ def _walked_back(run: Run, stage: Stage, matrix: int) -> Iterator[float]:
         yield gradient + head_work(run, stage, matrix)
     more = _end_waiting(run, stage, behind_layers(stage)) - behind_bytes(run, stage)
     more += matrix * waiting_look_up_width(run, stage)
-    pieces = [piece for piece, count in stage.items() if piece.layer is not None for _ in range(count)]
-    for again, each in reversed(groups_again(run, stage, partial(unkept_of, run))):
+    parts = [part for part, count in stage.items() if part.layer is not None for _ in range(count)]
+    for again, each in reversed(recompute_groups(run, stage, partial(frozen_activations_of, run))):
         more += again
         for kept in reversed(each):
-            piece = pieces.pop()
-            waiting = waiting_bytes(run, piece)
+            part = parts.pop()
+            waiting = waiting_bytes(run, part)
             if again:
                 # What is dropped is drawn again.
-                yield more + drawing_bytes(run, piece)
-            yield more + layer_work(run, piece)
-            work = max(scores_bytes(run, piece), exchanged_bytes(run, piece), _tile_bytes(run, piece))
-            yield more + _attention_grown(run, piece) + work
+                yield more + drawing_bytes(run, part)
+            yield more + layer_work(run, part)
+            work = max(scores_bytes(run, part), exchanged_bytes(run, part), _tile_bytes(run, part))
+            yield more + _attention_grown(run, part) + work
             more += waiting - kept
     yield more
-    if any(piece.embedded_tokens and piece.is_trained for piece in stage):
+    if any(part.embedded_tokens and part.is_trained for part in stage):
         yield more + matrix * (look_up_width(run, stage) - waiting_look_up_width(run, stage))
 
 
-def _attention_grown(run: Run, piece: Piece) -> float:
+def _attention_grown(run: Run, part: ModelPart) -> float:
     """By how much a layer has grown when its feed-forward network waits and its attention comes."""
-    if not piece.layer or not piece.layer.repeats:
+    if not part.layer or not part.layer.repeats:
         return 0.0
-    waiting = waiting_bytes(run, piece) - waiting_bytes(run, piece, is_attention=True)
-    return waiting - feed_forward_bytes(run, piece)
+    waiting = waiting_bytes(run, part) - waiting_bytes(run, part, is_attention=True)
+    return waiting - feed_forward_bytes(run, part)
 
 
-def _tile_bytes(run: Run, piece: Piece) -> float:
+def _tile_bytes(run: Run, part: ModelPart) -> float:
     """What the backward of attention with relative positions holds: gradients of queries, keys and values in float32,
     three tiles of scores, and what finds the buckets of a tile, int64."""
-    layer = piece.layer
+    layer = part.layer
     if layer is None or not isinstance(layer.config, T5Config) or layer.config.position != "relative":
         return 0.0
     heads = layer.config.num_attention_heads / run.sizes.tp
@@ -233,5 +235,5 @@ def _tile_bytes(run: Run, piece: Piece) -> float:
 def _weight_work(run: Run, stage: Stage) -> float:
     """The gradient of a weight before it is added to wider ones; of experts' it is made before in any case."""
     is_wider = is_widened(run)
-    made = (weight_of(run, piece) for piece in stage if is_wider or (piece.layer and piece.layer.has_experts))
+    made = (weight_of(run, part) for part in stage if is_wider or (part.layer and part.layer.has_experts))
     return run.bytes_per_element * max(made, default=0.0)

@@ -23,7 +23,7 @@ Model = GPTConfig | BertConfig | T5Config
 
 
 @dataclass(frozen=True, kw_only=True)
-class Texts:
+class SequenceLengths:
     """How long the samples are, in tokens."""
 
     sequence: int
@@ -118,7 +118,7 @@ class Product:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LowRankPath:
+class LoraAdapter:
     """What is trained beside a frozen linear, as in `tensor.low_rank`."""
 
     name: str
@@ -149,7 +149,7 @@ class LowRankPath:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Piece:
+class ModelPart:
     """A part of a model: a layer, or one of its ends."""
 
     symbol: Literal["E", "t", "L", ""]
@@ -159,9 +159,9 @@ class Piece:
     """Over the vocabulary, [V, H], cut over tp."""
     shared_matrices: int = 0
     """The same, of another part: built here where no part of the stage has it."""
-    cut: int = 0
+    sharded: int = 0
     """Other parameters that tp cuts."""
-    whole: int = 0
+    replicated: int = 0
     """Parameters that every rank has."""
     products: tuple[Product, ...] = ()
     """Beyond those of the layer."""
@@ -169,7 +169,7 @@ class Piece:
     """Which it looks up."""
     logit_tokens: int = 0
     """For which it makes logits."""
-    part: Literal["language", "vision", "projector"] = "language"
+    component: Literal["language", "vision", "projector"] = "language"
     """Of a LLaVA."""
     is_trained: bool = True
     """Its parameters, those of paths apart."""
@@ -179,7 +179,7 @@ class Piece:
     """On its stage: the gradient of what it reads, for somebody before it."""
     needs_memory: bool = True
     """The same of what an encoder gave."""
-    paths: tuple[LowRankPath, ...] = ()
+    adapters: tuple[LoraAdapter, ...] = ()
     """Beside linears of its layer."""
 
     @property
@@ -196,27 +196,27 @@ class Piece:
         return self._hash
 
 
-def shared_out(piece: Piece, images: int, micro_batch: int, cp: int) -> Piece:
+def shared_over_context(part: ModelPart, images: int, micro_batch: int, cp: int) -> ModelPart:
     """A piece as a rank of cp runs it: of a tower it runs as many images of a microbatch as the others."""
-    if piece.part == "language" or images == 0 or cp == 1:
-        return piece
+    if part.component == "language" or images == 0 or cp == 1:
+        return part
     share = -(-micro_batch * images // cp) / (micro_batch * images)
-    layer = None if piece.layer is None else replace(piece.layer, repeats=piece.layer.repeats * share)
-    products = tuple(replace(product, tokens=product.tokens * share) for product in piece.products)
-    return replace(piece, layer=layer, products=products)
+    layer = None if part.layer is None else replace(part.layer, repeats=part.layer.repeats * share)
+    products = tuple(replace(product, tokens=product.tokens * share) for product in part.products)
+    return replace(part, layer=layer, products=products)
 
 
-Stage = Mapping[Piece, int]
+Stage = Mapping[ModelPart, int]
 """The pieces of a stage, and how many there are of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Anatomy:
+class ModelParts:
     """The pieces of a model, in order."""
 
     config: Model
-    texts: Texts
-    pieces: tuple[Piece, ...]
+    lengths: SequenceLengths
+    parts: tuple[ModelPart, ...]
 
     # Looked up often, and configurations have many fields.
     @cached_property
@@ -227,56 +227,56 @@ class Anatomy:
         return self._hash
 
     @cached_property
-    def wide_parts(self) -> frozenset[str]:
+    def wide_components(self) -> frozenset[str]:
         """The parts of a model whose embeddings are frozen."""
         return frozenset(
-            piece.part
-            for piece in self.pieces
-            if not piece.is_trained and (piece.embedded_tokens or (piece.part == "vision" and piece.products))
+            part.component
+            for part in self.parts
+            if not part.is_trained and (part.embedded_tokens or (part.component == "vision" and part.products))
         )
 
     @property
     def num_layers(self) -> int:
         """That stages divide."""
-        return sum(piece.symbol == "t" for piece in self.pieces)
+        return sum(part.symbol == "t" for part in self.parts)
 
     @property
     def tokens(self) -> int:
         """Of a sample, as tokens per second count them: of a T5 those of both stacks."""
-        return self.texts.sequence + self.texts.decoder_sequence
+        return self.lengths.sequence + self.lengths.decoder_sequence
 
     def parameters(self) -> int:
         """Of the unsplit model, without the padding of its vocabulary."""
         config = self.config
         padded = cost.vocabulary_parameters(config)
-        matrices = sum(piece.matrices for piece in self.pieces)
-        held = sum(sum(parameters_of(piece, self, cost.ONE)) for piece in self.pieces)
+        matrices = sum(part.matrices for part in self.parts)
+        held = sum(sum(parameters_of(part, self, cost.ONE)) for part in self.parts)
         return held - matrices * (padded - config.vocab_size * config.hidden_size)
 
 
 @lru_cache(maxsize=64)
-def anatomy_of(model: Model, texts: Texts) -> Anatomy:
+def model_parts_of(model: Model, lengths: SequenceLengths) -> ModelParts:
     """The pieces of a model on samples of that length."""
     if isinstance(model, T5Config):
-        pieces = _t5(model, texts)
+        parts = _t5(model, lengths)
     elif isinstance(model, BertConfig):
-        pieces = _bert(model, texts)
+        parts = _bert(model, lengths)
     elif isinstance(model, LlavaConfig):
-        pieces = (*_tower(model, texts), *_gpt(model, texts))
+        parts = (*_tower(model, lengths), *_gpt(model, lengths))
     else:
-        pieces = _gpt(model, texts)
-    return Anatomy(config=model, texts=texts, pieces=pieces)
+        parts = _gpt(model, lengths)
+    return ModelParts(config=model, lengths=lengths, parts=parts)
 
 
-def ordered_stages(anatomy: Anatomy, num_stages: int, layout: StageLayout) -> tuple[tuple[Piece, ...], ...]:
+def ordered_stages(model_parts: ModelParts, num_stages: int, layout: StageLayout) -> tuple[tuple[ModelPart, ...], ...]:
     """Of each stage its pieces in order."""
-    return tuple(anatomy.pieces[first:end] for first, end in _stage_ranges(anatomy, num_stages, layout))
+    return tuple(model_parts.parts[first:end] for first, end in _stage_ranges(model_parts, num_stages, layout))
 
 
-def _stage_ranges(anatomy: Anatomy, num_stages: int, layout: StageLayout) -> tuple[tuple[int, int], ...]:
-    pieces = anatomy.pieces
-    costs = [float(piece_flops(piece, anatomy.config, batch=1)) for piece in pieces] if layout.balance == "cost" else []
-    return _ranges(tuple(piece.symbol for piece in pieces), tuple(costs), num_stages, layout)
+def _stage_ranges(model_parts: ModelParts, num_stages: int, layout: StageLayout) -> tuple[tuple[int, int], ...]:
+    parts = model_parts.parts
+    costs = [float(part_flops(part, model_parts.config, batch=1)) for part in parts] if layout.balance == "cost" else []
+    return _ranges(tuple(part.symbol for part in parts), tuple(costs), num_stages, layout)
 
 
 @lru_cache(maxsize=1024)
@@ -288,14 +288,18 @@ def _ranges(
 
 
 @lru_cache(maxsize=65536)
-def parameters_of(piece: Piece, anatomy: Anatomy, sizes: Sizes) -> tuple[int, int]:
+def parameters_of(part: ModelPart, model_parts: ModelParts, sizes: Sizes) -> tuple[int, int]:
     """Parameters of a piece that a rank holds: those with replicas over dp and cp, and those of experts, over edp.
 
     Matrices that it shares are not among them.
     """
-    dense = piece.matrices * cost.vocabulary_parameters(anatomy.config, sizes) + piece.cut // sizes.tp + piece.whole
-    dense += path_parameters(piece, sizes)
-    layer = piece.layer
+    dense = (
+        part.matrices * cost.vocabulary_parameters(model_parts.config, sizes)
+        + part.sharded // sizes.tp
+        + part.replicated
+    )
+    dense += adapter_parameters(part, sizes)
+    layer = part.layer
     if layer is None:
         return dense, 0
     experts = cost.layer_expert_parameters(layer.config, sizes, layer=layer.index)
@@ -303,16 +307,16 @@ def parameters_of(piece: Piece, anatomy: Anatomy, sizes: Sizes) -> tuple[int, in
     return dense + (cost.cross_attention_parameters(layer.config, sizes) if layer.memory else 0), experts
 
 
-def path_parameters(piece: Piece, sizes: Sizes) -> int:
+def adapter_parameters(part: ModelPart, sizes: Sizes) -> int:
     """Of `parameters_of` those of low-rank paths."""
-    return sum(path.parameters(sizes.tp) for path in piece.paths)
+    return sum(path.parameters(sizes.tp) for path in part.adapters)
 
 
-def piece_flops(piece: Piece, config: Model, *, batch: int, counts_all_pairs: bool = False) -> int:
+def part_flops(part: ModelPart, config: Model, *, batch: int, counts_all_pairs: bool = False) -> int:
     """Forward FLOPs of matrix products of the unsplit piece; causal attention counts half, or all pairs."""
-    flops = sum(2 * round(batch * product.tokens) * product.inputs * product.outputs for product in piece.products)
-    flops += cost.head_flops(config, num_tokens=batch * piece.logit_tokens)
-    layer = piece.layer
+    flops = sum(2 * round(batch * product.tokens) * product.inputs * product.outputs for product in part.products)
+    flops += cost.head_flops(config, num_tokens=batch * part.logit_tokens)
+    layer = part.layer
     if layer is None:
         return flops
     streams, own = layer.streams(batch), layer.config
@@ -338,19 +342,19 @@ def own_attention_flops(layer: Layer, streams: int, *, counts_all_pairs: bool = 
     )
 
 
-def _gpt(model: GPTConfig, texts: Texts) -> tuple[Piece, ...]:
+def _gpt(model: GPTConfig, lengths: SequenceLengths) -> tuple[ModelPart, ...]:
     hidden = model.hidden_size
     positions = model.max_sequence_length * hidden if model.position == "learned" else 0
     return (
-        Piece(symbol="E", matrices=1, whole=positions, embedded_tokens=texts.sequence),
-        *_layers(model, texts.sequence, is_causal=True, has_bounds=texts.are_packed, documents=texts.documents),
-        Piece(symbol="", whole=cost.norm_parameters(model)),
-        _head(model, texts.sequence),
+        ModelPart(symbol="E", matrices=1, replicated=positions, embedded_tokens=lengths.sequence),
+        *_layers(model, lengths.sequence, is_causal=True, has_bounds=lengths.are_packed, documents=lengths.documents),
+        ModelPart(symbol="", replicated=cost.norm_parameters(model)),
+        _head(model, lengths.sequence),
     )
 
 
-def _head(model: Model, tokens: int) -> Piece:
-    return Piece(
+def _head(model: Model, tokens: int) -> ModelPart:
+    return ModelPart(
         symbol="L",
         matrices=int(not model.tie_embeddings),
         shared_matrices=int(model.tie_embeddings),
@@ -365,14 +369,14 @@ def _layers(
     is_causal: bool,
     has_bounds: bool = False,
     documents: tuple[int, ...] = (),
-) -> tuple[Piece, ...]:
+) -> tuple[ModelPart, ...]:
     """Layers of a stack; those of one kind are equal."""
     first: dict[tuple[bool, int], int] = {}
     kinds = [(model.has_experts(i), model.window_of(i)) for i in range(model.num_layers)]
     for index, kind in enumerate(kinds):
         first.setdefault(kind, index)
     return tuple(
-        Piece(
+        ModelPart(
             symbol="t",
             layer=Layer(
                 config=model,
@@ -387,8 +391,8 @@ def _layers(
     )
 
 
-def _bert(model: BertConfig, texts: Texts) -> tuple[Piece, ...]:
-    hidden, sequence = model.hidden_size, texts.sequence
+def _bert(model: BertConfig, lengths: SequenceLengths) -> tuple[ModelPart, ...]:
+    hidden, sequence = model.hidden_size, lengths.sequence
     positions = model.max_sequence_length * hidden if model.position == "learned" else 0
     norm = cost.norm_parameters(model)
     square = hidden * hidden + hidden
@@ -396,77 +400,77 @@ def _bert(model: BertConfig, texts: Texts) -> tuple[Piece, ...]:
     binary = square + 2 * hidden + 2 if model.add_binary_head else 0
     dense = Product(tokens=sequence, inputs=hidden, outputs=hidden, is_cut=False)
     return (
-        Piece(symbol="E", matrices=1, whole=embedding, embedded_tokens=sequence),
+        ModelPart(symbol="E", matrices=1, replicated=embedding, embedded_tokens=sequence),
         *_layers(model, sequence, is_causal=False),
-        *([Piece(symbol="", whole=norm)] if model.norm_placement == "pre" else []),
-        replace(_head(model, sequence), cut=model.vocab_size, whole=square + norm + binary, products=(dense,)),
+        *([ModelPart(symbol="", replicated=norm)] if model.norm_placement == "pre" else []),
+        replace(_head(model, sequence), sharded=model.vocab_size, replicated=square + norm + binary, products=(dense,)),
     )
 
 
-def _t5(model: T5Config, texts: Texts) -> tuple[Piece, ...]:
+def _t5(model: T5Config, lengths: SequenceLengths) -> tuple[ModelPart, ...]:
     hidden, norm = model.hidden_size, cost.norm_parameters(model)
     is_learned, has_tables = model.position == "learned", model.position == "relative"
     table = model.relative_buckets * model.num_attention_heads if has_tables else 0
-    has_bounds = texts.are_packed
-    encoder = Layer(config=model, sequence=texts.sequence, is_causal=False, has_bounds=has_bounds)
-    decoder = Layer(config=model, sequence=texts.decoder_sequence, memory=texts.sequence, has_bounds=has_bounds)
+    has_bounds = lengths.are_packed
+    encoder = Layer(config=model, sequence=lengths.sequence, is_causal=False, has_bounds=has_bounds)
+    decoder = Layer(config=model, sequence=lengths.decoder_sequence, memory=lengths.sequence, has_bounds=has_bounds)
     own = int(not model.share_embeddings)
     return (
-        Piece(
+        ModelPart(
             symbol="E",
             matrices=1,
-            whole=model.max_sequence_length * hidden * is_learned,
-            embedded_tokens=texts.sequence,
+            replicated=model.max_sequence_length * hidden * is_learned,
+            embedded_tokens=lengths.sequence,
         ),
         # The first layer of a stack has its table of relative positions; other stages build their own.
-        Piece(symbol="t", layer=encoder, cut=table),
-        *[Piece(symbol="t", layer=encoder)] * (model.num_layers - 1),
-        Piece(symbol="", whole=norm),
-        Piece(
+        ModelPart(symbol="t", layer=encoder, sharded=table),
+        *[ModelPart(symbol="t", layer=encoder)] * (model.num_layers - 1),
+        ModelPart(symbol="", replicated=norm),
+        ModelPart(
             symbol="",
             matrices=own,
             shared_matrices=1 - own,
-            whole=model.max_decoder_sequence_length * hidden * is_learned,
-            embedded_tokens=texts.decoder_sequence,
+            replicated=model.max_decoder_sequence_length * hidden * is_learned,
+            embedded_tokens=lengths.decoder_sequence,
         ),
-        Piece(symbol="t", layer=decoder, cut=table),
-        *[Piece(symbol="t", layer=decoder)] * (model.num_decoder_layers - 1),
-        Piece(symbol="", whole=norm),
-        _head(model, texts.decoder_sequence),
+        ModelPart(symbol="t", layer=decoder, sharded=table),
+        *[ModelPart(symbol="t", layer=decoder)] * (model.num_decoder_layers - 1),
+        ModelPart(symbol="", replicated=norm),
+        _head(model, lengths.decoder_sequence),
     )
 
 
-def _tower(model: LlavaConfig, texts: Texts) -> tuple[Piece, ...]:
+def _tower(model: LlavaConfig, lengths: SequenceLengths) -> tuple[ModelPart, ...]:
     """The vision tower and the projector. Layers behind the one that is read are held and not run."""
     vision, hidden = model.vision, model.hidden_size
     width, length, norm = vision.hidden_size, vision.max_sequence_length, cost.norm_parameters(vision)
     pixels = vision.num_channels * vision.patch_size**2
     embedding = pixels * width + width + length * width + norm * vision.has_input_norm
     # What is read goes through the projector.
-    features = texts.images * length
-    used = Layer(config=vision, sequence=length, is_causal=False, repeats=texts.images, is_cut_by_context=False)
+    features = lengths.images * length
+    used = Layer(config=vision, sequence=length, is_causal=False, repeats=lengths.images, is_cut_by_context=False)
     num_used = model.num_vision_layers
     return (
-        Piece(
+        ModelPart(
             symbol="",
-            part="vision",
-            whole=embedding,
-            products=(Product(tokens=texts.images * vision.num_patches, inputs=pixels, outputs=width, is_cut=False),),
+            component="vision",
+            replicated=embedding,
+            products=(Product(tokens=lengths.images * vision.num_patches, inputs=pixels, outputs=width, is_cut=False),),
         ),
-        *[Piece(symbol="", part="vision", layer=used)] * num_used,
-        *[Piece(symbol="", part="vision", layer=replace(used, repeats=0))] * (vision.num_layers - num_used),
-        Piece(symbol="", part="vision", whole=norm),
-        Piece(
+        *[ModelPart(symbol="", component="vision", layer=used)] * num_used,
+        *[ModelPart(symbol="", component="vision", layer=replace(used, repeats=0))] * (vision.num_layers - num_used),
+        ModelPart(symbol="", component="vision", replicated=norm),
+        ModelPart(
             symbol="",
-            part="projector",
-            cut=width * hidden + hidden * model.projector_bias,
+            component="projector",
+            sharded=width * hidden + hidden * model.projector_bias,
             products=(Product(tokens=features, inputs=width, outputs=hidden),),
         ),
-        Piece(
+        ModelPart(
             symbol="",
-            part="projector",
-            cut=hidden * hidden,
-            whole=hidden * model.projector_bias,
+            component="projector",
+            sharded=hidden * hidden,
+            replicated=hidden * model.projector_bias,
             products=(Product(tokens=features, inputs=hidden, outputs=hidden),),
         ),
     )

@@ -15,18 +15,18 @@ from lightning_megatron.models.llava_cost import training_flops
 from lightning_megatron.models.vision import VisionConfig
 from lightning_megatron.moe.config import MoEConfig, RouterConfig
 from lightning_megatron.optim.config import OptimizerConfig
-from lightning_megatron.planner.anatomy import Texts
 from lightning_megatron.planner.constants import Constants
 from lightning_megatron.planner.flops import MODEL, step_flops
+from lightning_megatron.planner.frozen_activations import frozen_activation_bytes
 from lightning_megatron.planner.hardware import gpu_of
+from lightning_megatron.planner.layer_work import layer_work_of
 from lightning_megatron.planner.memory import parameters_of_rank, rank_memory
+from lightning_megatron.planner.model_parts import SequenceLengths
 from lightning_megatron.planner.presets import PRESETS
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.step_time import StepTime, step_time
-from lightning_megatron.planner.trained import Trained, trained_anatomy, trained_of_stages, trained_parameters
-from lightning_megatron.planner.unkept import unkept_bytes
-from lightning_megatron.planner.work import work_of
-from lightning_megatron.planner.working_set import waiting_bytes
+from lightning_megatron.planner.trainable import Trainable, trainable_parts_of, trained_of_stages, trained_parameters
+from lightning_megatron.planner.transient_memory import waiting_bytes
 from lightning_megatron.transformer.lora import LoraConfig, add_lora
 from lightning_megatron.transformer.recompute import RecomputeConfig, set_recomputed
 
@@ -55,7 +55,7 @@ EVERYWHERE = ("attention.qkv", "attention.projection", "mlp.up", "mlp.down", "sh
 def run_of(model: GPTConfig = LLAVA, **changes: object) -> Run:
     fields = {
         "model": model,
-        "texts": Texts(sequence=64, images=int(isinstance(model, LlavaConfig))),
+        "lengths": SequenceLengths(sequence=64, images=int(isinstance(model, LlavaConfig))),
         "sizes": Sizes(),
         "global_batch_size": 8,
     }
@@ -65,7 +65,7 @@ def run_of(model: GPTConfig = LLAVA, **changes: object) -> Run:
 def large_run(**changes: object) -> Run:
     preset = PRESETS["llava_7b"]
     sizes = Sizes(world=8, tp=4, sequence_parallel=True)
-    return run_of(preset.model, texts=preset.texts, sizes=sizes, global_batch_size=16, **changes)  # type: ignore[arg-type]
+    return run_of(preset.model, lengths=preset.lengths, sizes=sizes, global_batch_size=16, **changes)  # type: ignore[arg-type]
 
 
 def time_of(run: Run) -> StepTime:
@@ -76,7 +76,7 @@ def time_of(run: Run) -> StepTime:
 @pytest.mark.parametrize("keeps_class_token", [False, True])
 def test_flops_of_a_step_are_those_that_the_module_reports(frozen: tuple[str, ...], keeps_class_token: bool) -> None:
     model = replace(LLAVA, keeps_class_token=keeps_class_token)
-    run = run_of(model, trained=Trained(frozen=frozen))
+    run = run_of(model, trained=Trainable(frozen=frozen))
     reported = training_flops(model, lengths={64: 8}, num_images=8, frozen=frozen)
     assert step_flops(run, MODEL) == pytest.approx(reported, rel=1e-12)
 
@@ -84,7 +84,7 @@ def test_flops_of_a_step_are_those_that_the_module_reports(frozen: tuple[str, ..
 @pytest.mark.parametrize("frozen", SUBSETS, ids="-".join)
 @pytest.mark.parametrize("sizes", [Sizes(), Sizes(world=2, tp=2, sequence_parallel=True), Sizes(world=2, pp=2)])
 def test_a_rank_trains_the_parameters_that_the_model_trains(frozen: tuple[str, ...], sizes: Sizes) -> None:
-    run = run_of(sizes=sizes, trained=Trained(frozen=frozen))
+    run = run_of(sizes=sizes, trained=Trainable(frozen=frozen))
     for rank in range(sizes.world):
         mesh = Mesh.imagine(rank, sizes)
         with torch.device("meta"):
@@ -92,7 +92,7 @@ def test_a_rank_trains_the_parameters_that_the_model_trains(frozen: tuple[str, .
         assert isinstance(model, LlavaModel)
         model.freeze(*frozen)
         built = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        assert sum(trained_of_stages(run.stages[mesh.pp.rank], run.anatomy, sizes)) == built
+        assert sum(trained_of_stages(run.stages[mesh.pp.rank], run.model_parts, sizes)) == built
         assert sum(parameters_of_rank(run, mesh.pp.rank)[:2]) == sum(p.numel() for p in model.parameters())
 
 
@@ -100,12 +100,12 @@ def test_a_rank_trains_the_parameters_that_the_model_trains(frozen: tuple[str, .
 @pytest.mark.parametrize("sizes", [Sizes(), Sizes(world=2, tp=2, sequence_parallel=True), Sizes(world=2, ep=2)])
 def test_a_rank_holds_the_paths_that_are_added(targets: tuple[str, ...], sizes: Sizes) -> None:
     lora, model = LoraConfig(rank=3, targets=targets), replace(LLAMA, moe=MOE)  # type: ignore[arg-type]
-    run = run_of(model, sizes=sizes, trained=Trained(lora=lora))
+    run = run_of(model, sizes=sizes, trained=Trainable(lora=lora))
     with torch.device("meta"):
         built = GPTModel(model, mesh=Mesh.imagine(0, sizes))
         add_lora(built, lora, seed=0)
     numbers = [(parameter.numel(), parameter.requires_grad) for parameter in built.parameters()]
-    assert trained_of_stages(run.stages[0], run.anatomy, sizes) == (
+    assert trained_of_stages(run.stages[0], run.model_parts, sizes) == (
         sum(n for n, is_trained in numbers if is_trained),
         0,
     )
@@ -117,14 +117,14 @@ def test_what_is_trained_of_the_unsplit_model_is_told_without_padding() -> None:
     built = model_of(replace(model, vocab_multiple=1), Mesh.single())
     assert isinstance(built, LlavaModel)
     built.freeze("vision")
-    run = run_of(model, trained=Trained(frozen=("vision",)))
-    assert trained_parameters(run.anatomy) == sum(p.numel() for p in built.parameters() if p.requires_grad)
+    run = run_of(model, trained=Trainable(frozen=("vision",)))
+    assert trained_parameters(run.model_parts) == sum(p.numel() for p in built.parameters() if p.requires_grad)
 
 
 def test_frozen_weights_cost_four_bytes_and_nothing_else() -> None:
     whole = large_run()
-    frozen = large_run(trained=Trained(frozen=("vision", "language")))
-    trained = sum(trained_of_stages(frozen.stages[0], frozen.anatomy, frozen.sizes))
+    frozen = large_run(trained=Trainable(frozen=("vision", "language")))
+    trained = sum(trained_of_stages(frozen.stages[0], frozen.model_parts, frozen.sizes))
     every = sum(parameters_of_rank(whole, 0)[:2])
     memory = rank_memory(frozen, 0)
     assert trained < 0.01 * every
@@ -135,8 +135,8 @@ def test_frozen_weights_cost_four_bytes_and_nothing_else() -> None:
 
 
 def test_a_tower_without_a_gradient_keeps_nothing_and_has_no_backward() -> None:
-    sighted, blind = large_run(), large_run(trained=Trained(frozen=("vision", "projector")))
-    unseeing = replace(sighted, texts=replace(sighted.texts, images=0))
+    sighted, blind = large_run(), large_run(trained=Trainable(frozen=("vision", "projector")))
+    unseeing = replace(sighted, lengths=replace(sighted.lengths, images=0))
     assert rank_memory(blind, 0).activations == pytest.approx(rank_memory(unseeing, 0).activations)
     assert rank_memory(sighted, 0).activations > 1.01 * rank_memory(blind, 0).activations
     assert time_of(blind).backwards == pytest.approx(time_of(unseeing).backwards)
@@ -146,32 +146,32 @@ def test_a_tower_without_a_gradient_keeps_nothing_and_has_no_backward() -> None:
 
 def test_a_backward_through_frozen_weights_does_their_products_once() -> None:
     trained = time_of(large_run())
-    frozen = time_of(large_run(trained=Trained(frozen=("vision", "language"))))
+    frozen = time_of(large_run(trained=Trainable(frozen=("vision", "language"))))
     assert 0.5 < frozen.backwards[0] / trained.backwards[0] < 0.7
 
 
 def test_before_the_first_path_nobody_needs_a_gradient() -> None:
     config = T5Config(num_layers=2, num_decoder_layers=2, hidden_size=48, num_attention_heads=6, vocab_size=100)
-    texts = Texts(sequence=32, decoder_sequence=16)
+    lengths = SequenceLengths(sequence=32, decoder_sequence=16)
     for target, passing in (("cross_attention.query", [False, False, True, True]), ("attention.qkv", [True] * 4)):
-        trained = Trained(lora=LoraConfig(rank=2, targets=(target,)))  # type: ignore[arg-type]
-        pieces = trained_anatomy(config, texts, trained).pieces
-        assert [piece.passes_gradient for piece in pieces if piece.layer is not None] == passing
+        trained = Trainable(lora=LoraConfig(rank=2, targets=(target,)))  # type: ignore[arg-type]
+        parts = trainable_parts_of(config, lengths, trained).parts
+        assert [part.passes_gradient for part in parts if part.layer is not None] == passing
         # What embeds has no input to differentiate.
-        assert not any(piece.passes_gradient for piece in pieces if piece.embedded_tokens)
+        assert not any(part.passes_gradient for part in parts if part.embedded_tokens)
 
 
 def test_low_rank_paths_cost_their_own_products_and_spare_gradients_of_weights() -> None:
     preset = PRESETS["llama3_8b"]
-    fields = {"texts": preset.texts, "sizes": Sizes(world=8, tp=2, sequence_parallel=True), "global_batch_size": 16}
+    fields = {"lengths": preset.lengths, "sizes": Sizes(world=8, tp=2, sequence_parallel=True), "global_batch_size": 16}
     whole = run_of(preset.model, **fields)  # type: ignore[arg-type]
-    small, large = (replace(whole, trained=Trained(lora=LoraConfig(rank=rank))) for rank in (8, 64))
+    small, large = (replace(whole, trained=Trainable(lora=LoraConfig(rank=rank))) for rank in (8, 64))
     assert time_of(small).total < time_of(large).total < time_of(whole).total
-    paths = 3 * 2 * whole.num_tokens * trained_parameters(large.anatomy)
+    adapters = 3 * 2 * whole.num_tokens * trained_parameters(large.model_parts)
     weights = step_flops(whole) - step_flops(large)
     linears = sum(p.numel() for p in _layer_matrices(preset.model)) * preset.model.num_layers
     head = preset.model.hidden_size * preset.model.vocab_size
-    assert weights == pytest.approx(2 * whole.num_tokens * (linears + head) - paths, rel=1e-9)
+    assert weights == pytest.approx(2 * whole.num_tokens * (linears + head) - adapters, rel=1e-9)
 
 
 def test_a_path_beside_keys_of_an_encoder_reads_what_that_gave() -> None:
@@ -179,14 +179,17 @@ def test_a_path_beside_keys_of_an_encoder_reads_what_that_gave() -> None:
         num_layers=2, num_decoder_layers=3, hidden_size=48, num_attention_heads=6, vocab_size=100, position="learned"
     )
     lora = LoraConfig(rank=4, targets=("cross_attention.query", "cross_attention.key_value"), dropout=0.1)
-    texts, sizes = Texts(sequence=64, decoder_sequence=16), Sizes(world=4, tp=2, cp=2, sequence_parallel=True)
-    run = run_of(config, texts=texts, sizes=sizes, micro_batch_size=2, trained=Trained(lora=lora))
-    double = replace(run, trained=Trained(lora=replace(lora, rank=8)))
+    lengths, sizes = (
+        SequenceLengths(sequence=64, decoder_sequence=16),
+        Sizes(world=4, tp=2, cp=2, sequence_parallel=True),
+    )
+    run = run_of(config, lengths=lengths, sizes=sizes, micro_batch_size=2, trained=Trainable(lora=lora))
+    double = replace(run, trained=Trainable(lora=replace(lora, rank=8)))
     # Of eight samples; a query's path reads 16 tokens, that of keys and values 64.
     forward = 2 * 8 * 3 * 4 * (16 * (48 + 48) + 64 * (48 + 96))
     assert step_flops(double) - step_flops(run) == 3 * forward
-    [decoder] = {piece for piece in run.anatomy.pieces if piece.layer is not None and piece.layer.memory}
-    work = work_of(decoder, run.anatomy, sizes, 2, 2)
+    [decoder] = {part for part in run.model_parts.parts if part.layer is not None and part.layer.memory}
+    work = layer_work_of(decoder, run.model_parts, sizes, 2, 2)
     assert work.path_flops == 2 * 2 * 4 * (8 * (48 + 24) + 32 * (48 + 48))
     # What goes in is read, and what is left of it written, with a mask of one byte.
     assert work.path_bytes == 2 * (8 + 32) * 48 * 5
@@ -234,22 +237,22 @@ def test_layers_that_only_pass_gradients_keep_less_by_what_is_said(activation: s
             parameter.requires_grad_(not (is_frozen and name.startswith("layers")))
         found.append(saved_bytes(model, tokens))
     run = run_of(config, micro_batch_size=2, precision="32-true", recompute=recompute)
-    stage = {replace(piece, is_trained=piece.layer is None): n for piece, n in run.stages[0][0].items()}
-    assert found[0] - found[1] == unkept_bytes(run, stage) > 0
+    stage = {replace(part, is_trained=part.layer is None): n for part, n in run.stages[0][0].items()}
+    assert found[0] - found[1] == frozen_activation_bytes(run, stage) > 0
 
 
 @pytest.mark.parametrize(
     ("trained", "words"),
     [
-        (Trained(frozen=("tower",)), "must be of 'vision', 'projector', 'language'"),
-        (Trained(frozen=PARTS), "nothing is left to train"),
-        (Trained(lora=LoraConfig(targets=("shared.up",))), "lora targets (shared.up)"),
+        (Trainable(frozen=("tower",)), "must be of 'vision', 'projector', 'language'"),
+        (Trainable(frozen=PARTS), "nothing is left to train"),
+        (Trainable(lora=LoraConfig(targets=("shared.up",))), "lora targets (shared.up)"),
     ],
 )
-def test_what_cannot_be_trained_is_told(trained: Trained, words: str) -> None:
+def test_what_cannot_be_trained_is_told(trained: Trainable, words: str) -> None:
     assert any(words in fault for fault in trained.faults(LLAVA))
 
 
 def test_a_model_that_is_no_llava_has_no_parts() -> None:
-    assert "names parts of a LLaVA" in Trained(frozen=("vision",)).faults(LLAMA)[0]
-    assert Trained(lora=LoraConfig(rank=2)).faults(LLAMA) == Trained(frozen=("vision",)).faults(LLAVA) == []
+    assert "names parts of a LLaVA" in Trainable(frozen=("vision",)).faults(LLAMA)[0]
+    assert Trainable(lora=LoraConfig(rank=2)).faults(LLAMA) == Trainable(frozen=("vision",)).faults(LLAVA) == []

@@ -9,10 +9,10 @@ from operator import add
 
 from lightning_megatron.context.balance import RankGroup
 from lightning_megatron.pipeline.schedule import Kind
-from lightning_megatron.planner.anatomy import Texts
-from lightning_megatron.planner.halves import Half, walked
-from lightning_megatron.planner.pipeline_load import puts_halves_off
+from lightning_megatron.planner.model_parts import SequenceLengths
+from lightning_megatron.planner.pipeline_load import splits_backward
 from lightning_megatron.planner.run import Run
+from lightning_megatron.planner.split_backward import SplitBackwardStep, walked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class Moment:
     """Place of the rank among dp x cp."""
     kept: tuple[float, ...]
     """Microbatches like that one whose tokens are as many as those that are kept, by chunk."""
-    halves: tuple[Half, ...] = ()
+    split_steps: tuple[SplitBackwardStep, ...] = ()
     """The same where halves of backwards are put off."""
 
 
@@ -48,7 +48,7 @@ def of_documents(run: Run, documents: tuple[int, ...], size: int) -> Run:
         run,
         balanced=None,
         sizes=sizes,
-        texts=Texts(sequence=max(sum(documents), 1), are_packed=True, documents=documents),
+        lengths=SequenceLengths(sequence=max(sum(documents), 1), are_packed=True, documents=documents),
         micro_batch_size=1,
         global_batch_size=sizes.dp * run.num_microbatches,
         # It is under a schedule, be it alone.
@@ -74,7 +74,7 @@ def moments_of(run: Run, rank: int, line: int | None = None) -> list[Moment]:
     most: dict[tuple[Kind, int] | None, int] = {}
     for line, groups, half, microbatch in sorted(moments, key=lambda one: -sum(one[2].kept + one[2].waiting)):
         rows = step.rows_of(groups[microbatch])
-        place = (half.kind, half.chunk) if puts_halves_off(run.schedule) else None
+        place = (half.kind, half.chunk) if splits_backward(run.schedule) else None
         if rows <= most.get(place, 0):
             continue
         most[place] = rows
@@ -82,8 +82,8 @@ def moments_of(run: Run, rank: int, line: int | None = None) -> list[Moment]:
             of_group(run, groups[microbatch]), held_tokens=sum(sum(step.lengths_of(group)) for group in groups)
         )
         kept, waiting = (tuple(own / rows for own in held) for held in (half.kept, half.waiting))
-        halves = () if place is None else (replace(half, kept=kept, waiting=waiting, flying=half.flying / rows),)
-        if halves:
+        split_steps = () if place is None else (replace(half, kept=kept, waiting=waiting, flying=half.flying / rows),)
+        if split_steps:
             kept = tuple(held / rows for held in fullest[line])
-        found.append(Moment(run=alike, line=line, kept=kept, halves=halves))
+        found.append(Moment(run=alike, line=line, kept=kept, split_steps=split_steps))
     return found

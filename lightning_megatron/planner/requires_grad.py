@@ -11,62 +11,66 @@ from functools import lru_cache
 
 from lightning_megatron.mesh import StageLayout
 from lightning_megatron.models import T5Config
-from lightning_megatron.planner.anatomy import Anatomy, Piece, Stage, ordered_stages
+from lightning_megatron.planner.model_parts import ModelPart, ModelParts, Stage, ordered_stages
 from lightning_megatron.transformer.recompute import RecomputeConfig, groups_of
 
 
 @lru_cache(maxsize=4096)
-def needed_stages(anatomy: Anatomy, num_stages: int, layout: StageLayout) -> tuple[tuple[Piece, ...], ...]:
+def stages_with_gradients(
+    model_parts: ModelParts, num_stages: int, layout: StageLayout
+) -> tuple[tuple[ModelPart, ...], ...]:
     """Of each stage its pieces in order, with what is needed of them there."""
-    is_t5 = isinstance(anatomy.config, T5Config)
+    is_t5 = isinstance(model_parts.config, T5Config)
     stream = memory = False
     found = []
-    for number, stage in enumerate(ordered_stages(anatomy, num_stages, layout)):
+    for number, stage in enumerate(ordered_stages(model_parts, num_stages, layout)):
         stream, memory = stream or number > 0, memory or number > 0
         own = []
-        for piece in stage:
-            if piece.embedded_tokens and is_t5:
+        for part in stage:
+            if part.embedded_tokens and is_t5:
                 stream, memory = False, stream
-            told = _told(piece, stream, memory)
+            told = _told(part, stream, memory)
             own.append(told)
-            layer = piece.layer
+            layer = part.layer
             if layer is None or layer.repeats:
                 reads_memory = layer is not None and layer.memory > 0 and memory
-                stream |= piece.is_trained or bool(piece.paths) or reads_memory
+                stream |= part.is_trained or bool(part.adapters) or reads_memory
         found.append(tuple(own))
     return tuple(found)
 
 
 @lru_cache(maxsize=4096)
-def stages_of(anatomy: Anatomy, num_stages: int, layout: StageLayout) -> tuple[Stage, ...]:
+def stages_of(model_parts: ModelParts, num_stages: int, layout: StageLayout) -> tuple[Stage, ...]:
     """Of each stage its pieces and how many there are of each; equal stages are one object."""
-    stages = needed_stages(anatomy, num_stages, layout)
-    numbers = {piece: number for number, piece in enumerate(dict.fromkeys(piece for own in stages for piece in own))}
+    stages = stages_with_gradients(model_parts, num_stages, layout)
+    numbers = {part: number for number, part in enumerate(dict.fromkeys(part for own in stages for part in own))}
     made: dict[tuple[int, ...], Stage] = {}
-    keys = [tuple(numbers[piece] for piece in own) for own in stages]
+    keys = [tuple(numbers[part] for part in own) for own in stages]
     for key, own in zip(keys, stages, strict=True):
         made.setdefault(key, Counter(own))
     return tuple(made[key] for key in keys)
 
 
-def run_again(stage: Sequence[Piece], recompute: RecomputeConfig) -> Counter[Piece]:
+def recomputed_parts(stage: Sequence[ModelPart], recompute: RecomputeConfig) -> Counter[ModelPart]:
     """Of the pieces of a stage in order the layers that full recomputation runs again, and how many of each."""
-    groups = groups_of(recompute, [piece.is_layer for piece in stage])
+    groups = groups_of(recompute, [part.is_layer for part in stage])
     return Counter(stage[place] for places, is_again in groups if is_again for place in places)
 
 
 @lru_cache(maxsize=4096)
-def again_of(anatomy: Anatomy, num_stages: int, layout: StageLayout, recompute: RecomputeConfig) -> tuple[Stage, ...]:
+def recomputed_stages(
+    model_parts: ModelParts, num_stages: int, layout: StageLayout, recompute: RecomputeConfig
+) -> tuple[Stage, ...]:
     """The same of each stage, of the pieces of `needed_stages`."""
-    return tuple(run_again(stage, recompute) for stage in needed_stages(anatomy, num_stages, layout))
+    return tuple(recomputed_parts(stage, recompute) for stage in stages_with_gradients(model_parts, num_stages, layout))
 
 
-def _told(piece: Piece, stream: bool, memory: bool) -> Piece:
-    layer = piece.layer
+def _told(part: ModelPart, stream: bool, memory: bool) -> ModelPart:
+    layer = part.layer
     # The norm before the first product of a layer has weights too.
-    is_read = stream or (layer is not None and piece.is_trained)
+    is_read = stream or (layer is not None and part.is_trained)
     is_seen = layer is not None and layer.memory > 0 and memory
-    passes = piece.passes_gradient
-    if not piece.is_trained and not piece.embedded_tokens:
-        passes = is_read or is_seen or bool(piece.paths)
-    return replace(piece, needs_input=is_read, needs_memory=is_seen, passes_gradient=passes)
+    passes = part.passes_gradient
+    if not part.is_trained and not part.embedded_tokens:
+        passes = is_read or is_seen or bool(part.adapters)
+    return replace(part, needs_input=is_read, needs_memory=is_seen, passes_gradient=passes)

@@ -8,9 +8,9 @@ from lightning_megatron.mesh import Mesh, Sizes, StageLayout
 from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config
 from lightning_megatron.models.vision import VisionConfig
 from lightning_megatron.moe.config import MoEConfig, RouterConfig
-from lightning_megatron.planner.anatomy import Model, Texts, anatomy_of
 from lightning_megatron.planner.memory import parameters_of_rank
-from lightning_megatron.planner.needed import stages_of
+from lightning_megatron.planner.model_parts import Model, SequenceLengths, model_parts_of
+from lightning_megatron.planner.requires_grad import stages_of
 from lightning_megatron.planner.run import Run
 from lightning_megatron.transformer import cost
 
@@ -53,8 +53,8 @@ LAYOUTS = {
 }
 
 
-def texts_of(model: Model) -> Texts:
-    return Texts(sequence=64, decoder_sequence=32 if isinstance(model, T5Config) else 0, images=1)
+def texts_of(model: Model) -> SequenceLengths:
+    return SequenceLengths(sequence=64, decoder_sequence=32 if isinstance(model, T5Config) else 0, images=1)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -63,7 +63,7 @@ def test_a_rank_holds_the_parameters_that_are_built_on_it(name: str, layout: str
     model, sizes = MODELS[name], LAYOUTS[layout]
     if sizes.ep > 1 and model.moe is None:
         pytest.skip("no experts")
-    run = Run(model=model, texts=texts_of(model), sizes=sizes, global_batch_size=8)
+    run = Run(model=model, lengths=texts_of(model), sizes=sizes, global_batch_size=8)
     for rank in range(sizes.world):
         mesh = Mesh.imagine(rank, sizes)
         with torch.device("meta"):
@@ -79,18 +79,18 @@ def test_the_parameters_of_an_anatomy_are_those_of_the_unsplit_model(name: str) 
     model = MODELS[name]
     with torch.device("meta"):
         built = sum(parameter.numel() for parameter in model_of(model, Mesh.single()).parameters())
-    assert anatomy_of(model, texts_of(model)).parameters() == built
+    assert model_parts_of(model, texts_of(model)).parameters() == built
 
 
 def test_padded_rows_of_the_vocabulary_are_no_parameters_of_the_model() -> None:
     model = GPTConfig(**_BASE, vocab_multiple=64)  # type: ignore[arg-type]
-    assert anatomy_of(model, Texts(sequence=64)).parameters() == cost.model_parameters(model)
+    assert model_parts_of(model, SequenceLengths(sequence=64)).parameters() == cost.model_parameters(model)
 
 
 def test_layers_of_a_kind_are_one_piece_and_stages_that_are_alike_one_object() -> None:
-    anatomy = anatomy_of(MODELS["llama with experts"], Texts(sequence=64))
-    layers = [piece for piece in anatomy.pieces if piece.layer is not None]
+    model_parts = model_parts_of(MODELS["llama with experts"], SequenceLengths(sequence=64))
+    layers = [part for part in model_parts.parts if part.layer is not None]
     assert len(layers) == 4 and len(set(layers)) == 2
-    deep = anatomy_of(GPTConfig(**_BASE | {"num_layers": 12}), Texts(sequence=64))  # type: ignore[arg-type]
+    deep = model_parts_of(GPTConfig(**_BASE | {"num_layers": 12}), SequenceLengths(sequence=64))  # type: ignore[arg-type]
     stages = stages_of(deep, 6, StageLayout())
     assert stages[1] is stages[4] and stages[0] is not stages[1]

@@ -9,7 +9,7 @@ from lightning_megatron.rules.cross_config import Facts
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class PlanRequest:
     """What a configuration says."""
 
     run: Run

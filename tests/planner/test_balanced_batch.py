@@ -10,20 +10,20 @@ from lightning_megatron import ContextConfig, CostModel, DynamicContextConfig
 from lightning_megatron.context.balance import RankGroup, StepPlan
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import GPTConfig
-from lightning_megatron.planner.anatomy import Texts
-from lightning_megatron.planner.balanced import Balanced, LogNormal, balanced, drawn
+from lightning_megatron.planner.balanced_batch import BalancedBatch, LogNormal, balanced, drawn
 from lightning_megatron.planner.balanced_cost import planned_cost
 from lightning_megatron.planner.constants import fitted
-from lightning_megatron.planner.dry_rank import Whole
+from lightning_megatron.planner.dry_rank import FullModel
 from lightning_megatron.planner.dry_run import dry_run, global_rank, shown_ranks
 from lightning_megatron.planner.estimate import estimate
 from lightning_megatron.planner.flops import EXECUTED, MODEL, step_flops
 from lightning_megatron.planner.hardware import gpu_of
 from lightning_megatron.planner.memory import WORKSPACE_BYTES, fullest, memory_of
-from lightning_megatron.planner.moments import moments_of, of_documents
+from lightning_megatron.planner.model_parts import SequenceLengths
+from lightning_megatron.planner.peak_memory import moments_of, of_documents
 from lightning_megatron.planner.run import Run, faults_of
 from lightning_megatron.planner.step_time import step_time
-from lightning_megatron.planner.working_set import batch_bytes
+from lightning_megatron.planner.transient_memory import batch_bytes
 from lightning_megatron.rules.cross_config import with_context_groups
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.recompute import RecomputeConfig
@@ -55,7 +55,7 @@ def run_of(
     lengths = lengths or drawn(LogNormal(median=700, sigma=1.2), num_tokens, longest=longest)
     run = Run(
         model=replace(model, max_sequence_length=longest),
-        texts=Texts(sequence=longest, are_packed=True),
+        lengths=SequenceLengths(sequence=longest, are_packed=True),
         sizes=sizes,
         global_batch_size=sizes.dp,
         context=context,
@@ -84,12 +84,12 @@ RUNS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_plan_and_dry_run_agree_on_every_rank(name: str) -> None:
-    run, whole = RUNS[name], Whole(RUNS[name])
+    run, full_model = RUNS[name], FullModel(RUNS[name])
     assert run.balanced is not None
     done = 0.0
     for place in range(run.sizes.pp):
         for line in range(run.sizes.dp * run.sizes.cp):
-            one = dry_run(run, global_rank(run, place, line), whole=whole)
+            one = dry_run(run, global_rank(run, place, line), full_model=full_model)
             _, planned = fullest(run, place, line)
             assert planned.allocated - WORKSPACE_BYTES == pytest.approx(one.peak_bytes, rel=0.03), (place, line)
             done += sum(one.flops.values()) * run.sizes.tp
@@ -117,7 +117,7 @@ def test_a_rank_without_documents_runs_dry() -> None:
 def test_messages_are_those_of_each_group() -> None:
     slots = ((RankGroup(0, 1, (0,)), RankGroup(1, 1, (1,))), (RankGroup(0, 2, (2,)),))
     run = run_of(SHORT, Sizes(world=4, pp=2))
-    step = Balanced(lengths=(600, 400, 1000), plan=StepPlan(2, slots, 0.0, 0.0))
+    step = BalancedBatch(lengths=(600, 400, 1000), plan=StepPlan(2, slots, 0.0, 0.0))
     found = dry_run(replace(run, balanced=step), global_rank(run, 0, 1))
     # Hidden states in 16 bits: of a document, and of half of another.
     assert found.messages["pp", "send"].number == 2
@@ -133,7 +133,7 @@ def test_messages_are_those_of_each_group() -> None:
 
 def test_groups_have_axes_of_their_own() -> None:
     slots = ((RankGroup(0, 2, (0,)), RankGroup(2, 2, (1,))),)
-    step = Balanced(lengths=(600, 400), plan=StepPlan(4, slots, 0.0, 0.0))
+    step = BalancedBatch(lengths=(600, 400), plan=StepPlan(4, slots, 0.0, 0.0))
     run = replace(run_of(SHORT, Sizes(world=4)), balanced=step)
     sent = [dry_run(run, rank).messages["context2", "send"].tensor_bytes for rank in (1, 2)]
     assert sent[0] == 1.5 * sent[1] > 0
@@ -183,7 +183,7 @@ def test_equal_documents_on_equal_groups_are_a_run_that_is_cut_evenly(sizes: Siz
         run,
         balanced=None,
         sizes=sizes,
-        texts=Texts(sequence=2048, are_packed=True),
+        lengths=SequenceLengths(sequence=2048, are_packed=True),
         global_batch_size=num_microbatches * sizes.dp,
     )
     assert run.num_microbatches == even.num_microbatches == num_microbatches
@@ -217,7 +217,8 @@ def test_a_step_takes_the_longest_path_through_its_groups() -> None:
     )
     lengths = (8192, 2048, 4096, 4800, 800)
     run = replace(
-        run_of(LLAMA, Sizes(world=4), cap=16384), balanced=Balanced(lengths=lengths, plan=StepPlan(4, slots, 0.0, 0.0))
+        run_of(LLAMA, Sizes(world=4), cap=16384),
+        balanced=BalancedBatch(lengths=lengths, plan=StepPlan(4, slots, 0.0, 0.0)),
     )
 
     def seconds(*documents: int, size: int) -> float:

@@ -10,12 +10,12 @@ from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config
 from lightning_megatron.models.vision import VisionConfig
 from lightning_megatron.moe.capacity import ExpertCapacity
-from lightning_megatron.planner.anatomy import Texts
-from lightning_megatron.planner.dry_rank import Whole
+from lightning_megatron.planner.dry_rank import FullModel
 from lightning_megatron.planner.dry_run import dry_run
 from lightning_megatron.planner.flops import EXECUTED, HARDWARE, MODEL, step_flops
+from lightning_megatron.planner.model_parts import SequenceLengths
 from lightning_megatron.planner.run import Run, faults_of
-from lightning_megatron.planner.trained import Trained
+from lightning_megatron.planner.trainable import Trainable
 from lightning_megatron.transformer.lora import LoraConfig
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
@@ -35,16 +35,19 @@ LLAVA = LlavaConfig(**SIZES, **GATED, vision=VISION, image_token=5)
 FULL = RecomputeConfig(granularity="full")
 FIRST = RecomputeConfig(granularity="full", method="block")
 SP, CP = Sizes(world=2, tp=2, sequence_parallel=True), Sizes(world=2, cp=2)
-PAIRS, LONG_PAIRS = Texts(sequence=256, decoder_sequence=64), Texts(sequence=256, decoder_sequence=1024)
-IMAGES = Texts(sequence=384, images=1)
+PAIRS, LONG_PAIRS = (
+    SequenceLengths(sequence=256, decoder_sequence=64),
+    SequenceLengths(sequence=256, decoder_sequence=1024),
+)
+IMAGES = SequenceLengths(sequence=384, images=1)
 PADDED = MoEConfig(
     router=RouterConfig(num_experts=4, top_k=2), capacity=ExpertCapacity(factor=1.5, pad_to_capacity=True)
 )
 
 
-def run_of(model: Any, sizes: Sizes, texts: Texts | None = None, **changes: Any) -> Run:
-    texts = Texts(sequence=1024) if texts is None else texts
-    run = Run(model=model, texts=texts, sizes=sizes, global_batch_size=sizes.pp * sizes.dp, **changes)
+def run_of(model: Any, sizes: Sizes, lengths: SequenceLengths | None = None, **changes: Any) -> Run:
+    lengths = SequenceLengths(sequence=1024) if lengths is None else lengths
+    run = Run(model=model, lengths=lengths, sizes=sizes, global_batch_size=sizes.pp * sizes.dp, **changes)
     assert faults_of(run) == []
     return run
 
@@ -53,8 +56,8 @@ def selective(*parts: str) -> RecomputeConfig:
     return RecomputeConfig(granularity="selective", parts=parts)  # type: ignore[arg-type]
 
 
-def paths(*targets: str, rank: int = 64) -> Trained:
-    return Trained(lora=LoraConfig(rank=rank, targets=targets))  # type: ignore[arg-type]
+def adapters(*targets: str, rank: int = 64) -> Trainable:
+    return Trainable(lora=LoraConfig(rank=rank, targets=targets))  # type: ignore[arg-type]
 
 
 RUNS = {
@@ -65,10 +68,10 @@ RUNS = {
         replace(WINDOW, num_layers=1, sliding_window=500), Sizes(world=4, cp=4)
     ),
     "a window over cp in float32": run_of(WINDOW, CP, precision="32-true"),
-    "a window in packed documents": run_of(WINDOW, Sizes(), Texts(sequence=1024, are_packed=True)),
+    "a window in packed documents": run_of(WINDOW, Sizes(), SequenceLengths(sequence=1024, are_packed=True)),
     "a window and dropout": run_of(replace(WINDOW, attention_dropout=0.1), Sizes()),
     "dropout over cp": run_of(DROPS, CP, recompute=selective("core_attention")),
-    "dropout in packed documents": run_of(DROPS, SP, Texts(sequence=1024, are_packed=True)),
+    "dropout in packed documents": run_of(DROPS, SP, SequenceLengths(sequence=1024, are_packed=True)),
     "dropout, all again": run_of(DROPS, Sizes(), recompute=FULL),
     "dropout, two parts again": run_of(DROPS, Sizes(), recompute=selective("core_attention", "mlp")),
     "grouped queries in float32": run_of(LLAMA, Sizes(), precision="32-true"),
@@ -84,41 +87,41 @@ RUNS = {
     "a T5 without tables, with dropout": run_of(
         replace(T5, position="none", attention_dropout=0.1), Sizes(), PAIRS, recompute=selective("core_attention")
     ),
-    "paths at a T5's keys": run_of(T5, Sizes(), PAIRS, trained=paths("cross_attention.key_value")),
+    "paths at a T5's keys": run_of(T5, Sizes(), PAIRS, trained=adapters("cross_attention.key_value")),
     "paths at a T5's queries, stages": run_of(
-        T5, Sizes(world=2, pp=2), PAIRS, trained=paths("attention.qkv", "cross_attention.query")
+        T5, Sizes(world=2, pp=2), PAIRS, trained=adapters("attention.qkv", "cross_attention.query")
     ),
-    "paths at a T5's projections": run_of(T5, Sizes(), PAIRS, trained=paths("cross_attention.projection")),
-    "paths at projections": run_of(LLAMA, SP, trained=paths("attention.projection")),
-    "paths at the end of layers": run_of(LLAMA, Sizes(world=2, tp=2), trained=paths("mlp.down")),
+    "paths at a T5's projections": run_of(T5, Sizes(), PAIRS, trained=adapters("cross_attention.projection")),
+    "paths at projections": run_of(LLAMA, SP, trained=adapters("attention.projection")),
+    "paths at the end of layers": run_of(LLAMA, Sizes(world=2, tp=2), trained=adapters("mlp.down")),
     "paths that are made again": run_of(
-        LLAMA, Sizes(world=2, tp=2), trained=paths("attention.qkv", "mlp.up", "mlp.down"), recompute=selective("mlp")
+        LLAMA, Sizes(world=2, tp=2), trained=adapters("attention.qkv", "mlp.up", "mlp.down"), recompute=selective("mlp")
     ),
-    "paths and layers made again": run_of(LLAMA, Sizes(), trained=paths("mlp.down"), recompute=FULL),
-    "paths beside experts": run_of(SHARED, Sizes(), trained=paths("attention.projection", "shared.up")),
+    "paths and layers made again": run_of(LLAMA, Sizes(), trained=adapters("mlp.down"), recompute=FULL),
+    "paths beside experts": run_of(SHARED, Sizes(), trained=adapters("attention.projection", "shared.up")),
     "paths beside shared experts alone, experts again": run_of(
-        SHARED, Sizes(), trained=paths("shared.up"), recompute=selective("moe")
+        SHARED, Sizes(), trained=adapters("shared.up"), recompute=selective("moe")
     ),
     "a padded capacity": run_of(replace(MIXTRAL, moe=PADDED), Sizes(world=4, ep=2, cp=2)),
-    "BERT without sequence parallelism": run_of(BERT, Sizes(world=2, tp=2), Texts(sequence=256)),
+    "BERT without sequence parallelism": run_of(BERT, Sizes(world=2, tp=2), SequenceLengths(sequence=256)),
     "LLaVA over cp": run_of(LLAVA, CP, IMAGES),
-    "images shared out over cp": run_of(LLAVA, CP, Texts(sequence=1024, images=3)),
+    "images shared out over cp": run_of(LLAVA, CP, SequenceLengths(sequence=1024, images=3)),
     "LLaVA, rows that fill up ranks": run_of(LLAVA, Sizes(world=4, tp=4, sequence_parallel=True), IMAGES),
     "LLaVA without sequence parallelism": run_of(LLAVA, Sizes(world=2, tp=2), IMAGES),
-    "a frozen tower, again": run_of(LLAVA, Sizes(), IMAGES, trained=Trained(frozen=("vision",)), recompute=FULL),
-    "a projector alone": run_of(LLAVA, Sizes(), IMAGES, trained=Trained(frozen=("vision", "language"))),
+    "a frozen tower, again": run_of(LLAVA, Sizes(), IMAGES, trained=Trainable(frozen=("vision",)), recompute=FULL),
+    "a projector alone": run_of(LLAVA, Sizes(), IMAGES, trained=Trainable(frozen=("vision", "language"))),
     "a padded vocabulary": run_of(replace(GPT, vocab_size=1030), SP),
-    "tiles in FP8": run_of(SHARED, Sizes(world=2, tp=2), Texts(sequence=100), fp8=Fp8Config()),
+    "tiles in FP8": run_of(SHARED, Sizes(world=2, tp=2), SequenceLengths(sequence=100), fp8=Fp8Config()),
 }
 
 
 def executed(run: Run) -> float:
     """By the code, on tensors without numbers; ranks of tp and dp do alike, and those of cp, but for windows."""
-    sizes, whole = run.sizes, Whole(run)
+    sizes, full_model = run.sizes, FullModel(run)
     each = sizes.world // sizes.pp
     num_parts = sizes.cp if run.model.sliding_window else 1
     found = [
-        sum(dry_run(run, stage * each + part * sizes.tp, whole=whole).flops.values())
+        sum(dry_run(run, stage * each + part * sizes.tp, full_model=full_model).flops.values())
         for stage in range(sizes.pp)
         for part in range(num_parts)
     ]

@@ -22,7 +22,7 @@ AttentionKernel = Literal["first", "second", "vendor"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Software:
+class FrameworkProfile:
     """Habits of a training system."""
 
     name: str
@@ -57,9 +57,9 @@ class Software:
     itself."""
 
 
-OURS = Software(name="lightning_megatron", widens_norms=True, counts_work=True)
+OURS = FrameworkProfile(name="lightning_megatron", widens_norms=True, counts_work=True)
 
-MEGATRON = Software(
+MEGATRON = FrameworkProfile(
     name="Megatron Core",
     pair_bytes=5,
     squares_relu=True,
@@ -71,8 +71,8 @@ MEGATRON = Software(
 """Sources: Korthikanti et al., arXiv 2205.05198, section 4.1: softmax 2, mask 1, dropped weights 2; Narayanan et al.,
 arXiv 2104.04473, section 4.1: what goes between stages is scattered and gathered."""
 
-FULLY_SHARDED = Software(name="fully sharded data parallel", shards_weights="always", attention="first")
+FULLY_SHARDED = FrameworkProfile(name="fully sharded data parallel", shards_weights="always", attention="first")
 """Source: Rajbhandari et al., arXiv 1910.02054, section 5.3 (ZeRO, stage 3)."""
 
-SHARDED_BETWEEN_PASSES = Software(name="sharded gradients", shards_weights="between_passes", attention="first")
+SHARDED_BETWEEN_PASSES = FrameworkProfile(name="sharded gradients", shards_weights="between_passes", attention="first")
 """Source: the same, section 5.2 (stage 2), with weights that are gathered once a step."""

@@ -8,10 +8,10 @@ made of its first layer of experts when it gives way. When the backward comes to
 from collections.abc import Sequence
 
 from lightning_megatron.planner.activations import stage_bytes
-from lightning_megatron.planner.anatomy import Piece, Stage
+from lightning_megatron.planner.model_parts import ModelPart, Stage
 from lightning_megatron.planner.pipeline_load import has_pairs
 from lightning_megatron.planner.run import Run
-from lightning_megatron.planner.working_set import inner_sizes
+from lightning_megatron.planner.transient_memory import inner_sizes
 
 
 def unmade_bytes(run: Run, rank: int, kept: Sequence[float]) -> float:
@@ -28,22 +28,22 @@ def unmade_bytes(run: Run, rank: int, kept: Sequence[float]) -> float:
 def _begun_bytes(run: Run, stage: Stage) -> float:
     """What a forward keeps of a stage when it first gives way, where layers of experts are as far from each other as
     from its start."""
-    layers = [piece for piece in stage if piece.layer is not None]
-    of_experts = [piece for piece in layers if piece.layer is not None and piece.layer.has_experts]
+    layers = [part for part in stage if part.layer is not None]
+    of_experts = [part for part in layers if part.layer is not None and part.layer.has_experts]
     if not of_experts:
         return stage_bytes(run, stage)
-    others = {piece: stage[piece] for piece in layers if piece not in of_experts and layers[0] not in of_experts}
-    before = stage_bytes(run, others) / sum(stage[piece] for piece in of_experts)
-    return before + max(_departed_bytes(run, piece) for piece in of_experts)
+    others = {part: stage[part] for part in layers if part not in of_experts and layers[0] not in of_experts}
+    before = stage_bytes(run, others) / sum(stage[part] for part in of_experts)
+    return before + max(_departed_bytes(run, part) for part in of_experts)
 
 
-def _departed_bytes(run: Run, piece: Piece) -> float:
+def _departed_bytes(run: Run, part: ModelPart) -> float:
     """What a layer of experts keeps while its tokens are on their way there: all but what experts make, and the rows
     that are to come beside those that it gave."""
-    layer = piece.layer
+    layer = part.layer
     assert layer is not None
     config, tokens = layer.config, run.micro_batch_size * layer.sequence / run.sizes.cp
     rows, features, _ = inner_sizes(run, layer, tokens)
     num_activated = 1 if config.is_gated or config.activation == "relu" else 2
     made = rows * features * (1 + config.is_gated + num_activated)
-    return stage_bytes(run, {piece: 1}) + (rows * config.hidden_size - made) * run.bytes_per_element
+    return stage_bytes(run, {part: 1}) + (rows * config.hidden_size - made) * run.bytes_per_element

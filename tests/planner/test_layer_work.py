@@ -8,20 +8,26 @@ import pytest
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import BertConfig, GPTConfig, T5Config
 from lightning_megatron.moe.capacity import ExpertCapacity
-from lightning_megatron.planner.anatomy import Model, Texts, anatomy_of, piece_flops, shared_out
 from lightning_megatron.planner.dry_run import dry_run
+from lightning_megatron.planner.layer_work import LayerWork, layer_work_of
+from lightning_megatron.planner.model_parts import (
+    Model,
+    SequenceLengths,
+    model_parts_of,
+    part_flops,
+    shared_over_context,
+)
 from lightning_megatron.planner.presets import PRESETS
 from lightning_megatron.planner.run import Run
-from lightning_megatron.planner.work import Work, work_of
 
 LLAMA = PRESETS["llama3_8b"]
 
 
-def layer_work(sizes: Sizes, name: str = "llama3_8b") -> Work:
+def layer_work(sizes: Sizes, name: str = "llama3_8b") -> LayerWork:
     preset = PRESETS[name]
-    anatomy = anatomy_of(preset.model, preset.texts)
-    [piece] = {piece for piece in anatomy.pieces if piece.symbol == "t"}
-    return work_of(piece, anatomy, sizes, 1, 2)
+    model_parts = model_parts_of(preset.model, preset.lengths)
+    [part] = {part for part in model_parts.parts if part.symbol == "t"}
+    return layer_work_of(part, model_parts, sizes, 1, 2)
 
 
 @pytest.mark.parametrize("cp", [1, 2])
@@ -29,16 +35,16 @@ def layer_work(sizes: Sizes, name: str = "llama3_8b") -> Work:
 @pytest.mark.parametrize("name", ["gpt3_175b", "llama3_8b", "mixtral_8x7b", "bert_large", "t5_11b", "llava_7b"])
 def test_the_flops_of_all_ranks_are_those_of_the_model(name: str, tp: int, cp: int) -> None:
     preset = PRESETS[name]
-    anatomy = anatomy_of(preset.model, preset.texts)
+    model_parts = model_parts_of(preset.model, preset.lengths)
     sizes = Sizes(world=tp * cp, tp=tp, cp=cp, sequence_parallel=tp > 1)
-    for piece in set(anatomy.pieces):
-        if any(not product.is_cut for product in piece.products):
+    for part in set(model_parts.parts):
+        if any(not product.is_cut for product in part.products):
             continue
         # Of two images each of two ranks of cp has one.
-        work = work_of(shared_out(piece, preset.texts.images, 2, cp), anatomy, sizes, 2, 2)
+        work = layer_work_of(shared_over_context(part, preset.lengths.images, 2, cp), model_parts, sizes, 2, 2)
         done = (work.product_flops + work.flash_flops + work.head_flops) * tp
         # A vocabulary that tp does not divide is padded.
-        assert done * cp == pytest.approx(piece_flops(piece, anatomy.config, batch=2), rel=1e-3)
+        assert done * cp == pytest.approx(part_flops(part, model_parts.config, batch=2), rel=1e-3)
 
 
 def test_a_layer_gathers_and_scatters_its_stream_twice_each() -> None:
@@ -70,9 +76,9 @@ def test_of_seven_products_every_second_is_of_keys_attention_and_up() -> None:
 
 def test_attention_fills_its_kernel_by_the_keys_of_one_call() -> None:
     def keys(sizes: Sizes, model: GPTConfig) -> float:
-        anatomy = anatomy_of(model, Texts(sequence=4096))
-        [piece] = {piece for piece in anatomy.pieces if piece.symbol == "t"}
-        work = work_of(piece, anatomy, sizes, 1, 2)
+        model_parts = model_parts_of(model, SequenceLengths(sequence=4096))
+        [part] = {part for part in model_parts.parts if part.symbol == "t"}
+        work = layer_work_of(part, model_parts, sizes, 1, 2)
         return work.flash_flops / work.flash_edge_flops
 
     plain = GPTConfig(num_layers=2, hidden_size=256, num_attention_heads=4, max_sequence_length=4096, vocab_size=512)
@@ -86,9 +92,11 @@ def test_attention_fills_its_kernel_by_the_keys_of_one_call() -> None:
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_decoder_attends_twice_by_the_keys_of_each(dropout: float) -> None:
     model = T5Config(num_layers=2, hidden_size=256, num_attention_heads=4, vocab_size=512, attention_dropout=dropout)
-    anatomy = anatomy_of(model, Texts(sequence=512, decoder_sequence=128))
-    encoder, decoder = dict.fromkeys(replace(piece, cut=0) for piece in anatomy.pieces if piece.symbol == "t")
-    of_encoder, of_decoder = (work_of(piece, anatomy, Sizes(world=2, cp=2), 1, 2) for piece in (encoder, decoder))
+    model_parts = model_parts_of(model, SequenceLengths(sequence=512, decoder_sequence=128))
+    encoder, decoder = dict.fromkeys(replace(part, sharded=0) for part in model_parts.parts if part.symbol == "t")
+    of_encoder, of_decoder = (
+        layer_work_of(part, model_parts, Sizes(world=2, cp=2), 1, 2) for part in (encoder, decoder)
+    )
     # A rank has half of the queries, and in one call half of the keys.
     pairs = {"encoder": 256 * 512, "own": 64 * 128, "memory": 64 * 512}
     flops = {name: 4 * number * 256 for name, number in pairs.items()}
@@ -108,9 +116,9 @@ def test_a_decoder_attends_twice_by_the_keys_of_each(dropout: float) -> None:
 def test_attention_with_dropout_lays_out_a_pair_for_each_query_and_key() -> None:
     assert layer_work(Sizes()).num_pairs == 0
     model = replace(PRESETS["gpt3_175b"].model, attention_dropout=0.1)
-    anatomy = anatomy_of(model, Texts(sequence=2048))
-    [piece] = {piece for piece in anatomy.pieces if piece.symbol == "t"}
-    work = work_of(piece, anatomy, Sizes(world=8, tp=8, sequence_parallel=True), 2, 2)
+    model_parts = model_parts_of(model, SequenceLengths(sequence=2048))
+    [part] = {part for part in model_parts.parts if part.symbol == "t"}
+    work = layer_work_of(part, model_parts, Sizes(world=8, tp=8, sequence_parallel=True), 2, 2)
     assert work.num_pairs == 2 * 2048 * 2048 * 96 / 8 and work.flash_flops == work.flash_edge_flops == 0
 
 
@@ -146,11 +154,14 @@ def test_a_capacity_bounds_the_rows_of_experts_and_fills_them_up(
 ) -> None:
     plain = PRESETS["mixtral_8x7b"]
     assert plain.model.moe is not None
-    capacity, texts = ExpertCapacity(factor=factor, pad_to_capacity=pads), replace(plain.texts, are_packed=are_packed)
+    capacity, lengths = (
+        ExpertCapacity(factor=factor, pad_to_capacity=pads),
+        replace(plain.lengths, are_packed=are_packed),
+    )
     model = replace(plain.model, moe=replace(plain.model.moe, capacity=capacity))
     work, without = (
-        work_of(anatomy.pieces[1], anatomy, Sizes(world=8 * cp, ep=8, cp=cp), 1, 2)
-        for anatomy in (anatomy_of(each, texts) for each in (model, plain.model))
+        layer_work_of(model_parts.parts[1], model_parts, Sizes(world=8 * cp, ep=8, cp=cp), 1, 2)
+        for model_parts in (model_parts_of(each, lengths) for each in (model, plain.model))
     )
     assert work.expert_bytes == without.expert_bytes * rows / 2
     experts = without.mlp_flops - 2 * 4096 / cp * 4096 * 8
@@ -189,22 +200,27 @@ TINY_T5 = T5Config(
         (TINY, {"sizes": Sizes(world=4, tp=4)}, True),
         (TINY, {"sizes": Sizes(world=8, tp=8)}, False),
         (TINY, {"sizes": Sizes(world=2, cp=2)}, False),
-        (TINY, {"texts": Texts(sequence=64, are_packed=True)}, False),
+        (TINY, {"lengths": SequenceLengths(sequence=64, are_packed=True)}, False),
         (replace(TINY, sliding_window=16), {}, False),
         (replace(TINY, sliding_window=64), {}, True),
         (TINY_BERT, {}, False),
         # Each of its own streams, and not attention to the encoder.
-        (replace(TINY_T5, position="learned"), {"texts": Texts(sequence=64, decoder_sequence=32)}, True),
+        (replace(TINY_T5, position="learned"), {"lengths": SequenceLengths(sequence=64, decoder_sequence=32)}, True),
     ],
     ids=["groups", "half", "heads", "tp", "one head", "cp", "packed", "window", "wide window", "BERT", "T5"],
 )
 def test_scores_are_laid_out_where_the_code_finds_no_kernel(
     model: Model, changes: dict[str, Any], is_laid_out: bool
 ) -> None:
-    fields = {"texts": Texts(sequence=64), "sizes": Sizes(), "global_batch_size": 1, "precision": "32-true"} | changes
+    fields = {
+        "lengths": SequenceLengths(sequence=64),
+        "sizes": Sizes(),
+        "global_batch_size": 1,
+        "precision": "32-true",
+    } | changes
     run = Run(model=model, **fields)
-    pieces = run.anatomy.pieces
-    works = [work_of(piece, run.anatomy, run.sizes, 1, run.bytes_per_element) for piece in pieces]
+    parts = run.model_parts.parts
+    works = [layer_work_of(part, run.model_parts, run.sizes, 1, run.bytes_per_element) for part in parts]
     assert any(work.laid_out_flops for work in works) == is_laid_out
     multiplied = sum(work.product_flops + work.head_flops + work.laid_out_flops for work in works)
     found = dry_run(run, 0).flops

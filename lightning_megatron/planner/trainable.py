@@ -17,16 +17,16 @@ from functools import lru_cache
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import LlavaConfig, T5Config
 from lightning_megatron.models.llava import PARTS
-from lightning_megatron.planner.anatomy import (
-    Anatomy,
-    LowRankPath,
+from lightning_megatron.planner.model_parts import (
+    LoraAdapter,
     Model,
-    Piece,
+    ModelPart,
+    ModelParts,
+    SequenceLengths,
     Stage,
-    Texts,
-    anatomy_of,
+    adapter_parameters,
+    model_parts_of,
     parameters_of,
-    path_parameters,
 )
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.config import TransformerConfig
@@ -34,7 +34,7 @@ from lightning_megatron.transformer.lora import LoraConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trained:
+class Trainable:
     """What is trained; by default every weight."""
 
     frozen: tuple[str, ...] = ()
@@ -63,76 +63,76 @@ class Trained:
         return faults
 
 
-ALL = Trained()
+ALL = Trainable()
 
 
 @lru_cache(maxsize=64)
-def trained_anatomy(model: Model, texts: Texts, trained: Trained) -> Anatomy:
+def trainable_parts_of(model: Model, lengths: SequenceLengths, trained: Trainable) -> ModelParts:
     """The pieces of a model, each with what a backward does for it."""
-    anatomy = anatomy_of(model, texts)
-    pieces = anatomy.pieces
+    model_parts = model_parts_of(model, lengths)
+    parts = model_parts.parts
     if isinstance(model, LlavaConfig):
-        pieces = tuple(_with_frozen_parts(pieces, set(trained.frozen)))
+        parts = tuple(_with_frozen_parts(parts, set(trained.frozen)))
     if trained.lora is not None:
-        pieces = tuple(_behind_first(_beside_paths(piece, trained.lora) for piece in pieces))
-    return replace(anatomy, pieces=pieces)
+        parts = tuple(_behind_first(_with_adapters(part, trained.lora) for part in parts))
+    return replace(model_parts, parts=parts)
 
 
-def trained_parameters(anatomy: Anatomy) -> int:
+def trained_parameters(model_parts: ModelParts) -> int:
     """Of the parameters of the unsplit model those that are trained, padding left out."""
-    idle = tuple(replace(piece, is_trained=True, paths=()) for piece in anatomy.pieces if not piece.is_trained)
-    frozen = replace(anatomy, pieces=idle).parameters()
-    return anatomy.parameters() - frozen
+    idle = tuple(replace(part, is_trained=True, adapters=()) for part in model_parts.parts if not part.is_trained)
+    frozen = replace(model_parts, parts=idle).parameters()
+    return model_parts.parameters() - frozen
 
 
-def trained_of_stages(stages: Iterable[Stage], anatomy: Anatomy, sizes: Sizes) -> tuple[int, int]:
+def trained_of_stages(stages: Iterable[Stage], model_parts: ModelParts, sizes: Sizes) -> tuple[int, int]:
     """Of the parameters that a rank holds on its stages those that are trained: dense ones, and those of experts."""
     dense, experts = 0, 0
     has_matrix, needs_matrix = False, False
     for stage in stages:
-        for piece, count in stage.items():
-            has_matrix |= piece.matrices > 0
-            needs_matrix |= piece.shared_matrices > 0 and piece.is_trained
-            own = parameters_of(piece, anatomy, sizes) if piece.is_trained else (path_parameters(piece, sizes), 0)
+        for part, count in stage.items():
+            has_matrix |= part.matrices > 0
+            needs_matrix |= part.shared_matrices > 0 and part.is_trained
+            own = parameters_of(part, model_parts, sizes) if part.is_trained else (adapter_parameters(part, sizes), 0)
             dense, experts = dense + count * own[0], experts + count * own[1]
     if needs_matrix and not has_matrix:
-        dense += cost.vocabulary_parameters(anatomy.config, sizes)
+        dense += cost.vocabulary_parameters(model_parts.config, sizes)
     return dense, experts
 
 
 def backward_part(stage: Stage) -> Stage:
     """The pieces of a stage that keep anything for a backward."""
-    return {piece: count for piece, count in stage.items() if piece.is_trained or piece.passes_gradient}
+    return {part: count for part, count in stage.items() if part.is_trained or part.passes_gradient}
 
 
-def _with_frozen_parts(pieces: tuple[Piece, ...], frozen: set[str]) -> Iterable[Piece]:
+def _with_frozen_parts(parts: tuple[ModelPart, ...], frozen: set[str]) -> Iterable[ModelPart]:
     """Those of a LLaVA. The first piece looks at pixels; layers and a norm that no image goes through train never."""
     tower, projector, language = ("vision" not in frozen, "projector" not in frozen, "language" not in frozen)
-    for place, piece in enumerate(pieces):
-        is_used = bool(piece.products) or (piece.layer is not None and piece.layer.repeats > 0)
-        match piece.part:
+    for place, part in enumerate(parts):
+        is_used = bool(part.products) or (part.layer is not None and part.layer.repeats > 0)
+        match part.component:
             case "vision":
                 own = tower and is_used
-                yield replace(piece, is_trained=own, passes_gradient=own and place > 0)
+                yield replace(part, is_trained=own, passes_gradient=own and place > 0)
             case "projector":
                 # The first of its linears reads the tower.
-                is_first = pieces[place - 1].part == "vision"
-                yield replace(piece, is_trained=projector, passes_gradient=tower or (projector and not is_first))
+                is_first = parts[place - 1].component == "vision"
+                yield replace(part, is_trained=projector, passes_gradient=tower or (projector and not is_first))
             case _:
-                yield replace(piece, is_trained=language, passes_gradient=tower or projector or language)
+                yield replace(part, is_trained=language, passes_gradient=tower or projector or language)
 
 
-def _beside_paths(piece: Piece, lora: LoraConfig) -> Piece:
-    frozen = replace(piece, is_trained=False)
-    if piece.layer is None:
+def _with_adapters(part: ModelPart, lora: LoraConfig) -> ModelPart:
+    frozen = replace(part, is_trained=False)
+    if part.layer is None:
         return frozen
-    linears = _linears(piece.layer.config, piece.layer.index)
-    if piece.layer.memory:
-        linears |= _cross_linears(piece.layer.config)
+    linears = _linears(part.layer.config, part.layer.index)
+    if part.layer.memory:
+        linears |= _cross_linears(part.layer.config)
     return replace(
         frozen,
-        paths=tuple(
-            LowRankPath(
+        adapters=tuple(
+            LoraAdapter(
                 name=name,
                 rank=lora.rank,
                 inputs=linears[name][0],
@@ -146,13 +146,13 @@ def _beside_paths(piece: Piece, lora: LoraConfig) -> Piece:
     )
 
 
-def _behind_first(pieces: Iterable[Piece]) -> Iterable[Piece]:
+def _behind_first(parts: Iterable[ModelPart]) -> Iterable[ModelPart]:
     """Of pieces with frozen weights those before the first path pass no gradient: nobody needs it. What embeds passes
     none anywhere."""
     is_needed = False
-    for piece in pieces:
-        is_needed |= bool(piece.paths)
-        yield replace(piece, passes_gradient=is_needed and not piece.embedded_tokens)
+    for part in parts:
+        is_needed |= bool(part.adapters)
+        yield replace(part, passes_gradient=is_needed and not part.embedded_tokens)
 
 
 def _cross_linears(config: TransformerConfig) -> dict[str, tuple[int, int]]:

@@ -32,7 +32,7 @@ _PRODUCTS |= {_ATEN.addmm_: flop_registry[_ATEN.addmm], _ATEN.baddbmm_: flop_reg
 OTHERS = "activations and others"
 
 
-class Watch(TorchDispatchMode):
+class MemoryTracker(TorchDispatchMode):
     """While it is entered it follows every tensor of one kind of device."""
 
     def __init__(self, device: torch.device) -> None:

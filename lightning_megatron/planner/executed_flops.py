@@ -26,11 +26,11 @@ from lightning_megatron.context.context_layout import MaskSpec, cut
 from lightning_megatron.context.unfused_attention import MOST_SCORES
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import BertConfig, T5Config
-from lightning_megatron.planner.anatomy import Layer, LowRankPath, Piece, sent_rows, shared_out
-from lightning_megatron.planner.moments import of_group
-from lightning_megatron.planner.needed import needed_stages
+from lightning_megatron.planner.layer_work import has_no_kernel
+from lightning_megatron.planner.model_parts import Layer, LoraAdapter, ModelPart, sent_rows, shared_over_context
+from lightning_megatron.planner.peak_memory import of_group
+from lightning_megatron.planner.requires_grad import stages_with_gradients
 from lightning_megatron.planner.run import Run
-from lightning_megatron.planner.work import has_no_kernel
 from lightning_megatron.precision.gemm import TILE
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.recompute import groups_of
@@ -48,7 +48,7 @@ def _microbatch_flops(run: Run) -> float:
     """On all ranks of a replica."""
     walk, flops = _Walk(run), 0.0
     for stage in _stages(run):
-        for places, is_again in groups_of(run.recompute, [piece.is_layer for piece in stage]):
+        for places, is_again in groups_of(run.recompute, [part.is_layer for part in stage]):
             passed = [walk.through(stage[place]) for place in places]
             flops += sum(part.forward + part.backward for part in passed)
             if is_again and walk.is_needed:
@@ -56,11 +56,11 @@ def _microbatch_flops(run: Run) -> float:
     return flops
 
 
-def _stages(run: Run) -> Iterator[list[Piece]]:
+def _stages(run: Run) -> Iterator[list[ModelPart]]:
     """In order, as each rank of cp runs them."""
-    images, micro, cp = run.texts.images, run.micro_batch_size, run.sizes.cp
-    for stage in needed_stages(run.anatomy, run.sizes.num_stages, run.sizes.stage_layout):
-        yield [shared_out(piece, images, micro, cp) for piece in stage]
+    images, micro, cp = run.lengths.images, run.micro_batch_size, run.sizes.cp
+    for stage in stages_with_gradients(run.model_parts, run.sizes.num_stages, run.sizes.stage_layout):
+        yield [shared_over_context(part, images, micro, cp) for part in stage]
 
 
 class _Passed(NamedTuple):
@@ -104,54 +104,54 @@ class _Walk:
         self._run = run
         self.is_needed = False
 
-    def through(self, piece: Piece) -> _Passed:
-        self.is_needed = piece.needs_input
-        if piece.layer is None:
-            return self._chain(piece, _end(self._run, piece))
-        if not piece.layer.repeats:
+    def through(self, part: ModelPart) -> _Passed:
+        self.is_needed = part.needs_input
+        if part.layer is None:
+            return self._chain(part, _end(self._run, part))
+        if not part.layer.repeats:
             return _Passed(0.0, 0.0)
-        return self._layer(piece, piece.layer)
+        return self._layer(part, part.layer)
 
-    def _layer(self, piece: Piece, layer: Layer) -> _Passed:
+    def _layer(self, part: ModelPart, layer: Layer) -> _Passed:
         run = self._run
         again = run.recompute.recomputed_parts
-        linears = _Linears(run, piece, layer)
+        linears = _Linears(run, part, layer)
         query, keys = layer.config.num_attention_heads * layer.config.head_dim, linears.keys
         hidden = layer.config.hidden_size
-        parts = [self._chain(piece, [linears.of("attention.qkv", linears.rows, hidden, query + 2 * keys)])]
+        parts = [self._chain(part, [linears.of("attention.qkv", linears.rows, hidden, query + 2 * keys)])]
         core = _attention(run, layer)
         parts.append(_Passed(core.forward, self.is_needed * (core.backward + core.again * ("core_attention" in again))))
-        parts.append(self._chain(piece, [linears.of("attention.projection", linears.rows, query, hidden)]))
+        parts.append(self._chain(part, [linears.of("attention.projection", linears.rows, query, hidden)]))
         if layer.memory:
-            parts += self._cross(piece, layer, linears)
-        products, is_read = _feed_forward(linears, layer), self.is_needed or piece.is_trained
-        inner = self._chain(piece, products)
+            parts += self._cross(part, layer, linears)
+        products, is_read = _feed_forward(linears, layer), self.is_needed or part.is_trained
+        inner = self._chain(part, products)
         if ("moe" if layer.has_experts else "mlp") in again and self.is_needed:
             # A shared expert goes before the others. Where those keep nothing, torch ends with it.
             idle = products[1].forward if layer.has_experts and not is_read else 0.0
             parts.append(_Passed(0.0, inner.forward - idle))
         return _sum([*parts, inner])
 
-    def _cross(self, piece: Piece, layer: Layer, linears: "_Linears") -> list[_Passed]:
+    def _cross(self, part: ModelPart, layer: Layer, linears: "_Linears") -> list[_Passed]:
         run, hidden = self._run, layer.config.hidden_size
         query = layer.config.num_attention_heads * layer.config.head_dim
         memory = _rows(run, layer.streams(run.micro_batch_size), layer.memory)
-        queries = self._chain(piece, [linears.of("cross_attention.query", linears.rows, hidden, query)])
-        stream, self.is_needed = self.is_needed, piece.needs_memory
-        pairs = self._chain(piece, [linears.of("cross_attention.key_value", memory, hidden, 2 * linears.keys)])
+        queries = self._chain(part, [linears.of("cross_attention.query", linears.rows, hidden, query)])
+        stream, self.is_needed = self.is_needed, part.needs_memory
+        pairs = self._chain(part, [linears.of("cross_attention.key_value", memory, hidden, 2 * linears.keys)])
         self.is_needed |= stream
         core = _cross_attention(run, layer)
         projection = linears.of("cross_attention.projection", linears.rows, query, hidden)
         attended = _Passed(core.forward, self.is_needed * core.backward)
-        return [queries, pairs, attended, self._chain(piece, [projection])]
+        return [queries, pairs, attended, self._chain(part, [projection])]
 
-    def _chain(self, piece: Piece, linears: list[_Linear]) -> _Passed:
+    def _chain(self, part: ModelPart, linears: list[_Linear]) -> _Passed:
         """Products, each behind the one before it."""
         backward = 0.0
         for linear in linears:
-            backward += linear.backward(is_trained=piece.is_trained, is_needed=self.is_needed)
+            backward += linear.backward(is_trained=part.is_trained, is_needed=self.is_needed)
             self.is_needed |= linear.path_in > 0
-        self.is_needed |= piece.is_trained
+        self.is_needed |= part.is_trained
         return _Passed(sum(linear.forward for linear in linears), backward)
 
 
@@ -175,32 +175,32 @@ def _num_alike(sizes: Sizes) -> int:
 # --- products ---------------------------------------------------------------------------------------------------------
 
 
-def _end(run: Run, piece: Piece) -> list[_Linear]:
+def _end(run: Run, part: ModelPart) -> list[_Linear]:
     """Products of a piece that is no layer."""
-    micro, is_cut, linears = run.micro_batch_size, piece.part == "language", []
-    for product in piece.products:
+    micro, is_cut, linears = run.micro_batch_size, part.component == "language", []
+    for product in part.products:
         streams, tokens = (micro, product.tokens) if is_cut else (1, micro * product.tokens)
         rows = _rows(run, streams, round(tokens), is_cut=is_cut)
         num_alike = 1 if product.is_cut else _num_alike(run.sizes)
         linears.append(_Linear(flops=2.0 * rows * product.inputs * product.outputs * num_alike))
-    if piece.logit_tokens:
+    if part.logit_tokens:
         padded = cost.vocabulary_parameters(run.model, run.sizes) * run.sizes.tp
-        linears.append(_Linear(flops=2.0 * _rows(run, micro, piece.logit_tokens) * padded))
+        linears.append(_Linear(flops=2.0 * _rows(run, micro, part.logit_tokens) * padded))
     return linears
 
 
 class _Linears:
     """The linears of a layer."""
 
-    def __init__(self, run: Run, piece: Piece, layer: Layer) -> None:
+    def __init__(self, run: Run, part: ModelPart, layer: Layer) -> None:
         self.run = run
         self.rows = _rows(run, layer.streams(run.micro_batch_size), layer.sequence, is_cut=layer.is_cut_by_context)
         self.keys = layer.config.num_query_groups * layer.config.head_dim
-        self._paths = {path.name: path for path in piece.paths}
+        self._adapters = {path.name: path for path in part.adapters}
 
     def of(self, name: str, rows: int, inputs: int, outputs: int) -> _Linear:
         flops, filled = 2.0 * rows * inputs * outputs, _filled(self.run, rows / self.run.sizes.cp)
-        path = self._paths.get(name)
+        path = self._adapters.get(name)
         if path is None:
             return _Linear(flops=flops, filled=filled)
         path_in, path_out = _path(path, rows, _num_alike(self.run.sizes))
@@ -212,7 +212,7 @@ def _filled(run: Run, rows: float) -> float:
     return -(-rows // TILE) * TILE / rows if run.fp8 is not None and rows else 1.0
 
 
-def _path(path: LowRankPath, rows: int, num_alike: int) -> tuple[float, float]:
+def _path(path: LoraAdapter, rows: int, num_alike: int) -> tuple[float, float]:
     """FLOPs of either product. The one that tp does not cut is A beside a column, B beside a row."""
     into, out = 2.0 * rows * path.rank * path.inputs, 2.0 * rows * path.rank * path.outputs
     return (into * num_alike, out) if path.cuts_outputs else (into, out * num_alike)

@@ -16,7 +16,7 @@ from lightning_megatron.mesh import Sizes
 
 
 @dataclass(frozen=True, kw_only=True)
-class Balanced:
+class BalancedBatch:
     """One global batch, which stands for all."""
 
     lengths: tuple[int, ...]
@@ -53,14 +53,14 @@ class Balanced:
 
 def balanced(
     lengths: Sequence[int], sizes: Sizes, config: DynamicContextConfig, cost: CostModel, multiple: int = 1
-) -> Balanced:
+) -> BalancedBatch:
     """A batch of documents of these lengths, balanced over the dp x cp ranks of the sizes.
 
     The number of microbatches is a multiple of `multiple` as well, as a schedule may ask. Raises ValueError for
     documents that are longer than the widest group has room for.
     """
     own = replace(config, microbatch_multiple=math.lcm(config.microbatch_multiple, multiple))
-    return Balanced(lengths=tuple(lengths), plan=plan(lengths, sizes.dp * sizes.cp, cost, own, pp=sizes.pp))
+    return BalancedBatch(lengths=tuple(lengths), plan=plan(lengths, sizes.dp * sizes.cp, cost, own, pp=sizes.pp))
 
 
 # --- documents --------------------------------------------------------------------------------------------------------

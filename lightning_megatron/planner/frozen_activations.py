@@ -9,9 +9,9 @@ T tokens of a microbatch on this rank, H hidden, F feed-forward, R rank.
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import BertConfig
 from lightning_megatron.planner.activations import attention_bytes, is_shared, lays_scores_out
-from lightning_megatron.planner.anatomy import Layer, LowRankPath, Piece, Stage
+from lightning_megatron.planner.model_parts import Layer, LoraAdapter, ModelPart, Stage
 from lightning_megatron.planner.run import Run
-from lightning_megatron.planner.working_set import inner_sizes
+from lightning_megatron.planner.transient_memory import inner_sizes
 
 # What multiplies in FP8, where anything does.
 _FP8 = {"attention.qkv", "mlp.up", "mlp.down", "experts", "shared.up", "shared.down"} | {
@@ -19,20 +19,22 @@ _FP8 = {"attention.qkv", "mlp.up", "mlp.down", "experts", "shared.up", "shared.d
 }
 
 
-def unkept_bytes(run: Run, stage: Stage) -> float:
+def frozen_activation_bytes(run: Run, stage: Stage) -> float:
     """Bytes of a microbatch that a stage keeps less than if all its layers were trained; below 0 it keeps more."""
     if run.recompute.granularity == "full":
         return 0.0
-    return sum(count * (unkept_of(run, piece) + _unreached_bytes(run, piece)) for piece, count in stage.items())
+    return sum(
+        count * (frozen_activations_of(run, part) + _unreached_bytes(run, part)) for part, count in stage.items()
+    )
 
 
-def _unreached_bytes(run: Run, piece: Piece) -> float:
+def _unreached_bytes(run: Run, part: ModelPart) -> float:
     """What a layer does not keep before its first path, where nobody needs the gradient of what it reads."""
-    layer = piece.layer
-    if layer is None or piece.needs_input or not piece.paths:
+    layer = part.layer
+    if layer is None or part.needs_input or not part.adapters:
         return 0.0
     again = run.recompute.recomputed_parts
-    names = {path.name for path in piece.paths}
+    names = {path.name for path in part.adapters}
     config, sizes, width = layer.config, run.sizes, run.bytes_per_element
     sp = sizes.tp if sizes.sequence_parallel else 1
     tokens = run.micro_batch_size * layer.tokens_on(sizes)
@@ -42,9 +44,9 @@ def _unreached_bytes(run: Run, piece: Piece) -> float:
     between = norm + shard * (config.hidden_dropout > 0)
     first = 0.0 if is_post or ("norm" in again and "attention.qkv" in names) else norm
     attended = tokens * config.num_attention_heads * config.head_dim / sizes.tp * width
-    own, cross = attention_bytes(run, piece)
+    own, cross = attention_bytes(run, part)
     # What goes into projections is told of by `unkept_of`, or kept by a path.
-    is_beside = any(path.name == "attention.projection" and not path.has_dropout for path in piece.paths)
+    is_beside = any(path.name == "attention.projection" and not path.has_dropout for path in part.adapters)
     is_told = is_beside or not _is_kept_by_kernel(layer, sizes, width)
     steps = [({"attention.qkv"}, first), ({"attention.projection"}, own - attended * is_told)]
     if layer.memory:
@@ -58,7 +60,7 @@ def _unreached_bytes(run: Run, piece: Piece) -> float:
         steps.append(({"mlp.down"}, tokens * gates * config.ffn_hidden_size / sizes.tp * width))
     unreached = 0.0
     for linears, size in steps:
-        if piece.needs_memory and "cross_attention.projection" in linears:
+        if part.needs_memory and "cross_attention.projection" in linears:
             break
         unreached += size
         if linears & names:
@@ -66,10 +68,10 @@ def _unreached_bytes(run: Run, piece: Piece) -> float:
     return unreached
 
 
-def unkept_of(run: Run, piece: Piece) -> float:
+def frozen_activations_of(run: Run, part: ModelPart) -> float:
     """The same of a layer where nothing is recomputed whole; 0 of what is none."""
-    layer = piece.layer
-    if layer is None or piece.is_trained or not piece.passes_gradient:
+    layer = part.layer
+    if layer is None or part.is_trained or not part.passes_gradient:
         return 0.0
     sizes, config, width = run.sizes, layer.config, run.bytes_per_element
     sp = sizes.tp if sizes.sequence_parallel else 1
@@ -92,26 +94,26 @@ def unkept_of(run: Run, piece: Piece) -> float:
         is_down_kept = config.activation == "relu" or {"mlp", "activation"} & set(again)
         features = tokens * config.ffn_hidden_size / sizes.tp * width
         inputs |= {"mlp.up": 0.0 if "mlp" in again else normed, "mlp.down": 0.0 if is_down_kept else features}
-    beside = sum(_kept_beside(run, piece, path, tokens, inputs.get(path.name)) for path in piece.paths)
+    beside = sum(_kept_beside(run, part, path, tokens, inputs.get(path.name)) for path in part.adapters)
     if run.fp8 is not None:
         inputs |= {name: size / width for name, size in inputs.items() if name in _FP8}
         # Linears keep their own casts of what kernels keep.
         inputs["attention.projection"] = attended / width
-    return sum(inputs.values()) - beside - _kept_by_paths(run, piece)
+    return sum(inputs.values()) - beside - _kept_by_adapters(run, part)
 
 
-def _kept_beside(run: Run, piece: Piece, path: LowRankPath, tokens: float, size: float | None) -> float:
+def _kept_beside(run: Run, part: ModelPart, path: LoraAdapter, tokens: float, size: float | None) -> float:
     """What goes into a path beside a linear of a piece that keeps `size` for it: what dropout leaves is the path's own,
     whatever else keeps the linear's."""
-    assert piece.layer is not None
+    assert part.layer is not None
     again = run.recompute.recomputed_parts
-    is_remade = path.name.startswith(("mlp.", "shared.")) and ("moe" if piece.layer.has_experts else "mlp") in again
+    is_remade = path.name.startswith(("mlp.", "shared.")) and ("moe" if part.layer.has_experts else "mlp") in again
     if size is None or not path.has_dropout or is_remade:
         return size or 0.0
-    return tokens * _path_inputs(run, path) * run.bytes_per_element
+    return tokens * _adapter_inputs(run, path) * run.bytes_per_element
 
 
-def _path_inputs(run: Run, path: LowRankPath) -> float:
+def _adapter_inputs(run: Run, path: LoraAdapter) -> float:
     """Features of what goes into a path, for each token of the microbatch on this rank."""
     tp = run.sizes.tp
     return path.inputs / ((tp if run.sizes.sequence_parallel else 1) if path.cuts_outputs else tp)
@@ -142,12 +144,12 @@ def _expert_inputs(run: Run, layer: Layer, tokens: float, stream: float, again: 
     }
 
 
-def _kept_by_paths(run: Run, piece: Piece) -> float:
-    assert piece.layer is not None
+def _kept_by_adapters(run: Run, part: ModelPart) -> float:
+    assert part.layer is not None
     kept = 0.0
-    for path in piece.paths:
-        inputs = _path_inputs(run, path)
-        own = run.micro_batch_size * path.tokens_on(piece.layer, run.sizes)
+    for path in part.adapters:
+        inputs = _adapter_inputs(run, path)
+        own = run.micro_batch_size * path.tokens_on(part.layer, run.sizes)
         if path.reads_memory:
             # Each layer's path casts what the encoder gave by itself, or drops of it.
             kept += own * inputs * run.bytes_per_element * (run.is_mixed or path.has_dropout)

@@ -9,13 +9,13 @@ from functools import lru_cache
 
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import BertConfig, T5Config
-from lightning_megatron.planner.anatomy import (
-    Anatomy,
+from lightning_megatron.planner.model_parts import (
     Layer,
-    Piece,
+    ModelPart,
+    ModelParts,
+    adapter_parameters,
     own_attention_flops,
     parameters_of,
-    path_parameters,
     sent_rows,
 )
 from lightning_megatron.transformer import cost
@@ -23,7 +23,7 @@ from lightning_megatron.transformer.config import TransformerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class LayerWork:
     """The forward of one microbatch through a piece, on one rank."""
 
     product_flops: float = 0.0
@@ -83,16 +83,20 @@ class Work:
 
 
 @lru_cache(maxsize=65536)
-def work_of(piece: Piece, anatomy: Anatomy, sizes: Sizes, micro_batch: int, width: int) -> Work:
+def layer_work_of(part: ModelPart, model_parts: ModelParts, sizes: Sizes, micro_batch: int, width: int) -> LayerWork:
     """The work of a piece; `width` is the bytes of an activation."""
-    if piece.layer is None:
-        matrix = cost.vocabulary_parameters(anatomy.config, sizes) if piece.logit_tokens and not piece.is_trained else 0
-        return replace(_end(piece, anatomy, sizes, micro_batch, width), num_frozen=matrix)
-    work = _layer(piece.layer, sizes, micro_batch, width)
+    if part.layer is None:
+        matrix = (
+            cost.vocabulary_parameters(model_parts.config, sizes) if part.logit_tokens and not part.is_trained else 0
+        )
+        return replace(_end(part, model_parts, sizes, micro_batch, width), num_frozen=matrix)
+    work = _layer(part.layer, sizes, micro_batch, width)
     if not work.num_layers:
         return work
-    num_frozen = 0 if piece.is_trained else sum(parameters_of(piece, anatomy, sizes)) - path_parameters(piece, sizes)
-    return _with_paths(replace(work, num_frozen=num_frozen), piece, sizes, micro_batch, width)
+    num_frozen = (
+        0 if part.is_trained else sum(parameters_of(part, model_parts, sizes)) - adapter_parameters(part, sizes)
+    )
+    return _with_paths(replace(work, num_frozen=num_frozen), part, sizes, micro_batch, width)
 
 
 def has_no_kernel(layer: Layer, sizes: Sizes, width: int) -> bool:
@@ -109,26 +113,26 @@ def has_no_kernel(layer: Layer, sizes: Sizes, width: int) -> bool:
     return width == 4 and is_grouped and not (has_bias or is_shared or is_windowed)
 
 
-def _end(piece: Piece, anatomy: Anatomy, sizes: Sizes, micro_batch: int, width: int) -> Work:
-    hidden, tp = anatomy.config.hidden_size, sizes.tp
+def _end(part: ModelPart, model_parts: ModelParts, sizes: Sizes, micro_batch: int, width: int) -> LayerWork:
+    hidden, tp = model_parts.config.hidden_size, sizes.tp
     # Images are shared out whole.
-    cp = sizes.cp if piece.part == "language" else 1
+    cp = sizes.cp if part.component == "language" else 1
     flops = sum(
-        2.0 * micro_batch * p.tokens / cp * p.inputs * p.outputs / (tp if p.is_cut else 1) for p in piece.products
+        2.0 * micro_batch * p.tokens / cp * p.inputs * p.outputs / (tp if p.is_cut else 1) for p in part.products
     )
-    tokens = micro_batch * piece.logit_tokens / sizes.cp
-    columns = cost.vocabulary_parameters(anatomy.config, sizes) // hidden
+    tokens = micro_batch * part.logit_tokens / sizes.cp
+    columns = cost.vocabulary_parameters(model_parts.config, sizes) // hidden
     moved, gathered = 0.0, 0.0
-    if piece.logit_tokens:
+    if part.logit_tokens:
         flops += 2 * tokens * hidden * columns
         # Logits written and read for their maximum; exponentials, in float32, written, changed in place and summed.
         # A backward that counts twice that counts its casts.
         moved = tokens * columns * (2 * width + 10)
         gathered = tokens * hidden * width
-    elif piece.embedded_tokens:
-        rows = micro_batch * piece.embedded_tokens / sizes.cp
+    elif part.embedded_tokens:
+        rows = micro_batch * part.embedded_tokens / sizes.cp
         moved, gathered = 3 * rows * hidden * width, rows * hidden * width
-    return Work(
+    return LayerWork(
         head_flops=flops,
         moved_bytes=moved,
         tensor_bytes=gathered if tp > 1 else 0.0,
@@ -136,14 +140,14 @@ def _end(piece: Piece, anatomy: Anatomy, sizes: Sizes, micro_batch: int, width: 
     )
 
 
-def _layer(layer: Layer, sizes: Sizes, micro_batch: int, width: int) -> Work:
+def _layer(layer: Layer, sizes: Sizes, micro_batch: int, width: int) -> LayerWork:
     config, tp = layer.config, sizes.tp
     sp = tp if sizes.sequence_parallel else 1
     cp = sizes.cp if layer.is_cut_by_context else 1
     streams = layer.streams(micro_batch)
     tokens = micro_batch * layer.tokens_on(sizes)
     if not tokens:
-        return Work()
+        return LayerWork()
     hidden, query = config.hidden_size, config.num_attention_heads * config.head_dim
     keys = config.num_query_groups * config.head_dim
     products = [(tokens, hidden, (query + 2 * keys) / tp), (tokens, query / tp, hidden)]
@@ -224,7 +228,7 @@ def _layer(layer: Layer, sizes: Sizes, micro_batch: int, width: int) -> Work:
     keys_of_document = sum(length**2 for length in lengths) / sum(lengths)
     own_edge = own_flops * num_calls / min(layer.window or keys_of_document, keys_of_document)
     memory_edge = memory_flops * num_calls / max(layer.memory, 1)
-    return Work(
+    return LayerWork(
         product_flops=sum(flops) + grouped_flops,
         edge_flops=edges,
         grouped_edge_flops=own * grouped_edges,
@@ -251,12 +255,12 @@ def _layer(layer: Layer, sizes: Sizes, micro_batch: int, width: int) -> Work:
     )
 
 
-def _with_paths(work: Work, piece: Piece, sizes: Sizes, micro_batch: int, width: int) -> Work:
+def _with_paths(work: LayerWork, part: ModelPart, sizes: Sizes, micro_batch: int, width: int) -> LayerWork:
     """With what low-rank paths add to a layer."""
-    assert piece.layer is not None
+    assert part.layer is not None
     tp, flops, edges, moved = sizes.tp, 0.0, 0.0, 0.0
-    for path in piece.paths:
-        tokens = micro_batch * path.tokens_on(piece.layer, sizes)
+    for path in part.adapters:
+        tokens = micro_batch * path.tokens_on(part.layer, sizes)
         inputs, outputs = (path.inputs, path.outputs / tp) if path.cuts_outputs else (path.inputs / tp, path.outputs)
         for wide in (inputs, outputs):
             flops += 2 * tokens * wide * path.rank

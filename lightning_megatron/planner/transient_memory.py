@@ -36,8 +36,8 @@ from lightning_megatron.planner.activations import (
     stage_bytes,
     stream_width,
 )
-from lightning_megatron.planner.anatomy import Layer, LowRankPath, Piece, Stage, sent_rows
-from lightning_megatron.planner.pipeline_load import has_pairs, puts_halves_off
+from lightning_megatron.planner.model_parts import Layer, LoraAdapter, ModelPart, Stage, sent_rows
+from lightning_megatron.planner.pipeline_load import has_pairs, splits_backward
 from lightning_megatron.planner.run import Run
 from lightning_megatron.transformer import cost
 
@@ -90,23 +90,23 @@ def work_bytes(
         logits = logit_bytes(run, stage)
         gradient = logits * logit_share(run, run.bytes_per_element)
         inside = held + again - behind_bytes(run, stage) + matrix * waiting_look_up_width(run, stage)
-        peaks.append(inside + max((layer_work(run, piece) for piece in stage), default=0.0))
-        if not any(piece.passes_gradient or piece.is_trained for piece in stage):
-            peaks.append(held + max((_forward_work(run, piece) for piece in stage), default=0.0))
-        peaks.append(inside + max(max(drawing_bytes(run, piece), experts_bytes(run, piece)) for piece in stage))
+        peaks.append(inside + max((layer_work(run, part) for part in stage), default=0.0))
+        if not any(part.passes_gradient or part.is_trained for part in stage):
+            peaks.append(held + max((_forward_work(run, part) for part in stage), default=0.0))
+        peaks.append(inside + max(max(drawing_bytes(run, part), experts_bytes(run, part)) for part in stage))
         # A backward is done with the feed-forward network by then; a forward beside it has made a layer.
         is_done = not has_pairs(run.schedule, rank) or unmade > 0
         attention = (
-            max(scores_bytes(run, piece), exchanged_bytes(run, piece))
-            - feed_forward_bytes(run, piece) * is_done
-            + min(unmade, stage_bytes(run, {piece: 1}))
-            for piece in stage
-            if piece.layer
+            max(scores_bytes(run, part), exchanged_bytes(run, part))
+            - feed_forward_bytes(run, part) * is_done
+            + min(unmade, stage_bytes(run, {part: 1}))
+            for part in stage
+            if part.layer
         )
         peaks.append(inside + max(attention, default=0.0))
         if logits:
             peaks += [held + logits, held + gradient + head_work(run, stage, matrix)]
-        if places := [place for place, piece in enumerate(stage) if piece.embedded_tokens and piece.is_trained]:
+        if places := [place for place, part in enumerate(stage) if part.embedded_tokens and part.is_trained]:
             # A decoder's embedding stands behind the encoder's layers, and a LLaVA's behind the tower's: its backward
             # comes before theirs.
             behind = dict(list(stage.items())[places[-1] + 1 :])
@@ -139,13 +139,13 @@ def look_up_width(run: Run, stage: Stage) -> int:
 def waiting_look_up_width(run: Run, stage: Stage) -> int:
     """The same of the gradient of a decoder's look-up while the layers of its encoder have theirs: autograd adds it to
     that of the encoder's look-up, which is of the same matrix, before it goes any further."""
-    embeddings = [piece for piece in stage if piece.embedded_tokens and piece.is_trained]
-    has_both = any(piece.shared_matrices for piece in embeddings[1:])
+    embeddings = [part for part in stage if part.embedded_tokens and part.is_trained]
+    has_both = any(part.shared_matrices for part in embeddings[1:])
     return has_both * (4 if is_widened(run) else run.bytes_per_element)
 
 
 def trains_head(stage: Stage) -> bool:
-    return any(piece.is_trained for piece in stage if piece.logit_tokens)
+    return any(part.is_trained for part in stage if part.logit_tokens)
 
 
 def head_work(run: Run, stage: Stage, matrix: int) -> float:
@@ -153,25 +153,25 @@ def head_work(run: Run, stage: Stage, matrix: int) -> float:
     where it is wider, and, with sequence parallelism, what the head reads and its gradient, of all tokens."""
     if not trains_head(stage):
         return 0.0
-    if is_widened(run) and not puts_halves_off(run.schedule):
+    if is_widened(run) and not splits_backward(run.schedule):
         return float(matrix * run.bytes_per_element)
     sizes = run.sizes
-    tokens = run.micro_batch_size * max(piece.logit_tokens for piece in stage) / sizes.cp
+    tokens = run.micro_batch_size * max(part.logit_tokens for part in stage) / sizes.cp
     is_cut = sizes.sequence_parallel and sizes.tp > 1
     return 2 * tokens * run.model.hidden_size * run.bytes_per_element * is_cut
 
 
-def waiting_bytes(run: Run, piece: Piece, *, is_attention: bool = False) -> float:
+def waiting_bytes(run: Run, part: ModelPart, *, is_attention: bool = False) -> float:
     """What a layer, or its attention, keeps for the half of its backward that makes weights' gradients: what products
     read, and the gradients of what they give. With sequence parallelism the second of two has its gradient whole."""
-    layer = piece.layer
+    layer = part.layer
     if layer is None:
         return 0.0
     config, sizes = layer.config, run.sizes
     tp, sp = sizes.tp, sizes.tp if sizes.sequence_parallel else 1
-    if not piece.is_trained:
+    if not part.is_trained:
         micro, width = run.micro_batch_size, run.bytes_per_element
-        return width * sum(_path_waiting(path, micro * path.tokens_on(layer, sizes), tp, sp) for path in piece.paths)
+        return width * sum(_path_waiting(path, micro * path.tokens_on(layer, sizes), tp, sp) for path in part.adapters)
     tokens = run.micro_batch_size * layer.tokens_on(sizes)
     hidden, query = config.hidden_size, config.num_attention_heads * config.head_dim
     keys, gates = config.num_query_groups * config.head_dim, 2 if config.is_gated else 1
@@ -196,7 +196,7 @@ def waiting_bytes(run: Run, piece: Piece, *, is_attention: bool = False) -> floa
     return width * numbers
 
 
-def _path_waiting(path: LowRankPath, tokens: float, tp: int, sp: int) -> float:
+def _path_waiting(path: LoraAdapter, tokens: float, tp: int, sp: int) -> float:
     """The same of a low-rank path, in numbers."""
     inputs, outputs = (path.inputs / sp, path.outputs / tp) if path.cuts_outputs else (path.inputs / tp, path.outputs)
     return tokens * (inputs + outputs + 2 * path.rank)
@@ -210,8 +210,8 @@ def stage_numbers(run: Run, rank: int) -> tuple[int, ...]:
 
 def batch_bytes(run: Run) -> float:
     """A replica's batch, which is on the device all step long."""
-    num_tokens = run.held_tokens or run.num_microbatches * run.micro_batch_size * run.anatomy.tokens
-    each = _BATCH_BYTES + _BOUND_BYTES * run.texts.are_packed
+    num_tokens = run.held_tokens or run.num_microbatches * run.micro_batch_size * run.model_parts.tokens
+    each = _BATCH_BYTES + _BOUND_BYTES * run.lengths.are_packed
     return float(num_tokens * each + run.num_microbatches * run.micro_batch_size * _pixel_bytes(run))
 
 
@@ -220,7 +220,7 @@ def _pixel_bytes(run: Run) -> int:
     if not isinstance(run.model, LlavaConfig):
         return 0
     vision = run.model.vision
-    return 4 * run.texts.images * vision.num_channels * vision.image_size**2
+    return 4 * run.lengths.images * vision.num_channels * vision.image_size**2
 
 
 def received_by_chunk(run: Run, rank: int) -> list[float]:
@@ -236,31 +236,31 @@ def received_bytes(run: Run, stage: Stage) -> float:
         return 0.0
     again = run.recompute.recomputed_parts
     # The first norm keeps it itself where it is as wide, and what makes a norm again.
-    is_kept = not run.is_mixed or "norm" in again or all(stream_width(run, piece) == 4 for piece in stage)
+    is_kept = not run.is_mixed or "norm" in again or all(stream_width(run, part) == 4 for part in stage)
     return message_bytes(run, stage) - is_kept * own_bytes(run, stage)
 
 
 def message_bytes(run: Run, stage: Stage) -> float:
     """A hidden state between stages; of a decoder with what its encoder gave."""
-    memory = run.texts.sequence if _is_decoder(stage) else 0
+    memory = run.lengths.sequence if _is_decoder(stage) else 0
     return own_bytes(run, stage) + _stream_bytes(run, stage, memory)
 
 
 def own_bytes(run: Run, stage: Stage) -> float:
     """Of `message_bytes` those of the stage's own stack."""
-    return _stream_bytes(run, stage, run.texts.decoder_sequence if _is_decoder(stage) else run.texts.sequence)
+    return _stream_bytes(run, stage, run.lengths.decoder_sequence if _is_decoder(stage) else run.lengths.sequence)
 
 
 def _stream_bytes(run: Run, stage: Stage, tokens: int) -> float:
     """Of so many tokens of a sample between two layers of the stage."""
     sizes = run.sizes
     sp = sizes.tp if sizes.sequence_parallel else 1
-    width = max((stream_width(run, piece) for piece in stage), default=run.bytes_per_element)
+    width = max((stream_width(run, part) for part in stage), default=run.bytes_per_element)
     return run.micro_batch_size * tokens / sizes.cp / sp * run.model.hidden_size * width
 
 
 def _is_decoder(stage: Stage) -> bool:
-    return any(piece.layer is not None and piece.layer.memory for piece in stage)
+    return any(part.layer is not None and part.layer.memory for part in stage)
 
 
 def num_flying(run: Run, rank: int) -> int:
@@ -300,18 +300,18 @@ def _adopting_bytes(run: Run, rank: int, num_stepped: float) -> float:
     if not run.is_mixed:
         return 0.0
     replicas = run.sizes.dp * run.sizes.cp if run.optimizer.kind == "distributed" else 1
-    largest = max((weight_of(run, piece) for stage in run.stages[rank] for piece in stage), default=0.0)
+    largest = max((weight_of(run, part) for stage in run.stages[rank] for part in stage), default=0.0)
     return 10.0 * min(largest / replicas, num_stepped) + _widened_bytes(run, num_stepped)
 
 
-def weight_of(run: Run, piece: Piece) -> float:
+def weight_of(run: Run, part: ModelPart) -> float:
     """Numbers of the largest weight of a piece that is trained, on this rank."""
-    if not piece.is_trained:
+    if not part.is_trained:
         return 0.0
-    if piece.layer is None:
-        return float(cost.vocabulary_parameters(run.model, run.sizes) * (piece.matrices + piece.shared_matrices > 0))
-    _, _, weight = inner_sizes(run, piece.layer, 0.0)
-    return weight * (2 if piece.layer.config.is_gated else 1)
+    if part.layer is None:
+        return float(cost.vocabulary_parameters(run.model, run.sizes) * (part.matrices + part.shared_matrices > 0))
+    _, _, weight = inner_sizes(run, part.layer, 0.0)
+    return weight * (2 if part.layer.config.is_gated else 1)
 
 
 def is_widened(run: Run) -> bool:
@@ -324,16 +324,16 @@ def gradient_width(run: Run) -> int:
     return run.bytes_per_element + (4 if is_widened(run) else 0)
 
 
-def layer_work(run: Run, piece: Piece) -> float:
+def layer_work(run: Run, part: ModelPart) -> float:
     """What the backward of a layer holds at a time beside what the layer kept: its feed-forward network's share."""
-    layer = piece.layer
-    if layer is None or not layer.repeats or not piece.passes_gradient:
+    layer = part.layer
+    if layer is None or not layer.repeats or not part.passes_gradient:
         return 0.0
     config, sizes, width = layer.config, run.sizes, run.bytes_per_element
     tokens = run.micro_batch_size * layer.tokens_on(sizes)
     sp = sizes.tp if sizes.sequence_parallel else 1
     again = run.recompute.recomputed_parts
-    stream = tokens / sp * config.hidden_size * stream_width(run, piece)
+    stream = tokens / sp * config.hidden_size * stream_width(run, part)
     rows, features, weight = inner_sizes(run, layer, tokens)
     inner = rows * features * width
     moved = rows * config.hidden_size * width if layer.has_experts else 0.0
@@ -345,52 +345,52 @@ def layer_work(run: Run, piece: Piece) -> float:
             # What the router reads and what came to the experts, and what they gave before and after its weights.
             shared = tokens * config.moe.shared_expert_intermediate_size / sizes.tp * width
             routed = tokens / sizes.tp * config.hidden_size * max(width, 4)
-            remade += shared * (3 if config.is_gated else 2) + (routed + moved + inner) * piece.is_trained
+            remade += shared * (3 if config.is_gated else 2) + (routed + moved + inner) * part.is_trained
     elif "activation" in again and not layer.has_experts:
         remade = inner
     gathered = tokens * config.hidden_size * width if sp > 1 else 0.0
     activation = (4 if config.is_gated else 1) * inner
-    has_path = any(path.name == "mlp.down" for path in piece.paths)
-    is_put_off = puts_halves_off(run.schedule) and (piece.is_trained or has_path)
+    has_path = any(path.name == "mlp.down" for path in part.adapters)
+    is_put_off = splits_backward(run.schedule) and (part.is_trained or has_path)
     reads_output = config.activation == "relu" and not {"activation", "mlp"} & set(again)
-    if is_put_off or reads_output or not (piece.is_trained or has_path):
+    if is_put_off or reads_output or not (part.is_trained or has_path):
         # Nothing of the features is let go, or they stay for the gradient of the weight, which is none of this half, or
         # for that of the activation.
         activation += inner
-    if is_put_off and has_path and stream_width(run, piece) > width:
+    if is_put_off and has_path and stream_width(run, part) > width:
         # What the path's product gave has its gradient in its own numbers.
         activation += tokens / sp * config.hidden_size * width
-    if is_put_off and piece.is_trained:
+    if is_put_off and part.is_trained:
         down = gathered + inner
-    elif piece.is_trained:
+    elif part.is_trained:
         down = gathered + inner + (weight * width if is_widened(run) else 0.0)
     else:
         # No product keeps the features, and the weight is cast again.
         cast = weight * width * run.is_mixed
         # The first product's as well, wider where it is gated; what the activation kept is gone then.
         down = gathered + max(2 * inner + cast, moved + cast * (2 if config.is_gated else 1))
-    if piece.is_trained and layer.has_experts and run.fp8 is not None and not puts_halves_off(run.schedule):
+    if part.is_trained and layer.has_experts and run.fp8 is not None and not splits_backward(run.schedule):
         # Of all experts' largest weights one gradient, into which those of single experts are put.
         own = config.moe.router.num_experts // sizes.ep if config.moe is not None else 1
         largest = weight * (2 if config.is_gated else 1) * (4 if is_widened(run) else width)
         down = max(down, largest * (1 + 1 / own))
     if layer.has_experts:
-        return stream + max(down, _experts_work(run, piece, tokens)) + remade
+        return stream + max(down, _experts_work(run, part, tokens)) + remade
     return stream + max(down, activation) + remade
 
 
-def _experts_work(run: Run, piece: Piece, tokens: float) -> float:
+def _experts_work(run: Run, part: ModelPart, tokens: float) -> float:
     """What the backward of experts holds at a time: gradients of rows as they come from where their tokens are; those
     inside of the experts, where rows times the router's weights are in float32; those of rows on their way back."""
-    layer, width = piece.layer, run.bytes_per_element
+    layer, width = part.layer, run.bytes_per_element
     assert layer is not None
     rows, features, weight = inner_sizes(run, layer, tokens)
     numbers, moved = rows * features, rows * layer.config.hidden_size * width
     wide = 4 * (width < 4)
     activation = numbers * (4 * width + wide if layer.config.is_gated else width + (3 * wide or 2 * width))
-    if not piece.is_trained:
+    if not part.is_trained:
         return max(2 * moved, activation + numbers * width)
-    if puts_halves_off(run.schedule):
+    if splits_backward(run.schedule):
         # What came waits for the gradients of weights.
         return moved + max(moved, activation)
     # Gradients of all experts' weights are made before they are added. What the second products read is let go then,
@@ -400,10 +400,10 @@ def _experts_work(run: Run, piece: Piece, tokens: float) -> float:
     return max(2 * moved, moved + inner + second, activation - inner, moved + first - inner)
 
 
-def experts_bytes(run: Run, piece: Piece) -> float:
+def experts_bytes(run: Run, part: ModelPart) -> float:
     """What the forward of a layer of experts holds beside what it keeps: rows times the router's weights, in float32;
     or rows as experts gave them, as they came home, and in the order of tokens. And two hidden states."""
-    layer, width = piece.layer, run.bytes_per_element
+    layer, width = part.layer, run.bytes_per_element
     if layer is None or not layer.has_experts:
         return 0.0
     sizes = run.sizes
@@ -415,11 +415,11 @@ def experts_bytes(run: Run, piece: Piece) -> float:
     return max(home, rows * features * (width + 4 * (width < 4))) + 2 * shard * width
 
 
-def _forward_work(run: Run, piece: Piece) -> float:
+def _forward_work(run: Run, part: ModelPart) -> float:
     """What the forward of a layer holds of a stage that keeps nothing, which is a first one: beside messages what came
     in, what goes into its feed-forward network, the same before its norm, what is inside of it with a weight that is
     cast, and what it gives."""
-    layer = piece.layer
+    layer = part.layer
     if layer is None or not layer.repeats:
         return 0.0
     config, sizes, width = layer.config, run.sizes, run.bytes_per_element
@@ -427,12 +427,12 @@ def _forward_work(run: Run, piece: Piece) -> float:
     rows, features, weight = inner_sizes(run, layer, tokens)
     shard = tokens / (sizes.tp if sizes.sequence_parallel else 1) * config.hidden_size
     inner = rows * features * (3 if config.is_gated else 2)
-    return 3 * shard * stream_width(run, piece) + (inner + shard + weight * run.is_mixed) * width
+    return 3 * shard * stream_width(run, part) + (inner + shard + weight * run.is_mixed) * width
 
 
-def drawing_bytes(run: Run, piece: Piece) -> float:
+def drawing_bytes(run: Run, part: ModelPart) -> float:
     """What a layer that drops anything holds while it draws what."""
-    layer = piece.layer
+    layer = part.layer
     if layer is None or not layer.repeats:
         return 0.0
     config, sizes = layer.config, run.sizes
@@ -440,29 +440,29 @@ def drawing_bytes(run: Run, piece: Piece) -> float:
     sp = sizes.tp if sizes.sequence_parallel else 1
     hidden = tokens / sp * config.hidden_size * (config.hidden_dropout > 0)
     features = tokens * config.ffn_hidden_size / sizes.tp * (config.ffn_dropout > 0 and not layer.has_experts)
-    paths = (_path_drawing_bytes(run, piece, path, tokens) for path in piece.paths if path.has_dropout)
-    return max(_drawn_bytes(max(hidden, features)), _attention_drawing_bytes(run, layer), *paths)
+    adapters = (_path_drawing_bytes(run, part, path, tokens) for path in part.adapters if path.has_dropout)
+    return max(_drawn_bytes(max(hidden, features)), _attention_drawing_bytes(run, layer), *adapters)
 
 
 def _drawn_bytes(numbers: float) -> float:
     return min(numbers, rng.MASK_BLOCK) * _DRAW_BYTES
 
 
-def _path_drawing_bytes(run: Run, piece: Piece, path: LowRankPath, tokens: float) -> float:
+def _path_drawing_bytes(run: Run, part: ModelPart, path: LoraAdapter, tokens: float) -> float:
     """The same of a path, beside what its layer keeps. One at the end of a feed-forward network draws when all else is
     made: what the linear gave is there, and what the network's norm did."""
-    layer, tp, width = piece.layer, run.sizes.tp, run.bytes_per_element
+    layer, tp, width = part.layer, run.sizes.tp, run.bytes_per_element
     assert layer is not None
     sp = tp if run.sizes.sequence_parallel else 1
     numbers = tokens * path.inputs / (sp if path.cuts_outputs else tp)
     if not path.name.endswith(".down"):
-        return _drawn_bytes(numbers) - feed_forward_bytes(run, piece)
+        return _drawn_bytes(numbers) - feed_forward_bytes(run, part)
     shard = tokens / sp * layer.config.hidden_size
     made = shard * (width + norm_input_width(run))
     again = run.recompute.recomputed_parts
     if ("moe" if layer.has_experts else "mlp") in again:
         # It is made in a backward, of a gradient.
-        made += numbers * (width * (3 if layer.config.is_gated else 2) + 1) + shard * stream_width(run, piece)
+        made += numbers * (width * (3 if layer.config.is_gated else 2) + 1) + shard * stream_width(run, part)
     return _drawn_bytes(numbers) + made
 
 
@@ -476,11 +476,11 @@ def _attention_drawing_bytes(run: Run, layer: Layer) -> float:
     return tile * (_DRAW_BYTES + 4) + rows * layer.config.head_dim * 4
 
 
-def scores_bytes(run: Run, piece: Piece) -> float:
+def scores_bytes(run: Run, part: ModelPart) -> float:
     """What the backward of attention holds where scores are laid out: two gradients of them. Where weights are dropped
     those are in float32, the weights themselves are gone by then, and they may have been made again."""
-    layer = piece.layer
-    if layer is None or not piece.passes_gradient:
+    layer = part.layer
+    if layer is None or not part.passes_gradient:
         return 0.0
     pairs = run.micro_batch_size * layer.repeats * layer.sequence**2 * layer.config.num_attention_heads / run.sizes.tp
     if layer.config.attention_dropout > 0 and not is_shared(layer, run.sizes):
@@ -489,15 +489,15 @@ def scores_bytes(run: Run, piece: Piece) -> float:
     return 2 * pairs * run.bytes_per_element * lays_scores_out(layer, run.sizes, run.bytes_per_element)
 
 
-def exchanged_bytes(run: Run, piece: Piece) -> float:
+def exchanged_bytes(run: Run, part: ModelPart) -> float:
     """What the backward of attention holds of keys and values of other ranks, and of gradients of them, in float32,
     when the feed-forward network is done.
 
     The bytes of a number are those that dry runs hold (rings and all-gathers of 2, 4 and 8 ranks, three precisions).
     """
-    layer, sizes = piece.layer, run.sizes
+    layer, sizes = part.layer, run.sizes
     outer = sizes.cp // sizes.cp_ulysses
-    if layer is None or not piece.passes_gradient or not layer.is_cut_by_context or sizes.cp == 1:
+    if layer is None or not part.passes_gradient or not layer.is_cut_by_context or sizes.cp == 1:
         return 0.0
     config, is_half = layer.config, run.is_half
     tokens = run.micro_batch_size * layer.repeats * layer.sequence / sizes.cp

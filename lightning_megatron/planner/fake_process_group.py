@@ -79,7 +79,7 @@ class _Done(dist.Work):
         return True
 
 
-class ImaginedGroup(dist.ProcessGroup):
+class FakeProcessGroup(dist.ProcessGroup):
     """A process group of which this rank alone is real: what comes from the others is whatever was there."""
 
     def __init__(self, ranks: tuple[int, ...], rank: int, ledger: Ledger | None) -> None:
@@ -125,14 +125,14 @@ class ImaginedGroup(dist.ProcessGroup):
 
 
 @contextmanager
-def imagined_mesh(sizes: Sizes, rank: int, ledger: Ledger | None = None) -> Iterator[tuple[Mesh, NewGroup]]:
+def fake_mesh(sizes: Sizes, rank: int, ledger: Ledger | None = None) -> Iterator[tuple[Mesh, NewGroup]]:
     """The mesh as that rank would see it, and what makes more groups of its ranks; messages go to the ledger."""
     # Torch's P2POp translates ranks through this table; nothing else knows of the groups.
     table = dist.distributed_c10d._world.pg_group_ranks
-    made: list[ImaginedGroup] = []
+    made: list[FakeProcessGroup] = []
 
-    def new_group(ranks: tuple[int, ...]) -> ImaginedGroup:
-        group = ImaginedGroup(tuple(ranks), rank, ledger)
+    def new_group(ranks: tuple[int, ...]) -> FakeProcessGroup:
+        group = FakeProcessGroup(tuple(ranks), rank, ledger)
         table[group] = {member: place for place, member in enumerate(ranks)}
         made.append(group)
         return group
@@ -152,7 +152,7 @@ def _name_groups(mesh: Mesh) -> None:
     has_experts = sizes.ep * sizes.etp > 1
     for name in (*_NAMES, *(f"context{size}" for size in sizes.context_groups)):
         group = mesh.axis(name).group
-        if not isinstance(group, ImaginedGroup) or (name in ("ep", "etp", "edp") and not has_experts):
+        if not isinstance(group, FakeProcessGroup) or (name in ("ep", "etp", "edp") and not has_experts):
             continue
         if group.axis_name == _TIED:
             group.axis_name = name
@@ -160,7 +160,7 @@ def _name_groups(mesh: Mesh) -> None:
             group.axis_name += f"={name}"
 
 
-class ImaginedMailbox(Mailbox):
+class FakeMailbox(Mailbox):
     """Neighbours on the pipeline that send what `like_of` says: what a stage hands to the next of a microbatch.
 
     Room for what comes is made when its receive is posted, as in every step but a run's first.
