@@ -167,7 +167,7 @@ class SelfAttention(RecomputeLayer):
         self.scale = 1.0 / math.sqrt(config.head_dim) if config.scales_scores else 1.0
         self.mask_spec = MaskSpec(is_causal=is_causal, window=window)
         # Who attends where nothing stands in the way.
-        self.whole: CoreAttention = TorchCoreAttention(mask_spec=self.mask_spec, scale=self.scale)
+        self.core_attention: CoreAttention = TorchCoreAttention(mask_spec=self.mask_spec, scale=self.scale)
         self.heads = local_heads(config, tp)
         # Fewer groups than ranks: every rank needs rows that others hold.
         self.is_gathered = config.num_query_groups % tp.size != 0
