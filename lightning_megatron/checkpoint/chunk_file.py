@@ -1,4 +1,4 @@
-"""Chunks of tensors in a file, one behind the other, each with a checksum.
+"""Chunks of tensors in a file, one after the other, each with a checksum.
 
 A chunk's bytes are what `torch.save` makes of it, so that torch's own readers read them. The checksum (CRC-32) is over
 those bytes, and the chunks fill the file: there is no byte that no checksum covers.
@@ -15,8 +15,8 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the bytes of a chunk are, and what their checksum must be."""
+class ChunkLocation:
+    """The bytes of a chunk in a file, and the checksum that they must have."""
 
     file: str
     offset: int
@@ -34,7 +34,7 @@ def checksum_of(data: bytes | memoryview) -> int:
 
 
 class ChunkWriter:
-    """Writes chunks to a stream that it counts and sums up."""
+    """Writes chunks to a stream, counts their bytes and computes their checksums."""
 
     def __init__(self, stream: IO[bytes], file: str) -> None:
         self._stream = stream
@@ -42,27 +42,27 @@ class ChunkWriter:
         self._offset = 0
         self._counter = _Counter(stream)
 
-    def write(self, value: Tensor | bytes) -> Place:
-        """Where the value now is; a tensor must own its memory, for all of that is written."""
+    def write(self, value: Tensor | bytes) -> ChunkLocation:
+        """Writes the value and returns its location; a tensor must own its memory, because all of that is written."""
         counter = self._counter
         counter.num_bytes = counter.checksum = 0
         if isinstance(value, Tensor):
             try:
                 torch.save(value, cast(IO[bytes], counter))
             except RuntimeError:
-                # Of a stream that fails, torch says only where it stood.
+                # torch reports of a failing stream only the position.
                 if counter.fault is not None:
                     raise counter.fault from None
                 raise
         else:
             counter.write(value)
-        place = Place(self._file, self._offset, counter.num_bytes, counter.checksum)
+        location = ChunkLocation(self._file, self._offset, counter.num_bytes, counter.checksum)
         self._offset += counter.num_bytes
-        return place
+        return location
 
 
 class _Counter:
-    """The part of a stream that `torch.save` uses."""
+    """The methods of a stream that `torch.save` calls."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -85,45 +85,45 @@ class _Counter:
         """Whoever opened the stream flushes it."""
 
 
-def read_chunk(stream: IO[bytes], place: Place) -> Tensor:
-    """The tensor at the place. Raises DamagedError where the bytes are not those that were written."""
-    data = read_bytes(stream, place)
+def read_chunk(stream: IO[bytes], location: ChunkLocation) -> Tensor:
+    """The tensor at the location. Raises DamagedError where the bytes are not those that were written."""
+    data = read_bytes(stream, location)
     try:
         tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:
         # Bytes that someone made up can end in any error of the unpickler.
-        raise DamagedError(f"{where(place)} is no tensor: {error}") from error
+        raise DamagedError(f"{where(location)} is no tensor: {error}") from error
     if not isinstance(tensor, Tensor):
-        raise DamagedError(f"{where(place)} is a {type(tensor).__name__}, not a tensor")
+        raise DamagedError(f"{where(location)} is a {type(tensor).__name__}, not a tensor")
     return tensor
 
 
-def read_bytes(stream: IO[bytes], place: Place) -> bytes:
-    """The bytes at the place. Raises DamagedError where they are not those that were written."""
-    stream.seek(place.offset)
-    data = stream.read(place.num_bytes)
-    if len(data) < place.num_bytes:
-        raise DamagedError(f"{where(place)} ends after {len(data)} of its {place.num_bytes} bytes: {place.file} is cut")
-    if (found := checksum_of(data)) != place.checksum:
+def read_bytes(stream: IO[bytes], location: ChunkLocation) -> bytes:
+    """The bytes at the location. Raises DamagedError where they are not those that were written."""
+    stream.seek(location.offset)
+    data, place, file = stream.read(location.num_bytes), where(location), location.file
+    if len(data) < location.num_bytes:
+        raise DamagedError(f"{place} ends after {len(data)} of its {location.num_bytes} bytes: {file} is cut")
+    if (found := checksum_of(data)) != location.checksum:
         raise DamagedError(
-            f"{where(place)} has checksum {found:08x} and was written with {place.checksum:08x}: {place.file} is "
-            "damaged, or of another checkpoint"
+            f"{place} has checksum {found:08x} and was written with {location.checksum:08x}: {file} is damaged, or of "
+            "another checkpoint"
         )
     return data
 
 
-def where(place: Place) -> str:
-    """The place in words."""
-    return f"{place.file}, bytes {place.offset} to {place.offset + place.num_bytes},"
+def where(location: ChunkLocation) -> str:
+    """The location in words, for a message."""
+    return f"{location.file}, bytes {location.offset} to {location.offset + location.num_bytes},"
 
 
-def gaps(places: Iterable[Place], num_bytes: int) -> list[str]:
-    """What of a file of that many bytes is not exactly one chunk's, one line each."""
+def gaps(locations: Iterable[ChunkLocation], num_bytes: int) -> list[str]:
+    """Ranges of a file of that many bytes that belong to no chunk or to two, one line each."""
     faults, end = [], 0
-    for place in sorted(places, key=lambda place: place.offset):
-        if place.offset != end:
-            faults.append(f"{place.file} has bytes {end} to {place.offset} in no chunk or in two")
-        end = place.offset + place.num_bytes
+    for location in sorted(locations, key=lambda one: one.offset):
+        if location.offset != end:
+            faults.append(f"{location.file} has bytes {end} to {location.offset} in no chunk or in two")
+        end = location.offset + location.num_bytes
     if end != num_bytes:
         faults.append(f"the file has {num_bytes} bytes and its chunks end at {end}")
     return faults

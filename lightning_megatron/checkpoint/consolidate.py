@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_megatron.checkpoint.draft import flush_directory, new_id
+from lightning_megatron.checkpoint.atomic_directory import flush_directory, new_id
 from lightning_megatron.checkpoint.folder import Address
 from lightning_megatron.checkpoint.load import load
 from lightning_megatron.checkpoint.manifest import read_entries, read_meta

@@ -1,29 +1,34 @@
-"""Reading a checkpoint into the memory of whatever mesh this is.
+"""Reading a checkpoint into the memory of whatever mesh this is, chunk by chunk, each held against its checksum.
 
 Before a byte of a tensor is read, all ranks together compare what they ask for with what is there.
 """
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar, cast
+from typing import IO, Any
 
+import torch
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+from typing_extensions import override
 
-from lightning_megatron.checkpoint.carrier import Carrier
-from lightning_megatron.checkpoint.chunk_file import DamagedError
-from lightning_megatron.checkpoint.chunk_reader import ChunkReader
-from lightning_megatron.checkpoint.folder import Address
-from lightning_megatron.checkpoint.manifest import Entry, read_entries
+from lightning_megatron.checkpoint.chunk_file import ChunkLocation, DamagedError, read_chunk, where
+from lightning_megatron.checkpoint.folder import Address, Folder
+from lightning_megatron.checkpoint.manifest import Chunk, TensorEntry, read_entries
+from lightning_megatron.checkpoint.save_plan import ShardedTensorProxy, chunk_metadata
 from lightning_megatron.checkpoint.state import Piece, Pieces, as_pieces
-from lightning_megatron.comm.collectives import broadcast_object, gather_objects
+from lightning_megatron.comm.collectives import gather_objects
+from lightning_megatron.comm.raise_on_all_ranks import read_on_first_rank
 from lightning_megatron.mesh import Axis
-
-T = TypeVar("T")
 
 _SHOWN = 20
 
@@ -54,26 +59,6 @@ class LoadReport:
         ]
 
 
-def read_once(read: Callable[[], T], world: Axis) -> T:
-    """What the first rank reads, on every rank; what it runs into is raised on every rank.
-
-    Thousands of ranks would ask the file system for thousands of files each.
-    """
-    found: T | Exception | None = None
-    if world.is_first:
-        try:
-            found = read()
-        except (ValueError, OSError) as fault:
-            found = fault
-        except Exception as error:
-            # In words: not every error can be sent.
-            found = RuntimeError(f"{type(error).__name__}: {error}")
-    found = broadcast_object(found, world)
-    if isinstance(found, Exception):
-        raise found
-    return cast(T, found)
-
-
 def load(
     path: Address,
     pieces: Pieces,
@@ -91,23 +76,23 @@ def load(
     filled.
     """
     asked = as_pieces(pieces)
-    entries = read_once(partial(read_entries, path), world)
+    entries = read_on_first_rank(partial(read_entries, path), world)
     report = _compare(asked, entries, world, among)
     if strict and (faults := report.faults()):
         head = f"checkpoint {path} does not fit what is to be loaded (strict=False reads what fits):"
         raise ValueError("\n  ".join([head, *faults]))
-    carriers = {
-        name: Carrier(full)
+    proxies = {
+        name: ShardedTensorProxy(full)
         for name, held in asked.items()
         if name in entries
         and name not in report.misshapen
         and (full := [piece for piece in held if not piece.is_empty])
     }
     try:
-        with _single_process_is_meant():
+        with _no_warning_of_one_process():
             state_dict_loader.load(
-                carriers,
-                storage_reader=ChunkReader(path, entries),
+                proxies,
+                storage_reader=_ChunkReader(path, entries),
                 planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
                 process_group=world.group,
                 no_dist=world.size == 1,
@@ -120,7 +105,7 @@ def load(
 
 
 @contextmanager
-def _single_process_is_meant() -> Iterator[None]:
+def _no_warning_of_one_process() -> Iterator[None]:
     """No warning that torch.distributed is not used: an axis of one rank needs none."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
@@ -134,7 +119,7 @@ def _causes(error: CheckpointException) -> str:
 
 
 def _compare(
-    asked: dict[str, list[Piece]], entries: dict[str, Entry], world: Axis, among: Callable[[str], bool]
+    asked: dict[str, list[Piece]], entries: dict[str, TensorEntry], world: Axis, among: Callable[[str], bool]
 ) -> LoadReport:
     """What does not fit, as all ranks see it together."""
     names = sorted(entries)
@@ -157,3 +142,89 @@ def _compare(
         unexpected=tuple(unexpected),
         misshapen=dict(sorted(all_misshapen.items())),
     )
+
+
+class _ChunkReader(StorageReader):
+    """Reads the chunks that a plan names, each once; the manifest takes the place of torch's pickled metadata."""
+
+    def __init__(self, path: Address, entries: Mapping[str, TensorEntry]) -> None:
+        self._folder = Folder(path)
+        self._entries = entries
+
+    @override
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """The planner starts; nothing is kept between loads."""
+
+    @override
+    def read_metadata(self) -> Metadata:
+        return Metadata(
+            {
+                name: TensorStorageMetadata(
+                    properties=TensorProperties(dtype=entry.dtype),
+                    size=torch.Size(entry.shape),
+                    chunks=[chunk_metadata(chunk.box) for chunk in entry.chunks],
+                )
+                for name, entry in self._entries.items()
+            }
+        )
+
+    @override
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        """Nothing to set up."""
+
+    @override
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    @override
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    @override
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        items: dict[ChunkLocation, list[ReadItem]] = defaultdict(list)
+        for item in plan.items:
+            items[self._chunk(item.storage_index).location].append(item)
+        by_file: dict[str, list[ChunkLocation]] = defaultdict(list)
+        for location in items:
+            by_file[location.file].append(location)
+        for file, locations in by_file.items():
+            with self._folder.open(file) as stream:
+                for location in sorted(locations, key=lambda one: one.offset):
+                    tensor = self._read(stream, location, items[location][0].storage_index)
+                    for item in items[location]:
+                        _copy_part(tensor, item, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    @classmethod
+    @override
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+    def _chunk(self, index: MetadataIndex) -> Chunk:
+        chunks = self._entries[index.fqn].chunks
+        # The planner's hint is the chunk's number; the offsets are what counts.
+        if index.index is not None and chunks[index.index].box.offsets == index.offset:
+            return chunks[index.index]
+        return next(chunk for chunk in chunks if chunk.box.offsets == index.offset)
+
+    def _read(self, stream: IO[bytes], location: ChunkLocation, index: MetadataIndex) -> torch.Tensor:
+        tensor = read_chunk(stream, location)
+        sizes, dtype = tuple(self._chunk(index).box.sizes), self._entries[index.fqn].dtype
+        if (tuple(tensor.shape), tensor.dtype) != (sizes, dtype):
+            raise DamagedError(
+                f"{where(location)} is a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}, not of {sizes} and "
+                f"{dtype} as a part of {index.fqn}: {location.file} is not as it was written"
+            )
+        return tensor
+
+
+def _copy_part(chunk: torch.Tensor, item: ReadItem, planner: LoadPlanner) -> None:
+    part = chunk
+    for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        part = part.narrow(dim, start, length)
+    target = planner.resolve_tensor(item).detach()
+    target.copy_(part)
+    planner.commit_tensor(item, target)

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from lightning_megatron.checkpoint import plain_data
-from lightning_megatron.checkpoint.chunk_file import DamagedError, Place, checksum_of, gaps, read_bytes
+from lightning_megatron.checkpoint import safe_metadata
+from lightning_megatron.checkpoint.chunk_file import ChunkLocation, DamagedError, checksum_of, gaps, read_bytes
 from lightning_megatron.checkpoint.folder import Address, Folder
 from lightning_megatron.sharding import Box
 from lightning_megatron.version import VERSION
@@ -36,11 +36,11 @@ class Chunk:
     """A box of a tensor and where its bytes are."""
 
     box: Box
-    place: Place
+    location: ChunkLocation
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor of a checkpoint: its shape in the unsplit model, its dtype, and its chunks."""
 
     shape: tuple[int, ...]
@@ -75,13 +75,13 @@ class Manifest:
     """Version of torch that wrote it."""
     files: Mapping[str, int]
     """Bytes of each file, this one left out."""
-    whole: Mapping[str, Place]
-    """Files that are one chunk each: role ("meta", "index", ...) to place."""
-    entries: Mapping[str, Entry]
+    whole: Mapping[str, ChunkLocation]
+    """Files that are one chunk each: role ("meta", "index", ...) to location."""
+    entries: Mapping[str, TensorEntry]
 
     @staticmethod
     def of(
-        save_id: str, files: Mapping[str, int], whole: Mapping[str, Place], entries: Mapping[str, Entry]
+        save_id: str, files: Mapping[str, int], whole: Mapping[str, ChunkLocation], entries: Mapping[str, TensorEntry]
     ) -> "Manifest":
         """That of a checkpoint that this version writes."""
         return Manifest(
@@ -99,8 +99,8 @@ class Manifest:
         names = sorted(self.files)
         numbers = {name: number for number, name in enumerate(names)}
 
-        def packed(place: Place) -> list[int]:
-            return [numbers[place.file], place.offset, place.num_bytes, place.checksum]
+        def packed(location: ChunkLocation) -> list[int]:
+            return [numbers[location.file], location.offset, location.num_bytes, location.checksum]
 
         body = {
             "format": _FORMAT,
@@ -109,13 +109,14 @@ class Manifest:
             "package": self.package,
             "torch": self.torch,
             "files": [[name, self.files[name]] for name in names],
-            "whole": {role: packed(place) for role, place in self.whole.items()},
+            "whole": {role: packed(location) for role, location in self.whole.items()},
             "tensors": {
                 name: {
                     "shape": list(entry.shape),
                     "dtype": str(entry.dtype).removeprefix("torch."),
                     "chunks": [
-                        [list(chunk.box.offsets), list(chunk.box.sizes), *packed(chunk.place)] for chunk in entry.chunks
+                        [list(chunk.box.offsets), list(chunk.box.sizes), *packed(chunk.location)]
+                        for chunk in entry.chunks
                     ],
                 }
                 for name, entry in self.entries.items()
@@ -145,12 +146,12 @@ class Manifest:
         except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
             raise DamagedError(f"{MANIFEST_FILE} is not one that this package writes: {error!r}") from error
 
-    def places(self) -> Iterator[Place]:
+    def locations(self) -> Iterator[ChunkLocation]:
         """Every chunk's."""
         yield from self.whole.values()
         for entry in self.entries.values():
             for chunk in entry.chunks:
-                yield chunk.place
+                yield chunk.location
 
     def faults(self, sizes: Mapping[str, int]) -> list[str]:
         """What is wrong with files of these sizes, or with the tensors in them, one line each, before any is read."""
@@ -164,9 +165,9 @@ class Manifest:
     def file_faults(self, sizes: Mapping[str, int]) -> dict[str, list[str]]:
         """What is wrong with files of these sizes, by file; those with nothing wrong are left out."""
         faults: dict[str, list[str]] = {}
-        by_file: dict[str, list[Place]] = {name: [] for name in self.files}
-        for place in self.places():
-            by_file[place.file].append(place)
+        by_file: dict[str, list[ChunkLocation]] = {name: [] for name in self.files}
+        for location in self.locations():
+            by_file[location.file].append(location)
         for name, num_bytes in sorted(self.files.items()):
             if name not in sizes:
                 faults[name] = [f"{name} is missing"]
@@ -206,17 +207,17 @@ def read_stored_manifest(path: Address) -> Manifest:
 
 def read_meta(path: Address) -> dict[str, Any]:
     """The metadata that the checkpoint was saved with. Raises ValueError when the path is no checkpoint."""
-    place = read_manifest(path).whole["meta"]
+    location = read_manifest(path).whole["meta"]
     try:
-        with Folder(path).open(place.file) as stream:
-            meta = plain_data.from_bytes(read_bytes(stream, place))
+        with Folder(path).open(location.file) as stream:
+            meta = safe_metadata.from_bytes(read_bytes(stream, location))
         return dict(meta)
     except Exception as error:
         # Bytes that someone made up can end in any error of the unpickler.
-        raise DamagedError(f"checkpoint {path}: {place.file} cannot be read as plain data: {error}") from error
+        raise DamagedError(f"checkpoint {path}: {location.file} cannot be read as plain data: {error}") from error
 
 
-def read_entries(path: Address) -> dict[str, Entry]:
+def read_entries(path: Address) -> dict[str, TensorEntry]:
     """Every tensor in the checkpoint, by name. Raises ValueError when the path is no checkpoint."""
     return dict(read_manifest(path).entries)
 
@@ -241,10 +242,10 @@ def _unpacked(body: Mapping[str, Any]) -> Manifest:
         raise ValueError(f"{strangers} are not names of files in the directory")
     names = sorted(files)
 
-    def place(number: int, offset: int, num_bytes: int, checksum: int) -> Place:
+    def location(number: int, offset: int, num_bytes: int, checksum: int) -> ChunkLocation:
         if min(number, offset, num_bytes) < 0:
-            raise ValueError("a place before the start")
-        return Place(names[number], int(offset), int(num_bytes), int(checksum))
+            raise ValueError("a location before the start")
+        return ChunkLocation(names[number], int(offset), int(num_bytes), int(checksum))
 
     entries = {}
     for name, tensor in body["tensors"].items():
@@ -252,17 +253,17 @@ def _unpacked(body: Mapping[str, Any]) -> Manifest:
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"{tensor['dtype']!r} is no dtype")
         chunks = tuple(
-            Chunk(Box(tuple(map(int, offsets)), tuple(map(int, sizes))), place(*where))
+            Chunk(Box(tuple(map(int, offsets)), tuple(map(int, sizes))), location(*where))
             for offsets, sizes, *where in tensor["chunks"]
         )
-        entries[name] = Entry(tuple(map(int, tensor["shape"])), dtype, chunks)
+        entries[name] = TensorEntry(tuple(map(int, tensor["shape"])), dtype, chunks)
     return Manifest(
         save_id=str(body["save_id"]),
         layout=int(body["layout"]),
         package=str(body["package"]),
         torch=str(body["torch"]),
         files=files,
-        whole={role: place(*where) for role, where in body["whole"].items()},
+        whole={role: location(*where) for role, where in body["whole"].items()},
         entries=entries,
     )
 

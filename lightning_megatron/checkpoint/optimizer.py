@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_megatron.checkpoint.manifest import Entry
+from lightning_megatron.checkpoint.manifest import TensorEntry
 from lightning_megatron.checkpoint.state import Piece, Slot, split_optimizer_name
 from lightning_megatron.comm.collectives import gather_objects
 from lightning_megatron.mesh import Axis
@@ -72,7 +72,11 @@ def merge_rest(rest: Rest, world: Axis) -> Rest:
 
 
 def rebuild_optimizer(
-    optimizer: Optimizer, names: Mapping[Tensor, str | Slot], rest: Rest, entries: Mapping[str, Entry], index: int = 0
+    optimizer: Optimizer,
+    names: Mapping[Tensor, str | Slot],
+    rest: Rest,
+    entries: Mapping[str, TensorEntry],
+    index: int = 0,
 ) -> dict[str, list[Piece]]:
     """The pieces to load into, after the optimizer took over the saved groups and got zeroed states of saved kinds.
 
@@ -133,9 +137,9 @@ def _state_pieces(optimizer: Optimizer, stepped: Tensor, slot: Slot, key: str, v
     )
 
 
-def _saved_states(entries: Mapping[str, Entry], index: int) -> dict[str, dict[str, Entry]]:
+def _saved_states(entries: Mapping[str, TensorEntry], index: int) -> dict[str, dict[str, TensorEntry]]:
     """What is saved for each parameter name, by state key."""
-    states: dict[str, dict[str, Entry]] = {}
+    states: dict[str, dict[str, TensorEntry]] = {}
     for name, entry in entries.items():
         parts = split_optimizer_name(name)
         if parts is not None and parts[0] == index:
@@ -143,7 +147,7 @@ def _saved_states(entries: Mapping[str, Entry], index: int) -> dict[str, dict[st
     return states
 
 
-def _blank_state(stepped: Tensor, slot: Slot, saved: Mapping[str, Entry]) -> dict[str, Any]:
+def _blank_state(stepped: Tensor, slot: Slot, saved: Mapping[str, TensorEntry]) -> dict[str, Any]:
     """Zeros, padding included, where the saved state goes; torch moves and converts them as it would the state."""
     global_shape = shard_of(slot.parameter).global_shape
     return {

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_megatron.checkpoint.contents import Contents, Leftover, contents_of, leads_to
-from lightning_megatron.checkpoint.draft import REPLACED, UNFINISHED, remove, remove_files, tidy
+from lightning_megatron.checkpoint.atomic_directory import REPLACED, UNFINISHED, remove, remove_files, tidy
+from lightning_megatron.checkpoint.checkpoint_directory import CheckpointDirectory, Leftover, leads_to, scan_directory
 from lightning_megatron.checkpoint.folder import Address, is_remote, name_at
 from lightning_megatron.checkpoint.manifest import is_checkpoint
 
@@ -40,7 +40,7 @@ def plan_of(folder: Address, *, keep: int = 0, takes_young: bool = False) -> lis
     Of the complete checkpoints the newest `keep` stay, by step and then by time (0: all of them). Unfinished saves that
     were written to within the last hour are left, a run may be at them, unless `takes_young`.
     """
-    contents = contents_of(folder)
+    contents = scan_directory(folder)
     planned = [_of_leftover(leftover, takes_young) for leftover in contents.leftovers]
     planned += [
         Removal(
@@ -83,19 +83,19 @@ def prune(planned: Sequence[Removal]) -> None:
 def _of_leftover(leftover: Leftover, takes_young: bool) -> Removal:
     age_seconds = time.time() - leftover.touched_seconds if leftover.touched_seconds else 0.0
     reason, is_kept = "left over", False
-    if leftover.what == REPLACED and not os.path.exists(leftover.place):
+    if leftover.what == REPLACED and not os.path.exists(leftover.final_path):
         reason, is_kept = f"{leftover.name} is not at its place: the next run brings this one back", True
     elif leftover.what == UNFINISHED and age_seconds < YOUNG_SECONDS and not takes_young:
         when = f"{max(round(age_seconds / 60), 0)} minutes ago" if leftover.touched_seconds else "at a time not told"
         reason, is_kept = f"written to {when}: a run may be at it (--all removes it)", True
-    elif leftover.is_draft:
+    elif leftover.is_unfinished:
         reason = "its save ended before it was complete"
     return Removal(
         path=leftover.path, num_bytes=leftover.num_bytes, reason=reason, is_kept=is_kept, files=leftover.files
     )
 
 
-def _beyond(contents: Contents, keep: int) -> list[Removal]:
+def _beyond(contents: CheckpointDirectory, keep: int) -> list[Removal]:
     """All complete checkpoints but the newest, and of those but the ones that links lead to."""
     names = {leads_to(link): link.name for link in contents.links}
     removals = []

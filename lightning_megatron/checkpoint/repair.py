@@ -8,8 +8,14 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_megatron.checkpoint.contents import contents_of, hidden_in, leads_to, leftovers_of, links_of
-from lightning_megatron.checkpoint.draft import REPLACED, new_id, tidy
+from lightning_megatron.checkpoint.atomic_directory import REPLACED, new_id, tidy
+from lightning_megatron.checkpoint.checkpoint_directory import (
+    hidden_in,
+    leads_to,
+    leftovers_of,
+    links_of,
+    scan_directory,
+)
 from lightning_megatron.checkpoint.folder import Address, is_remote
 from lightning_megatron.checkpoint.manifest import is_checkpoint
 
@@ -36,10 +42,10 @@ def repair(folder: Address) -> Repairs:
         # A link into another folder is not one that a save made.
         if is_checkpoint(link) or target.parent != leads_to(folder):
             continue
-        complete = contents_of(folder).complete
+        complete = scan_directory(folder).complete
         if complete and _turn(link, complete[-1].name):
             done.append(f"{link} led to {target.name}, which is not complete; it leads to {complete[-1].name} now")
-    unfinished = {leftover.place for leftover in leftovers_of(folder) if leftover.is_draft}
+    unfinished = {leftover.final_path for leftover in leftovers_of(folder) if leftover.is_unfinished}
     return Repairs(unfinished=tuple(sorted(unfinished, key=os.fspath)), done=tuple(done))
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_megatron.checkpoint.contents import EPOCH, STEP
+from lightning_megatron.checkpoint.checkpoint_directory import EPOCH, STEP
 from lightning_megatron.checkpoint.folder import Address, Folder
 from lightning_megatron.checkpoint.manifest import MANIFEST_FILE, read_manifest, read_meta
 from lightning_megatron.checkpoint.state import OTHER_STATES, is_optimizer_name, other_state_of

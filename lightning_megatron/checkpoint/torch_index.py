@@ -2,8 +2,8 @@
 
 `torch.distributed.checkpoint` and Lightning's `consolidate_checkpoint` look for `.metadata`, a pickle. Its names are
 those that Lightning gives: `model.{name}`, and `optimizer_{index}.state.{parameter name}.{key}`; a further set of
-tensors under the module's names keeps its title, `{title}.{name}`. What is plain data of the optimizers (groups, states
-that are no tensors) lies beside it in a file of its own.
+tensors under the module's names keeps its title, `{title}.{name}`. Plain data of the optimizers (groups, states that
+are no tensors) lie beside it in a file of their own.
 """
 
 import pickle
@@ -15,7 +15,6 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
@@ -23,32 +22,33 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from lightning_megatron.checkpoint import plain_data
-from lightning_megatron.checkpoint.chunk_file import Place
-from lightning_megatron.checkpoint.manifest import Entry
+from lightning_megatron.checkpoint import safe_metadata
+from lightning_megatron.checkpoint.chunk_file import ChunkLocation
+from lightning_megatron.checkpoint.manifest import TensorEntry
+from lightning_megatron.checkpoint.save_plan import chunk_metadata
 from lightning_megatron.checkpoint.state import OTHER_STATES, other_state_of, split_optimizer_name
 
 INDEX_FILE = ".metadata"
 REST_FILE = "__rest.distcp"
+# Key of the metadata under which the optimizers' plain data are.
 OPTIMIZERS = "optimizers"
-# Key of the metadata under which the optimizers' rests are.
 
 Keys = tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beside:
-    """What the index needs to know beside the tensors."""
+class IndexExtras:
+    """What the index needs to know besides the tensors."""
 
     rest: Mapping[Keys, bytes] = field(default_factory=dict)
-    """What the optimizers have that is no tensor, by its place in Lightning's dictionary."""
+    """Optimizer state and param groups that are no tensors, by their keys in Lightning's dictionary."""
     titles: tuple[str, ...] = ()
-    """Of further sets of tensors under the module's names."""
+    """Titles of further sets of tensors under the module's names."""
 
     @staticmethod
-    def of(meta: Mapping[str, Any]) -> "Beside":
-        """That of a checkpoint with this metadata."""
-        return Beside(rest=_rest_values(meta.get(OPTIMIZERS, ())), titles=tuple(meta.get(OTHER_STATES, ())))
+    def of(meta: Mapping[str, Any]) -> "IndexExtras":
+        """The extras of a checkpoint with this metadata."""
+        return IndexExtras(rest=_rest_values(meta.get(OPTIMIZERS, ())), titles=tuple(meta.get(OTHER_STATES, ())))
 
 
 def _rest_values(rests: Sequence[Mapping[str, Any]]) -> dict[Keys, bytes]:
@@ -58,11 +58,11 @@ def _rest_values(rests: Sequence[Mapping[str, Any]]) -> dict[Keys, bytes]:
         for name, states in rest["state"].items():
             for key, value in states.items():
                 values[(f"optimizer_{index}", "state", name, key)] = value
-    return {keys: plain_data.saved(value) for keys, value in values.items()}
+    return {keys: safe_metadata.torch_bytes(value) for keys, value in values.items()}
 
 
 def index_bytes(
-    save_id: str, entries: Mapping[str, Entry], rest: Mapping[Keys, Place], titles: Sequence[str] = ()
+    save_id: str, entries: Mapping[str, TensorEntry], rest: Mapping[Keys, ChunkLocation], titles: Sequence[str] = ()
 ) -> bytes:
     """The content of the index file."""
     found = Metadata(
@@ -79,18 +79,15 @@ def index_bytes(
         found.state_dict_metadata[flat] = TensorStorageMetadata(
             properties=TensorProperties(dtype=entry.dtype),
             size=torch.Size(entry.shape),
-            chunks=[
-                ChunkStorageMetadata(torch.Size(chunk.box.offsets), torch.Size(chunk.box.sizes))
-                for chunk in entry.chunks
-            ],
+            chunks=[chunk_metadata(chunk.box) for chunk in entry.chunks],
         )
         for chunk in entry.chunks:
-            found.storage_data[MetadataIndex(flat, chunk.box.offsets)] = _info(chunk.place)
-    for keys, place in rest.items():
+            found.storage_data[MetadataIndex(flat, chunk.box.offsets)] = _info(chunk.location)
+    for keys, location in rest.items():
         flat = ".".join(keys)
         found.planner_data[flat] = keys
         found.state_dict_metadata[flat] = BytesStorageMetadata()
-        found.storage_data[MetadataIndex(flat)] = _info(place)
+        found.storage_data[MetadataIndex(flat)] = _info(location)
     return pickle.dumps(found)
 
 
@@ -103,6 +100,6 @@ def _keys(name: str, titles: Sequence[str]) -> Keys:
     return (f"optimizer_{index}", "state", parameter_name, key)
 
 
-def _info(place: Place) -> _StorageInfo:
+def _info(location: ChunkLocation) -> _StorageInfo:
     # torch's own reader asks for this class, which has no public name.
-    return _StorageInfo(place.file, place.offset, place.num_bytes)
+    return _StorageInfo(location.file, location.offset, location.num_bytes)

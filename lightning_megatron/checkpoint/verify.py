@@ -5,9 +5,9 @@ import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from lightning_megatron.checkpoint.chunk_file import DamagedError, Place, where
+from lightning_megatron.checkpoint.chunk_file import ChunkLocation, DamagedError, where
 from lightning_megatron.checkpoint.folder import Address, Folder
-from lightning_megatron.checkpoint.manifest import Chunk, Entry, read_stored_manifest
+from lightning_megatron.checkpoint.manifest import Chunk, TensorEntry, read_stored_manifest
 
 _NUM_THREADS = 8
 # What each of them holds at a time.
@@ -28,13 +28,13 @@ def verify(path: Address, *, num_threads: int = _NUM_THREADS) -> list[str]:
     faults = []
     for name, entry in manifest.entries.items():
         faults += [f"tensor {name}: {fault}" for fault in cover_faults(entry)]
-    # A place may be told of twice; it is read once.
-    places = sorted({place for place in manifest.places() if place.file in sizes}, key=_position)
+    # A location may be told of twice; it is read once.
+    locations = sorted({location for location in manifest.locations() if location.file in sizes}, key=_position)
     with ThreadPoolExecutor(num_threads, "verify") as threads:
-        found = list(threads.map(lambda place: _fault(folder, place), places))
+        found = list(threads.map(lambda location: _fault(folder, location), locations))
     of_files = manifest.file_faults(sizes)
     for file in sorted(manifest.files):
-        of_chunks = [fault for place, fault in zip(places, found, strict=True) if place.file == file]
+        of_chunks = [fault for location, fault in zip(locations, found, strict=True) if location.file == file]
         if lines := of_files.get(file, []) + _summed_up(file, of_chunks):
             faults.append("; ".join(lines))
     return faults
@@ -48,7 +48,7 @@ def _summed_up(file: str, of_chunks: list[str]) -> list[str]:
     return [f"{len(faults)} of the {len(of_chunks)} chunks of {file} are not as they were written; first, {faults[0]}"]
 
 
-def cover_faults(entry: Entry) -> list[str]:
+def cover_faults(entry: TensorEntry) -> list[str]:
     """Where the chunks of a tensor leave a hole in it, overlap or stand out, one line each."""
     faults = []
     for chunk in entry.chunks:
@@ -82,27 +82,27 @@ def _overlaps(chunks: tuple[Chunk, ...]) -> Iterator[tuple[Chunk, Chunk]]:
         beside.append(chunk)
 
 
-def _fault(folder: Folder, place: Place) -> str:
-    """What is wrong with the bytes at the place; nothing if they are those that were written."""
+def _fault(folder: Folder, location: ChunkLocation) -> str:
+    """What is wrong with the bytes at the location; nothing if they are those that were written."""
     checksum, num_bytes = 0, 0
     try:
-        with folder.open(place.file) as stream:
-            stream.seek(place.offset)
-            while block := stream.read(min(_BLOCK_BYTES, place.num_bytes - num_bytes)):
+        with folder.open(location.file) as stream:
+            stream.seek(location.offset)
+            while block := stream.read(min(_BLOCK_BYTES, location.num_bytes - num_bytes)):
                 checksum = zlib.crc32(block, checksum)
                 num_bytes += len(block)
     except OSError as error:
-        return f"{where(place)} cannot be read: {error.strerror or error}"
-    if num_bytes < place.num_bytes:
-        return f"{where(place)} ends after {num_bytes} of its {place.num_bytes} bytes"
-    if checksum != place.checksum:
-        return f"{where(place)} has checksum {checksum:08x} and was written with {place.checksum:08x}"
+        return f"{where(location)} cannot be read: {error.strerror or error}"
+    if num_bytes < location.num_bytes:
+        return f"{where(location)} ends after {num_bytes} of its {location.num_bytes} bytes"
+    if checksum != location.checksum:
+        return f"{where(location)} has checksum {checksum:08x} and was written with {location.checksum:08x}"
     return ""
 
 
-def _position(place: Place) -> tuple[str, int]:
-    return place.file, place.offset
+def _position(location: ChunkLocation) -> tuple[str, int]:
+    return location.file, location.offset
 
 
 def _of(chunk: Chunk) -> str:
-    return f"the chunk at {list(chunk.box.offsets)} of {list(chunk.box.sizes)} ({where(chunk.place).rstrip(',')})"
+    return f"the chunk at {list(chunk.box.offsets)} of {list(chunk.box.sizes)} ({where(chunk.location).rstrip(',')})"

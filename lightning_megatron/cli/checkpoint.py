@@ -12,8 +12,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from lightning_megatron.checkpoint.checkpoint_directory import (
+    CheckpointDirectory,
+    Leftover,
+    StoredCheckpoint,
+    leads_to,
+    scan_directory,
+)
 from lightning_megatron.checkpoint.consolidate import write_consolidated
-from lightning_megatron.checkpoint.contents import Contents, Leftover, Standing, contents_of, leads_to
 from lightning_megatron.checkpoint.folder import Folder, is_remote, store_errors_told
 from lightning_megatron.checkpoint.manifest import is_checkpoint
 from lightning_megatron.checkpoint.prune import Removal, plan_of, prune
@@ -111,7 +117,7 @@ def _add_json(parser: argparse.ArgumentParser) -> None:
 def run_inspect(options: argparse.Namespace) -> None:
     """Prints what is at the path."""
     if _told(options.path, lambda: Folder(options.path).kind() == "folder" and not is_checkpoint(options.path)):
-        contents = _told(options.path, lambda: contents_of(options.path))
+        contents = _told(options.path, lambda: scan_directory(options.path))
         if contents.checkpoints or contents.leftovers or contents.links:
             if options.tensors:
                 raise UsageError([f"--tensors needs a checkpoint, and {options.path} is a folder of them; give one"])
@@ -207,7 +213,7 @@ def _report(summary: Summary) -> str:
     return "\n".join([summary.path, *(f"  {title:<{width}}  {text}" for title, text in rows)])
 
 
-def _report_of_folder(contents: Contents) -> str:
+def _report_of_folder(contents: CheckpointDirectory) -> str:
     lines = []
     newest = contents.complete[-1] if contents.complete else None
     for one in contents.checkpoints:
@@ -226,10 +232,10 @@ def _report_of_folder(contents: Contents) -> str:
 
 
 def _state_of(leftover: Leftover) -> str:
-    return "unfinished" if leftover.is_draft else "left over"
+    return "unfinished" if leftover.is_unfinished else "left over"
 
 
-def _record_of_folder(contents: Contents) -> dict[str, Any]:
+def _record_of_folder(contents: CheckpointDirectory) -> dict[str, Any]:
     newest = contents.complete[-1].name if contents.complete else None
     return {
         "newest": newest,
@@ -239,7 +245,7 @@ def _record_of_folder(contents: Contents) -> dict[str, Any]:
             {
                 "name": leftover.name,
                 "path": str(leftover.path),
-                "is_unfinished": leftover.is_draft,
+                "is_unfinished": leftover.is_unfinished,
                 "num_bytes": leftover.num_bytes,
                 "touched_seconds": leftover.touched_seconds,
             }
@@ -248,7 +254,7 @@ def _record_of_folder(contents: Contents) -> dict[str, Any]:
     }
 
 
-def _record_of_standing(one: Standing) -> dict[str, Any]:
+def _record_of_standing(one: StoredCheckpoint) -> dict[str, Any]:
     return asdict(one) | {"path": str(one.path), "is_complete": one.is_complete}
 
 

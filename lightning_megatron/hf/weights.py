@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron import checkpoint
-from lightning_megatron.checkpoint import Entry, Piece
+from lightning_megatron.checkpoint import Piece, TensorEntry
 from lightning_megatron.hf.families import family_of_file
 from lightning_megatron.hf.family import CONFIGS, Config, Model, Table, listed, model_of
 from lightning_megatron.hf.folder import WeightFiles, on_disk, read_config
@@ -169,7 +169,7 @@ def _model_of(
 
 
 def _compare(
-    shapes: Mapping[str, tuple[int, ...]], ours: Mapping[str, Entry], may_be_there: Iterable[str], where: str
+    shapes: Mapping[str, tuple[int, ...]], ours: Mapping[str, TensorEntry], may_be_there: Iterable[str], where: str
 ) -> None:
     """Raises ValueError with every tensor that does not fit."""
     misshapen = [

@@ -36,10 +36,10 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_megatron.checkpoint import CheckpointConfig, read_meta
-from lightning_megatron.checkpoint.load import read_once
 from lightning_megatron.comm import collectives, differentiable
 from lightning_megatron.comm.async_collectives import no_op
 from lightning_megatron.comm.p2p import Hop, LaneGroups, build_lanes
+from lightning_megatron.comm.raise_on_all_ranks import read_on_first_rank
 from lightning_megatron.context.balance import DynamicContextConfig
 from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.mesh import Axis, Mesh, Sizes, reset_ambient_mesh, set_ambient_mesh
@@ -752,7 +752,7 @@ class MegatronStrategy(ParallelStrategy):
         module, is_file = self._require_module(), self.broadcast(Path(path).is_file())
         if self._local is None or module.trainer.state.fn != TrainerFn.FITTING or is_file:
             return None
-        meta = read_once(partial(read_meta, path), self._saving.world)
+        meta = read_on_first_rank(partial(read_meta, path), self._saving.world)
         return self._local.newest(path, meta, self._fits, module)
 
     @override

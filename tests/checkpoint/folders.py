@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from lightning_megatron.checkpoint import save
-from lightning_megatron.checkpoint.draft import Draft, hidden, new_id
+from lightning_megatron.checkpoint.atomic_directory import AtomicDirectory, hidden, new_id
 from lightning_megatron.mesh import Mesh
 
 WORLD = Mesh.single().world
@@ -26,7 +26,7 @@ def saved(path: Where, step: int = 0, *, meta: Mapping[str, Any] | None = None, 
 
 def begun(address: str) -> str:
     """A save behind an address that did not come to its manifest."""
-    draft = Draft.start(address, new_id())
+    draft = AtomicDirectory.start(address, new_id())
     with draft.create(draft.name_of("__0_0.distcp")) as stream:
         stream.write(b"half")
     return address

@@ -59,7 +59,7 @@ def read_all(path: Path) -> None:
 
 def check_all(path: Path) -> None:
     """Every byte of every file against the manifest."""
-    for place in read_manifest(path).places():
+    for place in read_manifest(path).locations():
         with open(path / place.file, "rb") as stream:
             read_bytes(stream, place)
 
@@ -262,7 +262,7 @@ def test_made_up_bytes_with_right_checksums_end_in_an_error_that_names_the_file(
     checkpoint: Path, tmp_path: Path, name: str
 ) -> None:
     kept = shutil.copytree(checkpoint, tmp_path / "kept")
-    place = next(place for place in read_manifest(kept).places() if (place.file, place.offset) == (name, 0))
+    place = next(place for place in read_manifest(kept).locations() if (place.file, place.offset) == (name, 0))
     data = (kept / name).read_bytes()[: place.num_bytes]
     chance = random.Random(name)
     told = []

@@ -1,4 +1,4 @@
-"""What one rank runs into, at any call, is told on every rank; the checkpoint before stands, and the draft is gone."""
+"""An error of one rank, at any call, is raised on every rank; the old checkpoint stands, nothing unfinished is left."""
 
 import ctypes
 import errno
@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from lightning_megatron.checkpoint import Saver, carrier, chunk_file, draft, load, save, staging
+from lightning_megatron.checkpoint import Saver, atomic_directory, chunk_file, load, save, save_plan
+from lightning_megatron.checkpoint import saver as saver_module
 from lightning_megatron.checkpoint.state import Piece
 from lightning_megatron.mesh import Axis, Sizes
 from lightning_megatron.sharding import Box
@@ -80,20 +81,20 @@ class Fault:
     def put(self, at: int) -> Iterator[None]:
         self.at, self.passed = at, 0
         places: list[tuple[Any, str, Any]] = [(os, name, getattr(os, name)) for name in ("mkdir", "rename")]
-        places.append((draft, "_exchange", draft._exchange))
+        places.append((atomic_directory, "_exchange", atomic_directory._exchange))
         for owner, name, call in places:
             setattr(owner, name, self.around(call))
         fsync = os.fsync
         # Nothing is to outlive the machine here, and it takes long.
         os.fsync = self.around(lambda descriptor: None)
-        draft.open = self.around(self.opened)  # type: ignore[attr-defined]
+        atomic_directory.open = self.around(self.opened)  # type: ignore[attr-defined]
         try:
             yield
         finally:
             for owner, name, call in places:
                 setattr(owner, name, call)
             os.fsync = fsync
-            del draft.open  # type: ignore[attr-defined]
+            del atomic_directory.open  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("is_behind", "can_exchange"), [(False, False), (True, True)])
@@ -103,7 +104,7 @@ def test_no_space_at_any_call_of_either_rank_is_told_on_both(
 ) -> None:
     world, path = world_of_two(), tmp_path / "last.ckpt"
     if not can_exchange:
-        draft._exchange = lambda one, other: False
+        atomic_directory._exchange = lambda one, other: False
     saver, fault, tally = Saver(world), Fault(errno.ENOSPC), Counter[str]()
     saver.save(path, halves(1), {"step": 1})
     stands = 1
@@ -177,7 +178,7 @@ def raise_in(where: str, saver: Saver) -> None:
         raise MemoryError("not on this rank")
 
     if where == "its own plan":
-        carrier.chunks = fail
+        save_plan.chunks = fail
     elif where == "the plan of all":
         DefaultSavePlanner.create_global_plan = fail  # type: ignore[method-assign]
     else:
@@ -211,7 +212,7 @@ def test_what_one_rank_runs_into_before_it_writes_ends_the_save_on_both(
     assert (raised.value.__cause__.__cause__ is not None) == (dist.get_rank() == 1)
     saver.wait()
     require_step(path, 1, world)
-    assert draft.UNFINISHED not in os.listdir(tmp_path)
+    assert atomic_directory.UNFINISHED not in os.listdir(tmp_path)
 
 
 def bad_pieces() -> Iterator[Piece]:
@@ -253,19 +254,19 @@ def test_a_full_disk_keeps_the_old_checkpoint(tmp_path: Path) -> None:
 def test_a_rank_without_memory_for_its_copies_is_told_on_both(tmp_path: Path) -> None:
     world, path = world_of_two(), tmp_path / "last.ckpt"
     save(path, halves(1), {}, world=world)
-    saver, make = Saver(world), staging._buffer
+    saver, make = Saver(world), saver_module._buffer
     if dist.get_rank() == 1:
 
         def no_memory(tensor: torch.Tensor) -> torch.Tensor:
             raise RuntimeError("not enough memory: you tried to allocate 12000 bytes")
 
-        staging._buffer = no_memory
+        saver_module._buffer = no_memory
     with pytest.raises(RuntimeError, match="was not written: rank 1: RuntimeError: not enough memory"):
         finish(saver, path, wait=False)
     require_step(path, 1, world)
     assert os.listdir(tmp_path) == ["last.ckpt"]
     dist.barrier()
-    staging._buffer = make
+    saver_module._buffer = make
     saver.save(path, halves(3), {}, wait=False)
     saver.wait()
     require_step(path, 3, world)
@@ -309,6 +310,6 @@ def test_a_rank_that_dies_is_told_to_the_other(
     load(tmp_path / "last.ckpt", found, world=ALONE)
     assert (found["w"] == 1).all() and (found["v"] == 1).all()
     # What was written stays, and nobody takes it for a checkpoint.
-    [left] = (tmp_path / draft.UNFINISHED).glob("*/*")
+    [left] = (tmp_path / atomic_directory.UNFINISHED).glob("*/*")
     with pytest.raises(ValueError, match=r"last\.ckpt has no manifest\.json|last\.ckpt is an empty directory"):
         step_in(left)

@@ -20,8 +20,8 @@ from typing import Any
 
 import pytest
 
-from lightning_megatron.checkpoint import Saver, chunk_file, draft, is_checkpoint
-from lightning_megatron.checkpoint.draft import REMOVED, REPLACED, UNFINISHED
+from lightning_megatron.checkpoint import Saver, atomic_directory, chunk_file, is_checkpoint
+from lightning_megatron.checkpoint.atomic_directory import REMOVED, REPLACED, UNFINISHED
 from tests.checkpoint.steps import ALONE, meta_of, state_of, step_in, visible
 from tests.harness.ranks import run_on_ranks
 
@@ -98,8 +98,8 @@ class Points:
             setattr(os, name, self.around(getattr(os, name)))
         # What is written survives the process without it, and it takes long.
         os.fsync = self.around(lambda descriptor: None)
-        draft._exchange = self.around(draft._exchange)
-        draft.open = self.around(open)  # type: ignore[attr-defined]
+        atomic_directory._exchange = self.around(atomic_directory._exchange)
+        atomic_directory.open = self.around(open)  # type: ignore[attr-defined]
         write, num_writes = chunk_file._Counter.write, iter(range(10**6))
 
         def write_some(stream: Any, data: Any) -> int:
@@ -175,7 +175,7 @@ def check(folder: Path, way: Way, durable: int, tally: Counter[str]) -> int:
 def killed_at_each_call(folder: Path, way: Way) -> Counter[str]:
     """One round for each point of a save over or beside an older one."""
     if not way.can_exchange:
-        draft._exchange = lambda one, other: False
+        atomic_directory._exchange = lambda one, other: False
     tally: Counter[str] = Counter()
     keep_saving(folder, way, range(1, 2), lambda step: None)
     durable = 1

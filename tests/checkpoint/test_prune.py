@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_megatron.checkpoint import is_checkpoint, read_meta
-from lightning_megatron.checkpoint.draft import REMOVED, REPLACED, UNFINISHED
+from lightning_megatron.checkpoint.atomic_directory import REMOVED, REPLACED, UNFINISHED
 from lightning_megatron.checkpoint.prune import plan_of, prune
 from tests.checkpoint.folders import begun, left, saved
 from tests.checkpoint.object_store import emptied

@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 
 from lightning_megatron.checkpoint import is_checkpoint
-from lightning_megatron.checkpoint.draft import REPLACED, UNFINISHED
+from lightning_megatron.checkpoint.atomic_directory import REPLACED, UNFINISHED
 from lightning_megatron.checkpoint.manifest import read_meta
 from lightning_megatron.checkpoint.repair import Repairs, repair
 from tests.checkpoint.folders import left, saved

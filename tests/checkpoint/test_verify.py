@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_megatron.checkpoint import carrier
+from lightning_megatron.checkpoint import save_plan
 from lightning_megatron.checkpoint import verify as module
-from lightning_megatron.checkpoint.chunk_file import Place
-from lightning_megatron.checkpoint.manifest import MANIFEST_FILE, Chunk, Entry, Manifest, read_manifest
+from lightning_megatron.checkpoint.chunk_file import ChunkLocation
+from lightning_megatron.checkpoint.manifest import MANIFEST_FILE, Chunk, Manifest, TensorEntry, read_manifest
 from lightning_megatron.checkpoint.verify import cover_faults, verify
 from lightning_megatron.sharding import Box
 from tests.checkpoint.folders import saved
@@ -22,7 +22,7 @@ from tests.checkpoint.folders import saved
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkpoint of several chunks, read in small blocks."""
-    monkeypatch.setattr(carrier, "MAX_CHUNK_BYTES", 400)
+    monkeypatch.setattr(save_plan, "MAX_CHUNK_BYTES", 400)
     monkeypatch.setattr(module, "_BLOCK_BYTES", 64)
     return saved(tmp_path / "a.ckpt", 1, v=torch.randn(30, 20), scalar=torch.tensor(2.0))
 
@@ -54,12 +54,12 @@ def test_one_wrong_bit_anywhere_in_any_file_is_one_fault_that_names_file_and_byt
 
 
 def test_the_faults_of_a_file_are_one_line_that_counts_them(path: Path) -> None:
-    places = [chunk.place for chunk in read_manifest(path).entries["v"].chunks]
+    places = [chunk.location for chunk in read_manifest(path).entries["v"].chunks]
     assert len(places) > 5
     for place in places:
         flip(path / place.file, place.offset + place.num_bytes // 2)
     manifest = read_manifest(path)
-    num_chunks = sum(place.file == places[0].file for place in set(manifest.places()))
+    num_chunks = sum(place.file == places[0].file for place in set(manifest.locations()))
     [fault] = verify(path)
     name = re.escape(places[0].file)
     assert re.match(rf"{len(places)} of the {num_chunks} chunks of {name} are not .*; first, {name}, bytes", fault)
@@ -99,9 +99,9 @@ def test_chunks_that_do_not_make_the_whole_are_a_fault_though_every_byte_is_soun
     assert isinstance(manifest, Manifest)
 
 
-def entry_of(shape: tuple[int, ...], *boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> Entry:
-    chunks = [Chunk(Box(*box), Place("f", 10 * number, 10, 0)) for number, box in enumerate(boxes)]
-    return Entry(shape, torch.float32, tuple(chunks))
+def entry_of(shape: tuple[int, ...], *boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> TensorEntry:
+    chunks = [Chunk(Box(*box), ChunkLocation("f", 10 * number, 10, 0)) for number, box in enumerate(boxes)]
+    return TensorEntry(shape, torch.float32, tuple(chunks))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def entry_of(shape: tuple[int, ...], *boxes: tuple[tuple[int, ...], tuple[int, .
         (entry_of((), ((), ()), ((), ())), "overlap"),
     ],
 )
-def test_holes_overlaps_and_chunks_that_stand_out_are_told(entry: Entry, words: str) -> None:
+def test_holes_overlaps_and_chunks_that_stand_out_are_told(entry: TensorEntry, words: str) -> None:
     [fault] = cover_faults(entry)
     assert words in fault
 

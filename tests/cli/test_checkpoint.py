@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_megatron.checkpoint import load, save
-from lightning_megatron.checkpoint.draft import UNFINISHED
+from lightning_megatron.checkpoint.atomic_directory import UNFINISHED
 from lightning_megatron.checkpoint.manifest import read_manifest
 from lightning_megatron.cli import checkpoint as cli_checkpoint
 from lightning_megatron.cli.main import main

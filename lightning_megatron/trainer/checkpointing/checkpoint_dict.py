@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 
 from lightning_megatron import checkpoint as directory
 from lightning_megatron.checkpoint import Piece, Slot
-from lightning_megatron.checkpoint.load import read_once
 from lightning_megatron.checkpoint.state import OTHER_STATES
 from lightning_megatron.checkpoint.torch_index import OPTIMIZERS
+from lightning_megatron.comm.raise_on_all_ranks import read_on_first_rank
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.optim.data_parallel_comm import DataParallelComm
 from lightning_megatron.sharding import shard_of
@@ -141,7 +141,7 @@ def load(
     """
     if os.path.isfile(path):
         return _load_file(path, module, mesh, checkpoint_io, weights_only)
-    meta = read_once(partial(directory.read_meta, path), world)
+    meta = read_on_first_rank(partial(directory.read_meta, path), world)
     live = live_of(module)
     # Copies: with strict_loading off, what the checkpoint lacks must come back as it is. As wide as master weights.
     state = {
@@ -204,7 +204,7 @@ def load_optimizers(
             optimizer.load_state_dict(state)
         return
     names = names_of(module, mains)
-    entries = read_once(partial(directory.read_entries, saved.path), world)
+    entries = read_on_first_rank(partial(directory.read_entries, saved.path), world)
     optimizers = list(optimizers)
     if len(optimizers) != len(saved.rests):
         raise ValueError(

@@ -16,7 +16,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_megatron.checkpoint.contents import STEP, Standing, contents_of, standing_at
+from lightning_megatron.checkpoint.checkpoint_directory import STEP, StoredCheckpoint, checkpoint_at, scan_directory
 from lightning_megatron.checkpoint.folder import Address, Folder, is_remote
 from lightning_megatron.checkpoint.manifest import MANIFEST_FILE, read_manifest, read_meta
 from lightning_megatron.checkpoint.repair import bring_back, repair
@@ -139,14 +139,14 @@ def _in_place_of_last(folders: dict[ModelCheckpoint, Address], on_exception: lis
     return path
 
 
-def _newest(folders: list[Address], more: list[Address]) -> Standing | None:
+def _newest(folders: list[Address], more: list[Address]) -> StoredCheckpoint | None:
     """The complete checkpoint of the most steps, in the folders or of these more, those left out that a later run has
     left behind."""
-    complete = [one for folder in folders for one in contents_of(folder).complete]
-    complete += [one for one in map(standing_at, more) if one.is_complete]
+    complete = [one for folder in folders for one in scan_directory(folder).complete]
+    complete += [one for one in map(checkpoint_at, more) if one.is_complete]
     fits = {one.path: fits_of(read_meta(one.path)) for one in complete}
 
-    def is_left(one: Standing) -> bool:
+    def is_left(one: StoredCheckpoint) -> bool:
         return any(
             other.saved_seconds > one.saved_seconds
             and bool(fits[one.path] and fits[other.path])
@@ -159,7 +159,7 @@ def _newest(folders: list[Address], more: list[Address]) -> Standing | None:
     return max(kept, key=lambda one: (one.step, one.saved_seconds), default=None)
 
 
-def _older(path: Address, newest: Standing) -> str:
+def _older(path: Address, newest: StoredCheckpoint) -> str:
     """In words, that what is at the path is older than the newest; nothing where it is not, or is a file."""
     if os.path.isfile(path):
         return ""
@@ -174,7 +174,7 @@ def _named_last(callback: ModelCheckpoint, folder: Address) -> Iterable[Address]
     """What Lightning would choose from: it tells it by a name alone."""
     pattern = f"{callback.CHECKPOINT_NAME_LAST}*{callback.FILE_EXTENSION}"
     if is_remote(folder):
-        return [one.path for one in contents_of(folder).checkpoints if fnmatch(one.name, pattern)]
+        return [one.path for one in scan_directory(folder).checkpoints if fnmatch(one.name, pattern)]
     return [path for path in Path(folder).glob(pattern) if path.exists() and path.suffix == callback.FILE_EXTENSION]
 
 

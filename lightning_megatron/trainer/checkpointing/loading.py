@@ -17,7 +17,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
 from lightning_megatron.checkpoint import read_meta
-from lightning_megatron.checkpoint.load import read_once
+from lightning_megatron.comm.raise_on_all_ranks import read_on_first_rank
 from lightning_megatron.mesh import Mesh, ambient, ambient_mesh
 from lightning_megatron.trainer.checkpointing import checkpoint_dict
 from lightning_megatron.trainer.checkpointing.checkpoint_dict import Mains
@@ -46,7 +46,7 @@ def load_from_checkpoint(
     """
     path = os.fspath(path)
     mesh = mesh if mesh is not None else ambient_mesh()
-    meta = read_once(partial(read_meta, path), mesh.world)
+    meta = read_on_first_rank(partial(read_meta, path), mesh.world)
     module = cls(**_arguments(cls, meta, kwargs))
     if strict is None:
         strict = module.strict_loading

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_megatron import checkpoint as directory
-from lightning_megatron.checkpoint import Entry, Slot
+from lightning_megatron.checkpoint import Slot, TensorEntry
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.trainer.checkpointing.checkpoint_dict import (
     OPTIMIZER_STATES,
@@ -102,7 +102,7 @@ class LocalState:
                 f"the local checkpoint has {len(self.meta[_RESTS])} optimizers, the module has {len(optimizers)}; "
                 "return the optimizers that it was saved with"
             )
-        entries = {name: Entry(tuple(one.shape), one.dtype, ()) for name, one in self.tensors.items()}
+        entries = {name: TensorEntry(tuple(one.shape), one.dtype, ()) for name, one in self.tensors.items()}
         with torch.no_grad():
             for index, (optimizer, rest) in enumerate(zip(optimizers, self.meta[_RESTS], strict=True)):
                 directory.rebuild_optimizer(optimizer, names, rest, entries, index)

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightning_megatron.checkpoint import CheckpointConfig, Saver, read_meta
-from lightning_megatron.checkpoint.contents import STEP, SUFFIX, contents_of
+from lightning_megatron.checkpoint.checkpoint_directory import STEP, SUFFIX, scan_directory
 from lightning_megatron.checkpoint.prune import plan_of, prune
 from lightning_megatron.checkpoint.repair import bring_back
 from lightning_megatron.comm.collectives import gather_objects
@@ -93,7 +93,7 @@ class LocalTier(Checkpoint):
         except (RuntimeError, ValueError, OSError) as error:
             self._warn(error)
             return
-        others = [one for one in contents_of(self._folder).checkpoints if one.path != path]
+        others = [one for one in scan_directory(self._folder).checkpoints if one.path != path]
         # By time: after a step back, what is newer by step is of the run that was left.
         others.sort(key=lambda one: (one.is_complete, one.saved_seconds))
         for outdated in others[:-1]:
@@ -159,7 +159,7 @@ class LocalTier(Checkpoint):
         offers, step = _Offers(), int(shared.get(STEP, 0))
         for line in bring_back(self._folder):
             warnings.warn(line, stacklevel=2)
-        for one in contents_of(self._folder).checkpoints:
+        for one in scan_directory(self._folder).checkpoints:
             if not one.is_complete:
                 offers.refused.append(one.fault)
                 continue

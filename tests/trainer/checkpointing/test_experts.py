@@ -221,7 +221,7 @@ def test_what_a_layout_saves_every_other_one_loads_bit_by_bit(
 def test_each_rank_writes_a_share_of_the_experts(how: How, tmp_path: Path) -> None:
     run_on_threads(how.sizes.world, lambda world: trained_and_saved(world, how, tmp_path / "step.ckpt"))
     experts = [entry for name, entry in read_entries(tmp_path / "step.ckpt").items() if ".experts." in name]
-    files = {chunk.place.file for entry in experts for chunk in entry.chunks}
+    files = {chunk.location.file for entry in experts for chunk in entry.chunks}
     # Replicas share the writing, where they are several and where they hold parts.
     assert len(files) == how.sizes.world
 

@@ -17,7 +17,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_megatron import ConfigurationError
 from lightning_megatron.checkpoint import is_checkpoint, read_meta
-from lightning_megatron.checkpoint.draft import REPLACED, UNFINISHED, Draft
+from lightning_megatron.checkpoint.atomic_directory import REPLACED, UNFINISHED, AtomicDirectory
 from lightning_megatron.checkpoint.folder import is_remote
 from lightning_megatron.trainer.checkpointing.last_checkpoint import prepared
 from tests.checkpoint.folders import left, saved
@@ -36,14 +36,14 @@ def linking(folder: Path) -> ModelCheckpoint:
 
 def fitted(folder: Path, killed_at: str, ckpt_path: str | None) -> dict[str, Any]:
     """Eight steps with a save after every second; ends itself where the save of that name is about to be in place."""
-    put_in_place = Draft.put_in_place
+    put_in_place = AtomicDirectory.put_in_place
 
-    def place(self: Draft, manifest: bytes) -> None:
+    def place(self: AtomicDirectory, manifest: bytes) -> None:
         if killed_at and self.path.endswith(killed_at):
             os.kill(os.getpid(), signal.SIGKILL)
         put_in_place(self, manifest)
 
-    Draft.put_in_place = place  # type: ignore[method-assign]
+    AtomicDirectory.put_in_place = place  # type: ignore[method-assign]
     module, steps = Language(), Steps()
     trainer = make_trainer(TP2, callbacks=[linking(folder), steps], enable_checkpointing=True)
     with warnings.catch_warnings(record=True) as told:

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.checkpoint import CheckpointConfig, is_checkpoint, load, read_meta
-from lightning_megatron.checkpoint.chunk_file import ChunkWriter, Place
-from lightning_megatron.checkpoint.draft import Draft
+from lightning_megatron.checkpoint.atomic_directory import AtomicDirectory
+from lightning_megatron.checkpoint.chunk_file import ChunkLocation, ChunkWriter
 from lightning_megatron.checkpoint.state import Piece
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.trainer.fault_tolerance import failure_watch
@@ -40,7 +40,7 @@ class Gate:
         self.opened, self.num_waiting = threading.Event(), 0
         write, gate = ChunkWriter.write, self
 
-        def wait(self: ChunkWriter, value: Tensor | bytes) -> Place:
+        def wait(self: ChunkWriter, value: Tensor | bytes) -> ChunkLocation:
             gate.num_waiting += 1
             assert gate.opened.wait(120), "the gate was never opened"
             gate.num_waiting -= 1
@@ -154,7 +154,7 @@ def fit_on_a_full_disk(layout: Layout, folder: Path) -> str:
 
     class Fills(Callback):
         def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
-            def full(self: ChunkWriter, value: Tensor | bytes) -> Place:
+            def full(self: ChunkWriter, value: Tensor | bytes) -> ChunkLocation:
                 raise OSError(28, "No space left on device")
 
             time.sleep(0.05)
@@ -324,7 +324,7 @@ def test_fits_in_a_row_and_another_trainer_save_alike(tmp_path: Path) -> None:
 def fit_with_a_link(folder: Path) -> None:
     write = ChunkWriter.write
 
-    def slowly(self: ChunkWriter, value: Tensor | bytes) -> Place:
+    def slowly(self: ChunkWriter, value: Tensor | bytes) -> ChunkLocation:
         time.sleep(0.05)
         return write(self, value)
 
@@ -352,10 +352,10 @@ def names_of(
 
     Once a batch has begun while a save was in flight, saves are no longer late.
     """
-    put_in_place, is_seen = Draft.put_in_place, threading.Event()
+    put_in_place, is_seen = AtomicDirectory.put_in_place, threading.Event()
     in_flight: list[bool] = []
 
-    def late(self: Draft, manifest: bytes) -> None:
+    def late(self: AtomicDirectory, manifest: bytes) -> None:
         is_seen.wait(late_seconds)
         put_in_place(self, manifest)
 
@@ -366,10 +366,10 @@ def names_of(
             if any(in_flight):
                 is_seen.set()
 
-    Draft.put_in_place = late  # type: ignore[method-assign]
+    AtomicDirectory.put_in_place = late  # type: ignore[method-assign]
     trainer = run(layout, *callbacks, Looks(), **{"max_epochs": 2, "limit_train_batches": 4} | options)
     trainer.fit(Small(), Data(32))
-    Draft.put_in_place = put_in_place  # type: ignore[method-assign]
+    AtomicDirectory.put_in_place = put_in_place  # type: ignore[method-assign]
     kept = [sorted(Path(path).name for path in callback.best_k_models) for callback in callbacks]
     steps = {}
     for path in sorted(folder.iterdir()):
@@ -437,14 +437,14 @@ class Slow(Language):
 
 def slowly_saved(folder: Path) -> None:
     """A save after each of two steps; when the second begins, one rank has written the first, the other has not."""
-    create = Draft.create
+    create = AtomicDirectory.create
 
-    def create_slowly(self: Draft, name: str) -> AbstractContextManager[IO[bytes]]:
+    def create_slowly(self: AtomicDirectory, name: str) -> AbstractContextManager[IO[bytes]]:
         if dist.get_rank() == 1:
             time.sleep(1.5)
         return create(self, name)
 
-    Draft.create = create_slowly  # type: ignore[method-assign]
+    AtomicDirectory.create = create_slowly  # type: ignore[method-assign]
     callback = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
     trainer = make_trainer(Layout(world=2, tp=2), max_steps=2, callbacks=[callback], enable_checkpointing=True)
     trainer.fit(Slow(), Texts())

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron import MegatronStrategy
 from lightning_megatron.checkpoint import CheckpointConfig, is_checkpoint, read_meta
-from lightning_megatron.checkpoint.chunk_file import ChunkWriter, Place
+from lightning_megatron.checkpoint.chunk_file import ChunkLocation, ChunkWriter
 from lightning_megatron.trainer.fault_tolerance import failure_watch, stop_vote
 from lightning_megatron.trainer.fault_tolerance.stop_vote import StopVote
 from tests.harness.ranks import ROOT, free_port, run_on_ranks
@@ -199,7 +199,7 @@ class Storm:
         self.opened = threading.Event()
         write, storm = ChunkWriter.write, self
 
-        def wait(self: ChunkWriter, value: Tensor | bytes) -> Place:
+        def wait(self: ChunkWriter, value: Tensor | bytes) -> ChunkLocation:
             assert storm.opened.wait(120)
             os.kill(os.getpid(), signal.SIGTERM)
             return write(self, value)

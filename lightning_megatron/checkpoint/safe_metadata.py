@@ -1,4 +1,4 @@
-"""Plain data: containers, numbers, strings and tensors, whose bytes run no code when they are read."""
+"""A checkpoint's metadata as plain data: containers, numbers, strings and tensors, so that reading it runs no code."""
 
 import io
 from collections import OrderedDict
@@ -19,11 +19,11 @@ def to_bytes(data: Mapping[str, Any], title: str = "meta") -> bytes:
             "a checkpoint's metadata is plain data (containers, numbers, strings, tensors), so that reading it runs "
             "no code; not plain:\n" + "\n".join(faults[:20]) + more
         )
-    return saved(dict(data))
+    return torch_bytes(dict(data))
 
 
 def from_bytes(data: bytes) -> Any:
-    """The data that the bytes are; whatever torch raises where they would run code or are damaged."""
+    """The data in the bytes; raises whatever torch raises where they are damaged or would run code."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
@@ -39,13 +39,13 @@ def _not_plain(value: Any, where: str) -> Iterator[str]:
     elif type(value) not in _PLAIN:
         # dtypes, sizes, counters and what else torch takes for data: the round trip decides.
         try:
-            from_bytes(saved(value))
+            from_bytes(torch_bytes(value))
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             yield f"  {where} is a {type(value).__module__}.{type(value).__qualname__} ({reason[:80]})"
 
 
-def saved(value: Any) -> bytes:
+def torch_bytes(value: Any) -> bytes:
     """The value as `torch.save` writes it."""
     buffer = io.BytesIO()
     torch.save(value, buffer)

@@ -13,17 +13,17 @@ import torch.distributed as dist
 
 from lightning_megatron.checkpoint import (
     Saver,
-    carrier,
-    draft,
+    atomic_directory,
     is_checkpoint,
     load,
     plan,
     read_entries,
     read_meta,
     save,
+    save_plan,
 )
-from lightning_megatron.checkpoint.chunk_file import ChunkWriter, Place
-from lightning_megatron.checkpoint.draft import UNFINISHED, Draft
+from lightning_megatron.checkpoint.atomic_directory import UNFINISHED, AtomicDirectory
+from lightning_megatron.checkpoint.chunk_file import ChunkLocation, ChunkWriter
 from lightning_megatron.checkpoint.folder import Folder
 from lightning_megatron.checkpoint.manifest import read_manifest
 from lightning_megatron.checkpoint.state import Piece
@@ -48,19 +48,19 @@ def value_in(path: Path) -> float:
 def save_and_die(path: Path, at: str) -> None:
     """Ends its process where the first rank is about to make the file, or to put the checkpoint in place."""
     world = mesh_of(Sizes(world=2)).world
-    create, put_in_place = Draft.create, draft.replace
+    create, put_in_place = AtomicDirectory.create, atomic_directory.replace
 
     def die(*args: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def die_at(self: Draft, name: str) -> AbstractContextManager[IO[bytes]]:
+    def die_at(self: AtomicDirectory, name: str) -> AbstractContextManager[IO[bytes]]:
         if name == at:
             die()
         return create(self, name)
 
     if world.is_first:
-        Draft.create = die_at
-        draft.replace = die if at == "place" else put_in_place
+        AtomicDirectory.create = die_at
+        atomic_directory.replace = die if at == "place" else put_in_place
     save(path, {"w": torch.full((100,), 2.0)}, {}, world=world)
 
 
@@ -92,13 +92,13 @@ def test_a_checkpoint_is_replaced_when_the_new_one_is_complete(
     path = tmp_path / "last.ckpt"
     save(path, {"w": torch.full((100,), 1.0)}, {"step": 1}, world=WORLD)
     seen = []
-    exchange = draft._exchange
+    exchange = atomic_directory._exchange
 
     def watch(one: Path, other: Path) -> bool:
         seen.append((value_in(other), value_in(one), read_meta(one)["step"]))
         return can_exchange and exchange(one, other)
 
-    monkeypatch.setattr(draft, "_exchange", watch)
+    monkeypatch.setattr(atomic_directory, "_exchange", watch)
     save(path, {"w": torch.full((100,), 2.0)}, {"step": 2}, world=WORLD)
     assert seen == [(1, 2, 2)]
     assert (value_in(path), read_meta(path)["step"]) == (2, 2)
@@ -108,7 +108,7 @@ def test_a_checkpoint_is_replaced_when_the_new_one_is_complete(
 def test_this_system_exchanges_names_in_one_step(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("a")
     (tmp_path / "b").mkdir()
-    if not draft._exchange(tmp_path / "a", tmp_path / "b"):
+    if not atomic_directory._exchange(tmp_path / "a", tmp_path / "b"):
         pytest.skip("this system or file system has no exchange of names")
     assert (tmp_path / "a").is_dir()
     assert (tmp_path / "b").read_text() == "a"
@@ -124,7 +124,7 @@ def test_a_rename_that_fails_puts_the_old_checkpoint_back(tmp_path: Path, monkey
             raise PermissionError("no")
         rename(source, target)
 
-    monkeypatch.setattr(draft, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(atomic_directory, "_exchange", lambda one, other: False)
     monkeypatch.setattr(os, "rename", fail)
     with pytest.raises(RuntimeError, match=r"last\.ckpt was not written: rank 0: PermissionError"):
         save(path, {"w": torch.full((100,), 2.0)}, {}, world=WORLD)
@@ -136,7 +136,7 @@ def test_every_file_and_the_directories_are_flushed_before_the_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flushed: list[str] = []
-    fsync, put_in_place = os.fsync, draft.replace
+    fsync, put_in_place = os.fsync, atomic_directory.replace
 
     def note(descriptor: int) -> None:
         flushed.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
@@ -147,7 +147,7 @@ def test_every_file_and_the_directories_are_flushed_before_the_rename(
         put_in_place(source, path, save_id)
 
     monkeypatch.setattr(os, "fsync", note)
-    monkeypatch.setattr(draft, "replace", place)
+    monkeypatch.setattr(atomic_directory, "replace", place)
     save(tmp_path / "a.ckpt", {"w": torch.zeros(2)}, {}, world=WORLD)
     *files, folder, rename, parent = flushed
     assert sorted(files) == sorted(os.listdir(tmp_path / "a.ckpt"))
@@ -157,8 +157,8 @@ def test_every_file_and_the_directories_are_flushed_before_the_rename(
 
 def test_folders_that_a_save_makes_are_flushed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flushed: list[str] = []
-    flush = draft.flush_directory
-    monkeypatch.setattr(draft, "flush_directory", lambda path: flushed.append(path.name) or flush(path))
+    flush = atomic_directory.flush_directory
+    monkeypatch.setattr(atomic_directory, "flush_directory", lambda path: flushed.append(path.name) or flush(path))
     save(tmp_path / "one" / "two" / "a.ckpt", {"w": torch.zeros(2)}, {}, world=WORLD)
     # Each holds the name of the next; and at last the name of the checkpoint.
     assert flushed == ["one", tmp_path.name, "a.ckpt", "two"]
@@ -172,7 +172,7 @@ def test_a_rank_that_cannot_write_is_told_on_every_rank(tmp_path: Path) -> None:
     save(path, pieces, {}, world=world)
     if dist.get_rank() == 1:
 
-        def full(*args: object) -> Place:
+        def full(*args: object) -> ChunkLocation:
             raise OSError("disk full")
 
         ChunkWriter.write = full
@@ -254,14 +254,14 @@ def test_an_address_keeps_its_checkpoint_until_the_new_manifest_is_there(
 ) -> None:
     address = f"file://{tmp_path}/a.ckpt"
     save(address, {"w": torch.full((100,), 1.0)}, {}, world=WORLD)
-    create = Draft.create
+    create = AtomicDirectory.create
 
-    def fail(self: Draft, name: str) -> AbstractContextManager[IO[bytes]]:
+    def fail(self: AtomicDirectory, name: str) -> AbstractContextManager[IO[bytes]]:
         if name == "manifest.json":
             raise OSError("no")
         return create(self, name)
 
-    monkeypatch.setattr(Draft, "create", fail)
+    monkeypatch.setattr(AtomicDirectory, "create", fail)
     with pytest.raises(RuntimeError, match="OSError: no"):
         save(address, {"w": torch.full((100,), 2.0)}, {}, world=WORLD)
     target = torch.zeros(100)
@@ -318,15 +318,15 @@ def test_a_save_that_an_object_store_refuses_says_that_and_leaves_what_was_there
 def test_a_save_whose_manifest_came_although_the_store_said_otherwise_is_not_taken_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    put_in_place = Draft.put_in_place
+    put_in_place = AtomicDirectory.put_in_place
 
-    def place(self: Draft, manifest: bytes) -> None:
+    def place(self: AtomicDirectory, manifest: bytes) -> None:
         put_in_place(self, manifest)
         raise OSError("timed out")
 
     with emptied() as folder:
         address = saved(f"{folder}/a.ckpt", 1)
-        monkeypatch.setattr(Draft, "put_in_place", place)
+        monkeypatch.setattr(AtomicDirectory, "put_in_place", place)
         with pytest.raises(RuntimeError, match="timed out"):
             saved(address, 2)
         assert read_meta(address)["global_step"] == 2
@@ -336,12 +336,12 @@ def test_what_an_object_store_does_not_answer_is_no_absence() -> None:
     with emptied() as folder:
         address = saved(f"{folder}/a.ckpt", 1)
         with failing(lambda request, path: request == "ask"):
-            for ask in (is_checkpoint, lambda path: Folder(path).kind(), draft.remove):
+            for ask in (is_checkpoint, lambda path: Folder(path).kind(), atomic_directory.remove):
                 with pytest.raises(OSError, match="503 SlowDown"):
                     ask(address)
         assert not is_checkpoint(f"{address}/manifest.json") and Folder(f"{folder}/b.ckpt").kind() == "nothing"
         assert is_checkpoint(address) and Folder(address).kind() == "folder"
-        draft.remove(address)
+        atomic_directory.remove(address)
         assert not ObjectStore.store
         # Nor is anything remembered that somebody else takes away.
         saved(address, 2)
@@ -363,7 +363,7 @@ def test_an_address_where_a_save_was_interrupted_is_saved_to_again(tmp_path: Pat
 
 
 def test_a_big_tensor_is_saved_in_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(carrier, "MAX_CHUNK_BYTES", 100)
+    monkeypatch.setattr(save_plan, "MAX_CHUNK_BYTES", 100)
     tensor = torch.randn(3, 7, 11)
     save(tmp_path / "big.ckpt", {"w": tensor}, {}, world=WORLD)
     assert len(read_entries(tmp_path / "big.ckpt")["w"].chunks) > tensor.numel() * 4 / 100
@@ -377,7 +377,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Nothing is written until the event is set."""
     opened, write = threading.Event(), ChunkWriter.write
 
-    def wait(self: ChunkWriter, value: torch.Tensor | bytes) -> Place:
+    def wait(self: ChunkWriter, value: torch.Tensor | bytes) -> ChunkLocation:
         assert opened.wait(120)
         return write(self, value)
 
@@ -424,13 +424,13 @@ def test_the_buffers_are_made_once(tmp_path: Path) -> None:
 def test_what_an_asynchronous_save_ran_into_is_told_at_the_next_question(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*args: object) -> Place:
+    def full(*args: object) -> ChunkLocation:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(ChunkWriter, "write", full)
     saver = Saver(WORLD)
     saver.save(tmp_path / "a.ckpt", {"w": torch.zeros(3)}, {}, wait=False)
-    saver._flight.thread.join()
+    saver._last.thread.join()
     with pytest.raises(RuntimeError, match=r"a\.ckpt was not written: rank 0: OSError: .*No space left"):
         saver.wait()
     # Told once.
@@ -462,7 +462,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_told(
     rename = os.rename
 
     def refuse(source: Path, target: Path) -> None:
-        if draft.REMOVED in Path(target).parts:
+        if atomic_directory.REMOVED in Path(target).parts:
             raise PermissionError("no")
         rename(source, target)
 
@@ -481,7 +481,7 @@ def test_an_old_checkpoint_stays_when_the_new_one_fails(tmp_path: Path, monkeypa
     saver.save(tmp_path / "1.ckpt", {"w": torch.full((100,), 1.0)}, {})
     failed = threading.Event()
 
-    def full(*args: object) -> Place:
+    def full(*args: object) -> ChunkLocation:
         failed.wait(30)
         raise OSError("disk full")
 

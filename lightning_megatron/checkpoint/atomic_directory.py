@@ -32,16 +32,16 @@ _AT_WORKING_DIRECTORY, _EXCHANGE = -100, 2
 
 
 @dataclass(frozen=True)
-class Draft:
+class AtomicDirectory:
     """Where a save's files go; the same on every rank."""
 
     path: str
     save_id: str
 
     @staticmethod
-    def start(path: Address, save_id: str) -> "Draft":
+    def start(path: Address, save_id: str) -> "AtomicDirectory":
         """An empty one whose directory has been made. Raises ValueError where something else is at the path."""
-        draft = Draft(os.fspath(path), save_id)
+        draft = AtomicDirectory(os.fspath(path), save_id)
         folder = Folder(path)
         if folder.kind() == "folder" and not is_checkpoint(path) and _holds_something(folder):
             raise ValueError(f"{path} is a directory that holds something else than a checkpoint; choose another path")
@@ -84,7 +84,7 @@ class Draft:
             stream.flush()
             os.fsync(stream.fileno())
 
-    def link(self, name: str, other: "Draft") -> None:
+    def link(self, name: str, other: "AtomicDirectory") -> None:
         """A file that is the same as in the other, which is in place. Raises OSError where there can be no link."""
         os.link(other._final / name, self._hidden / name)
 
@@ -167,8 +167,8 @@ def replace(source: Path, path: Path, save_id: str) -> None:
     _delete(source if is_exchanged else aside)
 
 
-def is_draft_name(name: str) -> bool:
-    """Whether a file behind an address is named as `Draft.name_of` names those of a save."""
+def is_unfinished_name(name: str) -> bool:
+    """Whether a file behind an address is named as `AtomicDirectory.name_of` names those of a save."""
     return re.match(r"[0-9a-f]{16}-", name) is not None
 
 
@@ -252,7 +252,7 @@ def _delete(aside: Path) -> None:
 def _holds_something(folder: Folder) -> bool:
     if is_remote(folder.path):
         # What a save left that was interrupted stands where the next one goes.
-        return bool(folder.folders()) or not all(map(is_draft_name, folder.sizes()))
+        return bool(folder.folders()) or not all(map(is_unfinished_name, folder.sizes()))
     return any(Path(folder.path).iterdir())
 
 

@@ -1,4 +1,4 @@
-"""How a piece is told to torch's planner."""
+"""Tests of the plan of a save: pieces in chunks, and the proxy that torch's planner asks for them."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_megatron.checkpoint.carrier import Carrier, chunks
+from lightning_megatron.checkpoint.save_plan import ShardedTensorProxy, chunks
 from lightning_megatron.checkpoint.state import Piece
 from lightning_megatron.sharding import Box
 
@@ -35,8 +35,8 @@ def test_a_small_piece_is_one_chunk() -> None:
     assert len(list(chunks(piece, 255))) == 2
 
 
-def test_a_carrier_has_the_global_shape_and_refuses_to_compute() -> None:
-    carrier = Carrier([Piece((4, 6), Box((2, 0), (2, 6)), torch.zeros(2, 6, dtype=torch.bfloat16))])
-    assert (carrier.shape, carrier.dtype) == ((4, 6), torch.bfloat16)
+def test_a_proxy_has_the_global_shape_and_refuses_to_compute() -> None:
+    proxy = ShardedTensorProxy([Piece((4, 6), Box((2, 0), (2, 6)), torch.zeros(2, 6, dtype=torch.bfloat16))])
+    assert (proxy.shape, proxy.dtype) == ((4, 6), torch.bfloat16)
     with pytest.raises(RuntimeError, match="not a tensor to compute with"):
-        carrier + 1
+        proxy + 1

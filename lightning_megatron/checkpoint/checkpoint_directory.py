@@ -16,7 +16,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_megatron.checkpoint.draft import REMOVED, REPLACED, UNFINISHED, is_draft_name
+from lightning_megatron.checkpoint.atomic_directory import REMOVED, REPLACED, UNFINISHED, is_unfinished_name
 from lightning_megatron.checkpoint.folder import Address, Folder, is_remote, name_at
 from lightning_megatron.checkpoint.manifest import MANIFEST_FILE, is_checkpoint, read_manifest, read_meta
 
@@ -26,7 +26,7 @@ STEP, EPOCH = "global_step", "epoch"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class StoredCheckpoint:
     """A directory that is a checkpoint, or by its name should be one."""
 
     path: Address
@@ -56,7 +56,7 @@ class Leftover:
     path: Address
     what: str
     # UNFINISHED, REPLACED or REMOVED
-    place: Address
+    final_path: Address
     """Where it was to stand, or stood."""
     touched_seconds: float
     """When anything of it was last changed, in seconds since 1970; 0 where its file system does not tell."""
@@ -67,10 +67,10 @@ class Leftover:
     @property
     def name(self) -> str:
         """That of its place."""
-        return name_at(self.place)
+        return name_at(self.final_path)
 
     @property
-    def is_draft(self) -> bool:
+    def is_unfinished(self) -> bool:
         """Whether it is a save that has not come to its end; else it is an old checkpoint on its way out."""
         if self.what != UNFINISHED:
             return False
@@ -82,37 +82,37 @@ class Leftover:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Contents:
+class CheckpointDirectory:
     """All of a folder."""
 
-    checkpoints: tuple[Standing, ...]
+    checkpoints: tuple[StoredCheckpoint, ...]
     """Oldest first, by step and then by time; those that are not complete come before all that are."""
     leftovers: tuple[Leftover, ...]
     links: tuple[Path, ...]
     """Whose names are those of checkpoints, or that lead to one."""
 
     @property
-    def complete(self) -> tuple[Standing, ...]:
+    def complete(self) -> tuple[StoredCheckpoint, ...]:
         """The checkpoints that can be loaded, the newest last."""
         return tuple(standing for standing in self.checkpoints if standing.is_complete)
 
 
-def contents_of(folder: Address) -> Contents:
+def scan_directory(folder: Address) -> CheckpointDirectory:
     """What the folder holds now; nothing where there is no folder. What vanishes meanwhile is left out.
 
     Raises OSError where something there cannot be read now: whether it is complete is not known then. A remote file
     system may raise errors of its own.
     """
-    checkpoints = [standing_at(path) for path in _standing_in(folder)]
+    checkpoints = [checkpoint_at(path) for path in _standing_in(folder)]
     # Of one that is not complete step and time are not known: the least.
     checkpoints.sort(key=lambda one: (one.step, one.saved_seconds, one.name))
-    return Contents(
+    return CheckpointDirectory(
         checkpoints=tuple(checkpoints), leftovers=tuple(leftovers_of(folder)), links=tuple(links_of(folder))
     )
 
 
 def links_of(folder: Address) -> list[Path]:
-    """The links of the folder, as `Contents.links`."""
+    """The links of the folder, as `CheckpointDirectory.links`."""
     return [] if is_remote(folder) else [path for path in _named(Path(folder)) if path.is_symlink()]
 
 
@@ -121,7 +121,7 @@ def _standing_in(folder: Address) -> list[Address]:
         return [
             path
             for path, sizes in _sizes_behind(folder).items()
-            if MANIFEST_FILE in sizes or (path.endswith(SUFFIX) and not _is_draft(sizes))
+            if MANIFEST_FILE in sizes or (path.endswith(SUFFIX) and not _is_unfinished(sizes))
         ]
     return [path for path in _named(Path(folder)) if not path.is_symlink()]
 
@@ -151,14 +151,14 @@ def leads_to(link: Address) -> Path:
     return Path(os.path.realpath(link))
 
 
-def standing_at(path: Address) -> Standing:
-    """The checkpoint at the path, or why there is none. Raises as `contents_of`."""
+def checkpoint_at(path: Address) -> StoredCheckpoint:
+    """The checkpoint at the path, or why there is none. Raises as `scan_directory`."""
     try:
         manifest, meta = read_manifest(path), read_meta(path)
         saved_seconds = Folder(path).changed_seconds(MANIFEST_FILE)
     except (ValueError, FileNotFoundError) as error:
-        return Standing(path=path, fault=str(error))
-    return Standing(
+        return StoredCheckpoint(path=path, fault=str(error))
+    return StoredCheckpoint(
         path=path,
         step=_number(meta.get(STEP)),
         epoch=_number(meta.get(EPOCH)),
@@ -170,7 +170,7 @@ def standing_at(path: Address) -> Standing:
 def leftovers_of(folder: Address) -> list[Leftover]:
     """What interrupted saves left in the folder."""
     if is_remote(folder):
-        return _drafts_behind(folder)
+        return _unfinished_behind(folder)
     folder, found = Path(folder), []
     for what in (UNFINISHED, REPLACED, REMOVED):
         for path in hidden_in(folder, what):
@@ -179,7 +179,7 @@ def leftovers_of(folder: Address) -> list[Leftover]:
                 Leftover(
                     path=path,
                     what=what,
-                    place=folder / path.name,
+                    final_path=folder / path.name,
                     touched_seconds=touched_seconds,
                     num_bytes=num_bytes,
                 )
@@ -187,22 +187,22 @@ def leftovers_of(folder: Address) -> list[Leftover]:
     return found
 
 
-def _is_draft(sizes: dict[str, int]) -> bool:
+def _is_unfinished(sizes: dict[str, int]) -> bool:
     """Whether a directory behind an address is a save without a manifest: no files but those named as a save's are."""
-    return bool(sizes) and all(map(is_draft_name, sizes))
+    return bool(sizes) and all(map(is_unfinished_name, sizes))
 
 
-def _drafts_behind(address: Address) -> list[Leftover]:
+def _unfinished_behind(address: Address) -> list[Leftover]:
     found = []
     for path, sizes in _sizes_behind(address).items():
-        if not _is_draft(sizes):
+        if not _is_unfinished(sizes):
             continue
         with contextlib.suppress(FileNotFoundError):
             found.append(
                 Leftover(
                     path=path,
                     what=UNFINISHED,
-                    place=path,
+                    final_path=path,
                     touched_seconds=max(map(Folder(path).changed_seconds, sizes)),
                     num_bytes=sum(sizes.values()),
                     files=tuple(sizes),

@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_megatron.checkpoint import Saver, draft, load, read_meta
-from lightning_megatron.checkpoint.chunk_file import ChunkWriter, Place
-from lightning_megatron.checkpoint.draft import Draft
+from lightning_megatron.checkpoint import Saver, atomic_directory, load, read_meta
+from lightning_megatron.checkpoint.atomic_directory import AtomicDirectory
+from lightning_megatron.checkpoint.chunk_file import ChunkLocation, ChunkWriter
 from lightning_megatron.checkpoint.state import Piece
 from lightning_megatron.mesh import Axis, Mesh, Sizes
 from lightning_megatron.sharding import Box
@@ -29,7 +29,7 @@ class Gate:
         self.opened, self.tensors = threading.Event(), 0
         write, gate = ChunkWriter.write, self
 
-        def wait(self: ChunkWriter, value: torch.Tensor | bytes) -> Place:
+        def wait(self: ChunkWriter, value: torch.Tensor | bytes) -> ChunkLocation:
             assert gate.opened.wait(120)
             gate.tensors += isinstance(value, torch.Tensor)
             return write(self, value)
@@ -112,17 +112,17 @@ def test_the_old_one_goes_when_both_are_in_place_and_stays_when_one_fails(
     saver = Saver(WORLD)
     saver.save(tmp_path / "0.ckpt", {"w": torch.zeros(100)}, {})
     gate = Gate(monkeypatch)
-    create = Draft.create
+    create = AtomicDirectory.create
 
-    def full(self: Draft, name: str):
+    def full(self: AtomicDirectory, name: str):
         if self.path.endswith("2.ckpt"):
             raise OSError("disk full")
         return create(self, name)
 
-    monkeypatch.setattr(Draft, "create", full)
+    monkeypatch.setattr(AtomicDirectory, "create", full)
     for fails in (True, False):
         if not fails:
-            monkeypatch.setattr(Draft, "create", create)
+            monkeypatch.setattr(AtomicDirectory, "create", create)
         gate.opened.clear()
         saver.save(tmp_path / "1.ckpt", {"w": torch.ones(100)}, {}, wait=False)
         saver.remove(tmp_path / "0.ckpt")
@@ -163,7 +163,7 @@ def test_ranks_agree_whether_it_is_a_twin(tmp_path: Path) -> None:
 
 def save_twice_and_die(path: Path, at: str, in_second: bool) -> None:
     world, behind = mesh_of(Sizes(world=2)).world, mesh_of(Sizes(world=2)).world
-    create, put_in_place, link = Draft.create, draft.replace, Draft.link
+    create, put_in_place, link = AtomicDirectory.create, atomic_directory.replace, AtomicDirectory.link
     rank = dist.get_rank()
 
     def die() -> None:
@@ -172,7 +172,7 @@ def save_twice_and_die(path: Path, at: str, in_second: bool) -> None:
     def is_it(target: str) -> bool:
         return ("last" in target) == in_second
 
-    def die_at(self: Draft, name: str):
+    def die_at(self: AtomicDirectory, name: str):
         if name == at and is_it(self.path):
             die()
         return create(self, name)
@@ -182,13 +182,13 @@ def save_twice_and_die(path: Path, at: str, in_second: bool) -> None:
             die()
         put_in_place(source, target, save_id)
 
-    def die_after_link(self: Draft, name: str, other: Draft) -> None:
+    def die_after_link(self: AtomicDirectory, name: str, other: AtomicDirectory) -> None:
         link(self, name, other)
         if at == "link":
             die()
 
     if rank == 0:
-        Draft.create, draft.replace, Draft.link = die_at, die_in_place, die_after_link
+        AtomicDirectory.create, atomic_directory.replace, AtomicDirectory.link = die_at, die_in_place, die_after_link
     saver, gate = Saver(world, behind), Gate()
     saver.save(path / "1.ckpt", pieces_of(rank, 2), {}, wait=False)
     if rank == 0:
