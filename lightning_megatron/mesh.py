@@ -1,4 +1,4 @@
-"""Who this rank is among all ranks: named axes over two factorisations of the same world.
+"""The device mesh as one rank sees it: named axes over two factorisations of the same world.
 
 It is built once, when the process group is up, before the first step; every layer then gets the axes it talks over as
 constructor arguments.
@@ -6,7 +6,7 @@ constructor arguments.
     dense   world = pp x dp  x cp x tp     tp varies fastest: tp neighbours sit on one node
     expert  world = pp x edp x ep x etp    the same pipeline stages, the other axes folded anew
 
-cp is ring x Ulysses, Ulysses varying fastest: groups that exchange keys and values, of ranks that exchange heads.
+cp is ring x Ulysses, Ulysses varying fastest: a ring of keys and values, of groups that exchange heads.
 
 A stage's coordinate runs against the global rank: the last stage sits on global rank 0, because code after the model
 call runs on the last stage and loggers, progress bars and `is_global_zero` live on global rank 0.
@@ -23,76 +23,78 @@ from torch.distributed import ProcessGroup
 
 DENSE = ("pp", "dp", "cp", "tp")
 EXPERT = ("pp", "edp", "ep", "etp")
-# The unions that somebody talks over. Gradients: dp+cp. One model's parameters: pp+tp. Ranks that must see one batch:
-# pp+cp+tp. Only these get process groups, because each group costs threads and memory on every rank.
+# Unions of axes with a collective over them. Gradients: dp+cp. One model's parameters: pp+tp. Ranks that must see one
+# batch: pp+cp+tp. Only these get process groups, because each group costs threads and memory on every rank.
 UNIONS = (("dp", "cp"), ("pp", "tp"), ("pp", "cp", "tp"))
 
 NewGroup = Callable[[tuple[int, ...]], ProcessGroup | None]
 
 Placement = Literal["loop", "v"]
-"""Which stages a pipeline rank holds: every pp-th, or, of two each, those at equal distance from the middle."""
+"""Which stages a pipeline rank holds: every pp-th (loop), or the two at equal distance from the middle (v)."""
 
 
 ContextExchange = Literal["ring", "all_gather"]
-"""How keys and values come to the other ranks of cp: from neighbour to neighbour, or from all at once."""
+"""How keys and values reach the other ranks of cp: around a ring, or by an all-gather."""
 
 AttentionKernel = Literal["fused", "flex"]
-"""What computes attention within documents or over cp on CUDA: fused kernels, or one that FlexAttention compiles."""
+"""Kernel of attention within documents or over cp on CUDA: fused ones, or one that FlexAttention compiles."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageLayout:
-    """How the parts of a model are spread over its stages; `pipeline.layout` reads it and tells what is wrong."""
+    """How the parts of a model are spread over pipeline stages; `pipeline.layout` reads it and reports errors."""
 
     text: str = ""
-    """Every stage written out, as in "Et*3|t*4|t*4|tL"; excludes all other fields."""
+    """Every stage written out: E embedding, t layer, L output head, | between stages, as in "Et*3|t*4|t*4|tL". Excludes
+    all other fields; empty: the stages follow from those."""
     balance: Literal["layers", "cost"] = "layers"
-    """Equally many layers for each stage, or the slowest stage as fast as it can be."""
+    """How layers are spread. layers: equally many for each stage; cost: so that the slowest stage is fastest."""
     num_layers_in_first_stage: int = 0
-    """0: as the rest."""
+    """Layers in the first stage; 0: as many as in the others."""
     num_layers_in_last_stage: int = 0
-    """0: as the rest."""
+    """Layers in the last stage; 0: as many as in the others."""
     counts_embedding: bool = False
-    """The embedding takes the place of a layer."""
+    """Count the embedding as a layer when layers are spread over stages."""
     counts_head: bool = False
-    """The head takes the place of a layer."""
+    """Count the output head as a layer when layers are spread over stages."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How many ranks each axis has; dp and edp follow from the world. `faults` says what does not fit together."""
+    """Sizes of the axes, and what else describes a layout; dp and edp follow from the world. `faults` lists errors."""
 
     world: int = 1
-    """Ranks in all."""
+    """World size: number of ranks in all."""
     tp: int = 1
-    """Ranks that share each layer's weights."""
+    """Tensor-parallel size: ranks that share each layer's weights."""
     pp: int = 1
-    """Stages."""
+    """Pipeline-parallel size: ranks that share the layers."""
     cp: int = 1
-    """Ranks that share each sequence."""
+    """Context-parallel size: ranks that share each sequence."""
     cp_ulysses: int = 1
-    """Of them, neighbours that exchange heads for tokens; the others exchange keys and values."""
+    """Neighbouring ranks of cp that exchange heads for tokens (Ulysses); across them keys and values are exchanged."""
     cp_exchange: ContextExchange = "ring"
-    """How the others exchange them."""
+    """How keys and values are exchanged over cp."""
     attention_kernel: AttentionKernel = "fused"
-    """What computes it on CUDA, between documents and ranks."""
+    """Kernel of attention within documents or over cp on CUDA."""
     pads_uneven: bool = True
-    """A sequence that cp does not divide is padded; else it is refused."""
+    """Whether a sequence that cp does not divide is padded; else it is refused."""
     context_groups: tuple[int, ...] = ()
-    """Sizes of the groups that single microbatches may be cut over in the place of cp, neighbours among dp x cp."""
+    """Sizes of groups of neighbours among dp x cp over which single microbatches may be cut instead of over cp."""
     context_groups_by_heads: bool = False
-    """Whether such a group exchanges heads for tokens; else keys and values, as cp_exchange says."""
+    """Whether such a group exchanges heads for tokens; else it exchanges keys and values by `cp_exchange`."""
     ep: int = 1
-    """Ranks that share the experts of a layer."""
+    """Expert-parallel size: ranks that share the experts of a layer."""
     etp: int = 1
-    """Ranks that share each expert's weights."""
+    """Expert-tensor-parallel size: ranks that share each expert's weights."""
     sequence_parallel: bool = False
-    """Cut activations between tensor-parallel regions over tp."""
+    """Whether activations between tensor-parallel regions are cut over tp."""
     vp: int = 1
-    """Stages (model chunks) on each pp rank."""
+    """Virtual-pipeline-parallel size: stages (model chunks) on each pp rank."""
     placement: Placement = "loop"
-    """Of stages on pp ranks."""
+    """Which pp rank holds which stages."""
     stage_layout: StageLayout = field(default_factory=StageLayout)
+    """How the parts of the model are spread over stages."""
 
     def faults(self) -> list[str]:
         """Every rule that these sizes break, one sentence each."""
@@ -128,7 +130,7 @@ class Sizes:
         ]
         products = [(self.pp * self.cp * self.tp, "pipeline x context x tensor")]
         if self.ep * self.etp > 1:
-            # Else the first says it.
+            # With no expert axis this product repeats the first.
             products.append((self.pp * self.ep * self.etp, "pipeline x expert x expert tensor"))
         for product, names in products:
             if self.world % product:
@@ -142,7 +144,7 @@ class Sizes:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the whole model."""
+        """Number of pipeline stages of the whole model."""
         return self.pp * self.vp
 
     def pp_rank_of(self, stage: int) -> int:
@@ -160,7 +162,7 @@ class Sizes:
         return self.world // (self.pp * self.ep * self.etp)
 
     def of(self, name: str) -> int:
-        """Ranks on the axis of that short name."""
+        """Size of the axis with that short name."""
         size: int = getattr(self, name)
         return size
 
@@ -177,7 +179,7 @@ class Axis:
 
     @staticmethod
     def alone(global_rank: int, name: str = "alone") -> "Axis":
-        """The axis of one rank: what is cut over it is whole, and nothing travels."""
+        """An axis of one rank: a tensor cut over it is whole, and no message is sent."""
         return Axis(name, 1, 0, (global_rank,))
 
     @property
@@ -203,7 +205,7 @@ def _world_ranks(size: int) -> tuple[int, ...]:
 
 
 def _coordinates(sizes: Sizes, names: tuple[str, ...], global_rank: int) -> dict[str, int]:
-    """Place of a global rank on each axis, slowest axis first; pp counts stages, so it runs backwards."""
+    """Coordinate of a global rank on each axis; pp counts stages, so it runs backwards."""
     place: dict[str, int] = {}
     rest = global_rank
     for name in reversed(names):
@@ -215,7 +217,7 @@ def _coordinates(sizes: Sizes, names: tuple[str, ...], global_rank: int) -> dict
 def _line(
     sizes: Sizes, names: tuple[str, ...], along: tuple[str, ...], global_rank: int
 ) -> tuple[int, tuple[int, ...]]:
-    """Own place on, and global ranks of, the line through `global_rank` along some axes, the first of them slowest."""
+    """Rank on, and global ranks of, the line through `global_rank` along some axes, the first of them slowest."""
     place = _coordinates(sizes, names, global_rank)
     stride: dict[str, int] = {}
     step = 1
@@ -294,7 +296,7 @@ class Mesh:
             ranks = line.ranks[block * size :][:size]
             axes[f"context{size}"] = Axis(f"context{size}", size, own, ranks, group_of(ranks))
         world = _world_ranks(sizes.world)
-        # Sp is tp where activations are cut over it, else an axis of one: layers ask for `sp` and need no flag.
+        # `sp` is tp where activations are cut over it, else an axis of one rank: layers take `sp` and need no flag.
         axes["world"] = Axis("world", sizes.world, global_rank, world, group_of(world))
         axes["sp"] = replace(axes["tp"], name="sp") if sizes.sequence_parallel else Axis.alone(global_rank, "sp")
         return Mesh(global_rank, sizes, axes)
@@ -306,7 +308,7 @@ class Mesh:
         return self.axes[name]
 
     def context_group(self, size: int) -> Axis:
-        """The ranks that run a microbatch together where it is cut over so many; one of `Sizes.context_groups`."""
+        """The ranks that share a microbatch which is cut over `size` of them, one of `Sizes.context_groups`."""
         return self.axis(f"context{size}")
 
     @property
@@ -348,18 +350,18 @@ def ambient_mesh() -> Mesh:
 
 
 def set_ambient_mesh(mesh: Mesh) -> Token[Mesh | None]:
-    """Makes `mesh` the ambient one; hand the token to `reset_ambient_mesh`."""
+    """Makes `mesh` the ambient mesh; `reset_ambient_mesh` takes the token that is returned."""
     return _AMBIENT.set(mesh)
 
 
 def reset_ambient_mesh(token: Token[Mesh | None]) -> None:
-    """Puts back what was ambient before."""
+    """Restores the ambient mesh from before."""
     _AMBIENT.reset(token)
 
 
 @contextmanager
 def ambient(mesh: Mesh) -> Iterator[Mesh]:
-    """`mesh` is the ambient one inside the block."""
+    """Makes `mesh` the ambient mesh inside the block."""
     token = _AMBIENT.set(mesh)
     try:
         yield mesh

@@ -1,4 +1,4 @@
-"""Which slice of which parameter a rank holds: the one fact that initialiser, norm, checkpoint and import read.
+"""Shards of parameters: the slice that a rank holds, read by initialiser, gradient norm, checkpoint and import.
 
 A `Shard` is laid on a parameter at its birth, when a layer is built, and nothing flags a parameter by hand later. A cut
 dim is split into equal local lengths; where the axis does not divide it, the last ranks hold padding after their valid
@@ -18,7 +18,7 @@ from lightning_megatron.mesh import Axis
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangular part of a tensor: first index and extent along each dim."""
+    """A rectangular part of a tensor: first index and size along each dim."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -26,7 +26,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Initial:
-    """How a parameter starts: `std` times standard normal numbers plus `mean`; std 0 is a constant."""
+    """Initial distribution of a parameter: normal with `mean` and `std`; with std 0 it is a constant."""
 
     std: float = 0.0
     mean: float = 0.0
@@ -34,25 +34,26 @@ class Initial:
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """What a parameter is in the unsplit model, and which part of it this rank holds."""
+    """The shape of a parameter in the unsplit model, and the slice of it that this rank holds."""
 
     global_shape: tuple[int, ...]
-    """Shape in the unsplit model, without padding."""
+    """Shape of the parameter in the unsplit model, without padding."""
     dim: int | None = None
-    """The dim that is cut, if any."""
+    """Dim that is cut, if any."""
     axis: Axis | None = None
-    """The axis that cuts it."""
+    """Axis over which `dim` is cut."""
     local_length: int = 0
-    """Length of the cut dim here, padding included."""
+    """Length of the cut dim on this rank, padding included."""
     leading: Axis | None = None
-    """The axis that cuts dim 0 as well, into equal parts without padding (experts: ep)."""
+    """Axis over which dim 0 is cut as well, into equal parts without padding (experts: ep)."""
     replicas: tuple[Axis, ...] = ()
     """Axes whose ranks hold the same values; each counts once in a norm."""
     partial: Axis | None = None
-    """The axis over which gradients are parts of a sum (sequence parallel), if any."""
+    """Axis over which the gradient is partial, a term of a sum (sequence parallelism), if any."""
     data: Axis | None = None
-    """The axis whose ranks hold the same slice and see other samples, where it is not dp+cp (experts: edp)."""
+    """Data-parallel axis: its ranks hold the same slice and see other samples. None: dp+cp (experts have edp)."""
     initial: Initial = Initial()
+    """Initial distribution of the parameter."""
 
     @property
     def box(self) -> Box:
@@ -68,12 +69,12 @@ class Shard:
 
     @property
     def is_cut(self) -> bool:
-        """Whether this rank holds a part of the parameter only."""
+        """Whether this rank holds only a part of the parameter."""
         return self.box.sizes != self.global_shape
 
     @property
     def is_counted(self) -> bool:
-        """Whether this rank is the one of its replicas that counts in sums over all parameters."""
+        """Whether this rank's copy is the one that counts in sums over all parameters."""
         return all(axis.rank == 0 for axis in self.replicas)
 
     def valid(self, local: Tensor) -> Tensor:
@@ -84,7 +85,7 @@ class Shard:
 
 
 def boxes_of_range(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[int, Box]]:
-    """The elements from `start` to before `end` of a tensor, counted through, as boxes: where each begins, and the box.
+    """Elements `start` to before `end` of a flattened tensor as boxes: first element of each, and the box.
 
     Each box is contiguous in memory; there are at most 2n - 1 of them for n dims.
     """

@@ -1,4 +1,4 @@
-"""How checkpoints are written, and when beside what callbacks ask for."""
+"""How checkpoints are written, and when besides what callbacks ask for."""
 
 import signal
 from dataclasses import dataclass
@@ -6,16 +6,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """How checkpoints are written, and when beside what callbacks ask for."""
+    """How checkpoints are written, and when besides what callbacks ask for."""
 
     asynchronous: bool = True
-    """Training goes on as soon as the state has been copied to host memory; the files are written behind it."""
+    """Save in the background: training goes on as soon as the state has been copied to host memory. Else training
+    waits until the files are written."""
     save_on_signals: tuple[str, ...] = ("SIGTERM",)
-    """Names of signals at which a fit saves and ends, whichever rank gets them; (): they do what they did before."""
+    """Names of signals at which a fit saves a checkpoint and ends, whichever rank gets them; (): no signal does."""
     local_folder: str = ""
-    """On a disk or in the memory of each machine: where every rank also saves what it holds; empty: nowhere."""
+    """Folder on a disk or in the memory of each machine (/dev/shm/run1) to which every rank also saves what it holds,
+    often and without communication; empty: no local checkpoints."""
     local_every_n_steps: int = 0
-    """Optimizer steps from one such save to the next."""
+    """Optimizer steps between two local checkpoints; 0 without `local_folder`."""
 
     def __post_init__(self) -> None:
         faults = []

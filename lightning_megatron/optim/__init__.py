@@ -1,1 +1,1 @@
-"""Gradients from the end of backward to the optimizer's step: reduced over the right axes, measured, clipped."""
+"""Gradients and master weights between backward and the next forward: reduced, clipped, stepped, gathered."""

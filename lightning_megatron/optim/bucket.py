@@ -1,6 +1,6 @@
-"""A bucket: gradients of several parameters in one flat tensor, summed over the replicas by one message.
+"""Gradient buckets: gradients of several parameters in one flat tensor, reduced by one message.
 
-Backward makes gradients in `.grad` of their own or adds to those that are there. When a parameter's gradient is
+Backward makes new tensors for `.grad`, or adds to those that are there. When a parameter's gradient is
 complete for one backward it moves to its `grad_view`, a view of the bucket, which is `.grad` from then on. A bucket
 whose last gradient of a step is ready may be reduced. Buckets are reduced in one order on all data-parallel ranks,
 whatever the order in which they fill.
@@ -23,31 +23,31 @@ from lightning_megatron.sharding import Shard
 
 @dataclass(frozen=True, eq=False)
 class ModelParam:
-    """A parameter that this rank holds."""
+    """A parameter of the model that this rank holds."""
 
     name: str
     parameter: nn.Parameter
     shard: Shard
     replicas: Axis
-    """The ranks that hold the same slice and see other samples."""
+    """Data-parallel ranks: they hold the same slice and see other samples."""
     holders: Axis | None
-    """The pp ranks that hold this name, where there are several."""
+    """Pipeline ranks that hold a parameter of this name (tied weights), where there are several."""
     is_outside: bool
-    """Of the pipelined model: a plain module that every stage holds."""
+    """Whether the parameter is outside of the pipelined model, in a module that every stage holds."""
     stages: tuple[int, ...]
-    """Of this rank whose backwards add to its gradient."""
+    """Stages of this rank whose backwards add to the gradient."""
 
     @property
     def is_counted(self) -> bool:
-        """Whether a sum over all parameters of the model takes this rank's copy."""
+        """Whether this rank's copy is the one that counts in a sum over all parameters of the model."""
         return self.shard.is_counted and (self.holders is None or self.holders.is_first)
 
 
 class Bucket:
-    """Gradients that need the same sums: over their replicas, then over the axis of a partial sum, then over holders.
+    """Gradients that need the same reductions: over data-parallel ranks, over the axis of a partial sum, over holders.
 
-    `shards` is the axis over which the sum is cut: that of the replicas, or one of a single rank. `dtype` is that of
-    the gradients, `low` that which the parameters shall have beside master weights, where not their own.
+    `shards` is the axis over which the sum is scattered: the data-parallel ranks, or a single rank. `dtype` is of the
+    gradients, `low` of the parameters beside master weights, None where they keep their own.
     """
 
     def __init__(
@@ -68,42 +68,43 @@ class Bucket:
         self.holders = first.holders
         self.is_outside = first.is_outside
         self.replicas, self.shards = first.replicas, shards
-        # Zeros, because gaps between parameters travel too.
+        # Zeros, because gaps between parameters are reduced too.
         self.gradient = torch.zeros(layout.num_elements, dtype=dtype, device=first.parameter.device)
         self.grad_views: dict[Tensor, Tensor] = {
             param.parameter: self.gradient[start : start + param.parameter.numel()].view(param.parameter.shape)
             for param, start in zip(members, layout.starts, strict=True)
         }
         self.pending: Pending | None = None
-        # The extremes, [2], of what this rank had of each gradient before the last sum.
+        # Minimum and maximum [2] of each of this rank's own gradients before the last reduction.
         self.extremes: list[tuple[ModelParam, Tensor]] = []
 
     @property
     def own(self) -> Tensor:
-        """This rank's shard of the gradients, flat."""
+        """This rank's flat shard of the gradients."""
         return collectives.shard_slice(self.gradient, self.shards)
 
     @property
     def is_trained(self) -> bool:
+        """Whether any of the bucket's parameters requires a gradient."""
         return any(param.parameter.requires_grad for param in self.members)
 
     @property
     def is_touched(self) -> bool:
-        """Whether any of its parameters has a gradient."""
+        """Whether any of the bucket's parameters has a gradient."""
         return any(param.parameter.grad is not None for param in self.members)
 
     def own_range(self, place: int) -> Range:
-        """The elements of its member number `place` that lie in this rank's shard."""
+        """The elements of the member number `place` that lie in this rank's shard."""
         size = self.members[place].parameter.numel()
         shards = self.shards
         return own_range(self.layout.starts[place], size, self.layout.num_elements, shards.size, shards.rank)
 
     def has_grad_view(self, param: ModelParam) -> bool:
-        """Whether a parameter's gradient stands in the bucket."""
+        """Whether a parameter's gradient is its view of the bucket."""
         return param.parameter.grad is self.grad_views[param.parameter]
 
     def move_grad(self, param: ModelParam) -> None:
-        """Moves a parameter's gradient to its grad_view, if it is not there; a sparse one of a single replica stays."""
+        """Moves a parameter's gradient into the bucket, unless it is there; a sparse one of a single rank stays."""
         parameter = param.parameter
         gradient, grad_view = parameter.grad, self.grad_views[parameter]
         if gradient is None or gradient is grad_view:
@@ -116,14 +117,14 @@ class Bucket:
         # Where a parameter's own dtype is narrower than its gradient's, `.grad` takes it by `grad_dtype`.
         parameter.grad = grad_view
 
-    def send(self, *, is_checked: bool) -> None:
-        """Starts the sum over the replicas; parameters without a gradient count as zeros."""
+    def reduce(self, *, is_checked: bool) -> None:
+        """Starts the reduction over data-parallel ranks; a parameter without a gradient counts as zeros."""
         for param in self.members:
             self.move_grad(param)
             if not self.has_grad_view(param):
                 self.grad_views[param.parameter].zero_()
         if is_checked:
-            # Read later: a device need not be waited for in the middle of a backward.
+            # Read later, so that no device is waited for in the middle of a backward.
             present = [(param, param.parameter.grad) for param in self.members]
             self.extremes = [(param, extremes(gradient)) for param, gradient in present if gradient is not None]
         if self.shards.size > 1:
@@ -132,7 +133,7 @@ class Bucket:
             self.pending = collectives.all_reduce_(self.gradient, self.replicas, wait=False)
 
     def wait(self) -> bool:
-        """Returns, once its sum has landed, whether it was sent in this step."""
+        """Whether the bucket was reduced in this step, once the reduction is complete."""
         if self.pending is None:
             return False
         self.pending.wait()
@@ -149,7 +150,7 @@ def make_buckets(
     dtype_of: Callable[[nn.Parameter], torch.dtype],
     low_of: Callable[[nn.Parameter], torch.dtype | None],
 ) -> list[Bucket]:
-    """The buckets of the parameters, in about the order in which backward completes them."""
+    """Buckets of the parameters, in about the order in which backward completes them."""
     groups: dict[tuple[Any, ...], list[ModelParam]] = {}
     # Backward runs through the model from its end.
     in_turn = list(reversed(list(params)))
@@ -179,8 +180,8 @@ def make_buckets(
             chosen = [members[index] for index in layout.members]
             dtype, low = dtype_of(chosen[0].parameter), low_of(chosen[0].parameter)
             buckets.append(Bucket(chosen, layout, shards=shards, dtype=dtype, low=low))
-    # Those that wait for the backward of the first stages come last, and within a stage those of its first layers:
-    # norms alone fill a bucket late, and none may wait behind it.
+    # Buckets of the first stages come last, and within a stage those of its first layers: a bucket of norms alone is
+    # complete late, and no other may wait for it.
     return sorted(
         buckets,
         key=lambda bucket: (-min(bucket.stages, default=0), max(turns[param] for param in bucket.members)),
@@ -188,7 +189,7 @@ def make_buckets(
 
 
 class GradReducer:
-    """Sends buckets as their last gradients land.
+    """Reduces buckets as their last gradients are ready.
 
     A schedule says which backward of a stage is the last of the step (`expect`), and when a stage is done
     (`complete`).
@@ -202,20 +203,20 @@ class GradReducer:
         }
         self._params = {param.parameter: param for bucket in buckets for param in bucket.members}
         self._is_open = False
-        self._num_sent = 0
+        self._num_reduced = 0
         self._stages_left: dict[Bucket, set[int]] = {}
-        # Of buckets of which everything else is there: parameters whose last gradient is still to land.
+        # Buckets in their last backward, with the parameters whose gradients are not ready yet.
         self._missing: dict[Bucket, set[Tensor]] = {}
-        self._watched: list[tuple[Any, Any]] = []
         # Nodes with their hooks: autograd keeps a node only as long as somebody holds it.
+        self._watched: list[tuple[Any, Any]] = []
 
     def watch(self) -> None:
-        """Begins to see gradients land. Not before the parameters have their final data: a new dtype makes autograd
-        forget the node that was watched."""
+        """Hooks the accumulation of gradients. Parameters must have their final data: with a new dtype autograd makes a
+        new node."""
         self._watched = [self._watch(param) for param in self._params.values() if param.parameter.requires_grad]
 
     def _watch(self, param: ModelParam) -> tuple[Any, Any]:
-        """Has `land` called behind autograd's own addition to the gradient: once a backward, after all uses."""
+        """Hooks autograd's accumulation node, which runs once per backward, after all uses of the parameter."""
         grad_fn = param.parameter.view_as(param.parameter).grad_fn
         assert grad_fn is not None
         node = grad_fn.next_functions[0][0]
@@ -223,25 +224,25 @@ class GradReducer:
         return node, node.register_hook(lambda *_: self._accumulated(param))
 
     def release(self) -> None:
-        """Watches no longer."""
+        """Removes the hooks."""
         for _, handle in self._watched:
             handle.remove()
         self._watched = []
 
     def grad_view(self, parameter: Tensor) -> Tensor | None:
-        """Where a parameter's gradient belongs; none for one that no bucket has."""
+        """The view of a bucket for a parameter's gradient; None for a parameter in no bucket."""
         bucket = self._bucket_of.get(parameter)
         return None if bucket is None else bucket.grad_views[parameter]
 
     def open(self) -> None:
-        """A step's gradients are about to be made that may be sent as soon as they are complete."""
-        self._is_open, self._num_sent = True, 0
+        """Begins a step whose buckets may be reduced as soon as they are complete."""
+        self._is_open, self._num_reduced = True, 0
         self._stages_left = {bucket: set(bucket.stages) for bucket in self._buckets}
         self._missing = {}
 
     def expect(self, stage: int, parameters: Iterable[Tensor] | None = None) -> None:
-        """The last backward of a stage in this step is about to run; of `parameters` only, where given, something is
-        still missing."""
+        """The last backward of a stage in this step is about to run; only the gradients of `parameters`, if given, are
+        missing."""
         if not self._is_open:
             return
         chosen = None if parameters is None else set(parameters)
@@ -257,7 +258,7 @@ class GradReducer:
         if missing is not None:
             missing.discard(parameter)
             if not missing:
-                self._send_complete()
+                self._reduce_complete()
 
     def complete(self, stage: int) -> None:
         """All backwards of a stage have run."""
@@ -267,15 +268,15 @@ class GradReducer:
             stages.discard(stage)
             if not stages:
                 self._missing[bucket] = set()
-        self._send_complete()
+        self._reduce_complete()
 
     def close(self, *, everything: bool) -> None:
-        """The step's backwards are over; sends what is left: everything, or buckets that have a gradient."""
-        sent = self._buckets[: self._num_sent] if self._is_open else []
+        """Ends the step's backwards and reduces the buckets left: all, or those with a gradient."""
+        sent = self._buckets[: self._num_reduced] if self._is_open else []
         for bucket in self._buckets:
             if bucket not in sent and bucket.is_trained and (everything or bucket.is_touched):
-                bucket.send(is_checked=self._is_checked)
-        self._is_open, self._missing, self._num_sent = False, {}, 0
+                bucket.reduce(is_checked=self._is_checked)
+        self._is_open, self._missing, self._num_reduced = False, {}, 0
 
     def _accumulated(self, param: ModelParam) -> None:
         bucket = self._bucket_of[param.parameter]
@@ -287,12 +288,12 @@ class GradReducer:
         bucket.move_grad(param)
         self.grad_ready(param.parameter)
 
-    def _send_complete(self) -> None:
-        while self._num_sent < len(self._buckets):
-            bucket = self._buckets[self._num_sent]
+    def _reduce_complete(self) -> None:
+        while self._num_reduced < len(self._buckets):
+            bucket = self._buckets[self._num_reduced]
             missing = self._missing.get(bucket)
             if missing is None or missing:
                 return
-            self._num_sent += 1
+            self._num_reduced += 1
             if bucket.is_trained:
-                bucket.send(is_checked=self._is_checked)
+                bucket.reduce(is_checked=self._is_checked)

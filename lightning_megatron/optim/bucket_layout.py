@@ -1,31 +1,31 @@
-"""Where each parameter's gradient stands in flat buckets that are summed, and cut over replicas, in one message each.
+"""The layout of flat gradient buckets: where each parameter begins, and which shard is whose. Arithmetic alone.
 
-Pure arithmetic over numbers of elements. Buckets follow the order given, which is that in which a backward makes
-gradients, so that the first can travel while the rest is still being made. A bucket is cut into equal shards, one for
-each replica: either without regard to parameters, so that shards are even and a parameter may lie in two of them, or
-so that every parameter lies whole in one, for optimizers that look at whole matrices.
+Buckets follow the order given, in which backward makes gradients, so that the first can be reduced while the rest is
+still being computed. A bucket is cut into equal shards, one for each data-parallel rank: either without regard to
+parameters, so that shards are even and a parameter may lie in two of them, or with `no_split` so that every parameter
+lies in one, for optimizers that read whole matrices.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Elements. Parameters and shards begin at multiples of it: 64 bytes in float32, which vector instructions like.
+# Parameters and shards begin at multiples of so many elements: 64 bytes in float32, for vector instructions.
 ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Which parameters a bucket has, by their place in the list, and where each begins in it."""
+    """The parameters of a bucket, by their index in the list, and the element at which each begins."""
 
     members: tuple[int, ...]
     starts: tuple[int, ...]
     num_elements: int
-    """In all, gaps included; a multiple of the number of shards."""
+    """Elements of the bucket, gaps included; a multiple of the number of shards."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """Elements from `start` to before `end` of something flat."""
+    """Elements `start` to before `end` of a flattened tensor."""
 
     start: int
     end: int
@@ -38,7 +38,7 @@ class Range:
 def bucket_layouts(
     sizes: Sequence[int], *, num_shards: int, bucket_size: int, no_split: bool = False
 ) -> list[BucketLayout]:
-    """The buckets of parameters with `sizes` elements each, about `bucket_size` elements in one."""
+    """Layouts of buckets of about `bucket_size` elements for parameters of `sizes` elements."""
     layouts, members, filled = [], list[int](), 0
     for index, size in enumerate(sizes):
         if members and filled + size > bucket_size:
@@ -52,7 +52,7 @@ def bucket_layouts(
 
 
 def own_range(start: int, size: int, num_elements: int, num_shards: int, rank: int) -> Range:
-    """Of a parameter of `size` elements at `start` of a bucket, those that lie in the shard of `rank`."""
+    """The elements of a parameter in the shard of `rank`, where it begins at `start` of a bucket and has `size`."""
     length = num_elements // num_shards
     first, last = max(start, rank * length), min(start + size, (rank + 1) * length)
     return Range(first - start, max(first, last) - start)
@@ -69,7 +69,7 @@ def _layout(members: list[int], sizes: Sequence[int], num_shards: int, no_split:
 
 
 def _whole_layout(members: list[int], sizes: Sequence[int], num_shards: int) -> BucketLayout:
-    """Each parameter to the shard that has least so far, the largest first."""
+    """A layout in which each parameter, the largest first, goes to the shard that has least so far."""
     ends = [0] * num_shards
     places: dict[int, tuple[int, int]] = {}
     for index in sorted(members, key=lambda index: (-sizes[index], index)):

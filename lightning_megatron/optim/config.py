@@ -1,4 +1,4 @@
-"""What a user sets about gradients, master weights and the optimizer's shards."""
+"""Configuration of gradient reduction, the distributed optimizer and the loss scale."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -11,32 +11,35 @@ DeclaredScope = Literal["auto", "elementwise", "parameter"]
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """How gradients are summed over replicas, and who steps which weights.
+    """How gradients are reduced over data-parallel ranks, and which rank steps which weights.
 
     Source of the distributed kind: Rajbhandari et al., arXiv 1910.02054, section 5.1 (ZeRO, stage 1).
     """
 
     kind: OptimizerKind = "replicated"
-    """replicated: every replica steps all of its weights. distributed: each of the d replicas (dp x cp; of experts edp)
-    holds the optimizer state of 1/d of them, steps those, and the replicas exchange the results."""
+    """Which data-parallel ranks step which weights. replicated: each steps all weights that it holds. distributed
+    (ZeRO-1): each of the d ranks (dp x cp; for experts edp) holds the optimizer state of 1/d of the weights and steps
+    those, and the ranks all-gather the result."""
     grad_dtype: GradientDtype = "auto"
-    """Of accumulated gradients and of their sums. auto: float32 under mixed precision, else that of the weights."""
+    """Dtype in which gradients are accumulated and reduced. auto: float32 under mixed precision, else the dtype of the
+    weights."""
     bucket_size: int = 40_000_000
-    """Numbers whose gradients are summed in one message; a larger parameter has a bucket of its own."""
+    """Elements of a gradient bucket, which is reduced in one message; a larger parameter has a bucket of its own."""
     overlap_grad_reduce: bool = False
-    """Send a bucket as soon as the backward of the last microbatch has made its last gradient."""
+    """Start to reduce a bucket as soon as the backward of the last microbatch has made its last gradient, so that the
+    message runs beside compute; else reduce all buckets after the last backward."""
     overlap_param_gather: bool = False
-    """distributed: return from the step before the others' weights have landed and wait for them part by part in the
-    next forward; hooks in between must not read weights."""
+    """With the distributed optimizer, return from the step while updated weights are still all-gathered, and let each
+    part of the model wait for its own in the next forward; hooks in between must not read weights."""
     on_nonfinite: OnNonfinite = "stop"
-    # NaN or Inf in a gradient. stop: end the run on all ranks, naming rank, parameter and step. skip: leave the
-    # weights as they are, on all ranks. ignore: step with it
+    """What to do about NaN or Inf in a gradient. stop: end the run on all ranks, naming rank, parameter and step. skip:
+    leave out the optimizer step on all ranks. ignore: step with it."""
     check_replicas_every_n_steps: int = 0
-    """Compare, bit by bit, weights that several ranks hold; 0: never."""
+    """Optimizer steps between two checks that all ranks that hold a weight hold the same bits; 0: never."""
     update_scope: DeclaredScope = "auto"
-    """What an optimizer that torch does not ship looks at when it steps one number of a weight. number: that number's
-    gradient and state alone, as AdamW does, so that it may be given any part of a weight. parameter: more of the
-    weight, as Muon does. auto: not known, hence refused where tensor or expert parallelism cuts weights."""
+    """What an optimizer that torch does not ship reads to update one element of a weight. elementwise: that element's
+    gradient and state alone, as AdamW does, so that it may be given any part of a weight. parameter: other elements of
+    the same weight, as Muon does. auto: unknown, hence refused where tensor or expert parallelism shards weights."""
 
     def __post_init__(self) -> None:
         choices = (
@@ -51,7 +54,7 @@ class OptimizerConfig:
             if value not in allowed
         ]
         if self.bucket_size < 1:
-            faults.append(f"bucket_size ({self.bucket_size}) must be at least 1; it counts numbers, 40000000 is usual")
+            faults.append(f"bucket_size ({self.bucket_size}) must be at least 1; it counts elements, 40000000 is usual")
         if self.check_replicas_every_n_steps < 0:
             faults.append(
                 f"check_replicas_every_n_steps ({self.check_replicas_every_n_steps}) must be at least 0; 0 is never"
@@ -67,23 +70,23 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LossScaleConfig:
-    """By how much a float16 loss is multiplied, so that small gradients do not become zero.
+    """The dynamic loss scale of float16, which keeps small gradients from becoming zero.
 
     Source: Micikevicius et al., arXiv 1710.03740, section 3.2.
     """
 
     initial: float = 65536.0
-    """Factor of the first step."""
+    """Loss scale of the first step."""
     growth_factor: float = 2.0
-    """By which it grows after `window` steps in a row without Inf or NaN."""
+    """Factor by which the scale grows after `window` steps in a row without Inf or NaN."""
     backoff_factor: float = 0.5
-    """By which it shrinks."""
+    """Factor by which the scale shrinks after `hysteresis` steps with Inf or NaN."""
     window: int = 1000
-    """Steps."""
+    """Steps in a row without Inf or NaN after which the scale grows."""
     hysteresis: int = 2
-    """Bad steps until it shrinks; counted anew after it has grown."""
+    """Steps with Inf or NaN after which the scale shrinks; counted anew after it has grown."""
     minimum: float = 1.0
-    """Below which it does not shrink."""
+    """Value below which the scale does not shrink."""
 
     def __post_init__(self) -> None:
         faults = []

@@ -1,7 +1,6 @@
-"""What goes between replicas in a step: gradients as they are made, weights as they are needed.
+"""Communication of data-parallel ranks in a step: gradients reduced as they are made, parameters gathered as needed.
 
-The one thing that whoever runs a step talks to. It hears from the schedule where a step stands and passes that on to
-the sender of gradients and to the master weights.
+This is the one object that the schedule of a step talks to; it tells the gradient reducer and the master weights.
 """
 
 from collections.abc import Iterable
@@ -13,10 +12,9 @@ from lightning_megatron.optim.master_weights import MasterWeights
 
 
 class DataParallelComm:
-    """Gradients and master weights of one rank. `master_weights` is None where the optimizer steps the parameters.
+    """Gradients and master weights of one rank; `master_weights` is None where the optimizer steps the parameters.
 
-    For the parameters `in_parts` somebody calls `gather_part` before they are used; for all others a step waits before
-    it is entered.
+    The model calls `gather_part` before it uses parameters `in_parts`; for all others a step waits at its beginning.
     """
 
     def __init__(
@@ -32,22 +30,22 @@ class DataParallelComm:
         gradients.reducer.watch()
 
     def grad_view(self, parameter: Tensor) -> Tensor | None:
-        """Where the first gradient of a parameter belongs."""
+        """The view of a bucket to which the first gradient of a parameter goes."""
         return self.gradients.reducer.grad_view(parameter)
 
     # --- gradients --------------------------------------------------------------------------------------------------
 
     def begin_backwards(self) -> None:
-        """The backwards of a step begin whose gradients may be sent as they are complete."""
+        """The backwards of a step begin; from here on buckets may be reduced as they are complete."""
         if self.gradients.config.overlap_grad_reduce:
             self.gradients.reducer.open()
 
     def expect(self, stage: int, parameters: Iterable[Tensor] | None = None) -> None:
-        """The last backward of a stage is about to run; only the gradients of `parameters` miss, where given."""
+        """The last backward of a stage is about to run; only the gradients of `parameters`, if given, are missing."""
         self.gradients.reducer.expect(stage, parameters)
 
     def grad_ready(self, parameter: Tensor) -> None:
-        """The last gradient of a parameter that was put off is complete."""
+        """The last gradient of a parameter whose weight gradient was split off is complete."""
         self.gradients.reducer.grad_ready(parameter)
 
     def complete(self, stage: int) -> None:
@@ -63,20 +61,20 @@ class DataParallelComm:
         self.synchronize()
 
     def synchronize(self) -> None:
-        """Parameters and master weights agree from here on: what flies has landed, what somebody changed is adopted."""
+        """Makes parameters and master weights agree: gathers are waited for, parameters that changed are taken over."""
         if self.master_weights is not None:
             self.master_weights.wait()
             self.master_weights.take_changed_params()
 
     def update_params(self) -> None:
-        """The optimizer has stepped: its weights go to the replicas."""
+        """The optimizer has stepped: copies its weights to the parameters of all data-parallel ranks."""
         if self.master_weights is not None:
             self.master_weights.update_params()
             if not self.gradients.config.overlap_param_gather:
                 self.master_weights.wait()
 
     def gather(self, stage: int) -> None:
-        """The first forward of a stage is about to run: a step is entered, and may use what no part has."""
+        """The first forward of a stage is about to run, which may use parameters of no part."""
         if self.master_weights is not None:
             self.master_weights.wait(self._outside)
 
@@ -86,19 +84,19 @@ class DataParallelComm:
             self.master_weights.wait(parameters)
 
     def gather_all(self) -> None:
-        """Somebody reads weights who may read any."""
+        """Waits for all parameters, for a reader that may read any."""
         if self.master_weights is not None:
             self.master_weights.wait()
 
     @property
     def has_shards(self) -> bool:
-        """Whether replicas must talk to make parameters whole."""
+        """Whether parameters are sharded, so that ranks must communicate to make them whole."""
         return any(bucket.shards.size > 1 for bucket in self.gradients.buckets)
 
     def release(self) -> None:
-        """Training is over: parameters are what they were before, with the values of now. Collective over the replicas.
+        """Ends training: parameters get their former dtype and the values of now. Collective over data-parallel ranks.
 
-        After a failure only where no replica has what another one needs: `has_shards` says whether one has.
+        After a failure it may be called only where `has_shards` is False, because no rank needs another then.
         """
         self.synchronize()
         self.gradients.release()

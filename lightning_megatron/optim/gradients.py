@@ -1,7 +1,7 @@
-"""From the gradients that backward left on each rank to those of one device: sums over every axis that split them.
+"""Reduction of the gradients of each rank to those of one device, their norm, and clipping.
 
-Runs once per optimizer step, between the last backward and the user's `on_after_backward`. Which sums a parameter needs
-is read off its `Shard` and off the pp ranks that hold its name:
+Runs once per optimizer step, between the last backward and the user's `on_after_backward`. Which reductions a parameter
+needs is read off its `Shard` and off the pp ranks that hold its name:
 
     over          which parameters                                             why
     sp (tp)       those with `Shard.partial`                                   each rank saw its tokens only
@@ -28,19 +28,19 @@ from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.optim.reductions import extremes, scale_in_place, square, stage_axes
 from lightning_megatron.sharding import Shard, shard_of
 
-# An axis of this rank alone: what is cut over it is whole.
+# An axis of one rank: a tensor cut over it is whole.
 ALONE = Axis.alone(0)
 
 
 @dataclass(frozen=True, eq=False)
 class ParamShard:
-    """What this rank's optimizer steps of a parameter."""
+    """The part of a parameter that this rank's optimizer steps."""
 
     param: ModelParam
     tensor: nn.Parameter
-    """What the optimizer has: the parameter itself, or master weights, flat where they are a part of it."""
+    """Tensor in the optimizer: the parameter itself, or master weights, flat where they are a part of it."""
     range: Range
-    """Of the parameter's elements, counted through."""
+    """Elements of the flattened parameter."""
 
 
 class Gradients:
@@ -48,8 +48,8 @@ class Gradients:
 
     `named_parameters` in the same order on all ranks of a stage; `inside` are the names that belong to the pipelined
     model; `stages` the stages of this rank whose backwards make gradients of a name, all of them where a name is
-    absent. `dtype` is that of accumulated gradients, `low` that of matrices beside master weights. `no_split`: the
-    optimizer looks at whole parameters. `names_by_rank` are those of each pp rank; without it ranks tell each other.
+    absent. `dtype` is the dtype of accumulated gradients, `low` that of matrices beside master weights. `no_split`: the
+    optimizer reads whole parameters. `names_by_rank` are the names on each pp rank; without it ranks gather them.
     Construction is collective over pp, and over the world where names are held by several pp ranks.
     """
 
@@ -80,10 +80,10 @@ class Gradients:
         for name, parameter in named:
             shard = shard_of(parameter)
             if not isinstance(getattr(parameter, "shard", None), Shard):
-                # A user's own parameter is whole on every tp rank and must count once.
+                # A user's own parameter is replicated over tp and must count once.
                 shard = Shard(global_shape=tuple(parameter.shape), replicas=(mesh.tp,))
             own = mesh.own_stages if stages is None or name not in stages else tuple(stages[name])
-            # By its name: a module that was built before the ranks were known has the axes of one device.
+            # The axis by its name, because a module built before the ranks were known has the axes of one device.
             replicas = mesh.axis("dp+cp" if shard.data is None else shard.data.name)
             self.params.append(ModelParam(name, parameter, shard, replicas, holders.get(name), name not in inside, own))
         self.buckets: list[Bucket] = make_buckets(
@@ -95,7 +95,7 @@ class Gradients:
             low_of=lambda parameter: low if _is_lowered(parameter) else None,
         )
         grad_views = {parameter for bucket in self.buckets for parameter in bucket.grad_views}
-        # Frozen so far: should somebody thaw them, they are summed one by one.
+        # Frozen so far; if they are unfrozen later, they are reduced one by one.
         self._loose = [param for param in self.params if param.parameter not in grad_views]
         self.param_shards = [
             ParamShard(param, param.parameter, Range(0, param.parameter.numel()))
@@ -103,17 +103,17 @@ class Gradients:
             if param.parameter in grad_views
         ]
         self.has_master_weights = False
-        # Whether master weights have gradients that stand in the buckets.
+        # Whether gradients of master weights are views of the buckets.
         self._is_handed_over = False
         self._is_checked = self.config.on_nonfinite == "stop"
         self.reducer = GradReducer(self.buckets, is_checked=self._is_checked)
-        # As a bucket's `made`.
+        # As `extremes` of a bucket.
         self._loose_extremes: list[tuple[ModelParam, Tensor]] = []
 
-    # --- what is there between two backwards ------------------------------------------------------------------------
+    # --- between two backwards ---------------------------------------------------------------------------------------
 
     def take(self, *, copied: bool = False) -> dict[nn.Parameter, Tensor]:
-        """Takes all gradients off their parameters; `copied` where others will be made before these are given back."""
+        """Takes all gradients off their parameters; `copied` where others are made before these are added back."""
         taken = {}
         for param in self.params:
             gradient = param.parameter.grad
@@ -134,8 +134,8 @@ class Gradients:
                 parameter.grad.add_(gradient)
 
     def free(self, *, dropped: bool) -> None:
-        """Makes the buckets free for new gradients where master weights still have old ones in them: those are copied,
-        or forgotten."""
+        """Frees the buckets for new gradients where gradients of master weights are views of them: those are copied, or
+        dropped."""
         if not self._is_handed_over:
             return
         self._is_handed_over = False
@@ -144,17 +144,17 @@ class Gradients:
                 shard.tensor.grad = None if dropped else shard.tensor.grad.clone()
             shard.param.parameter.grad = None
 
-    # --- sums -------------------------------------------------------------------------------------------------------
+    # --- reduction ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def reduce(self, *, outside_over_stages: bool, factor: Tensor | None = None) -> None:
-        """Makes every gradient that of one device, times `factor` [].
+        """Reduces every gradient to that of one device, times `factor` [].
 
         `outside_over_stages` says that modules outside the pipelined model ran on one stage only, so that their
         gradients are to be summed; else each stage has them whole. A parameter with a gradient on some rank gets one on
         all; one without any keeps None.
         """
-        # With overlap some ranks have sent what others have not: all must send all of it before they talk of anything.
+        # With overlap some ranks have begun reductions that others have not: all must begin all before other messages.
         overlaps = self.config.overlap_grad_reduce
         if overlaps:
             self.reducer.close(everything=True)
@@ -178,10 +178,10 @@ class Gradients:
             self._hand_over()
 
     def nonfinite_before_reduce(self) -> set[str]:
-        """Names of the parameters in whose gradients this rank had NaN or Inf by itself, before the last sums; of a
-        configuration that stops there."""
-        made = [*self._loose_extremes, *(entry for bucket in self.buckets for entry in bucket.extremes)]
-        return {param.name for param, ends in made if not bool(ends.isfinite().all())}
+        """Names of parameters in whose gradients this rank had NaN or Inf before the last reduction; recorded only with
+        `on_nonfinite="stop"`."""
+        recorded = [*self._loose_extremes, *(entry for bucket in self.buckets for entry in bucket.extremes)]
+        return {param.name for param, ends in recorded if not bool(ends.isfinite().all())}
 
     def _reduce_loose(self, outside_over_stages: bool, factor: Tensor | None) -> None:
         self._loose_extremes = []
@@ -200,11 +200,10 @@ class Gradients:
             param.parameter.grad = whole if factor is None else whole.mul_(factor.to(whole.dtype))
 
     def _hand_over(self) -> None:
-        """Gives each master weight its part of the sums. A shard of them is of no use to the parameter, which has none
-        then."""
+        """Gives each master weight its part of the reduced gradients; sharded ones leave the parameter."""
         for shard in self.param_shards:
             parameter, main = shard.param.parameter, shard.tensor
-            # Who toggles an optimizer off toggles what it steps.
+            # Lightning's `toggle_optimizer` freezes what other optimizers step.
             if parameter.grad is None or not main.requires_grad:
                 continue
             # A sparse one of a single replica is not at grad_view.
@@ -221,8 +220,8 @@ class Gradients:
                     param.parameter.grad = None
 
     def _agree_on_presence(self, outside_over_stages: bool) -> None:
-        """Gives zeros to parameters without a gradient here but with one on another rank that sums with this one, or
-        has other experts of the same tensor: on one device all experts of a tensor are stepped or none."""
+        """Gives zero gradients to parameters with none here but one on a rank that reduces with this one or has other
+        experts of the tensor: on one device all experts of a tensor are stepped or none."""
         trained = [param for param in self.params if param.parameter.requires_grad]
         groups: dict[tuple[int, ...], tuple[Axis, list[int]]] = {}
         others: dict[tuple[int, ...], tuple[Axis, list[int]]] = {}
@@ -235,8 +234,8 @@ class Gradients:
         for place, param in sorted(enumerate(trained), key=lambda item: item[1].name):
             if param.holders is not None and (outside_over_stages or not param.is_outside):
                 shared.setdefault(param.holders.ranks, (param.holders, []))[1].append(place)
-        # First the replicas, which ranks of a stage hold in one order, then those with other experts, then the holders:
-        # all ranks of an axis come to it in one order.
+        # First data-parallel axes, in the order of the stage's parameters, then axes of experts, then holders: the ranks
+        # of an axis enter its collective in one order.
         axes = [group for group in [*groups.values(), *others.values()] if group[0].size > 1]
         axes += [shared[ranks] for ranks in sorted(shared)]
         if not axes:
@@ -252,15 +251,15 @@ class Gradients:
                 if grad_view is None:
                     param.parameter.grad = torch.zeros_like(param.parameter)
                 else:
-                    # What was sent is on its way and has zeros for it already.
+                    # A bucket in flight has zeros for it already.
                     param.parameter.grad = grad_view if self.config.overlap_grad_reduce else grad_view.zero_()
 
     # --- the norm ---------------------------------------------------------------------------------------------------
 
     def norm(self, parameters: Iterable[nn.Parameter] | None = None) -> Tensor:
-        """The 2-norm of the whole model's gradient, [], float64: each parameter of the unsplit model counts once.
+        """The 2-norm of the whole model's gradient, float64 []: each element of the unsplit model counts once.
 
-        Of `parameters` only, those that the optimizer has, where given. Talks over the world.
+        Only `parameters`, as the optimizer has them, count where given. Collective over the world.
         """
         chosen = None if parameters is None else set(parameters)
         counted = [
@@ -277,7 +276,7 @@ class Gradients:
         return collectives.all_reduce(total, self.mesh.world).sqrt()
 
     def stepped(self) -> Iterator[tuple[ModelParam, nn.Parameter, bool]]:
-        """What optimizers may step, and whether its gradient is one that this replica alone has."""
+        """Tensors that optimizers may step, and whether this data-parallel rank alone has the gradient."""
         for shard in self.param_shards:
             yield shard.param, shard.tensor, self.has_master_weights and self.config.kind == "distributed"
         for param in self._loose:
@@ -296,10 +295,10 @@ class Gradients:
         return norm
 
     def release(self) -> None:
-        """Lets go of the parameters."""
+        """Removes the hooks from the parameters."""
         self.reducer.release()
 
 
 def _is_lowered(parameter: nn.Parameter) -> bool:
-    """Matrices of float32 are; vectors (of norms, biases) weigh little, and torch's norms want theirs in float32."""
+    """Whether a parameter is lowered: float32 matrices are; vectors are small, and norms want them in float32."""
     return parameter.dim() > 1 and parameter.dtype is torch.float32

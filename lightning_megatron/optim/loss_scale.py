@@ -1,7 +1,7 @@
-"""The dynamic loss scale of float16: what the next step's factor is, as a state machine of numbers.
+"""The dynamic loss scale of float16, as a state machine of numbers.
 
-The loss is multiplied before the backward, gradients are divided before the step. Every rank keeps its own copy; they
-stay equal because each `update` is told what all ranks found together.
+The loss is multiplied before backward, gradients are divided before the step. Every rank keeps its own copy; they stay
+equal because each `update` gets what all ranks found together.
 """
 
 from typing import Any
@@ -12,34 +12,31 @@ from lightning_megatron.optim.config import LossScaleConfig
 
 
 class LossScale:
-    """The factor of the current step; `update` makes the next one."""
+    """The loss scale of the current step; `update` makes that of the next."""
 
     def __init__(self, config: LossScaleConfig) -> None:
         self._config = config
         self.factor = config.initial
-        # In a row.
+        # Steps in a row without Inf or NaN.
         self._good_steps = 0
-        # Until the factor shrinks.
+        # Steps with Inf or NaN until the factor shrinks.
         self._bad_steps_left = config.hysteresis
-        # What the mean loss of the first step divided by.
+        # The loss weight (number of valid targets) of the first step.
         self._usual_weight: float | None = None
 
     @property
     def of_sums(self) -> float:
-        """By which a sum of losses is multiplied, so that its gradients are about those of a mean times `factor`.
-
-        The factor is meant for means: it is divided by what a step's mean usually divides by.
-        """
+        """Scale of a loss that is a sum: `factor`, which is meant for means, over the usual loss weight of a step."""
         return self.factor / (self._usual_weight or 1.0)
 
     def learn_weight(self, weight: Tensor) -> None:
-        """Takes in what the mean loss of a step divides by, []: of the first one, so that a scale changes by its rule
-        alone. No other is waited for."""
+        """Remembers the loss weight [] of the first step as the usual one. Later ones are not read, so that the scale
+        changes by its rule alone and no device is waited for."""
         if self._usual_weight is None:
             self._usual_weight = max(1.0, weight.item())
 
     def update(self, *, found_nonfinite: bool) -> None:
-        """Takes in whether any gradient of the step was Inf or NaN, on any rank."""
+        """Updates the scale by whether any rank found Inf or NaN in a gradient of the step."""
         config = self._config
         if found_nonfinite:
             self._good_steps = 0
@@ -54,7 +51,7 @@ class LossScale:
             self.factor *= config.growth_factor
 
     def state_dict(self) -> dict[str, float | None]:
-        """What a checkpoint keeps of it: the same on every rank."""
+        """The state for a checkpoint, equal on every rank."""
         return {
             "factor": self.factor,
             "good_steps": self._good_steps,
@@ -63,7 +60,7 @@ class LossScale:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a state that `state_dict` made."""
+        """Restores a state that `state_dict` made."""
         self.factor = float(state["factor"])
         self._good_steps = int(state["good_steps"])
         self._bad_steps_left = int(state["bad_steps_left"])

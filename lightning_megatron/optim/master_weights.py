@@ -1,10 +1,10 @@
-"""Master weights: what the user's optimizer steps in place of the parameters, and the way back to those.
+"""Master weights: float32 weights that the user's optimizer steps, and their copy back to the model's parameters.
 
-Under mixed precision they are in float32 beside parameters in 16 bits; with the distributed optimizer each replica has
-those of its shards alone. The optimizer object is the user's own: its parameters are exchanged in place, so schedulers
-and callbacks that hold it go on. After a step the new weights are cast, and the replicas gather each other's shards.
+Under mixed precision they stand beside parameters in 16 bits; with the distributed optimizer each data-parallel rank
+has only those of its shard. The optimizer object stays the user's own: its parameters are replaced in place, so that
+schedulers and callbacks that hold it go on. After a step the new weights are cast, and shards are all-gathered.
 
-    bytes a parameter, of d replicas    weights   gradients   master weights   two moments
+    bytes a parameter, of d ranks       weights   gradients   master weights   two moments
     32-true, replicated                 4         4           -              8
     32-true, distributed                4         4           -              8/d
     bf16-mixed, replicated              2         4           4              8
@@ -26,19 +26,19 @@ from lightning_megatron.optim.gradients import Gradients, ParamShard
 
 
 class MasterWeights:
-    """The master weights of one rank's buckets, put in the place of the parameters in `optimizers`.
+    """The master weights of one rank's buckets, which replace the parameters in `optimizers`.
 
-    Parameters get the dtype that their bucket says. Their data moves into flat tensors, one a bucket, where shards are
-    gathered.
+    Parameters get the low dtype of their bucket. With shards their data moves into one flat tensor a bucket, which is
+    all-gathered in place.
     """
 
     @torch.no_grad()
     def __init__(self, gradients: Gradients, optimizers: Iterable[Optimizer]) -> None:
         self._gradients = gradients
         self._flat: dict[Bucket, Tensor] = {}
-        # Of the parameters' data: in flat tensors, where shards are gathered.
+        # The parameters' data: views of the flat tensors where shards are gathered.
         self._param_views: dict[nn.Parameter, Tensor] = {}
-        # Of the master weights.
+        # Dtypes of the master weights.
         self._dtypes: dict[Bucket, torch.dtype] = {}
         self._in_flight: dict[Bucket, collectives.Pending] = {}
         self._optimizers = list(optimizers)
@@ -64,19 +64,19 @@ class MasterWeights:
             else:
                 self._param_views[parameter] = before if dtype == own_dtype else torch.empty_like(before, dtype=dtype)
             self._move_data(parameter)
-            _take_gradients_of(parameter, bucket.gradient.dtype)
+            _set_grad_dtype(parameter, bucket.gradient.dtype)
             if own.is_empty and parameter.numel():
                 continue
             whole = parameter.detach() if dtype == own_dtype else before
             is_whole = own.end - own.start == parameter.numel()
             part = whole if is_whole else whole.reshape(-1)[own.start : own.end]
             if dtype != own_dtype and part.untyped_storage().nbytes() > part.numel() * part.element_size():
-                # A copy, so that the whole float32 parameter can go, or the bucket that an earlier fit left it in.
+                # A copy, so that the whole float32 parameter can be freed, or the bucket of an earlier fit.
                 part = part.clone()
             yield ParamShard(param, nn.Parameter(part), own)
 
     def lowered_names(self) -> set[str]:
-        """Names of this rank's parameters that are narrower than their master weights, wherever those are."""
+        """Names of this rank's parameters whose master weights, on whatever rank, have a wider dtype."""
         return {
             param.name
             for bucket in self._gradients.buckets
@@ -87,7 +87,7 @@ class MasterWeights:
     # --- the optimizer ----------------------------------------------------------------------------------------------
 
     def _dp_comm(self, optimizer: Optimizer) -> None:
-        """Puts master weights in the place of parameters, with what state there is."""
+        """Replaces parameters of the optimizer by master weights, with the state there is."""
         for group in optimizer.param_groups:
             places = [
                 place
@@ -106,7 +106,7 @@ class MasterWeights:
                     optimizer.state[stepped] = parts
 
     def require_all(self) -> None:
-        """Raises RuntimeError where an optimizer was given a parameter later: it would step 16 bits, or a copy."""
+        """Raises RuntimeError where an optimizer got a parameter after training began: it would step 16 bits."""
         for optimizer in self._optimizers:
             for number, group in enumerate(optimizer.param_groups):
                 if any(parameter in self._buckets for parameter in group["params"]):
@@ -116,23 +116,23 @@ class MasterWeights:
                         'OptimizerConfig(kind="replicated") with precision 32-true or bf16-true'
                     )
 
-    # --- the way back -----------------------------------------------------------------------------------------------
+    # --- back to the parameters -------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def take_changed_params(self) -> None:
-        """Takes over weights that somebody changed since the last step: a callback that averages or clips."""
+        """Takes over parameters that were changed since the last step, as by a callback that averages or clips."""
         for parameter in self._param_views:
             self._move_data(parameter)
         for shard in self._param_shards.values():
             now = self._own_part(shard)
             if now.dtype != shard.tensor.dtype:
                 is_kept = now == shard.tensor.to(now.dtype)
-                # NaN is not equal to itself, and is kept all the same.
+                # NaN is not equal to itself and counts as unchanged.
                 shard.tensor.copy_(torch.where(is_kept | now.isnan(), shard.tensor, now.to(shard.tensor.dtype)))
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Takes the master weights' values from this rank's whole parameters, by name, where those were just loaded."""
+        """Sets master weights from values of this rank's whole parameters, by name, which were just loaded."""
         for shard in self._param_shards.values():
             if (value := state.get(shard.param.name)) is not None:
                 part = value.reshape(-1)[shard.range.start : shard.range.end]
@@ -140,18 +140,18 @@ class MasterWeights:
 
     @torch.no_grad()
     def update_params(self) -> None:
-        """Starts to bring the stepped weights to the parameters of all replicas."""
+        """Casts the stepped master weights to the parameters, and starts to all-gather shards."""
         for shard in self._param_shards.values():
             now = self._own_part(shard)
             if now.dtype != shard.tensor.dtype:
                 now.copy_(shard.tensor)
-        # The first parts of the model stand in the last buckets, and the next forward needs them first.
+        # The first parts of the model are in the last buckets, and the next forward needs them first.
         for bucket in reversed(self._gradients.buckets):
             if bucket in self._flat:
                 self._in_flight[bucket] = collectives.all_gather_(self._flat[bucket], bucket.shards, wait=False)
 
     def wait(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Returns when weights have landed: those of `parameters`, or all."""
+        """Waits for the gathered values of `parameters`, or of all."""
         if not self._in_flight:
             return
         if parameters is None:
@@ -164,9 +164,10 @@ class MasterWeights:
 
     @torch.no_grad()
     def release(self) -> None:
-        """Gives the parameters the master weights' dtype and values, where training is over.
+        """Gives the parameters the master weights' dtype and values, at the end of training.
 
-        The gradients' memory takes them in, where it can, so that nothing new is needed. Collective over the replicas.
+        They move into the gradients' memory where it has the dtype, so that no new memory is needed. Collective over
+        data-parallel ranks.
         """
         for bucket in self._gradients.buckets:
             self._release(bucket)
@@ -175,14 +176,14 @@ class MasterWeights:
         main_dtype = self._dtypes[bucket]
         if bucket.members[0].parameter.dtype == main_dtype:
             for param in bucket.members:
-                _take_gradients_of(param.parameter, main_dtype)
+                _set_grad_dtype(param.parameter, main_dtype)
             return
         values = bucket.gradient if bucket.gradient.dtype == main_dtype else bucket.gradient.to(main_dtype)
         for place, param in enumerate(bucket.members):
             if (shard := self._param_shards.get(param.parameter)) is not None:
                 start = bucket.layout.starts[place]
                 values[start + shard.range.start : start + shard.range.end].copy_(shard.tensor.reshape(-1))
-                # It stood where the weights stand now.
+                # The gradient was a view of the memory that the weights take now.
                 shard.tensor.grad = None
         collectives.all_gather_(values, bucket.shards)
         for place, param in enumerate(bucket.members):
@@ -192,33 +193,33 @@ class MasterWeights:
             parameter.data = values[start : start + parameter.numel()].view(parameter.shape)
 
     def _move_data(self, parameter: nn.Parameter) -> None:
-        """Lets a parameter stand, with the values it has, where its master weights look for it."""
+        """Moves a parameter's data, with the values it has, to its view of the flat tensor."""
         view = self._param_views[parameter]
-        if _place_of(parameter) != _place_of(view) or parameter.dtype != view.dtype:
+        if _address_of(parameter) != _address_of(view) or parameter.dtype != view.dtype:
             view.copy_(parameter.detach())
             parameter.data = view
 
     def _own_part(self, shard: ParamShard) -> Tensor:
-        """The view of a parameter's data that its master weights of this rank stand for."""
+        """The view of a parameter's data that this rank's master weights correspond to."""
         whole = shard.param.parameter.detach()
         if whole.shape == shard.tensor.shape:
             return whole
         return whole.view(-1)[shard.range.start : shard.range.end].view(shard.tensor.shape)
 
 
-def _place_of(x: Tensor) -> tuple[int, int]:
-    """Its memory, and where it begins there; meta tensors, which have none, differ too."""
+def _address_of(x: Tensor) -> tuple[int, int]:
+    """The tensor's storage and its offset there; also tells meta tensors apart, which have no memory."""
     return x.untyped_storage()._cdata, int(x.storage_offset())
 
 
-def _take_gradients_of(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+def _set_grad_dtype(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     if parameter.grad_dtype != dtype:
         parameter.grad = None
         parameter.grad_dtype = dtype
 
 
 def _part_of(value: object, parameter: Tensor, shard: ParamShard | None) -> object:
-    """A state of the whole parameter as one of its master weights; others as they are."""
+    """The part of a state of parameter shape that belongs to the master weights; other states as they are."""
     if shard is None or not isinstance(value, Tensor) or value.shape != parameter.shape:
         return value
     part = value.reshape(-1)[shard.range.start : shard.range.end].view(shard.tensor.shape).clone()

@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class WarmupCosine:
-    """The factor on the peak learning rate: linear up over the warm-up, then half a cosine down to `minimum`.
+    """Factor on the peak learning rate: linear warm-up, then half a cosine down to `minimum`.
 
     Called with the number of optimizer steps done, as torch.optim.lr_scheduler.LambdaLR does. Raises ValueError where
     the steps do not fit. Source: Loshchilov and Hutter, arXiv 1608.03983, equation 5.
     """
 
     warmup_steps: int
-    """Steps until the peak."""
+    """Steps of linear warm-up until the peak."""
     total_steps: int
-    """Steps until the minimum, warm-up included."""
+    """Steps until the minimum is reached, warm-up included."""
     minimum: float = 0.1
-    """Fraction of the peak that is left at the end and after."""
+    """Fraction of the peak learning rate at the end and after."""
 
     def __post_init__(self) -> None:
         faults = []
@@ -35,7 +35,7 @@ class WarmupCosine:
 
     def __call__(self, step: int) -> float:
         if step < self.warmup_steps:
-            # The first step trains too: it takes the first rung of the ladder and not rate 0.
+            # The first step trains too, so its rate is not 0.
             return (step + 1) / self.warmup_steps
         progress = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
         return self.minimum + (1.0 - self.minimum) * 0.5 * (1.0 + math.cos(math.pi * progress))

@@ -1,4 +1,4 @@
-"""Sums of gradients over axes, and which axes a parameter's name asks for."""
+"""Reductions of single gradients, and the axes of pp ranks that hold one name."""
 
 from collections.abc import Sequence
 
@@ -12,10 +12,10 @@ _NORM_ROW = 256
 
 
 def square(x: Tensor) -> Tensor:
-    """The sum of the squares of `x`, [], float64.
+    """The sum of the squares of `x`, float64 [].
 
-    Rows in float32 at least, their sum in float64: one float32 sum over a large tensor drifts on CPU, and float64
-    throughout converts every element.
+    Stretches of 256 elements are summed in float32 at least and those sums in float64: one float32 sum over a large
+    tensor drifts on CPU, and float64 throughout converts every element.
     """
     if x.is_sparse:
         x = x.coalesce().values()
@@ -27,10 +27,10 @@ def square(x: Tensor) -> Tensor:
 
 
 def extremes(x: Tensor) -> Tensor:
-    """The least and the most of `x`, [2], float64: finite only if all of it is. Zeros of nothing.
+    """Minimum and maximum of `x`, float64 [2], finite only if all of `x` is; zeros for an empty tensor.
 
-    Not its sum, which may leave the range of numbers that do not; nor the largest magnitude, whose kernel takes on a
-    CPU twenty times as long. NaN is the least and the most of whatever it is in.
+    Its sum would not do, which may overflow where no element does, nor its largest magnitude, whose CPU kernel takes
+    twenty times as long. NaN in `x` is both minimum and maximum.
     """
     values = x.coalesce().values() if x.is_sparse else x
     if not values.numel():
@@ -39,13 +39,13 @@ def extremes(x: Tensor) -> Tensor:
 
 
 def scale_in_place(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiplies each tensor by the number `factor`, []."""
+    """Multiplies each tensor in place by the number `factor` []."""
     for dtype in {tensor.dtype for tensor in tensors}:
         torch._foreach_mul_([t for t in tensors if t.dtype is dtype], factor.to(dtype))
 
 
 def stage_axes(names_by_rank: Sequence[Sequence[str]], mesh: Mesh, new_group: NewGroup) -> dict[str, Axis]:
-    """For each name that several pp ranks hold, the axis of those ranks. Collective over the world."""
+    """The axis of the pp ranks that hold a name, for each name that several of them hold. Collective over the world."""
     by_rank = [set(param) for param in names_by_rank]
     holders: dict[str, tuple[int, ...]] = {}
     for name in sorted(set().union(*by_rank)):

@@ -1,4 +1,4 @@
-"""What all ranks find out together about a step: a gradient that is no number, copies of a weight that differ."""
+"""Checks that all ranks make together: non-finite gradients, and replicas of a weight that differ."""
 
 from collections.abc import Iterable, Sequence
 
@@ -15,8 +15,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16}
 
 
 def found_nonfinite(stepped: Sequence[Tensor], world: Axis, device: torch.device) -> bool:
-    """Whether NaN or Inf is in a gradient of what an optimizer is about to step, on any rank: the same answer
-    everywhere. Collective over the world."""
+    """Whether any rank has NaN or Inf in a gradient of what an optimizer is about to step. Collective over the world,
+    with one answer on all ranks."""
     ends = [extremes(tensor.grad) for tensor in stepped if tensor.grad is not None]
     flag = torch.zeros((), dtype=torch.int32, device=device)
     if ends:
@@ -25,10 +25,10 @@ def found_nonfinite(stepped: Sequence[Tensor], world: Axis, device: torch.device
 
 
 def describe_nonfinite(gradients: Gradients, world: Axis) -> list[str]:
-    """Which ranks made NaN or Inf, and in which parameters, one line each. Collective over the world.
+    """Ranks whose own gradients have NaN or Inf, with the parameters, one line each. Collective over the world.
 
-    The sums are done by then, and show NaN to all ranks; what each had before them it has looked at then. What no rank
-    made by itself came with the sum, or after it.
+    Reduced gradients show NaN on all ranks, so each rank has checked its own before the reduction. NaN or Inf that no
+    rank had by itself came with the reduction, or after it.
     """
     summed = {
         param.name
@@ -37,17 +37,17 @@ def describe_nonfinite(gradients: Gradients, world: Axis) -> list[str]:
     }
     by_rank = collectives.gather_objects((gradients.nonfinite_before_reduce(), summed), world)
     bad: set[str] = set().union(*(found for _, found in by_rank))
-    # What an earlier sum of the same step had may be gone: zeroed, or left out by a hook.
+    # A gradient of an earlier reduction of the same step may be gone: zeroed, or left out by a hook.
     by_themselves = [
-        f"rank {rank}: {', '.join(sorted(made & bad))}" for rank, (made, _) in enumerate(by_rank) if made & bad
+        f"rank {rank}: {', '.join(sorted(own & bad))}" for rank, (own, _) in enumerate(by_rank) if own & bad
     ]
     return by_themselves or [f"no rank by itself, after the sum: {', '.join(sorted(bad))}"]
 
 
 def differing_copies(gradients: Gradients, mesh: Mesh) -> list[str]:
-    """Weights that are not bit by bit the same on all ranks that hold them, one line each, on every rank.
+    """Weights of which the ranks that hold them have different bits, one line each, on every rank.
 
-    Collective over the replicas, the axes of replicated parameters, the holders of tied names, and the world.
+    Collective over data-parallel ranks, the axes of replicated parameters, the holders of tied names, and the world.
     """
     params = sorted(gradients.params, key=lambda param: param.name)
     axes: dict[tuple[int, ...], tuple[Axis, list[int]]] = {}
@@ -70,17 +70,14 @@ def differing_copies(gradients: Gradients, mesh: Mesh) -> list[str]:
 
 
 def fingerprint(x: Tensor) -> Tensor:
-    """A number, int64 [], that two tensors share only if they have the same bits, but for chance.
-
-    The sum of the bits, each element's as an integer times an odd number that depends on its place.
-    """
+    """A hash of the tensor's bits, int64 []: the sum of all elements as integers, each times its own odd number."""
     bits = x.contiguous().view(-1).view(_INTEGERS.get(x.element_size(), torch.int32)).to(torch.int64)
     places = torch.arange(1, 2 * bits.numel(), 2, dtype=torch.int64, device=x.device)
     return (bits * places).sum()
 
 
 def in_words(lines: Iterable[str], limit: int = 20) -> str:
-    """Lines under each other, the first of them where there are many."""
+    """The lines as a list for a message, cut off after `limit`."""
     all_lines = list(lines)
     more = [f"and {len(all_lines) - limit} more"] if len(all_lines) > limit else []
     return "\n".join(f"  - {line}" for line in [*all_lines[:limit], *more])

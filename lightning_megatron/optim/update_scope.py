@@ -1,7 +1,7 @@
-"""How far an optimizer looks when it steps one number of a weight: at that number's own gradient and state, or further.
+"""What an optimizer reads to update one element of a weight: that element's gradient and state alone, or more.
 
-Who cuts weights must know it. A part of a weight can be stepped alone only by an optimizer that treats each number by
-itself; a whole weight only by one that looks at no other weight.
+It decides how weights may be sharded. A part of a weight can be stepped alone only by an optimizer whose update is
+elementwise; a whole weight only by one that reads no other weight.
 """
 
 from typing import Literal
@@ -34,9 +34,9 @@ _BY_PARAMETER = (Adafactor, Muon)
 
 
 def update_scope_of(optimizer: Optimizer, declared: DeclaredScope) -> UpdateScope:
-    """What the step of a number looks at: as is known of torch's own optimizers, as `declared` of all others.
+    """The update scope of an optimizer: known for torch's own, `declared` for all others.
 
-    A subclass is its author's: it may step otherwise than what it is made from.
+    A subclass of torch's own counts as another one, because it may step otherwise.
     """
     if type(optimizer) in _ELEMENTWISE:
         return "elementwise"
@@ -48,5 +48,5 @@ def update_scope_of(optimizer: Optimizer, declared: DeclaredScope) -> UpdateScop
 
 
 def is_elementwise(optimizer: Optimizer, declared: DeclaredScope) -> bool:
-    """Whether the optimizer may be given any part of a parameter."""
+    """Whether the update is elementwise, so that the optimizer may be given any part of a parameter."""
     return update_scope_of(optimizer, declared) == "elementwise"

@@ -1,6 +1,6 @@
-"""What FP8 training is asked to be, and the one door to Transformer Engine.
+"""Configuration of FP8 training, and the one door to Transformer Engine.
 
-    engine               who multiplies                                      runs on
+    engine               what multiplies                                     runs on
     torch                torch's own scaled product, under our linears       CPU, and GPUs that know float8
     transformer_engine   Transformer Engine's linears, with our weights      GPUs where it is installed
 
@@ -26,29 +26,30 @@ Engine = Literal["torch", "transformer_engine"]
 ParallelMode = Literal["column", "row"]
 
 HISTORY_LENGTH = 1024
-"""Steps that a delayed scale looks back on, where nothing else is said."""
+"""Default number of steps whose amaxes a delayed scale is made from."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Config:
-    """How the linears of transformer layers multiply in FP8. Embeddings, output head and norms never do."""
+    """How the linear layers of transformer layers multiply in FP8. Embeddings, output head and norms never do."""
 
     format: Format = "hybrid"
-    """e4m3: inputs, weights and gradients; hybrid: gradients in e5m2, which has a wider range."""
+    """Float8 format. e4m3: for inputs, weights and gradients; hybrid: e4m3 for inputs and weights, and e5m2, which has
+    a wider range, for gradients."""
     scaling: RecipeName = "current"
-    """A tensor is scaled by its own amax, or by those of earlier steps."""
+    """How a tensor is scaled before its cast. current: by its own amax; delayed: by its amaxes in earlier steps."""
     amax_history_length: int = HISTORY_LENGTH
-    """delayed: steps that are looked back on."""
+    """Steps whose amaxes count for a delayed scale."""
     amax_from: AmaxFrom = "max"
-    """delayed: the largest amax of the history, or the latest."""
+    """Amax that a delayed scale is made from. max: the largest of the history; most_recent: the latest."""
     margin: int = 0
-    """Powers of two that are left free above the amax."""
+    """Powers of two between the amax and the largest float8 number that are left free."""
     num_first_layers_bf16: int = 0
-    """Layers at the start of the model that are left alone."""
+    """Layers at the start of the model that stay in the precision of the trainer."""
     num_last_layers_bf16: int = 0
-    """And at its end."""
+    """Layers at the end of the model that stay in the precision of the trainer."""
     engine: Engine = "torch"
-    """Who multiplies."""
+    """Library that multiplies. torch: torch's scaled GEMM; transformer_engine: Transformer Engine's layers."""
 
     def __post_init__(self) -> None:
         if faults := self.faults():
@@ -83,7 +84,7 @@ class Fp8Config:
 
 
 def engine_faults(config: Fp8Config) -> list[str]:
-    """Why the engine that is asked for cannot be had in this environment: nothing, or one sentence."""
+    """Why the configured engine is not available in this environment: nothing, or one sentence."""
     if config.engine == "torch":
         return []
     try:
@@ -136,11 +137,11 @@ def recipe(config: Fp8Config) -> Any:
     )
 
 
-def config_of_recipe(told: Any) -> Fp8Config:
-    """The configuration that a recipe of Transformer Engine stands for; ValueError for one that is not offered."""
+def config_of_recipe(recipe: Any) -> Fp8Config:
+    """The configuration equivalent to a recipe of Transformer Engine. Raises ValueError for one that is not offered."""
     names = {"DelayedScaling": "delayed", "Float8CurrentScaling": "current"}
-    name, formats = type(told).__name__, {"E4M3": "e4m3", "HYBRID": "hybrid"}
-    fp8_format = told.fp8_format.name
+    name, formats = type(recipe).__name__, {"E4M3": "e4m3", "HYBRID": "hybrid"}
+    fp8_format = recipe.fp8_format.name
     if name not in names or fp8_format not in formats:
         raise ValueError(
             f"FP8 recipe {name} with format {fp8_format} is not offered; use one of {', '.join(names)} with one of "
@@ -148,20 +149,20 @@ def config_of_recipe(told: Any) -> Fp8Config:
         )
     fields: dict[str, Any] = {"format": formats[fp8_format], "scaling": names[name], "engine": "transformer_engine"}
     if fields["scaling"] == "delayed":
-        fields["margin"] = told.margin
-        fields["amax_history_length"] = told.amax_history_len
+        fields["margin"] = recipe.margin
+        fields["amax_history_length"] = recipe.amax_history_len
         # A function of the user's is none of the two, and refused as such.
-        fields["amax_from"] = told.amax_compute_algo
+        fields["amax_from"] = recipe.amax_compute_algo
     return Fp8Config(**fields)
 
 
 def autocast(config: Fp8Config, ranks: ProcessGroup | None) -> AbstractContextManager[None]:
-    """Inside the block Transformer Engine's layers multiply in FP8; at its end amaxes are agreed over `ranks`."""
+    """Inside the block Transformer Engine's layers multiply in FP8; at its end amaxes are reduced over `ranks`."""
     return _autocast(enabled=True, recipe=recipe(config), amax_reduction_group=ranks)
 
 
 def left_out() -> AbstractContextManager[None]:
-    """Inside the block its layers compute as they do without FP8, and no amaxes of theirs are agreed."""
+    """Inside the block Transformer Engine's layers compute without FP8, and their amaxes are not reduced."""
     return _autocast(enabled=False)
 
 
@@ -169,7 +170,7 @@ _FORMER_NAMES = {"recipe": "fp8_recipe", "amax_reduction_group": "fp8_group"}
 
 
 def _autocast(**asked: Any) -> AbstractContextManager[None]:
-    """Its autocast, which older releases have under another name, and newer ones warn of that."""
+    """Transformer Engine's autocast, which older releases have under another name that newer ones warn of."""
     pytorch = _transformer_engine().pytorch
     context: AbstractContextManager[None]
     if hasattr(pytorch, "autocast"):
@@ -221,7 +222,7 @@ def attention(
 
 
 def _parallel(tp: Axis, sp: Axis) -> dict[str, Any]:
-    """What each of its layers asks to know of the axis."""
+    """Arguments by which each layer of Transformer Engine takes its axes."""
     return {"tp_group": tp.group, "tp_size": tp.size, "sequence_parallel": sp.size > 1}
 
 

@@ -29,14 +29,14 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.events: list[str] = []
         self.sums: list[list[float]] = []
-        original = Bucket.send
+        original = Bucket.reduce
 
-        def send(bucket: Bucket, *, is_checked: bool) -> None:
-            self.events.append("send " + ",".join(param.name for param in bucket.members))
+        def reduce(bucket: Bucket, *, is_checked: bool) -> None:
+            self.events.append("reduce " + ",".join(param.name for param in bucket.members))
             self.sums.append([round(float(grad_view.sum()), 6) for grad_view in bucket.grad_views.values()])
             original(bucket, is_checked=is_checked)
 
-        monkeypatch.setattr(Bucket, "send", send)
+        monkeypatch.setattr(Bucket, "reduce", reduce)
 
     def passes(self, x: Tensor, place: str) -> Tensor:
         x.register_hook(lambda grad: self.events.append(f"at {place}"))
@@ -74,8 +74,8 @@ def test_a_bucket_is_sent_before_the_backward_of_the_parts_before_it(watched: Wa
     dp_comm.expect(0)
     loss.backward()
     places = {event: place for place, event in enumerate(watched.events)}
-    assert places["send c"] < places["at after a"] and places["send b"] < places["send a"]
-    assert [e for e in watched.events if e.startswith("send")] == ["send c", "send b", "send a"]
+    assert places["reduce c"] < places["at after a"] and places["reduce b"] < places["reduce a"]
+    assert [e for e in watched.events if e.startswith("reduce")] == ["reduce c", "reduce b", "reduce a"]
     before = list(watched.events)
     dp_comm.complete(0)
     dp_comm.gradients.reduce(outside_over_stages=False)
@@ -83,12 +83,12 @@ def test_a_bucket_is_sent_before_the_backward_of_the_parts_before_it(watched: Wa
     assert watched.events == before
 
 
-def test_only_the_last_backward_of_a_step_sends(watched: Watched) -> None:
+def test_only_the_last_backward_of_a_step_reduces(watched: Watched) -> None:
     named = scalars("a", "b")
     dp_comm = exchange_of(named)
     dp_comm.begin_backwards()
     chain(named, watched).backward()
-    assert not any(event.startswith("send") for event in watched.events)
+    assert not any(event.startswith("reduce") for event in watched.events)
     dp_comm.expect(0)
     chain(named, watched).backward()
     assert watched.sums == [[4.0], [4.0]]
@@ -101,9 +101,9 @@ def test_without_overlap_nothing_is_sent_before_the_sum_is_asked_for(watched: Wa
     dp_comm.expect(0)
     chain(named, watched).backward()
     dp_comm.complete(0)
-    assert not any(event.startswith("send") for event in watched.events)
+    assert not any(event.startswith("reduce") for event in watched.events)
     dp_comm.gradients.reduce(outside_over_stages=False)
-    assert [e for e in watched.events if e.startswith("send")] == ["send b", "send a"]
+    assert [e for e in watched.events if e.startswith("reduce")] == ["reduce b", "reduce a"]
 
 
 def test_buckets_are_sent_in_one_order_though_they_fill_in_another(watched: Watched) -> None:
@@ -114,8 +114,8 @@ def test_buckets_are_sent_in_one_order_though_they_fill_in_another(watched: Watc
     # The model holds its parts in another order than it runs them.
     chain([named[2], named[0], named[1]], watched).backward()
     # C is ready last, and all wait for it.
-    assert [e for e in watched.events if e.startswith("send")] == ["send c", "send b", "send a"]
-    assert watched.events.index("send c") > watched.events.index("at after c")
+    assert [e for e in watched.events if e.startswith("reduce")] == ["reduce c", "reduce b", "reduce a"]
+    assert watched.events.index("reduce c") > watched.events.index("at after c")
 
 
 def test_a_bucket_that_fills_late_does_not_hold_up_others(watched: Watched) -> None:
@@ -136,7 +136,7 @@ def test_a_parameter_used_twice_lands_once_after_both_uses(watched: Watched) -> 
     # Loss = b a b: its gradients are b^2 and 2 a b.
     chain([b, a, b], watched).backward()
     assert watched.sums == [[8.0], [4.0]]
-    assert watched.events.index("send b") > watched.events.index("at after a")
+    assert watched.events.index("reduce b") > watched.events.index("at after a")
 
 
 def test_a_parameter_without_a_gradient_goes_as_zeros_when_the_stage_is_done(watched: Watched) -> None:
@@ -146,10 +146,10 @@ def test_a_parameter_without_a_gradient_goes_as_zeros_when_the_stage_is_done(wat
     dp_comm.expect(0)
     dp_comm.gradients.reducer.grad_view(named[1][1]).fill_(7.0)  # type: ignore[union-attr]
     chain([named[0], named[2]], watched).backward()
-    sends = [e for e in watched.events if e.startswith("send")]
-    assert sends == ["send c"]
+    reductions = [e for e in watched.events if e.startswith("reduce")]
+    assert reductions == ["reduce c"]
     dp_comm.complete(0)
-    assert [e for e in watched.events if e.startswith("send")] == ["send c", "send never", "send a"]
+    assert [e for e in watched.events if e.startswith("reduce")] == ["reduce c", "reduce never", "reduce a"]
     dp_comm.gradients.reduce(outside_over_stages=False)
     assert named[1][1].grad is None
     assert dp_comm.gradients.reducer.grad_view(named[1][1]).tolist() == [0.0]  # type: ignore[union-attr]
@@ -185,8 +185,8 @@ def test_released_nobody_watches() -> None:
     assert named[0][1].grad is not grad_view
 
 
-def test_weight_gradients_that_were_put_off_leave_at_their_task(watched: Watched) -> None:
-    """A zero-bubble schedule: the backward for the input sends nothing, the one for the weights each as it is done."""
+def test_split_off_weight_gradients_are_reduced_at_their_task(watched: Watched) -> None:
+    """A zero-bubble schedule: dgrad reduces nothing, wgrad each weight as it is done."""
     mesh = Mesh.single()
     layers = nn.Sequential(
         *(ColumnParallelLinear(3, 3, tp=mesh.tp, sp=mesh.sp, bias=False, initial=Initial()) for _ in range(2))
@@ -216,7 +216,7 @@ def test_weight_gradients_that_were_put_off_leave_at_their_task(watched: Watched
     call.backward_weight(0, 0)
     assert watched.events == []
     call.backward_weight(0, 1)
-    assert watched.events == ["send 1.weight", "send 0.weight"]
+    assert watched.events == ["reduce 1.weight", "reduce 0.weight"]
     dp_comm.complete(0)
     dp_comm.gradients.reduce(outside_over_stages=False)
     wanted = [parameter.grad.clone() for parameter in layers.parameters() if parameter.grad is not None]

@@ -49,7 +49,7 @@ def last_step(overlaps: bool, layout: dict[str, Any], schedule: Any) -> Events:
     """What happened on this rank in the second of two steps, in order."""
     warnings.simplefilter("ignore")
     events: Events = []
-    note(events, Bucket, "send", lambda bucket, **_: bucket.stages)
+    note(events, Bucket, "reduce", lambda bucket, **_: bucket.stages)
     note(events, ScheduledCall, "backward", lambda call, stage, microbatch, grad: stage)
     note(events, ScheduledCall, "backward_weight", lambda call, stage, microbatch: stage)
     note(events, ScheduledCall, "forward", lambda call, stage, microbatch, received: stage)
@@ -116,7 +116,7 @@ _BACKWARDS = ("backward", "backward_weight")
 def test_gradients_of_a_stage_leave_before_the_backwards_of_the_others_are_over(case: str) -> None:
     layout, schedule = CASES[case]
     for events in run_on_ranks(layout["world"], last_step, True, dict(layout), schedule, init=False):
-        sends = [place for place, (what, _) in enumerate(events) if what == "send"]
+        sends = [place for place, (what, _) in enumerate(events) if what == "reduce"]
         backwards = [place for place, (what, _) in enumerate(events) if what in _BACKWARDS]
         assert len(sends) > 4
         assert min(sends) < max(backwards), events
