@@ -234,8 +234,8 @@ class Gradients:
         for place, param in sorted(enumerate(trained), key=lambda item: item[1].name):
             if param.holders is not None and (outside_over_stages or not param.is_outside):
                 shared.setdefault(param.holders.ranks, (param.holders, []))[1].append(place)
-        # First data-parallel axes, in the order of the stage's parameters, then axes of experts, then holders: the ranks
-        # of an axis enter its collective in one order.
+        # First data-parallel axes, in the order of the stage's parameters, then axes of experts, then holders, so that
+        # all ranks of an axis enter its collectives in one order.
         axes = [group for group in [*groups.values(), *others.values()] if group[0].size > 1]
         axes += [shared[ranks] for ranks in sorted(shared)]
         if not axes:
