@@ -1,10 +1,10 @@
-"""A checkpoint on its way: files that nobody takes for a checkpoint until one step makes them one.
+"""Writing safely: files become a checkpoint by one atomic step, and nobody takes them for one before that.
 
-On a mounted file system they lie in a hidden directory beside the final place, and the step is a rename, after every
-file and the directory have been flushed to the disk. Where another checkpoint stands, the two change places in that one
-step. Behind an address (an object store has no renames) the files lie in the final place, under names that begin with
-the save's id, and the step is to write the manifest. Nothing that fails after that step undoes it: what the checkpoint
-before had stays then, as no part of this one, and the next save there removes it.
+On a mounted file system they lie in a hidden directory beside the final path, and the step is a rename, after every
+file and the directory have been flushed to the disk. If another checkpoint is at the final path, the two exchange
+names in that one step. Behind an address (an object store has no renames) the files lie at the final path, under names
+that begin with the save's id, and the step is to write the manifest. No failure after that step undoes it: old files
+that were not removed then are no part of the new checkpoint, and the next save there removes them.
 """
 
 import contextlib
@@ -26,21 +26,21 @@ import fsspec
 from lightning_megatron.checkpoint.folder import Address, Folder, is_remote, system_of
 from lightning_megatron.checkpoint.manifest import MANIFEST_FILE, is_checkpoint, read_stored_manifest
 
-# Beside a checkpoint stands `.{what}/{save's id}/{its name}`: who looks for checkpoints in the folder finds none.
+# Hidden directories are `.{what}/{save's id}/{name of the checkpoint}`, beside the checkpoint.
 UNFINISHED, REPLACED, REMOVED = ".unfinished", ".replaced", ".removed"
 _AT_WORKING_DIRECTORY, _EXCHANGE = -100, 2
 
 
 @dataclass(frozen=True)
 class AtomicDirectory:
-    """Where a save's files go; the same on every rank."""
+    """The unfinished directory of a save, to which every rank writes its files."""
 
     path: str
     save_id: str
 
     @staticmethod
     def start(path: Address, save_id: str) -> "AtomicDirectory":
-        """An empty one whose directory has been made. Raises ValueError where something else is at the path."""
+        """Makes the directory. Raises ValueError where something else than a checkpoint is at the path."""
         draft = AtomicDirectory(os.fspath(path), save_id)
         folder = Folder(path)
         if folder.kind() == "folder" and not is_checkpoint(path) and _holds_something(folder):
@@ -61,7 +61,7 @@ class AtomicDirectory:
 
     @property
     def _final(self) -> Path:
-        # The parents may be links; the name itself is what is replaced.
+        # The parents may be links; only the name itself is replaced.
         return Path(os.path.abspath(self.path))
 
     @property
@@ -69,12 +69,12 @@ class AtomicDirectory:
         return hidden(self._final, UNFINISHED, self.save_id)
 
     def name_of(self, name: str) -> str:
-        """The name under which the file is written."""
+        """The name under which a file is written."""
         return f"{self.save_id}-{name}" if is_remote(self.path) else name
 
     @contextmanager
     def create(self, name: str) -> Iterator[IO[bytes]]:
-        """A new file, on the disk for good when the block ends."""
+        """Creates a file and flushes it to the disk when the block ends."""
         if is_remote(self.path):
             with fsspec.open(f"{self.path.rstrip('/')}/{name}", "wb") as stream:
                 yield cast(IO[bytes], stream)
@@ -85,15 +85,15 @@ class AtomicDirectory:
             os.fsync(stream.fileno())
 
     def link(self, name: str, other: "AtomicDirectory") -> None:
-        """A file that is the same as in the other, which is in place. Raises OSError where there can be no link."""
+        """Links a file of the other, which is in place. Raises OSError where the file system has no links."""
         os.link(other._final / name, self._hidden / name)
 
     def drop(self, name: str) -> None:
-        """Removes the file if it is there."""
+        """Removes a file if it is there."""
         (self._hidden / name).unlink(missing_ok=True)
 
     def put_in_place(self, manifest: bytes) -> None:
-        """Makes the files the checkpoint at the path. Raises OSError; then what was there is there still."""
+        """Makes the files the checkpoint at the path. Raises OSError; then the old one is still there."""
         if is_remote(self.path):
             folder = Folder(self.path)
             outdated = [name for name in folder.sizes() if not name.startswith(self.save_id) and name != MANIFEST_FILE]
@@ -112,7 +112,7 @@ class AtomicDirectory:
     def discard(self) -> None:
         """Removes what was written, unless it is the checkpoint at the path by now.
 
-        Raises nothing behind an address, whoever discards has a fault to tell: what cannot be removed stays.
+        Raises nothing behind an address, because the caller has an error to raise: what cannot be removed stays.
         """
         if not is_remote(self.path):
             shutil.rmtree(self._hidden, ignore_errors=True)
@@ -131,24 +131,24 @@ class AtomicDirectory:
 
 
 def hidden(path: Path, what: str, save_id: str) -> Path:
-    """The hidden neighbour of a checkpoint."""
+    """Path of the hidden directory beside a checkpoint."""
     return path.parent / what / save_id / path.name
 
 
 def tidy(neighbour: Path) -> None:
-    """Removes the folders of a hidden neighbour that is gone, unless they hold another."""
+    """Removes the parents of a hidden directory that is gone, unless they hold another."""
     for folder in (neighbour.parent, neighbour.parent.parent):
         with contextlib.suppress(OSError):
             folder.rmdir()
 
 
 def replace(source: Path, path: Path, save_id: str) -> None:
-    """Renames `source` to `path`; what was there, whatever it is, is removed after that.
+    """Renames `source` to `path`, and removes after that what was there.
 
-    One step where the file system can exchange two names. Where it cannot, what was there is set aside first, under a
-    name by which `repair` brings it back if the machine stops just then.
+    It is one step where the file system can exchange two names. Else the old checkpoint is set aside first, under a
+    name from which `repair` restores it if the machine stops just then.
     """
-    # lexists: a link to a checkpoint elsewhere is replaced, not followed.
+    # A link to a checkpoint elsewhere is replaced, not followed: hence lexists.
     aside = hidden(path, REPLACED, save_id)
     is_exchanged = os.path.lexists(path) and _exchange(source, path)
     try:
@@ -168,17 +168,17 @@ def replace(source: Path, path: Path, save_id: str) -> None:
 
 
 def is_unfinished_name(name: str) -> bool:
-    """Whether a file behind an address is named as `AtomicDirectory.name_of` names those of a save."""
+    """Whether a file behind an address has a name that `AtomicDirectory.name_of` gives."""
     return re.match(r"[0-9a-f]{16}-", name) is not None
 
 
 def new_id() -> str:
-    """A name that nothing else has."""
+    """A random id that is unique in practice."""
     return uuid.uuid4().hex[:16]
 
 
 def remove(path: Address) -> None:
-    """Removes a checkpoint, a file or a link: gone from its place in one step, so that no half of it is ever there."""
+    """Removes a checkpoint, a file or a link; it is gone from its path in one step, so that no half of it remains."""
     if is_remote(path):
         fs, root = system_of(path)
         if is_checkpoint(path):
@@ -196,9 +196,9 @@ def remove(path: Address) -> None:
 
 
 def remove_files(address: Address, names: Iterable[str]) -> None:
-    """Removes files of a directory behind an address, all that can be, and the directory where it has nothing else.
+    """Removes files of a directory behind an address, and the directory if nothing else is in it.
 
-    Raises the first error there was.
+    Raises the first error after all files were tried.
     """
     fs, root = system_of(address)
     errors = []
@@ -206,7 +206,7 @@ def remove_files(address: Address, names: Iterable[str]) -> None:
         try:
             fs.rm_file(f"{root}/{name}")
         except FileNotFoundError:
-            # Whoever else removes it.
+            # Another process has removed it.
             continue
         except Exception as error:
             errors.append(error)
@@ -218,12 +218,12 @@ def remove_files(address: Address, names: Iterable[str]) -> None:
 
 
 def flush_directory(path: Path) -> None:
-    """Puts the directory's names on the disk for good."""
+    """Flushes the names in a directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems keep names by themselves and know no such call for a directory.
+        # Some network file systems flush names by themselves and reject fsync of a directory.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
@@ -231,7 +231,7 @@ def flush_directory(path: Path) -> None:
 
 
 def _undo(source: Path, path: Path, aside: Path) -> None:
-    """Takes the renames of `replace` back, as far as they came."""
+    """Reverts the renames of `replace`, as far as they came."""
     if not os.path.lexists(source):
         os.rename(path, source)
     if os.path.lexists(aside):
@@ -240,7 +240,7 @@ def _undo(source: Path, path: Path, aside: Path) -> None:
 
 
 def _delete(aside: Path) -> None:
-    """Removes what is in nobody's way any more; what cannot be removed stays hidden."""
+    """Removes a hidden path; what cannot be removed stays hidden."""
     if aside.is_symlink() or aside.is_file():
         with contextlib.suppress(OSError):
             aside.unlink()
@@ -251,13 +251,13 @@ def _delete(aside: Path) -> None:
 
 def _holds_something(folder: Folder) -> bool:
     if is_remote(folder.path):
-        # What a save left that was interrupted stands where the next one goes.
+        # Files of an interrupted save are at the path of the next save.
         return bool(folder.folders()) or not all(map(is_unfinished_name, folder.sizes()))
     return any(Path(folder.path).iterdir())
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Lets two names change places in one step; False where the system or the file system cannot."""
+    """Exchanges two names in one step; returns False where the system or the file system cannot."""
     if not sys.platform.startswith("linux"):
         return False
     call: Any = None

@@ -1,13 +1,13 @@
-"""What a folder of checkpoints holds: complete ones, damaged ones, links to them, and what interrupted saves left.
+"""The contents of a directory of checkpoints: complete ones, damaged ones, links, and leftovers of interrupted saves.
 
 step=3.ckpt/                      a checkpoint
 last.ckpt -> step=3.ckpt          a link to one
-.unfinished/{id}/step=6.ckpt/     a save that has not ended, or what it replaced and did not come to remove
+.unfinished/{id}/step=6.ckpt/     an unfinished save, or what a save replaced and has not removed yet
 .replaced/{id}/step=3.ckpt/       set aside while another takes its place, where names cannot be exchanged
-.removed/{id}/step=1.ckpt/        on its way out
+.removed/{id}/step=1.ckpt/        being removed
 
-Behind an address there are neither links nor hidden directories: a save that has not ended is a directory without a
-manifest, at its final place.
+Behind an address there are neither links nor hidden directories: an unfinished save is a directory without a manifest,
+at its final path.
 """
 
 import contextlib
@@ -21,23 +21,25 @@ from lightning_megatron.checkpoint.folder import Address, Folder, is_remote, nam
 from lightning_megatron.checkpoint.manifest import MANIFEST_FILE, is_checkpoint, read_manifest, read_meta
 
 SUFFIX = ".ckpt"
-# Of the metadata that Lightning saves.
+# Keys of the metadata that Lightning saves.
 STEP, EPOCH = "global_step", "epoch"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredCheckpoint:
-    """A directory that is a checkpoint, or by its name should be one."""
+    """A directory that is a checkpoint, or should be one by its name."""
 
     path: Address
     fault: str = ""
-    """Why it cannot be read; empty: it is complete."""
+    """Reason why it cannot be read; empty: it is complete."""
     step: int = -1
-    """Optimizer steps before it was saved; -1 where it does not say."""
+    """Optimizer steps before it was saved; -1 where the metadata has none."""
     epoch: int = -1
+    """Epoch in which it was saved; -1 where the metadata has none."""
     saved_seconds: float = 0.0
-    """When its manifest was written, in seconds since 1970."""
+    """Time at which its manifest was written, in seconds since 1970."""
     num_bytes: int = 0
+    """Bytes of all its files."""
 
     @property
     def name(self) -> str:
@@ -45,36 +47,37 @@ class StoredCheckpoint:
 
     @property
     def is_complete(self) -> bool:
-        """All its files are there, in the sizes that they were written with."""
+        """Whether all its files are there, in the sizes that they were written with."""
         return not self.fault
 
 
 @dataclass(frozen=True, kw_only=True)
 class Leftover:
-    """What a save or a removal left behind when it was interrupted, or has not come to the end of yet."""
+    """Files of an interrupted save or removal, or of one that still runs."""
 
     path: Address
     what: str
-    # UNFINISHED, REPLACED or REMOVED
+    """One of UNFINISHED, REPLACED and REMOVED."""
     final_path: Address
-    """Where it was to stand, or stood."""
+    """Path that the checkpoint was to have, or had."""
     touched_seconds: float
-    """When anything of it was last changed, in seconds since 1970; 0 where its file system does not tell."""
+    """Time of the last change, in seconds since 1970; 0 where the file system does not tell."""
     num_bytes: int
+    """Bytes of all its files."""
     files: tuple[str, ...] = ()
-    """Behind an address: those that it had."""
+    """Names of its files, behind an address."""
 
     @property
     def name(self) -> str:
-        """That of its place."""
+        """Name of the checkpoint."""
         return name_at(self.final_path)
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether it is a save that has not come to its end; else it is an old checkpoint on its way out."""
+        """Whether it is an unfinished save; else it is an old checkpoint that is being removed."""
         if self.what != UNFINISHED:
             return False
-        # After an exchange of names the old checkpoint, of another save, lies where the draft lay.
+        # After an exchange of names the old checkpoint, of another save, lies where the unfinished one lay.
         try:
             return not is_checkpoint(self.path) or read_manifest(self.path).save_id == Path(self.path).parent.name
         except (ValueError, OSError):
@@ -83,28 +86,29 @@ class Leftover:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointDirectory:
-    """All of a folder."""
+    """The contents of a directory of checkpoints."""
 
     checkpoints: tuple[StoredCheckpoint, ...]
-    """Oldest first, by step and then by time; those that are not complete come before all that are."""
+    """Checkpoints, oldest first by step and then by time; incomplete ones come first."""
     leftovers: tuple[Leftover, ...]
+    """Leftovers of interrupted saves and removals."""
     links: tuple[Path, ...]
-    """Whose names are those of checkpoints, or that lead to one."""
+    """Links that have a checkpoint's name or lead to one."""
 
     @property
     def complete(self) -> tuple[StoredCheckpoint, ...]:
-        """The checkpoints that can be loaded, the newest last."""
+        """Checkpoints that can be loaded, the newest last."""
         return tuple(standing for standing in self.checkpoints if standing.is_complete)
 
 
 def scan_directory(folder: Address) -> CheckpointDirectory:
-    """What the folder holds now; nothing where there is no folder. What vanishes meanwhile is left out.
+    """Scans a directory of checkpoints; a missing one is empty, and what vanishes meanwhile is left out.
 
-    Raises OSError where something there cannot be read now: whether it is complete is not known then. A remote file
-    system may raise errors of its own.
+    Raises OSError where something in it cannot be read now, because then it is unknown whether that is complete. A
+    remote file system may raise errors of its own.
     """
     checkpoints = [checkpoint_at(path) for path in _standing_in(folder)]
-    # Of one that is not complete step and time are not known: the least.
+    # Incomplete ones, whose step and time are unknown, come first.
     checkpoints.sort(key=lambda one: (one.step, one.saved_seconds, one.name))
     return CheckpointDirectory(
         checkpoints=tuple(checkpoints), leftovers=tuple(leftovers_of(folder)), links=tuple(links_of(folder))
@@ -112,7 +116,7 @@ def scan_directory(folder: Address) -> CheckpointDirectory:
 
 
 def links_of(folder: Address) -> list[Path]:
-    """The links of the folder, as `CheckpointDirectory.links`."""
+    """Links of the directory, as `CheckpointDirectory.links`."""
     return [] if is_remote(folder) else [path for path in _named(Path(folder)) if path.is_symlink()]
 
 
@@ -127,7 +131,7 @@ def _standing_in(folder: Address) -> list[Address]:
 
 
 def _sizes_behind(address: Address) -> dict[str, dict[str, int]]:
-    """Bytes of each file in each directory behind an address."""
+    """Bytes of each file in each directory behind an address, by path."""
     folder, found = Folder(address), {}
     for name in folder.folders() if folder.kind() == "folder" else []:
         path = f"{folder.path.rstrip('/')}/{name}"
@@ -137,7 +141,7 @@ def _sizes_behind(address: Address) -> dict[str, dict[str, int]]:
 
 
 def _named(folder: Path) -> list[Path]:
-    """What is a checkpoint, or a link to one, or by its name should be; not files, which Lightning writes."""
+    """Paths that are checkpoints, links to them, or should be by their names; no files, which Lightning writes."""
     found = sorted(folder.iterdir()) if folder.is_dir() else []
     return [
         path
@@ -147,12 +151,12 @@ def _named(folder: Path) -> list[Path]:
 
 
 def leads_to(link: Address) -> Path:
-    """Where the link leads at last, whether anything is there or not."""
+    """The final target of a link, whether anything is there or not."""
     return Path(os.path.realpath(link))
 
 
 def checkpoint_at(path: Address) -> StoredCheckpoint:
-    """The checkpoint at the path, or why there is none. Raises as `scan_directory`."""
+    """The checkpoint at the path, complete or with its fault. Raises as `scan_directory`."""
     try:
         manifest, meta = read_manifest(path), read_meta(path)
         saved_seconds = Folder(path).changed_seconds(MANIFEST_FILE)
@@ -168,7 +172,7 @@ def checkpoint_at(path: Address) -> StoredCheckpoint:
 
 
 def leftovers_of(folder: Address) -> list[Leftover]:
-    """What interrupted saves left in the folder."""
+    """Leftovers of interrupted saves and removals in the directory."""
     if is_remote(folder):
         return _unfinished_behind(folder)
     folder, found = Path(folder), []
@@ -188,7 +192,7 @@ def leftovers_of(folder: Address) -> list[Leftover]:
 
 
 def _is_unfinished(sizes: dict[str, int]) -> bool:
-    """Whether a directory behind an address is a save without a manifest: no files but those named as a save's are."""
+    """Whether a directory behind an address is an unfinished save: it has only files named by a save."""
     return bool(sizes) and all(map(is_unfinished_name, sizes))
 
 
@@ -212,12 +216,12 @@ def _unfinished_behind(address: Address) -> list[Leftover]:
 
 
 def hidden_in(folder: Path, what: str) -> list[Path]:
-    """The hidden neighbours of the folder's checkpoints, of one kind."""
+    """Hidden directories of one kind beside the checkpoints of the directory."""
     return [path for of_a_save in _inside(folder / what) for path in _inside(of_a_save)]
 
 
 def _inside(path: Path) -> list[Path]:
-    # Not glob: that fails where a directory vanishes under it.
+    # `glob` would fail where a directory vanishes meanwhile.
     try:
         return sorted(path.iterdir())
     except (FileNotFoundError, NotADirectoryError):
@@ -225,13 +229,13 @@ def _inside(path: Path) -> list[Path]:
 
 
 def _last_touched(path: Path) -> tuple[float, int]:
-    """When anything in it was last changed, and the bytes of its files."""
+    """Time of the last change in a directory, and bytes of its files."""
     touched_seconds, num_bytes = 0.0, 0
     for one in (path, *(Path(parent) / name for parent, _, names in os.walk(path) for name in names)):
         try:
             status = one.lstat()
         except FileNotFoundError:
-            # Whoever wrote it goes on, or removes it.
+            # The writing process has renamed or removed it.
             continue
         touched_seconds = max(touched_seconds, status.st_mtime)
         num_bytes += status.st_size if stat.S_ISREG(status.st_mode) else 0

@@ -91,7 +91,7 @@ def read_chunk(stream: IO[bytes], location: ChunkLocation) -> Tensor:
     try:
         tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:
-        # Bytes that someone made up can end in any error of the unpickler.
+        # Forged bytes can raise any error in the unpickler.
         raise DamagedError(f"{where(location)} is no tensor: {error}") from error
     if not isinstance(tensor, Tensor):
         raise DamagedError(f"{where(location)} is a {type(tensor).__name__}, not a tensor")

@@ -1,6 +1,6 @@
-"""A checkpoint directory as one dictionary of whole tensors, such as Lightning saves on one device.
+"""Consolidation of a checkpoint into one dictionary of unsharded tensors, as Lightning saves on one device.
 
-An optimizer's states are those of `Optimizer.state_dict()`: by the number of the parameter, counted through the groups.
+An optimizer's states are numbered as in `Optimizer.state_dict()`, by parameter over all groups.
 The numbers follow the order in which the unsplit module has its parameters, and so fit optimizers whose groups take
 them in that order, as `module.parameters()` gives them.
 """
@@ -23,15 +23,15 @@ from lightning_megatron.mesh import Mesh
 
 # Keys of Lightning's dictionary.
 _WEIGHTS, _OPTIMIZERS = "state_dict", "optimizer_states"
-# Keys of the metadata that Lightning's dictionary has not.
+# Keys of the metadata that are not in Lightning's dictionary.
 _OURS = (OPTIMIZERS, OTHER_STATES, "mesh", "models")
 
-# Those that Lightning leaves out where it saves weights alone.
+# Keys that Lightning leaves out of a checkpoint of weights alone.
 _OF_TRAINING = ("lr_schedulers", "callbacks")
 
 
 def consolidate(path: Address, *, weights_only: bool = False) -> dict[str, Any]:
-    """Lightning's dictionary with all tensors whole, in host memory: as much of it as the checkpoint is large.
+    """Lightning's dictionary with all tensors unsharded, in as much host memory as the checkpoint has bytes.
 
     With `weights_only` no optimizer states are read. Raises ValueError where the path is no checkpoint, RuntimeError
     where it is damaged.
@@ -58,19 +58,19 @@ def consolidate(path: Address, *, weights_only: bool = False) -> dict[str, Any]:
 
 
 def write_consolidated(path: Address, out: Path, *, weights_only: bool = False) -> None:
-    """Writes `consolidate` to a file, under another name until it is whole. Raises ValueError where `out` exists."""
+    """Writes `consolidate` to a file, under another name until it is complete. Raises ValueError where `out` exists."""
     _require_free(out)
     checkpoint = consolidate(path, weights_only=weights_only)
-    draft = out.with_name(f".{out.name}.{new_id()}")
+    partial = out.with_name(f".{out.name}.{new_id()}")
     try:
-        with open(draft, "xb") as stream:
+        with open(partial, "xb") as stream:
             torch.save(checkpoint, stream)
             stream.flush()
             os.fsync(stream.fileno())
         _require_free(out)
-        os.rename(draft, out)
+        os.rename(partial, out)
     finally:
-        draft.unlink(missing_ok=True)
+        partial.unlink(missing_ok=True)
     flush_directory(out.absolute().parent)
 
 

@@ -1,4 +1,4 @@
-"""A directory to read from, on a mounted file system or behind any address that fsspec knows."""
+"""A directory on a mounted file system, or behind any address that fsspec knows."""
 
 import os
 import sys
@@ -22,7 +22,7 @@ def name_at(path: Address) -> str:
 
 
 def system_of(path: Address) -> tuple[Any, str]:
-    """The file system of a path or an address, and the path there. Raises ValueError where there is none for it."""
+    """File system of a path or an address, and the path there. Raises ValueError for an unknown one."""
     try:
         found: tuple[Any, str] = fsspec.core.url_to_fs(os.fspath(path))
     except (ImportError, ValueError) as error:
@@ -35,7 +35,7 @@ def system_of(path: Address) -> tuple[Any, str]:
 
 @contextmanager
 def store_errors_told(*paths: Address) -> Iterator[None]:
-    """Raises OSError for what packages behind addresses raise of their own: of credentials, of a connection."""
+    """Turns errors of packages behind addresses (credentials, connections) into OSError."""
     try:
         yield
     except Exception as error:
@@ -46,10 +46,9 @@ def store_errors_told(*paths: Address) -> Iterator[None]:
 
 
 class Folder:
-    """What is at a path now; nothing is remembered between two questions.
+    """The directory at a path; each call asks the file system anew.
 
-    Behind an address only what is said not to be there is not there: what keeps the file system from an answer is
-    raised, as it comes.
+    Behind an address something is missing only if the file system says so: any other error is raised.
     """
 
     def __init__(self, path: Address) -> None:
@@ -57,7 +56,7 @@ class Folder:
         self._fs, self._root = system_of(path)
 
     def has(self, name: str) -> bool:
-        """Whether there is a file of that name."""
+        """Whether the directory has a file of that name."""
         return self._type_of(self._at(name)) == "file"
 
     def sizes(self) -> dict[str, int]:
@@ -67,29 +66,29 @@ class Folder:
         return {os.path.basename(file["name"]): int(file["size"]) for file in found if file["type"] == "file"}
 
     def folders(self) -> list[str]:
-        """Names of what is no file in the directory."""
+        """Names of the directories in the directory."""
         self._fs.invalidate_cache()
         found = self._fs.ls(self._root, detail=True)
         return sorted(os.path.basename(one["name"].rstrip("/")) for one in found if one["type"] == "directory")
 
     def changed_seconds(self, name: str) -> float:
-        """When a file was last changed, in seconds since 1970; 0 where its file system does not tell."""
+        """Time of a file's last change, in seconds since 1970; 0 where the file system does not tell."""
         try:
             return float(self._fs.modified(self._at(name)).timestamp())
         except NotImplementedError:
             return 0.0
 
     def read(self, name: str) -> bytes:
-        """A file's content."""
+        """Content of a file."""
         with self.open(name) as stream:
             return stream.read()
 
     def open(self, name: str) -> IO[bytes]:
-        """A file to read and seek in."""
+        """Opens a file for reading and seeking."""
         return cast(IO[bytes], self._fs.open(self._at(name), "rb"))
 
     def kind(self) -> Literal["folder", "file", "link", "nothing"]:
-        """What is at the path; a link that leads somewhere is what it leads to."""
+        """What is at the path; links that lead somewhere are followed."""
         found = self._type_of(self._root)
         if found == "directory":
             return "folder"
@@ -98,15 +97,15 @@ class Folder:
         return "link" if not is_remote(self.path) and os.path.islink(self.path) else "nothing"
 
     def target(self) -> str:
-        """Where a link at the path leads."""
+        """Target of the link at the path."""
         return os.readlink(self.path)
 
     def _type_of(self, path: str) -> str:
-        """`directory`, `file` or, where it is neither, something else."""
+        """`directory`, `file`, or something else."""
         if not is_remote(self.path):
             return "directory" if os.path.isdir(path) else "file" if os.path.isfile(path) else ""
         self._fs.invalidate_cache()
-        # Not isdir and isfile: to those any error is an answer.
+        # `isdir` and `isfile` would take any error for an answer.
         try:
             return str(self._fs.info(path)["type"])
         except (FileNotFoundError, NotADirectoryError):

@@ -35,14 +35,14 @@ _SHOWN = 20
 
 @dataclass(frozen=True, kw_only=True)
 class LoadReport:
-    """What did not fit, over all ranks: empty if everything did."""
+    """Names and shapes that did not fit, over all ranks; empty if everything did."""
 
     missing: tuple[str, ...] = ()
-    """Asked for, not in the checkpoint."""
+    """Names that were asked for and are not in the checkpoint."""
     unexpected: tuple[str, ...] = ()
-    """In the checkpoint, asked for by no rank."""
+    """Names in the checkpoint that no rank asked for."""
     misshapen: Mapping[str, str] = field(default_factory=dict)
-    """In the checkpoint with another global shape: which one, and which was asked for."""
+    """Names whose global shape in the checkpoint is another one: both shapes in words."""
 
     def faults(self) -> list[str]:
         """One line for each kind of misfit."""
@@ -67,9 +67,9 @@ def load(
     strict: bool = True,
     among: Callable[[str], bool] = lambda name: True,
 ) -> LoadReport:
-    """What did not fit, after the tensors of the pieces were filled in place; every rank of the axis calls it.
+    """Fills the tensors of the pieces in place, and reports what did not fit; every rank of the axis calls it.
 
-    Only names of the checkpoint that `among` says yes to can be unexpected. Values are converted to the dtype of the
+    Only names of the checkpoint that `among` accepts can be unexpected. Values are converted to the dtype of the
     tensor they go to. Raises ValueError when the path is no checkpoint and, with `strict`, when anything does not fit;
     then nothing was read. Without `strict` a misfit is left as it was. Raises DamagedError, naming the file, when a
     chunk that is read is not as it was written, RuntimeError when one cannot be read; then what was asked for is partly
@@ -106,14 +106,14 @@ def load(
 
 @contextmanager
 def _no_warning_of_one_process() -> Iterator[None]:
-    """No warning that torch.distributed is not used: an axis of one rank needs none."""
+    """Silences torch's warning that torch.distributed is not used, which an axis of one rank does not need."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
         yield
 
 
 def _causes(error: CheckpointException) -> str:
-    """What each rank says went wrong, one after the other."""
+    """Errors of all ranks, in words."""
     by_rank = sorted(error.failures.items())
     return "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in by_rank)
 
@@ -121,7 +121,7 @@ def _causes(error: CheckpointException) -> str:
 def _compare(
     asked: dict[str, list[Piece]], entries: dict[str, TensorEntry], world: Axis, among: Callable[[str], bool]
 ) -> LoadReport:
-    """What does not fit, as all ranks see it together."""
+    """The report of all ranks together. Collective."""
     names = sorted(entries)
     # A tensor without elements is never written.
     shapes = {name: tuple(held[0].global_shape) for name, held in asked.items() if held}
@@ -131,7 +131,7 @@ def _compare(
         for name, shape in shapes.items()
         if name in entries and entries[name].shape != shape
     }
-    # One byte a name: thousands of ranks tell each other.
+    # One byte a name, because thousands of ranks gather it.
     is_asked = bytes(name in asked for name in names)
     by_rank = gather_objects((missing, misshapen, is_asked), world)
     asked_by_any = [any(marks) for marks in zip(*(rank_is_asked for *_, rank_is_asked in by_rank), strict=True)]
@@ -153,7 +153,7 @@ class _ChunkReader(StorageReader):
 
     @override
     def reset(self, checkpoint_id: Any = None) -> None:
-        """The planner starts; nothing is kept between loads."""
+        """Nothing is kept between loads."""
 
     @override
     def read_metadata(self) -> Metadata:
@@ -205,7 +205,7 @@ class _ChunkReader(StorageReader):
 
     def _chunk(self, index: MetadataIndex) -> Chunk:
         chunks = self._entries[index.fqn].chunks
-        # The planner's hint is the chunk's number; the offsets are what counts.
+        # The planner's hint is the chunk's number; the offsets decide.
         if index.index is not None and chunks[index.index].box.offsets == index.offset:
             return chunks[index.index]
         return next(chunk for chunk in chunks if chunk.box.offsets == index.offset)

@@ -1,12 +1,12 @@
-"""What a checkpoint directory holds, told without reading its tensors.
+"""The manifest: what a checkpoint holds, without reading its tensors.
 
     manifest.json       the save's id, every file, and of every tensor its shape, dtype and chunks with their checksums
     __{rank}_0.distcp   the chunks that a rank wrote
-    meta.pt             plain data: what the caller saves beside the tensors
-    .metadata, __rest.distcp   for torch's and Lightning's own tools alone (`torch_index`); nothing here reads them
+    meta.pt             plain data: what the caller saves besides the tensors
+    .metadata, __rest.distcp   only for torch's and Lightning's own tools (`torch_index`); nothing here reads them
 
-The manifest is written last. A directory without one is no checkpoint; one whose manifest does not sum up to its own
-checksum is a damaged one. On a file system without renames `meta.pt` and the other names begin with the save's id.
+The manifest is written last. A directory without one is no checkpoint; if the manifest does not match its own
+checksum, the checkpoint is damaged. On a file system without renames all other names begin with the save's id.
 """
 
 import json
@@ -26,14 +26,14 @@ from lightning_megatron.version import VERSION
 
 MANIFEST_FILE = "manifest.json"
 META_FILE = "meta.pt"
-# The version of this layout: a reader refuses one that is newer.
+# Version of the files' layout; a reader refuses a newer one.
 LAYOUT_VERSION = 2
 _FORMAT = "lightning_megatron checkpoint"
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor and where its bytes are."""
+    """A box of a tensor and the location of its bytes."""
 
     box: Box
     location: ChunkLocation
@@ -49,41 +49,44 @@ class TensorEntry:
 
     @property
     def num_elements(self) -> int:
-        """Of the tensor."""
+        """Elements of the tensor."""
         return math.prod(self.shape)
 
     @property
     def num_elements_of_chunks(self) -> int:
-        """Of all chunks: as many as the tensor has, where none is missing or there twice."""
+        """Elements of all chunks: as many as the tensor has, unless one is missing or there twice."""
         return sum(math.prod(chunk.box.sizes) for chunk in self.chunks)
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensor in memory."""
+        """Bytes of the tensor in memory."""
         return self.dtype.itemsize * self.num_elements
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """All that a checkpoint says of itself."""
+    """The manifest of a checkpoint."""
 
     save_id: str
+    """Random id of the save."""
     layout: int
+    """Version of the files' layout."""
     package: str
     """Version of lightning_megatron that wrote it."""
     torch: str
     """Version of torch that wrote it."""
     files: Mapping[str, int]
-    """Bytes of each file, this one left out."""
+    """Bytes of each file, without the manifest."""
     whole: Mapping[str, ChunkLocation]
-    """Files that are one chunk each: role ("meta", "index", ...) to location."""
+    """Locations of data that are no tensors, by role ("meta", "index", ...)."""
     entries: Mapping[str, TensorEntry]
+    """Tensors by name."""
 
     @staticmethod
     def of(
         save_id: str, files: Mapping[str, int], whole: Mapping[str, ChunkLocation], entries: Mapping[str, TensorEntry]
     ) -> "Manifest":
-        """That of a checkpoint that this version writes."""
+        """The manifest of a checkpoint that this version writes."""
         return Manifest(
             save_id=save_id,
             layout=LAYOUT_VERSION,
@@ -95,7 +98,7 @@ class Manifest:
         )
 
     def to_bytes(self) -> bytes:
-        """The content of the manifest file; equal manifests have equal bytes."""
+        """Content of the manifest file; equal manifests have equal bytes."""
         names = sorted(self.files)
         numbers = {name: number for number, name in enumerate(names)}
 
@@ -126,7 +129,7 @@ class Manifest:
 
     @staticmethod
     def from_bytes(data: bytes) -> "Manifest":
-        """The manifest that the bytes are. Raises DamagedError where they are none, ValueError where it is newer."""
+        """Parses a manifest. Raises DamagedError for one that is damaged, ValueError for one of a newer layout."""
         try:
             body = json.loads(data)
             del body["checksum"]
@@ -147,14 +150,14 @@ class Manifest:
             raise DamagedError(f"{MANIFEST_FILE} is not one that this package writes: {error!r}") from error
 
     def locations(self) -> Iterator[ChunkLocation]:
-        """Every chunk's."""
+        """Locations of all chunks."""
         yield from self.whole.values()
         for entry in self.entries.values():
             for chunk in entry.chunks:
                 yield chunk.location
 
     def faults(self, sizes: Mapping[str, int]) -> list[str]:
-        """What is wrong with files of these sizes, or with the tensors in them, one line each, before any is read."""
+        """Faults of files of these sizes and of the tensors in them, one line each, before any is read."""
         return ["; ".join(lines) for lines in self.file_faults(sizes).values()] + [
             f"{MANIFEST_FILE} has chunks of {entry.num_elements_of_chunks} elements for the "
             f"{entry.num_elements} of {name}"
@@ -163,7 +166,7 @@ class Manifest:
         ]
 
     def file_faults(self, sizes: Mapping[str, int]) -> dict[str, list[str]]:
-        """What is wrong with files of these sizes, by file; those with nothing wrong are left out."""
+        """Faults of files of these sizes, by file; a file without a fault is left out."""
         faults: dict[str, list[str]] = {}
         by_file: dict[str, list[ChunkLocation]] = {name: [] for name in self.files}
         for location in self.locations():
@@ -179,12 +182,12 @@ class Manifest:
 
 
 def is_checkpoint(path: Address) -> bool:
-    """Whether there is a complete checkpoint directory at the path."""
+    """Whether there is a checkpoint directory with a manifest at the path."""
     return Folder(path).has(MANIFEST_FILE)
 
 
 def read_manifest(path: Address) -> Manifest:
-    """All that the checkpoint says of itself.
+    """The manifest of the checkpoint at the path.
 
     Raises ValueError when the path is no checkpoint, when the manifest is damaged, or when files are missing or of
     another size than they were written with.
@@ -196,7 +199,7 @@ def read_manifest(path: Address) -> Manifest:
 
 
 def read_stored_manifest(path: Address) -> Manifest:
-    """The manifest as `read_manifest`, without a look at the files that it tells of."""
+    """The manifest as by `read_manifest`, without a check of the files that it lists."""
     folder = Folder(path)
     _require_checkpoint(folder)
     try:
@@ -206,19 +209,19 @@ def read_stored_manifest(path: Address) -> Manifest:
 
 
 def read_meta(path: Address) -> dict[str, Any]:
-    """The metadata that the checkpoint was saved with. Raises ValueError when the path is no checkpoint."""
+    """Metadata with which the checkpoint was saved. Raises ValueError when the path is no checkpoint."""
     location = read_manifest(path).whole["meta"]
     try:
         with Folder(path).open(location.file) as stream:
             meta = safe_metadata.from_bytes(read_bytes(stream, location))
         return dict(meta)
     except Exception as error:
-        # Bytes that someone made up can end in any error of the unpickler.
+        # Forged bytes can raise any error in the unpickler.
         raise DamagedError(f"checkpoint {path}: {location.file} cannot be read as plain data: {error}") from error
 
 
 def read_entries(path: Address) -> dict[str, TensorEntry]:
-    """Every tensor in the checkpoint, by name. Raises ValueError when the path is no checkpoint."""
+    """Entries of all tensors in the checkpoint, by name. Raises ValueError when the path is no checkpoint."""
     return dict(read_manifest(path).entries)
 
 
@@ -228,7 +231,7 @@ def read_names(path: Address) -> dict[str, tuple[int, ...]]:
 
 
 def _signed(body: Mapping[str, Any]) -> bytes:
-    """The body as JSON, with the checksum of what it is without one at its end."""
+    """The body as JSON, with the checksum of the rest at its end."""
     return _json({**body, "checksum": f"{checksum_of(_json(body)):08x}"})
 
 
@@ -269,7 +272,7 @@ def _unpacked(body: Mapping[str, Any]) -> Manifest:
 
 
 def _require_checkpoint(folder: Folder) -> None:
-    """Raises ValueError that says what is at the path instead of a checkpoint."""
+    """Raises ValueError, saying what is at the path, unless it is a checkpoint."""
     if folder.has(MANIFEST_FILE):
         return
     expected = f"a checkpoint is a directory that holds {MANIFEST_FILE}"

@@ -1,9 +1,9 @@
 """An optimizer's state as pieces by parameter name, and a torch optimizer made ready to take them in.
 
-Tensors of a parameter's shape (moments) are cut as the parameter is. Scalars (step) are saved whole, and so are tensors
-of other shapes (row and column means) where nothing cuts the parameter. What is left, the rest, is plain data:
-hyperparameters of each group with the NAMES of its parameters, and states that are no tensors. Each rank knows the
-names of its own stage only; `merge_rest` joins what all ranks know.
+Tensors of a parameter's shape (moments) are sharded as the parameter. Scalars (step) are saved whole, and so are
+tensors of other shapes (row and column means) of unsharded parameters. The rest is plain data: hyperparameters of each
+param group with the NAMES of its parameters, and states that are no tensors. Each rank knows only the names of its own
+stages; `merge_rest` joins what all ranks know.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,19 +20,19 @@ from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import shard_of
 
 Rest = dict[str, Any]
-# {"groups": [{"params": [name, ...], hyperparameter: value, ...}, ...], "state": {name: {state key: plain value}}}
+"""{"groups": [{"params": [name, ...], hyperparameter: value, ...}, ...], "state": {name: {state key: plain value}}}"""
 
-# Of a group, what the optimizer of the other mesh knows better by itself.
+# Keys of a param group that an optimizer on another mesh has by itself.
 _LOCAL_KEYS = ("params", "param_names")
 
 
 def pieces_of_optimizer(
     optimizer: Optimizer, names: Mapping[Tensor, str | Slot], index: int = 0
 ) -> tuple[dict[str, list[Piece]], Rest]:
-    """This rank's pieces of the state, which they share memory with, and the rest as this rank knows it.
+    """Pieces of this rank's optimizer state, which share its memory, and the rest as this rank knows it.
 
-    `names` gives each parameter's name in the unsplit model or, where the optimizer steps master weights, the part of a
-    parameter that they are; `index` tells several optimizers of one module apart.
+    `names` gives each parameter's name in the unsplit model or, where the optimizer steps master weights, their slot;
+    `index` tells several optimizers of one module apart.
     """
     pieces: dict[str, list[Piece]] = {}
     rest: Rest = {"groups": [], "state": {}}
@@ -51,7 +51,7 @@ def pieces_of_optimizer(
 
 
 def merge_rest(rest: Rest, world: Axis) -> Rest:
-    """The rest as all ranks of the axis know it together, on each of them.
+    """The merged rest of all ranks of the axis, on each of them.
 
     Raises ValueError where ranks disagree about a hyperparameter or a state.
     """
@@ -78,9 +78,9 @@ def rebuild_optimizer(
     entries: Mapping[str, TensorEntry],
     index: int = 0,
 ) -> dict[str, list[Piece]]:
-    """The pieces to load into, after the optimizer took over the saved groups and got zeroed states of saved kinds.
+    """Prepares the optimizer for loading: takes over saved groups, makes zero states, and returns their pieces.
 
-    `rest` and `entries` are those of the checkpoint. A parameter that has no state there gets none. Raises ValueError
+    `rest` and `entries` come from the checkpoint. A parameter that has no state there gets none. Raises ValueError
     when groups do not hold the same parameters.
     """
     saved_groups = rest["groups"]
@@ -138,7 +138,7 @@ def _state_pieces(optimizer: Optimizer, stepped: Tensor, slot: Slot, key: str, v
 
 
 def _saved_states(entries: Mapping[str, TensorEntry], index: int) -> dict[str, dict[str, TensorEntry]]:
-    """What is saved for each parameter name, by state key."""
+    """Saved entries of each parameter name, by state key."""
     states: dict[str, dict[str, TensorEntry]] = {}
     for name, entry in entries.items():
         parts = split_optimizer_name(name)
@@ -148,7 +148,7 @@ def _saved_states(entries: Mapping[str, TensorEntry], index: int) -> dict[str, d
 
 
 def _blank_state(stepped: Tensor, slot: Slot, saved: Mapping[str, TensorEntry]) -> dict[str, Any]:
-    """Zeros, padding included, where the saved state goes; torch moves and converts them as it would the state."""
+    """Zeros, padding included, for the saved state; torch moves and converts them as it would the state."""
     global_shape = shard_of(slot.parameter).global_shape
     return {
         key: torch.zeros(stepped.shape if entry.shape == global_shape else entry.shape, dtype=entry.dtype)
@@ -170,7 +170,7 @@ def _merged_group(index: int, by_rank: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Equality through containers that may hold tensors."""
+    """Whether two values are equal, through containers that may hold tensors."""
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one.cpu(), other.cpu())
     if isinstance(one, dict) and isinstance(other, dict):

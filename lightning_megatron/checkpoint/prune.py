@@ -1,4 +1,4 @@
-"""Removing what interrupted saves left in a folder, and checkpoints beyond the newest ones."""
+"""Removal of leftovers of interrupted saves, and of all checkpoints but the newest."""
 
 import os
 import shutil
@@ -12,22 +12,22 @@ from lightning_megatron.checkpoint.checkpoint_directory import CheckpointDirecto
 from lightning_megatron.checkpoint.folder import Address, is_remote, name_at
 from lightning_megatron.checkpoint.manifest import is_checkpoint
 
-# A save that has written nothing for so long is not going on.
+# A save that has written nothing for so long has ended.
 YOUNG_SECONDS = 3600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Removal:
-    """Something to remove, or to leave although one may have thought otherwise."""
+    """A path to remove, or to keep for a reason that is not obvious."""
 
     path: Address
     num_bytes: int
     reason: str
     is_checkpoint: bool = False
-    """Complete, and at its place."""
+    """Whether it is a complete checkpoint at its final path."""
     is_kept: bool = False
     files: tuple[str, ...] = ()
-    """Of a save behind an address: what goes, and nothing that came after them."""
+    """Files to remove of an unfinished save behind an address; newer ones stay."""
 
     @property
     def name(self) -> str:
@@ -35,7 +35,7 @@ class Removal:
 
 
 def plan_of(folder: Address, *, keep: int = 0, takes_young: bool = False) -> list[Removal]:
-    """What `prune` would do, and what it would leave for a reason that is not plain.
+    """The removals that `prune` would make, and what it would keep for a reason that is not obvious.
 
     Of the complete checkpoints the newest `keep` stay, by step and then by time (0: all of them). Unfinished saves that
     were written to within the last hour are left, a run may be at them, unless `takes_young`.
@@ -53,7 +53,7 @@ def plan_of(folder: Address, *, keep: int = 0, takes_young: bool = False) -> lis
 
 
 def prune(planned: Sequence[Removal]) -> None:
-    """Carries the plan out. A checkpoint is gone from its place in one step, before its files are.
+    """Carries the plan out. A checkpoint is gone from its path in one step, before its files are removed.
 
     Raises RuntimeError at the first that cannot be removed, or that has become a checkpoint meanwhile.
     """
@@ -96,7 +96,7 @@ def _of_leftover(leftover: Leftover, takes_young: bool) -> Removal:
 
 
 def _beyond(contents: CheckpointDirectory, keep: int) -> list[Removal]:
-    """All complete checkpoints but the newest, and of those but the ones that links lead to."""
+    """Removals of all complete checkpoints but the newest; one that a link leads to is kept."""
     names = {leads_to(link): link.name for link in contents.links}
     removals = []
     for one in contents.complete[: -keep or None]:

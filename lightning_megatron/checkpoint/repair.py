@@ -1,6 +1,6 @@
-"""Putting a folder of checkpoints in order after a run that was killed, before the next one starts.
+"""Repair of a directory of checkpoints after a run was killed, before the next one starts.
 
-Every rank may do it, all at once: each step is one rename, and whoever comes second finds nothing to do.
+All ranks may do it at once: each step is one rename, and a rank that comes second finds nothing to do.
 """
 
 import contextlib
@@ -22,24 +22,24 @@ from lightning_megatron.checkpoint.manifest import is_checkpoint
 
 @dataclass(frozen=True, kw_only=True)
 class Repairs:
-    """What was found and done in a folder."""
+    """Findings and changes of a repair."""
 
     unfinished: tuple[Address, ...] = ()
-    """Places of saves that ended before they were complete; they stay as they are."""
+    """Final paths of interrupted saves; they are left as they are."""
     done: tuple[str, ...] = ()
-    """One sentence for each thing that this process changed."""
+    """One sentence for each change of this process."""
 
 
 def repair(folder: Address) -> Repairs:
-    """What was found, after checkpoints that were set aside are at their places again, and links lead to one.
+    """Restores checkpoints that were set aside, and turns dangling links to a checkpoint.
 
-    A link that leads to no complete checkpoint (a save makes one before it is in place) is turned to the newest that is
-    complete; where there is none it stays as it is. Behind an address there is nothing to put in order.
+    A link that leads to no complete checkpoint (a save makes one before it is in place) is turned to the newest complete one;
+    where there is none it is left. Behind an address there is nothing to repair.
     """
     done = [] if is_remote(folder) else bring_back(Path(folder))
     for link in links_of(folder):
         target = leads_to(link)
-        # A link into another folder is not one that a save made.
+        # A save makes no link into another directory.
         if is_checkpoint(link) or target.parent != leads_to(folder):
             continue
         complete = scan_directory(folder).complete
@@ -50,13 +50,13 @@ def repair(folder: Address) -> Repairs:
 
 
 def bring_back(folder: Path) -> list[str]:
-    """What was done: checkpoints that were set aside for others, which never came, are at their places again."""
+    """Restores checkpoints that were set aside for others that never came, and says which."""
     done = []
     for aside in hidden_in(folder, REPLACED):
         place = folder / aside.name
         if os.path.lexists(place):
             continue
-        # Another rank may be first, and a run that still goes on may put its checkpoint there.
+        # Another rank may be first, or a run that still goes on may put its checkpoint there.
         with contextlib.suppress(OSError):
             os.rename(aside, place)
             done.append(f"{place} had been set aside while another was to take its place; it is back")
@@ -65,7 +65,7 @@ def bring_back(folder: Path) -> list[str]:
 
 
 def _turn(link: Path, target: str) -> bool:
-    """Lets the link lead to its neighbour of that name, in one step; False where it leads to a checkpoint by now."""
+    """Turns the link to its neighbour of that name, in one step; False where it leads to a checkpoint by now."""
     new = link.with_name(f".{link.name}.{new_id()}")
     os.symlink(target, new)
     try:

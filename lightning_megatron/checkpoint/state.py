@@ -1,8 +1,8 @@
-"""Which part of which named tensor this rank saves and loads.
+"""The parts of named tensors that this rank saves and loads.
 
 Names are those of the unsplit model, the same on every mesh; a state of an optimizer is
-`optimizer.{index}.{parameter name}.{state key}`. Ranks that hold the same part (replicas, tied weights, data-parallel
-copies) all name it, and it is written once.
+`optimizer.{index}.{parameter name}.{state key}`. Ranks that hold the same part (replicas, tied weights,
+data-parallel ranks) all name it, and it is written once.
 """
 
 import math
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lightning_megatron.sharding import Box, boxes_of_range, shard_of
 
-OTHER_STATES = "other_states"
 # Key of the metadata with the titles of further sets of tensors under the module's names: `{title}.{name}`.
+OTHER_STATES = "other_states"
 _OPTIMIZER_NAME = re.compile(r"optimizer\.(\d+)\.(?:(.*)\.)?([^.]*)", re.DOTALL)
 
 
@@ -42,52 +42,54 @@ class Piece:
 
     @staticmethod
     def whole(tensor: Tensor) -> "Piece":
-        """The piece of a tensor that is not cut."""
+        """The piece of an unsharded tensor."""
         shape = tuple(tensor.shape)
         return Piece(shape, Box((0,) * len(shape), shape), tensor.detach())
 
     @staticmethod
     def like(parameter: Tensor, tensor: Tensor) -> "Piece":
-        """The piece of a tensor that is cut and padded as `parameter` is: itself, or a moment of it."""
+        """The piece of a tensor that is sharded and padded as `parameter`: itself, or a moment of it."""
         shard = shard_of(parameter)
         return Piece(shard.global_shape, shard.box, shard.valid(tensor.detach()))
 
     @property
     def is_empty(self) -> bool:
-        """This rank holds nothing of the tensor: padding alone."""
+        """Whether this rank holds only padding of the tensor."""
         return self.tensor.numel() == 0
 
 
 @dataclass(frozen=True)
 class Slot:
-    """What an optimizer steps, as a part of a parameter: elements `start` to before `end`, counted through."""
+    """The part of a parameter that an optimizer steps: elements `start` to before `end`, flattened."""
 
     name: str
-    """Of the parameter in the unsplit model."""
+    """Name of the parameter in the unsplit model."""
     parameter: Tensor
-    """This rank's, with its `Shard`."""
+    """Parameter of this rank, with its `Shard`."""
     start: int
+    """First element of the part."""
     end: int
+    """Element after the last of the part."""
 
     @staticmethod
     def whole(name: str, parameter: Tensor) -> "Slot":
-        """All of this rank's parameter."""
+        """The slot of all of this rank's parameter."""
         return Slot(name, parameter, 0, parameter.numel())
 
     @property
     def is_whole_tensor(self) -> bool:
-        """Whether it is all of the unsplit model's tensor: an axis of one rank cuts nothing."""
+        """Whether it is the unsharded tensor: an axis of one rank cuts nothing."""
         is_all_here = (self.start, self.end) == (0, self.parameter.numel())
         return is_all_here and tuple(self.parameter.shape) == shard_of(self.parameter).global_shape
 
     def pieces(self, tensor: Tensor) -> list[Piece]:
-        """Those of `tensor`, which holds the elements of the slot: master weights or a moment of them."""
+        """Pieces of `tensor`, which has the elements of the slot: master weights or a moment of them."""
         shard, flat, pieces = shard_of(self.parameter), tensor.detach().reshape(-1), []
         for begin, box in boxes_of_range(tuple(self.parameter.shape), self.start, self.end):
             offsets, sizes = list(box.offsets), list(box.sizes)
             part = flat[begin - self.start :][: math.prod(sizes)].view(sizes)
             if shard.dim is not None:
-                # Padding stands behind the valid part, and is not saved.
+                # Padding comes after the valid part, and is not saved.
                 valid = shard.box.sizes[shard.dim] - offsets[shard.dim]
                 sizes[shard.dim] = max(0, min(sizes[shard.dim], valid))
                 part = part.narrow(shard.dim, 0, sizes[shard.dim])
@@ -112,18 +114,18 @@ def as_pieces(pieces: Pieces) -> dict[str, list[Piece]]:
 
 
 def is_optimizer_name(name: str) -> bool:
-    """Whether the name is that of an optimizer's state."""
+    """Whether a tensor of that name is an optimizer's state."""
     return split_optimizer_name(name) is not None
 
 
 def split_optimizer_name(name: str) -> tuple[int, str, str] | None:
-    """Index, parameter name and state key in the name of an optimizer's state; None of any other name."""
+    """Index, parameter name and state key in the name of an optimizer's state; None for any other name."""
     found = _OPTIMIZER_NAME.fullmatch(name)
     return None if found is None else (int(found[1]), found[2] or "", found[3])
 
 
 def other_state_of(name: str, titles: Iterable[str]) -> tuple[str, str]:
-    """The title of the further set that the tensor of that name belongs to, and its name there; no title if to none."""
+    """Title of the further set of tensors that the name belongs to, and the name in it; an empty title for none."""
     for title in titles:
         if name.startswith(f"{title}."):
             return title, name.removeprefix(f"{title}.")
@@ -131,12 +133,12 @@ def other_state_of(name: str, titles: Iterable[str]) -> tuple[str, str]:
 
 
 def is_module_name(name: str) -> bool:
-    """Whether the name is that of a module's parameter or buffer."""
+    """Whether a tensor of that name is a module's parameter or buffer."""
     return not is_optimizer_name(name)
 
 
 def pieces_of_module(named: Mapping[str, Tensor]) -> dict[str, Piece]:
-    """The pieces of parameters and buffers, for example of `module.state_dict(keep_vars=True)`.
+    """Pieces of parameters and buffers, for example of `module.state_dict(keep_vars=True)`.
 
     A parameter without a `Shard`, and every buffer, is whole on every rank.
     """

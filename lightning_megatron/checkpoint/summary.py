@@ -1,4 +1,4 @@
-"""What one checkpoint holds, in numbers and words."""
+"""Summary of one checkpoint, in numbers and words."""
 
 import os
 from collections.abc import Mapping
@@ -10,60 +10,62 @@ from lightning_megatron.checkpoint.folder import Address, Folder
 from lightning_megatron.checkpoint.manifest import MANIFEST_FILE, read_manifest, read_meta
 from lightning_megatron.checkpoint.state import OTHER_STATES, is_optimizer_name, other_state_of
 
-# Of the metadata: the sizes of the mesh that it was saved on, and what builds its models again.
+# Keys of the metadata: sizes of the mesh at the save, and configurations of the models.
 MESH, MODELS = "mesh", "models"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Amount:
-    """Some tensors."""
+    """Number and bytes of some tensors."""
 
     number: int
+    """Number of tensors."""
     num_bytes: int
-    """In memory."""
+    """Bytes of the tensors in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorLine:
-    """One tensor."""
+    """Description of one tensor."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     num_chunks: int
     num_bytes: int
-    """In memory."""
+    """Bytes of the tensor in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """One checkpoint."""
+    """Summary of one checkpoint."""
 
     path: str
     save_id: str
     saved_seconds: float
-    """When the manifest was written, in seconds since 1970; 0 where its file system does not tell."""
+    """Time at which the manifest was written, in seconds since 1970; 0 where the file system does not tell."""
     package: str
     """Version of lightning_megatron that wrote it."""
     torch: str
     """Version of torch that wrote it."""
     layout_version: int
-    """Of its files."""
+    """Version of the files' layout."""
     layout: Mapping[str, Any]
-    """Sizes of the mesh that it was saved on, where it says them."""
+    """Sizes of the mesh at the save, as far as the metadata has them."""
     step: int
+    """Optimizer steps before the save; -1 where the metadata has none."""
     epoch: int
-    # -1 where it does not say
+    """Epoch of the save; -1 where the metadata has none."""
     models: Mapping[str, Mapping[str, Any]]
-    """Class and configuration, by name in the module."""
+    """Class and configuration of each model, by name in the module."""
     tensors: Mapping[str, Amount]
-    """Of "weights", "optimizer states", and of each further set of tensors under the module's names."""
+    """Amounts of "weights", of "optimizer states", and of each further set of tensors under the module's names."""
     files: Mapping[str, int]
-    """Bytes of each."""
+    """Bytes of each file."""
 
 
 def summary_of(path: Address) -> Summary:
-    """What the checkpoint holds; tensors are not read. Raises ValueError where the path is no complete checkpoint."""
+    """Summary of a checkpoint, without reading tensors. Raises ValueError where the path is no complete checkpoint."""
     manifest, meta = read_manifest(path), read_meta(path)
     titles = tuple(meta.get(OTHER_STATES, ()))
     amounts = {title: Amount(number=0, num_bytes=0) for title in ("weights", "optimizer states", *titles)}
@@ -88,7 +90,7 @@ def summary_of(path: Address) -> Summary:
 
 
 def tensors_of(path: Address) -> list[TensorLine]:
-    """Every tensor of the checkpoint, by name."""
+    """Descriptions of all tensors of the checkpoint, sorted by name."""
     return [
         TensorLine(
             name=name,
@@ -102,7 +104,7 @@ def tensors_of(path: Address) -> list[TensorLine]:
 
 
 def _sizes(mesh: Mapping[str, Any]) -> dict[str, Any]:
-    """The number of ranks, and what else is not 1 or off."""
+    """World size, and sizes that are not 1 or off."""
     found = {"world": mesh["world"]} if "world" in mesh else {}
     found |= {name: size for name, size in mesh.items() if type(size) is int and size > 1}
     if mesh.get("sequence_parallel"):

@@ -1,4 +1,4 @@
-"""Whether every byte of a checkpoint is the one that was written, and whether its chunks make whole tensors."""
+"""Verification of a checkpoint: every byte against its checksum, every tensor against its chunks."""
 
 import math
 import zlib
@@ -10,12 +10,12 @@ from lightning_megatron.checkpoint.folder import Address, Folder
 from lightning_megatron.checkpoint.manifest import Chunk, TensorEntry, read_stored_manifest
 
 _NUM_THREADS = 8
-# What each of them holds at a time.
+# Bytes that each thread reads at a time.
 _BLOCK_BYTES = 8 * 2**20
 
 
 def verify(path: Address, *, num_threads: int = _NUM_THREADS) -> list[str]:
-    """Every fault of the checkpoint, one line for each file and each tensor; none if it is sound. Reads every byte.
+    """Faults of the checkpoint, one line for each file and each tensor, none if it is sound. Reads every byte.
 
     Memory is 8 MiB a thread, whatever the size of the checkpoint. Raises ValueError where the path is no checkpoint.
     """
@@ -28,7 +28,7 @@ def verify(path: Address, *, num_threads: int = _NUM_THREADS) -> list[str]:
     faults = []
     for name, entry in manifest.entries.items():
         faults += [f"tensor {name}: {fault}" for fault in cover_faults(entry)]
-    # A location may be told of twice; it is read once.
+    # A location may be listed twice, and is read once.
     locations = sorted({location for location in manifest.locations() if location.file in sizes}, key=_position)
     with ThreadPoolExecutor(num_threads, "verify") as threads:
         found = list(threads.map(lambda location: _fault(folder, location), locations))
@@ -41,7 +41,7 @@ def verify(path: Address, *, num_threads: int = _NUM_THREADS) -> list[str]:
 
 
 def _summed_up(file: str, of_chunks: list[str]) -> list[str]:
-    """What is wrong with chunks of a file, in a line at most; an empty text is a chunk with nothing wrong."""
+    """Faults of chunks of a file, in one line at most; an empty text is a sound chunk."""
     faults = [fault for fault in of_chunks if fault]
     if len(faults) < 2:
         return faults
@@ -49,7 +49,7 @@ def _summed_up(file: str, of_chunks: list[str]) -> list[str]:
 
 
 def cover_faults(entry: TensorEntry) -> list[str]:
-    """Where the chunks of a tensor leave a hole in it, overlap or stand out, one line each."""
+    """Holes between the chunks of a tensor, overlaps, and chunks outside of its shape, one line each."""
     faults = []
     for chunk in entry.chunks:
         offsets, sizes = chunk.box.offsets, chunk.box.sizes
@@ -70,20 +70,20 @@ def cover_faults(entry: TensorEntry) -> list[str]:
 
 def _overlaps(chunks: tuple[Chunk, ...]) -> Iterator[tuple[Chunk, Chunk]]:
     """Pairs of chunks that share an element."""
-    beside: list[Chunk] = []
+    near: list[Chunk] = []
     for chunk in sorted((chunk for chunk in chunks if math.prod(chunk.box.sizes)), key=lambda chunk: chunk.box.offsets):
         if chunk.box.offsets:
-            # Only those that reach into this one's first rows can share an element with it, or with a later one.
-            beside = [other for other in beside if other.box.offsets[0] + other.box.sizes[0] > chunk.box.offsets[0]]
-        for other in beside:
+            # Only chunks that reach this one's first index can share an element with it, or with a later one.
+            near = [other for other in near if other.box.offsets[0] + other.box.sizes[0] > chunk.box.offsets[0]]
+        for other in near:
             corners = zip(chunk.box.offsets, chunk.box.sizes, other.box.offsets, other.box.sizes, strict=True)
             if all(start < begin + length and begin < start + size for start, size, begin, length in corners):
                 yield other, chunk
-        beside.append(chunk)
+        near.append(chunk)
 
 
 def _fault(folder: Folder, location: ChunkLocation) -> str:
-    """What is wrong with the bytes at the location; nothing if they are those that were written."""
+    """The fault of the bytes at the location; empty if they are those that were written."""
     checksum, num_bytes = 0, 0
     try:
         with folder.open(location.file) as stream:

@@ -1,1 +1,1 @@
-"""Talking between ranks: collectives, their differentiable conjugates, point-to-point messages and random streams."""
+"""Communication: collectives, their differentiable conjugates, point-to-point messages, and random numbers."""

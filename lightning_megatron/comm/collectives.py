@@ -1,8 +1,9 @@
-"""Collectives over an `Axis`: blocking, or returning the work in flight. The one place that knows an axis of one rank
-needs no message, and the one place that knows both spellings of torch's single-tensor collectives.
+"""Collectives over an `Axis`: blocking, or returning the work in flight.
+
+This file alone knows that an axis of one rank needs no message, and both names of torch's single-tensor collectives.
 
 Every function returns a new tensor unless its name ends in an underscore; an axis of one rank gives back `x` itself.
-With `wait=False` the answer is a `Pending` whose `wait()` gives the tensor. Any number of collectives may be in flight
+With `wait=False` they return a `Pending` whose `wait()` gives the tensor. Any number of collectives may be in flight
 on an axis; they start in call order.
 
 Note: sums on the CPU. Gloo's reductions cost several times an exchange followed by a local sum (`docs/benchmarks/
@@ -22,7 +23,7 @@ from lightning_megatron.mesh import Axis
 Op = Literal["sum", "max", "min"]
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _LOCALLY: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
-# Above it two CPU ranks' swapping of whole tensors costs more than gloo's all-reduce, which moves halves twice.
+# Above so many bytes a swap of whole tensors costs two CPU ranks more than gloo's all-reduce, which moves halves twice.
 _SWAPPED_BYTES = 2 << 20
 
 # torch 2.13 renamed the single-tensor collectives and warns about the old names, which are all that 2.11 has.
@@ -39,7 +40,7 @@ class Pending:
     finish: Callable[[Tensor], Tensor] | None = None
 
     def wait(self) -> Tensor:
-        """The result, once it has landed."""
+        """The result, once the collective is complete."""
         if self.work is not None:
             self.work.wait()
             self.work = None
@@ -49,12 +50,12 @@ class Pending:
 
 
 def group_rank(axis: Axis, rank: int) -> int:
-    """Place in the axis's process group of the rank at `rank` on the axis; groups sort their ranks, axes need not."""
+    """Rank in the axis's process group of a rank on the axis; groups sort their ranks, axes need not."""
     return sorted(axis.ranks).index(axis.ranks[rank])
 
 
 def group_of(axis: Axis) -> dist.ProcessGroup:
-    """The process group of an axis that needs messages; without one torch would talk over the whole world."""
+    """The process group of an axis that needs messages; given None, torch would take the whole world."""
     assert axis.group is not None, f"axis {axis.name} of {axis.size} ranks has no process group: it is imagined"
     return axis.group
 
@@ -68,7 +69,7 @@ def all_reduce(x: Tensor, axis: Axis, op: Op = "sum", *, wait: Literal[True] = T
 @overload
 def all_reduce(x: Tensor, axis: Axis, op: Op = "sum", *, wait: Literal[False]) -> Pending: ...
 def all_reduce(x: Tensor, axis: Axis, op: Op = "sum", *, wait: bool = True) -> Tensor | Pending:
-    """Sum, maximum or minimum of `x` over the ranks of the axis, on each of them."""
+    """All-reduce: sum, maximum or minimum of `x` over the ranks of the axis, on each of them."""
     if axis.size == 1:
         return x if wait else Pending(x)
     pending = all_reduce_(x.clone(memory_format=torch.contiguous_format), axis, op, wait=False)
@@ -80,7 +81,7 @@ def all_reduce_(x: Tensor, axis: Axis, op: Op = "sum", *, wait: Literal[True] = 
 @overload
 def all_reduce_(x: Tensor, axis: Axis, op: Op = "sum", *, wait: Literal[False]) -> Pending: ...
 def all_reduce_(x: Tensor, axis: Axis, op: Op = "sum", *, wait: bool = True) -> Tensor | Pending:
-    """As `all_reduce`, into `x` itself, which must be contiguous."""
+    """In-place `all_reduce` of `x`, which must be contiguous."""
     if axis.size == 1:
         return x if wait else Pending(x)
     if _is_cpu_pair(x, axis) and x.numel() * x.element_size() <= _SWAPPED_BYTES:
@@ -97,7 +98,7 @@ def all_gather(x: Tensor, axis: Axis, dim: int = 0, *, wait: Literal[True] = Tru
 @overload
 def all_gather(x: Tensor, axis: Axis, dim: int = 0, *, wait: Literal[False]) -> Pending: ...
 def all_gather(x: Tensor, axis: Axis, dim: int = 0, *, wait: bool = True) -> Tensor | Pending:
-    """The shards of all ranks joined along `dim`, in the order of the axis; shards are of one shape."""
+    """All-gather: the shards of all ranks, of one shape, joined along `dim` in the order of the axis."""
     if axis.size == 1:
         return x if wait else Pending(x)
     _ascending(axis)
@@ -120,7 +121,7 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0, *, wait: Literal[True] =
 @overload
 def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0, *, wait: Literal[False]) -> Pending: ...
 def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0, *, wait: bool = True) -> Tensor | Pending:
-    """This rank's part, along `dim`, of the sum of `x` over the axis. `dim` must divide by the size of the axis."""
+    """Reduce-scatter: this rank's part, along `dim`, of the sum of `x` over the axis, whose size must divide `dim`."""
     if axis.size == 1:
         return x if wait else Pending(x)
     _ascending(axis)
@@ -147,9 +148,9 @@ def reduce_scatter_(x: Tensor, axis: Axis, *, wait: Literal[True] = True) -> Ten
 @overload
 def reduce_scatter_(x: Tensor, axis: Axis, *, wait: Literal[False]) -> Pending: ...
 def reduce_scatter_(x: Tensor, axis: Axis, *, wait: bool = True) -> Tensor | Pending:
-    """As `reduce_scatter` of a flat `x` [N], into this rank's part of `x` itself, of which the answer is a view [N/d].
+    """In-place `reduce_scatter` of a flat `x` [N] into this rank's part of it, which is returned as a view [N/d].
 
-    What the other parts hold afterwards is of no use.
+    The other parts are undefined afterwards.
     """
     if axis.size == 1:
         return x if wait else Pending(x)
@@ -173,7 +174,7 @@ def all_gather_(x: Tensor, axis: Axis, *, wait: Literal[True] = True) -> Tensor:
 @overload
 def all_gather_(x: Tensor, axis: Axis, *, wait: Literal[False]) -> Pending: ...
 def all_gather_(x: Tensor, axis: Axis, *, wait: bool = True) -> Tensor | Pending:
-    """A flat `x` [N] whose equal parts are each rank's own, filled in place: the answer is `x`."""
+    """In-place `all_gather` of a flat `x` [N] from this rank's part of it; returns `x`."""
     if axis.size == 1:
         return x if wait else Pending(x)
     _ascending(axis)
@@ -194,8 +195,8 @@ def all_to_all(x: Tensor, axis: Axis, split: int, join: int, *, wait: Literal[Tr
 @overload
 def all_to_all(x: Tensor, axis: Axis, split: int, join: int, *, wait: Literal[False]) -> Pending: ...
 def all_to_all(x: Tensor, axis: Axis, split: int, join: int, *, wait: bool = True) -> Tensor | Pending:
-    """This rank's part, along the dim `split`, of what every rank has, joined along the dim `join` in the order of the
-    axis. `split` must divide by the size of the axis."""
+    """All-to-all: this rank's part of every rank's `x` along the dim `split`, joined along the dim `join` in the order
+    of the axis, whose size must divide `split`."""
     if axis.size == 1:
         return x if wait else Pending(x)
     _ascending(axis)
@@ -220,37 +221,37 @@ def all_to_all_v(
 def all_to_all_v(
     x: Tensor, axis: Axis, given: Sequence[int], taken: Sequence[int], *, wait: bool = True
 ) -> Tensor | Pending:
-    """The rows that the ranks of the axis have for this one, in the order of the axis.
+    """All-to-all with unequal splits of dim 0: what the ranks of the axis have for this one, in the order of the axis.
 
-    `x` has `given[i]` rows for rank i one after another; `taken[i]` come from it. All of them may be 0.
+    `x` has `given[i]` entries for rank i, one rank after another; `taken[i]` come from it. All of them may be 0.
     """
     if axis.size == 1:
         return x if wait else Pending(x)
     _ascending(axis)
-    taken_rows = torch.empty((sum(taken), *x.shape[1:]), dtype=x.dtype, device=x.device)
+    received = torch.empty((sum(taken), *x.shape[1:]), dtype=x.dtype, device=x.device)
     work = dist.all_to_all_single(
-        taken_rows, x.contiguous(), list(taken), list(given), group=group_of(axis), async_op=True
+        received, x.contiguous(), list(taken), list(given), group=group_of(axis), async_op=True
     )
-    pending = Pending(taken_rows, work)
+    pending = Pending(received, work)
     return pending.wait() if wait else pending
 
 
 def shard_slice(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """This rank's equal part of `x` along `dim`, as a view; no message."""
+    """This rank's shard of `x` along `dim`, as a view; no message."""
     length, rest = divmod(x.shape[dim], axis.size)
     assert rest == 0, f"dim {dim} of {tuple(x.shape)} does not divide by {axis.name} ({axis.size})"
     return x.narrow(dim, axis.rank * length, length)
 
 
 def broadcast_(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
-    """Overwrites `x`, which must be contiguous, with that of the rank at place `source` on the axis."""
+    """Overwrites `x`, which must be contiguous, with the `x` of the rank `source` on the axis."""
     if axis.size > 1:
         dist.broadcast(x, group=group_of(axis), group_src=group_rank(axis, source))
     return x
 
 
 def broadcast_object(value: Any, axis: Axis, source: int = 0) -> Any:
-    """A picklable value from the rank at place `source`; for set-up and logging schemas, not for steps on a GPU."""
+    """A picklable value of the rank `source` on the axis; for set-up and logging, not for steps on a GPU."""
     if axis.size == 1:
         return value
     box = [value]
@@ -259,7 +260,7 @@ def broadcast_object(value: Any, axis: Axis, source: int = 0) -> Any:
 
 
 def gather_objects(value: Any, axis: Axis) -> list[Any]:
-    """The picklable values of all ranks, in the order of the axis, on each of them."""
+    """Picklable values of all ranks, in the order of the axis, on each of them."""
     if axis.size == 1:
         return [value]
     by_group_rank: list[Any] = [None] * axis.size
@@ -268,7 +269,7 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
 
 
 def barrier(axis: Axis) -> None:
-    """Returns when every rank of the axis has come here."""
+    """Waits until every rank of the axis has called this."""
     if axis.size > 1:
         dist.barrier(group=group_of(axis))
 

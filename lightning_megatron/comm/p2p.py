@@ -1,18 +1,18 @@
-"""Messages between the ranks of one axis: posted without waiting, waited for when needed, with no tags.
+"""Point-to-point messages between the ranks of one axis: posted without waiting, waited for when needed, no tags.
 
 Messages match by order alone, as NCCL matches them, within a lane: one direction between two ranks, for one purpose,
-with a process group of its own. A receive posted early, or a send that waits for its receiver, thus holds up nothing
-but what comes behind it in its own lane.
+with a process group of its own. A receive posted early, or a send that waits for its receiver, thus holds up only
+later messages of its own lane.
 
     lane       carries
-    header     what shape each forward message has, on the host
+    header     shapes and dtypes of each forward message, on the host
     payload    forward messages of the expected shape
     resent     forward messages of any other shape
-    gradient   backward messages; their shapes are those of what went forward
+    gradient   backward messages, which have the shapes of the forward messages
 
-Note: expected shapes. Both ends of a hop know what went over it in the last run. Was all of one shape, they expect that
-again, and the receiver can post its receive before it has read the header. A message of another shape goes by the
-resent lane, behind its header, and something of the expected shape fills the place that was posted for it.
+Note: expected shapes. Both ends of a hop know the messages of the last run. If all were of one shape they expect it
+again, and the receiver posts its receive before it has read the header. A message of another shape goes by the resent
+lane, after its header, and a dummy of the expected shape goes to the receive that was posted for it.
 """
 
 import json
@@ -28,27 +28,27 @@ from torch import Tensor
 from lightning_megatron.mesh import Axis, NewGroup
 
 Payload = Tensor | dict[str, Tensor]
-"""What travels between stages."""
+"""Activations or gradients that are sent between stages."""
 
 Hop = tuple[int, int]
 """The ranks on the axis that forward messages go from and to."""
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
 _HEADER_BYTES = 1024
-# Of each tensor within a packed message.
+# Alignment of each tensor within a packed message.
 _ALIGNMENT_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """Names, shapes and dtypes of a payload's tensors; a single tensor has no name."""
+    """Names, shapes and dtypes of a payload's tensors (its metadata); a single tensor has no name."""
 
     entries: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
     is_mapping: bool
 
     @staticmethod
     def of(payload: Payload) -> "TensorMeta":
-        """That of a payload; raises ValueError for one that cannot travel."""
+        """The metadata of a payload. Raises ValueError for one that cannot be sent."""
         tensors = payload if isinstance(payload, dict) else {"": payload}
         if not tensors:
             raise ValueError("a stage hands an empty dict to the next; it must hand at least one tensor")
@@ -64,13 +64,13 @@ class TensorMeta:
         return TensorMeta(entries, isinstance(payload, dict))
 
     def of_gradient(self) -> "TensorMeta":
-        """That of what comes back: gradients of the floating tensors of a dict, or of the single tensor."""
+        """The metadata of the gradients: of the floating-point tensors of a dict, or of the single tensor."""
         if not self.is_mapping:
             return self
         return TensorMeta(tuple(entry for entry in self.entries if entry[2].is_floating_point), True)
 
     def empty(self, device: torch.device) -> Tensor:
-        """Room for a packed payload."""
+        """An empty buffer for a packed payload."""
         if not self.is_mapping:
             _, shape, dtype = self.entries[0]
             return torch.empty(shape, dtype=dtype, device=device)
@@ -87,7 +87,7 @@ class TensorMeta:
         return torch.cat(parts)
 
     def unpack(self, buffer: Tensor) -> Payload:
-        """The payload that was packed; its tensors share the buffer's memory."""
+        """The payload in a packed buffer, with which its tensors share memory."""
         if not self.is_mapping:
             return buffer
         tensors, start = {}, 0
@@ -123,7 +123,7 @@ def _decoded(header: bytes) -> TensorMeta:
 
 @dataclass(frozen=True)
 class LaneGroups:
-    """The process groups of one hop, each of its two ranks alone."""
+    """The process groups of one hop, each of its two ranks."""
 
     header: dist.ProcessGroup
     payload: dist.ProcessGroup
@@ -134,10 +134,10 @@ class LaneGroups:
 def build_lanes(
     axis: Axis, hops: Sequence[Hop], new_group: NewGroup, new_host_group: NewGroup
 ) -> dict[Hop, LaneGroups]:
-    """Groups for the hops that this rank takes part in; `new_host_group` makes groups for tensors on the host.
+    """Process groups of the hops of this rank; `new_host_group` makes groups for tensors on the host.
 
-    Every rank of the world makes equally many groups, and the two of a hop make theirs at the same turn: torch names a
-    group by how many its rank has made, and ranks that disagree about a name wait for ever.
+    Every rank of the world makes equally many groups, and the two ranks of a hop make theirs at the same turn: torch
+    names a group by how many its rank has made, and ranks that disagree about a name wait for ever.
     """
     lanes: dict[Hop, LaneGroups] = {}
     for turn in _turns(hops):
@@ -150,7 +150,7 @@ def build_lanes(
 
 
 def _turns(hops: Sequence[Hop]) -> list[list[Hop]]:
-    """The hops in rounds in which no rank stands twice."""
+    """The hops in rounds of which no rank is in two hops."""
     turns: list[list[Hop]] = []
     for hop in hops:
         turn = next((t for t in turns if not any(set(hop) & set(other) for other in t)), None)
@@ -162,19 +162,19 @@ def _turns(hops: Sequence[Hop]) -> list[list[Hop]]:
 
 @dataclass
 class _Incoming:
-    """A forward message on its way in."""
+    """A forward message that is being received."""
 
     header: Tensor
     header_work: dist.Work
     buffer: Tensor | None = None
     work: dist.Work | None = None
     like: TensorMeta | None = None
-    """Once the header is read."""
+    """Metadata, once the header is read."""
 
 
 @dataclass
 class _Hop:
-    """What both ends of a hop know alike."""
+    """The state that both ends of a hop know alike."""
 
     expected: TensorMeta | None = None
     seen: set[TensorMeta] = field(default_factory=set)
@@ -182,7 +182,7 @@ class _Hop:
 
 
 class Mailbox:
-    """This rank's end of the lanes of an axis. Messages are called by keys of the caller's choice."""
+    """This rank's end of the lanes of an axis. The caller chooses the keys of messages."""
 
     def __init__(self, axis: Axis, lanes: Mapping[Hop, LaneGroups], device: torch.device) -> None:
         self._axis = axis
@@ -195,7 +195,7 @@ class Mailbox:
         self._fillers: list[tuple[dist.Work, Tensor]] = []
 
     def send_forward(self, key: Hashable, to: int, payload: Payload) -> None:
-        """Posts a message to the rank at place `to`; it is kept until `release` or `finish`."""
+        """Posts a message to the rank `to` on the axis; its memory is held until `release` or `finish`."""
         hop, like = (self._axis.rank, to), TensorMeta.of(payload)
         groups, state = self._lanes[hop], self._hops[hop]
         header = torch.frombuffer(bytearray(_encoded(like)), dtype=torch.uint8)
@@ -210,7 +210,7 @@ class Mailbox:
         self._sending[key] = [(self._post(dist.isend, data, group, to), data) for group, data in messages]
 
     def receive_forward(self, key: Hashable, source: int) -> None:
-        """Posts the receive of a message from the rank at place `source`."""
+        """Posts the receive of a message from the rank `source` on the axis."""
         hop = (source, self._axis.rank)
         groups, state = self._lanes[hop], self._hops[hop]
         header = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
@@ -222,38 +222,38 @@ class Mailbox:
         self._incoming[key] = (hop, incoming)
 
     def send_backward(self, key: Hashable, to: int, payload: Payload) -> None:
-        """Posts a message whose shape its receiver knows."""
+        """Posts a gradient, whose shapes its receiver knows."""
         data = TensorMeta.of(payload).pack(payload)
         group = self._lanes[to, self._axis.rank].gradient
         self._sending[key] = [(self._post(dist.isend, data, group, to), data)]
 
     def receive_backward(self, key: Hashable, source: int, like: TensorMeta) -> None:
-        """Posts the receive of a message of known shape."""
+        """Posts the receive of a gradient of known shapes."""
         buffer = like.empty(self._device)
         group = self._lanes[self._axis.rank, source].gradient
         self._gradients[key] = (like, buffer, self._post(dist.irecv, buffer, group, source))
 
     def wait(self, key: Hashable) -> Payload:
-        """What was received, once it has landed."""
+        """The received payload, once it is complete."""
         if key in self._gradients:
             like, buffer, work = self._gradients.pop(key)
             work.wait()
             return like.unpack(buffer)
         hop, incoming = self._incoming.pop(key)
         while incoming.like is None:
-            # In order: an earlier message that is to be resent comes before this one there.
+            # In order, because an earlier message of the resent lane comes before this one.
             self._read(hop, self._hops[hop].unread.popleft())
         assert incoming.work is not None and incoming.buffer is not None
         incoming.work.wait()
         return incoming.like.unpack(incoming.buffer)
 
     def release(self, key: Hashable) -> None:
-        """Waits until a message has left, and lets go of it."""
+        """Waits until a message is sent, and frees its memory."""
         for work, _ in self._sending.pop(key):
             work.wait()
 
     def finish(self) -> None:
-        """Waits until everything has left: the end of a run, after which both ends of a hop expect alike."""
+        """Ends a run: waits until all messages are sent, after which both ends of a hop expect the same shapes."""
         for key in list(self._sending):
             self.release(key)
         for work, _ in self._fillers:
@@ -266,7 +266,7 @@ class Mailbox:
                 state.seen.clear()
 
     def _read(self, hop: Hop, incoming: _Incoming) -> None:
-        """Reads a header and posts the receive of what does not come as expected."""
+        """Reads a header, and posts the receive of a message that is not of the expected shape."""
         state = self._hops[hop]
         incoming.header_work.wait()
         incoming.like = like = _decoded(incoming.header.numpy().tobytes())
@@ -281,8 +281,8 @@ class Mailbox:
     def _post(
         self, start: Callable[..., dist.Work | None], data: Tensor, group: dist.ProcessGroup, peer: int
     ) -> dist.Work:
-        """Starts a message with the rank at place `peer`, the other member of the group."""
-        place = int(self._axis.ranks[peer] > self._axis.ranks[self._axis.rank])
-        work = start(data, group=group, **{"group_dst" if start is dist.isend else "group_src": place})
+        """Starts a message with the rank `peer` on the axis, the other member of the group."""
+        peer_rank = int(self._axis.ranks[peer] > self._axis.ranks[self._axis.rank])
+        work = start(data, group=group, **{"group_dst" if start is dist.isend else "group_src": peer_rank})
         assert work is not None
         return work

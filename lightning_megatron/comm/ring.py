@@ -1,4 +1,4 @@
-"""Passing a tensor round a ring: the ranks of an axis, the last next to the first."""
+"""Ring communication: each rank of an axis sends to the next, the last to the first."""
 
 from typing import Literal, overload
 
@@ -15,13 +15,13 @@ def pass_on(x: Tensor, axis: Axis, *, wait: Literal[True] = True) -> Tensor: ...
 @overload
 def pass_on(x: Tensor, axis: Axis, *, wait: Literal[False]) -> Pending: ...
 def pass_on(x: Tensor, axis: Axis, *, wait: bool = True) -> Tensor | Pending:
-    """What the rank before this one hands on, while `x` goes to the rank after it. `x` must be contiguous, of one shape
-    on all ranks, and left as it is until the wait."""
+    """The tensor of the rank before this one, while `x` is sent to the rank after it. `x` must be contiguous, of one
+    shape on all ranks, and unchanged until the wait."""
     if axis.size == 1:
         return x if wait else Pending(x)
     received, group = torch.empty_like(x), group_of(axis)
     after, before = (group_rank(axis, (axis.rank + step) % axis.size) for step in (1, -1))
-    # As one batch: NCCL takes what two ranks say to each other in order, and in a ring all would send first.
+    # As one batch, because NCCL runs the messages of two ranks in order, and in a ring all would send first.
     messages = [
         dist.P2POp(dist.isend, x.detach(), group=group, group_peer=after),
         dist.P2POp(dist.irecv, received, group=group, group_peer=before),
@@ -31,7 +31,7 @@ def pass_on(x: Tensor, axis: Axis, *, wait: bool = True) -> Tensor | Pending:
     def finish(landed: Tensor) -> Tensor:
         for work in others:
             work.wait()
-        # Until here they kept what is sent alive.
+        # They keep the tensor that is sent alive until here.
         messages.clear()
         return landed
 

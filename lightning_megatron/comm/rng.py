@@ -1,7 +1,7 @@
-"""Random numbers that are a function of what they are for, not of who draws them.
+"""Counter-based random numbers: a function of what they are for, not of the rank that draws them.
 
-Initial values and dropout masks must not depend on the layout, so each number is computed from a key and an index
-(a counter-based generator): any rank can draw any slice and gets the values that one device would have drawn there.
+Initial values and dropout masks must not depend on the layout, so each number is computed from a key and an index: any
+rank can draw any slice and gets the values that one device would have drawn there.
 
 The generator is two rounds of the 64-bit finaliser of SplitMix64 over `key + index * odd constant`.
 Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, figure 16.
@@ -27,26 +27,26 @@ def _signed(value: int) -> int:
 _GOLDEN = _signed(0x9E3779B97F4A7C15)
 _MIX_1 = _signed(0xBF58476D1CE4E5B9)
 _MIX_2 = _signed(0x94D049BB133111EB)
-# Elements drawn at a time: bounds the int64 and float64 scratch of a draw to a few tens of MB.
+# Elements drawn at a time, which bounds the int64 and float64 scratch of a draw to a few tens of MB.
 _BLOCK = 1 << 20
 
 MASK_BLOCK = 1 << 22
-"""Elements of a mask that are drawn at a time, each through two int64: enough that launches do not count."""
+"""Elements of a mask that are drawn at a time, each through two int64; so many that launches do not count."""
 
 
 def key(*parts: int | str) -> int:
-    """A 64-bit key for whatever `parts` name together, the same on every machine and Python."""
+    """A 64-bit key for what `parts` name together, equal on every machine and Python."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in parts)
     return _signed(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"))
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift; torch's shift of a negative int64 would carry the sign along."""
+    """Logical right shift; torch's own shift of a negative int64 is arithmetic."""
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def mix(x: Tensor) -> Tensor:
-    """Scrambles int64 patterns one to one."""
+    """A bijective hash of int64 patterns."""
     x = _shift(x, 30).bitwise_xor_(x).mul_(_MIX_1)
     x = _shift(x, 27).bitwise_xor_(x).mul_(_MIX_2)
     return _shift(x, 31).bitwise_xor_(x)
@@ -92,10 +92,10 @@ def fill_normal_(
 
 
 def keep_mask(keys: Tensor, num_columns: int, probability: float, first_column: int = 0) -> Tensor:
-    """True where an element stays when each is dropped with `probability`: [*keys.shape, num_columns].
+    """Dropout mask, True where an element is not dropped with `probability`: [*keys.shape, num_columns].
 
-    `keys` (int64) say which random row each row of the tensor is; `first_column` is the place of the first column in
-    the whole row, so that a shard of columns draws its own part of it.
+    `keys` (int64) are the keys of the tensor's rows; `first_column` is the index of the first column in the unsharded
+    row, so that a shard of columns draws its own part of it.
     """
     columns = torch.arange(first_column, first_column + num_columns, dtype=torch.int64, device=keys.device)
     return keep_columns(keys, columns, probability)
@@ -105,7 +105,7 @@ def keep_columns(keys: Tensor, columns: Tensor, probability: float) -> Tensor:
     """`keep_mask` for columns (int64) in any order: [*keys.shape, columns]."""
     least = _signed(int(probability * 2.0**64) - (1 << 63))
     rows, offsets = keys.flatten(), columns * _GOLDEN
-    # A compiler joins it all into one kernel, without scratch.
+    # A compiler fuses it all into one kernel, without scratch.
     num_block = rows.numel() * columns.numel() if torch.compiler.is_compiling() else MASK_BLOCK
     num_rows = max(num_block // max(columns.numel(), 1), 1)
     keep = torch.empty(rows.numel(), columns.numel(), dtype=torch.bool, device=keys.device)
@@ -118,30 +118,30 @@ def keep_columns(keys: Tensor, columns: Tensor, probability: float) -> Tensor:
 
 @dataclass(kw_only=True)
 class Draws:
-    """Names the randomness of a model call: which step, which call within it, which samples of the global batch.
+    """The randomness of a model call: its step, the call within it, and its samples in the global batch.
 
     The owner of the step loop writes the fields before each call; the model only reads them.
     """
 
     seed: int
-    """Of the run."""
+    """Seed of the run."""
     step: int = 0
     """Batches trained on so far."""
     call: int = 0
     """Model calls so far within this microbatch."""
     first_sample: int = 0
-    """Place within the global batch of the first row of this call's input."""
+    """Index in the global batch of the first sample of this call's input."""
     documents: Tensor | None = None
-    """int64 [documents, 2]: of each document of this call, where it comes from elsewhere, its row in the global batch
-    and its number in that row, -1 where it is the whole row."""
+    """Documents of a call to which they were routed from other ranks, int64 [documents, 2]: the sample of each in the
+    global batch, and its number in that sample, -1 where it is the whole sample."""
 
     def sample_keys(self, num_samples: int, device: torch.device) -> Tensor:
-        """A key for each row of this call's input: int64 [num_samples]."""
+        """Keys of the samples of this call's input, int64 [num_samples]."""
         rows = torch.arange(self.first_sample, self.first_sample + num_samples, dtype=torch.int64, device=device)
         return self._keys_of(rows)
 
     def document_keys(self, device: torch.device) -> Tensor:
-        """A key for each of the `documents`, the one it has in its own row: int64 [documents]."""
+        """Keys of the `documents`, the ones they have in their own samples, int64 [documents]."""
         assert self.documents is not None
         rows, numbers = self.documents.to(device).unbind(1)
         row_keys = self._keys_of(rows)

@@ -1,1 +1,1 @@
-"""How a matrix product is done in fewer bits: float8 casts, their scales, and the engines that multiply."""
+"""FP8: float8 casts, their scales, and the GEMMs that multiply in it."""

@@ -1,18 +1,17 @@
-"""What autocast asks of a tensor. A meta tensor stands for one on a device, of which torch keeps no autocast: that of
-the host speaks for it."""
+"""Autocast by a tensor's device. torch has no autocast for meta tensors, so the host's applies to them."""
 
 import torch
 from torch import Tensor
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The dtype of products on the tensor's device, None where autocast is off."""
+    """The autocast dtype on the tensor's device, None where autocast is off."""
     device = _device_of(x)
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def autocast(x: Tensor, dtype: torch.dtype | None) -> torch.autocast:
-    """A block in which products on the tensor's device are in `dtype`; in that of their operands where it is None."""
+    """Autocast to `dtype` on the tensor's device inside the block, or none where it is None."""
     return torch.autocast(_device_of(x), dtype=dtype, enabled=dtype is not None)
 
 

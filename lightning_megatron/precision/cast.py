@@ -1,4 +1,4 @@
-"""One tensor to float8 and back: the two formats, the scale that brings a tensor into their range, the cast.
+"""Casts to float8: the two formats, the scale that brings a tensor into their range, the cast.
 
     scale = 2^floor(log2(largest / amax)) / 2^margin        values = round(x * scale)        x is about values / scale
 
@@ -15,22 +15,22 @@ from torch import Tensor
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 
-# Below it a tensor is as good as zero: largest / amax stays a number.
+# An amax below it counts as this much, so that largest / amax stays finite.
 _SMALLEST = 2.0**-100
 _EXPONENT_BITS = 0x7F800000
 
 
 class Operand(NamedTuple):
-    """One side of a product, in the form in which it travels and is kept for backward."""
+    """One operand of a GEMM, in the form that is sent between ranks and saved for backward."""
 
     values: Tensor
     """The tensor itself, or the bytes (uint8) of its float8 values: collectives know no float8."""
     inverse_scale: Tensor | None
-    """float32 []: what float8 values are to be multiplied by; none for the tensor itself."""
+    """Factor by which float8 values are multiplied, float32 []; None for the tensor itself."""
 
     def without_graph(self) -> "Operand":
-        """As a product that is put off may hold it: a saved tensor has its graph with it, and that what the stage
-        received, and its gradient."""
+        """The operand for a split-off weight gradient: a saved tensor would keep its graph alive, and with it the
+        stage's input and its gradient."""
         return self._replace(values=self.values.detach())
 
 
@@ -40,7 +40,7 @@ def largest(dtype: torch.dtype) -> float:
 
 
 def amax_of(x: Tensor) -> Tensor:
-    """The largest magnitude in a tensor, float32 []; NaN where there is one, 0 for a tensor of no elements."""
+    """The largest magnitude in a tensor, float32 []; NaN where there is one, 0 for an empty tensor."""
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
     amax: Tensor = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)
@@ -50,13 +50,13 @@ def amax_of(x: Tensor) -> Tensor:
 def scale_of(amax: Tensor, largest_value: float | Tensor, margin: int) -> Tensor:
     """The scales of tensors with these amaxes, float32 of their shape; 0 for an infinite one."""
     ratio = largest_value / amax.clamp(min=_SMALLEST)
-    # Of a float32 only its sign and exponent are left: the power of two below it.
+    # A float32 of which only sign and exponent are left is the power of two below it.
     power = (ratio.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
     return power * 2.0**-margin
 
 
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The bytes (uint8) of `x * scale` in a float8 format; what is beyond its range becomes its largest number."""
-    # e5m2 would make infinities of what is beyond.
+    """The bytes (uint8) of `x * scale` in a float8 format, saturated at its largest number."""
+    # A cast to e5m2 alone would make infinities of values beyond its range.
     limit = largest(dtype)
     return (x * scale).clamp_(-limit, limit).to(dtype).contiguous().view(torch.uint8)

@@ -1,9 +1,9 @@
-"""The three matrix products of a linear layer as a value: which one a layer holds decides how it multiplies.
+"""The three GEMMs of a linear layer as a value: the one that a layer holds decides how it multiplies.
 
     forward  y = x W^T        input gradient  dx = dy W        weight gradient  dW = dy^T x
 
-`Fp8Gemm` does each as one scaled product of float8 operands, torch's own. Those want the inner dim last on both
-sides, so the backward products transpose: the weight once a step, gradient and input each time. Inner dims are
+`Fp8Gemm` does each as torch's scaled GEMM of float8 operands. That wants the inner dim last on both sides, so the
+backward GEMMs transpose: the weight once a step, gradient and input each time. Inner dims are
 multiples of 16: features are so by rule, tokens are padded with zeros. Dims: T tokens, I features in, O features out.
 """
 
@@ -17,18 +17,18 @@ from lightning_megatron.precision.cast import Operand
 from lightning_megatron.precision.scaling import Scaling
 
 TILE = 16
-"""What the inner and the last dim of a float8 product must be multiples of."""
+"""Number that must divide the inner and the last dim of a float8 GEMM."""
 
 
 class Gemm(Protocol):
-    """How a linear layer multiplies. Operands are what `cast_input` and `cast_gradient` gave, gathered or not."""
+    """How a linear layer multiplies. Operands come from `cast_input` and `cast_gradient`, gathered or not."""
 
     def cast_input(self, x_TI: Tensor, *, is_training: bool) -> Operand:
-        """The input as it travels and is kept."""
+        """The input as it is sent between ranks and saved for backward."""
         ...
 
     def cast_gradient(self, grad_TO: Tensor) -> Operand:
-        """The gradient of the output as it travels."""
+        """The gradient of the output as it is sent between ranks."""
         ...
 
     def forward(
@@ -46,12 +46,12 @@ class Gemm(Protocol):
         ...
 
     def add_weight_gradient(self, weight: Tensor, grad_TO: Operand, x_TI: Operand, grad_view: Tensor | None) -> None:
-        """Adds dy^T x to the weight's `.grad`."""
+        """Adds dy^T x to the weight's `.grad`, which becomes `grad_view` where there is none yet."""
         ...
 
 
 class CastWeight:
-    """A weight in float8, and its transpose once somebody asked for it."""
+    """A weight in float8, and its transpose once it was needed."""
 
     def __init__(self, weight: Tensor, operand_OI: Operand) -> None:
         self.operand_OI = operand_OI
@@ -59,25 +59,26 @@ class CastWeight:
         self._transposed_IO: Tensor | None = None
 
     def is_of(self, weight: Tensor) -> bool:
-        """Whether the weight is still the one that was cast, as far as torch counts changes in place."""
+        """Whether the weight is unchanged since the cast, as far as torch counts changes in place."""
         return self._version == weight._version and self._place == weight.data_ptr()
 
     @property
     def transposed_IO(self) -> Tensor:
+        """Bytes of the transposed weight, made at first use."""
         if self._transposed_IO is None:
             self._transposed_IO = self.operand_OI.values.t().contiguous()
         return self._transposed_IO
 
 
 class Fp8Gemm:
-    """Multiplies in float8; keeps the cast weight until `forget`, for all microbatches of a step."""
+    """Multiplies in float8; caches the cast weight until `forget`, for all microbatches of a step."""
 
     def __init__(self, *, x: Scaling, weight: Scaling, gradient: Scaling) -> None:
         self._x, self._weight, self._gradient = x, weight, gradient
         self._kept: CastWeight | None = None
 
     def forget(self) -> None:
-        """The weight is about to change, or has: the next product casts it anew."""
+        """Drops the cached weight, because it changes: the next GEMM casts it anew."""
         self._kept = None
 
     def cast_input(self, x_TI: Tensor, *, is_training: bool) -> Operand:
@@ -90,7 +91,7 @@ class Fp8Gemm:
         self, x_TI: Operand, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, *, is_training: bool
     ) -> Tensor:
         weight_OI = self.cast_weight(weight, is_training=is_training).operand_OI
-        # Few bits in the sums are enough here; what backward rounds off would add up over steps.
+        # Fast accumulation is enough in forward; rounding errors of backward would add up over steps.
         y_TO = _multiply(x_TI, self._x.dtype, weight_OI, self._weight.dtype, dtype, is_fast=True)
         return y_TO if bias is None else y_TO.add_(bias.flatten())
 
@@ -108,7 +109,7 @@ class Fp8Gemm:
             grad_view.copy_(self.gradient_in(grad_view.dtype, grad_TO, x_TI).view(weight.shape))
             weight.grad = grad_view
         elif weight.grad is None:
-            # Where the parameter says so its gradients are wider than itself.
+            # With `grad_dtype` a parameter's gradients are wider than itself.
             dtype = weight.grad_dtype if weight.grad_dtype is not None else weight.dtype
             weight.grad = self.gradient_in(dtype, grad_TO, x_TI).view(weight.shape)
         else:
@@ -121,8 +122,8 @@ class Fp8Gemm:
         return _multiply(grad_OT, self._gradient.dtype, x_IT, self._x.dtype, dtype)
 
     def cast_weight(self, weight: Tensor, *, is_training: bool) -> CastWeight:
-        """The weight in float8. Outside of training it is cast anew: between steps weights are swapped in ways that
-        torch does not count."""
+        """The weight in float8. Outside of training it is cast anew, because between steps weights are replaced in ways
+        that torch does not count."""
         if is_training and self._kept is not None and self._kept.is_of(weight):
             return self._kept
         cast = CastWeight(weight, self._weight.cast(weight.detach().flatten(0, -2), is_training=is_training))
@@ -134,7 +135,7 @@ class Fp8Gemm:
 def _transposed(bytes_TC: Tensor) -> Tensor:
     """[C, T] of the bytes of float8 [T, C], T padded with zeros to a multiple of 16."""
     missing = -len(bytes_TC) % TILE
-    # A byte of 0 is the float8 0.
+    # The byte 0 is zero in float8.
     return (F.pad(bytes_TC, (0, 0, 0, missing)) if missing else bytes_TC).t().contiguous()
 
 

@@ -1,11 +1,11 @@
-"""By what a tensor is scaled before its cast to float8: its own amax, or those of the steps before.
+"""Scaling of a tensor before its cast to float8: by its own amax, or by its amaxes in earlier steps.
 
     current   amax of the tensor at hand        a collective per cast where ranks hold parts of one tensor
     delayed   amaxes of the last steps          the scale is known beforehand; one collective per step for all tensors
 
 Note: the same scale all step long. Delayed scales change in `AmaxHistory.end_step` alone, and within a step the amax
-recorded is the largest seen. So a forward that is run again for backward casts by the same scales and records nothing
-new, and microbatches count as one tensor. Source: Micikevicius et al., arXiv 2209.05433, section 4.
+recorded is the largest seen. So a recomputed forward casts by the same scales and records nothing new,
+and microbatches count as one tensor. Source: Micikevicius et al., arXiv 2209.05433, section 4.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from lightning_megatron.precision.cast import Operand, amax_of, cast, largest, s
 from lightning_megatron.precision.fp8 import Fp8Config
 
 Agree = Callable[[Tensor], Tensor]
-"""The largest of each number over the ranks that hold parts of the same tensors; collective over them."""
+"""All-reduce (maximum) of amaxes over the ranks that hold shards of the same tensors."""
 
 
 class Scaling(Protocol):
@@ -28,7 +28,7 @@ class Scaling(Protocol):
     """The float8 format."""
 
     def cast(self, x: Tensor, *, is_training: bool) -> Operand:
-        """The tensor in float8; only in training does what it holds count for later scales."""
+        """The tensor in float8; its amax counts for later scales only in training."""
         ...
 
 
@@ -44,9 +44,9 @@ class CurrentScaling:
 
 
 class AmaxHistory:
-    """The amaxes of all tensors of a rank that are cast to float8, over the last steps, and the scales that follow.
+    """Amaxes, over the last steps, of all tensors of a rank that are cast to float8, and the scales that follow.
 
-    `names` and `dtypes` are those of the tensors; a tensor's place among them is its slot.
+    A tensor's index in `names` and `dtypes` is its slot.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class AmaxHistory:
         self._names, self._config = list(names), config
         count, length = len(self._names), config.amax_history_length
         self._largest = torch.tensor([largest(dtype) for dtype in dtypes], dtype=torch.float32, device=device)
-        # Amaxes of earlier steps, the latest first; 0: none yet.
+        # Amaxes of earlier steps, the latest first; 0 where there is none yet.
         self._past = torch.zeros(count, length, dtype=torch.float32, device=device)
-        # Of this step so far.
+        # Amaxes of this step so far.
         self._step = torch.zeros(count, dtype=torch.float32, device=device)
         self._scales = torch.ones_like(self._step)
-        # Whether a scale follows from earlier steps; told to the host once, so that casts do not wait for the device.
+        # Whether a scale follows from earlier steps; kept on the host, so that casts do not wait for the device.
         self._is_known = [False] * count
         self._recorded: set[int] = set()
 
@@ -73,15 +73,15 @@ class AmaxHistory:
         return self._scales[slot]
 
     def record(self, slot: int, amax: Tensor) -> None:
-        """Notes an amax of this step."""
+        """Records an amax of this step."""
         torch.maximum(self._step[slot], amax, out=self._step[slot])
         self._recorded.add(slot)
 
     @torch.no_grad()
     def end_step(self, agree: Agree) -> None:
-        """Lets this step's amaxes, agreed over the ranks, count for the scales from now on.
+        """Moves this step's amaxes, reduced by `agree`, into the history, and computes new scales.
 
-        A tensor that was not seen, or held zeros or a number that is not finite, keeps its history.
+        A tensor that was not cast, or held only zeros or a non-finite number, keeps its history.
         """
         step = agree(self._step.nan_to_num(nan=torch.inf, posinf=torch.inf))
         is_new = (step > 0) & step.isfinite()
@@ -97,7 +97,7 @@ class AmaxHistory:
         return dict(zip(self._names, self._past.cpu().clone(), strict=True))
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes over the past of the tensors that are here; a longer past loses its end."""
+        """Restores the amaxes of the tensors of this rank; a longer history loses its end."""
         for slot, name in enumerate(self._names):
             if name in state:
                 past = state[name][: self._past.shape[1]]
@@ -105,7 +105,7 @@ class AmaxHistory:
         self._follow(look=True)
 
     def _follow(self, *, look: bool) -> None:
-        """Computes the scales; `look`s on the host which are known, which waits for the device."""
+        """Computes the scales; `look` reads on the host which are known, which waits for the device."""
         amax = self._past[:, 0] if self._config.amax_from == "most_recent" else self._past.amax(dim=1)
         self._scales = scale_of(amax, self._largest, self._config.margin)
         if look:
@@ -127,5 +127,5 @@ class DelayedScaling:
             scale = scale_of(self._agree(amax), largest(self.dtype), self._margin)
         if is_training:
             self._history.record(self._slot, amax)
-        # The cast makes large numbers of infinities; NaN must come out, or nobody would see the overflow.
+        # The cast saturates infinities; the factor makes the result NaN, so that the overflow is seen.
         return Operand(cast(x, scale, self.dtype), scale.reciprocal() + 0.0 * amax)
