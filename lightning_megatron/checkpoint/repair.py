@@ -33,8 +33,8 @@ class Repairs:
 def repair(folder: Address) -> Repairs:
     """Restores checkpoints that were set aside, and turns dangling links to a checkpoint.
 
-    A link that leads to no complete checkpoint (a save makes one before it is in place) is turned to the newest complete one;
-    where there is none it is left. Behind an address there is nothing to repair.
+    A link that leads to no complete checkpoint (a save makes one before it is in place) is turned to the newest that
+    is; where there is none it is left. Behind an address there is nothing to repair.
     """
     done = [] if is_remote(folder) else bring_back(Path(folder))
     for link in links_of(folder):
