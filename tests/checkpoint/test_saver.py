@@ -16,7 +16,6 @@ from lightning_megatron.checkpoint import (
     atomic_directory,
     is_checkpoint,
     load,
-    plan,
     read_entries,
     read_meta,
     save,
@@ -507,13 +506,13 @@ def test_saves_of_other_boxes_are_planned_anew_and_of_the_same_boxes_are_not(tmp
     world = mesh_of(Sizes(world=2)).world
     saver, rank = Saver(world), dist.get_rank()
     agreed = []
-    agree = plan._plan_of
+    agree = save_plan._global_plan
 
     def count(*args):
         agreed.append(args)
         return agree(*args)
 
-    plan._plan_of = count
+    save_plan._global_plan = count
     for step, extra in ((0, False), (1, False), (2, True), (3, True)):
         pieces = {"w": Piece((4,), Box((2 * rank,), (2,)), torch.full((2,), float(step)))}
         if extra and rank == 1:
