@@ -3,7 +3,7 @@
 from typing import Any
 
 from lightning_megatron.hf.blocks import query_key_value
-from lightning_megatron.hf.config_reader import HARMLESS, ConfigReader, dense_faults, differences
+from lightning_megatron.hf.config_reader import HARMLESS, HEADS, ConfigReader, head_faults
 from lightning_megatron.hf.family import Family, ParamMapping
 from lightning_megatron.models.bert import BertConfig
 
@@ -121,27 +121,13 @@ def config_to_hf(config: BertConfig) -> dict[str, Any]:
     }
 
 
-def faults(config: BertConfig) -> list[str]:
+def rules(config: BertConfig) -> list[str]:
     """Why a configuration is no BERT of Hugging Face."""
-    found = dense_faults(config) + differences(
-        config,
-        norm_placement="post",
-        embedding_norm=True,
-        position="learned",
-        normalization="layernorm",
-        add_bias_linear=True,
-        num_query_groups=config.num_attention_heads,
-        qk_norm=False,
-        tie_embeddings=True,
-        ffn_dropout=0.0,
-    )
+    found = head_faults(config)
     if config.num_token_types < 1:
         found.append(f"num_token_types ({config.num_token_types}) must be at least 1")
-    if config.num_attention_heads * config.head_dim != config.hidden_size:
-        found.append(
-            f"head_dim ({config.head_dim}) must be hidden_size / num_attention_heads "
-            f"({config.hidden_size} / {config.num_attention_heads})"
-        )
+    if config.activation not in ACTIVATIONS.values():
+        found.append(f"activation ({config.activation!r}) must be one of {', '.join(set(ACTIVATIONS.values()))}")
     return found
 
 
@@ -162,9 +148,13 @@ FAMILY = Family(
         "cls.predictions.decoder.bias": "cls.predictions.bias",
     },
     defaults=DEFAULTS,
-    harmless=HARMLESS | {"classifier_dropout"},
+    # Poolers of other programs.
+    harmless=HARMLESS
+    | {"classifier_dropout", "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers"}
+    | {"pooler_size_per_head", "pooler_type"},
     config_class=BertConfig,
     config_from_hf=config_from_hf,
     config_to_hf=config_to_hf,
-    faults=faults,
+    rules=rules,
+    ruled=HEADS,
 )

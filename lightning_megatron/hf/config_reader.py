@@ -1,37 +1,64 @@
-"""A `config.json` of a Hugging Face model on its way to our configuration: fields are asked for, faults collected."""
+"""A `config.json` of a Hugging Face model on its way to our configuration: fields are asked for, faults collected.
+
+No field is dropped in silence, either way: one that nobody asks for must be harmless or at its default when a file is
+read (`ConfigReader.note_unknown`), and one of ours that a family does not write must be at its default
+(`unwritten_faults`).
+"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING as NO_DEFAULT
+from dataclasses import Field, fields
+from functools import cache
 from typing import Any
 
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.rotary import RopeScaling
 
-HARMLESS = frozenset(
-    (
-        "_name_or_path",
-        "architectures",
-        "bos_token_id",
-        "chunk_size_feed_forward",
-        "dtype",
-        "eos_token_id",
-        "id2label",
-        "is_encoder_decoder",
-        "label2id",
-        "model_type",
-        "output_attentions",
-        "output_hidden_states",
-        "pad_token_id",
-        "problem_type",
-        "return_dict",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-    )
+# Names, dtypes and what a forward returns; settings of training, tokenizers, generation and other programs.
+_HARMLESS_NAMES = """
+_attn_implementation _commit_hash _flash_attn_2_enabled _name_or_path _num_labels architectures attn_implementation
+auto_map bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward cls_token_id
+decoder_start_token_id diversity_penalty do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token_id
+exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing
+id2label is_encoder_decoder is_llama_config label2id length_penalty mask_token_id max_length max_new_tokens
+max_sequence_length min_length model_type no_repeat_ngram_size num_beam_groups num_beams num_labels
+num_return_sequences output_attentions output_hidden_states output_past output_scores pad_token_id prefix
+problem_type remove_invalid_values repetition_penalty return_dict return_dict_in_generate sep_token_id
+suppress_tokens task_specific_params temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript
+transformers.js_config transformers_version typical_p unk_token_id unsloth_fixed unsloth_version use_bfloat16
+use_cache
+"""
+HARMLESS = frozenset(_HARMLESS_NAMES.split())
+"""Fields of any family that change no number of a forward."""
+
+# Fields of any family, with the value that changes nothing.
+_NEUTRAL: Mapping[str, Any] = {
+    "add_cross_attention": False,
+    "is_decoder": False,
+    "pruned_heads": {},
+    "rope_interleaved": False,
+    "tie_encoder_decoder": False,
+    "use_mrope": False,
+}
+
+TRAINING_ONLY = frozenset(
+    ("attention_dropout", "embedding_std", "hidden_dropout", "init_std", "label_smoothing", "vocab_multiple")
 )
-"""Fields that every family has and that change no number of a forward."""
+"""Fields of ours that change no number of a forward in evaluation: a family need not write them."""
 
 MISSING = object()
+
+
+@cache
+def transformers_defaults(model_type: str) -> Mapping[str, Any]:
+    """Fields of the configuration class that transformers has for a model_type; none where it is not installed."""
+    try:
+        from transformers import AutoConfig
+    except ImportError:
+        return {}
+    defaults: Mapping[str, Any] = AutoConfig.for_model(model_type).to_dict()
+    return defaults
 
 
 class ConfigReader:
@@ -41,7 +68,7 @@ class ConfigReader:
         self.raw = {**defaults, **raw}
         self._defaults = defaults
         self.faults: list[str] = []
-        self.asked: set[str] = set()
+        self.asked: set[str] = {"quantization_config"}
         if self.raw.get("quantization_config") is not None:
             self.faults.append(
                 "quantization_config is set, and quantized weights are not read; save the model without quantization "
@@ -80,6 +107,31 @@ class ConfigReader:
             may_be = " or ".join(map(repr, supported))
             self.faults.append(f"{key} ({value!r}) must be {may_be}: anything else is not built")
 
+    def take_alias(self, alias: str, name: str) -> None:
+        """Takes a field that is written under another name for the one that it is."""
+        self.asked.add(alias)
+        if self.raw.get(alias) is not None:
+            self.raw[name] = self.raw[alias]
+
+    def note_unknown(self, model_type: str, harmless: Collection[str]) -> None:
+        """Notes a fault for each field that nobody asked for, unless it is harmless or at its default.
+
+        Called last. The default is that of transformers' configuration class, which is imported only where needed.
+        """
+        known = {*self.asked, *harmless}
+        unknown = {
+            key: value
+            for key, value in self.raw.items()
+            if key not in known and value is not None and _NEUTRAL.get(key, MISSING) != value
+        }
+        usual = transformers_defaults(model_type) if unknown else {}
+        self.faults += [
+            f"{key} ({value!r}) is a field that {model_type!r} is not known to have, and what it changes is not built; "
+            + (f"set it to {usual[key]!r}" if key in usual else "take it out if it changes nothing that a model gives")
+            for key, value in unknown.items()
+            if key not in usual or usual[key] != value
+        ]
+
     def rope(self) -> dict[str, Any]:
         """Our rotary fields, from either spelling: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
         self.asked |= {"rope_parameters", "rope_theta", "rope_scaling"}
@@ -98,10 +150,8 @@ class ConfigReader:
         share = settings.pop("partial_rotary_factor", None)
         if share not in (None, 1, 1.0):
             self.faults.append(f"partial_rotary_factor ({share}) must be 1: the family's models rotate whole heads")
-        fields: dict[str, Any] = {"position": "rotary", "rotary_base": float(base)}
-        if kind != "default":
-            fields["rope_scaling"] = self._scaling(str(kind), settings)
-        return fields
+        scaling = None if kind == "default" else self._scaling(str(kind), settings)
+        return {"position": "rotary", "rotary_base": float(base), "rope_scaling": scaling}
 
     def _scaling(self, kind: str, settings: dict[str, Any]) -> RopeScaling | None:
         names = {"linear": _LINEAR, "llama3": _LLAMA3, "yarn": _YARN}.get(kind)
@@ -186,11 +236,29 @@ def rope_to_hf(config: TransformerConfig) -> dict[str, Any]:
     return {"rope_theta": config.rotary_base, "rope_scaling": {"rope_type": scaling.kind, **settings}}
 
 
+def rope_faults(scaling: RopeScaling) -> list[str]:
+    """One sentence for each field of a scaling that would be lost."""
+    return unwritten_faults(scaling, {"kind", *_LINEAR.values(), *_LLAMA3.values(), *_YARN.values()})
+
+
 def dense_faults(config: TransformerConfig) -> list[str]:
     """One sentence where some layers have experts."""
     if config.moe is None:
         return []
     return [f"moe ({config.moe.router.num_experts} experts) must be None"]
+
+
+def unwritten_faults(config: Any, written: Collection[str]) -> list[str]:
+    """One sentence for each field of a configuration that is off its default and that a family does not write."""
+    return [
+        f"{field.name} ({value!r}) must be {usual!r}, because the family's config.json has no field for it"
+        for field in fields(config)
+        if field.name not in written and (value := getattr(config, field.name)) != (usual := _default_of(field))
+    ]
+
+
+def _default_of(field: Field[Any]) -> Any:
+    return field.default if field.default_factory is NO_DEFAULT else field.default_factory()
 
 
 def differences(config: TransformerConfig, **needed: Any) -> list[str]:
@@ -200,3 +268,18 @@ def differences(config: TransformerConfig, **needed: Any) -> list[str]:
         for name, value in needed.items()
         if getattr(config, name) != value
     ]
+
+
+HEADS = frozenset(("num_query_groups", "head_dim"))
+"""Fields that `head_faults` looks at."""
+
+
+def head_faults(config: TransformerConfig) -> list[str]:
+    """One sentence for each way in which heads are not one of keys for each of queries that share hidden_size."""
+    faults = differences(config, num_query_groups=config.num_attention_heads)
+    if config.num_attention_heads * config.head_dim != config.hidden_size:
+        faults.append(
+            f"head_dim ({config.head_dim}) must be hidden_size / num_attention_heads "
+            f"({config.hidden_size} / {config.num_attention_heads})"
+        )
+    return faults

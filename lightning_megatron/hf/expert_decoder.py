@@ -6,17 +6,24 @@ every version reads.
 """
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 from lightning_megatron.hf.blocks import each, gate_and_up_in_rows, gate_and_up_of_each
-from lightning_megatron.hf.config_reader import ConfigReader
+from lightning_megatron.hf.config_reader import ConfigReader, unwritten_faults
 from lightning_megatron.hf.family import ParamMapping
 from lightning_megatron.models.gpt import GPTConfig
 from lightning_megatron.moe.config import AuxLoss, MoEConfig, RouterConfig
 
 # Layers with experts, in the modules of transformers 5.
 _TOGETHER = "model.layers.{}.mlp"
+
+
+# Fields of MoEConfig and of RouterConfig that are translated, or change nothing that a model gives in evaluation.
+_OF_LAYERS = frozenset(("router", "every", "layers", "ffn_hidden_size", "dispatcher", "product"))
+_OF_ROUTER = frozenset(("num_experts", "top_k", "is_normalised", "num_groups", "balance", "z_loss", "jitter")) | {
+    "num_sinkhorn_iterations",
+    "dtype",
+}
 
 
 def rows_apart(block: str, gate: str, up: str, down: str) -> tuple[ParamMapping, ...]:
@@ -37,13 +44,6 @@ ROWS_TOGETHER = (
     ParamMapping("layers.{}.moe.experts.down", (f"{_TOGETHER}.experts.down_proj",)),
 )
 """Rows of files with all experts of a layer in two tensors."""
-
-
-def take_alias(reader: ConfigReader, alias: str, name: str) -> None:
-    """Takes a field that is written under another name for the one that it is."""
-    reader.asked.add(alias)
-    if reader.raw.get(alias) is not None:
-        reader.raw[name] = reader.raw[alias]
 
 
 def moe_from_hf(
@@ -92,7 +92,7 @@ def moe_faults(config: GPTConfig) -> list[str]:
     if moe is None:
         return ["moe (None) must be there: its layers have experts"]
     router = moe.router
-    needed: Iterable[tuple[str, Any, tuple[Any, ...]]] = (
+    needed: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
         ("score_function", router.score_function, ("softmax",)),
         # A plan of Sinkhorn's is made in training alone.
         ("routing_type", router.routing_type, ("top_k", "sinkhorn")),
@@ -102,8 +102,11 @@ def moe_faults(config: GPTConfig) -> list[str]:
         ("shared_expert_intermediate_size", moe.shared_expert_intermediate_size, (0,)),
         ("capacity", moe.capacity, (None,)),
     )
-    return [
+    faults = [
         f"moe {name} ({value!r}) must be {' or '.join(map(repr, fits))}"
         for name, value, fits in needed
         if value not in fits
     ]
+    looked_at = {name for name, *_ in needed}
+    lost = unwritten_faults(moe, looked_at | _OF_LAYERS) + unwritten_faults(router, looked_at | _OF_ROUTER)
+    return faults + [f"moe {fault}" for fault in lost]

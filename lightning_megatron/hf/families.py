@@ -33,7 +33,11 @@ def family_of_config(config: Config, name: str | None) -> Family:
     fits = [family for family, found in faults.items() if not found]
     if not fits:
         lines = [f"{family}: {'; '.join(found)}" for family, found in faults.items()]
-        raise ValueError("\n  ".join(["the model's configuration is none that Hugging Face families have:", *lines]))
+        head = (
+            "the model's configuration is none that Hugging Face families have; change what a family asks for, or keep "
+            "the model as a checkpoint, which has every field:"
+        )
+        raise ValueError("\n  ".join([head, *lines]))
     if len(fits) > 1:
         raise ValueError(
             f"the model's configuration fits families {' and '.join(map(repr, fits))}; say which: family={fits[0]!r}"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lightning_megatron.hf.blocks import Layout, Shape, TensorBlock, shapes_of_sources, whole
-from lightning_megatron.hf.config_reader import ConfigReader
+from lightning_megatron.hf.config_reader import TRAINING_ONLY, ConfigReader, unwritten_faults
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.models.bert import BertConfig, BertModel
 from lightning_megatron.models.gpt import GPTConfig, GPTModel
@@ -84,11 +84,13 @@ class Family:
     harmless: frozenset[str]
     """Fields of theirs that change no number of a forward."""
     config_from_hf: Callable[[ConfigReader], dict[str, Any]]
-    """Our fields, with faults noted in the reader."""
+    """Our fields, with faults noted in the reader; the keys, one set for all files, are what it translates."""
     config_to_hf: Callable[[Any], dict[str, Any]]
     """Their fields, of a `config_class`."""
-    faults: Callable[[Any], list[str]]
-    """Why one of our configurations is none of this family, one sentence each."""
+    rules: Callable[[Any], list[str]]
+    """What a configuration of ours breaks of the family's own rules, one sentence each."""
+    ruled: frozenset[str] = frozenset()
+    """Fields of ours that are not translated and that `rules` look at."""
     other_rows: tuple[ParamMapping, ...] = ()
     """Of files that some version of transformers writes too."""
     copies: Mapping[str, str] = field(default_factory=dict)
@@ -115,6 +117,7 @@ class Family:
         """Our configuration. Raises ValueError with every field that cannot be translated."""
         reader = ConfigReader(raw, self.defaults)
         fields = self.config_from_hf(reader)
+        reader.note_unknown(self.name, self.harmless)
         faults = reader.faults
         try:
             config = self.config_class(**fields)
@@ -124,6 +127,11 @@ class Family:
         if faults:
             raise ValueError("\n  ".join([f"config.json of model_type {self.name!r} cannot be used:", *faults]))
         return config
+
+    def faults(self, config: Config) -> list[str]:
+        """Why one of our configurations is none of this family: rules it breaks, and fields that would be lost."""
+        translated = self.config_from_hf(ConfigReader({}, self.defaults))
+        return self.rules(config) + unwritten_faults(config, {*translated, *self.ruled, *TRAINING_ONLY})
 
     def build(self, config: Config, mesh: Mesh) -> Model:
         """The model on a mesh, of which torch's default device says where."""

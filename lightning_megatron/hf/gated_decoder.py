@@ -3,7 +3,7 @@
 from typing import Any
 
 from lightning_megatron.hf.blocks import gate_and_up, query_key_value
-from lightning_megatron.hf.config_reader import ConfigReader, differences, rope_to_hf
+from lightning_megatron.hf.config_reader import ConfigReader, differences, rope_faults, rope_to_hf
 from lightning_megatron.hf.family import ParamMapping
 from lightning_megatron.models.gpt import GPTConfig
 
@@ -89,17 +89,12 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
     }
 
 
-def faults(config: GPTConfig, **needed: Any) -> list[str]:
+def rules(config: GPTConfig, **needed: Any) -> list[str]:
     """Why a configuration is none of these models; `needed` is what a family alone needs."""
-    return differences(
-        config,
-        position="rotary",
-        rotary_fraction=1.0,
-        normalization="rmsnorm",
-        activation="swiglu",
-        ffn_dropout=0.0,
-        **needed,
-    )
+    found = differences(config, position="rotary", normalization="rmsnorm", activation="swiglu", **needed)
+    if config.rope_scaling is not None:
+        found += [f"rope_scaling {fault}" for fault in rope_faults(config.rope_scaling)]
+    return found
 
 
 def window_from_hf(reader: ConfigReader) -> dict[str, Any]:
@@ -123,7 +118,7 @@ def window_from_hf(reader: ConfigReader) -> dict[str, Any]:
                 "say that there is none; set them, or leave layer_types out"
             )
     if len(sees_all) == num_layers:
-        return {}
+        return {"sliding_window": 0, "full_attention_layers": ()}
     return {"sliding_window": window, "full_attention_layers": tuple(sees_all)}
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from lightning_megatron.hf.blocks import joined_query_key_value, transposed
-from lightning_megatron.hf.config_reader import HARMLESS, ConfigReader, dense_faults, differences
+from lightning_megatron.hf.config_reader import HARMLESS, HEADS, ConfigReader, dense_faults, head_faults
 from lightning_megatron.hf.family import Family, ParamMapping
 from lightning_megatron.models.gpt import GPTConfig
 
@@ -63,8 +63,7 @@ ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu"
 def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
     """Our fields."""
     for alias, name in _ALIASES.items():
-        if alias in reader.raw:
-            reader.raw[name] = reader.raw[alias]
+        reader.take_alias(alias, name)
     reader.require("scale_attn_weights", True)
     reader.require("scale_attn_by_inverse_layer_idx", False)
     reader.require("reorder_and_upcast_attn", False)
@@ -110,25 +109,11 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
     }
 
 
-def faults(config: GPTConfig) -> list[str]:
+def rules(config: GPTConfig) -> list[str]:
     """Why a configuration is no GPT-2."""
-    found = dense_faults(config) + differences(
-        config,
-        position="learned",
-        normalization="layernorm",
-        add_bias_linear=True,
-        num_query_groups=config.num_attention_heads,
-        qk_norm=False,
-        sliding_window=0,
-        ffn_dropout=0.0,
-    )
+    found = dense_faults(config) + head_faults(config)
     if config.activation not in ACTIVATIONS.values():
         found.append(f"activation ({config.activation!r}) must be 'gelu' or 'gelu_tanh'")
-    if config.num_attention_heads * config.head_dim != config.hidden_size:
-        found.append(
-            f"head_dim ({config.head_dim}) must be hidden_size / num_attention_heads "
-            f"({config.hidden_size} / {config.num_attention_heads})"
-        )
     return found
 
 
@@ -140,8 +125,10 @@ FAMILY = Family(
     ignored=("transformer.h.{}.attn.bias", "transformer.h.{}.attn.masked_bias"),
     tied={"lm_head.weight": "transformer.wte.weight"},
     defaults=DEFAULTS,
+    # An older name of n_positions, and the heads of other tasks.
     harmless=HARMLESS
     | {
+        "n_ctx",
         "summary_activation",
         "summary_first_dropout",
         "summary_proj_to_labels",
@@ -150,5 +137,6 @@ FAMILY = Family(
     },
     config_from_hf=config_from_hf,
     config_to_hf=config_to_hf,
-    faults=faults,
+    rules=rules,
+    ruled=HEADS | {"moe"},
 )

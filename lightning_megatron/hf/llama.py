@@ -39,9 +39,9 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
     return {**gated_decoder.config_to_hf(config), **biases}
 
 
-def faults(config: GPTConfig) -> list[str]:
+def rules(config: GPTConfig) -> list[str]:
     """Why a configuration is no Llama."""
-    found = dense_faults(config) + gated_decoder.faults(config, qk_norm=False, sliding_window=0)
+    found = dense_faults(config) + gated_decoder.rules(config)
     if config.add_qkv_bias and not config.add_bias_linear:
         found.append("add_qkv_bias (True) must be False where add_bias_linear is")
     if config.hidden_size % config.num_attention_heads:
@@ -64,5 +64,6 @@ FAMILY = Family(
     harmless=HARMLESS | {"pretraining_tp"},
     config_from_hf=config_from_hf,
     config_to_hf=config_to_hf,
-    faults=faults,
+    rules=rules,
+    ruled=frozenset(("moe", "add_qkv_bias")),
 )

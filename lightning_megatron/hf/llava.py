@@ -11,7 +11,15 @@ from typing import Any
 
 from lightning_megatron.hf import gated_decoder, llama
 from lightning_megatron.hf.blocks import Shape, TensorBlock, query_key_value
-from lightning_megatron.hf.config_reader import HARMLESS, ConfigReader, differences
+from lightning_megatron.hf.config_reader import (
+    HARMLESS,
+    HEADS,
+    TRAINING_ONLY,
+    ConfigReader,
+    differences,
+    head_faults,
+    unwritten_faults,
+)
 from lightning_megatron.hf.family import Family, ParamMapping
 from lightning_megatron.models.gpt import GPTConfig
 from lightning_megatron.models.llava import LlavaConfig
@@ -48,6 +56,9 @@ TOWER = {
     "image_size": 336,
     "patch_size": 14,
 }
+
+# Its initial values, the projection of CLIP's own head, and its vocabulary.
+_CLIP_HARMLESS = HARMLESS | {"initializer_factor", "projection_dim", "vocab_size", "dropout"}
 
 ACTIVATIONS = {
     "quick_gelu": "quick_gelu",
@@ -144,6 +155,7 @@ def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
     """Our fields."""
     text = _nested(reader, "text_config", "llama", llama.DEFAULTS)
     language = llama.config_from_hf(text)
+    text.note_unknown("llama", llama.FAMILY.harmless)
     reader.faults += [f"text_config: {fault}" for fault in text.faults]
     strategy = reader.choose("vision_feature_select_strategy", _STRATEGIES)
     layer = reader.raw.get("vision_feature_layer")
@@ -169,7 +181,21 @@ def vision_config(reader: ConfigReader) -> VisionConfig:
     if reader.raw.get("vision_config") is None:
         reader.raw["vision_config"] = TOWER
     clip = _nested(reader, "vision_config", "clip_vision_model", CLIP_DEFAULTS)
-    fields = {
+    fields = vision_fields(clip)
+    clip.note_unknown("clip_vision_model", _CLIP_HARMLESS)
+    faults, tower = clip.faults, _NO_TOWER
+    if not faults:
+        try:
+            tower = VisionConfig(**fields)
+        except ValueError as error:
+            faults = str(error).splitlines()
+    reader.faults += [f"vision_config: {fault}" for fault in faults]
+    return tower
+
+
+def vision_fields(clip: ConfigReader) -> dict[str, Any]:
+    """Our fields of a tower."""
+    return {
         "num_layers": clip.take("num_hidden_layers"),
         "hidden_size": clip.take("hidden_size"),
         "num_attention_heads": clip.take("num_attention_heads"),
@@ -182,14 +208,6 @@ def vision_config(reader: ConfigReader) -> VisionConfig:
         "attention_dropout": clip.take("attention_dropout"),
         "init_std": clip.take("initializer_range"),
     }
-    faults, tower = clip.faults, _NO_TOWER
-    if not faults:
-        try:
-            tower = VisionConfig(**fields)
-        except ValueError as error:
-            faults = str(error).splitlines()
-    reader.faults += [f"vision_config: {fault}" for fault in faults]
-    return tower
 
 
 def _nested(reader: ConfigReader, key: str, model_type: str, defaults: Mapping[str, Any]) -> ConfigReader:
@@ -241,28 +259,16 @@ def _activation_to_hf(activation: str) -> str:
     return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == activation)
 
 
-def faults(config: GPTConfig) -> list[str]:
+def rules(config: GPTConfig) -> list[str]:
     """Why a configuration is no such LLaVA."""
     assert isinstance(config, LlavaConfig)
     vision = config.vision
-    of_tower = differences(
-        vision,
-        normalization="layernorm",
-        add_bias_linear=True,
-        num_query_groups=vision.num_attention_heads,
-        qk_norm=False,
-        hidden_dropout=0.0,
-        ffn_dropout=0.0,
-        has_input_norm=True,
-    )
+    translated = vision_fields(ConfigReader({}, CLIP_DEFAULTS))
+    of_tower = head_faults(vision) + differences(vision, hidden_dropout=0.0)
+    of_tower += unwritten_faults(vision, {*translated, *HEADS, *TRAINING_ONLY, "max_sequence_length"})
     if vision.activation not in ACTIVATIONS.values():
         of_tower.append(f"activation ({vision.activation!r}) must be one of {', '.join(set(ACTIVATIONS.values()))}")
-    if vision.num_attention_heads * vision.head_dim != vision.hidden_size:
-        of_tower.append(
-            f"head_dim ({vision.head_dim}) must be hidden_size / num_attention_heads "
-            f"({vision.hidden_size} / {vision.num_attention_heads})"
-        )
-    found = llama.faults(config) + [f"vision: {fault}" for fault in of_tower]
+    found = llama.rules(config) + [f"vision: {fault}" for fault in of_tower]
     if not 0 <= config.image_token < config.vocab_size:
         found.append(
             f"image_token ({config.image_token}) must be in the vocabulary, from 0 to {config.vocab_size - 1}, because "
@@ -290,6 +296,7 @@ FAMILY = LlavaFamily(
     harmless=HARMLESS | {"image_seq_length", "ignore_index", "vocab_size"},
     config_from_hf=config_from_hf,
     config_to_hf=config_to_hf,
-    faults=faults,
+    rules=rules,
+    ruled=llama.FAMILY.ruled,
     config_class=LlavaConfig,
 )

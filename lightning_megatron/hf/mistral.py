@@ -33,11 +33,9 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
     return {**gated_decoder.config_to_hf(config), "sliding_window": config.sliding_window or None}
 
 
-def faults(config: GPTConfig) -> list[str]:
+def rules(config: GPTConfig) -> list[str]:
     """Why a configuration is no Mistral."""
-    return dense_faults(config) + gated_decoder.faults(
-        config, add_bias_linear=False, add_qkv_bias=False, qk_norm=False, full_attention_layers=()
-    )
+    return dense_faults(config) + gated_decoder.rules(config, add_bias_linear=False)
 
 
 FAMILY = Family(
@@ -51,5 +49,6 @@ FAMILY = Family(
     harmless=HARMLESS,
     config_from_hf=config_from_hf,
     config_to_hf=config_to_hf,
-    faults=faults,
+    rules=rules,
+    ruled=frozenset(("moe",)),
 )

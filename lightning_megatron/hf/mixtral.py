@@ -10,7 +10,6 @@ from lightning_megatron.hf.expert_decoder import (
     moe_from_hf,
     moe_to_hf,
     rows_apart,
-    take_alias,
 )
 from lightning_megatron.hf.family import Family
 from lightning_megatron.models.gpt import GPTConfig
@@ -37,7 +36,7 @@ DEFAULTS = {
 
 def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
     """Our fields."""
-    take_alias(reader, "num_experts", "num_local_experts")
+    reader.take_alias("num_experts", "num_local_experts")
     moe = moe_from_hf(
         reader,
         num_experts=reader.take("num_local_experts"),
@@ -60,12 +59,9 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
     }
 
 
-def faults(config: GPTConfig) -> list[str]:
+def rules(config: GPTConfig) -> list[str]:
     """Why a configuration is no Mixtral."""
-    found = gated_decoder.faults(
-        config, add_bias_linear=False, add_qkv_bias=False, qk_norm=False, full_attention_layers=()
-    )
-    found += moe_faults(config)
+    found = gated_decoder.rules(config, add_bias_linear=False) + moe_faults(config)
     if config.moe is not None:
         if not config.moe.router.norm_topk_prob:
             found.append("moe norm_topk_prob (False) must be True")
@@ -87,5 +83,5 @@ FAMILY = Family(
     harmless=HARMLESS | {"output_router_logits"},
     config_from_hf=config_from_hf,
     config_to_hf=config_to_hf,
-    faults=faults,
+    rules=rules,
 )

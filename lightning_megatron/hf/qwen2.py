@@ -35,10 +35,9 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
     return {**gated_decoder.config_to_hf(config), **gated_decoder.window_to_hf(config)}
 
 
-def faults(config: GPTConfig) -> list[str]:
+def rules(config: GPTConfig) -> list[str]:
     """Why a configuration is no Qwen2."""
-    needed = {"add_bias_linear": False, "add_qkv_bias": True, "qk_norm": False}
-    return dense_faults(config) + gated_decoder.faults(config, **needed)
+    return dense_faults(config) + gated_decoder.rules(config, add_bias_linear=False, add_qkv_bias=True)
 
 
 FAMILY = Family(
@@ -52,5 +51,6 @@ FAMILY = Family(
     harmless=HARMLESS,
     config_from_hf=config_from_hf,
     config_to_hf=config_to_hf,
-    faults=faults,
+    rules=rules,
+    ruled=frozenset(("moe",)),
 )

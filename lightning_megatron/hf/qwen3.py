@@ -21,10 +21,9 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
     return {**gated_decoder.config_to_hf(config), "attention_bias": False, **gated_decoder.window_to_hf(config)}
 
 
-def faults(config: GPTConfig) -> list[str]:
+def rules(config: GPTConfig) -> list[str]:
     """Why a configuration is no Qwen3."""
-    needed = {"add_bias_linear": False, "add_qkv_bias": False, "qk_norm": True}
-    return dense_faults(config) + gated_decoder.faults(config, **needed)
+    return dense_faults(config) + gated_decoder.rules(config, add_bias_linear=False, qk_norm=True)
 
 
 FAMILY = Family(
@@ -38,5 +37,6 @@ FAMILY = Family(
     harmless=HARMLESS,
     config_from_hf=config_from_hf,
     config_to_hf=config_to_hf,
-    faults=faults,
+    rules=rules,
+    ruled=frozenset(("moe",)),
 )

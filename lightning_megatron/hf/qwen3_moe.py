@@ -10,7 +10,6 @@ from lightning_megatron.hf.expert_decoder import (
     moe_from_hf,
     moe_to_hf,
     rows_apart,
-    take_alias,
 )
 from lightning_megatron.hf.family import Family
 from lightning_megatron.models.gpt import GPTConfig
@@ -41,7 +40,7 @@ DEFAULTS = {
 def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
     """Our fields."""
     reader.require("attention_bias", False)
-    take_alias(reader, "num_local_experts", "num_experts")
+    reader.take_alias("num_local_experts", "num_experts")
     moe = moe_from_hf(
         reader,
         num_experts=reader.take("num_experts"),
@@ -75,7 +74,7 @@ def _window_from_hf(reader: ConfigReader) -> dict[str, Any]:
         reader.require("max_window_layers", 0)
         return {"sliding_window": window}
     reader.asked.add("max_window_layers")
-    return {}
+    return {"sliding_window": 0}
 
 
 def config_to_hf(config: GPTConfig) -> dict[str, Any]:
@@ -97,11 +96,9 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
     }
 
 
-def faults(config: GPTConfig) -> list[str]:
+def rules(config: GPTConfig) -> list[str]:
     """Why a configuration is no Qwen3-MoE."""
-    return moe_faults(config) + gated_decoder.faults(
-        config, add_bias_linear=False, add_qkv_bias=False, qk_norm=True, full_attention_layers=()
-    )
+    return moe_faults(config) + gated_decoder.rules(config, add_bias_linear=False, qk_norm=True)
 
 
 FAMILY = Family(
@@ -116,5 +113,5 @@ FAMILY = Family(
     harmless=HARMLESS | {"output_router_logits"},
     config_from_hf=config_from_hf,
     config_to_hf=config_to_hf,
-    faults=faults,
+    rules=rules,
 )

@@ -110,11 +110,8 @@ _WRITTEN = {
 _HARMLESS = HARMLESS | {
     "initializer_factor",
     "classifier_dropout",
-    "task_specific_params",
     "n_positions",
-    "output_past",
     "is_decoder",
-    "decoder_start_token_id",
 }
 
 TOKEN_IDS = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
@@ -188,16 +185,11 @@ def config_to_hf(config: T5Config) -> dict[str, Any]:
     }
 
 
-def faults(config: T5Config) -> list[str]:
+def rules(config: T5Config) -> list[str]:
     """Why a configuration is no T5 of theirs."""
     found = differences(
         config,
-        position="relative",
-        normalization="rmsnorm",
-        add_bias_linear=False,
-        add_qkv_bias=False,
         num_query_groups=config.num_attention_heads,
-        share_embeddings=True,
         attention_dropout=config.hidden_dropout,
         ffn_dropout=config.hidden_dropout,
     )
@@ -220,6 +212,8 @@ FAMILY = Family(
     harmless=_HARMLESS,
     config_from_hf=config_from_hf,
     config_to_hf=config_to_hf,
-    faults=faults,
+    rules=rules,
+    # Relative positions have no end: these balance stages alone.
+    ruled=frozenset(("num_query_groups", "max_sequence_length", "max_decoder_sequence_length")),
     config_class=T5Config,
 )

@@ -15,7 +15,7 @@ from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, PreTrain
 from lightning_megatron import hf
 from lightning_megatron.hf import bert
 from lightning_megatron.hf.convert import to_checkpoint, to_folder
-from lightning_megatron.hf.families import family_of_config
+from lightning_megatron.hf.families import FAMILIES, family_of_config
 from lightning_megatron.hf.weights import in_checkpoint, in_folder
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.models import BertConfig, BertModel, GPTConfig
@@ -231,4 +231,4 @@ def test_every_activation_that_is_written_is_read_again(activation: Any, tmp_pat
 
 def test_a_dropout_that_their_files_do_not_have_is_told() -> None:
     config = BertConfig(num_layers=1, hidden_size=8, num_attention_heads=2, vocab_size=9, ffn_dropout=0.2)
-    assert any(fault.startswith("ffn_dropout (0.2)") for fault in bert.faults(config))
+    assert any(fault.startswith("ffn_dropout (0.2)") for fault in FAMILIES["bert"].faults(config))

@@ -1,7 +1,7 @@
 """Every family computes what transformers computes, and comes back from us as it came, weights and configuration."""
 
 import json
-from dataclasses import replace
+from dataclasses import fields, make_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from lightning_megatron import hf
+from lightning_megatron.hf import config_reader
 from lightning_megatron.hf.config_reader import ConfigReader
 from lightning_megatron.hf.families import FAMILIES, family_of_config
 from lightning_megatron.models import GPTConfig
@@ -83,6 +84,68 @@ def test_every_field_that_transformers_knows_is_translated_or_known_to_be_harmle
     assert reader.faults == []
     unknown = config.to_dict().keys() - reader.asked - FAMILIES[family].harmless
     assert unknown == set()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_field_that_nobody_knows_is_refused(family: str) -> None:
+    planted = {"model_type": family, "attn_logit_softcapping": 50.0}
+    with pytest.raises(ValueError, match=r"attn_logit_softcapping \(50.0\) is a field that .* take it out if"):
+        FAMILIES[family].config(planted)
+    FAMILIES[family].config({**planted, "attn_logit_softcapping": None, "torch_dtype": "float16", "top_p": 0.9})
+
+
+def test_a_field_of_a_newer_transformers_is_read_at_its_default_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_reader, "transformers_defaults", lambda kind: {"residual_multiplier": 1.0})
+    FAMILIES["llama"].config({"residual_multiplier": 1.0})
+    with pytest.raises(ValueError, match=r"residual_multiplier \(0.5\) .*; set it to 1.0"):
+        FAMILIES["llama"].config({"residual_multiplier": 0.5})
+
+
+@pytest.mark.parametrize("nested", ["text_config", "vision_config"])
+def test_a_field_that_nobody_knows_is_refused_in_the_parts_of_a_llava(nested: str) -> None:
+    kind = {"text_config": "llama", "vision_config": "clip_vision_model"}[nested]
+    with pytest.raises(ValueError, match=rf"{nested}: head_scale \(2\) is a field that '{kind}'"):
+        FAMILIES["llava"].config({"model_type": "llava", nested: {"model_type": kind, "head_scale": 2}})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_field_that_a_family_cannot_write_is_refused(family: str) -> None:
+    # The default of a LLaVA's image token is behind the vocabulary.
+    config = FAMILIES[family].config({"model_type": family} | ({"image_token_index": 3} if family == "llava" else {}))
+    assert FAMILIES[family].faults(config) == []
+    grown = with_new_field(config)
+    assert FAMILIES[family].faults(grown) == []
+    words = "logit_softcap (30.0) must be 0.0, because the family's config.json has no field for it"
+    assert FAMILIES[family].faults(replace(grown, logit_softcap=30.0)) == [words]
+
+
+@pytest.mark.parametrize("where", ["moe", "router", "vision", "rope_scaling"])
+def test_a_field_that_a_family_cannot_write_is_refused_in_what_a_configuration_holds(where: str) -> None:
+    family = FAMILIES["llava" if where == "vision" else "mixtral"]
+    config: Any = family.config(
+        {"rope_scaling": SCALING} if where == "rope_scaling" else {"image_token_index": 3} if where == "vision" else {}
+    )
+    if where == "router":
+        held = with_new_field(config.moe.router, 30.0)
+        config = replace(config, moe=replace(config.moe, router=held))
+    else:
+        config = replace(config, **{where: with_new_field(getattr(config, where), 30.0)})
+    [fault] = family.faults(config)
+    assert "logit_softcap (30.0) must be 0.0" in fault
+
+
+def with_new_field(config: Any, value: float = 0.0) -> Any:
+    """The configuration with one more field, as a later version of the package may have it."""
+    grown = make_dataclass("Grown", [("logit_softcap", float, 0.0)], bases=(type(config),), frozen=True, kw_only=True)
+    return grown(**{field.name: getattr(config, field.name) for field in fields(config)}, logit_softcap=value)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_family_translates_does_not_depend_on_the_file(family: str) -> None:
+    defaults = FAMILIES[family].defaults
+    more = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 0, "rope_scaling": SCALING}
+    with_more = FAMILIES[family].config_from_hf(ConfigReader(more, defaults))
+    assert FAMILIES[family].config_from_hf(ConfigReader({}, defaults)).keys() == with_more.keys()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -211,10 +274,11 @@ def test_a_configuration_that_no_family_has_is_told_why_by_each() -> None:
         family_of_config(config, None)
     lines = str(raised.value).splitlines()
     assert len(lines) == 1 + sum(family.config_class is GPTConfig for family in FAMILIES.values())
-    assert "llama: position ('none') must be 'rotary'; qk_norm (True) must be False" in lines[2]
-    assert "mixtral: position ('none') must be 'rotary'; add_qkv_bias (True) must be False" in lines[4]
-    assert "moe (None) must be there" in lines[4]
-    assert "qwen3: position ('none') must be 'rotary'; add_qkv_bias (True) must be False" in lines[6]
+    assert "llama: position ('none') must be 'rotary'; add_qkv_bias (True) must be False" in lines[2]
+    assert "qk_norm (True) must be False, because the family's config.json has no field for it" in lines[2]
+    assert "mixtral: position ('none') must be 'rotary'; moe (None) must be there" in lines[4]
+    assert "add_qkv_bias (True) must be False, because" in lines[4]
+    assert "qwen3: position ('none') must be 'rotary'; add_qkv_bias (True) must be False, because" in lines[6]
 
 
 @pytest.mark.parametrize(
