@@ -37,22 +37,23 @@ NormPlacement = Literal["post", "pre"]
 
 @dataclass(frozen=True, kw_only=True)
 class BertConfig(LanguageModelConfig):
-    """The architecture of a BERT: Google's by default; Megatron's with pre-norm layers and no norm of the embedding."""
+    """Architecture of a BERT: Google's by default; Megatron's with pre-norm layers and no norm of the embedding."""
 
     sees_both_ways: ClassVar[bool] = True
 
     norm_epsilon: float = 1e-12
-    """Added to the variance (or mean square) under the root."""
+    """Number added to the variance (RMSNorm: to the mean square) under the root of a norm."""
     max_sequence_length: int = 512
-    """Positions of a learned embedding, in tokens."""
+    """Longest sequence in tokens: positions of the learned embedding."""
     norm_placement: NormPlacement = "post"
-    """Norms stand behind each half of a layer, or before it and behind the last layer."""
+    """Placement of norms: behind each residual addition (post), or before attention and MLP and behind the last layer
+    (pre)."""
     embedding_norm: bool = True
-    """The sum of the embeddings is normed."""
+    """Whether the sum of the embeddings is normed."""
     num_token_types: int = 2
-    """Rows of the token type embedding; 0: there is none."""
+    """Number of token types (segments); 0: there is no token type embedding."""
     add_binary_head: bool = True
-    """Beside the head of masked tokens there is one that says in which order the two parts of a sample were."""
+    """Whether there is a second head, for sentence order, beside that for masked tokens."""
 
     def faults(self) -> list[str]:
         faults = super().faults()

@@ -33,7 +33,7 @@ from lightning_megatron.transformer.tokens import Tokens, stream_of
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig(LanguageModelConfig):
-    """The architecture of a GPT: GPT-2's kind by default; Llama's with rotary, rmsnorm, swiglu and no biases."""
+    """Architecture of a GPT: GPT-2's kind by default; Llama's with rotary, rmsnorm, swiglu and no biases."""
 
 
 @dataclass(frozen=True, kw_only=True)

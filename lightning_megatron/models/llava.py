@@ -51,21 +51,21 @@ _SHOWN = 5
 
 @dataclass(frozen=True, kw_only=True)
 class LlavaConfig(GPTConfig):
-    """The architecture of a LLaVA: that of a language model, whose fields are its own, and how it sees."""
+    """Architecture of a LLaVA: the fields of its language model, a GPT, and how it sees."""
 
     vision: VisionConfig
-    """The tower that images go through."""
+    """Architecture of the vision tower."""
     image_token: int
-    """Id that stands for one feature of an image; it need not be in the vocabulary."""
+    """Token id that stands for one feature of an image; it need not be in the vocabulary."""
     feature_layer: int = -2
-    """Whose output is the features, counted as in a list of the embedding's output and that of each layer: -1 is the
-    last layer, -2 the one before it."""
+    """Layer of the vision tower whose output is taken as features, counted as in a list of the embedding's output and
+    each layer's: -1 is the last layer, -2 the one before it."""
     keeps_class_token: bool = False
-    """The class token's output is a feature of the image, its first."""
+    """Whether the class token's output is a feature too, the first of its image."""
     projector_activation: Activation = "gelu"
-    """Between the two linears that make features hidden states of the language model."""
+    """Activation between the two linears of the projector from features to hidden states."""
     projector_bias: bool = True
-    """Both linears have one."""
+    """Whether both linears of the projector have a bias."""
 
     @classmethod
     def of(cls, language: GPTConfig, **own: Any) -> "LlavaConfig":

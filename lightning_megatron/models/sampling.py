@@ -17,22 +17,22 @@ from lightning_megatron.comm import rng
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
-    """How text is drawn, and where it ends. Raises ValueError, telling all faults at once."""
+    """How text is generated, and where it ends. Raises ValueError, telling all faults at once."""
 
     max_new_tokens: int = 64
-    """Tokens after the prompt, at most."""
+    """Largest number of tokens that are generated after the prompt."""
     temperature: float = 0.8
-    """Divides the logits before they are drawn from; 0 takes the likeliest token."""
+    """Temperature that logits are divided by before sampling; 0: the likeliest token is taken (greedy)."""
     top_k: int = 0
-    """Of how many of the likeliest tokens one is drawn; 0: of all."""
+    """Number of likeliest tokens that are sampled from (top-k); 0: all."""
     top_p: float = 1.0
-    """Of the fewest likeliest tokens that have this probability together one is drawn; 1: of all."""
+    """Probability mass of the likeliest tokens that are sampled from (top-p, nucleus sampling); 1: all."""
     stop_tokens: tuple[int, ...] = ()
-    """A row ends with the first of them, which is its last token."""
+    """Token ids that end a row; the first of them that is generated is its last token."""
     stops_at_end_of_text: bool = True
-    """`predict` takes the end of text of the data's tokenizer for one more."""
+    """Whether `predict` also stops at the end-of-text token of the data's tokenizer."""
     seed: int = 0
-    """Of the draws."""
+    """Seed of sampling."""
 
     def __post_init__(self) -> None:
         faults = [

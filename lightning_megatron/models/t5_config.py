@@ -24,25 +24,32 @@ class T5Config(LanguageModelConfig):
     has_cross_attention: ClassVar[bool] = True
 
     num_decoder_layers: int = 0
-    """Layers of the decoder, `num_layers` are the encoder's; 0: as many."""
+    """Number of layers of the decoder, num_layers being the encoder's; 0: as many as the encoder has."""
     activation: Activation = "relu"
+    """Activation of the MLP: ReLU in T5, geglu_tanh in T5 v1.1."""
     normalization: Normalization = "rmsnorm"
+    """Norm of hidden states: LayerNorm or RMSNorm."""
     norm_epsilon: float = 1e-6
+    """Number added to the variance (RMSNorm: to the mean square) under the root of a norm."""
     add_bias_linear: bool = False
+    """Whether every linear of a layer has a bias."""
     position: Position = "relative"
+    """Position encoding: a learned bias of attention scores for each range of distances (relative), a learned embedding
+    (learned), or none."""
     relative_buckets: int = 32
-    """Ranges of distances, each with a number for each head, where position is "relative"; those of the encoder are for
-    keys before a token by one half, for keys behind it by the other."""
+    """Number of buckets of relative distances, each with a learned bias for each head; in the encoder half of them are
+    for keys before a token and half for those behind it."""
     relative_max_distance: int = 128
-    """Tokens from which on all distances are alike."""
+    """Distance in tokens from which on all distances share one bucket."""
     max_sequence_length: int = 512
-    """Positions of the encoder's learned embedding, in tokens; and what stages are balanced for."""
+    """Longest sequence of the encoder in tokens: positions of its learned embedding, and what pipeline stages are
+    balanced for."""
     max_decoder_sequence_length: int = 0
-    """The same of the decoder; 0: as many."""
+    """Longest sequence of the decoder in tokens; 0: max_sequence_length."""
     share_embeddings: bool = True
-    """Encoder and decoder have one token embedding; else the decoder has its own, which a tied head uses."""
+    """Whether encoder and decoder share one token embedding; else the decoder has its own, which a tied head uses."""
     scales_head: bool = True
-    """What the head multiplies is divided by sqrt(hidden_size), as it was trained where the embedding is tied."""
+    """Whether the head's input is divided by sqrt(hidden_size), as in T5, whose embedding is tied; T5 v1.1 does not."""
     embedding_std: float = 1.0
     """Standard deviation of initial token embeddings."""
 

@@ -43,11 +43,11 @@ class Upcycling:
     same."""
 
     dense: GPTConfig
-    """The model that there is."""
+    """Architecture of the dense model."""
     moe: MoEConfig
-    """What it gets in the place of MLPs; an expert has a part of the dense features, or all."""
+    """Mixture of experts that replaces its MLPs; an expert has a part of the dense features, or all."""
     seed: int = 0
-    """Of the router's initial weights."""
+    """Seed of the router's initial weights."""
 
     def __post_init__(self) -> None:
         if faults := self.faults():

@@ -34,7 +34,7 @@ from lightning_megatron.transformer.tokens import Tokens
 
 @dataclass(frozen=True, kw_only=True)
 class VisionConfig(TransformerConfig):
-    """The architecture of a vision tower: CLIP's kind by default."""
+    """Architecture of a vision tower: CLIP's kind by default."""
 
     sees_both_ways: ClassVar[bool] = True
 
@@ -43,13 +43,13 @@ class VisionConfig(TransformerConfig):
     patch_size: int
     """Height and width of a patch, in pixels."""
     num_channels: int = 3
-    """Values of a pixel."""
+    """Number of channels of a pixel."""
     has_input_norm: bool = True
-    """A norm between the embedding of patches and the first layer."""
+    """Whether there is a norm between the patch embedding and the first layer."""
     activation: Activation = "quick_gelu"
-    """Of the MLP."""
+    """Activation of the MLP: quick_gelu in CLIP."""
     max_sequence_length: int = 0
-    """Tokens of an image: its patches and the class token; 0: what follows from the sizes."""
+    """Tokens of an image, its patches and the class token; 0: what follows from image_size and patch_size."""
 
     def __post_init__(self) -> None:
         if self.max_sequence_length == 0 and self.patch_size > 0:

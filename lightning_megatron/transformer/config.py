@@ -25,68 +25,71 @@ _CHOICES = {
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """The architecture of a stack of equal layers. A size given as 0 follows from others and is filled in at once."""
+    """Architecture of a stack of transformer layers. A size of 0 follows from others and is filled in when it is built."""
 
     positions: ClassVar[tuple[Position, ...]] = ("learned", "rotary", "none")
-    """That a model of this kind can have."""
+    """Position encodings that a model of this kind can have."""
     scales_scores: ClassVar[bool] = True
-    """Whether products of queries and keys are divided by sqrt(head_dim)."""
+    """Whether attention scores are divided by sqrt(head_dim)."""
     sees_both_ways: ClassVar[bool] = False
-    """Whether a token sees those behind it: ranks of cp then hold one piece of a sequence each; of two stacks the
-    first."""
+    """Whether attention is bidirectional, in the first of two stacks: ranks of cp then hold contiguous pieces of a
+    sequence."""
     has_cross_attention: ClassVar[bool] = False
-    """Whether some layers look at the output of others."""
+    """Whether some layers attend to the output of an encoder."""
 
     num_layers: int
-    """Layers of the stack, over all stages."""
+    """Number of transformer layers, over all pipeline stages."""
     hidden_size: int
-    """Features of a token between layers."""
+    """Hidden size: features of a token in the residual stream."""
     num_attention_heads: int
-    """Query heads of a layer."""
+    """Number of attention heads (of queries) in each layer."""
     num_query_groups: int = 0
-    """Key and value heads of a layer, each shared by a group of query heads; 0: one for each query head."""
+    """Number of key-value heads in each layer, under grouped-query attention; 0: as many as num_attention_heads
+    (multi-head attention)."""
     head_dim: int = 0
-    """Features of a head; 0: hidden_size / num_attention_heads."""
+    """Features of one attention head; 0: hidden_size / num_attention_heads."""
     ffn_hidden_size: int = 0
-    """Features between the two linears of the MLP (of gate and of up alike where gated); 0: 4 * hidden_size."""
+    """Features between the two linears of the MLP; of gate and of up each, where it is gated. 0: 4 * hidden_size."""
     activation: Activation = "gelu"
-    """Of the MLP: exact GELU, its approximations by tanh and by a sigmoid, ReLU, or a gate with SiLU or GELU by
-    tanh."""
+    """Activation of the MLP: exact GELU (gelu), its approximations by tanh (gelu_tanh) and by a sigmoid (quick_gelu),
+    ReLU (relu), or a gate with SiLU (swiglu) or with GELU by tanh (geglu_tanh)."""
     normalization: Normalization = "layernorm"
-    """Before each half of a layer and after the last layer."""
+    """Norm of hidden states: LayerNorm or RMSNorm."""
     norm_epsilon: float = 1e-5
-    """Added to the variance (or mean square) under the root."""
+    """Number added to the variance (RMSNorm: to the mean square) under the root of a norm."""
     add_bias_linear: bool = True
-    """Every linear of a layer has a bias."""
+    """Whether every linear of a layer has a bias."""
     add_qkv_bias: bool = False
-    """The query-key-value linear has a bias even where the others have none."""
+    """Whether the query-key-value linear has a bias even where add_bias_linear is false."""
     position: Position = "learned"
-    """How a token knows its place: an embedding added to the input, a rotation of queries and keys, a learned number
-    added to scores for the distance, or not at all."""
+    """Position encoding: a learned embedding added to the input (learned), a rotation of queries and keys (rotary), a
+    learned bias of attention scores for each distance (relative, of T5), or none."""
     rotary_base: float = 10000.0
-    """Base of the geometric row of rotary wavelengths."""
+    """Base of the rotary embedding's wavelengths (rope_theta)."""
     rotary_fraction: float = 1.0
-    """Share of a head's features that are rotated."""
+    """Fraction of a head's features that are rotated, from above 0 to 1."""
     rope_scaling: RopeScaling | None = None
-    """How rotary wavelengths are stretched for sequences longer than those first trained on; none: not at all."""
+    """Scaling of rotary wavelengths for sequences longer than those first trained on; none: no scaling."""
     qk_norm: bool = False
-    """Queries and keys of each head are normed (RMS over the head's features) before they are rotated."""
+    """Whether queries and keys get an RMSNorm over the features of each head before they are rotated."""
     sliding_window: int = 0
-    """Tokens that a token sees in causal attention, itself and those right before it; 0: all before it."""
+    """Sliding window of causal attention, in tokens: each token attends to itself and those right before it; 0: to all
+    before it."""
     full_attention_layers: tuple[int, ...] = ()
-    """Layers, counted from 0, in which a token sees all before it in spite of sliding_window."""
+    """Layers, counted from 0, that attend to all tokens before in spite of sliding_window."""
     max_sequence_length: int = 2048
-    """Positions of a learned embedding, in tokens."""
+    """Longest sequence in tokens: positions of a learned embedding, and what pipeline stages are balanced for."""
     hidden_dropout: float = 0.0
-    """Probability that a feature of the embedding or of a layer half's output is dropped in training."""
+    """Dropout probability of the embedding's output and of attention's and the MLP's output before each residual
+    addition."""
     attention_dropout: float = 0.0
-    """Probability that an attention weight is dropped in training."""
+    """Dropout probability of attention weights."""
     ffn_dropout: float = 0.0
-    """Probability that a feature between the two linears of a dense MLP is dropped in training."""
+    """Dropout probability between the two linears of a dense MLP."""
     moe: MoEConfig | None = None
-    """Layers of experts in the place of dense MLPs; none: all are dense."""
+    """Mixture of experts in place of dense MLPs; none: all layers are dense."""
     init_std: float = 0.02
-    """Standard deviation of initial weights; projections back into the residual stream use init_std / sqrt(2
+    """Standard deviation of initial weights; output projections of attention and MLP use init_std / sqrt(2 *
     num_layers)."""
 
     def __post_init__(self) -> None:
@@ -284,16 +287,17 @@ class TransformerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageModelConfig(TransformerConfig):
-    """A transformer between an embedding of tokens and a head that predicts tokens."""
+    """Architecture of a transformer between a token embedding and a head that predicts tokens."""
 
     vocab_size: int
-    """Different tokens."""
+    """Number of tokens in the vocabulary."""
     vocab_multiple: int = 1
-    """Each rank holds a multiple of this many rows of the vocabulary; GPUs are faster with 128."""
+    """The vocabulary is padded so that each tensor-parallel rank holds a multiple of this many rows; GPUs are faster
+    with 128."""
     tie_embeddings: bool = True
-    """The head uses the weight of the token embedding."""
+    """Whether the head shares the weight of the token embedding."""
     label_smoothing: float = 0.0
-    """Share of a target's probability spread evenly over the whole vocabulary."""
+    """Label smoothing: share of a target's probability that is spread evenly over the vocabulary."""
 
     def faults(self) -> list[str]:
         faults = super().faults()

@@ -45,19 +45,20 @@ _DENSE = _ALL[:4]
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """What is trained beside frozen weights. Raises ValueError, telling all faults at once."""
+    """LoRA adapters beside frozen weights. Raises ValueError, telling all faults at once."""
 
     rank: int = 16
-    """Numbers per token between A and B."""
+    """Rank of the adapters: features between A and B."""
     alpha: float = 32.0
-    """What the path adds is multiplied by alpha over rank, or over its root."""
+    """Numerator of the adapter's scale: its output is multiplied by alpha / rank, or by alpha / sqrt(rank)."""
     scaling: LoraScaling = "rank"
-    """Which; the root keeps large ranks from learning too slowly (Kalajdzievski, arXiv 2312.03732, section 3)."""
+    """Denominator of the adapter's scale: the rank, or its root, which keeps large ranks from learning too slowly
+    (Kalajdzievski, arXiv 2312.03732, section 3)."""
     dropout: float = 0.0
-    """Probability that a feature of the path's input is dropped in training."""
+    """Dropout probability of the adapter's input."""
     targets: tuple[LoraTarget, ...] = _DENSE
-    """Linears of every layer that has them; shared: of the expert that every token goes through; cross_attention: of a
-    decoder that looks at an encoder."""
+    """Linears that get an adapter, in every layer that has them. shared: the shared expert of a mixture of experts;
+    cross_attention: a decoder's attention to the encoder."""
 
     def __post_init__(self) -> None:
         if faults := self.faults():

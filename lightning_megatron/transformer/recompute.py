@@ -42,20 +42,21 @@ _ACTS_UNDER = {"parts": "selective", "method": "full", "num_layers": "full", "sh
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeConfig:
-    """What a training step makes again in its backward to keep less. Raises ValueError, telling all faults at once."""
+    """Activation recomputation (checkpointing): what the backward recomputes in order to save memory."""
 
     granularity: Granularity = "none"
-    """Nothing, parts of every layer, or whole layers."""
+    """Granularity of activation recomputation: none, selective (parts of each layer), or full (whole layers)."""
     parts: tuple[RecomputePart, ...] = ("core_attention",)
-    """selective: which. core_attention acts where attention lays its weights out, which is where it drops some: the
-    kernel that runs otherwise keeps none."""
+    """Parts of each layer that are recomputed under selective granularity. core_attention acts only with attention
+    dropout, where scores are materialised: the fused kernel keeps none."""
     method: Method = "uniform"
-    """full: all layers in groups, of which the first input is kept; or the first layers of each stage, one by one."""
+    """Layers that are recomputed under full granularity: all, in groups that keep their first input (uniform), or the
+    first num_layers of each stage, one by one (block)."""
     num_layers: int = 1
-    """full: layers of a group (uniform), or layers of a stage that are recomputed (block)."""
+    """Full granularity: layers of a group (uniform), or recomputed layers of each stage (block)."""
     shard_saved_inputs: bool = False
-    """Full, without sequence parallelism: each tensor-parallel rank keeps a part of a saved input of our own layers,
-    and gathers it again."""
+    """Full granularity without sequence parallelism: whether tensor-parallel ranks share each saved input and
+    all-gather it in the backward."""
 
     def __post_init__(self) -> None:
         if faults := self.faults():

@@ -43,21 +43,21 @@ class RopeScaling:
     """
 
     kind: ScalingKind
-    """The rule, as in the table above."""
+    """Rule by which wavelengths are stretched: linear (all of them), llama3, or yarn."""
     factor: float
-    """By how much long waves are stretched."""
+    """Factor by which long wavelengths are stretched, at least 1."""
     original_max_sequence_length: int = 0
-    """llama3 and yarn: tokens of the sequences first trained on."""
+    """Sequence length in tokens of the first training; for llama3 and yarn."""
     low_frequency_factor: float = 1.0
-    """llama3: waves of which the original length holds at most this many are stretched in full."""
+    """llama3: wavelengths of which the original length holds at most this many are stretched in full."""
     high_frequency_factor: float = 4.0
-    """llama3: waves of which it holds at least this many stay."""
+    """llama3: wavelengths of which the original length holds at least this many stay as they are."""
     beta_fast: float = 32.0
-    """yarn: waves that turn at least this often in the original length stay."""
+    """yarn: pairs that rotate at least this often within the original length stay as they are."""
     beta_slow: float = 1.0
-    """yarn: waves that turn at most this often are stretched in full."""
+    """yarn: pairs that rotate at most this often within the original length are stretched in full."""
     attention_factor: float = 0.0
-    """yarn: multiplies rotated queries and keys; 0: 0.1 ln(factor) + 1."""
+    """yarn: factor of rotated queries and keys; 0: 0.1 ln(factor) + 1."""
 
     def __post_init__(self) -> None:
         if faults := self.faults():
