@@ -6,6 +6,7 @@ from lightning_megatron.hf.blocks import query_key_value
 from lightning_megatron.hf.config_reader import HARMLESS, HEADS, ConfigReader, head_faults
 from lightning_megatron.hf.family import Family, ParamMapping
 from lightning_megatron.models.bert import BertConfig
+from lightning_megatron.transformer.linears import DOWN, PROJECTION, QKV, UP
 
 _LAYER = "bert.encoder.layer.{}"
 _KINDS = ("weight", "bias")
@@ -16,9 +17,9 @@ _NORMS = (
     ("head.masked_tokens.norm", "cls.predictions.transform.LayerNorm"),
 )
 _LINEARS = (
-    ("layers.{}.attention.projection", f"{_LAYER}.attention.output.dense"),
-    ("layers.{}.mlp.up", f"{_LAYER}.intermediate.dense"),
-    ("layers.{}.mlp.down", f"{_LAYER}.output.dense"),
+    (f"layers.{{}}.{PROJECTION}", f"{_LAYER}.attention.output.dense"),
+    (f"layers.{{}}.{UP}", f"{_LAYER}.intermediate.dense"),
+    (f"layers.{{}}.{DOWN}", f"{_LAYER}.output.dense"),
     ("head.masked_tokens.dense", "cls.predictions.transform.dense"),
     ("head.sentence_order.pooler", "bert.pooler.dense"),
     ("head.sentence_order.output", "cls.seq_relationship"),
@@ -42,7 +43,7 @@ def _rows(norm_weight: str, norm_bias: str) -> tuple[ParamMapping, ...]:
         ),
         *(
             ParamMapping(
-                f"layers.{{}}.attention.qkv.{kind}",
+                f"layers.{{}}.{QKV}.{kind}",
                 tuple(f"{_LAYER}.attention.self.{part}.{kind}" for part in ("query", "key", "value")),
                 query_key_value,
             )

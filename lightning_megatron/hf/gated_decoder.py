@@ -6,6 +6,7 @@ from lightning_megatron.hf.blocks import gate_and_up, query_key_value
 from lightning_megatron.hf.config_reader import ConfigReader, differences, rope_faults, rope_to_hf
 from lightning_megatron.hf.family import ParamMapping
 from lightning_megatron.models.gpt import GPTConfig
+from lightning_megatron.transformer.linears import DOWN, PROJECTION, QKV, UP
 
 _KINDS = ("weight", "bias")
 
@@ -14,7 +15,7 @@ ROWS = (
     ParamMapping("layers.{}.attention_norm.weight", ("model.layers.{}.input_layernorm.weight",)),
     *(
         ParamMapping(
-            f"layers.{{}}.attention.qkv.{kind}",
+            f"layers.{{}}.{QKV}.{kind}",
             tuple(f"model.layers.{{}}.self_attn.{part}_proj.{kind}" for part in "qkv"),
             query_key_value,
         )
@@ -27,13 +28,13 @@ ROWS = (
         row
         for kind in _KINDS
         for row in (
-            ParamMapping(f"layers.{{}}.attention.projection.{kind}", (f"model.layers.{{}}.self_attn.o_proj.{kind}",)),
+            ParamMapping(f"layers.{{}}.{PROJECTION}.{kind}", (f"model.layers.{{}}.self_attn.o_proj.{kind}",)),
             ParamMapping(
-                f"layers.{{}}.mlp.up.{kind}",
+                f"layers.{{}}.{UP}.{kind}",
                 (f"model.layers.{{}}.mlp.gate_proj.{kind}", f"model.layers.{{}}.mlp.up_proj.{kind}"),
                 gate_and_up,
             ),
-            ParamMapping(f"layers.{{}}.mlp.down.{kind}", (f"model.layers.{{}}.mlp.down_proj.{kind}",)),
+            ParamMapping(f"layers.{{}}.{DOWN}.{kind}", (f"model.layers.{{}}.mlp.down_proj.{kind}",)),
         )
     ),
     ParamMapping("final_norm.weight", ("model.norm.weight",)),

@@ -6,6 +6,7 @@ from lightning_megatron.hf.blocks import joined_query_key_value, transposed
 from lightning_megatron.hf.config_reader import HARMLESS, HEADS, ConfigReader, dense_faults, head_faults
 from lightning_megatron.hf.family import Family, ParamMapping
 from lightning_megatron.models.gpt import GPTConfig
+from lightning_megatron.transformer.linears import DOWN, PROJECTION, QKV, UP
 
 ROWS = (
     ParamMapping("embedding.tokens.weight", ("transformer.wte.weight",)),
@@ -15,14 +16,14 @@ ROWS = (
         for ours, theirs in (("attention_norm", "ln_1"), ("mlp_norm", "ln_2"))
         for kind in ("weight", "bias")
     ),
-    ParamMapping("layers.{}.attention.qkv.weight", ("transformer.h.{}.attn.c_attn.weight",), joined_query_key_value),
-    ParamMapping("layers.{}.attention.qkv.bias", ("transformer.h.{}.attn.c_attn.bias",), joined_query_key_value),
+    ParamMapping(f"layers.{{}}.{QKV}.weight", ("transformer.h.{}.attn.c_attn.weight",), joined_query_key_value),
+    ParamMapping(f"layers.{{}}.{QKV}.bias", ("transformer.h.{}.attn.c_attn.bias",), joined_query_key_value),
     *(
         row
         for ours, theirs in (
-            ("attention.projection", "attn.c_proj"),
-            ("mlp.up", "mlp.c_fc"),
-            ("mlp.down", "mlp.c_proj"),
+            (PROJECTION, "attn.c_proj"),
+            (UP, "mlp.c_fc"),
+            (DOWN, "mlp.c_proj"),
         )
         for row in (
             ParamMapping(f"layers.{{}}.{ours}.weight", (f"transformer.h.{{}}.{theirs}.weight",), transposed),

@@ -25,6 +25,7 @@ from lightning_megatron.models.gpt import GPTConfig
 from lightning_megatron.models.llava import LlavaConfig
 from lightning_megatron.models.vision import VisionConfig
 from lightning_megatron.transformer.config import TransformerConfig
+from lightning_megatron.transformer.linears import DOWN, PROJECTION, QKV, UP
 
 DEFAULTS = {
     "image_token_index": 32000,
@@ -98,17 +99,15 @@ def _vision_rows(tower: str) -> tuple[ParamMapping, ...]:
                 # Their spelling.
                 ParamMapping(f"vision.embedding.norm.{kind}", (f"{tower}pre_layrnorm.{kind}",)),
                 ParamMapping(
-                    f"vision.layers.{{}}.attention.qkv.{kind}",
+                    f"vision.layers.{{}}.{QKV}.{kind}",
                     tuple(f"{layer}.self_attn.{part}_proj.{kind}" for part in "qkv"),
                     vision_query_key_value,
                 ),
-                ParamMapping(
-                    f"vision.layers.{{}}.attention.projection.{kind}", (f"{layer}.self_attn.out_proj.{kind}",)
-                ),
+                ParamMapping(f"vision.layers.{{}}.{PROJECTION}.{kind}", (f"{layer}.self_attn.out_proj.{kind}",)),
                 ParamMapping(f"vision.layers.{{}}.attention_norm.{kind}", (f"{layer}.layer_norm1.{kind}",)),
                 ParamMapping(f"vision.layers.{{}}.mlp_norm.{kind}", (f"{layer}.layer_norm2.{kind}",)),
-                ParamMapping(f"vision.layers.{{}}.mlp.up.{kind}", (f"{layer}.mlp.fc1.{kind}",)),
-                ParamMapping(f"vision.layers.{{}}.mlp.down.{kind}", (f"{layer}.mlp.fc2.{kind}",)),
+                ParamMapping(f"vision.layers.{{}}.{UP}.{kind}", (f"{layer}.mlp.fc1.{kind}",)),
+                ParamMapping(f"vision.layers.{{}}.{DOWN}.{kind}", (f"{layer}.mlp.fc2.{kind}",)),
                 ParamMapping(f"vision.final_norm.{kind}", (f"{tower}post_layernorm.{kind}",)),
             )
         ),

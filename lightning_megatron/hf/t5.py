@@ -9,6 +9,15 @@ from lightning_megatron.hf.family import Family, ParamMapping
 from lightning_megatron.models.t5_config import T5Config
 from lightning_megatron.sharding import Box
 from lightning_megatron.transformer.config import TransformerConfig
+from lightning_megatron.transformer.linears import (
+    CROSS_KEY_VALUE,
+    CROSS_PROJECTION,
+    CROSS_QUERY,
+    DOWN,
+    PROJECTION,
+    QKV,
+    UP,
+)
 
 
 def key_value(config: TransformerConfig, shape: Shape) -> tuple[TensorBlock, ...]:
@@ -38,18 +47,18 @@ def _rows(stack: str) -> tuple[ParamMapping, ...]:
     rows = (
         ParamMapping(f"{ours}.attention_norm.weight", (f"{theirs}.0.layer_norm.weight",)),
         ParamMapping(
-            f"{ours}.attention.qkv.weight",
+            f"{ours}.{QKV}.weight",
             tuple(f"{theirs}.0.SelfAttention.{kind}.weight" for kind in "qkv"),
             query_key_value,
         ),
-        ParamMapping(f"{ours}.attention.projection.weight", (f"{theirs}.0.SelfAttention.o.weight",)),
+        ParamMapping(f"{ours}.{PROJECTION}.weight", (f"{theirs}.0.SelfAttention.o.weight",)),
         ParamMapping(f"{ours}.relative_bias.weight", (f"{theirs}.0.SelfAttention.relative_attention_bias.weight",)),
         ParamMapping(f"{ours}.mlp_norm.weight", (f"{theirs}.{feed_forward}.layer_norm.weight",)),
-        ParamMapping(f"{ours}.mlp.up.weight", (f"{dense}.wi.weight",), is_of=_is_plain),
+        ParamMapping(f"{ours}.{UP}.weight", (f"{dense}.wi.weight",), is_of=_is_plain),
         ParamMapping(
-            f"{ours}.mlp.up.weight", (f"{dense}.wi_0.weight", f"{dense}.wi_1.weight"), gate_and_up, is_of=_is_gated
+            f"{ours}.{UP}.weight", (f"{dense}.wi_0.weight", f"{dense}.wi_1.weight"), gate_and_up, is_of=_is_gated
         ),
-        ParamMapping(f"{ours}.mlp.down.weight", (f"{dense}.wo.weight",)),
+        ParamMapping(f"{ours}.{DOWN}.weight", (f"{dense}.wo.weight",)),
         ParamMapping(f"{stack}.final_norm.norm.weight", (f"{stack}.final_layer_norm.weight",)),
     )
     if not is_decoder:
@@ -58,9 +67,9 @@ def _rows(stack: str) -> tuple[ParamMapping, ...]:
     return (
         *rows,
         ParamMapping(f"{ours}.cross_norm.weight", (f"{theirs}.1.layer_norm.weight",)),
-        ParamMapping(f"{ours}.cross_attention.query.weight", (f"{cross}.q.weight",)),
-        ParamMapping(f"{ours}.cross_attention.key_value.weight", (f"{cross}.k.weight", f"{cross}.v.weight"), key_value),
-        ParamMapping(f"{ours}.cross_attention.projection.weight", (f"{cross}.o.weight",)),
+        ParamMapping(f"{ours}.{CROSS_QUERY}.weight", (f"{cross}.q.weight",)),
+        ParamMapping(f"{ours}.{CROSS_KEY_VALUE}.weight", (f"{cross}.k.weight", f"{cross}.v.weight"), key_value),
+        ParamMapping(f"{ours}.{CROSS_PROJECTION}.weight", (f"{cross}.o.weight",)),
     )
 
 

@@ -26,9 +26,10 @@ from lightning_megatron.models.layout import require_fit
 from lightning_megatron.pipeline.module import Part, PipelineModule
 from lightning_megatron.tensor.cross_entropy import IGNORED
 from lightning_megatron.transformer import cost
+from lightning_megatron.transformer.build import build_norm
 from lightning_megatron.transformer.config import LanguageModelConfig
 from lightning_megatron.transformer.init import initialise
-from lightning_megatron.transformer.layer import TransformerLayer, build_norm
+from lightning_megatron.transformer.layer import TransformerLayer
 from lightning_megatron.transformer.post_norm_layer import PostNormLayer
 from lightning_megatron.transformer.tokens import Tokens, stream_of
 

@@ -6,9 +6,9 @@ from torch import Tensor, nn
 from lightning_megatron.mesh import Axis
 from lightning_megatron.models.embedding import PositionEmbedding, build_token_embedding
 from lightning_megatron.sharding import Initial, shard_parameter
+from lightning_megatron.transformer.build import build_norm
 from lightning_megatron.transformer.config import LanguageModelConfig
 from lightning_megatron.transformer.dropout import Dropout
-from lightning_megatron.transformer.layer import build_norm
 from lightning_megatron.transformer.tokens import Tokens
 
 

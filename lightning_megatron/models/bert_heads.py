@@ -26,8 +26,8 @@ from lightning_megatron.tensor.activation import activate
 from lightning_megatron.tensor.cross_entropy import IGNORED
 from lightning_megatron.tensor.linear import column_parallel_linear
 from lightning_megatron.tensor.replicated_linear import ReplicatedLinear
+from lightning_megatron.transformer.build import build_norm
 from lightning_megatron.transformer.config import LanguageModelConfig
-from lightning_megatron.transformer.layer import build_norm
 from lightning_megatron.transformer.tokens import Tokens
 
 

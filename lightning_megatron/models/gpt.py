@@ -24,10 +24,11 @@ from lightning_megatron.moe.router import Router
 from lightning_megatron.moe.sequence_groups import RoutedTokens
 from lightning_megatron.pipeline.module import Part, PipelineModule
 from lightning_megatron.transformer import cost
+from lightning_megatron.transformer.build import build_norm
 from lightning_megatron.transformer.config import LanguageModelConfig
 from lightning_megatron.transformer.decode_state import DecodeState, caching_stream, decode_stream, last_tokens
 from lightning_megatron.transformer.init import initialise
-from lightning_megatron.transformer.layer import ExpertLayer, TransformerLayer, build_norm
+from lightning_megatron.transformer.layer import ExpertLayer, build_layer
 from lightning_megatron.transformer.tokens import Tokens, stream_of
 
 
@@ -274,7 +275,7 @@ def gpt_parts(config: GPTConfig, mesh: Mesh) -> list[Part]:
         *(
             Part(
                 name=name,
-                build=partial(_build_layer, config, mesh, i, name),
+                build=partial(build_layer, config, mesh, i, name),
                 cost=flops[i],
             )
             for i, name in enumerate(layers)
@@ -288,11 +289,3 @@ def gpt_parts(config: GPTConfig, mesh: Mesh) -> list[Part]:
             shares={"embedding.tokens": token_embedding} if config.tie_embeddings else {},
         ),
     ]
-
-
-def _build_layer(config: GPTConfig, mesh: Mesh, index: int, name: str) -> TransformerLayer | ExpertLayer:
-    """A layer, dense or of experts, as the configuration says of its place."""
-    tp, sp, window = mesh.tp, mesh.sp, config.window_of(index)
-    if config.moe is None or not config.moe.has_experts(index):
-        return TransformerLayer(config, tp=tp, sp=sp, name=name, window=window)
-    return ExpertLayer(config, config.moe, tp=tp, sp=sp, experts=ExpertAxes.of(mesh), name=name, window=window)

@@ -19,10 +19,11 @@ from lightning_megatron.pipeline.module import Part
 from lightning_megatron.sharding import Initial
 from lightning_megatron.tensor.embedding import VocabParallelEmbedding
 from lightning_megatron.transformer import cost
+from lightning_megatron.transformer.build import build_norm
 from lightning_megatron.transformer.decoder_layer import DecoderLayer
 from lightning_megatron.transformer.dropout import Dropout
-from lightning_megatron.transformer.layer import TransformerLayer, build_norm
 from lightning_megatron.transformer.relative_position_embedding import RelativePositionEmbedding
+from lightning_megatron.transformer.layer import TransformerLayer
 from lightning_megatron.transformer.tokens import Tokens
 
 

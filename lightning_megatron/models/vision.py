@@ -27,8 +27,9 @@ from lightning_megatron.pipeline.module import Part
 from lightning_megatron.sharding import Initial, shard_parameter
 from lightning_megatron.tensor.activation import Activation
 from lightning_megatron.transformer import cost
+from lightning_megatron.transformer.build import build_norm
 from lightning_megatron.transformer.config import TransformerConfig
-from lightning_megatron.transformer.layer import TransformerLayer, build_norm
+from lightning_megatron.transformer.layer import TransformerLayer
 from lightning_megatron.transformer.tokens import Tokens
 
 

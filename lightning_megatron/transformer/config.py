@@ -25,7 +25,7 @@ _CHOICES = {
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """Architecture of a stack of transformer layers. A size of 0 follows from others and is filled in when it is built."""
+    """Architecture of a stack of transformer layers. A size of 0 follows from other sizes and is filled in at once."""
 
     positions: ClassVar[tuple[Position, ...]] = ("learned", "rotary", "none")
     """Position encodings that a model of this kind can have."""

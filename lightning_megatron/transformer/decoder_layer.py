@@ -4,10 +4,11 @@ from torch import Tensor
 
 from lightning_megatron.context.attention_step import RelativePositionBias
 from lightning_megatron.mesh import Axis
+from lightning_megatron.transformer.build import build_norm
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.cross_attention import CachedEncoderMemory, CrossAttention, EncoderMemory
 from lightning_megatron.transformer.dropout import Dropout
-from lightning_megatron.transformer.layer import TransformerLayer, build_norm
+from lightning_megatron.transformer.layer import TransformerLayer
 from lightning_megatron.transformer.tokens import Tokens
 
 

@@ -26,7 +26,7 @@ from lightning_megatron.precision.gemm import TILE, Fp8Gemm
 from lightning_megatron.precision.scaling import AmaxHistory, CurrentScaling, DelayedScaling, Scaling
 from lightning_megatron.tensor.gemm import TORCH_GEMM
 from lightning_megatron.tensor.linear import ParallelLinear
-from lightning_megatron.transformer.layer import AttendingLayer
+from lightning_megatron.transformer.layer import PreNormLayer
 from lightning_megatron.transformer.te_layers import TELayer
 
 
@@ -54,15 +54,13 @@ class Fp8Layers(Protocol):
         ...
 
 
-def chosen_layers(
-    model: nn.Module, part_names: Sequence[str], config: Fp8Config
-) -> Iterator[tuple[str, AttendingLayer]]:
+def chosen_layers(model: nn.Module, part_names: Sequence[str], config: Fp8Config) -> Iterator[tuple[str, PreNormLayer]]:
     """The transformer layers on this rank that are to multiply in FP8, with their names.
 
     `part_names` are those of the whole model's parts in order, of all stages.
     """
     for name, module in model.named_modules():
-        if not isinstance(module, AttendingLayer):
+        if not isinstance(module, PreNormLayer):
             continue
         stack = name.rpartition(".")[0]
         row = [part for part in part_names if part.rpartition(".")[0] == stack]
@@ -134,7 +132,7 @@ def tile_faults(modules: Iterable[nn.Module]) -> list[str]:
     shapes = {
         tuple(weight.flatten(0, -2).shape)
         for layer in modules
-        if isinstance(layer, AttendingLayer)
+        if isinstance(layer, PreNormLayer)
         for module in layer.modules()
         for weight in _weights(module)
     }

@@ -5,13 +5,12 @@ from collections.abc import Callable
 from torch import Tensor
 
 from lightning_megatron.context.attention_step import RelativePositionBias
-from lightning_megatron.mesh import Axis
+from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.moe.experts import ExpertAxes
 from lightning_megatron.moe.sequence_groups import RoutedTokens
 from lightning_megatron.tensor.linear import as_product_input
-from lightning_megatron.tensor.norm import LayerNorm, RMSNorm
-from lightning_megatron.transformer.attention import SelfAttention
+from lightning_megatron.transformer.build import Norm, build_attention, build_mlp, build_norm
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.dropout import Dropout
 from lightning_megatron.transformer.mlp import MLP
@@ -20,13 +19,7 @@ from lightning_megatron.transformer.recompute import RecomputeLayer, apply_recom
 from lightning_megatron.transformer.tokens import Tokens
 
 
-def build_norm(config: TransformerConfig, *, tp: Axis, sp: Axis) -> LayerNorm | RMSNorm:
-    """A norm of hidden states [T/sp, H] of the kind that the configuration asks for."""
-    kind = LayerNorm if config.normalization == "layernorm" else RMSNorm
-    return kind(config.hidden_size, eps=config.norm_epsilon, tp=tp, sp=sp)
-
-
-class AttendingLayer(RecomputeLayer):
+class PreNormLayer(RecomputeLayer):
     """The half that layers share: x + drop(attention(norm(x))).
 
     `name` is the layer's name in the model: it names the dropout masks. `window` is that of its attention.
@@ -44,7 +37,7 @@ class AttendingLayer(RecomputeLayer):
     ) -> None:
         super().__init__()
         self.attention_norm = build_norm(config, tp=tp, sp=sp)
-        self.attention = SelfAttention(
+        self.attention = build_attention(
             config, tp=tp, sp=sp, name=f"{name}.attention", is_causal=is_causal, window=window
         )
         self.after_attention = Dropout(config.hidden_dropout, f"{name}.attention")
@@ -57,7 +50,7 @@ class AttendingLayer(RecomputeLayer):
         stream_TH: Tensor = hidden_TH + self.after_attention(attended_TH, tokens)
         return stream_TH
 
-    def _norm_and(self, norm: LayerNorm | RMSNorm, half: Callable[[Tensor], Tensor], hidden_TH: Tensor) -> Tensor:
+    def _norm_and(self, norm: Norm, half: Callable[[Tensor], Tensor], hidden_TH: Tensor) -> Tensor:
         """One half of the layer, which begins with a linear, on normed hidden states."""
         if "norm" in self.recomputed:
             output_TH: Tensor = apply_recomputed(lambda x: as_product_input(norm(x)), half, hidden_TH)
@@ -66,7 +59,7 @@ class AttendingLayer(RecomputeLayer):
         return output_TH
 
 
-class TransformerLayer(AttendingLayer):
+class TransformerLayer(PreNormLayer):
     """A dense layer: behind attention x + drop(mlp(norm(x))); [T/sp, H] to [T/sp, H]."""
 
     recomputable = frozenset({"norm", "mlp"})
@@ -82,7 +75,7 @@ class TransformerLayer(AttendingLayer):
         window: int = 0,
     ) -> None:
         super().__init__(config, tp=tp, sp=sp, name=name, is_causal=is_causal, window=window)
-        self.mlp = MLP(config, tp=tp, sp=sp, name=f"{name}.mlp")
+        self.mlp = build_mlp(config, tp=tp, sp=sp, name=f"{name}.mlp")
 
     def forward(self, hidden_TH: Tensor, tokens: Tokens, bias: RelativePositionBias | None = None) -> Tensor:
         return self.feed_forward(self.attend(hidden_TH, tokens, bias), tokens)
@@ -102,7 +95,7 @@ class TransformerLayer(AttendingLayer):
         return output_TH
 
 
-class ExpertLayer(AttendingLayer):
+class ExpertLayer(PreNormLayer):
     """A layer of experts: behind attention x + drop(moe(norm(x))); [T/sp, H] to [T/sp, H] and its auxiliary losses, a
     sum over this rank's tokens, []."""
 
@@ -137,3 +130,22 @@ class ExpertLayer(AttendingLayer):
         else:
             output = checkpoint(lambda x: self.moe(x, routed, tokens), self.mlp_norm(hidden_TH))
         return output
+
+
+def build_layer(
+    config: TransformerConfig, mesh: Mesh, index: int, name: str, *, is_causal: bool = True
+) -> TransformerLayer | ExpertLayer:
+    """The pre-norm layer of that index, counted from 0: dense or of experts, with the window of its place."""
+    tp, sp, window = mesh.tp, mesh.sp, config.window_of(index)
+    if config.moe is None or not config.has_experts(index):
+        return TransformerLayer(config, tp=tp, sp=sp, name=name, is_causal=is_causal, window=window)
+    return ExpertLayer(
+        config,
+        config.moe,
+        tp=tp,
+        sp=sp,
+        experts=ExpertAxes.of(mesh),
+        name=name,
+        is_causal=is_causal,
+        window=window,
+    )

@@ -25,22 +25,10 @@ from lightning_megatron.tensor.linear import ParallelLinear
 from lightning_megatron.tensor.lora_adapter import LoRAAdapter, lora_adapter_for
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.init import initialise
-from lightning_megatron.transformer.layer import AttendingLayer, ExpertLayer
+from lightning_megatron.transformer.layer import ExpertLayer, PreNormLayer
+from lightning_megatron.transformer.linears import DOWN, LINEAR_NAMES, PROJECTION, QKV, UP, LinearName, name_in_layer
 
-LoraTarget = Literal[
-    "attention.qkv",
-    "attention.projection",
-    "mlp.up",
-    "mlp.down",
-    "shared.up",
-    "shared.down",
-    "cross_attention.query",
-    "cross_attention.key_value",
-    "cross_attention.projection",
-]
 LoraScaling = Literal["rank", "root_of_rank"]
-_ALL: tuple[LoraTarget, ...] = get_args(LoraTarget)
-_DENSE = _ALL[:4]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +44,7 @@ class LoraConfig:
     (Kalajdzievski, arXiv 2312.03732, section 3)."""
     dropout: float = 0.0
     """Dropout probability of the adapter's input."""
-    targets: tuple[LoraTarget, ...] = _DENSE
+    targets: tuple[LinearName, ...] = (QKV, PROJECTION, UP, DOWN)
     """Linears that get an adapter, in every layer that has them. shared: the shared expert of a mixture of experts;
     cross_attention: a decoder's attention to the encoder."""
 
@@ -67,17 +55,18 @@ class LoraConfig:
     def faults(self) -> list[str]:
         """Every rule that this configuration breaks, one sentence each."""
         targets = (self.targets,) if isinstance(self.targets, str) else self.targets
+        all_targets = _listed(LINEAR_NAMES)
         faults = [
-            f"lora target {target!r} is one of experts or a router, which stay frozen; targets may be {_listed(_ALL)}"
+            f"lora target {target!r} is one of experts or a router, which stay frozen; targets may be {all_targets}"
             if target.startswith(("experts", "router", "moe"))
-            else f"lora target {target!r} is unknown; targets may be {_listed(_ALL)}"
+            else f"lora target {target!r} is unknown; targets may be {all_targets}"
             for target in targets
-            if target not in _ALL
+            if target not in LINEAR_NAMES
         ]
         if isinstance(self.targets, str):
             faults.append(f"lora targets ({self.targets!r}) must be a list; write ({self.targets!r},)")
         if not targets:
-            faults.append(f"lora targets are empty; name some of {_listed(_ALL)}, or leave lora out")
+            faults.append(f"lora targets are empty; name some of {all_targets}, or leave lora out")
         if self.scaling not in get_args(LoraScaling):
             faults.append(f"lora scaling ({self.scaling!r}) must be one of {_listed(get_args(LoraScaling))}")
         if self.rank < 1:
@@ -107,13 +96,13 @@ def add_lora(model: nn.Module, config: LoraConfig, *, seed: int | None = None) -
     }
     if any(linear.lora is not None for linear in linears.values()):
         raise ValueError("the model has low-rank paths already; merge those first (merge_lora), or build it anew")
-    chosen = {name: linear for name, linear in linears.items() if _place(name) in config.targets}
+    chosen = {name: linear for name, linear in linears.items() if name_in_layer(name) in config.targets}
     if not linears and any(True for _ in model.parameters()) and not any(True for _ in sharded_parameters(model)):
         raise ValueError(
             f"the model ({type(model).__name__}) has no linears of this package, beside which low-rank paths stand; "
             "lora is for its models, such as GPTModel"
         )
-    offered = {_place(name) for name in linears}
+    offered = {name_in_layer(name) for name in linears}
     missing = [target for target in config.targets if target not in offered | _elsewhere(model)]
     # A stage may hold no layer at all.
     if linears and missing:
@@ -166,13 +155,13 @@ def _elsewhere(model: nn.Module) -> set[str]:
     config = _config_of(model)
     if config is None:
         return set()
-    held = {isinstance(x, ExpertLayer) for x in model.modules() if isinstance(x, AttendingLayer)}
+    held = {isinstance(x, ExpertLayer) for x in model.modules() if isinstance(x, PreNormLayer)}
     rooms = {"mlp"} if config.has_dense_layers and False not in held else set()
     if config.moe is not None and config.moe.shared_expert_intermediate_size and True not in held:
         rooms.add("shared")
     if config.has_cross_attention:
         rooms.add("cross_attention")
-    return {target for target in _ALL if target.partition(".")[0] in rooms}
+    return {target for target in LINEAR_NAMES if target.partition(".")[0] in rooms}
 
 
 def _is_idle(name: str, model: nn.Module) -> bool:
@@ -184,11 +173,6 @@ def _is_idle(name: str, model: nn.Module) -> bool:
 def _config_of(model: nn.Module) -> TransformerConfig | None:
     config = getattr(model, "config", None)
     return config if isinstance(config, TransformerConfig) else None
-
-
-def _place(name: str) -> str:
-    """A linear's name within its layer: its last two steps."""
-    return ".".join(name.split(".")[-2:])
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -10,11 +10,9 @@ layer. Dims: T tokens, H hidden.
 from torch import Tensor
 
 from lightning_megatron.mesh import Axis
-from lightning_megatron.transformer.attention import SelfAttention
+from lightning_megatron.transformer.build import build_attention, build_mlp, build_norm
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.dropout import Dropout
-from lightning_megatron.transformer.layer import build_norm
-from lightning_megatron.transformer.mlp import MLP
 from lightning_megatron.transformer.recompute import RecomputeLayer, checkpoint
 from lightning_megatron.transformer.tokens import Tokens
 
@@ -26,10 +24,10 @@ class PostNormLayer(RecomputeLayer):
 
     def __init__(self, config: TransformerConfig, *, tp: Axis, sp: Axis, name: str, is_causal: bool = True) -> None:
         super().__init__()
-        self.attention = SelfAttention(config, tp=tp, sp=sp, name=f"{name}.attention", is_causal=is_causal)
+        self.attention = build_attention(config, tp=tp, sp=sp, name=f"{name}.attention", is_causal=is_causal)
         self.after_attention = Dropout(config.hidden_dropout, f"{name}.attention")
         self.attention_norm = build_norm(config, tp=tp, sp=sp)
-        self.mlp = MLP(config, tp=tp, sp=sp, name=f"{name}.mlp")
+        self.mlp = build_mlp(config, tp=tp, sp=sp, name=f"{name}.mlp")
         self.after_mlp = Dropout(config.hidden_dropout, f"{name}.mlp")
         self.mlp_norm = build_norm(config, tp=tp, sp=sp)
 

@@ -20,7 +20,7 @@ from lightning_megatron.tensor.linear import ColumnParallelLinear, ParallelLinea
 from lightning_megatron.tensor.norm import LayerNorm, RMSNorm
 from lightning_megatron.transformer.attention import SelfAttention
 from lightning_megatron.transformer.core_attention import CoreAttention
-from lightning_megatron.transformer.layer import AttendingLayer, ExpertLayer, TransformerLayer
+from lightning_megatron.transformer.layer import ExpertLayer, PreNormLayer, TransformerLayer
 from lightning_megatron.transformer.te_attention import TECoreAttention
 from lightning_megatron.transformer.te_experts import TEExperts
 
@@ -66,7 +66,7 @@ class FusedNorm(nn.Module):
 class TELayer:
     """A layer whose linears are twins, until they give back their places."""
 
-    def __init__(self, layer: AttendingLayer) -> None:
+    def __init__(self, layer: PreNormLayer) -> None:
         if any(isinstance(module, ParallelLinear) and module.lora is not None for module in layer.modules()):
             raise ValueError(
                 "Transformer Engine runs whole linears and cannot run the low-rank paths (lora) beside them; use fp8 "
@@ -77,27 +77,29 @@ class TELayer:
         self._attention: tuple[SelfAttention, CoreAttention] = (layer.attention, layer.attention.core_attention)
         # While its linears are there still: they say how it is cut.
         layer.attention.core_attention = TECoreAttention(layer.attention)
-        self._add_twin(layer.attention, "qkv", self._folded(layer, "attention_norm"))
-        self._add_twin(layer.attention, "projection")
+        self._add_twins(layer.attention, norm="attention_norm", layer=layer)
         if isinstance(layer, TransformerLayer):
-            self._add_twin(layer.mlp, "up", self._folded(layer, "mlp_norm"))
-            self._add_twin(layer.mlp, "down")
+            self._add_twins(layer.mlp, norm="mlp_norm", layer=layer)
         elif isinstance(layer, ExpertLayer):
             self.twins.append(TEExperts(layer.moe.experts))
             self._replace(layer.moe, "experts", self.twins[-1])
             if layer.moe.shared is not None:
-                self._add_twin(layer.moe.shared, "up")
-                self._add_twin(layer.moe.shared, "down")
+                self._add_twins(layer.moe.shared)
 
-    def _folded(self, layer: AttendingLayer, name: str) -> LayerNorm | RMSNorm:
+    def _add_twins(self, parent: nn.Module, *, norm: str = "", layer: PreNormLayer | None = None) -> None:
+        """Replaces the linears of a module; its column-parallel one computes the layer's norm of that name, too."""
+        for name, linear in list(parent.named_children()):
+            if isinstance(linear, ParallelLinear):
+                is_column = isinstance(linear, ColumnParallelLinear)
+                folded = self._folded(layer, norm) if is_column and layer is not None else None
+                self.twins.append(TELinear(linear, folded))
+                self._replace(parent, name, self.twins[-1])
+
+    def _folded(self, layer: PreNormLayer, name: str) -> LayerNorm | RMSNorm:
         """The norm of this name, which the linear after it is to compute from here on."""
         norm: LayerNorm | RMSNorm = getattr(layer, name)
         self._replace(layer, name, FusedNorm(norm))
         return norm
-
-    def _add_twin(self, room: nn.Module, name: str, norm: LayerNorm | RMSNorm | None = None) -> None:
-        self.twins.append(TELinear(getattr(room, name), norm))
-        self._replace(room, name, self.twins[-1])
 
     def _replace(self, parent: nn.Module, name: str, child: nn.Module) -> None:
         self._places.append((parent, name, parent.get_submodule(name)))

@@ -17,11 +17,10 @@ from torch.utils._pytree import tree_leaves
 from lightning_megatron.comm import collectives
 from lightning_megatron.comm.rng import Draws
 from lightning_megatron.mesh import Mesh, Sizes
-from lightning_megatron.moe.experts import ExpertAxes
 from lightning_megatron.pipeline.module import StagePart
 from lightning_megatron.transformer import recompute
 from lightning_megatron.transformer.config import TransformerConfig
-from lightning_megatron.transformer.layer import ExpertLayer, TransformerLayer
+from lightning_megatron.transformer.layer import ExpertLayer, TransformerLayer, build_layer
 from lightning_megatron.transformer.recompute import RecomputeConfig
 from lightning_megatron.transformer.tokens import Tokens, stream_of
 from tests.harness.threads import new_group, run_on_threads
@@ -120,7 +119,7 @@ def _kept_bytes(
     num_layers: int,
     is_watched: bool = True,
 ) -> int:
-    layers = [_layer(config, mesh, i).train() for i in range(num_layers)]
+    layers = [build_layer(config, mesh, i, f"layers.{i}").train() for i in range(num_layers)]
     tokens = stream_of((batch, sequence), config=config, mesh=mesh, draws=Draws(seed=1), device=torch.device("cpu"))
     # Once for all layers: no layer keeps them.
     assert tokens.shard_keys.shape == (tokens.num_tokens // mesh.sp.size,)
@@ -142,14 +141,6 @@ def _kept_bytes(
     assert output.shape == leaf.shape
     of_output = StorageWeakRef(output.untyped_storage())
     return sum(nbytes for ref, nbytes in made.storages.items() if not ref.expired() and ref != of_output)
-
-
-def _layer(config: TransformerConfig, mesh: Mesh, index: int) -> TransformerLayer | ExpertLayer:
-    name, window = f"layers.{index}", config.window_of(index)
-    if config.moe is None or not config.has_experts(index):
-        return TransformerLayer(config, tp=mesh.tp, sp=mesh.sp, name=name, window=window)
-    axes = ExpertAxes.of(mesh)
-    return ExpertLayer(config, config.moe, tp=mesh.tp, sp=mesh.sp, experts=axes, name=name, window=window)
 
 
 def _run_of(

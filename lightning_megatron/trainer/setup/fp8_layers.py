@@ -10,7 +10,7 @@ from lightning_megatron.pipeline.module import PipelineModule
 from lightning_megatron.precision.fp8 import Fp8Config, device_faults
 from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.transformer.fp8_layers import Fp8Layers, tile_faults, use_torch, use_transformer_engine
-from lightning_megatron.transformer.layer import AttendingLayer
+from lightning_megatron.transformer.layer import PreNormLayer
 
 
 def use_fp8(
@@ -24,7 +24,7 @@ def use_fp8(
     of a replica, where the device or the models cannot."""
     faults = device_faults(device)
     modules = [child for model in pipelined.values() for child in model.modules()]
-    has_layers = any(isinstance(child, AttendingLayer) for child in modules)
+    has_layers = any(isinstance(child, PreNormLayer) for child in modules)
     if not any(collectives.gather_objects(has_layers, mesh.pp)):
         faults.append(
             "fp8 is asked for, and the module holds no model with transformer layers whose norms stand before their "
