@@ -16,22 +16,21 @@ from torch import Tensor
 
 from lightning_megatron.comm.p2p import Payload
 from lightning_megatron.context.documents import NO_DOCUMENT, Documents, documents_of
-from lightning_megatron.mesh import Mesh, ambient_mesh
+from lightning_megatron.mesh import Mesh
 from lightning_megatron.models.bert_embedding import BertEmbedding
 from lightning_megatron.models.bert_heads import BertHead, SampleTargets
 from lightning_megatron.models.embedding import build_token_embedding
 from lightning_megatron.models.heads import Targets, targets_of
-from lightning_megatron.models.inputs import require_even_parts, require_labels, require_positions, require_shapes
-from lightning_megatron.models.layout import require_fit
-from lightning_megatron.pipeline.module import Part, PipelineModule
+from lightning_megatron.models.inputs import require_labels, require_shapes
+from lightning_megatron.models.language_model import LanguageModel
+from lightning_megatron.pipeline.module import Part
 from lightning_megatron.tensor.cross_entropy import IGNORED
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.build import build_norm
 from lightning_megatron.transformer.config import LanguageModelConfig
-from lightning_megatron.transformer.init import initialise
 from lightning_megatron.transformer.layer import TransformerLayer
 from lightning_megatron.transformer.post_norm_layer import PostNormLayer
-from lightning_megatron.transformer.tokens import Tokens, stream_of
+from lightning_megatron.transformer.tokens import Tokens
 
 NormPlacement = Literal["post", "pre"]
 
@@ -93,24 +92,17 @@ class BertInputs:
     """The same of the binary head, where there is one."""
 
 
-class BertModel(PipelineModule):
-    """A BERT of which this rank holds its stage and its slice of each weight.
+class BertModel(LanguageModel):
+    """A BERT: with labels the loss, without them `BertLogits`; see `LanguageModel`.
 
-    Called with labels it returns the loss: the mean over tokens that have a label and are not masked out, and with
-    sentence_order_labels on top a mean over samples, in which each weighs as its labels do (see `bert_heads`, Note: a
-    sample weighs its targets). `loss_weight` then says over how many tokens. Without labels it returns `BertLogits`.
-    Either is that of the whole call, on every rank of tp and cp: they take the same inputs, and cut them by themselves.
-    Raises ValueError where the architecture does not fit the mesh.
+    With sentence_order_labels the loss has on top a mean over samples, in which each weighs as its labels do (see
+    `bert_heads`, Note: a sample weighs its targets).
     """
 
-    cuts_sequences = True
+    config: BertConfig
 
     def __init__(self, config: BertConfig, *, mesh: Mesh | None = None, seed: int | None = None) -> None:
-        mesh = mesh if mesh is not None else ambient_mesh()
-        require_fit(config, mesh.sizes)
-        super().__init__(bert_parts(config, mesh), mesh=mesh, seed=seed)
-        self.config = config
-        initialise(self, self.draws.seed)
+        super().__init__(config, bert_parts, mesh=mesh, seed=seed)
 
     def forward(
         self,
@@ -153,21 +145,7 @@ class BertModel(PipelineModule):
         self._require_known(token_types, sentence_order_labels)
         is_token_BS = None if padding_mask is None else padding_mask != 0
         documents = None if is_token_BS is None else _rows_of(is_token_BS)
-        lengths = (tokens.shape[1],) if documents is None else documents.lengths
-        require_positions(self.config, lengths, self.config.max_sequence_length)
-        if documents is None and self.training:
-            # Of attention that sees both ways each rank has one part.
-            require_even_parts(lengths, self.mesh, is_causal=False)
-        stream = stream_of(
-            (tokens.shape[0], tokens.shape[1]),
-            config=self.config,
-            mesh=self.mesh,
-            draws=self.draws,
-            device=tokens.device,
-            documents=documents,
-            group=self.context_group,
-            is_causal=False,
-        )
+        stream = self._stream(tokens, documents, is_causal=False)
         targets = samples = None
         if labels is not None:
             labels = labels if is_token_BS is None else labels.masked_fill(~is_token_BS, IGNORED)

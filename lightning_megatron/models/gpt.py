@@ -13,23 +13,21 @@ from torch import Tensor
 
 from lightning_megatron.comm.p2p import Payload
 from lightning_megatron.context.documents import documents_of
-from lightning_megatron.mesh import Axis, Mesh, ambient_mesh
+from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.models.embedding import Embedding, build_token_embedding
 from lightning_megatron.models.heads import LanguageModelHead, Targets, targets_of
-from lightning_megatron.models.inputs import require_even_parts, require_labels, require_positions, require_shapes
-from lightning_megatron.models.layout import require_fit
-from lightning_megatron.moe.experts import ExpertAxes
+from lightning_megatron.models.inputs import require_labels, require_positions, require_shapes
+from lightning_megatron.models.language_model import LanguageModel
 from lightning_megatron.moe.load import RoutingReport, end_step, gather
 from lightning_megatron.moe.router import Router
 from lightning_megatron.moe.sequence_groups import RoutedTokens
-from lightning_megatron.pipeline.module import Part, PipelineModule
+from lightning_megatron.pipeline.module import Part
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.build import build_norm
 from lightning_megatron.transformer.config import LanguageModelConfig
-from lightning_megatron.transformer.decode_state import DecodeState, caching_stream, decode_stream, last_tokens
-from lightning_megatron.transformer.init import initialise
+from lightning_megatron.transformer.decode_state import DecodeState, caching_stream, decode_stream
 from lightning_megatron.transformer.layer import ExpertLayer, build_layer
-from lightning_megatron.transformer.tokens import Tokens, stream_of
+from lightning_megatron.transformer.tokens import Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,17 +48,12 @@ class GPTInputs:
     """none: all logits, or the loss, are asked for."""
 
 
-class GPTModel(PipelineModule):
-    """A GPT of which this rank holds its stage and its slice of each weight.
+class GPTModel(LanguageModel):
+    """A GPT: with labels the loss, without them logits [batch, sequence, vocab_size]; see `LanguageModel`."""
 
-    Called with labels it returns the loss: the mean over tokens that have a label and are not masked out; `loss_weight`
-    then says over how many. Without labels it returns logits [batch, sequence, vocab_size]. Either is that of the whole
-    call, on every rank of tp and cp: they take the same inputs, and cut them by themselves.
-    Raises ValueError where the architecture does not fit the mesh.
-    """
-
-    cuts_sequences = True
     spreads_documents = True
+
+    config: GPTConfig
 
     def __init__(
         self,
@@ -71,10 +64,7 @@ class GPTModel(PipelineModule):
         first_parts: Sequence[Part] = (),
     ) -> None:
         """`first_parts` are a subclass's own, before the embedding and on its stage."""
-        mesh = mesh if mesh is not None else ambient_mesh()
-        require_fit(config, mesh.sizes)
-        super().__init__([*first_parts, *gpt_parts(config, mesh)], mesh=mesh, seed=seed)
-        self.config = config
+        super().__init__(config, lambda config, mesh: [*first_parts, *gpt_parts(config, mesh)], mesh=mesh, seed=seed)
         # On this rank.
         self._has_routers = bool(self.routers)
         # Calls of this step that routers counted.
@@ -82,7 +72,6 @@ class GPTModel(PipelineModule):
         # What they did in the last step, by the name of the layer; of this rank's layers, and none where it was
         # skipped.
         self.routing_reports: dict[str, RoutingReport] = {}
-        initialise(self, self.draws.seed)
 
     def forward(
         self,
@@ -119,20 +108,7 @@ class GPTModel(PipelineModule):
         if decode_state is not None and decode_state.extends:
             return self._prepare_extension(tokens, decode_state)
         documents = None if segments is None else documents_of(segments)
-        lengths = (tokens.shape[1],) if documents is None else documents.lengths
-        require_positions(self.config, lengths, self.config.max_sequence_length)
-        # Documents are as long as they are, and what is generated grows token by token.
-        if documents is None and self.training:
-            require_even_parts(lengths, self.mesh)
-        stream = stream_of(
-            (tokens.shape[0], tokens.shape[1]),
-            config=self.config,
-            mesh=self.mesh,
-            draws=self.draws,
-            device=tokens.device,
-            documents=documents,
-            group=self.context_group,
-        )
+        stream = self._stream(tokens, documents)
         if decode_state is not None and decode_state.cache is not None:
             stream = caching_stream(stream, decode_state)
         targets = None if labels is None else targets_of(labels, loss_mask, stream)
@@ -197,15 +173,9 @@ class GPTModel(PipelineModule):
     def _finish(self, head: LanguageModelHead, hidden: Tensor, auxiliary: Tensor | None, context: GPTInputs) -> Tensor:
         """The loss, or logits."""
         weight = self.get_parameter("embedding.tokens.weight" if self.config.tie_embeddings else "head.weight")
-        if context.decode_state is not None:
-            lengths_B = context.decode_state.lengths_B
-            picked = last_tokens(hidden, context.tokens, lengths_B)
-            return head.joined_logits(head(picked, weight))[: len(lengths_B)]
-        logits = head(hidden, weight)
-        if context.targets is None:
-            return head.full_logits(logits, context.tokens)
-        self.tallies = head.tallies(logits, context.targets, context.tokens)
-        return head.loss(logits, context.targets, context.tokens, auxiliary)
+        return self._loss_or_logits(
+            head, hidden, weight, context.tokens, context.targets, context.decode_state, auxiliary
+        )
 
     @property
     def routers(self) -> dict[str, Router]:

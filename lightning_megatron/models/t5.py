@@ -17,18 +17,16 @@ from lightning_megatron.comm.p2p import Payload
 from lightning_megatron.context.attention_step import RelativePositionBias
 from lightning_megatron.context.cross_attention_layout import NOTHING, CrossAttentionLayout
 from lightning_megatron.context.documents import Documents, documents_of
-from lightning_megatron.mesh import Mesh, ambient_mesh
+from lightning_megatron.mesh import Mesh
 from lightning_megatron.models.heads import LanguageModelHead, Targets, targets_of
-from lightning_megatron.models.inputs import require_even_parts, require_labels, require_positions, require_shapes
-from lightning_megatron.models.layout import require_fit
+from lightning_megatron.models.inputs import require_labels, require_shapes
+from lightning_megatron.models.language_model import LanguageModel
 from lightning_megatron.models.t5_config import T5Config
 from lightning_megatron.models.t5_decode_state import T5DecodeState, cached_memory
 from lightning_megatron.models.t5_parts import StackNorm, t5_parts, table_of
-from lightning_megatron.pipeline.module import PipelineModule
 from lightning_megatron.transformer.cross_attention import CachedEncoderMemory, EncoderMemory
-from lightning_megatron.transformer.decode_state import decode_stream, last_tokens
-from lightning_megatron.transformer.init import initialise
-from lightning_megatron.transformer.tokens import Tokens, stream_of
+from lightning_megatron.transformer.decode_state import decode_stream
+from lightning_megatron.transformer.tokens import Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,23 +46,13 @@ class T5Inputs:
     """none: all logits, or the loss, are asked for."""
 
 
-class T5Model(PipelineModule):
-    """A T5 of which this rank holds its stage, of both stacks, and its slice of each weight.
+class T5Model(LanguageModel):
+    """A T5: with labels the loss, without them logits [batch, decoder sequence, vocab_size]; see `LanguageModel`."""
 
-    Called with labels it returns the loss: the mean over the decoder's tokens that have a label and are not masked out;
-    `loss_weight` then says over how many. Without labels it returns logits [batch, decoder sequence, vocab_size].
-    Either is that of the whole call, on every rank of tp and cp: they take the same inputs, and cut them by themselves.
-    Raises ValueError where the architecture does not fit the mesh.
-    """
-
-    cuts_sequences = True
+    config: T5Config
 
     def __init__(self, config: T5Config, *, mesh: Mesh | None = None, seed: int | None = None) -> None:
-        mesh = mesh if mesh is not None else ambient_mesh()
-        require_fit(config, mesh.sizes)
-        super().__init__(t5_parts(config, mesh), mesh=mesh, seed=seed)
-        self.config = config
-        initialise(self, self.draws.seed)
+        super().__init__(config, t5_parts, mesh=mesh, seed=seed)
 
     def forward(
         self,
@@ -128,8 +116,10 @@ class T5Model(PipelineModule):
             encoder_segments = encoder_padding_mask.bool().long() - 1
             decoder_segments = decoder_tokens.new_zeros(decoder_tokens.shape)
         documents = [None if s is None else documents_of(s) for s in (encoder_segments, decoder_segments)]
-        encoder = self._stream(encoder_tokens, documents[0], is_causal=False)
-        decoder = self._stream(decoder_tokens, documents[1], is_causal=True)
+        encoder = self._encoder_stream(encoder_tokens, documents[0])
+        decoder = self._stream(
+            decoder_tokens, documents[1], limit="max_decoder_sequence_length", of_stack=" of the decoder"
+        )
         source = CrossAttentionLayout(encoder.layout, _seen_segments(*documents))
         targets = None if labels is None else targets_of(labels, loss_mask, decoder)
         self.loss_weight = None if targets is None else targets.sum_of_weights
@@ -159,7 +149,7 @@ class T5Model(PipelineModule):
         if decode_state.memory.is_empty:
             is_token = torch.ones_like(encoder_tokens) if encoder_padding_mask is None else encoder_padding_mask
             documents = documents_of(is_token.bool().long() - 1)
-            encoder = self._stream(encoder_tokens, documents, is_causal=False)
+            encoder = self._encoder_stream(encoder_tokens, documents)
             ids = encoder.flat(encoder_tokens)
         self.loss_weight = None
         return ids, T5Inputs(
@@ -170,27 +160,8 @@ class T5Model(PipelineModule):
             decode_state=decode_state,
         )
 
-    def _stream(self, tokens: Tensor, documents: Documents | None, *, is_causal: bool) -> Tokens:
-        """The stream of one stack. Raises ValueError for sequences that do not fit it."""
-        config = self.config
-        lengths = (tokens.shape[1],) if documents is None else documents.lengths
-        limit = config.max_decoder_sequence_length if is_causal else config.max_sequence_length
-        name = "max_decoder_sequence_length" if is_causal else "max_sequence_length"
-        stack = " of the decoder" if is_causal else " of the encoder"
-        require_positions(config, lengths, limit, name=name, of_stack=stack)
-        # Documents are as long as they are, and what is generated grows token by token.
-        if documents is None and self.training:
-            require_even_parts(lengths, self.mesh, is_causal=is_causal)
-        return stream_of(
-            (tokens.shape[0], tokens.shape[1]),
-            config=self.config,
-            mesh=self.mesh,
-            draws=self.draws,
-            device=tokens.device,
-            documents=documents,
-            group=self.context_group,
-            is_causal=is_causal,
-        )
+    def _encoder_stream(self, tokens: Tensor, documents: Documents | None) -> Tokens:
+        return self._stream(tokens, documents, is_causal=False, of_stack=" of the encoder")
 
     def run_part(self, name: str, hidden: Payload, context: T5Inputs) -> Payload:
         module = self.get_submodule(name)
@@ -235,15 +206,7 @@ class T5Model(PipelineModule):
             hidden = hidden * self.config.hidden_size**-0.5
         of_embedding = f"{self.config.decoder_embedding}.weight"
         weight = self.get_parameter(of_embedding if self.config.tie_embeddings else "head.weight")
-        if context.decode_state is not None:
-            lengths_B = context.decode_state.lengths_B
-            picked = last_tokens(hidden, context.decoder, lengths_B)
-            return head.joined_logits(head(picked, weight))[: len(lengths_B)]
-        logits = head(hidden, weight)
-        if context.targets is None:
-            return head.full_logits(logits, context.decoder)
-        self.tallies = head.tallies(logits, context.targets, context.decoder)
-        return head.loss(logits, context.targets, context.decoder)
+        return self._loss_or_logits(head, hidden, weight, context.decoder, context.targets, context.decode_state)
 
 
 def _seen_segments(encoder: Documents | None, decoder: Documents | None) -> tuple[int, ...]:

@@ -22,8 +22,8 @@ from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.build import build_norm
 from lightning_megatron.transformer.decoder_layer import DecoderLayer
 from lightning_megatron.transformer.dropout import Dropout
-from lightning_megatron.transformer.relative_position_embedding import RelativePositionEmbedding
 from lightning_megatron.transformer.layer import TransformerLayer
+from lightning_megatron.transformer.relative_position_embedding import RelativePositionEmbedding
 from lightning_megatron.transformer.tokens import Tokens
 
 

@@ -13,7 +13,6 @@ from lightning_megatron.tensor.linear import as_product_input
 from lightning_megatron.transformer.build import Norm, build_attention, build_mlp, build_norm
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.dropout import Dropout
-from lightning_megatron.transformer.mlp import MLP
 from lightning_megatron.transformer.moe import MoELayer
 from lightning_megatron.transformer.recompute import RecomputeLayer, apply_recomputed, checkpoint
 from lightning_megatron.transformer.tokens import Tokens
