@@ -19,11 +19,20 @@ _TOGETHER = "model.layers.{}.mlp"
 
 
 # Fields of MoEConfig and of RouterConfig that are translated, or change nothing that a model gives in evaluation.
-_OF_LAYERS = frozenset(("router", "every", "layers", "ffn_hidden_size", "dispatcher", "product"))
-_OF_ROUTER = frozenset(("num_experts", "top_k", "is_normalised", "num_groups", "balance", "z_loss", "jitter")) | {
-    "num_sinkhorn_iterations",
-    "dtype",
-}
+_OF_LAYERS = frozenset(("router", "layer_freq", "layers", "ffn_hidden_size", "dispatcher", "expert_gemm"))
+_OF_ROUTER = frozenset(
+    (
+        "num_experts",
+        "top_k",
+        "norm_topk_prob",
+        "num_groups",
+        "aux_losses",
+        "z_loss",
+        "jitter",
+        "num_sinkhorn_iterations",
+        "dtype",
+    )
+)
 
 
 def rows_apart(block: str, gate: str, up: str, down: str) -> tuple[ParamMapping, ...]:
