@@ -80,7 +80,7 @@ _WITH_ORDER, _ALONE = "BertForPreTraining", "BertForMaskedLM"
 
 
 def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
-    """Our fields."""
+    """Fields of a BertConfig from a config.json."""
     reader.require("is_decoder", False)
     reader.require("add_cross_attention", False)
     reader.require("position_embedding_type", "absolute")
@@ -103,7 +103,7 @@ def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
 
 
 def config_to_hf(config: BertConfig) -> dict[str, Any]:
-    """Their fields."""
+    """Fields of a config.json from a BertConfig."""
     return {
         "architectures": [_WITH_ORDER if config.add_binary_head else _ALONE],
         "num_hidden_layers": config.num_layers,
@@ -123,7 +123,7 @@ def config_to_hf(config: BertConfig) -> dict[str, Any]:
 
 
 def rules(config: BertConfig) -> list[str]:
-    """Why a configuration is no BERT of Hugging Face."""
+    """Rules of this family that a configuration breaks, one sentence each."""
     found = head_faults(config)
     if config.num_token_types < 1:
         found.append(f"num_token_types ({config.num_token_types}) must be at least 1")

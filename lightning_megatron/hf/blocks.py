@@ -44,7 +44,7 @@ class TensorBlock:
         return ours.permute(*self.dims, *others).flatten(len(self.dims) - 1) if others else ours.permute(self.dims)
 
     def overlap(self, box: Box) -> tuple[Box, Box] | None:
-        """What the block shares with a box of ours: as a box of ours, and as one of theirs; None: nothing."""
+        """Intersection of the block with a box of ours: a box of ours and one of theirs; None where it is empty."""
         starts = [max(a, b) for a, b in zip(self.ours.offsets, box.offsets, strict=True)]
         ends = [min(a, b) for a, b in zip(_ends(self.ours), _ends(box), strict=True)]
         sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
@@ -96,7 +96,7 @@ def fill_theirs(out: Tensor, source: int, blocks: Iterable[TensorBlock], ours: T
 
 
 def whole(config: TransformerConfig, shape: Shape) -> tuple[TensorBlock, ...]:
-    """The same tensor on both sides."""
+    """Layout of a tensor that is the same on both sides."""
     box = Box((0,) * len(shape), shape)
     return (TensorBlock(box, box, 0, tuple(range(len(shape)))),)
 
@@ -146,7 +146,8 @@ def query_key_value(config: TransformerConfig, shape: Shape) -> tuple[TensorBloc
 
 
 def joined_query_key_value(config: TransformerConfig, shape: Shape) -> tuple[TensorBlock, ...]:
-    """As `query_key_value`, with the three of theirs joined into one and, if they are matrices, kept as [in, out]."""
+    """Layout as of `query_key_value`, with the three of theirs joined into one and, if they are matrices, kept as [in,
+    out]."""
     width = config.num_attention_heads * config.head_dim
     starts = (0, width, width + config.num_query_groups * config.head_dim)
     rows = (_rows(shape, ours, starts[source] + theirs, n, 0) for ours, theirs, n, source in _heads(config))

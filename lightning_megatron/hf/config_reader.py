@@ -90,7 +90,7 @@ class ConfigReader:
         return default if value is None else value
 
     def choose(self, key: str, choices: Mapping[str, str]) -> str:
-        """What the field's text stands for with us."""
+        """Value of ours for the field's text."""
         value = self.take(key)
         if value not in choices:
             self.faults.append(
@@ -133,7 +133,7 @@ class ConfigReader:
         ]
 
     def rope(self) -> dict[str, Any]:
-        """Our rotary fields, from either spelling: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
+        """Rotary fields of ours, from either spelling: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
         self.asked |= {"rope_parameters", "rope_theta", "rope_scaling"}
         given = [self.raw.get(key) or {} for key in ("rope_parameters", "rope_scaling")]
         if not all(isinstance(settings, Mapping) for settings in given):

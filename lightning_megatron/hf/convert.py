@@ -29,16 +29,16 @@ from lightning_megatron.sharding import Box
 
 @dataclass(frozen=True, kw_only=True)
 class Converted:
-    """What was converted."""
+    """Summary of a conversion."""
 
     family: str
     """The model_type, or the class of a model that has none."""
     num_tensors: int
-    """That were written."""
+    """Number of tensors that were written."""
     num_parameters: int
-    """Of the unsplit model."""
+    """Number of parameters of the unsplit model."""
     dtype: str
-    """Of what was written, as torch calls it."""
+    """Dtype of the tensors that were written, as torch calls it."""
 
 
 def to_checkpoint(weights: Weights, target: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> Converted:

@@ -64,7 +64,7 @@ def moe_from_hf(
     layers: tuple[int, ...] = (),
     jitter: float = 0.0,
 ) -> dict[str, Any]:
-    """Our field `moe`; `width` is that of an expert and `layers` are those with experts, where they differ."""
+    """Field `moe` of a GPTConfig; `width` is that of an expert, `layers` are those with experts, where they differ."""
     top_k, coefficient = reader.take("num_experts_per_tok"), reader.take("router_aux_loss_coef", 0.0)
     if top_k == 1 and norm_topk_prob:
         reader.faults.append(
@@ -87,7 +87,7 @@ def moe_from_hf(
 
 
 def moe_to_hf(moe: MoEConfig) -> dict[str, Any]:
-    """Their fields, less those that a family alone has."""
+    """Fields of a config.json from a MoEConfig, less those that a family alone has."""
     return {
         "num_experts_per_tok": moe.router.top_k,
         "router_aux_loss_coef": math.fsum(loss.coefficient for loss in moe.router.aux_losses),
@@ -96,7 +96,7 @@ def moe_to_hf(moe: MoEConfig) -> dict[str, Any]:
 
 
 def moe_faults(config: GPTConfig) -> list[str]:
-    """Why experts, or a router, are none that these models have: what acts in training alone is not looked at."""
+    """Faults of experts, or of a router, that these models do not have; settings of training alone pass."""
     moe = config.moe
     if moe is None:
         return ["moe (None) must be there: its layers have experts"]

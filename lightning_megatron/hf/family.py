@@ -72,9 +72,9 @@ class Family:
     architecture: str
     """The class of transformers that a saved model names."""
     prefix: str
-    """Of their names, left out by models that were saved without a head."""
+    """Prefix of their tensor names, left out by models that were saved without a head."""
     rows: tuple[ParamMapping, ...]
-    """Of the files that are written."""
+    """Mappings of the tensors of files that are written."""
     ignored: tuple[str, ...]
     """Names of theirs that are no weights."""
     tied: Mapping[str, str]
@@ -88,15 +88,15 @@ class Family:
     config_to_hf: Callable[[Any], dict[str, Any]]
     """Their fields, of a `config_class`."""
     rules: Callable[[Any], list[str]]
-    """What a configuration of ours breaks of the family's own rules, one sentence each."""
+    """Function that gives the family's own rules that a configuration of ours breaks, one sentence each."""
     ruled: frozenset[str] = frozenset()
     """Fields of ours that are not translated and that `rules` look at."""
     other_rows: tuple[ParamMapping, ...] = ()
-    """Of files that some version of transformers writes too."""
+    """Mappings of files that some version of transformers writes too."""
     copies: Mapping[str, str] = field(default_factory=dict)
     """Names of theirs that always repeat another tensor."""
     config_class: type[Config] = GPTConfig
-    """What our configurations of this family are."""
+    """Class of our configurations of this family."""
 
     def rows_of(self, names: Iterable[str]) -> tuple[ParamMapping, ...]:
         """The rows of a file with tensors of those names."""
@@ -114,7 +114,7 @@ class Family:
         return {**self.copies, **self.tied} if config.tie_embeddings else self.copies
 
     def config(self, raw: Mapping[str, Any]) -> Config:
-        """Our configuration. Raises ValueError with every field that cannot be translated."""
+        """Configuration of ours. Raises ValueError with every field that cannot be translated."""
         reader = ConfigReader(raw, self.defaults)
         fields = self.config_from_hf(reader)
         reader.note_unknown(self.name, self.harmless)
@@ -129,7 +129,7 @@ class Family:
         return config
 
     def faults(self, config: Config) -> list[str]:
-        """Why one of our configurations is none of this family: rules it breaks, and fields that would be lost."""
+        """Reasons why a configuration of ours is not of this family: rules it breaks, fields that would be lost."""
         translated = self.config_from_hf(ConfigReader({}, self.defaults))
         return self.rules(config) + unwritten_faults(config, {*translated, *self.ruled, *TRAINING_ONLY})
 

@@ -103,7 +103,7 @@ class WeightFiles:
 
 
 def _files_by_name(folder: Path) -> dict[str, Path]:
-    """Which file holds which weight."""
+    """File that holds each weight, by the name of the weight."""
     if (folder / INDEX).is_file():
         index = _read_json(folder / INDEX)
         by_name = index.get("weight_map") if isinstance(index, dict) else None

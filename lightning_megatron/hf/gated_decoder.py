@@ -48,7 +48,7 @@ ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu"}
 
 
 def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
-    """Our fields, less those that a family alone has."""
+    """Fields of a GPTConfig from a config.json, less those that a family alone has."""
     reader.require("partial_rotary_factor", 1, 1.0)
     return {
         "num_layers": reader.take("num_hidden_layers"),
@@ -71,7 +71,7 @@ def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
 
 
 def config_to_hf(config: GPTConfig) -> dict[str, Any]:
-    """Their fields, less those that a family alone has."""
+    """Fields of a config.json from a GPTConfig, less those that a family alone has."""
     return {
         "num_hidden_layers": config.num_layers,
         "hidden_size": config.hidden_size,
@@ -91,7 +91,7 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
 
 
 def rules(config: GPTConfig, **needed: Any) -> list[str]:
-    """Why a configuration is none of these models; `needed` is what a family alone needs."""
+    """Rules of these models that a configuration breaks, one sentence each; `needed` is what a family alone needs."""
     found = differences(config, position="rotary", normalization="rmsnorm", activation="swiglu", **needed)
     if config.rope_scaling is not None:
         found += [f"rope_scaling {fault}" for fault in rope_faults(config.rope_scaling)]
@@ -99,7 +99,7 @@ def rules(config: GPTConfig, **needed: Any) -> list[str]:
 
 
 def window_from_hf(reader: ConfigReader) -> dict[str, Any]:
-    """Our window, where layers have one each or none, as Qwen's do."""
+    """Sliding window of a GPTConfig, where layers have one each or none, as Qwen's do."""
     is_used, window = reader.take("use_sliding_window", False), reader.take("sliding_window", 0)
     num_layers, first = reader.take("num_hidden_layers"), reader.take("max_window_layers", 0)
     kinds = reader.take("layer_types", None)
@@ -124,7 +124,7 @@ def window_from_hf(reader: ConfigReader) -> dict[str, Any]:
 
 
 def window_to_hf(config: GPTConfig) -> dict[str, Any]:
-    """Their fields, for every version of transformers that can say it."""
+    """Fields of a config.json for the sliding window, for every version of transformers that can say it."""
     kinds = ["sliding_attention" if config.window_of(i) else "full_attention" for i in range(config.num_layers)]
     return {
         "use_sliding_window": config.sliding_window > 0,

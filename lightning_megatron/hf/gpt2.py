@@ -62,7 +62,7 @@ ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu"
 
 
 def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
-    """Our fields."""
+    """Fields of a GPTConfig from a config.json."""
     for alias, name in _ALIASES.items():
         reader.take_alias(alias, name)
     reader.require("scale_attn_weights", True)
@@ -92,7 +92,7 @@ def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
 
 
 def config_to_hf(config: GPTConfig) -> dict[str, Any]:
-    """Their fields."""
+    """Fields of a config.json from a GPTConfig."""
     return {
         "n_layer": config.num_layers,
         "n_embd": config.hidden_size,
@@ -111,7 +111,7 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
 
 
 def rules(config: GPTConfig) -> list[str]:
-    """Why a configuration is no GPT-2."""
+    """Rules of this family that a configuration breaks, one sentence each."""
     found = dense_faults(config) + head_faults(config)
     if config.activation not in ACTIVATIONS.values():
         found.append(f"activation ({config.activation!r}) must be 'gelu' or 'gelu_tanh'")

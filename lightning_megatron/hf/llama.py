@@ -22,7 +22,7 @@ DEFAULTS = {
 
 
 def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
-    """Our fields."""
+    """Fields of a GPTConfig from a config.json."""
     fields = gated_decoder.config_from_hf(reader)
     of_attention, of_mlp = reader.take("attention_bias", False), reader.take("mlp_bias", False)
     if of_attention != of_mlp:
@@ -34,13 +34,13 @@ def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
 
 
 def config_to_hf(config: GPTConfig) -> dict[str, Any]:
-    """Their fields."""
+    """Fields of a config.json from a GPTConfig."""
     biases = {"attention_bias": config.add_bias_linear, "mlp_bias": config.add_bias_linear}
     return {**gated_decoder.config_to_hf(config), **biases}
 
 
 def rules(config: GPTConfig) -> list[str]:
-    """Why a configuration is no Llama."""
+    """Rules of this family that a configuration breaks, one sentence each."""
     found = dense_faults(config) + gated_decoder.rules(config)
     if config.add_qkv_bias and not config.add_bias_linear:
         found.append("add_qkv_bias (True) must be False where add_bias_linear is")

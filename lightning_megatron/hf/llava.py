@@ -74,13 +74,13 @@ _KINDS = ("weight", "bias")
 
 
 def vision_query_key_value(config: TransformerConfig, shape: Shape) -> tuple[TensorBlock, ...]:
-    """As `query_key_value`, of the heads of the vision tower."""
+    """Layout as of `query_key_value`, of the heads of the vision tower."""
     assert isinstance(config, LlavaConfig)
     return query_key_value(config.vision, shape)
 
 
 def rows(*, is_inner: bool, has_vision_model: bool) -> tuple[ParamMapping, ...]:
-    """Those of files with everything under `model.`, and of those with `vision_model.` in the names of the tower."""
+    """Mappings of files with everything under `model.`, and of those with `vision_model.` in the names of the tower."""
     outer = "model." if is_inner else ""
     tower = f"{outer}vision_tower.{'vision_model.' if has_vision_model else ''}"
     return (*_vision_rows(tower), *_projector_rows(outer), *_language_rows(is_inner))
@@ -130,7 +130,7 @@ def _language_rows(is_inner: bool) -> tuple[ParamMapping, ...]:
 
 
 def _language_name(name: str, is_inner: bool) -> str:
-    """What a tensor of a Llama is called in a LLaVA."""
+    """Name of a Llama's tensor within a LLaVA."""
     if not is_inner:
         return f"language_model.{name}"
     return name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
@@ -151,7 +151,7 @@ class LlavaFamily(Family):
 
 
 def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
-    """Our fields."""
+    """Fields of a LlavaConfig from a config.json."""
     text = _nested(reader, "text_config", "llama", llama.DEFAULTS)
     language = llama.config_from_hf(text)
     text.note_unknown("llama", llama.FAMILY.harmless)
@@ -193,7 +193,7 @@ def vision_config(reader: ConfigReader) -> VisionConfig:
 
 
 def vision_fields(clip: ConfigReader) -> dict[str, Any]:
-    """Our fields of a tower."""
+    """Fields of a VisionConfig from a config.json."""
     return {
         "num_layers": clip.take("num_hidden_layers"),
         "hidden_size": clip.take("hidden_size"),
@@ -221,7 +221,7 @@ def _nested(reader: ConfigReader, key: str, model_type: str, defaults: Mapping[s
 
 
 def config_to_hf(config: GPTConfig) -> dict[str, Any]:
-    """Their fields."""
+    """Fields of a config.json from a LlavaConfig."""
     assert isinstance(config, LlavaConfig)
     return {
         "text_config": {"model_type": "llama", **llama.config_to_hf(config)},
@@ -259,7 +259,7 @@ def _activation_to_hf(activation: str) -> str:
 
 
 def rules(config: GPTConfig) -> list[str]:
-    """Why a configuration is no such LLaVA."""
+    """Rules of this family that a configuration breaks, one sentence each."""
     assert isinstance(config, LlavaConfig)
     vision = config.vision
     translated = vision_fields(ConfigReader({}, CLIP_DEFAULTS))

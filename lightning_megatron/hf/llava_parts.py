@@ -48,7 +48,7 @@ class _Given:
     has: Callable[[str], bool]
     """A parameter of that name of ours."""
     num_rows: int
-    """Of its vocabulary."""
+    """Rows of its vocabulary."""
     read: Read
 
 
@@ -155,7 +155,7 @@ def _vision(folder: Path, config: LlavaConfig, faults: list[str]) -> _Given | No
 
 
 def _differences(ours: Any, theirs: Any, folder: Path) -> list[str]:
-    """What of an architecture is another one than the folder's; our vocabulary may be larger."""
+    """Fields of an architecture that are others than the folder's; our vocabulary may be larger."""
     faults = []
     for field in fields(theirs):
         one, other = getattr(ours, field.name), getattr(theirs, field.name)

@@ -70,7 +70,7 @@ def upcycling(config: Config, moe: MoEConfig) -> Upcycling:
 
 
 class Source:
-    """Our tensors, read from theirs. Raises ValueError where the files do not fit the table."""
+    """Tensors of ours, read from theirs. Raises ValueError where the files do not fit the table."""
 
     def __init__(self, table: Table, files: WeightFiles) -> None:
         self._table, self._files = table, files

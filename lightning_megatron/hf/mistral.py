@@ -24,17 +24,17 @@ DEFAULTS = {
 
 
 def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
-    """Our fields."""
+    """Fields of a GPTConfig from a config.json."""
     return {**gated_decoder.config_from_hf(reader), "sliding_window": reader.take("sliding_window", 0)}
 
 
 def config_to_hf(config: GPTConfig) -> dict[str, Any]:
-    """Their fields."""
+    """Fields of a config.json from a GPTConfig."""
     return {**gated_decoder.config_to_hf(config), "sliding_window": config.sliding_window or None}
 
 
 def rules(config: GPTConfig) -> list[str]:
-    """Why a configuration is no Mistral."""
+    """Rules of this family that a configuration breaks, one sentence each."""
     return dense_faults(config) + gated_decoder.rules(config, add_bias_linear=False)
 
 

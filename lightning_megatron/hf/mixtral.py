@@ -35,7 +35,7 @@ DEFAULTS = {
 
 
 def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
-    """Our fields."""
+    """Fields of a GPTConfig from a config.json."""
     reader.take_alias("num_experts", "num_local_experts")
     moe = moe_from_hf(
         reader,
@@ -47,7 +47,7 @@ def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
 
 
 def config_to_hf(config: GPTConfig) -> dict[str, Any]:
-    """Their fields."""
+    """Fields of a config.json from a GPTConfig."""
     assert config.moe is not None
     return {
         **gated_decoder.config_to_hf(config),
@@ -60,7 +60,7 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
 
 
 def rules(config: GPTConfig) -> list[str]:
-    """Why a configuration is no Mixtral."""
+    """Rules of this family that a configuration breaks, one sentence each."""
     found = gated_decoder.rules(config, add_bias_linear=False) + moe_faults(config)
     if config.moe is not None:
         if not config.moe.router.norm_topk_prob:

@@ -25,18 +25,18 @@ DEFAULTS = {
 
 
 def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
-    """Our fields."""
+    """Fields of a GPTConfig from a config.json."""
     fields = gated_decoder.config_from_hf(reader)
     return {**fields, "add_qkv_bias": True, **gated_decoder.window_from_hf(reader)}
 
 
 def config_to_hf(config: GPTConfig) -> dict[str, Any]:
-    """Their fields."""
+    """Fields of a config.json from a GPTConfig."""
     return {**gated_decoder.config_to_hf(config), **gated_decoder.window_to_hf(config)}
 
 
 def rules(config: GPTConfig) -> list[str]:
-    """Why a configuration is no Qwen2."""
+    """Rules of this family that a configuration breaks, one sentence each."""
     return dense_faults(config) + gated_decoder.rules(config, add_bias_linear=False, add_qkv_bias=True)
 
 

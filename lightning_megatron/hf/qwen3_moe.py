@@ -38,7 +38,7 @@ DEFAULTS = {
 
 
 def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
-    """Our fields."""
+    """Fields of a GPTConfig from a config.json."""
     reader.require("attention_bias", False)
     reader.take_alias("num_local_experts", "num_experts")
     moe = moe_from_hf(
@@ -78,7 +78,7 @@ def _window_from_hf(reader: ConfigReader) -> dict[str, Any]:
 
 
 def config_to_hf(config: GPTConfig) -> dict[str, Any]:
-    """Their fields."""
+    """Fields of a config.json from a GPTConfig."""
     moe = config.moe
     assert moe is not None
     return {
@@ -97,7 +97,7 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
 
 
 def rules(config: GPTConfig) -> list[str]:
-    """Why a configuration is no Qwen3-MoE."""
+    """Rules of this family that a configuration breaks, one sentence each."""
     return moe_faults(config) + gated_decoder.rules(config, add_bias_linear=False, qk_norm=True)
 
 

@@ -48,7 +48,7 @@ START_ID = "decoder_start_token_id"
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Where a tensor lies: its file, and its first byte there."""
+    """File of a tensor, and its first byte there."""
 
     file: str
     offset_bytes: int
@@ -59,13 +59,13 @@ class ShardPlan:
     """All files of a model's weights."""
 
     headers: Mapping[str, bytes]
-    """Of each file: its first bytes."""
+    """First bytes of each file."""
     lengths_bytes: Mapping[str, int]
-    """Of each file."""
+    """Length of each file."""
     places: Mapping[str, TensorLocation]
-    """Of each tensor."""
+    """Location of each tensor."""
     dtype: torch.dtype
-    """Of all tensors."""
+    """Dtype of all tensors."""
 
     @staticmethod
     def of(shapes: Mapping[str, Shape], dtype: torch.dtype, max_shard_bytes: int) -> "ShardPlan":

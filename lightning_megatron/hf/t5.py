@@ -39,7 +39,7 @@ def _is_plain(config: T5Config) -> bool:
 
 
 def _rows(stack: str) -> tuple[ParamMapping, ...]:
-    """Of an encoder or a decoder; in theirs the halves of a layer are numbered."""
+    """Mappings of an encoder or a decoder; in theirs the sub-layers of a layer are numbered."""
     is_decoder = stack == "decoder"
     ours, theirs = f"{stack}.layers.{{}}", f"{stack}.block.{{}}.layer"
     feed_forward = 2 if is_decoder else 1
@@ -129,7 +129,7 @@ generates."""
 
 
 def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
-    """Our fields."""
+    """Fields of a T5Config from a config.json."""
     is_tied = reader.take("tie_word_embeddings")
     dropout = reader.take("dropout_rate")
     return {
@@ -173,7 +173,7 @@ def _activation(reader: ConfigReader) -> str:
 
 
 def config_to_hf(config: T5Config) -> dict[str, Any]:
-    """Their fields."""
+    """Fields of a config.json from a T5Config."""
     return {
         "num_layers": config.num_layers,
         "num_decoder_layers": config.num_decoder_layers,
@@ -195,7 +195,7 @@ def config_to_hf(config: T5Config) -> dict[str, Any]:
 
 
 def rules(config: T5Config) -> list[str]:
-    """Why a configuration is no T5 of theirs."""
+    """Rules of this family that a configuration breaks, one sentence each."""
     found = differences(
         config,
         num_query_groups=config.num_attention_heads,

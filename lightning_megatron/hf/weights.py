@@ -40,10 +40,10 @@ class Weights:
     dtype: torch.dtype
     """The narrowest that holds all of them."""
     read: Read
-    """By our names."""
+    """Reader of tensors by our names."""
 
     def upcycled(self, moe: MoEConfig) -> "Weights":
-        """Those of a model with experts that computes the same. Raises ValueError with all that keeps it from it."""
+        """Weights of a model with experts that computes the same. Raises ValueError with all that keeps it from it."""
         way = upcycling(self.config, moe)
         return Weights(
             kind="GPTModel", config=way.config, dtype=self.dtype, read=partial(_read_upcycled, way, self.read)
@@ -106,7 +106,7 @@ def gpt_config(saved: Mapping[str, Any]) -> GPTConfig:
 
 
 def moe_config(saved: Mapping[str, Any]) -> MoEConfig:
-    """The same of a configuration of experts."""
+    """MoEConfig with those fields, nested ones given as tables."""
     config: MoEConfig = _rebuilt(MoEConfig, saved)
     return config
 

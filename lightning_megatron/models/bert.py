@@ -71,7 +71,7 @@ class BertConfig(LanguageModelConfig):
 
 
 class BertLogits(NamedTuple):
-    """What BERT says of a batch."""
+    """Logits of both of BERT's heads."""
 
     tokens: Tensor
     # [batch, sequence, vocab_size]; 0 where there is padding
@@ -81,15 +81,15 @@ class BertLogits(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BertInputs:
-    """What the parts of a call read beside the hidden states."""
+    """Inputs of a call's parts beside the hidden states."""
 
     tokens: Tokens
     types_T: Tensor
-    """int64: of the tokens of the stream."""
+    """Token types of the stream, int64."""
     targets: Targets | None
-    """none: the caller wants logits."""
+    """Targets of masked tokens; none: the caller wants logits."""
     samples: SampleTargets | None
-    """The same of the binary head, where there is one."""
+    """Targets of the binary head, where there is one."""
 
 
 class BertModel(LanguageModel):

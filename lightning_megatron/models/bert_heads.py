@@ -54,12 +54,12 @@ class MaskedTokenHead(LanguageModelHead):
 
 @dataclass(frozen=True, kw_only=True)
 class SampleTargets:
-    """What each sample of the batch shall be told to be, and how much it counts."""
+    """Sentence-order target of each sample of the batch, and its weight."""
 
     labels_B: Tensor
-    """int64: 0 or 1, -100 where there is no target."""
+    """Labels, int64: 0 or 1, -100 where there is no target."""
     weights_B: Tensor
-    """Of each sample's loss in the sum: those of its tokens; see Note: a sample weighs its targets."""
+    """Weight of each sample's loss in the sum, that of its tokens together; see Note: a sample weighs its targets."""
 
 
 class SentenceOrderHead(nn.Module):
@@ -82,7 +82,7 @@ class SentenceOrderHead(nn.Module):
         return self.output(self.pooler(first_BH).tanh()), is_own_B
 
     def full_logits(self, hidden_TH: Tensor, tokens: Tokens) -> Tensor:
-        """Those of all samples on every rank of tp and cp, for ranks that all do the same with them; 0 of an empty
+        """Logits of all samples on every rank of tp and cp, for ranks that all do the same with them; 0 of an empty
         sample."""
         logits_B2, is_own_B = self(hidden_TH, tokens)
         own_B2 = torch.where(is_own_B.unsqueeze(1), logits_B2, 0)
@@ -96,9 +96,8 @@ class SentenceOrderHead(nn.Module):
         return (losses_B * torch.where(is_own_B, targets.weights_B, 0).to(wide)).sum()
 
     def tallies(self, hidden_TH: Tensor, targets: SampleTargets, tokens: Tokens) -> dict[str, Tensor]:
-        """What evaluation adds up over the samples of the call that have a label and a token that counts, float64 []:
-        how many they are, and of how many the likelier order is the label. Nothing where gradients are wanted.
-        """
+        """Sums for evaluation over the samples of the call that have a label and a token that counts, float64 []: how
+        many they are, and of how many the likelier order is the label. Nothing where gradients are wanted."""
         if torch.is_grad_enabled():
             return {}
         logits_B2, is_own_B = self(hidden_TH, tokens)
@@ -127,7 +126,7 @@ class SentenceOrderHead(nn.Module):
 
 
 class BertHead(nn.Module):
-    """Both heads, or that of tokens alone."""
+    """Heads for masked tokens and, where asked for, sentence order."""
 
     def __init__(self, config: LanguageModelConfig, *, has_sentence_order: bool, tp: Axis, sp: Axis) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ from lightning_megatron.transformer.decode_state import DecodeState
 
 
 class NextLogits(Protocol):
-    """What a model says of the token that follows each row."""
+    """A function that gives logits of the token that follows each row."""
 
     def __call__(self, text_BL: Tensor, lengths_B: Tensor) -> Tensor:
         """Logits [B, V] of what follows the first `lengths_B` (on the host) tokens of each row.
@@ -113,12 +113,12 @@ def generate_rows(
 
 
 def gpt_next_logits(model: GPTModel, num_rows: int) -> NextLogits:
-    """What follows rows of a GPT, each call with no more than what is new in them, as far as the model allows it."""
+    """Next-token logits of rows of a GPT; each call takes only new tokens, as far as the model allows it."""
     return _GPTNextLogits(model, num_rows, {})
 
 
 def llava_next_logits(model: LlavaModel, num_rows: int, images: Images | None) -> NextLogits:
-    """The same for a LLaVA and the images of the rows. It says no image token: there is no image for one."""
+    """Next-token logits of rows of a LLaVA with their images. It says no image token: there is no image for one."""
     by_row = images_by_row(images, None, num_rows)
     next_logits = _GPTNextLogits(model, num_rows, {} if by_row is None else {"images": by_row})
 
@@ -131,7 +131,8 @@ def llava_next_logits(model: LlavaModel, num_rows: int, images: Images | None) -
 
 
 class _GPTNextLogits:
-    """`prompt` are inputs of a call that has the beginnings of the rows."""
+    """Next-token logits of a GPT, with a key-value cache; `prompt` are inputs of the call that has the beginnings of
+    the rows."""
 
     def __init__(self, model: GPTModel, num_rows: int, prompt: Mapping[str, Any]) -> None:
         self._model, self._prompt = model, prompt
@@ -162,7 +163,7 @@ class _GPTNextLogits:
         return logits_BV
 
     def _whole(self, text_BL: Tensor, lengths_B: Tensor) -> Tensor:
-        """From all tokens that the model sees, each row as if it were alone."""
+        """Logits from all tokens that the model sees, each row as if it were alone."""
         seen_B = lengths_B if self._limit is None else lengths_B.clamp(max=self._limit)
         tokens_BS = slice_rows(text_BL, lengths_B - seen_B, seen_B)
         places_S = torch.arange(tokens_BS.shape[1])

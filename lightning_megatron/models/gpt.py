@@ -37,15 +37,15 @@ class GPTConfig(LanguageModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GPTInputs:
-    """What the parts of a call read beside the hidden states."""
+    """Inputs of a call's parts beside the hidden states."""
 
     tokens: Tokens
     targets: Targets | None
-    """none: the caller wants logits."""
+    """Targets of the loss; none: the caller wants logits."""
     routed: RoutedTokens | None
-    """none: no layer of this rank has experts."""
+    """Metadata of the tokens for routers; none: no layer of this rank has experts."""
     decode_state: DecodeState | None = None
-    """none: all logits, or the loss, are asked for."""
+    """State of generation; none: the caller wants all logits, or the loss."""
 
 
 class GPTModel(LanguageModel):
@@ -117,7 +117,7 @@ class GPTModel(LanguageModel):
         return stream.flat(tokens), GPTInputs(tokens=stream, targets=targets, routed=routed, decode_state=decode_state)
 
     def _prepare_extension(self, tokens: Tensor, decode_state: DecodeState) -> tuple[Tensor, GPTInputs]:
-        """The same for tokens behind those that a cache has."""
+        """Ids and inputs of new tokens behind those that a cache has."""
         lengths = (decode_state.seen_B + decode_state.lengths_B).tolist()
         require_positions(self.config, lengths, self.config.max_sequence_length)
         stream = decode_stream(
@@ -133,7 +133,7 @@ class GPTModel(LanguageModel):
         return stream.flat(tokens), GPTInputs(tokens=stream, targets=None, routed=routed, decode_state=decode_state)
 
     def _routed(self, stream: Tokens, targets: Targets | None) -> RoutedTokens | None:
-        """What the routers of this call are told of its tokens."""
+        """Metadata of this call's tokens for routers."""
         if not self._has_routers:
             return None
         # Asked here and not in the layers: those that are made again in the backward run without gradients first.
@@ -153,7 +153,7 @@ class GPTModel(LanguageModel):
     def _run(
         self, name: str, hidden: Tensor, auxiliary: Tensor | None, context: GPTInputs
     ) -> tuple[Tensor, Tensor | None]:
-        """What a part makes of the residual stream, and the auxiliary losses of the layers so far."""
+        """Output of a part, and the sum of the auxiliary losses of the layers so far."""
         module = self.get_submodule(name)
         if isinstance(module, LanguageModelHead):
             return self._finish(module, hidden, auxiliary, context), None
@@ -165,7 +165,7 @@ class GPTModel(LanguageModel):
         return output, auxiliary
 
     def _with_auxiliary(self, name: str, hidden: Tensor, auxiliary: Tensor | None) -> Payload:
-        """What goes to the next part: beside the residual stream, where layers have losses of their own, their sum."""
+        """Payload for the next part: the residual stream and, where layers have auxiliary losses, their sum."""
         if name == "embedding" and self.config.has_auxiliary_losses:
             auxiliary = torch.zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
         return hidden if auxiliary is None else {"hidden": hidden, "auxiliary": auxiliary}
@@ -184,7 +184,7 @@ class GPTModel(LanguageModel):
         return {name: layer.moe.router for name, layer in layers if isinstance(layer, ExpertLayer)}
 
     def all_routing_reports(self) -> dict[str, RoutingReport]:
-        """What the routers of all layers did in the last step, by the name of the layer, on every rank of pp.
+        """Reports of the routers of all layers on the last step, by the name of the layer, on every rank of pp.
 
         All of them call it. After a step that was skipped, and before the first, the reports count nothing.
         """

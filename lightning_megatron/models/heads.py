@@ -22,16 +22,16 @@ from lightning_megatron.transformer.tokens import Tokens
 
 @dataclass(frozen=True, kw_only=True)
 class Targets:
-    """What each token of the stream shall predict, and how much it counts; padding counts nothing."""
+    """Target and weight of each token of the stream; padding counts nothing."""
 
     labels_T: Tensor
-    """int64, -100 where there is no target."""
+    """Labels, int64, -100 where there is no target."""
     weights_T: Tensor
-    """Of each token's loss in the mean."""
+    """Weight of each token's loss in the mean."""
     sum_of_weights: Tensor
-    """float64 []: what the mean divides by, of all ranks of cp."""
+    """Divisor of the mean, float64 [], summed over all ranks of cp."""
     weights_BS: Tensor
-    """Of the caller's tokens."""
+    """Weights of the caller's tokens."""
 
 
 def targets_of(labels_BS: Tensor, loss_mask_BS: Tensor | None, tokens: Tokens) -> Targets:
@@ -86,7 +86,7 @@ class LanguageModelHead(WeightGradientLayer):
         return differentiable.all_gather_invariant(logits_TV, self.tp, dim=-1)[:, : self.vocab_size]
 
     def tallies(self, logits_TV: Tensor, targets: Targets, tokens: Tokens) -> dict[str, Tensor]:
-        """What evaluation adds up over the tokens of all ranks of cp, each by its weight: float64 [] by name.
+        """Sums for evaluation over the tokens of all ranks of cp, each by its weight: float64 [] by name.
 
             correct                   1 where the likeliest token is the label
             negative_log_likelihood   of the label, which label smoothing leaves as it is

@@ -129,24 +129,24 @@ def _fields_of(config: GPTConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageInputs:
-    """What the first stage does with the images of a call."""
+    """Images of a call as the first stage takes them."""
 
     pixels: Tensor
-    """Those that this rank looks at: [images, channels, height, width]."""
+    """Pixels of this rank's images: [images, channels, height, width]."""
     stream: Tokens
-    """Of their patches."""
+    """Token stream of their patches."""
     features_T: Tensor
-    """int64 [T/sp]: which row of the features of all ranks takes the place of each own token; -1: none."""
+    """Row of all ranks' features that takes the place of each own token, int64 [T/sp]; -1: none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlavaInputs(GPTInputs):
-    """What the parts of a call read beside the hidden states."""
+    """Inputs of a call's parts beside the hidden states."""
 
     ids_T: Tensor
-    """Of the tokens, 0 at image tokens."""
+    """Token ids, 0 at image tokens."""
     image_inputs: ImageInputs | None
-    """none: there is nothing to see, or another stage does it."""
+    """Images of the call; none: it has none, or another stage takes them."""
 
 
 class Projector(nn.Module):
@@ -359,7 +359,7 @@ def _padded(values: Tensor, length: int) -> Tensor:
 
 
 def _owner(name: str) -> str:
-    """Which of the three a part or a parameter belongs to."""
+    """Part of a LLaVA (vision, projector or language) that a module or a parameter belongs to."""
     first = name.partition(".")[0]
     return first if first in (_VISION, _PROJECTOR) else _LANGUAGE
 

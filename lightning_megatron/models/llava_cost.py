@@ -16,7 +16,7 @@ from lightning_megatron.transformer import cost
 def training_flops(
     config: LlavaConfig, *, lengths: Mapping[int, int], num_images: int, frozen: Collection[str] = ()
 ) -> float:
-    """Of a batch with so many (values) sequences of each length (keys), and so many images."""
+    """Model FLOPs of a training step of so many (values) sequences of each length (keys), and so many images."""
     is_trained = {name: name not in frozen for name in ("vision", "projector", "language")}
     sees = is_trained["vision"] or is_trained["projector"]
     flops = 0.0
@@ -36,7 +36,7 @@ def training_flops(
 
 
 def _image_flops(config: LlavaConfig, is_trained: Mapping[str, bool]) -> float:
-    """Of one image, through tower and projector."""
+    """FLOPs of one image, through tower and projector."""
     vision, depth = config.vision, config.num_vision_layers
     num_tokens, is_tower_trained = vision.max_sequence_length, is_trained["vision"]
     pixels = vision.num_channels * vision.patch_size**2

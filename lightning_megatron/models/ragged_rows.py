@@ -8,14 +8,14 @@ from torch import Tensor
 
 
 def slice_rows(text_BL: Tensor, starts_B: Tensor, lengths_B: Tensor) -> Tensor:
-    """Tokens of each row from its start on, as many as the most that a row has there; anything behind them: [B, S]."""
+    """Tokens of each row from its start on, as many columns as the longest needs; anything behind them: [B, S]."""
     # One at least: ranks that share experts call for each other when no row of their own goes on.
     places_BS = starts_B.unsqueeze(1) + torch.arange(max(1, int(lengths_B.max())))
     return text_BL.gather(1, places_BS.clamp(max=text_BL.shape[1] - 1).to(text_BL.device))
 
 
 def row_lengths(tokens: Tensor, lengths: Tensor | None) -> Tensor:
-    """How long the rows of `tokens` [batch, sequence] are, on the host: as `lengths` says, or as wide as they are.
+    """Lengths of the rows of `tokens` [batch, sequence], on the host: as `lengths` says, or as wide as they are.
 
     Raises ValueError for a row without a token.
     """

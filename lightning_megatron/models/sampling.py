@@ -17,7 +17,7 @@ from lightning_megatron.comm import rng
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationConfig:
-    """How text is generated, and where it ends. Raises ValueError, telling all faults at once."""
+    """Sampling of generated text, and where it ends. Raises ValueError, telling all faults at once."""
 
     max_new_tokens: int = 64
     """Largest number of tokens that are generated after the prompt."""
@@ -54,7 +54,7 @@ class GenerationConfig:
 
 
 def draw(logits_BV: Tensor, config: GenerationConfig, *, samples_B: Tensor, positions_B: Tensor) -> Tensor:
-    """One token for each row: int64 [B]. It stands at that position of the row's sample, counted from 0."""
+    """Token ids sampled for each row, int64 [B]. Each stands at that position of the row's sample, counted from 0."""
     if config.temperature == 0:
         return logits_BV.argmax(dim=-1)
     probabilities_BV = probabilities(logits_BV, config)
@@ -68,7 +68,7 @@ def draw(logits_BV: Tensor, config: GenerationConfig, *, samples_B: Tensor, posi
 
 
 def probabilities(logits_BV: Tensor, config: GenerationConfig) -> Tensor:
-    """With which each token is drawn, at a temperature above 0: float64 [B, V]."""
+    """Probabilities that each token is sampled with, at a temperature above 0: float64 [B, V]."""
     logits_BV = logits_BV.double()
     # The largest is taken out first: a small temperature would make it infinite.
     logits_BV = (logits_BV - logits_BV.amax(dim=-1, keepdim=True)) / config.temperature

@@ -31,19 +31,19 @@ from lightning_megatron.transformer.tokens import Tokens
 
 @dataclass(frozen=True, kw_only=True)
 class T5Inputs:
-    """What the parts of a call read beside hidden states."""
+    """Inputs of a call's parts beside the hidden states."""
 
     encoder: Tokens | None
-    """Its stream; none: a call before this one ran it."""
+    """Stream of the encoder; none: an earlier call ran it."""
     decoder: Tokens
     decoder_ids_T: Tensor
     source: CrossAttentionLayout | None = None
-    """What the decoder's documents see of the encoder's; none: keys and values are kept."""
+    """Segments of the encoder's stream that the decoder's attend to; none: keys and values are cached."""
     kept: CachedEncoderMemory | None = None
     targets: Targets | None = None
-    """none: the caller wants logits."""
+    """Targets of the loss; none: the caller wants logits."""
     decode_state: T5DecodeState | None = None
-    """none: all logits, or the loss, are asked for."""
+    """State of generation; none: the caller wants all logits, or the loss."""
 
 
 class T5Model(LanguageModel):
@@ -139,7 +139,7 @@ class T5Model(LanguageModel):
         encoder_padding_mask: Tensor | None,
         decode_state: T5DecodeState,
     ) -> tuple[Tensor, T5Inputs]:
-        """The same for the decoder's new tokens, and in the first call for all of the encoder's."""
+        """Ids and inputs of the decoder's new tokens, and in the first call of all of the encoder's."""
         device = decoder_tokens.device
         decoder = decode_stream(
             decode_state, decoder_tokens.shape[1], config=self.config, mesh=self.mesh, draws=self.draws, device=device
@@ -194,7 +194,7 @@ class T5Model(LanguageModel):
         return {**hidden, "hidden": module(hidden["hidden"], context.decoder, bias, memory, context.kept)}
 
     def _bias(self, stack: str) -> RelativePositionBias | None:
-        """What is added to the scores of a stack's self-attention."""
+        """Relative position bias of a stack's self-attention."""
         if self.config.position != "relative":
             return None
         bias: RelativePositionBias = self.get_submodule(table_of(stack))()
@@ -210,7 +210,7 @@ class T5Model(LanguageModel):
 
 
 def _seen_segments(encoder: Documents | None, decoder: Documents | None) -> tuple[int, ...]:
-    """For each segment of the decoder's stream the encoder's of the same row and number."""
+    """Segment of the encoder's stream of the same row and number for each segment of the decoder's."""
     if encoder is None or decoder is None:
         return (0,)
     places = {name: place for place, name in enumerate(encoder.names)}

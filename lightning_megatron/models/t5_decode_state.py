@@ -25,19 +25,19 @@ from lightning_megatron.transformer.tokens import Tokens
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class T5DecodeState(DecodeState):
-    """Asks for logits [B, V] of what follows each row of the decoder's tokens.
+    """State of a T5's generation: it asks for logits [B, V] of what follows each row of the decoder's tokens.
 
     Of its `cache`, that of self-attention, no call is cut over cp.
     """
 
     memory: KeyValueCache
-    """Of cross attention: tokens of the encoder."""
+    """Keys and values of the encoder's tokens, for cross attention."""
 
 
 def cached_memory(
     decode_state: T5DecodeState, decoder: Tokens, encoder: Tokens | None, documents: Documents | None
 ) -> CachedEncoderMemory:
-    """Where cross attention keeps what it makes of the encoder's stream, and reads it; no `encoder`: it was kept."""
+    """Cache of cross attention for a call: filled from the encoder's stream, or, without an `encoder`, read."""
     assert decoder.past is not None
     queries_BN = decoder.past.query_positions_BN
     if encoder is None or documents is None:
@@ -48,7 +48,7 @@ def cached_memory(
 
 
 def _by_sample(encoder: Tokens, documents: Documents) -> tuple[Tensor, Tensor]:
-    """For each sample where in this rank's stream its tokens are, and their positions: [B, C] each, -1 for none."""
+    """Places in this rank's stream of each sample's tokens, and their positions: [B, C] each, -1 for none."""
     batch, sequence = encoder.shape
     places_N = encoder.layout.places(encoder.context.rank).to(encoder.device)
     own = torch.nonzero(places_N != PADDING).flatten()

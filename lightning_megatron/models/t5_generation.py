@@ -51,7 +51,8 @@ def generate_t5(
 
 
 def t5_next_logits(model: T5Model, encoder_tokens: Tensor, lengths_B: Tensor) -> NextLogits:
-    """What follows rows of a T5's decoder beside these texts of its encoder, which are as long as `lengths_B` says."""
+    """Next-token logits of rows of a T5's decoder for these texts of its encoder, which are as long as `lengths_B`
+    says."""
     return _T5NextLogits(model, encoder_tokens, lengths_B)
 
 

@@ -45,7 +45,7 @@ class StackEmbedding(nn.Module):
         self.dropout = Dropout(config.hidden_dropout, name)
 
     def forward(self, embedded_TH: Tensor, tokens: Tokens) -> Tensor:
-        """From what the token embedding gave."""
+        """Hidden states from the output of the token embedding."""
         hidden_TH = embedded_TH + self.positions(tokens) if self.has_positions else embedded_TH
         dropped_TH: Tensor = self.dropout(hidden_TH, tokens)
         return dropped_TH

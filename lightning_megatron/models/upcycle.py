@@ -70,7 +70,7 @@ class Upcycling:
 
     @property
     def scale(self) -> float:
-        """By which `down` is multiplied."""
+        """Factor of `down`."""
         router = self.moe.router
         of_one = {"softmax": 1 / router.num_experts, "sigmoid": 0.5, "sqrt_softplus": math.sqrt(math.log(2))}
         total = 1.0 if router.norm_topk_prob else router.top_k * of_one[router.score_function]

@@ -86,7 +86,7 @@ class VisionConfig(TransformerConfig):
 
     @property
     def num_patches(self) -> int:
-        """Of an image."""
+        """Number of patches of an image."""
         return (self.image_size // self.patch_size) ** 2
 
 

@@ -36,10 +36,10 @@ from lightning_megatron.transformer.tokens import Tokens
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """Which heads of a fused query-key-value output are this rank's."""
+    """Heads of a fused query-key-value output that are this rank's."""
 
     groups: int
-    """In the fused output."""
+    """Key-value groups in the fused output."""
     queries: int
     """Query heads of a group."""
     head_dim: int
@@ -263,7 +263,7 @@ class SelfAttention(RecomputeLayer):
         return weights.to(values.dtype) @ values
 
     def _weights(self, queries: Tensor, keys: Tensor, tokens: Tokens) -> Tensor:
-        """Of each query those of all keys, before any are dropped."""
+        """Attention weights of each query over all keys, before dropout."""
         scores = queries @ keys.transpose(-1, -2)
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).mul_(self.scale)
         if self.mask_spec.is_causal:

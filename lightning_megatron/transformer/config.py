@@ -320,5 +320,5 @@ def _fitting(largest: int, fits: Callable[[int], bool]) -> list[int]:
 
 
 def _list(values: list[int]) -> str:
-    """At most a dozen values, as a reader takes them in."""
+    """Values as text, a dozen at most."""
     return ", ".join(map(str, values)) if len(values) <= 12 else ", ".join(map(str, values[:12])) + ", ..."

@@ -31,7 +31,7 @@ class TorchCoreAttention:
 
     mask_spec: MaskSpec
     scale: float
-    """Of scores."""
+    """Factor of scores."""
 
     def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, masks: Masks) -> Tensor:
         if 0 < self.mask_spec.window < queries.shape[2]:

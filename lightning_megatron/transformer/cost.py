@@ -47,7 +47,8 @@ def layer_parameters(config: TransformerConfig, sizes: Sizes = ONE, *, layer: in
 
 
 def layer_expert_parameters(config: TransformerConfig, sizes: Sizes = ONE, *, layer: int = 0) -> int:
-    """Of `layer_parameters` those of routed experts, whose replicas are those of edp; 0 where the layer has none."""
+    """Parameters of a layer's routed experts that a rank holds, a part of `layer_parameters` that is replicated over
+    edp; 0 where the layer has none."""
     if config.moe is None or not config.has_experts(layer):
         return 0
     num_own = config.moe.router.num_experts // sizes.ep
@@ -94,7 +95,7 @@ def model_parameters(config: LanguageModelConfig) -> int:
 
 
 def active_parameters(config: LanguageModelConfig) -> int:
-    """Of the parameters of the unsplit model those that one token uses: of the experts of a layer, the chosen ones."""
+    """Parameters of the unsplit model that one token uses: of the experts of a layer, the chosen ones."""
     if config.moe is None:
         return model_parameters(config)
     num_idle = config.moe.router.num_experts - config.moe.router.top_k
@@ -111,7 +112,7 @@ def layer_linear_flops(config: TransformerConfig, *, num_tokens: int, layer: int
 
 
 def layer_mlp_flops(config: TransformerConfig, *, num_tokens: int, layer: int = 0) -> int:
-    """Of `layer_linear_flops` those of the feed-forward network: dense, or router and experts."""
+    """Forward FLOPs of a layer's feed-forward network, dense or router and experts: a part of `layer_linear_flops`."""
     num_matrices = 3 if config.is_gated else 2
     if config.moe is None or not config.has_experts(layer):
         return 2 * num_tokens * config.hidden_size * num_matrices * config.ffn_hidden_size
@@ -185,7 +186,7 @@ def layer_activation_bytes(
     layer: int = 0,
     is_packed: bool = False,
 ) -> int:
-    """What one layer keeps of a microbatch for its backward, on one rank, its input included and its output not.
+    """Bytes that one layer saves of a microbatch for its backward, on one rank, its input included and its output not.
 
     With sequence parallelism and D = H/A, F = 4H, bf16, no dropout it is 32 batch * sequence * H / tp bytes and the
     statistics of norms and softmax (float32); each residual dropout adds a mask of one byte. Attention dropout lays
@@ -266,7 +267,7 @@ def layer_activation_bytes(
 def cross_attention_activation_bytes(
     config: TransformerConfig, sizes: Sizes = ONE, *, batch: int, sequence: int, memory: int, bytes_per_element: int
 ) -> int:
-    """What a decoder layer keeps for its attention to an encoder beyond `layer_activation_bytes`, on one rank.
+    """Bytes that a decoder layer saves for its attention to an encoder beyond `layer_activation_bytes`, on one rank.
 
     What the encoder gives is one tensor for all layers and not counted.
     """
@@ -305,7 +306,7 @@ def expert_rows(
 
 
 def _router_bytes(config: TransformerConfig, moe: MoEConfig, sizes: Sizes, padded: int, bytes_per_element: int) -> int:
-    """What a router keeps of its part of the tokens, in float32 or wider."""
+    """Bytes that a router saves of its part of the tokens, in float32 or wider."""
     router, wide = moe.router, max(bytes_per_element, 4)
     num_experts, own = router.num_experts, -(-padded // sizes.tp)
     weighs_logits = router.score_function == "softmax" and router.norm_topk_prob
@@ -323,7 +324,7 @@ def _router_bytes(config: TransformerConfig, moe: MoEConfig, sizes: Sizes, padde
 def _expert_bytes(
     config: TransformerConfig, moe: MoEConfig, sizes: Sizes, padded: int, rows: int, bytes_per_element: int
 ) -> int:
-    """What the experts of a rank keep of their rows, and the shared expert of the tokens of its tp ranks."""
+    """Bytes that the experts of a rank save of their rows, and the shared expert of the tokens of its tp ranks."""
     tp, wide, hidden = sizes.tp, max(bytes_per_element, 4), config.hidden_size
     num_inputs = 2 if config.is_gated else 1
     width = _expert_width(config, moe) // sizes.etp

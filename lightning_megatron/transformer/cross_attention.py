@@ -31,14 +31,15 @@ _VIEW = MaskSpec(is_causal=False)
 
 @dataclass(frozen=True, eq=False)
 class EncoderMemory:
-    """What a decoder looks at."""
+    """Output of an encoder that a decoder attends to."""
 
     hidden_MH: Tensor
     """The encoder's output [M/sp, H]."""
     tokens: Tokens
     """The encoder's stream."""
     source: CrossAttentionLayout | None
-    """What of it each segment of the decoder's stream sees; none where keys and values are kept."""
+    """Segments of the encoder's stream that each segment of the decoder's attends to; none where keys and values are
+    cached."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,10 +50,10 @@ class CachedEncoderMemory:
     """
 
     past: CachedCall
-    """Whose queries are the decoder's tokens."""
+    """Cache of one call, whose queries are the decoder's tokens."""
     own_BC: Tensor
-    """int64: where in this rank's part of the encoder's stream, all in one row, each sample's tokens are; -1 for
-    none."""
+    """Places of each sample's tokens in this rank's part of the encoder's stream, all in one row, int64; -1 for none.
+    """
 
     def keep(self, layer: str, keys: Tensor, values: Tensor) -> None:
         """Keeps keys and values of this rank's stream [1, G, M, D]."""
@@ -114,7 +115,7 @@ class CrossAttention(nn.Module):
         return output
 
     def _keys_and_values(self, memory: EncoderMemory) -> tuple[Tensor, Tensor]:
-        """Of the own heads: [B, G, M, D] each."""
+        """Keys and values of the own heads: [B, G, M, D] each."""
         pairs = self.key_value(memory.hidden_MH, memory.tokens)
         if self.is_gathered:
             pairs = differentiable.all_gather(pairs, self.tp, dim=-1)

@@ -25,19 +25,20 @@ from lightning_megatron.transformer.tokens import Tokens
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecodeState:
-    """Asks for logits [B, V] of what follows each row. A batch of rows may be cut into microbatches, this with it.
+    """State of generation that a call is given: it asks for logits [B, V] of what follows each row. A batch of rows may
+    be cut into microbatches, this with it.
 
     Of a row of no token in this call the logits mean nothing.
     """
 
     lengths_B: Tensor
-    """int64, on the host: tokens of each row in this call; what is behind them is padding."""
+    """Number of tokens of each row in this call, int64 on the host; those behind them are padding."""
     seen_B: Tensor
-    """int64, on the host: tokens of each row that the cache has already."""
+    """Number of tokens of each row that the cache has already, int64 on the host."""
     rows_B: Tensor
-    """int64, on the host: where each row is in the cache, one after the other."""
+    """Index of each row in the cache, one after the other, int64 on the host."""
     cache: KeyValueCache | None
-    """none: the call has all tokens of each row, and nothing is kept."""
+    """Keys and values of earlier calls; none: the call has all tokens of each row, and caches nothing."""
 
     @property
     def extends(self) -> bool:

@@ -13,7 +13,8 @@ from lightning_megatron.transformer.tokens import Tokens
 
 
 class DecoderLayer(TransformerLayer):
-    """Behind attention x + drop(cross(norm(x), memory)), behind that the feed-forward half: [T/sp, H] to [T/sp, H]."""
+    """A decoder layer: self-attention, then x + drop(cross_attention(norm(x), memory)), then the MLP; [T/sp, H] to
+    [T/sp, H]."""
 
     def __init__(self, config: TransformerConfig, *, tp: Axis, sp: Axis, name: str) -> None:
         super().__init__(config, tp=tp, sp=sp, name=name)

@@ -34,11 +34,12 @@ class Fp8Layers(Protocol):
     """The layers of a rank's model that multiply in FP8."""
 
     def context(self) -> AbstractContextManager[None]:
-        """What a call of the model runs in."""
+        """Context that a call of the model runs in."""
         ...
 
     def end_step(self) -> None:
-        """Told once the optimizer has changed the weights. Collective over the ranks of a stage."""
+        """Updates scales and drops cached casts, once the optimizer has changed the weights. Collective over the ranks
+        of a stage."""
         ...
 
     def release(self) -> None:
@@ -46,11 +47,11 @@ class Fp8Layers(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What later steps depend on, by names of the unsplit model, of all stages. Collective over pp."""
+        """State that later steps depend on, by names of the unsplit model, of all stages. Collective over pp."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes over what is there for this rank's layers."""
+        """Loads the state of this rank's layers, as far as it is there."""
         ...
 
 
@@ -77,7 +78,7 @@ class _Matrix(NamedTuple):
 
     name: str
     axes: tuple[Axis, Axis, Axis]
-    """Over which its input, itself and the gradient of its output are cut; of size 1 where they are whole."""
+    """Axes that cut its input, itself and the gradient of its output; of size 1 where they are unsharded."""
     use: Callable[[Scaling, Scaling, Scaling], Fp8Gemm | GroupedFp8Gemm]
     """Lets it, cast by these."""
     leave: Callable[[], None]
@@ -127,7 +128,7 @@ class TorchFp8Layers:
 
 
 def tile_faults(modules: Iterable[nn.Module]) -> list[str]:
-    """What keeps the matrices of transformer layers from multiplying in FP8, for models whose configuration nobody saw
+    """Reasons why weights of transformer layers cannot multiply in FP8, for models whose configuration nobody saw
     before they were built."""
     shapes = {
         tuple(weight.flatten(0, -2).shape)
@@ -192,7 +193,7 @@ def _weights(module: nn.Module) -> tuple[Tensor, ...]:
 
 
 def _matrices(name: str, module: nn.Module) -> Iterator[_Matrix]:
-    """What of a module, without its children, is to multiply in FP8."""
+    """Weights of a module, without its children, that are to multiply in FP8."""
     if isinstance(module, ParallelLinear):
         yield _of_linear(name, module)
     elif isinstance(module, Experts):

@@ -22,7 +22,7 @@ def fp8_faults(fp8: Fp8Config, config: TransformerConfig, sizes: Sizes) -> list[
 
 
 def tile_faults(fp8: Fp8Config, config: TransformerConfig, sizes: Sizes) -> list[str]:
-    """Of these the lengths that tiles do not divide."""
+    """Lengths of this architecture that FP8's tiles do not divide, one sentence each."""
     tp, moe = sizes.tp, config.moe
     rows = config.num_query_groups * (config.heads_per_group + 2) * config.head_dim
     heads = config.num_attention_heads * config.head_dim

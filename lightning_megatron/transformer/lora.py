@@ -79,7 +79,7 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """By which B A x is multiplied."""
+        """Factor of B A x."""
         return self.alpha / (self.rank if self.scaling == "rank" else math.sqrt(self.rank))
 
 

@@ -36,7 +36,8 @@ def share_yield_to_peer(module: nn.Module, yield_to_peer: YieldToPeer) -> None:
 
 
 class MoELayer(nn.Module):
-    """From hidden states [T/sp, H] to hidden states and the layer's auxiliary losses, a sum over this rank's tokens.
+    """Layer of experts: hidden states [T/sp, H] to hidden states and the auxiliary losses, a sum over this rank's
+    tokens.
 
     `name` is the layer's name in the model: it names the random numbers of its router. Talks over ep and etp, and over
     the axes that cut sequences where a choice, a loss or a capacity looks at whole ones. Raises ValueError where all

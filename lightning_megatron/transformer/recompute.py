@@ -64,7 +64,7 @@ class RecomputeConfig:
 
     @property
     def recomputed_parts(self) -> tuple[RecomputePart, ...]:
-        """The parts of a layer that are made again where it is not made again whole."""
+        """Parts of each layer that are recomputed under selective granularity."""
         return self.parts if self.granularity == "selective" else ()
 
     def faults(self) -> list[str]:
@@ -107,7 +107,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 class RecomputeLayer(nn.Module):
-    """A layer that can make parts of its forward again; at first it keeps all. Works on hidden states [T/sp, H]."""
+    """A layer that can recompute parts of its forward in the backward, at first none. On [T/sp, H]."""
 
     recomputable: ClassVar[frozenset[str]] = frozenset()
     """Parts that it knows."""
@@ -119,7 +119,7 @@ class RecomputeLayer(nn.Module):
 
 
 def set_recomputed(module: nn.Module, config: RecomputeConfig) -> None:
-    """Tells every layer of a module which of its parts to make again."""
+    """Tells every layer of a module which of its parts to recompute."""
     parts = frozenset(config.recomputed_parts)
     for layer in module.modules():
         if isinstance(layer, RecomputeLayer):
@@ -127,7 +127,7 @@ def set_recomputed(module: nn.Module, config: RecomputeConfig) -> None:
 
 
 def recomputable_parts(module: nn.Module) -> set[str]:
-    """The parts that the layers of a module know."""
+    """Parts that the layers of a module can recompute."""
     return {part for layer in module.modules() if isinstance(layer, RecomputeLayer) for part in layer.recomputable}
 
 
@@ -144,7 +144,7 @@ def part_faults(config: RecomputeConfig, offered: set[str]) -> list[str]:
 
 @torch.compiler.disable
 def checkpoint(run: Callable[..., Any], *inputs: Any, buffers: Sequence[Tensor] = ()) -> Any:
-    """`run(*inputs)`, of which the inputs alone are kept: it runs again in the backward.
+    """`run(*inputs)`, of which only the inputs are saved: the backward recomputes the rest.
 
     `buffers` are those that it changes (counts, running means): they change once.
     """
@@ -177,7 +177,7 @@ class _Restored:
 
 @torch.compiler.disable
 def apply_recomputed(make: Callable[[Tensor], Tensor], use: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """`use(make(x))`; where `use` would keep what it takes for its backward, it is made again there.
+    """`use(make(x))`; where `use` would save its input for backward, that is recomputed there.
 
     For a `make` that is cheap and draws no random numbers, and a `use` that keeps what it takes as it is.
     """
@@ -202,7 +202,7 @@ def apply_recomputed(make: Callable[[Tensor], Tensor], use: Callable[[Tensor], T
 
 
 def _name_of(tensor: Tensor) -> tuple[object, ...]:
-    """What two tensors that live at a time have in common if they are the same elements in the same order."""
+    """Identity of a tensor's elements and their order, among tensors that live at a time."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
@@ -271,7 +271,7 @@ def _run_in_turn(parts: Sequence[StagePart], hidden: Any) -> Any:
 
 
 class _Kept(NamedTuple):
-    """This rank's part of a tensor that all ranks share."""
+    """This rank's shard of a saved tensor that all ranks share."""
 
     shard: Tensor
     shape: torch.Size

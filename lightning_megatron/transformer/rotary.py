@@ -37,7 +37,7 @@ _ACTS_UNDER = {
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How rotary wavelengths are stretched. Raises ValueError, telling all faults at once.
+    """Scaling of rotary wavelengths for longer sequences. Raises ValueError, telling all faults at once.
 
     Source: Chen et al., arXiv 2306.15595 (linear); the Llama 3 models (llama3); Peng et al., arXiv 2309.00071 (yarn).
     """
@@ -145,7 +145,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`x` [..., D], rotated by the angles [..., R], which are of the dtype of `x`."""
+    """`x` [..., D] rotated by angles [..., R] of its dtype."""
     rotated: Tensor = _Rotate.apply(x, cos, sin)
     return rotated
 

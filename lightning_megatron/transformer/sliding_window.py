@@ -16,7 +16,7 @@ Masks = dict[tuple[object, ...], Tensor]
 
 
 def is_visible(sequence: int, window: int, device: torch.device) -> Tensor:
-    """Which key (column) each query (row) sees, bool [S, S]; window 0 is all before it."""
+    """Mask of the keys (columns) that each query (row) attends to, bool [S, S]; window 0: all before it."""
     places = torch.arange(sequence, device=device)
     distance = places[:, None] - places
     return (distance >= 0) & (distance < window) if window else distance >= 0
@@ -54,7 +54,7 @@ def sliding_window_attention(
 
 
 def _shared(masks: Masks, num_queries: int, num_keys: int, window: int, like: Tensor) -> Tensor:
-    """What is added to the scores of the last `num_queries` of `num_keys` tokens: 0 or -inf."""
+    """Additive mask of the last `num_queries` of `num_keys` tokens: 0 or -inf."""
     key = (num_queries, num_keys, window, like.dtype)
     if key not in masks:
         seen = is_visible(num_keys, window, like.device)[num_keys - num_queries :]

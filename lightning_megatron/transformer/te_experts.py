@@ -21,7 +21,7 @@ from lightning_megatron.precision.gemm import TILE
 
 
 class TEExperts(nn.Module):
-    """Runs what `Experts` does, and keeps its parameters under their names."""
+    """Experts that Transformer Engine runs, with the parameters of `Experts` under their names."""
 
     def __init__(self, experts: Experts) -> None:
         super().__init__()
@@ -60,14 +60,14 @@ class TEExperts(nn.Module):
         return output_PH.index_select(0, places_R)
 
     def _second_bias(self, weights_P: Tensor, sizes: list[int]) -> Tensor:
-        """What this rank adds of it. The others of etp add nothing, and have the same gradient of the bias."""
+        """This rank's share of the second bias; other ranks of etp add nothing, and have the same gradient of it."""
         assert self.down_bias is not None
         bias_PH = _of_each_row(self.down_bias, sizes)
         return scale_rows(bias_PH if self.axes.etp.is_first else bias_PH - bias_PH.detach(), weights_P)
 
 
 def _places(groups: ExpertGroups, sizes: list[int], device: torch.device) -> Tensor:
-    """Where each row stands between those of padding: int64 [R]."""
+    """Index of each row among those with padding: int64 [R]."""
     starts = [0, *itertools.accumulate(sizes)][:-1]
     spans = [torch.arange(start, start + size) for start, size in zip(starts, groups.sizes, strict=True)]
     return torch.cat(spans).to(device, non_blocking=True)

@@ -26,7 +26,7 @@ from lightning_megatron.transformer.te_experts import TEExperts
 
 
 class TELinear(nn.Module):
-    """Runs what a linear (and, folded into it, the norm in front of it) does."""
+    """A linear that Transformer Engine runs, with the norm in front of it fused in where there is one."""
 
     def __init__(self, linear: ParallelLinear, norm: LayerNorm | RMSNorm | None = None) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class TELinear(nn.Module):
 
 
 class FusedNorm(nn.Module):
-    """In the place of a norm that the linear after it computes: its parameters, and hidden states as they are."""
+    """Stands in for a norm that the linear after it computes: its parameters, and hidden states as they are."""
 
     def __init__(self, norm: LayerNorm | RMSNorm) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class FusedNorm(nn.Module):
 
 
 class TELayer:
-    """A layer whose linears are twins, until they give back their places."""
+    """A transformer layer whose linears, experts and attention Transformer Engine runs, until `give_back`."""
 
     def __init__(self, layer: PreNormLayer) -> None:
         if any(isinstance(module, ParallelLinear) and module.lora is not None for module in layer.modules()):
@@ -106,7 +106,7 @@ class TELayer:
         setattr(parent, name, child)
 
     def forget(self) -> None:
-        """The weights have changed."""
+        """Drops casts of weights, which have changed."""
         for twin in self.twins:
             twin.is_first_microbatch = True
 

@@ -36,30 +36,31 @@ class Tokens:
     """The stream of one call; `flat` makes it from [batch, sequence]."""
 
     shape: tuple[int, int]
-    """Of what the caller gave: batch and sequence."""
+    """Shape of the caller's input: batch and sequence."""
     batch: int
     """Samples of the stream, cut alike: the caller's rows, or one where documents are packed."""
     sp: Axis
     """Cuts the stream between tensor-parallel regions."""
     cp: Axis
-    """Whose ranks share each sample."""
+    """Axis whose ranks share each sample."""
     context: ContextAxes
-    """How they exchange what attention needs."""
+    """Axes and exchange of context-parallel attention."""
     layout: ContextLayout
-    """Of each sample on the ranks of cp."""
+    """Layout of each sample on the ranks of cp."""
     index_X: Tensor | None
-    """int64: where in the caller's [B * S] the tokens of the stream of all ranks are; none where that has all, in
-    order."""
+    """Index in the caller's [B * S] of each token of the stream of all ranks, int64; none where that has all, in order.
+    """
     positions_1N: Tensor
-    """int64 [1, N]: of this rank's tokens in their segments, which position embeddings see; [B, N] where rows go on
-    from places of their own."""
+    """Positions of this rank's tokens in their segments, int64 [1, N]; [B, N] where rows continue from places of their
+    own."""
     keys_BX: Tensor
-    """int64: random key of each token of the stream of all ranks."""
+    """Random key of each token of the stream of all ranks, int64."""
     rotary_cos_1NR: Tensor
-    """float64 [1, N, pairs]: of the angles by which queries and keys turn; no pairs, no turn."""
+    """Cosines of the angles that queries and keys are rotated by, float64 [1, N, pairs]; without pairs nothing rotates.
+    """
     rotary_sin_1NR: Tensor
     past: CachedCall | None = None
-    """Where keys and values are kept, and read from; none: they are not."""
+    """Cache of keys and values that this call fills and reads; none: nothing is cached."""
 
     @property
     def num_rows(self) -> int:
@@ -95,7 +96,7 @@ class Tokens:
 
     @cached_property
     def is_padding_N(self) -> Tensor:
-        """Which own rows hold no token."""
+        """Mask of own rows that hold no token."""
         return (self.layout.places(self.context.rank) == PADDING).to(self.device)
 
     def select(self, values_BS: Tensor) -> Tensor:
@@ -116,7 +117,7 @@ class Tokens:
         return self._with_padding(values_BN.expand(self.batch, self.num_rows).reshape(-1), 0)
 
     def unflat(self, values_TV: Tensor) -> Tensor:
-        """What each token of the caller's [batch, sequence] has in the streams of all ranks, 0 where it is in none.
+        """Values of each token of the caller's [batch, sequence], from the streams of all ranks; 0 where it is in none.
 
         Ranks of cp that do the same with it get a gradient each, and these are summed.
         """
@@ -144,7 +145,7 @@ class Tokens:
 
     @cached_property
     def shared(self) -> dict[object, object]:
-        """What the context attention of the layers of this call shares."""
+        """Cache that the layers of this call share for context-parallel attention."""
         return {}
 
     @cached_property
@@ -163,7 +164,7 @@ class Tokens:
         return self.shard(self.stream_keys)
 
     def routed(self, weights_BS: Tensor, cut: Axis, call: int) -> RoutedTokens:
-        """What routers are told of this rank's part of the stream over `cut`; calls of a step have different numbers.
+        """Metadata of this rank's part of the stream over `cut` for routers; calls of a step have different numbers.
 
         `weights_BS` say how much each of the caller's tokens counts in the loss of the model; in the auxiliary losses
         the tokens of a segment share its sum alike.
@@ -197,7 +198,7 @@ class Tokens:
         )
 
     def dropout_spec(self, key: int, first_head: int, probability: float) -> DropoutSpec:
-        """What the dropout of attention weights is drawn from, of heads from `first_head` on."""
+        """Keys that the dropout of attention weights is drawn from, of heads from `first_head` on."""
         return DropoutSpec(keys_BT=self.keys_BX, name_key=key, first_head=first_head, probability=probability)
 
     def _with_padding(self, values_T: Tensor, padding: int) -> Tensor:
@@ -205,7 +206,7 @@ class Tokens:
 
 
 def _filled(values_BX: Tensor) -> Tensor:
-    """Something for the rows of padding to take where there is no token at all."""
+    """Values with one more column where there is no token at all, for rows of padding to take."""
     return values_BX if values_BX.shape[1] else F.pad(values_BX, (0, 1))
 
 
@@ -255,7 +256,7 @@ def stream_of(
 
 
 def _axes_of(mesh: Mesh, group: Axis | None) -> ContextAxes:
-    """Over which ranks a call's attention exchanges what."""
+    """Axes and exchange of a call's context-parallel attention."""
     exchange = AllGatherExchange() if mesh.sizes.cp_exchange == "all_gather" else RingExchange()
     if group is None:
         ring, ulysses = mesh.axis("cp_ring"), mesh.axis("cp_ulysses")
