@@ -36,7 +36,7 @@ def linear_sizes(config: TransformerConfig, layer: int) -> dict[LinearName, tupl
     sizes = {QKV: (hidden, query + 2 * keys), PROJECTION: (query, hidden)}
     up, down, width = UP, DOWN, config.ffn_hidden_size
     if config.moe is not None and config.has_experts(layer):
-        up, down, width = SHARED_UP, SHARED_DOWN, config.moe.shared_ffn_hidden_size
+        up, down, width = SHARED_UP, SHARED_DOWN, config.moe.shared_expert_intermediate_size
     gates = 2 if config.is_gated else 1
     return sizes | ({up: (hidden, gates * width), down: (width, hidden)} if width else {})
 
