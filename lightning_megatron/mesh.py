@@ -34,7 +34,7 @@ Placement = Literal["loop", "v"]
 
 
 ContextExchange = Literal["ring", "all_gather"]
-"""How keys and values reach the other ranks of cp: around a ring, or by an all-gather."""
+"""Exchange of keys and values over cp: around a ring, or by an all-gather."""
 
 AttentionKernel = Literal["fused", "flex"]
 """Kernel of attention within documents or over cp on CUDA: fused ones, or one that FlexAttention compiles."""
@@ -42,13 +42,13 @@ AttentionKernel = Literal["fused", "flex"]
 
 @dataclass(frozen=True, kw_only=True)
 class StageLayout:
-    """How the parts of a model are spread over pipeline stages; `pipeline.layout` reads it and reports errors."""
+    """Spread of a model's parts over pipeline stages; `pipeline.layout` reads it and reports errors."""
 
     text: str = ""
     """Every stage written out: E embedding, t layer, L output head, | between stages, as in "Et*3|t*4|t*4|tL". Excludes
     all other fields; empty: the stages follow from those."""
     balance: Literal["layers", "cost"] = "layers"
-    """How layers are spread. layers: equally many for each stage; cost: so that the slowest stage is fastest."""
+    """Spread of the layers. layers: equally many for each stage; cost: so that the slowest stage is fastest."""
     num_layers_in_first_stage: int = 0
     """Layers in the first stage; 0: as many as in the others."""
     num_layers_in_last_stage: int = 0
@@ -74,7 +74,7 @@ class Sizes:
     cp_ulysses: int = 1
     """Neighbouring ranks of cp that exchange heads for tokens (Ulysses); across them keys and values are exchanged."""
     cp_exchange: ContextExchange = "ring"
-    """How keys and values are exchanged over cp."""
+    """Exchange of keys and values over cp."""
     attention_kernel: AttentionKernel = "fused"
     """Kernel of attention within documents or over cp on CUDA."""
     pads_uneven: bool = True
@@ -94,7 +94,7 @@ class Sizes:
     placement: Placement = "loop"
     """Which pp rank holds which stages."""
     stage_layout: StageLayout = field(default_factory=StageLayout)
-    """How the parts of the model are spread over stages."""
+    """Spread of the model's parts over stages."""
 
     def faults(self) -> list[str]:
         """Every rule that these sizes break, one sentence each."""

@@ -1,4 +1,4 @@
-"""How checkpoints are written, and when besides what callbacks ask for."""
+"""Configuration of checkpoints: background saving, saves on signals, local checkpoints."""
 
 import signal
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """How checkpoints are written, and when besides what callbacks ask for."""
+    """Checkpoint saving: in the background or not, on signals, and to local disks."""
 
     asynchronous: bool = True
     """Save in the background: training goes on as soon as the state has been copied to host memory. Else training

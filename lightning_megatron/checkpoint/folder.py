@@ -88,7 +88,7 @@ class Folder:
         return cast(IO[bytes], self._fs.open(self._at(name), "rb"))
 
     def kind(self) -> Literal["folder", "file", "link", "nothing"]:
-        """What is at the path; links that lead somewhere are followed."""
+        """The kind of file at the path; links that lead somewhere are followed."""
         found = self._type_of(self._root)
         if found == "directory":
             return "folder"

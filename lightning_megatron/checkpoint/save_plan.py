@@ -1,4 +1,4 @@
-"""What to write: which rank writes which box of which tensor.
+"""The plan of a save: which rank writes which box of which tensor.
 
 torch's own planner spreads boxes that several ranks hold over those ranks, and finds holes. It asks a tensor for its
 boxes by three methods, which `ShardedTensorProxy` has; with them the stock planners save and load on any mesh. Planning
@@ -144,7 +144,7 @@ def chunks(piece: Piece, max_bytes: int) -> Iterator[Piece]:
 
 
 def _local_plan(held: Pieces, world: Axis) -> tuple[dict[str, ShardedTensorProxy], DefaultSavePlanner, SavePlan]:
-    """What this rank could write, before the ranks have agreed who does."""
+    """The boxes that this rank holds, proposed for writing before the ranks agree who writes them."""
     proxies = {
         name: ShardedTensorProxy([chunk for piece in full for chunk in chunks(piece, MAX_CHUNK_BYTES)])
         for name, pieces in as_pieces(held).items()

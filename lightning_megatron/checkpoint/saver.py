@@ -1,4 +1,4 @@
-"""When a checkpoint is written: while training waits, or in the background after a copy to host memory.
+"""Saving of checkpoints: while training waits, or in the background after a copy to host memory.
 
     all ranks    agree on who writes what; copy that to host memory          training waits for this
     all ranks    write their files, flush them to the disk                   in the background
@@ -72,7 +72,7 @@ class _InFlight:
     written: _Written | None = None
     fault: RuntimeError | None = None
     may_remove: bool = True
-    """Whether its thread removes old checkpoints at its end; else whoever comes after it does."""
+    """Whether its thread removes old checkpoints at its end; else a later save or `wait` does."""
     thread: threading.Thread = field(init=False)
 
 
@@ -95,7 +95,7 @@ class Saver:
         self._not_removed: list[str] = []
 
     def save(self, path: Address, pieces: Pieces, meta: Mapping[str, Any], *, wait: bool = True) -> None:
-        """As the function `save`; with `wait=False` it returns when the pieces have been copied to host memory.
+        """Writes the checkpoint as `save` does; with `wait=False` it returns once the pieces are copied to host memory.
 
         The save before is waited for first, unless it is of the very same tensors: then this one follows it, and its
         tensors' files are links to those. `wait` raises what could not be written.
@@ -123,7 +123,7 @@ class Saver:
         contents = _Contents(directory, self._planner.tensors, content, extras)
         if int(all_reduce(torch.tensor(int(is_same)), self._world, "min")):
             assert self._last is not None
-            # What is written again is not to go.
+            # A checkpoint that is written again must not be removed.
             self._removals = [old for old in self._removals if old != directory.path]
             self._start(_InFlight(contents, self._last, self._last.copies))
             return
@@ -181,11 +181,11 @@ class Saver:
         if self._last is None:
             remove(path)
         else:
-            # Whoever comes last, the thread or the next `wait`, does it.
+            # The thread at its end or the next `wait` removes it.
             self._removals.append(os.fspath(path))
 
     def close(self, timeout_seconds: float | None = None) -> bool:
-        """As `wait`; gives the buffers back."""
+        """Waits as `wait`, and frees the buffers."""
         try:
             return self.wait(timeout_seconds)
         finally:
@@ -216,7 +216,7 @@ class Saver:
             if save.may_remove and save.fault is None:
                 self._remove_all()
         except BaseException as error:
-            # Whatever it is: what did not come to its end must not be taken for durable.
+            # Any error at all: a save that did not end must not be taken for durable.
             save.fault = RuntimeError(f"writing checkpoints in the background ended: {_in_words(error)}")
             save.fault.__cause__ = error
 
@@ -231,7 +231,7 @@ class Saver:
 
 
 def _begin(path: Address, meta: Mapping[str, Any]) -> tuple[AtomicDirectory | Exception, bytes, IndexExtras]:
-    """The directory, or what is in the way; the metadata's bytes, and what the index needs beside the tensors."""
+    """The directory, or the error; the metadata's bytes, and what the index needs besides the tensors."""
     try:
         content, extras = safe_metadata.to_bytes(meta), IndexExtras.of(meta)
         return AtomicDirectory.start(path, new_id()), content, extras
@@ -242,7 +242,7 @@ def _begin(path: Address, meta: Mapping[str, Any]) -> tuple[AtomicDirectory | Ex
 
 
 def _copied(copies: Future[list[ChunkToWrite]]) -> Iterator[ChunkToWrite]:
-    """The copies, once they are there; raises what making them ran into."""
+    """The copies, once they are made; raises the error of making them."""
     yield from copies.result()
 
 
@@ -289,7 +289,7 @@ def _write(
 
 
 def _link_files(directory: AtomicDirectory, other: AtomicDirectory, written: _Written) -> _Written | None:
-    """As `_write_chunks`, by links to the other's files; None where the file system has no links from there to here."""
+    """Links the other's files instead of `_write_chunks`; None where the file system has no such links."""
     if is_remote(directory.path) or is_remote(other.path):
         return None
     try:

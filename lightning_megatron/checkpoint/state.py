@@ -103,7 +103,7 @@ Pieces = Mapping[str, Piece | Tensor | Sequence[Piece]]
 
 
 def as_pieces(pieces: Pieces) -> dict[str, list[Piece]]:
-    """The same with each plain tensor as a whole piece, and every name's pieces in a list."""
+    """A list of pieces for every name; a plain tensor becomes one unsharded piece."""
     found: dict[str, list[Piece]] = {}
     for name, value in pieces.items():
         if isinstance(value, Tensor):

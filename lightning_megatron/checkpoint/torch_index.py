@@ -38,7 +38,7 @@ Keys = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class IndexExtras:
-    """What the index needs to know besides the tensors."""
+    """Plain data and titles that the index needs besides the tensors."""
 
     rest: Mapping[Keys, bytes] = field(default_factory=dict)
     """Optimizer state and param groups that are no tensors, by their keys in Lightning's dictionary."""

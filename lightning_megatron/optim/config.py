@@ -11,7 +11,7 @@ DeclaredScope = Literal["auto", "elementwise", "parameter"]
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """How gradients are reduced over data-parallel ranks, and which rank steps which weights.
+    """Gradient reduction over data-parallel ranks, and sharding of the optimizer.
 
     Source of the distributed kind: Rajbhandari et al., arXiv 1910.02054, section 5.1 (ZeRO, stage 1).
     """
@@ -32,14 +32,15 @@ class OptimizerConfig:
     """With the distributed optimizer, return from the step while updated weights are still all-gathered, and let each
     part of the model wait for its own in the next forward; hooks in between must not read weights."""
     on_nonfinite: OnNonfinite = "stop"
-    """What to do about NaN or Inf in a gradient. stop: end the run on all ranks, naming rank, parameter and step. skip:
+    """Reaction to NaN or Inf in a gradient. stop: end the run on all ranks, naming rank, parameter and step. skip:
     leave out the optimizer step on all ranks. ignore: step with it."""
     check_replicas_every_n_steps: int = 0
     """Optimizer steps between two checks that all ranks that hold a weight hold the same bits; 0: never."""
     update_scope: DeclaredScope = "auto"
-    """What an optimizer that torch does not ship reads to update one element of a weight. elementwise: that element's
-    gradient and state alone, as AdamW does, so that it may be given any part of a weight. parameter: other elements of
-    the same weight, as Muon does. auto: unknown, hence refused where tensor or expert parallelism shards weights."""
+    """Scope of an update by an optimizer that torch does not ship. elementwise: an element of a weight depends on its
+    own gradient and state alone, as in AdamW, so that the optimizer may be given any part of a weight. parameter: it
+    depends on other elements of the weight, as in Muon. auto: unknown, hence refused where tensor or expert parallelism
+    shards weights."""
 
     def __post_init__(self) -> None:
         choices = (

@@ -31,13 +31,13 @@ HISTORY_LENGTH = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Fp8Config:
-    """How the linear layers of transformer layers multiply in FP8. Embeddings, output head and norms never do."""
+    """FP8 in the linear layers of transformer layers. Embeddings, output head and norms never use it."""
 
     format: Format = "hybrid"
     """Float8 format. e4m3: for inputs, weights and gradients; hybrid: e4m3 for inputs and weights, and e5m2, which has
     a wider range, for gradients."""
     scaling: RecipeName = "current"
-    """How a tensor is scaled before its cast. current: by its own amax; delayed: by its amaxes in earlier steps."""
+    """Scaling of a tensor before its cast. current: by its own amax; delayed: by its amaxes in earlier steps."""
     amax_history_length: int = HISTORY_LENGTH
     """Steps whose amaxes count for a delayed scale."""
     amax_from: AmaxFrom = "max"

@@ -21,7 +21,7 @@ TILE = 16
 
 
 class Gemm(Protocol):
-    """How a linear layer multiplies. Operands come from `cast_input` and `cast_gradient`, gathered or not."""
+    """The GEMMs of a linear layer. Operands come from `cast_input` and `cast_gradient`, gathered or not."""
 
     def cast_input(self, x_TI: Tensor, *, is_training: bool) -> Operand:
         """The input as it is sent between ranks and saved for backward."""

@@ -22,7 +22,7 @@ Agree = Callable[[Tensor], Tensor]
 
 
 class Scaling(Protocol):
-    """How one tensor of one layer is cast."""
+    """The cast of one tensor of one layer."""
 
     dtype: torch.dtype
     """The float8 format."""
