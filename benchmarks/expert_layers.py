@@ -15,12 +15,11 @@ from torch import Tensor
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.moe.experts import ExpertAxes, Experts
 from lightning_megatron.moe.grouped_gemm import GROUPED_GEMM, SEQUENTIAL_GEMM
-from lightning_megatron.moe.mixture import mix
-from lightning_megatron.moe.token_dispatcher import AllGatherTokenDispatcher, AllToAllTokenDispatcher
+from lightning_megatron.moe.token_dispatcher import AllGatherTokenDispatcher, AllToAllTokenDispatcher, moe_forward
 from lightning_megatron.sharding import Initial
 from lightning_megatron.tensor.weight_gradients import WeightGradients, share
 
-PRODUCTS = {"grouped": GROUPED_GEMM, "one by one": SEQUENTIAL_GEMM}
+GEMMS = {"grouped": GROUPED_GEMM, "one by one": SEQUENTIAL_GEMM}
 DISPATCHERS = {"all-to-all": AllToAllTokenDispatcher, "all-gather": AllGatherTokenDispatcher}
 # Experts, their features and choices of a token: as many weights in experts of three sizes, ever fewer rows for each.
 GROUP_SHAPES = ((4, 688, 2), (16, 172, 2), (64, 44, 2))
@@ -30,7 +29,7 @@ WAY_SHAPES = ((4, 688, 1), (4, 688, 2), (4, 688, 4))
 
 def variants(world: int) -> dict[tuple[str, str], tuple[int, int, int]]:
     """What is timed on so many processes: the shape by its words and by the variant's name."""
-    shapes, names = (GROUP_SHAPES, PRODUCTS) if world == 1 else (WAY_SHAPES, DISPATCHERS)
+    shapes, names = (GROUP_SHAPES, GEMMS) if world == 1 else (WAY_SHAPES, DISPATCHERS)
     return {(words(*shape), name): shape for shape in shapes for name in names}
 
 
@@ -75,7 +74,7 @@ def layer_run(
         initial=initial,
         output_initial=initial,
         axes=axes,
-        product=PRODUCTS.get(variant, GROUPED_GEMM),
+        gemm=GEMMS.get(variant, GROUPED_GEMM),
     )
     generator = torch.Generator().manual_seed(1)
     for weight in (experts.up, experts.down):
@@ -92,7 +91,7 @@ def layer_run(
 
     def run() -> tuple[Tensor, Tensor]:
         x_TH.grad = probs_TK.grad = None
-        output_TH, _ = mix(x_TH, expert_ids_TK, probs_TK, dispatcher=dispatcher, experts=experts)
+        output_TH, _ = moe_forward(x_TH, expert_ids_TK, probs_TK, dispatcher=dispatcher, experts=experts)
         with gradients.opened():
             output_TH.square().sum().backward()
         assert x_TH.grad is not None

@@ -1,4 +1,4 @@
-"""How ranks that share sequences exchange what attention needs, and what computes it."""
+"""Configuration of context parallelism: how ranks that share sequences exchange keys, values or heads."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -11,18 +11,20 @@ _COMM_TYPES = ("ring", "all_gather", "all_to_all", "hierarchical")
 
 @dataclass(frozen=True, kw_only=True)
 class ContextConfig:
-    """The exchange of context parallelism, and the kernels of attention to other ranks' keys or within documents."""
+    """Communication of context parallelism, and the kernel of attention across ranks or within documents."""
 
     comm_type: CommType = "ring"
-    """Keys and values go round the ranks while they compute; or come from all ranks at once; or heads are exchanged for
-    tokens; or that among neighbours, and a ring of such groups."""
+    """Communication between context-parallel ranks: "ring", keys and values go round while ranks compute; "all_gather",
+    keys and values of all ranks at once; "all_to_all" (Ulysses), ranks exchange heads for tokens; "hierarchical",
+    Ulysses among ulysses_size neighbours and a ring of such groups."""
     ulysses_size: int = 0
-    """Of "hierarchical": neighbouring ranks that exchange heads for tokens, best those of one node."""
+    """Number of neighbouring ranks that exchange heads for tokens under "hierarchical", best those of one node; 0
+    otherwise."""
     uneven: Literal["pad", "refuse"] = "pad"
-    """What becomes of a sequence that ranks cannot share evenly."""
+    """What to do with a sequence that ranks cannot share evenly: "pad" it, or "refuse" it with an error."""
     kernel: AttentionKernel = "fused"
-    """torch's fused kernels, or, on CUDA, its FlexAttention, where biases of relative positions are part of the
-    kernel."""
+    """Attention kernel: "fused", torch's fused kernels, or "flex", torch's FlexAttention (CUDA only), which also fuses
+    relative position biases."""
 
     def __post_init__(self) -> None:
         faults = []
@@ -47,5 +49,5 @@ class ContextConfig:
             raise ValueError("\n".join(faults))
 
     def ulysses_size_of(self, size: int) -> int:
-        """Of `size` ranks that share a sequence, how many neighbours exchange heads for tokens."""
+        """Number of neighbours that exchange heads for tokens, of `size` ranks that share a sequence."""
         return {"all_to_all": size, "hierarchical": self.ulysses_size}.get(self.comm_type, 1)

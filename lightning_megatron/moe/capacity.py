@@ -1,10 +1,10 @@
-"""How many tokens of a sequence an expert takes at most, and which.
+"""Expert capacity: how many tokens of a sequence an expert accepts, and which it drops.
 
-Shares are counted within a sequence (packed: a document), as nothing cuts a sequence out of its pool: so what is
-dropped does not depend on the layout. A choice that an expert does not take is none (-1), and its weight is not given
-to the token's other experts.
+Capacity is counted within a sequence (packed: a document), which no layout tears: so what is dropped does not depend on
+the layout. A dropped assignment becomes -1, and its probability is not given to the token's other experts.
 
-T tokens of this rank, N of all ranks that share its sequences, K choices of each, E experts, P pools, M = N * K.
+T tokens of this rank, N of all ranks that share its sequences, K experts of each token, E experts, P sequence groups,
+M = N * K.
 Source: Lepikhin et al., arXiv 2006.16668, section 2.2 (capacity); Fedus et al., arXiv 2101.03961, section 2.2 (factor).
 """
 
@@ -19,27 +19,28 @@ from torch import Tensor
 from lightning_megatron.moe.sequence_groups import SequenceGroups
 
 DropPolicy = Literal["probs", "position"]
-"""Which choices stay: those of the greatest weights, among equals the first tokens; or those of the first tokens."""
+"""Which tokens stay: those of the highest router probabilities, ties to the earlier; or the earliest tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertCapacity:
-    """What an expert takes of each sequence. Raises ValueError, telling all faults at once."""
+    """Tokens that an expert accepts of each sequence. Raises ValueError that lists all errors at once."""
 
     factor: float
-    """Times the even share of the sequence's choices, rounded up to whole tokens."""
+    """Capacity of an expert as a multiple of its even share of a sequence's tokens, rounded up to whole tokens."""
     drop_policy: DropPolicy = "probs"
-    """Which choices stay where there are more."""
+    """Which tokens stay where an expert has more than its capacity: "probs", those of the highest router probability,
+    or "position", the earliest in the sequence."""
     pad_to_capacity: bool = False
-    """Fill up with zeros to what may come: every size is known in advance, and no rank waits to learn one. Where
-    documents are packed, and ranks with other documents share the experts, sizes are told as without it."""
+    """Whether every expert's input is padded with zeros to its capacity, so that no rank waits to learn a size. Where
+    ranks with other packed documents share the experts, sizes are exchanged as without it."""
 
     def __post_init__(self) -> None:
         if faults := self.faults():
             raise ValueError("\n".join(faults))
 
     def faults(self) -> list[str]:
-        """Every rule that this breaks, one sentence each."""
+        """Errors of this capacity, one sentence each."""
         faults = []
         if not (math.isfinite(self.factor) and self.factor > 0.0):
             faults.append(
@@ -51,7 +52,7 @@ class ExpertCapacity:
         return faults
 
     def length_faults(self, num_tokens: int, num_chosen: int, num_experts: int) -> list[str]:
-        """What is wrong with it for sequences of so many tokens, one sentence each."""
+        """Errors of this capacity for sequences of num_tokens tokens, one sentence each."""
         share = self._share(num_chosen, num_experts) * num_tokens
         if share >= 1:
             return []
@@ -63,14 +64,14 @@ class ExpertCapacity:
         ]
 
     def num_rows(self, num_tokens: int, num_chosen: int, num_experts: int) -> int:
-        """Tokens that an expert takes of a sequence of so many at most."""
+        """Most tokens that an expert accepts of a sequence of num_tokens."""
         return math.ceil(self._share(num_chosen, num_experts) * num_tokens)
 
     def _share(self, num_chosen: int, num_experts: int) -> Fraction:
         # The factor as it is written: 1.1 as a float is a little more, and would round a whole share up by one.
         return Fraction(str(self.factor)) * num_chosen / num_experts
 
-    def kept(
+    def drop(
         self,
         expert_ids_TK: Tensor,
         probs_TK: Tensor,
@@ -80,9 +81,9 @@ class ExpertCapacity:
         num_chosen: int,
         num: int,
     ) -> Tensor:
-        """The chosen experts with -1 in place of choices that do not stay, [T, K].
+        """The experts of each token with -1 where it was dropped, [T, K].
 
-        `num` experts, of which a token chooses `num_chosen` (in the mean). Talks over the axes of the pools.
+        A token has `num_chosen` (in the mean) of `num` experts. Talks over the axes of the sequence groups.
         """
         expert_ids_NK, ids_N, positions_N = (
             pools.gather(values) for values in (expert_ids_TK, pools.ids_T, positions_T)
@@ -92,12 +93,12 @@ class ExpertCapacity:
         share = self._share(num_chosen, num)
         most_P = sizes_P.index_add_(0, ids_N, torch.ones_like(ids_N)) * share.numerator
         most_P = (most_P + share.denominator - 1) // share.denominator
-        # A group is an expert of a pool; behind all of them is that of choices that are none.
+        # A bucket is one expert of one sequence; the last bucket holds assignments to no expert.
         groups_NK = torch.where(
             (expert_ids_NK >= 0) & is_real_N[:, None], ids_N[:, None] * num + expert_ids_NK, num_pools * num
         )
         groups_M = groups_NK.flatten()
-        # Sorted by group, in it by weight if asked, in equal ones by position: stable sorts, the last word first.
+        # Sorted by bucket, then by probability if asked, then by position: stable sorts, the last key first.
         order_M = positions_N[:, None].expand_as(expert_ids_NK).flatten().argsort(stable=True)
         if self.drop_policy == "probs":
             probs_M = pools.gather(probs_TK.detach()).flatten()

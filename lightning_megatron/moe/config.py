@@ -1,4 +1,4 @@
-"""Which layers have experts, how a router chooses among them and keeps them equally busy, and how tokens reach them."""
+"""Configuration of mixture-of-experts layers: the router, load balancing, expert capacity and the token dispatcher."""
 
 import math
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ ExpertGemmName = Literal["grouped", "sequential"]
 
 @dataclass(frozen=True, kw_only=True)
 class AuxLoss:
-    """An auxiliary loss that is 1 times its coefficient where all experts are equally busy, and more where not."""
+    """A load-balancing loss: 1 (times its coefficient) where all experts get equally many tokens, more elsewhere."""
 
     scope: Scope = "sequence"
-    """Over which tokens an expert's share is taken: each sequence (packed: each document), one model call on one
-    replica, or the global batch of the step before. Only that of "microbatch" depends on the layout: on the number of
-    microbatches and of replicas."""
+    """Tokens over which an expert's load is counted: each sequence (packed: each document), one microbatch of one
+    data-parallel rank, or the global batch of the previous step. Only "microbatch" depends on the layout: on the number
+    of microbatches and data-parallel ranks."""
     coefficient: float = 0.01
-    """Of the loss in the objective."""
+    """Coefficient of the auxiliary load-balancing loss in the objective."""
 
     def faults(self) -> list[str]:
-        """Every rule that this loss breaks, one sentence each."""
+        """Errors of this loss, one sentence each."""
         faults = []
         if self.scope not in get_args(Scope):
             faults.append(f"scope of a balance loss ({self.scope!r}) must be one of {_listed(get_args(Scope))}")
@@ -40,47 +40,47 @@ class AuxLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """The router of a layer of experts. Raises ValueError, telling all faults at once."""
+    """The router of a mixture-of-experts layer. Raises ValueError that lists all errors at once."""
 
     num_experts: int
-    """Of the layer."""
+    """Number of experts of a layer, the shared expert not counted."""
     top_k: int = 2
-    """Experts of a token; under "expert_choice" the mean number of them."""
+    """Number of experts per token; with routing_type "expert_choice" the mean number."""
     routing_type: RoutingType = "top_k"
-    """Who chooses: each token its best experts; each expert its best tokens of every sequence; tokens by a plan in
-    which the experts of a sequence are equally busy (in training alone); or, for benchmarks, chance, or experts in
-    turn."""
+    """How tokens and experts are matched: "top_k", each token takes its best experts; "expert_choice", each expert
+    takes its best tokens of every sequence; "sinkhorn", top-k of scores that Sinkhorn iterations balance within a
+    sequence (in training only); and, for benchmarks, "random" or "round_robin"."""
     score_function: ScoreFunction = "softmax"
-    """Of a token for its experts: softmax over all of them, or a function of each alone."""
+    """Function from router logits to scores: "softmax" over all experts, or "sigmoid" or "sqrt_softplus" of each."""
     norm_topk_prob: bool = True
-    """The weights of a token's chosen experts sum up to topk_scaling_factor. With softmax this is softmax after the
-    choice, without it softmax before."""
+    """Whether the probabilities of a token's experts are scaled to sum to topk_scaling_factor. For "softmax" scores:
+    softmax after top-k if true, before top-k if false."""
     topk_scaling_factor: float = 1.0
-    """By which the weights are multiplied."""
+    """Factor on the router probabilities of the chosen experts."""
     num_groups: int = 1
-    """Of experts, neighbours in each."""
+    """Number of equal groups of neighbouring experts, for group-limited routing; 1 disables it."""
     group_topk: int = 1
-    """Of them may be used by one token: those whose best top_k / group_topk experts have the highest sum."""
+    """Number of groups that a token may use: those with the highest sum of their best top_k / group_topk scores."""
     aux_losses: tuple[AuxLoss, ...] = ()
-    """Auxiliary losses, at most one of each scope."""
+    """Auxiliary load-balancing losses, at most one of each scope."""
     z_loss: float = 0.0
-    """Coefficient of the mean square of the log-sum-exp of logits."""
+    """Coefficient of the router z-loss (mean square of the log-sum-exp of logits) in the objective; 0 disables it."""
     bias_update_rate: float = 0.0
-    """After each step a bias that choices see, and weights do not, goes so far up or down for each expert; 0: no
-    bias."""
+    """Step of the expert bias (aux-loss-free load balancing): after each optimizer step the bias of each expert, which
+    top-k sees and router probabilities do not, moves by this much towards balance; 0 means no expert bias."""
     jitter: float = 0.0
-    """In training, inputs of the router are multiplied by random numbers from 1 - jitter to 1 + jitter."""
+    """Noise in training: router inputs are multiplied by random numbers from 1 - jitter to 1 + jitter; 0 is none."""
     num_sinkhorn_iterations: int = 20
-    """Of the plan of "sinkhorn"."""
+    """Number of Sinkhorn iterations with routing_type "sinkhorn"."""
     dtype: RouterDtype = "float32"
-    """Of logits, scores and weights; wider inputs stay as wide as they are."""
+    """Least precision of logits, scores and probabilities; wider inputs stay as wide as they are."""
 
     def __post_init__(self) -> None:
         if faults := self.faults():
             raise ValueError("\n".join(faults))
 
     def faults(self) -> list[str]:
-        """Every rule that this configuration breaks, one sentence each."""
+        """Errors of this configuration, one sentence each."""
         faults = [
             f"{name} ({getattr(self, name)!r}) must be one of {_listed(get_args(choices))}"
             for name, choices in (
@@ -94,7 +94,7 @@ class RouterConfig:
 
     @property
     def loss_names(self) -> tuple[str, ...]:
-        """The auxiliary losses there are, in the order of their sums."""
+        """Names of the auxiliary losses in use, in the order of their sums."""
         return (*(loss.scope for loss in self.aux_losses), *(("z",) if self.z_loss else ()))
 
     def _size_faults(self) -> list[str]:
@@ -176,33 +176,33 @@ class RouterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
-    """Layers of experts in the place of dense feed-forward networks. Raises ValueError, telling all faults at once."""
+    """Mixture-of-experts layers in place of dense MLPs. Raises ValueError that lists all errors at once."""
 
     router: RouterConfig
-    """Who chooses among how many experts."""
+    """The router and its number of experts."""
     ffn_hidden_size: int = 0
-    """Features of one expert between its two matrices; 0: those of the model's dense layers."""
+    """Hidden features of one expert's MLP; 0 means ffn_hidden_size of the model."""
     layer_freq: int = 1
-    """Of so many layers the first has experts: layers 0, every, 2 * every ..."""
+    """Every how many layers one has experts: layers 0, layer_freq, 2 * layer_freq ..."""
     layers: tuple[int, ...] = ()
-    """In the place of `layer_freq`: the layers with experts, counted from 0."""
+    """Layers with experts, counted from 0; given in place of layer_freq."""
     shared_expert_intermediate_size: int = 0
-    """Features of an expert that every token goes through beside those chosen; 0: there is none."""
+    """Hidden features of the shared expert, which every token goes through; 0 means no shared expert."""
     shared_expert_gate: bool = False
-    """Each token's output of the shared expert is weighed by the sigmoid of a product with a learned vector."""
+    """Whether the shared expert's output is scaled per token by the sigmoid of a learned gate."""
     capacity: ExpertCapacity | None = None
-    """How many tokens an expert takes; none: all that chose it."""
+    """Number of tokens that an expert accepts; without it no token is dropped."""
     dispatcher: DispatcherName = "all_to_all"
-    """How tokens travel: to the ranks of their experts, or to all."""
+    """Token dispatcher: "all_to_all" sends tokens to the ranks of their experts, "all_gather" to all ranks."""
     expert_gemm: ExpertGemmName = "grouped"
-    """How the experts of a rank multiply: all in one kernel where there is one, or one after another."""
+    """GEMM of the experts of a rank: "grouped", one kernel for all where there is one, or "sequential"."""
 
     def __post_init__(self) -> None:
         if faults := self.faults():
             raise ValueError("\n".join(faults))
 
     def faults(self) -> list[str]:
-        """Every rule that this configuration breaks, one sentence each."""
+        """Errors of this configuration, one sentence each."""
         faults = [
             f"moe {name} ({getattr(self, name)!r}) must be one of {_listed(get_args(choices))}"
             for name, choices in (("dispatcher", DispatcherName), ("expert_gemm", ExpertGemmName))
@@ -228,7 +228,7 @@ class MoEConfig:
         return faults
 
     def layer_faults(self, num_layers: int) -> list[str]:
-        """What is wrong with it for a stack of so many layers, one sentence each."""
+        """Errors of this configuration in a stack of num_layers layers, one sentence each."""
         unknown = [layer for layer in self.layers if not 0 <= layer < num_layers]
         if not unknown:
             return []
@@ -238,12 +238,12 @@ class MoEConfig:
         ]
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer, counted from 0, has experts."""
+        """Whether the layer, counted from 0, has experts."""
         return layer in self.layers if self.layers else layer % self.layer_freq == 0
 
     @property
     def has_losses(self) -> bool:
-        """Whether its routers add to the objective."""
+        """Whether routers add an auxiliary loss to the objective."""
         return bool(self.router.aux_losses) or self.router.z_loss > 0
 
 

@@ -67,7 +67,7 @@ class Experts(WeightGradientLayer):
         output_initial: Initial,
         axes: ExpertAxes,
         has_bias: bool = False,
-        product: ExpertGemm = GROUPED_GEMM,
+        gemm: ExpertGemm = GROUPED_GEMM,
     ) -> None:
         super().__init__()
         ep, etp, edp = axes
@@ -78,7 +78,7 @@ class Experts(WeightGradientLayer):
             )
         self.activation, self.axes = activation, axes
         # As asked for; and as the two matrices multiply, each by its own where they do it in float8.
-        self.product = self.up_product = self.down_product = product
+        self.gemm = self.up_gemm = self.down_gemm = gemm
         width = (2, ffn_hidden_size) if activation in GATED else (ffn_hidden_size,)
         self.up = shard_parameter(
             (num_experts, *width, hidden_size), initial=initial, dim=-2, axis=etp, leading=ep, data=edp
@@ -95,17 +95,17 @@ class Experts(WeightGradientLayer):
                 (num_experts, hidden_size), initial=Initial(), replicas=(etp,), leading=ep, data=edp
             )
 
-    def forward(self, arrived: DispatchedTokens) -> Tensor:
-        rows_RH, probs_R, groups = arrived
+    def forward(self, tokens: DispatchedTokens) -> Tensor:
+        rows_RH, probs_R, groups = tokens
         up_bias = down_bias = None
         if self.up_bias is not None and self.down_bias is not None:
             up_bias = GroupedBias(self.up_bias)
             down_bias = GroupedBias(self.down_bias, probs_R, is_own=self.axes.etp.is_first)
-        up = self._times(rows_RH, self.up, groups, self.up_product, up_bias)
+        up = self._times(rows_RH, self.up, groups, self.up_gemm, up_bias)
         weighed_RF = weighted_activation(up, probs_R, self.activation)
-        return self._times(weighed_RF, self.down, groups, self.down_product, down_bias)
+        return self._times(weighed_RF, self.down, groups, self.down_gemm, down_bias)
 
     def _times(
-        self, x: Tensor, weight: Tensor, groups: ExpertGroups, product: ExpertGemm, bias: GroupedBias | None
+        self, x: Tensor, weight: Tensor, groups: ExpertGroups, gemm: ExpertGemm, bias: GroupedBias | None
     ) -> Tensor:
-        return grouped_linear(x, weight, groups, gradients=self.weight_gradients, product=product, bias=bias)
+        return grouped_linear(x, weight, groups, gradients=self.weight_gradients, gemm=gemm, bias=bias)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_megatron.precision.cast import Operand
-from lightning_megatron.tensor.linear import as_product_input
+from lightning_megatron.tensor.linear import as_gemm_input
 from lightning_megatron.tensor.weight_gradients import Way, WeightGradients
 
 _KERNEL_DTYPES = {
@@ -185,7 +185,7 @@ def grouped_linear(
     groups: ExpertGroups,
     *,
     gradients: WeightGradients,
-    product: ExpertGemm,
+    gemm: ExpertGemm,
     bias: GroupedBias | None = None,
 ) -> Tensor:
     """[R, *weight.shape[1:-1]] from the rows [R, I] of each expert; the weight is [L, *outputs, I].
@@ -193,10 +193,10 @@ def grouped_linear(
     The gradient of the weight goes where `gradients` says.
     """
     values, probs_R, is_own = bias if bias is not None else (None, None, False)
-    x_RI = as_product_input(x_RI)
+    x_RI = as_gemm_input(x_RI)
     # Not known any more within the Function, where no graph is made.
     is_training = torch.is_grad_enabled()
-    y_RO: Tensor = _GroupedLinear.apply(x_RI, weight, values, probs_R, groups, gradients, product, is_own, is_training)
+    y_RO: Tensor = _GroupedLinear.apply(x_RI, weight, values, probs_R, groups, gradients, gemm, is_own, is_training)
     return y_RO.view(y_RO.shape[0], *weight.shape[1:-1])
 
 
@@ -221,16 +221,16 @@ class _GroupedLinear(torch.autograd.Function):
         probs_R: Tensor | None,
         groups: ExpertGroups,
         gradients: WeightGradients,
-        product: ExpertGemm,
+        gemm: ExpertGemm,
         is_own: bool,
         is_training: bool,
     ) -> Tensor:
-        ctx.groups, ctx.gradients, ctx.product, ctx.is_own, ctx.dtype = groups, gradients, product, is_own, x.dtype
+        ctx.groups, ctx.gradients, ctx.gemm, ctx.is_own, ctx.dtype = groups, gradients, gemm, is_own, x.dtype
         # The weight itself, as in `tensor.linear`: what autograd saved of it may come back as another tensor.
         ctx.owner = weight
-        kept = product.cast_input(x, is_training=is_training)
+        kept = gemm.cast_input(x, is_training=is_training)
         ctx.save_for_backward(*(kept if ctx.needs_input_grad[1] else (None, None)), weight, bias, probs_R)
-        y_RO = product.forward(kept, weight, groups, x.dtype, is_training=is_training)
+        y_RO = gemm.forward(kept, weight, groups, x.dtype, is_training=is_training)
         if bias is not None and is_own:
             _add_bias(y_RO, bias.flatten(1), probs_R, groups)
         return y_RO
@@ -241,12 +241,12 @@ class _GroupedLinear(torch.autograd.Function):
         values, inverse_scale, weight, bias, probs_R = ctx.saved_tensors
         groups: ExpertGroups = ctx.groups
         gradients: WeightGradients = ctx.gradients
-        product: ExpertGemm = ctx.product
+        gemm: ExpertGemm = ctx.gemm
         owner: Tensor = ctx.owner
         grad_RO = grad_RO.contiguous()
         needs_x, needs_weight, needs_bias, needs_weights = ctx.needs_input_grad[:4]
-        x_RI, grad = Operand(values, inverse_scale), product.cast_gradient(grad_RO)
-        grad_x = product.input_gradient(grad, weight, groups, ctx.dtype) if needs_x else None
+        x_RI, grad = Operand(values, inverse_scale), gemm.cast_gradient(grad_RO)
+        grad_x = gemm.input_gradient(grad, weight, groups, ctx.dtype) if needs_x else None
         grad_weight = grad_bias = grad_weights = None
         if needs_weight:
             way = gradients.way(owner)
@@ -255,14 +255,14 @@ class _GroupedLinear(torch.autograd.Function):
             # Put off, it runs where gradients are on.
             @torch.no_grad()
             def add() -> None:
-                product.add_weight_gradient(owner, grad, x_RI, groups, gradients.grad_view(owner))
+                gemm.add_weight_gradient(owner, grad, x_RI, groups, gradients.grad_view(owner))
 
             if way is Way.QUEUE:
                 gradients.hand_in(owner, add)
             elif way is Way.ADD:
                 add()
             else:
-                grad_weight = product.weight_gradient(grad, x_RI, weight, groups).view(weight.shape).to(weight.dtype)
+                grad_weight = gemm.weight_gradient(grad, x_RI, weight, groups).view(weight.shape).to(weight.dtype)
         if needs_bias:
             # On every rank that holds a part of the sum, whether it added the bias or not: all have the same gradient.
             grad_bias = _bias_gradient(grad_RO, bias, probs_R, groups)

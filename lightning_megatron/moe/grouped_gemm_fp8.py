@@ -24,8 +24,8 @@ class GroupedFp8Gemm:
 
     def forget(self) -> None:
         """The weights are about to change, or have: the next product casts them anew."""
-        for product in self._of_experts:
-            product.forget()
+        for gemm in self._of_experts:
+            gemm.forget()
 
     def cast_input(self, x_RI: Tensor, *, is_training: bool) -> Operand:
         return self._x.cast(x_RI, is_training=is_training)
@@ -38,19 +38,19 @@ class GroupedFp8Gemm:
     ) -> Tensor:
         if is_training:
             # Of experts without rows too: what later steps scale by depends on no choice of a router.
-            for product, of_expert in zip(self._of_experts, weight, strict=True):
-                product.cast_weight(of_expert, is_training=True)
+            for gemm, of_expert in zip(self._of_experts, weight, strict=True):
+                gemm.cast_weight(of_expert, is_training=True)
         y_RO = x_RI.values.new_empty(len(x_RI.values), weight[0].numel() // weight.shape[-1], dtype=dtype)
         for expert, rows in groups.spans():
-            product, x = self._of_experts[expert], _part(x_RI, rows)
-            y_RO[rows] = product.forward(x, weight[expert], None, dtype, is_training=is_training)
+            gemm, x = self._of_experts[expert], _part(x_RI, rows)
+            y_RO[rows] = gemm.forward(x, weight[expert], None, dtype, is_training=is_training)
         return y_RO
 
     def input_gradient(self, grad_RO: Operand, weight: Tensor, groups: ExpertGroups, dtype: torch.dtype) -> Tensor:
         grad_RI = grad_RO.values.new_empty(len(grad_RO.values), weight.shape[-1], dtype=dtype)
         for expert, rows in groups.spans():
-            product = self._of_experts[expert]
-            grad_RI[rows] = product.input_gradient(_part(grad_RO, rows), weight[expert], dtype)
+            gemm = self._of_experts[expert]
+            grad_RI[rows] = gemm.input_gradient(_part(grad_RO, rows), weight[expert], dtype)
         return grad_RI
 
     def weight_gradient(self, grad_RO: Operand, x_RI: Operand, weight: Tensor, groups: ExpertGroups) -> Tensor:
@@ -58,8 +58,8 @@ class GroupedFp8Gemm:
         # As wide as `.grad` may be.
         grad_LOI = weight.new_zeros(shape, dtype=torch.float32)
         for expert, rows in groups.spans():
-            product = self._of_experts[expert]
-            grad_LOI[expert] = product.gradient_in(torch.float32, _part(grad_RO, rows), _part(x_RI, rows))
+            gemm = self._of_experts[expert]
+            grad_LOI[expert] = gemm.gradient_in(torch.float32, _part(grad_RO, rows), _part(x_RI, rows))
         return grad_LOI
 
     def add_weight_gradient(

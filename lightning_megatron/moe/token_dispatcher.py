@@ -1,19 +1,20 @@
-"""The way of tokens to the ranks of their experts and back, over ep and etp.
+"""The path of tokens to the ranks of their experts (dispatch) and back (combine), over ep and etp.
 
-Every rank of ep x etp comes with tokens of its own and holds E/ep experts, of each of them 1/etp of the features.
+Every rank of ep x etp brings tokens of its own and holds E/ep experts, 1/etp of the features of each.
 
-    AllToAll     out   sort by expert; exchange over ep; join over etp; sort the rows of all ranks by expert
-                 home  the same backwards; the rows of a token are added up at home
-    AllGather    out   join all tokens over etp and ep; take the rows of own experts
-                 home  add the rows of each token up; sum over ep and etp, each rank its own tokens
+    AllToAll     dispatch   sort by expert; all-to-all over ep; all-gather over etp; sort the rows by expert
+                 combine    the reverse; each rank adds up the rows of its tokens
+    AllGather    dispatch   all-gather all tokens over etp and ep; take the rows of own experts
+                 combine    add up the rows of each token; reduce-scatter over ep and etp
 
-AllToAll moves the rows that are wanted; AllGather moves everything: it is for few ranks and many choices.
+AllToAll moves the rows that are wanted; AllGather moves everything: it suits few ranks and many experts per token.
 Both hand the same rows in the same order to the experts. A fused backend is a third value of `TokenDispatcher`.
 
 How many rows go where is data, and a kernel's output needs its size: the host reads it once, in `on_host`, and never
 where every expert's rows are padded to a capacity.
 
-T tokens of this rank, K choices of each, H hidden, E experts, L own experts, P ranks of ep, Q ranks of etp, R rows.
+T tokens of this rank, K experts of each token, H hidden, E experts, L own experts, P ranks of ep, Q ranks of etp,
+R rows.
 """
 
 from collections.abc import Callable
@@ -33,45 +34,42 @@ from lightning_megatron.comm.async_collectives import (
     start,
 )
 from lightning_megatron.mesh import Axis
-from lightning_megatron.moe.experts import DispatchedTokens
+from lightning_megatron.moe.experts import DispatchedTokens, Experts
 from lightning_megatron.moe.grouped_gemm import ExpertGroups
 from lightning_megatron.moe.permute import Permutation, permute, regrouped, sort_by_expert, unpermute
+from lightning_megatron.tensor.linear import as_gemm_input
 
 Read = Callable[[Tensor, int], Tensor]
-"""From counts by expert [..., E] on the device the same on the host; it is told of how many tokens each row is."""
+"""Copies counts by expert [..., E] from the device to the host, given the number of tokens that each row counts."""
 
 
-class Journey(Protocol):
-    """The tokens of one microbatch on their way. The three in turn, once each; between them, do other things."""
+class DispatchWork(Protocol):
+    """A dispatch in flight. Call `wait`, then `combine`, once each; compute other things before `wait`."""
 
-    def arrive(self) -> DispatchedTokens:
-        """The rows for this rank's experts, once they are here."""
+    def wait(self) -> DispatchedTokens:
+        """The rows for this rank's experts, once they have arrived."""
         ...
 
-    def send_back(self, rows_RH: Tensor) -> None:
-        """Starts what the experts made of the rows, in the same order, on its way home."""
-        ...
-
-    def come_home(self) -> Tensor:
-        """For each token of this rank the sum of its experts' outputs, [T, H], once they are here."""
+    def combine(self, rows_RH: Tensor) -> Tensor:
+        """For each token of this rank the sum of its experts' outputs, [T, H]; the rows come in the order of `wait`."""
         ...
 
 
 class TokenDispatcher(Protocol):
-    """How tokens travel."""
+    """How tokens travel between ranks."""
 
     yield_to_peer: YieldToPeer
-    """Called before each wait for tokens on their way."""
+    """Called before each wait for a message."""
     read: Read
     """Brings numbers of rows to the host."""
 
     def dispatch(
         self, hidden_TH: Tensor, expert_ids_TK: Tensor, probs_TK: Tensor, capacity: int | None = None
-    ) -> Journey:
-        """Starts the tokens on their way to the experts that they chose; -1 is no choice.
+    ) -> DispatchWork:
+        """Starts to send each token to its experts; the expert -1 is none.
 
-        With a capacity every expert gets so many rows of each rank, zeros behind those of tokens; no expert may be
-        chosen more often, and all ranks come with the same one.
+        With a capacity every expert gets so many rows of each rank, zeros after those of tokens; no expert may have
+        more tokens than that, and all ranks pass the same capacity.
         """
         ...
 
@@ -86,7 +84,7 @@ class AllToAllTokenDispatcher:
 
     def dispatch(
         self, hidden_TH: Tensor, expert_ids_TK: Tensor, probs_TK: Tensor, capacity: int | None = None
-    ) -> Journey:
+    ) -> DispatchWork:
         by_expert = sort_by_expert(expert_ids_TK, self.num_experts)
         shape = (self.ep.size, self.etp.size, self.num_experts)
         if capacity is None:
@@ -99,24 +97,25 @@ class AllToAllTokenDispatcher:
             sizes_PQE = torch.full(shape, capacity)
             choices_R = by_expert.padded(capacity)
         of_tokens, of_choices = by_expert.orders(choices_R, is_dropless=capacity is None)
-        plan = _Exchange(self.ep, self.etp, counts_PQE, sizes_PQE, self.yield_to_peer)
-        return _AllToAllJourney(plan, of_tokens, permute(hidden_TH, of_tokens), permute(probs_TK.flatten(), of_choices))
+        plan = _AllToAllPlan(self.ep, self.etp, counts_PQE, sizes_PQE, self.yield_to_peer)
+        rows_RH, probs_R = permute(hidden_TH, of_tokens), permute(probs_TK.flatten(), of_choices)
+        return _AllToAllWork(plan, of_tokens, rows_RH, probs_R)
 
 
-class _Exchange:
-    """Who sends how many rows to whom, read off the rows of each expert on each rank."""
+class _AllToAllPlan:
+    """How many rows each rank sends to each other one, from the rows of each expert on each rank."""
 
     def __init__(self, ep: Axis, etp: Axis, counts_PQE: Tensor, sizes_PQE: Tensor, yield_to_peer: YieldToPeer) -> None:
         self.ep, self.etp, self.yield_to_peer = ep, etp, yield_to_peer
         num_own = sizes_PQE.shape[2] // ep.size
         sizes_PQPL = sizes_PQE.unflatten(2, (ep.size, num_own))
         # Rows for each rank of ep.
-        self.given: list[int] = sizes_PQPL[ep.rank, etp.rank].sum(1).tolist()
+        self.num_sent: list[int] = sizes_PQPL[ep.rank, etp.rank].sum(1).tolist()
         own_PQL = sizes_PQPL[:, :, ep.rank]
-        # Rows of each rank of ep.
-        self.taken: list[int] = own_PQL[:, etp.rank].sum(1).tolist()
-        # Rows that each rank of etp took.
-        self.shares: list[int] = own_PQL.sum((0, 2)).tolist()
+        # Rows from each rank of ep.
+        self.num_received: list[int] = own_PQL[:, etp.rank].sum(1).tolist()
+        # Rows that each rank of etp received.
+        self.num_gathered: list[int] = own_PQL.sum((0, 2)).tolist()
         sizes_L: list[int] = own_PQL.sum((0, 1)).tolist()
         counts_PQL = counts_PQE.unflatten(2, (ep.size, num_own))[:, :, ep.rank]
         self.groups = ExpertGroups(tuple(sizes_L), counts_PQL.sum((0, 1)))
@@ -124,36 +123,36 @@ class _Exchange:
         self.by_expert = regrouped(counts_PQL.transpose(0, 1), self.groups.num_rows)
 
 
-class _AllToAllJourney:
-    def __init__(self, plan: _Exchange, of_tokens: Permutation, rows_RH: Tensor, probs_R: Tensor) -> None:
+class _AllToAllWork:
+    def __init__(self, plan: _AllToAllPlan, of_tokens: Permutation, rows_RH: Tensor, probs_R: Tensor) -> None:
         self._plan, self._of_tokens = plan, of_tokens
-        self._out = [
-            all_to_all_v(rows, plan.ep, plan.given, plan.taken, plan.yield_to_peer) for rows in (rows_RH, probs_R)
+        self._work = [
+            all_to_all_v(rows, plan.ep, plan.num_sent, plan.num_received, plan.yield_to_peer)
+            for rows in (rows_RH, probs_R)
         ]
-        # Where no message goes over ep that over etp starts here, and flies as long.
-        self._is_joining = all(rows.is_complete for rows in self._out)
-        if self._is_joining:
-            self._join()
-        self._home: AsyncTensor
+        # Where nothing is sent over ep, the gather over etp starts here and is in flight as long.
+        self._is_gathering = all(rows.is_complete for rows in self._work)
+        if self._is_gathering:
+            self._gather()
 
-    def arrive(self) -> DispatchedTokens:
-        if not self._is_joining:
-            self._join()
-        rows_RH, probs_R = (permute(rows.wait(), self._plan.by_expert) for rows in self._out)
+    def wait(self) -> DispatchedTokens:
+        if not self._is_gathering:
+            self._gather()
+        rows_RH, probs_R = (permute(rows.wait(), self._plan.by_expert) for rows in self._work)
         return DispatchedTokens(rows_RH, probs_R, self._plan.groups)
 
-    def send_back(self, rows_RH: Tensor) -> None:
+    def combine(self, rows_RH: Tensor) -> Tensor:
         plan = self._plan
-        own = reduce_scatter_v(unpermute(rows_RH, plan.by_expert), plan.etp, plan.shares, plan.yield_to_peer)
-        self._home = all_to_all_v(own.wait(), plan.ep, plan.taken, plan.given, plan.yield_to_peer)
+        own_work = reduce_scatter_v(unpermute(rows_RH, plan.by_expert), plan.etp, plan.num_gathered, plan.yield_to_peer)
+        back_work = all_to_all_v(own_work.wait(), plan.ep, plan.num_received, plan.num_sent, plan.yield_to_peer)
+        # The experts' output is not needed while rows are in flight.
+        del rows_RH
+        return unpermute(back_work.wait(), self._of_tokens)
 
-    def come_home(self) -> Tensor:
-        return unpermute(self._home.wait(), self._of_tokens)
-
-    def _join(self) -> None:
-        """The rows that came over ep go on over etp."""
+    def _gather(self) -> None:
+        """Starts the all-gather over etp of the rows that came over ep."""
         plan = self._plan
-        self._out = [all_gather_v(rows.wait(), plan.etp, plan.shares, plan.yield_to_peer) for rows in self._out]
+        self._work = [all_gather_v(rows.wait(), plan.etp, plan.num_gathered, plan.yield_to_peer) for rows in self._work]
 
 
 class AllGatherTokenDispatcher:
@@ -166,12 +165,12 @@ class AllGatherTokenDispatcher:
 
     def dispatch(
         self, hidden_TH: Tensor, expert_ids_TK: Tensor, probs_TK: Tensor, capacity: int | None = None
-    ) -> Journey:
-        experts = collectives.all_gather(collectives.all_gather(expert_ids_TK, self.etp), self.ep)
-        by_expert = sort_by_expert(experts - self.ep.rank * self.num_own, self.num_own)
+    ) -> DispatchWork:
+        expert_ids = collectives.all_gather(collectives.all_gather(expert_ids_TK, self.etp), self.ep)
+        by_expert = sort_by_expert(expert_ids - self.ep.rank * self.num_own, self.num_own)
         if capacity is None:
             # Own experts take their share of all ranks' tokens.
-            sizes = tuple(self.read(by_expert.counts_E, len(experts) // self.ep.size).tolist())
+            sizes = tuple(self.read(by_expert.counts_E, len(expert_ids) // self.ep.size).tolist())
             groups = ExpertGroups(sizes, by_expert.counts_E)
             choices_R = by_expert.dropless(groups.num_rows)
         else:
@@ -179,10 +178,10 @@ class AllGatherTokenDispatcher:
             groups = ExpertGroups((of_all,) * self.num_own, torch.full_like(by_expert.counts_E, of_all))
             choices_R = by_expert.padded(of_all)
         orders = by_expert.orders(choices_R, is_dropless=capacity is None)
-        return _AllGatherJourney(self.ep, self.etp, orders, groups, hidden_TH, probs_TK, self.yield_to_peer)
+        return _AllGatherWork(self.ep, self.etp, orders, groups, hidden_TH, probs_TK, self.yield_to_peer)
 
 
-class _AllGatherJourney:
+class _AllGatherWork:
     def __init__(
         self,
         ep: Axis,
@@ -195,24 +194,22 @@ class _AllGatherJourney:
     ) -> None:
         self._ep, self._etp, self._groups, self._yield_to_peer = ep, etp, groups, yield_to_peer
         self._of_tokens, self._of_choices = orders
-        joining = [_gather(x, etp, yield_to_peer) for x in (hidden_TH, probs_TK)]
-        self._out = [_gather(x.wait(), ep, yield_to_peer) for x in joining]
-        self._home: AsyncTensor
+        etp_work = [_all_gather(x, etp, yield_to_peer) for x in (hidden_TH, probs_TK)]
+        self._work = [_all_gather(x.wait(), ep, yield_to_peer) for x in etp_work]
 
-    def arrive(self) -> DispatchedTokens:
-        hidden, weights = (each.wait() for each in self._out)
-        return DispatchedTokens(
-            permute(hidden, self._of_tokens), permute(weights.flatten(), self._of_choices), self._groups
-        )
+    def wait(self) -> DispatchedTokens:
+        hidden, probs = (each.wait() for each in self._work)
+        rows_RH, probs_R = permute(hidden, self._of_tokens), permute(probs.flatten(), self._of_choices)
+        return DispatchedTokens(rows_RH, probs_R, self._groups)
 
-    def send_back(self, rows_RH: Tensor) -> None:
-        self._home = _reduce_scatter(unpermute(rows_RH, self._of_tokens), self._ep, self._yield_to_peer)
-
-    def come_home(self) -> Tensor:
-        return _reduce_scatter(self._home.wait(), self._etp, self._yield_to_peer).wait()
+    def combine(self, rows_RH: Tensor) -> Tensor:
+        back_work = _reduce_scatter(unpermute(rows_RH, self._of_tokens), self._ep, self._yield_to_peer)
+        # The experts' output is not needed while rows are in flight.
+        del rows_RH
+        return _reduce_scatter(back_work.wait(), self._etp, self._yield_to_peer).wait()
 
 
-def _gather(x: Tensor, axis: Axis, yield_to_peer: YieldToPeer) -> AsyncTensor:
+def _all_gather(x: Tensor, axis: Axis, yield_to_peer: YieldToPeer) -> AsyncTensor:
     return start(
         x,
         lambda x: collectives.all_gather(x, axis, wait=False),
@@ -233,3 +230,25 @@ def _reduce_scatter(x: Tensor, axis: Axis, yield_to_peer: YieldToPeer) -> AsyncT
 def on_host(counts: Tensor, num_tokens: int) -> Tensor:
     """The counts where Python can read them. The one place where experts make the host wait for the device."""
     return counts.cpu()
+
+
+def moe_forward(
+    hidden_TH: Tensor,
+    expert_ids_TK: Tensor,
+    probs_TK: Tensor,
+    *,
+    dispatcher: TokenDispatcher,
+    experts: Experts,
+    capacity: int | None = None,
+    overlapped: Callable[[], Tensor | None] = lambda: None,
+) -> tuple[Tensor, Tensor | None]:
+    """Sum of the outputs of each token's experts, scaled by their router probabilities, [T, H]; and the result of
+    `overlapped`, which is computed while tokens are in flight.
+
+    The expert -1 is none. With a `capacity` every expert gets so many rows of each rank, zeros after those of tokens.
+    Talks over ep and etp.
+    """
+    # Tokens travel in the dtype of the GEMM.
+    dispatch_work = dispatcher.dispatch(as_gemm_input(hidden_TH), expert_ids_TK, probs_TK, capacity)
+    other = overlapped()
+    return dispatch_work.combine(experts(dispatch_work.wait())), other

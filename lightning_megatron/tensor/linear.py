@@ -160,7 +160,7 @@ def column_parallel_linear(
     The gradient of the weight goes where `gradients` says. Keeps the T/sp tokens alone for backward and gathers them
     again there.
     """
-    x_TI = as_product_input(x_TI)
+    x_TI = as_gemm_input(x_TI)
     # Not known any more within the Function, where no graph is made.
     is_training = torch.is_grad_enabled()
     y_TO: Tensor = _Column.apply(x_TI, weight, bias, tp, sp, gradients, gemm, is_training)
@@ -179,13 +179,13 @@ def row_parallel_linear(
     gemm: Gemm = TORCH_GEMM,
 ) -> Tensor:
     """[T/sp, O] from [T, I/tp] and a weight [O, I/tp]; the bias is added once, after the sum over `tp`."""
-    x_TI = as_product_input(x_TI)
+    x_TI = as_gemm_input(x_TI)
     is_training = torch.is_grad_enabled()
     y_TO: Tensor = _Row.apply(x_TI, weight_OI, bias_O, tp, sp, gradients, gemm, is_training)
     return y_TO
 
 
-def as_product_input(x: Tensor) -> Tensor:
+def as_gemm_input(x: Tensor) -> Tensor:
     """`x` in the dtype of the product, as a linear keeps it: autocast's, if it is on; float64 is left alone."""
     dtype = autocast_dtype(x)
     return x if dtype is None or x.dtype == torch.float64 else x.to(dtype)

@@ -200,8 +200,8 @@ def _matrices(name: str, module: nn.Module) -> Iterator[_Matrix]:
         etp = module.axes.etp
         # Ranks of etp have the same rows. What ranks of ep have are other experts' rows, scaled by themselves.
         whole = Axis.alone(etp.ranks[etp.rank])
-        yield _of_experts(f"{name}.up", module, "up_product", (whole, etp, etp))
-        yield _of_experts(f"{name}.down", module, "down_product", (etp, etp, whole))
+        yield _of_experts(f"{name}.up", module, "up_gemm", (whole, etp, etp))
+        yield _of_experts(f"{name}.down", module, "down_gemm", (etp, etp, whole))
 
 
 def _of_linear(name: str, linear: ParallelLinear) -> _Matrix:
@@ -216,7 +216,7 @@ def _of_linear(name: str, linear: ParallelLinear) -> _Matrix:
 
 
 def _of_experts(
-    name: str, experts: Experts, place: Literal["up_product", "down_product"], axes: tuple[Axis, Axis, Axis]
+    name: str, experts: Experts, place: Literal["up_gemm", "down_gemm"], axes: tuple[Axis, Axis, Axis]
 ) -> _Matrix:
     def use(x: Scaling, weight: Scaling, gradient: Scaling) -> GroupedFp8Gemm:
         product = GroupedFp8Gemm(len(experts.up), x=x, weight=weight, gradient=gradient)
@@ -224,7 +224,7 @@ def _of_experts(
         return product
 
     def leave() -> None:
-        setattr(experts, place, experts.product)
+        setattr(experts, place, experts.gemm)
 
     return _Matrix(name, axes, use, leave)
 

@@ -9,7 +9,7 @@ from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.moe.experts import ExpertAxes
 from lightning_megatron.moe.sequence_groups import RoutedTokens
-from lightning_megatron.tensor.linear import as_product_input
+from lightning_megatron.tensor.linear import as_gemm_input
 from lightning_megatron.transformer.build import Norm, build_attention, build_mlp, build_norm
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.dropout import Dropout
@@ -52,7 +52,7 @@ class PreNormLayer(RecomputeLayer):
     def _norm_and(self, norm: Norm, half: Callable[[Tensor], Tensor], hidden_TH: Tensor) -> Tensor:
         """One half of the layer, which begins with a linear, on normed hidden states."""
         if "norm" in self.recomputed:
-            output_TH: Tensor = apply_recomputed(lambda x: as_product_input(norm(x)), half, hidden_TH)
+            output_TH: Tensor = apply_recomputed(lambda x: as_gemm_input(norm(x)), half, hidden_TH)
         else:
             output_TH = half(norm(hidden_TH))
         return output_TH
@@ -90,7 +90,7 @@ class TransformerLayer(PreNormLayer):
         if "norm" in self.recomputed:
             output_TH: Tensor = checkpoint(lambda x: self.mlp(self.mlp_norm(x), tokens), hidden_TH)
         else:
-            output_TH = checkpoint(lambda x: self.mlp(x, tokens), as_product_input(self.mlp_norm(hidden_TH)))
+            output_TH = checkpoint(lambda x: self.mlp(x, tokens), as_gemm_input(self.mlp_norm(hidden_TH)))
         return output_TH
 
 

@@ -18,11 +18,15 @@ from lightning_megatron.mesh import Axis
 from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.moe.experts import ExpertAxes, Experts
 from lightning_megatron.moe.grouped_gemm import GROUPED_GEMM, SEQUENTIAL_GEMM
-from lightning_megatron.moe.mixture import mix
 from lightning_megatron.moe.router import Router, Routing
 from lightning_megatron.moe.sequence_groups import RoutedTokens, routing_map
 from lightning_megatron.moe.shared_expert import SharedExpert
-from lightning_megatron.moe.token_dispatcher import AllGatherTokenDispatcher, AllToAllTokenDispatcher, TokenDispatcher
+from lightning_megatron.moe.token_dispatcher import (
+    AllGatherTokenDispatcher,
+    AllToAllTokenDispatcher,
+    TokenDispatcher,
+    moe_forward,
+)
 from lightning_megatron.sharding import Initial
 from lightning_megatron.tensor.linear import TokenKeys
 from lightning_megatron.transformer.config import TransformerConfig
@@ -65,7 +69,7 @@ class MoELayer(nn.Module):
             output_initial=output_initial,
             axes=experts,
             has_bias=config.add_bias_linear,
-            product=GROUPED_GEMM if moe.expert_gemm == "grouped" else SEQUENTIAL_GEMM,
+            gemm=GROUPED_GEMM if moe.expert_gemm == "grouped" else SEQUENTIAL_GEMM,
         )
         kind = AllToAllTokenDispatcher if moe.dispatcher == "all_to_all" else AllGatherTokenDispatcher
         self.dispatcher: TokenDispatcher = kind(moe.router.num_experts, ep=experts.ep, etp=experts.etp)
@@ -91,14 +95,14 @@ class MoELayer(nn.Module):
         own_TH = self._own(hidden_TH)
         routing = self.router(own_TH, tokens)
         expert_ids_TK = self._kept(routing, tokens)
-        mixed_TH, shared_TH = mix(
+        mixed_TH, shared_TH = moe_forward(
             own_TH,
             expert_ids_TK,
             routing.probs_TK,
             dispatcher=self.dispatcher,
             experts=self.experts,
-            num_rows=self._num_rows(tokens),
-            meanwhile=lambda: None if self.shared is None else self.shared(hidden_TH, keys),
+            capacity=self._capacity(tokens),
+            overlapped=lambda: None if self.shared is None else self.shared(hidden_TH, keys),
         )
         output_TH = differentiable.all_gather_invariant(mixed_TH, self.split)[: len(hidden_TH)]
         return output_TH if shared_TH is None else output_TH + shared_TH, routing.auxiliary
@@ -125,7 +129,7 @@ class MoELayer(nn.Module):
         capacity, router, expert_ids_TK = self.config.capacity, self.config.router, routing.expert_ids_TK
         if capacity is None:
             return expert_ids_TK
-        kept_TK = capacity.kept(
+        kept_TK = capacity.drop(
             expert_ids_TK,
             routing.probs_TK,
             tokens.positions_T,
@@ -137,7 +141,7 @@ class MoELayer(nn.Module):
             self.router.records.add_kept(tokens.call, routing_map(kept_TK, router.num_experts).sum(0))
         return kept_TK
 
-    def _num_rows(self, tokens: RoutedTokens) -> int | None:
+    def _capacity(self, tokens: RoutedTokens) -> int | None:
         """Rows that each expert gets of each rank, where that is known in advance."""
         capacity, router = self.config.capacity, self.config.router
         if capacity is None or not capacity.pad_to_capacity or not self._has_equal_sizes(tokens):

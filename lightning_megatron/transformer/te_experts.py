@@ -40,12 +40,12 @@ class TEExperts(nn.Module):
             fp8.grouped_linear(num_own, all_features, hidden_size, mode="row", **options),
         )
 
-    def forward(self, arrived: DispatchedTokens) -> Tensor:
-        rows_RH, probs_R, groups = arrived
+    def forward(self, tokens: DispatchedTokens) -> Tensor:
+        rows_RH, probs_R, groups = tokens
         sizes = [max(-(-size // TILE), 1) * TILE for size in groups.sizes]
         places_R = _places(groups, sizes, rows_RH.device)
         rows_PH = rows_RH.new_zeros(sum(sizes), rows_RH.shape[1]).index_copy(0, places_R, rows_RH)
-        weights_P = probs_R.new_zeros(sum(sizes)).index_copy(0, places_R, probs_R)
+        probs_P = probs_R.new_zeros(sum(sizes)).index_copy(0, places_R, probs_R)
         is_first = None
         if torch.is_grad_enabled():
             is_first, self.is_first_microbatch = self.is_first_microbatch, False
@@ -53,17 +53,17 @@ class TEExperts(nn.Module):
         up_PF = _times(up, self.up, rows_PH, sizes, is_first).view(len(rows_PH), *self.up.shape[1:-1])
         if self.up_bias is not None:
             up_PF = up_PF + _of_each_row(self.up_bias, sizes)
-        weighed_PF = weighted_activation(up_PF, weights_P, self.activation)
+        weighed_PF = weighted_activation(up_PF, probs_P, self.activation)
         output_PH = _times(down, self.down, weighed_PF, sizes, is_first)
         if self.down_bias is not None:
-            output_PH = output_PH + self._second_bias(weights_P, sizes)
+            output_PH = output_PH + self._second_bias(probs_P, sizes)
         return output_PH.index_select(0, places_R)
 
-    def _second_bias(self, weights_P: Tensor, sizes: list[int]) -> Tensor:
+    def _second_bias(self, probs_P: Tensor, sizes: list[int]) -> Tensor:
         """This rank's share of the second bias; other ranks of etp add nothing, and have the same gradient of it."""
         assert self.down_bias is not None
         bias_PH = _of_each_row(self.down_bias, sizes)
-        return scale_rows(bias_PH if self.axes.etp.is_first else bias_PH - bias_PH.detach(), weights_P)
+        return scale_rows(bias_PH if self.axes.etp.is_first else bias_PH - bias_PH.detach(), probs_P)
 
 
 def _places(groups: ExpertGroups, sizes: list[int], device: torch.device) -> Tensor:

@@ -84,7 +84,7 @@ def dispatcher_of(make: Callable[..., TokenDispatcher], mesh: Mesh) -> TokenDisp
     return make(E, ep=mesh.axis("ep"), etp=mesh.axis("etp"))
 
 
-def experts_of(plain: Plain, mesh: Mesh, product: ExpertGemm = GROUPED_GEMM) -> Experts:
+def experts_of(plain: Plain, mesh: Mesh, gemm: ExpertGemm = GROUPED_GEMM) -> Experts:
     """This rank's slice of the plain experts."""
     experts = Experts(
         E,
@@ -94,7 +94,7 @@ def experts_of(plain: Plain, mesh: Mesh, product: ExpertGemm = GROUPED_GEMM) -> 
         initial=INITIAL,
         output_initial=INITIAL,
         axes=ExpertAxes.of(mesh),
-        product=product,
+        gemm=gemm,
     ).double()
     fill(experts.up, plain.up.detach())
     fill(experts.down, plain.down.detach())

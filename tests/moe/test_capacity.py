@@ -27,7 +27,7 @@ def alone(segments: list[int], num: int) -> SequenceGroups:
 def kept(experts: Tensor, weights: Tensor, capacity: ExpertCapacity, *, num: int = E) -> list[list[int]]:
     """Of one sequence in order."""
     places = torch.arange(len(experts))
-    answer = capacity.kept(experts, weights, places, alone([0] * len(experts), 1), num_chosen=experts.shape[1], num=num)
+    answer = capacity.drop(experts, weights, places, alone([0] * len(experts), 1), num_chosen=experts.shape[1], num=num)
     return answer.tolist()
 
 
@@ -56,7 +56,7 @@ def test_the_choices_that_stay_are_those_found_by_hand(
     experts, weights = choices_of(len(segments), num_chosen, seed)
     # Tokens of a sequence lie in any order, as those of several ranks do.
     positions = torch.randperm(len(segments), generator=torch.Generator().manual_seed(seed))
-    ours = ExpertCapacity(factor=float(factor), drop_policy=drop_policy).kept(
+    ours = ExpertCapacity(factor=float(factor), drop_policy=drop_policy).drop(
         experts, weights, positions, alone(segments, 3), num_chosen=num_chosen, num=E
     )
     assert ours.tolist() == kept_by_hand(
@@ -113,7 +113,7 @@ def test_what_is_dropped_is_that_of_one_device_on_every_cut_of_the_batch(
                 weights_T=torch.ones(len(places_T)),
                 axes=(mesh.tp, mesh.cp),
             )
-            ours = capacity.kept(
+            ours = capacity.drop(
                 experts[places_T], weights[places_T], tokens.positions_T, tokens.pools, num_chosen=K, num=E
             )
             assert torch.equal(ours, right[places_T])
@@ -125,9 +125,9 @@ def test_experts_that_choose_lose_nothing_to_a_factor_of_one_and_their_last_to_a
     scores = torch.rand(8, E, generator=torch.Generator().manual_seed(1))
     pools, places = alone([0] * 5 + [1] * 3, 2), torch.arange(8)
     chosen = expert_choice(scores, places, pools, 2)
-    whole = ExpertCapacity(factor=1.0).kept(chosen, scores, places, pools, num_chosen=2, num=E)
+    whole = ExpertCapacity(factor=1.0).drop(chosen, scores, places, pools, num_chosen=2, num=E)
     assert torch.equal(whole, chosen) and bool((chosen >= 0).any())
-    half = ExpertCapacity(factor=0.5).kept(chosen, scores, places, pools, num_chosen=2, num=E)
+    half = ExpertCapacity(factor=0.5).drop(chosen, scores, places, pools, num_chosen=2, num=E)
     # Of 5 tokens each takes 2 instead of 3, of 3 tokens 1 instead of 2.
     assert (half[:5] >= 0).sum(0).tolist() == [2] * E and (half[5:] >= 0).sum(0).tolist() == [1] * E
     for expert in range(E):
@@ -154,7 +154,7 @@ def test_the_capacity_is_the_even_share_times_the_factor_rounded_up_as_the_facto
 def test_a_call_without_tokens_has_nothing_to_drop() -> None:
     nothing = torch.empty(0, 2)
     assert kept(nothing.long(), nothing, ExpertCapacity(factor=1.0)) == []
-    padding = ExpertCapacity(factor=1.0).kept(
+    padding = ExpertCapacity(factor=1.0).drop(
         torch.tensor([[0, 1]]), torch.ones(1, 2), torch.zeros(1).long(), alone([-1], 0), num_chosen=2, num=E
     )
     assert padding.tolist() == [[-1, -1]]

@@ -14,9 +14,8 @@ from lightning_megatron.comm.collectives import shard_slice
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.moe.experts import DispatchedTokens, ExpertAxes, Experts
 from lightning_megatron.moe.grouped_gemm import GROUPED_GEMM, SEQUENTIAL_GEMM, ExpertGemm, ExpertGroups
-from lightning_megatron.moe.mixture import mix
 from lightning_megatron.moe.shared_expert import SharedExpert
-from lightning_megatron.moe.token_dispatcher import AllToAllTokenDispatcher, TokenDispatcher
+from lightning_megatron.moe.token_dispatcher import AllToAllTokenDispatcher, TokenDispatcher, moe_forward
 from lightning_megatron.sharding import shard_of
 from lightning_megatron.tensor.activation import Activation
 from tests.harness.ranks import run_on_ranks
@@ -86,7 +85,7 @@ class Plain:
         return out.detach()
 
 
-def experts_of(plain: Plain, mesh: Mesh, product: ExpertGemm = GROUPED_GEMM) -> Experts:
+def experts_of(plain: Plain, mesh: Mesh, gemm: ExpertGemm = GROUPED_GEMM) -> Experts:
     experts = Experts(
         E,
         H,
@@ -96,18 +95,18 @@ def experts_of(plain: Plain, mesh: Mesh, product: ExpertGemm = GROUPED_GEMM) -> 
         output_initial=INITIAL,
         axes=ExpertAxes.of(mesh),
         has_bias=True,
-        product=product,
+        gemm=gemm,
     ).double()
     for name, whole in plain.parameters.items():
         fill(experts.get_parameter(name), whole.detach())
     return experts
 
 
-def check(plain: Plain, out: Tensor, make: Make, mesh: Mesh, product: ExpertGemm = GROUPED_GEMM) -> None:
-    experts = experts_of(plain, mesh, product)
+def check(plain: Plain, out: Tensor, make: Make, mesh: Mesh, gemm: ExpertGemm = GROUPED_GEMM) -> None:
+    experts = experts_of(plain, mesh, gemm)
     hidden, weights = own(plain.hidden, mesh).requires_grad_(), own(plain.weights, mesh).requires_grad_()
     dispatcher = dispatcher_of(make, mesh)
-    mixed, _ = mix(hidden, own(plain.experts, mesh), weights, dispatcher=dispatcher, experts=experts)
+    mixed, _ = moe_forward(hidden, own(plain.experts, mesh), weights, dispatcher=dispatcher, experts=experts)
     assert_same(mixed, own(out, mesh))
     mixed.backward(own(plain.out_grad, mesh))
     for leaf, whole in ((hidden, plain.hidden), (weights, plain.weights)):
@@ -162,10 +161,10 @@ def test_biased_experts_equal_the_loop_on_real_ranks() -> None:
     run_on_ranks(4, gloo_rank)
 
 
-@pytest.mark.parametrize("product", [SEQUENTIAL_GEMM, GROUPED_GEMM])
-def test_under_autocast_biases_are_added_wide_and_have_gradients_of_their_own_dtype(product: ExpertGemm) -> None:
+@pytest.mark.parametrize("gemm", [SEQUENTIAL_GEMM, GROUPED_GEMM])
+def test_under_autocast_biases_are_added_wide_and_have_gradients_of_their_own_dtype(gemm: ExpertGemm) -> None:
     plain = Plain(8)
-    experts, low = (experts_of(plain, Mesh.single(), product).float() for _ in range(2))
+    experts, low = (experts_of(plain, Mesh.single(), gemm).float() for _ in range(2))
     sizes = (4, 0, 3, 0, 1, 0, 0, 5)
     groups = ExpertGroups(sizes, torch.tensor(sizes))
     rows, weights = torch.randn(13, H), torch.rand(13)

@@ -18,7 +18,7 @@ from tests.moe.plain import BITE
 
 SIZES = (3, 0, 5, 0)
 GROUPS = ExpertGroups(SIZES, torch.tensor(SIZES))
-either = pytest.mark.parametrize("product", [SEQUENTIAL_GEMM, GROUPED_GEMM])
+either = pytest.mark.parametrize("gemm", [SEQUENTIAL_GEMM, GROUPED_GEMM])
 
 
 def experts_on(mesh: Mesh, **changes: Any) -> Experts:
@@ -39,11 +39,11 @@ def looped(x: Tensor, weight: Tensor) -> Tensor:
 )
 @pytest.mark.parametrize("out_shape", [(16,), (2, 8), (5,)])
 def test_products_of_many_experts_equal_a_loop_in_plain_torch(
-    product: ExpertGemm, dtype: torch.dtype, tolerance: float, out_shape: tuple[int, ...]
+    gemm: ExpertGemm, dtype: torch.dtype, tolerance: float, out_shape: tuple[int, ...]
 ) -> None:
     x = torch.randn(sum(SIZES), 8).to(dtype).requires_grad_()
     weight = torch.randn(len(SIZES), *out_shape, 8).to(dtype).requires_grad_()
-    y = grouped_linear(x, weight, GROUPS, gradients=WeightGradients(), product=product)
+    y = grouped_linear(x, weight, GROUPS, gradients=WeightGradients(), gemm=gemm)
     expected = looped(x, weight)
     y_grad = torch.randn_like(y)
     torch.testing.assert_close(y, expected, rtol=0, atol=tolerance)
@@ -76,7 +76,7 @@ def test_the_kernel_is_used_where_it_takes_the_tensors_and_there_alone(monkeypat
         x = torch.randn(rows, in_features).to(dtype).requires_grad_()
         weight = torch.randn(len(SIZES), 8, in_features).to(dtype).requires_grad_()
         groups = ExpertGroups(sizes, torch.tensor(sizes))
-        grouped_linear(x, weight, groups, gradients=WeightGradients(), product=GROUPED_GEMM).square().sum().backward()
+        grouped_linear(x, weight, groups, gradients=WeightGradients(), gemm=GROUPED_GEMM).square().sum().backward()
         assert used == ([dtype] * 3 if is_kernel else [])
         assert weight.grad is not None and weight.grad.shape == weight.shape
 
@@ -85,9 +85,9 @@ def test_the_kernel_is_used_where_it_takes_the_tensors_and_there_alone(monkeypat
 @pytest.mark.parametrize("is_queued", [False, True])
 @pytest.mark.parametrize("has_grad_view", [False, True])
 def test_weight_gradients_go_past_autograd_where_a_schedule_says_so(
-    product: ExpertGemm, is_queued: bool, has_grad_view: bool
+    gemm: ExpertGemm, is_queued: bool, has_grad_view: bool
 ) -> None:
-    experts = experts_on(Mesh.single(), product=product)
+    experts = experts_on(Mesh.single(), gemm=gemm)
     initialise(experts, seed=0)
     arrived = DispatchedTokens(torch.randn(sum(SIZES), 8), torch.rand(sum(SIZES)), GROUPS)
     for _ in range(2):
@@ -113,11 +113,11 @@ def test_weight_gradients_go_past_autograd_where_a_schedule_says_so(
 
 
 @either
-def test_a_product_that_is_put_off_holds_its_operands_and_not_what_they_came_from(product: ExpertGemm) -> None:
+def test_a_product_that_is_put_off_holds_its_operands_and_not_what_they_came_from(gemm: ExpertGemm) -> None:
     received = torch.randn(sum(SIZES), 8, requires_grad=True)
     weight, gradients = nn.Parameter(torch.randn(len(SIZES), 16, 8)), WeightGradients()
     queue: list[Task] = []
-    out = grouped_linear(received.tanh(), weight, GROUPS, gradients=gradients, product=product).square().sum()
+    out = grouped_linear(received.tanh(), weight, GROUPS, gradients=gradients, gemm=gemm).square().sum()
     with gradients.opened(queue):
         out.backward()
     assert len(queue) == 1
@@ -128,10 +128,10 @@ def test_a_product_that_is_put_off_holds_its_operands_and_not_what_they_came_fro
 
 @either
 @pytest.mark.parametrize("is_strided", [False, True])
-def test_weight_gradients_are_added_to_wider_and_to_strided_ones(product: ExpertGemm, is_strided: bool) -> None:
+def test_weight_gradients_are_added_to_wider_and_to_strided_ones(gemm: ExpertGemm, is_strided: bool) -> None:
     x = torch.randn(sum(SIZES), 8).to(torch.float32 if is_strided else torch.bfloat16)
     weight, gradients = nn.Parameter(torch.randn(len(SIZES), 2, 6, 8)), WeightGradients()
-    out = grouped_linear(x, weight, GROUPS, gradients=gradients, product=product).square().sum()
+    out = grouped_linear(x, weight, GROUPS, gradients=gradients, gemm=gemm).square().sum()
     (expected,) = torch.autograd.grad(out, weight, retain_graph=True)
     weight.grad = torch.ones(len(SIZES), 6, 2, 8).transpose(1, 2) if is_strided else torch.ones_like(weight)
     with gradients.opened():

@@ -35,7 +35,7 @@ def scaling(dtype: torch.dtype = E4M3) -> Counted:
     return Counted(dtype, 0, lambda amax: amax)
 
 
-def product_of(weight: Counted | None = None) -> GroupedFp8Gemm:
+def gemm_of(weight: Counted | None = None) -> GroupedFp8Gemm:
     return GroupedFp8Gemm(len(SIZES), x=scaling(), weight=weight or scaling(), gradient=scaling(E5M2))
 
 
@@ -52,7 +52,7 @@ def test_output_and_gradients_are_those_of_the_numbers_that_operands_stand_for(o
         * torch.tensor([1.0, 1.0, 1e-4, 1e3]).view(4, *[1] * (len(out_shape) + 1))
     ).requires_grad_()
     y_grad = torch.randn(sum(SIZES), *out_shape)
-    y = grouped_linear(x, weight, GROUPS, gradients=WeightGradients(), product=product_of())
+    y = grouped_linear(x, weight, GROUPS, gradients=WeightGradients(), gemm=gemm_of())
     y.backward(y_grad)
     assert x.grad is not None and weight.grad is not None
     rows, grads = stood_for(x), stood_for(y_grad.flatten(1), E5M2)
@@ -74,21 +74,21 @@ def test_output_and_gradients_are_those_of_the_numbers_that_operands_stand_for(o
 
 def test_each_weight_is_cast_once_a_step_rows_or_none() -> None:
     counted = scaling()
-    product = product_of(counted)
+    gemm = gemm_of(counted)
     x, weight = torch.randn(sum(SIZES), 16), torch.randn(4, 32, 16, requires_grad=True)
 
     def run() -> None:
-        grouped_linear(x, weight, GROUPS, gradients=WeightGradients(), product=product).sum().backward()
+        grouped_linear(x, weight, GROUPS, gradients=WeightGradients(), gemm=gemm).sum().backward()
 
     run()
     run()
     assert counted.num_casts == len(SIZES)
-    product.forget()
+    gemm.forget()
     run()
     assert counted.num_casts == 2 * len(SIZES)
     with torch.no_grad():
         # Outside of training what is there now is cast, and only what has rows.
-        grouped_linear(x, weight, GROUPS, gradients=WeightGradients(), product=product)
+        grouped_linear(x, weight, GROUPS, gradients=WeightGradients(), gemm=gemm)
     assert counted.num_casts == 2 * len(SIZES) + 3
 
 
@@ -104,7 +104,7 @@ def experts_in_fp8() -> Experts:
         has_bias=True,
     )
     initialise(experts, seed=1)
-    experts.up_product, experts.down_product = product_of(), product_of()
+    experts.up_gemm, experts.down_gemm = gemm_of(), gemm_of()
     return experts
 
 

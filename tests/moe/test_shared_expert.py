@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from lightning_megatron.comm.collectives import shard_slice
-from lightning_megatron.moe.mixture import mix
 from lightning_megatron.moe.shared_expert import SharedExpert
-from lightning_megatron.moe.token_dispatcher import AllToAllTokenDispatcher
+from lightning_megatron.moe.token_dispatcher import AllToAllTokenDispatcher, moe_forward
 from tests.harness.threads import run_on_threads
 from tests.moe.plain import (
     BITE,
@@ -107,13 +106,13 @@ def test_what_is_computed_while_tokens_travel_equals_plain_torch_where_tp_is_fol
         mesh = expert_mesh(world, 2, 2, tp=2)
         mine = own(plain.hidden, mesh).requires_grad_()
         beside = shared.cut(mesh)
-        mixed, made = mix(
+        mixed, made = moe_forward(
             mine,
             own(plain.experts, mesh),
             own(plain.weights, mesh),
             dispatcher=dispatcher_of(AllToAllTokenDispatcher, mesh),
             experts=experts_of(plain, mesh),
-            meanwhile=lambda: beside(mine),
+            overlapped=lambda: beside(mine),
         )
         assert made is not None
         mixed = mixed + made

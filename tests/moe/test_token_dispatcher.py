@@ -13,8 +13,12 @@ from lightning_megatron.comm import collectives
 from lightning_megatron.comm.collectives import Pending
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.moe import token_dispatcher
-from lightning_megatron.moe.mixture import mix
-from lightning_megatron.moe.token_dispatcher import AllGatherTokenDispatcher, AllToAllTokenDispatcher, TokenDispatcher
+from lightning_megatron.moe.token_dispatcher import (
+    AllGatherTokenDispatcher,
+    AllToAllTokenDispatcher,
+    TokenDispatcher,
+    moe_forward,
+)
 from lightning_megatron.transformer import recompute
 from tests.harness.ranks import run_on_ranks
 from tests.moe.plain import (
@@ -40,13 +44,13 @@ def check(plain: Plain, out: Tensor, make: Make, mesh: Mesh, num_rows: int | Non
     """Output and every gradient on this rank equal those of the plain experts, of the choices that are given."""
     experts = experts_of(plain, mesh)
     hidden, weights = own(plain.hidden, mesh).requires_grad_(), own(plain.weights, mesh).requires_grad_()
-    mixed, _ = mix(
+    mixed, _ = moe_forward(
         hidden,
         own(plain.experts, mesh),
         weights,
         dispatcher=dispatcher_of(make, mesh),
         experts=experts,
-        num_rows=num_rows,
+        capacity=num_rows,
     )
     assert_same(mixed, own(out, mesh))
     mixed.backward(own(plain.out_grad, mesh))
@@ -88,7 +92,7 @@ def test_experts_and_ranks_without_a_token_have_zero_gradients(world_size: int, 
         experts = experts_of(plain, mesh)
         nothing = torch.full((8, K), -1)
         hidden = own(plain.hidden, mesh)
-        mixed, _ = mix(
+        mixed, _ = moe_forward(
             hidden,
             nothing,
             own(plain.weights, mesh),
@@ -115,7 +119,7 @@ def test_ranks_may_have_different_numbers_of_tokens_under_all_to_all(ep: int, et
 
         experts = experts_of(plain, mesh)
         hidden, weights = mine(plain.hidden).requires_grad_(), mine(plain.weights).requires_grad_()
-        mixed, _ = mix(
+        mixed, _ = moe_forward(
             hidden,
             mine(plain.experts),
             weights,
@@ -144,18 +148,17 @@ def test_there_and_back_is_each_token_times_its_choices(
 
     def on_rank(mesh: Mesh) -> None:
         hidden, experts = own(plain.hidden, mesh).requires_grad_(), own(plain.experts, mesh)
-        journey = dispatcher_of(make, mesh).dispatch(hidden, experts, own(plain.weights, mesh), capacity)
-        arrived = journey.arrive()
+        work = dispatcher_of(make, mesh).dispatch(hidden, experts, own(plain.weights, mesh), capacity)
+        arrived = work.wait()
         assert arrived.groups.num_rows == len(arrived.rows_RH) == len(arrived.probs_R)
         assert arrived.groups.sizes_L.tolist() == list(arrived.groups.sizes)
         # On each rank of etp they make a part of a sum.
-        journey.send_back(arrived.rows_RH / etp)
-        home = journey.come_home()
+        combined = work.combine(arrived.rows_RH / etp)
         times = (experts >= 0).sum(1, keepdim=True)
-        assert_same(home, hidden.detach() * times)
-        home.backward(torch.ones_like(home))
+        assert_same(combined, hidden.detach() * times)
+        combined.backward(torch.ones_like(combined))
         assert hidden.grad is not None
-        assert_same(hidden.grad, torch.ones_like(home) * times)
+        assert_same(hidden.grad, torch.ones_like(combined) * times)
 
     on_mesh(world_size, ep, etp, on_rank)
 
@@ -170,7 +173,7 @@ def test_both_dispatchers_hand_over_the_same_rows_in_the_same_order(
     def on_rank(mesh: Mesh) -> None:
         def arrived(make: Make) -> list[Tensor]:
             given = (own(each, mesh) for each in (plain.hidden, plain.experts, plain.weights))
-            rows, weights, groups = dispatcher_of(make, mesh).dispatch(*given, capacity).arrive()
+            rows, weights, groups = dispatcher_of(make, mesh).dispatch(*given, capacity).wait()
             parts = [
                 torch.cat([row, weight[:, None]], dim=1)
                 for row, weight in zip(rows.split(groups.sizes), weights.split(groups.sizes), strict=True)
@@ -217,13 +220,13 @@ def test_sizes_cross_to_the_host_once_and_never_where_they_are_padded(
     monkeypatch.setattr(token_dispatcher, "on_host", counted)
 
     def on_rank(mesh: Mesh) -> None:
-        mix(
+        moe_forward(
             own(plain.hidden, mesh),
             own(plain.experts, mesh),
             own(plain.weights, mesh),
             dispatcher=dispatcher_of(make, mesh),
             experts=experts_of(plain, mesh),
-            num_rows=8 if pads else None,
+            capacity=8 if pads else None,
         )
 
     on_mesh(4, 2, 2, on_rank)
@@ -242,12 +245,12 @@ def test_every_wait_for_a_message_gives_way_in_both_directions_and_nothing_else_
         dispatcher.yield_to_peer = lambda: turns.append(1)
         hidden, weights = (own(each, mesh).requires_grad_() for each in (plain.hidden, plain.weights))
         experts = experts_of(plain, mesh)
-        mixed, _ = mix(hidden, own(plain.experts, mesh), weights, dispatcher=dispatcher, experts=experts)
+        mixed, _ = moe_forward(hidden, own(plain.experts, mesh), weights, dispatcher=dispatcher, experts=experts)
         there = len(turns)
         mixed.backward(own(plain.out_grad, mesh))
         return [there, len(turns) - there]
 
-    # Tokens, their weights, and what comes home, over each axis.
+    # Tokens, their weights, and what comes combined, over each axis.
     assert on_mesh(ep * etp, ep, etp, on_rank) == [[num_waits] * 2] * (ep * etp)
 
 
@@ -287,13 +290,13 @@ def test_rows_and_weights_travel_while_something_else_is_computed_in_both_direct
             flying.append(sum(each.work is not None for each in started[threading.get_ident()]))
 
         hidden, weights = (own(each, mesh).requires_grad_() for each in (plain.hidden, plain.weights))
-        mixed, beside = mix(
+        mixed, beside = moe_forward(
             hidden,
             own(plain.experts, mesh),
             weights,
             dispatcher=dispatcher_of(AllToAllTokenDispatcher, mesh),
             experts=experts_of(plain, mesh),
-            meanwhile=lambda: Beside.apply(hidden, note),
+            overlapped=lambda: Beside.apply(hidden, note),
         )
         (mixed + beside).backward(own(plain.out_grad, mesh))
         return flying
@@ -307,7 +310,7 @@ def test_the_gradients_of_experts_are_parts_of_a_sum_over_edp_and_of_no_other() 
 
     def on_rank(mesh: Mesh) -> None:
         experts = experts_of(plain, mesh)
-        mixed, _ = mix(
+        mixed, _ = moe_forward(
             own(plain.hidden, mesh),
             own(plain.experts, mesh),
             own(plain.weights, mesh),
@@ -336,7 +339,7 @@ def test_experts_that_are_made_again_for_the_backward_equal_the_loop(make: Make)
 
         def run(hidden: Tensor, weights: Tensor) -> Tensor:
             dispatcher = dispatcher_of(make, mesh)
-            return mix(hidden, chosen, weights, dispatcher=dispatcher, experts=experts)[0]
+            return moe_forward(hidden, chosen, weights, dispatcher=dispatcher, experts=experts)[0]
 
         mixed = recompute.checkpoint(run, hidden, weights)
         mixed.backward(own(plain.out_grad, mesh))

@@ -1,6 +1,6 @@
 """A stage with experts and dense weights on any mesh, trained as `Gradients` and an optimizer do it, and on one device.
 
-    h = x dense^T        out = mix(h) dense^T        loss = sum(out * out_grad) + sum(h cut^T * cut_grad)
+    h = x dense^T        out = moe_forward(h) dense^T        loss = sum(out * out_grad) + sum(h cut^T * cut_grad)
 
 `dense` is replicated over tp and used twice; under pp every stage holds it, and the first one alone has experts. `cut`
 is cut over tp. Every rank has tokens of its own, as under sequence parallelism.
@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from lightning_megatron.comm import differentiable
 from lightning_megatron.mesh import Mesh, NewGroup, Sizes
 from lightning_megatron.moe.experts import ExpertAxes, Experts
-from lightning_megatron.moe.mixture import mix
-from lightning_megatron.moe.token_dispatcher import AllToAllTokenDispatcher
+from lightning_megatron.moe.token_dispatcher import AllToAllTokenDispatcher, moe_forward
 from lightning_megatron.optim.bucket import ModelParam
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.optim.data_parallel_comm import DataParallelComm
@@ -159,7 +158,7 @@ class Stage(nn.Module):
         if self.experts is not None:
             dispatcher = AllToAllTokenDispatcher(E, ep=self.mesh.axis("ep"), etp=self.mesh.axis("etp"))
             expert_ids_TK, probs_TK = self.own(batch.expert_ids_TK), self.own(batch.probs_TK)
-            h_TH, _ = mix(h_TH, expert_ids_TK, probs_TK, dispatcher=dispatcher, experts=self.experts)
+            h_TH, _ = moe_forward(h_TH, expert_ids_TK, probs_TK, dispatcher=dispatcher, experts=self.experts)
         return loss + (h_TH @ self.dense.t() * self.own(batch.out_grad_TH)).sum()
 
     def of_replica(self, whole: Tensor) -> Tensor:

@@ -96,7 +96,7 @@ def test_losses_of_experts_in_fp8_are_those_of_one_rank_on_any_layout(fp8: Fp8Co
     alone = in_fp8(dense_alone, fp8)
     for module in dense_alone.modules():
         if isinstance(module, Experts):
-            module.up_product = module.down_product = module.product
+            module.up_gemm = module.down_gemm = module.gemm
     assert max(abs(a - b) for a, b in zip(train(dense_alone, alone), wanted, strict=True)) > 2 * TOLERANCE
 
     def on_rank(world: Any, sizes: Sizes) -> None:
@@ -122,7 +122,7 @@ def test_ranks_that_share_an_expert_cast_their_parts_as_they_would_be_cast_in_th
     def scales(model: GPTModel, part: Tensor) -> list[Tensor | None]:
         experts = model.get_submodule("layers.0.moe.experts")
         assert isinstance(experts, Experts)
-        up, down = experts.up_product, experts.down_product
+        up, down = experts.up_gemm, experts.down_gemm
         weights = [product._of_experts[0]._weight for product in (up, down) if isinstance(product, GroupedFp8Gemm)]
         casts = [down.cast_input(part, is_training=True), up.cast_gradient(part)]
         return [cast.inverse_scale for cast in (*casts, *(each.cast(part, is_training=True) for each in weights))]
@@ -154,10 +154,10 @@ def test_matrices_of_experts_and_linears_take_part_and_routers_gates_and_norms_d
         *(f"moe.{x}.{y}" for x in ("experts", "shared") for y in ("up", "down")),
     )
     assert chosen == {f"model.layers.{layer}.{name}" for layer in (1, 2) for name in inside}
-    products = [m.up_product for m in model.modules() if isinstance(m, Experts)]
+    products = [m.up_gemm for m in model.modules() if isinstance(m, Experts)]
     assert products[0] is GROUPED_GEMM and all(isinstance(product, GroupedFp8Gemm) for product in products[1:])
     layers.release()
-    assert all(m.up_product is m.down_product is GROUPED_GEMM for m in model.modules() if isinstance(m, Experts))
+    assert all(m.up_gemm is m.down_gemm is GROUPED_GEMM for m in model.modules() if isinstance(m, Experts))
 
 
 def test_the_same_tokens_are_routed_by_the_same_numbers_in_fp8_and_without() -> None:

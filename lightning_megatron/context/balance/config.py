@@ -1,4 +1,4 @@
-"""What a user sets about dynamic context parallelism, and the group sizes that follow from it."""
+"""Configuration of dynamic context parallelism, and the group sizes that it allows."""
 
 from dataclasses import dataclass
 
@@ -7,22 +7,22 @@ from lightning_megatron.context.balance.cost import CostModel
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicContextConfig:
-    """How documents may be cut and packed, and where the costs come from."""
+    """Dynamic context parallelism: each packed microbatch runs on a group of 1, 2, 4 ... ranks."""
 
     max_tokens_per_rank: int
-    """Memory cap: tokens of one microbatch on one rank."""
+    """Most tokens of one microbatch on one rank: the memory cap."""
     min_group_size: int = 1
-    """Ranks that share a microbatch, at least: a power of two."""
+    """Least number of ranks that share a microbatch: a power of two."""
     max_group_size: int = 0
-    """And at most: a power of two, or all dp x cp ranks; 0: all."""
+    """Most ranks that share a microbatch: a power of two, or all dp x cp ranks; 0 means all."""
     microbatch_multiple: int = 1
-    """The number of microbatches is a multiple of this, as a pipeline schedule may ask."""
+    """Divisor of the number of microbatches, as a pipeline schedule may require."""
     min_microbatches: int = 1
-    """Of a step, on every rank."""
+    """Least number of microbatches in a step, on every rank."""
     cost: CostModel | None = None
-    # None: measured on this machine before the first step
+    """Constants of the cost model; None measures them on this machine before the first step."""
     balance_tolerance: float = 0.01
-    """The search ends at the first plan that is within this share of the lower bound."""
+    """Relative distance from the lower bound at which the search for a plan ends; 0.01 is one per cent."""
 
     def __post_init__(self) -> None:
         faults = [
@@ -53,9 +53,9 @@ class DynamicContextConfig:
 
 
 def group_sizes(ranks: int, config: DynamicContextConfig) -> tuple[int, ...]:
-    """The sizes that groups of `ranks` ranks in a line may have, ascending; each divides the next.
+    """Allowed sizes of groups of `ranks` ranks in a line, ascending; each divides the next.
 
-    They are the powers of two that divide `ranks`, and `ranks` itself, within the limits of the config.
+    The sizes are the powers of two that divide `ranks`, and `ranks` itself, within the limits of the config.
     Raises ValueError for a limit that is none of them.
     """
     if ranks < 1:

@@ -1,4 +1,4 @@
-"""What a packed microbatch costs on a group of ranks: one formula, few constants.
+"""Time of a packed microbatch on a group of ranks: one formula, few constants.
 
 A pack of documents of lengths L_i has T = sum L_i tokens and Q = sum L_i^2 squares. On a group of g ranks each rank
 takes
@@ -28,22 +28,22 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """The constants of the formula; seconds in any unit, if it is the same in all."""
+    """Constants of the cost formula; seconds in any unit that all of them share."""
 
     seconds_per_token: float
-    """A."""
+    """Time of the linear layers per token (a in the formula)."""
     seconds_per_square: float = 0.0
-    """B."""
+    """Time of causal attention per squared token of a document (b in the formula)."""
     fixed_seconds: float = 0.0
-    """Of a microbatch, with documents or without."""
+    """Fixed time of a microbatch, with documents or without."""
     seconds_per_sent_token: float = 0.0
-    """C within a node."""
+    """Time of sending one token to the neighbour within a node (c in the formula)."""
     seconds_per_far_token: float = 0.0
-    """C of a group with more than `ranks_per_node` ranks."""
+    """Time of sending one token to the neighbour in a group of more than ranks_per_node ranks."""
     latency_seconds: float = 0.0
-    """Of one step of the ring."""
+    """Latency of one step of the ring."""
     ranks_per_node: int = 0
-    """Neighbours among the dp x cp ranks that share a node; 0: all."""
+    """Number of neighbouring dp x cp ranks that share a node; 0 means all."""
 
     def __post_init__(self) -> None:
         faults = [
@@ -57,7 +57,7 @@ class CostModel:
             raise ValueError("\n".join(f"cost model: {fault}" for fault in faults))
 
     def work(self, tokens: float, squares: float) -> float:
-        """Seconds that these documents take on one rank, without the fixed part: rank-seconds on any group at best."""
+        """Seconds of these documents on one rank without the fixed part, the least rank-seconds on any group."""
         return self.seconds_per_token * tokens + self.seconds_per_square * squares
 
     @overload
@@ -65,7 +65,7 @@ class CostModel:
     @overload
     def seconds(self, tokens: Floats, squares: Floats, size: int) -> Floats: ...
     def seconds(self, tokens: float | Floats, squares: float | Floats, size: int) -> float | Floats:
-        """Seconds of a pack with these sums on a group of `size` ranks; of many packs at once where given arrays."""
+        """Seconds of a pack with these sums on a group of `size` ranks; arrays give many packs at once."""
         compute = (self.seconds_per_token * tokens + self.seconds_per_square * squares) / size
         if size == 1:
             return self.fixed_seconds + compute
@@ -77,7 +77,7 @@ class CostModel:
         return self.fixed_seconds + compute + (size - 1) * (max(exposed, 0.0) if tokens else 0.0)
 
     def sent_seconds(self, size: int) -> float:
-        """Of one token to the neighbour, in a group of this size."""
+        """Seconds of sending one token to the neighbour in a group of this size."""
         is_near = self.ranks_per_node == 0 or size <= self.ranks_per_node
         return self.seconds_per_sent_token if is_near else self.seconds_per_far_token
 
@@ -95,7 +95,7 @@ def from_model(
     latency_seconds: float = 0.0,
     ranks_per_node: int = 0,
 ) -> CostModel:
-    """The cost model of a pipeline stage with these FLOPs on a device with these rates.
+    """Cost model of a pipeline stage with these FLOPs on a device with these rates.
 
     All FLOPs and bytes are of forward and backward together, recomputation included: `token_flops` of the linear layers
     per token, `square_flops` of attention per squared token (half of the pairs where it is causal), `sent_bytes` per
