@@ -1,1 +1,1 @@
-"""Mixture of experts: which experts each token goes to, and how they are kept equally busy."""
+"""Mixture of experts: router, load balancing, token dispatch and the experts themselves."""

@@ -76,7 +76,7 @@ class ExpertCapacity:
         expert_ids_TK: Tensor,
         probs_TK: Tensor,
         positions_T: Tensor,
-        pools: SequenceGroups,
+        groups: SequenceGroups,
         *,
         num_chosen: int,
         num: int,
@@ -86,27 +86,27 @@ class ExpertCapacity:
         A token has `num_chosen` (in the mean) of `num` experts. Talks over the axes of the sequence groups.
         """
         expert_ids_NK, ids_N, positions_N = (
-            pools.gather(values) for values in (expert_ids_TK, pools.ids_T, positions_T)
+            groups.gather(values) for values in (expert_ids_TK, groups.ids_T, positions_T)
         )
-        num_pools, is_real_N = pools.num_pools - 1, ids_N < pools.num_pools - 1
-        sizes_P = torch.zeros(pools.num_pools, dtype=torch.int64, device=ids_N.device)
+        num_groups, is_real_N = groups.num_groups - 1, ids_N < groups.num_groups - 1
+        sizes_P = torch.zeros(groups.num_groups, dtype=torch.int64, device=ids_N.device)
         share = self._share(num_chosen, num)
         most_P = sizes_P.index_add_(0, ids_N, torch.ones_like(ids_N)) * share.numerator
         most_P = (most_P + share.denominator - 1) // share.denominator
         # A bucket is one expert of one sequence; the last bucket holds assignments to no expert.
         groups_NK = torch.where(
-            (expert_ids_NK >= 0) & is_real_N[:, None], ids_N[:, None] * num + expert_ids_NK, num_pools * num
+            (expert_ids_NK >= 0) & is_real_N[:, None], ids_N[:, None] * num + expert_ids_NK, num_groups * num
         )
         groups_M = groups_NK.flatten()
         # Sorted by bucket, then by probability if asked, then by position: stable sorts, the last key first.
         order_M = positions_N[:, None].expand_as(expert_ids_NK).flatten().argsort(stable=True)
         if self.drop_policy == "probs":
-            probs_M = pools.gather(probs_TK.detach()).flatten()
+            probs_M = groups.gather(probs_TK.detach()).flatten()
             order_M = order_M[probs_M[order_M].argsort(descending=True, stable=True)]
         order_M = order_M[groups_M[order_M].argsort(stable=True)]
         sorted_M = groups_M[order_M]
         first_M = torch.searchsorted(sorted_M, sorted_M)
         places_M = torch.arange(len(order_M), device=order_M.device) - first_M
         stays_M = torch.empty_like(groups_M, dtype=torch.bool)
-        stays_M[order_M] = (places_M < most_P[sorted_M // num]) & (sorted_M < num_pools * num)
-        return pools.own_part(torch.where(stays_M.view_as(expert_ids_NK), expert_ids_NK, -1))
+        stays_M[order_M] = (places_M < most_P[sorted_M // num]) & (sorted_M < num_groups * num)
+        return groups.own_part(torch.where(stays_M.view_as(expert_ids_NK), expert_ids_NK, -1))

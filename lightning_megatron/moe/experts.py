@@ -1,17 +1,16 @@
-"""The experts of a layer that a rank holds: feed-forward networks, one tensor per matrix, the experts its first dim.
+"""The experts of a layer that a rank holds: MLPs, one tensor per matrix, the experts its first dim.
 
     up          [E, F, H], for gated ones gate and up [E, 2, F, H]      dim 0 cut over ep, F over etp
     down        [E, H, F]                                           the same
     up_bias     [E, F] or [E, 2, F]                                 the same
-    down_bias   [E, H]                                              dim 0 cut over ep, alike on all ranks of etp
+    down_bias   [E, H]                                              dim 0 cut over ep, replicated over etp
 
-What comes out on each rank of etp is a part of a sum; the first of them adds the second bias. Gradients are summed over
-edp: each replica of an expert gets the tokens of its own ep x etp block, and together they are those of all
-dp x cp x tp ranks, once each. No factor is needed. All ranks of etp have the whole gradient of the second bias: they
+The output on each rank of etp is a partial sum, to which the first of them adds the second bias. Gradients are summed
+over edp: each replica of an expert gets the tokens of its own ep x etp block, and the blocks together are all
+dp x cp x tp ranks, once each, so no factor is needed. All ranks of etp have the full gradient of the second bias: they
 see the same rows, and the same gradient of the sum.
 
-The router's weight multiplies between activation and down, and the second bias, in float32 or wider: what comes back is
-only added up.
+Router probabilities scale the activation and the second bias, in float32 or wider, so combine only adds rows up.
 
 E experts, L own ones (E/ep), H hidden, F features of an expert, R rows sorted by expert.
 """
@@ -29,16 +28,16 @@ from lightning_megatron.tensor.weight_gradients import WeightGradientLayer
 
 
 class DispatchedTokens(NamedTuple):
-    """Rows for this rank's experts, sorted by expert."""
+    """Rows for this rank's experts, sorted by expert, as a dispatcher delivers them."""
 
     rows_RH: Tensor
     probs_R: Tensor
-    """The router's."""
+    """Router probability of each row."""
     groups: ExpertGroups
 
 
 class ExpertAxes(NamedTuple):
-    """The axes of experts: those who share a layer's, those who share each, and the replicas."""
+    """The axes of experts: expert parallel, expert tensor parallel, and expert data parallel."""
 
     ep: Axis
     etp: Axis
@@ -46,12 +45,12 @@ class ExpertAxes(NamedTuple):
 
     @staticmethod
     def of(mesh: Mesh) -> "ExpertAxes":
-        """Those of a mesh."""
+        """The expert axes of a mesh."""
         return ExpertAxes(mesh.axis("ep"), mesh.axis("etp"), mesh.axis("edp"))
 
 
 class Experts(WeightGradientLayer):
-    """The own experts' feed-forward networks: rows [R, H] to [R, H], a part of a sum over etp."""
+    """MLPs of this rank's experts: rows [R, H] to [R, H], a partial sum over etp."""
 
     up_bias: nn.Parameter | None
     down_bias: nn.Parameter | None
@@ -77,7 +76,7 @@ class Experts(WeightGradientLayer):
                 f"number of experts ({num_experts}) must be a multiple of ep ({ep.size}); ep may be {fits}"
             )
         self.activation, self.axes = activation, axes
-        # As asked for; and as the two matrices multiply, each by its own where they do it in float8.
+        # The configured GEMM, and the GEMM of each matrix, which float8 replaces.
         self.gemm = self.up_gemm = self.down_gemm = gemm
         width = (2, ffn_hidden_size) if activation in GATED else (ffn_hidden_size,)
         self.up = shard_parameter(

@@ -1,4 +1,4 @@
-"""Many matrix products at once: the rows of each expert times that expert's weight, as a value that a layer holds.
+"""GEMMs of many experts at once: the rows of each expert times that expert's weight.
 
     forward  y_e = x_e W_e^T + b_e      input gradient  dx_e = dy_e W_e      weight gradient  dW_e = dy_e^T x_e
 
@@ -24,27 +24,27 @@ from lightning_megatron.tensor.weight_gradients import Way, WeightGradients
 _KERNEL_DTYPES = {
     "cpu": (torch.float32, torch.bfloat16, torch.float16),
     "cuda": (torch.bfloat16,),
+    # A meta tensor stands for one on a GPU.
     "meta": (torch.bfloat16,),
 }
-# A meta tensor stands for one on a GPU.
-# The kernel wants rows to begin at multiples of so many bytes.
+# The kernel needs rows that begin at multiples of so many bytes.
 _ALIGNED_BYTES = 16
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertGroups:
-    """How many rows each own expert has, on the host and on the device."""
+    """Numbers of rows of this rank's experts, on the host and on the device."""
 
     sizes: tuple[int, ...]
     sizes_L: Tensor
-    """int64."""
+    """Rows of each expert on the device: int64."""
 
     @property
     def num_rows(self) -> int:
         return sum(self.sizes)
 
     def spans(self) -> Iterator[tuple[int, slice]]:
-        """Each expert that has rows, and where they stand."""
+        """Each expert with rows, and the slice of its rows."""
         start = 0
         for expert, size in enumerate(self.sizes):
             if size:
@@ -53,28 +53,28 @@ class ExpertGroups:
 
 
 class ExpertGemm(Protocol):
-    """How experts multiply. Operands are what `cast_input` and `cast_gradient` gave; a weight is [L, *outputs, I]."""
+    """GEMM of experts. Operands come from `cast_input` and `cast_gradient`; a weight is [L, *outputs, I]."""
 
     def cast_input(self, x_RI: Tensor, *, is_training: bool) -> Operand:
-        """The rows as they are kept."""
+        """The rows as they are saved for backward."""
         ...
 
     def cast_gradient(self, grad_RO: Tensor) -> Operand:
-        """The gradient of the output as it is multiplied."""
+        """The gradient of the output as the GEMM takes it."""
         ...
 
     def forward(
         self, x_RI: Operand, weight: Tensor, groups: ExpertGroups, dtype: torch.dtype, *, is_training: bool
     ) -> Tensor:
-        """[R, O] in `dtype`, a tensor of its own."""
+        """Output [R, O] in `dtype`, a new tensor."""
         ...
 
     def input_gradient(self, grad_RO: Operand, weight: Tensor, groups: ExpertGroups, dtype: torch.dtype) -> Tensor:
-        """[R, I] in `dtype`."""
+        """Gradient of the input, [R, I], in `dtype`."""
         ...
 
     def weight_gradient(self, grad_RO: Operand, x_RI: Operand, weight: Tensor, groups: ExpertGroups) -> Tensor:
-        """[L, O, I], in the dtype in which it was summed."""
+        """Gradient of the weight, [L, O, I], in the dtype in which it was summed."""
         ...
 
     def add_weight_gradient(
@@ -85,7 +85,7 @@ class ExpertGemm(Protocol):
 
 
 class SequentialGemm:
-    """One product for each expert in turn."""
+    """One GEMM for each expert in turn."""
 
     def cast_input(self, x_RI: Tensor, *, is_training: bool) -> Operand:
         return Operand(x_RI, None)
@@ -123,7 +123,7 @@ class SequentialGemm:
         if place is None or place.dtype != grad.dtype or not place.is_contiguous():
             add_gradient(weight, self.weight_gradient(grad_RO, x_RI, weight, groups), grad_view)
             return
-        # Each product adds to what is there: a tensor of its own would be written, read and thrown away.
+        # Each GEMM adds to `.grad`: a tensor of its own would be written, read and thrown away.
         place_LOI = place.flatten(1, -2)
         for expert, rows in groups.spans():
             place_LOI[expert].addmm_(grad[rows].t(), x[rows], beta=0 if weight.grad is None else 1)
@@ -133,7 +133,7 @@ class SequentialGemm:
 
 
 class GroupedGemm(SequentialGemm):
-    """One kernel for all experts; the loop for what the kernel does not take (float64, unaligned rows, no rows)."""
+    """One kernel for all experts; the loop where the kernel cannot run (float64, unaligned rows, no rows)."""
 
     def forward(
         self, x_RI: Operand, weight: Tensor, groups: ExpertGroups, dtype: torch.dtype, *, is_training: bool
@@ -150,13 +150,13 @@ class GroupedGemm(SequentialGemm):
     def weight_gradient(self, grad_RO: Operand, x_RI: Operand, weight: Tensor, groups: ExpertGroups) -> Tensor:
         if not _is_for_kernel(grad_RO.values, weight.shape[-1]):
             return super().weight_gradient(grad_RO, x_RI, weight, groups)
-        # What the kernel leaves where there is nothing to sum is not told.
+        # The kernel does not define the gradient of an expert without rows.
         return _without_rows_zero(F.grouped_mm(grad_RO.values.t(), x_RI.values, offs=_ends(groups)), groups)
 
     def add_weight_gradient(
         self, weight: Tensor, grad_RO: Operand, x_RI: Operand, groups: ExpertGroups, grad_view: Tensor | None
     ) -> None:
-        # The kernel cannot add to what is there. On a CPU it is a loop itself, and the loop can.
+        # The kernel cannot accumulate. On a CPU it is a loop itself, and our loop can.
         if grad_RO.values.device.type == "cpu":
             super().add_weight_gradient(weight, grad_RO, x_RI, groups, grad_view)
         else:
@@ -165,18 +165,18 @@ class GroupedGemm(SequentialGemm):
 
 SEQUENTIAL_GEMM: ExpertGemm = SequentialGemm()
 GROUPED_GEMM: ExpertGemm = GroupedGemm()
-"""Both hold nothing, so one of each is enough for all layers."""
+"""The fused GEMM. Both are stateless, so all layers share them."""
 
 
 class GroupedBias(NamedTuple):
-    """What is added to the rows of each expert."""
+    """Bias of each expert's rows."""
 
     values: Tensor
-    # [L, *outputs]
+    """Bias of each expert: [L, *outputs]."""
     probs_R: Tensor | None = None
-    """By which a row's is multiplied; none: by 1."""
+    """Factor on the bias of each row; None is 1."""
     is_own: bool = True
-    """Whether this rank is the one that adds it, where ranks hold parts of a sum; the others know its gradient."""
+    """Whether this rank adds the bias to its partial sum; the others only compute its gradient."""
 
 
 def grouped_linear(
@@ -188,13 +188,13 @@ def grouped_linear(
     gemm: ExpertGemm,
     bias: GroupedBias | None = None,
 ) -> Tensor:
-    """[R, *weight.shape[1:-1]] from the rows [R, I] of each expert; the weight is [L, *outputs, I].
+    """Output [R, *weight.shape[1:-1]] of the rows [R, I] of each expert; the weight is [L, *outputs, I].
 
     The gradient of the weight goes where `gradients` says.
     """
     values, probs_R, is_own = bias if bias is not None else (None, None, False)
     x_RI = as_gemm_input(x_RI)
-    # Not known any more within the Function, where no graph is made.
+    # Inside the Function gradients are off, whatever the mode outside.
     is_training = torch.is_grad_enabled()
     y_RO: Tensor = _GroupedLinear.apply(x_RI, weight, values, probs_R, groups, gradients, gemm, is_own, is_training)
     return y_RO.view(y_RO.shape[0], *weight.shape[1:-1])
@@ -252,7 +252,7 @@ class _GroupedLinear(torch.autograd.Function):
             way = gradients.way(owner)
             x_RI = x_RI.without_graph()
 
-            # Put off, it runs where gradients are on.
+            # A deferred weight gradient runs where gradients are on.
             @torch.no_grad()
             def add() -> None:
                 gemm.add_weight_gradient(owner, grad, x_RI, groups, gradients.grad_view(owner))
@@ -264,7 +264,7 @@ class _GroupedLinear(torch.autograd.Function):
             else:
                 grad_weight = gemm.weight_gradient(grad, x_RI, weight, groups).view(weight.shape).to(weight.dtype)
         if needs_bias:
-            # On every rank that holds a part of the sum, whether it added the bias or not: all have the same gradient.
+            # Every rank of a partial sum has the gradient, whether it added the bias or not.
             grad_bias = _bias_gradient(grad_RO, bias, probs_R, groups)
         if needs_weights:
             grad_weights = torch.zeros_like(probs_R)
@@ -281,7 +281,7 @@ def _add_bias(y_RO: Tensor, bias_LO: Tensor, probs_R: Tensor | None, groups: Exp
 
 
 def _bias_gradient(grad_RO: Tensor, bias: Tensor, probs_R: Tensor | None, groups: ExpertGroups) -> Tensor:
-    """The sum over each expert's rows, in one order on any device."""
+    """Gradient of the bias: the sum over each expert's rows, in one order on any device."""
     grad_LO = torch.zeros_like(bias).flatten(1)
     for expert, rows in groups.spans():
         grad = grad_RO[rows]
@@ -292,12 +292,12 @@ def _bias_gradient(grad_RO: Tensor, bias: Tensor, probs_R: Tensor | None, groups
 
 
 def _wide(x: Tensor, probs_R: Tensor) -> Tensor:
-    """In float32 or wider, as wide as the weights are."""
+    """`x` in float32 or wider, at least as wide as the probabilities."""
     return x.to(torch.promote_types(torch.promote_types(x.dtype, probs_R.dtype), torch.float32))
 
 
 def _without_rows_zero(grad_LOI: Tensor, groups: ExpertGroups) -> Tensor:
-    """The gradients, zeros for experts that have no rows."""
+    """The gradients with zeros for experts without rows."""
     for expert, size in enumerate(groups.sizes):
         if not size:
             grad_LOI[expert].zero_()
@@ -305,12 +305,12 @@ def _without_rows_zero(grad_LOI: Tensor, groups: ExpertGroups) -> Tensor:
 
 
 def _flat(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """[L, O, I] in the dtype of the rows, as under autocast."""
+    """The weight [L, O, I] in the dtype of the rows, as under autocast."""
     return weight.to(dtype).flatten(1, -2)
 
 
 def _is_for_kernel(one_R: Tensor, other_length: int) -> bool:
-    """Whether torch's kernel takes these rows, and an operand of the same dtype whose rows are so long."""
+    """Whether torch's kernel takes these rows with an operand of the same dtype and this row length."""
     return (
         one_R.dtype in _KERNEL_DTYPES.get(one_R.device.type, ())
         and len(one_R) > 0

@@ -1,7 +1,7 @@
-"""The products of many experts in float8: one after another, each as that of a dense linear.
+"""GEMMs of many experts in float8: one after another, each as that of a dense linear.
 
-The rows of all own experts are cast by one scale, and so are the gradients. A weight has, scaled by itself, a scale for
-each expert, and one for all of them where its scale follows from earlier steps.
+The rows of all own experts share one scale, and so do the gradients. Weights have a scale per expert under current
+scaling, and one for all of them under delayed scaling.
 
 R rows sorted by expert, L own experts, I features in, O features out.
 """
@@ -16,14 +16,14 @@ from lightning_megatron.precision.scaling import Scaling
 
 
 class GroupedFp8Gemm:
-    """Multiplies in float8; keeps the cast weights until `forget`, for all microbatches of a step."""
+    """GEMM in float8; keeps the cast weights until `forget`, for all microbatches of a step."""
 
     def __init__(self, num_own: int, *, x: Scaling, weight: Scaling, gradient: Scaling) -> None:
         self._x, self._gradient = x, gradient
         self._of_experts = [Fp8Gemm(x=x, weight=weight, gradient=gradient) for _ in range(num_own)]
 
     def forget(self) -> None:
-        """The weights are about to change, or have: the next product casts them anew."""
+        """Drops the cast weights, as they change: the next GEMM casts them anew."""
         for gemm in self._of_experts:
             gemm.forget()
 
@@ -37,7 +37,7 @@ class GroupedFp8Gemm:
         self, x_RI: Operand, weight: Tensor, groups: ExpertGroups, dtype: torch.dtype, *, is_training: bool
     ) -> Tensor:
         if is_training:
-            # Of experts without rows too: what later steps scale by depends on no choice of a router.
+            # Experts without rows too: the scales of later steps must not depend on routing.
             for gemm, of_expert in zip(self._of_experts, weight, strict=True):
                 gemm.cast_weight(of_expert, is_training=True)
         y_RO = x_RI.values.new_empty(len(x_RI.values), weight[0].numel() // weight.shape[-1], dtype=dtype)
@@ -55,7 +55,7 @@ class GroupedFp8Gemm:
 
     def weight_gradient(self, grad_RO: Operand, x_RI: Operand, weight: Tensor, groups: ExpertGroups) -> Tensor:
         shape = (len(weight), weight[0].numel() // weight.shape[-1], weight.shape[-1])
-        # As wide as `.grad` may be.
+        # float32, the widest that `.grad` may be.
         grad_LOI = weight.new_zeros(shape, dtype=torch.float32)
         for expert, rows in groups.spans():
             gemm = self._of_experts[expert]

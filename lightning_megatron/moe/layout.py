@@ -1,4 +1,4 @@
-"""Which layouts experts can be spread over."""
+"""Parallel sizes that a mixture of experts allows."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from lightning_megatron.moe.config import MoEConfig
 
 
 def layout_faults(config: MoEConfig, ffn_hidden_size: int, sizes: Sizes) -> list[str]:
-    """What is wrong with experts of so many features on a mesh of these sizes, one sentence each."""
+    """Errors of experts with ffn_hidden_size features on a mesh of these sizes, one sentence each."""
     num_experts, shared = config.router.num_experts, config.shared_expert_intermediate_size
     faults = []
 

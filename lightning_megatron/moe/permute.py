@@ -1,4 +1,4 @@
-"""Tokens sorted by expert and back: index maths alone, on the device, with no message and no wait for the host.
+"""Tokens sorted by expert and back: index maths on the device, without communication or a wait for the host.
 
 A row is a token on its way to one expert. Rows stand sorted by expert, within an expert by token. `permute` makes rows
 of tokens, `unpermute` adds the rows of each token up; each is the other's gradient, and both only read by index, so
@@ -8,7 +8,7 @@ sums have one order on every device.
     rows      = tokens 0 1 | 2 | 0 2            of experts 0, 1, 2
     places_TK = [[3, 0], [1, -1], [4, 2]]
 
-T tokens, K choices of each, E experts, R rows, S whatever rows are made of (tokens or choices), L own experts.
+T tokens, K experts of each, E experts, R rows, S sources of rows (tokens or token-expert assignments), L own experts.
 """
 
 from dataclasses import dataclass
@@ -21,37 +21,36 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True, eq=False)
 class Permutation:
-    """Which row is of what: two views of the same pairs."""
+    """Which row comes from which source: two views of the same pairs."""
 
     sources_R: Tensor
-    """int64: what each row is of; -1 of nothing, a row of zeros."""
+    """Source of each row, -1 for a row of zeros: int64."""
     places_SK: Tensor
-    """int64: the rows of each source; -1 where it has one less What is known of them without a look at the device: a
-    mask over all rows costs more than taking them."""
+    """Rows of each source, -1 where it has fewer: int64."""
     has_empty_rows: bool = True
-    """Whether a row may be of nothing."""
+    """Whether a row may have no source. Known on the host: masking all rows costs more than taking them."""
     has_gaps: bool = True
-    """Whether a source may have a row less."""
-    is_as_it_was: bool = False
-    """Whether row i is of source i, each of one."""
+    """Whether a source may have fewer rows than others."""
+    is_identity: bool = False
+    """Whether row i comes from source i, one each."""
 
 
 @dataclass(frozen=True, eq=False)
 class SortedChoices:
-    """All choices of the tokens, sorted by expert and then by token; those of no expert last."""
+    """All token-expert assignments, sorted by expert and then by token; those to no expert last."""
 
     choices_N: Tensor
-    """int64 [T * K]: token * K + which of its choices."""
+    """Index of each assignment, token * K + k: int64 [T * K]."""
     counts_E: Tensor
-    """int64: choices of each expert."""
+    """Tokens of each expert: int64."""
     num_chosen: int
 
     def dropless(self, num_rows: int) -> Tensor:
-        """The choice of each row, [R], where every choice is one; `num_rows` is the sum of the counts."""
+        """Assignment of each row, [R], where none is dropped; `num_rows` is the sum of the counts."""
         return self.choices_N[:num_rows]
 
     def padded(self, capacity: int) -> Tensor:
-        """The choice of each row, [E * capacity]: `capacity` rows for each expert, -1 behind those it has."""
+        """Assignment of each row, [E * capacity]: `capacity` rows for each expert, -1 after those it has."""
         first_E1 = (self.counts_E.cumsum(0) - self.counts_E)[:, None]
         row_1C = torch.arange(capacity, device=self.counts_E.device)[None]
         if not len(self.choices_N):
@@ -60,9 +59,9 @@ class SortedChoices:
         return torch.where(row_1C < self.counts_E[:, None], choices_EC, -1).flatten()
 
     def orders(self, choices_R: Tensor, *, is_dropless: bool = False) -> tuple[Permutation, Permutation]:
-        """How rows of these choices are made of tokens, and of choices; `is_dropless` says that no row is of none."""
+        """Permutations from tokens, and from assignments, to these rows; `is_dropless` says that no row is empty."""
         num_choices = len(self.choices_N)
-        # One place more, for -1.
+        # One more place, for -1.
         places = choices_R.new_full((num_choices + 1,), -1)
         places[choices_R] = torch.arange(len(choices_R), device=choices_R.device)
         known = (not is_dropless, not is_dropless or len(choices_R) < num_choices)
@@ -72,24 +71,24 @@ class SortedChoices:
 
 
 def sort_by_expert(expert_ids_TK: Tensor, num_experts: int) -> SortedChoices:
-    """The choices sorted by expert; experts outside of 0 to `num_experts` - 1 are no choice."""
+    """Assignments sorted by expert; experts outside of 0 to `num_experts` - 1 count as none."""
     chosen = expert_ids_TK.flatten()
     keys = torch.where((chosen >= 0) & (chosen < num_experts), chosen, num_experts)
     sorted_keys, choices = keys.sort(stable=True)
-    # Not bincount, which waits for the device to learn its own size.
+    # bincount would wait for the device to learn the size of its output.
     bounds = torch.searchsorted(sorted_keys, torch.arange(num_experts + 1, device=keys.device))
     return SortedChoices(choices, bounds.diff(), expert_ids_TK.shape[1])
 
 
 def regrouped(sizes_PQL: Tensor, num_rows: int) -> Permutation:
-    """How rows that stand in blocks (p, q, l), l fastest, of these sizes are put into blocks (l, q, p), p fastest.
+    """Permutation from rows in blocks (p, q, l), l fastest, of these sizes to blocks (l, q, p), p fastest.
 
     `num_rows` is the sum of the sizes.
     """
     if sum(size > 1 for size in sizes_PQL.shape) <= 1:
-        # Blocks in one line stand the same way round whatever comes first.
+        # With one dim above 1 both orders are the same.
         rows = torch.arange(num_rows, device=sizes_PQL.device)
-        return Permutation(rows, rows[:, None], has_empty_rows=False, has_gaps=False, is_as_it_was=True)
+        return Permutation(rows, rows[:, None], has_empty_rows=False, has_gaps=False, is_identity=True)
     sizes, ends = sizes_PQL.flatten(), sizes_PQL.flatten().cumsum(0)
     first_PQL = (ends - sizes).view(sizes_PQL.shape)
     new_sizes = sizes_PQL.permute(2, 1, 0).flatten()
@@ -102,14 +101,14 @@ def regrouped(sizes_PQL: Tensor, num_rows: int) -> Permutation:
 
 
 def permute(x: Tensor, order: Permutation) -> Tensor:
-    """The rows [R, ...] of `x` [S, ...]."""
-    rows: Tensor = x if order.is_as_it_was else _Take.apply(x, order)
+    """Rows [R, ...] taken from the sources `x` [S, ...]."""
+    rows: Tensor = x if order.is_identity else _Take.apply(x, order)
     return rows
 
 
 def unpermute(rows: Tensor, order: Permutation) -> Tensor:
-    """The sum [S, ...] of the rows [R, ...] of each source, added in float32 or wider."""
-    sums: Tensor = rows if order.is_as_it_was else _AddUp.apply(rows, order)
+    """Sum [S, ...] of the rows [R, ...] of each source, added in float32 or wider."""
+    sums: Tensor = rows if order.is_identity else _AddUp.apply(rows, order)
     return sums
 
 

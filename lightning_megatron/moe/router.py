@@ -1,10 +1,10 @@
-"""The router of a layer of experts: which experts each token goes to, and how much each of them weighs.
+"""The router of a mixture-of-experts layer: the experts of each token and their probabilities.
 
-It stands between the norm and the dispatch of a layer. Each rank routes a part of the tokens: the weight is whole on
-all ranks, and its gradients are parts of a sum over the axis that cuts tokens, as a norm's are.
-Logits, scores and weights are float32 or wider whatever the precision. Tokens of padding go nowhere.
+It stands between the norm and the token dispatcher. Each rank routes a part of the tokens: the weight is replicated,
+and its gradients are partial sums over the axis that cuts tokens, as a norm's are.
+Logits, scores and probabilities are float32 or wider whatever the precision. Padding goes to no expert.
 
-Legend: T tokens of this rank, H hidden, E experts, K chosen, P pools.
+T tokens of this rank, H hidden, E experts, K experts of a token, P sequence groups.
 """
 
 from collections.abc import Callable
@@ -24,29 +24,28 @@ from lightning_megatron.moe.sequence_groups import RoutedTokens, SequenceGroups,
 from lightning_megatron.precision.autocast import autocast
 from lightning_megatron.sharding import Initial, shard_parameter
 
-# Below it the scores of a token do not sum up to anything.
+# It keeps the sum of a token's scores off 0.
 _LEAST_SUM = 1e-20
 
 
 @dataclass(frozen=True)
 class Routing:
-    """Where the tokens of a rank go."""
+    """Experts and probabilities of a rank's tokens, and its auxiliary losses."""
 
     expert_ids_TK: Tensor
-    """int64: experts, -1 for none: of padding, and of "expert_choice", where K is E."""
+    """Experts of each token, -1 for none (padding, and with "expert_choice", where K is E): int64."""
     probs_TK: Tensor
-    """Of their outputs in the token's, 0 for none."""
+    """Router probability of each expert, which scales its output; 0 for none."""
     auxiliary: Tensor
-    # []: the sum of this rank's auxiliary losses, each token's times its weight and each loss times its coefficient;
-    # 0 in evaluation, and of a call that does not count
+    """Sum of this rank's auxiliary losses, weighted per token and times their coefficients: []. 0 in evaluation, and
+    for a call that does not count."""
 
 
 class Router(nn.Module):
-    """From hidden states [T/cut, H] to a `Routing`; weight [E, H].
+    """Maps hidden states [T/cut, H] to a `Routing`; weight [E, H].
 
-    `cut` is the axis over which tokens are cut when they come. `name` is the router's name in the model: it names the
-    random numbers of jitter and of chance. Without a bias or a loss over the global batch it holds no state beside its
-    weight.
+    `cut` is the axis over which tokens come cut. `name` is the router's name in the model and seeds jitter and random
+    routing. Buffers exist only with an expert bias or a loss over the global batch.
     """
 
     expert_bias: Tensor
@@ -72,12 +71,12 @@ class Router(nn.Module):
 
     @property
     def is_global(self) -> bool:
-        """Whether a loss looks at the shares of a global batch."""
+        """Whether a load-balancing loss looks at the load of the global batch."""
         return any(loss.scope == "global" for loss in self.config.aux_losses)
 
     @property
     def chooses_by_score(self) -> bool:
-        """Whether the chosen are the best by score alone."""
+        """Whether a token's experts are the top-k by score alone."""
         config = self.config
         return config.routing_type == "top_k" and not self.has_bias and config.group_topk == config.num_groups
 
@@ -94,35 +93,35 @@ class Router(nn.Module):
         return self.weight.device
 
     def forward(self, x_TH: Tensor, tokens: RoutedTokens) -> Routing:
-        """Talks over the axes that cut sequences, where a loss or a choice looks at whole ones."""
-        pools = tokens.pools
+        """Routing of the tokens. Talks over the axes that cut sequences where a loss or routing needs whole ones."""
+        groups = tokens.sequence_groups
         logits_TE = self._logits(x_TH, tokens)
         scores_TE = score(logits_TE, self.config)
         with torch.no_grad():
-            expert_ids_TK = self._choose(logits_TE, scores_TE, tokens, pools)
+            expert_ids_TK = self._choose(logits_TE, scores_TE, tokens, groups)
             expert_ids_TK = torch.where(tokens.is_real_T.unsqueeze(1), expert_ids_TK, -1)
         probs_TK = topk_probs(logits_TE, scores_TE, expert_ids_TK, self.config)
         auxiliary = logits_TE.new_zeros(())
         if self.training and tokens.is_counted:
-            auxiliary = self._record(logits_TE, scores_TE, expert_ids_TK, tokens, pools)
+            auxiliary = self._record(logits_TE, scores_TE, expert_ids_TK, tokens, groups)
         return Routing(expert_ids_TK, probs_TK, auxiliary)
 
     @torch.no_grad()
     def learn(self, preferred_E: Tensor, chosen_E: Tensor) -> None:
-        """Takes in the counts of a whole global batch, once a step: `load.end_step` calls it."""
+        """Updates expert bias and global load from the counts of a global batch; `load.end_step` calls it each step."""
         if self.has_bias and self.weight.requires_grad:
-            # That of a frozen router is frozen too.
+            # The bias of a frozen router is frozen too.
             self.expert_bias += self.config.bias_update_rate * load_balancing.expert_bias_step(chosen_E)
         if self.is_global:
-            # A step without any token says nothing about what comes.
+            # A step without tokens says nothing about the load.
             self.global_tokens_per_expert.copy_(
                 torch.where(preferred_E.sum() > 0, preferred_E, self.global_tokens_per_expert)
             )
 
     def _logits(self, x_TH: Tensor, tokens: RoutedTokens) -> Tensor:
-        """float32 or wider, under autocast too: [T, E]."""
+        """Router logits in float32 or wider, under autocast too: [T, E]."""
         dtype = torch.promote_types(x_TH.dtype, getattr(torch, self.config.dtype))
-        # What padding holds must not reach the weight, NaN neither.
+        # Values in padding, NaN among them, must not reach the gradient of the weight.
         x_TH = x_TH.to(dtype).masked_fill(~tokens.is_real_T.unsqueeze(1), 0.0)
         if self.training and self.config.jitter:
             columns_H = torch.arange(x_TH.shape[1], device=x_TH.device)
@@ -131,17 +130,17 @@ class Router(nn.Module):
         with autocast(x_TH, None):
             return F.linear(x_TH, self.weight.to(dtype))
 
-    def _choose(self, logits_TE: Tensor, scores_TE: Tensor, tokens: RoutedTokens, pools: SequenceGroups) -> Tensor:
-        """The experts of each token, those of padding too: int64 [T, K]."""
+    def _choose(self, logits_TE: Tensor, scores_TE: Tensor, tokens: RoutedTokens, groups: SequenceGroups) -> Tensor:
+        """Experts of each token, padding included: int64 [T, K]."""
         config, kind = self.config, self.config.routing_type
         if kind == "expert_choice":
-            return topk.expert_choice(scores_TE, tokens.positions_T, pools, config.top_k)
+            return topk.expert_choice(scores_TE, tokens.positions_T, groups, config.top_k)
         if kind == "random":
             return topk.random(rng.bits(self.chance_key, tokens.keys_T), config.num_experts, config.top_k)
         if kind == "round_robin":
             return topk.round_robin(tokens.positions_T, config.num_experts, config.top_k)
         if kind == "sinkhorn" and self.training:
-            scores_TE = topk.sinkhorn(logits_TE, pools, config.num_sinkhorn_iterations)
+            scores_TE = topk.sinkhorn(logits_TE, groups, config.num_sinkhorn_iterations)
         if self.has_bias:
             scores_TE = scores_TE + self.expert_bias.to(scores_TE.dtype)
         if config.group_topk < config.num_groups:
@@ -154,9 +153,9 @@ class Router(nn.Module):
         return topk.topk(scores_TE, config.top_k)
 
     def _record(
-        self, logits_TE: Tensor, scores_TE: Tensor, expert_ids_TK: Tensor, tokens: RoutedTokens, pools: SequenceGroups
+        self, logits_TE: Tensor, scores_TE: Tensor, expert_ids_TK: Tensor, tokens: RoutedTokens, groups: SequenceGroups
     ) -> Tensor:
-        """The auxiliary losses of this rank's tokens, each times its coefficient, as one sum: []."""
+        """Sum of the auxiliary losses of this rank's tokens, each times its coefficient: []."""
         real_T, weights_T = tokens.is_real_T, tokens.weights_T.to(logits_TE.dtype)
         with torch.no_grad():
             chosen_TE = preferred_TE = routing_map(expert_ids_TK, self.num_experts)
@@ -166,7 +165,7 @@ class Router(nn.Module):
         probabilities_TE = normalized_scores(scores_TE, self.config)
         terms = []
         for loss in self.config.aux_losses:
-            load_TE = self._load(loss.scope, preferred_TE, pools, scores_TE.dtype)
+            load_TE = self._load(loss.scope, preferred_TE, groups, scores_TE.dtype)
             terms.append((loss.coefficient, load_balancing.aux_loss_sum(probabilities_TE, load_TE, weights_T, real_T)))
         if self.config.z_loss:
             terms.append((self.config.z_loss, load_balancing.z_loss_sum(logits_TE, weights_T, real_T)))
@@ -175,16 +174,16 @@ class Router(nn.Module):
         self.records.add(tokens.call, torch.stack([preferred_TE.sum(0), chosen_TE.sum(0)]), sums_S)
         return torch.stack([logits_TE.new_zeros(()), *(coefficient * term for coefficient, term in terms)]).sum()
 
-    def _load(self, scope: str, preferred_TE: Tensor, pools: SequenceGroups, dtype: torch.dtype) -> Tensor:
-        """How busy the experts of each token's pool are: [T, E], or [1, E] for all."""
+    def _load(self, scope: str, preferred_TE: Tensor, groups: SequenceGroups, dtype: torch.dtype) -> Tensor:
+        """Load of the experts over each token's scope: [T, E], or [1, E] for all tokens."""
         if scope == "sequence":
-            return pools.spread(load_balancing.expert_load(pools.sum(preferred_TE), dtype))
+            return groups.spread(load_balancing.expert_load(groups.sum(preferred_TE), dtype))
         if scope == "microbatch":
-            return load_balancing.expert_load(sum_over(preferred_TE.sum(0, keepdim=True), pools.axes), dtype)
+            return load_balancing.expert_load(sum_over(preferred_TE.sum(0, keepdim=True), groups.axes), dtype)
         return load_balancing.expert_load(self.global_tokens_per_expert.unsqueeze(0), dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
-        """A module cast to half takes its buffers along; a bias that moves by 0.001 would not move any more."""
+        """Keeps the expert bias in float32 when the module is cast: in 16 bits a step of 0.001 would be lost."""
         wide: Any = self.expert_bias if self.has_bias else None
         super()._apply(fn, recurse)
         if wide is not None and self.expert_bias.dtype != torch.float32:
@@ -196,20 +195,20 @@ class Router(nn.Module):
 
 
 def score(logits_TE: Tensor, config: RouterConfig) -> Tensor:
-    """What a token gives each expert: [T, E]."""
+    """Score of each expert for a token: [T, E]."""
     if config.score_function == "softmax":
         return logits_TE.softmax(1)
     if config.score_function == "sigmoid":
         return logits_TE.sigmoid()
-    # Far below 0 softplus is 0, where the slope of the root has no end.
+    # Far below 0 softplus is 0, where the slope of the square root is infinite.
     return F.softplus(logits_TE).clamp(min=torch.finfo(logits_TE.dtype).tiny).sqrt()
 
 
 def topk_probs(logits_TE: Tensor, scores_TE: Tensor, expert_ids_TK: Tensor, config: RouterConfig) -> Tensor:
-    """The weights of the chosen experts, 0 where there is none: [T, K]."""
+    """Router probabilities of the chosen experts, 0 where there is none: [T, K]."""
     places_TK = expert_ids_TK.clamp(min=0)
     if config.norm_topk_prob and config.score_function == "softmax":
-        # The same as dividing by their sum, where that is not too small to divide by.
+        # It equals dividing by their sum, and is exact where that sum is tiny.
         probs_TK = logits_TE.gather(1, places_TK).softmax(1)
     else:
         probs_TK = scores_TE.gather(1, places_TK)
@@ -219,7 +218,7 @@ def topk_probs(logits_TE: Tensor, scores_TE: Tensor, expert_ids_TK: Tensor, conf
 
 
 def normalized_scores(scores_TE: Tensor, config: RouterConfig) -> Tensor:
-    """The scores, scaled so that those of a token sum up to 1: [T, E]."""
+    """Scores scaled so that they sum to 1 for each token: [T, E]."""
     if config.score_function == "softmax":
         return scores_TE
     return scores_TE / (scores_TE.sum(1, keepdim=True) + _LEAST_SUM)

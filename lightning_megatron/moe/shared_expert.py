@@ -1,6 +1,6 @@
-"""The shared expert: a feed-forward network that every token goes through, beside those that it chose.
+"""The shared expert: an MLP that every token goes through besides its routed experts.
 
-It is cut over tp as a dense one is, sends no token to another rank, and is computed while the others travel.
+It is cut over tp as a dense MLP, sends no token to another rank, and runs while routed tokens are in flight.
 
 T tokens, H hidden, F features of the shared expert.
 """
@@ -17,7 +17,7 @@ from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLi
 
 
 class SharedExpert(nn.Module):
-    """[T/sp, H] to [T/sp, H]; with a gate times sigmoid(gate . token)."""
+    """Shared expert, [T/sp, H] to [T/sp, H]; with a gate its output is scaled by sigmoid(gate . token)."""
 
     gate: nn.Parameter | None
 
@@ -47,16 +47,16 @@ class SharedExpert(nn.Module):
             cut=1 if is_gated else 0,
         )
         self.down = RowParallelLinear(ffn_hidden_size, hidden_size, tp=tp, sp=sp, bias=has_bias, initial=output_initial)
-        # On every tp rank; under sequence parallelism each sees its own tokens.
+        # Replicated over tp; under sequence parallelism each rank sees its own tokens.
         self.gate = shard_parameter((1, hidden_size), initial=initial, replicas=(tp,), partial=sp) if has_gate else None
 
     def forward(self, hidden_TH: Tensor, tokens: TokenKeys | None = None) -> Tensor:
-        """`tokens` are for what drops inside of the linears."""
+        """Output [T/sp, H]; `tokens` key the dropout of LoRA adapters inside the linears."""
         output_TH: Tensor = self.down(activate(self.up(hidden_TH, tokens), self.activation), tokens)
         if self.gate is None:
             return output_TH
         wide = torch.promote_types(hidden_TH.dtype, torch.float32)
-        # Few features: in float32 whatever the precision, as the router's scores are.
+        # The gate is cheap: float32 whatever the precision, as router scores.
         with autocast(hidden_TH, None):
             share_T1 = torch.sigmoid(F.linear(hidden_TH.to(wide), self.gate.to(wide)))
         return (output_TH * share_T1).to(output_TH.dtype)

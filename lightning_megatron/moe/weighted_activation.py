@@ -1,7 +1,7 @@
-"""What experts do between their matrices: the activation, times the router's weight of each row.
+"""The activation between the matrices of experts, each row scaled by its router probability.
 
-Gated activations keep what they read alone: what they give is made again in the backward, where autograd would keep it
-beside the weighed rows that the second matrix reads.
+Gated activations save only their input for backward and recompute their output there, which autograd would save
+besides the scaled rows that the second matrix reads.
 
 R rows, F features of an expert.
 """
@@ -28,7 +28,7 @@ _GATE_GRADIENTS: dict[Activation, Callable[..., Tensor]] = {
 
 
 def weighted_activation(x: Tensor, probs_R: Tensor, activation: Activation) -> Tensor:
-    """The activation of `x`, [R, F], or [R, 2, F] of gated ones, and each row of it times its weight: [R, F]."""
+    """Activation of `x` [R, F] (gated: [R, 2, F]), each row scaled by its router probability: [R, F]."""
     if activation not in _GATES:
         return scale_rows(activate(x, activation), probs_R)
     weighed: Tensor = _WeighedGate.apply(x, probs_R, activation)
@@ -36,12 +36,12 @@ def weighted_activation(x: Tensor, probs_R: Tensor, activation: Activation) -> T
 
 
 def scale_rows(x_RF: Tensor, probs_R: Tensor) -> Tensor:
-    """Each row times its weight, multiplied in float32 or wider, in the dtype of the rows."""
+    """Rows scaled by `probs_R` in float32 or wider, in the dtype of the rows."""
     return (x_RF * _wide_column(x_RF, probs_R)).to(x_RF.dtype)
 
 
 class _WeighedGate(torch.autograd.Function):
-    """The activated gate times up, of [R, 2, F], times the weights."""
+    """Activated gate times up, of [R, 2, F], scaled by the probabilities."""
 
     @staticmethod
     def forward(ctx: Any, gate_up_R2F: Tensor, probs_R: Tensor, activation: Activation) -> Tensor:
@@ -57,12 +57,12 @@ class _WeighedGate(torch.autograd.Function):
         gate_RF, up_RF = gate_up_R2F.unbind(1)
         grad_activated_RF = scale_rows(grad_RF, probs_R)
         gate_gradient = _GATE_GRADIENTS[ctx.activation]
-        # Both halves where they belong: joined afterwards they would be copied.
+        # Both gradients are written in place: joining them afterwards would copy them.
         grad_R2F = torch.empty_like(gate_up_R2F, memory_format=torch.contiguous_format)
         activated_RF = _GATES[ctx.activation](gate_RF)
         torch.mul(activated_RF, grad_activated_RF, out=grad_R2F[:, 1])
         gate_gradient(grad_activated_RF.mul_(up_RF), gate_RF, grad_input=grad_R2F[:, 0])
-        # The widest moment follows.
+        # Peak memory follows.
         del grad_activated_RF
         grad_probs_R = None
         if ctx.needs_input_grad[1]:
@@ -73,6 +73,6 @@ class _WeighedGate(torch.autograd.Function):
 
 
 def _wide_column(x_RF: Tensor, probs_R: Tensor) -> Tensor:
-    """The weights [R, 1] in float32 or wider, as wide as the rows."""
+    """The probabilities [R, 1] in float32 or wider, at least as wide as the rows."""
     wide = torch.promote_types(torch.promote_types(x_RF.dtype, probs_R.dtype), torch.float32)
     return probs_R[:, None].to(wide)

@@ -1,7 +1,7 @@
-"""The feed-forward half of a layer with experts: router, the way to the experts and back, the shared expert.
+"""The mixture-of-experts layer in place of an MLP: router, token dispatch, experts, combine, and the shared expert.
 
-Tokens are routed by the rank that has them: cut over sp they come so, and where tensor-parallel ranks all have the same
-tokens each routes its part of them and they are joined behind the experts.
+Each token is routed by one rank: under sequence parallelism the rank that holds it; elsewhere each tensor-parallel rank
+routes its part of the tokens, and the outputs are all-gathered.
 
 T tokens, H hidden.
 """
@@ -33,19 +33,18 @@ from lightning_megatron.transformer.config import TransformerConfig
 
 
 def share_yield_to_peer(module: nn.Module, yield_to_peer: YieldToPeer) -> None:
-    """Has all layers of experts of a module call `yield_to_peer` before they wait for tokens on their way."""
+    """Makes all MoE layers of a module call `yield_to_peer` before they wait for tokens in flight."""
     for layer in module.modules():
         if isinstance(layer, MoELayer):
             layer.dispatcher.yield_to_peer = yield_to_peer
 
 
 class MoELayer(nn.Module):
-    """Layer of experts: hidden states [T/sp, H] to hidden states and the auxiliary losses, a sum over this rank's
-    tokens.
+    """Maps hidden states [T/sp, H] to hidden states and the sum of this rank's auxiliary losses.
 
-    `name` is the layer's name in the model: it names the random numbers of its router. Talks over ep and etp, and over
-    the axes that cut sequences where a choice, a loss or a capacity looks at whole ones. Raises ValueError where all
-    gather the tokens of all and do not have as many.
+    `name` is the layer's name in the model and seeds its router. Talks over ep and etp, and over the axes that cut
+    sequences where routing, a loss or a capacity needs whole ones. Raises ValueError under the all-gather dispatcher
+    where ranks may have different numbers of tokens.
     """
 
     shared: SharedExpert | None
@@ -56,8 +55,9 @@ class MoELayer(nn.Module):
         super().__init__()
         initial, output_initial = Initial(std=config.init_std), Initial(std=config.output_std)
         self.config = moe
-        # Ranks whose tokens meet in the same experts Over which tokens come whole, and are routed in parts.
+        # Ranks whose tokens meet in the same experts.
         self.num_sharing = experts.ep.size * experts.etp.size
+        # Axis whose ranks hold the same tokens, of which each routes a part.
         self.split = tp if sp.size < tp.size else Axis.alone(tp.ranks[tp.rank])
         self.router = Router(moe.router, config.hidden_size, tp=tp, cut=tp, name=f"{name}.router", initial=initial)
         self.experts = Experts(
@@ -87,14 +87,14 @@ class MoELayer(nn.Module):
                 sp=sp,
             )
 
-    # How many rows come is data, and messages fly while the host goes on: neither is for a compiler.
+    # A compiler can trace neither sizes that are data nor messages in flight.
     @torch.compiler.disable
     def forward(self, hidden_TH: Tensor, tokens: RoutedTokens, keys: TokenKeys | None = None) -> tuple[Tensor, Tensor]:
-        """`keys` are for what drops inside of the shared expert's linears."""
+        """Output [T/sp, H] and auxiliary losses []; `keys` key the dropout of the shared expert's LoRA adapters."""
         self._check(tokens)
         own_TH = self._own(hidden_TH)
         routing = self.router(own_TH, tokens)
-        expert_ids_TK = self._kept(routing, tokens)
+        expert_ids_TK = self._drop(routing, tokens)
         mixed_TH, shared_TH = moe_forward(
             own_TH,
             expert_ids_TK,
@@ -116,33 +116,33 @@ class MoELayer(nn.Module):
             )
 
     def _has_equal_sizes(self, tokens: RoutedTokens) -> bool:
-        """Whether ranks that share experts have as many tokens in sequences as long: of rows, or of the same call."""
+        """Whether ranks that share experts have equally many tokens in sequences of equal lengths."""
         return not tokens.is_packed or math.prod(axis.size for axis in tokens.axes) % self.num_sharing == 0
 
     def _own(self, hidden_TH: Tensor) -> Tensor:
-        """This rank's part of tokens that all tensor-parallel ranks have."""
+        """This rank's part of the tokens that all tensor-parallel ranks hold."""
         padding = -len(hidden_TH) % self.split.size
         return differentiable.split(F.pad(hidden_TH, (0, 0, 0, padding)) if padding else hidden_TH, self.split)
 
-    def _kept(self, routing: Routing, tokens: RoutedTokens) -> Tensor:
-        """The chosen experts, -1 where an expert does not take its choice."""
+    def _drop(self, routing: Routing, tokens: RoutedTokens) -> Tensor:
+        """Experts of each token, -1 where the expert's capacity drops it: int64 [T, K]."""
         capacity, router, expert_ids_TK = self.config.capacity, self.config.router, routing.expert_ids_TK
         if capacity is None:
             return expert_ids_TK
-        kept_TK = capacity.drop(
+        accepted_TK = capacity.drop(
             expert_ids_TK,
             routing.probs_TK,
             tokens.positions_T,
-            tokens.pools,
+            tokens.sequence_groups,
             num_chosen=router.top_k,
             num=router.num_experts,
         )
         if self.training and tokens.is_counted:
-            self.router.records.add_kept(tokens.call, routing_map(kept_TK, router.num_experts).sum(0))
-        return kept_TK
+            self.router.records.add_accepted(tokens.call, routing_map(accepted_TK, router.num_experts).sum(0))
+        return accepted_TK
 
     def _capacity(self, tokens: RoutedTokens) -> int | None:
-        """Rows that each expert gets of each rank, where that is known in advance."""
+        """Rows that each expert gets of each rank, if inputs are padded to capacity; else None."""
         capacity, router = self.config.capacity, self.config.router
         if capacity is None or not capacity.pad_to_capacity or not self._has_equal_sizes(tokens):
             return None

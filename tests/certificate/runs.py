@@ -301,7 +301,7 @@ def _routing(module: L.LightningModule) -> dict[str, Tensor]:
     for layer, router in model.routers.items():
         report = model.routing_reports[layer]
         own = {f"{name} loss": loss for name, loss in report.losses.items()}
-        own |= {"chosen": report.counts_E, "kept": report.kept_E} | dict(router.named_buffers())
+        own |= {"chosen": report.counts_E, "kept": report.accepted_E} | dict(router.named_buffers())
         found |= {f"{layer} {name}": value.clone() for name, value in own.items()}
     return found
 

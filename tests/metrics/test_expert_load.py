@@ -19,7 +19,7 @@ from lightning_megatron.moe.load import RoutingReport
 def report(counts: list[int], kept: list[int] | None = None, loss: float = 1.0) -> RoutingReport:
     chosen_E = torch.tensor(counts)
     losses = {"sequence": torch.tensor(loss, dtype=torch.float64), "z": torch.tensor(0.5, dtype=torch.float64)}
-    return RoutingReport(losses=losses, counts_E=chosen_E, kept_E=chosen_E if kept is None else torch.tensor(kept))
+    return RoutingReport(losses=losses, counts_E=chosen_E, accepted_E=chosen_E if kept is None else torch.tensor(kept))
 
 
 def test_loads_are_shares_of_the_mean_and_the_extremes_those_of_all_layers() -> None:

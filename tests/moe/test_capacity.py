@@ -19,9 +19,9 @@ from tests.moe.plain_capacity import E, kept_by_hand
 
 
 def alone(segments: list[int], num: int) -> SequenceGroups:
-    """The pools of one device; -1 is padding."""
+    """The groups of one device; -1 is padding."""
     ids_T = torch.tensor(segments, dtype=torch.int64)
-    return SequenceGroups(ids_T=torch.where(ids_T < 0, num, ids_T), num_pools=num + 1, axes=())
+    return SequenceGroups(ids_T=torch.where(ids_T < 0, num, ids_T), num_groups=num + 1, axes=())
 
 
 def kept(experts: Tensor, weights: Tensor, capacity: ExpertCapacity, *, num: int = E) -> list[list[int]]:
@@ -114,7 +114,7 @@ def test_what_is_dropped_is_that_of_one_device_on_every_cut_of_the_batch(
                 axes=(mesh.tp, mesh.cp),
             )
             ours = capacity.drop(
-                experts[places_T], weights[places_T], tokens.positions_T, tokens.pools, num_chosen=K, num=E
+                experts[places_T], weights[places_T], tokens.positions_T, tokens.sequence_groups, num_chosen=K, num=E
             )
             assert torch.equal(ours, right[places_T])
 
@@ -123,11 +123,11 @@ def test_what_is_dropped_is_that_of_one_device_on_every_cut_of_the_batch(
 
 def test_experts_that_choose_lose_nothing_to_a_factor_of_one_and_their_last_to_a_half() -> None:
     scores = torch.rand(8, E, generator=torch.Generator().manual_seed(1))
-    pools, places = alone([0] * 5 + [1] * 3, 2), torch.arange(8)
-    chosen = expert_choice(scores, places, pools, 2)
-    whole = ExpertCapacity(factor=1.0).drop(chosen, scores, places, pools, num_chosen=2, num=E)
+    groups, places = alone([0] * 5 + [1] * 3, 2), torch.arange(8)
+    chosen = expert_choice(scores, places, groups, 2)
+    whole = ExpertCapacity(factor=1.0).drop(chosen, scores, places, groups, num_chosen=2, num=E)
     assert torch.equal(whole, chosen) and bool((chosen >= 0).any())
-    half = ExpertCapacity(factor=0.5).drop(chosen, scores, places, pools, num_chosen=2, num=E)
+    half = ExpertCapacity(factor=0.5).drop(chosen, scores, places, groups, num_chosen=2, num=E)
     # Of 5 tokens each takes 2 instead of 3, of 3 tokens 1 instead of 2.
     assert (half[:5] >= 0).sum(0).tolist() == [2] * E and (half[5:] >= 0).sum(0).tolist() == [1] * E
     for expert in range(E):

@@ -78,10 +78,10 @@ def test_the_dropped_share_is_that_of_all_choices_and_zero_where_there_is_none()
     routers = [build(2, mesh), build(2, mesh), build(2, mesh)]
     routers[0].records.add(0, counts([6, 2]), sums(4, 1))
     routers[1].records.add(0, counts([6, 2]), sums(4, 1))
-    routers[1].records.add_kept(0, torch.tensor([3, 1]))
+    routers[1].records.add_accepted(0, torch.tensor([3, 1]))
     reports = end_step(routers, cut=mesh.tp, data=mesh.dp)
     assert [float(report.dropped_share) for report in reports] == [0.0, 0.5, 0.0]
-    assert [report.kept_E.tolist() for report in reports] == [[6, 2], [3, 1], [0, 0]]
+    assert [report.accepted_E.tolist() for report in reports] == [[6, 2], [3, 1], [0, 0]]
     assert reports[1].load_E.tolist() == [1.5, 0.5] and reports[2].load_E.tolist() == [1.0, 1.0]
 
 
@@ -90,9 +90,9 @@ def test_a_call_that_is_seen_again_counts_once_and_what_it_kept_too() -> None:
     router = build(2, mesh)
     for _ in range(2):
         router.records.add(3, counts([3, 1]), sums(2, 1))
-        router.records.add_kept(3, torch.tensor([1, 1]))
+        router.records.add_accepted(3, torch.tensor([1, 1]))
     report = end_step([router], cut=mesh.tp, data=mesh.dp)[0]
-    assert report.counts_E.tolist() == [3, 1] and report.kept_E.tolist() == [1, 1]
+    assert report.counts_E.tolist() == [3, 1] and report.accepted_E.tolist() == [1, 1]
     assert float(report.dropped_share) == 0.5
 
 

@@ -413,7 +413,7 @@ def test_evaluation_neither_jitters_nor_counts_nor_plans() -> None:
         router.records.forget()
         routing = router.eval()(x_TH, plain_tokens(S))
         assert torch.equal(routing.expert_ids_TK, top.expert_ids_TK) and torch.equal(routing.probs_TK, top.probs_TK)
-        assert not router.records.counts and not router.records.kept and float(routing.auxiliary) == 0.0
+        assert not router.records.counts and not router.records.accepted and float(routing.auxiliary) == 0.0
 
 
 def test_the_losses_of_a_call_without_a_real_token_are_zero() -> None:

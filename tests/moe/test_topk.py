@@ -1,4 +1,4 @@
-"""Tests of the choices: ties, groups, plans and capacities, on scores that tie and pools of any size."""
+"""Tests of the choices: ties, groups, plans and capacities, on scores that tie and groups of any size."""
 
 from collections import Counter
 
@@ -17,9 +17,9 @@ def scores_of(rows: list[list[int]]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def one_device(ids: list[int], num_pools: int) -> SequenceGroups:
+def one_device(ids: list[int], num_groups: int) -> SequenceGroups:
     """Pools that nobody shares; the last is that of padding."""
-    return SequenceGroups(ids_T=torch.tensor(ids, dtype=torch.int64), num_pools=num_pools, axes=())
+    return SequenceGroups(ids_T=torch.tensor(ids, dtype=torch.int64), num_groups=num_groups, axes=())
 
 
 # Few values, so that most rows have ties.

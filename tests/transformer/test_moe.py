@@ -278,7 +278,7 @@ def test_output_and_every_gradient_equal_plain_loops(sizes: Sizes, is_packed: bo
             grad = summed_gradient(parameter, mesh)
             torch.testing.assert_close(shard.valid(grad), part_of(whole, shard), rtol=0, atol=TOLERANCE)
         report = end_step([layer.router], cut=mesh.tp, data=mesh.axis("dp+cp"))[0]
-        assert int(report.counts_E.sum()) == made.num_chosen and int(report.kept_E.sum()) == made.num_kept
+        assert int(report.counts_E.sum()) == made.num_chosen and int(report.accepted_E.sum()) == made.num_kept
         assert int(report.counts_E[IDLE]) == 0
 
     run_on_threads(sizes.world, on_rank)
@@ -359,7 +359,7 @@ def test_a_layer_whose_experts_are_made_again_gives_the_same_and_is_recorded_onc
         assert int(report.counts_E.sum()) == 2 * B * S * moe.router.top_k
         assert 0 < float(report.dropped_share) < 1
         grads = [parameter.grad for parameter in layer.parameters()]
-        results.append([output, auxiliary, report.counts_E, report.kept_E, *grads])
+        results.append([output, auxiliary, report.counts_E, report.accepted_E, *grads])
     for one, other in zip(*results, strict=True):
         assert one is not None and other is not None and torch.equal(one, other)
 
@@ -371,4 +371,4 @@ def test_evaluation_has_no_auxiliary_losses_and_records_nothing() -> None:
     output, auxiliary = layer(rows_of(made.hidden, ids_T, 0.0), routed)
     torch.testing.assert_close(output, made.output[ids_T], rtol=0, atol=TOLERANCE)
     records = layer.router.records
-    assert float(auxiliary) == 0.0 and not records.counts and not records.sums and not records.kept
+    assert float(auxiliary) == 0.0 and not records.counts and not records.sums and not records.accepted

@@ -95,6 +95,6 @@ def test_of_a_batch_without_documents_no_token_is_real(sizes: Sizes) -> None:
     for rank in range(sizes.world):
         routed, _ = routed_on(Mesh.imagine(rank, sizes), torch.full((B, S), -1))
         assert routed.lengths == () and not routed.is_real_T.any()
-        assert routed.pools.num_pools == 1 and not routed.pools.is_real_T.any()
-        parts = (routed.segments_T, routed.positions_T, routed.keys_T, routed.weights_T, routed.pools.ids_T)
+        assert routed.sequence_groups.num_groups == 1 and not routed.sequence_groups.is_real_T.any()
+        parts = (routed.segments_T, routed.positions_T, routed.keys_T, routed.weights_T, routed.sequence_groups.ids_T)
         assert {len(part) for part in parts} == {len(routed.is_real_T)}

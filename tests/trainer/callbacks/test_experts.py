@@ -47,7 +47,7 @@ def test_numbers_are_those_of_the_step(plain: Seen) -> None:
         load_E = expert_load(report.counts_E.unsqueeze(0), torch.float64)[0]
         for expert, value in enumerate(load_E.tolist()):
             assert metrics[f"experts/{layer}/load_{expert}"] == pytest.approx(value)
-        dropped = 1 - int(report.kept_E.sum()) / int(report.counts_E.sum())
+        dropped = 1 - int(report.accepted_E.sum()) / int(report.counts_E.sum())
         assert 0 < metrics[f"experts/{layer}/dropped_share"] == pytest.approx(dropped)
         assert metrics[f"experts/{layer}/z_loss"] == pytest.approx(float(report.losses["z"]))
     assert metrics["experts/max_load"] == max(metrics[f"experts/{layer}/max_load"] for layer in reports) > 1

@@ -52,7 +52,9 @@ def require_equal(found: Seen, wanted: Seen) -> None:
         assert list(reports) == list(expected_reports) == ["layers.2", "layers.3"]
         for name, report in reports.items():
             expected = expected_reports[name]
-            assert torch.equal(report.counts_E, expected.counts_E) and torch.equal(report.kept_E, expected.kept_E)
+            assert torch.equal(report.counts_E, expected.counts_E) and torch.equal(
+                report.accepted_E, expected.accepted_E
+            )
             assert {*report.losses} == {"sequence", "global", "z"}
             for loss, value in report.losses.items():
                 assert abs(float(value) - float(expected.losses[loss])) < TOLERANCE
