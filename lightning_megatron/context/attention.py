@@ -1,9 +1,9 @@
-"""Attention among tokens that several ranks share, and among documents that share a stream.
+"""Context-parallel attention: over tokens that several ranks share, within documents that share a stream.
 
     queries, keys, values of this rank's rows, all heads here
-        -> ulysses: all-to-all, to the rows of the group, some of the heads
-        -> ring: keys and values of every group come by; parts of the attention are added by their log-sum-exp
-        -> ulysses: all-to-all back
+        -> Ulysses: all-to-all, to the rows of the group, some of the heads
+        -> ring: keys and values of every group arrive in turn; partial attention is merged by its log-sum-exp
+        -> Ulysses: all-to-all back
     output of this rank's rows, all heads here
 
 B batch, A query heads here, G key groups here, N rows of this rank, Q rows of the group, D head size, T tokens of the
@@ -35,41 +35,41 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, kw_only=True)
 class ContextAxes:
-    """The ranks that share a call's tokens."""
+    """The axes of ranks that share a call's tokens."""
 
     ring: Axis
-    """Groups, which exchange keys and values."""
+    """Axis of groups, which exchange keys and values."""
     ulysses: Axis
-    """Ranks of a group, which exchange heads for tokens."""
+    """Axis of the ranks of a group, which exchange heads for tokens."""
     exchange: KeyValueExchange = field(default_factory=RingExchange)
-    """Over ring."""
+    """Way in which groups exchange keys and values over the ring axis."""
     kernel: AttentionKernel = "fused"
-    """What computes attention on CUDA."""
+    """Attention kernel on CUDA."""
 
     @property
     def rank(self) -> int:
-        """Place among all of them."""
+        """Rank among all ranks that share the tokens."""
         return self.ring.rank * self.ulysses.size + self.ulysses.rank
 
 
 @dataclass(frozen=True, kw_only=True)
 class DropoutSpec:
-    """The randomness of one layer's dropout of attention weights."""
+    """Dropout of one layer's attention weights."""
 
     keys_BT: Tensor
-    """Random key of each token of the whole stream, int64."""
+    """Random key of each token of the whole stream: int64."""
     name_key: int
-    """Of the layer."""
+    """Random key of the layer's name."""
     first_head: int
-    """Of those here, among all of the model."""
+    """Index of the first head here among all heads of the model."""
     probability: float
 
     def dropout_keys(self, places: Tensor, ulysses: Axis, num_heads: int) -> DropoutKeys:
-        """For the tokens at these places and an ulysses rank's share of `num_heads` heads here."""
+        """Dropout keys of the tokens at these places, for this Ulysses rank's share of `num_heads` heads."""
         num_own = num_heads // ulysses.size
         first = self.first_head + ulysses.rank * num_own
         heads_A = torch.arange(first, first + num_own, device=self.keys_BT.device)
-        # Rows of padding take any token's key: nothing is drawn for them.
+        # Rows of padding take any token's key, as their weights do not count.
         keys_BQ = rng.bits(self.name_key, self.keys_BT[:, places.clamp(min=0)])
         keys_BAQ = rng.bits(keys_BQ.unsqueeze(1), heads_A.unsqueeze(-1))
         return DropoutKeys(keys=keys_BAQ, probability=self.probability)
@@ -91,19 +91,18 @@ def attend(
 ) -> Tensor:
     """Attention of this rank's queries [B, A, N, D] to the keys and values [B, G, N, D] of all ranks: [B, A, N, D].
 
-    Rows that hold no token may hold anything; their output and gradients are 0. The gradient of `bias.table` is this
-    rank's part of a sum over all ranks. `scale` is 1 / sqrt(D) where None. Keys and values may be of another `source`,
-    whose segments have rows of their own, [B, G, M, D]. `cache` keeps what calls of one layout share. `ulysses` must
-    divide A.
+    Rows of padding may hold anything; their output and gradients are 0. The gradient of `bias.table` is a partial sum
+    over all ranks. `scale` is 1 / sqrt(D) where None. Keys and values may be of another stream, `source`, [B, G, M, D].
+    `cache` holds what calls of one layout share. The Ulysses size must divide A.
     """
     device = queries.device
     if (dtype := autocast_dtype(queries)) is not None:
-        # As autocast does for torch's own attention: norms of queries and keys may have left them wider.
+        # Autocast does so for torch's own attention: norms of queries and keys may have left them wider.
         queries, keys, values = (x.to(dtype) for x in (queries, keys, values))
     num_heads, ulysses = queries.shape[1], axes.ulysses
     assert (layout.ring_size, layout.ulysses_size) == (axes.ring.size, ulysses.size), "the layout is one of other axes"
     assert num_heads % ulysses.size == 0, f"{num_heads} heads do not divide by {ulysses.name} ({ulysses.size})"
-    # Every ulysses rank needs the keys of its own heads; those that it shares with others are sent to each.
+    # Every Ulysses rank needs the keys of its own heads; a key head that ranks share is repeated for each.
     repeats = math.lcm(keys.shape[1], ulysses.size) // keys.shape[1]
     queries, keys, values = (
         all_to_all(x, ulysses, split=1, join=2) for x in (queries, _repeated(keys, repeats), _repeated(values, repeats))
@@ -112,7 +111,7 @@ def attend(
     scale = 1.0 / math.sqrt(queries.shape[-1]) if scale is None else scale
     key = (layout, source, group, mask_spec, scale, device)
     steps = _once(cache, key, lambda: _steps(layout, source, group, mask_spec, scale, device))
-    # Without a token there is no key to draw with, and nothing to draw for.
+    # Without tokens there are no dropout keys.
     if dropout is not None and layout.num_tokens:
         places = _once(cache, (layout, group, device), lambda: layout.group_places[group].to(device))
         dropout_keys = dropout.dropout_keys(places, ulysses, num_heads)
@@ -127,12 +126,12 @@ def attend(
 
 
 def _repeated(keys: Tensor, repeats: int) -> Tensor:
-    """Each key head that many times, one after the other."""
+    """Each key head repeated, copies next to each other."""
     return keys.unsqueeze(2).expand(-1, -1, repeats, -1, -1).flatten(1, 2)
 
 
 def _once(cache: dict[Any, Any], key: Any, make: Callable[[], Made]) -> Made:
-    """What was made under that key, or is made now."""
+    """Cached value of the key, made on the first call."""
     if key not in cache:
         cache[key] = make()
     made: Made = cache[key]
@@ -147,7 +146,7 @@ def _steps(
     scale: float,
     device: torch.device,
 ) -> list[AttentionStep]:
-    """How the queries of a group meet the keys of each."""
+    """Attention steps of a group's queries, one for the keys of each group."""
     key_layout = layout if source is None else source.layout
     query_positions = layout.group_positions[group].to(device)
     return [
@@ -163,7 +162,7 @@ def _steps(
 
 
 def _without_autocast(function: Any) -> Any:
-    """The function of a context and queries, in the dtypes that kernels choose by themselves."""
+    """Runs a function of a context and queries without autocast: kernels choose their dtypes."""
 
     @wraps(function)
     def call(ctx: Any, queries: Tensor, *rest: Any) -> Any:
@@ -174,9 +173,9 @@ def _without_autocast(function: Any) -> Any:
 
 
 class _Attention(torch.autograd.Function):
-    """Attention [B, A, Q, D] of a group's queries to the keys of all groups, which come by once in either direction.
+    """Attention [B, A, Q, D] of a group's queries to the keys of all groups, which arrive once in either direction.
 
-    What is kept is of the own rows alone. The backward of every part takes the output and log-sum-exp of the whole.
+    Only this rank's rows are saved for backward. The backward of every step takes output and log-sum-exp of the whole.
     """
 
     @staticmethod
@@ -232,12 +231,12 @@ class _Attention(torch.autograd.Function):
 
 
 def _sum_(total: Tensor | None, part: Tensor | None) -> Tensor | None:
-    """The sum of what there is of the two, in the memory of `total`."""
+    """Sum of two optional tensors, in the memory of `total`."""
     return part if total is None or part is None else total.add_(part)
 
 
 def _typed(total: Tensor | None, x: Tensor | None) -> Tensor | None:
-    """The gradient of an input, if there is that input: zeros where nothing was added up."""
+    """Gradient of an optional input in its dtype; zeros where nothing was added."""
     if x is None:
         return None
     return torch.zeros_like(x) if total is None else total.to(x.dtype)

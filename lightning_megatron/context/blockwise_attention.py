@@ -1,7 +1,7 @@
-"""Attention block by block, through a product that computes one rectangle of queries and keys.
+"""Attention block by block, by a fused kernel that computes one rectangle of queries and keys.
 
-Blocks are not joined and not batched, however small: at a few tens of tokens the product itself takes nearly all of the
-time already, and a joined block has more to compute.
+Blocks are neither joined nor batched, however small: at a few tens of tokens the kernel takes nearly all of the time
+already, and a joined block has more to compute.
 
 B batch, A query heads, G key heads, Q query rows, K key rows, D head size.
 """
@@ -15,7 +15,7 @@ from lightning_megatron.context.fused_attention import FusedAttention
 
 
 class BlockwiseAttention:
-    """The kernel that does each block by a product of its own."""
+    """The kernel that calls a fused kernel for each block."""
 
     def __init__(self, product: FusedAttention) -> None:
         self.product = product
@@ -60,7 +60,7 @@ class BlockwiseAttention:
         step: AttentionStep,
     ) -> AttentionGradients:
         dtype = wide(queries.dtype)
-        # The weights of such a row come out as exp(score - inf), which is 0.
+        # The weights of a row that sees no key become exp(score - inf), which is 0.
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)
         if _is_one(step.blocks, queries, keys):
             whole = self._backward(grad, queries, keys, values, output, lse, step, step.blocks[0])
@@ -99,7 +99,7 @@ class BlockwiseAttention:
 
 
 def _slices(block: AttentionBlock) -> tuple[slice, slice]:
-    """A block's rows of queries and of keys."""
+    """Slices of a block's query rows and key rows."""
     return (
         slice(block.query_row, block.query_row + block.num_queries),
         slice(block.key_row, block.key_row + block.num_keys),
@@ -107,5 +107,5 @@ def _slices(block: AttentionBlock) -> tuple[slice, slice]:
 
 
 def _is_one(blocks: tuple[AttentionBlock, ...], queries: Tensor, keys: Tensor) -> bool:
-    """A single block takes all rows: what it gives needs no other place."""
+    """Whether a single block takes all rows, so that its output needs no copy."""
     return len(blocks) == 1 and (blocks[0].num_queries, blocks[0].num_keys) == (queries.shape[2], keys.shape[2])

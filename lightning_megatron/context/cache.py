@@ -1,16 +1,16 @@
-"""Keys and values of tokens that a model has seen, kept so that later tokens attend to them and to nothing anew.
+"""The key-value cache: keys and values of past tokens, to which later tokens attend.
 
 A cache belongs to the rows of a batch, and holds on each rank of `cp` a part of the tokens: of the first call those
-that the rank computes, of later ones, whose tokens every rank computes, each token on one rank, in turn. Attention to
-what is kept is a part on each rank; the parts are added by their log-sum-exp.
+that the rank computes, of later ones, whose tokens every rank computes, each token on one rank, in turn. Each rank
+attends to its part of the cache; the partial results are merged by their log-sum-exp.
 
     call 1 (5 tokens, cut over 2 ranks)     rank 0: 0 3 4     rank 1: 1 2
     calls 2, 3, 4 (a token each)            rank 0: 0 3 4 6   rank 1: 1 2 5 7
 
-Where also the first call is one whose tokens every rank computes, they are kept in turn from the start.
+Where every rank computes the tokens of the first call too, they are cached in turn from the start.
 
-Rows have different lengths: a column holds, for each row, the token that one call brought there, or none. What a column
-holds is told by its position alone, -1 for none.
+Rows have different lengths: a column holds for each row a token of one call, or none, which its position says, -1 for
+none.
 
 B rows of a call, A query heads here, G key heads here, N tokens of a row that this rank computes, C columns of this
 rank, D head size.
@@ -28,12 +28,12 @@ from lightning_megatron.context.context_layout import PADDING, MaskSpec
 from lightning_megatron.mesh import Axis
 from lightning_megatron.precision.autocast import autocast, autocast_dtype
 
-# Columns that a cache grows by at least; beyond it a quarter of what it has.
+# Least number of columns by which a cache grows; a large one grows by a quarter.
 _LEAST_GROWTH = 64
 
 
 class KeyValueCache:
-    """What the attention layers of this rank keep of `num_rows` rows, by the name of the layer.
+    """Keys and values of `num_rows` rows that the attention layers of this rank cache, by name of the layer.
 
     Every rank of `cp` makes the same calls. `open` may be asked several times in a call, for some of the rows each and
     again for the same ones; `close` ends the call. The first call's tokens are cut over cp unless `is_cut` is false.
@@ -41,9 +41,9 @@ class KeyValueCache:
 
     def __init__(self, num_rows: int, *, cp: Axis, is_cut: bool = True) -> None:
         self.num_rows, self.cp, self.is_cut = num_rows, cp, is_cut
-        # Of the calls that are over.
+        # Columns of finished calls.
         self.num_columns = 0
-        # Tokens that calls brought behind the first, each for all rows: whose turn it is to keep.
+        # Tokens of all calls after the first: they decide which rank caches the next.
         self.num_seen = 0
         # Keys and values of each layer, [rows, G, columns or more, D].
         self.kept: dict[str, tuple[Tensor, Tensor]] = {}
@@ -53,14 +53,14 @@ class KeyValueCache:
 
     @property
     def is_empty(self) -> bool:
-        """No call is over, and that which comes brings each rank its own tokens."""
+        """Whether no call is finished, and the next one gives each rank its own tokens."""
         return self.is_cut and self.num_columns == 0
 
     def open(self, rows: slice, positions_BN: Tensor) -> "CachedCall":
-        """A call of these rows, whose tokens have these positions, -1 for none.
+        """Opens a call of these rows, whose tokens have these positions, -1 for none.
 
-        Of the first call, where that is cut, the tokens are this rank's, and it keeps all of them; of others they are
-        those of every rank.
+        The tokens of a first call that is cut are this rank's, and it caches all of them; every rank has the tokens of
+        other calls.
         """
         num = positions_BN.shape[1]
         own_N = None
@@ -77,7 +77,7 @@ class KeyValueCache:
         return self._call(rows, positions_BN, self._positions_RC, slice(first, last), own_N)
 
     def read(self, rows: slice, positions_BN: Tensor) -> "CachedCall":
-        """A call whose tokens, which every rank has, see what is kept and are not kept themselves: cross attention."""
+        """A call whose tokens, which every rank has, attend to the cache and are not cached: cross-attention."""
         assert self._positions_RC is not None, "there is nothing to read before the first call"
         columns = slice(self.num_columns, self.num_columns)
         return self._call(rows, positions_BN, self._positions_RC, columns, positions_BN.new_empty(0))
@@ -96,7 +96,7 @@ class KeyValueCache:
         )
 
     def close(self) -> None:
-        """Ends a call: what it kept is there for the next one."""
+        """Ends a call, whose cached tokens the next one sees."""
         num_columns, num_tokens = self._opened
         self.num_columns, self.num_seen = self.num_columns + num_columns, self.num_seen + num_tokens
         self._opened = (0, 0)
@@ -104,31 +104,31 @@ class KeyValueCache:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CachedCall:
-    """What the layers of one call keep, and read of the calls before; `KeyValueCache.open` makes it."""
+    """One call of a cache, for all layers; `KeyValueCache.open` makes it."""
 
     cache: KeyValueCache
     rows: slice
-    """Of the cache."""
+    """Rows of the cache."""
     columns: slice
-    """That the call fills."""
+    """Columns that the call fills."""
     own_N: Tensor | None
-    """int64: which tokens of the call this rank keeps; all where None."""
+    """Tokens of the call that this rank caches: int64; None means all."""
     query_positions_BN: Tensor
-    """int64, -1 where no token."""
+    """Positions of the queries: int64, -1 for no token."""
     key_positions_BC: Tensor
-    """int64, -1 where no token."""
+    """Positions of the cached keys: int64, -1 for no token."""
     seen: dict[MaskSpec, Tensor]
-    """Which keys queries see, bool [B, N, C], which layers of a call share."""
+    """Masks of the call, bool [B, N, C], which its layers share."""
 
     @property
     def is_first(self) -> bool:
-        """All that queries may see is in the call itself: attention needs nothing of the cache."""
+        """Whether queries see tokens of this call alone, so that attention needs nothing of the cache."""
         return self.cache.is_empty
 
     def keep(self, layer: str, keys: Tensor, values: Tensor) -> None:
-        """Keeps this rank's part of the call's keys and values [B, G, N, D]."""
+        """Caches this rank's part of the call's keys and values [B, G, N, D]."""
         if (dtype := autocast_dtype(keys)) is not None:
-            # As attention reads them; norms may have left them wider.
+            # Attention reads them in this dtype; norms may have left them wider.
             keys, values = (x.to(dtype) for x in (keys, values))
         new = [x if self.own_N is None else x.index_select(2, self.own_N) for x in (keys, values)]
         old = self.cache.kept.get(layer)
@@ -148,9 +148,9 @@ class CachedCall:
         scale: float | None = None,
         bias: RelativePositionBias | None = None,
     ) -> Tensor:
-        """Attention of queries [B, A, N, D], which every rank of cp has, to all that was kept: [B, A, N, D].
+        """Attention of queries [B, A, N, D], which every rank of cp has, to the cache: [B, A, N, D].
 
-        A query without a position sees nothing under a causal mask_spec, and gets 0. `scale` is 1 / sqrt(D) where None.
+        A query without a position sees nothing under a causal mask, and its output is 0. `scale` None is 1 / sqrt(D).
         """
         keys, values = (x[self.rows, :, : self.columns.stop] for x in self.cache.kept[layer])
         with autocast(queries, None):
@@ -166,10 +166,10 @@ class CachedCall:
         scale: float | None,
         bias: RelativePositionBias | None,
     ) -> tuple[Tensor, Tensor]:
-        """This rank's keys' part: output [B, A, N, D] and log-sum-exp [B, A, N], in float32 or wider."""
+        """Attention to this rank's keys: output [B, A, N, D] and log-sum-exp [B, A, N], in float32 or wider."""
         batch, heads, num, size = queries.shape
         groups, rows = keys.shape[1], heads // keys.shape[1] * num
-        # The queries of a group are rows of one product with its keys, which are never repeated.
+        # The query heads of a key head are rows of one GEMM, so keys are never repeated.
         grouped = queries.reshape(batch, groups, rows, size)
         scores = (grouped @ keys.transpose(-1, -2)).view(batch, heads, num, keys.shape[2])
         scores = scores.to(wide(scores.dtype)) * (1.0 / math.sqrt(size) if scale is None else scale)
@@ -177,7 +177,7 @@ class CachedCall:
             scores = scores + self._biases(bias).to(scores.dtype)
         scores = scores.masked_fill(~self._visible(mask_spec).unsqueeze(1), -torch.inf)
         lse = scores.logsumexp(dim=-1)
-        # Of a query that sees no key here: -inf less -inf.
+        # For a query that sees no key here, -inf minus -inf is nan.
         weights = (scores - lse.unsqueeze(-1)).exp().nan_to_num(0.0)
         attended = weights.to(values.dtype).view(batch, groups, rows, keys.shape[2]) @ values
         return attended.view(batch, heads, num, size).to(scores.dtype), lse
@@ -195,27 +195,27 @@ class CachedCall:
         return self.seen[mask_spec]
 
     def _biases(self, bias: RelativePositionBias) -> Tensor:
-        """What is added to the scores, [B, A, N, C]."""
+        """Biases of the scores, [B, A, N, C]."""
         distance = self.key_positions_BC.unsqueeze(1) - self.query_positions_BN.unsqueeze(2)
         return bias.table[bias.bucket(distance)].permute(0, 3, 1, 2)
 
 
 def _merged(output: Tensor, lse: Tensor, axis: Axis) -> Tensor:
-    """The parts of all ranks added by their log-sum-exp, in one message: the same bits on each of them."""
+    """Partial results of all ranks merged by their log-sum-exp: one all-gather, equal bits on each rank."""
     parts = torch.cat([output, lse.unsqueeze(-1)], dim=-1).unsqueeze(0)
     outputs, lses = collectives.all_gather(parts, axis).split([output.shape[-1], 1], dim=-1)
-    # Nobody saw a key: -inf less -inf.
+    # If no rank saw a key, -inf minus -inf is nan.
     weights = (lses - lses.logsumexp(dim=0, keepdim=True)).exp().nan_to_num(0.0)
     merged: Tensor = (outputs * weights).sum(dim=0)
     return merged
 
 
 def _with_room(x: Tensor, num_columns: int, *, dim: int, fill: int) -> Tensor:
-    """`x` with that many columns or more along `dim`; what is new is `fill`."""
+    """`x` with at least `num_columns` columns along `dim`; new ones hold `fill`."""
     missing = num_columns - x.shape[dim]
     if missing <= 0:
         return x
     shape = list(x.shape)
-    # The first call says how much comes at least; what follows comes in small steps.
+    # The first call sets the initial size; later calls add little each.
     shape[dim] = missing if x.shape[dim] == 0 else max(missing, _LEAST_GROWTH, x.shape[dim] // 4)
     return torch.cat([x, x.new_full(shape, fill)], dim=dim)

@@ -1,4 +1,4 @@
-"""Where the tokens of a call lie on the ranks of a context axis, and which of them see which: pure index arithmetic.
+"""Where the tokens of a call lie on context-parallel ranks, and which see which: pure index arithmetic.
 
 A stream is a row of segments (documents; an unpacked batch has one, which all its rows share). The axis is ring_size
 x ulysses_size ranks, those of a Ulysses group next to each other. Every segment is cut into chunks of nearly equal
@@ -23,31 +23,31 @@ import torch
 from torch import Tensor
 
 PADDING = -1
-"""The place and the position of a row that holds no token."""
+"""Place and position of a row that holds no token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MaskSpec:
-    """Which tokens of its segment a token sees."""
+    """The attention mask within a segment: causal or not, with or without a window."""
 
     is_causal: bool
-    """None behind itself."""
+    """Whether a token sees no token after itself."""
     window: int = 0
-    """The last so many, itself among them, under causal attention; 0: all."""
+    """Number of latest tokens that a token sees under causal attention, itself included; 0 means all."""
 
     def is_visible(self, query_positions: Tensor, key_positions: Tensor) -> Tensor:
-        """Which key (column) of its segment each query (row) sees: bool [queries, keys]."""
+        """Mask of one segment, true where a query (row) sees a key (column): bool [queries, keys]."""
         return self.sees(query_positions[:, None] - key_positions)
 
     def sees(self, distance: Tensor) -> Tensor:
-        """Whether a query sees a key of its segment that lies so far behind it: bool, elementwise."""
+        """Whether a query sees a key that lies `distance` before it in its segment: bool, elementwise."""
         seen = distance >= 0 if self.is_causal else torch.ones_like(distance, dtype=torch.bool)
         return seen & (distance < self.window) if self.window else seen
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRange:
-    """Tokens that follow each other in a segment and in a group's stream."""
+    """Consecutive tokens of a segment that are consecutive in a group's stream too."""
 
     segment: int
     position: int
@@ -61,50 +61,50 @@ class TokenRange:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBlock:
-    """Rows of queries and rows of keys, of one segment, that one product of attention takes."""
+    """Rows of queries and rows of keys of one segment that one attention call takes."""
 
     query_row: int
     num_queries: int
     key_row: int
     num_keys: int
     kind: Literal["full", "causal", "masked"]
-    """Every query sees every key; query i sees the keys to i; `MaskSpec.is_visible` says."""
+    """Mask of the block: none, causal (query i sees keys 0 to i), or as `MaskSpec.is_visible` says."""
 
 
 @dataclass(frozen=True, eq=False)
 class ContextLayout:
-    """How a stream lies on ring_size x ulysses_size ranks; `cut` makes it."""
+    """Layout of a stream over ring_size x ulysses_size ranks; `cut` makes it."""
 
     lengths: tuple[int, ...]
-    """Tokens of each segment."""
+    """Length of each segment in tokens."""
     ring_size: int
-    """Groups that hold different tokens of a segment."""
+    """Number of groups, which hold different tokens of a segment."""
     ulysses_size: int
-    """Ranks of a group, which share its stream."""
+    """Number of ranks of a group, which share its stream."""
     is_zigzag: bool
     runs: tuple[tuple[TokenRange, ...], ...]
-    """Of each group, in the order of its rows."""
+    """Token ranges of each group, in the order of its rows."""
     num_rows: int
-    """Of one rank, padding among them."""
+    """Number of rows of one rank, padding included."""
 
     @property
     def size(self) -> int:
-        """Ranks of the axis."""
+        """Number of context-parallel ranks."""
         return self.ring_size * self.ulysses_size
 
     @property
     def num_tokens(self) -> int:
-        """Of all segments."""
+        """Number of tokens of all segments."""
         return sum(self.lengths)
 
     @property
     def num_group_rows(self) -> int:
-        """Rows of a group's stream: those of its ranks in turn."""
+        """Number of rows of a group's stream, which are the rows of its ranks in turn."""
         return self.num_rows * self.ulysses_size
 
     @cached_property
     def group_places(self) -> Tensor:
-        """The place of each row, int64 [ring_size, group rows]."""
+        """Place of each row, int64 [ring_size, group rows]."""
         starts = [0]
         for length in self.lengths:
             starts.append(starts[-1] + length)
@@ -112,30 +112,30 @@ class ContextLayout:
 
     @cached_property
     def group_positions(self) -> Tensor:
-        """The position of each row, int64 [ring_size, group rows]."""
+        """Position of each row, int64 [ring_size, group rows]."""
         return self._filled([[run.position for run in runs] for runs in self.runs])
 
     def places(self, rank: int) -> Tensor:
-        """The places of a rank's rows, int64 [rows]."""
+        """Places of a rank's rows, int64 [rows]."""
         return self.group_places.view(self.size, self.num_rows)[rank]
 
     def positions(self, rank: int) -> Tensor:
-        """The positions of a rank's rows, int64 [rows]."""
+        """Positions of a rank's rows, int64 [rows]."""
         return self.group_positions.view(self.size, self.num_rows)[rank]
 
     @cached_property
     def rows(self) -> Tensor:
-        """For each place, its row among those of all ranks in turn: int64 [tokens]."""
+        """Row of each place, among the rows of all ranks in turn: int64 [tokens]."""
         places = self.group_places.flatten()
         own = torch.nonzero(places != PADDING).flatten()
         return torch.empty(self.num_tokens, dtype=torch.int64).index_copy_(0, places[own], own)
 
     def spans(self, group: int) -> list[tuple[int, int, int]]:
-        """Of each segment that a group holds some of, its number, its first row there and how many rows it has."""
+        """Number, first row and number of rows of each segment that a group holds some of."""
         return [(segment, runs[0].row, _num(runs)) for segment, runs in self._by_segment[group].items()]
 
     def blocks(self, group: int, source: int, mask_spec: MaskSpec) -> tuple[AttentionBlock, ...]:
-        """What the queries of one group have to do with the keys of another; a query may stand in several blocks."""
+        """Attention blocks of one group's queries with another group's keys; a query may be in several."""
         found = self._blocks.get((group, source, mask_spec))
         if found is None:
             found = self._blocks[group, source, mask_spec] = tuple(self._make_blocks(group, source, mask_spec))
@@ -177,7 +177,7 @@ class ContextLayout:
 
 
 def cut(lengths: Sequence[int], *, ring_size: int = 1, ulysses_size: int = 1, is_zigzag: bool = True) -> ContextLayout:
-    """The layout of segments of these lengths, in tokens; the same on every rank."""
+    """Layout of segments of these lengths in tokens, equal on every rank."""
     owners = [*range(ring_size), *reversed(range(ring_size))] if is_zigzag and ring_size > 1 else list(range(ring_size))
     runs: list[list[TokenRange]] = [[] for _ in range(ring_size)]
     num_rows = [0] * ring_size
@@ -188,13 +188,13 @@ def cut(lengths: Sequence[int], *, ring_size: int = 1, ulysses_size: int = 1, is
                 runs[owner].append(TokenRange(segment, position, num_rows[owner], num))
                 num_rows[owner] += num
             position += num
-    # A call of no token at all goes through every layer nevertheless: other ranks wait for this one.
+    # A call without tokens goes through every layer nevertheless: other ranks wait for this one.
     most = max(1, -(-max(num_rows) // ulysses_size))
     return ContextLayout(tuple(lengths), ring_size, ulysses_size, is_zigzag, tuple(map(tuple, runs)), most)
 
 
 def require_even(lengths: Sequence[int], *, ring_size: int, ulysses_size: int, is_zigzag: bool = True) -> None:
-    """Raises ValueError for segments that would need padding to be cut."""
+    """Raises ValueError for segments that need padding to be cut."""
     step = (2 * ring_size if is_zigzag and ring_size > 1 else ring_size) * ulysses_size
     uneven = [length for length in lengths if length % step]
     if uneven:
@@ -207,7 +207,7 @@ def require_even(lengths: Sequence[int], *, ring_size: int, ulysses_size: int, i
 
 
 def _chunk_lengths(length: int, owners: Sequence[int], num_rows: Sequence[int]) -> list[int]:
-    """Equal chunks; what does not divide goes to groups with the fewest rows first."""
+    """Nearly equal chunk lengths; the remainder goes to groups with the fewest rows first."""
     each, rest = divmod(length, len(owners))
     lengths = [each] * len(owners)
     if rest:
@@ -221,7 +221,7 @@ def _chunk_lengths(length: int, owners: Sequence[int], num_rows: Sequence[int]) 
 
 
 def _causal(queries: list[TokenRange], keys: list[TokenRange]) -> Iterator[AttentionBlock]:
-    """Blocks of causal attention of a group's runs to another's, both in the order of positions."""
+    """Blocks of causal attention of a group's token ranges to another's, both in the order of positions."""
     keys = [run for run in keys if run.position <= queries[-1].last_position]
     queries = [run for run in queries if keys and run.last_position >= keys[0].position]
     if not keys or not queries:
@@ -241,7 +241,7 @@ def _causal(queries: list[TokenRange], keys: list[TokenRange]) -> Iterator[Atten
 
 
 def _within_window(queries: list[TokenRange], keys: list[TokenRange], window: int) -> Iterator[AttentionBlock]:
-    """Blocks of causal attention that looks back `window` tokens: of tiles, so that little is computed in vain."""
+    """Blocks of sliding-window attention, cut into tiles so that few masked scores are computed."""
     length = max(window, 128)
     for run in queries:
         for start in range(0, run.num, length):

@@ -1,7 +1,8 @@
-"""Documents on their way from the ranks that read them to the ranks that run them.
+"""Exchange of documents between the ranks that read them and the ranks that run them, under a dynamic context plan.
 
-After a plan is made, before its step. The dp x cp ranks of a stage are a line. The cp ranks of a replica have read the
-same rows, so they share the sending: each document is sent by one of them, to every rank of its group.
+It runs after a plan is made and before its step. The dp x cp ranks of a stage are a line. The cp ranks of a
+data-parallel rank have read the same rows, so they share the sending: one of them sends each document, to every rank of
+its group.
 
 D documents, X tokens of all of them, W bytes of a token.
 """
@@ -25,17 +26,17 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class LoadedDocuments:
-    """The documents of a replica's batch; `loaded_documents` finds them."""
+    """The documents of a data-parallel rank's batch; `loaded_documents` finds them."""
 
     lengths: tuple[int, ...]
     names_D2: Tensor
-    """int64: of each document its row in the batch and its number in the row, -1 where it is the whole row."""
+    """Row of each document in the batch and its number in the row, -1 where it is the whole row: int64."""
     rows: int
-    """Of the batch."""
+    """Number of rows of the batch."""
     index_X: Tensor
-    """int64: where each of their tokens stands in the flattened batch."""
+    """Index of each token in the flattened batch: int64."""
     values: Batch
-    """Of each token, by key: [B, S]."""
+    """Values of all tokens by key, each [B, S]."""
 
     @property
     def schema(self) -> dict[str, torch.dtype]:
@@ -44,17 +45,17 @@ class LoadedDocuments:
 
 @dataclass(frozen=True, eq=False)
 class Microbatch:
-    """What a rank runs in one slot of a plan."""
+    """The microbatch that a rank runs in one slot of a plan."""
 
     batch: Batch
-    # [1, X] of each key, with the segments of its documents; one token of no document where there is none
+    """Values [1, X] by key, with the segments of its documents; one token of no document if it has none."""
     names_D2: Tensor
-    """int64: of each document its row in the global batch and its number there."""
+    """Row of each document in the global batch and its number there: int64."""
     group: RankGroup
 
 
 def loaded_documents(batch: object) -> LoadedDocuments:
-    """The documents of a batch of a loader: those that its `segments` mark, or each row as one.
+    """Documents of a loader's batch: those that its `segments` mark, or each row as one.
 
     Raises ValueError where the batch is anything but a dict of tensors [batch, sequence].
     """
@@ -88,17 +89,17 @@ def _values_of(batch: object) -> Batch:
 
 @dataclass(frozen=True)
 class DocumentRoute:
-    """Who sends which document to whom: the same on every rank of the line."""
+    """Which rank sends which document to which: equal on every rank of the line."""
 
     plan: StepPlan
     lengths: tuple[int, ...]
-    """Of all documents."""
+    """Lengths of all documents in tokens."""
     senders: tuple[int, ...]
-    """The rank of the line that sends each."""
+    """Rank of the line that sends each document."""
 
     @staticmethod
     def of(plan: StepPlan, lengths_by_replica: Sequence[Sequence[int]], copies: int) -> DocumentRoute:
-        """The documents of all replicas in turn, of which `copies` ranks hold each."""
+        """Route of the documents of all data-parallel ranks in turn, each held by `copies` ranks."""
         placed = sorted(document for slot in plan.slots for group in slot for document in group.documents)
         assert placed == list(range(sum(map(len, lengths_by_replica)))), "a plan has each document once"
         senders = [
@@ -111,15 +112,15 @@ class DocumentRoute:
         )
 
     def sent(self, sender: int, receiver: int) -> list[int]:
-        """The documents that one rank sends another, in the order in which the other runs them."""
+        """Documents that one rank sends another, in the order in which the other runs them."""
         return [document for document in self._run_by(receiver) if self.senders[document] == sender]
 
     def num_tokens(self, sender: int, receiver: int) -> int:
-        """Of the documents that one rank sends another."""
+        """Number of tokens that one rank sends another."""
         return sum(self.lengths[document] for document in self.sent(sender, receiver))
 
     def received_by(self, receiver: int) -> list[int]:
-        """The documents that a rank gets, in the order in which their tokens come."""
+        """Documents that a rank receives, in the order in which their tokens arrive."""
         ranks = range(self.plan.num_ranks)
         return [document for sender in ranks for document in self.sent(sender, receiver)]
 
@@ -130,7 +131,7 @@ class DocumentRoute:
 def exchange_documents(
     held: LoadedDocuments, first_document: int, names_D2: Tensor, route: DocumentRoute, line: Axis
 ) -> list[Microbatch]:
-    """The microbatches of this rank, one for each slot. Collective over the line.
+    """Microbatches of this rank, one for each slot. Collective over the line.
 
     `first_document` is the number of this rank's first document among all, `names_D2` are the names of all.
     """
@@ -165,14 +166,14 @@ def _microbatch(
 
 
 def _tokens_of(held: LoadedDocuments, documents: Sequence[int]) -> Tensor:
-    """The places of some documents' tokens among all that are held: int64."""
+    """Indices of some documents' tokens among all loaded ones: int64."""
     bounds = torch.tensor([0, *held.lengths]).cumsum(0).tolist()
     spans = [torch.arange(bounds[document], bounds[document + 1]) for document in documents]
     return torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)
 
 
 def _as_bytes(values: Batch) -> Tensor:
-    """All values of each token of a batch, in one message: uint8 [B * S, W]."""
+    """All values of each token of a batch as bytes: uint8 [B * S, W]."""
     columns = [value.contiguous().reshape(-1, 1).view(torch.uint8) for value in values.values()]
     return torch.cat(columns, dim=1)
 
@@ -181,7 +182,7 @@ def _from_bytes(rows_XW: Tensor, schema: Mapping[str, torch.dtype]) -> Batch:
     values, column = {}, 0
     for key, dtype in schema.items():
         width = dtype.itemsize
-        # A tensor of its own, which alone is sure to lie where the wider dtype may.
+        # Only a tensor of its own is sure to be aligned for the wider dtype.
         values[key] = rows_XW[:, column : column + width].flatten().clone().view(dtype)
         column += width
     return values

@@ -1,6 +1,6 @@
 """The documents of a packed batch: which tokens of [batch, sequence] are one segment.
 
-Here bounds are read and checked once, on the host; what attention may look at follows from them alone.
+Bounds are read and checked here once, on the host; the attention mask follows from them alone.
 
 B batch, S sequence, X tokens of all documents, in order.
 """
@@ -13,32 +13,32 @@ from torch import Tensor
 from lightning_megatron.comm import rng
 
 NO_DOCUMENT = -1
-"""What `segments` holds where a row has no document."""
+"""Value of `segments` where a row has no document."""
 
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """Where documents lie in a batch; `documents_of` reads them."""
+    """Positions of documents in a batch; `documents_of` reads them."""
 
     lengths: tuple[int, ...]
-    """Tokens of each document, row after row."""
+    """Length of each document in tokens, row after row."""
     names: tuple[tuple[int, int], ...]
-    """Of each document its row and its number there."""
+    """Row of each document and its number there."""
     index_X: Tensor
-    """int64: where each of their tokens stands in the flattened batch."""
+    """Index of each token in the flattened batch: int64."""
     rows_X: Tensor
-    """int64: the row of each token."""
+    """Row of each token: int64."""
     numbers_X: Tensor
-    """int64: the number of each token's document in its row."""
+    """Number of each token's document in its row: int64."""
     positions_X: Tensor
-    """int64: of each token in its document."""
+    """Position of each token in its document: int64."""
 
     def token_keys(self, sample_keys_B: Tensor) -> Tensor:
-        """A random key for each token, int64 [X], of its document and its place in it, not of where it was packed."""
+        """Random key of each token, int64 [X], from its document and position, not from where it was packed."""
         return rng.bits(rng.bits(sample_keys_B[self.rows_X], self.numbers_X), self.positions_X)
 
     def token_keys_of(self, document_keys_D: Tensor) -> Tensor:
-        """The same from a key for each document."""
+        """Random key of each token, int64 [X], from a key for each document."""
         lengths = torch.tensor(self.lengths, dtype=torch.int64, device=self.index_X.device)
         keys_X = document_keys_D.repeat_interleave(lengths, output_size=len(self.positions_X))
         return rng.bits(keys_X, self.positions_X)
@@ -57,7 +57,7 @@ def documents_of(segments_BS: Tensor) -> Documents:
     sequence = segments.shape[1]
     index = torch.nonzero(segments.flatten() != NO_DOCUMENT).flatten()
     rows, numbers = index // sequence, segments.flatten()[index]
-    # A new document begins with a new row, a new number, or behind a gap.
+    # A new document begins with a new row, a new number, or after a gap.
     begins = torch.ones(len(index), dtype=torch.bool)
     begins[1:] = (rows.diff() != 0) | (numbers.diff() != 0) | (index.diff() != 1)
     starts = torch.nonzero(begins).flatten()
@@ -71,7 +71,7 @@ def documents_of(segments_BS: Tensor) -> Documents:
 
 
 def _require_rising(rows: Tensor, numbers: Tensor) -> None:
-    """Of the row and number of each document in order."""
+    """Raises ValueError unless document numbers are not negative and rise within each row."""
     if (numbers < 0).any():
         raise ValueError(
             f"segments holds {int(numbers.min())}; it must hold the number of each token's document, from 0, or "

@@ -1,8 +1,8 @@
-"""Attention of many blocks by few calls of CUDA's flash attention, which takes sequences of any lengths in a row.
+"""Attention of many blocks by few calls of CUDA's variable-length (varlen) flash attention.
 
-A call takes blocks whose queries see alike. It counts from the end of a block, as if the last query and the last key
-stood at one position: query i of Q sees the keys from i + K - Q - `behind` to i + K - Q + `ahead`, -1 for no bound.
-What cannot be said so is computed under a mask.
+A call takes blocks with equal bounds. Bounds count from the end of a block, as if the last query and the last key stood
+at one position: query i of Q sees the keys from i + K - Q - `behind` to i + K - Q + `ahead`, -1 for no bound. A mask
+that bounds cannot express is computed blockwise.
 
 B batch, A query heads, G key heads, Q query rows, K key rows, D head size, T tokens of a call.
 """
@@ -22,7 +22,7 @@ from lightning_megatron.context.fused_attention import FusedAttention, MemoryEff
 
 
 class Bounds(NamedTuple):
-    """How far a query sees behind and ahead of the key that stands with it."""
+    """How far a query sees before and after the key at its position."""
 
     behind: int
     ahead: int
@@ -33,19 +33,19 @@ FULL, CAUSAL = Bounds(-1, -1), Bounds(-1, 0)
 
 @dataclass(frozen=True, eq=False)
 class VarlenSequences:
-    """The blocks of one call, of all samples, one after the other."""
+    """Blocks of one varlen call, of all samples, one after the other."""
 
     query_starts: Tensor
-    """Of each block and the end of the last, int32."""
+    """Offset of each block and the end of the last: int32."""
     key_starts: Tensor
     most_queries: int
     most_keys: int
-    """In a block."""
+    """Most keys of a block."""
     bounds: Bounds
 
 
 class VarlenAttention(Protocol):
-    """Attention of sequences in a row: queries [T, A, D], keys and values [T, G, D]."""
+    """Variable-length attention: queries [T, A, D], keys and values [T, G, D]."""
 
     def forward(
         self, queries: Tensor, keys: Tensor, values: Tensor, sequences: VarlenSequences, scale: float
@@ -63,11 +63,11 @@ class VarlenAttention(Protocol):
         sequences: VarlenSequences,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys and values; a query whose log-sum-exp is inf has no part in them."""
+        """Gradients of queries, keys and values; a query whose log-sum-exp is inf adds nothing."""
 
 
 class FlashVarlen:
-    """CUDA's flash attention, in 16 bits."""
+    """CUDA's varlen flash attention, in 16 bits."""
 
     def forward(
         self, queries: Tensor, keys: Tensor, values: Tensor, sequences: VarlenSequences, scale: float
@@ -117,7 +117,7 @@ class FlashVarlen:
 
 
 class FlashAttention:
-    """The kernel that does blocks by calls of sequences in a row, and the few others under masks."""
+    """The kernel that runs most blocks by varlen calls, and masked ones blockwise."""
 
     def __init__(self, lengths: VarlenAttention | None = None, product: FusedAttention | None = None) -> None:
         self.lengths = FlashVarlen() if lengths is None else lengths
@@ -165,7 +165,7 @@ class FlashAttention:
                 call.sequences,
                 step.scale,
             )
-            # No row stands twice in a call, so that sums have one order.
+            # No row is in a call twice, so that sums have one order.
             for total, part, where in zip(sums[:3], parts, (rows, seen, seen), strict=True):
                 total[:, :, where] += _as_heads(part, queries.shape[0])
         return sums
@@ -179,19 +179,19 @@ class _Call:
 
 
 def _pick(x: Tensor, rows: Tensor | slice) -> Tensor:
-    """Rows of [B, A, Q, D], sample by sample: [T, A, D]."""
+    """Selected rows of [B, A, Q, D], sample by sample: [T, A, D]."""
     picked: Tensor = x.transpose(1, 2)[:, rows]
     return picked.flatten(0, 1)
 
 
 def _as_heads(x: Tensor, batch: int) -> Tensor:
-    """[T, A, D] as [B, A, Q, D]."""
+    """View of [T, A, D] as [B, A, Q, D]."""
     samples: Tensor = x.unflatten(0, (batch, -1))
     return samples.transpose(1, 2)
 
 
 def _plan(step: AttentionStep, queries: Tensor, keys: Tensor) -> tuple[list[_Call], AttentionStep]:
-    """The calls of a step, and the step of what remains."""
+    """Varlen calls of a step, and the step of the remaining blocks."""
     name = ("flash", queries.shape[0])
     if name not in step.cache:
         pending: dict[Bounds, list[_Pending]] = {}
@@ -211,11 +211,11 @@ def _plan(step: AttentionStep, queries: Tensor, keys: Tensor) -> tuple[list[_Cal
 
 
 def _bounded(block: AttentionBlock, step: AttentionStep) -> Iterator[tuple[AttentionBlock, Bounds | None]]:
-    """A block in parts that bounds can say, or None where they cannot."""
+    """Parts of a block with their bounds, None where bounds cannot express the mask."""
     if block.kind != "masked":
         yield block, CAUSAL if block.kind == "causal" else FULL
         return
-    # The query at the position of the last key that any query sees is the last of the first part.
+    # The first part ends with the query at the position of the last key that any query sees.
     distance, window = step.distance(block), step.mask_spec.window
     num_keys = min(block.num_keys, block.num_queries + distance)
     num_within = min(max(0, num_keys - distance), block.num_queries)
@@ -232,7 +232,7 @@ def _bounded(block: AttentionBlock, step: AttentionStep) -> Iterator[tuple[Atten
 
 @dataclass(frozen=True)
 class _Pending:
-    """Blocks of a call that is being made, which share no row."""
+    """Blocks of a call in the making, which share no row."""
 
     has_query: bytearray
     has_key: bytearray
@@ -240,7 +240,7 @@ class _Pending:
 
 
 def _put(block: AttentionBlock, calls: list[_Pending], num_queries: int, num_keys: int) -> None:
-    """Adds a block to the first call that has none of its rows, or to a new one."""
+    """Adds a block to the first call without any of its rows, or to a new one."""
     rows = slice(block.query_row, block.query_row + block.num_queries)
     seen = slice(block.key_row, block.key_row + block.num_keys)
     call = next((call for call in calls if 1 not in call.has_query[rows] and 1 not in call.has_key[seen]), None)
@@ -272,7 +272,7 @@ def _starts(runs: list[tuple[int, int]], batch: int, device: torch.device) -> Te
 
 
 def _rows(runs: list[tuple[int, int]], x: Tensor) -> Tensor | slice:
-    """The rows of runs of [B, A, Q, D]; all of them, in order, need no copy."""
+    """Row indices of runs of [B, A, Q, D]; all rows in order need no copy."""
     rows = torch.cat([torch.arange(row, row + num) for row, num in runs])
     is_all = rows.numel() == x.shape[2] and bool((rows[1:] > rows[:-1]).all())
     return slice(None) if is_all else rows.to(x.device)

@@ -1,7 +1,7 @@
-"""Attention by torch's FlexAttention, which compiles a kernel for what is asked: biases and hidden keys are part of it.
+"""Attention by torch's FlexAttention, which compiles a kernel with biases and masks in it.
 
-Its backward takes no output and log-sum-exp of a whole attention of which it computed a part. So the backward here
-computes the part again, and hands on the gradients of its output and of its log-sum-exp:
+Its backward does not take output and log-sum-exp of a whole attention of which it computed one step. So the backward
+here recomputes the step, and passes the gradients of its output and of its log-sum-exp:
 
     whole = sum over parts of w * part              w = exp(lse of the part - lse of the whole), for each query
     d part = w * d whole
@@ -29,15 +29,15 @@ from lightning_megatron.context.attention_step import AttentionGradients, Attent
 from lightning_megatron.context.context_layout import AttentionBlock
 
 LEAST_HEAD_DIM = 16
-"""Its kernels on CUDA take no smaller heads. Source: torch 2.13, `torch/_inductor/kernel/flex`."""
+"""Smallest head size of its kernels on CUDA. Source: torch 2.13, `torch/_inductor/kernel/flex`."""
 
 _NO_QUERY, _NO_KEY = -1, -2
-# Not its kernel for few queries, which wants a power of 2 of query heads for each key head.
+# Its kernel for few queries would need a power of 2 of query heads for each key head.
 _OPTIONS: FlexKernelOptions = {"FORCE_USE_FLEX_ATTENTION": True}
 
 
 class FlexAttention:
-    """The kernel that takes all blocks at once, by `attention`: torch's `flex_attention`, compiled where None."""
+    """The kernel that takes all blocks at once by `attention`; None is torch's `flex_attention`, compiled."""
 
     def __init__(self, attention: Callable[..., Any] | None = None) -> None:
         self.attention = _compiled() if attention is None else attention
@@ -62,7 +62,7 @@ class FlexAttention:
         table = None if step.bias is None else step.bias.table.detach().requires_grad_()
         with torch.enable_grad():
             part, part_lse = self._part(queries, keys, values, table, step)
-        # A query that sees no key at all has no part either: exp(-inf - inf) is 0.
+        # A query that sees no key has weight exp(-inf - inf), which is 0.
         weights = (part_lse.detach() - lse.masked_fill(lse == -torch.inf, torch.inf)).exp().to(dtype).unsqueeze(-1)
         grad_part = weights * grad
         grad_lse = (grad_part * (part.detach().to(dtype) - output)).sum(dim=-1)
@@ -100,14 +100,14 @@ def _compiled() -> Callable[..., Any]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Sight:
-    """Who sees whom, as FlexAttention is told."""
+    """Mask of a step in FlexAttention's terms."""
 
     mask: BlockMask
     furthest: int
-    """No key is further from a query."""
+    """Largest distance of a key from a query."""
 
     def biased(self, table: Tensor, step: AttentionStep) -> Callable[..., Tensor]:
-        """What adds the bias to a score."""
+        """Score modification that adds the bias."""
         bias, furthest = step.bias, self.furthest
         assert bias is not None
         queries, keys = step.query_positions, step.key_positions
@@ -139,15 +139,15 @@ def _make_sight(step: AttentionStep, num_queries: int, num_keys: int) -> _Sight:
         return (query_segments[query] == key_segments[key]) & mask_spec.sees(distance)
 
     on_gpu = device.type == "cuda"
-    # Not compiled, all pairs of rows would be laid out to make it.
+    # Without compilation the mask of all pairs of rows would be materialised.
     mask = create_block_mask(sees, None, None, num_queries, num_keys, device=device, _compile=on_gpu)
     # Rows that hold no token have the position -1.
     return _Sight(mask=mask, furthest=int(max(query_positions.max(), key_positions.max())) + 1)
 
 
 def _segments(blocks: tuple[AttentionBlock, ...], num_queries: int, num_keys: int) -> tuple[list[int], list[int]]:
-    """A number for each row of queries and each row of keys, equal where blocks join them. No blocks of two segments
-    share a row, and what no blocks join does not see each other."""
+    """Number of each query row and key row, equal where blocks join them. Blocks of two segments share no row, and rows
+    that no blocks join do not see each other."""
     queries, keys = [_NO_QUERY] * num_queries, [_NO_KEY] * num_keys
     for number, block in enumerate(blocks):
         rows = slice(block.query_row, block.query_row + block.num_queries)

@@ -1,4 +1,4 @@
-"""One rectangle of attention, queries [B, A, Q, D] and keys [B, G, K, D], by the fused functions of a device.
+"""Fused attention of one rectangle, queries [B, A, Q, D] and keys [B, G, K, D], by torch's kernels.
 
 B batch, A query heads, G key heads, Q query rows, K key rows, D head size.
 """
@@ -11,12 +11,12 @@ from torch import Tensor
 
 
 class FusedAttention(Protocol):
-    """Attention of all queries to all keys, but for what `is_causal` (query i sees the keys to i) or `mask` hides."""
+    """Attention of all queries to all keys, under `is_causal` (query i sees keys 0 to i) or `mask`."""
 
     def forward(
         self, queries: Tensor, keys: Tensor, values: Tensor, is_causal: bool, mask: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """Output and log-sum-exp; those of a query that sees no key may be anything."""
+        """Output and log-sum-exp; undefined for a query that sees no key."""
 
     def backward(
         self,
@@ -30,19 +30,18 @@ class FusedAttention(Protocol):
         mask: Tensor | None,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys and values; a query whose log-sum-exp is inf has no part in them.
+        """Gradients of queries, keys and values; a query whose log-sum-exp is inf adds nothing.
 
         `grad` and `output` may be wider than the rest.
         """
 
 
-# With fewer tokens the CPU's backward is faster in float32 than in 16 bits, its forward no slower; with many more it is
-# slower.
+# Up to this many tokens the CPU's backward is faster in float32 than in 16 bits, and its forward no slower.
 _MOST_WIDENED = 256
 
 
 class CpuAttention:
-    """The CPU's fused attention; it takes grouped queries."""
+    """torch's fused attention on a CPU; it supports grouped queries."""
 
     def forward(
         self, queries: Tensor, keys: Tensor, values: Tensor, is_causal: bool, mask: Tensor | None, scale: float
@@ -76,13 +75,13 @@ class CpuAttention:
 
 
 def _host_dtype(queries: Tensor, keys: Tensor) -> torch.dtype:
-    """What the CPU computes a rectangle in."""
+    """The dtype in which the CPU computes a rectangle."""
     is_widened = queries.dtype.itemsize == 2 and max(queries.shape[2], keys.shape[2]) <= _MOST_WIDENED
     return torch.float32 if is_widened else queries.dtype
 
 
 class MemoryEfficientAttention:
-    """CUDA's memory-efficient attention, float32 or 16 bits; it wants a key for each query head."""
+    """torch's memory-efficient attention on CUDA, float32 or 16 bits; it needs a key for each query head."""
 
     def forward(
         self, queries: Tensor, keys: Tensor, values: Tensor, is_causal: bool, mask: Tensor | None, scale: float
@@ -92,7 +91,7 @@ class MemoryEfficientAttention:
         output, lse, *_ = torch.ops.aten._efficient_attention_forward(
             q, k, v, _aligned(mask, queries), None, None, None, None, 0.0, int(is_causal), True, scale=scale
         )
-        # The log-sum-exp has rows beyond the last query.
+        # The log-sum-exp is padded beyond the last query.
         return output.transpose(1, 2), lse[..., : queries.shape[2]]
 
     def backward(
@@ -110,7 +109,7 @@ class MemoryEfficientAttention:
         heads, groups = queries.shape[1], keys.shape[1]
         same = (x.to(queries.dtype) for x in (grad, queries, keys, values, output))
         g, q, k, v, out = (_by_token(x, heads) for x in same)
-        # Rows in multiples of 32, those beyond the last query without a part.
+        # The kernel needs rows in multiples of 32; those beyond the last query add nothing.
         lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)
         unused = torch.zeros((), dtype=torch.int64, device=lse.device)
         grads = torch.ops.aten._efficient_attention_backward(
@@ -137,19 +136,19 @@ class MemoryEfficientAttention:
 
 
 def _by_token(x: Tensor, heads: int) -> Tensor:
-    """[B, G, K, D] as [B, K, A, D], a head repeated for each query head of its group."""
+    """Transposes [B, G, K, D] to [B, K, A, D], a head repeated for each query head of its group."""
     repeated = x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
     return repeated.transpose(1, 2)
 
 
 def _sum_heads(grad: Tensor, groups: int) -> Tensor:
-    """Gradients of repeated heads [B, A, K, D] summed, in float32, to those of the heads [B, G, K, D]."""
+    """Sums gradients of repeated heads [B, A, K, D] in float32 to those of the heads [B, G, K, D]."""
     by_group: Tensor = grad.unflatten(1, (groups, -1))
     return by_group.sum(dim=2, dtype=torch.float32)
 
 
 def _aligned(mask: Tensor | None, queries: Tensor) -> Tensor | None:
-    """The mask of every head, its rows 16 numbers apart or a multiple: CUDA reads them in vectors."""
+    """The mask of every head, its row stride a multiple of 16: CUDA reads rows in vectors."""
     if mask is None:
         return None
     aligned = F.pad(mask, (0, -mask.shape[1] % 16))[:, : mask.shape[1]]

@@ -1,4 +1,4 @@
-"""Which kernel of attention a device has for what is asked; and what callers of kernels need."""
+"""The choice of an attention kernel by device, dtype and what a step needs."""
 
 import torch
 from torch import Tensor
@@ -16,12 +16,11 @@ from lightning_megatron.mesh import AttentionKernel
 
 
 def kernel_for(tensor: Tensor, step: AttentionStep, asked: AttentionKernel = "fused") -> Kernel:
-    """The fastest kernel for queries like `tensor` [..., D] that does what the step asks; or the one that is asked
-    for, where it does that.
+    """Fastest kernel for queries like `tensor` [..., D] that supports the step; or the one `asked` for, if it does.
 
     A meta tensor stands for one on a current GPU.
     """
-    # Its kernels drop no weights, and know no float64.
+    # FlexAttention has no dropout, and no float64.
     has_flex = tensor.device.type == "cuda" and step.dropout_keys is None and tensor.dtype != torch.float64
     if asked == "flex" and has_flex and tensor.shape[-1] >= LEAST_HEAD_DIM:
         return FlexAttention()
@@ -29,7 +28,7 @@ def kernel_for(tensor: Tensor, step: AttentionStep, asked: AttentionKernel = "fu
         return UnfusedAttention()
     if tensor.device.type == "cpu":
         return BlockwiseAttention(CpuAttention())
-    # CUDA's functions read heads in vectors of 8 numbers, and know no float64.
+    # CUDA's fused kernels read heads in vectors of 8 numbers, and have no float64.
     is_known = tensor.is_meta or tensor.device.type == "cuda"
     if not is_known or tensor.shape[-1] % 8 != 0 or tensor.dtype == torch.float64:
         return UnfusedAttention()

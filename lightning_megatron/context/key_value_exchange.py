@@ -1,10 +1,10 @@
-"""How the keys and values of the other groups come to this rank, and how their gradients go home.
+"""Exchange of keys and values between groups of ranks, and the return of their gradients.
 
-An exchange visits every group's keys and values, its own first, and takes, source by source in the same order, what
-this rank adds to their gradients. What travels does so while the caller computes on what is here.
+An exchange visits every group's keys and values, its own first, and takes this rank's part of their gradients, group by
+group in the same order. Messages are in flight while the caller computes.
 
-    ring         from each rank to the next; gradients follow one step behind what they belong to
-    all-gather   all at once, and one reduce-scatter back: fewer messages, and room for the whole stream
+    ring         from each rank to the next; gradients follow one step after their keys and values
+    all-gather   all at once, and one reduce-scatter back: fewer messages, and memory for the whole stream
 
 B batch, G key groups, K keys of a group of ranks, D head size, O groups of ranks.
 """
@@ -25,34 +25,34 @@ Pair = tuple[Tensor, Tensor]
 
 
 class GradientReturn(Protocol):
-    """Gradients of keys and values on their way home."""
+    """Gradients of keys and values on their way to the ranks that own them."""
 
     def add(self, source: int, part: Pair | None) -> None:
-        """Takes this rank's part of the gradients of what came from `source`; None where it did not look at that."""
+        """Adds this rank's part of the gradients for keys and values of `source`; None if it saw none of them."""
 
     def finish(self) -> Pair:
-        """The gradients of the own keys and values, summed over all ranks, once they are here."""
+        """Gradients of this rank's keys and values, summed over all ranks, once they have arrived."""
 
 
 class KeyValueExchange(Protocol):
-    """A way for keys and values: the same on all ranks of the axis, and each rank goes it to its end."""
+    """Way of exchanging keys and values: equal on all ranks of the axis, and each rank runs it to its end."""
 
     def visits(self, own: Pair, axis: Axis) -> Iterator[tuple[int, Pair]]:
-        """Each group's place on the axis with its keys and values, which are only to be read."""
+        """Rank of each group on the axis, with its keys and values, which must not be written."""
 
     def returns(self, like: Tensor, axis: Axis) -> GradientReturn:
-        """The way home for gradients of keys and values that are each like this, [B, G, K, D]; in float32 or wider."""
+        """Return of gradients for keys and values shaped like `like` [B, G, K, D], in float32 or wider."""
 
 
 @dataclass(frozen=True)
 class RingExchange:
-    """From each rank to the next."""
+    """Ring exchange, from each rank to the next."""
 
     def visits(self, own: Pair, axis: Axis) -> Iterator[tuple[int, Pair]]:
         pair, joined = own, None
         for step in range(axis.size):
             pending = None
-            # Nobody needs what the last step looks at.
+            # Nobody needs the keys of the last step.
             if step + 1 < axis.size:
                 joined = _joined(own) if joined is None else joined
                 pending = pass_on(joined, axis, wait=False)
@@ -66,8 +66,8 @@ class RingExchange:
 
 
 class _RingGradientReturn:
-    """Gradients that travel one step behind the keys and values they belong to, each rank adding its part: behind the
-    last rank they are home."""
+    """Gradients that travel one step after their keys and values, each rank adding its part; after the last rank they
+    are with their owner."""
 
     def __init__(self, like: Tensor, axis: Axis) -> None:
         self._like, self._axis = like, axis
@@ -92,7 +92,7 @@ class _RingGradientReturn:
 
 @dataclass(frozen=True)
 class AllGatherExchange:
-    """All groups' at once."""
+    """All-gather exchange, all groups at once."""
 
     def visits(self, own: Pair, axis: Axis) -> Iterator[tuple[int, Pair]]:
         pending = all_gather(_joined(own).unsqueeze(0), axis, wait=False)
@@ -107,7 +107,7 @@ class AllGatherExchange:
 
 
 class _AllGatherGradientReturn:
-    """All groups' gradients side by side."""
+    """Gradients of all groups side by side."""
 
     def __init__(self, like: Tensor, axis: Axis) -> None:
         self._axis = axis
@@ -122,12 +122,12 @@ class _AllGatherGradientReturn:
 
 
 def _joined(pair: Pair) -> Tensor:
-    """Both as one contiguous tensor, [2, B, G, K, D]."""
+    """Keys and values as one contiguous tensor, [2, B, G, K, D]."""
     return torch.stack(pair).contiguous()
 
 
 def _zeros(like: Tensor, *sizes: int) -> Tensor:
-    """Room for as many gradients."""
+    """Zeros for gradients of `like` in float32 or wider, with leading dims `sizes`."""
     return like.new_zeros((*sizes, *like.shape), dtype=torch.promote_types(like.dtype, torch.float32))
 
 

@@ -1,6 +1,6 @@
-"""Attention with its scores laid out, a tile of queries at a time: for weights that are dropped or biased.
+"""Unfused attention, which materialises scores a tile of queries at a time: for dropout and biases.
 
-Everything is float32 or wider, and the backward makes the weights anew from the log-sum-exp.
+Everything is float32 or wider, and the backward recomputes the weights from the log-sum-exp.
 
 B batch, A query heads, G key heads, R query heads of a key head, Q query rows, K key rows, D head size, T rows of a
 tile.
@@ -16,12 +16,12 @@ from lightning_megatron.comm import rng
 from lightning_megatron.context.attention_step import AttentionGradients, AttentionStep, merge_, wide
 from lightning_megatron.context.context_layout import AttentionBlock
 
-# Scores of a tile: with the int64 draws of a mask, some tens of MB of scratch.
+# Number of scores of a tile: with the int64 draws of a mask, some tens of MB of scratch.
 MOST_SCORES = 1 << 20
 
 
 class UnfusedAttention:
-    """The kernel that any device has, and that does all there is to ask for."""
+    """The kernel that runs on any device and supports everything."""
 
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, step: AttentionStep) -> tuple[Tensor, Tensor]:
         dtype, groups = wide(queries.dtype), keys.shape[1]
@@ -29,7 +29,7 @@ class UnfusedAttention:
         lse = torch.full(queries.shape[:-1], -torch.inf, dtype=dtype, device=queries.device)
         for tile in _tiles(queries, step.blocks):
             scores = tile.scores(queries, keys, step)
-            # Of a row that sees no key: -inf less -inf would be nan.
+            # In a row that sees no key -inf minus -inf would be nan.
             peak = scores.amax(dim=-1).nan_to_num(neginf=0.0)
             weights = scores.sub_(peak.unsqueeze(-1)).exp_()
             total = weights.sum(dim=-1)
@@ -52,7 +52,7 @@ class UnfusedAttention:
         dtype, groups = wide(queries.dtype), keys.shape[1]
         sums = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (queries, keys, values)]
         table = None if step.bias is None else torch.zeros_like(step.bias.table, dtype=dtype)
-        # The weights of a row that saw no key come out as exp(score - inf), which is 0.
+        # The weights of a row that sees no key become exp(score - inf), which is 0.
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)
         for tile in _tiles(queries, step.blocks):
             weights = tile.scores(queries, keys, step).sub_(tile.rows(lse).unsqueeze(-1)).exp_()
@@ -74,7 +74,7 @@ class UnfusedAttention:
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Some samples and some queries of a block, with the keys that they see."""
+    """Some samples and queries of a block, with the keys that they see."""
 
     block: AttentionBlock
     samples: slice
@@ -82,23 +82,23 @@ class _Tile:
     key_rows: slice
 
     def rows(self, x: Tensor) -> Tensor:
-        """The part of [B, A, Q] or [B, A, Q, D]."""
+        """This tile's part of [B, A, Q] or [B, A, Q, D]."""
         return x[self.samples, :, self.query_rows]
 
     def keys_of(self, x: Tensor) -> Tensor:
-        """The part of [B, G, K, D]."""
+        """This tile's part of [B, G, K, D]."""
         return x[self.samples, :, self.key_rows]
 
     def keys(self, x: Tensor) -> Tensor:
-        """The part of keys or values, as wide as scores."""
+        """This tile's part of keys or values, as wide as scores."""
         return self.keys_of(x).to(wide(x.dtype))
 
     def offsets(self, step: AttentionStep) -> Tensor:
-        """The position of each key (column) less that of each query (row)."""
+        """Position of each key (column) minus that of each query (row)."""
         return step.key_positions[self.key_rows] - step.query_positions[self.query_rows, None]
 
     def scores(self, queries: Tensor, keys: Tensor, step: AttentionStep) -> Tensor:
-        """[b, A, T, K], with the bias, -inf where a key is not seen."""
+        """Scores [b, A, T, K] with the bias, -inf where a key is not seen."""
         rows = self.rows(queries).to(wide(queries.dtype))
         scores = _by_group(rows, keys.shape[1]) @ self.keys(keys).mT
         scores = scores.view(*rows.shape[:3], -1).mul_(step.scale)
@@ -110,7 +110,7 @@ class _Tile:
         return scores
 
     def dropped(self, step: AttentionStep) -> Tensor | None:
-        """Which weights are dropped: bool [b or 1, A, T, K]."""
+        """Mask of dropped weights: bool [b or 1, A, T, K]."""
         dropout_keys = step.dropout_keys
         if dropout_keys is None:
             return None
@@ -119,7 +119,7 @@ class _Tile:
 
 
 def _tiles(queries: Tensor, blocks: tuple[AttentionBlock, ...]) -> Iterator[_Tile]:
-    """All of all blocks, in tiles of few scores."""
+    """All blocks, in tiles of at most MOST_SCORES scores."""
     batch, heads = queries.shape[:2]
     for block in blocks:
         num_rows = min(block.num_queries, max(1, MOST_SCORES // (heads * block.num_keys)))
@@ -128,19 +128,19 @@ def _tiles(queries: Tensor, blocks: tuple[AttentionBlock, ...]) -> Iterator[_Til
         for sample in range(0, batch, num_samples):
             for row in range(block.query_row, end, num_rows):
                 rows = slice(row, min(row + num_rows, end))
-                # Of a causal block, only the keys that some query of the tile sees.
+                # A tile of a causal block has only the keys that some of its queries see.
                 num_keys = rows.stop - block.query_row if block.kind == "causal" else block.num_keys
                 seen = slice(block.key_row, block.key_row + num_keys)
                 yield _Tile(block, slice(sample, sample + num_samples), rows, seen)
 
 
 def _by_group(x: Tensor, groups: int) -> Tensor:
-    """[b, A, T, ...] as [b, G, R * T, ...]: the query heads of a key head become rows, and no key is repeated."""
+    """View of [b, A, T, ...] as [b, G, R * T, ...]: query heads of a key head become rows, and no key is repeated."""
     return x.reshape(x.shape[0], groups, -1, x.shape[-1])
 
 
 def _drop_(weights: Tensor, dropped: Tensor | None, step: AttentionStep) -> Tensor:
-    """The weights, or their gradients, with what is dropped at 0 and the rest scaled; in place."""
+    """Weights, or their gradients, with dropped ones at 0 and the rest scaled; in place."""
     if dropped is None or step.dropout_keys is None:
         return weights
     return weights.masked_fill_(dropped, 0.0).div_(1.0 - step.dropout_keys.probability)

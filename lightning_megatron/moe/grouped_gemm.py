@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from lightning_megatron.precision.cast import Operand
 from lightning_megatron.tensor.linear import as_gemm_input
-from lightning_megatron.tensor.weight_gradients import Way, WeightGradients
+from lightning_megatron.tensor.weight_gradients import WeightGradientMode, WeightGradients
 
 _KERNEL_DTYPES = {
     "cpu": (torch.float32, torch.bfloat16, torch.float16),
@@ -228,9 +228,9 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.groups, ctx.gradients, ctx.gemm, ctx.is_own, ctx.dtype = groups, gradients, gemm, is_own, x.dtype
         # The weight itself, as in `tensor.linear`: what autograd saved of it may come back as another tensor.
         ctx.owner = weight
-        kept = gemm.cast_input(x, is_training=is_training)
-        ctx.save_for_backward(*(kept if ctx.needs_input_grad[1] else (None, None)), weight, bias, probs_R)
-        y_RO = gemm.forward(kept, weight, groups, x.dtype, is_training=is_training)
+        saved = gemm.cast_input(x, is_training=is_training)
+        ctx.save_for_backward(*(saved if ctx.needs_input_grad[1] else (None, None)), weight, bias, probs_R)
+        y_RO = gemm.forward(saved, weight, groups, x.dtype, is_training=is_training)
         if bias is not None and is_own:
             _add_bias(y_RO, bias.flatten(1), probs_R, groups)
         return y_RO
@@ -249,7 +249,7 @@ class _GroupedLinear(torch.autograd.Function):
         grad_x = gemm.input_gradient(grad, weight, groups, ctx.dtype) if needs_x else None
         grad_weight = grad_bias = grad_weights = None
         if needs_weight:
-            way = gradients.way(owner)
+            mode = gradients.mode(owner)
             x_RI = x_RI.without_graph()
 
             # A deferred weight gradient runs where gradients are on.
@@ -257,9 +257,9 @@ class _GroupedLinear(torch.autograd.Function):
             def add() -> None:
                 gemm.add_weight_gradient(owner, grad, x_RI, groups, gradients.grad_view(owner))
 
-            if way is Way.QUEUE:
-                gradients.hand_in(owner, add)
-            elif way is Way.ADD:
+            if mode is WeightGradientMode.DEFER:
+                gradients.defer(owner, add)
+            elif mode is WeightGradientMode.ADD:
                 add()
             else:
                 grad_weight = gemm.weight_gradient(grad, x_RI, weight, groups).view(weight.shape).to(weight.dtype)

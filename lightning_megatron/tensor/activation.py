@@ -1,4 +1,4 @@
-"""The activation between the two linears of a feed-forward network, of dense layers and of experts.
+"""Activation functions between the two linears of an MLP, dense or of experts.
 
 Dims: T tokens, F features of the feed-forward network.
 """
@@ -10,15 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Activation = Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "swiglu", "geglu_tanh"]
-"""Gated ones take gate and up, [T, 2, F], and give [T, F]."""
+"""Name of an activation; gated ones map gate and up, [T, 2, F], to [T, F]."""
 GATED: frozenset[Activation] = frozenset(("swiglu", "geglu_tanh"))
 
-# Of the sigmoid that stands for the normal distribution in the quick GELU.
+# The slope of the sigmoid that approximates the normal distribution in quick GELU.
 _STEEPNESS = 1.702
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
-    """The activation of `x`, [T, F], or [T, 2, F] of gated ones: [T, F]."""
+    """Activation of `x` [T, F] (gated: [T, 2, F]): [T, F]."""
     if activation == "swiglu":
         return swiglu(x)
     if activation == "geglu_tanh":
@@ -31,7 +31,7 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
 
 
 class _SwiGLU(torch.autograd.Function):
-    """silu(gate) * up of [T, 2, F]; keeps its input alone, where autograd would keep silu(gate) too."""
+    """silu(gate) * up of [T, 2, F]; saves only its input for backward, where autograd would save silu(gate) too."""
 
     @staticmethod
     def forward(ctx: Any, gate_up_T2F: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def swiglu(gate_up_T2F: Tensor) -> Tensor:
 
 
 class _GeGLU(torch.autograd.Function):
-    """gelu(gate) * up of [T, 2, F] by the tanh approximation; keeps its input alone."""
+    """gelu(gate) * up of [T, 2, F] by the tanh approximation; saves only its input for backward."""
 
     @staticmethod
     def forward(ctx: Any, gate_up_T2F: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def geglu_tanh(gate_up_T2F: Tensor) -> Tensor:
 
 
 class _QuickGELU(torch.autograd.Function):
-    """x * sigmoid(1.702 x); keeps its input alone, where autograd would keep three tensors of its size."""
+    """x * sigmoid(1.702 x); saves only its input for backward, where autograd would save three tensors."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

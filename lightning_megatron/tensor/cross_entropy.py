@@ -1,4 +1,4 @@
-"""Cross-entropy of logits whose vocabulary is cut over `tp`, with no rank ever holding a whole row.
+"""Cross-entropy of logits whose vocabulary is cut over `tp`; no rank ever holds a full row.
 
     m = max over V of x        s = sum over V of exp(x - m)        u = (1 - e) (x_label - m) + e mean over V of (x - m)
     loss = ln s - u            dloss/dx = exp(x - m)/s - (1 - e) [is label] - e/V        e: label smoothing
@@ -18,7 +18,7 @@ from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis
 from lightning_megatron.tensor.vocabulary import num_own, own_entries
 
-# The label that is no target.
+# A label that is no target.
 IGNORED = -100
 
 
@@ -34,8 +34,8 @@ def vocab_parallel_cross_entropy(
     """Loss of each token [T], 0 where the label is -100; float32, or float64 for float64 logits.
 
     Waits for `tp` twice in forward. `scratch_TV` is room for the exponentials, contiguous and of the losses' dtype; it
-    may be the logits' own, where nobody reads them again. A label outside of the vocabulary raises, on CPU, as in
-    torch. Backward works in place on what forward kept, so it can run once only: a second one raises RuntimeError.
+    may be that of the logits, where nobody reads them again. A label outside of the vocabulary raises, on CPU, as in
+    torch. Backward overwrites what forward saved, so it can run only once: a second one raises RuntimeError.
     """
     losses: Tensor = _CrossEntropy.apply(logits_TV, labels_T, tp, vocab_size, label_smoothing, scratch_TV)
     return losses

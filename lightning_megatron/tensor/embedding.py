@@ -16,11 +16,11 @@ from lightning_megatron.comm import differentiable
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import Initial, shard_parameter
 from lightning_megatron.tensor.vocabulary import own_entries
-from lightning_megatron.tensor.weight_gradients import Way, WeightGradientLayer, WeightGradients
+from lightning_megatron.tensor.weight_gradients import WeightGradientLayer, WeightGradientMode, WeightGradients
 
 
 class VocabParallelEmbedding(WeightGradientLayer):
-    """[T] ids to [T/sp, H]; weight [V/tp, H], its rows padded to a common multiple of `multiple`.
+    """Word embedding, ids [T] to [T/sp, H]; weight [V/tp, H], its rows padded to a common multiple of `multiple`.
 
     An id outside of the vocabulary raises IndexError, on CPU, as in torch.
     """
@@ -42,7 +42,7 @@ class VocabParallelEmbedding(WeightGradientLayer):
 
 
 class _LookUp(torch.autograd.Function):
-    """Rows of the weight, zero where the id is not here; the gradient is [V/tp, H] and no mask of [T, H] is made."""
+    """Rows of the weight, zeros for ids of other ranks; its backward needs no mask [T, H]."""
 
     @staticmethod
     def forward(ctx: Any, weight_VH: Tensor, place_T: Tensor, is_own_T: Tensor, gradients: WeightGradients) -> Tensor:
@@ -57,8 +57,8 @@ class _LookUp(torch.autograd.Function):
     def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, None, None, None]:
         (place_T,) = ctx.saved_tensors
         weight_VH: Tensor = ctx.owner
-        # Few rows of many: not worth putting off where that is asked for.
-        if ctx.gradients.way(weight_VH) is not Way.RETURN and grad_TH.device.type == "cpu":
+        # A look-up touches few rows: it is not worth deferring.
+        if ctx.gradients.mode(weight_VH) is not WeightGradientMode.RETURN and grad_TH.device.type == "cpu":
             own_TH = grad_TH * (place_T >= 0).to(grad_TH.dtype).unsqueeze(1)
             ctx.gradients.add_rows(weight_VH, place_T.clamp_min(0), own_TH)
             return None, None, None, None

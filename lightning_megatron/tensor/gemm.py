@@ -1,4 +1,4 @@
-"""The products of a linear layer in the dtype of its activations, as torch does them."""
+"""GEMMs of a linear layer in the dtype of its activations, by torch."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from lightning_megatron.tensor.weight_gradients import add_product
 
 
 class TorchGemm:
-    """Multiplies the tensors themselves; parameters take the activations' dtype under autocast."""
+    """GEMM of the tensors as they are; parameters take the activations' dtype under autocast."""
 
     def cast_input(self, x_TI: Tensor, *, is_training: bool) -> Operand:
         return Operand(x_TI, None)
@@ -37,14 +37,14 @@ class TorchGemm:
 
 
 TORCH_GEMM: Gemm = TorchGemm()
-"""It holds nothing, so one is enough for all layers."""
+"""The GEMM of all layers outside float8; it is stateless."""
 
 
 def _as(x: Tensor, parameter: Any, *, flat: bool = False) -> Any:
     """A parameter in the dtype of `x` under autocast.
 
-    Inside the Functions and once a direction: what a cast in front of them returned would be kept for backward by every
-    microbatch in flight, a copy of all weights each.
+    It is cast inside the Functions, once a direction: a cast outside would be saved for backward by every microbatch in
+    flight, a copy of all weights each.
     """
     if parameter is None:
         return None

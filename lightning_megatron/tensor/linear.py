@@ -1,13 +1,28 @@
 """Linear layers whose weight is cut over `tp`: by its outputs (column) or by its inputs (row).
 
-A column layer opens a tensor-parallel region and a row layer closes it; attention and the MLP are one of each. Under
-sequence parallelism `sp` is `tp`, and outside of the region each rank holds T/sp tokens; otherwise `sp` has size 1.
+Take y = x W^T + b on p ranks. A column-parallel layer gives rank i some outputs, a row-parallel layer some inputs:
 
-    column   y = gather(x) W^T + b    W cut by rows: [O/tp, I]       dx = sum over tp of dy W, back to T/sp tokens
-    row      y = sum(x W^T) + b       W cut by columns: [O, I/tp]    dx = gather(dy) W
+    column   W = [W_1; ...; W_p], W_i [O/tp, I]    y = [y_1, ..., y_p]     y_i = x W_i^T + b_i
+    row      W = [W_1, ..., W_p], W_i [O, I/tp]    x = [x_1, ..., x_p]     y = x_1 W_1^T + ... + x_p W_p^T + b
 
-How a layer multiplies is its `gemm`; what travels and is kept for backward is what the gemm made of it.
-Dims: T tokens, I features in, O features out.
+A column layer followed by a row layer (attention and the MLP are one of each) needs no communication in between: the
+columns y_i are what the row layer wants as x_i. So the column layer opens a tensor-parallel region, where features are
+cut, and the row layer closes it by a sum. Under sequence parallelism `sp` is `tp`: outside of the region a rank holds
+T/sp tokens, which the column layer all-gathers and the row layer's reduce-scatter hands out again; otherwise `sp` has
+size 1. With G for the all-gather over sp and S for the sum over tp (reduce-scattered to T/sp tokens under sp):
+
+                      column                         row
+    forward           y_i = G(x) W_i^T + b_i         y = S(x_i W_i^T) + b
+    input gradient    dx = S(dy_i W_i)               dx_i = G(dy) W_i
+    weight gradient   dW_i = dy_i^T G(x)             dW_i = G(dy)^T x_i
+    bias gradient     db_i = sum of dy_i over T      db = sum of dy over T/sp, summed over sp at the end of the step
+
+The backward transposes the forward, so each collective becomes its conjugate: what the forward gathers the backward
+sums and scatters, and the reverse. All ranks read x in a column layer, so the gradients of all of them add up in dx.
+In a row layer each x_i takes part in every output, so its rank needs all of dy and sums nothing.
+
+How a layer multiplies is its `gemm`; what travels and is saved for backward is the operand that the gemm cast.
+T tokens, I features in, O features out.
 Source: Narayanan et al., arXiv 2104.04473, section 2.3; Korthikanti et al., arXiv 2205.05198, section 4.2.2.
 """
 
@@ -25,28 +40,28 @@ from lightning_megatron.precision.cast import Operand
 from lightning_megatron.precision.gemm import Gemm
 from lightning_megatron.sharding import Initial, shard_parameter
 from lightning_megatron.tensor.gemm import TORCH_GEMM
-from lightning_megatron.tensor.weight_gradients import Way, WeightGradientLayer, WeightGradients
+from lightning_megatron.tensor.weight_gradients import WeightGradientLayer, WeightGradientMode, WeightGradients
 
 
 class TokenKeys(Protocol):
-    """The random keys of a stream of tokens, which name what is dropped of them."""
+    """Random keys of a stream of tokens, which determine their dropout masks."""
 
     @property
     def shard_keys(self) -> Tensor:
-        """Those of this rank's part of the stream: int64 [T/sp]."""
+        """Keys of this rank's part of the stream: int64 [T/sp]."""
         ...
 
     @property
     def stream_keys(self) -> Tensor:
-        """Those of all of it: int64 [T]."""
+        """Keys of the whole stream: int64 [T]."""
         ...
 
 
 class ParallelLinear(WeightGradientLayer):
-    """A linear layer over `tp` that multiplies as its `gemm` says.
+    """A linear layer over `tp` that multiplies by its `gemm`.
 
-    `lora`, where it is there, is a low-rank path beside it (`tensor.low_rank`): it gets the same input, and the keys of
-    its tokens, and what it returns is added.
+    `lora`, if any, is a LoRA adapter (`tensor.lora_adapter`): it gets the same input and the keys of its tokens, and
+    its output is added.
     """
 
     weight: nn.Parameter
@@ -64,17 +79,17 @@ class ParallelLinear(WeightGradientLayer):
 
     @property
     def input_axis(self) -> Axis:
-        """The axis whose ranks hold parts of the input; of size 1 where each holds it whole."""
+        """Axis whose ranks hold parts of the input; of size 1 where it is replicated."""
         raise NotImplementedError
 
     @property
     def gradient_axis(self) -> Axis:
-        """The same for the gradient of the output."""
+        """Axis whose ranks hold parts of the gradient of the output; of size 1 where it is replicated."""
         raise NotImplementedError
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """[T/sp, in_features] to [T, *out_shape], the dim `cut` of `out_shape` cut over `tp`; weight [*out_shape, in]."""
+    """Column-parallel linear, [T/sp, in_features] to [T, *out_shape], cut over `tp` along dim `cut` of `out_shape`."""
 
     def __init__(
         self,
@@ -115,7 +130,7 @@ class ColumnParallelLinear(ParallelLinear):
 
 
 class RowParallelLinear(ParallelLinear):
-    """[T, in_features/tp] to [T/sp, out_features]; weight [out, in/tp], bias whole on every rank of `tp`."""
+    """Row-parallel linear, [T, in_features/tp] to [T/sp, out_features]; the bias is replicated over `tp`."""
 
     def __init__(
         self, in_features: int, out_features: int, *, tp: Axis, sp: Axis, bias: bool, initial: Initial
@@ -155,16 +170,16 @@ def column_parallel_linear(
     gradients: WeightGradients,
     gemm: Gemm = TORCH_GEMM,
 ) -> Tensor:
-    """[T, *weight.shape[:-1]] from [T/sp, I], for a weight (tied, say) that is not this layer's own.
+    """Column-parallel product [T, *weight.shape[:-1]] of [T/sp, I] and a weight, which may be tied to another layer.
 
-    The gradient of the weight goes where `gradients` says. Keeps the T/sp tokens alone for backward and gathers them
-    again there.
+    The gradient of the weight goes where `gradients` says. Only the T/sp tokens are saved for backward, which gathers
+    them again.
     """
     x_TI = as_gemm_input(x_TI)
-    # Not known any more within the Function, where no graph is made.
+    # Inside the Function gradients are off, whatever the mode outside.
     is_training = torch.is_grad_enabled()
     y_TO: Tensor = _Column.apply(x_TI, weight, bias, tp, sp, gradients, gemm, is_training)
-    # Here and not in the Function: autograd refuses to change in place a view that a Function made.
+    # Outside of the Function: autograd forbids in-place changes of a view that a Function made.
     return y_TO.view(y_TO.shape[0], *weight.shape[:-1])
 
 
@@ -178,7 +193,7 @@ def row_parallel_linear(
     gradients: WeightGradients,
     gemm: Gemm = TORCH_GEMM,
 ) -> Tensor:
-    """[T/sp, O] from [T, I/tp] and a weight [O, I/tp]; the bias is added once, after the sum over `tp`."""
+    """Row-parallel product [T/sp, O] of [T, I/tp] and a weight [O, I/tp]; the bias is added after the sum over `tp`."""
     x_TI = as_gemm_input(x_TI)
     is_training = torch.is_grad_enabled()
     y_TO: Tensor = _Row.apply(x_TI, weight_OI, bias_O, tp, sp, gradients, gemm, is_training)
@@ -186,13 +201,13 @@ def row_parallel_linear(
 
 
 def as_gemm_input(x: Tensor) -> Tensor:
-    """`x` in the dtype of the product, as a linear keeps it: autocast's, if it is on; float64 is left alone."""
+    """`x` in the dtype of the GEMM: autocast's, if it is on, except for float64."""
     dtype = autocast_dtype(x)
     return x if dtype is None or x.dtype == torch.float64 else x.to(dtype)
 
 
-# Note: a weight is its owner. What autograd saved of a weight comes back as another tensor wherever hooks look after
-# saved tensors (recomputation, offloading): a gradient put on that one would be lost. `ctx.owner` is the weight itself.
+# Note: a weight is its owner. Where hooks handle saved tensors (recomputation, offloading), a saved weight comes back
+# as another tensor, and a gradient put on that one would be lost. `ctx.owner` is the weight itself.
 class _Column(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -208,33 +223,33 @@ class _Column(torch.autograd.Function):
     ) -> Tensor:
         ctx.tp, ctx.sp, ctx.gradients, ctx.gemm, ctx.dtype = tp, sp, gradients, gemm, x.dtype
         ctx.owner = weight
-        kept = gemm.cast_input(x, is_training=is_training)
-        _keep(ctx, kept, weight)
-        return gemm.forward(_gathered(kept, sp), weight, bias, x.dtype, is_training=is_training)
+        saved = gemm.cast_input(x, is_training=is_training)
+        _save_for_backward(ctx, saved, weight)
+        return gemm.forward(_gathered(saved, sp), weight, bias, x.dtype, is_training=is_training)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
-        # Note: what hides what. The gather of x flies behind the input's gradient; that gradient's own sum flies
-        # behind those of weight and bias.
-        x, weight = _kept(ctx)
+        # Note: overlap. The gather of x is hidden by the input's gradient; the sum of that gradient is hidden by the
+        # gradients of weight and bias.
+        x, weight = _saved(ctx)
         sp: Axis = ctx.sp
         gemm: Gemm = ctx.gemm
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = None
         grad = gemm.cast_gradient(grad_TO)
         owner: Tensor = ctx.owner
-        way = ctx.gradients.way(owner) if needs_weight else Way.QUEUE
-        if way is not Way.QUEUE:
+        mode = ctx.gradients.mode(owner) if needs_weight else WeightGradientMode.DEFER
+        if mode is not WeightGradientMode.DEFER:
             x_work = collectives.all_gather(x.values, sp, wait=False)
         if needs_x:
             grad_x_work = _sum_to_shard(gemm.input_gradient(grad, weight, ctx.dtype), ctx.tp, sp)
-        if way is not Way.QUEUE:
-            grad_weight = _weight_gradient(way, ctx.gradients, gemm, owner, grad, x._replace(values=x_work.wait()))
+        if mode is not WeightGradientMode.DEFER:
+            grad_weight = _weight_gradient(mode, ctx.gradients, gemm, owner, grad, x._replace(values=x_work.wait()))
         elif needs_weight:
-            # Gathered when its time comes: until then the shard is enough.
+            # A deferred weight gradient gathers x when it runs: until then it holds the shard alone.
             grad_view, x = ctx.gradients.grad_view, x.without_graph()
-            ctx.gradients.hand_in(
+            ctx.gradients.defer(
                 owner, lambda: gemm.add_weight_gradient(owner, grad, _gathered(x, sp), grad_view(owner))
             )
         if needs_bias:
@@ -259,42 +274,42 @@ class _Row(torch.autograd.Function):
     ) -> Tensor:
         ctx.sp, ctx.gradients, ctx.gemm, ctx.dtype = sp, gradients, gemm, x.dtype
         ctx.owner = weight
-        kept = gemm.cast_input(x, is_training=is_training)
-        _keep(ctx, kept, weight)
-        y_TO = _sum_to_shard(gemm.forward(kept, weight, None, x.dtype, is_training=is_training), tp, sp).wait()
-        # Before the sum, tp ranks would add it tp times.
+        saved = gemm.cast_input(x, is_training=is_training)
+        _save_for_backward(ctx, saved, weight)
+        y_TO = _sum_to_shard(gemm.forward(saved, weight, None, x.dtype, is_training=is_training), tp, sp).wait()
+        # Before the sum, tp ranks would add the bias tp times.
         return y_TO if bias is None else y_TO.add_(bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = _kept(ctx)
+        x, weight = _saved(ctx)
         gemm: Gemm = ctx.gemm
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_weight = None
         own = gemm.cast_gradient(grad)
         grad_work = collectives.all_gather(own.values, ctx.sp, wait=False)
-        # Of this rank's tokens alone: under sequence parallelism a part of a sum.
+        # Under sequence parallelism this is a partial sum over this rank's tokens.
         grad_bias = grad.sum(0).to(weight.dtype) if needs_bias else None
         whole = own._replace(values=grad_work.wait())
         grad_x = gemm.input_gradient(whole, weight, ctx.dtype) if needs_x else None
         if needs_weight:
             owner: Tensor = ctx.owner
-            way = ctx.gradients.way(owner)
-            if way is Way.QUEUE:
+            mode = ctx.gradients.mode(owner)
+            if mode is WeightGradientMode.DEFER:
                 grad_view, x = ctx.gradients.grad_view, x.without_graph()
-                ctx.gradients.hand_in(owner, lambda: gemm.add_weight_gradient(owner, whole, x, grad_view(owner)))
+                ctx.gradients.defer(owner, lambda: gemm.add_weight_gradient(owner, whole, x, grad_view(owner)))
             else:
-                grad_weight = _weight_gradient(way, ctx.gradients, gemm, owner, whole, x)
+                grad_weight = _weight_gradient(mode, ctx.gradients, gemm, owner, whole, x)
         return grad_x, grad_weight, grad_bias, None, None, None, None, None
 
 
-def _keep(ctx: Any, x: Operand, weight: Tensor) -> None:
-    """Keeps the input for backward, where the weight will want it, and the weight."""
+def _save_for_backward(ctx: Any, x: Operand, weight: Tensor) -> None:
+    """Saves the weight for backward, and the input if the weight needs a gradient."""
     ctx.save_for_backward(*(x if ctx.needs_input_grad[1] else (None, None)), weight)
 
 
-def _kept(ctx: Any) -> tuple[Operand, Tensor]:
+def _saved(ctx: Any) -> tuple[Operand, Tensor]:
     values, inverse_scale, weight = ctx.saved_tensors
     return Operand(values, inverse_scale), weight
 
@@ -304,17 +319,17 @@ def _gathered(x: Operand, sp: Axis) -> Operand:
 
 
 def _weight_gradient(
-    way: Way, gradients: WeightGradients, gemm: Gemm, weight: Tensor, grad_TO: Operand, x_TI: Operand
+    mode: WeightGradientMode, gradients: WeightGradients, gemm: Gemm, weight: Tensor, grad_TO: Operand, x_TI: Operand
 ) -> Tensor | None:
-    """What autograd is to get: the gradient of the weight, or nothing where it has gone to `.grad` already."""
-    if way is Way.ADD:
+    """Gradient of the weight for autograd, or None where it was added to `.grad` directly."""
+    if mode is WeightGradientMode.ADD:
         gemm.add_weight_gradient(weight, grad_TO, x_TI, gradients.grad_view(weight))
         return None
     return gemm.weight_gradient(grad_TO, x_TI, weight)
 
 
 def _sum_to_shard(part: Tensor, tp: Axis, sp: Axis) -> Pending:
-    """The sum over `tp` of `part`, which it may overwrite: under sequence parallelism this rank's T/sp tokens of it."""
+    """Starts the sum over `tp` of `part`, which it may overwrite; under sequence parallelism it is scattered."""
     if sp.size == tp.size:
         return collectives.reduce_scatter(part, sp, wait=False)
     return collectives.all_reduce_(part, tp, wait=False)

@@ -1,8 +1,8 @@
-"""A low-rank path beside a linear: y = W x + scale * B A x, of which A and B are trained and W may be frozen.
+"""The LoRA adapter of a linear: y = W x + scale * B A x, of which A and B are trained and W may be frozen.
 
-Both are products of `tensor.linear`, so what is cut, what travels and where weight gradients go is told there:
+Both products are those of `tensor.linear`, which says what is cut, what is sent and where weight gradients go:
 
-    beside a   A                          B                       what travels
+    linear     A                          B                       what is sent
     column     [R, I], on every tp rank   [O/tp, R], cut as W     R numbers a token: gathered over sp, or their gradient
                                                                   summed over tp
     row        [R, I/tp], cut as W        [O, R], on every rank   R numbers a token: summed over tp
@@ -34,9 +34,9 @@ _ALONE = Axis.alone(0)
 
 
 class LoRAAdapter(WeightGradientLayer):
-    """What a linear called `name` gets added to its output. At first nothing: A is drawn, B is zero.
+    """The LoRA adapter of a linear called `name`. Its first output is 0: A is random, B is zero.
 
-    In training each feature of the input is dropped with probability `dropout`, here alone.
+    In training each feature of the adapter's input is dropped with probability `dropout`.
     """
 
     a: nn.Parameter
@@ -48,13 +48,13 @@ class LoRAAdapter(WeightGradientLayer):
         self.key = rng.key(name, "low-rank dropout")
         shard = shard_of(linear.weight)
         *self._out_shape, self._in_features = shard.global_shape
-        # The variance that torch gives the weight of a linear.
+        # torch initialises the weight of a linear with this variance.
         drawn = Initial(std=1.0 / math.sqrt(3.0 * self._in_features))
         with torch.device(linear.weight.device):
             self._make(rank, shard.dim, drawn)
 
     def _make(self, rank: int, dim: int | None, drawn: Initial) -> None:
-        """Makes `a` and `b`; `dim` is the one along which the weight beside it is cut."""
+        """Creates `a` and `b`; `dim` is the dim along which the linear's weight is cut."""
         raise NotImplementedError
 
     @property
@@ -67,7 +67,7 @@ class LoRAAdapter(WeightGradientLayer):
 
     @torch.no_grad()
     def product(self) -> Tensor:
-        """scale * B A in this rank's slice of the weight, in float32 or better: nothing travels."""
+        """This rank's slice of scale * B A in float32 or wider, without communication."""
         wide = torch.promote_types(self.b.dtype, torch.float32)
         return (self.b.to(wide) @ self.a.to(wide)) * self.scale
 
@@ -76,7 +76,7 @@ class LoRAAdapter(WeightGradientLayer):
 
 
 class ColumnLoRAAdapter(LoRAAdapter):
-    """Beside a column-parallel linear: [T/sp, I] to [T, *out_shape/tp]."""
+    """Adapter of a column-parallel linear: [T/sp, I] to [T, *out_shape/tp]."""
 
     def _make(self, rank: int, dim: int | None, drawn: Initial) -> None:
         self.a = shard_parameter((rank, self._in_features), initial=drawn, replicas=(self.tp,), partial=self.sp)
@@ -84,7 +84,7 @@ class ColumnLoRAAdapter(LoRAAdapter):
 
     def forward(self, x_TI: Tensor, tokens: TokenKeys | None = None) -> Tensor:
         if self.is_dropping:
-            assert tokens is not None, "a low-rank path drops, and was not told of which tokens"
+            assert tokens is not None, "a LoRA adapter has dropout, and got no token keys"
             x_TI = self._drop(x_TI, tokens.shard_keys, first_column=0)
         gradients = self.weight_gradients
         h_TR = column_parallel_linear(x_TI, self.a, None, tp=_ALONE, sp=_ALONE, gradients=gradients)
@@ -92,7 +92,7 @@ class ColumnLoRAAdapter(LoRAAdapter):
 
 
 class RowLoRAAdapter(LoRAAdapter):
-    """Beside a row-parallel linear: [T, I/tp] to [T/sp, O]."""
+    """Adapter of a row-parallel linear: [T, I/tp] to [T/sp, O]."""
 
     def _make(self, rank: int, dim: int | None, drawn: Initial) -> None:
         self.a = shard_parameter((rank, self._in_features), initial=drawn, dim=1, axis=self.tp)
@@ -100,7 +100,7 @@ class RowLoRAAdapter(LoRAAdapter):
 
     def forward(self, x_TI: Tensor, tokens: TokenKeys | None = None) -> Tensor:
         if self.is_dropping:
-            assert tokens is not None, "a low-rank path drops, and was not told of which tokens"
+            assert tokens is not None, "a LoRA adapter has dropout, and got no token keys"
             x_TI = self._drop(x_TI, tokens.stream_keys, first_column=self.tp.rank * x_TI.shape[1])
         gradients = self.weight_gradients
         h_TR = row_parallel_linear(x_TI, self.a, None, tp=self.tp, sp=self.sp, gradients=gradients)
@@ -108,7 +108,7 @@ class RowLoRAAdapter(LoRAAdapter):
 
 
 def lora_adapter_for(linear: ParallelLinear, *, rank: int, scale: float, dropout: float, name: str) -> LoRAAdapter:
-    """The path that fits a linear; its parameters are not filled yet."""
+    """The adapter that fits a linear; its parameters are not initialised yet."""
     if isinstance(linear, ColumnParallelLinear):
         return ColumnLoRAAdapter(linear, rank=rank, scale=scale, dropout=dropout, name=name)
     assert isinstance(linear, RowParallelLinear), type(linear)

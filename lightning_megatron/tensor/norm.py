@@ -1,7 +1,7 @@
 """Layer norm and RMS norm over the hidden dim, on activations that may be cut over `sp`.
 
-The parameters are whole on every rank of `tp`; under sequence parallelism each rank sees its T/sp tokens alone, so
-their gradients are parts of a sum. torch's kernels work in float32 on half inputs and round the result once; they want
+The parameters are replicated over `tp`; under sequence parallelism each rank sees its T/sp tokens alone, so
+their gradients are partial sums. torch's kernels work in float32 on half inputs and round the result once; they want
 input and parameters in one dtype, the wider of the two. Dims: H hidden.
 Source: Ba et al., arXiv 1607.06450; Zhang and Sennrich, arXiv 1910.07467.
 """
@@ -15,7 +15,7 @@ from lightning_megatron.sharding import Initial, shard_parameter
 
 
 class LayerNorm(nn.Module):
-    """[..., H] with mean 0 and variance 1 along H, scaled and shifted; dtype as the input."""
+    """Layer norm of [..., H] along H, scaled and shifted; dtype as the input."""
 
     def __init__(self, hidden_size: int, *, eps: float, tp: Axis, sp: Axis) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """[..., H] with mean square 1 along H, scaled; dtype as the input."""
+    """RMS norm of [..., H] along H, scaled; dtype as the input."""
 
     def __init__(self, hidden_size: int, *, eps: float, tp: Axis, sp: Axis) -> None:
         super().__init__()
@@ -41,6 +41,6 @@ class RMSNorm(nn.Module):
         dtype = torch.promote_types(x.dtype, self.weight.dtype)
         wide, weight = x.to(dtype), self.weight.to(dtype)
         if x.is_meta:
-            # As on a GPU, where one kernel keeps its input alone: that of layer norm, and a mean more.
+            # A GPU runs one kernel that saves its input alone, as the layer norm kernel does here (and a mean).
             return F.layer_norm(wide, weight.shape, weight, None, self.eps).to(x.dtype)
         return F.rms_norm(wide, weight.shape, weight, self.eps).to(x.dtype)

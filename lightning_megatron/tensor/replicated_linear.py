@@ -1,4 +1,4 @@
-"""A linear layer that every rank of `tp` has whole: small ones, of which a part would not be worth a message.
+"""A linear layer that is replicated over `tp`: a small one, which is not worth communication.
 
 Dims: T tokens, or samples, I features in, O features out.
 """
@@ -11,10 +11,10 @@ from lightning_megatron.sharding import Initial, shard_parameter
 
 
 class ReplicatedLinear(nn.Module):
-    """[T, in_features] to [T, out_features]; weight [out, in].
+    """Replicated linear, [T, in_features] to [T, out_features]; weight [out, in].
 
-    `partial` is the axis whose ranks each see other rows, so that gradients are parts of a sum over it; none where all
-    ranks of `tp` see the same.
+    `partial` is the axis whose ranks see different rows, so that gradients are partial sums over it; None where all
+    ranks of `tp` see the same rows.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The likeliest token of each row of logits whose vocabulary is cut over `tp`, with no rank ever holding a whole row.
+"""Argmax over logits whose vocabulary is cut over `tp`; no rank ever holds a full row.
 
 Dims: T tokens, V vocabulary columns of this rank, padding included.
 """
@@ -12,9 +12,9 @@ from lightning_megatron.tensor.vocabulary import num_own
 
 
 def vocab_parallel_argmax(logits_TV: Tensor, *, tp: Axis, vocab_size: int) -> Tensor:
-    """The id of the largest logit of each row, of equal ones the first, as torch.argmax of the whole row: int64 [T].
+    """Id of the largest logit of each row, ties to the lowest id, as torch.argmax of the full row: int64 [T].
 
-    Padded columns take no part. Of a row with a NaN it is `vocab_size`, no token. Waits for `tp` twice.
+    Padded columns take no part. A row with a NaN gives `vocab_size`, no token. Waits for `tp` twice.
     """
     length = logits_TV.shape[1]
     valid = num_own(vocab_size, length, tp)

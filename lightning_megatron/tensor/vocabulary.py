@@ -1,4 +1,4 @@
-"""Which entries of a vocabulary that is cut over `tp` a rank holds: what the embedding and the loss both ask."""
+"""The entries of a vocabulary, cut over `tp`, that a rank holds."""
 
 import torch
 from torch import Tensor
@@ -7,12 +7,12 @@ from lightning_megatron.mesh import Axis
 
 
 def num_own(vocab_size: int, local_length: int, tp: Axis) -> int:
-    """Entries that this rank holds, without the padding that follows them; may be 0."""
+    """Number of entries that this rank holds, padding not counted; may be 0."""
     return max(0, min(vocab_size - tp.rank * local_length, local_length))
 
 
 def own_entries(ids_T: Tensor, vocab_size: int, local_length: int, tp: Axis) -> tuple[Tensor, Tensor]:
-    """Local place of each id [T] (0 for what other ranks hold), and whether it is here [T].
+    """Local row of each id [T] (0 for ids of other ranks), and whether this rank holds it [T].
 
     An id outside of the vocabulary gets place -1, so that the look-up which follows fails on every rank.
     """

@@ -1,9 +1,9 @@
-"""Weight gradients of linears apart from those of their inputs: added in place, or put off.
+"""Weight gradients (wgrad) of linears apart from input gradients (dgrad): accumulated in place, or deferred.
 
-Autograd makes both gradients of a linear at once, allocates the weight's anew for every microbatch and adds it to what
-is there. A schedule that owns the backward can do better: the product adds straight into `.grad`, or, for a schedule
-that splits backwards in two, waits in a queue until the order says so. Whoever runs the backward opens a
-`WeightGradients` for its duration; the linears look at it; closed, they give autograd what it expects.
+Autograd computes both at once, allocates a weight gradient for every microbatch and adds it to `.grad`. A schedule that
+owns the backward can do better: the GEMM accumulates into `.grad`, or, where the backward is split into dgrad and
+wgrad, waits in a queue. Whoever runs the backward opens a `WeightGradients` for its duration, at which the linears
+look; while it is closed they return gradients to autograd.
 
 Source: Qi et al., arXiv 2401.10241, section 3 (splitting the backward).
 """
@@ -16,25 +16,25 @@ import torch
 from torch import Tensor, nn
 
 Task = tuple[Tensor, Callable[[], None]]
-"""A weight, and what adds its gradient from one microbatch to its `.grad`."""
+"""A weight, and a function that adds its gradient of one microbatch to its `.grad`."""
 
 
 def _nowhere(weight: Tensor) -> None:
     return None
 
 
-class Way(Enum):
-    """What a linear does with the gradient of its weight."""
+class WeightGradientMode(Enum):
+    """What a linear does with its weight gradient."""
 
     RETURN = "return it to autograd"
     ADD = "add it to `.grad` now"
-    QUEUE = "hand in a task that adds it"
+    DEFER = "hand in a task that adds it"
 
 
 class WeightGradients:
-    """Where the linears of a model learn what to do with the gradients of their weights.
+    """Tells the linears of a model what to do with their weight gradients.
 
-    `grad_view` tells where the first gradient of a step goes, if it shall not be a tensor of its own.
+    `grad_view` gives the memory for the first gradient of a step, or None for a tensor of its own.
     """
 
     def __init__(self, grad_view: Callable[[Tensor], Tensor | None] = _nowhere) -> None:
@@ -44,7 +44,7 @@ class WeightGradients:
 
     @contextmanager
     def opened(self, queue: list[Task] | None = None) -> Iterator[None]:
-        """Inside the block weight gradients go to `.grad` past autograd: at once, or by tasks appended to `queue`."""
+        """Inside the block weight gradients bypass autograd: added to `.grad` at once, or by tasks put in `queue`."""
         assert not self._is_open, "a backward runs inside another one's"
         self._is_open, self._queue = True, queue
         try:
@@ -52,23 +52,23 @@ class WeightGradients:
         finally:
             self._is_open, self._queue = False, None
 
-    def way(self, weight: Tensor) -> Way:
-        """For a weight that needs a gradient. One with hooks, or that is itself computed, is autograd's."""
+    def mode(self, weight: Tensor) -> WeightGradientMode:
+        """Mode for a weight that needs a gradient. One with hooks, or that is itself computed, is left to autograd."""
         has_hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
         if not self._is_open or not weight.is_leaf or has_hooks:
-            return Way.RETURN
-        return Way.ADD if self._queue is None else Way.QUEUE
+            return WeightGradientMode.RETURN
+        return WeightGradientMode.ADD if self._queue is None else WeightGradientMode.DEFER
 
-    def hand_in(self, weight: Tensor, task: Callable[[], None]) -> None:
-        """Puts a task off; only where `way` said QUEUE."""
+    def defer(self, weight: Tensor, task: Callable[[], None]) -> None:
+        """Defers a task; only where `mode` is DEFER."""
         assert self._queue is not None
         self._queue.append((weight, task))
 
     @torch.no_grad()
     def add_rows(self, weight: Tensor, place_T: Tensor, rows_TI: Tensor) -> None:
-        """Adds each row to the row of the weight's `.grad` that `place_T` says; several may go to one.
+        """Adds each row to row `place_T` of the weight's `.grad`; places may repeat.
 
-        In no fixed order on a GPU.
+        The order of additions is not fixed on a GPU.
         """
         grad = weight.grad
         if grad is None:
@@ -78,7 +78,7 @@ class WeightGradients:
 
 
 class WeightGradientLayer(nn.Module):
-    """A layer whose weight's gradient goes where its `weight_gradients` says; its own is never opened."""
+    """A layer whose weight gradient goes where its `weight_gradients` says; the default is never opened."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class WeightGradientLayer(nn.Module):
 
 
 def share(module: nn.Module, weight_gradients: WeightGradients) -> None:
-    """Makes all layers of a module look at one `WeightGradients`."""
+    """Makes all layers of a module use one `WeightGradients`."""
     for layer in module.modules():
         if isinstance(layer, WeightGradientLayer):
             layer.weight_gradients = weight_gradients
