@@ -17,8 +17,8 @@ from lightning_megatron.context.fused_attention import FusedAttention
 class BlockwiseAttention:
     """The kernel that calls a fused kernel for each block."""
 
-    def __init__(self, product: FusedAttention) -> None:
-        self.product = product
+    def __init__(self, fused: FusedAttention) -> None:
+        self.fused = fused
 
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, step: AttentionStep) -> tuple[Tensor, Tensor]:
         dtype = wide(queries.dtype)
@@ -42,7 +42,7 @@ class BlockwiseAttention:
         self, queries: Tensor, keys: Tensor, values: Tensor, step: AttentionStep, block: AttentionBlock
     ) -> tuple[Tensor, Tensor]:
         mask = step.mask(block, queries.dtype) if block.kind == "masked" else None
-        output, lse = self.product.forward(
+        output, lse = self.fused.forward(
             queries, keys, values, block.kind == "causal", None if mask is None else mask.added, step.scale
         )
         if mask is not None and mask.blind is not None:
@@ -95,7 +95,7 @@ class BlockwiseAttention:
     ) -> tuple[Tensor, Tensor, Tensor]:
         mask = step.mask(block, queries.dtype).added if block.kind == "masked" else None
         is_causal = block.kind == "causal"
-        return self.product.backward(grad, queries, keys, values, output, lse, is_causal, mask, step.scale)
+        return self.fused.backward(grad, queries, keys, values, output, lse, is_causal, mask, step.scale)
 
 
 def _slices(block: AttentionBlock) -> tuple[slice, slice]:

@@ -81,6 +81,6 @@ def _require_rising(rows: Tensor, numbers: Tensor) -> None:
     if len(bad):
         row, number = int(rows[bad[0] + 1]), int(numbers[bad[0] + 1])
         raise ValueError(
-            f"segments has document {number} of row {row} behind document {int(numbers[bad[0]])}; the numbers of a row "
+            f"segments has document {number} of row {row} after document {int(numbers[bad[0]])}; the numbers of a row "
             "must rise and each document lie in one piece: sort the documents of a row, or number them anew"
         )

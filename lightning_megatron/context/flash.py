@@ -119,9 +119,9 @@ class FlashVarlen:
 class FlashAttention:
     """The kernel that runs most blocks by varlen calls, and masked ones blockwise."""
 
-    def __init__(self, lengths: VarlenAttention | None = None, product: FusedAttention | None = None) -> None:
-        self.lengths = FlashVarlen() if lengths is None else lengths
-        self.blockwise = BlockwiseAttention(MemoryEfficientAttention() if product is None else product)
+    def __init__(self, varlen: VarlenAttention | None = None, fused: FusedAttention | None = None) -> None:
+        self.varlen = FlashVarlen() if varlen is None else varlen
+        self.blockwise = BlockwiseAttention(MemoryEfficientAttention() if fused is None else fused)
 
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, step: AttentionStep) -> tuple[Tensor, Tensor]:
         calls, rest = _plan(step, queries, keys)
@@ -129,7 +129,7 @@ class FlashAttention:
         output, lse = self.blockwise.forward(queries, keys, values, rest)
         for call in calls:
             rows, seen = call.query_rows, call.key_rows
-            part, part_lse = self.lengths.forward(
+            part, part_lse = self.varlen.forward(
                 _pick(queries, rows), _pick(keys, seen), _pick(values, seen), call.sequences, step.scale
             )
             part = _as_heads(part, batch).to(dtype)
@@ -155,7 +155,7 @@ class FlashAttention:
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)
         for call in calls:
             rows, seen = call.query_rows, call.key_rows
-            parts = self.lengths.backward(
+            parts = self.varlen.backward(
                 _pick(grad, rows),
                 _pick(queries, rows),
                 _pick(keys, seen),

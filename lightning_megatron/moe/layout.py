@@ -22,8 +22,8 @@ def layout_faults(config: MoEConfig, ffn_hidden_size: int, sizes: Sizes) -> list
     if sizes.ep > 1 and sizes.tp > 1 and not sizes.sequence_parallel:
         faults.append(
             f"expert_model_parallel_size ({sizes.ep}) with tensor_model_parallel_size ({sizes.tp}) needs "
-            "sequence_parallel: without it hidden states are whole on every tensor-parallel rank, to be cut before and "
-            "joined behind the experts of each layer; set it, or one size to 1"
+            "sequence_parallel: without it hidden states are replicated over tensor-parallel ranks, to be cut before "
+            "and all-gathered after the experts of each layer; set it, or one size to 1"
         )
     return faults
 

@@ -68,24 +68,16 @@ class ParallelLinear(WeightGradientLayer):
     bias: nn.Parameter | None
     lora: nn.Module | None
 
-    def __init__(self, tp: Axis, sp: Axis) -> None:
+    def __init__(self, tp: Axis, sp: Axis, *, input_axis: Axis, gradient_axis: Axis) -> None:
         super().__init__()
         self.tp, self.sp = tp, sp
+        # The axes whose ranks hold parts of the input, and of the gradient of the output; of size 1 where replicated.
+        self.input_axis, self.gradient_axis = input_axis, gradient_axis
         self.gemm: Gemm = TORCH_GEMM
         self.lora = None
 
     def _with_lora(self, y_TO: Tensor, x_TI: Tensor, tokens: TokenKeys | None) -> Tensor:
         return y_TO if self.lora is None else y_TO + self.lora(x_TI, tokens)
-
-    @property
-    def input_axis(self) -> Axis:
-        """Axis whose ranks hold parts of the input; of size 1 where it is replicated."""
-        raise NotImplementedError
-
-    @property
-    def gradient_axis(self) -> Axis:
-        """Axis whose ranks hold parts of the gradient of the output; of size 1 where it is replicated."""
-        raise NotImplementedError
 
 
 class ColumnParallelLinear(ParallelLinear):
@@ -102,19 +94,11 @@ class ColumnParallelLinear(ParallelLinear):
         initial: Initial,
         cut: int = 0,
     ) -> None:
-        super().__init__(tp, sp)
+        super().__init__(tp, sp, input_axis=sp, gradient_axis=tp)
         shape = (out_shape,) if isinstance(out_shape, int) else out_shape
         dim = cut % len(shape)
         self.weight = shard_parameter((*shape, in_features), initial=initial, dim=dim, axis=tp)
         self.bias = shard_parameter(shape, initial=Initial(), dim=dim, axis=tp) if bias else None
-
-    @property
-    def input_axis(self) -> Axis:
-        return self.sp
-
-    @property
-    def gradient_axis(self) -> Axis:
-        return self.tp
 
     def forward(self, x_TI: Tensor, tokens: TokenKeys | None = None) -> Tensor:
         y_TO = column_parallel_linear(
@@ -135,17 +119,9 @@ class RowParallelLinear(ParallelLinear):
     def __init__(
         self, in_features: int, out_features: int, *, tp: Axis, sp: Axis, bias: bool, initial: Initial
     ) -> None:
-        super().__init__(tp, sp)
+        super().__init__(tp, sp, input_axis=tp, gradient_axis=sp)
         self.weight = shard_parameter((out_features, in_features), initial=initial, dim=1, axis=tp)
         self.bias = shard_parameter((out_features,), initial=Initial(), replicas=(tp,), partial=sp) if bias else None
-
-    @property
-    def input_axis(self) -> Axis:
-        return self.tp
-
-    @property
-    def gradient_axis(self) -> Axis:
-        return self.sp
 
     def forward(self, x_TI: Tensor, tokens: TokenKeys | None = None) -> Tensor:
         y_TO = row_parallel_linear(

@@ -1,4 +1,4 @@
-"""Packed attention on one device, all scores laid out in float64, and the same by kernels over a layout."""
+"""Packed attention on one device, all scores materialised in float64, and the same by kernels over a layout."""
 
 from dataclasses import dataclass, field
 

@@ -19,7 +19,7 @@ def plain_flex(
     kernel_options: FlexKernelOptions,
     return_aux: AuxRequest,
 ) -> tuple[Tensor, AuxOutput]:
-    """What torch's documentation says of `flex_attention`, all scores laid out, by autograd."""
+    """What torch's documentation says of `flex_attention`, all scores materialised, by autograd."""
     assert return_aux.lse and (enable_gqa or query.shape[1] == key.shape[1])
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     sizes = (*query.shape[:3], key.shape[2])

@@ -10,14 +10,14 @@ from lightning_megatron.context.context_layout import MaskSpec, cut
 from lightning_megatron.context.flash import CAUSAL, FlashAttention, FlashVarlen, VarlenSequences
 from lightning_megatron.context.fused_attention import CpuAttention, MemoryEfficientAttention
 from tests.context.dense import Case, by_kernels, dense
-from tests.context.plain_lengths import PlainLengths
+from tests.context.plain_varlen import PlainVarlen
 from tests.context.test_kernel import CASES
 
 
 @settings(max_examples=50)
 @given(case=CASES)
 def test_parts_add_up_to_the_attention_of_one_device(case: Case) -> None:
-    errors = by_kernels(case, torch.float64, FlashAttention(PlainLengths(), CpuAttention())).errors(dense(case))
+    errors = by_kernels(case, torch.float64, FlashAttention(PlainVarlen(), CpuAttention())).errors(dense(case))
     assert max(errors.values()) < 1e-10
 
 
@@ -25,7 +25,7 @@ def test_parts_add_up_to_the_attention_of_one_device(case: Case) -> None:
     "mask_spec", [MaskSpec(is_causal=True), MaskSpec(is_causal=True, window=300), MaskSpec(is_causal=False)]
 )
 def test_documents_of_one_device_take_one_call_however_many(mask_spec: MaskSpec) -> None:
-    lengths, layout = PlainLengths(), cut([40, 17, 250] * 4)
+    lengths, layout = PlainVarlen(), cut([40, 17, 250] * 4)
     positions = layout.group_positions[0]
     step = AttentionStep(
         blocks=layout.blocks(0, 0, mask_spec),
@@ -44,7 +44,7 @@ def test_a_window_of_one_device_needs_no_mask() -> None:
         def forward(self, *_: object) -> tuple[Tensor, Tensor]:
             raise AssertionError("a mask")
 
-    lengths, layout, mask_spec = PlainLengths(), cut([2000]), MaskSpec(is_causal=True, window=128)
+    lengths, layout, mask_spec = PlainVarlen(), cut([2000]), MaskSpec(is_causal=True, window=128)
     positions = layout.group_positions[0]
     step = AttentionStep(
         blocks=layout.blocks(0, 0, mask_spec),

@@ -16,7 +16,7 @@ from lightning_megatron.context.fused_attention import CpuAttention
 from lightning_megatron.context.kernel import kernel_for
 from lightning_megatron.context.unfused_attention import UnfusedAttention
 from tests.context.dense import BUCKETS, HEAD_SIZE, HEADS, Case, bucket, by_kernels, dense
-from tests.context.plain_lengths import PlainLengths
+from tests.context.plain_varlen import PlainVarlen
 
 VIEWS = st.one_of(
     st.builds(MaskSpec, is_causal=st.just(True), window=st.one_of(st.just(0), st.integers(1, 50))),
@@ -45,7 +45,7 @@ WINDOWS = [
     Case(lengths=(41, 30), ring=3, mask_spec=MaskSpec(is_causal=True, window=12), batch=1),
     Case(lengths=(600,), ring=2, is_zigzag=False, mask_spec=MaskSpec(is_causal=True, window=170), batch=1, groups=1),
 ]
-KERNELS = [BlockwiseAttention(CpuAttention()), UnfusedAttention(), FlashAttention(PlainLengths(), CpuAttention())]
+KERNELS = [BlockwiseAttention(CpuAttention()), UnfusedAttention(), FlashAttention(PlainVarlen(), CpuAttention())]
 
 
 def largest(case: Case, dtype: torch.dtype, kernel: Kernel | None = None) -> float:
@@ -61,7 +61,7 @@ def test_parts_of_the_hosts_kernel_add_up_to_the_attention_of_one_device(case: C
 
 @settings(max_examples=40)
 @given(case=CASES, probability=st.sampled_from([0.0, 0.3]), has_bias=st.booleans())
-def test_parts_with_scores_laid_out_add_up_to_the_attention_of_one_device(
+def test_parts_with_materialised_scores_add_up_to_the_attention_of_one_device(
     case: Case, probability: float, has_bias: bool
 ) -> None:
     case = Case(**{**vars(case), "probability": probability, "has_bias": has_bias})
@@ -213,7 +213,7 @@ def test_blocks_of_one_shape_at_other_distances_have_other_masks() -> None:
     assert torch.isinf(near).sum() == 6 and torch.isinf(far).sum() == 1
 
 
-def test_dropping_and_a_bias_are_laid_out_and_the_rest_is_not() -> None:
+def test_dropout_and_a_bias_are_unfused_and_the_rest_is_not() -> None:
     plain = AttentionStep(
         blocks=(),
         query_positions=torch.arange(4),

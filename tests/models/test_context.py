@@ -123,8 +123,8 @@ def test_without_bounds_a_document_does_change_the_logits_of_another() -> None:
 @pytest.mark.parametrize(
     ("segments", "told"),
     [
-        ([[0, 0, 1, 1, 0]], "document 0 of row 0 behind document 1"),
-        ([[0, -1, 0, 1, 1]], "document 0 of row 0 behind document 0"),
+        ([[0, 0, 1, 1, 0]], "document 0 of row 0 after document 1"),
+        ([[0, -1, 0, 1, 1]], "document 0 of row 0 after document 0"),
         ([[0, -2, 1, 1, 1]], "-2"),
         ([[0.0, 0, 1, 1, 1]], "integers"),
         ([[0, 0, 1, 1]], "segments"),

@@ -1,6 +1,6 @@
-"""Dynamic context parallelism on paper: which ranks run which documents, how wide, in which microbatch.
+"""Plans of dynamic context parallelism: which group of ranks runs which documents in which microbatch.
 
-Before a step: pure functions of the documents' lengths, the same on every rank, no communication.
+They are made before a step by pure functions of the documents' lengths, the same on every rank, no communication.
 """
 
 from lightning_megatron.context.balance.bound import lower_bound

@@ -1,4 +1,4 @@
-"""A time that no plan of a step can be below, to judge plans by."""
+"""A lower bound on the time of a step, by which plans are judged."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 from lightning_megatron.context.balance.config import DynamicContextConfig, group_sizes
 from lightning_megatron.context.balance.cost import CostModel, Floats
 
-# Weights of the two bounds on a pack that are tried; each gives a true bound, and the best is taken.
+# Weights of the two bounds on a pack to try; each gives a true bound, and the best is taken.
 RING_WEIGHTS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 def lower_bound(
     lengths: Sequence[int], ranks: int, cost: CostModel, config: DynamicContextConfig, *, pp: int = 1
 ) -> float:
-    """Seconds that every plan takes at least, by `step_seconds`.
+    """Least seconds of any plan, as `step_seconds` counts them.
 
     With M microbatches:
 
@@ -48,7 +48,7 @@ def lower_bound(
 
 
 def least_work(lengths: Sequence[int], ranks: int, cost: CostModel, config: DynamicContextConfig) -> float:
-    """Rank-seconds that all documents need at least, without fixed parts: the sum in the note of `lower_bound`."""
+    """Least rank-seconds of all documents without fixed parts: the sum in the docstring of `lower_bound`."""
     tokens = np.asarray(lengths, dtype=np.float64)
     hidden: Floats = cost.seconds_per_token * tokens + cost.seconds_per_square * tokens**2
     sums = []
@@ -64,17 +64,17 @@ def least_work(lengths: Sequence[int], ranks: int, cost: CostModel, config: Dyna
 
 
 def fewest_microbatches(lengths: Sequence[int], ranks: int, config: DynamicContextConfig) -> int:
-    """Below this many the config is not kept, or some rank has more tokens than it may."""
+    """Least number of microbatches that the config and its memory cap allow."""
     needed = -(-sum(lengths) // (ranks * config.max_tokens_per_rank))
     return rounded_up(max(needed, config.min_microbatches), config.microbatch_multiple)
 
 
 def rounded_up(count: int, multiple: int) -> int:
-    """The next multiple from `count` on."""
+    """`count` rounded up to a multiple."""
     return -(-count // multiple) * multiple
 
 
 def _longest_document_seconds(longest: int, ranks: int, cost: CostModel, config: DynamicContextConfig) -> float:
-    """Of the longest document alone, on the size that is best for it."""
+    """Seconds of the longest document alone, on its best group size."""
     sizes = [size for size in group_sizes(ranks, config) if longest <= size * config.max_tokens_per_rank]
     return min(cost.seconds(float(longest), float(longest) ** 2, size) for size in sizes)

@@ -1,5 +1,4 @@
-"""Takes empty microbatches out of a step: a group without documents joins its neighbours, and documents go where a slot
-has none."""
+"""Removal of empty microbatches: a group without documents joins its neighbours, and slots without any get some."""
 
 from __future__ import annotations
 
@@ -12,15 +11,15 @@ from lightning_megatron.context.balance.slots import RankGroup, Slot
 def without_empty_groups(
     slots: Sequence[Sequence[RankGroup]], sizes: Sequence[int], lengths: Sequence[int]
 ) -> tuple[Slot, ...]:
-    """The slots, by first rank, with an empty group only where documents are fewer than slots times widest groups.
+    """Slots, groups by first rank, with an empty group only where documents are fewer than slots times widest groups.
 
-    sizes: those of groups, descending.
+    `sizes` are the group sizes, descending.
     """
     if all(group.documents for slot in slots for group in slot):
         return tuple(map(in_order, slots))
     widest = sizes[0]
     ranks = sum(group.size for group in slots[0])
-    # One part per slot and widest group: what can be joined into one group.
+    # One part per slot and widest group: its groups may be joined into one.
     parts = [
         [group for group in slot if group.first // widest == block]
         for slot in slots
@@ -36,7 +35,7 @@ def without_empty_groups(
 
 
 def _move_documents(parts: list[list[RankGroup]], lengths: Sequence[int]) -> None:
-    """Gives a document to every part that has none, the shortest of the part that has most."""
+    """Moves a document to every part without any: the shortest of the part with most."""
     counts = [sum(len(group.documents) for group in part) for part in parts]
     for empty, part in enumerate(parts):
         donor = max(range(len(parts)), key=lambda i: (counts[i], -i))
@@ -56,7 +55,7 @@ def _move_documents(parts: list[list[RankGroup]], lengths: Sequence[int]) -> Non
 def _joined(part: list[RankGroup], sizes: Sequence[int]) -> list[RankGroup]:
     """The part with each empty group joined with its neighbours, until the group they make has a document.
 
-    The documents of groups that keep the memory cap keep it together on all of their ranks.
+    Groups that keep the memory cap keep it together on all of their ranks.
     """
     for size, wider in pairwise(reversed(sizes)):
         blocks = {group.first // wider for group in part if group.size == size and not group.documents}
@@ -72,5 +71,5 @@ def _joined(part: list[RankGroup], sizes: Sequence[int]) -> list[RankGroup]:
 
 
 def in_order(slot: Sequence[RankGroup]) -> Slot:
-    """The groups of a slot by their first rank."""
+    """Groups of a slot sorted by their first rank."""
     return tuple(sorted(slot, key=lambda group: group.first))

@@ -1,9 +1,9 @@
-"""The constants of the cost model from a short measurement: non-negative least squares.
+"""Fit of the cost model to a short measurement by non-negative least squares.
 
-Before the first step: a rank of each group size times a few packed microbatches, and all fit the same measurements.
+Before the first step a rank of each group size times a few packed microbatches, and all fit the same measurements.
 
 The formula is linear in its constants once it is known which measurements see the ring. That is guessed, the constants
-are fitted, the guess is made anew from them, until it stays; the best fit on the way is kept.
+are fitted, and the guess is updated until it stays; the best fit on the way is returned.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from lightning_megatron.context.balance.cost import CostModel, Floats
 
 Flags = npt.NDArray[np.bool_]
 
-# Guesses after which a fit that goes to and fro is ended.
+# Most updates of the guess, in case it alternates.
 MAX_ROUNDS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One microbatch, forward and backward, as it was timed."""
+    """Time of one microbatch, forward and backward."""
 
     tokens: int
     """Sum of the lengths of its documents."""
     squares: int
-    """Sum of their squares."""
+    """Sum of the squared lengths of its documents."""
     size: int
-    """Ranks it ran on."""
+    """Number of ranks it ran on."""
     seconds: float
 
 
 def fit(measurements: Sequence[Measurement], *, ranks_per_node: int = 0) -> CostModel:
-    """The cost model that is nearest to the measurements, in shares of each.
+    """Cost model with the least relative error on the measurements.
 
-    A constant that no measurement speaks of is 0: without groups of two ranks or more there is no communication.
+    A constant that no measurement determines is 0: without groups of two ranks or more there is no communication.
     Raises ValueError where a measurement is not a positive time of at least one token.
     """
     faults = [
@@ -76,7 +76,7 @@ def fit(measurements: Sequence[Measurement], *, ranks_per_node: int = 0) -> Cost
 
 
 def nonnegative_least_squares(columns: Floats, wanted: Floats) -> Floats:
-    """The x of at least 0 with the smallest |columns x - wanted|.
+    """Non-negative x with the smallest |columns x - wanted|.
 
     Source: Lawson and Hanson, Solving Least Squares Problems, chapter 23.
     """
@@ -105,7 +105,7 @@ def nonnegative_least_squares(columns: Floats, wanted: Floats) -> Floats:
 
 
 def _columns(tokens: Floats, squares: Floats, sizes: Floats, sees_ring: Flags, ranks_per_node: int) -> Floats:
-    """[measurements, constants]: fixed, a, b, c near, c far, latency."""
+    """Columns of the linear system, [measurements, constants]: fixed, a, b, c near, c far, latency."""
     ring = np.where(sees_ring, sizes - 1, 0.0)
     is_far = (sizes > ranks_per_node) if ranks_per_node else np.zeros_like(sizes, dtype=bool)
     sent = ring * tokens / sizes
@@ -126,7 +126,7 @@ def _model(constants: Floats, ranks_per_node: int) -> CostModel:
     fixed, per_token, per_square, per_sent, per_far, latency = map(float, constants)
     return CostModel(
         fixed_seconds=fixed,
-        # Every token takes time, if only the smallest that there is.
+        # Every token takes time, however little.
         seconds_per_token=max(per_token, 1e-15),
         seconds_per_square=per_square,
         seconds_per_sent_token=per_sent,

@@ -1,4 +1,4 @@
-"""From documents on a tree to the microbatches of a step: each group's documents are packed into some of the M slots.
+"""From documents on a tree to the microbatches of a step: each group's documents are packed into some of M slots.
 
 On every path from a root to a leaf the numbers of slots add up to M. A group gets a share of the slots left to it that
 goes with its share of the time, so microbatches come out about equally long; never fewer than its tokens need.
@@ -19,7 +19,7 @@ from lightning_megatron.context.balance.tree import Tree, longest_below, path_su
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the microbatches must keep."""
+    """Constraints on the microbatches of a plan."""
 
     max_tokens_per_rank: int
     min_microbatches: int
@@ -27,7 +27,7 @@ class Limits:
 
 
 def microbatches(tree: Tree, lengths: Sequence[int], cost: CostModel, limits: Limits) -> tuple[Slot, ...]:
-    """The slots of the tree's plan: as few as the limits and the packing of tokens allow."""
+    """Slots of the tree's plan, as few as the limits and the packing of tokens allow."""
     needs = [
         [_slots_for_tokens(block, size, lengths, limits) for block in level]
         for size, level in zip(tree.sizes, tree.documents, strict=True)
@@ -43,7 +43,7 @@ def microbatches(tree: Tree, lengths: Sequence[int], cost: CostModel, limits: Li
 
 
 def fewest_slots(tree: Tree, lengths: Sequence[int], limits: Limits) -> int:
-    """The slots that the tokens on the fullest path need, if they pack without a gap."""
+    """Number of slots that the tokens on the fullest path need if they pack without gaps."""
     return most_needed(
         [
             [_slots_for_tokens(block, size, lengths, limits) for block in level]
@@ -53,7 +53,7 @@ def fewest_slots(tree: Tree, lengths: Sequence[int], limits: Limits) -> int:
 
 
 def most_needed(needs: Sequence[Sequence[int]]) -> int:
-    """The slots that the neediest path takes."""
+    """Number of slots of the path that needs most."""
     return int(max(path_sums(needs)[0]))
 
 
@@ -62,7 +62,7 @@ def _slots_for_tokens(documents: Sequence[int], size: int, lengths: Sequence[int
 
 
 def _share(tree: Tree, needs: Sequence[Sequence[int]], count: int) -> list[list[int]]:
-    """By level and group, its number of slots; along every path they add up to `count`."""
+    """Number of slots of each group, by level; along every path they add up to `count`."""
     path_needs = path_sums(needs)
     counts: list[list[int]] = []
     left = [count] * len(tree.documents[0])
@@ -83,9 +83,9 @@ def _share(tree: Tree, needs: Sequence[Sequence[int]], count: int) -> list[list[
 
 
 def _give_to_idle(leaves: list[list[int]], counts: Sequence[int], lengths: Sequence[int]) -> None:
-    """Moves the shortest documents of leaves with more than one a slot to leaves with less, which would run nothing.
+    """Moves the shortest documents from leaves with more documents than slots to leaves with fewer, which would idle.
 
-    Where they do not go round, leaves far apart come first: what is left idle then joins few documents.
+    Where there are too few, leaves far apart come first, so that idle groups join few documents.
     """
     donors = [
         (lengths[leaf[-1]], block)
@@ -112,7 +112,7 @@ def _packed(
     cost: CostModel,
     limits: Limits,
 ) -> list[list[RankGroup]] | None:
-    """The groups of every slot; or None, with the needs raised where documents did not pack."""
+    """Groups of every slot; or None, with `needs` raised where documents did not pack."""
     slots: list[list[RankGroup]] = [[] for _ in range(counts[0][0] + _slots_below(counts))]
     starts = [0] * len(counts[0])
     fits = True
@@ -135,16 +135,16 @@ def _packed(
 
 
 def _slots_below(counts: Sequence[Sequence[int]]) -> int:
-    """Those of the first path, without its root."""
+    """Number of slots of the first path, without its root."""
     return sum(level[0] for level in counts[1:])
 
 
 def _pack(
     documents: Sequence[int], count: int, max_tokens: int, lengths: Sequence[int], cost: CostModel
 ) -> list[list[int]] | None:
-    """The documents in `count` packs of about the same work, none over the tokens; None where that fails.
+    """`count` packs of about equal work, each within max_tokens; None where that fails.
 
-    Longest first to the lightest pack that has room.
+    Documents go, longest first, to the lightest pack with room.
     """
     if count == 1 and sum(lengths[document] for document in documents) <= max_tokens:
         return [list(documents)]

@@ -1,6 +1,6 @@
-"""A plan of a step: in every microbatch, which group of ranks runs which documents; and how long it takes.
+"""The plan of a step: which group of ranks runs which documents in each microbatch, and the time it takes.
 
-Between the balancer and the ranks: the balancer makes it, every rank reads its own line of it.
+The balancer makes it, and every rank reads its own line of it.
 
 The R = dp x cp ranks of one pipeline stage are a line 0..R-1. A step is M slots, one microbatch of every rank each. In
 a slot the line is cut into groups: contiguous ranks, the first a multiple of the size. A group runs its documents as
@@ -17,10 +17,10 @@ from lightning_megatron.context.balance.cost import CostModel
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """Ranks that run one packed microbatch together."""
+    """A group of ranks that run one packed microbatch together."""
 
     first: int
-    """Their first rank."""
+    """First rank of the group."""
     size: int
     documents: tuple[int, ...]
     """Indices into the lengths that were planned, ascending; none where there was no document left."""
@@ -35,18 +35,18 @@ Slot = tuple[RankGroup, ...]
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What `plan` decided; equal on all ranks that gave it the same lengths."""
+    """Groups and documents of every microbatch of a step; equal on all ranks that planned the same lengths."""
 
     num_ranks: int
     slots: tuple[Slot, ...]
-    """The groups of every microbatch, by first rank; together they hold every rank once."""
+    """Groups of every microbatch by first rank; together they hold every rank once."""
     seconds: float
-    """The time of the step by the cost model: see `step_seconds`."""
+    """Time of the step by the cost model: see `step_seconds`."""
     lower_bound: float
-    """What `step_seconds` of no plan can be below."""
+    """Lower bound on `step_seconds` of any plan."""
 
     def groups_of(self, rank: int) -> tuple[RankGroup, ...]:
-        """The microbatches of a rank in order, one of every slot."""
+        """Groups of a rank in order, one of every slot."""
         return tuple(next(group for group in slot if rank in group.ranks) for slot in self.slots)
 
 
@@ -70,7 +70,7 @@ def step_seconds(slots: Sequence[Slot], lengths: Sequence[int], cost: CostModel,
 
 
 def shortest_at_ends(slots: Sequence[Slot], lengths: Sequence[int], cost: CostModel) -> tuple[Slot, ...]:
-    """The slots in the order that suits a pipeline: first and last the shortest, the longest in the middle.
+    """Slots in the order that suits a pipeline: the shortest at both ends, the longest in the middle.
 
     Ranks stand idle while the first microbatches fill the pipeline and the last ones leave it. In between, neighbours
     of about one length let no stage wait for another.

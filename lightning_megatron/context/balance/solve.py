@@ -1,9 +1,10 @@
 """The balancer: from the lengths of a step's documents to the plan that all ranks follow.
 
-Ahead of a step, beside training. The search has one dial, how long a document may take: a document gets the fewest
-ranks that keep it and the memory cap. A low dial cuts long documents over many ranks: it balances well and communicates
-much. For each setting a tree of groups is grown and judged by its longest path; the best is improved by changing the
-width of one document at a time, of that path or the slowest of all; only the best trees become microbatches.
+It runs ahead of a step, while training goes on. The search has one dial, how long a document may take: a document gets
+the fewest ranks that keep it and the memory cap. A low dial cuts long documents over many ranks: it balances well and
+communicates much. For each setting a tree of groups is grown and judged by its longest path; the best
+is improved by changing the width of one document at a time, of that path or the slowest of all; only the best trees
+become microbatches.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from lightning_megatron.context.balance.slots import Slot, StepPlan, shortest_at
 from lightning_megatron.context.balance.tree import Tree, grow, slowest_documents
 from lightning_megatron.context.balance.widths import PlannedDocuments, Widths, dials
 
-# Trees that become microbatches.
+# Number of trees that become microbatches.
 NUM_FINALISTS = 2
-# Of improving a tree: as many trees as place this many documents, so that the time of a search is bounded.
+# The search improves a tree until its candidates have placed this many documents, which bounds its time.
 PLACED_DOCUMENTS = 6144
 MAX_CHANGES = 48
 
 
 def plan(lengths: Sequence[int], ranks: int, cost: CostModel, config: DynamicContextConfig, *, pp: int = 1) -> StepPlan:
-    """The plan of a step with documents of these lengths in tokens, on a line of dp x cp ranks.
+    """Plan of a step with documents of these lengths in tokens, on a line of dp x cp ranks.
 
-    The same on every rank, for the same input. `pp`: the ranks of a pipeline, see `step_seconds`.
+    It is equal on every rank for equal input. `pp`: the ranks of a pipeline, see `step_seconds`.
     Raises ValueError where there is no document, where one is empty, and where one is longer than the memory cap times
     the widest group.
     """
@@ -43,7 +44,7 @@ def plan(lengths: Sequence[int], ranks: int, cost: CostModel, config: DynamicCon
     found: list[tuple[float, int, tuple[Slot, ...]]] = []
     for draft in drafts[:NUM_FINALISTS]:
         made = microbatches(draft.tree, lengths, cost, draft.limits)
-        # More ranks are no gain where sending takes longer than computing: then a group stays empty.
+        # Where sending takes longer than computing, more ranks are no gain and a group stays empty.
         joined = without_empty_groups(made, draft.tree.sizes, lengths)
         for slots in [joined] if joined == made else [joined, made]:
             slots = shortest_at_ends(slots, lengths, cost) if pp > 1 else slots
@@ -53,13 +54,13 @@ def plan(lengths: Sequence[int], ranks: int, cost: CostModel, config: DynamicCon
 
 
 def most_tokens_per_rank(slots: Sequence[Slot], lengths: Sequence[int]) -> int:
-    """Tokens of the fullest microbatch on a rank, rounded up."""
+    """Most tokens of a microbatch on a rank, rounded up."""
     return max(-(-sum(lengths[d] for d in group.documents) // group.size) for slot in slots for group in slot)
 
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """A tree, and about what its plan takes."""
+    """A tree, and an estimate of its plan's time."""
 
     seconds: float
     widths: Widths
@@ -77,7 +78,7 @@ class _Search:
     documents: PlannedDocuments
 
     def drafts(self, good: float) -> list[_Draft]:
-        """The best first; the search ends at one that is good."""
+        """Drafts, the best first; the search ends at one within `good` seconds."""
         fewest = fewest_microbatches(self.lengths, self.ranks, self.config)
         found: list[_Draft] = []
         for dial in dials(self.documents, self.ranks, fewest, self.pp):
@@ -94,7 +95,7 @@ class _Search:
         return [self._improved(found[0], good), *found[1:]]
 
     def _draft(self, widths: Widths, num_microbatches: int) -> _Draft:
-        """The tree of these widths, in at least so many microbatches."""
+        """Draft with these widths, in at least num_microbatches microbatches."""
         documents = self.documents
         tree = grow(
             documents.by_level(widths),
@@ -114,7 +115,7 @@ class _Search:
         return _Draft(slowest + (self.pp - 1) * longest, widths, tree, limits)
 
     def _improved(self, draft: _Draft, good: float) -> _Draft:
-        """The draft after changes of single documents on its longest path, each of which made it faster."""
+        """The draft after changes of single documents on its longest path, each of which makes it faster."""
         num_left = min(MAX_CHANGES, PLACED_DOCUMENTS // len(self.lengths))
         is_better = True
         while is_better and draft.seconds > good:
@@ -131,7 +132,7 @@ class _Search:
 
 
 def _require_plannable(lengths: Sequence[int], sizes: Sequence[int], config: DynamicContextConfig) -> None:
-    """Raises ValueError that names every document that cannot be planned, and the way out."""
+    """Raises ValueError that names all documents that cannot be planned, and the way out."""
     if not len(lengths):
         raise ValueError("a step without documents cannot be planned; give at least one length")
     if empty := [document for document, length in enumerate(lengths) if length < 1]:
@@ -146,6 +147,6 @@ def _require_plannable(lengths: Sequence[int], sizes: Sequence[int], config: Dyn
 
 
 def _some(things: Sequence[object]) -> str:
-    """The first of them, and how many more there are."""
+    """The first five things, and the number of further ones."""
     told = ", ".join(map(str, things[:5]))
     return f"{told} and {len(things) - 5} more" if len(things) > 5 else told

@@ -1,4 +1,4 @@
-"""Documents on a tree of groups: who runs what, before it is said in which microbatch.
+"""Documents on a tree of groups: which group runs which documents, before they are put into microbatches.
 
 The aligned groups of a line of ranks are a tree: a group of one size is cut into those of the next smaller size. A
 document sits in one node. Each rank first runs the documents of the widest group it is in, then of the next, down to
@@ -24,12 +24,13 @@ class Tree:
     """Documents by level, widest groups first, and by group from the first rank on."""
 
     sizes: tuple[int, ...]
-    """Ranks of a group of each level, descending."""
+    """Number of ranks of a group of each level, descending."""
     documents: list[list[list[int]]]
+    """Documents of each group, by level."""
     seconds: list[list[float]]
-    """What each group takes for its documents as one pack, without the fixed part."""
+    """Seconds of each group's documents as one pack, without the fixed part."""
     path_seconds: list[list[float]]
-    """That, and the longest path below."""
+    """Seconds of each group and the longest path below it."""
 
     @property
     def slowest_seconds(self) -> float:
@@ -44,9 +45,9 @@ def grow(
     lengths: Sequence[int],
     cost: CostModel,
 ) -> Tree:
-    """The tree in which every document, longest first, went to the group of its size that was free first.
+    """Tree in which every document, longest first, goes to the group of its size that is free first.
 
-    seconds_alone: by level and document, without the fixed part.
+    `seconds_alone` is by level and document, without the fixed part.
     """
     documents: list[list[list[int]]] = []
     seconds: list[list[float]] = []
@@ -63,7 +64,7 @@ def grow(
 
 
 def slowest_documents(tree: Tree) -> list[int]:
-    """Those on the longest path."""
+    """Documents on the longest path."""
     documents: list[int] = []
     block = max(range(len(tree.path_seconds[0])), key=tree.path_seconds[0].__getitem__)
     for level, paths in enumerate(tree.path_seconds):
@@ -75,7 +76,7 @@ def slowest_documents(tree: Tree) -> list[int]:
 
 
 def longest_below(values: Sequence[Sequence[float]], level: int, block: int) -> float:
-    """Of the values of the next level under one group, the largest; 0 under the last level."""
+    """Largest value of the next level under one group; 0 under the last level."""
     if level + 1 == len(values):
         return 0
     count = len(values[level + 1]) // len(values[level])
@@ -83,7 +84,7 @@ def longest_below(values: Sequence[Sequence[float]], level: int, block: int) -> 
 
 
 def _place(own: Sequence[int], before: Sequence[float], alone: Sequence[float]) -> list[list[int]]:
-    """Documents of one level in its groups, whose clocks stand at `before`."""
+    """Documents of each group of one level, whose clocks start at `before`."""
     placed: list[list[int]] = [[] for _ in before]
     heap = [(clock, block) for block, clock in enumerate(before)]
     heapq.heapify(heap)
@@ -100,7 +101,7 @@ def _pooled_seconds(documents: Sequence[int], size: int, lengths: Sequence[int],
 
 
 def path_sums(values: Sequence[Sequence[float]]) -> list[list[float]]:
-    """By level and group: its value and the largest path of values below it."""
+    """Value of each group plus the largest path of values below it, by level."""
     sums = [list(level) for level in values]
     for level in reversed(range(len(sums) - 1)):
         sums[level] = [value + longest_below(sums, level, block) for block, value in enumerate(sums[level])]

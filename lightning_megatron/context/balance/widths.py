@@ -1,4 +1,4 @@
-"""How many ranks each document gets: the dial that the balancer turns, and what it makes of it."""
+"""Number of ranks of each document: the dial that the balancer turns, and the widths that follow."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy.typing as npt
 from lightning_megatron.context.balance.config import DynamicContextConfig
 from lightning_megatron.context.balance.cost import CostModel, Floats
 
-# A document is not cut further than to this many times its shortest time, unless a setting says so: the last doublings
-# of a group often gain little and cost all of its ranks.
+# A document is cut only until it takes this many times its shortest time: the last doublings of a group often gain
+# little and cost all of its ranks.
 SLACK = 1.25
 
-# Of each document, longest first, the index of its size.
+# Index of each document's group size, longest document first.
 Widths = npt.NDArray[np.intp]
 
 
@@ -24,26 +24,26 @@ class Dial:
     """One setting of the search."""
 
     longest_seconds: float
-    """What a document may take."""
+    """Most seconds of a document."""
     slack: float
-    """Or this many times what it takes on its fastest size."""
+    """Multiple of its seconds on its fastest size that a document may take instead."""
     num_microbatches: int
-    """At least so many."""
+    """Least number of microbatches."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedDocuments:
-    """All documents, longest first, and what each would take alone on every size."""
+    """All documents, longest first, and the time of each alone on every group size."""
 
     order: npt.NDArray[np.intp]
     sizes: tuple[int, ...]
-    """Ascending."""
+    """Group sizes, ascending."""
     seconds: Floats
-    """[sizes, documents], without the fixed part; infinite where the document is over the memory cap."""
+    """Seconds [sizes, documents] without the fixed part; infinite over the memory cap."""
     seconds_by_level: list[list[float]]
-    """The same by level, widest first, and document as it was given."""
+    """Seconds by level, widest first, and document in the given order."""
     work: float
-    """Rank-seconds of all, without fixed parts and communication."""
+    """Rank-seconds of all documents, without fixed parts and communication."""
 
     @classmethod
     def of(
@@ -66,13 +66,13 @@ class PlannedDocuments:
         return cls(order, sizes, seconds, as_given[::-1].tolist(), work)
 
     def widths(self, dial: Dial) -> Widths:
-        """The smallest sizes that are as fast as the dial asks."""
+        """Smallest sizes that are as fast as the dial asks."""
         limits = np.maximum(dial.longest_seconds, dial.slack * self.seconds.min(axis=0))
         chosen: Widths = (self.seconds <= limits).argmax(axis=0)
         return chosen
 
     def by_level(self, widths: Widths) -> list[list[int]]:
-        """The documents of each size, widest first, each list longest first."""
+        """Documents of each size, widest first, each list longest first."""
         return [self.order[widths == level].tolist() for level in reversed(range(len(self.sizes)))]
 
     def longest_seconds(self, widths: Widths) -> float:
@@ -80,7 +80,7 @@ class PlannedDocuments:
         return float(self.seconds[widths, np.arange(len(self.order))].max())
 
     def neighbours(self, widths: Widths, critical: Sequence[int]) -> Iterator[Widths]:
-        """The same widths with one document a size wider or narrower: of these and the slowest, the slowest first."""
+        """Widths with one of the critical documents, slowest first, a size wider or narrower."""
         own = self.seconds[widths, np.arange(len(self.order))]
         is_critical = np.isin(self.order, critical)
         is_critical[own.argmax()] = True
@@ -94,7 +94,7 @@ class PlannedDocuments:
 
 
 def dials(documents: PlannedDocuments, ranks: int, fewest: int, pp: int) -> Iterator[Dial]:
-    """Settings to try.
+    """Settings of the dial to try.
 
     Without a pipeline few microbatches are best, and a document may take as long as the mean rank works, or a half, a
     quarter ... of it. With one the longest microbatch counts pp - 1 times more: the number of microbatches is tried,

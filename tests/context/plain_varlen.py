@@ -8,7 +8,7 @@ from torch import Tensor
 from lightning_megatron.context.flash import VarlenSequences
 
 
-class PlainLengths:
+class PlainVarlen:
     """What flash attention does, its rules for bounds among it, a sequence at a time."""
 
     def __init__(self) -> None:
