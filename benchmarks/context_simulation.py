@@ -131,7 +131,8 @@ def compared(lengths_like: Any, setting: Setting, steps: int) -> dict[str, float
     """Static against dynamic, means over steps."""
     from benchmarks.context_schedulers import pipeline_seconds, static_slots
     from lightning_megatron.context.balance import DynamicContextConfig, plan
-    from lightning_megatron.pipeline.choice import Schedule, order_of
+    from lightning_megatron.pipeline.registry import order_of
+    from lightning_megatron.pipeline.schedule_spec import Schedule
 
     cost, ranks = cost_of(setting), setting.dp * setting.cp
     # An interleaved schedule takes its microbatches in groups of pp.

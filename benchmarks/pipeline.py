@@ -63,11 +63,12 @@ class Run:
 
         from lightning_megatron.comm.p2p import Mailbox, build_lanes
         from lightning_megatron.mesh import Mesh, Sizes
-        from lightning_megatron.pipeline.choice import Schedule, placement_of
         from lightning_megatron.pipeline.lower import hops
         from lightning_megatron.pipeline.module import Part, PipelineModule
         from lightning_megatron.pipeline.plans import training_plan
+        from lightning_megatron.pipeline.registry import placement_of
         from lightning_megatron.pipeline.runtime import Runtime
+        from lightning_megatron.pipeline.schedule_spec import Schedule
         from lightning_megatron.pipeline.scheduled import ScheduledCall
         from lightning_megatron.sharding import Initial
         from lightning_megatron.tensor.linear import ColumnParallelLinear
@@ -228,8 +229,9 @@ def run(rounds: int) -> list[dict[str, Any]]:
 
 def predicted(name: str, costs: dict[str, float]) -> Any:
     """The simulator's timeline of a schedule, with measured seconds of a forward, and so on, of one chunk."""
-    from lightning_megatron.pipeline.choice import Schedule, order_of
     from lightning_megatron.pipeline.lower import lower
+    from lightning_megatron.pipeline.registry import order_of
+    from lightning_megatron.pipeline.schedule_spec import Schedule
     from lightning_megatron.pipeline.simulate import Costs, play
 
     schedule, chunks = SCHEDULES[name]
@@ -277,7 +279,7 @@ def simulated() -> list[str]:
     """The simulator's table for 8 ranks: the bubble, and the time relative to 1F1B."""
     from lightning_megatron.pipeline.bubble import schedule_table
 
-    columns = {microbatches: schedule_table(8, microbatches) for microbatches in (8, 16, 32, 64)}
+    columns = {microbatches: schedule_table(8, microbatches) for microbatches in (16, 32, 64)}
     lines = ["| p = 8 | " + " | ".join(f"m = {m}" for m in columns) + " |", "|---" * (1 + len(columns)) + "|"]
     for rows in zip(*columns.values(), strict=True):
         cells = [f"{row.bubble:.1%}, {row.relative_time:.3f}" for row in rows]

@@ -7,7 +7,7 @@ from lightning_megatron.cli.plan_request import PlanRequest
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.context.balance import DynamicContextConfig
 from lightning_megatron.models import GPTConfig
-from lightning_megatron.pipeline.choice import in_groups_of
+from lightning_megatron.pipeline.registry import microbatch_multiple
 from lightning_megatron.planner.balanced_batch import LogNormal, balanced, drawn, num_cut
 from lightning_megatron.planner.balanced_cost import planned_cost
 from lightning_megatron.planner.constants import fitted
@@ -52,7 +52,7 @@ def balanced_as_asked(request: PlanRequest, told: str | None, gpu: Gpu, *, is_ow
     if cost is None:
         cost = planned_cost(run, config.max_tokens_per_rank, gpu, fitted())
         notes.append(f"documents are balanced by what they are planned to cost on {gpu.name}, which a run measures")
-    run = replace(run, balanced=balanced(lengths, run.sizes, config, cost, in_groups_of(run.schedule)))
+    run = replace(run, balanced=balanced(lengths, run.sizes, config, cost, microbatch_multiple(run.schedule)))
     return replace(request, run=run, notes=(*(note for note in request.notes if note != ONE_A_ROW), *notes))
 
 

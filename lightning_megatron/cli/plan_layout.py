@@ -2,12 +2,12 @@
 
 import argparse
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 from lightning_megatron.cli.plan_request import PlanRequest
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.mesh import Sizes, StageLayout
-from lightning_megatron.pipeline.choice import ScheduleName, placement_of
+from lightning_megatron.pipeline.registry import SCHEDULES, default_text, placement_of
 from lightning_megatron.planner.report import schedule_text
 from lightning_megatron.planner.run import Run, context_fields, faults_of
 from lightning_megatron.transformer.recompute import RecomputeConfig
@@ -19,7 +19,7 @@ _SIZES = ("tp", "pp", "vp", "cp", "ep", "etp")
 _WORDS = {
     "recompute": ("none", "selective", "full"),
     "stages": ("layers", "cost", OF_RECIPE),
-    "schedule": (*get_args(ScheduleName), OF_RECIPE),
+    "schedule": (*SCHEDULES, OF_RECIPE),
 }
 _KEYS = (*_SIZES, "mbs", *_WORDS)
 _EXAMPLE = "tp=8,pp=4"
@@ -70,7 +70,7 @@ def with_layout(run: Run, text: str) -> Run:
         **sizes,
         **context_fields(run.context, sizes["cp"]),
         sequence_parallel=sizes["tp"] > 1,
-        placement=placement_of(name) if name is not None else "loop",  # type: ignore[arg-type]
+        placement=placement_of(name) if name is not None else "loop",
         stage_layout=run.sizes.stage_layout if stages == OF_RECIPE else StageLayout(balance=stages),  # type: ignore[arg-type]
     )
     granularity = values.get("recompute", run.recompute.granularity)
@@ -82,7 +82,7 @@ def with_layout(run: Run, text: str) -> Run:
         recompute=run.recompute
         if granularity == run.recompute.granularity
         else RecomputeConfig(granularity=granularity),  # type: ignore[arg-type]
-        schedule_name=name,  # type: ignore[arg-type]
+        schedule_name=name,
         group_size=group_size,
         is_overlapped=is_overlapped,
     )
@@ -101,7 +101,7 @@ def _notes_on_schedule(run: Run, text: str | None) -> list[str]:
     is_usual = run.schedule_name is None and not run.group_size and not run.is_overlapped
     if is_usual or (text is not None and "schedule" in _values_of(text)):
         return []
-    own = "1f1b, or interleaved where vp is above 1"
+    own = default_text("vp")
     name = schedule_text(run) + (f" in groups of {run.group_size}" if run.group_size else "")
     if text is None:
         return [f"not the recipe's schedule {name}: a search tries {own}; --layout explains one with schedule=recipe"]

@@ -27,7 +27,7 @@ from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import LlavaConfig, T5Config
 from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.optim.config import OptimizerConfig
-from lightning_megatron.pipeline.choice import placement_of
+from lightning_megatron.pipeline.registry import placement_of
 from lightning_megatron.planner.model_parts import Model, SequenceLengths
 from lightning_megatron.planner.presets import PRESETS
 from lightning_megatron.planner.run import Run, context_fields

@@ -9,15 +9,24 @@ import json
 import math
 import shutil
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any
 
 from lightning_megatron.cli.commands import COMMANDS
 from lightning_megatron.cli.grid import grid_of
 from lightning_megatron.cli.usage import UsageError
-from lightning_megatron.pipeline.bubble import bubble_formula, peak_shares, timeline_of
-from lightning_megatron.pipeline.choice import Schedule, ScheduleName, schedule_faults
+from lightning_megatron.pipeline.bubble import peak_shares, timeline_of
 from lightning_megatron.pipeline.paused_gc import paused_gc
 from lightning_megatron.pipeline.picture import write_png, write_svg
+from lightning_megatron.pipeline.registry import (
+    SCHEDULES,
+    bubble_formula,
+    default_name,
+    default_text,
+    names_with,
+    schedule_faults,
+    spec_of,
+)
+from lightning_megatron.pipeline.schedule_spec import Schedule
 from lightning_megatron.pipeline.simulate import Costs, Timeline
 from lightning_megatron.rules.limits import limit_faults
 
@@ -32,9 +41,9 @@ Costs are in one unit of your choice, those of one microbatch through all layers
 so that schedules of different --vp compare. A message costs the same whatever --vp is.
 
 F is a forward, B a whole backward, I and W the halves of one that make the gradients of a stage's input and of its
-weights (zb_h1, zb_v). Activations are kept from F until B or W.
+weights. Activations are kept from F until B or W.
 
-example:  lightning-megatron schedule --pp 8 --vp 2 --microbatches 16 --kind interleaved --out schedule.svg
+example:  lightning-megatron schedule --pp 8 --vp 2 --microbatches 16 --out schedule.svg
 """
 
 
@@ -52,29 +61,35 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     sizes = parser.add_argument_group("the schedule")
     sizes.add_argument("--pp", type=int, required=True, metavar="RANKS", help="ranks of the pipeline, from 1")
     sizes.add_argument(
-        "--vp", type=int, metavar="CHUNKS", help="chunks of the model on each rank (default: 1; 2 for zb_v)"
+        "--vp",
+        type=int,
+        metavar="CHUNKS",
+        help="chunks of the model on each rank (default: the fewest that --schedule takes)",
     )
     sizes.add_argument(
         "--microbatches", type=int, required=True, metavar="NUMBER", help="microbatches of a step, from 1"
     )
     sizes.add_argument(
-        "--kind",
+        "--schedule",
         metavar="NAME",
-        help=f"{', '.join(get_args(ScheduleName))} (default: 1f1b, or interleaved where --vp is above 1)",
+        help=f"{', '.join(SCHEDULES)} (default: {default_text('--vp')})",
     )
     sizes.add_argument(
         "--group-size",
         type=int,
         default=0,
         metavar="NUMBER",
-        help="microbatches that go through a chunk before the next chunk's turn, from pp; interleaved only "
+        help="microbatches that go through a chunk before the next chunk's turn, from pp; with "
+        f"{names_with(lambda spec: spec.has_groups)} only "
         "(default: 0, which is pp)",
     )
     sizes.add_argument(
         "--overlapped",
         action="store_true",
         help="a forward runs beside a backward of another microbatch, which hides the way of tokens to experts "
-        "(overlap_expert_exchange); 1f1b and interleaved only. Each pair is drawn one after the other",
+        "(overlap_expert_exchange); with "
+        f"{names_with(lambda spec: spec.make_overlapped is not None, 'and')} only. Each pair is drawn one after the "
+        "other",
     )
     costs = parser.add_argument_group("the costs")
     for name, what in (
@@ -120,12 +135,12 @@ def run_schedule(options: argparse.Namespace) -> None:
 
 
 def _read(options: argparse.Namespace) -> tuple[Schedule, Costs]:
-    default_kind = "1f1b" if options.vp in (None, 1) else "interleaved"
-    kind = cast(ScheduleName, default_kind if options.kind is None else options.kind)
+    name = default_name(options.vp or 1) if options.schedule is None else options.schedule
+    fewest = SCHEDULES[name].min_chunks if name in SCHEDULES else 1
     schedule = Schedule(
-        name=kind,
+        name=name,
         pp=options.pp,
-        chunks=options.vp if options.vp is not None else 2 if kind == "zb_v" else 1,
+        chunks=fewest if options.vp is None else options.vp,
         microbatches=options.microbatches,
         group_size=options.group_size,
         is_overlapped=options.overlapped,
@@ -178,7 +193,7 @@ def _write_picture(path: Path, schedule: Schedule, timeline: Timeline) -> None:
 
 
 def _name(schedule: Schedule) -> str:
-    """As in "interleaved, 8 ranks of 2 chunks, 16 microbatches"."""
+    """The schedule in words, as in "gpipe, 8 ranks of 2 chunks, 16 microbatches"."""
     ranks = _num(schedule.pp, "rank")
     chunks = "" if schedule.chunks == 1 else f" of {schedule.chunks} chunks"
     group = f" in groups of {schedule.group_size}" if schedule.group_size else ""
@@ -218,12 +233,12 @@ def _record(schedule: Schedule, costs: Costs, timeline: Timeline) -> dict[str, A
     """Everything that is known, as JSON."""
     formula = bubble_formula(schedule, costs)
     return {
-        "kind": schedule.name,
+        "schedule": schedule.name,
         "pp": schedule.pp,
         "vp": schedule.chunks,
         "microbatches": schedule.microbatches,
         "is_overlapped": schedule.is_overlapped,
-        "group_size": (schedule.group_size or schedule.pp) if schedule.name == "interleaved" else None,
+        "group_size": schedule.group if spec_of(schedule.name).has_groups else None,
         "costs": vars(costs),
         "makespan": timeline.makespan,
         "bubble": timeline.bubble,

@@ -19,8 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_megatron.pipeline.choice import Schedule, order_of
+from lightning_megatron.pipeline.registry import order_of
 from lightning_megatron.pipeline.schedule import COMPUTES, MESSAGES, WHOLE_STAGE, Action, Kind
+from lightning_megatron.pipeline.schedule_spec import Schedule
 from lightning_megatron.pipeline.simulate import Costs, play
 from lightning_megatron.pipeline.step_hooks import Activity
 

@@ -3,9 +3,10 @@
 from functools import lru_cache
 
 from lightning_megatron.mesh import Sizes
-from lightning_megatron.pipeline.choice import Schedule, order_of, overlapped_forwards
 from lightning_megatron.pipeline.lower import ScheduledProgram, add_messages, lower, rank_of_stage
+from lightning_megatron.pipeline.registry import order_of, overlapped_forwards
 from lightning_megatron.pipeline.schedule import Order, backward_chunks, forward_chunks
+from lightning_megatron.pipeline.schedule_spec import Schedule
 
 
 @lru_cache(maxsize=16)

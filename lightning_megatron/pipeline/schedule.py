@@ -68,40 +68,6 @@ class ScheduleError(RuntimeError):
     """An order or a plan that cannot run to its end."""
 
 
-def gpipe(*, pp: int, chunks: int, microbatches: int) -> Order:
-    """The GPipe order, stage s on rank s % pp: all forwards, chunk after chunk, then all backwards, last chunk first.
-
-    A rank keeps the activations of all its chunks and microbatches. With at least pp microbatches the bubble is
-    (pp - 1)/(chunks * microbatches + pp - 1).
-    Raises ValueError for fewer than one rank, chunk or microbatch.
-    Source: Huang et al. 2019, GPipe, section 2; with chunks: Lamy-Poirier 2023, Breadth-First Pipeline Parallelism.
-    """
-    require_counts(pp=pp, chunks=chunks, microbatches=microbatches)
-    ranks = tuple(stage % pp for stage in range(pp * chunks))
-    forwards = forward_chunks(ranks=ranks, microbatches=microbatches)
-    backwards = backward_chunks(ranks=ranks, microbatches=microbatches)
-    return tuple(forwards[rank] + backwards[rank] for rank in range(pp))
-
-
-def one_f_one_b(*, pp: int, microbatches: int) -> Order:
-    """The 1F1B order, rank r holding stage r: forwards to fill the pipeline, then one forward one backward, then the
-    backwards that are left.
-
-    Rank r keeps at most min(pp - r, microbatches) activations; the bubble is (pp - 1)/(microbatches + pp - 1).
-    Raises ValueError for fewer than one rank or microbatch.
-    Source: Narayanan et al. 2021, Memory-Efficient Pipeline-Parallel DNN Training (PipeDream-Flush), section 2.2.
-    """
-    require_counts(pp=pp, microbatches=microbatches)
-    return tuple(
-        paired(
-            [Action(Kind.FORWARD, rank, m) for m in range(microbatches)],
-            [Action(Kind.BACKWARD, rank, m) for m in range(microbatches)],
-            num_warmup=min(pp - rank - 1, microbatches),
-        )
-        for rank in range(pp)
-    )
-
-
 def forward_chunks(*, ranks: tuple[int, ...], microbatches: int) -> Order:
     """The order of an evaluation, stage s on rank `ranks[s]`: each rank runs its stages in the order of the model, each
     over every microbatch in turn.

@@ -22,6 +22,7 @@ from lightning_megatron.optim.reductions import scale_in_place
 from lightning_megatron.optim.replica_check import found_nonfinite
 from lightning_megatron.pipeline.forward_backward_overlap import ForwardBackwardOverlap
 from lightning_megatron.pipeline.plans import training_plan
+from lightning_megatron.pipeline.registry import spec_of
 from lightning_megatron.pipeline.runtime import Runtime
 from lightning_megatron.pipeline.scheduled import ScheduledCall
 from lightning_megatron.planner.dry_rank import (
@@ -93,7 +94,7 @@ def _run(
     with tracker:
         step = _Step(own, _like_of(run, mesh, full_model, own), tracker, ledger)
         _name(tracker, own)
-        step.take(1)
+        step.take(spec_of(run.schedule.name).min_microbatches(run.schedule))
         _name(tracker, own)
         count = min(run.num_microbatches, max(num_needed(run), most))
         tracker.begin()
@@ -124,21 +125,10 @@ def _like_of(run: Run, mesh: Mesh, full_model: FullModel, own: Rank) -> Callable
 
 
 def num_needed(run: Run) -> int:
-    """Microbatches after which a rank has held the most that it will, and at least one is neither first nor last.
-
-    All of GPipe's, and of those that differ; of others the warm-up and some more. Of interleaved ones the last group
-    stays as full as it was.
-    """
+    """Microbatches after which a rank has held the most that it will, and at least one is neither first nor last; all
+    where they differ."""
     schedule = run.schedule
-    match schedule.name if run.balanced is None else "gpipe":
-        case "gpipe":
-            return schedule.microbatches
-        case "interleaved":
-            group = schedule.group_size or schedule.pp
-            return 3 * group + schedule.microbatches % group
-        case "1f1b" if not schedule.is_overlapped:
-            return schedule.pp + 2
-    return 2 * schedule.pp + 2
+    return schedule.microbatches if run.balanced is not None else spec_of(schedule.name).steady_after(schedule)
 
 
 def shown_ranks(run: Run) -> tuple[int, ...]:

@@ -1,68 +1,79 @@
-"""What a schedule makes of a stage: how long a step takes, and how many microbatches a rank keeps, in closed form.
+"""What a schedule makes of a stage: how long a step takes, and how many microbatches a rank saves for backward.
 
-Beside the simulator, which plays every action: for 64 ranks of 8 chunks and 512 microbatches these take no time at all.
-With p ranks of v chunks, m microbatches, f and b the forward and backward of a microbatch through a rank:
+The order of a schedule is walked for as many microbatches as differ (`ScheduleSpec.steady_after`). With p ranks of v
+chunks, m microbatches, f and b the forward and backward of a microbatch through a rank, a step of a schedule that ramps
+up once takes
 
-    kept        by chunk, while a rank keeps the most; as in the docstrings of the orders
-    1f1b        sum over ranks of (f + b)          + (m - 1) max over ranks of (f + b)
-    interleaved (sum over ranks of (f + b) - max) / v  + m max
-    joint       the same less what the pairs of the last rank hide; the slowest is who takes longest for a pair
+    (sum over ranks of (f + b) - max) / v  + m max
 
-which for equal ranks is the bubble of `pipeline.bubble`. Where that module has no formula, the simulator is asked.
+less what the pairs of the last rank hide; the slowest rank is then the one that takes longest for a pair. Of all others
+the simulator plays the share of the step that stands idle.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
-from lightning_megatron.pipeline.bubble import bubble_formula, timeline_of
-from lightning_megatron.pipeline.choice import Schedule
-from lightning_megatron.pipeline.interleaved import turns_of
+from lightning_megatron.pipeline.bubble import timeline_of
+from lightning_megatron.pipeline.registry import bubble_formula, order_of, overlapped_forwards, spec_of
+from lightning_megatron.pipeline.schedule import Action, Kind, Order
+from lightning_megatron.pipeline.schedule_spec import Schedule
 from lightning_megatron.pipeline.simulate import Costs
 
 
 @lru_cache(maxsize=65536)
 def kept_by_chunk(schedule: Schedule, rank: int) -> tuple[int, ...]:
-    """Microbatches of each chunk whose activations a rank keeps, when it keeps the most."""
-    pp, chunks, m = schedule.pp, schedule.chunks, schedule.microbatches
-    match schedule.name:
-        case "1f1b":
-            return (min(num_ahead(schedule, rank) + schedule.is_overlapped, m),)
-        case "gpipe":
-            return (m,) * chunks
-        case "zb_h1":
-            return (min(pp, m),)
-        case "zb_v":
-            return (min(pp, m),) * 2
-    group = min(schedule.group_size or pp, m)
-    turns = turns_of(chunks, m, group)[: num_ahead(schedule, rank) + schedule.is_overlapped]
-    # What the last group lacks is no turn.
-    return tuple(sum(at == chunk and microbatch < m for at, microbatch in turns) for chunk in range(chunks))
-
-
-def num_ahead(schedule: Schedule, rank: int) -> int:
-    """Forwards of a rank before its first backward, or, under a joint schedule, before its first pair."""
-    pp, chunks, m = schedule.pp, schedule.chunks, schedule.microbatches
-    if chunks == 1:
-        return min(2 * (pp - rank) - 1 if schedule.is_overlapped else pp - rank, m)
-    group = min(schedule.group_size or pp, m)
-    return min(2 * (pp - rank - 1) + (chunks - 1) * group + 1, chunks * -(-m // group) * group)
+    """Microbatches of each chunk that a rank saves for backward, when it first saves the most."""
+    actions = _steady_order(_steady(schedule))[rank]
+    chunks = {stage: chunk for chunk, stage in enumerate(sorted({action.stage for action in actions}))}
+    saved, most = [0] * len(chunks), (0,) * len(chunks)
+    for action in actions:
+        if action.kind is Kind.FORWARD:
+            saved[chunks[action.stage]] += 1
+            if sum(saved) > sum(most):
+                most = tuple(saved)
+        elif action.kind is not Kind.BACKWARD_INPUT:
+            saved[chunks[action.stage]] -= 1
+    return most
 
 
 def splits_backward(schedule: Schedule) -> bool:
     """Whether backwards are cut in two, and the halves that make weights' gradients come later."""
-    return schedule.name in ("zb_h1", "zb_v")
+    return spec_of(schedule.name).splits_backward
 
 
 def has_pairs(schedule: Schedule, rank: int) -> bool:
     """Whether a rank runs a forward beside a backward."""
-    return schedule.is_overlapped and num_ahead(schedule, rank) < schedule.chunks * schedule.microbatches
+    return schedule.is_overlapped and _num_pairs_of_rank(_steady(schedule), rank) > 0
 
 
 def num_pairs(schedule: Schedule) -> float:
     """Pairs of a forward and a backward that the last rank runs, each through all chunks."""
     if not schedule.is_overlapped:
         return 0.0
-    return max(schedule.microbatches - num_ahead(schedule, schedule.pp - 1) / schedule.chunks, 0.0)
+    some = _steady(schedule)
+    further = schedule.microbatches - some.microbatches
+    return _num_pairs_of_rank(some, schedule.pp - 1) / schedule.chunks + further
+
+
+def _steady(schedule: Schedule) -> Schedule:
+    """The schedule with as many microbatches as differ."""
+    return replace(schedule, microbatches=min(schedule.microbatches, spec_of(schedule.name).steady_after(schedule)))
+
+
+@lru_cache(maxsize=8)
+def _steady_order(schedule: Schedule) -> Order:
+    return order_of(schedule)
+
+
+@lru_cache(maxsize=8)
+def _steady_pairs(schedule: Schedule) -> frozenset[Action]:
+    return overlapped_forwards(schedule)
+
+
+def _num_pairs_of_rank(schedule: Schedule, rank: int) -> int:
+    pairs = _steady_pairs(schedule)
+    return sum(action in pairs for action in _steady_order(schedule)[rank])
 
 
 def step_seconds(
@@ -78,10 +89,8 @@ def step_seconds(
     if schedule.pp == 1:
         return busy - spared
     forward, backward = sum(forwards) / len(forwards), sum(backwards) / len(backwards)
-    if bubble_formula(schedule, Costs(forward=1.0, backward=2.0)) is not None and schedule.name in (
-        "1f1b",
-        "interleaved",
-    ):
+    has_formula = bubble_formula(schedule, Costs(forward=1.0, backward=2.0)) is not None
+    if has_formula and spec_of(schedule.name).ramps_once:
         return busy + (sum(totals) - slowest) / schedule.chunks - spared
     share = _bubble(schedule, round(backward / forward, 1))
     return busy / (1 - share) - spared

@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning_megatron.mesh import StageLayout
 from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config
+from lightning_megatron.pipeline.registry import default_name
 from lightning_megatron.planner.balanced_batch import BalancedBatch
 from lightning_megatron.planner.estimate import Estimate
 from lightning_megatron.planner.flops import (
@@ -109,7 +110,7 @@ def layout_text(run: Run) -> str:
         parts.append(f"recompute={run.recompute.granularity}")
     if run.group_size or run.is_overlapped:
         parts.append("schedule=recipe")
-    elif run.schedule_name not in (None, "interleaved" if sizes.vp > 1 else "1f1b"):
+    elif run.schedule_name not in (None, default_name(sizes.vp)):
         parts.append(f"schedule={run.schedule_name}")
     if sizes.stage_layout != StageLayout():
         parts.append(f"stages={'cost' if sizes.stage_layout == StageLayout(balance='cost') else 'recipe'}")

@@ -12,7 +12,8 @@ from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import BertConfig
 from lightning_megatron.optim.config import OptimizerConfig
-from lightning_megatron.pipeline.choice import Schedule, ScheduleName
+from lightning_megatron.pipeline.registry import ScheduleName, default_name
+from lightning_megatron.pipeline.schedule_spec import Schedule
 from lightning_megatron.planner.balanced_batch import BalancedBatch
 from lightning_megatron.planner.framework_profile import OURS, FrameworkProfile
 from lightning_megatron.planner.hardware import Products
@@ -53,9 +54,9 @@ class Run:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """Who steps which weights, and what travels behind compute."""
     schedule_name: ScheduleName | None = None
-    """none: 1f1b, or interleaved where there are several stages on a rank."""
+    """Name of the pipeline schedule; none: the default for so many stages on a rank."""
     group_size: int = 0
-    """Of an interleaved schedule; 0: pp."""
+    """Microbatches of a group of a schedule that has groups; 0: pp."""
     is_overlapped: bool = False
     """A forward and a backward run side by side, as the strategy's overlap_expert_exchange asks."""
     context: ContextConfig = field(default_factory=ContextConfig)
@@ -86,7 +87,7 @@ class Run:
     @cached_property
     def schedule(self) -> Schedule:
         """Of a batch; it may have faults."""
-        name: ScheduleName = self.schedule_name or ("interleaved" if self.sizes.vp > 1 else "1f1b")
+        name: ScheduleName = self.schedule_name or default_name(self.sizes.vp)
         return Schedule(
             name=name,
             pp=self.sizes.pp,

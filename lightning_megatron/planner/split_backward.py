@@ -15,10 +15,10 @@ from functools import lru_cache, partial
 
 from lightning_megatron.context.unfused_attention import MOST_SCORES
 from lightning_megatron.models import T5Config
-from lightning_megatron.pipeline.choice import Schedule
 from lightning_megatron.pipeline.lower import P2PBatch, ScheduledProgram
 from lightning_megatron.pipeline.plans import training_plan
 from lightning_megatron.pipeline.schedule import Action, Kind
+from lightning_megatron.pipeline.schedule_spec import Schedule
 from lightning_megatron.planner.activations import (
     behind_bytes,
     behind_layers,
@@ -127,7 +127,7 @@ def _handed_over(step: Action, program: ScheduledProgram) -> list[Action]:
     match step.kind:
         case Kind.FORWARD if stage + 1 < len(ranks) and ranks[stage + 1] == ranks[stage]:
             return [Action(Kind.RECV_FORWARD, stage + 1, step.microbatch)]
-        case Kind.BACKWARD_INPUT if stage and ranks[stage - 1] == ranks[stage]:
+        case Kind.BACKWARD | Kind.BACKWARD_INPUT if stage and ranks[stage - 1] == ranks[stage]:
             return [Action(Kind.RECV_BACKWARD, stage - 1, step.microbatch)]
     return []
 
@@ -145,6 +145,7 @@ def split_backward_bytes(
         Kind.FORWARD: [_forward_work(run, stage) for stage in stages],
         Kind.BACKWARD_INPUT: [_input_work(run, stage, matrix=_matrix(run)) for stage in passed],
         Kind.BACKWARD_WEIGHT: [_weight_work(run, stage) for stage in stages],
+        Kind.BACKWARD: [_backward_work(run, stage, passing) for stage, passing in zip(stages, passed, strict=True)],
     }
     message = max(message_bytes(run, stage) for stage in stages)
     held = max(
@@ -154,6 +155,11 @@ def split_backward_bytes(
         for half in split_steps
     )
     return max(held + always_bytes(run, trained), stepping_bytes(run, rank, trained))
+
+
+def _backward_work(run: Run, stage: Stage, passed: Stage) -> float:
+    """The most that a backward that is not cut in two holds beside what its microbatch kept."""
+    return max(_walked_back(run, passed, _matrix(run), waits=False))
 
 
 def _matrix(run: Run) -> int:
@@ -186,26 +192,26 @@ def _input_work(run: Run, stage: Stage, matrix: int) -> float:
     return max(_walked_back(run, stage, matrix))
 
 
-def _walked_back(run: Run, stage: Stage, matrix: int) -> Iterator[float]:
-    """The same at each of its moments, from the head to the embedding."""
+def _walked_back(run: Run, stage: Stage, matrix: int, *, waits: bool = True) -> Iterator[float]:
+    """The same at each of its moments, from the head to the embedding; `waits`: products wait for `W`."""
     gradient = logit_bytes(run, stage) * logit_share(run, run.bytes_per_element)
     if gradient:
         yield logit_bytes(run, stage)
         yield gradient + head_work(run, stage, matrix)
-    more = _end_waiting(run, stage, behind_layers(stage)) - behind_bytes(run, stage)
-    more += matrix * waiting_look_up_width(run, stage)
+    more = waits * _end_waiting(run, stage, behind_layers(stage)) - behind_bytes(run, stage)
+    more += waits * matrix * waiting_look_up_width(run, stage)
     parts = [part for part, count in stage.items() if part.layer is not None for _ in range(count)]
     for again, each in reversed(recompute_groups(run, stage, partial(frozen_activations_of, run))):
         more += again
         for kept in reversed(each):
             part = parts.pop()
-            waiting = waiting_bytes(run, part)
+            waiting = waits * waiting_bytes(run, part)
             if again:
                 # What is dropped is drawn again.
                 yield more + drawing_bytes(run, part)
             yield more + layer_work(run, part)
             work = max(scores_bytes(run, part), exchanged_bytes(run, part), _tile_bytes(run, part))
-            yield more + _attention_grown(run, part) + work
+            yield more + (_attention_grown(run, part) if waits else 0.0) + work
             more += waiting - kept
     yield more
     if any(part.embedded_tokens and part.is_trained for part in stage):

@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from lightning_megatron.comm import rng
 from lightning_megatron.context.unfused_attention import MOST_SCORES
 from lightning_megatron.models import LlavaConfig
+from lightning_megatron.pipeline.registry import spec_of
 from lightning_megatron.planner.activations import (
     behind_bytes,
     feed_forward_bytes,
@@ -269,11 +270,11 @@ def num_flying(run: Run, rank: int) -> int:
     pp, schedule = run.sizes.pp, run.schedule
     if pp == 1:
         return 0
-    if schedule.name != "interleaved" or schedule.microbatches <= (schedule.group_size or pp):
+    if not spec_of(schedule.name).has_groups or schedule.microbatches <= schedule.group:
         return 2 if rank in (0, pp - 1) else 3
     if pp == 2:
         return 4
-    return 5 if rank < pp - 1 else (schedule.chunks - 1) * (schedule.group_size or pp) + 3
+    return 5 if rank < pp - 1 else (schedule.chunks - 1) * schedule.group + 3
 
 
 def _stepped_parameters(run: Run, dense: int, experts: int) -> float:

@@ -8,8 +8,9 @@ from lightning_megatron.context.balance import DynamicContextConfig, group_sizes
 from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config
-from lightning_megatron.pipeline.choice import Schedule, schedule_faults
 from lightning_megatron.pipeline.layout import layout_faults as stage_faults
+from lightning_megatron.pipeline.registry import schedule_faults
+from lightning_megatron.pipeline.schedule_spec import Schedule
 from lightning_megatron.precision.fp8 import Fp8Config, engine_faults
 from lightning_megatron.rules.limits import (
     MOST,
@@ -117,6 +118,7 @@ def _stages(facts: Facts) -> list[str]:
 _FULL_NAMES = {
     "pp": "pipeline_model_parallel_size",
     "chunks": "virtual_pipeline_model_parallel_size",
+    "microbatches": "num_microbatches",
     "group_size": "microbatch_group_size",
 }
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from lightning_megatron.mesh import StageLayout
-from lightning_megatron.pipeline.choice import Schedule, ScheduleName
+from lightning_megatron.pipeline.registry import ScheduleName, default_name
+from lightning_megatron.pipeline.schedule_spec import Schedule
 
 Mode = Literal["auto", "collective"]
 
@@ -24,13 +25,15 @@ class PipelineConfig:
     """How pipeline parallelism runs."""
 
     schedule: Literal["auto"] | ScheduleName = "auto"
-    """Of training; auto: 1f1b, or interleaved where virtual_pipeline_model_parallel_size is above 1."""
+    """Pipeline schedule of training; auto: the 1F1B schedule, in its interleaved form where
+    virtual_pipeline_model_parallel_size is above 1."""
     microbatch_group_size: int = 0
-    """interleaved: microbatches that go through one chunk before the next has its turn; 0: as many as stages in a
-    row."""
+    """Microbatches that go through one chunk before the next chunk's turn, for a schedule that has such groups; 0: as
+    many as pipeline ranks."""
     overlap_expert_exchange: bool = False
-    """1f1b and interleaved: the forward of one microbatch runs side by side with the backward of another, each
-    computing while tokens of the other are on their way to experts; keeps up to pp more microbatches."""
+    """Whether the forward of one microbatch runs side by side with the backward of another, for a schedule that has
+    such pairs: each computes while tokens of the other are on their way to experts. Saves up to pp more microbatches
+    for backward."""
     layout: StageLayout = field(default_factory=StageLayout)
     """Which layers are on which stage."""
     mode: Mode = "auto"
@@ -52,7 +55,7 @@ class PipelineConfig:
 
     def schedule_of(self, *, pp: int, vp: int, microbatches: int) -> Schedule:
         """The schedule of a training step of that many microbatches; it may have faults."""
-        name: ScheduleName = ("interleaved" if vp > 1 else "1f1b") if self.schedule == "auto" else self.schedule
+        name: ScheduleName = default_name(vp) if self.schedule == "auto" else self.schedule
         return Schedule(
             name=name,
             pp=pp,

@@ -46,9 +46,10 @@ from lightning_megatron.mesh import Axis, Mesh, Sizes, reset_ambient_mesh, set_a
 from lightning_megatron.optim.config import LossScaleConfig, OptimizerConfig
 from lightning_megatron.optim.data_parallel_comm import DataParallelComm
 from lightning_megatron.optim.replica_check import differing_copies, in_words
-from lightning_megatron.pipeline.choice import Schedule, placement_of
 from lightning_megatron.pipeline.lower import hops
 from lightning_megatron.pipeline.module import at_once, run_alone
+from lightning_megatron.pipeline.registry import placement_of
+from lightning_megatron.pipeline.schedule_spec import Schedule
 from lightning_megatron.pipeline.step_hooks import StepHook
 from lightning_megatron.planner.balanced_batch import BalancedBatch
 from lightning_megatron.precision.fp8 import Fp8Config

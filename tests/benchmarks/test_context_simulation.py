@@ -6,7 +6,8 @@ import pytest
 from benchmarks.context_schedulers import FORWARD_SHARE, pipeline_seconds, rounds_seconds, static_slots
 from benchmarks.document_lengths import GITHUB, LOG_NORMAL
 from lightning_megatron.context.balance import CostModel, DynamicContextConfig, RankGroup, lower_bound, plan
-from lightning_megatron.pipeline.choice import Schedule, order_of
+from lightning_megatron.pipeline.registry import order_of
+from lightning_megatron.pipeline.schedule_spec import Schedule
 from lightning_megatron.pipeline.simulate import Costs, play
 from tests.context.plans import LLAMA_13B, require_kept
 

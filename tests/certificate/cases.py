@@ -15,8 +15,8 @@ from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config, VisionConfig
 from lightning_megatron.moe.capacity import ExpertCapacity
 from lightning_megatron.moe.config import AuxLoss, MoEConfig, RouterConfig
-from lightning_megatron.pipeline.choice import ScheduleName
 from lightning_megatron.pipeline.ragged import Ragged
+from lightning_megatron.pipeline.registry import ScheduleName
 from lightning_megatron.transformer.recompute import RecomputeConfig
 from lightning_megatron.transformer.rotary import RopeScaling
 from tests.harness.sample import sampled

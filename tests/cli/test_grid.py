@@ -6,7 +6,8 @@ import pytest
 
 from lightning_megatron.cli.grid import grid_of
 from lightning_megatron.pipeline.bubble import timeline_of
-from lightning_megatron.pipeline.choice import Schedule, ScheduleName
+from lightning_megatron.pipeline.registry import ScheduleName
+from lightning_megatron.pipeline.schedule_spec import Schedule
 from lightning_megatron.pipeline.simulate import Costs, Timeline
 
 

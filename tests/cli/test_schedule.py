@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from lightning_megatron.cli.main import main
-from lightning_megatron.pipeline.choice import Schedule, order_of
+from lightning_megatron.pipeline.registry import order_of
+from lightning_megatron.pipeline.schedule_spec import Schedule
 from lightning_megatron.pipeline.simulate import Costs, play
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,9 +51,10 @@ def told(capsys: pytest.CaptureFixture[str], *options: str) -> str:
         ((), "1f1b", 1),
         (("--vp", "1"), "1f1b", 1),
         (("--vp", "2"), "interleaved", 2),
-        (("--kind", "zb_v"), "zb_v", 2),
-        (("--kind", "zb_h1"), "zb_h1", 1),
-        (("--kind", "gpipe", "--vp", "3"), "gpipe", 3),
+        (("--schedule", "zb_v"), "zb_v", 2),
+        (("--schedule", "zb_h1"), "zb_h1", 1),
+        (("--schedule", "dualpipe_v"), "dualpipe_v", 2),
+        (("--schedule", "gpipe", "--vp", "3"), "gpipe", 3),
         (("--overlapped",), "1f1b", 1),
         (("--overlapped", "--vp", "2"), "interleaved", 2),
     ],
@@ -61,7 +63,7 @@ def test_the_kind_follows_vp_and_vp_follows_the_kind(
     options: tuple[str, ...], kind: str, vp: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = record(capsys, *SIZES, *options)
-    assert (found["kind"], found["vp"]) == (kind, vp)
+    assert (found["schedule"], found["vp"]) == (kind, vp)
 
 
 def test_json_has_every_compute_of_the_order_with_its_times(capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,7 +92,7 @@ def test_json_has_every_compute_of_the_order_with_its_times(capsys: pytest.Captu
 
 def test_every_cost_reaches_the_clock(capsys: pytest.CaptureFixture[str]) -> None:
     assert record(capsys, *SIZES, "--forward", "2", "--backward", "5")["makespan"] == (8 + 3) * 7
-    zero_bubble = ("--kind", "zb_h1", "--microbatches", "1", "--pp", "1")
+    zero_bubble = ("--schedule", "zb_h1", "--microbatches", "1", "--pp", "1")
     costs = ("--forward", "1", "--backward-input", "10", "--backward-weight", "100")
     assert record(capsys, *zero_bubble, *costs)["makespan"] == 111
     one_by_one = ("--pp", "2", "--microbatches", "1")
@@ -118,11 +120,11 @@ def test_the_report_has_bubble_formula_makespan_and_peaks(capsys: pytest.Capture
     [
         (("--pp", "0", "--microbatches", "0"), ("pp (0) must be at least 1", "microbatches (0)")),
         (("--pp", "8", "--microbatches", "125001"), ("pp x vp x microbatches (1000008) must be at most 1,000,000",)),
-        ((*SIZES, "--kind", "zb_v", "--vp", "3"), ("chunks (3) must be 2", "zb_v")),
-        ((*SIZES, "--kind", "1f1b", "--vp", "2"), ("chunks (2) must be 1", "interleaved")),
+        ((*SIZES, "--schedule", "zb_v", "--vp", "3"), ("chunks (3) must be 2", "zb_v")),
+        ((*SIZES, "--schedule", "1f1b", "--vp", "2"), ("chunks (2) must be 1", "interleaved")),
         ((*SIZES, "--vp", "0"), ("chunks (0) must be at least 1",)),
         ((*SIZES, "--vp", "2", "--group-size", "3"), ("group_size (3) must be at least pp (4)",)),
-        ((*SIZES, "--kind", "dualpipe"), ("'dualpipe'", "gpipe, 1f1b, interleaved, zb_h1, zb_v")),
+        ((*SIZES, "--schedule", "dualpipe"), ("'dualpipe'", "gpipe, 1f1b, interleaved, zb_h1, zb_v, dualpipe_v")),
         ((*SIZES, "--forward", "0"), ("forward (0.0) must be above 0",)),
         ((*SIZES, "--message", "nan", "--backward", "-1"), ("message (nan)", "backward (-1.0)")),
         ((*SIZES, "--max-columns", "3"), ("--max-columns (3) must be at least 20",)),
@@ -183,7 +185,7 @@ def test_the_page_shows_what_the_command_prints_and_draws(capsys: pytest.Capture
     assert Path("own.svg").read_text() == (ROOT / path).read_text()
 
 
-@pytest.mark.parametrize(("name", "options"), [("interleaved", ("--vp", "2")), ("zb_v", ("--kind", "zb_v"))])
+@pytest.mark.parametrize(("name", "options"), [("interleaved", ("--vp", "2")), ("zb_v", ("--schedule", "zb_v"))])
 def test_the_other_pictures_of_the_page_are_those_of_the_command(
     name: str, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -113,7 +113,7 @@ def test_every_path_and_name_exists(page: Path) -> None:
     ("span", "fault"),
     [
         ("lightning_megatron/mesh.py::Mesh.imagine", ""),
-        ("pipeline/schedule.py::one_f_one_b", ""),
+        ("pipeline/schedules/one_f_one_b.py::one_f_one_b", ""),
         ("schedule.py", ""),
         ("lightning_megatron/mash.py", "no such path"),
         ("lightning_megatron/mesh.py::Mesh.imagined", "no such name"),

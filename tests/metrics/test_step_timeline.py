@@ -21,8 +21,9 @@ from lightning_megatron.metrics.step_timeline import (
     stage_costs,
     windows,
 )
-from lightning_megatron.pipeline.choice import Schedule, order_of
+from lightning_megatron.pipeline.registry import order_of
 from lightning_megatron.pipeline.schedule import WHOLE_STAGE, Action, Kind
+from lightning_megatron.pipeline.schedule_spec import Schedule
 from lightning_megatron.pipeline.simulate import Costs, play
 
 SCHEDULE = Schedule(name="1f1b", pp=2, chunks=1, microbatches=3)

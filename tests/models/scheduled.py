@@ -7,11 +7,11 @@ from torch import Tensor
 
 from lightning_megatron.comm.p2p import Mailbox, build_lanes
 from lightning_megatron.mesh import Mesh
-from lightning_megatron.pipeline.choice import Schedule
 from lightning_megatron.pipeline.lower import hops
 from lightning_megatron.pipeline.module import PipelineModule
 from lightning_megatron.pipeline.plans import training_plan
 from lightning_megatron.pipeline.runtime import Runtime
+from lightning_megatron.pipeline.schedule_spec import Schedule
 from lightning_megatron.pipeline.scheduled import ScheduledCall
 from lightning_megatron.tensor.weight_gradients import WeightGradients, share
 from tests.harness.threads import new_group

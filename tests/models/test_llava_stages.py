@@ -9,8 +9,9 @@ from torch import Tensor
 
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.models import LlavaModel
-from lightning_megatron.pipeline.choice import Schedule, placement_of
 from lightning_megatron.pipeline.collective import CollectiveCall
+from lightning_megatron.pipeline.registry import placement_of
+from lightning_megatron.pipeline.schedule_spec import Schedule
 from tests.harness.ranks import run_on_ranks
 from tests.harness.threads import new_group, run_on_threads
 from tests.models.scheduled import mailbox_of, run_step, summed

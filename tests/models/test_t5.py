@@ -13,8 +13,9 @@ from lightning_megatron.context.attention_step import AttentionStep, Kernel
 from lightning_megatron.context.flex import FlexAttention
 from lightning_megatron.mesh import AttentionKernel, Mesh, Sizes, StageLayout
 from lightning_megatron.models import GPTConfig, T5Config, T5Model
-from lightning_megatron.pipeline.choice import Schedule, placement_of
 from lightning_megatron.pipeline.collective import CollectiveCall
+from lightning_megatron.pipeline.registry import placement_of
+from lightning_megatron.pipeline.schedule_spec import Schedule
 from lightning_megatron.sharding import sharded_parameters
 from tests.context.plain_flex import plain_flex
 from tests.harness.threads import new_group, run_on_threads

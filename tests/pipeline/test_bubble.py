@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_megatron.pipeline.bubble import bubble_formula, schedule_table, timeline_of
-from lightning_megatron.pipeline.choice import Schedule, ScheduleName, order_of, schedule_faults
+from lightning_megatron.pipeline.bubble import schedule_table, timeline_of
 from lightning_megatron.pipeline.lower import lower
+from lightning_megatron.pipeline.registry import SCHEDULES, ScheduleName, bubble_formula, order_of, schedule_faults
+from lightning_megatron.pipeline.schedule_spec import Schedule
 from lightning_megatron.pipeline.simulate import Costs, check, play
 
-NAMES: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v")
+NAMES = tuple(SCHEDULES)
 COUNTS = st.integers(1, 6)
 
 
@@ -29,7 +30,7 @@ def test_where_there_is_a_formula_it_is_what_is_played(
 ) -> None:
     pp = schedule.pp
     group_size = pp + group if group and schedule.name == "interleaved" else 0
-    chunks = {"1f1b": 1, "zb_h1": 1, "zb_v": 2}.get(schedule.name, schedule.chunks)
+    chunks = SCHEDULES[schedule.name].max_chunks or schedule.chunks
     schedule = Schedule(
         name=schedule.name, pp=pp, chunks=chunks, microbatches=schedule.microbatches, group_size=group_size
     )
@@ -50,6 +51,7 @@ def test_where_there_is_a_formula_it_is_what_is_played(
         ("interleaved", 4, 3 / 67),
         ("zb_h1", 1, 3 / 51),
         ("zb_v", 2, 3 / 99),
+        ("dualpipe_v", 2, 3 / 99),
     ],
 )
 def test_every_schedule_has_a_formula_where_messages_take_no_time(
@@ -73,13 +75,16 @@ def test_every_schedule_has_a_formula_where_messages_take_no_time(
         (Schedule(name="zb_h1", pp=4, chunks=1, microbatches=3), Costs()),
         (Schedule(name="zb_h1", pp=4, chunks=1, microbatches=8), Costs(backward_weight=0.5)),
         (Schedule(name="zb_v", pp=4, chunks=2, microbatches=5), Costs()),
+        (Schedule(name="dualpipe_v", pp=4, chunks=2, microbatches=8), Costs(backward=3)),
         (Schedule(name="1f1b", pp=4, chunks=1, microbatches=8), Costs(message=0.1)),
     ],
 )
 def test_where_there_is_none_it_would_be_wrong(schedule: Schedule, costs: Costs) -> None:
     assert bubble_formula(schedule, costs) is None
     alike = Schedule(name=schedule.name, pp=4, chunks=schedule.chunks, microbatches=4 * schedule.microbatches)
-    denominators = {"zb_h1": 3, "zb_v": 6}.get(schedule.name, schedule.chunks) * schedule.microbatches + 3
+    denominators = {"zb_h1": 3, "zb_v": 6, "dualpipe_v": 6}.get(
+        schedule.name, schedule.chunks
+    ) * schedule.microbatches + 3
     assert bubble_formula(alike, Costs()) is not None
     assert abs(timeline_of(schedule, costs).bubble - 3 / denominators) > 1e-3
 
@@ -132,9 +137,13 @@ def test_the_table_of_slower_backwards_is_another() -> None:
 
 def test_the_page_shows_the_table() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs/pipeline.md").read_text()
-    tables = [schedule_table(8, microbatches) for microbatches in (8, 16, 32, 64)]
-    for rows in zip(*tables, strict=True):
-        schedule = rows[0].schedule
-        name = f"`{schedule.name}`" + (f", v = {schedule.chunks}" if schedule.chunks > 1 else "")
-        fields = " | ".join(f"{row.bubble:.1%}, {row.relative_time:.3f}" for row in rows)
-        assert f"\n| {name} | {fields} | {rows[-1].peak_shares:g} |\n" in page
+    found = [
+        {(row.schedule.name, row.schedule.chunks): row for row in schedule_table(8, microbatches)}
+        for microbatches in (8, 16, 32, 64)
+    ]
+    assert ("dualpipe_v", 2) not in found[0]
+    for (schedule, chunks), last in found[-1].items():
+        name = f"`{schedule}`" + (f", v = {chunks}" if chunks > 1 else "")
+        rows = [table.get((schedule, chunks)) for table in found]
+        fields = " | ".join(f"{row.bubble:.1%}, {row.relative_time:.3f}" if row else "–" for row in rows)
+        assert f"\n| {name} | {fields} | {last.peak_shares:g} |\n" in page

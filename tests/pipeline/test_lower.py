@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import pairwise
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lightning_megatron.pipeline.choice import Schedule, ScheduleName, order_of, schedule_faults
 from lightning_megatron.pipeline.lower import (
     SENDS,
     P2PBatch,
@@ -26,6 +25,7 @@ from lightning_megatron.pipeline.lower import (
     peer_stage,
     rank_of_stage,
 )
+from lightning_megatron.pipeline.registry import SCHEDULES, ScheduleName, order_of, schedule_faults
 from lightning_megatron.pipeline.schedule import (
     COMPUTES,
     WHOLE_STAGE,
@@ -35,8 +35,9 @@ from lightning_megatron.pipeline.schedule import (
     ScheduleError,
     backward_chunks,
     forward_chunks,
-    one_f_one_b,
 )
+from lightning_megatron.pipeline.schedule_spec import Schedule
+from lightning_megatron.pipeline.schedules.one_f_one_b import one_f_one_b
 from lightning_megatron.pipeline.simulate import check
 from tests.pipeline.queues import is_left_in_time, order_of_text, plan_of_text, run, text_of
 
@@ -44,9 +45,9 @@ from tests.pipeline.queues import is_left_in_time, order_of_text, plan_of_text, 
 @st.composite
 def schedules(draw: st.DrawFn, max_pp: int = 6, max_microbatches: int = 12) -> Schedule:
     """Any schedule without faults."""
-    name: Any = draw(st.sampled_from(get_args(ScheduleName)))
+    name: Any = draw(st.sampled_from(list(SCHEDULES)))
     pp, microbatches = draw(st.integers(1, max_pp)), draw(st.integers(1, max_microbatches))
-    chunks = {"1f1b": 1, "zb_h1": 1, "zb_v": 2}.get(name) or draw(st.integers(1, 3))
+    chunks = SCHEDULES[name].max_chunks or draw(st.integers(1, 3))
     extra = draw(st.integers(0, 2)) if name == "interleaved" else 0
     schedule = Schedule(
         name=name,
@@ -294,10 +295,10 @@ def test_a_release_one_exchange_too_early_may_come_before_the_message_has_left()
     assert not is_left_in_time(plan, 0)
 
 
-@pytest.mark.parametrize("name", [name for name in get_args(ScheduleName) if name != "gpipe"])
+@pytest.mark.parametrize("name", [name for name in list(SCHEDULES) if name != "gpipe"])
 def test_however_many_microbatches_few_sends_are_kept_to_the_end(name: ScheduleName) -> None:
     for pp in (2, 3, 6):
-        chunks = {"zb_v": 2, "interleaved": 3}.get(name, 1)
+        chunks = {"zb_v": 2, "dualpipe_v": 2, "interleaved": 3}.get(name, 1)
         kept = []
         for microbatches in (24, 48):
             schedule = Schedule(name=name, pp=pp, chunks=chunks, microbatches=microbatches)

@@ -11,8 +11,9 @@ import pytest
 
 from lightning_megatron.pipeline import picture
 from lightning_megatron.pipeline.bubble import timeline_of
-from lightning_megatron.pipeline.choice import Schedule, ScheduleName
 from lightning_megatron.pipeline.picture import svg_of, write_png, write_svg
+from lightning_megatron.pipeline.registry import ScheduleName
+from lightning_megatron.pipeline.schedule_spec import Schedule
 from lightning_megatron.pipeline.simulate import Costs, Timeline
 
 SVG = "{http://www.w3.org/2000/svg}"

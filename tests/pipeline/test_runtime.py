@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lightning_megatron.comm.p2p import Payload, TensorMeta
 from lightning_megatron.mesh import Mesh, Sizes
-from lightning_megatron.pipeline.choice import Schedule, order_of, overlapped_forwards, placement_of
 from lightning_megatron.pipeline.forward_backward_overlap import ForwardBackwardOverlap
 from lightning_megatron.pipeline.lower import (
     P2PBatch,
@@ -24,8 +23,10 @@ from lightning_megatron.pipeline.lower import (
     rank_of_stage,
 )
 from lightning_megatron.pipeline.plans import backward_plan, forward_plan
+from lightning_megatron.pipeline.registry import order_of, overlapped_forwards, placement_of
 from lightning_megatron.pipeline.runtime import OutputMetas, Runtime
 from lightning_megatron.pipeline.schedule import Action, Kind, ScheduleError
+from lightning_megatron.pipeline.schedule_spec import Schedule
 from lightning_megatron.pipeline.simulate import check
 from lightning_megatron.pipeline.step_hooks import Activity
 from tests.harness.ranks import run_on_ranks

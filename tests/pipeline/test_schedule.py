@@ -18,10 +18,10 @@ from lightning_megatron.pipeline.schedule import (
     Order,
     backward_chunks,
     forward_chunks,
-    gpipe,
-    one_f_one_b,
     paired,
 )
+from lightning_megatron.pipeline.schedules.gpipe import gpipe
+from lightning_megatron.pipeline.schedules.one_f_one_b import one_f_one_b
 from lightning_megatron.pipeline.simulate import Costs, play
 
 counts = {"pp": st.integers(1, 9), "microbatches": st.integers(1, 20)}

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.mesh import Mesh, Sizes, StageLayout
-from lightning_megatron.pipeline.choice import Schedule, placement_of
 from lightning_megatron.pipeline.module import Part, PipelineModule
 from lightning_megatron.pipeline.plans import training_plan
+from lightning_megatron.pipeline.registry import placement_of
 from lightning_megatron.pipeline.runtime import Runtime
+from lightning_megatron.pipeline.schedule_spec import Schedule
 from lightning_megatron.pipeline.scheduled import ScheduledCall
 from lightning_megatron.sharding import Initial
 from lightning_megatron.tensor.linear import ColumnParallelLinear

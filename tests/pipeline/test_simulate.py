@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_megatron.pipeline.lower import SENDS, P2PBatch, Plan, add_messages, lower
-from lightning_megatron.pipeline.schedule import Action, Kind, Order, ScheduleError, forward_chunks, gpipe, one_f_one_b
+from lightning_megatron.pipeline.schedule import Action, Kind, Order, ScheduleError, forward_chunks
+from lightning_megatron.pipeline.schedules.gpipe import gpipe
+from lightning_megatron.pipeline.schedules.one_f_one_b import one_f_one_b
 from lightning_megatron.pipeline.simulate import Costs, check, draw, play
 from tests.pipeline.queues import order_of_text, plan_of_text, runs_to_its_end, text_of
 

@@ -88,6 +88,13 @@ RUNS = {
         recompute=RecomputeConfig(granularity="full"),
     ),
     "zb-v": run_of(GPT, Sizes(world=4, pp=4, vp=2, placement="v"), schedule_name="zb_v"),
+    "dualpipe-v": run_of(GPT, Sizes(world=4, pp=4, vp=2, placement="v"), schedule_name="dualpipe_v"),
+    "dualpipe-v, gated, untied": run_of(
+        LLAMA,
+        Sizes(world=4, pp=2, vp=2, placement="v"),
+        schedule_name="dualpipe_v",
+        optimizer=DISTRIBUTED,
+    ),
     "zb-h1, blocks again": run_of(
         GPT,
         Sizes(world=4, pp=4),
@@ -497,6 +504,7 @@ def small(sizes: Sizes, samples: int, model: GPTConfig = SMALL, **changes: Any) 
         (Sizes(world=2, pp=2, vp=2), "interleaved"),
         (Sizes(world=2, pp=2), "zb_h1"),
         (Sizes(world=2, pp=2, vp=2, placement="v"), "zb_v"),
+        (Sizes(world=2, pp=2, vp=2, placement="v"), "dualpipe_v"),
     ],
 )
 def test_some_microbatches_tell_of_all(sizes: Sizes, schedule: str) -> None:

@@ -9,7 +9,7 @@ from lightning_megatron.mesh import Sizes, StageLayout
 from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config, VisionConfig
 from lightning_megatron.moe.capacity import ExpertCapacity
 from lightning_megatron.moe.config import MoEConfig, RouterConfig
-from lightning_megatron.pipeline.choice import Schedule
+from lightning_megatron.pipeline.schedule_spec import Schedule
 from lightning_megatron.rules.cross_config import Facts, faults
 
 

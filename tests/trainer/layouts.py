@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning_megatron import ContextConfig, MegatronStrategy, PipelineConfig
 from lightning_megatron.mesh import StageLayout
 from lightning_megatron.optim.config import OptimizerConfig
-from lightning_megatron.pipeline.choice import ScheduleName
+from lightning_megatron.pipeline.registry import ScheduleName
 
 # Values that the strategy hands to `log` are those of the global batch already.
 QUIET = "ignore:It is recommended to use .*sync_dist=True:UserWarning"

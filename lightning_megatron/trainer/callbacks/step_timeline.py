@@ -26,8 +26,8 @@ from lightning_megatron.metrics.step_timeline import (
     stage_costs,
     windows,
 )
-from lightning_megatron.pipeline.choice import Schedule
 from lightning_megatron.pipeline.schedule import Action
+from lightning_megatron.pipeline.schedule_spec import Schedule
 from lightning_megatron.pipeline.simulate import Costs
 from lightning_megatron.planner.constants import fitted
 from lightning_megatron.planner.hardware import gpu_of_device

@@ -27,8 +27,9 @@ from lightning_megatron.context.document_exchange import (
     loaded_documents,
 )
 from lightning_megatron.mesh import Axis, Mesh
-from lightning_megatron.pipeline.choice import Schedule, in_groups_of
 from lightning_megatron.pipeline.plans import training_plan
+from lightning_megatron.pipeline.registry import microbatch_multiple
+from lightning_megatron.pipeline.schedule_spec import Schedule
 from lightning_megatron.planner.balanced_batch import BalancedBatch
 from lightning_megatron.trainer.step.rng_sync import batch_digest
 
@@ -82,7 +83,7 @@ class DynamicContext:
         `num_wanted` tells how many batches of an epoch are trained on, `schedule_of` the schedule of so many
         `microbatches`.
         """
-        multiple = math.lcm(config.microbatch_multiple, in_groups_of(schedule_of(microbatches=1)))
+        multiple = math.lcm(config.microbatch_multiple, microbatch_multiple(schedule_of(microbatches=1)))
         self.config = replace(config, microbatch_multiple=multiple)
         self._mesh, self._line = mesh, line
         self._num_wanted, self._schedule_of = num_wanted, schedule_of

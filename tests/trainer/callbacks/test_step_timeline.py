@@ -13,10 +13,10 @@ import pytest
 
 from lightning_megatron import ConfigurationError, MoEConfig, PipelineConfig, RouterConfig
 from lightning_megatron.metrics.step_timeline import BACKWARD, CLIP, DATA, FORWARD, GATHER, OPTIMIZER, REDUCE
-from lightning_megatron.pipeline.choice import Schedule
 from lightning_megatron.pipeline.lower import P2PBatch
 from lightning_megatron.pipeline.plans import training_plan
 from lightning_megatron.pipeline.schedule import Action
+from lightning_megatron.pipeline.schedule_spec import Schedule
 from lightning_megatron.trainer.callbacks import MemoryMonitor, StepTimeline, ThroughputMonitor
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.callbacks.small_gpt import CONFIG, LAYOUTS, train

@@ -1,6 +1,6 @@
 """Interleaved 1F1B: each rank holds several chunks of the model, so that the pipeline fills in smaller steps.
 
-A maker of orders beside `schedule`. Stage s is chunk s // pp of rank s % pp. Microbatches go through the chunks of a
+Stage s is chunk s // pp of rank s % pp. Microbatches go through the chunks of a
 rank in groups: those of the first group through chunk 0, then through chunk 1 and so on, then those of the next group.
 
     pp 2, chunks 2, group 2, rank 0    0F0 0F1 2F0 2F1   0F2 2B0   0F3 2B1   2F2 0B0   2F3 0B1   2B2 2B3 0B2 0B3
@@ -8,7 +8,11 @@ rank in groups: those of the first group through chunk 0, then through chunk 1 a
 
 from __future__ import annotations
 
-from lightning_megatron.pipeline.schedule import Action, Kind, Order, one_f_one_b, paired, require_counts
+from lightning_megatron.pipeline.schedule import Action, Kind, Order, paired, require_counts
+from lightning_megatron.pipeline.schedule_spec import Formula, Schedule, ScheduleSpec
+from lightning_megatron.pipeline.schedules.one_f_one_b import one_f_one_b
+from lightning_megatron.pipeline.schedules.overlapped_1f1b import make_overlapped, turns_of
+from lightning_megatron.pipeline.simulate import Costs
 
 
 def interleaved_one_f_one_b(*, pp: int, chunks: int, microbatches: int, group_size: int) -> Order:
@@ -50,12 +54,34 @@ def _interleaved_of(rank: int, pp: int, chunks: int, microbatches: int, group_si
     return tuple(action for action in actions if action.microbatch < microbatches)
 
 
-def turns_of(chunks: int, microbatches: int, group_size: int) -> list[tuple[int, int]]:
-    """The (chunk, microbatch) pairs in the order of a rank's forwards, the last group filled up."""
-    num_groups = -(-microbatches // group_size)
-    return [
-        (chunk, group * group_size + place)
-        for group in range(num_groups)
-        for chunk in range(chunks)
-        for place in range(group_size)
-    ]
+def _bubble(schedule: Schedule, costs: Costs) -> Formula | None:
+    p, v, m = schedule.pp, schedule.chunks, schedule.microbatches
+    if not _is_full(schedule, costs):
+        return None
+    return Formula(text="(p - 1)/(v m + p - 1)", bubble=(p - 1) / (v * m + p - 1))
+
+
+def _is_full(schedule: Schedule, costs: Costs) -> bool:
+    """Whether the groups leave no gaps but at both ends of the step."""
+    group_size = min(schedule.group, schedule.microbatches)
+    last_group = schedule.microbatches % group_size
+    if last_group == 0:
+        return group_size >= schedule.pp
+    # Backwards shorter than forwards do not fill the place that the missing microbatches leave.
+    return last_group >= schedule.pp and costs.backward >= costs.forward
+
+
+INTERLEAVED = ScheduleSpec(
+    name="interleaved",
+    make=lambda schedule: interleaved_one_f_one_b(
+        pp=schedule.pp, chunks=schedule.chunks, microbatches=schedule.microbatches, group_size=schedule.group
+    ),
+    make_overlapped=make_overlapped,
+    min_chunks=2,
+    min_pp=2,
+    has_groups=True,
+    bubble=_bubble,
+    # The last group stays as full as it is.
+    steady_after=lambda schedule: 3 * schedule.group + schedule.microbatches % schedule.group,
+    ramps_once=True,
+)

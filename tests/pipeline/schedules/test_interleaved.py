@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
-from lightning_megatron.pipeline.interleaved import interleaved_one_f_one_b
-from lightning_megatron.pipeline.schedule import Action, Kind, Order, ScheduleError, one_f_one_b, paired
+from lightning_megatron.pipeline.schedule import Action, Kind, Order, ScheduleError, paired
+from lightning_megatron.pipeline.schedules.interleaved import interleaved_one_f_one_b
+from lightning_megatron.pipeline.schedules.one_f_one_b import one_f_one_b
 from lightning_megatron.pipeline.simulate import Costs, play
 
 sizes = {

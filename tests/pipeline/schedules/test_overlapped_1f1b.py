@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_megatron.pipeline.choice import Schedule, order_of, overlapped_forwards, schedule_faults
 from lightning_megatron.pipeline.lower import P2PBatch, lower
-from lightning_megatron.pipeline.overlapped_1f1b import overlapped_one_f_one_b
+from lightning_megatron.pipeline.registry import order_of, overlapped_forwards, schedule_faults
 from lightning_megatron.pipeline.schedule import Action, Kind
+from lightning_megatron.pipeline.schedule_spec import Schedule
+from lightning_megatron.pipeline.schedules.overlapped_1f1b import overlapped_one_f_one_b
 from lightning_megatron.pipeline.simulate import check, play
 
 
@@ -112,5 +113,5 @@ def test_messages_of_a_pair_are_awaited_before_it_and_sent_behind_it() -> None:
 def test_schedules_that_cannot_be_paired_say_which_can(name: str) -> None:
     schedule = Schedule(name=name, pp=2, chunks=2 if name == "zb_v" else 1, microbatches=4, is_overlapped=True)  # type: ignore[arg-type]
     assert schedule_faults(schedule) == [
-        f"schedule {name} does not run a forward beside a backward; use 1f1b or interleaved for that"
+        f"schedule {name} does not run a forward beside a backward; use 1f1b, interleaved or dualpipe_v for that"
     ]

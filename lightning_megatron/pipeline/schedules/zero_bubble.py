@@ -1,6 +1,6 @@
 """Zero-bubble orders: the backward is cut in two, and the half that no other rank waits for fills the bubble.
 
-Makers of orders beside `schedule`. `I` makes the gradient of a stage's input, which the stage before waits for; `W`
+`I` makes the gradient of a stage's input, which the stage before waits for; `W`
 makes the gradients of its weights, and may run at any time after `I`. With p ranks, m microbatches and F, I and W of
 one unit each for all that a rank holds:
 
@@ -19,6 +19,8 @@ from collections import defaultdict
 from itertools import count
 
 from lightning_megatron.pipeline.schedule import Action, Kind, Order, require_counts
+from lightning_megatron.pipeline.schedule_spec import Formula, Schedule, ScheduleSpec
+from lightning_megatron.pipeline.simulate import Costs
 
 _Turn = tuple[Kind, int]
 """A compute and its stage, without its microbatch."""
@@ -94,3 +96,29 @@ def _numbered(turns: list[_Turn], microbatches: int) -> tuple[Action, ...]:
     nexts: defaultdict[_Turn, count[int]] = defaultdict(count)
     actions = [Action(kind, stage, next(nexts[kind, stage])) for kind, stage in turns]
     return tuple(action for action in actions if action.microbatch < microbatches)
+
+
+def _bubble_of(rounds: int, schedule: Schedule, costs: Costs, fewest: int) -> Formula | None:
+    """The formula with `rounds` stages' computes of a microbatch on a rank, where F, I and W cost the same."""
+    p, m = schedule.pp, schedule.microbatches
+    if not costs.forward == costs.backward_input == costs.backward_weight or m < fewest:
+        return None
+    return Formula(text=f"(p - 1)/({rounds} m + p - 1)", bubble=(p - 1) / (rounds * m + p - 1))
+
+
+ZB_H1 = ScheduleSpec(
+    name="zb_h1",
+    make=lambda schedule: zb_h1(pp=schedule.pp, microbatches=schedule.microbatches),
+    max_chunks=1,
+    splits_backward=True,
+    bubble=lambda schedule, costs: _bubble_of(3, schedule, costs, schedule.pp),
+)
+ZB_V = ScheduleSpec(
+    name="zb_v",
+    make=lambda schedule: zb_v(pp=schedule.pp, microbatches=schedule.microbatches),
+    min_chunks=2,
+    max_chunks=2,
+    placement="v",
+    splits_backward=True,
+    bubble=lambda schedule, costs: _bubble_of(6, schedule, costs, 3 * schedule.pp // 2),
+)

@@ -1,7 +1,7 @@
 """1F1B in which a forward and a backward of different microbatches run side by side, each computing while messages of
 the other travel within its layers (tokens to experts and back).
 
-A maker of orders beside `schedule` and `interleaved`. A pair starts when both have what they read, so a rank is one
+Both 1F1B and interleaved 1F1B can run so. A pair starts when both have what they read, so a rank is one
 forward further ahead than under 1F1B, and two further than its next rank: when the next rank runs the pair of forward i
 and backward j, this one runs that of forward i + 1 and backward j - 1.
 
@@ -11,8 +11,8 @@ and backward j, this one runs that of forward i + 1 and backward j - 1.
 
 from __future__ import annotations
 
-from lightning_megatron.pipeline.interleaved import turns_of
 from lightning_megatron.pipeline.schedule import Action, Kind, Order, paired, require_counts
+from lightning_megatron.pipeline.schedule_spec import Schedule
 
 
 def overlapped_one_f_one_b(
@@ -30,14 +30,32 @@ def overlapped_one_f_one_b(
         raise ValueError(f"group_size ({group_size}) must be at least pp ({pp}); use {pp} or more")
     group_size = min(group_size, microbatches) if chunks > 1 else microbatches
     turns = turns_of(chunks, microbatches, group_size)
-    order, joint = [], set[Action]()
+    order, overlapped = [], set[Action]()
     for rank in range(pp):
         num_warmup = min(2 * (pp - rank - 1) + (chunks - 1) * group_size + 1, len(turns))
         forwards = [Action(Kind.FORWARD, chunk * pp + rank, m) for chunk, m in turns]
         backwards = [Action(Kind.BACKWARD, (chunks - 1 - chunk) * pp + rank, m) for chunk, m in turns]
         pairs = zip(forwards[num_warmup:], backwards, strict=False)
-        # As under `interleaved` it is made for full groups, and what the last group lacks is struck out.
-        joint |= {f for f, b in pairs if max(f.microbatch, b.microbatch) < microbatches}
+        # As without overlap the order is made for full groups, and what the last group lacks is struck out.
+        overlapped |= {f for f, b in pairs if max(f.microbatch, b.microbatch) < microbatches}
         actions = paired(forwards, backwards, num_warmup)
         order.append(tuple(action for action in actions if action.microbatch < microbatches))
-    return tuple(order), frozenset(joint)
+    return tuple(order), frozenset(overlapped)
+
+
+def make_overlapped(schedule: Schedule) -> tuple[Order, frozenset[Action]]:
+    """`overlapped_one_f_one_b` of a schedule's sizes."""
+    return overlapped_one_f_one_b(
+        pp=schedule.pp, chunks=schedule.chunks, microbatches=schedule.microbatches, group_size=schedule.group
+    )
+
+
+def turns_of(chunks: int, microbatches: int, group_size: int) -> list[tuple[int, int]]:
+    """The (chunk, microbatch) pairs in the order of a rank's forwards, the last group filled up."""
+    num_groups = -(-microbatches // group_size)
+    return [
+        (chunk, group * group_size + place)
+        for group in range(num_groups)
+        for chunk in range(chunks)
+        for place in range(group_size)
+    ]

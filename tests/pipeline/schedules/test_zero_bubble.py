@@ -13,9 +13,10 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.pipeline.lower import rank_of_stage
-from lightning_megatron.pipeline.schedule import Action, Kind, Order, one_f_one_b
+from lightning_megatron.pipeline.schedule import Action, Kind, Order
+from lightning_megatron.pipeline.schedules.one_f_one_b import one_f_one_b
+from lightning_megatron.pipeline.schedules.zero_bubble import zb_h1, zb_v
 from lightning_megatron.pipeline.simulate import Costs, play
-from lightning_megatron.pipeline.zero_bubble import zb_h1, zb_v
 
 KINDS = {kind.value: kind for kind in Kind}
 # Stages half as large, so that a rank with two of them does the work of one with a whole one.
