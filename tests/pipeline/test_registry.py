@@ -165,7 +165,7 @@ def test_an_unregistered_name_is_refused_everywhere_with_the_known_names(capsys:
     unknown = schedule("hanayo", chunks=2, microbatches=8)
     preset = PRESETS["llama3_8b"]
     sizes = Sizes(world=4, pp=4, vp=2)
-    run = Run(model=preset.model, texts=preset.texts, sizes=sizes, global_batch_size=8, schedule_name="hanayo")
+    run = Run(model=preset.model, lengths=preset.lengths, sizes=sizes, global_batch_size=8, schedule_name="hanayo")
     asked: dict[str, Callable[[], object]] = {
         "registry": lambda: spec_of("hanayo"),
         "placement": lambda: placement_of("hanayo"),
