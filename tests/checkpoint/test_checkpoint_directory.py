@@ -48,7 +48,7 @@ def test_links_are_told_apart_from_what_they_lead_to(tmp_path: Path) -> None:
     }
 
 
-def test_a_draft_is_told_apart_from_an_old_checkpoint_on_its_way_out(tmp_path: Path) -> None:
+def test_an_unfinished_save_is_told_apart_from_an_old_checkpoint_being_removed(tmp_path: Path) -> None:
     """After names were exchanged, what was replaced lies where the draft lay."""
     place = tmp_path / "a.ckpt"
     half = left(place, UNFINISHED, "half", is_complete=False)

@@ -116,7 +116,7 @@ def test_several_bytes_that_changed_are_found(checkpoint: Path, name: str) -> No
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_other_length_is_told_at_load(checkpoint: Path, name: str) -> None:
+def test_every_other_length_is_reported_at_load(checkpoint: Path, name: str) -> None:
     data = (checkpoint / name).read_bytes()
     for length in range(0, len(data), 1 if len(data) < 1000 else 7):
         (checkpoint / name).write_bytes(data[:length])
@@ -127,7 +127,7 @@ def test_every_other_length_is_told_at_load(checkpoint: Path, name: str) -> None
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_that_is_gone_is_told_at_load(checkpoint: Path, name: str) -> None:
+def test_a_file_that_is_gone_is_reported_at_load(checkpoint: Path, name: str) -> None:
     (checkpoint / name).unlink()
     require_told(checkpoint, name)
     (checkpoint / name).mkdir()
@@ -135,7 +135,7 @@ def test_a_file_that_is_gone_is_told_at_load(checkpoint: Path, name: str) -> Non
 
 
 @pytest.mark.parametrize(("one", "other"), list(itertools.combinations(FILES, 2)))
-def test_two_files_that_changed_places_are_told_at_load(checkpoint: Path, one: str, other: str) -> None:
+def test_two_files_that_changed_places_are_reported_at_load(checkpoint: Path, one: str, other: str) -> None:
     (checkpoint / one).rename(checkpoint / "aside")
     (checkpoint / other).rename(checkpoint / one)
     (checkpoint / "aside").rename(checkpoint / other)
@@ -249,7 +249,7 @@ def test_code_in_any_file_is_never_run(checkpoint: Path, tmp_path: Path, name: s
         (torch.zeros(2, 3, dtype=torch.float64), "torch.float64"),
     ],
 )
-def test_a_chunk_that_is_not_what_the_manifest_says_is_told(checkpoint: Path, value: Any, said: str) -> None:
+def test_a_chunk_that_is_not_what_the_manifest_says_is_reported(checkpoint: Path, value: Any, said: str) -> None:
     signed(checkpoint, DATA, torch_bytes(value))
     require_told(checkpoint, DATA)
     with pytest.raises(DamagedError) as error:
@@ -281,7 +281,7 @@ def test_made_up_bytes_with_right_checksums_end_in_an_error_that_names_the_file(
     assert all(name in said for said in told)
 
 
-def test_a_manifest_that_leaves_a_part_of_a_tensor_out_is_told(checkpoint: Path) -> None:
+def test_a_manifest_that_leaves_a_part_of_a_tensor_out_is_reported(checkpoint: Path) -> None:
     manifest = read_manifest(checkpoint)
     body = json.loads(manifest.to_bytes())
     del body["checksum"]
@@ -294,7 +294,7 @@ def test_a_manifest_that_leaves_a_part_of_a_tensor_out_is_told(checkpoint: Path)
 
 
 @on_ranks(2)
-def test_ranks_that_see_different_saves_of_one_layout_are_told(tmp_path: Path) -> None:
+def test_ranks_that_see_different_saves_of_one_layout_are_reported(tmp_path: Path) -> None:
     """As on disks of their own, where one of the copies is older."""
     rank, world = dist.get_rank(), mesh_of(Sizes(world=2)).world
     own = saved(tmp_path / str(rank) / "a.ckpt", rank)

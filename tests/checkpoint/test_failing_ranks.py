@@ -99,7 +99,7 @@ class Fault:
 
 @pytest.mark.parametrize(("is_behind", "can_exchange"), [(False, False), (True, True)])
 @on_ranks(2, timeout=120)
-def test_no_space_at_any_call_of_either_rank_is_told_on_both(
+def test_no_space_at_any_call_of_either_rank_is_reported_on_both(
     tmp_path: Path, is_behind: bool, can_exchange: bool
 ) -> None:
     world, path = world_of_two(), tmp_path / "last.ckpt"
@@ -155,7 +155,7 @@ def file_limit(num_bytes: int) -> Iterator[None]:
 @pytest.mark.parametrize("is_behind", [False, True])
 @pytest.mark.parametrize("limited", [0, 1])
 @on_ranks(2)
-def test_a_file_that_cannot_grow_is_told_on_both_ranks(tmp_path: Path, limited: int, is_behind: bool) -> None:
+def test_a_file_that_cannot_grow_is_reported_on_both_ranks(tmp_path: Path, limited: int, is_behind: bool) -> None:
     world, path = world_of_two(), tmp_path / "last.ckpt"
     saver = Saver(world)
     saver.save(path, halves(1), {})
@@ -251,7 +251,7 @@ def test_a_full_disk_keeps_the_old_checkpoint(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_a_rank_without_memory_for_its_copies_is_told_on_both(tmp_path: Path) -> None:
+def test_a_rank_without_memory_for_its_copies_is_reported_on_both(tmp_path: Path) -> None:
     world, path = world_of_two(), tmp_path / "last.ckpt"
     save(path, halves(1), {}, world=world)
     saver, make = Saver(world), saver_module._buffer
@@ -295,7 +295,7 @@ def save_where_one_dies(folder: Path, dying: int, at: int, is_behind: bool) -> N
 
 
 @pytest.mark.parametrize(("dying", "at", "is_behind"), [(1, 0, False), (1, 15, True), (0, 5, True), (0, 40, False)])
-def test_a_rank_that_dies_is_told_to_the_other(
+def test_a_rank_that_dies_is_reported_to_the_other(
     tmp_path: Path, dying: int, at: int, is_behind: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # It hears of it by its connections, and writes it down.

@@ -1,4 +1,4 @@
-"""What does not fit is told at once and before anything is read; what fits lands where it belongs."""
+"""What does not fit is reported at once and before anything is read; what fits is read to where it belongs."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return path
 
 
-def test_all_misfits_are_told_at_once_and_nothing_is_read(checkpoint: Path) -> None:
+def test_all_misfits_are_reported_at_once_and_nothing_is_read(checkpoint: Path) -> None:
     a = torch.full((2, 3), -1.0)
     asked = {"a": a, "b": torch.zeros(3, 3), "x": torch.zeros(1), "y": torch.zeros(1)}
     with pytest.raises(ValueError) as error:
@@ -121,14 +121,14 @@ def test_tensors_without_elements_come_and_go_unnoticed(tmp_path: Path) -> None:
     assert report == LoadReport()
 
 
-def test_a_shorter_tensor_file_is_told_with_its_path(checkpoint: Path) -> None:
+def test_a_shorter_tensor_file_is_reported_with_its_path(checkpoint: Path) -> None:
     (file,) = checkpoint.glob("*.distcp")
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(ValueError, match=r"some\.ckpt: __0_0\.distcp has 100 bytes"):
         load(checkpoint, {name: torch.zeros(2, 3) for name in "abc"}, world=WORLD)
 
 
-def test_a_flipped_bit_of_a_tensor_is_told_with_its_file(checkpoint: Path) -> None:
+def test_a_flipped_bit_of_a_tensor_is_reported_with_its_file(checkpoint: Path) -> None:
     (file,) = checkpoint.glob("*.distcp")
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1

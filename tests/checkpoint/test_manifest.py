@@ -25,7 +25,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return path
 
 
-def test_shapes_and_dtypes_are_told_without_reading_tensors(checkpoint: Path) -> None:
+def test_shapes_and_dtypes_are_reported_without_reading_tensors(checkpoint: Path) -> None:
     for file in checkpoint.glob("*.distcp"):
         # As long as before, and nothing of what was in it.
         file.write_bytes(b"x" * file.stat().st_size)
@@ -101,7 +101,7 @@ def make_half(path: Path) -> None:
         (make_half, "has no manifest.json among meta.pt"),
     ],
 )
-def test_what_is_no_checkpoint_is_told_by_what_it_is(tmp_path: Path, make, said: str) -> None:
+def test_what_is_no_checkpoint_is_reported_by_what_it_is(tmp_path: Path, make, said: str) -> None:
     path = tmp_path / "it.ckpt"
     make(path)
     assert not is_checkpoint(path)

@@ -178,7 +178,7 @@ def test_other_groups_than_the_saved_ones_are_refused() -> None:
 
 
 @on_ranks(2)
-def test_ranks_that_disagree_about_a_group_are_told() -> None:
+def test_ranks_that_disagree_about_a_group_are_reported() -> None:
     mesh = mesh_of(Sizes(world=2, pp=2))
     parameters = parameters_of(mesh, fill=True)
     optimizer = adamw(parameters)

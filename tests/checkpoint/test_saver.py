@@ -164,7 +164,7 @@ def test_folders_that_a_save_makes_are_flushed_too(tmp_path: Path, monkeypatch: 
 
 
 @on_ranks(2)
-def test_a_rank_that_cannot_write_is_told_on_every_rank(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_write_is_reported_on_every_rank(tmp_path: Path) -> None:
     world = mesh_of(Sizes(world=2)).world
     path = tmp_path / "last.ckpt"
     pieces = {name: torch.full((100,), 1.0) for name in "wxyz"}
@@ -184,7 +184,7 @@ def test_a_rank_that_cannot_write_is_told_on_every_rank(tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_the_first_ranks_metadata_counts_and_its_fault_is_told_on_every_rank(tmp_path: Path) -> None:
+def test_the_first_ranks_metadata_counts_and_its_fault_is_reported_on_every_rank(tmp_path: Path) -> None:
     world = mesh_of(Sizes(world=2)).world
     save(tmp_path / "a.ckpt", {}, {"rank": dist.get_rank()}, world=world)
     assert read_meta(tmp_path / "a.ckpt")["rank"] == 0
@@ -384,7 +384,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return opened
 
 
-def test_what_changes_behind_an_asynchronous_save_is_not_saved(tmp_path: Path, gate: threading.Event) -> None:
+def test_what_changes_after_an_asynchronous_save_is_not_saved(tmp_path: Path, gate: threading.Event) -> None:
     path, saver, tensor = tmp_path / "a.ckpt", Saver(WORLD), torch.full((100,), 1.0)
     saver.save(path, {"w": tensor}, {}, wait=False)
     assert saver.is_saving
@@ -420,7 +420,7 @@ def test_the_buffers_are_made_once(tmp_path: Path) -> None:
     assert saver._staging._buffers == []
 
 
-def test_what_an_asynchronous_save_ran_into_is_told_at_the_next_question(
+def test_what_an_asynchronous_save_ran_into_is_raised_at_the_next_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*args: object) -> ChunkLocation:
@@ -450,7 +450,7 @@ def test_an_old_checkpoint_is_removed_only_when_the_new_one_is_in_place(tmp_path
     assert os.listdir(tmp_path) == ["2.ckpt"]
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_is_told(
+def test_an_old_checkpoint_that_cannot_be_removed_is_reported(
     tmp_path: Path, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saver = Saver(WORLD)

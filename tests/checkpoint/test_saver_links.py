@@ -1,4 +1,4 @@
-"""A second save of the same tensors flies behind the first without training's waiting, and is whole by itself."""
+"""A second save of the same tensors follows the first in the background, and is complete by itself."""
 
 import os
 import shutil
@@ -48,7 +48,7 @@ def value_in(path: Path, world: Axis = WORLD) -> float:
 
 
 @pytest.mark.parametrize("value", [1.0, float("nan")])
-def test_a_twin_does_not_wait_and_links_the_files(
+def test_a_save_of_the_same_tensors_does_not_wait_and_links_the_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
 ) -> None:
     gate, saver, tensor = Gate(monkeypatch), Saver(WORLD), torch.full((100,), value)
@@ -67,7 +67,7 @@ def test_a_twin_does_not_wait_and_links_the_files(
     assert str(value_in(tmp_path / "2.ckpt")) == str(value)
 
 
-def test_other_tensors_are_no_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_of_other_tensors_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither other values, nor another shape, nor one more tensor."""
     gate = Gate(monkeypatch)
     seconds = [{"w": torch.full((100,), 2.0)}, {"w": torch.ones(99)}, {"w": torch.ones(100), "v": torch.zeros(())}]
@@ -85,7 +85,7 @@ def test_other_tensors_are_no_twin(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert all(torch.equal(loaded[name], tensor) for name, tensor in second.items()), index
 
 
-def test_a_twin_over_the_same_path_and_one_without_links_are_whole(
+def test_a_second_save_over_the_same_path_and_one_without_links_are_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(monkeypatch)
@@ -143,7 +143,7 @@ def pieces_of(rank: int, value: float) -> dict[str, Piece]:
 
 
 @on_ranks(2)
-def test_ranks_agree_whether_it_is_a_twin(tmp_path: Path) -> None:
+def test_ranks_agree_whether_tensors_are_the_same(tmp_path: Path) -> None:
     world, behind, gate = mesh_of(Sizes(world=2)).world, mesh_of(Sizes(world=2)).world, Gate()
     saver, rank = Saver(world, behind), dist.get_rank()
     gate.opened.set()

@@ -118,7 +118,7 @@ def entry_of(shape: tuple[int, ...], *boxes: tuple[tuple[int, ...], tuple[int, .
         (entry_of((), ((), ()), ((), ())), "overlap"),
     ],
 )
-def test_holes_overlaps_and_chunks_that_stand_out_are_told(entry: TensorEntry, words: str) -> None:
+def test_holes_overlaps_and_chunks_that_stand_out_are_reported(entry: TensorEntry, words: str) -> None:
     [fault] = cover_faults(entry)
     assert words in fault
 

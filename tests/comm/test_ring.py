@@ -1,4 +1,4 @@
-"""Tests of the ring: what was handed on arrives one place further, on any axis, without a rank waiting for itself."""
+"""Tests of the ring: a tensor arrives at the next rank, on any axis, without a rank waiting for itself."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A bucket leaves as soon as its last gradient has landed: during the backward, in one order, with every use added."""
+"""A bucket is reduced as soon as its last gradient is ready: during backward, in one order, with every use added."""
 
 from typing import Any
 
@@ -127,7 +127,7 @@ def test_a_bucket_that_fills_late_does_not_hold_up_others(watched: Watched) -> N
     assert [[param.name for param in bucket.members] for bucket in both.buckets] == [["m1", "m0"], ["v2", "v1", "v0"]]
 
 
-def test_a_parameter_used_twice_lands_once_after_both_uses(watched: Watched) -> None:
+def test_a_parameter_used_twice_is_reduced_once_after_both_uses(watched: Watched) -> None:
     named = scalars("a", "b")
     a, b = named[0], named[1]
     dp_comm = exchange_of(named)
@@ -165,7 +165,7 @@ def test_a_backward_after_its_bucket_was_sent_is_refused_by_name(watched: Watche
         chain(named, watched).backward()
 
 
-def test_a_weight_thawed_later_is_in_no_bucket_and_lands_all_the_same() -> None:
+def test_a_weight_unfrozen_later_is_in_no_bucket_and_is_reduced_all_the_same() -> None:
     named = scalars("a", "thawed")
     named[1][1].requires_grad_(False)
     dp_comm = exchange_of(named)

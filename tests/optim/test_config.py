@@ -8,7 +8,7 @@ import pytest
 from lightning_megatron.optim.config import LossScaleConfig, OptimizerConfig
 
 
-def test_all_faults_of_an_optimizer_config_are_told_together() -> None:
+def test_all_faults_of_an_optimizer_config_are_reported_together() -> None:
     wrong: dict[str, Any] = {
         "kind": "zero3",
         "grad_dtype": "float16",
@@ -55,12 +55,12 @@ def test_weights_that_nobody_else_steps_are_not_gathered() -> None:
         ("hysteresis", 0),
     ],
 )
-def test_a_wrong_number_of_a_loss_scale_is_told_by_name(field: str, value: float) -> None:
+def test_a_wrong_number_of_a_loss_scale_is_reported_by_name(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"^loss scale {field} \({value}\)"):
         LossScaleConfig(**{field: value})  # type: ignore[arg-type]
 
 
-def test_all_faults_of_a_loss_scale_are_told_together() -> None:
+def test_all_faults_of_a_loss_scale_are_reported_together() -> None:
     with pytest.raises(ValueError) as error:
         LossScaleConfig(minimum=2.0, initial=1.0, growth_factor=0.5, backoff_factor=2.0, window=0, hysteresis=-1)
     assert len(str(error.value).splitlines()) == 5

@@ -73,7 +73,7 @@ def test_with_overlap_each_wait_is_for_the_weights_that_are_asked_for() -> None:
         assert found[4] == [-1, 0, 1]
 
 
-def test_without_overlap_weights_have_landed_when_they_are_published() -> None:
+def test_without_overlap_parameters_are_gathered_when_the_update_returns() -> None:
     for found in run_on_ranks(2, waits, False):
         assert found == [[], [], [], [], [-1, 0, 1]]
 
@@ -87,7 +87,7 @@ def steps_twice(kind: str) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ["replicated", "distributed"])
-def test_what_is_settled_has_the_values_of_all_steps(kind: str) -> None:
+def test_synchronized_parameters_have_the_values_of_all_steps(kind: str) -> None:
     assert run_on_ranks(2, steps_twice, kind) == [[-3, -2, -1]] * 2
 
 
@@ -129,7 +129,7 @@ def test_backwards_open_the_sender_only_where_gradients_leave_early(
     assert opened == [True] * overlaps
 
 
-def test_the_home_of_a_gradient_is_known_and_a_stranger_has_none() -> None:
+def test_a_parameter_has_a_grad_view_and_a_stranger_has_none() -> None:
     steps = Steps(Mesh.single())
     grad_view = steps.dp_comm.grad_view(steps.named["a"])
     assert grad_view is not None and grad_view.shape == (2, 8)

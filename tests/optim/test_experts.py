@@ -1,4 +1,4 @@
-"""Experts beside dense weights train as on one device, whatever replicas, shards and stages both have."""
+"""Experts and dense weights train as on one device, whatever replicas, shards and stages both have."""
 
 import math
 from typing import Any
@@ -75,7 +75,7 @@ def test_experts_and_dense_weights_step_as_on_one_device(sizes: Sizes, config: O
 
 
 @pytest.mark.parametrize("sizes", LAYOUTS[3:8:2], ids=name_of)
-def test_whole_experts_go_to_one_replica_where_an_optimizer_looks_at_more_than_a_number(sizes: Sizes) -> None:
+def test_unsplit_experts_go_to_one_rank_where_an_update_is_not_elementwise(sizes: Sizes) -> None:
     config = CONFIGS["distributed"]
     runs = run_on_threads(sizes.world, lambda world: trained(mesh_of(world, sizes), new_group, config, True))
     assert_as_on_one_device(runs, plain_run(sizes.pp)[1])
@@ -267,7 +267,7 @@ def told(world: Any, sizes: Sizes, kind: Kind) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["replicated", "distributed"])
 @any_layout
-def test_a_copy_of_an_expert_that_differs_and_a_gradient_that_is_no_number_are_told_on_every_rank(
+def test_a_replica_of_an_expert_that_differs_and_a_nonfinite_gradient_are_reported_on_every_rank(
     sizes: Sizes, kind: Kind
 ) -> None:
     last = sizes.world - 1

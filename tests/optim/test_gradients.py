@@ -1,4 +1,4 @@
-"""Gradients of one rank's parameters become those of one device, over replicas, stages and cut activations."""
+"""Gradients of one rank become those of one device, over data-parallel ranks, stages and sharded activations."""
 
 import math
 from typing import Any

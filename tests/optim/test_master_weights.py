@@ -1,4 +1,4 @@
-"""Whatever the optimizer, master weights in the place of its parameters step as whole parameters do on one device."""
+"""Whatever the optimizer, sharded master weights step as parameters do on one device."""
 
 from collections.abc import Callable
 from typing import Any

@@ -29,7 +29,7 @@ def test_the_square_is_the_sum_of_all_squares(shape: tuple[int, ...], dtype: tor
     assert found.item() == pytest.approx(x.double().square().sum().item(), rel=1e-6)
 
 
-def test_the_square_of_numbers_whose_squares_leave_the_range_is_finite() -> None:
+def test_the_square_of_numbers_whose_squares_overflow_is_finite() -> None:
     x = torch.full((512,), 300.0, dtype=torch.float16)
     assert x.square().isinf().all() and square(x).item() == 512 * 300.0**2
 

@@ -1,4 +1,4 @@
-"""Ranks find out together which of them made NaN or Inf, and which copies of a weight differ."""
+"""Ranks find out together which of them made NaN or Inf, and which replicas of a weight differ."""
 
 from typing import Any
 
@@ -67,7 +67,7 @@ def test_one_bad_number_is_found(value: float) -> None:
     assert found_nonfinite(stepped, ALONE, CPU)
 
 
-def test_large_numbers_whose_sum_leaves_the_range_are_not_bad() -> None:
+def test_large_numbers_whose_sum_overflows_are_not_bad() -> None:
     parameter = nn.Parameter(torch.zeros(1000))
     parameter.grad = torch.full((1000,), 3e38)
     assert parameter.grad.sum().isinf() and not found_nonfinite([parameter], ALONE, CPU)
@@ -117,7 +117,7 @@ SIZES = Sizes(world=8, pp=2, tp=2)
         ((0, "outside"), ["0, 1", "0, 2", "4, 0"]),
     ],
 )
-def test_every_axis_that_shares_a_changed_weight_is_told_on_every_rank(
+def test_every_axis_that_shares_a_changed_weight_is_reported_on_every_rank(
     changed: tuple[int, str], axes: list[str]
 ) -> None:
     by_rank = run_on_ranks(8, copies, SIZES, changed)
@@ -193,12 +193,12 @@ def thaws() -> list[str]:
     return describe_nonfinite(gradients, mesh.world)
 
 
-def test_a_parameter_that_is_in_no_bucket_is_told_as_well() -> None:
+def test_a_parameter_that_is_in_no_bucket_is_reported_as_well() -> None:
     for found in run_on_ranks(2, thaws):
         assert found == ["rank 1: thawed"]
 
 
-def test_a_sparse_gradient_of_one_rank_is_told_as_well() -> None:
+def test_a_sparse_gradient_of_one_rank_is_reported_as_well() -> None:
     weight = nn.Parameter(torch.ones(4, 3))
     gradients = Gradients([("weight", weight)], set(), Mesh.single(), no_group, CPU)
     weight.grad = torch.sparse_coo_tensor(

@@ -16,7 +16,7 @@ ALONE = Axis.alone(5)
 ENGINE = Fp8Config(engine="transformer_engine")
 
 
-def test_all_faults_of_a_configuration_are_told_at_once() -> None:
+def test_all_faults_of_a_configuration_are_reported_at_once() -> None:
     with pytest.raises(ValueError) as error:
         Fp8Config(format="e3m4", margin=-1, amax_history_length=0, num_last_layers_bf16=-2)  # type: ignore[arg-type]
     text = str(error.value)

@@ -49,7 +49,7 @@ CUT = [layout(2, 1, 1, 2, 1), layout(2, 1, 1, 1, 2), layout(4, 1, 1, 2, 2)]
 
 @pytest.mark.parametrize("sizes", CUT, ids=name_of)
 @pytest.mark.parametrize("kind", ["replicated", "distributed"])
-def test_experts_that_are_cut_are_refused_to_an_optimizer_that_looks_at_more_than_a_number(
+def test_experts_that_are_cut_are_refused_to_an_optimizer_whose_update_is_not_elementwise(
     sizes: Sizes, kind: Kind
 ) -> None:
     for rank in range(sizes.world):
