@@ -3,10 +3,7 @@
 import torch
 from torch import Tensor
 
-from lightning_megatron.context.attention_step import (
-    AttentionStep,
-    Kernel,
-)
+from lightning_megatron.context.attention_step import AttentionStep, Kernel
 from lightning_megatron.context.blockwise_attention import BlockwiseAttention
 from lightning_megatron.context.flash import FlashAttention
 from lightning_megatron.context.flex import LEAST_HEAD_DIM, FlexAttention

@@ -145,10 +145,7 @@ class Router(nn.Module):
             scores_TE = scores_TE + self.expert_bias.to(scores_TE.dtype)
         if config.group_topk < config.num_groups:
             scores_TE = topk.group_limited_scores(
-                scores_TE,
-                num_groups=config.num_groups,
-                group_topk=config.group_topk,
-                count=config.top_k,
+                scores_TE, num_groups=config.num_groups, group_topk=config.group_topk, count=config.top_k
             )
         return topk.topk(scores_TE, config.top_k)
 

@@ -102,13 +102,7 @@ class ColumnParallelLinear(ParallelLinear):
 
     def forward(self, x_TI: Tensor, tokens: TokenKeys | None = None) -> Tensor:
         y_TO = column_parallel_linear(
-            x_TI,
-            self.weight,
-            self.bias,
-            tp=self.tp,
-            sp=self.sp,
-            gradients=self.weight_gradients,
-            gemm=self.gemm,
+            x_TI, self.weight, self.bias, tp=self.tp, sp=self.sp, gradients=self.weight_gradients, gemm=self.gemm
         )
         return self._with_lora(y_TO, x_TI, tokens)
 
@@ -125,13 +119,7 @@ class RowParallelLinear(ParallelLinear):
 
     def forward(self, x_TI: Tensor, tokens: TokenKeys | None = None) -> Tensor:
         y_TO = row_parallel_linear(
-            x_TI,
-            self.weight,
-            self.bias,
-            tp=self.tp,
-            sp=self.sp,
-            gradients=self.weight_gradients,
-            gemm=self.gemm,
+            x_TI, self.weight, self.bias, tp=self.tp, sp=self.sp, gradients=self.weight_gradients, gemm=self.gemm
         )
         return self._with_lora(y_TO, x_TI, tokens)
 
