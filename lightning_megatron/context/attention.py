@@ -22,7 +22,13 @@ from torch.autograd.function import once_differentiable
 
 from lightning_megatron.comm import rng
 from lightning_megatron.comm.differentiable import all_to_all
-from lightning_megatron.context.attention_step import AttentionStep, DropoutKeys, RelativePositionBias, merge_
+from lightning_megatron.context.attention_step import (
+    AttentionStep,
+    BackwardInputs,
+    DropoutKeys,
+    RelativePositionBias,
+    merge_,
+)
 from lightning_megatron.context.context_layout import ContextLayout, MaskSpec
 from lightning_megatron.context.cross_attention_layout import CrossAttentionLayout
 from lightning_megatron.context.kernel import kernel_for
@@ -223,7 +229,8 @@ class _Attention(torch.autograd.Function):
                 returns.add(source, None)
                 continue
             kernel = kernel_for(queries, step, ctx.axes.kernel)
-            part = kernel.backward(grad, queries, source_keys, source_values, output, lse, step)
+            inputs = BackwardInputs(grad, queries, source_keys, source_values, output, lse)
+            part = kernel.backward(inputs, step)
             returns.add(source, (part.keys, part.values))
             d_queries, d_table = _sum_(d_queries, part.queries), _sum_(d_table, part.table)
         grads = zip((d_queries, *returns.finish(), d_table), (queries, keys, values, table), strict=True)

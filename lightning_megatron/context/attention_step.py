@@ -99,6 +99,19 @@ class AttentionGradients(NamedTuple):
     table: Tensor | None
 
 
+class BackwardInputs(NamedTuple):
+    """Tensors from which the backward of attention computes gradients."""
+
+    grad: Tensor
+    """Gradient of the output."""
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    output: Tensor
+    lse: Tensor
+    """Log-sum-exp of the scores of each query."""
+
+
 class Kernel(Protocol):
     """Attention of queries [B, A, Q, D] to keys and values [B, G, K, D]."""
 
@@ -108,16 +121,7 @@ class Kernel(Protocol):
         A query that sees no key has output 0 and log-sum-exp -inf.
         """
 
-    def backward(
-        self,
-        grad: Tensor,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        output: Tensor,
-        lse: Tensor,
-        step: AttentionStep,
-    ) -> AttentionGradients:
+    def backward(self, inputs: BackwardInputs, step: AttentionStep) -> AttentionGradients:
         """Gradients of this step, from output, gradient and log-sum-exp of the whole attention."""
 
 

@@ -9,7 +9,7 @@ B batch, A query heads, G key heads, Q query rows, K key rows, D head size.
 import torch
 from torch import Tensor
 
-from lightning_megatron.context.attention_step import AttentionGradients, AttentionStep, merge_, wide
+from lightning_megatron.context.attention_step import AttentionGradients, AttentionStep, BackwardInputs, merge_, wide
 from lightning_megatron.context.context_layout import AttentionBlock
 from lightning_megatron.context.fused_attention import FusedAttention
 
@@ -49,53 +49,31 @@ class BlockwiseAttention:
             output, lse = output.masked_fill(mask.blind[:, None], 0.0), lse.masked_fill(mask.blind, -torch.inf)
         return output, lse
 
-    def backward(
-        self,
-        grad: Tensor,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        output: Tensor,
-        lse: Tensor,
-        step: AttentionStep,
-    ) -> AttentionGradients:
+    def backward(self, inputs: BackwardInputs, step: AttentionStep) -> AttentionGradients:
+        grad, queries, keys, values, output, lse = inputs
         dtype = wide(queries.dtype)
         # The weights of a row that sees no key become exp(score - inf), which is 0.
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)
         if _is_one(step.blocks, queries, keys):
-            whole = self._backward(grad, queries, keys, values, output, lse, step, step.blocks[0])
+            whole = self._backward(inputs._replace(lse=lse), step, step.blocks[0])
             return AttentionGradients(whole[0].to(dtype), whole[1].to(dtype), whole[2].to(dtype), None)
         sums = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (queries, keys, values)]
         for block in step.blocks:
             rows, seen = _slices(block)
-            parts = self._backward(
-                grad[:, :, rows],
-                queries[:, :, rows],
-                keys[:, :, seen],
-                values[:, :, seen],
-                output[:, :, rows],
-                lse[:, :, rows],
-                step,
-                block,
-            )
+            of_rows = (x[:, :, rows] for x in (grad, queries, output, lse))
+            own_grad, own_queries, own_output, own_lse = of_rows
+            own = BackwardInputs(own_grad, own_queries, keys[:, :, seen], values[:, :, seen], own_output, own_lse)
+            parts = self._backward(own, step, block)
             for total, part, where in zip(sums, parts, (rows, seen, seen), strict=True):
                 total[:, :, where] += part
         return AttentionGradients(sums[0], sums[1], sums[2], None)
 
     def _backward(
-        self,
-        grad: Tensor,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        output: Tensor,
-        lse: Tensor,
-        step: AttentionStep,
-        block: AttentionBlock,
+        self, inputs: BackwardInputs, step: AttentionStep, block: AttentionBlock
     ) -> tuple[Tensor, Tensor, Tensor]:
-        mask = step.mask(block, queries.dtype).added if block.kind == "masked" else None
+        mask = step.mask(block, inputs.queries.dtype).added if block.kind == "masked" else None
         is_causal = block.kind == "causal"
-        return self.fused.backward(grad, queries, keys, values, output, lse, is_causal, mask, step.scale)
+        return self.fused.backward(inputs, is_causal, mask, step.scale)
 
 
 def _slices(block: AttentionBlock) -> tuple[slice, slice]:

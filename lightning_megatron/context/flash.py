@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from lightning_megatron.context.attention_step import AttentionGradients, AttentionStep, merge_, wide
+from lightning_megatron.context.attention_step import AttentionGradients, AttentionStep, BackwardInputs, merge_, wide
 from lightning_megatron.context.blockwise_attention import BlockwiseAttention
 from lightning_megatron.context.context_layout import AttentionBlock
 from lightning_megatron.context.fused_attention import FusedAttention, MemoryEfficientAttention
@@ -53,15 +53,7 @@ class VarlenAttention(Protocol):
         """Output [T, A, D] and log-sum-exp [A, T], which is inf for a query that sees no key."""
 
     def backward(
-        self,
-        grad: Tensor,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        output: Tensor,
-        lse: Tensor,
-        sequences: VarlenSequences,
-        scale: float,
+        self, inputs: BackwardInputs, sequences: VarlenSequences, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of queries, keys and values; a query whose log-sum-exp is inf adds nothing."""
 
@@ -88,18 +80,11 @@ class FlashVarlen:
         return output, lse
 
     def backward(
-        self,
-        grad: Tensor,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        output: Tensor,
-        lse: Tensor,
-        sequences: VarlenSequences,
-        scale: float,
+        self, inputs: BackwardInputs, sequences: VarlenSequences, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        call = partial(torch.ops.aten._flash_attention_backward, grad, queries, keys, values, output, lse)
-        unused = torch.zeros(2, dtype=torch.uint64, device=lse.device)
+        call = partial(torch.ops.aten._flash_attention_backward, *inputs)
+        device = inputs.lse.device
+        unused = torch.zeros(2, dtype=torch.uint64, device=device)
         grads: tuple[Tensor, Tensor, Tensor] = call(
             sequences.query_starts,
             sequences.key_starts,
@@ -108,7 +93,7 @@ class FlashVarlen:
             0.0,
             sequences.bounds == CAUSAL,
             unused,
-            torch.empty(0, dtype=torch.uint64, device=lse.device),
+            torch.empty(0, dtype=torch.uint64, device=device),
             scale=scale,
             window_size_left=sequences.bounds.behind,
             window_size_right=sequences.bounds.ahead,
@@ -139,32 +124,23 @@ class FlashAttention:
             output[:, :, rows], lse[:, :, rows] = part, part_lse
         return output, lse
 
-    def backward(
-        self,
-        grad: Tensor,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        output: Tensor,
-        lse: Tensor,
-        step: AttentionStep,
-    ) -> AttentionGradients:
+    def backward(self, inputs: BackwardInputs, step: AttentionStep) -> AttentionGradients:
+        grad, queries, keys, values, output, lse = inputs
         calls, rest = _plan(step, queries, keys)
-        sums = self.blockwise.backward(grad, queries, keys, values, output, lse, rest)
+        sums = self.blockwise.backward(inputs, rest)
         grad, output = grad.to(queries.dtype), output.to(queries.dtype)
         lse = lse.masked_fill(lse == -torch.inf, torch.inf)
         for call in calls:
             rows, seen = call.query_rows, call.key_rows
-            parts = self.varlen.backward(
+            picked = BackwardInputs(
                 _pick(grad, rows),
                 _pick(queries, rows),
                 _pick(keys, seen),
                 _pick(values, seen),
                 _pick(output, rows),
                 lse[:, :, rows].transpose(0, 1).flatten(1).contiguous(),
-                call.sequences,
-                step.scale,
             )
+            parts = self.varlen.backward(picked, call.sequences, step.scale)
             # No row is in a call twice, so that sums have one order.
             for total, part, where in zip(sums[:3], parts, (rows, seen, seen), strict=True):
                 total[:, :, where] += _as_heads(part, queries.shape[0])

@@ -25,7 +25,7 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
 )
 
-from lightning_megatron.context.attention_step import AttentionGradients, AttentionStep, wide
+from lightning_megatron.context.attention_step import AttentionGradients, AttentionStep, BackwardInputs, wide
 from lightning_megatron.context.context_layout import AttentionBlock
 
 LEAST_HEAD_DIM = 16
@@ -47,16 +47,8 @@ class FlexAttention:
         output, lse = self._part(queries.detach(), keys.detach(), values.detach(), table, step)
         return output.to(wide(queries.dtype)), lse.to(wide(queries.dtype))
 
-    def backward(
-        self,
-        grad: Tensor,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        output: Tensor,
-        lse: Tensor,
-        step: AttentionStep,
-    ) -> AttentionGradients:
+    def backward(self, inputs: BackwardInputs, step: AttentionStep) -> AttentionGradients:
+        grad, queries, keys, values, output, lse = inputs
         dtype = wide(queries.dtype)
         queries, keys, values = (x.detach().requires_grad_() for x in (queries, keys, values))
         table = None if step.bias is None else step.bias.table.detach().requires_grad_()

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_megatron.context.attention_step import BackwardInputs
+
 
 class FusedAttention(Protocol):
     """Attention of all queries to all keys, under `is_causal` (query i sees keys 0 to i) or `mask`."""
@@ -19,16 +21,7 @@ class FusedAttention(Protocol):
         """Output and log-sum-exp; undefined for a query that sees no key."""
 
     def backward(
-        self,
-        grad: Tensor,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        output: Tensor,
-        lse: Tensor,
-        is_causal: bool,
-        mask: Tensor | None,
-        scale: float,
+        self, inputs: BackwardInputs, is_causal: bool, mask: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of queries, keys and values; a query whose log-sum-exp is inf adds nothing.
 
@@ -54,17 +47,9 @@ class CpuAttention:
         return output, lse
 
     def backward(
-        self,
-        grad: Tensor,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        output: Tensor,
-        lse: Tensor,
-        is_causal: bool,
-        mask: Tensor | None,
-        scale: float,
+        self, inputs: BackwardInputs, is_causal: bool, mask: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        grad, queries, keys, values, output, lse = inputs
         dtype = _host_dtype(queries, keys)
         grad, queries, keys, values, output = (x.to(dtype) for x in (grad, queries, keys, values, output))
         mask = None if mask is None else mask.to(dtype)
@@ -95,17 +80,9 @@ class MemoryEfficientAttention:
         return output.transpose(1, 2), lse[..., : queries.shape[2]]
 
     def backward(
-        self,
-        grad: Tensor,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        output: Tensor,
-        lse: Tensor,
-        is_causal: bool,
-        mask: Tensor | None,
-        scale: float,
+        self, inputs: BackwardInputs, is_causal: bool, mask: Tensor | None, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        grad, queries, keys, values, output, lse = inputs
         heads, groups = queries.shape[1], keys.shape[1]
         same = (x.to(queries.dtype) for x in (grad, queries, keys, values, output))
         g, q, k, v, out = (_by_token(x, heads) for x in same)

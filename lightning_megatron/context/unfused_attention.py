@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.comm import rng
-from lightning_megatron.context.attention_step import AttentionGradients, AttentionStep, merge_, wide
+from lightning_megatron.context.attention_step import AttentionGradients, AttentionStep, BackwardInputs, merge_, wide
 from lightning_megatron.context.context_layout import AttentionBlock
 
 # Number of scores of a tile: with the int64 draws of a mask, some tens of MB of scratch.
@@ -39,16 +39,8 @@ class UnfusedAttention:
             merge_(tile.rows(output), tile.rows(lse), part.view(*weights.shape[:3], -1), peak + total.log())
         return output, lse
 
-    def backward(
-        self,
-        grad: Tensor,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        output: Tensor,
-        lse: Tensor,
-        step: AttentionStep,
-    ) -> AttentionGradients:
+    def backward(self, inputs: BackwardInputs, step: AttentionStep) -> AttentionGradients:
+        grad, queries, keys, values, output, lse = inputs
         dtype, groups = wide(queries.dtype), keys.shape[1]
         sums = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (queries, keys, values)]
         table = None if step.bias is None else torch.zeros_like(step.bias.table, dtype=dtype)

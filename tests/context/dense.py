@@ -9,6 +9,7 @@ from lightning_megatron.comm import rng
 from lightning_megatron.context.attention_step import (
     AttentionGradients,
     AttentionStep,
+    BackwardInputs,
     DropoutKeys,
     Kernel,
     RelativePositionBias,
@@ -129,7 +130,7 @@ def by_kernels(case: Case, dtype: torch.dtype, kernel: Kernel | None = None, dev
             source_places = layout.group_places[source]
             keys, values = (_rows(x, source_places).to(device) for x in numbers[1:3])
             chosen = kernel or kernel_for(queries, step)
-            parts: AttentionGradients = chosen.backward(grad, queries, keys, values, output, lse, step)
+            parts: AttentionGradients = chosen.backward(BackwardInputs(grad, queries, keys, values, output, lse), step)
             _add(total.queries, parts.queries, places)
             _add(total.keys, parts.keys, source_places)
             _add(total.values, parts.values, source_places)

@@ -5,6 +5,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from lightning_megatron.context.attention_step import BackwardInputs
 from lightning_megatron.context.flash import VarlenSequences
 
 
@@ -28,16 +29,9 @@ class PlainVarlen:
         return output, lse
 
     def backward(
-        self,
-        grad: Tensor,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        output: Tensor,
-        lse: Tensor,
-        sequences: VarlenSequences,
-        scale: float,
+        self, inputs: BackwardInputs, sequences: VarlenSequences, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        grad, queries, keys, values, output, lse = inputs
         grads = torch.zeros_like(queries), torch.zeros_like(keys), torch.zeros_like(values)
         for rows, seen in self._each(sequences):
             keys_A, values_A = (self._repeated(x[seen], queries) for x in (keys, values))

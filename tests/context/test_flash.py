@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from lightning_megatron.context.attention_step import AttentionStep
+from lightning_megatron.context.attention_step import AttentionStep, BackwardInputs
 from lightning_megatron.context.context_layout import MaskSpec, cut
 from lightning_megatron.context.flash import CAUSAL, FlashAttention, FlashVarlen, VarlenSequences
 from lightning_megatron.context.fused_attention import CpuAttention, MemoryEfficientAttention
@@ -68,11 +68,11 @@ def test_cudas_functions_take_what_they_are_given() -> None:
     mask, lse = torch.zeros(40, 30), torch.zeros(2, 4, 40)
     with pytest.raises(NotImplementedError, match="_efficient_attention_forward"):
         MemoryEfficientAttention().forward(queries, keys, keys, False, mask, 1.0)
+    inputs = BackwardInputs(queries, queries, keys, keys, queries, lse)
     with pytest.raises(NotImplementedError, match="_efficient_attention_backward"):
-        MemoryEfficientAttention().backward(queries, queries, keys, keys, queries, lse, False, mask, 1.0)
+        MemoryEfficientAttention().backward(inputs, False, mask, 1.0)
     with pytest.raises(NotImplementedError, match="_flash_attention_forward"):
         FlashVarlen().forward(in_rows[0], in_rows[1], in_rows[2], sequences, 1.0)
+    inputs = BackwardInputs(in_rows[0], *in_rows, in_rows[0], lse.view(4, 80))
     with pytest.raises(NotImplementedError, match="_flash_attention_backward"):
-        FlashVarlen().backward(
-            in_rows[0], in_rows[0], in_rows[1], in_rows[2], in_rows[0], lse.view(4, 80), sequences, 1.0
-        )
+        FlashVarlen().backward(inputs, sequences, 1.0)

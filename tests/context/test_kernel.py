@@ -8,7 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_megatron.comm import rng
-from lightning_megatron.context.attention_step import AttentionStep, DropoutKeys, Kernel, RelativePositionBias, merge_
+from lightning_megatron.context.attention_step import (
+    AttentionStep,
+    BackwardInputs,
+    DropoutKeys,
+    Kernel,
+    RelativePositionBias,
+    merge_,
+)
 from lightning_megatron.context.blockwise_attention import BlockwiseAttention
 from lightning_megatron.context.context_layout import AttentionBlock, MaskSpec, cut
 from lightning_megatron.context.flash import FlashAttention
@@ -141,11 +148,12 @@ def test_a_query_that_sees_no_key_gives_nothing_and_has_no_gradient(kernel: Kern
     assert torch.equal(lse[:, :, blind], torch.full((2, HEADS, 6), -torch.inf))
     torch.testing.assert_close(output[:, :, 4], values[:, :, 0])
     torch.testing.assert_close(lse[:, :, 4], (queries[:, :, 4] * keys[:, :, 0]).sum(-1))
-    gradients = kernel.backward(grad, queries, keys, values, output, lse, step)
+    inputs = BackwardInputs(grad, queries, keys, values, output, lse)
+    gradients = kernel.backward(inputs, step)
     assert not gradients.queries[:, :, blind].any() and gradients.queries[:, :, 5].any()
     assert not gradients.keys[:, :, 6:].any() and gradients.values[:, :, :3].any()
     # Blind in the whole, whatever stands in the block.
-    none = kernel.backward(grad, queries, keys, values, output, torch.full_like(lse, -torch.inf), step)
+    none = kernel.backward(inputs._replace(lse=torch.full_like(lse, -torch.inf)), step)
     assert not any(part.any() for part in none[:3])
 
 
