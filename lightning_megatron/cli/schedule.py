@@ -11,8 +11,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from lightning_megatron.cli.ascii_timeline import ascii_timeline
 from lightning_megatron.cli.commands import COMMANDS
-from lightning_megatron.cli.grid import grid_of
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.pipeline.bubble import peak_shares, timeline_of
 from lightning_megatron.pipeline.paused_gc import paused_gc
@@ -218,7 +218,7 @@ def _report(schedule: Schedule, costs: Costs, timeline: Timeline, columns: int) 
     return f"""\
 {_name(schedule)}
 
-{grid_of(timeline, message_time=costs.message, columns=columns)}
+{ascii_timeline(timeline, message_time=costs.message, columns=columns)}
 
 bubble    {_percent(timeline.bubble)} of the makespan, mean over the ranks; {beside}
 makespan  {timeline.makespan:g}, of which a rank computes {timeline.makespan * (1 - timeline.bubble):g}

@@ -17,7 +17,7 @@ Meeting = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """How much a rank's clock is ahead of the first rank's."""
+    """The lead of a rank's clock over the first rank's, and its uncertainty."""
 
     seconds: float
     error_seconds: float
@@ -25,7 +25,7 @@ class Offset:
 
 
 def offset_of(own: Sequence[Meeting], first: Sequence[Meeting]) -> Offset:
-    """That of a rank, by what it and the first rank noted of the same meetings."""
+    """A rank's clock offset, from what it and the first rank noted of the same meetings."""
     lowest = max(before - first_after for (before, _), (_, first_after) in zip(own, first, strict=True))
     highest = min(after - first_before for (_, after), (first_before, _) in zip(own, first, strict=True))
     return Offset((lowest + highest) / 2, abs(highest - lowest) / 2)

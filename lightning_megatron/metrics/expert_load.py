@@ -28,7 +28,7 @@ _ENDS = 2.0
 
 
 def numbers_of(reports: Mapping[str, RoutingReport], *, per_layer: bool, per_expert: bool) -> dict[str, float]:
-    """What to log of a step: over all layers, then by layer, then by expert.
+    """Figures to log of a step: over all layers, then by layer, then by expert.
 
     Losses are before their coefficients, and over layers their mean. `max_load` and `min_load` are those of the
     busiest and of the idlest expert, 1 being the mean of its layer. Empty where no token was routed.
@@ -110,7 +110,7 @@ def require_matplotlib() -> None:
 
 
 def picture_of(history: LoadHistory) -> Figure:
-    """How busy each expert was over the steps, 1 being as busy as the mean of its layer; `history` is not empty."""
+    """A heat map of each expert's load over the steps, 1 being the mean of its layer; `history` is not empty."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -121,7 +121,7 @@ def _colour(activity: Activity, row: Row) -> str:
 
 
 def _entry(activity: Activity) -> str:
-    """What the legend calls it."""
+    """The legend's name of an activity."""
     if isinstance(activity, str):
         return activity if activity in _COLOURS else _WAITS
     if activity.kind in NAMES:

@@ -69,7 +69,7 @@ class Lap:
 
 @dataclass(frozen=True, slots=True)
 class RankLaps:
-    """What one rank did in a step."""
+    """The activities of one rank in a step."""
 
     rank: int
     """Global."""
@@ -81,7 +81,7 @@ class RankLaps:
 
 
 def lane_of(activity: Activity) -> str:
-    """Of `LANES` the one in which it is shown."""
+    """The lane of `LANES` in which an activity is shown."""
     if isinstance(activity, str):
         return _LANE_OF_NAME.get(activity, "messages")
     if activity.kind in MESSAGES:
@@ -92,7 +92,7 @@ def lane_of(activity: Activity) -> str:
 
 
 def in_words(activity: Activity) -> str:
-    """As a reader says it."""
+    """An activity in words, for a reader."""
     if isinstance(activity, str):
         return activity
     words = {
@@ -141,7 +141,7 @@ def stage_costs(ranks: Sequence[RankLaps], num_stages: int) -> tuple[Costs, ...]
 
 
 def predicted(schedules: Sequence[Schedule], costs: Sequence[Costs], starts: Sequence[float]) -> list[tuple[Lap, ...]]:
-    """Of each pipeline rank the computes of the schedules, one a batch, as played from those moments on."""
+    """The computes of each pipeline rank under the schedules, one schedule a batch, played from those moments on."""
     laps: list[list[Lap]] = [[] for _ in range(schedules[0].pp)]
     for batch, (schedule, start) in enumerate(zip(schedules, starts, strict=True)):
         for rank, spans in enumerate(play(order_of(schedule), costs).spans):
@@ -150,7 +150,7 @@ def predicted(schedules: Sequence[Schedule], costs: Sequence[Costs], starts: Seq
 
 
 def windows(all_laps: Sequence[Sequence[Lap]]) -> list[tuple[float, float]]:
-    """Of each batch the moments at which its first compute of a schedule begins and its last one ends."""
+    """The moments at which each batch's first compute of a schedule begins and its last one ends."""
     computes = [lap for laps in all_laps for lap in laps if lap.is_compute]
     return [
         (

@@ -47,7 +47,7 @@ PEAKS = (
 
 @dataclass(frozen=True)
 class Speed:
-    """What was done in a span of training, over all devices."""
+    """Throughput of a span of training, over all devices."""
 
     num_tokens: int
     num_flops: float
@@ -76,7 +76,7 @@ class Speed:
         return self.flops_per_second / (self.num_devices * peak_flops)
 
     def hfu(self, peak_flops: float) -> float:
-        """As `mfu`, of what devices did: with what was run again."""
+        """Hardware FLOPs utilisation: `mfu` with what was recomputed counted too."""
         return (self.num_flops + self.num_recomputed_flops) / self.seconds / (self.num_devices * peak_flops)
 
 

@@ -15,15 +15,15 @@ from lightning_megatron.pipeline.simulate import Costs, Timeline, play
 
 @dataclass(frozen=True, kw_only=True)
 class TableRow:
-    """What a schedule costs, beside 1F1B of as many ranks and microbatches."""
+    """Costs of a schedule, beside the default schedule of as many ranks and microbatches."""
 
     schedule: Schedule
     bubble: float
     """Share of the makespan, mean over the ranks."""
     makespan: float
-    """In the unit of the costs."""
+    """Time of the step, in the unit of the costs."""
     relative_time: float
-    """Makespan over that of 1F1B."""
+    """Makespan over that of the default schedule."""
     peak_shares: float
     """The most activations that any rank keeps, in those of one microbatch through all layers of a rank."""
 

@@ -131,12 +131,12 @@ class CollectiveCall:
         return tree_unflatten(tensors, output_spec)
 
     def _num_microbatches(self, leaves: list[Any]) -> int:
-        """As asked, where all tensors of the call share their rows; else the call stays whole."""
+        """The number of microbatches asked for, where all tensors of the call share their rows; else 1."""
         sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 0}
         return self._count(sizes.pop()) if len(sizes) == 1 else 1
 
     def _share(self, told: Any) -> Any:
-        """What the last stage tells, on every stage."""
+        """A value of the last stage, brought to every stage."""
         last = self._pp.size - 1
         described, spec = None, None
         leaves: list[Any] = []

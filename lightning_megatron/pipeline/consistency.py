@@ -47,7 +47,7 @@ _WORDS = {
 
 
 class _Role(Enum):
-    """How an action stands in a plan."""
+    """The part that an action has in a plan."""
 
     __hash__ = object.__hash__
 
@@ -79,7 +79,7 @@ _EFFECTS: dict[tuple[_Role, Kind], tuple[int, int]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """What holds for all microbatches of a kind of action on one stage."""
+    """A rule that holds for all microbatches of a kind of action on one stage."""
 
     fault: str = ""
     """Why it cannot stand there at all."""
@@ -133,7 +133,7 @@ def _require_rank(plan: Plan, rank: int, ranks: tuple[int, ...], wanted: int, nu
 
 
 def _events(step: Step) -> Iterator[tuple[_Role, Action]]:
-    """What a step does, in turn."""
+    """The actions of a step, in turn."""
     if isinstance(step, Action):
         yield _Role.ALONE, step
         return
@@ -229,7 +229,7 @@ def _tell_unpaired(plan: Plan, sends: list[Action], receives: list[Action], send
 
 
 def _place_of(plan: Plan, message: Action) -> Place:
-    """Where a message is posted."""
+    """The place at which a message is posted."""
     return next(
         (rank, index)
         for rank, steps in enumerate(plan)

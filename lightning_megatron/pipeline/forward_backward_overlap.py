@@ -68,7 +68,7 @@ class ForwardBackwardOverlap:
         self._abandon_if_failed()
 
     def _stream(self) -> AbstractContextManager[object]:
-        """That of the caller, for the other thread: the current device and stream are a thread's own."""
+        """The caller's stream, for the other thread: the current device and stream are a thread's own."""
         if self._device.type != "cuda":
             return nullcontext()
         return torch.cuda.stream(torch.cuda.current_stream(self._device))

@@ -141,7 +141,7 @@ def _balance_faults(order: str, stages: int, layout: StageLayout) -> list[str]:
 
 
 def _number_faults(order: str, stages: int, layout: StageLayout) -> list[str]:
-    """What is wrong with the number of layers, in all, on the first stage and on the last."""
+    """Faults of the number of layers, in all, on the first stage and on the last."""
     num_layers, num_counted = order.count("t"), layout.counts_embedding + layout.counts_head
     num_weights = num_layers + num_counted
     if num_weights < stages:

@@ -39,7 +39,7 @@ class P2PBatch:
     """Sends that have left for certain, since what was awaited here was made after they arrived."""
 
     def __str__(self) -> str:
-        """Its messages, with `!` where they are awaited and `-` where they are released."""
+        """The messages, with `!` where they are awaited and `-` where they are released."""
         marks = (("", self.posted), ("!", self.awaited), ("-", self.released))
         return "[" + " ".join(f"{message}{mark}" for mark, messages in marks for message in messages) + "]"
 
@@ -196,7 +196,7 @@ class _Gaps:
 
 @dataclass(frozen=True, slots=True)
 class _Traffic:
-    """What computes of one kind on one stage send and receive; a key is that of microbatch 0."""
+    """Messages that computes of one kind on one stage send and receive; keys are those of microbatch 0."""
 
     send: Kind | None
     send_key: MessageKey

@@ -166,10 +166,12 @@ class PipelineModule(nn.Module):
         return False
 
     def end_step(self, *, is_skipped: bool, replicas: Axis | None = None) -> None:
-        """What a model learns from a step beside its gradients; the owner of the step loop calls it once after each
-        optimizer step, on all ranks, and says whether the step was left out, and over which axis there are replicas
-        (those of the model's own mesh, unless it was built before the ranks were known). Of a model that nobody drives
-        (see `run_alone`) torch's optimizers tell when they have stepped its weights."""
+        """Hook for what a model learns from a step beside its gradients.
+
+        The owner of the step loop calls it once after each optimizer step, on all ranks, and says whether the step was
+        left out, and over which axis there are data-parallel ranks (that of the model's own mesh, unless it was built
+        before the ranks were known). Of a model that nobody drives (see `run_alone`) torch's optimizers tell when they
+        have stepped its weights."""
 
     @torch.compiler.disable
     def _follow_optimizers(self) -> None:
@@ -197,7 +199,7 @@ class PipelineModule(nn.Module):
         return StagePart(module=self.get_submodule(name), is_layer=name in self.layer_names, run=run)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the unsplit model returns, or, within a schedule, this stage's share of it: see `driver`."""
+        """The unsplit model's output, or, within a schedule, this stage's share of it: see `driver`."""
         self.tallies = {}
         return self.driver(self, args, kwargs)
 

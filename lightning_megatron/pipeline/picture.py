@@ -76,7 +76,7 @@ class _Picture:
 
     @cached_property
     def kinds(self) -> list[Kind]:
-        """Those that the timeline has, in the order of the legend."""
+        """The kinds of compute that the timeline has, in the order of the legend."""
         present = {span.action.kind for spans in self.timeline.spans for span in spans}
         return [kind for kind in NAMES if kind in present]
 
@@ -87,7 +87,7 @@ class _Picture:
         return _LEFT + time * self.scale
 
     def spans_by_colour(self, rank: int) -> dict[str, list[Span]]:
-        """Those of a rank that take time, in order."""
+        """A rank's computes that take time, by colour, in order."""
         spans = defaultdict(list)
         colours = {
             (k, stage): colour_of(k, c, self.num_chunks) for k in self.kinds for stage, c in self.chunks[rank].items()
@@ -104,7 +104,7 @@ class _Picture:
         }
 
     def legend(self) -> Iterator[tuple[float, list[str], str]]:
-        """Of each entry its x, its colours and its text."""
+        """The x, the colours and the text of each entry."""
         x: float = _LEFT
         entries = [
             ([colour_of(k, chunk, self.num_chunks) for chunk in range(self.num_chunks)], NAMES[k]) for k in self.kinds
@@ -203,12 +203,12 @@ def write_png(timeline: Timeline, path: Path, *, title: str) -> None:
 
 
 def colour_of(kind: Kind, chunk: int, num_chunks: int) -> str:
-    """That of a compute of one of a rank's chunks."""
+    """The colour of a compute of one of a rank's chunks."""
     return "#" + "".join(f"{part:02x}" for part in _rgb(kind, chunk, num_chunks))
 
 
 def ink_on(colour: str) -> str:
-    """Black or white, whichever stands out."""
+    """The colour of text on a bar: black or white, whichever stands out."""
     red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
     return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "#ffffff"
 

@@ -26,7 +26,7 @@ class Ragged:
 
     @staticmethod
     def of(rows: Sequence[Tensor]) -> "Ragged":
-        """That of a tensor [values, ...] for each row. Raises ValueError where there is none."""
+        """A ragged batch made of a tensor [values, ...] for each row. Raises ValueError where there is none."""
         if not rows:
             raise ValueError("a Ragged needs at least one row, to know the shape of its values")
         return Ragged(torch.cat(list(rows)), [len(row) for row in rows])
@@ -41,11 +41,11 @@ class Ragged:
         return Ragged(self.values.narrow(0, first, sum(counts)), counts)
 
     def to(self, *args: Any, **kwargs: Any) -> "Ragged":
-        """As `Tensor.to`."""
+        """A copy on another device or in another dtype, as `Tensor.to` makes it."""
         return Ragged(self.values.to(*args, **kwargs), self.counts)
 
     def pin_memory(self) -> "Ragged":
-        """As `Tensor.pin_memory`; data loaders ask for it."""
+        """A copy in pinned memory, as data loaders ask for it."""
         return Ragged(self.values.pin_memory(), self.counts)
 
     def __repr__(self) -> str:

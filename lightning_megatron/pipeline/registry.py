@@ -37,7 +37,7 @@ def default_name(chunks: int) -> str:
 
 
 def default_text(chunks: str) -> str:
-    """What `default_name` chooses, in words; `chunks` is what the reader calls the number of chunks."""
+    """The rule of `default_name` in words; `chunks` is what the reader calls the number of chunks."""
     return f"{ONE_F_ONE_B.name}, or {INTERLEAVED.name} where {chunks} is above 1"
 
 
@@ -67,7 +67,7 @@ def overlapped_forwards(schedule: Schedule) -> frozenset[Action]:
 
 
 def placement_of(name: str) -> Placement:
-    """Where a schedule wants the stages."""
+    """The placement of stages that a schedule wants."""
     return spec_of(name).placement
 
 

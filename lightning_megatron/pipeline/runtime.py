@@ -21,7 +21,7 @@ OutputMetas = dict[tuple[int, int], TensorMeta]
 
 
 class StageWork(Protocol):
-    """What the stages of a rank do; outputs and gradients are None where there is no stage to hand them to."""
+    """The work of a rank's stages; outputs and gradients are None where there is no stage to hand them to."""
 
     def forward(self, stage: int, microbatch: int, received: Payload | None) -> Payload | None:
         """The output for the next stage, from what the previous one sent."""
@@ -32,11 +32,11 @@ class StageWork(Protocol):
         ...
 
     def backward_input(self, stage: int, microbatch: int, grad: Payload | None) -> Payload | None:
-        """The same, with the gradients of weights put off as far as the modules can."""
+        """The gradient of what was received, with gradients of weights put off as far as the modules can (dgrad)."""
         ...
 
     def backward_weight(self, stage: int, microbatch: int) -> None:
-        """The gradients of weights that were put off."""
+        """Adds the gradients of weights that were put off (wgrad)."""
         ...
 
     def reduce_gradients(self, stage: int) -> None:

@@ -23,7 +23,7 @@ from enum import Enum
 
 
 class Kind(Enum):
-    """What an action does. The value is its text in `str(action)`."""
+    """The kind of an action; the value is its text in `str(action)`."""
 
     # Members are single objects. Enum's own hash is Python code, and a checked plan looks up half a million kinds.
     __hash__ = object.__hash__
@@ -86,7 +86,7 @@ def backward_chunks(*, ranks: tuple[int, ...], microbatches: int) -> Order:
 
 
 def paired(forwards: Sequence[Action], backwards: Sequence[Action], num_warmup: int) -> tuple[Action, ...]:
-    """Of equally many forwards and backwards: `num_warmup` forwards, then one of each in turn, then what is left."""
+    """Equally many forwards and backwards in turn: `num_warmup` forwards, then one of each, then what is left."""
     actions = list(forwards[:num_warmup])
     for forward, backward in zip(forwards[num_warmup:], backwards, strict=False):
         actions += (forward, backward)

@@ -75,7 +75,7 @@ _SINGLE = SingleReplica()
 
 
 class _SavedStage:
-    """What the backward of one microbatch through one stage needs: leaves it ends at, and where it starts."""
+    """State saved for the backward of one microbatch through one stage: leaves it ends at, and where it starts."""
 
     def __init__(self, received: Payload | None, output: Payload | None, loss: Tensor | None) -> None:
         self.received = received
@@ -180,7 +180,7 @@ class ScheduledCall:
         return self._run_backward(stage, microbatch, grad, None)
 
     def backward_input(self, stage: int, microbatch: int, grad: Payload | None) -> Payload | None:
-        """The same without the weights of linears that can put theirs off."""
+        """Runs the backward without the weight gradients of linears that can put theirs off."""
         queue = self._weight_tasks[stage, microbatch] = []
         return self._run_backward(stage, microbatch, grad, queue)
 
@@ -231,7 +231,7 @@ def named(payload: Payload | None) -> dict[str, Tensor]:
 
 
 def gradients_of(received: Payload | None) -> Payload | None:
-    """What flowed back to the floating tensors of a dict, or to a single tensor; zeros where nothing did."""
+    """Gradients of the floating tensors of a dict, or of a single tensor; zeros where nothing flowed back."""
     if received is None:
         return None
     if isinstance(received, dict):

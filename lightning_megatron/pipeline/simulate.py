@@ -42,7 +42,7 @@ _LAST_USE = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """How long each action takes, all in one unit of the caller's choice; actions not named here take no time."""
+    """The time that each action takes, in one unit of the caller's choice; actions not named here take none."""
 
     forward: float = 1.0
     """The forward of one microbatch through one stage."""
@@ -78,7 +78,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """What `play` found, one entry per rank."""
+    """A plan as `play` played it, one entry per rank."""
 
     spans: tuple[tuple[Span, ...], ...]
     """The computes of each rank, in order."""
@@ -172,7 +172,7 @@ def _rounded(time: float) -> float:
 
 @dataclass(slots=True)
 class _Lane:
-    """What its two ends have posted and has not landed, in order, and when; and when the last one landed."""
+    """Messages that the two ends have posted and that have not landed, in order, and when; and the last landing."""
 
     sent: deque[tuple[MessageKey, float]] = field(default_factory=deque)
     received: deque[tuple[MessageKey, float]] = field(default_factory=deque)
@@ -184,7 +184,7 @@ class _Lane:
 
 @dataclass(slots=True)
 class _Results:
-    """Of the forwards or the backwards of a stage, by microbatch: when they ended, and which rank waits for one."""
+    """Ends of a stage's forwards or backwards by microbatch, and which rank waits for one."""
 
     ended: dict[int, float] = field(default_factory=dict)
     waiting: dict[int, int] = field(default_factory=dict)
@@ -298,7 +298,7 @@ class _Walk:
         self.clocks[rank] = clock
 
     def _rule_of(self, rank: int, compute: Action) -> tuple[float, _Results | None, float, _Results | None]:
-        """Of computes of this kind and stage: the cost, what they read, how long that takes to come, what they make."""
+        """Cost of computes of this kind and stage, what they read, how long that takes to come, and what they make."""
         kind, stage = compute.kind, compute.stage
         cost = self.cost_of[stage][kind]
         is_forward = kind is Kind.FORWARD
@@ -339,7 +339,7 @@ class _Walk:
         return next(message for message in step.awaited if message_key(message) not in self.landed)
 
     def _awaited(self, rank: int) -> Action:
-        """What a stuck rank waits for: the other end of the message that its lane is at, or the compute it reads."""
+        """The action that a stuck rank waits for: the other end of its lane's next message, or the compute it reads."""
         blocked = self._blocked(rank)
         if blocked.kind in MESSAGES:
             key, _ = self._lane_of(blocked)[0].received[0]

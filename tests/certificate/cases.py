@@ -296,6 +296,8 @@ LAYOUTS = {
     "ZB-V pp4": Layout(world=4, pp=4, vp=2, microbatches=8, schedule="zb_v"),
     "ZB-V pp4 tp2": Layout(world=8, tp=2, pp=4, vp=2, microbatches=6, schedule="zb_v"),
     "ZB-V pp4 dp2": Layout(world=8, pp=4, vp=2, microbatches=6, schedule="zb_v"),
+    "DualPipeV pp2": Layout(world=2, pp=2, vp=2, microbatches=4, schedule="dualpipe_v"),
+    "DualPipeV pp2 dp2": Layout(world=4, pp=2, vp=2, microbatches=6, schedule="dualpipe_v"),
     "GPipe vp2 pp2": Layout(world=2, pp=2, vp=2, microbatches=3, schedule="gpipe"),
     "recompute full": Layout(world=1, microbatches=2, recompute=RecomputeConfig(granularity="full", num_layers=3)),
     "recompute full, tp2 pp2": Layout(
@@ -392,6 +394,9 @@ LAYOUTS = {
     ),
     "ep2 m3 joint": Layout(world=2, ep=2, microbatches=3, joint=True),
     "pp2 ep2 joint": Layout(world=4, pp=2, ep=2, microbatches=4, joint=True),
+    "ZeRO DualPipeV pp2 ep2 joint overlap": Layout(
+        world=4, pp=2, vp=2, ep=2, microbatches=4, schedule="dualpipe_v", joint=True, distributed=True, overlap=True
+    ),
     "ZeRO pp2 vp2 ep2 joint overlap": Layout(
         world=4, pp=2, vp=2, ep=2, microbatches=4, joint=True, distributed=True, overlap=True
     ),

@@ -13,7 +13,7 @@ from lightning_megatron.pipeline.simulate import Span, Timeline
 _FINEST = 6
 
 
-def grid_of(timeline: Timeline, *, message_time: float, columns: int) -> str:
+def ascii_timeline(timeline: Timeline, *, message_time: float, columns: int) -> str:
     """The grid, its lines no longer than `columns` characters, with a line above that says how to read it.
 
     A cell is the time that divides all computes and the message, in the unit of the timeline, or else that of the

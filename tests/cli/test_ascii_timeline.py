@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from lightning_megatron.cli.grid import grid_of
+from lightning_megatron.cli.ascii_timeline import ascii_timeline
 from lightning_megatron.pipeline.bubble import timeline_of
 from lightning_megatron.pipeline.registry import ScheduleName
 from lightning_megatron.pipeline.schedule_spec import Schedule
@@ -37,7 +37,7 @@ def test_each_character_is_what_its_rank_computes_at_that_time(
 ) -> None:
     timeline = played(name, 3, chunks, 5, costs)
     num_cells = round(timeline.makespan / cell_time)
-    rows = rows_of(grid_of(timeline, message_time=costs.message, columns=num_cells + len("rank 0  ")))
+    rows = rows_of(ascii_timeline(timeline, message_time=costs.message, columns=num_cells + len("rank 0  ")))
     assert len(rows) == 3
     for row, spans in zip(rows, timeline.spans, strict=True):
         assert len(row) == num_cells
@@ -57,43 +57,43 @@ def test_each_character_is_what_its_rank_computes_at_that_time(
 
 def test_where_there_is_room_a_compute_shows_its_microbatch() -> None:
     timeline = played("1f1b", 2, 1, 12)
-    rows = rows_of(grid_of(timeline, message_time=0, columns=200))
+    rows = rows_of(ascii_timeline(timeline, message_time=0, columns=200))
     assert rows[0].startswith("F00 F01 .   .   B00==== F02 B01====")
     assert rows[0].endswith("B11====")
     # Without the blanks between.
-    rows = rows_of(grid_of(timeline, message_time=0, columns=8 + 3 * 39))
+    rows = rows_of(ascii_timeline(timeline, message_time=0, columns=8 + 3 * 39))
     assert rows[0].startswith("F00F01.  .  B00===F02B01===")
 
 
 @pytest.mark.parametrize("columns", [20, 50, 120])
 def test_what_does_not_fit_is_cut_off_and_told(columns: int) -> None:
     timeline = played("1f1b", 2, 1, 100)
-    grid = grid_of(timeline, message_time=0, columns=columns)
+    grid = ascii_timeline(timeline, message_time=0, columns=columns)
     rows = rows_of(grid)
     assert all(len(row) == columns - len("rank 0  ") for row in rows)
     assert f"{303 - len(rows[0])} of 303 cells cut off at time {len(rows[0])} of 303" in grid
     needed = re.search(r"--max-columns (\d+)", grid)
     assert needed is not None
-    whole = grid_of(timeline, message_time=0, columns=int(needed[1]))
+    whole = ascii_timeline(timeline, message_time=0, columns=int(needed[1]))
     assert "cut off" not in whole and len(rows_of(whole)[0]) == 303
-    assert "cut off" in grid_of(timeline, message_time=0, columns=int(needed[1]) - 1)
+    assert "cut off" in ascii_timeline(timeline, message_time=0, columns=int(needed[1]) - 1)
 
 
 @pytest.mark.parametrize("unit", [1e-12, 1e-5, 1e12])
 def test_the_unit_of_the_costs_does_not_matter(unit: float) -> None:
     costs = Costs(forward=unit, backward=1.5 * unit, message=0.5 * unit)
-    grid = grid_of(played("1f1b", 2, 1, 4, costs), message_time=costs.message, columns=100)
+    grid = ascii_timeline(played("1f1b", 2, 1, 4, costs), message_time=costs.message, columns=100)
     plain = Costs(forward=1, backward=1.5, message=0.5)
-    assert rows_of(grid) == rows_of(grid_of(played("1f1b", 2, 1, 4, plain), message_time=0.5, columns=100))
+    assert rows_of(grid) == rows_of(ascii_timeline(played("1f1b", 2, 1, 4, plain), message_time=0.5, columns=100))
 
 
 def test_a_compute_far_longer_than_the_line_costs_no_memory() -> None:
-    grid = grid_of(played("1f1b", 1, 1, 2, Costs(forward=1, backward=1e12)), message_time=0, columns=30)
+    grid = ascii_timeline(played("1f1b", 1, 1, 2, Costs(forward=1, backward=1e12)), message_time=0, columns=30)
     assert rows_of(grid) == ["FB" + "=" * 20]
 
 
 def test_costs_without_a_common_measure_take_cells_of_the_shortest_compute() -> None:
     costs = Costs(forward=1, backward=2.137)
-    grid = grid_of(played("1f1b", 2, 1, 4, costs), message_time=0, columns=100)
+    grid = ascii_timeline(played("1f1b", 2, 1, 4, costs), message_time=0, columns=100)
     assert "= time 1;" in grid
     assert all(row.count("F") == 4 for row in rows_of(grid))
