@@ -20,7 +20,6 @@ LAYOUTS = {
     "vp2 pp2 dp2": Layout(world=4, pp=2, vp=2, microbatches=2),
     "zb_h1": Layout(world=2, pp=2, schedule="zb_h1", microbatches=4),
     "zb_v": Layout(world=2, pp=2, vp=2, schedule="zb_v", microbatches=4),
-    "dualpipe_v": Layout(world=2, pp=2, vp=2, schedule="dualpipe_v", microbatches=4),
     "gpipe vp2": Layout(world=2, pp=2, vp=2, schedule="gpipe", microbatches=4),
     "an empty stage": Layout(world=2, pp=2, vp=2, microbatches=4, stages=StageLayout(text="t*3||t*3|t")),
     "counts": Layout(world=2, pp=2, microbatches=4, stages=StageLayout(num_layers_in_first_stage=5)),
