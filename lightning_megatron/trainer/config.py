@@ -1,4 +1,4 @@
-"""What a user sets on the strategy beyond the sizes, and the error that tells all faults of it at once."""
+"""Configuration of the pipeline, and the error that tells all faults of a configuration at once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ class ConfigurationError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """How pipeline parallelism runs."""
+    """Schedule, layout and mode of pipeline parallelism."""
 
     schedule: Literal["auto"] | ScheduleName = "auto"
     """Pipeline schedule of training; auto: the 1F1B schedule, in its interleaved form where
@@ -35,11 +35,11 @@ class PipelineConfig:
     such pairs: each computes while tokens of the other are on their way to experts. Saves up to pp more microbatches
     for backward."""
     layout: StageLayout = field(default_factory=StageLayout)
-    """Which layers are on which stage."""
+    """Assignment of layers to pipeline stages."""
     mode: Mode = "auto"
-    """auto: training under the schedule, one training_step per microbatch; evaluation as a collective of all stages.
-    collective: training too; training_step runs once per batch on every stage, at the cost of all microbatches'
-    activations. For manual optimization and for steps that call the model more than once."""
+    """How user steps meet the pipeline. auto: training under the schedule, one training_step per microbatch; evaluation
+    as a collective of all stages. collective: training too; training_step runs once per batch on every stage, at the
+    cost of all microbatches' activations. For manual optimization and for steps that call the model more than once."""
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):

@@ -190,7 +190,7 @@ class MegatronPrecision(Precision):
 
 
 def _fp8_of(plugin: TransformerEnginePrecision) -> Fp8Config:
-    """What Lightning's plugin for Transformer Engine asks for; ValueError for what is not offered."""
+    """FP8 configuration of Lightning's plugin for Transformer Engine; raises ValueError for what is not offered."""
     if plugin.weights_dtype != torch.bfloat16 or plugin.replace_layers:
         raise ValueError(
             f"TransformerEnginePrecision(weights_dtype={plugin.weights_dtype}, replace_layers={plugin.replace_layers}) "

@@ -10,7 +10,6 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import Token
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
@@ -32,32 +31,24 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
-from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_megatron.checkpoint import CheckpointConfig, read_meta
 from lightning_megatron.comm import collectives, differentiable
-from lightning_megatron.comm.async_collectives import no_op
-from lightning_megatron.comm.p2p import Hop, LaneGroups, build_lanes
 from lightning_megatron.comm.raise_on_all_ranks import read_on_first_rank
 from lightning_megatron.context.balance import DynamicContextConfig
 from lightning_megatron.context.config import ContextConfig
-from lightning_megatron.mesh import Axis, Mesh, Sizes, reset_ambient_mesh, set_ambient_mesh
+from lightning_megatron.mesh import Mesh, Sizes, set_ambient_mesh
 from lightning_megatron.optim.config import LossScaleConfig, OptimizerConfig
 from lightning_megatron.optim.data_parallel_comm import DataParallelComm
-from lightning_megatron.optim.replica_check import differing_copies, in_words
-from lightning_megatron.pipeline.lower import hops
-from lightning_megatron.pipeline.module import at_once, run_alone
 from lightning_megatron.pipeline.registry import placement_of
 from lightning_megatron.pipeline.schedule_spec import Schedule
 from lightning_megatron.pipeline.step_hooks import StepHook
 from lightning_megatron.planner.balanced_batch import BalancedBatch
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.rules import cross_config
-from lightning_megatron.tensor import weight_gradients
-from lightning_megatron.tensor.weight_gradients import WeightGradients
 from lightning_megatron.trainer.checkpointing import checkpoint_dict, last_checkpoint, run_history
-from lightning_megatron.trainer.checkpointing.checkpoint_dict import Mains
+from lightning_megatron.trainer.checkpointing.checkpoint_dict import MasterSlots
 from lightning_megatron.trainer.checkpointing.local_state import LocalState
 from lightning_megatron.trainer.checkpointing.local_tier import LocalTier
 from lightning_megatron.trainer.checkpointing.saving import Saving
@@ -69,33 +60,26 @@ from lightning_megatron.trainer.fault_tolerance.preemption import Preemption
 from lightning_megatron.trainer.fault_tolerance.stop_vote import StopVote
 from lightning_megatron.trainer.precision import MegatronPrecision, compute_dtype
 from lightning_megatron.trainer.resume import run_state
-from lightning_megatron.trainer.setup import checks, fp8_layers, optimizers, setup_model
+from lightning_megatron.trainer.run import FitRecord, Run
+from lightning_megatron.trainer.setup import (
+    checks,
+    fp8_layers,
+    initial_sync,
+    metric_sync,
+    model_checks,
+    optimizer_checks,
+    optimizers,
+    pipelined_models,
+)
+from lightning_megatron.trainer.setup.connections import Connections
 from lightning_megatron.trainer.setup.launcher import CheckingLauncher
 from lightning_megatron.trainer.setup.process_groups import Groups
 from lightning_megatron.trainer.step.microbatches import Cutting
 from lightning_megatron.trainer.step.reduction import reduced
-from lightning_megatron.trainer.step.skipped_step_schedulers import HeldSchedulers
 from lightning_megatron.trainer.step.step_log import REDUCED
 from lightning_megatron.trainer.step.steps import Steps
-from lightning_megatron.trainer.step.uneven_inputs import even
-from lightning_megatron.transformer.moe import share_yield_to_peer
+from lightning_megatron.trainer.step.uneven_inputs import join_uneven
 from lightning_megatron.transformer.recompute import RecomputeConfig
-
-# What a copy of the strategy in another process cannot have.
-_OF_THIS_PROCESS = (
-    "_mesh",
-    "_saves",
-    "_local",
-    "_ambient",
-    "_watch",
-    "_preemption",
-    "_steps",
-    "_dp_comm",
-    "_routes",
-    "_dynamic",
-    "_launcher",
-    "_resumption",
-)
 
 
 class MegatronStrategy(ParallelStrategy):
@@ -132,13 +116,38 @@ class MegatronStrategy(ParallelStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        """Sizes are numbers of ranks; the virtual pipeline size is model chunks (stages) on each pipeline rank. The
-        expert sizes fold the ranks of a stage anew: processes / (pipeline x expert x expert tensor) replicas of each
-        expert.
+        """Sets up nothing yet: processes, mesh and model are made when a run starts.
 
-        `num_microbatches` is per step and replica. In its place `microbatch_size` says the rows of a microbatch, and
-        their number follows from each batch, as batches that grow need it; 0 leaves it to num_microbatches. The
-        time-out is that of collectives.
+        Args:
+            tensor_model_parallel_size: Ranks over which each weight matrix is cut.
+            pipeline_model_parallel_size: Ranks over which the layers are divided into stages.
+            virtual_pipeline_model_parallel_size: Model chunks (stages) on each pipeline rank; 1 is no interleaving.
+            context_parallel_size: Ranks over which each sequence is cut.
+            expert_model_parallel_size: Ranks over which the experts of a layer are divided. The expert sizes fold the
+                ranks of a stage anew: processes / (pipeline x expert x expert tensor) ranks hold a copy of an expert.
+            expert_tensor_parallel_size: Ranks over which the weight matrices of each expert are cut.
+            sequence_parallel: Whether tensor-parallel ranks also divide the tokens of norms, dropout and residuals.
+            num_microbatches: Microbatches of a data-parallel rank's batch in one training step.
+            microbatch_size: Rows of a microbatch, from which their number follows for each batch, as batches that grow
+                need it; 0 leaves the number to num_microbatches.
+            pipeline: Schedule, placement of layers and mode of the pipeline; None is PipelineConfig().
+            context: How context-parallel ranks exchange keys and values, and the attention kernel; None is
+                ContextConfig().
+            dynamic_context: How documents are packed and cut for each microbatch anew; None cuts every sequence over
+                context_parallel_size ranks.
+            optimizer: How gradients, optimizer states and master weights are sharded and communicated over
+                data-parallel ranks; None is OptimizerConfig().
+            loss_scale: Scaling of the loss in precision 16-mixed; None is LossScaleConfig().
+            fp8: How linear layers multiply in FP8; None multiplies in the precision of the Trainer.
+            recompute: Activation checkpointing: which activations are recomputed in the backward instead of saved;
+                None is RecomputeConfig().
+            checkpoint: How and where checkpoints are written; None is CheckpointConfig().
+            timeout_seconds: Seconds after which a rank that waits in a collective gives up.
+            accelerator: Lightning's accelerator; the Trainer sets it.
+            parallel_devices: Devices of this machine, one a process; the Trainer sets them.
+            cluster_environment: Lightning's description of the launcher; the Trainer detects it.
+            checkpoint_io: Lightning's plugin by which single-file checkpoints are read.
+            precision_plugin: Lightning's precision plugin; the Trainer makes it from its `precision`.
         """
         super().__init__(
             accelerator=accelerator,
@@ -168,31 +177,11 @@ class MegatronStrategy(ParallelStrategy):
         self.checkpoint = checkpoint if checkpoint is not None else CheckpointConfig()
         self._groups = Groups(timedelta(seconds=timeout_seconds))
         self._num_nodes = 1
-        self._mesh: Mesh | None = None
-        self._saves: Saving | None = None
-        self._local: LocalTier | None = None
-        # That led to what the weights are.
-        self._fits: run_history.Fits = []
-        self._lanes: dict[Hop, LaneGroups] = {}
-        self._ambient: Token[Mesh | None] | None = None
-        self._watch: FailureWatch | None = None
-        self._preemption: Preemption | None = None
-        self._steps: Steps | None = None
-        self._dp_comm: DataParallelComm | None = None
-        # Over which documents find the ranks that run them, beside training.
-        self._routes: Axis | None = None
-        self._dynamic: DynamicContext | None = None
-        # By optimizer: the pipelined models of whose weights it has some.
-        self._stepped: list[set[str]] = []
-        # By the last fit: who saves after it saves its optimizers too.
-        self._left = Mains()
-        # From the load of a checkpoint to the first batch after it.
-        self._resumption: run_state.Resumption | None = None
-        # Whether by now all ranks of this run have told each other if they load a checkpoint.
-        self._has_agreed_to_load = False
-        self._held_schedulers = HeldSchedulers()
-        self._is_synchronised = True
-        self._restricted_metrics: list[Metric] = []
+        # Made by the first run and kept for the later ones.
+        self._connections: Connections | None = None
+        # From `setup_environment` to `teardown`.
+        self._run: Run | None = None
+        self._last_fit = FitRecord()
 
     # --- who this rank is -------------------------------------------------------------------------------------------
 
@@ -221,25 +210,26 @@ class MegatronStrategy(ParallelStrategy):
 
     @property
     def balanced_step(self) -> BalancedBatch | None:
-        """Under dynamic context parallelism the documents of the training step that runs, or was the last, and who
-        runs which."""
-        return None if self._dynamic is None else self._dynamic.taken
+        """Documents of the training step that runs, or was the last, and the ranks that run them, under dynamic context
+        parallelism; None without."""
+        prefetch = None if self._run is None else self._run.document_prefetch
+        return None if prefetch is None else prefetch.taken
 
     @property
     def schedule(self) -> Schedule:
-        """That of a full training step."""
+        """Pipeline schedule of a full training step."""
         return self.pipeline.schedule_of(pp=self._pp, vp=self._vp, microbatches=self.num_microbatches)
 
     @property
     def mesh(self) -> Mesh:
-        """This rank's mesh; raises RuntimeError before `setup_environment`."""
-        if self._mesh is None:
+        """Mesh of this rank; raises RuntimeError before `setup_environment`."""
+        if self._connections is None:
             raise RuntimeError("the mesh is made when fit, validate, test or predict starts; it is not there yet")
-        return self._mesh
+        return self._connections.mesh
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which replica's data this rank reads."""
+        """Data-parallel rank, which says whose data this rank reads."""
         return self.mesh.dp.rank
 
     @property
@@ -351,31 +341,29 @@ class MegatronStrategy(ParallelStrategy):
             device_id = device if device.type != "cpu" else None
             timeout = self._groups.timeout
             _init_dist_connection(self.cluster_environment, backend, timeout=timeout, device_id=device_id)
-        if self._mesh is None:
-            groups = self._groups
-            self._mesh = Mesh.build(self.sizes, self.global_rank, groups.on_device)
-            ranks = tuple(self.sizes.pp_rank_of(stage) for stage in range(self.sizes.num_stages))
-            self._lanes = build_lanes(self._mesh.pp, hops(ranks), groups.on_device, groups.on_host)
-            world = self._mesh.world
-            on_host = world if self.root_device.type == "cpu" else groups.over_host(world)
-            self._saves = Saving(on_host, groups.over_host(world), self.checkpoint)
-            if self.dynamic_context is not None:
-                self._routes = groups.over_host(self._mesh.axis("dp+cp"))
-        self._ambient = set_ambient_mesh(self._mesh)
-        self._has_agreed_to_load = False
-        if self.lightning_module is not None and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
-            self._fits = run_history.begun([], self.lightning_module.trainer.global_step, self._saving.world)
-            self._local = self._make_local_tier()
-        vote = StopVote(self.global_rank, self.sizes.world)
-        self._preemption = Preemption(self.checkpoint, vote, self._saving, self.cluster_environment)
-        if self.sizes.world > 1 and self._watch is None:
+        if self._connections is None:
+            self._connections = Connections.opened(
+                self.sizes,
+                self.global_rank,
+                self._groups,
+                self.root_device,
+                self.checkpoint,
+                routes_documents=self.dynamic_context is not None,
+            )
+        module, world = self.lightning_module, self.mesh.world
+        self._run = run = Run(connections=self._connections, ambient=set_ambient_mesh(self.mesh))
+        if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
+            self._last_fit.history = run_history.begun([], module.trainer.global_step, self._saving.world)
+            run.local_tier = self._make_local_tier()
+        vote = StopVote(self.global_rank, world.size)
+        run.preemption = Preemption(self.checkpoint, vote, self._saving, self.cluster_environment)
+        if world.size > 1:
             assert self.cluster_environment is not None
-            host = self.cluster_environment.main_address
-            self._watch = FailureWatch.started(host, self.mesh.world, vote, self._groups.timeout)
-        setup_model.agree_on_seed(self.mesh)
-        if self.lightning_module is not None:
+            run.watch = FailureWatch.started(self.cluster_environment.main_address, world, vote, self._groups.timeout)
+        initial_sync.sync_seed(self.mesh)
+        if module is not None:
             # Before callbacks are set up: those that average weights copy the module then.
-            setup_model.pipeline_plain_sequential(self.lightning_module, self.mesh)
+            pipelined_models.pipeline_plain_sequential(module, self.mesh)
 
     def _make_local_tier(self) -> LocalTier | None:
         if not self.checkpoint.local_folder or self._require_module().trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -397,26 +385,25 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        assert self.accelerator is not None and self.lightning_module is not None and self._preemption is not None
-        self._agree_to_load(None)
+        assert self.accelerator is not None
+        run, module = self._require_run(), self._require_module()
+        run.agree_to_load(None)
         self.accelerator.setup(trainer)
-        own = [self._preemption] if self._local is None else [self._local, self._preemption]
-        trainer.callbacks.extend(own)  # type: ignore[attr-defined]
-        module = self.lightning_module
+        trainer.callbacks.extend(run.own_callbacks)  # type: ignore[attr-defined]
         if trainer.state.fn == TrainerFn.FITTING and self._layer_sync is not None and self.is_distributed:
             self.model = self._layer_sync.apply(module)
-            setup_model.restrict_batch_norms(module, self.mesh.dp)
-        setup_model.pipeline_late_sequential(module, self.mesh)
-        setup_model.require_own_mesh(module, self.mesh)
+            metric_sync.sync_batch_norms_over(module, self.mesh.dp)
+        pipelined_models.pipeline_late_sequential(module, self.mesh)
+        model_checks.require_own_mesh(module, self.mesh)
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
-        setup_model.equalise(module, self.mesh)
-        setup_model.share_recomputation(module, self.recompute, self.mesh)
-        setup_model.warn_of_uncut(module, self.mesh)
-        pipelined = setup_model.pipelined_modules(module)
+        initial_sync.sync_module_states(module, self.mesh)
+        model_checks.share_recomputation(module, self.recompute, self.mesh)
+        model_checks.warn_of_unused_axes(module, self.mesh)
+        pipelined = pipelined_models.pipelined_modules(module)
         if self.dynamic_context is not None and trainer.state.fn == TrainerFn.FITTING:
-            setup_model.require_spreading(module)
-            self._dynamic = self._make_dynamic(trainer, self.dynamic_context)
+            model_checks.require_spreading(module)
+            run.document_prefetch = self._make_document_prefetch(trainer, self.dynamic_context)
         if self.fp8 is not None:
             self._plugin.fp8_layers = fp8_layers.use_fp8(
                 self.fp8, pipelined, self.mesh, self.root_device, self._groups.on_device
@@ -425,17 +412,17 @@ class MegatronStrategy(ParallelStrategy):
             self._reset_optimizers_and_schedulers()
             self.setup_optimizers(trainer)
             has_master_weights = optimizers.has_master_weights(self.optimizer, self._plugin)
-            setup_model.require_separable(
+            optimizer_checks.require_separable(
                 self.optimizers, self.optimizer, self.mesh, has_master_weights=has_master_weights
             )
-            setup_model.require_fitting(trainer.callbacks, self.optimizer, has_master_weights)  # type: ignore[attr-defined]
-            self._left = Mains()
+            optimizer_checks.require_fitting(trainer.callbacks, self.optimizer, has_master_weights)  # type: ignore[attr-defined]
+            self._last_fit.master_slots = MasterSlots()
             # Before they are given master weights in the place of the model's.
-            self._stepped = setup_model.names_of_stepped(module, self.optimizers, self.mesh)
+            run.stepped_models = optimizers.names_of_stepped(module, self.optimizers, self.mesh)
             for model in pipelined.values():
                 # A run that was interrupted leaves what it had not learnt yet.
                 model.end_step(is_skipped=True)
-            self._dp_comm = optimizers.make_data_parallel_comm(
+            run.dp_comm = optimizers.make_data_parallel_comm(
                 module,
                 self.optimizers,
                 self.optimizer,
@@ -444,37 +431,39 @@ class MegatronStrategy(ParallelStrategy):
                 self._groups.on_device,
                 self.root_device,
             )
-            self._plugin.begin(self._dp_comm, self.loss_scale)
+            self._plugin.begin(run.dp_comm, self.loss_scale)
         self.setup_precision_plugin()
         if not self.is_distributed:
             # The ranks of one replica log the same values, but Lightning sees several processes and advises to sync.
             warnings.filterwarnings("ignore", "It is recommended to use .*sync_dist=True", PossibleUserWarning)
-        self._restricted_metrics += setup_model.restrict_metrics(module, self.mesh.dp)
-        self._steps = Steps(
+        run.synced_metrics += metric_sync.sync_metrics_over(module, self.mesh.dp)
+        run.steps = Steps(
             trainer=trainer,
             module=module,
             pipelined=pipelined,
             mesh=self.mesh,
             device=self.root_device,
-            lanes=self._lanes,
+            lanes=run.connections.lanes,
             cutting=Cutting(number=self.num_microbatches, size=self.microbatch_size),
             pipeline=self.pipeline,
-            dp_comm=self._dp_comm,
+            dp_comm=run.dp_comm,
             loss_scale=self._plugin.loss_scale,
             log_dtype=torch.promote_types(compute_dtype(str(self.precision_plugin.precision)), torch.float32),
-            dynamic=self._dynamic,
+            prefetch=run.document_prefetch,
         )
-        if self._dynamic is not None and self._dynamic.cost is None:
-            self._dynamic.cost = measured_cost.of_module(
-                module, self._dynamic.config, self.root_device, self._plugin.train_step_context
+        prefetch = run.document_prefetch
+        if prefetch is not None and prefetch.cost is None:
+            prefetch.cost = measured_cost.of_module(
+                module, prefetch.config, self.root_device, self._plugin.train_step_context
             )
 
-    def _make_dynamic(self, trainer: pl.Trainer, config: DynamicContextConfig) -> DynamicContext:
-        assert self._routes is not None
+    def _make_document_prefetch(self, trainer: pl.Trainer, config: DynamicContextConfig) -> DynamicContext:
+        routing = self._require_run().connections.document_routing
+        assert routing is not None
         return DynamicContext(
             config,
             self.mesh,
-            self._routes,
+            routing,
             num_wanted=lambda: trainer.fit_loop.max_batches,
             schedule_of=partial(self.pipeline.schedule_of, pp=self._pp, vp=self._vp),
             device=self.root_device,
@@ -482,13 +471,17 @@ class MegatronStrategy(ParallelStrategy):
 
     @property
     def _saving(self) -> Saving:
-        if self._saves is None:
+        if self._connections is None:
             raise RuntimeError("checkpoints are saved and loaded between the start and the end of a run")
-        return self._saves
+        return self._connections.saving
 
     @property
-    def _mains(self) -> Mains:
-        return self._left if self._dp_comm is None else Mains.of(self._dp_comm)
+    def _master_slots(self) -> MasterSlots:
+        return self._last_fit.master_slots if self._dp_comm is None else MasterSlots.of(self._dp_comm)
+
+    @property
+    def _dp_comm(self) -> DataParallelComm | None:
+        return None if self._run is None else self._run.dp_comm
 
     @property
     def _plugin(self) -> MegatronPrecision:
@@ -500,35 +493,37 @@ class MegatronStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         checks.require_cuttable(self.lightning_module.trainer, dataloader, self.num_microbatches, self.microbatch_size)
         trainer = self.lightning_module.trainer
-        dataloader = setup_model.seed_workers_by_replica(dataloader, self.mesh.dp)
+        dataloader = initial_sync.seed_workers_by_replica(dataloader, self.mesh.dp)
         if trainer.state.fn == TrainerFn.FITTING:
-            dataloader = run_state.wrap(dataloader, trainer, self.mesh, self._resumption, self._dynamic)
-        return dataloader if trainer.training else even(dataloader, self.steps.linked, self.root_device)
+            dataloader = run_state.wrap(
+                dataloader, trainer, self.mesh, self._last_fit.resumption, self._require_run().document_prefetch
+            )
+        return dataloader if trainer.training else join_uneven(dataloader, self.steps.linked, self.root_device)
 
     @override
     def on_train_start(self) -> None:
-        if self._resumption is not None:
-            self._resumption.start_training(self._require_module().trainer)
+        if self._last_fit.resumption is not None:
+            self._last_fit.resumption.start_training(self._require_module().trainer)
 
     @override
     def on_validation_start(self) -> None:
-        if self._resumption is not None:
-            self._resumption.start_validation(self._require_module().trainer)
+        if self._last_fit.resumption is not None:
+            self._last_fit.resumption.start_validation(self._require_module().trainer)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self._resumption is not None:
-            self._resumption.is_over = True
-            self._resumption = None
+        if self._last_fit.resumption is not None:
+            self._last_fit.resumption.is_over = True
+            self._last_fit.resumption = None
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
     @property
     def steps(self) -> Steps:
-        """What runs the user's steps; raises RuntimeError before `setup`."""
-        if self._steps is None:
+        """Steps of the run; raises RuntimeError before `setup`."""
+        if self._run is None or self._run.steps is None:
             raise RuntimeError("steps run between the start and the end of fit, validate, test or predict")
-        return self._steps
+        return self._run.steps
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -554,19 +549,22 @@ class MegatronStrategy(ParallelStrategy):
         self.steps.backward(
             closure_loss,
             lambda loss: plugin.backward(loss, module, optimizer, *args, **kwargs),
-            reduce_now=self._is_synchronised,
+            reduce_now=self._require_run().is_synchronised,
         )
         return plugin.post_backward(closure_loss, module)
 
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        run, module = self._require_run(), self._require_module()
         result = super().optimizer_step(optimizer, *args, **kwargs)
         if self._plugin.fp8_layers is not None:
             self._plugin.fp8_layers.end_step()
-        self._end_step_of_models(optimizer, has_stepped=self._has_stepped(result))
+        run.end_step_of_models(module, self.optimizers, optimizer, has_stepped=self._has_stepped(result))
         if self._plugin.has_skipped:
-            self._held_schedulers.hold(self.lr_scheduler_configs)
-        self._check_replicas()
+            run.skipped_step_schedulers.hold(self.lr_scheduler_configs)
+        every, step = self.optimizer.check_replicas_every_n_steps, module.trainer.global_step + 1
+        if every and step % every == 0:
+            run.check_replicas(step)
         return result
 
     def _has_stepped(self, result: Any) -> bool:
@@ -574,44 +572,24 @@ class MegatronStrategy(ParallelStrategy):
         is_left_out = result is None and self._require_module().automatic_optimization
         return not (self._plugin.has_skipped or is_left_out)
 
-    def _end_step_of_models(self, optimizer: Optimizer, *, has_stepped: bool) -> None:
-        """Lets the models learn whose weights the optimizer has; those of no optimizer forget what they saw."""
-        models = setup_model.pipelined_modules(self._require_module())
-        of_this = self._stepped[next(i for i, known in enumerate(self.optimizers) if known is optimizer)]
-        of_any = set().union(*self._stepped)
-        for name, model in models.items():
-            if name in of_this or name not in of_any:
-                is_skipped = not has_stepped or name not in of_any
-                model.end_step(is_skipped=is_skipped, replicas=self.mesh.axis("dp+cp"))
-
     @override
     def batch_to_device(self, *args: Any, **kwargs: Any) -> Any:
         # The first that Lightning asks of a strategy after it has stepped, or not stepped, the schedulers. Not the
         # batches of a validation in between: some schedulers are stepped after it.
-        if not self._held_schedulers.is_empty and self._require_module().trainer.training:
-            self._held_schedulers.let_go()
+        if self._run is not None and self._require_module().trainer.training:
+            self._run.skipped_step_schedulers.let_go()
         return super().batch_to_device(*args, **kwargs)
-
-    def _check_replicas(self) -> None:
-        every, step = self.optimizer.check_replicas_every_n_steps, self._require_module().trainer.global_step + 1
-        if not every or step % every or self._dp_comm is None:
-            return
-        self._dp_comm.gather_all()
-        if lines := differing_copies(self._dp_comm.gradients, self.mesh):
-            raise RuntimeError(
-                f"weights that several ranks hold differ after step {step}:\n{in_words(lines)}\na hook or a callback "
-                "changed them on some ranks only, or a rank computes wrongly; go on from the last checkpoint"
-            )
 
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
         """Inside the block gradients are left on their ranks: the batch only accumulates."""
-        self._is_synchronised = False
+        run = self._require_run()
+        run.is_synchronised = False
         try:
             yield
         finally:
-            self._is_synchronised = True
+            run.is_synchronised = True
 
     @property
     def gradient_norm(self) -> Tensor | None:
@@ -628,38 +606,38 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def barrier(self, name: str | None = None) -> None:
         self._refuse_in_schedule("barrier")
-        if name == "run-stage" and self._preemption is not None:
+        if name == "run-stage" and self._run is not None and self._run.preemption is not None:
             # The first that Lightning asks of a strategy after it has registered its signal handlers.
-            self._preemption.take_over()
-        if self._mesh is not None:
-            collectives.barrier(self._mesh.world)
+            self._run.preemption.take_over()
+        if self._connections is not None:
+            collectives.barrier(self.mesh.world)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         self._refuse_in_schedule("broadcast")
-        return obj if self._mesh is None else collectives.broadcast_object(obj, self._mesh.world, src)
+        return obj if self._connections is None else collectives.broadcast_object(obj, self.mesh.world, src)
 
     @override
     def reduce(self, tensor: Any, group: Any | None = None, reduce_op: Any = "mean") -> Any:
         """The tensor reduced over the replicas: the other ranks of a replica hold copies, not further terms."""
         self._refuse_in_schedule("reduce")
-        if not isinstance(tensor, Tensor) or self._mesh is None or group is REDUCED:
+        if not isinstance(tensor, Tensor) or self._connections is None or group is REDUCED:
             return tensor
-        return reduced(tensor, self._mesh.dp, reduce_op)
+        return reduced(tensor, self.mesh.dp, reduce_op)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        if self._mesh is None:
+        if self._connections is None:
             return decision
         votes = torch.tensor(int(decision), device=self.root_device)
-        total = int(collectives.all_reduce(votes, self._mesh.world))
-        return total == self._mesh.world.size if all else total > 0
+        total = int(collectives.all_reduce(votes, self.mesh.world))
+        return total == self.mesh.world.size if all else total > 0
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """The tensors of all replicas: [dp, *shape]."""
         self._refuse_in_schedule("all_gather")
-        axis = self.mesh.dp if self._mesh is not None else Mesh.single().dp
+        axis = self.mesh.dp if self._connections is not None else Mesh.single().dp
         if axis.size == 1:
             # As Lightning without processes: no dim is added.
             return tensor
@@ -669,7 +647,7 @@ class MegatronStrategy(ParallelStrategy):
             return collectives.all_gather(tensor.unsqueeze(0), axis)
 
     def _refuse_in_schedule(self, what: str) -> None:
-        if self._steps is not None and self._steps.is_scheduled:
+        if self._run is not None and self._run.steps is not None and self._run.steps.is_scheduled:
             raise RuntimeError(
                 f"strategy.{what} was called inside training_step while a pipeline schedule runs; the stages are at "
                 "different microbatches and would wait for each other for ever. Call it in a hook around the step, or "
@@ -687,13 +665,14 @@ class MegatronStrategy(ParallelStrategy):
             self._dp_comm.synchronize()
         module = self._require_module()
         if "optimizer_states" in checkpoint:
-            run_state.save_into(checkpoint, module.trainer, self.mesh, self._resumption)
-            checkpoint[run_history.KEY] = list(self._fits)
-        if self._local is not None and self._local.is_own(filepath):
-            self._local.save(filepath, LocalState.of(checkpoint, module, self.optimizers, self._mains))
+            run_state.save_into(checkpoint, module.trainer, self.mesh, self._last_fit.resumption)
+            checkpoint[run_history.KEY] = list(self._last_fit.history)
+        local_tier = None if self._run is None else self._run.local_tier
+        if local_tier is not None and local_tier.is_own(filepath):
+            local_tier.save(filepath, LocalState.of(checkpoint, module, self.optimizers, self._master_slots))
             return
         path = self.broadcast(str(filepath))
-        checkpoint_dict.save(path, checkpoint, module, self.optimizers, self._mains, self.mesh, self._saving)
+        checkpoint_dict.save(path, checkpoint, module, self.optimizers, self._master_slots, self.mesh, self._saving)
 
     def wait_for_checkpoint(self) -> None:
         """Returns when no checkpoint is being written any more. Raises RuntimeError where the last one could not be.
@@ -704,9 +683,10 @@ class MegatronStrategy(ParallelStrategy):
 
     def _refuse_to_save_alone(self) -> None:
         """Raises RuntimeError where a callback saves after a failure of this rank alone: it would wait for ever."""
-        if self._watch is None or not self._require_module().trainer.interrupted or self._is_leaving:
+        run = self._run
+        if run is None or run.watch is None or not self._require_module().trainer.interrupted or run.is_leaving:
             return
-        if self._watch.meets(self.mesh.world.size):
+        if run.watch.meets(self.mesh.world.size):
             return
         failure = sys.exception()
         assert failure is not None
@@ -716,9 +696,9 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         module = self._require_module()
-        self._agree_to_load(str(checkpoint_path))
-        setup_model.pipeline_late_sequential(module, self.mesh)
-        setup_model.require_own_mesh(module, self.mesh)
+        self._require_run().agree_to_load(str(checkpoint_path))
+        pipelined_models.pipeline_late_sequential(module, self.mesh)
+        model_checks.require_own_mesh(module, self.mesh)
         if compute_dtype(str(self.precision_plugin.precision)) == torch.float64:
             # Lightning converts the module after this; what it has as float32 would be rounded to that.
             self.precision_plugin.convert_module(module)
@@ -731,30 +711,27 @@ class MegatronStrategy(ParallelStrategy):
             if checkpoint is None:
                 io = self.checkpoint_io
                 checkpoint = checkpoint_dict.load(
-                    path, module, self._mains, self.mesh, world, io, weights_only, strict=strict
+                    path, module, self._master_slots, self.mesh, world, io, weights_only, strict=strict
                 )
         except ValueError as error:
             # What is there is no checkpoint, is damaged, or is of another module: all ranks find the same.
             raise ConfigurationError([str(error)]) from error
         if module.trainer.state.fn == TrainerFn.FITTING:
             checkpoint_dict.require_optimizers(checkpoint, path)
-            self._fits = run_history.begun(run_history.fits_of(checkpoint), checkpoint["global_step"], world)
-        self._resumption = run_state.Resumption.from_checkpoint(checkpoint, module.trainer, self.mesh)
+            self._last_fit.history = run_history.begun(
+                run_history.fits_of(checkpoint), checkpoint["global_step"], world
+            )
+        self._last_fit.resumption = run_state.Resumption.from_checkpoint(checkpoint, module.trainer, self.mesh)
         return checkpoint
 
-    def _agree_to_load(self, path: str | None) -> None:
-        """Once a run: Lightning loads before `setup` or not at all, as each rank has found a checkpoint or none."""
-        if not self._has_agreed_to_load:
-            self._has_agreed_to_load = True
-            last_checkpoint.require_alike(path, self._saving.world)
-
     def _newest_local(self, path: str) -> dict[str, Any] | None:
-        """What is newer on the machines than the checkpoint at the path, which a fit is to go on from."""
+        """Local checkpoint of a fit that is newer than the one at the path; None where there is none."""
         module, is_file = self._require_module(), self.broadcast(Path(path).is_file())
-        if self._local is None or module.trainer.state.fn != TrainerFn.FITTING or is_file:
+        local_tier = self._require_run().local_tier
+        if local_tier is None or module.trainer.state.fn != TrainerFn.FITTING or is_file:
             return None
         meta = read_on_first_rank(partial(read_meta, path), self._saving.world)
-        return self._local.newest(path, meta, self._fits, module)
+        return local_tier.newest(path, meta, self._last_fit.history, module)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -766,9 +743,9 @@ class MegatronStrategy(ParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         module, world = self._require_module(), self._saving.world
         if isinstance(local := checkpoint["optimizer_states"], LocalState):
-            local.load_optimizers(module, self.optimizers, self._mains)
+            local.load_optimizers(module, self.optimizers, self._master_slots)
             return
-        checkpoint_dict.load_optimizers(checkpoint, module, self.optimizers, self._mains, world)
+        checkpoint_dict.load_optimizers(checkpoint, module, self.optimizers, self._master_slots, world)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -780,87 +757,35 @@ class MegatronStrategy(ParallelStrategy):
         if self.is_global_zero:
             self._saving.remove(str(filepath))
 
+    def _require_run(self) -> Run:
+        assert self._run is not None
+        return self._run
+
     def _require_module(self) -> pl.LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
-    @property
-    def _is_leaving(self) -> bool:
-        """Whether all ranks have agreed to end the run: none of them has failed."""
-        return self._preemption is not None and self._preemption.is_leaving
-
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if self._is_leaving:
-            return
-        if self._saves is not None:
-            # Before the others hear of the failure: they are needed to finish what is being written.
-            self._saves.end(is_failed=True)
-        if self._local is not None:
-            self._local.end(is_failed=True)
-        if self._watch is None:
-            return
-        first = self._watch.publish(exception)
-        self._watch = None
-        if first is not None:
-            exception.add_note(f"this rank failed after another one; the first failure:\n{first}")
+        if self._run is not None:
+            self._run.fail(exception)
 
     @override
     def teardown(self) -> None:
         """Not collective after a failure: a rank may be gone."""
-        is_leaving = self._is_leaving
-        if self._preemption is not None:
-            self._preemption.give_back()
-            self._leave_callbacks(self._preemption)
-            self._preemption = None
-        if self._local is not None:
-            self._local.end(is_failed=self._require_module().trainer.interrupted)
-            self._leave_callbacks(self._local)
-            self._local = None
-        if self._saves is not None:
-            self._saves.end(is_failed=self._require_module().trainer.interrupted)
-        if self._dynamic is not None:
-            self._dynamic.stop(is_failed=self._require_module().trainer.interrupted and not is_leaving)
-            self._dynamic = None
-        if self._ambient is not None:
-            reset_ambient_mesh(self._ambient)
-            self._ambient = None
-        if self.lightning_module is not None:
-            for pipelined in setup_model.pipelined_modules(self.lightning_module).values():
-                pipelined.driver, pipelined.before_part = run_alone, at_once
-            # The layers held on to the last fit's gradients.
-            weight_gradients.share(self.lightning_module, WeightGradients())
-            share_yield_to_peer(self.lightning_module, no_op)
         if self._plugin.fp8_layers is not None:
             # Kept: a checkpoint may still be saved.
             self._plugin.fp8_layers.release()
-        setup_model.release_metrics(self._restricted_metrics)
-        self._restricted_metrics = []
-        self._held_schedulers.let_go()
-        if self._dp_comm is not None:
-            optimizers.release(self._dp_comm, is_interrupted=self._require_module().trainer.interrupted)
-            self._left = Mains.of(self._dp_comm)
-            self._dp_comm = self._plugin.dp_comm = None
-        self._steps = self._plugin.step_hook = None
-        if self._resumption is not None and self._require_module().trainer.interrupted:
-            # Of a run that never came to its first batch; another fit starts from its own checkpoint, or from none.
-            self._resumption = None
-        if self._watch is not None:
-            self._watch.stop()
-            self._watch = None
+        if self._run is not None:
+            self._run.end(self.lightning_module, self._last_fit)
+            self._run = None
+        self._plugin.dp_comm = self._plugin.step_hook = None
         super().teardown()
-
-    def _leave_callbacks(self, own: pl.Callback) -> None:
-        callbacks = self._require_module().trainer.callbacks  # type: ignore[attr-defined]
-        if own in callbacks:
-            callbacks.remove(own)
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        for name in _OF_THIS_PROCESS:
-            state[name] = None
-        state["_left"] = Mains()
-        return state
+        # Process groups, threads and processes stay where they are.
+        of_this_process = {"_connections": None, "_run": None, "_launcher": None, "_last_fit": FitRecord()}
+        return super().__getstate__() | of_this_process

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 from lightning_megatron.trainer.resume import rng_state
-from lightning_megatron.trainer.step.rng_sync import batch_digest
+from lightning_megatron.trainer.step.batch_checks import batch_digest
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.fits import Parts, weights
 from tests.trainer.layouts import Layout, make_trainer

@@ -1,4 +1,4 @@
-"""What the routers of a model do, in loggers and as a picture: are experts equally busy, are choices dropped."""
+"""`ExpertMonitor`: load of the experts and dropped tokens, in loggers and as a picture."""
 
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,15 @@ class ExpertMonitor(L.Callback):
         picture_every_n_steps: int = 0,
         picture_folder: str = "",
     ) -> None:
+        """Raises ValueError for settings that make no sense.
+
+        Args:
+            every_n_steps: Optimizer steps between two logs; 0 logs as often as the Trainer's log_every_n_steps.
+            per_layer: Whether the numbers of each layer are logged beside their means.
+            per_expert: Whether the share of tokens of each expert is logged.
+            picture_every_n_steps: Optimizer steps between two writings of `experts.png`; 0 is never.
+            picture_folder: Folder of the picture; empty is where the Trainer logs.
+        """
         faults = [
             f"{name} ({value}) must be at least 0"
             for name, value in (("every_n_steps", every_n_steps), ("picture_every_n_steps", picture_every_n_steps))

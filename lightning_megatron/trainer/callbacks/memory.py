@@ -24,14 +24,14 @@ _REST = "activations and the rest"
 
 @dataclass(frozen=True, kw_only=True)
 class _Held:
-    """What one rank measured."""
+    """Measurement of one rank."""
 
     pp_rank: int
     peaks: Mapping[str, int]
     """Bytes by phase."""
     reserved_bytes: int
     before_bytes: int
-    """Of a process before there was a model."""
+    """Memory of the process before there was a model."""
     kinds: Mapping[str, int]
     """Bytes of what is held from step to step; empty but for the table."""
     seen: Seen
@@ -64,6 +64,11 @@ class MemoryMonitor(L.Callback):
     """
 
     def __init__(self, print_after_steps: int = 2) -> None:
+        """Raises ValueError for settings that make no sense.
+
+        Args:
+            print_after_steps: Optimizer steps of the run after which the table is printed; 0 prints none.
+        """
         if print_after_steps < 0:
             raise ValueError(f"print_after_steps ({print_after_steps}) of MemoryMonitor must be at least 0; 0 is never")
         self.print_after_steps = print_after_steps
@@ -173,7 +178,7 @@ class MemoryMonitor(L.Callback):
 
 
 class _Planned:
-    """What the planner says of the fullest rank and its batch, bytes by kind, or why it says nothing."""
+    """Memory plan of the fullest rank and its batch, bytes by kind, or the reason why there is none."""
 
     def __init__(self, trainer: L.Trainer, ranks: list[_Held]) -> None:
         self.kinds: dict[str, float] = {}
@@ -200,7 +205,7 @@ def _fullest(ranks: list[_Held]) -> int:
 
 
 def _gradients(trainer: L.Trainer) -> list[Tensor]:
-    """Those on the parameters and on what the optimizers step."""
+    """Gradients on the parameters and on what the optimizers step."""
     parameters = [*trainer.lightning_module.parameters(), *_stepped(trainer)]
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 

@@ -41,7 +41,7 @@ class Meter(Protocol):
 
 
 class GpuMeter:
-    """Of one GPU. It sets back torch's own peaks, which others may look at."""
+    """Meter of one GPU. It resets torch's own peaks, which others may look at."""
 
     name: MeterName = "allocated"
 
@@ -59,7 +59,7 @@ class GpuMeter:
 
 
 class ResidentMeter:
-    """Of a process on Linux."""
+    """Meter of a process on Linux."""
 
     name: MeterName = "resident"
 
@@ -75,7 +75,7 @@ class ResidentMeter:
 
 
 class ResidentSoFarMeter:
-    """Of a process elsewhere, and where Linux refuses."""
+    """Meter of a process on other systems, and where Linux refuses to reset the peak."""
 
     name: MeterName = "resident_so_far"
 

@@ -1,4 +1,4 @@
-"""What callbacks ask of all ranks, under any strategy: Lightning's own `reduce` and `all_gather` differ by strategy.
+"""Gathers over all ranks for callbacks, under any strategy: Lightning's own differ from strategy to strategy.
 
 Every rank of a Trainer calls these together.
 """
@@ -19,7 +19,7 @@ def gathered(value: Any, trainer: L.Trainer) -> list[Any]:
 
 
 def gathered_on_first(value: Any, trainer: L.Trainer) -> list[Any] | None:
-    """The same on the first rank alone; None on the others."""
+    """Values of all ranks on the first rank; None on the others."""
     if trainer.world_size == 1:
         return [value]
     values: list[Any] | None = [None] * trainer.world_size if trainer.is_global_zero else None

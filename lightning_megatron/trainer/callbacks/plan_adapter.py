@@ -25,19 +25,19 @@ class NotPlanned(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What one rank tells of a step that is to be planned."""
+    """One rank's view of a step that is to be planned."""
 
     weights: TrainedWeights
     rows: int
-    """Of its batch, where it has texts."""
+    """Rows of its batch, where it has texts."""
     lengths: SequenceLengths | None
-    """How long samples of its batch are."""
+    """Lengths of the samples of its batch."""
     why_not: str = ""
-    """Where that cannot be told."""
+    """Reason why the lengths cannot be known; empty where they are."""
 
 
 def seen_by(trainer: pl.Trainer, batch: Any) -> Seen:
-    """What this rank tells of a step on this batch."""
+    """This rank's view of a step on this batch."""
     module, rows, lengths, why_not = trainer.lightning_module, 0, None, ""
     try:
         rows, lengths = _texts_of(checks.architecture_of(module), batch)

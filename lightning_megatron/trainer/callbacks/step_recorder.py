@@ -40,12 +40,12 @@ class StepRecorder:
         self._noted.append((DATA, self.batch, start, end))
 
     def end_batch(self) -> None:
-        """What has begun and not ended is forgotten; the next batch begins."""
+        """Begins the next batch, and forgets what has begun and not ended."""
         self._begun.clear()
         self.batch += 1
 
     def laps(self, ahead_seconds: float) -> tuple[Lap, ...]:
-        """What was noted, in order of their ends, less so much that this clock is ahead. Waits for the device."""
+        """Recorded spans, in order of their ends, on a clock set back by its offset. Waits for the device."""
         if self._origin is not None:
             torch.cuda.synchronize(self._device)
         return tuple(

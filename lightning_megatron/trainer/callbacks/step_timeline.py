@@ -49,14 +49,14 @@ Prediction = tuple[str, list[tuple[Lap, ...]]]
 
 @dataclass(frozen=True, kw_only=True)
 class _Place:
-    """Which rank this is, for a picture."""
+    """Position of this rank in the picture."""
 
     pp_rank: int
     stages: tuple[int, ...]
     is_shown: bool
-    """In the picture."""
+    """Whether the picture shows this rank."""
     is_told: bool
-    """In the trace."""
+    """Whether the trace holds this rank."""
 
 
 class StepTimeline(L.Callback):
@@ -77,6 +77,12 @@ class StepTimeline(L.Callback):
     """
 
     def __init__(self, step: int = 5, folder: str = "") -> None:
+        """Raises ValueError for settings that make no sense.
+
+        Args:
+            step: Number of the optimizer step of the run that is recorded; the first is 1.
+            folder: Folder of the trace and the picture; empty is where the Trainer logs.
+        """
         if step < 1:
             raise ValueError(f"step ({step}) of StepTimeline must be at least 1, the first step of the run")
         self.step = step
@@ -91,7 +97,7 @@ class StepTimeline(L.Callback):
         self._hooks: list[RemovableHandle] = []
 
     def faults(self, trainer: L.Trainer) -> list[str]:
-        """What `MegatronStrategy` tells before a run."""
+        """Errors that `MegatronStrategy` reports before a run."""
         if self.folder and Path(self.folder).exists() and not Path(self.folder).is_dir():
             return [f"folder ({self.folder}) of StepTimeline is a file; give a directory, which need not be there yet"]
         return []
@@ -228,7 +234,7 @@ def _place(trainer: L.Trainer) -> _Place:
 
 
 def _without_doubles(laps: tuple[Lap, ...]) -> tuple[Lap, ...]:
-    """Of a step under a schedule what Lightning calls its forward and backward is told by its actions."""
+    """Spans without Lightning's forward and backward, where the actions of a schedule tell them in detail."""
     if not any(lap.is_compute for lap in laps):
         return laps
     return tuple(lap for lap in laps if lap.activity not in (FORWARD, BACKWARD))
@@ -249,7 +255,7 @@ def _predictions(trainer: L.Trainer, ranks: list[RankLaps], seen: list[Seen]) ->
 
 
 def _schedules(strategy: Any, ranks: list[RankLaps]) -> list[Schedule]:
-    """That of each batch of the step, of as many microbatches as it had."""
+    """Schedule of each batch of the step, of as many microbatches as it had."""
     if not isinstance(strategy, MegatronStrategy):
         return []
     last: dict[int, int] = {}
@@ -264,7 +270,7 @@ def _schedules(strategy: Any, ranks: list[RankLaps]) -> list[Schedule]:
 
 
 def _planned_costs(trainer: L.Trainer, seen: list[Seen]) -> list[Costs] | None:
-    """Those of the planner, by stage; none where it knows not this device, or not this run."""
+    """Costs of the planner by stage; None where it does not know this device, or this run."""
     device = trainer.strategy.root_device
     gpu = gpu_of_device(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if gpu is None:

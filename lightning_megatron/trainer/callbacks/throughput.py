@@ -49,6 +49,12 @@ class ThroughputMonitor(L.Callback):
     """
 
     def __init__(self, every_n_batches: int = 10, device_peak_flops: float = 0.0) -> None:
+        """Raises ValueError for settings that make no sense.
+
+        Args:
+            every_n_batches: Training batches over which each measurement is taken.
+            device_peak_flops: FLOP/s that the device reaches at most, for MFU; 0 looks it up by the device's name.
+        """
         if every_n_batches < 1:
             raise ValueError(f"every_n_batches ({every_n_batches}) must be at least 1")
         if device_peak_flops < 0:

@@ -1,4 +1,4 @@
-"""Which weights of a module are trained, read off the module that stands: what the planner takes from a recipe's file.
+"""Trained weights of a built module, which the planner otherwise takes from a recipe's file.
 
 Every rank tells of its own stage and slices; together they tell of the model.
 """
@@ -20,20 +20,20 @@ _LANGUAGE, _ELSEWHERE = PARTS[-1], ""
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedWeights:
-    """What one rank holds of the parts of a LLaVA; whatever else there is has one name, which is empty."""
+    """Trained and frozen parts of a LLaVA on one rank; all other weights go by the empty name."""
 
     trained: frozenset[str]
-    """Parts with weights that are trained, low-rank paths aside."""
+    """Parts with trained weights, apart from LoRA adapters."""
     frozen: frozenset[str]
-    """Parts with weights that are not, layers that never run aside."""
+    """Parts with frozen weights, apart from layers that never run."""
     paths: frozenset[tuple[str, int, float]]
-    """The linear's name in its layer, rank and dropout of each low-rank path."""
+    """Name of the linear in its layer, rank and dropout of each LoRA adapter."""
     pathless: frozenset[str]
-    """Names of linears that have none, in layers that run."""
+    """Names of linears without an adapter, in layers that run."""
 
 
 def trained_weights(module: nn.Module) -> TrainedWeights:
-    """Those of this rank."""
+    """Trained weights of this rank."""
     owners: dict[nn.Parameter, str] = {}
     idle: set[nn.Parameter] = set()
     for model in (child for child in module.modules() if isinstance(child, LlavaModel)):
@@ -65,14 +65,14 @@ def trained_weights(module: nn.Module) -> TrainedWeights:
 
 
 def trained_of_ranks(ranks: Sequence[TrainedWeights]) -> Trainable:
-    """What all ranks train together. Raises ValueError for what the planner has no word for."""
+    """Trained weights of all ranks together. Raises ValueError for what the planner cannot express."""
     trained = frozenset[str]().union(*(rank.trained for rank in ranks))
     frozen = frozenset[str]().union(*(rank.frozen for rank in ranks))
     paths = frozenset[tuple[str, int, float]]().union(*(rank.paths for rank in ranks))
     kinds = {(rank, dropout) for _, rank, dropout in paths}
     if len(kinds) > 1 or (paths and trained):
         raise ValueError(
-            "low-rank paths stand beside weights that are trained, or differ in rank or dropout: the planner knows "
+            "LoRA adapters stand beside weights that are trained, or differ in rank or dropout: the planner knows "
             "those of one LoraConfig"
         )
     if kinds:
@@ -81,13 +81,13 @@ def trained_of_ranks(ranks: Sequence[TrainedWeights]) -> Trainable:
         pathless = frozenset[str]().union(*(rank.pathless for rank in ranks))
         if mixed := [name for name in targets if name in pathless]:
             raise ValueError(
-                f"{', '.join(mixed)} has low-rank paths in some layers and none in others: the planner knows those of "
+                f"{', '.join(mixed)} has LoRA adapters in some layers and none in others: the planner knows those of "
                 "a LoraConfig, which stand in every layer"
             )
         return Trainable(lora=LoraConfig(rank=rank, dropout=dropout, targets=targets))  # type: ignore[arg-type]
     if _ELSEWHERE in frozen or trained & frozen:
         raise ValueError(
-            "weights are frozen that are no whole part of a LLaVA and have no low-rank paths beside them: the planner "
+            "weights are frozen that are no whole part of a LLaVA and have no LoRA adapters beside them: the planner "
             "knows no others"
         )
     return Trainable(frozen=tuple(part for part in PARTS if part in frozen))

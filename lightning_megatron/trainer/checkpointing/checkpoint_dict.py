@@ -27,10 +27,10 @@ from lightning_megatron.comm.raise_on_all_ranks import read_on_first_rank
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.optim.data_parallel_comm import DataParallelComm
 from lightning_megatron.sharding import shard_of
-from lightning_megatron.trainer.checkpointing.parameter_order import in_unsplit_order
+from lightning_megatron.trainer.checkpointing.parameter_order import in_module_order
 from lightning_megatron.trainer.checkpointing.saving import Saving
 from lightning_megatron.trainer.config import ConfigurationError
-from lightning_megatron.trainer.setup import setup_model
+from lightning_megatron.trainer.setup import pipelined_models
 
 # Keys of Lightning's dictionary.
 WEIGHTS = "state_dict"
@@ -52,24 +52,24 @@ class SavedOptimizers:
 
 
 @dataclass(frozen=True)
-class Mains:
-    """What optimizers step in place of parameters, if they do."""
+class MasterSlots:
+    """Master weights that optimizers step in place of parameters, as slices of those; none without master weights."""
 
     slots: Mapping[Tensor, Slot] = field(default_factory=dict)
-    """Master weights, as parts of parameters."""
+    """Slice of a parameter that each master weight is."""
     lowered: frozenset[str] = frozenset()
     """Names of the parameters that are narrower than their master weights, wherever those are."""
 
     @staticmethod
-    def of(dp_comm: DataParallelComm) -> "Mains":
-        """Those of a training, or as it left them."""
+    def of(dp_comm: DataParallelComm) -> "MasterSlots":
+        """Master weights of a fit that runs or has ended."""
         if dp_comm.master_weights is None:
-            return Mains()
+            return MasterSlots()
         slots: dict[Tensor, Slot] = {
             shard.tensor: Slot(shard.param.name, shard.param.parameter, shard.range.start, shard.range.end)
             for shard in dp_comm.gradients.param_shards
         }
-        return Mains(slots, frozenset(dp_comm.master_weights.lowered_names()))
+        return MasterSlots(slots, frozenset(dp_comm.master_weights.lowered_names()))
 
 
 def save(
@@ -77,7 +77,7 @@ def save(
     checkpoint: Mapping[str, Any],
     module: pl.LightningModule,
     optimizers: Iterable[Optimizer],
-    mains: Mains,
+    master_slots: MasterSlots,
     mesh: Mesh,
     saving: Saving,
 ) -> None:
@@ -86,9 +86,9 @@ def save(
     Weights that have master weights are saved as those.
     """
     live = live_of(module)
-    lowered = {s.name: (main, s) for main, s in mains.slots.items() if s.name in mains.lowered}
+    lowered = {s.name: (main, s) for main, s in master_slots.slots.items() if s.name in master_slots.lowered}
     # Of a weight whose master weights are all on other replicas, those write.
-    elsewhere = mains.lowered - lowered.keys()
+    elsewhere = master_slots.lowered - lowered.keys()
     pieces: dict[str, Piece | list[Piece]] = {}
     meta: dict[str, Any] = {_MESH: plain(mesh.sizes, _MESH), _MODELS: _models(module)}
     for key, value in checkpoint.items():
@@ -109,7 +109,7 @@ def save(
             continue
         meta[key] = plain(value, key)
     if OPTIMIZER_STATES in checkpoint:
-        names = names_of(module, mains)
+        names = names_of(module, master_slots)
         meta[OPTIMIZERS] = []
         for index, optimizer in enumerate(optimizers):
             moments, rest = directory.pieces_of_optimizer(optimizer, names, index)
@@ -118,7 +118,7 @@ def save(
             if mesh.pp.size > 1:
                 # Each rank told the names of its own stages.
                 for group in rest["groups"]:
-                    group["params"] = in_unsplit_order(group["params"], module)
+                    group["params"] = in_module_order(group["params"], module)
             meta[OPTIMIZERS].append(rest)
     saving.save(path, pieces, meta, module.trainer)
 
@@ -126,7 +126,7 @@ def save(
 def load(
     path: str,
     module: pl.LightningModule,
-    mains: Mains,
+    master_slots: MasterSlots,
     mesh: Mesh,
     world: Axis,
     checkpoint_io: CheckpointIO,
@@ -145,7 +145,7 @@ def load(
     live = live_of(module)
     # Copies: with strict_loading off, what the checkpoint lacks must come back as it is. As wide as master weights.
     state = {
-        name: tensor.detach().to(torch.float32 if name in mains.lowered else tensor.dtype, copy=True)
+        name: tensor.detach().to(torch.float32 if name in master_slots.lowered else tensor.dtype, copy=True)
         for name, tensor in live.items()
     }
     pieces = {name: Piece.like(live[name], tensor) for name, tensor in state.items()}
@@ -188,13 +188,13 @@ def load_optimizers(
     checkpoint: Mapping[str, Any],
     module: pl.LightningModule,
     optimizers: Iterable[Optimizer],
-    mains: Mains,
+    master_slots: MasterSlots,
     world: Axis,
 ) -> None:
     """Fills the optimizers from a dictionary that `load` made. Collective over the world."""
     saved = checkpoint[OPTIMIZER_STATES]
     if not isinstance(saved, SavedOptimizers):
-        if any(slot.end - slot.start < slot.parameter.numel() for slot in mains.slots.values()):
+        if any(slot.end - slot.start < slot.parameter.numel() for slot in master_slots.slots.values()):
             raise ValueError(
                 "the checkpoint is a single file with the state of whole parameters, and the optimizer of kind "
                 "'distributed' has parts of them; resume it with kind 'replicated' and save, any kind resumes the "
@@ -203,7 +203,7 @@ def load_optimizers(
         for optimizer, state in zip(optimizers, saved, strict=True):
             optimizer.load_state_dict(state)
         return
-    names = names_of(module, mains)
+    names = names_of(module, master_slots)
     entries = read_on_first_rank(partial(directory.read_entries, saved.path), world)
     optimizers = list(optimizers)
     if len(optimizers) != len(saved.rests):
@@ -254,16 +254,16 @@ def live_of(module: pl.LightningModule) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
 
-def names_of(module: pl.LightningModule, mains: Mains) -> dict[Tensor, str | Slot]:
-    """What each tensor that an optimizer may step is."""
+def names_of(module: pl.LightningModule, master_slots: MasterSlots) -> dict[Tensor, str | Slot]:
+    """Name, or slice of a named parameter, of each tensor that an optimizer may step."""
     names: dict[Tensor, str | Slot] = {parameter: name for name, parameter in module.named_parameters()}
-    return names | dict(mains.slots)
+    return names | dict(master_slots.slots)
 
 
 def _models(module: pl.LightningModule) -> dict[str, Any]:
-    """What builds the models again."""
+    """Class and configuration by which each model can be built again."""
     found = {}
-    for name, model in setup_model.pipelined_modules(module).items():
+    for name, model in pipelined_models.pipelined_modules(module).items():
         config = getattr(model, "config", None)
         if is_dataclass(config):
             found[name] = {"class": type(model).__name__, "config": plain(config, f"{_MODELS}.{name}")}

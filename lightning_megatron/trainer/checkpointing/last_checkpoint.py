@@ -1,4 +1,4 @@
-"""Which checkpoint `ckpt_path="last"` is: the newest complete one by its step; of others it is told.
+"""The checkpoint that `ckpt_path="last"` is: the newest complete one by its step; others are named in a message.
 
 Lightning takes whatever is called `last*.ckpt` and was changed last. Before it looks, links are put right; and where it
 would take a directory that is no complete checkpoint, or an older one, it is given the path of the newest.
@@ -160,7 +160,7 @@ def _newest(folders: list[Address], more: list[Address]) -> StoredCheckpoint | N
 
 
 def _older(path: Address, newest: StoredCheckpoint) -> str:
-    """In words, that what is at the path is older than the newest; nothing where it is not, or is a file."""
+    """Message that the checkpoint at the path is older than the newest; empty where it is not, or is a file."""
     if os.path.isfile(path):
         return ""
     ours, theirs = read_meta(path), read_meta(newest.path)
@@ -171,7 +171,7 @@ def _older(path: Address, newest: StoredCheckpoint) -> str:
 
 
 def _named_last(callback: ModelCheckpoint, folder: Address) -> Iterable[Address]:
-    """What Lightning would choose from: it tells it by a name alone."""
+    """Checkpoints that Lightning would choose from: it goes by names alone."""
     pattern = f"{callback.CHECKPOINT_NAME_LAST}*{callback.FILE_EXTENSION}"
     if is_remote(folder):
         return [one.path for one in scan_directory(folder).checkpoints if fnmatch(one.name, pattern)]
@@ -179,7 +179,7 @@ def _named_last(callback: ModelCheckpoint, folder: Address) -> Iterable[Address]
 
 
 def _changed_seconds(path: Address) -> float:
-    """When what is at the path was last put there, in seconds since 1970."""
+    """Time of the last change at the path, in seconds since 1970."""
     return Folder(path).changed_seconds(MANIFEST_FILE) if is_remote(path) else os.stat(path).st_mtime
 
 
@@ -195,7 +195,7 @@ def _fault(path: Address) -> str:
 
 
 def _folder_of(callback: ModelCheckpoint, trainer: pl.Trainer) -> Address:
-    """Where the callback saves.
+    """Folder that the callback saves into.
 
     It knows by itself only after its set-up. Until then it is as Lightning's documentation says: `checkpoints` in the
     folder of the first logger's version or, without loggers, in the root folder.

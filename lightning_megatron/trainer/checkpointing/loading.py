@@ -20,8 +20,8 @@ from lightning_megatron.checkpoint import read_meta
 from lightning_megatron.comm.raise_on_all_ranks import read_on_first_rank
 from lightning_megatron.mesh import Mesh, ambient, ambient_mesh
 from lightning_megatron.trainer.checkpointing import checkpoint_dict
-from lightning_megatron.trainer.checkpointing.checkpoint_dict import Mains
-from lightning_megatron.trainer.setup import setup_model
+from lightning_megatron.trainer.checkpointing.checkpoint_dict import MasterSlots
+from lightning_megatron.trainer.setup import model_checks, pipelined_models
 
 _Module = TypeVar("_Module", bound=pl.LightningModule)
 
@@ -52,12 +52,14 @@ def load_from_checkpoint(
         strict = module.strict_loading
     with ambient(mesh):
         module.configure_model()
-        setup_model.pipeline_plain_sequential(module, mesh)
-        setup_model.require_own_mesh(module, mesh)
+        pipelined_models.pipeline_plain_sequential(module, mesh)
+        model_checks.require_own_mesh(module, mesh)
         if map_location is not None:
             module.to(map_location)
         world = mesh.world
-        checkpoint = checkpoint_dict.load(path, module, Mains(), mesh, world, TorchCheckpointIO(), True, strict=strict)
+        checkpoint = checkpoint_dict.load(
+            path, module, MasterSlots(), mesh, world, TorchCheckpointIO(), True, strict=strict
+        )
         module.on_load_checkpoint(checkpoint)
         module.load_state_dict(checkpoint["state_dict"], strict=strict)
     return module
@@ -81,7 +83,7 @@ def rebuilt(kind: Any, value: Any) -> Any:
 
 
 def _arguments(cls: type[pl.LightningModule], meta: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """What the constructor is called with."""
+    """Keyword arguments of the constructor."""
     saved = dict(meta.get(cls.CHECKPOINT_HYPER_PARAMS_KEY, {}))
     parameters = inspect.signature(cls.__init__).parameters
     name = meta.get(cls.CHECKPOINT_HYPER_PARAMS_NAME)

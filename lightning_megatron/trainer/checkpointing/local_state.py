@@ -24,7 +24,7 @@ from lightning_megatron.mesh import Mesh
 from lightning_megatron.trainer.checkpointing.checkpoint_dict import (
     OPTIMIZER_STATES,
     WEIGHTS,
-    Mains,
+    MasterSlots,
     is_state_of,
     live_of,
     names_of,
@@ -38,17 +38,20 @@ _RESTS = "local_optimizers"
 
 @dataclass(frozen=True)
 class LocalState:
-    """What one rank saved."""
+    """State that one rank saved."""
 
     tensors: Mapping[str, Tensor]
     meta: Mapping[str, Any]
 
     @staticmethod
     def of(
-        checkpoint: Mapping[str, Any], module: pl.LightningModule, optimizers: Iterable[Optimizer], mains: Mains
+        checkpoint: Mapping[str, Any],
+        module: pl.LightningModule,
+        optimizers: Iterable[Optimizer],
+        master_slots: MasterSlots,
     ) -> "LocalState":
-        """That of Lightning's dictionary; tensors share memory with the run."""
-        live, names = live_of(module), names_of(module, mains)
+        """State in Lightning's dictionary; tensors share memory with the run."""
+        live, names = live_of(module), names_of(module, master_slots)
         tensors: dict[str, Tensor] = {}
         meta: dict[str, Any] = {_SETS: [], _RESTS: []}
         for key, value in checkpoint.items():
@@ -57,7 +60,7 @@ class LocalState:
                 meta[_SETS].append(key)
             elif key != OPTIMIZER_STATES:
                 meta[key] = plain(value, key)
-        tensors |= dict(_master_weights(mains))
+        tensors |= dict(_master_weights(master_slots))
         for index, optimizer in enumerate(optimizers):
             tensors |= dict(_states(optimizer, names, index))
             meta[_RESTS].append(directory.pieces_of_optimizer(optimizer, names, index)[1])
@@ -65,7 +68,7 @@ class LocalState:
 
     @staticmethod
     def read(path: Path) -> "LocalState":
-        """What was saved at the path, every byte of it checked.
+        """State that was saved at the path, every byte of it checked.
 
         Raises ValueError, OSError or RuntimeError where it is not there or not as it was written.
         """
@@ -94,9 +97,11 @@ class LocalState:
         checkpoint[OPTIMIZER_STATES] = self
         return checkpoint
 
-    def load_optimizers(self, module: pl.LightningModule, optimizers: Iterable[Optimizer], mains: Mains) -> None:
+    def load_optimizers(
+        self, module: pl.LightningModule, optimizers: Iterable[Optimizer], master_slots: MasterSlots
+    ) -> None:
         """Fills the optimizers, and the master weights, which are there by now too."""
-        names, optimizers = names_of(module, mains), list(optimizers)
+        names, optimizers = names_of(module, master_slots), list(optimizers)
         if len(optimizers) != len(self.meta[_RESTS]):
             raise ValueError(
                 f"the local checkpoint has {len(self.meta[_RESTS])} optimizers, the module has {len(optimizers)}; "
@@ -107,7 +112,7 @@ class LocalState:
             for index, (optimizer, rest) in enumerate(zip(optimizers, self.meta[_RESTS], strict=True)):
                 directory.rebuild_optimizer(optimizer, names, rest, entries, index)
                 self._fill(_states(optimizer, names, index))
-            self._fill(_master_weights(mains))
+            self._fill(_master_weights(master_slots))
 
     def _fill(self, named: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in named:
@@ -120,9 +125,9 @@ class LocalState:
         return {name.removeprefix(prefix): one for name, one in self.tensors.items() if name.startswith(prefix)}
 
 
-def _master_weights(mains: Mains) -> Iterator[tuple[str, Tensor]]:
-    for main, slot in mains.slots.items():
-        if slot.name in mains.lowered:
+def _master_weights(master_slots: MasterSlots) -> Iterator[tuple[str, Tensor]]:
+    for main, slot in master_slots.slots.items():
+        if slot.name in master_slots.lowered:
             yield f"master weights/{slot.name}", main
 
 

@@ -25,7 +25,7 @@ from lightning_megatron.checkpoint.repair import bring_back
 from lightning_megatron.comm.collectives import gather_objects
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.trainer.checkpointing.local_state import LocalState
-from lightning_megatron.trainer.checkpointing.run_history import Fits, fits_of, goes_on_from
+from lightning_megatron.trainer.checkpointing.run_history import FitHistory, fits_of, goes_on_from
 from lightning_megatron.trainer.checkpointing.saving import GRACE_SECONDS
 
 _LAYOUT = "local_layout"
@@ -38,11 +38,11 @@ _Save = tuple[int, str]
 
 @dataclass
 class _Offers:
-    """What a rank could go on from, newer than what was asked for."""
+    """Local checkpoints that a rank could resume from, newer than the one asked for."""
 
     paths: dict[_Save, Path] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
-    """What lies there and cannot be taken, and why."""
+    """Local checkpoints that cannot be taken, with the reason."""
 
 
 class LocalTier(Checkpoint):
@@ -107,7 +107,7 @@ class LocalTier(Checkpoint):
             self._warn(error)
 
     def end(self, *, is_failed: bool) -> None:
-        """As `wait`, and gives the buffers back; after a failure it waits for seconds."""
+        """Waits for the save in flight, for seconds only after a failure, and frees the buffers."""
         try:
             if not self._saver.close(GRACE_SECONDS if is_failed else None):
                 self._warn("the run failed while it was being written")
@@ -121,7 +121,7 @@ class LocalTier(Checkpoint):
     # --- going on ---------------------------------------------------------------------------------------------------
 
     def newest(
-        self, path: str, shared: Mapping[str, Any], current: Fits, module: pl.LightningModule
+        self, path: str, shared: Mapping[str, Any], current: FitHistory, module: pl.LightningModule
     ) -> dict[str, Any] | None:
         """Lightning's dictionary of the newest local checkpoint; None where the shared one is to be taken.
 
@@ -155,7 +155,7 @@ class LocalTier(Checkpoint):
         )
         return taken.dictionary(module)
 
-    def _offers(self, shared: Mapping[str, Any], current: Fits) -> _Offers:
+    def _offers(self, shared: Mapping[str, Any], current: FitHistory) -> _Offers:
         offers, step = _Offers(), int(shared.get(STEP, 0))
         for line in bring_back(self._folder):
             warnings.warn(line, stacklevel=2)
@@ -179,7 +179,7 @@ class LocalTier(Checkpoint):
 
 
 def _read(path: Path, module: pl.LightningModule) -> tuple[LocalState | None, str]:
-    """What is at the path, or why it cannot be taken."""
+    """Local checkpoint at the path, or the reason why it cannot be taken."""
     try:
         state = LocalState.read(path)
     except (ValueError, OSError, RuntimeError) as error:
@@ -195,7 +195,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _difference(saved: Any, now: Mapping[str, Any]) -> str:
-    """In what two layouts differ."""
+    """Difference of two layouts, in words."""
     if not isinstance(saved, dict):
         return "no layout that is known"
     apart = [key for key in now if saved.get(key) != now[key]]

@@ -10,17 +10,17 @@ from typing import Any
 from torch import nn
 
 from lightning_megatron.pipeline.module import PipelineModule
-from lightning_megatron.trainer.setup import setup_model
+from lightning_megatron.trainer.setup import pipelined_models
 
 
-def in_unsplit_order(names: Iterable[str], module: nn.Module) -> list[str]:
+def in_module_order(names: Iterable[str], module: nn.Module) -> list[str]:
     """The names of parameters, of this rank and of others, as `module.named_parameters()` has them on one device.
 
     Those of one part of a pipelined model are in that order already, for one rank has them all.
     """
     # A rank has every module outside the pipelined models, so that a place among its own modules compares.
     places = {name: place for place, (name, _) in enumerate(module.named_modules())}
-    parts = {name: _part_order(model) for name, model in setup_model.pipelined_modules(module).items()}
+    parts = {name: _part_order(model) for name, model in pipelined_models.pipelined_modules(module).items()}
 
     def key(name: str) -> tuple[int, int]:
         for model, order in parts.items():

@@ -1,4 +1,4 @@
-"""Which fits led to a checkpoint, so that a later one of the same training is told from one of another.
+"""Fits that led to a checkpoint, by which a later one of the same training is told from one of another.
 
 A fit has an id, drawn when it begins, and the number of optimizer steps that it began after. A run that goes on from a
 checkpoint has that one's fits and its own; a checkpoint holds those of the run that saved it.
@@ -17,18 +17,18 @@ from lightning_megatron.mesh import Axis
 KEY = "lightning_megatron_fits"
 """Under which Lightning's dictionary holds the fits."""
 
-Fits = list[tuple[str, int]]
-"""Ids, and steps that each began after; the first fit first."""
+FitHistory = list[tuple[str, int]]
+"""Id of each fit and the number of optimizer steps that it began after; the first fit first."""
 
 
-def begun(before: Fits, step: int, world: Axis) -> Fits:
+def begun(before: FitHistory, step: int, world: Axis) -> FitHistory:
     """The fits of a run that begins now, after those before it. Collective."""
     new_id: str = broadcast_object(uuid.uuid4().hex[:16] if world.is_first else None, world)
     return [*before, (new_id, step)]
 
 
-def fits_of(meta: Mapping[str, Any]) -> Fits:
-    """Those of a checkpoint; none where it does not say."""
+def fits_of(meta: Mapping[str, Any]) -> FitHistory:
+    """Fits that led to a checkpoint; empty where it does not say."""
     return [(str(one), int(step)) for one, step in meta.get(KEY, ())]
 
 

@@ -1,4 +1,4 @@
-"""When training waits for a checkpoint, and what becomes of one that is being written when training ends."""
+"""Asynchronous saves: when training waits for one, and how one in flight ends when training ends."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -32,7 +32,7 @@ class Saving:
         self._is_urgent = False
 
     def save(self, path: str, pieces: Pieces, meta: Mapping[str, Any], trainer: pl.Trainer) -> None:
-        """Writes a checkpoint: behind training while that runs, else at once. Collective over the world."""
+        """Writes a checkpoint: asynchronously while training runs, else at once. Collective over the world."""
         is_running = trainer.state.fn == TrainerFn.FITTING and trainer.state.status == TrainerStatus.RUNNING
         is_behind = self._config.asynchronous and is_running and not self._is_urgent and not _is_looked_for(trainer)
         self._saver.save(path, pieces, meta, wait=not is_behind)
@@ -65,7 +65,7 @@ class Saving:
         self._saver.wait()
 
     def end(self, *, is_failed: bool) -> None:
-        """As `wait`, and gives the buffers back. After a failure it waits for seconds, and only warns."""
+        """Waits for the save in flight and frees the buffers; after a failure it waits for seconds, and only warns."""
         if not is_failed:
             self._saver.close()
             return

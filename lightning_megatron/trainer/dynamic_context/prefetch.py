@@ -31,7 +31,7 @@ from lightning_megatron.pipeline.plans import training_plan
 from lightning_megatron.pipeline.registry import microbatch_multiple
 from lightning_megatron.pipeline.schedule_spec import Schedule
 from lightning_megatron.planner.balanced_batch import BalancedBatch
-from lightning_megatron.trainer.step.rng_sync import batch_digest
+from lightning_megatron.trainer.step.batch_checks import batch_digest
 
 # Batches whose contents are compared over the ranks of a replica.
 _CHECKED_BATCHES = 2
@@ -41,20 +41,20 @@ Solve = Callable[..., StepPlan]
 
 @dataclass(frozen=True, eq=False)
 class Routed:
-    """What this rank runs in a step."""
+    """Microbatches that this rank runs in a step."""
 
     microbatches: list[Microbatch]
     step: BalancedBatch
     """Who runs which documents of the global batch."""
     num_rows: int
-    """Of the global batch."""
+    """Rows of the global batch."""
     keys: frozenset[str]
-    """Of the loader's batches."""
+    """Keys of the loader's batches."""
 
 
 @dataclass(frozen=True)
 class _Told:
-    """What a rank of the line tells the others of the batch that it has read."""
+    """Summary of the batch that a rank has read, for the other ranks of dp and cp."""
 
     lengths: tuple[int, ...]
     names: list[list[int]]
@@ -119,7 +119,7 @@ class DynamicContext:
         self._tasks.put((batch, future))
 
     def take(self, number: int, batch: object) -> Routed:
-        """What this rank runs in the place of a batch, waited for if need be.
+        """Microbatches that this rank runs in place of a batch, waited for if need be.
 
         Raises what went wrong in the background, and RuntimeError for a batch that is none of the loader's.
         """
@@ -192,7 +192,7 @@ class DynamicContext:
 
 
 def _plan_of_nothing(ranks: int, config: DynamicContextConfig) -> StepPlan:
-    """Of a global batch without any document."""
+    """Plan of a global batch without any document."""
     size = group_sizes(ranks, config)[0]
     slot = tuple(RankGroup(first, size, ()) for first in range(0, ranks, size))
     count = -(-config.min_microbatches // config.microbatch_multiple) * config.microbatch_multiple

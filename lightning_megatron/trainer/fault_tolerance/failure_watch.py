@@ -1,4 +1,4 @@
-"""One rank's failure ends all ranks within seconds, with the first failure's own traceback.
+"""Watch that ends all ranks within seconds of one rank's failure, with the first failure's own traceback.
 
 A rank that raises publishes its traceback in a small store; every rank watches for it from a thread. A rank whose main
 thread is stuck in a collective would otherwise learn of it by a time-out half an hour later, or never.

@@ -47,7 +47,7 @@ class Preemption(Checkpoint):
     def __init__(
         self, config: CheckpointConfig, vote: StopVote, saving: Saving, environment: ClusterEnvironment | None
     ) -> None:
-        """To be made before Lightning registers its handlers: what there is by now is the user's."""
+        """Remembers the user's signal handlers, and so is made before Lightning registers its own."""
         # And so are all ranks, at the same place.
         self.is_leaving = False
         self._vote = vote
@@ -205,7 +205,7 @@ def _requeue_signal(environment: ClusterEnvironment | None) -> set[signal.Signal
 
 
 def _path(trainer: pl.Trainer) -> str | None:
-    """Where `ckpt_path="last"` looks; None where the user wants no checkpoints."""
+    """Path that `ckpt_path="last"` looks at; None where the user wants no checkpoints."""
     others = [one for one in trainer.checkpoint_callbacks if not isinstance(one, (Preemption, LocalTier))]
     for callback in others:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath:

@@ -1,4 +1,4 @@
-"""Where all ranks stop together, once any of them asks, at no cost to the steps until then.
+"""Vote on the place where all ranks stop together once any of them asks, at no cost to the steps until then.
 
     a rank asks             its watcher puts the reason into the store
     every watcher hears it  and freezes the last place that its rank has passed: at the next one the rank waits
@@ -19,11 +19,11 @@ _AGREE_SECONDS = 60.0
 
 @dataclass
 class _Round:
-    """One vote; after it another may be held."""
+    """State of one vote, after which another may be held."""
 
     number: int
     has_told: bool = False
-    """This rank, that it asks."""
+    """Whether this rank has told that it asks."""
     is_frozen: bool = False
     reason: str = ""
     last: int = -1
@@ -31,12 +31,12 @@ class _Round:
     is_decided: threading.Event = field(default_factory=threading.Event)
 
     def key(self, what: str) -> str:
-        """Of the store."""
+        """Key of the store."""
         return f"stop {self.number} {what}"
 
 
 class StopVote:
-    """One rank's part in it. Places are numbers that grow, the same in every rank's run."""
+    """One rank's part in the votes to stop. Places are growing numbers, equal in every rank's run."""
 
     def __init__(self, global_rank: int, num_ranks: int) -> None:
         self._rank = global_rank

@@ -1,1 +1,1 @@
-"""What a resumed run needs beside weights and optimizers: loop progress, data position, random states."""
+"""State of a resumed run beside weights and optimizers: loop progress, data position, random states."""

@@ -42,7 +42,7 @@ _OPTIONS = (
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What can tell where it is and go on from there, as the loaders of torchdata do."""
+    """Loader that can save and load its position, as those of torchdata do."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -164,7 +164,7 @@ class Indices:
 
 
 def order_of(loader: DataLoader[Any], dp: Axis) -> dict[str, Any]:
-    """By which rule a loader orders the samples of all replicas: `other` where it cannot be known."""
+    """Rule by which a loader orders the samples of all replicas; `other` where it cannot be known."""
     sampler, batches = loader.sampler, loader.batch_sampler
     name, more = "other", {}
     if type(batches) is BatchSampler and batches.sampler is sampler:
@@ -215,7 +215,7 @@ def explicit_generators(loader: Any) -> list[torch.Generator]:
 
 
 def all_states(loader: Any) -> AllStates:
-    """Where every generator is from which the loader may draw."""
+    """States of all random generators that the loader may draw from."""
     explicit = [generator.get_state() for generator in explicit_generators(loader)]
     return {"default": rng_state.states(), "explicit": explicit}
 

@@ -1,4 +1,4 @@
-"""Where training is in its data: loaders that know what they have handed out, and go on from there.
+"""Position of training in its data: loaders that count what they have handed out, and resume from there.
 
 what the loader reads                         how a resumed run comes to the next batch
 own state (`state_dict`, `load_state_dict`)   the loader's own, restored
@@ -41,7 +41,7 @@ INDICES, OWN_STATE, READING = "the indices of its samplers", "a state of its own
 
 
 class Ahead(Protocol):
-    """What is done with a batch while the one before it is trained on."""
+    """Work on a batch while the one before it is trained on."""
 
     def begin(self) -> None:
         """A new round of the loader begins."""
@@ -61,7 +61,7 @@ class MergesStates(Protocol):
     """A loader whose states on all replicas make up one, from which any number of them goes on."""
 
     def merged_state(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """What each replica's loader loads, of the states of all of them when they were saved."""
+        """State that each replica's loader loads, made of the states of all replicas when they were saved."""
         ...
 
 
@@ -173,7 +173,7 @@ class Reader:
             yield batch
 
     def _count_behind(self, batches: Iterator[Any], ahead: Ahead) -> Iterator[Any]:
-        """The same, one batch behind the reading."""
+        """Batches counted one behind the reading."""
         ahead.begin()
         read: deque[Any] = deque()
         while True:
@@ -208,7 +208,7 @@ class Reader:
     # --- where it is ------------------------------------------------------------------------------------------------
 
     def place(self) -> Place:
-        """Where the loader is now."""
+        """Current position of the loader."""
         own = self._own()
         return {
             "kind": self.kind,
@@ -230,7 +230,7 @@ class Reader:
         return {"order": self.indices.order, "is_followed": self.indices.is_followed}
 
     def place_after(self, trained: int) -> Place:
-        """Where the loader was after `trained` batches of this epoch: Lightning may hold one that it has not trained
+        """Position of the loader after `trained` batches of this epoch: Lightning may hold one that it has not trained
         on."""
         if self._resumed is not None:
             return self._in_own_batches(self._resumed)
@@ -244,7 +244,7 @@ class Reader:
         return place | {"handed": place["handed"] - ahead, "in_epoch": place["in_epoch"] - ahead}
 
     def place_at_end(self) -> Place:
-        """Where the loader is when its epoch is done."""
+        """Position of the loader at the end of its epoch."""
         place = self.place() if self._resumed is None else self._in_own_batches(self._resumed)
         return place | {"handed": 0, "in_epoch": 0, "has_begun": False, "round_start": None}
 
@@ -266,7 +266,7 @@ class Reader:
         return OWN_STATE if self._own() is not None else READING
 
     def own_state(self) -> dict[str, Any]:
-        """What the loader itself tells of its place; nothing where it cannot."""
+        """Position by the loader's own account; None where it has none."""
         return copy.deepcopy(self.loader.state_dict()) if isinstance(self.loader, Stateful) else {}
 
     def _own(self) -> Stateful | None:
@@ -394,10 +394,10 @@ class Reader:
 
 
 class Start(Protocol):
-    """What a resumed run starts from."""
+    """State that a resumed run starts from."""
 
     readers: list[Reader]
-    """Of its training loaders, in their order."""
+    """Readers of its training loaders, in their order."""
     is_over: bool
     """Whether training goes on by now."""
 
@@ -407,7 +407,7 @@ class Start(Protocol):
 
 
 class PlacedIterable:
-    """What Lightning reads in the place of a training loader that is no DataLoader."""
+    """Stand-in for a training loader that is no DataLoader, by which Lightning reads it."""
 
     def __init__(self, reader: Reader) -> None:
         vars(self).update(getattr(reader.loader, "__dict__", {}))
@@ -429,7 +429,7 @@ class PlacedIterable:
 
 
 class PlacedDataLoader(DataLoader[Any]):
-    """What Lightning reads in the place of a training DataLoader, with all attributes of that."""
+    """Stand-in for a training DataLoader, with all its attributes, by which Lightning reads it."""
 
     def __init__(self, reader: Reader) -> None:
         # Not the base's: this loader is not read itself.

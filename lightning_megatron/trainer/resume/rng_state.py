@@ -13,7 +13,7 @@ States = dict[str, Any]
 
 
 def states() -> States:
-    """Where the default generators are; copies, not views."""
+    """States of the default generators, as copies."""
     version, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
     return {
@@ -37,7 +37,7 @@ def set_states(saved: States) -> None:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Whatever is drawn inside, the default generators are afterwards where they were."""
+    """Puts the default generators back afterwards, whatever is drawn inside."""
     before = states()
     try:
         yield

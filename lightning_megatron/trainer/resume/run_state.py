@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside weights and optimizers, so that a resumed run goes on as if it had never stopped.
+"""State of a run beside weights and optimizers, by which a resumed run goes on as if it had never stopped.
 
     what                                 saved of          on another layout
     place in the training data           each replica      the samples not consumed yet, cut anew
@@ -33,8 +33,8 @@ from lightning_megatron.trainer.resume.data_position import (
     Reader,
     placed,
 )
-from lightning_megatron.trainer.setup import setup_model
-from lightning_megatron.trainer.step.rng_sync import batch_digest
+from lightning_megatron.trainer.setup import pipelined_models
+from lightning_megatron.trainer.step.batch_checks import batch_digest
 
 KEY = "lightning_megatron_resume"
 """Under which Lightning's dictionary holds all of it."""
@@ -55,7 +55,7 @@ def save_into(
 
 
 def snapshot(trainer: pl.Trainer, mesh: Mesh) -> dict[str, Any]:
-    """What `Resumption` goes on from: plain data, and copies. Collective over the world."""
+    """State that a `Resumption` goes on from, as plain data and copies. Collective over the world."""
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress
     trained = progress.current.processed
     # A batch has been read and not been trained on: a hook before its step saves, or the step failed.
@@ -73,7 +73,7 @@ def snapshot(trainer: pl.Trainer, mesh: Mesh) -> dict[str, Any]:
             "of them"
         )
     places = [reader.place_at_end() if is_at_end else reader.place_after(trained) for reader in _readers(trainer)]
-    models = setup_model.pipelined_modules(trainer.lightning_module)
+    models = pipelined_models.pipelined_modules(trainer.lightning_module)
     return {
         "layout": _layout(mesh),
         "places": _distinct(places, mesh.dp),
@@ -103,7 +103,7 @@ class Resumption:
     states: rng_state.States = field(default_factory=dict)
     """With which training starts."""
     readers: list[Reader] = field(default_factory=list)
-    """Of the training loaders."""
+    """Readers of the training loaders."""
     num_placed: int = 0
     is_over: bool = False
     """Whether training goes on by now."""
@@ -114,7 +114,7 @@ class Resumption:
 
     @staticmethod
     def from_checkpoint(checkpoint: dict[str, Any], trainer: pl.Trainer, mesh: Mesh) -> "Resumption | None":
-        """That of a checkpoint that this package wrote, where it is to be trained on."""
+        """Resumption from a checkpoint that this package wrote, where a fit loads it."""
         if KEY not in checkpoint or trainer.state.fn != TrainerFn.FITTING:
             return None
         loops = checkpoint["loops"]["fit_loop"]
@@ -194,7 +194,7 @@ class Resumption:
         elif not self.saved["ends_epoch_first"]:
             # Else Lightning takes the epoch for one that it goes on with, and counts a step that it does not make.
             trainer.fit_loop.epoch_loop.restarting = False
-        for name, model in setup_model.pipelined_modules(trainer.lightning_module).items():
+        for name, model in pipelined_models.pipelined_modules(trainer.lightning_module).items():
             seed = self.saved["seeds"].get(name, model.draws.seed)
             if seed != model.draws.seed:
                 rank_zero_info(f"dropout of {name} goes on with the seed of the checkpoint ({seed})")

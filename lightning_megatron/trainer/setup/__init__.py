@@ -1,1 +1,1 @@
-"""What is done once before the first step: checks, launch, process groups, and the module made ready."""
+"""Set-up of a run before its first step: checks, launch, process groups, and the module made ready."""

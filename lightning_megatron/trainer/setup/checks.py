@@ -1,4 +1,4 @@
-"""What can be known to be wrong before a process is started or a batch is read, told all at once."""
+"""Checks of a run before a process is started or a batch is read; all errors are told at once."""
 
 import os
 from pathlib import Path
@@ -37,7 +37,7 @@ class DescribesData(Protocol):
     sequence_length: int
 
     def faults(self) -> list[str]:
-        """One sentence for each thing that keeps it from loading."""
+        """Errors that keep the data from loading, one sentence each."""
         ...
 
 
@@ -67,7 +67,7 @@ class SaysFaults(Protocol):
     """A callback that can say before a run what keeps it from its work."""
 
     def faults(self, trainer: pl.Trainer) -> list[str]:
-        """One sentence for each such thing."""
+        """Errors of the configuration, one sentence each."""
         ...
 
 
@@ -140,7 +140,7 @@ def architecture_of(module: pl.LightningModule) -> TransformerConfig | None:
 def _uncut_faults(
     module: pl.LightningModule, sizes: Sizes, num_microbatches: int, microbatch_size: int, pipeline: PipelineConfig
 ) -> list[str]:
-    """What makes a step run once on its whole batch, although it was to be cut; with stages each model call is cut."""
+    """Settings that make a step run once on its whole batch, although it was to be cut."""
     if sizes.pp > 1 or (num_microbatches <= 1 and microbatch_size < 1):
         return []
     whats, ways = [], []
@@ -164,7 +164,7 @@ def _uncut_faults(
 
 
 def _dynamic_faults(module: pl.LightningModule, pipeline: PipelineConfig) -> list[str]:
-    """What keeps a step from being run once for each microbatch of a plan."""
+    """Settings that keep a step from being run once for each microbatch of a plan."""
     faults = []
     if pipeline.mode == "collective":
         faults.append(
@@ -180,7 +180,7 @@ def _dynamic_faults(module: pl.LightningModule, pipeline: PipelineConfig) -> lis
 
 
 def _link_faults(callback: pl.Callback) -> list[str]:
-    """That links are asked for where there can be none: Lightning would fail at the first save."""
+    """Errors of links that are asked for where there can be none: Lightning would fail at the first save."""
     if not isinstance(callback, ModelCheckpoint) or callback.save_last != "link":
         return []
     if callback.dirpath is None or not is_remote(callback.dirpath):

@@ -1,11 +1,13 @@
-"""The strategy's use of `optim`: what sums gradients and steps weights is made when a fit begins, and let go after."""
+"""Gradient buckets and master weights of a fit, made when it begins and released after it."""
 
 from collections.abc import Iterable
 
 import lightning.pytorch as pl
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
+from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Mesh, NewGroup
 from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.optim.data_parallel_comm import DataParallelComm
@@ -13,7 +15,7 @@ from lightning_megatron.optim.gradients import Gradients
 from lightning_megatron.optim.master_weights import MasterWeights
 from lightning_megatron.optim.update_scope import is_elementwise
 from lightning_megatron.trainer.precision import MegatronPrecision
-from lightning_megatron.trainer.setup import setup_model
+from lightning_megatron.trainer.setup import pipelined_models
 
 
 def has_master_weights(config: OptimizerConfig, plugin: MegatronPrecision) -> bool:
@@ -37,21 +39,32 @@ def make_data_parallel_comm(
     stepping = list(optimizers)
     gradients = Gradients(
         module.named_parameters(),
-        setup_model.names_inside(module),
+        pipelined_models.names_inside(module),
         mesh,
         new_group,
         device,
         config=config,
-        stages=setup_model.stages_by_name(module),
+        stages=pipelined_models.stages_by_name(module),
         dtype=plugin.gradient_dtype(config),
         no_split=not all(is_elementwise(optimizer, config.update_scope) for optimizer in stepping),
         low=plugin.low_dtype(),
     )
     master_weights = MasterWeights(gradients, stepping) if has_master_weights(config, plugin) else None
-    dp_comm = DataParallelComm(gradients, master_weights, setup_model.parameters_in_parts(module))
+    dp_comm = DataParallelComm(gradients, master_weights, pipelined_models.parameters_in_parts(module))
     if config.overlap_param_gather:
-        setup_model.gather_parts_by(module, dp_comm.gather_part)
+        pipelined_models.gather_parts_by(module, dp_comm.gather_part)
     return dp_comm
+
+
+def names_of_stepped(module: nn.Module, optimizers: Iterable[Optimizer], mesh: Mesh) -> list[set[str]]:
+    """Names, for each optimizer, of the pipelined models of whose weights it has some, on any stage."""
+    own = []
+    for optimizer in optimizers:
+        stepped = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        models = pipelined_models.pipelined_modules(module).items()
+        own.append({name for name, model in models if not stepped.isdisjoint(model.parameters())})
+    by_rank = collectives.gather_objects(own, mesh.pp)
+    return [set().union(*names) for names in zip(*by_rank, strict=True)]
 
 
 def release(dp_comm: DataParallelComm, *, is_interrupted: bool) -> None:

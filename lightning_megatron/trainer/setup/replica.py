@@ -1,4 +1,4 @@
-"""Which data-parallel replica a process belongs to, under any strategy of Lightning."""
+"""Data-parallel rank and size of a process, under any strategy of Lightning."""
 
 from dataclasses import dataclass
 
@@ -7,14 +7,14 @@ from lightning.pytorch.strategies import ParallelStrategy, Strategy
 
 @dataclass(frozen=True)
 class Replica:
-    """Which of how many data-parallel replicas this process belongs to."""
+    """Data-parallel rank of this process, and the number of data-parallel ranks."""
 
     rank: int
     size: int
 
     @staticmethod
     def under(strategy: Strategy) -> "Replica":
-        """As Lightning would tell a DistributedSampler; strategies of one process have one replica."""
+        """Replica of a DistributedSampler under the Trainer's strategy; a strategy of one process has one replica."""
         if not isinstance(strategy, ParallelStrategy):
             return Replica(0, 1)
         told = strategy.distributed_sampler_kwargs

@@ -1,4 +1,4 @@
-"""What a scheduled step runs: the microbatches of a batch, and what is to be known of each beside its tensors."""
+"""Microbatches of a batch, with the rows, ranks and documents that each of them stands for."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,15 +19,15 @@ class StepBatch:
     rows: float
     """Samples of the global batch that it stands for."""
     first_sample: int
-    """Place of its first row in the global batch."""
+    """Index of its first row in the global batch."""
     place: int
-    """Of the ranks that run it among all replicas: random numbers of the user's code follow from it."""
+    """Index of the ranks that run it among all replicas, of which random numbers of the user's code are a function."""
     num_copies: int
     """Ranks that run it together, each with the whole loss."""
     context_group: Axis | None = None
-    """These ranks, where they are not those of cp."""
+    """Ranks that run it together, where they are not those of cp."""
     documents: Tensor | None = None
-    """Of each of its documents, where it comes from elsewhere: row in the global batch, number in the row."""
+    """Row in the global batch and number in the row of each document, [D, 2], where documents were sent here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +35,9 @@ class Cutting:
     """Into how many microbatches a replica's batch is cut: always as many, or as many as its rows ask for."""
 
     number: int = 1
-    """Of microbatches."""
+    """Microbatches of a batch."""
     size: int = 0
-    """Rows of a microbatch, where their number follows from the batch; 0: it does not."""
+    """Rows of a microbatch, from which their number follows; 0 leaves it to `number`."""
 
     def count_of(self, rows: int) -> int:
         """Microbatches of a batch of so many rows."""

@@ -1,4 +1,4 @@
-"""What Lightning and its callbacks ask to have reduced, by the names and operations that they know."""
+"""Reductions that Lightning and its callbacks ask for, by the names and operations that they know."""
 
 from typing import Any
 

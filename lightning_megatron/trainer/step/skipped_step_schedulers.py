@@ -1,4 +1,4 @@
-"""Schedulers that count steps, kept where they are while a step is left out: their batch ends without stepping them."""
+"""Learning-rate schedulers that count steps, held back while a step is skipped."""
 
 from collections.abc import Iterable
 
@@ -8,8 +8,8 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 _HELD = "held"
 
 
-class HeldSchedulers:
-    """Those of one batch, with the intervals that are to come back."""
+class SkippedStepSchedulers:
+    """Schedulers held for one batch, with the intervals that are to come back."""
 
     def __init__(self) -> None:
         self._held: list[tuple[LRSchedulerConfig, str]] = []

@@ -1,4 +1,4 @@
-"""What a step logs: recorded while it runs, averaged over microbatches and replicas, logged once on every rank.
+"""The log of a step: recorded while it runs, averaged over microbatches and replicas, logged once on every rank.
 
 A schedule enters the step once per microbatch, and past the model call on the last stage only, so `self.log` there
 would log parts, and only on some ranks. A monitored key that some ranks lack makes Lightning's ModelCheckpoint hang.
@@ -77,12 +77,12 @@ class _Entry:
 
 @dataclass(frozen=True)
 class StepSummary:
-    """What the whole global batch amounts to."""
+    """Loss and weight of the global batch."""
 
     weight: Tensor
-    """What the mean loss is a mean over, summed over microbatches and replicas, []."""
+    """Weight that the mean loss is a mean over, summed over microbatches and replicas, []."""
     loss: Tensor
-    """That mean, []."""
+    """Mean loss of the global batch, []."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class StepLog:
         # its share.
         self.num_copies = mesh.cp.size
         self._pp = mesh.pp
-        self._device = device
+        self.device = device
         self._one_stage = tail_on_last_stage and mesh.pp.size > 1
         self._has_tail = mesh.pp.is_last or not self._one_stage
         self._schemas: dict[int, Schema] = {}
@@ -142,7 +142,7 @@ class StepLog:
         self._weights.append(weight / self.num_copies)
 
     def mark(self) -> "_Mark":
-        """Where the record stands, for `rewind`."""
+        """Position in the record, for `rewind`."""
         counts = {name: (len(entry.values), len(entry.sizes)) for name, entry in self._entries.items()}
         return _Mark(counts, {name: _whole_state(metric) for name, metric in self._metrics.items()})
 
@@ -180,7 +180,7 @@ class StepLog:
 
     def replay(self) -> StepSummary:
         """Logs what was recorded, once on every rank, as values of the global batch. Collective over dp+cp and pp."""
-        numbers = torch.zeros(_HEAD, dtype=torch.float64, device=self._device)
+        numbers = torch.zeros(_HEAD, dtype=torch.float64, device=self.device)
         schema: Schema = []
         if self._has_tail:
             schema = [_Line(n, e.options, self._metric_name(e.metric), e.is_sized) for n, e in self._entries.items()]
@@ -218,7 +218,7 @@ class StepLog:
         raise ValueError(f"self.log got a {type(metric).__name__} that is not an attribute of the module; make it one")
 
     def _reduced(self, schema: Schema) -> Tensor:
-        """What replays the step: float64 [4 + 2 x names].
+        """Numbers that replay the step, float64 [4 + 2 x names].
 
         Total weight, mean loss, schema key, rows; then each value, and what it is a mean over.
         """
@@ -230,21 +230,31 @@ class StepLog:
         above = self._stack(sums)
         if self._replicas.size > 1:
             above = self._over_replicas(above, key, schema)
-        numbers = [above[0], _quotient(above[1], above[0]), key, above[3]]
+        numbers, extremes = [above[0], _quotient(above[1], above[0]), key, above[3]], self._extremes(schema)
         for i, line in enumerate(schema):
             value, share = above[_HEAD + 2 * i], above[_HEAD + 2 * i + 1]
             entry = self._entries[line.name]
             if entry.reduction == "mean":
                 value = _quotient(value, share)
-            elif entry.reduction != "sum":
-                own = getattr(self._stack([tensor for _, tensor in entry.values]), entry.reduction)()
-                value = collectives.all_reduce(own, self._replicas, entry.reduction)
-            numbers += [value, share]
+            numbers += [extremes.get(line.name, value), share]
         return self._stack(numbers)
+
+    def _extremes(self, schema: Schema) -> dict[str, Tensor]:
+        """The largest or smallest value of each name that is reduced so, over microbatches and replicas."""
+        signs = {"max": 1.0, "min": -1.0}
+        entries = {
+            line.name: self._entries[line.name] for line in schema if self._entries[line.name].reduction in signs
+        }
+        if not entries:
+            return {}
+        # A minimum travels as the maximum of the negative numbers, so that one message takes them all.
+        own = [signs[e.reduction] * self._stack([tensor for _, tensor in e.values]) for e in entries.values()]
+        largest = collectives.all_reduce(self._stack([values.max() for values in own]), self._replicas, "max")
+        return {name: signs[e.reduction] * value for (name, e), value in zip(entries.items(), largest, strict=True)}
 
     def _sum_and_share(self, entry: _Entry, weights: Tensor) -> list[Tensor]:
         """A name's sum over microbatches and, for a mean, what to divide it by once it is summed over replicas."""
-        nothing = torch.zeros((), dtype=torch.float64, device=self._device)
+        nothing = torch.zeros((), dtype=torch.float64, device=self.device)
         if not entry.values or entry.reduction in ("max", "min"):
             return [nothing, nothing]
         values = self._stack([tensor for _, tensor in entry.values])
@@ -253,12 +263,12 @@ class StepLog:
         # A mean given with its batch size is one over rows; any other is one over what the microbatch's loss is.
         shares = weights[[place for place, _ in entry.values]] + _NOTHING
         if entry.is_sized:
-            shares = torch.tensor(entry.sizes, dtype=torch.float64, device=self._device)
+            shares = torch.tensor(entry.sizes, dtype=torch.float64, device=self.device)
         return [(values * shares).sum(), shares.sum()]
 
     def _over_replicas(self, numbers: Tensor, key: Tensor, schema: Schema) -> Tensor:
         """The sum over replicas, once it is clear that all of them sum the same names."""
-        first = torch.zeros(_SLOTS, dtype=torch.float64, device=self._device)
+        first = torch.zeros(_SLOTS, dtype=torch.float64, device=self.device)
         count = min(_SLOTS, numbers.numel())
         first[:count] = numbers[:count]
         collectives.all_reduce_(first, self._replicas)
@@ -270,7 +280,7 @@ class StepLog:
     def _from_last_stage(self, numbers: Tensor, schema: Schema) -> tuple[Tensor, Schema]:
         """The numbers and names of the last stage, on every stage."""
         last = self._pp.size - 1
-        first = torch.zeros(_SLOTS, dtype=torch.float64, device=self._device)
+        first = torch.zeros(_SLOTS, dtype=torch.float64, device=self.device)
         count = min(_SLOTS, numbers.numel())
         first[:count] = numbers[:count]
         collectives.broadcast_(first, self._pp, last)
@@ -281,7 +291,7 @@ class StepLog:
         schema = self._schemas[key]
         rest = numbers[_SLOTS:].contiguous()
         if not self._pp.is_last:
-            rest = torch.empty(max(0, _HEAD + 2 * len(schema) - _SLOTS), dtype=torch.float64, device=self._device)
+            rest = torch.empty(max(0, _HEAD + 2 * len(schema) - _SLOTS), dtype=torch.float64, device=self.device)
         if rest.numel():
             collectives.broadcast_(rest, self._pp, last)
         return torch.cat([first[: _HEAD + 2 * len(schema)], rest]), schema
@@ -301,7 +311,7 @@ class StepLog:
                 _take_state(self._metrics[name], state, self._lengths[name])
 
     def _stack(self, values: list[Tensor]) -> Tensor:
-        return torch.stack([value.to(self._device, torch.float64) for value in values])
+        return torch.stack([value.to(self.device, torch.float64) for value in values])
 
 
 def _schema_key(schema: Schema) -> int:
@@ -315,7 +325,7 @@ def _text(line: _Line) -> str:
 
 
 def _disagreement(schemas: list[Schema]) -> str:
-    """What differs between the schemas of the replicas, one of each."""
+    """Message that tells what differs between the schemas of the replicas."""
     names = [{line.name for line in schema} for schema in schemas]
     some = sorted(names[0].union(*names) - names[0].intersection(*names))
     if some:

@@ -9,16 +9,14 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.data import sized_len
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis
 
 
-class EvenIterable:
-    """What Lightning reads in the place of a loader that is no DataLoader."""
+class JoinedIterable:
+    """Stand-in for a loader that is no DataLoader, by which Lightning reads it."""
 
     def __init__(self, loader: Any, replicas: Axis, device: torch.device) -> None:
         vars(self).update(getattr(loader, "__dict__", {}))
@@ -32,8 +30,8 @@ class EvenIterable:
         return _told(self.length, self.uneven)
 
 
-class EvenDataLoader(DataLoader[Any]):
-    """What Lightning reads in the place of a DataLoader, with all attributes of that; methods of a class of the user's
+class JoinedDataLoader(DataLoader[Any]):
+    """Stand-in for a DataLoader, with all its attributes, by which Lightning reads it; methods of a class of the user's
     stay with the loader itself (`uneven`)."""
 
     def __init__(self, loader: Any, replicas: Axis, device: torch.device) -> None:
@@ -58,31 +56,15 @@ class EvenDataLoader(DataLoader[Any]):
         self.uneven._iterator = iterator
 
 
-def even(loader: Any, replicas: Axis, device: torch.device) -> Any:
+def join_uneven(loader: Any, replicas: Axis, device: torch.device) -> Any:
     """The loader as one that raises RuntimeError on every replica where some have a batch and others have none."""
-    if isinstance(loader, (EvenIterable, EvenDataLoader)):
+    if isinstance(loader, (JoinedIterable, JoinedDataLoader)):
         # A CombinedLoader of the user keeps what an earlier run put in.
         loader = loader.uneven
     if replicas.size == 1:
         return loader
-    kind = EvenDataLoader if isinstance(loader, DataLoader) else EvenIterable
+    kind = JoinedDataLoader if isinstance(loader, DataLoader) else JoinedIterable
     return kind(loader, replicas, device)
-
-
-def require_equal_shapes(batch: Any, replicas: Axis) -> None:
-    """Raises RuntimeError, on every replica, where the tensors of their batches have different shapes.
-
-    Experts whose dispatcher gathers all tokens, or whose rows are padded to a capacity, take sizes for known.
-    """
-    own = [tuple(leaf.shape) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-    shapes = collectives.gather_objects(own, replicas)
-    if any(other != own for other in shapes):
-        raise RuntimeError(
-            f"replicas that share experts got batches of the shapes {shapes}; the dispatcher 'all_gather', and a "
-            "capacity with pad_to_capacity=True, need the same on all of them: use the dispatcher "
-            "'all_to_all' and pad_to_capacity=False, or "
-            "batches of one size (drop_last, sequences of one length)"
-        )
 
 
 def _longest(loader: Any, replicas: Axis, device: torch.device) -> int:

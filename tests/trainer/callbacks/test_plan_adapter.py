@@ -153,7 +153,7 @@ def test_low_rank_paths_are_planned_as_they_stand() -> None:
     # Of a name in some layers alone; elsewhere another stage has those without.
     fewer = finetuned(lora_of(0.1))
     fewer.model.get_submodule("layers.0").mlp.down.lora = None
-    with pytest.raises(NotPlanned, match=r"^mlp\.down has low-rank paths in some layers and none in others"):
+    with pytest.raises(NotPlanned, match=r"^mlp\.down has LoRA adapters in some layers and none in others"):
         planned(trainer_of(fewer, world=1), {"tokens": TOKENS})
     trainer = trainer_of(finetuned(LoraConfig(targets=("mlp.down",))), world=1)
     other = seen_by(trainer_of(finetuned(LoraConfig(targets=("attention.qkv",))), world=1), {"tokens": TOKENS})

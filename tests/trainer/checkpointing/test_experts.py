@@ -21,7 +21,7 @@ from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.pipeline.module import PipelineModule
 from lightning_megatron.sharding import Initial, shard_of, shard_parameter
 from lightning_megatron.trainer.checkpointing import checkpoint_dict
-from lightning_megatron.trainer.checkpointing.checkpoint_dict import Mains
+from lightning_megatron.trainer.checkpointing.checkpoint_dict import MasterSlots
 from lightning_megatron.trainer.checkpointing.saving import Saving
 from tests.harness.ranks import run_on_ranks
 from tests.harness.threads import new_group, run_on_threads
@@ -104,8 +104,8 @@ class Held:
         self.given = Given(named, mesh, make_group, self.optimizer, config, low=how.low, is_exact=True)
 
     @property
-    def mains(self) -> Mains:
-        return Mains.of(self.given.dp_comm)
+    def mains(self) -> MasterSlots:
+        return MasterSlots.of(self.given.dp_comm)
 
     def train(self, steps: range) -> None:
         for number in steps:
@@ -275,7 +275,7 @@ def loaded_file(rank: int, sizes: Sizes, path: Path, checkpoint: dict[str, Any])
     mesh = Mesh.imagine(rank, sizes)
     module = Whole(mesh)
     io = cast(Any, _File(checkpoint))
-    return module, checkpoint_dict.load(str(path), module, Mains(), mesh, mesh.world, io, True, strict=True)
+    return module, checkpoint_dict.load(str(path), module, MasterSlots(), mesh, mesh.world, io, True, strict=True)
 
 
 @pytest.mark.parametrize("sizes", [layout(2, 1, 1, 2, 1), layout(2, 1, 1, 1, 2), layout(4, 2, 1, 2, 2)], ids=name_of)

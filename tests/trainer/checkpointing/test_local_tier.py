@@ -93,7 +93,7 @@ class Ends(L.Callback):
             trainer.save_checkpoint(self.folder / "shared.ckpt")
 
     def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        state = LocalState.of({}, module, trainer.optimizers, cast(MegatronStrategy, trainer.strategy)._mains)
+        state = LocalState.of({}, module, trainer.optimizers, cast(MegatronStrategy, trainer.strategy)._master_slots)
         live = {name: tensor.detach() for name, tensor in module.state_dict().items()}
         self.state = {name: tensor.clone() for name, tensor in (live | dict(state.tensors)).items()}
 

@@ -80,7 +80,7 @@ class State(L.Callback):
 
 
 def parts(trainer: L.Trainer) -> Parts:
-    mains = cast(MegatronStrategy, trainer.strategy)._mains
+    mains = cast(MegatronStrategy, trainer.strategy)._master_slots
     [optimizer] = trainer.optimizers
     names = checkpoint_dict.names_of(trainer.lightning_module, mains)
     pieces: dict[str, list[Piece]] = pieces_of_optimizer(optimizer, names)[0]

@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.pipeline.module import Part, PipelineModule
-from lightning_megatron.trainer.checkpointing.parameter_order import in_unsplit_order
+from lightning_megatron.trainer.checkpointing.parameter_order import in_module_order
 
 PARTS = ("enter", "left.0", "right.0", "left.1", "left.10", "right.1", "leave")
 
@@ -35,10 +35,10 @@ def test_names_of_all_ranks_come_in_the_order_of_one_device_on_every_rank(vp: in
     # It bites: as ranks tell them, they are in another order.
     assert sorted(told) == sorted(whole) and told != whole
     for module in ranks:
-        assert in_unsplit_order(told, module) == whole
+        assert in_module_order(told, module) == whole
         # And so are those of a group that leaves some out.
         weights = [name for name in told if name.endswith("weight")]
-        assert in_unsplit_order(weights, module) == [name for name in whole if name.endswith("weight")]
+        assert in_module_order(weights, module) == [name for name in whole if name.endswith("weight")]
 
 
 def test_a_module_that_is_itself_pipelined_has_its_order_too() -> None:
@@ -46,5 +46,5 @@ def test_a_module_that_is_itself_pipelined_has_its_order_too() -> None:
     whole = [name for name, _ in PipelineModule(parts, mesh=Mesh.single(), seed=0).named_parameters()]
     second = PipelineModule(parts, mesh=Mesh.imagine(1, Sizes(world=2, pp=2)), seed=0)
     # By their text, 10 would come before 9.
-    assert in_unsplit_order(sorted(whole), second) != sorted(whole)
-    assert [name.split(".")[0] for name in in_unsplit_order(sorted(whole), second)[::2]] == [str(n) for n in range(12)]
+    assert in_module_order(sorted(whole), second) != sorted(whole)
+    assert [name.split(".")[0] for name in in_module_order(sorted(whole), second)[::2]] == [str(n) for n in range(12)]

@@ -523,8 +523,9 @@ def costs() -> list[float]:
 
     class Reading(Watching):
         def on_train_start(self) -> None:
-            assert strategy._dynamic is not None and strategy._dynamic.cost is not None
-            found.append(strategy._dynamic.cost)
+            prefetch = strategy._require_run().document_prefetch
+            assert prefetch is not None and prefetch.cost is not None
+            found.append(prefetch.cost)
             assert all(parameter.grad is None for parameter in self.parameters())
 
     fit(2, strategy=strategy, module=Reading)

@@ -59,9 +59,9 @@ class Rows(L.LightningDataModule):
 
 def until_heard(trainer: L.Trainer, limit_seconds: float = 60.0) -> None:
     """Returns when this rank knows where all stop: on a busy machine the threads that tell may take their time."""
-    assert isinstance(trainer.strategy, MegatronStrategy) and trainer.strategy._preemption is not None
+    assert isinstance(trainer.strategy, MegatronStrategy) and trainer.strategy._run is not None
     if trainer.world_size > 1:
-        is_heard = trainer.strategy._preemption._vote._round.is_decided.wait(limit_seconds)
+        is_heard = trainer.strategy._run.preemption._vote._round.is_decided.wait(limit_seconds)
         assert is_heard or not limit_seconds
 
 

@@ -14,8 +14,10 @@ from lightning_megatron.moe.router import Router
 from lightning_megatron.optim.config import DeclaredScope, OptimizerConfig
 from lightning_megatron.pipeline.module import PipelineModule
 from lightning_megatron.sharding import Initial, shard_of
-from lightning_megatron.trainer.setup import setup_model
-from lightning_megatron.trainer.setup.setup_model import equalise, require_own_mesh, require_separable
+from lightning_megatron.trainer.setup import optimizer_checks
+from lightning_megatron.trainer.setup.initial_sync import sync_module_states
+from lightning_megatron.trainer.setup.model_checks import require_own_mesh
+from lightning_megatron.trainer.setup.optimizer_checks import require_separable
 from tests.harness.threads import new_group, run_on_threads
 from tests.optim.expert_model import E, H, Kind, experts_on, layout, name_of
 
@@ -80,7 +82,7 @@ def test_replicas_of_experts_alone_make_an_optimizer_step_some_weights_of_many(
     kind: Kind, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[str] = []
-    monkeypatch.setattr(setup_model, "rank_zero_warn", lambda text: heard.append(text))
+    monkeypatch.setattr(optimizer_checks, "rank_zero_warn", lambda text: heard.append(text))
     # No replica of dense weights, and two of each expert.
     sizes = Sizes(world=2, tp=2, sequence_parallel=True)
     assert run_on_threads(2, lambda world: warned(world, sizes, kind)) == ["", ""]
@@ -112,7 +114,7 @@ def equalised(world: Any, sizes: Sizes) -> dict[str, torch.Tensor]:
             buffer.fill_(own if buffer.dtype == torch.int64 else 1.0 + world.rank())
         for parameter in module.parameters():
             parameter.fill_(world.rank())
-    equalise(module, mesh)
+    sync_module_states(module, mesh)
     return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
 
 

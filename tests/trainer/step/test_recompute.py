@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_megatron import ConfigurationError, MegatronStrategy, PipelineConfig, RecomputeConfig, StageLayout
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.models import GPTConfig, GPTModel
-from lightning_megatron.trainer.setup import setup_model
+from lightning_megatron.trainer.setup import model_checks
 from tests.harness.ranks import run_on_ranks
 
 GPT2 = GPTConfig(
@@ -176,7 +176,7 @@ def test_the_layers_of_a_model_learn_what_the_strategy_was_told_and_the_next_str
         (WAYS["all parts"], {"layer": 1, "mlp": 2}),
         (RecomputeConfig(), {"layer": 1, "mlp": 1}),
     ):
-        setup_model.share_recomputation(module, way, Mesh.single())
+        model_checks.share_recomputation(module, way, Mesh.single())
         calls.clear()
         module.model(tokens, labels=tokens).backward()
         assert {name: calls.count(name) for name in ("layer", "mlp")} == expected

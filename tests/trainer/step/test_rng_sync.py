@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_megatron.mesh import Mesh
-from lightning_megatron.trainer.step.rng_sync import aligned_random, batch_digest, require_equal_batches
+from lightning_megatron.trainer.step.batch_checks import batch_digest, require_equal_batches
+from lightning_megatron.trainer.step.rng_sync import aligned_random
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.fits import parts_apart, weights
 from tests.trainer.layouts import Layout, make_trainer

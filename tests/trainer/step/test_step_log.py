@@ -7,6 +7,7 @@ import torch
 import torchmetrics
 from torch.nn import functional
 
+from lightning_megatron.comm import collectives
 from tests.harness.ranks import run_on_ranks
 from tests.trainer import modules
 from tests.trainer.fits import numbers
@@ -171,3 +172,35 @@ def test_metrics_take_everything_in_once_on_every_stage() -> None:
             for name, values in step.items():
                 # Metrics count in float32.
                 assert values == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
+
+
+class Extremes(modules.Small):
+    """Logs largest and smallest losses under six names."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        losses = functional.cross_entropy(self.logits(batch[0]), batch[1], reduction="none")
+        for i in range(3):
+            self.log(f"largest_{i}", losses.max() + i, reduce_fx="max", sync_dist=True, on_step=True, on_epoch=False)
+            self.log(f"smallest_{i}", losses.min() - i, reduce_fx="min", sync_dist=True, on_step=True, on_epoch=False)
+        return losses.mean()
+
+
+def extremes_logged(layout: Layout) -> tuple[list[dict[str, float]], int]:
+    """What was logged, and the number of messages that looked for an extreme."""
+    keeper, sent = Keeper(), []
+    with pytest.MonkeyPatch.context() as patch:
+        all_reduce = collectives.all_reduce
+        patch.setattr(collectives, "all_reduce", lambda x, axis, op="sum": sent.append(op) or all_reduce(x, axis, op))
+        make_trainer(layout, callbacks=[keeper]).fit(Extremes(), Data())
+    return [{name: row[name] for name in row if "est_" in name} for row in keeper.rows if row], sent.count("max")
+
+
+def test_all_extremes_of_a_step_go_in_one_message() -> None:
+    [(wanted, _)] = run_on_ranks(1, extremes_logged, PLAIN, init=False)
+    found = run_on_ranks(2, extremes_logged, LAYOUTS["dp2 m2"], init=False)
+    num_steps = sum("largest_0" in row for row in wanted)
+    assert num_steps and len(wanted[0]) == 6
+    for rows, num_messages in found:
+        # One message a step, where each name had one of its own.
+        assert num_messages <= num_steps < 6 * num_steps
+        assert rows == [pytest.approx(row, abs=1e-10) for row in wanted]

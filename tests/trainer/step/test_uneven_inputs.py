@@ -13,7 +13,7 @@ from lightning_megatron import MegatronStrategy, PipelineConfig
 from lightning_megatron.mesh import Axis
 from lightning_megatron.models import GPTConfig, GPTModel
 from lightning_megatron.moe.config import AuxLoss, MoEConfig, RouterConfig
-from lightning_megatron.trainer.step.uneven_inputs import even
+from lightning_megatron.trainer.step.uneven_inputs import join_uneven
 from tests.harness.ranks import run_on_ranks
 from tests.harness.threads import run_on_threads
 from tests.trainer.fits import Parts, parts_apart, weights
@@ -207,9 +207,9 @@ def test_a_loader_keeps_its_attributes_and_is_wrapped_once() -> None:
         loader = torch.utils.data.DataLoader(range(3 + 4 * world.rank()), batch_size=2)  # type: ignore[arg-type,var-annotated]
         alone, device = Axis.alone(0), torch.device("cpu")
         two = Axis("dp", 2, world.rank(), (0, 1), world)
-        assert even(loader, alone, device) is loader
-        wrapped = even(even(loader, two, device), two, device)
-        assert wrapped.uneven is loader and even(wrapped, alone, device) is loader
+        assert join_uneven(loader, alone, device) is loader
+        wrapped = join_uneven(join_uneven(loader, two, device), two, device)
+        assert wrapped.uneven is loader and join_uneven(wrapped, alone, device) is loader
         return wrapped.batch_size, len(wrapped)
 
     # As long as the longest, so that each replica is asked whether it has as many.

@@ -8,7 +8,8 @@ from torch import Tensor
 from lightning_megatron import ConfigurationError
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.models import BertModel, GPTConfig, GPTModel, LlavaModel, T5Model
-from lightning_megatron.trainer.setup.setup_model import pipeline_plain_sequential, require_spreading
+from lightning_megatron.trainer.setup.model_checks import require_spreading
+from lightning_megatron.trainer.setup.pipelined_models import pipeline_plain_sequential
 from tests.harness.ranks import run_on_ranks
 from tests.models import small_llava, test_bert, test_t5
 from tests.trainer.layouts import Layout, make_trainer

@@ -14,7 +14,7 @@ from lightning_megatron.mesh import Mesh
 from lightning_megatron.models import GPTConfig, GPTModel
 from lightning_megatron.optim.config import DeclaredScope, OptimizerConfig
 from lightning_megatron.optim.update_scope import update_scope_of
-from lightning_megatron.trainer.setup.setup_model import require_separable
+from lightning_megatron.trainer.setup.optimizer_checks import require_separable
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.fits import Parts, parts_apart, weights
 from tests.trainer.layouts import PLAIN, Layout, make_trainer

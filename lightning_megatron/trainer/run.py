@@ -1,0 +1,166 @@
+"""One run (a fit, validate, test or predict): all that lives from `setup_environment` to `teardown`.
+
+The strategy holds one `Run` at a time and drops it at the end. What checkpoints need of the last fit after that is
+kept in a `FitRecord`.
+"""
+
+from collections.abc import Iterable
+from contextvars import Token
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from lightning_megatron.comm.async_collectives import no_op
+from lightning_megatron.mesh import Mesh, reset_ambient_mesh
+from lightning_megatron.optim.data_parallel_comm import DataParallelComm
+from lightning_megatron.optim.replica_check import differing_copies, in_words
+from lightning_megatron.pipeline.module import at_once, run_alone
+from lightning_megatron.tensor import weight_gradients
+from lightning_megatron.tensor.weight_gradients import WeightGradients
+from lightning_megatron.trainer.checkpointing import last_checkpoint, run_history
+from lightning_megatron.trainer.checkpointing.checkpoint_dict import MasterSlots
+from lightning_megatron.trainer.checkpointing.local_tier import LocalTier
+from lightning_megatron.trainer.dynamic_context.prefetch import DynamicContext
+from lightning_megatron.trainer.fault_tolerance.failure_watch import FailureWatch
+from lightning_megatron.trainer.fault_tolerance.preemption import Preemption
+from lightning_megatron.trainer.resume.run_state import Resumption
+from lightning_megatron.trainer.setup import metric_sync, optimizers, pipelined_models
+from lightning_megatron.trainer.setup.connections import Connections
+from lightning_megatron.trainer.step.skipped_step_schedulers import SkippedStepSchedulers
+from lightning_megatron.trainer.step.steps import Steps
+from lightning_megatron.transformer.moe import share_yield_to_peer
+
+
+@dataclass(kw_only=True)
+class FitRecord:
+    """State of the last fit that a checkpoint saved during or after it records."""
+
+    history: run_history.FitHistory = field(default_factory=list)
+    """Fits that led to the weights as they are."""
+    master_slots: MasterSlots = field(default_factory=MasterSlots)
+    """Master weights that the optimizers were left with, as slices of parameters."""
+    resumption: Resumption | None = None
+    """Progress of the loaded checkpoint, until the first batch after it."""
+
+
+@dataclass(kw_only=True)
+class Run:
+    """State of one run. It is made before anything else of the run; the rest is filled in as set-up goes on."""
+
+    connections: Connections
+    ambient: Token[Mesh | None]
+    """Token by which the ambient mesh is reset at the end."""
+    local_tier: LocalTier | None = None
+    preemption: Preemption | None = None
+    watch: FailureWatch | None = None
+    """Watch for failures of other ranks; None on a single rank, and once this rank has failed."""
+    has_agreed_to_load: bool = False
+    """Whether all ranks have told each other by now if they load a checkpoint."""
+    document_prefetch: DynamicContext | None = None
+    dp_comm: DataParallelComm | None = None
+    stepped_models: list[set[str]] = field(default_factory=list)
+    """Names, for each optimizer, of the pipelined models of whose weights it has some."""
+    synced_metrics: list[Metric] = field(default_factory=list)
+    """Metrics whose sync was changed for this run."""
+    skipped_step_schedulers: SkippedStepSchedulers = field(default_factory=SkippedStepSchedulers)
+    steps: Steps | None = None
+    is_synchronised: bool = True
+    """Whether the next backward ends an optimizer step, so that its gradients are summed over replicas."""
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether all ranks have agreed to end the run: none of them has failed."""
+        return self.preemption is not None and self.preemption.is_leaving
+
+    @property
+    def own_callbacks(self) -> list[pl.Callback]:
+        """Callbacks of the strategy's own, which stand after the user's during the run."""
+        return [callback for callback in (self.local_tier, self.preemption) if callback is not None]
+
+    def agree_to_load(self, path: str | None) -> None:
+        """Checks, once a run, that all ranks load one checkpoint, or none. Collective over the world.
+
+        Lightning loads before `setup` or not at all, as each rank has found a checkpoint or none.
+        """
+        if not self.has_agreed_to_load:
+            self.has_agreed_to_load = True
+            last_checkpoint.require_alike(path, self.connections.saving.world)
+
+    def end_step_of_models(
+        self, module: pl.LightningModule, optimizers: Iterable[Optimizer], optimizer: Optimizer, *, has_stepped: bool
+    ) -> None:
+        """Updates what models learn from a step, such as expert biases, where the optimizer has some of their weights.
+
+        Models of whose weights no optimizer has any forget what they saw.
+        """
+        of_this = self.stepped_models[next(i for i, known in enumerate(optimizers) if known is optimizer)]
+        of_any = set().union(*self.stepped_models)
+        for name, model in pipelined_models.pipelined_modules(module).items():
+            if name in of_this or name not in of_any:
+                is_skipped = not has_stepped or name not in of_any
+                model.end_step(is_skipped=is_skipped, replicas=self.connections.mesh.axis("dp+cp"))
+
+    def check_replicas(self, step: int) -> None:
+        """Raises RuntimeError where weights that several ranks hold differ. Collective over the world."""
+        if self.dp_comm is None:
+            return
+        self.dp_comm.gather_all()
+        if lines := differing_copies(self.dp_comm.gradients, self.connections.mesh):
+            raise RuntimeError(
+                f"weights that several ranks hold differ after step {step}:\n{in_words(lines)}\na hook or a callback "
+                "changed them on some ranks only, or a rank computes wrongly; go on from the last checkpoint"
+            )
+
+    def fail(self, exception: BaseException) -> None:
+        """Tells the other ranks of this rank's failure, once what is being written has had its time to land."""
+        if self.is_leaving:
+            return
+        # Before the others hear of the failure: they are needed to finish what is being written.
+        self.connections.saving.end(is_failed=True)
+        if self.local_tier is not None:
+            self.local_tier.end(is_failed=True)
+        if self.watch is None:
+            return
+        first = self.watch.publish(exception)
+        self.watch = None
+        if first is not None:
+            exception.add_note(f"this rank failed after another one; the first failure:\n{first}")
+
+    def end(self, module: pl.LightningModule | None, fit: FitRecord) -> None:
+        """Gives back all that the run took: of the module, of the Trainer's callbacks and of the process.
+
+        It is not collective after a failure: a rank may be gone.
+        """
+        trainer: Any = None if module is None else module.trainer
+        is_interrupted = trainer is not None and trainer.interrupted
+        is_leaving = self.is_leaving
+        if self.preemption is not None:
+            self.preemption.give_back()
+        if self.local_tier is not None:
+            self.local_tier.end(is_failed=is_interrupted)
+        for callback in self.own_callbacks:
+            if trainer is not None and callback in trainer.callbacks:
+                trainer.callbacks.remove(callback)
+        self.connections.saving.end(is_failed=is_interrupted)
+        if self.document_prefetch is not None:
+            self.document_prefetch.stop(is_failed=is_interrupted and not is_leaving)
+        reset_ambient_mesh(self.ambient)
+        if module is not None:
+            for pipelined in pipelined_models.pipelined_modules(module).values():
+                pipelined.driver, pipelined.before_part = run_alone, at_once
+            # The layers held on to the last fit's gradients.
+            weight_gradients.share(module, WeightGradients())
+            share_yield_to_peer(module, no_op)
+        metric_sync.restore_metrics(self.synced_metrics)
+        self.skipped_step_schedulers.let_go()
+        if self.dp_comm is not None:
+            optimizers.release(self.dp_comm, is_interrupted=is_interrupted)
+            fit.master_slots = MasterSlots.of(self.dp_comm)
+        if is_interrupted:
+            # Of a run that never came to its first batch; another fit starts from its own checkpoint, or from none.
+            fit.resumption = None
+        if self.watch is not None:
+            self.watch.stop()

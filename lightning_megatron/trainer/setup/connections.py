@@ -1,0 +1,46 @@
+"""Process groups of a process from its first run on: the mesh, the lanes between stages, the groups of checkpoints."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from lightning_megatron.checkpoint import CheckpointConfig
+from lightning_megatron.comm.p2p import Hop, LaneGroups, build_lanes
+from lightning_megatron.mesh import Axis, Mesh, Sizes
+from lightning_megatron.pipeline.lower import hops
+from lightning_megatron.trainer.checkpointing.saving import Saving
+from lightning_megatron.trainer.setup.process_groups import Groups
+
+
+@dataclass(frozen=True, kw_only=True)
+class Connections:
+    """Process groups of one process, made by its first run and used by the later ones too."""
+
+    mesh: Mesh
+    lanes: Mapping[Hop, LaneGroups]
+    """Process groups of the messages between stages, by sender and receiver."""
+    saving: Saving
+    """Writer of checkpoints, over groups of its own."""
+    document_routing: Axis | None
+    """Ranks of dp and cp over host memory, on which documents are sent beside training; None without
+    dynamic context parallelism."""
+
+    @staticmethod
+    def opened(
+        sizes: Sizes,
+        global_rank: int,
+        groups: Groups,
+        device: torch.device,
+        config: CheckpointConfig,
+        *,
+        routes_documents: bool,
+    ) -> "Connections":
+        """The connections of a rank. Collective over the world."""
+        mesh = Mesh.build(sizes, global_rank, groups.on_device)
+        ranks = tuple(sizes.pp_rank_of(stage) for stage in range(sizes.num_stages))
+        lanes = build_lanes(mesh.pp, hops(ranks), groups.on_device, groups.on_host)
+        on_host = mesh.world if device.type == "cpu" else groups.over_host(mesh.world)
+        saving = Saving(on_host, groups.over_host(mesh.world), config)
+        routing = groups.over_host(mesh.axis("dp+cp")) if routes_documents else None
+        return Connections(mesh=mesh, lanes=lanes, saving=saving, document_routing=routing)

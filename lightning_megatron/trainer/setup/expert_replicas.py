@@ -1,0 +1,31 @@
+"""Data-parallel replicas that share experts, and so make each model call together."""
+
+from torch import nn
+
+from lightning_megatron.comm import collectives
+from lightning_megatron.mesh import Axis, Mesh
+from lightning_megatron.moe.experts import Experts
+from lightning_megatron.transformer.moe import MoELayer
+
+
+def linked_replicas(module: nn.Module, mesh: Mesh) -> Axis:
+    """The replicas that make each model call together, because they share experts: all of dp, or this one alone.
+
+    Talks over pp.
+    """
+    sizes = mesh.sizes
+    is_linked = has_experts(module, mesh) and sizes.cp * sizes.tp % (sizes.ep * sizes.etp) != 0
+    return mesh.dp if is_linked else Axis.alone(mesh.global_rank)
+
+
+def needs_equal_shapes(module: nn.Module) -> bool:
+    """Whether experts of this stage need as many tokens on each rank that shares them."""
+    configs = [layer.config for layer in module.modules() if isinstance(layer, MoELayer)]
+    return any(c.dispatcher == "all_gather" or (c.capacity is not None and c.capacity.pad_to_capacity) for c in configs)
+
+
+def has_experts(module: nn.Module, mesh: Mesh) -> bool:
+    """Whether any stage has layers of experts; asks nobody where none are shared."""
+    if mesh.sizes.ep * mesh.sizes.etp == 1:
+        return False
+    return any(collectives.gather_objects(any(isinstance(m, Experts) for m in module.modules()), mesh.pp))

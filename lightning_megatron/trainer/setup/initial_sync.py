@@ -1,0 +1,68 @@
+"""All ranks begin alike: one seed, one state of the random generators, one value of every replicated tensor."""
+
+import os
+import random
+from functools import partial
+
+import numpy as np
+import torch
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader
+
+from lightning_megatron.comm import collectives
+from lightning_megatron.mesh import Axis, Mesh
+from lightning_megatron.sharding import Shard
+from lightning_megatron.trainer.setup.pipelined_models import names_inside, pipelined_modules
+
+
+def sync_seed(mesh: Mesh) -> None:
+    """Gives all ranks the first rank's seed, of which initial values and dropout masks are functions, and puts their
+    generators where the first rank's are: a loader then shuffles as it would on one device."""
+    own = torch.initial_seed()
+    first = collectives.broadcast_object(own, mesh.world)
+    differ = any(collectives.gather_objects(own != first, mesh.world))
+    if differ:
+        rank_zero_warn(
+            "ranks were seeded differently; all now use the seed of rank 0. Seed them alike: seed_everything"
+        )
+    if own != first:
+        torch.manual_seed(first)
+    if mesh.world.size > 1:
+        states = (torch.get_rng_state(), np.random.get_state(), random.getstate())
+        torch_state, numpy_state, python_state = collectives.broadcast_object(states, mesh.world)
+        torch.set_rng_state(torch_state)
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
+
+
+@torch.no_grad()
+def sync_module_states(module: nn.Module, mesh: Mesh) -> None:
+    """Gives replicated parameters and buffers the first holder's values, as DistributedDataParallel does.
+
+    Sharded parameters need none of this: they are equal by construction.
+    """
+    if mesh.world.size == 1:
+        return
+    inside = names_inside(module)
+    model_prefixes = tuple(f"{name}." for name in pipelined_modules(module))
+    tensors: list[tuple[str, Tensor]] = [*module.named_parameters(), *module.named_buffers()]
+    for name, tensor in tensors:
+        if isinstance(getattr(tensor, "shard", None), Shard) or is_lazy(tensor):
+            continue
+        is_inside = name in inside or (bool(model_prefixes) and name.startswith(model_prefixes))
+        axes = [mesh.axis("dp+cp"), mesh.tp] if is_inside else [mesh.world]
+        whole = tensor.data.contiguous()
+        for axis in axes:
+            collectives.broadcast_(whole, axis)
+        tensor.data.copy_(whole)
+
+
+def seed_workers_by_replica(dataloader: object, dp: Axis) -> object:
+    """Seeds loader workers by replica under `seed_everything(workers=True)`; Lightning would seed them by rank."""
+    is_seeded = bool(int(os.environ.get("PL_SEED_WORKERS", "0")))
+    if is_seeded and isinstance(dataloader, DataLoader) and dataloader.worker_init_fn is None:
+        dataloader.worker_init_fn = partial(pl_worker_init_function, rank=dp.rank)
+    return dataloader

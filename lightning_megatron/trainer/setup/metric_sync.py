@@ -1,0 +1,49 @@
+"""Metrics and batch norms of the user's module talk over data-parallel replicas only."""
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torchmetrics import Metric
+from torchmetrics.metric import jit_distributed_available
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+from lightning_megatron.mesh import Axis
+
+
+def sync_batch_norms_over(module: nn.Module, replicas: Axis) -> None:
+    """Lets synchronised batch norms talk over the replicas only: stages run different numbers of them."""
+    for norm in (child for child in module.modules() if isinstance(child, nn.SyncBatchNorm)):
+        norm.process_group = replicas.group
+
+
+def sync_metrics_over(module: nn.Module, replicas: Axis) -> list[Metric]:
+    """Lets torchmetrics sync over the replicas only: the other ranks of a replica count the same samples.
+
+    Returns the metrics that it changed; those whose user chose a group or a function stay as they are.
+    """
+    changed = []
+    for metric in (child for child in module.modules() if isinstance(child, Metric)):
+        if metric.process_group is None and metric.dist_sync_fn is None:
+            metric.dist_sync_fn = partial(_gather_over, replicas)
+            if replicas.size == 1 and metric.distributed_available_fn is jit_distributed_available:
+                # Even a sync of one turns list states into tensors, which `compute` does not see on one device.
+                metric.distributed_available_fn = _is_never_distributed
+            changed.append(metric)
+    return changed
+
+
+def restore_metrics(metrics: list[Metric]) -> None:
+    """Takes `restrict_metrics` back, so that the next Trainer finds the metrics as the user made them."""
+    for metric in metrics:
+        metric.dist_sync_fn = None
+        if metric.distributed_available_fn is _is_never_distributed:
+            metric.distributed_available_fn = jit_distributed_available
+
+
+def _is_never_distributed() -> bool:
+    return False
+
+
+def _gather_over(replicas: Axis, result: Tensor, group: Any = None) -> list[Tensor]:
+    return [result] if replicas.size == 1 else gather_all_tensors(result, replicas.group)

@@ -1,0 +1,99 @@
+"""Checks of optimizers and callbacks before the first step, where a rank holds parts of the weights only."""
+
+from collections.abc import Iterable
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_megatron.comm import collectives
+from lightning_megatron.mesh import Mesh
+from lightning_megatron.optim.config import OptimizerConfig
+from lightning_megatron.optim.update_scope import update_scope_of
+from lightning_megatron.sharding import Shard, shard_of
+from lightning_megatron.trainer.config import ConfigurationError
+from lightning_megatron.trainer.precision import needs_closure
+
+_SEPARABLE = (
+    "use an optimizer that treats each number by itself, as SGD or AdamW do, or ranks that hold whole models and the "
+    "replicated optimizer in 32-true"
+)
+
+
+def require_separable(
+    optimizers: Iterable[Optimizer], config: OptimizerConfig, mesh: Mesh, *, has_master_weights: bool
+) -> None:
+    """Raises ConfigurationError for an optimizer whose step of one weight asks for more than this rank holds, or that
+    runs forward and backward by itself, when its weights are beside those that those use."""
+    faults, unknown = [], []
+    for optimizer in optimizers:
+        name, reach = type(optimizer).__name__, update_scope_of(optimizer, config.update_scope)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        # Dp+cp, and edp where there are experts.
+        shards = [shard_of(parameter) for parameter in parameters]
+        replicas = {"dp+cp" if shard.data is None else shard.data.name for shard in shards}
+        is_shared_out = config.kind == "distributed" and any(mesh.axis(axis).size > 1 for axis in replicas)
+        is_parted = mesh.pp.size > 1 or is_shared_out
+        is_cut, cutting = any(shard.is_cut for shard in shards), _cutting(shards)
+        if reach == "model" and (is_cut or mesh.pp.size > 1):
+            faults.append(f"{name} looks at all parameters at once, and a rank holds only some of them; {_SEPARABLE}")
+        elif needs_closure(optimizer) and has_master_weights:
+            faults.append(
+                f"{name} runs forwards within its step, and master weights reach the model after it; {_SEPARABLE}"
+            )
+        if reach == "parameter" and is_cut:
+            faults.append(f"{name} looks at whole matrices, and {cutting} parallelism cuts them; {_SEPARABLE}")
+        elif reach == "parameter" and any(map(_is_padded, parameters, shards)):
+            faults.append(
+                f"{name} looks at whole matrices, and the rows that vocab_multiple adds would count in them; set "
+                f"vocab_multiple=1, or {_SEPARABLE}"
+            )
+        elif reach == "unknown" and is_cut:
+            faults.append(
+                f"{name} is none of torch's own, and {cutting} parallelism cuts matrices, which is right only for "
+                'elementwise steps; if its steps are, say OptimizerConfig(update_scope="elementwise"), '
+                f"else {_SEPARABLE}"
+            )
+        elif reach == "unknown" and is_parted:
+            unknown.append(name)
+    # On every rank, also on one that holds only whole matrices: the others would wait for it.
+    everywhere = {fault for found in collectives.gather_objects(faults, mesh.axis("pp+tp")) for fault in found}
+    if everywhere:
+        raise ConfigurationError(sorted(everywhere))
+    for name in unknown:
+        rank_zero_warn(
+            f"{name} is none of torch's own: its step of a weight is taken to look at no other weight, because a rank "
+            "steps only some of them; one that looks at several (a rate found from all of them, a norm over them) "
+            'gives other numbers than on one device. OptimizerConfig(update_scope="parameter") says that it does not'
+        )
+
+
+def _is_padded(parameter: Tensor, shard: Shard) -> bool:
+    return not shard.is_cut and tuple(parameter.shape) != shard.global_shape
+
+
+def _cutting(shards: Iterable[Shard]) -> str:
+    """Kinds of parallelism that cut the weights, in words."""
+    kinds = {"tensor" if shard.data is None else "expert" for shard in shards if shard.is_cut}
+    return " and ".join(sorted(kinds, reverse=True))
+
+
+def require_fitting(callbacks: Iterable[pl.Callback], config: OptimizerConfig, has_master_weights: bool) -> None:
+    """Raises ConfigurationError for callbacks that look for what is not there under master weights."""
+    faults = []
+    for callback in callbacks:
+        name = type(callback).__name__
+        if isinstance(callback, BaseFinetuning) and has_master_weights:
+            faults.append(
+                f"{name} looks for the model's parameters in the optimizer, which has master weights; use precision "
+                '32-true or bf16-true with OptimizerConfig(kind="replicated")'
+            )
+        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)) and config.overlap_param_gather:
+            faults.append(
+                f"{name} reads weights between a step and the next forward, while they are on their way; use "
+                "OptimizerConfig(overlap_param_gather=False)"
+            )
+    if faults:
+        raise ConfigurationError(faults)

@@ -1,0 +1,119 @@
+"""How the user's step is entered: models told of the batch, random numbers in step, the loss and its weight read off.
+
+Every mode enters the step by `UserStep`: a schedule once per microbatch on every stage, the others once per batch.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+
+from lightning_megatron.mesh import Mesh
+from lightning_megatron.pipeline.module import Driver, PipelineModule
+from lightning_megatron.trainer.step.microbatches import StepBatch, rows_of
+from lightning_megatron.trainer.step.rng_sync import aligned_random
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+class UserStep:
+    """The steps of a user's module, and the pipelined models that they call."""
+
+    def __init__(
+        self, trainer: pl.Trainer, module: pl.LightningModule, models: list[PipelineModule], mesh: Mesh
+    ) -> None:
+        self.trainer = trainer
+        self.module = module
+        self.models = models
+        self._mesh = mesh
+        # Batches of validation, test and prediction since the last of training; the loops' own counters stand still.
+        self._num_evaluated = 0
+
+    def begin_training(self) -> None:
+        """Tells the models which training step comes, of which their random numbers are a function."""
+        # What is drawn must not depend on how much was evaluated before: a resumed run does not do that again.
+        self._num_evaluated = 0
+        for model in self.models:
+            model.draws.step = self.trainer.fit_loop.epoch_loop.total_batch_idx
+
+    def begin_evaluation(self) -> None:
+        """Counts one more batch of evaluation, of which random numbers are a function."""
+        self._num_evaluated += 1
+
+    def begin_batch(self, args: tuple[Any, ...], driver: Driver) -> int:
+        """Makes the models ready to be called with a whole batch; returns its rows, 1 where it has none."""
+        rows = rows_of(args[0]) if args else 1
+        for model in self.models:
+            model.draws.first_sample, model.draws.call = self._mesh.dp.rank * rows, 0
+            model.driver, model.loss_weight = driver, None
+        return rows
+
+    def begin_microbatch(self, part: StepBatch) -> None:
+        """Makes the models ready to be called with a microbatch; the schedule tells them its first sample."""
+        for model in self.models:
+            model.loss_weight = None
+            model.context_group, model.draws.documents = part.context_group, part.documents
+
+    def end_microbatches(self) -> None:
+        """Has the models cut whatever comes next as the mesh says."""
+        for model in self.models:
+            model.context_group = model.draws.documents = None
+
+    def drive(self, driver: Driver) -> None:
+        """Has a driver run the models' calls."""
+        for model in self.models:
+            model.driver = driver
+
+    def synced_random(
+        self, microbatch: int = 0, place: int | None = None, *, is_scheduled: bool = False
+    ) -> AbstractContextManager[None]:
+        """Random numbers of the user's code that agree on all ranks that run a microbatch together, and differ between
+        those that do not: by `place`, which is that of the data-parallel rank unless it is given."""
+        # Tensor-parallel ranks of one replica run the same code on the same data: their generators stay together, and
+        # draw what one device would.
+        if self._mesh.axis("dp+cp").size == 1 and self._mesh.pp.size == 1 and not is_scheduled:
+            return nullcontext()
+        fit_loop, state = self.trainer.fit_loop, self.trainer.state
+        # A validation of its own is not the one at the end of the fit before it.
+        stage = str(state.stage) if state.fn == TrainerFn.FITTING else f"{state.fn} alone"
+        replica = self._mesh.dp.rank if place is None else place
+        call = (stage, fit_loop.epoch_loop.total_batch_idx, fit_loop.batch_idx, self._num_evaluated, replica)
+        return aligned_random(torch.initial_seed(), *call, microbatch)
+
+    def loss_weight(self, output: Any, rows: float | None, device: torch.device) -> Tensor:
+        """Weight that the step's loss is a mean over, [], float64: by the step, else by the model, else its rows.
+
+        Raises ValueError where none of them says, or several models do.
+        """
+        if isinstance(output, dict) and output.get("loss_weight") is not None:
+            return torch.as_tensor(output["loss_weight"], device=device).detach().double().reshape(())
+        said = [model.loss_weight for model in self.models if model.loss_weight is not None]
+        if len(said) > 1:
+            raise ValueError(
+                f"{len(said)} models computed losses in one step, each a mean over its own tokens; say what the step's "
+                'loss is a mean over: return {"loss": loss, "loss_weight": number of tokens or samples}'
+            )
+        if said:
+            return said[0].detach().double().reshape(())
+        if rows is None:
+            raise ValueError(
+                "dynamic context parallelism packs documents of any rows, so a mean over rows means nothing; say what "
+                'the loss is a mean over: return {"loss": loss, "loss_weight": number of tokens}, or call the model '
+                "with labels"
+            )
+        return torch.tensor(rows, device=device).double().reshape(())
+
+
+def loss_of(output: Any) -> Tensor | None:
+    """The loss that a step returned; None where it returned none."""
+    loss = output.get("loss") if isinstance(output, dict) else output
+    return loss if isinstance(loss, Tensor) else None
+
+
+def reciprocal(weight: Tensor) -> Tensor:
+    """1/weight, and 0 for a weight of 0: nothing was valid, and every gradient is zero."""
+    return torch.where(weight > 0, 1.0 / weight, torch.zeros_like(weight))
