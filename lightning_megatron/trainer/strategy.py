@@ -1,9 +1,7 @@
 """`MegatronStrategy`: Megatron's parallelism under `Trainer(strategy=...)`, for ordinary LightningModules.
 
-It wires the rooms together and answers Lightning's hooks; what a step does is in `steps`, what is saved in
-`checkpoints`. Note: gradients come before zero_grad. Lightning calls `training_step`, then `zero_grad`, then
-`backward`; a schedule has run its backwards by the time `training_step` returns. Its gradients are therefore taken
-aside there and given to the parameters in `backward`, so that every hook sees what it would see on one device.
+It wires the rooms together and answers Lightning's hooks: `run` holds what lives during a run, `step/` what a step does,
+`checkpointing/` what is saved.
 """
 
 import sys
