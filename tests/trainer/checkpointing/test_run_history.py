@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_megatron.mesh import Mesh
-from lightning_megatron.trainer.checkpointing.run_history import KEY, Fits, begun, fits_of, goes_on_from
+from lightning_megatron.trainer.checkpointing.run_history import KEY, FitHistory, begun, fits_of, goes_on_from
 
 A, B = [("a", 0)], [("a", 0), ("b", 3)]
 
@@ -21,7 +21,7 @@ A, B = [("a", 0)], [("a", 0), ("b", 3)]
         ([], A, 3, False),
     ],
 )
-def test_a_run_goes_on_from_what_it_went_through(later: Fits, earlier: Fits, step: int, goes_on: bool) -> None:
+def test_a_run_goes_on_from_what_it_went_through(later: FitHistory, earlier: FitHistory, step: int, goes_on: bool) -> None:
     assert goes_on_from(later, earlier, step) == goes_on
 
 
