@@ -1,7 +1,7 @@
 """`MegatronStrategy`: Megatron's parallelism under `Trainer(strategy=...)`, for ordinary LightningModules.
 
-It wires the rooms together and answers Lightning's hooks: `run` holds what lives during a run, `step/` what a step does,
-`checkpointing/` what is saved.
+It wires the rooms together and answers Lightning's hooks: `run` holds what lives during a run, `step/` runs the steps,
+`checkpointing/` saves and loads.
 """
 
 import sys

@@ -21,7 +21,9 @@ A, B = [("a", 0)], [("a", 0), ("b", 3)]
         ([], A, 3, False),
     ],
 )
-def test_a_run_goes_on_from_what_it_went_through(later: FitHistory, earlier: FitHistory, step: int, goes_on: bool) -> None:
+def test_a_run_goes_on_from_what_it_went_through(
+    later: FitHistory, earlier: FitHistory, step: int, goes_on: bool
+) -> None:
     assert goes_on_from(later, earlier, step) == goes_on
 
 
