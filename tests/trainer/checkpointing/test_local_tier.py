@@ -241,7 +241,7 @@ def test_parts_of_two_runs_are_not_put_together(a_run: tuple[Path, list[Record]]
     """The same step, of a run and of the one that made it again: their numbers may differ."""
     shutil.copytree(a_run[0], tmp_path, dirs_exist_ok=True)
     shutil.move(tmp_path / "local", tmp_path / "first")
-    go_on(DP2, tmp_path, layer_freq=4)
+    go_on(DP2, tmp_path, every=4)
     shutil.rmtree(tmp_path / "local" / "rank-0")
     shutil.copytree(tmp_path / "first" / "rank-0", tmp_path / "local" / "rank-0")
     steps = [read_meta(tmp_path / "local" / f"rank-{rank}" / "step=8.ckpt")["global_step"] for rank in (0, 1)]
