@@ -344,8 +344,8 @@ class Meeting(Watching):
 
 
 class MeetingStrategy(MegatronStrategy):
-    def _make_dynamic(self, trainer: L.Trainer, config: DynamicContextConfig) -> DynamicContext:
-        dynamic = super()._make_dynamic(trainer, config)
+    def _make_document_prefetch(self, trainer: L.Trainer, config: DynamicContextConfig) -> DynamicContext:
+        dynamic = super()._make_document_prefetch(trainer, config)
         solve, steps = dynamic._solve, iter(range(7))
 
         def solve_late(*args: Any, **kwargs: Any) -> Any:
@@ -408,8 +408,8 @@ def test_a_run_resumed_within_an_epoch_is_bit_by_bit_the_run_that_never_stopped(
 class FailingStrategy(MegatronStrategy):
     """On the last rank the plan of the second step cannot be made."""
 
-    def _make_dynamic(self, trainer: L.Trainer, config: DynamicContextConfig) -> DynamicContext:
-        dynamic = super()._make_dynamic(trainer, config)
+    def _make_document_prefetch(self, trainer: L.Trainer, config: DynamicContextConfig) -> DynamicContext:
+        dynamic = super()._make_document_prefetch(trainer, config)
         solve, steps = dynamic._solve, iter(range(7))
 
         def solve_or_fail(*args: Any, **kwargs: Any) -> Any:
