@@ -25,7 +25,7 @@ def test_all_faults_of_an_optimizer_config_are_reported_together() -> None:
         "optimizer grad_dtype ('float16') must be one of auto, float32, bfloat16",
         "optimizer on_nonfinite ('warn') must be one of stop, skip, ignore",
         "optimizer update_scope ('matrix') must be one of auto, elementwise, parameter",
-        "bucket_size (-5) must be at least 1; it counts numbers, 40000000 is usual",
+        "bucket_size (-5) must be at least 1; it counts elements, 40000000 is usual",
         "check_replicas_every_n_steps (-1) must be at least 0; 0 is never",
     ]
 
