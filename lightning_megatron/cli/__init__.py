@@ -1,1 +1,1 @@
-"""What a user calls from a shell."""
+"""The command line: `lightning-megatron` and recipes."""

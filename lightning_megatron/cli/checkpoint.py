@@ -187,7 +187,7 @@ def run_prune(options: argparse.Namespace) -> None:
 
 
 def _told(path: str, ask: Callable[[], Any]) -> Any:
-    """What `ask` returns; what it says of the user's files at the path is a user's mistake, in one line."""
+    """Returns the result of `ask`; errors about the user's files at the path become a usage error of one line."""
     try:
         with store_errors_told(path):
             return ask()
@@ -275,7 +275,7 @@ def _num(number: int, what: str) -> str:
 
 
 def _bytes(number: float) -> str:
-    """As in "1.3 GB"; a GB is 10^9 bytes."""
+    """Size in text, as "1.3 GB"; a GB is 10^9 bytes."""
     for unit in ("bytes", "kB", "MB", "GB"):
         if number < 1000:
             return f"{number:.0f} {unit}" if unit == "bytes" else f"{number:.1f} {unit}"

@@ -146,7 +146,7 @@ def _convert(options: argparse.Namespace) -> Converted:
 
 
 def _weights(options: argparse.Namespace, fields: Mapping[str, Mapping[str, Any]]) -> Weights:
-    """What is to be written."""
+    """Returns what is to be written."""
     if is_checkpoint(options.source):
         weights = in_checkpoint(options.source, options.submodule, fields.get("config"))
     else:

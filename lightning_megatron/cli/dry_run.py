@@ -21,7 +21,7 @@ from lightning_megatron.planner.run import Run
 from lightning_megatron.rules.limits import limit_faults
 
 _GPU = "h100"
-# By whose planned times documents are balanced where a recipe with dynamic context parallelism gives no costs.
+# The GPU whose planned times balance documents where a recipe with dynamic context parallelism gives no costs.
 # Each of which a rank knows.
 _MOST_RANKS = 1_000_000
 _EPILOG = """\
@@ -46,21 +46,30 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     add_model_options(parser)
     run = parser.add_argument_group("the run")
-    run.add_argument("--world-size", type=int, metavar="NUMBER", help="ranks in all (default: those of the recipe)")
+    run.add_argument("--world-size", type=int, metavar="NUMBER", help="number of ranks (default: the recipe's)")
     run.add_argument(
-        "--rank", type=int, metavar="RANK", help="which (default: of the first, the middle and the last stage)"
+        "--rank",
+        type=int,
+        metavar="RANK",
+        help="global rank (default: of the first, the middle and the last stage)",
     )
-    run.add_argument("--layout", metavar="SIZES", help="as in tp=8,pp=64,mbs=1, or recipe (the default)")
-    run.add_argument("--global-batch-size", type=int, metavar="SAMPLES", help="of a step (default: the recipe's)")
-    run.add_argument("--sequence-length", type=int, metavar="TOKENS", help="of a sample (default: the recipe's)")
-    run.add_argument("--decoder-sequence-length", type=int, metavar="TOKENS", help="of a T5's answers")
+    run.add_argument("--layout", metavar="SIZES", help="layout, as in tp=8,pp=64,mbs=1 (default: the recipe's)")
+    run.add_argument(
+        "--global-batch-size",
+        type=int,
+        metavar="SAMPLES",
+        help="samples in a step (default: the recipe's)",
+    )
+    run.add_argument("--sequence-length", type=int, metavar="TOKENS", help="tokens in a sample (default: the recipe's)")
+    run.add_argument("--decoder-sequence-length", type=int, metavar="TOKENS", help="tokens in a T5's target")
     run.add_argument(
         "--document-lengths",
         metavar="LENGTHS",
-        help="of a recipe with dynamic_context: median=TOKENS,sigma=NUMBER, or a file of lengths, one a line",
+        help="lengths of packed documents, for a recipe with dynamic_context: median=TOKENS,sigma=NUMBER, or a file of "
+        "lengths, one a line",
     )
-    run.add_argument("--fp8", action="store_true", help="linears of layers multiply in FP8")
-    run.add_argument("--recompute", choices=("none", "selective", "full"), help="(default: the recipe's)")
+    run.add_argument("--fp8", action="store_true", help="run the layers' linears in FP8")
+    run.add_argument("--recompute", choices=("none", "selective", "full"), help="recomputation (default: the recipe's)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.set_defaults(run=run_dry_run, world_option="--world-size")
 

@@ -1,11 +1,21 @@
-"""What jsonargparse says against a value, in one line without the types that it tried on the way."""
+"""Errors of jsonargparse in one line, without the types that it tried on the way."""
 
 import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any
 
-TRIED = "Does not validate against"
-"""How it begins what it says of an argument that may be of several types."""
+from jsonargparse import Namespace
+from lightning.pytorch.cli import LightningArgumentParser
 
-_ON_THE_WAY = (TRIED, "Subtypes:", "Errors:", "Expected a <class", "Given value", "Problem with given")
+STRATEGY = "trainer.strategy.init_args"
+"""Path of MegatronStrategy's options in a recipe."""
+
+# How jsonargparse names an option that does not exist.
+_UNKNOWN = (r"^unrecognized arguments: --([\w.]+)", r"[Oo]ption '([\w.]+)'")
+# How it begins what it says of an argument that may be of several types.
+_TRIED = "Does not validate against"
+_ON_THE_WAY = (_TRIED, "Subtypes:", "Errors:", "Expected a <class", "Given value", "Problem with given")
 _OF_CLASSES = ("Not a valid subclass of", "Subclass types expect", "a class path (", "a dict with")
 _WHERE = "Parser key"
 _NAMES = {
@@ -17,7 +27,39 @@ _NAMES = {
 }
 
 
-def told(text: str) -> list[str]:
+def about_option(text: str, names: Sequence[str]) -> str:
+    """One line that says what is wrong with an option; of one that there is not, the nearest that there is."""
+    lines = error_lines(text) if _TRIED in text else text.splitlines()
+    # The value, unless it is an option within the option.
+    lines += re.findall(r"^  Given value: (?!NestedArg).*", text, re.MULTILINE)[:1]
+    line = re.sub(r'^Parser key "([\w.]+)":', r"--\1:", " ".join(line.strip() for line in lines))
+    line = re.sub(r"Subcommand '\w+' does not accept option '([\w.]+)'", r"Option '\1' is not accepted", line)
+    line = re.sub(r"Group '([\w.]+)' does not accept option '([\w.]+)'", r"Option '\1.\2' is not accepted", line)
+    line = re.sub(r"'\w+' object has no attribute 'keys'", "must be a table of options", line)
+    unknown = [name for pattern in _UNKNOWN for name in re.findall(pattern, line)]
+    # Of the strategy's own it says the last name alone.
+    known = {name.removeprefix(f"{STRATEGY}."): name for name in names} | {name: name for name in names}
+    nearest = [known[near] for name in unknown for near in get_close_matches(name, known, 1)]
+    return line + "".join(f"; the nearest is --{name}" for name in nearest)
+
+
+def settings_of(annotation: Any, settings: Any) -> Any:
+    """The dataclass that parsed settings make. Raises ValueError with what it says against its own values."""
+    parser = LightningArgumentParser(exit_on_error=False)
+    parser.add_argument("--settings", type=annotation)
+    return parser.instantiate(Namespace(settings=settings)).settings
+
+
+def settings_faults(annotation: Any, settings: Any) -> list[str]:
+    """Errors of a dataclass about the values of its parsed settings; empty where it takes them."""
+    try:
+        settings_of(annotation, settings)
+    except ValueError as error:
+        return error_lines(str(error))
+    return []
+
+
+def error_lines(text: str) -> list[str]:
     """The lines of an error that say what is wrong; not those that say which types were tried on the way to it."""
     lines = _lines(text)
     said = [line for line in lines if not line.startswith((*_ON_THE_WAY, *_OF_CLASSES))]
@@ -27,7 +69,7 @@ def told(text: str) -> list[str]:
 
 
 def rule_of(text: str) -> str:
-    """What the value must be: the reasons that are more than a type, or, where there is none, the types."""
+    """Rule that the value breaks: reasons beyond its type or, where there are none, the types that would do."""
     lines = [line for line in _lines(text) if not line.startswith(_WHERE)]
     expected = [found[1] for line in lines if (found := re.match(r"Expected an? (.+?)(\.? Got value.*)?$", line))]
     # A word that is not among those of an option says more than that an option may be a class.

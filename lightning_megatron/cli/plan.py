@@ -60,22 +60,32 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     machine = parser.add_argument_group("the machine")
     machine.add_argument("--gpu", required=True, metavar="NAME", help="a known GPU, or a YAML file that describes one")
     machine.add_argument("--num-gpus", type=int, metavar="NUMBER", help="GPUs in all (default: those of the recipe)")
-    machine.add_argument("--memory-gb", type=float, metavar="GB", help="memory of one (default: that of the GPU)")
+    machine.add_argument("--memory-gb", type=float, metavar="GB", help="usable memory of a GPU (default: all)")
     run = parser.add_argument_group("the run")
-    run.add_argument("--global-batch-size", type=int, metavar="SAMPLES", help="of a batch (default: the recipe's)")
-    run.add_argument("--sequence-length", type=int, metavar="TOKENS", help="of a sample (default: the recipe's)")
-    run.add_argument("--decoder-sequence-length", type=int, metavar="TOKENS", help="of a T5's answers")
+    run.add_argument(
+        "--global-batch-size",
+        type=int,
+        metavar="SAMPLES",
+        help="samples in a batch (default: the recipe's)",
+    )
+    run.add_argument("--sequence-length", type=int, metavar="TOKENS", help="tokens in a sample (default: the recipe's)")
+    run.add_argument("--decoder-sequence-length", type=int, metavar="TOKENS", help="tokens in a T5's target")
     run.add_argument(
         "--document-lengths",
         metavar="LENGTHS",
-        help="of a recipe with dynamic_context: median=TOKENS,sigma=NUMBER, or a file of lengths, one a line",
+        help="lengths of packed documents, for a recipe with dynamic_context: median=TOKENS,sigma=NUMBER, or a file of "
+        "lengths, one a line",
     )
-    run.add_argument("--fp8", action="store_true", help="linears of layers multiply in FP8")
-    run.add_argument("--recompute", choices=("none", "selective", "full"), help="(default: full where it must be)")
-    run.add_argument("--layout", metavar="SIZES", help="explain one layout, as in tp=8,pp=64,mbs=1; recipe: its own")
-    run.add_argument("--tokens", type=float, metavar="NUMBER", help="tell the days to train on so many")
+    run.add_argument("--fp8", action="store_true", help="run the layers' linears in FP8")
+    run.add_argument(
+        "--recompute",
+        choices=("none", "selective", "full"),
+        help="recomputation (default: none where that fits)",
+    )
+    run.add_argument("--layout", metavar="SIZES", help="explain one layout, as in tp=8,pp=64,mbs=1, or recipe")
+    run.add_argument("--tokens", type=float, metavar="NUMBER", help="print the days that so many tokens take")
     output = parser.add_argument_group("the output")
-    output.add_argument("--top", type=int, metavar="NUMBER", help=f"layouts that are shown (default: {_SHOWN})")
+    output.add_argument("--top", type=int, metavar="NUMBER", help=f"number of layouts to show (default: {_SHOWN})")
     output.add_argument("--json", action="store_true", help="print everything as JSON")
     output.add_argument("--out", type=Path, metavar="FILE.svg", help="write a picture of the layout, or of the best")
     parser.set_defaults(run=run_plan, world_option="--num-gpus")
@@ -141,7 +151,7 @@ def _search(options: argparse.Namespace, request: PlanRequest, gpu: Gpu) -> None
 
 
 def _notes(request: PlanRequest, gpu: Gpu, layout: str | None) -> list[str]:
-    """What a reader of the numbers should know, with that layout or, where there is none, of a search."""
+    """Notes for a reader of the numbers, with that layout or, without one, of a search."""
     notes = [*request.notes, *(f"not planned: {name}, which {does}" for name, does in request.unplanned.items())]
     if gpu.timed_as(request.run.plain_products) != request.run.plain_products:
         notes.append(

@@ -22,7 +22,7 @@ _MOST_DIGITS = 12
 
 
 def balanced_as_asked(request: PlanRequest, told: str | None, gpu: Gpu, *, is_own: bool) -> PlanRequest:
-    """What is asked with a balanced batch, of a recipe with dynamic context parallelism whose own layout is shown.
+    """The request with a balanced batch, for a recipe with dynamic context parallelism whose own layout is shown.
 
     `told` is what --document-lengths says; on the GPU documents cost what the recipe does not say. Raises UsageError
     where --document-lengths says nothing, or is of no use.
@@ -57,7 +57,7 @@ def balanced_as_asked(request: PlanRequest, told: str | None, gpu: Gpu, *, is_ow
 
 
 def _faults(run: Run, cut: Facts, config: DynamicContextConfig) -> tuple[list[str], list[str]]:
-    """Those of the run without dynamic context parallelism, and those that it adds."""
+    """Errors of the run without dynamic context parallelism, and those that it adds."""
     plain = replace(
         cut,
         model=run.model,
@@ -91,7 +91,7 @@ def _documents(run: Run, told: str | None) -> tuple[tuple[int, ...], list[str]]:
 
 
 def _lengths_of(told: str) -> LogNormal | list[int]:
-    """What --document-lengths says. Raises ValueError."""
+    """Document lengths that --document-lengths gives. Raises ValueError."""
     if "=" not in told:
         return _lengths_in(Path(told))
     parts = [part.strip().partition("=")[::2] for part in told.split(",")]
@@ -110,7 +110,7 @@ def _lengths_of(told: str) -> LogNormal | list[int]:
 
 
 def _lengths_in(path: Path) -> list[int]:
-    """Of a file with a number a line."""
+    """Lengths in a file with a number a line."""
     try:
         words = path.read_text().split()
     except (OSError, UnicodeDecodeError) as error:

@@ -10,9 +10,10 @@ from lightning_megatron.hf.families import family_of_file
 from lightning_megatron.hf.folder import read_config
 from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config
 from lightning_megatron.planner.model_parts import Model
+from lightning_megatron.planner.yaml_table import yaml_of
 
 KINDS: dict[str, type[Model]] = {"gpt": GPTConfig, "bert": BertConfig, "t5": T5Config, "llava": LlavaConfig}
-"""By the names of `--model-kind`."""
+"""Configurations of models by the names of `--model-kind`."""
 
 
 def model_of_folder(path: Path) -> Model:
@@ -28,11 +29,11 @@ def model_of_folder(path: Path) -> Model:
 
 
 def table_of(path: Path) -> dict[str, Any]:
-    """What a file of YAML or JSON holds. Raises ValueError for one that cannot be read, or is no table."""
+    """The table in a file of YAML or JSON. Raises ValueError for one that cannot be read, or is no table."""
     try:
         text = path.read_text(encoding="utf-8")
         # YAML's own reader takes seconds for a long JSON.
-        data = json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(text)
+        data = json.loads(text) if text.lstrip().startswith("{") else yaml_of(text)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
     except (yaml.YAMLError, ValueError) as error:

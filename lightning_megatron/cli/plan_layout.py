@@ -13,7 +13,7 @@ from lightning_megatron.planner.run import Run, context_fields, faults_of
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
 OF_RECIPE = "recipe"
-"""In the place of a layout, of its stages or of its schedule: those of the recipe."""
+"""Word for the recipe's own layout, stages or schedule."""
 
 _SIZES = ("tp", "pp", "vp", "cp", "ep", "etp")
 _WORDS = {
@@ -89,7 +89,7 @@ def with_layout(run: Run, text: str) -> Run:
 
 
 def notes_on_layout(request: PlanRequest, text: str | None) -> list[str]:
-    """What of the recipe's own is not in a layout of that text, or in a search where there is none."""
+    """Notes on what a layout, or a search where there is none, leaves out of the recipe's own."""
     notes = _notes_on_schedule(request.run, text)
     if request.dynamic is not None:
         notes.append("without the recipe's dynamic_context, which is planned on its own layout: --layout recipe")
@@ -97,7 +97,7 @@ def notes_on_layout(request: PlanRequest, text: str | None) -> list[str]:
 
 
 def _notes_on_schedule(run: Run, text: str | None) -> list[str]:
-    """That the recipe's own schedule is not in a layout of that text, or in a search where there is none."""
+    """A note where a layout, or a search where there is none, leaves out the recipe's own schedule."""
     is_usual = run.schedule_name is None and not run.group_size and not run.is_overlapped
     if is_usual or (text is not None and "schedule" in _values_of(text)):
         return []

@@ -1,25 +1,25 @@
-"""The run that a recipe's YAML file describes, read without the packages that run recipes."""
+"""The run that a recipe's YAML file describes, for plans; the recipe's own parser reads the file."""
 
 import argparse
 from collections.abc import Mapping
+from dataclasses import fields
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.cli.plain import made_of
+from jsonargparse import Namespace
+
 from lightning_megatron.cli.plan_dynamic import ONE_A_ROW
 from lightning_megatron.cli.plan_file import KINDS, model_of_folder
 from lightning_megatron.cli.plan_request import PlanRequest
-from lightning_megatron.cli.recipe_file import (
-    at,
-    is_count,
-    is_packed,
-    kind_of,
-    module_of,
-    num_gpus_of,
-    precision_of,
-    trained_of,
+from lightning_megatron.cli.recipe_reader import (
+    FINETUNING,
+    PRETRAINING,
+    Recipe,
+    made_settings,
+    read_recipe,
+    sample_errors,
 )
-from lightning_megatron.cli.recipe_options import option_faults, sample_faults, strategy_faults, strategy_of
 from lightning_megatron.context.balance import DynamicContextConfig
 from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.hf.load import upcycling
@@ -31,13 +31,22 @@ from lightning_megatron.pipeline.registry import placement_of
 from lightning_megatron.planner.model_parts import Model, SequenceLengths
 from lightning_megatron.planner.presets import PRESETS
 from lightning_megatron.planner.run import Run, context_fields
+from lightning_megatron.planner.trainable import Trainable
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.rules.cross_config import Facts
 from lightning_megatron.rules.cross_config import faults as rule_faults
 from lightning_megatron.rules.limits import MOST, MOST_OF_A_KIND, limit_faults, model_limit_faults
+from lightning_megatron.trainer import MegatronStrategy
 from lightning_megatron.trainer.config import PipelineConfig
+from lightning_megatron.transformer.lora import LoraConfig
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
+_MODULES = {"GPTModule": "gpt", "BertModule": "bert", "T5Module": "t5", "LlavaModule": "llava"}
+# What Lightning takes in the place of a precision's name.
+_SHORT_PRECISIONS = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+_TE_PRECISION = "transformer-engine"
+# Of a number that is text.
+_MOST_DIGITS = 20
 _SIZES = {
     "tensor_model_parallel_size": "tp",
     "pipeline_model_parallel_size": "pp",
@@ -46,99 +55,263 @@ _SIZES = {
     "expert_model_parallel_size": "ep",
     "expert_tensor_parallel_size": "etp",
 }
-# Options that are read, and told of, here.
-_READ_OF_STRATEGY = (
-    *_SIZES,
-    *("num_microbatches", "microbatch_size", "pipeline", "optimizer", "recompute", "context", "dynamic_context", "fp8"),
-)
-_READ = {
-    "trainer": ("strategy", "precision", "devices", "num_nodes", "accumulate_grad_batches"),
-    "model": ("config", "frozen", "lora", "upcycle"),
-    "data": ("global_batch_size", "sequence_length"),
+# Of MegatronStrategy, each with the dataclass that it takes.
+_SETTINGS: dict[str, type] = {
+    "pipeline": PipelineConfig,
+    "optimizer": OptimizerConfig,
+    "recompute": RecomputeConfig,
+    "context": ContextConfig,
+    "dynamic_context": DynamicContextConfig,
+    "fp8": Fp8Config,
 }
 
 
 def run_of_recipe(path: Path, data: dict[str, Any], options: argparse.Namespace) -> PlanRequest:
-    """What the file asks for. Raises ValueError with all of its faults, one a line."""
-    faults: list[str] = []
-    tables = {name: data[name] for name in ("trainer", "model", "data") if data.get(name) is not None}
-    if bad := [name for name, table in tables.items() if not isinstance(table, dict)]:
-        raise ValueError("\n".join(f"{name} ({tables[name]!r}) must be a table of options" for name in bad))
-    model, kind_from = _model_of_recipe(path, data, options, faults)
-    kind, is_tuned = _kind(model, data, options), _is_tuned(data)
-    faults += option_faults(data, kind, is_tuned=is_tuned, read=_READ)
+    """The run that the file asks for. Raises ValueError with its errors, one a line."""
+    if bad := [name for name in ("trainer", "model", "data") if not isinstance(data.get(name) or {}, dict)]:
+        raise ValueError("\n".join(f"{name} ({data[name]!r}) must be a table of options" for name in bad))
+    errors: list[str] = []
+    section = _module_section(data)
+    model, kind, kind_from = _model_of_folder(path, section, options, errors), "", "model.path"
+    if model is None:
+        kind, kind_from = _kind_of(data, section, options.model_kind)
+        recipe = PRETRAINING[kind]
+    else:
+        kind = next(name for name, known in KINDS.items() if type(model) is known)
+        recipe = FINETUNING.get(kind, FINETUNING["gpt"])
+    config = read_recipe(data | {"model": _known_options(data, section, recipe, options)}, recipe)
+    model = _model_of_recipe(model, kind, config.model, errors)
     if model is not None and (absurd := model_limit_faults(model)):
         raise ValueError("\n".join(absurd))
-    trainer = data.get("trainer") or {}
-    own = strategy_of(trainer, faults)
-    arguments = own or {}
-    faults += strategy_faults(arguments, _READ_OF_STRATEGY)
-    pipeline = made_of(PipelineConfig, arguments.get("pipeline") or {}, "pipeline", faults)
-    optimizer = made_of(OptimizerConfig, arguments.get("optimizer") or {}, "optimizer", faults)
-    recompute = made_of(RecomputeConfig, arguments.get("recompute") or {}, "recompute", faults)
-    context = made_of(ContextConfig, arguments.get("context") or {}, "context", faults)
-    dynamic = None
-    if arguments.get("dynamic_context"):
-        dynamic = made_of(DynamicContextConfig, arguments["dynamic_context"], "dynamic_context", faults)
-    fp8 = made_of(Fp8Config, arguments["fp8"], "fp8", faults) if arguments.get("fp8") else None
-    precision, fp8 = precision_of(trainer, fp8, faults)
-    trained = trained_of(data, faults)
+    arguments = _strategy_arguments(config.trainer.strategy, errors)
+    settings = _strategy_settings(arguments, errors)
+    precision, settings["fp8"] = _precision_of(config.trainer.precision, settings["fp8"], errors)
+    trained = _trained_of(config.model, errors)
     if model is not None:
-        faults += trained.faults(model)
-    world = options.num_gpus or num_gpus_of(trainer, faults)
-    numbers = _counts_of(data, arguments, options, faults)
-    if not world and not faults:
-        faults.append(f"{options.world_option} is needed: {path} leaves trainer.devices to the machine")
-    if faults:
-        raise ValueError("\n".join(faults))
-    assert model is not None and pipeline is not None and optimizer is not None and recompute is not None
-    assert context is not None
-    batch, length = numbers["data.global_batch_size"], numbers["data.sequence_length"]
-    lengths = _texts_of(data, model, length, options)
-    if faults := sample_faults(data.get("data") or {}, model, kind, lengths, batch, is_tuned=is_tuned):
-        raise ValueError("\n".join(faults))
+        errors += trained.faults(model)
+    world = options.num_gpus or _num_gpus_of(config.trainer, errors)
+    numbers = _counts_of(config, arguments or Namespace(), options, errors)
+    if not world and not errors:
+        errors.append(f"{options.world_option} is needed: {path} leaves trainer.devices to the machine")
+    if errors:
+        raise ValueError("\n".join(errors))
+    assert model is not None
+    batch = numbers["data.global_batch_size"]
+    lengths = _lengths_of(config, model, numbers["data.sequence_length"], options)
+    if config.get("data") is not None and (errors := sample_errors(recipe, config.data, model, lengths, batch)):
+        raise ValueError("\n".join(errors))
+    pipeline, context, is_packed = settings["pipeline"], settings["context"], _is_packed(config)
     sizes = Sizes(
         world=world,
         **{short: numbers[name] for name, short in _SIZES.items()},
         **context_fields(context, numbers["context_parallel_size"]),
-        sequence_parallel=arguments.get("sequence_parallel", False),
+        sequence_parallel=bool(arguments and arguments.get("sequence_parallel")),
         placement=placement_of(pipeline.schedule) if pipeline.schedule != "auto" else "loop",
         stage_layout=pipeline.layout,
     )
-    num_microbatches, rows = numbers["num_microbatches"], arguments.get("microbatch_size", 0)
-    replicas = 0 if sizes.faults() else sizes.dp
+    num_microbatches, microbatch_size = numbers["num_microbatches"], numbers["microbatch_size"]
+    data_parallel_size = 0 if sizes.faults() else sizes.dp
     run = Run(
         model=model,
         lengths=lengths,
         sizes=sizes,
         global_batch_size=batch,
         num_accumulated=numbers["trainer.accumulate_grad_batches"],
-        micro_batch_size=rows or max(batch // max(replicas * num_microbatches, 1), 1),
-        cuts_by_rows=bool(rows),
+        micro_batch_size=microbatch_size or max(batch // max(data_parallel_size * num_microbatches, 1), 1),
+        cuts_by_rows=bool(microbatch_size),
         precision=precision,
-        fp8=fp8,
-        recompute=recompute,
-        optimizer=optimizer,
+        fp8=settings["fp8"],
+        recompute=settings["recompute"],
+        optimizer=settings["optimizer"],
         schedule_name=None if pipeline.schedule == "auto" else pipeline.schedule,
         group_size=pipeline.microbatch_group_size,
         is_overlapped=pipeline.overlap_expert_exchange,
         context=context,
         trained=trained,
     )
-    cut = Facts(sizes=sizes, num_microbatches=num_microbatches, microbatch_size=rows, global_batch_size=batch)
+    cut = Facts(
+        sizes=sizes, num_microbatches=num_microbatches, microbatch_size=microbatch_size, global_batch_size=batch
+    )
     return PlanRequest(
         run=run,
-        has_layout=own is not None,
+        has_layout=arguments is not None,
         faults=tuple(fault for fault in rule_faults(cut) if fault not in sizes.faults()),
-        notes=(*_notes_on_kind(kind_from), *([ONE_A_ROW] if is_packed(data) else [])),
+        notes=(*_notes_on_kind(kind_from), *([ONE_A_ROW] if is_packed else [])),
         unplanned=_unplanned(pipeline),
-        dynamic=dynamic,
+        dynamic=settings["dynamic_context"],
         cut=cut,
     )
 
 
-def _texts_of(data: dict[str, Any], model: Model, length: int, options: argparse.Namespace) -> SequenceLengths:
-    decoder = options.decoder_sequence_length or at(data, "data", "decoder_sequence_length")
+def _module_section(data: dict[str, Any]) -> dict[str, Any]:
+    """The options of the module, which stand under init_args where the file names its class."""
+    section = data.get("model") or {}
+    if "class_path" in section:
+        section = section.get("init_args") or {}
+    return section if isinstance(section, dict) else {}
+
+
+def _known_options(
+    data: dict[str, Any], section: dict[str, Any], recipe: Recipe, options: argparse.Namespace
+) -> dict[str, Any]:
+    """The options of the module that the recipe's parser is to read: of a user's own class those that ours has too."""
+    name = str((data.get("model") or {}).get("class_path") or "").rpartition(".")[2]
+    if name and name != recipe.module.__name__:
+        section = {option: value for option, value in section.items() if option in signature(recipe.module).parameters}
+    if not isinstance(section.get("config"), dict) and options.model is not None:
+        return section | {"path": options.model}
+    return section
+
+
+def _model_of_folder(
+    path: Path, section: Mapping[str, Any], options: argparse.Namespace, errors: list[str]
+) -> Model | None:
+    """The model of a recipe that starts from a folder; None for one with a model.config."""
+    if section.get("config") is not None:
+        if options.model is not None:
+            errors.append(f"--model ({options.model}) is for a recipe without a model.config; leave it out")
+        return None
+    if options.model is None and not isinstance(section.get("path"), str):
+        raise ValueError(
+            f"{path} has no model.config and no model.path; give a recipe's file, a preset, or a Hugging Face "
+            "config.json"
+        )
+    if options.model_kind is not None:
+        errors.append(f"--model-kind ({options.model_kind}) is for a recipe with a model.config; leave it out")
+    name = options.model or section["path"]
+    if name in PRESETS:
+        return PRESETS[name].model
+    if Path(name).exists():
+        return model_of_folder(Path(name))
+    raise ValueError(
+        f"model.path ({name}) is no folder here; give the model by --model: a folder, its config.json, or a preset "
+        f"({', '.join(PRESETS)})"
+    )
+
+
+def _kind_of(data: dict[str, Any], section: Mapping[str, Any], asked: str | None) -> tuple[str, str]:
+    """The kind of model that a file with a model.config describes, and what says so; nothing does for a GPT alone."""
+    if asked is not None:
+        return asked, "--model-kind"
+    name = str((data.get("model") or {}).get("class_path") or "").rpartition(".")[2]
+    if name in _MODULES:
+        return _MODULES[name], f"model.class_path ({name})"
+    for kind in ("llava", "t5", "bert"):
+        for where, table, of in (
+            ("model.config", section.get("config"), {k: {field.name for field in fields(KINDS[k])} for k in KINDS}),
+            ("data", data.get("data"), {k: set(signature(PRETRAINING[k].data).parameters) for k in KINDS}),
+        ):
+            others = set().union(*(names for known, names in of.items() if known != kind))
+            if own := [name for name in table or () if name in of[kind] - others]:
+                return kind, f"{where}.{own[0]}"
+    return "gpt", ""
+
+
+def _model_of_recipe(known: Model | None, kind: str, module: Namespace, errors: list[str]) -> Model | None:
+    """The model of a folder, as the recipe changes it, or that of its model.config."""
+    if known is None:
+        model: Model | None = made_settings(KINDS[kind], module.config, "model.config", errors)
+        return model
+    moe = made_settings(MoEConfig, module.upcycle, "model.upcycle", errors) if module.get("upcycle") else None
+    return known if moe is None else upcycling(known, moe).config
+
+
+def _strategy_arguments(strategy: Any, errors: list[str]) -> Namespace | None:
+    """The options of MegatronStrategy; None where the file leaves the strategy to Lightning."""
+    if strategy in (None, "auto"):
+        return None
+    if strategy == "megatron":
+        return Namespace()
+    given = strategy.class_path if isinstance(strategy, Namespace) else strategy
+    if given.rpartition(".")[2] == MegatronStrategy.__name__:
+        arguments: Namespace = strategy.get("init_args") or Namespace()
+        return arguments
+    errors.append(
+        f"trainer.strategy ({given!r}) must be MegatronStrategy to be planned; give class_path: "
+        "lightning_megatron.MegatronStrategy, or leave the strategy out and write a --layout"
+    )
+    return None
+
+
+def _strategy_settings(arguments: Namespace | None, errors: list[str]) -> dict[str, Any]:
+    """The dataclasses that MegatronStrategy takes, by its options; defaults where a recipe gives none."""
+    made = {}
+    for name, settings in _SETTINGS.items():
+        given = None if arguments is None else arguments.get(name)
+        if given is not None:
+            made[name] = made_settings(settings, given, name, errors)
+        else:
+            made[name] = None if name in ("dynamic_context", "fp8") else settings()
+    return made
+
+
+def _precision_of(value: Any, fp8: Fp8Config | None, errors: list[str]) -> tuple[str, Fp8Config | None]:
+    """The full name of the Trainer's precision, and how linears multiply in FP8, where they do."""
+    name = "32-true" if value is None else _SHORT_PRECISIONS.get(str(value), str(value))
+    if name != _TE_PRECISION:
+        return name, fp8
+    if fp8 is not None:
+        errors.append(
+            "FP8 is asked for twice, by precision 'transformer-engine' and by the strategy's fp8; leave one of them out"
+        )
+    return "bf16-true", Fp8Config(engine="transformer_engine", scaling="delayed")
+
+
+def _trained_of(module: Namespace, errors: list[str]) -> Trainable:
+    """Which weights are trained: all, unless the module freezes components or trains LoRA adapters."""
+    lora = module.get("lora")
+    config = None if lora is None else made_settings(LoraConfig, lora, "model.lora", errors)
+    return Trainable(frozen=tuple(module.get("frozen") or ()), lora=config)
+
+
+def _num_gpus_of(trainer: Namespace, errors: list[str]) -> int:
+    """GPUs of all nodes; 0 where it is left to the machine."""
+    devices, nodes = trainer.devices, trainer.num_nodes
+    if isinstance(devices, str) and "," in devices:
+        devices = devices.strip(",").split(",")
+    if isinstance(devices, list):
+        devices = len(devices)
+    elif isinstance(devices, str) and devices.isdecimal() and len(devices) < _MOST_DIGITS:
+        devices = int(devices)
+    if devices in ("auto", "-1", -1):
+        devices = 0
+    elif not _is_count(devices):
+        errors.append(f"trainer.devices ({devices!r}) must be a number of at least 1, a list of devices, or auto")
+        devices = 0
+    if not _is_count(nodes):
+        errors.append(f"trainer.num_nodes ({nodes!r}) must be a number of at least 1")
+        nodes = 1
+    errors += limit_faults({"trainer.devices": int(devices), "trainer.num_nodes": int(nodes)}, MOST_OF_A_KIND)
+    return int(devices) * int(nodes)
+
+
+def _counts_of(
+    config: Namespace, arguments: Namespace, options: argparse.Namespace, errors: list[str]
+) -> dict[str, Any]:
+    """Sizes, batches and lengths, by their names in the file."""
+    data = config.get("data") or Namespace()
+    numbers = {name: arguments.get(name, 1) for name in (*_SIZES, "num_microbatches")}
+    numbers["trainer.accumulate_grad_batches"] = config.trainer.accumulate_grad_batches
+    for name in ("global_batch_size", "sequence_length"):
+        numbers[f"data.{name}"] = getattr(options, name) or data.get(name)
+    # 0 leaves it to the number of microbatches.
+    microbatch_size = arguments.get("microbatch_size", 0)
+    checked = numbers | {"microbatch_size": microbatch_size or 1}
+    errors += [
+        f"{name} ({value!r}) must be a number of at least 1" for name, value in checked.items() if not _is_count(value)
+    ]
+    counts = {name: value for name, value in checked.items() if _is_count(value)}
+    errors += limit_faults({name: value for name, value in counts.items() if name in _SIZES}, MOST_OF_A_KIND)
+    errors += limit_faults({name: value for name, value in counts.items() if name not in _SIZES}, MOST)
+    return numbers | {"microbatch_size": microbatch_size}
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _lengths_of(config: Namespace, model: Model, length: int, options: argparse.Namespace) -> SequenceLengths:
+    decoder = options.decoder_sequence_length or (config.get("data") or Namespace()).get("decoder_sequence_length")
     if isinstance(model, T5Config) and not decoder:
         decoder = model.max_decoder_sequence_length
     return SequenceLengths(
@@ -146,74 +319,14 @@ def _texts_of(data: dict[str, Any], model: Model, length: int, options: argparse
         decoder_sequence=decoder or 0,
         images=int(isinstance(model, LlavaConfig)),
         # Batches of a T5 say where its texts end, however many a row holds.
-        are_packed=is_packed(data) or isinstance(model, T5Config),
+        are_packed=_is_packed(config) or isinstance(model, T5Config),
     )
 
 
-def _counts_of(
-    data: dict[str, Any], arguments: Mapping[str, Any], options: argparse.Namespace, faults: list[str]
-) -> dict[str, Any]:
-    """Sizes, batches and lengths, by their names in the file."""
-    numbers = {name: arguments.get(name, 1) for name in (*_SIZES, "num_microbatches")}
-    # 0 leaves it to the number of microbatches.
-    numbers["microbatch_size"] = arguments.get("microbatch_size", 0) or 1
-    numbers["trainer.accumulate_grad_batches"] = (at(data, "trainer") or {}).get("accumulate_grad_batches", 1)
-    for name in ("global_batch_size", "sequence_length"):
-        numbers[f"data.{name}"] = getattr(options, name) or at(data, "data", name)
-    faults += [
-        f"{name} ({value!r}) must be a number of at least 1" for name, value in numbers.items() if not is_count(value)
-    ]
-    counts = {name: value for name, value in numbers.items() if is_count(value)}
-    sizes = {name: value for name, value in counts.items() if name in _SIZES}
-    faults += limit_faults(sizes, MOST_OF_A_KIND) + limit_faults(
-        {name: value for name, value in counts.items() if name not in sizes}, MOST
-    )
-    return numbers
-
-
-def _model_of_recipe(
-    path: Path, data: dict[str, Any], options: argparse.Namespace, faults: list[str]
-) -> tuple[Model | None, str]:
-    """The model, and what says of which kind it is; empty where nothing does."""
-    section = module_of(data)
-    config, folder, upcycle = section.get("config"), section.get("path"), section.get("upcycle")
-    if isinstance(config, dict):
-        if options.model is not None:
-            faults.append(f"--model ({options.model}) is for a recipe without a model.config; leave it out")
-        kind, kind_from = kind_of(data, options.model_kind)
-        return made_of(KINDS[kind], config, "model.config", faults), kind_from
-    if options.model is None and not isinstance(folder, str):
-        raise ValueError(
-            f"{path} has no model.config and no model.path; give a recipe's file, a preset, or a Hugging Face "
-            "config.json"
-        )
-    if options.model_kind is not None:
-        faults.append(f"--model-kind ({options.model_kind}) is for a recipe with a model.config; leave it out")
-    name = options.model or str(folder)
-    if name in PRESETS:
-        model = PRESETS[name].model
-    elif Path(name).exists():
-        model = model_of_folder(Path(name))
-    else:
-        raise ValueError(
-            f"model.path ({name}) is no folder here; give the model by --model: a folder, its config.json, or a preset "
-            f"({', '.join(PRESETS)})"
-        )
-    if upcycle is not None:
-        moe = made_of(MoEConfig, upcycle, "model.upcycle", faults)
-        model = model if moe is None else upcycling(model, moe).config
-    return model, "model.path"
-
-
-def _is_tuned(data: dict[str, Any]) -> bool:
-    """Whether the recipe starts from a folder, and not from a model.config."""
-    return not isinstance(module_of(data).get("config"), dict)
-
-
-def _kind(model: Model | None, data: dict[str, Any], options: argparse.Namespace) -> str:
-    """Of the model that is planned, where it could be read, by the names of `--model-kind`."""
-    known = [name for name, kind in KINDS.items() if type(model) is kind]
-    return known[0] if known else kind_of(data, options.model_kind)[0]
+def _is_packed(config: Namespace) -> bool:
+    """Whether rows hold documents that do not see each other."""
+    data = config.get("data") or Namespace()
+    return data.get("packing") == "documents" or bool(data.get("separates_documents"))
 
 
 def _notes_on_kind(kind_from: str) -> list[str]:
@@ -223,9 +336,7 @@ def _notes_on_kind(kind_from: str) -> list[str]:
 
 
 def _unplanned(pipeline: PipelineConfig) -> dict[str, str]:
-    """What of a strategy changes memory or time and is not planned, and what it does."""
-    return (
-        {"pipeline mode 'collective'": "keeps the activations of all microbatches"}
-        if pipeline.mode == "collective"
-        else {}
-    )
+    """Options of the strategy that change memory or time and are not planned, and what each does."""
+    if pipeline.mode != "collective":
+        return {}
+    return {"pipeline mode 'collective'": "keeps the activations of all microbatches"}

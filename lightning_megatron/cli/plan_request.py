@@ -10,18 +10,18 @@ from lightning_megatron.rules.cross_config import Facts
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What a configuration says."""
+    """A run to plan, with what is known about its layout."""
 
     run: Run
     has_layout: bool
-    """And not the model alone."""
+    """Whether the configuration has a layout of its own, and not the model alone."""
     faults: tuple[str, ...] = ()
-    """Of that layout, beyond those of the run."""
+    """Errors of that layout beyond those of the run."""
     notes: tuple[str, ...] = ()
-    """On how it was read."""
+    """Notes on how the configuration was read."""
     unplanned: Mapping[str, str] = field(default_factory=dict)
-    """What it has that the planner does not know, and what that does."""
+    """Options that the planner does not know, and the effect of each."""
     dynamic: DynamicContextConfig | None = None
-    """Of its own layout."""
+    """Dynamic context parallelism of the recipe's own layout."""
     cut: Facts | None = None
-    """Of a recipe: how it cuts its batches."""
+    """How a recipe cuts its batches; None for a bare model."""

@@ -30,13 +30,19 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options that `read_run` takes the model from."""
     parser.add_argument("config", metavar="CONFIG", help="a recipe's YAML, a preset, or a Hugging Face config.json")
     parser.add_argument(
-        "--model", metavar="MODEL", help="of a recipe that starts from a folder: another folder, config.json, or preset"
+        "--model",
+        metavar="MODEL",
+        help="for a recipe that starts from a folder: another folder, config.json, or preset",
     )
-    parser.add_argument("--model-kind", choices=tuple(KINDS), help="of a recipe (default: by its class or its fields)")
+    parser.add_argument(
+        "--model-kind",
+        choices=tuple(KINDS),
+        help="kind of model in a recipe (default: by its fields)",
+    )
 
 
 def count_faults(options: argparse.Namespace, names: Sequence[str]) -> list[str]:
-    """What is wrong with those options that count something."""
+    """Errors in options that count something."""
     told = {f"--{name.replace('_', '-')}": getattr(options, name) for name in names}
     counts = {name: count for name, count in told.items() if count is not None}
     faults = [f"{name} ({shown(count)}) must be at least 1" for name, count in counts.items() if count < 1]
@@ -102,7 +108,7 @@ def _bare(model: Model, lengths: SequenceLengths, batch: int, options: argparse.
 
 
 def _sample_faults(model: Model, lengths: SequenceLengths) -> list[str]:
-    """What keeps samples of these lengths from being made as the data modules make them by default."""
+    """Errors that keep samples of these lengths from being made with the data modules' defaults."""
     try:
         if isinstance(model, BertConfig):
             BertSampleConfig(sequence_length=lengths.sequence, class_token=0, separator_token=0, padding_token=0)

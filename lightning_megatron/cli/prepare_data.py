@@ -166,12 +166,12 @@ _INTERRUPTED = 130
 
 
 def _plain(counts: Counts) -> dict[str, Any]:
-    """For JSON, the bad documents as they are told."""
+    """Bad documents as JSON."""
     return {**asdict(counts), "bad": [str(one) for one in counts.bad]}
 
 
 def _faults(options: argparse.Namespace) -> tuple[list[str], Tokenizer | None]:
-    """What is wrong as far as it shows before any text is read, and the tokenizer that was given."""
+    """Errors that show before any text is read, and the tokenizer that was given."""
     faults, tokenizer = [], None
     if (options.tokenizer is None) == (options.train_vocab_size is None):
         faults.append("one of --tokenizer and --train-vocab-size must be given, and not both")
@@ -334,7 +334,7 @@ def _report(prefix: Path, token_format: str, tokenizer: Tokenizer, counts: Count
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """What is said of the user's text, files and packages is a user's mistake, in one line."""
+    """Turns errors about the user's text, files and packages into a usage error of one line."""
     try:
         yield
     except OSError as error:

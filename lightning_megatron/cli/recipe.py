@@ -8,13 +8,11 @@
 
 import inspect
 import os
-import re
 import sys
 import time
 from argparse import ArgumentError
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
-from difflib import get_close_matches
 from typing import Any, get_args
 
 import lightning as L
@@ -23,16 +21,13 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.plugins.precision import TransformerEnginePrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 
-from lightning_megatron.cli.option_errors import TRIED, told
+from lightning_megatron.cli.option_errors import STRATEGY, about_option, error_lines, settings_faults
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.precision.fp8 import Fp8Config, engine_faults
 from lightning_megatron.trainer import ConfigurationError, MegatronStrategy
 from lightning_megatron.trainer.setup.checks import is_named_checkpoint
 
-# How jsonargparse names an option that does not exist.
-_UNKNOWN = (r"^unrecognized arguments: --([\w.]+)", r"[Oo]ption '([\w.]+)'")
 _PARSER = {"exit_on_error": False, "allow_abbrev": False}
-_STRATEGY = "trainer.strategy.init_args"
 # Where torch comes to the point.
 _UNPICKLER = "WeightsUnpickler error:"
 _USAGE_ERROR = 2
@@ -58,9 +53,9 @@ class RecipeCLI(LightningCLI):
         self._links = links
         self._callbacks = callbacks
         # Of what the options of a run make.
-        self._owners: dict[str, type] = {"model": module, "data": data, _STRATEGY: MegatronStrategy}
+        self._owners: dict[str, type] = {"model": module, "data": data, STRATEGY: MegatronStrategy}
         # Of all options.
-        self._names = [f"{_STRATEGY}.{name}" for name in inspect.signature(MegatronStrategy).parameters]
+        self._names = [f"{STRATEGY}.{name}" for name in inspect.signature(MegatronStrategy).parameters]
         super().__init__(
             module,
             data,
@@ -85,7 +80,7 @@ class RecipeCLI(LightningCLI):
         try:
             super().parse_arguments(parser, args)
         except ArgumentError as error:
-            raise UsageError([_about_option(str(error), self._names)]) from error
+            raise UsageError([about_option(str(error), self._names)]) from error
 
     def instantiate_classes(self) -> None:
         try:
@@ -94,7 +89,7 @@ class RecipeCLI(LightningCLI):
             raise
         except ValueError as error:
             # Dataclasses check themselves, and so does the Trainer. The first that ended hides the others.
-            settings, first = self._faults_of_settings(), told(str(error))
+            settings, first = self._faults_of_settings(), error_lines(str(error))
             raise ConfigurationError(settings + [fault for fault in first if fault not in settings]) from error
         except (ImportError, OSError, RuntimeError) as error:
             # Lightning makes its own plugin before it asks the strategy anything.
@@ -104,13 +99,13 @@ class RecipeCLI(LightningCLI):
             raise
 
     def _faults_of_settings(self) -> list[str]:
-        """What the dataclasses that the module, the data and the strategy take say against their values."""
+        """Errors of the dataclasses that the module, the data and the strategy take, about their values."""
         faults = []
         for owner, kind in self._owners.items():
             for name, parameter in inspect.signature(kind).parameters.items():
                 settings = self._get(self.config, f"{owner}.{name}")
                 if settings is not None and _is_settings(parameter.annotation):
-                    faults += _faults_of(parameter.annotation, type(self.config)(settings=settings))
+                    faults += settings_faults(parameter.annotation, settings)
         return faults
 
     def after_instantiate_classes(self) -> None:
@@ -168,36 +163,12 @@ def _wait_for_the_parent() -> None:
         time.sleep(0.05)
 
 
-def _about_option(text: str, names: Sequence[str]) -> str:
-    """One line that says what is wrong with an option; of one that there is not, the nearest that there is."""
-    lines = told(text) if TRIED in text else text.splitlines()
-    # The value, unless it is an option within the option.
-    lines += re.findall(r"^  Given value: (?!NestedArg).*", text, re.MULTILINE)[:1]
-    line = re.sub(r'^Parser key "([\w.]+)":', r"--\1:", " ".join(line.strip() for line in lines))
-    unknown = [name for pattern in _UNKNOWN for name in re.findall(pattern, line)]
-    # Of the strategy's own it says the last name alone.
-    known = {name.removeprefix(f"{_STRATEGY}."): name for name in names} | {name: name for name in names}
-    nearest = [known[near] for name in unknown for near in get_close_matches(name, known, 1)]
-    return line + "".join(f"; the nearest is --{name}" for name in nearest)
-
-
 def _is_settings(annotation: Any) -> bool:
     return any(is_dataclass(kind) for kind in (annotation, *get_args(annotation)))
 
 
-def _faults_of(annotation: Any, config: Any) -> list[str]:
-    """Why what `config` has as settings makes no value of that type: nothing, or what the value says itself."""
-    parser = LightningArgumentParser(exit_on_error=False)
-    parser.add_argument("--settings", type=annotation)
-    try:
-        parser.instantiate_classes(config)
-    except ValueError as error:
-        return told(str(error))
-    return []
-
-
 def _why_unread(text: str) -> str:
-    """What torch says of a file that it does not read, without its advice to trust the file."""
+    """Torch's reason for not reading a file, without its advice to trust the file."""
     return text.rpartition(_UNPICKLER)[2].strip().partition("\n")[0]
 
 

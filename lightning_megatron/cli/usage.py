@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 class UsageError(Exception):
-    """What a command was asked for and cannot do; the message is one line with every fault."""
+    """A request that a command cannot do; the message is one line with every error."""
 
     def __init__(self, faults: Sequence[str]) -> None:
         super().__init__("; ".join(faults))

@@ -22,20 +22,20 @@ class BalancedBatch:
     lengths: tuple[int, ...]
     """Tokens of its documents."""
     plan: StepPlan
-    """Of the balancer."""
+    """Plan of the balancer."""
 
     @property
     def num_microbatches(self) -> int:
-        """On every rank."""
+        """Microbatches on every rank."""
         return len(self.plan.slots)
 
     @cached_property
     def num_tokens(self) -> int:
-        """Of the global batch."""
+        """Tokens of the global batch."""
         return sum(self.lengths)
 
     def lengths_of(self, group: RankGroup) -> tuple[int, ...]:
-        """Of the documents that a group runs."""
+        """Lengths of the documents that a group runs."""
         return tuple(self.lengths[document] for document in group.documents)
 
     def rows_of(self, group: RankGroup) -> int:
@@ -102,7 +102,7 @@ def drawn(lengths: LogNormal | Sequence[int], num_tokens: int, *, longest: int, 
 
 
 def num_cut(lengths: LogNormal | Sequence[int], num_documents: int, *, longest: int, seed: int = 0) -> int:
-    """How many of the documents that `drawn` gives were longer than `longest` when they were drawn."""
+    """Number of the documents that `drawn` gives that were longer than `longest` and cut."""
     own = _endless(lengths, np.random.default_rng(seed))
     return sum(length > longest for length in islice(own, num_documents))
 

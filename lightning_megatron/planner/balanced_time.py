@@ -51,7 +51,7 @@ def balanced_time(run: Run, gpu: Gpu, constants: Constants) -> StepTime:
 
 
 def _times(run: Run, gpu: Gpu, constants: Constants) -> dict[RankGroup, StepTime]:
-    """Of each group the time of a step whose microbatches are all like its own."""
+    """Time of a step, for each group, whose microbatches are all like its own."""
     assert run.balanced is not None
     known: dict[tuple[int, tuple[int, ...]], StepTime] = {}
     times = {}

@@ -26,7 +26,7 @@ class Group:
     stride: int = 1
 
     def per_node(self, gpu: Gpu) -> int:
-        """Of its ranks, how many lie on one node."""
+        """Number of the group's ranks on one node."""
         return max(min(self.size, gpu.gpus_per_node // self.stride), 1)
 
     def is_on_one_node(self, gpu: Gpu) -> bool:
@@ -48,14 +48,14 @@ def groups_of(sizes: Sizes) -> dict[str, Group]:
 
 
 def gather_seconds(num_bytes: float, group: Group, gpu: Gpu, constants: Constants) -> float:
-    """Of an all-gather or a reduce-scatter of a tensor of so many bytes."""
+    """Seconds of an all-gather or a reduce-scatter of a tensor of so many bytes."""
     if group.size == 1 or num_bytes == 0:
         return 0.0
     return num_bytes * (group.size - 1) / group.size / _ring(group, gpu, constants) + _start(group, gpu, constants)
 
 
 def exchange_seconds(num_bytes: float, group: Group, gpu: Gpu, constants: Constants) -> float:
-    """Of an all-to-all in which each rank sends so many bytes, its own part included."""
+    """Seconds of an all-to-all in which each rank sends so many bytes, its own part included."""
     if group.size == 1 or num_bytes == 0:
         return 0.0
     here = group.per_node(gpu)
@@ -65,7 +65,7 @@ def exchange_seconds(num_bytes: float, group: Group, gpu: Gpu, constants: Consta
 
 
 def hop_seconds(num_bytes: float, group: Group, gpu: Gpu, constants: Constants) -> float:
-    """Until each rank of a ring or a pipeline has so many bytes of the one before: as long as the slowest hop takes."""
+    """Seconds of a hop between neighbours of a ring or pipeline: those of the slowest hop."""
     if group.size == 1 or num_bytes == 0:
         return 0.0
     if group.is_on_one_node(gpu):
@@ -81,6 +81,6 @@ def _ring(group: Group, gpu: Gpu, constants: Constants) -> float:
 
 
 def _start(group: Group, gpu: Gpu, constants: Constants) -> float:
-    """Until the first bytes have been everywhere: the steps of a tree."""
+    """Seconds of latency: the steps of a tree."""
     here = group.per_node(gpu)
     return constants.link_seconds * math.log2(here) + constants.network_seconds * math.log2(group.size / here)

@@ -12,7 +12,7 @@ from typing import Any
 from lightning_megatron.planner.framework_profile import AttentionKernel
 
 GIVEN = ("flash_edge", "both_ways_edge", "moved_backward")
-"""Those that are not fitted: a publication or arithmetic says them."""
+"""Constants that are not fitted: a publication or arithmetic gives them."""
 
 _YOUNGER = {"volta": 0, "ampere": 0, "ada": 0, "hopper": 1}
 # Generations after Ampere; Ada multiplies by the same instructions. An unknown family counts as the newest, Blackwell.

@@ -33,7 +33,7 @@ class Shared:
     query_bytes: float
     """Queries of own tokens, and as much comes out."""
     attention_seconds: float
-    """Of this pass."""
+    """Seconds of attention in this pass."""
 
 
 def context_seconds(

@@ -49,7 +49,7 @@ _PREFIX = "model"
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """What one rank holds."""
+    """One rank: its model, gradients, master weights and optimizer."""
 
     run: Run
     mesh: Mesh
@@ -64,7 +64,7 @@ class Rank:
 
     @property
     def stepped(self) -> list[nn.Parameter]:
-        """What the optimizer steps."""
+        """Parameters that the optimizer updates."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def moments(self) -> Iterator[Tensor]:
@@ -172,7 +172,7 @@ def _own_parts(model: PipelineModule) -> list[str]:
 
 
 def _stages_by_name(model: PipelineModule) -> dict[str, tuple[int, ...]]:
-    """For each parameter the stages of this rank that use it."""
+    """Stages of this rank that use each parameter, by the parameter's name."""
     stages: dict[nn.Parameter, list[int]] = {}
     for stage in model.mesh.own_stages:
         for parameter in dict.fromkeys(p for part in model.parts_of(stage) for p in model.parameters_of(part)):
@@ -184,7 +184,7 @@ def _stages_by_name(model: PipelineModule) -> dict[str, tuple[int, ...]]:
 
 
 def call_context(run: Run, device: torch.device) -> AbstractContextManager[Any]:
-    """What a step of the model runs in under the run's precision, as Lightning's plugins have it."""
+    """Context of a model call under the run's precision, as Lightning's plugins enter it."""
     stack = ExitStack()
     if (low := _LOW.get(run.precision)) is not None:
         # A meta tensor goes by the host's autocast.
@@ -284,7 +284,7 @@ def _packed(step: BalancedBatch, group: RankGroup, mesh: Mesh, device: torch.dev
 
 
 def hidden_rows(step: BalancedBatch, group: RankGroup, mesh: Mesh) -> int:
-    """Of the hidden state of a group's microbatch on a rank."""
+    """Tokens of a group's microbatch in the hidden state of a rank."""
     outer, inner = (1, group.size) if mesh.sizes.context_groups_by_heads else (group.size, 1)
     return -(-cut(step.lengths_of(group), ring_size=outer, ulysses_size=inner).num_rows // mesh.sp.size)
 
@@ -334,7 +334,7 @@ class FullModel:
         return by_rank
 
     def likes(self, stages: Sequence[range]) -> dict[int, TensorMeta]:
-        """What each stage but the last hands to the next."""
+        """Tensors that each stage but the last sends to the next."""
         return {number: self._likes[places.stop - 1] for number, places in enumerate(stages[:-1])}
 
 

@@ -10,7 +10,7 @@ from lightning_megatron.planner.report import cut_record, cut_text, layout_text
 
 
 def dry_text(found: Sequence[DryRun], notes: Sequence[str] = ()) -> str:
-    """What was run, the notes on it, and one rank after the other."""
+    """The run, notes on it, and one rank after the other."""
     run = found[0].run
     lines = [
         f"{layout_text(run)}  on {run.sizes.world} ranks: {cut_text(run)}",

@@ -50,25 +50,25 @@ _MAX_NORM = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class DryRun:
-    """What one rank does in a step."""
+    """Counts of one rank over a step: memory, FLOPs and messages."""
 
     run: Run
     rank: int
     """Global."""
     stages: tuple[int, ...]
-    """That it holds."""
+    """Stages of the rank."""
     parameters: int
-    """That it holds."""
+    """Parameters of the rank."""
     peak_bytes: int
     peak_by_kind: Mapping[str, int]
     peak_place: str
-    """Where it is, in words."""
+    """Action in which memory peaks, in words."""
     flops: Mapping[str, float]
-    """Of the rank, by kind of product."""
+    """FLOPs of the rank, by kind of product."""
     messages: Mapping[tuple[str, str], Messages]
-    """By axis and kind."""
+    """Messages by axis and kind."""
     num_run: int
-    """Of a batch's microbatches."""
+    """Number of microbatches in a batch."""
 
 
 def dry_run(
@@ -116,7 +116,7 @@ def _run(
 
 
 def _like_of(run: Run, mesh: Mesh, full_model: FullModel, own: Rank) -> Callable[[int, int], TensorMeta]:
-    """What each stage hands to the next of each microbatch."""
+    """Returns the tensors that a stage sends to the next, by stage and microbatch."""
     likes = full_model.likes(own.model.stages) if mesh.pp.size > 1 else {}
     if run.balanced is None:
         return lambda stage, microbatch: likes[stage]
@@ -139,7 +139,7 @@ def shown_ranks(run: Run) -> tuple[int, ...]:
 
 
 def global_rank(run: Run, place: int, line: int) -> int:
-    """Of the first rank of tp, by its places on the pipeline and among dp x cp."""
+    """Global rank of the first tp rank at a place of the pipeline and of dp x cp."""
     sizes = run.sizes
     # The last stage is on global rank 0.
     return (sizes.pp - 1 - place) * (sizes.world // sizes.pp) + line * sizes.tp
@@ -247,7 +247,7 @@ class _Step:
         return loss * (weight / one.num_copies).to(loss.dtype)
 
     def _reduce(self) -> None:
-        """From what backwards left to gradients of one device, clipped."""
+        """Reduces gradients over ranks and clips them."""
         own = self._own
         gradients = own.gradients
         is_only = own.run.num_accumulated == 1

@@ -17,17 +17,17 @@ _SECONDS_PER_DAY = 86_400
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Of one run on GPUs of one kind."""
+    """Predicted memory, time and FLOPs of a run on GPUs of one kind."""
 
     run: Run
     gpu: Gpu
     memory: tuple[Memory, ...]
-    """By pipeline rank, the first stage's first."""
+    """Memory by pipeline rank, first stage first."""
     time: StepTime
 
     @property
     def peak_bytes(self) -> float:
-        """Of the rank that holds the most."""
+        """Peak memory of the fullest rank."""
         return max(rank.total for rank in self.memory)
 
     @cached_property
@@ -36,16 +36,16 @@ class Estimate:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all GPUs together."""
+        """Tokens a second over all GPUs."""
         return self.run.num_tokens / self.step_seconds
 
     def flops_per_second(self, convention: Convention = MODEL) -> float:
-        """Of one GPU."""
+        """Model FLOPs a second of one GPU."""
         return step_flops(self.run, convention) / self.step_seconds / self.run.sizes.world
 
     @property
     def timed_as(self) -> Products:
-        """Whose peak `share_of_peak` divides by."""
+        """Peak that `share_of_peak` divides by."""
         return self.gpu.timed_as(self.run.products)
 
     def share_of_peak(self, convention: Convention = MODEL) -> float:
@@ -53,12 +53,12 @@ class Estimate:
         return self.flops_per_second(convention) / self.gpu.peak_flops(self.timed_as)
 
     def days(self, num_tokens: float) -> float:
-        """To train on so many tokens, with no interruption."""
+        """Days to train on so many tokens without interruption."""
         return num_tokens / self.tokens_per_second / _SECONDS_PER_DAY
 
     @property
     def checkpoint_bytes(self) -> float:
-        """Of weights in float32, where they have master weights, and two moments of those that are trained."""
+        """Bytes of weights, in float32 where there are master weights, and of two moments of trained weights."""
         low = 2 if self.run.precision == "bf16-true" else 4
         model_parts = self.run.model_parts
         return float(low * (model_parts.parameters() + 2 * trained_parameters(model_parts)))

@@ -34,7 +34,7 @@ class Messages:
     """Of what each is about: of a gather what is joined, of a scattered sum what is summed, of an exchange what a rank
     gives."""
     sent_bytes: float = 0.0
-    """That this rank sends at least: of n ranks (n - 1)/n of that, and of a sum that all get twice as much."""
+    """Bytes that this rank sends at least: (n - 1)/n of the tensor for n ranks, twice that for an all-reduce."""
 
     def __add__(self, other: "Messages") -> "Messages":
         return Messages(
@@ -52,7 +52,7 @@ class Messages:
 
 
 Place = tuple[int, int] | None
-"""Which batch of a step, and which of its microbatches; none: the step itself."""
+"""Batch of a step and microbatch within it; None: the step itself."""
 
 
 class Ledger:
@@ -73,7 +73,7 @@ class Ledger:
 
 
 class _Done(dist.Work):
-    """What was over when it began."""
+    """A collective that has ended when it begins."""
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         return True

@@ -33,14 +33,14 @@ from lightning_megatron.transformer.recompute import RecomputeConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Convention:
-    """What counts as a FLOP."""
+    """A convention of counting FLOPs."""
 
     name: str
-    """As a report calls it."""
+    """Name in reports."""
     counts_all_pairs: bool = False
     """Causal attention counts as if every token saw all others."""
     counts_recompute: bool = False
-    """What is run again counts again."""
+    """Whether recomputation counts."""
     by_parameters: bool = False
     """6 N a token in the place of products; attention's pairs as above."""
     by_execution: bool = False
@@ -48,9 +48,9 @@ class Convention:
 
 
 MODEL = Convention(name="model FLOPs, causal attention half")
-"""That of this package, as `metrics.throughput` has it."""
+"""MFU's convention in this package, as in `metrics.throughput`."""
 HARDWARE = Convention(name="hardware FLOPs, causal attention half", counts_recompute=True)
-"""The same with what is run again, as HFU counts."""
+"""Model FLOPs and recomputation, as HFU counts."""
 MODEL_ALL_PAIRS = Convention(name="model FLOPs, causal attention whole", counts_all_pairs=True)
 HARDWARE_ALL_PAIRS = Convention(
     name="hardware FLOPs, causal attention whole", counts_all_pairs=True, counts_recompute=True
@@ -59,7 +59,7 @@ BY_PARAMETERS = Convention(
     name="6 N a token and attention, causal attention whole", counts_all_pairs=True, by_parameters=True
 )
 EXECUTED = Convention(name="executed by this package", by_execution=True)
-"""What a dry run of all ranks tells; no publication's."""
+"""FLOPs that a dry run of all ranks counts; no publication's."""
 
 
 def step_flops(run: Run, convention: Convention = MODEL) -> float:
@@ -128,7 +128,7 @@ def _layers_again(model_parts: ModelParts, recompute: RecomputeConfig, sizes: Si
 
 
 def _again_flops(part: ModelPart, batch: int, all_pairs: bool, recompute: RecomputeConfig) -> float:
-    """Of parts of a layer."""
+    """FLOPs of the recomputed parts of a layer."""
     layer, again = part.layer, 0.0
     if layer is None or not part.passes_gradient:
         return again

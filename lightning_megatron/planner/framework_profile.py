@@ -26,9 +26,9 @@ class FrameworkProfile:
     """Habits of a training system."""
 
     name: str
-    """As a report calls it."""
+    """Name in reports."""
     shards_weights: Sharding = "none"
-    """Over replicas, besides what the optimizer does."""
+    """Weight sharding over data-parallel ranks beyond the optimizer's."""
     pair_bytes: int = 7
     """Kept for each pair of tokens and head where attention lays its weights out: softmax, mask, what was dropped."""
     logit_bytes: int = 6
@@ -51,7 +51,7 @@ class FrameworkProfile:
     splits_hops: bool = False
     """What goes to the next stage goes once, and tp gathers it there, where each of its ranks would send all of it."""
     runs_again: Again = ""
-    """In a backward."""
+    """Part of a layer that the backward recomputes."""
     bounds_gates: bool = False
     """Of experts: what a gate reads is held within bounds, and biases are added expert by expert, each step by
     itself."""

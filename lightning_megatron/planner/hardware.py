@@ -53,13 +53,13 @@ class Gpu:
     """One GPU and the machine around it. Raises ValueError, telling all faults at once."""
 
     name: str
-    """By which it is asked for."""
+    """Name that `--gpu` takes."""
     family: str = ""
-    """Of its architecture, which fitted constants go by; empty or unknown: those of the newest."""
+    """Architecture, which selects fitted constants; empty or unknown: the newest."""
     memory_gb: float
-    """Of the device, in 1e9 bytes."""
+    """Device memory, in 1e9 bytes."""
     memory_tb_per_second: float
-    """Of that memory."""
+    """Memory bandwidth."""
     half_tflops: float
     """Dense peak of bf16 and fp16 matrix products."""
     fp8_tflops: float = 0.0
@@ -69,19 +69,19 @@ class Gpu:
     half_matmul_tflops: float = 0.0
     """The most that a large matmul was measured to reach; 0: not measured."""
     fp8_matmul_tflops: float = 0.0
-    """The same in FP8."""
+    """Dense FP8 peak."""
     full_matmul_tflops: float = 0.0
-    """The same in float32."""
+    """Dense float32 peak without tensor cores."""
     nvlink_gb_per_second: float = 0.0
-    """Each way, to the GPUs of its node; 0: there is none."""
+    """Bandwidth each way to GPUs of the same node; 0: no NVLink."""
     pcie_gb_per_second: float = 32.0
-    """Each way, in the place of NVLink where there is none."""
+    """Bandwidth each way of PCIe, which replaces NVLink where there is none."""
     network_gb_per_second: float = 25.0
-    """Each way, its share of the node's network."""
+    """Bandwidth each way of a GPU's share of the node's network."""
     gpus_per_node: int = 8
     # GPUs that NVLink joins
     source: str = ""
-    """Of these numbers."""
+    """Source of these numbers."""
     aliases: tuple[str, ...] = ()
     """Further names."""
 
@@ -115,16 +115,16 @@ class Gpu:
 
     @property
     def link_bytes_per_second(self) -> float:
-        """Each way, to a GPU of the same node."""
+        """Bandwidth each way to a GPU of the same node."""
         return (self.nvlink_gb_per_second or self.pcie_gb_per_second) * GIGA
 
     @property
     def network_bytes_per_second(self) -> float:
-        """Each way, to another node."""
+        """Bandwidth each way to a GPU of another node."""
         return self.network_gb_per_second * GIGA
 
     def timed_as(self, products: Products) -> Products:
-        """Whose rates stand for such products: those of 16 bits for float32, where its peak is not known."""
+        """Precision whose rates time such products: 16 bits for float32 where its peak is not known."""
         return "half" if products == "full" and not self.full_tflops else products
 
     def peak_flops(self, products: Products) -> float:
@@ -212,7 +212,7 @@ def _made_of(record: dict[str, Any], where: str) -> Gpu:
 
 
 def _wanted(kind: object, value: object) -> str:
-    """What a field of that kind must be, where the value is something else."""
+    """Rule that a value of a field breaks; empty where it breaks none."""
     if kind in (float, int):
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return "a number, as 1000.0: YAML takes 1e3 for a word"

@@ -51,35 +51,35 @@ class LayerWork:
     num_grouped_pairs: float = 0.0
     """The same where no kernel takes grouped queries, and nothing is dropped."""
     cast_bytes: float = 0.0
-    """Of inputs of products, which FP8 casts."""
+    """Elements that are inputs of products, which FP8 casts."""
     tensor_bytes: float = 0.0
-    """Of tensors that tp gathers and scatters."""
+    """Bytes of tensors that tp gathers and scatters."""
     num_tensor_messages: int = 0
-    """Over tp."""
+    """Bytes that tp reduces."""
     key_bytes: float = 0.0
-    """Of keys and values of own tokens, where cp shares sequences."""
+    """Bytes of keys and values of the rank's own tokens, where cp shares sequences."""
     query_bytes: float = 0.0
-    """The same of queries."""
+    """Bytes of queries of the rank's own tokens, where cp shares sequences."""
     expert_bytes: float = 0.0
-    """That a rank sends to experts and back."""
+    """Bytes that a rank sends to experts and back."""
     expert_tensor_bytes: float = 0.0
-    """Of rows that etp gathers and scatters."""
+    """Bytes that etp gathers and scatters."""
     mlp_flops: float = 0.0
-    """Of `product_flops` those of the feed-forward network."""
+    """FLOPs of the feed-forward network within `product_flops`."""
     second_flops: float = 0.0
     """Of them every second product, where queries, keys, values, gate and up are one each."""
     path_flops: float = 0.0
-    """Of low-rank paths, which are never in FP8."""
+    """FLOPs of LoRA adapters, which are never in FP8."""
     path_edge_flops: float = 0.0
-    """The same, each times 1/M + 1/N + 1/K."""
+    """FLOPs of LoRA adapters, each product's times 1/M + 1/N + 1/K."""
     path_bytes: float = 0.0
-    """That their dropout reads and writes."""
+    """Bytes that the adapters' dropout reads and writes."""
     num_frozen: int = 0
     """Weights of products that are frozen."""
     num_layers: int = 0
-    """That the host starts."""
+    """Layers that the host launches."""
     num_expert_layers: int = 0
-    """Of them, with experts."""
+    """Layers with experts that the host launches."""
 
 
 @lru_cache(maxsize=65536)
@@ -256,7 +256,7 @@ def _layer(layer: Layer, sizes: Sizes, micro_batch: int, width: int) -> LayerWor
 
 
 def _with_paths(work: LayerWork, part: ModelPart, sizes: Sizes, micro_batch: int, width: int) -> LayerWork:
-    """With what low-rank paths add to a layer."""
+    """Adds the work of LoRA adapters to that of a layer."""
     assert part.layer is not None
     tp, flops, edges, moved = sizes.tp, 0.0, 0.0, 0.0
     for path in part.adapters:

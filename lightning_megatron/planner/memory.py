@@ -55,7 +55,7 @@ class Memory:
 
     @property
     def static(self) -> float:
-        """What is held from step to step."""
+        """Bytes held from step to step."""
         return self.weights + self.gradients + self.master_weights + self.moments
 
     @property
@@ -73,12 +73,12 @@ class Memory:
 
 
 def memory_of(run: Run) -> tuple[Memory, ...]:
-    """Of each pipeline rank, the first stage's first. The run must have no faults."""
+    """Memory of each pipeline rank, first stage first. The run must have no errors."""
     return tuple(rank_memory(run, rank) for rank in range(run.sizes.pp))
 
 
 def rank_memory(run: Run, rank: int) -> Memory:
-    """Of one pipeline rank; of those that share its stages of the one that holds the most."""
+    """Memory of one pipeline rank: the fullest of the ranks that share its stages."""
     if run.balanced is None:
         split_steps = split_backward_steps(run.schedule, rank) if splits_backward(run.schedule) else ()
         return _memory_at(run, rank, kept_by_chunk(run.schedule, rank), split_steps)
@@ -136,7 +136,7 @@ def _memory_at(run: Run, rank: int, kept: tuple[float, ...], split_steps: Sequen
 
 
 def _states(run: Run, held_by_kind: tuple[int, int], trained_by_kind: tuple[int, int]) -> dict[str, float]:
-    """What a rank holds of its parameters from step to step, by kind: of dense ones and of experts, all and trained."""
+    """Bytes that a rank holds from step to step, by kind: of dense and of expert parameters, all and trained."""
     weights, gradients, main, moments = _bytes_per_parameter(run)
     sharding = run.framework.shards_weights
     # Where weights are cut, those are the master weights; low ones are gathered for a layer at a time.

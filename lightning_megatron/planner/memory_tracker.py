@@ -64,7 +64,7 @@ class MemoryTracker(TorchDispatchMode):
                 self._live_by_kind[kind] += self._sizes[key]
 
     def begin(self) -> None:
-        """From here on peak and products are counted anew."""
+        """Starts counting the peak and FLOPs anew."""
         self.peak_bytes = 0
         self.flops.clear()
         self._note_peak()
@@ -201,13 +201,13 @@ def _pairs(queries: int, keys: int, is_causal: bool) -> float:
 
 
 def _by_head(queries: Tensor, keys: Tensor, is_causal: bool) -> float:
-    """Of a forward: queries [B, A, Q, D]."""
+    """FLOPs of an attention forward with queries [B, A, Q, D]."""
     pairs = _pairs(queries.shape[-2], keys.shape[-2], is_causal)
     return 4 * queries.shape[:-2].numel() * pairs * queries.shape[-1]
 
 
 def _by_token(queries: Tensor, keys: Tensor, is_causal: bool) -> float:
-    """Of a forward: queries [B, Q, A, D]."""
+    """FLOPs of an attention forward with queries [B, Q, A, D]."""
     return _by_head(queries.transpose(1, 2), keys.transpose(1, 2), is_causal)
 
 

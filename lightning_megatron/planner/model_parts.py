@@ -27,15 +27,15 @@ class SequenceLengths:
     """How long the samples are, in tokens."""
 
     sequence: int
-    """Of a text, or of T5's encoder."""
+    """Tokens of a text, or of T5's encoder."""
     decoder_sequence: int = 0
-    """Of T5's decoder."""
+    """Tokens of T5's decoder; 0 for other models."""
     images: int = 0
-    """In each sample of a LLaVA."""
+    """Images in each sample of a LLaVA."""
     are_packed: bool = False
     """A sample is a row of documents that do not see each other; counted as one."""
     documents: tuple[int, ...] = ()
-    """Their lengths, where they are told; then each counts by itself."""
+    """Lengths of the documents in a packed sample; empty: the sample counts as one document."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Layer:
 
     config: TransformerConfig
     index: int = 0
-    """Of the first layer of its kind."""
+    """Index of the first layer of this kind."""
     sequence: int
     """Tokens of its stream."""
     is_causal: bool = True
@@ -57,7 +57,7 @@ class Layer:
     has_bounds: bool = False
     """Attention keeps to documents."""
     documents: tuple[int, ...] = ()
-    """Their lengths, where they are told."""
+    """Lengths of packed documents; empty: the sequence counts as one document."""
 
     # Looked up often, and configurations have many fields.
     @cached_property
@@ -76,15 +76,15 @@ class Layer:
         return self.config.has_experts(self.index)
 
     def streams(self, batch: int) -> int:
-        """Of so many samples."""
+        """Number of streams in a batch of so many samples."""
         return round(batch * self.repeats)
 
     def tokens_on(self, sizes: Sizes) -> float:
-        """Of its streams of a sample those of a rank."""
+        """Tokens of a sample that a rank holds."""
         return self.repeats * self.sequence / self._num_sharing(sizes)
 
     def memory_on(self, sizes: Sizes) -> float:
-        """The same of what encoders gave."""
+        """Encoder tokens of a sample that a rank holds."""
         return self.repeats * self.memory / self._num_sharing(sizes)
 
     def _num_sharing(self, sizes: Sizes) -> int:
@@ -114,24 +114,24 @@ class Product:
     inputs: int
     outputs: int
     is_cut: bool = True
-    """Over tp."""
+    """Whether tp shards it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraAdapter:
-    """What is trained beside a frozen linear, as in `tensor.low_rank`."""
+    """A LoRA adapter beside a frozen linear, as in `tensor.low_rank`."""
 
     name: str
-    """Of the linear."""
+    """Name of the linear."""
     rank: int
     """Numbers a token between its two matrices."""
     inputs: int
     outputs: int
     """Features of the linear."""
     cuts_outputs: bool
-    """Over tp; else inputs."""
+    """Whether tp shards the linear's outputs; otherwise its inputs."""
     has_dropout: bool = False
-    """Of what goes in."""
+    """Whether dropout applies to the adapter's input."""
 
     @property
     def reads_memory(self) -> bool:
@@ -139,11 +139,11 @@ class LoraAdapter:
         return self.name == "cross_attention.key_value"
 
     def tokens_on(self, layer: Layer, sizes: Sizes) -> float:
-        """Of a sample those that it reads on a rank."""
+        """Tokens of a sample that the adapter reads on a rank."""
         return layer.memory_on(sizes) if self.reads_memory else layer.tokens_on(sizes)
 
     def parameters(self, tp: int) -> int:
-        """That a rank holds."""
+        """Parameters of the adapter on a rank."""
         inputs, outputs = (1, tp) if self.cuts_outputs else (tp, 1)
         return self.rank * (self.inputs // inputs + self.outputs // outputs)
 
@@ -153,34 +153,34 @@ class ModelPart:
     """A part of a model: a layer, or one of its ends."""
 
     symbol: Literal["E", "t", "L", ""]
-    """As in `pipeline.layout`."""
+    """Letter of the part in a layout text, as in `pipeline.layout`."""
     layer: Layer | None = None
     matrices: int = 0
-    """Over the vocabulary, [V, H], cut over tp."""
+    """Vocabulary matrices [V, H], sharded over tp."""
     shared_matrices: int = 0
-    """The same, of another part: built here where no part of the stage has it."""
+    """Tied vocabulary matrices of another part, built here where the stage does not have that part."""
     sharded: int = 0
     """Other parameters that tp cuts."""
     replicated: int = 0
     """Parameters that every rank has."""
     products: tuple[Product, ...] = ()
-    """Beyond those of the layer."""
+    """Matrix products beyond those of the layer."""
     embedded_tokens: int = 0
-    """Which it looks up."""
+    """Tokens that the part embeds."""
     logit_tokens: int = 0
-    """For which it makes logits."""
+    """Tokens for which the part computes logits."""
     component: Literal["language", "vision", "projector"] = "language"
-    """Of a LLaVA."""
+    """Component of a LLaVA."""
     is_trained: bool = True
-    """Its parameters, those of paths apart."""
+    """Whether the part's own parameters are trained; adapters are trained in any case."""
     passes_gradient: bool = True
-    """To what goes in, where its backward runs."""
+    """Whether a backward computes the gradient of the part's input."""
     needs_input: bool = True
-    """On its stage: the gradient of what it reads, for somebody before it."""
+    """Whether the stage needs the gradient of the part's input for something before it."""
     needs_memory: bool = True
-    """The same of what an encoder gave."""
+    """Whether the stage needs the gradient of the encoder's output."""
     adapters: tuple[LoraAdapter, ...] = ()
-    """Beside linears of its layer."""
+    """LoRA adapters beside linears of the layer."""
 
     @property
     def is_layer(self) -> bool:
@@ -237,16 +237,16 @@ class ModelParts:
 
     @property
     def num_layers(self) -> int:
-        """That stages divide."""
+        """Number of layers that stages divide."""
         return sum(part.symbol == "t" for part in self.parts)
 
     @property
     def tokens(self) -> int:
-        """Of a sample, as tokens per second count them: of a T5 those of both stacks."""
+        """Tokens of a sample as tokens per second count them: those of both stacks for a T5."""
         return self.lengths.sequence + self.lengths.decoder_sequence
 
     def parameters(self) -> int:
-        """Of the unsplit model, without the padding of its vocabulary."""
+        """Parameters of the unsplit model, without the padding of its vocabulary."""
         config = self.config
         padded = cost.vocabulary_parameters(config)
         matrices = sum(part.matrices for part in self.parts)
@@ -269,7 +269,7 @@ def model_parts_of(model: Model, lengths: SequenceLengths) -> ModelParts:
 
 
 def ordered_stages(model_parts: ModelParts, num_stages: int, layout: StageLayout) -> tuple[tuple[ModelPart, ...], ...]:
-    """Of each stage its pieces in order."""
+    """Parts of each stage, in order."""
     return tuple(model_parts.parts[first:end] for first, end in _stage_ranges(model_parts, num_stages, layout))
 
 
@@ -308,7 +308,7 @@ def parameters_of(part: ModelPart, model_parts: ModelParts, sizes: Sizes) -> tup
 
 
 def adapter_parameters(part: ModelPart, sizes: Sizes) -> int:
-    """Of `parameters_of` those of low-rank paths."""
+    """Parameters of a part's LoRA adapters on a rank."""
     return sum(path.parameters(sizes.tp) for path in part.adapters)
 
 

@@ -48,12 +48,12 @@ class Shown:
 
 
 def kind_name(model: Model) -> str:
-    """What the model is called in reports."""
+    """Name of the model's kind in reports."""
     return next(name for kind, name in _KINDS if isinstance(model, kind))
 
 
 def model_text(run: Run) -> str:
-    """What is planned: kind of model, parameters, samples, precision."""
+    """One line on the run: kind of model, parameters, samples, precision."""
     number, trained = run.model_parts.parameters(), trained_parameters(run.model_parts)
     parts = [f"{kind_name(run.model)} with {_counted(number)} parameters"]
     if run.model.moe is not None and type(run.model) is GPTConfig:
@@ -69,7 +69,7 @@ def model_text(run: Run) -> str:
 
 
 def model_record(run: Run) -> dict[str, Any]:
-    """The same as JSON."""
+    """The run's model and batch as JSON."""
     return {
         "model": kind_name(run.model),
         "parameters": run.model_parts.parameters(),

@@ -29,12 +29,12 @@ PRECISIONS = ("bf16-mixed", "bf16-true", "16-mixed", "32-true")
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What is trained, on which layout, with what."""
+    """A training run: model, layout, batch, precision and strategy settings."""
 
     model: Model
     """The architecture."""
     lengths: SequenceLengths
-    """How long samples are."""
+    """Lengths of samples."""
     sizes: Sizes
     """Ranks on each axis."""
     global_batch_size: int
@@ -44,13 +44,13 @@ class Run:
     micro_batch_size: int = 1
     """Samples of a microbatch."""
     cuts_by_rows: bool = False
-    """As the strategy's microbatch_size asks: every batch is under a schedule, one of a single microbatch too."""
+    """Whether the strategy's microbatch_size cuts the batch: then a single microbatch runs under a schedule too."""
     precision: str = "bf16-mixed"
     """The Trainer's."""
     fp8: Fp8Config | None = None
-    """How linears multiply in FP8, where they do."""
+    """FP8 recipe of the layers' linears; None: no FP8."""
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
-    """What is run again in the backward."""
+    """Activation checkpointing: what the backward recomputes."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """Who steps which weights, and what travels behind compute."""
     schedule_name: ScheduleName | None = None
@@ -60,13 +60,13 @@ class Run:
     is_overlapped: bool = False
     """A forward and a backward run side by side, as the strategy's overlap_expert_exchange asks."""
     context: ContextConfig = field(default_factory=ContextConfig)
-    """How ranks that share sequences exchange what attention needs."""
+    """Communication of attention under context parallelism."""
     balanced: BalancedBatch | None = None
     """Under dynamic context parallelism the documents of a batch, and who runs them in the place of rows."""
     held_tokens: int = 0
-    """Of all microbatches of a rank, where they differ; 0: as many times those of one."""
+    """Tokens of all microbatches of a rank, where they differ; 0: microbatches are alike."""
     trained: Trainable = ALL
-    """Which weights."""
+    """Weights that are trained."""
     framework: FrameworkProfile = OURS
     """The code that runs it."""
 
@@ -86,7 +86,7 @@ class Run:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """Of a batch; it may have faults."""
+        """Pipeline schedule of a batch; it may have errors."""
         name: ScheduleName = self.schedule_name or default_name(self.sizes.vp)
         return Schedule(
             name=name,
@@ -99,12 +99,12 @@ class Run:
 
     @cached_property
     def stages(self) -> tuple[tuple[Stage, ...], ...]:
-        """Of each pipeline rank its stages, its first chunk's first, as a rank of cp runs them."""
+        """Stages of each pipeline rank, its first chunk first, as a cp rank runs them."""
         return self._by_rank(stages_of(self.model_parts, self.sizes.num_stages, self.sizes.stage_layout))
 
     @cached_property
     def again(self) -> tuple[tuple[Stage, ...], ...]:
-        """Of each of those stages the layers that are run again whole."""
+        """Layers of each stage that full recomputation runs again."""
         sizes = self.sizes
         return self._by_rank(recomputed_stages(self.model_parts, sizes.num_stages, sizes.stage_layout, self.recompute))
 
@@ -132,27 +132,27 @@ class Run:
 
     @property
     def plain_products(self) -> Products:
-        """What those matrix products are in that are never in FP8."""
+        """Precision of the matrix products that are never in FP8."""
         return "half" if self.is_half else "full"
 
     @property
     def products(self) -> Products:
-        """What those of layers are in."""
+        """Precision of the layers' matrix products."""
         return self.plain_products if self.fp8 is None else "fp8"
 
     @property
     def bytes_per_element(self) -> int:
-        """Of activations."""
+        """Bytes of an activation element."""
         return 2 if self.is_half else 4
 
     @property
     def stepped_bytes(self) -> int:
-        """Of a weight that an optimizer steps, and of each of its moments."""
+        """Bytes of a weight that the optimizer updates, and of each of its moments."""
         return 2 if self.precision == "bf16-true" else 4
 
     @property
     def gradient_bytes(self) -> int:
-        """Of an accumulated gradient, for each trained parameter."""
+        """Bytes of an accumulated gradient element."""
         return {"auto": self.stepped_bytes, "float32": 4, "bfloat16": 2}[self.optimizer.grad_dtype]
 
     @property
@@ -165,7 +165,7 @@ class Run:
 
     @property
     def num_tokens(self) -> int:
-        """Of an optimizer step."""
+        """Tokens of an optimizer step."""
         if self.balanced is not None:
             return self.num_accumulated * self.balanced.num_tokens
         return self.num_accumulated * self.global_batch_size * self.model_parts.tokens

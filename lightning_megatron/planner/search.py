@@ -37,27 +37,27 @@ class Rejected:
 
     run: Run
     why: str
-    """In one sentence."""
+    """Reason in one sentence."""
     needed_bytes: float = 0.0
-    """Of the fullest rank, where memory is what it lacks."""
+    """Memory that the fullest rank needs; 0 where memory is not the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a search found."""
+    """Layouts that a search found."""
 
     fitting: tuple[Run, ...]
     """Fastest first."""
     seconds: tuple[float, ...]
-    """Of a step of each."""
+    """Step time of each fitting layout."""
     rejected: tuple[Rejected, ...]
 
     def least(self) -> Rejected | None:
-        """Of the layouts that lack memory the one that needs the least."""
+        """The layout without enough memory that needs the least."""
         return next(iter(self.nearest(1)), None)
 
     def nearest(self, number: int) -> list[Rejected]:
-        """Of the layouts that lack memory those that lack the least, one for each way to cut the weights."""
+        """Layouts that lack the least memory, one for each way to shard the weights."""
         first: dict[tuple[int, ...], Rejected] = {}
         for one in sorted(self.rejected, key=lambda one: one.needed_bytes):
             sizes = one.run.sizes
@@ -183,7 +183,7 @@ def _that_fits(run: Run, memory_bytes: float, free_recompute: bool) -> Run | Rej
 
 
 def _fullest_ranks(run: Run) -> list[int]:
-    """Of ranks with equal stages the first, which keeps the most microbatches."""
+    """First of the ranks with equal stages, which holds the most microbatches."""
     first: dict[tuple[int, ...], int] = {}
     for rank in range(run.sizes.pp):
         first.setdefault(tuple(map(id, run.stages[rank])), rank)

@@ -48,7 +48,7 @@ class Pass:
 
     compute: float = 0.0
     exposed: Mapping[str, float] = field(default_factory=dict)
-    """What is waited for, by axis."""
+    """Exposed communication, by axis."""
 
     @property
     def total(self) -> float:
@@ -57,7 +57,7 @@ class Pass:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Where the seconds of a step go, on the slowest pipeline rank."""
+    """Parts of a step's time on the slowest pipeline rank."""
 
     compute: float
     exposed: Mapping[str, float]
@@ -68,7 +68,7 @@ class StepTime:
     other: float
     """Data, logging, the slowest of many GPUs."""
     forwards: tuple[float, ...]
-    """Of a microbatch, by pipeline rank."""
+    """Seconds of a microbatch, by pipeline rank."""
     backwards: tuple[float, ...]
 
     @property
@@ -219,7 +219,7 @@ def _unhidden_tensor(messages: Mapping[str, float], is_hidden: bool, constants: 
 
 
 def _messages(run: Run, work: LayerWork, gpu: Gpu, constants: Constants) -> dict[str, float]:
-    """What a forward waits for, by axis; of cp says `_context`."""
+    """Exposed communication of a forward by axis, without cp, which `_context` gives."""
     groups = groups_of(run.sizes)
     waited: dict[str, float] = {}
     if work.num_tensor_messages:
@@ -234,15 +234,15 @@ def _messages(run: Run, work: LayerWork, gpu: Gpu, constants: Constants) -> dict
 
 
 def _expert_seconds(run: Run, work: LayerWork, gpu: Gpu, constants: Constants) -> float:
-    """What tokens are on their way to experts and home, in a forward or a backward."""
+    """Seconds of dispatch and combine in a forward or a backward."""
     groups = groups_of(run.sizes)
     seconds = 2 * exchange_seconds(work.expert_bytes / 2, groups["ep"], gpu, constants)
     return seconds + 2 * gather_seconds(work.expert_tensor_bytes / 2, groups["etp"], gpu, constants)
 
 
 def _hidden_seconds(run: Run, rank: int, forward: Pass, backward: Pass, gpu: Gpu, constants: Constants) -> float:
-    """What a forward and a backward take less side by side: tokens of each are on their way while the other one
-    computes, no longer than that takes."""
+    """Seconds of dispatch and combine that overlapped forwards and backwards hide: tokens of each travel while
+    the other computes, at most as long as that takes."""
     if not run.schedule.is_overlapped:
         return 0.0
     on_their_way = 0.0
@@ -260,7 +260,7 @@ def _hidden_seconds(run: Run, rank: int, forward: Pass, backward: Pass, gpu: Gpu
 def _context(
     run: Run, work: LayerWork, attention: float, gpu: Gpu, constants: Constants, *, is_backward: bool
 ) -> dict[str, float]:
-    """What attention of so many seconds waits for, where ranks share sequences."""
+    """Exposed communication of context parallelism beside attention of so many seconds."""
     if not work.key_bytes:
         return {}
     seconds = context_seconds(
@@ -275,7 +275,7 @@ def _context(
 
 
 def _gathered_seconds(run: Run, rank: int, totals: list[float], gpu: Gpu, constants: Constants) -> tuple[float, float]:
-    """What forward and backward wait for weights that replicas share, and for the sums of their gradients."""
+    """Exposed parameter gathers and gradient reductions of fully sharded weights, in forward and backward."""
     dense, experts, _, _ = parameters_of_rank(run, rank)
     groups = groups_of(run.sizes)
     width = run.bytes_per_element
@@ -293,7 +293,7 @@ def _gathered_seconds(run: Run, rank: int, totals: list[float], gpu: Gpu, consta
 def _replica_seconds(
     run: Run, rank: int, forward: float, backward: float, gpu: Gpu, constants: Constants
 ) -> tuple[float, float]:
-    """What a step waits for sums of gradients and for weights of other replicas; and the optimizer's own seconds."""
+    """Exposed gradient reduction and parameter gather of a step, and the optimizer's own seconds."""
     dense, experts = trained_of_stages(run.stages[rank], run.model_parts, run.sizes)
     groups = groups_of(run.sizes)
     is_sharded = run.framework.shards_weights != "none"

@@ -35,7 +35,7 @@ from lightning_megatron.transformer.lora import LoraConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Trainable:
-    """What is trained; by default every weight."""
+    """Weights that are trained; by default all."""
 
     frozen: tuple[str, ...] = ()
     """Parts of a LLaVA that are not: of vision, projector, language."""
@@ -43,7 +43,7 @@ class Trainable:
     """Low-rank paths, beside weights that are all frozen."""
 
     def faults(self, model: Model) -> list[str]:
-        """What of it does not fit the model, one sentence each."""
+        """What does not fit the model, one sentence each."""
         faults = []
         if self.frozen and not isinstance(model, LlavaConfig):
             faults.append(
@@ -79,14 +79,14 @@ def trainable_parts_of(model: Model, lengths: SequenceLengths, trained: Trainabl
 
 
 def trained_parameters(model_parts: ModelParts) -> int:
-    """Of the parameters of the unsplit model those that are trained, padding left out."""
+    """Trained parameters of the unsplit model, without padding."""
     idle = tuple(replace(part, is_trained=True, adapters=()) for part in model_parts.parts if not part.is_trained)
     frozen = replace(model_parts, parts=idle).parameters()
     return model_parts.parameters() - frozen
 
 
 def trained_of_stages(stages: Iterable[Stage], model_parts: ModelParts, sizes: Sizes) -> tuple[int, int]:
-    """Of the parameters that a rank holds on its stages those that are trained: dense ones, and those of experts."""
+    """Trained parameters that a rank holds on its stages: dense ones, and those of experts."""
     dense, experts = 0, 0
     has_matrix, needs_matrix = False, False
     for stage in stages:
@@ -156,7 +156,7 @@ def _behind_first(parts: Iterable[ModelPart]) -> Iterable[ModelPart]:
 
 
 def _cross_linears(config: TransformerConfig) -> dict[str, tuple[int, int]]:
-    """The same of a decoder's attention to what the encoder gave."""
+    """Linears of a decoder's cross-attention that may have an adapter, with features in and out."""
     query, keys = config.num_attention_heads * config.head_dim, config.num_query_groups * config.head_dim
     return {
         "cross_attention.query": (config.hidden_size, query),
@@ -166,7 +166,7 @@ def _cross_linears(config: TransformerConfig) -> dict[str, tuple[int, int]]:
 
 
 def _linears(config: TransformerConfig, layer: int) -> dict[str, tuple[int, int]]:
-    """What goes into each linear of a layer that may have a path, and what comes out."""
+    """Linears of a layer that may have an adapter, with features in and out."""
     hidden, query = config.hidden_size, config.num_attention_heads * config.head_dim
     keys = config.num_query_groups * config.head_dim
     gates = 2 if config.is_gated else 1

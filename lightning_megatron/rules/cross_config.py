@@ -27,7 +27,7 @@ from lightning_megatron.transformer.recompute import RecomputeConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What is known of a run before it starts."""
+    """Facts of a run that are known before it starts."""
 
     sizes: Sizes
     """Ranks on each axis."""
@@ -44,19 +44,19 @@ class Facts:
     sequence_length: int | None = None
     """Tokens of a sample, where the data module says it."""
     decoder_sequence_length: int | None = None
-    """The same of the decoder, where there is one beside an encoder."""
+    """Tokens of a sample's decoder sequence, where there is one beside an encoder."""
     schedule: Schedule | None = None
-    """Of training steps, where there is one."""
+    """Pipeline schedule of training steps, where there is one."""
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
-    """What is run again in the backward."""
+    """Activation checkpointing: what the backward recomputes."""
     fp8: Fp8Config | None = None
-    """How linears multiply in FP8, where that is asked for."""
+    """FP8 recipe of linears; None: no FP8."""
     precision: str = "32-true"
     """The Trainer's."""
     context: ContextConfig = field(default_factory=ContextConfig)
-    """How ranks that share sequences exchange what attention needs."""
+    """Communication of attention under context parallelism."""
     dynamic_context: DynamicContextConfig | None = None
-    """How microbatches are packed and cut, each anew, where that is asked for."""
+    """Dynamic context parallelism: how microbatches are packed and sharded; None: not used."""
 
 
 def faults(facts: Facts) -> list[str]:

@@ -10,16 +10,16 @@ from functools import lru_cache
 from typing import Any
 
 MOST = 10**12
-"""Of any number."""
+"""Largest of any number."""
 MOST_LAYERS = 4096
 MOST_OF_A_KIND = 65_536
 """Heads, experts and their like."""
 MOST_STAGES = 16_384
 """Ranks of a pipeline x chunks on each."""
 MOST_MICROBATCHES = 100_000
-"""Of a batch on a replica."""
+"""Largest number of microbatches in a batch on a data-parallel rank."""
 MOST_TOKENS = 10**8
-"""Of a sample."""
+"""Largest number of tokens in a sample."""
 
 
 def limit_faults(numbers: Mapping[str, int | None], most: int) -> list[str]:
@@ -33,7 +33,7 @@ def limit_faults(numbers: Mapping[str, int | None], most: int) -> list[str]:
 
 @lru_cache(maxsize=16)
 def model_limit_faults(model: Any) -> tuple[str, ...]:
-    """The same of all numbers that a model's configuration holds."""
+    """One sentence for each number of a model's configuration that no model has."""
     faults = list[str]()
     for name, number in _numbers_of(model):
         last = name.rpartition(".")[2]

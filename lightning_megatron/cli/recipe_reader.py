@@ -1,0 +1,169 @@
+"""A recipe's YAML file read by the recipe's own parser, without a Trainer: for commands that plan runs and start none.
+
+Options, defaults and errors are those of `fit`. The classes are those of the recipes in `recipes/`.
+"""
+
+from argparse import ArgumentError
+from collections.abc import Mapping
+from difflib import get_close_matches
+from functools import cache
+from inspect import signature
+from typing import Any, NamedTuple
+
+import lightning as L
+from jsonargparse import Namespace
+from lightning.pytorch.cli import LightningArgumentParser
+
+from lightning_megatron.cli.option_errors import STRATEGY, about_option, error_lines, settings_of
+from lightning_megatron.lightning_modules import (
+    BertDataModule,
+    BertModule,
+    ChatDataModule,
+    GPTDataModule,
+    GPTModule,
+    LlavaDataModule,
+    LlavaModule,
+    T5ChatDataModule,
+    T5DataModule,
+    T5FinetuneModule,
+    T5Module,
+)
+from lightning_megatron.lightning_modules.export import ExportPretrained
+from lightning_megatron.lightning_modules.finetune import FinetuneModule
+from lightning_megatron.lightning_modules.print_text import PrintText
+from lightning_megatron.lightning_modules.text_data import TextDataModule
+from lightning_megatron.models import LlavaConfig
+from lightning_megatron.planner.model_parts import Model, SequenceLengths
+from lightning_megatron.trainer import MegatronStrategy
+from lightning_megatron.trainer.callbacks import ThroughputMonitor
+
+
+class Recipe(NamedTuple):
+    """The classes of a recipe and the options that it takes from others, as its script passes them to `run_recipe`."""
+
+    module: type[L.LightningModule]
+    data: type[TextDataModule]
+    links: Mapping[str, str]
+    callbacks: Mapping[str, type[L.Callback]]
+
+
+_VOCABULARY = {"model.config.vocab_size": "data.vocab_size"}
+_IMAGES = {
+    "model.config.image_token": "data.image_token",
+    "model.config.keeps_class_token": "data.keeps_class_token",
+    "model.config.vision.image_size": "data.image_size",
+    "model.config.vision.patch_size": "data.patch_size",
+}
+_SENTENCES = {"model.config.add_binary_head": "data.sentence_order"}
+_TOKENIZER = {"model.path": "data.tokenizer"}
+_CALLBACKS = {"throughput": ThroughputMonitor, "print_text": PrintText}
+_EXPORTS = {**_CALLBACKS, "export": ExportPretrained}
+_LLAVA = Recipe(LlavaModule, LlavaDataModule, _VOCABULARY | _IMAGES, _CALLBACKS)
+
+PRETRAINING = {
+    "gpt": Recipe(GPTModule, GPTDataModule, _VOCABULARY, _CALLBACKS),
+    "bert": Recipe(BertModule, BertDataModule, _VOCABULARY | _SENTENCES, _CALLBACKS),
+    "t5": Recipe(T5Module, T5DataModule, _VOCABULARY, _CALLBACKS),
+    "llava": _LLAVA,
+}
+"""The recipe of each kind of model, by the names of `--model-kind`."""
+
+FINETUNING = {
+    "gpt": Recipe(FinetuneModule, ChatDataModule, _TOKENIZER, _EXPORTS),
+    "t5": Recipe(T5FinetuneModule, T5ChatDataModule, _TOKENIZER, _EXPORTS),
+    "llava": _LLAVA,
+}
+"""The recipes that start from a folder with a Hugging Face model."""
+
+_SECTIONS = ("trainer", "model", "data", *_EXPORTS)
+# Options of `fit` and its like beside these sections.
+_SUBCOMMAND_OPTIONS = ("seed_everything", "ckpt_path", "weights_only", "verbose", "return_predictions")
+# Packages whose classes a command finds; others may lie beside the user's script.
+_FOUND_PACKAGES = ("lightning", "lightning_megatron")
+
+
+def read_recipe(data: Mapping[str, Any], recipe: Recipe) -> Namespace:
+    """Every option of the sections `trainer`, `model`, `data` and of callbacks, checked, with defaults filled in.
+
+    A section with a `class_path` belongs to the user's own class: its options are left to its author. Raises ValueError
+    with what `fit` says against the file.
+    """
+    sections = {}
+    for name, section in data.items():
+        # What resembles none of these sections is the user's own.
+        if section is not None and get_close_matches(str(name), _SECTIONS, n=1):
+            if name in _SECTIONS and not isinstance(section, Mapping):
+                raise ValueError(f"{name} ({section!r}) must be a table of options")
+            sections[name] = _without_user_classes(section)
+    own = tuple(name for name in ("model", "data") if "class_path" in sections.get(name, ()))
+    for name in own:
+        del sections[name]
+    parser, names = _parser(recipe.module.__name__, own)
+    try:
+        config: Namespace = parser.parse_object(sections)
+        return config
+    except ArgumentError as error:
+        raise ValueError(about_option(str(error), names)) from error
+
+
+def made_settings(annotation: Any, settings: Any, where: str, errors: list[str]) -> Any:
+    """The dataclass of parsed settings; None, with its errors added to the list, where it refuses its values."""
+    try:
+        return settings_of(annotation, settings)
+    except ValueError as error:
+        errors += [f"{where}: {line}" for line in error_lines(str(error))]
+        return None
+
+
+def sample_errors(recipe: Recipe, data: Namespace, model: Model, lengths: SequenceLengths, batch: int) -> list[str]:
+    """Errors of the recipe's data module about samples of these lengths, before any text is read."""
+    parser, known = LightningArgumentParser(exit_on_error=False), signature(recipe.data).parameters
+    parser.add_lightning_class_args(recipe.data, "data")
+    chosen: dict[str, Any] = {
+        "vocab_size": model.vocab_size,
+        "tokenizer": "",
+        "sequence_length": lengths.sequence,
+        "decoder_sequence_length": lengths.decoder_sequence,
+        "global_batch_size": batch,
+    }
+    if isinstance(model, LlavaConfig):
+        chosen |= {"image_token": model.image_token, "keeps_class_token": model.keeps_class_token}
+        chosen |= {"image_size": model.vision.image_size, "patch_size": model.vision.patch_size}
+    own = Namespace(data=data.clone())
+    for name in chosen:
+        if name in known:
+            own.data[name] = chosen[name]
+    errors: list[str] = parser.instantiate(own).data.sample_faults()
+    return errors
+
+
+@cache
+def _parser(module: str, own: tuple[str, ...]) -> tuple[LightningArgumentParser, list[str]]:
+    """A parser of the sections of the recipe with that module but for the user's own, and the names of all options."""
+    recipe = next(one for one in (*PRETRAINING.values(), *FINETUNING.values()) if one.module.__name__ == module)
+    parser = LightningArgumentParser(exit_on_error=False)
+    owners: dict[str, Any] = {"trainer": L.Trainer, "model": recipe.module, "data": recipe.data, **recipe.callbacks}
+    for name, owner in owners.items():
+        if name not in own:
+            parser.add_lightning_class_args(owner, name)
+    for source, target in recipe.links.items() if not own else ():
+        parser.link_arguments(source, target)
+    strategy = [f"{STRATEGY}.{name}" for name in signature(MegatronStrategy).parameters]
+    return parser, [*strategy, *parser.get_defaults(skip_validation=True).keys()]
+
+
+def _without_user_classes(section: Any) -> Any:
+    """A section without objects of classes that a command does not find."""
+    if not isinstance(section, Mapping):
+        return section
+    kept = {}
+    for name, value in section.items():
+        if isinstance(value, list):
+            value = [one for one in value if not _is_users_class(one)]
+        kept[name] = None if _is_users_class(value) else value
+    return kept
+
+
+def _is_users_class(value: Any) -> bool:
+    path = value.get("class_path") if isinstance(value, Mapping) else None
+    return isinstance(path, str) and "." in path and path.partition(".")[0] not in _FOUND_PACKAGES
