@@ -92,7 +92,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "an unknown option in a file": (
         ("--config=typo.yaml",),
-        ("'model.config.num_layer'; the nearest is --model.config",),
+        ("'model.config.num_layer' is not accepted; the nearest is --model.config",),
     ),
     "an unknown option of the strategy": (
         (f"{STRATEGY}.tensor_parallel_size=2",),
