@@ -16,6 +16,7 @@ from lightning_megatron.planner.layer_work import has_no_kernel
 from lightning_megatron.planner.model_parts import Layer, ModelPart, Stage, sent_rows
 from lightning_megatron.planner.run import Run
 from lightning_megatron.transformer import cost
+from lightning_megatron.transformer.linears import DOWN, UP
 from lightning_megatron.transformer.recompute import RecomputeConfig, RecomputePart, groups_of
 
 _ALL = RecomputeConfig()
@@ -159,9 +160,9 @@ def _unread_features(run: Run, part: ModelPart) -> float:
     again, config, sizes = run.recompute.recomputed_parts, layer.config, run.sizes
     tokens = run.micro_batch_size * layer.tokens_on(sizes)
     unread = 0.0
-    if not {"norm", "mlp"} & set(again) and "mlp.up" not in names:
+    if not {"norm", "mlp"} & set(again) and UP not in names:
         unread += tokens / (sizes.tp if sizes.sequence_parallel else 1) * config.hidden_size
-    if not {"activation", "mlp"} & set(again) and config.activation != "relu" and "mlp.down" not in names:
+    if not {"activation", "mlp"} & set(again) and config.activation != "relu" and DOWN not in names:
         unread += tokens * config.ffn_hidden_size / sizes.tp
     return unread * run.bytes_per_element
 

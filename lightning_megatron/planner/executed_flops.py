@@ -33,6 +33,17 @@ from lightning_megatron.planner.requires_grad import stages_with_gradients
 from lightning_megatron.planner.run import Run
 from lightning_megatron.precision.gemm import TILE
 from lightning_megatron.transformer import cost
+from lightning_megatron.transformer.linears import (
+    CROSS_KEY_VALUE,
+    CROSS_PROJECTION,
+    CROSS_QUERY,
+    DOWN,
+    PROJECTION,
+    QKV,
+    SHARED_DOWN,
+    SHARED_UP,
+    UP,
+)
 from lightning_megatron.transformer.recompute import groups_of
 
 
@@ -118,10 +129,10 @@ class _Walk:
         linears = _Linears(run, part, layer)
         query, keys = layer.config.num_attention_heads * layer.config.head_dim, linears.keys
         hidden = layer.config.hidden_size
-        parts = [self._chain(part, [linears.of("attention.qkv", linears.rows, hidden, query + 2 * keys)])]
+        parts = [self._chain(part, [linears.of(QKV, linears.rows, hidden, query + 2 * keys)])]
         core = _attention(run, layer)
         parts.append(_Passed(core.forward, self.is_needed * (core.backward + core.again * ("core_attention" in again))))
-        parts.append(self._chain(part, [linears.of("attention.projection", linears.rows, query, hidden)]))
+        parts.append(self._chain(part, [linears.of(PROJECTION, linears.rows, query, hidden)]))
         if layer.memory:
             parts += self._cross(part, layer, linears)
         products, is_read = _feed_forward(linears, layer), self.is_needed or part.is_trained
@@ -136,12 +147,12 @@ class _Walk:
         run, hidden = self._run, layer.config.hidden_size
         query = layer.config.num_attention_heads * layer.config.head_dim
         memory = _rows(run, layer.streams(run.micro_batch_size), layer.memory)
-        queries = self._chain(part, [linears.of("cross_attention.query", linears.rows, hidden, query)])
+        queries = self._chain(part, [linears.of(CROSS_QUERY, linears.rows, hidden, query)])
         stream, self.is_needed = self.is_needed, part.needs_memory
-        pairs = self._chain(part, [linears.of("cross_attention.key_value", memory, hidden, 2 * linears.keys)])
+        pairs = self._chain(part, [linears.of(CROSS_KEY_VALUE, memory, hidden, 2 * linears.keys)])
         self.is_needed |= stream
         core = _cross_attention(run, layer)
-        projection = linears.of("cross_attention.projection", linears.rows, query, hidden)
+        projection = linears.of(CROSS_PROJECTION, linears.rows, query, hidden)
         attended = _Passed(core.forward, self.is_needed * core.backward)
         return [queries, pairs, attended, self._chain(part, [projection])]
 
@@ -223,7 +234,7 @@ def _feed_forward(linears: _Linears, layer: Layer) -> list[_Linear]:
     gates = 2 if config.is_gated else 1
     if config.moe is None or not layer.has_experts:
         width = config.ffn_hidden_size
-        return [linears.of("mlp.up", rows, hidden, gates * width), linears.of("mlp.down", rows, width, hidden)]
+        return [linears.of(UP, rows, hidden, gates * width), linears.of(DOWN, rows, width, hidden)]
     moe = config.moe
     width, shared = moe.ffn_hidden_size or config.ffn_hidden_size, moe.shared_expert_intermediate_size
     gate = moe.shared_expert_gate * _num_alike(linears.run.sizes)
@@ -237,8 +248,8 @@ def _feed_forward(linears: _Linears, layer: Layer) -> list[_Linear]:
     if not shared:
         return products
     up, down = (
-        linears.of("shared.up", rows, hidden, gates * shared),
-        linears.of("shared.down", rows, shared, hidden),
+        linears.of(SHARED_UP, rows, hidden, gates * shared),
+        linears.of(SHARED_DOWN, rows, shared, hidden),
     )
     return [*products, up, down]
 

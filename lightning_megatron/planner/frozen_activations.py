@@ -12,11 +12,20 @@ from lightning_megatron.planner.activations import attention_bytes, is_shared, l
 from lightning_megatron.planner.model_parts import Layer, LoraAdapter, ModelPart, Stage
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.transient_memory import inner_sizes
+from lightning_megatron.transformer.linears import (
+    CROSS_KEY_VALUE,
+    CROSS_PROJECTION,
+    CROSS_QUERY,
+    DOWN,
+    PROJECTION,
+    QKV,
+    SHARED_DOWN,
+    SHARED_UP,
+    UP,
+)
 
 # What multiplies in FP8, where anything does.
-_FP8 = {"attention.qkv", "mlp.up", "mlp.down", "experts", "shared.up", "shared.down"} | {
-    f"cross_attention.{name}" for name in ("query", "projection")
-}
+_FP8: set[str] = {QKV, UP, DOWN, "experts", SHARED_UP, SHARED_DOWN, CROSS_QUERY, CROSS_PROJECTION}
 
 
 def frozen_activation_bytes(run: Run, stage: Stage) -> float:
@@ -42,25 +51,25 @@ def _unreached_bytes(run: Run, part: ModelPart) -> float:
     is_post = isinstance(config, BertConfig) and config.norm_placement == "post"
     norm = shard * (4 if run.is_mixed else width)
     between = norm + shard * (config.hidden_dropout > 0)
-    first = 0.0 if is_post or ("norm" in again and "attention.qkv" in names) else norm
+    first = 0.0 if is_post or ("norm" in again and QKV in names) else norm
     attended = tokens * config.num_attention_heads * config.head_dim / sizes.tp * width
     own, cross = attention_bytes(run, part)
     # What goes into projections is told of by `unkept_of`, or kept by a path.
-    is_beside = any(path.name == "attention.projection" and not path.has_dropout for path in part.adapters)
+    is_beside = any(path.name == PROJECTION and not path.has_dropout for path in part.adapters)
     is_told = is_beside or not _is_kept_by_kernel(layer, sizes, width)
-    steps = [({"attention.qkv"}, first), ({"attention.projection"}, own - attended * is_told)]
+    steps = [({QKV}, first), ({PROJECTION}, own - attended * is_told)]
     if layer.memory:
         steps += [
-            ({"cross_attention.query", "cross_attention.key_value"}, between),
-            ({"cross_attention.projection"}, cross - attended),
+            ({CROSS_QUERY, CROSS_KEY_VALUE}, between),
+            ({CROSS_PROJECTION}, cross - attended),
         ]
-    steps.append(({"mlp.up", "shared.up"}, between))
+    steps.append(({UP, SHARED_UP}, between))
     if not layer.has_experts and config.activation != "relu" and "mlp" not in again:
         gates = 2 if config.is_gated else 1
-        steps.append(({"mlp.down"}, tokens * gates * config.ffn_hidden_size / sizes.tp * width))
+        steps.append(({DOWN}, tokens * gates * config.ffn_hidden_size / sizes.tp * width))
     unreached = 0.0
     for linears, size in steps:
-        if part.needs_memory and "cross_attention.projection" in linears:
+        if part.needs_memory and CROSS_PROJECTION in linears:
             break
         unreached += size
         if linears & names:
@@ -80,25 +89,25 @@ def frozen_activations_of(run: Run, part: ModelPart) -> float:
     attended = tokens * config.num_attention_heads * config.head_dim / sizes.tp * width
     again = run.recompute.recomputed_parts
     normed = 0.0 if "norm" in again else stream
-    inputs = {
-        "attention.qkv": normed,
-        "attention.projection": 0.0 if _is_kept_by_kernel(layer, sizes, width) else attended,
+    inputs: dict[str, float] = {
+        QKV: normed,
+        PROJECTION: 0.0 if _is_kept_by_kernel(layer, sizes, width) else attended,
     }
     if layer.memory:
         # What goes into its keys and values is one tensor for all layers.
-        inputs |= {"cross_attention.query": normed, "cross_attention.projection": attended}
+        inputs |= {CROSS_QUERY: normed, CROSS_PROJECTION: attended}
     if layer.has_experts:
         inputs |= _expert_inputs(run, layer, tokens, stream, again)
     else:
         # ReLU keeps what it gives, and the linear behind it the same.
         is_down_kept = config.activation == "relu" or {"mlp", "activation"} & set(again)
         features = tokens * config.ffn_hidden_size / sizes.tp * width
-        inputs |= {"mlp.up": 0.0 if "mlp" in again else normed, "mlp.down": 0.0 if is_down_kept else features}
+        inputs |= {UP: 0.0 if "mlp" in again else normed, DOWN: 0.0 if is_down_kept else features}
     beside = sum(_kept_beside(run, part, path, tokens, inputs.get(path.name)) for path in part.adapters)
     if run.fp8 is not None:
         inputs |= {name: size / width for name, size in inputs.items() if name in _FP8}
         # Linears keep their own casts of what kernels keep.
-        inputs["attention.projection"] = attended / width
+        inputs[PROJECTION] = attended / width
     return sum(inputs.values()) - beside - _kept_by_adapters(run, part)
 
 
@@ -138,8 +147,8 @@ def _expert_inputs(run: Run, layer: Layer, tokens: float, stream: float, again: 
     return {
         "router": tokens / tp * layer.config.hidden_size * width * wide,
         "experts": rows * (layer.config.hidden_size + features) * width,
-        "shared.up": stream if moe.shared_expert_intermediate_size else 0.0,
-        "shared.down": tokens * moe.shared_expert_intermediate_size / tp * width,
+        SHARED_UP: stream if moe.shared_expert_intermediate_size else 0.0,
+        SHARED_DOWN: tokens * moe.shared_expert_intermediate_size / tp * width,
         "shared.gate": stream * wide if moe.shared_expert_gate and wide > 1 else 0.0,
     }
 

@@ -17,6 +17,7 @@ from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Conf
 from lightning_megatron.pipeline.layout import assign
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.config import TransformerConfig
+from lightning_megatron.transformer.linears import CROSS_KEY_VALUE
 
 Model = GPTConfig | BertConfig | T5Config
 """A LlavaConfig is a GPTConfig."""
@@ -136,7 +137,7 @@ class LoraAdapter:
     @property
     def reads_memory(self) -> bool:
         """Whether what an encoder gave goes in, and not the layer's own stream."""
-        return self.name == "cross_attention.key_value"
+        return self.name == CROSS_KEY_VALUE
 
     def tokens_on(self, layer: Layer, sizes: Sizes) -> float:
         """Tokens of a sample that the adapter reads on a rank."""

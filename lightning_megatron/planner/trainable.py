@@ -29,7 +29,7 @@ from lightning_megatron.planner.model_parts import (
     parameters_of,
 )
 from lightning_megatron.transformer import cost
-from lightning_megatron.transformer.config import TransformerConfig
+from lightning_megatron.transformer.linears import COLUMN_PARALLEL, cross_linear_sizes, linear_sizes
 from lightning_megatron.transformer.lora import LoraConfig
 
 
@@ -54,8 +54,8 @@ class Trainable:
         if set(self.frozen) >= set(PARTS):
             faults.append("frozen names all parts, and nothing is left to train; leave one out")
         if self.lora is not None:
-            offered = {name for layer in range(model.num_layers) for name in _linears(model, layer)}
-            offered |= set(_cross_linears(model)) if isinstance(model, T5Config) else set()
+            offered = {name for layer in range(model.num_layers) for name in linear_sizes(model, layer)}
+            offered |= set(cross_linear_sizes(model)) if isinstance(model, T5Config) else set()
             if missing := [name for name in self.lora.targets if name not in offered]:
                 faults.append(
                     f"lora targets ({', '.join(missing)}) must be of what the layers have: {', '.join(sorted(offered))}"
@@ -126,9 +126,9 @@ def _with_adapters(part: ModelPart, lora: LoraConfig) -> ModelPart:
     frozen = replace(part, is_trained=False)
     if part.layer is None:
         return frozen
-    linears = _linears(part.layer.config, part.layer.index)
+    linears = linear_sizes(part.layer.config, part.layer.index)
     if part.layer.memory:
-        linears |= _cross_linears(part.layer.config)
+        linears |= cross_linear_sizes(part.layer.config)
     return replace(
         frozen,
         adapters=tuple(
@@ -137,7 +137,7 @@ def _with_adapters(part: ModelPart, lora: LoraConfig) -> ModelPart:
                 rank=lora.rank,
                 inputs=linears[name][0],
                 outputs=linears[name][1],
-                cuts_outputs=name.endswith((".qkv", ".up", ".query", ".key_value")),
+                cuts_outputs=name in COLUMN_PARALLEL,
                 has_dropout=lora.dropout > 0,
             )
             for name in lora.targets
@@ -153,26 +153,3 @@ def _behind_first(parts: Iterable[ModelPart]) -> Iterable[ModelPart]:
     for part in parts:
         is_needed |= bool(part.adapters)
         yield replace(part, passes_gradient=is_needed and not part.embedded_tokens)
-
-
-def _cross_linears(config: TransformerConfig) -> dict[str, tuple[int, int]]:
-    """Linears of a decoder's cross-attention that may have an adapter, with features in and out."""
-    query, keys = config.num_attention_heads * config.head_dim, config.num_query_groups * config.head_dim
-    return {
-        "cross_attention.query": (config.hidden_size, query),
-        "cross_attention.key_value": (config.hidden_size, 2 * keys),
-        "cross_attention.projection": (query, config.hidden_size),
-    }
-
-
-def _linears(config: TransformerConfig, layer: int) -> dict[str, tuple[int, int]]:
-    """Linears of a layer that may have an adapter, with features in and out."""
-    hidden, query = config.hidden_size, config.num_attention_heads * config.head_dim
-    keys = config.num_query_groups * config.head_dim
-    gates = 2 if config.is_gated else 1
-    linears = {"attention.qkv": (hidden, query + 2 * keys), "attention.projection": (query, hidden)}
-    if config.moe is not None and config.has_experts(layer):
-        name, width = "shared", config.moe.shared_expert_intermediate_size
-    else:
-        name, width = "mlp", config.ffn_hidden_size
-    return linears | ({f"{name}.up": (hidden, gates * width), f"{name}.down": (width, hidden)} if width else {})

@@ -41,6 +41,7 @@ from lightning_megatron.planner.model_parts import Layer, LoraAdapter, ModelPart
 from lightning_megatron.planner.pipeline_load import has_pairs, splits_backward
 from lightning_megatron.planner.run import Run
 from lightning_megatron.transformer import cost
+from lightning_megatron.transformer.linears import DOWN
 
 # Of a token: its id and its label, int64, and its place in the loss mask, float32.
 _BATCH_BYTES = 20
@@ -351,7 +352,7 @@ def layer_work(run: Run, part: ModelPart) -> float:
         remade = inner
     gathered = tokens * config.hidden_size * width if sp > 1 else 0.0
     activation = (4 if config.is_gated else 1) * inner
-    has_path = any(path.name == "mlp.down" for path in part.adapters)
+    has_path = any(path.name == DOWN for path in part.adapters)
     is_put_off = splits_backward(run.schedule) and (part.is_trained or has_path)
     reads_output = config.activation == "relu" and not {"activation", "mlp"} & set(again)
     if is_put_off or reads_output or not (part.is_trained or has_path):

@@ -23,6 +23,9 @@ LINEAR_NAMES: tuple[LinearName, ...] = get_args(LinearName)
 
 QKV, PROJECTION, UP, DOWN, SHARED_UP, SHARED_DOWN, CROSS_QUERY, CROSS_KEY_VALUE, CROSS_PROJECTION = LINEAR_NAMES
 
+COLUMN_PARALLEL = frozenset((QKV, UP, SHARED_UP, CROSS_QUERY, CROSS_KEY_VALUE))
+"""Linears of which ranks of tp hold output features; the others are row-parallel."""
+
 
 def name_in_layer(name: str) -> str:
     """Name of a linear within its layer, of its name in the model: its last two steps."""
