@@ -1,6 +1,6 @@
 """Text from a language model: rows of different lengths, token by token, the same on every layout.
 
-    generate_rows  the loop: asks a `NextLogits` for logits, draws a token for each row that is not over, until all are
+    generate_rows      the loop: asks a `NextLogits`, draws a token for each row that is not over, until all are
     gpt_next_logits    how a GPT answers: the prompts in one call, then the new tokens alone, beside a key-value cache
     llava_next_logits  the same, with the images of the prompts in the first call
 

@@ -240,7 +240,7 @@ class LlavaModel(GPTModel):
             is_image_BS &= (places_S < decode_state.lengths_B.unsqueeze(1)).to(tokens.device)
         if labels is not None:
             labels = labels.masked_fill(labels == self.config.image_token, IGNORED)
-        # Image tokens are image_inputs up in no table.
+        # Image tokens are looked up in no table.
         ids_T, inputs = super().prepare(tokens.masked_fill(is_image_BS, 0), labels, loss_mask, segments, decode_state)
         counts = (0,) * tokens.shape[0] if images is None else images.counts
         pixels = self._pixels(images, tokens.device)

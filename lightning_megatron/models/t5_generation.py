@@ -1,6 +1,6 @@
 """Text from a T5: what its decoder writes about texts of different lengths that its encoder reads once.
 
-`generation.generate_rows` is the loop; here is the logits that a T5 gives it.
+`generation.generate_rows` is the loop; here are the logits that a T5 gives it.
 """
 
 import torch

@@ -85,8 +85,7 @@ class Upcycling:
         if self.moe.shared_expert_intermediate_size:
             faults.append(
                 f"shared_expert_intermediate_size ({self.moe.shared_expert_intermediate_size}) must be 0: "
-                "nothing in a dense model is a "
-                "shared expert's"
+                "nothing in a dense model is a shared expert's"
             )
         if self.moe.capacity is not None:
             faults.append("capacity must be None: a token that is dropped gets less than the dense MLP gave")

@@ -1,8 +1,8 @@
 """Who computes attention of whole sequences, all of whose tokens are here, without a bias or dropout: a value that a
 `SelfAttention` holds.
 
-    TorchCoreAttention     torch's kernels                 everywhere
-    TECoreAttention    Transformer Engine's kernels    layers that multiply in FP8 by that engine (`te_attention`)
+    TorchCoreAttention    torch's kernels                 everywhere
+    TECoreAttention       Transformer Engine's kernels    layers that multiply in FP8 by that engine (`te_attention`)
 
 B batch, A query heads here, G key-value groups here, S sequence, D head size.
 """
@@ -27,7 +27,7 @@ class CoreAttention(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TorchCoreAttention:
-    """Torch's own."""
+    """Core attention by torch's kernels."""
 
     mask_spec: MaskSpec
     scale: float

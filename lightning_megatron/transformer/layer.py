@@ -131,20 +131,9 @@ class ExpertLayer(PreNormLayer):
         return output
 
 
-def build_layer(
-    config: TransformerConfig, mesh: Mesh, index: int, name: str, *, is_causal: bool = True
-) -> TransformerLayer | ExpertLayer:
-    """The pre-norm layer of that index, counted from 0: dense or of experts, with the window of its place."""
+def build_layer(config: TransformerConfig, mesh: Mesh, index: int, name: str) -> TransformerLayer | ExpertLayer:
+    """The causal pre-norm layer of that index, counted from 0: dense or of experts, with the window of its place."""
     tp, sp, window = mesh.tp, mesh.sp, config.window_of(index)
     if config.moe is None or not config.has_experts(index):
-        return TransformerLayer(config, tp=tp, sp=sp, name=name, is_causal=is_causal, window=window)
-    return ExpertLayer(
-        config,
-        config.moe,
-        tp=tp,
-        sp=sp,
-        experts=ExpertAxes.of(mesh),
-        name=name,
-        is_causal=is_causal,
-        window=window,
-    )
+        return TransformerLayer(config, tp=tp, sp=sp, name=name, window=window)
+    return ExpertLayer(config, config.moe, tp=tp, sp=sp, experts=ExpertAxes.of(mesh), name=name, window=window)

@@ -31,9 +31,9 @@ class TELinear(nn.Module):
     def __init__(self, linear: ParallelLinear, norm: LayerNorm | RMSNorm | None = None) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
-        # After the weight has changed: the engine casts it once for the microbatches that follow In tuples: neither the
-        # engine's module nor the norm is a child, whose parameters would count twice.
+        # After the weight has changed: the engine casts it once for the microbatches that follow.
         self.is_first_microbatch = True
+        # In tuples: neither the engine's module nor the norm is a child, whose parameters would count twice.
         self._norm = (norm,)
         self._engine = (_engine_of(linear, norm),)
 
