@@ -129,5 +129,5 @@ def test_experts_are_rebuilt_from_plain_data() -> None:
     assert moe_config(plain) == moe_config(asdict(moe)) == moe
     with pytest.raises(ValueError, match="AuxLoss has no field kind"):
         moe_config({"router": {"num_experts": 4, "aux_losses": [{"kind": "x"}]}})
-    with pytest.raises(ValueError, match="MoEConfig cannot be made of every"):
+    with pytest.raises(ValueError, match="MoEConfig cannot be made of layer_freq"):
         moe_config({"layer_freq": 2})
