@@ -7,15 +7,15 @@ from lightning_megatron.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from lightning_megatron.lightning_modules.adamw import AdamWConfig
     from lightning_megatron.lightning_modules.bert import BertModule
-    from lightning_megatron.lightning_modules.bert_data import BertDataModule
-    from lightning_megatron.lightning_modules.chat_data import ChatDataModule
+    from lightning_megatron.lightning_modules.bert_data import BertDataConfig, BertDataModule
+    from lightning_megatron.lightning_modules.chat_data import ChatDataConfig, ChatDataModule
     from lightning_megatron.lightning_modules.gpt import GPTModule
-    from lightning_megatron.lightning_modules.gpt_data import GPTDataModule, StreamingConfig
+    from lightning_megatron.lightning_modules.gpt_data import GPTDataConfig, GPTDataModule, StreamingConfig
     from lightning_megatron.lightning_modules.llava import LlavaModule
-    from lightning_megatron.lightning_modules.llava_data import LlavaDataModule
+    from lightning_megatron.lightning_modules.llava_data import LlavaDataConfig, LlavaDataModule
     from lightning_megatron.lightning_modules.t5 import T5Module
-    from lightning_megatron.lightning_modules.t5_chat_data import T5ChatDataModule
-    from lightning_megatron.lightning_modules.t5_data import T5DataModule
+    from lightning_megatron.lightning_modules.t5_chat_data import T5ChatDataConfig, T5ChatDataModule
+    from lightning_megatron.lightning_modules.t5_data import T5DataConfig, T5DataModule
     from lightning_megatron.lightning_modules.t5_finetune import T5FinetuneModule
     from lightning_megatron.lightning_modules.text_sources import BlendSource
     from lightning_megatron.models.generation import generate
@@ -26,17 +26,23 @@ else:
 
 __all__ = [
     "AdamWConfig",
+    "BertDataConfig",
     "BertDataModule",
     "BertModule",
     "BlendSource",
+    "ChatDataConfig",
     "ChatDataModule",
+    "GPTDataConfig",
     "GPTDataModule",
     "GPTModule",
     "GenerationConfig",
+    "LlavaDataConfig",
     "LlavaDataModule",
     "LlavaModule",
     "StreamingConfig",
+    "T5ChatDataConfig",
     "T5ChatDataModule",
+    "T5DataConfig",
     "T5DataModule",
     "T5FinetuneModule",
     "T5Module",

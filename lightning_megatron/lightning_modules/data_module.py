@@ -1,8 +1,8 @@
-"""`ParallelDataModule`: what all ready data modules share, from prepared samples to loaders that resume.
+"""`ParallelDataModule`: prepared samples as global batches that every data-parallel rank shares and a run resumes.
 
-One process prepares; all processes then map the same files. Each replica takes its part of every global batch, whose
-samples depend on the seed and the global batch size alone, and a resumed run goes on after the last sample that was
-trained on, on any layout.
+One process prepares; all processes then map the same files. Each data-parallel rank takes its part of every global
+batch, whose samples depend on the seed and the global batch size alone, and a resumed run goes on after the last sample
+that was trained on, on any layout.
 """
 
 from collections.abc import Iterator
@@ -31,28 +31,41 @@ from lightning_megatron.trainer.setup.replica import Replica
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoaderConfig:
+    """Batches of a data module: their size, their order and who loads them."""
+
+    global_batch_size: int
+    """Samples of one optimizer step, over all data-parallel ranks and microbatches."""
+    num_workers: int = 0
+    """Worker processes of each rank's training loader; 0: the rank itself loads."""
+    seed: int = 0
+    """Seed of the order of samples, and of what is random in them."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Samples:
     """A data set and how many samples it has."""
 
     dataset: Dataset[Sample]
     count: int
-    told: str = ""
-    """What became of the source, for the log."""
+    """Samples of one epoch."""
+    summary: str = ""
+    """What became of the source's documents, for the log."""
     is_ordered: bool = False
-    """Whether the order is the samples' own: they are not shuffled."""
+    """Whether the samples stay in their own order and are not shuffled."""
     is_new_each_epoch: bool = False
-    """Whether sample i of epoch e is another in each of them, and asked for by the number e * count + i."""
+    """Whether sample i differs from epoch to epoch; in epoch e it is asked for by the number e * count + i."""
     is_infinite: bool = False
-    """Whether every number is a sample, and `count` are those of an epoch."""
+    """Whether every number is a sample."""
 
     def part(self, first: int, last: int) -> "Samples":
-        """Those from `first` to before `last`."""
+        """The samples from `first` to before `last`."""
         dataset: Dataset[Sample] = Subset(self.dataset, range(first, last))
         if self.is_new_each_epoch:
-            dataset = _PartOfEpochs(self.dataset, self.count, first, last - first)
-        return replace(self, dataset=dataset, count=last - first, told="")
+            dataset = _EpochSubset(self.dataset, self.count, first, last - first)
+        return replace(self, dataset=dataset, count=last - first, summary="")
 
-    def cut(self, held_out_fraction: float) -> "tuple[Samples, Samples | None]":
+    def split(self, held_out_fraction: float) -> "tuple[Samples, Samples | None]":
         """The samples without their last part, and that part."""
         num_held_out = min(round(self.count * held_out_fraction), self.count - 1)
         if num_held_out == 0:
@@ -60,24 +73,24 @@ class Samples:
         return self.part(0, self.count - num_held_out), self.part(self.count - num_held_out, self.count)
 
     def epochs(self, seed: int) -> ShuffledEpochs:
-        """All of them again and again."""
+        """The samples over and over, each epoch in an order of its own."""
         return ShuffledEpochs(
             self.dataset, self.count, seed=seed, is_ordered=self.is_ordered, is_new_each_epoch=self.is_new_each_epoch
         )
 
 
-class _PartOfEpochs(Dataset[Sample]):
-    """Of samples whose numbers go on over epochs of `whole` those from `first` on, `count` an epoch."""
+class _EpochSubset(Dataset[Sample]):
+    """`count` samples an epoch, from number `first` on, of a data set that has `full_count` new ones in each epoch."""
 
-    def __init__(self, dataset: Dataset[Sample], whole: int, first: int, count: int) -> None:
-        self._dataset, self._whole, self._first, self._count = dataset, whole, first, count
+    def __init__(self, dataset: Dataset[Sample], full_count: int, first: int, count: int) -> None:
+        self._dataset, self._full_count, self._first, self._count = dataset, full_count, first, count
 
     def __len__(self) -> int:
         return self._count
 
     def __getitem__(self, number: int) -> Sample:
         epoch, place = divmod(number, self._count)
-        return self._dataset[epoch * self._whole + self._first + place]
+        return self._dataset[epoch * self._full_count + self._first + place]
 
 
 class ParallelDataModule(L.LightningDataModule):
@@ -85,33 +98,38 @@ class ParallelDataModule(L.LightningDataModule):
 
     A subclass says what is wrong with its options (`faults`), how samples are made (`_prepare`, called by every process
     after one has called it), and how they become a batch (`_collate`).
-
-    With `batch_ramp` batches grow up to `global_batch_size` while the run is young.
     """
 
-    def __init__(
-        self, *, global_batch_size: int, num_workers: int, seed: int, batch_ramp: BatchRamp | None = None
-    ) -> None:
+    config: LoaderConfig
+
+    def __init__(self, config: LoaderConfig) -> None:
         super().__init__()
-        self.global_batch_size = global_batch_size
-        self.batch_ramp = batch_ramp
-        self.num_workers = num_workers
-        self.seed = seed
+        self.config = config
         self._training: Samples | None = None
         self._held_out: Samples | None = None
         self._loader: ResumableLoader | StreamLoader | None = None
-        # Of preparing, on the process that did.
+        # The error of `prepare_data`, on the process that prepared.
         self._failure: Exception | None = None
-        # A checkpoint's state, until the loader that it is for exists.
+        # A checkpoint's state waits here until the loader that it is for exists.
         self._resumed: dict[str, Any] | None = None
 
+    @property
+    def global_batch_size(self) -> int:
+        """Samples of one optimizer step over all data-parallel ranks."""
+        return self.config.global_batch_size
+
+    @property
+    def batch_ramp(self) -> BatchRamp | None:
+        """Smaller batches while the run is young; None where all batches have one size."""
+        return None
+
     def faults(self) -> list[str]:
-        """One sentence for each thing that keeps samples from being made, as far as it shows without reading any."""
+        """One sentence for each option that keeps samples from being made, as far as it shows without reading any."""
         faults = [
             f"{name} ({value}) must be at least {least}"
             for name, value, least in (
                 ("global_batch_size", self.global_batch_size, 1),
-                ("num_workers", self.num_workers, 0),
+                ("num_workers", self.config.num_workers, 0),
             )
             if value < least
         ]
@@ -123,13 +141,13 @@ class ParallelDataModule(L.LightningDataModule):
         return faults
 
     def _prepare(self) -> tuple[Samples | None, Samples | None]:
-        """Samples to train on and samples held out; makes what is not in the cache yet. A ValueError is told as a
-        fault of what the user gave."""
+        """Samples to train on and samples held out; makes what is not in the cache yet. A ValueError counts as a
+        mistake in the user's options."""
         raise NotImplementedError
 
     @property
     def _collate(self) -> Collate:
-        """What makes a batch of samples."""
+        """The function that makes a batch of samples."""
         return collate_tokens
 
     # --- preparing --------------------------------------------------------------------------------------------------
@@ -147,12 +165,12 @@ class ParallelDataModule(L.LightningDataModule):
         self._end_together()
         self._training, self._held_out = self._prepare_checked()
         for what, samples in self._parts.items():
-            if samples is not None and samples.told:
-                rank_zero_info(f"{what}: {samples.told}")
+            if samples is not None and samples.summary:
+                rank_zero_info(f"{what}: {samples.summary}")
 
     @property
     def _parts(self) -> dict[str, Samples | None]:
-        """What the samples are for, and the samples."""
+        """The samples, by what they are for."""
         return {"training": self._training, "validation": self._held_out}
 
     def teardown(self, stage: str) -> None:
@@ -166,13 +184,13 @@ class ParallelDataModule(L.LightningDataModule):
             return self._prepare()
 
     def _end_together(self) -> None:
-        """Raises on all processes what went wrong where the data was prepared. Collective over all of them."""
+        """Raises the error of the process that prepared on all processes. Collective over all of them."""
         if not _has_others():
             return
         own, self._failure = self._failure, None
-        told: list[_Told | None] = [None] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(told, None if own is None else _told(own))
-        failures = {rank: failure for rank, failure in enumerate(told) if failure is not None}
+        reports: list[_ErrorReport | None] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(reports, None if own is None else _report(own))
+        failures = {rank: failure for rank, failure in enumerate(reports) if failure is not None}
         if faults := [fault for failure in failures.values() for fault in failure[0]]:
             raise ConfigurationError(list(dict.fromkeys(faults))) from own
         if own is not None:
@@ -204,19 +222,19 @@ class ParallelDataModule(L.LightningDataModule):
                 samples.count,
                 global_batch_size=self.global_batch_size,
                 replica=self._replica,
-                seed=self.seed,
-                num_workers=self.num_workers,
+                seed=self.config.seed,
+                num_workers=self.config.num_workers,
                 collate=self._collate,
                 shuffle=not samples.is_ordered,
                 is_new_each_epoch=samples.is_new_each_epoch,
             )
         self._refuse_overfitting()
         return infinite_loader(
-            samples.dataset if samples.is_infinite else samples.epochs(self.seed),
+            samples.dataset if samples.is_infinite else samples.epochs(self.config.seed),
             samples.count,
             ramp=self._ramp,
             replica=self._replica,
-            num_workers=self.num_workers,
+            num_workers=self.config.num_workers,
             collate=self._collate,
         )
 
@@ -225,9 +243,9 @@ class ParallelDataModule(L.LightningDataModule):
         return self.batch_ramp if self.batch_ramp is not None else BatchRamp.constant(self.global_batch_size)
 
     def _refuse_overfitting(self) -> None:
-        """Lightning would take the sampler away that says which samples a batch has."""
+        """Raises ValueError under `overfit_batches`: Lightning would replace the sampler that orders the samples."""
         if self.trainer is None:
-            # Somebody looks at the batches.
+            # Without a Trainer the batches are only looked at.
             return
         if batches := self.trainer.overfit_batches:  # type: ignore[attr-defined]
             raise ValueError(
@@ -236,7 +254,7 @@ class ParallelDataModule(L.LightningDataModule):
             )
 
     def val_dataloader(self) -> list[DataLoader[Sample]]:
-        """One loader, and none where nothing is held out."""
+        """One loader; an empty list where nothing is held out."""
         return self._evaluation_loaders(self._held_out)
 
     def _evaluation_loaders(self, samples: Samples | None) -> list[DataLoader[Sample]]:
@@ -249,7 +267,7 @@ class ParallelDataModule(L.LightningDataModule):
                     samples.count,
                     global_batch_size=self.global_batch_size,
                     replica=self._replica,
-                    num_workers=self.num_workers,
+                    num_workers=self.config.num_workers,
                     collate=self._collate,
                 )
             ]
@@ -259,7 +277,7 @@ class ParallelDataModule(L.LightningDataModule):
 
     @property
     def _replica(self) -> Replica:
-        # Without a Trainer somebody looks at the batches.
+        # Without a Trainer the batches are only looked at.
         return Replica(0, 1) if self.trainer is None else Replica.under(self.trainer.strategy)
 
     # --- resuming ---------------------------------------------------------------------------------------------------
@@ -275,11 +293,11 @@ class ParallelDataModule(L.LightningDataModule):
             self._loader.load_state_dict(state_dict)
 
 
-_Told = tuple[list[str], str]
-"""The faults of a configuration, none of another error; and what the error is."""
+_ErrorReport = tuple[list[str], str]
+"""The faults of a ConfigurationError, none of another error; and the error's type and message."""
 
 
-def _told(error: Exception) -> _Told:
+def _report(error: Exception) -> _ErrorReport:
     faults = error.faults if isinstance(error, ConfigurationError) else []
     return faults, f"{type(error).__name__}: {error}"
 
@@ -291,7 +309,7 @@ def _has_others() -> bool:
 
 @contextmanager
 def as_configuration_error() -> Iterator[None]:
-    """What `data` says with a ValueError is about what the user gave."""
+    """Turns a ValueError of `lightning_megatron.data` into a ConfigurationError: it is about what the user gave."""
     try:
         yield
     except ConfigurationError:

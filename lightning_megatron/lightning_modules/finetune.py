@@ -76,7 +76,7 @@ def require_fitting_tokenizer(data: object, path: str, vocab_size: int) -> None:
     if tokenizer.vocab_size > vocab_size:
         raise ConfigurationError(
             [
-                f"the tokenizer ({data.tokenizer_path}) has ids up to {tokenizer.vocab_size - 1}, and the model "
+                f"the tokenizer ({data.config.tokenizer}) has ids up to {tokenizer.vocab_size - 1}, and the model "
                 f"({path}) has a vocabulary of {vocab_size}; give the tokenizer of the model"
             ]
         )

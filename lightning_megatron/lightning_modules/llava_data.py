@@ -1,11 +1,12 @@
-"""`LlavaDataModule`: conversations with images, for training a LLaVA on what is to be answered."""
+"""`LlavaDataModule`: conversations with images, for training a LLaVA on its answers."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,139 +25,94 @@ from lightning_megatron.data import (
     load_rows,
     load_tokenizer,
     prepare_image_chats,
-    split_documents,
 )
 from lightning_megatron.data.image_chats import IMAGE, Conversation, TemplateName, built_in_template, conversation_of
 from lightning_megatron.data.image_samples import Unreadable
 from lightning_megatron.data.images import ImageFit
-from lightning_megatron.data.packed_rows import IGNORE_INDEX, NO_SEGMENT
 from lightning_megatron.data.sources import corpus_fingerprint, files_of, plain_rows
 from lightning_megatron.data.synthetic_images import draw_images
+from lightning_megatron.lightning_modules.conversation_data import ConversationDataConfig, ConversationDataModule
 from lightning_megatron.lightning_modules.data_module import Samples, as_configuration_error
 from lightning_megatron.lightning_modules.loaders import Collate, Sample, collate_images, prompt_loader
-from lightning_megatron.lightning_modules.text_data import TextDataModule
 from lightning_megatron.trainer.config import ConfigurationError
 
-ImagePacking = Literal["none", "documents"]
-"""What shares a row: nothing, or samples that do not see each other."""
-
-# Rows of the table that is drawn where none is given.
 _NUM_DRAWN = 4096
+"""Rows of the table that is drawn where none is given."""
 
 
-class LlavaDataModule(TextDataModule):
-    """Batches of `tokens`, `labels` and `loss_mask`, each [global_batch_size / replicas, s], and `images`, a Ragged of
-    any number for each row; s is the longest sample of the batch rounded up to `pad_to_multiple`.
+@dataclass(frozen=True, kw_only=True)
+class LlavaDataConfig(ConversationDataConfig):
+    """Conversations with images, and how images become tokens."""
 
-    Rows come from `path` (a .json, .jsonl or .parquet table as a file, a directory or a pattern) or `dataset`; of what
-    form they are is said in `data.image_chats`. Images lie in the table, or are files in `image_folder`, beside the
-    table where it is not given. Where no source is given, pictures of coloured shapes are drawn. `image_fit` says how
-    an image becomes a square of `image_size` pixels, which takes an image token for each of its patches, and one for
-    the class token where `keeps_class_token`. Of an image that cannot be read the row is left out ("skip"; how many is
-    told), or it is a fault ("refuse").
+    vocab_size: int
+    """Tokens that the model knows; also the size of a tokenizer that is trained here."""
+    image_token: int
+    """Id of the token `<image>`, which stands for each token of an image."""
+    image_size: int
+    """Height and width of the vision tower's images, in pixels."""
+    patch_size: int
+    """Height and width of the vision tower's patches, in pixels: each patch is one token."""
+    keeps_class_token: bool = False
+    """Whether the vision tower's class token is a token of the image too."""
+    image_folder: str | None = None
+    """Directory that the names of images start from; None: the directory of the table."""
+    image_fit: ImageFit = "pad"
+    """How an image becomes a square: padded at its borders (`pad`), or cropped (`crop`)."""
+    unreadable_images: Unreadable = "refuse"
+    """Rows with an image that cannot be read are an error ('refuse'), or left out and counted ('skip')."""
+    template: TemplateName = "vicuna"
+    """How a conversation is written as text: one of LLaVA's templates, or that of the tokenizer ('tokenizer')."""
+    prompt_images: list[list[str]] = field(default_factory=list)
+    """Files of the images that each prompt asks about, in front of its text unless it says `<image>` where."""
 
-    Only what is to be answered has labels. A sample has at most `sequence_length` tokens, and no part of an image. With
-    `packing` a row of a batch holds several samples, up to `sequence_length`, and the batches have `segments` too.
-    Without `tokenizer` a byte-level one is trained on the text.
 
-    `template` says how a conversation is written. `prompts` are questions that prediction answers, and `prompt_images`
-    the files that each asks about, in front of it unless it has `<image>` where they belong.
+class LlavaDataModule(ConversationDataModule):
+    """Batches of `tokens`, `labels` and `loss_mask`, each [global_batch_size / dp, s], s the longest sample of the
+    batch rounded up to `pad_to_multiple`, and of `images`, a Ragged of any number for each row; with packing of
+    `segments` too.
+
+    `data.image_chats` says which forms rows may have. Images lie in the table, or are files. Without a table, pictures
+    of coloured shapes are drawn. Answers alone have labels. A sample has at most `sequence_length` tokens, and no part
+    of an image.
     """
 
+    config: LlavaDataConfig
     special_tokens: ClassVar[tuple[str, ...]] = (IMAGE,)
 
-    def __init__(
-        self,
-        *,
-        vocab_size: int,
-        image_token: int,
-        image_size: int,
-        patch_size: int,
-        sequence_length: int,
-        global_batch_size: int,
-        keeps_class_token: bool = False,
-        path: str | None = None,
-        dataset: str | None = None,
-        split: str = "train",
-        image_folder: str | None = None,
-        image_fit: ImageFit = "pad",
-        unreadable_images: Unreadable = "refuse",
-        tokenizer: str | None = None,
-        template: TemplateName = "vicuna",
-        packing: ImagePacking = "none",
-        validation_path: str | None = None,
-        validation_fraction: float | None = None,
-        pad_to_multiple: int = 8,
-        prompts: list[str] | None = None,
-        prompt_images: list[list[str]] | None = None,
-        num_workers: int = 0,
-        seed: int = 0,
-        cache_directory: str = "runs/data",
-    ) -> None:
-        super().__init__(
-            vocab_size=vocab_size,
-            sequence_length=sequence_length,
-            global_batch_size=global_batch_size,
-            path=path,
-            dataset=dataset,
-            tokenizer=tokenizer,
-            validation_fraction=validation_fraction,
-            validation_path=validation_path,
-            prompts=prompts,
-            num_workers=num_workers,
-            seed=seed,
-            cache_directory=cache_directory,
-        )
-        self.image_token = image_token
-        self.image_size = image_size
-        self.image_fit = image_fit
-        self.features_per_image = (image_size // patch_size) ** 2 + keeps_class_token
-        self.split = split
-        self.image_folder = image_folder
-        self.unreadable_images = unreadable_images
-        self.template_name = template
-        self.packing = packing
-        self.pad_to_multiple = pad_to_multiple
-        self.prompt_images = prompt_images or []
-        # There from `setup` on.
+    def __init__(self, config: LlavaDataConfig) -> None:
+        super().__init__(config)
+        self.features_per_image = (config.image_size // config.patch_size) ** 2 + config.keeps_class_token
+        """Tokens of one image."""
+        # The template of conversations, from `setup` on.
         self.template: ChatTemplate | None = None
-        # Of each prompt, from `setup` for prediction on: [n, 3, image_size, image_size].
-        self._asked_images: list[Tensor] = []
+        # The images of each prompt, from `setup` for prediction on: [n, 3, image_size, image_size].
+        self._prompt_images: list[Tensor] = []
+
+    # --- faults -----------------------------------------------------------------------------------------------------
 
     @property
-    def hides_padding(self) -> bool:
-        """Whether batches have padding that no `segments` tell of."""
-        return self.packing == "none"
-
-    # --- what is wrong ----------------------------------------------------------------------------------------------
+    def _choices(self) -> Mapping[str, Any]:
+        return {**super()._choices, "template": TemplateName, "unreadable_images": Unreadable}
 
     def faults(self) -> list[str]:
-        faults = super().faults()
-        faults += [
-            f"{name} ({value!r}) must be one of {', '.join(map(repr, get_args(choices)))}"
-            for name, value, choices in (
-                ("packing", self.packing, ImagePacking),
-                ("template", self.template_name, TemplateName),
-                ("unreadable_images", self.unreadable_images, Unreadable),
-            )
-            if value not in get_args(choices)
-        ]
-        if self.pad_to_multiple < 1:
-            faults.append(f"pad_to_multiple ({self.pad_to_multiple}) must be at least 1")
-        if self.template_name == "tokenizer" and self.tokenizer_path is None:
+        faults, config = super().faults(), self.config
+        if config.template == "tokenizer" and config.tokenizer is None:
             faults.append("template is 'tokenizer', and no tokenizer is given; give one that has a chat template")
-        if self.prompt_images and len(self.prompt_images) != len(self.prompts):
+        if config.prompt_images and len(config.prompt_images) != len(config.prompts):
             faults.append(
-                f"prompt_images ({len(self.prompt_images)}) must have the images of each of the {len(self.prompts)} "
-                "prompts: a list of names for each, empty where it has none"
+                f"prompt_images ({len(config.prompt_images)}) must have the images of each of the"
+                f" {len(config.prompts)} prompts: a list of names for each, empty where it has none"
             )
-        if self.image_folder is not None and not Path(self.image_folder).is_dir():
-            faults.append(f"image_folder ({self.image_folder!r}) is no directory")
+        if config.image_folder is not None and not Path(config.image_folder).is_dir():
+            faults.append(f"image_folder ({config.image_folder!r}) is no directory")
         try:
-            ImageConfig(size=self.image_size, fit=self.image_fit)
+            ImageConfig(size=config.image_size, fit=config.image_fit)
         except ValueError as error:
             faults += str(error).splitlines()
         return faults
+
+    def _tokenizer_faults(self) -> list[str]:
+        return self._vocabulary_faults(self.config.vocab_size)
 
     def sample_faults(self) -> list[str]:
         faults = super().sample_faults()
@@ -169,69 +125,61 @@ class LlavaDataModule(TextDataModule):
 
     @property
     def _image_config(self) -> ImageConfig:
-        return ImageConfig(size=self.image_size, fit=self.image_fit)
+        return ImageConfig(size=self.config.image_size, fit=self.config.image_fit)
 
     # --- preparing --------------------------------------------------------------------------------------------------
 
     def _prepare(self) -> tuple[Samples | None, Samples | None]:
-        rows: Any = None if self._only_predicts and self.tokenizer_path is not None else self._rows()
-        if self.tokenizer_path is not None:
-            own = load_tokenizer(self.tokenizer_path)
+        config = self.config
+        rows: Any = None if self._only_predicts and config.tokenizer is not None else self._rows()
+        if config.tokenizer is not None:
+            own = load_tokenizer(config.tokenizer)
         else:
-            written = f"{corpus_fingerprint(rows)} {self.template_name}"
+            written = f"{corpus_fingerprint(rows)} {config.template}"
             name = hashlib.sha256(written.encode()).hexdigest()[:16]
-            own = self._tokenizer_for(name, _texts(rows, self.template_name))
+            own = self._trained_tokenizer(name, _texts(rows, config.template), config.vocab_size)
         self.tokenizer = tokenizer = own.with_special_token(IMAGE)
-        if (found := tokenizer.token_id(IMAGE)) != self.image_token:
+        if (found := tokenizer.token_id(IMAGE)) != config.image_token:
             raise ConfigurationError(
                 [
-                    f"image_token ({self.image_token}) must be the id of {IMAGE} in the tokenizer, or, where it has "
+                    f"image_token ({config.image_token}) must be the id of {IMAGE} in the tokenizer, or, where it has "
                     f"none, the one behind all others: {found}; set model.config.image_token to it"
                 ]
             )
-        self.template = image_template(self.template_name, tokenizer, str(self.tokenizer_path))
+        self.template = image_template(config.template, tokenizer, str(config.tokenizer))
         if self._only_predicts:
             return None, None
-        if self.validation_path is not None:
-            held_out = load_rows(path=self.validation_path, cache_dir=self._documents_cache)
-        elif self._held_out_fraction > 0:
-            rows, held_out = split_documents(rows, self._held_out_fraction)
-        else:
-            return self._samples(rows, tokenizer), None
-        return self._samples(rows, tokenizer), self._samples_in(self._held_out_images, held_out, tokenizer)
+        training, held_out = self._split_rows(rows)
+        samples = self._samples(self._images, training, tokenizer)
+        return samples, None if held_out is None else self._samples(self._held_out_images, held_out, tokenizer)
 
     def _rows(self) -> Any:
-        if self.path is None and self.dataset is None:
-            draw_images(self._drawn, _NUM_DRAWN)
-            return load_rows(path=self._drawn, cache_dir=self._documents_cache)
-        # A named dataset may lie in the cache of `datasets` already.
-        cache = self._documents_cache if self.dataset is None else None
-        return load_rows(path=self.path, dataset=self.dataset, split=self.split, cache_dir=cache)
+        if self.config.path is not None or self.config.dataset is not None:
+            return super()._rows()
+        draw_images(self._drawn, _NUM_DRAWN)
+        return load_rows(path=self._drawn, cache_dir=self._documents_cache)
 
     @property
     def _drawn(self) -> Path:
-        return self.cache_directory / f"shapes-{_NUM_DRAWN}"
+        return self._cache / f"shapes-{_NUM_DRAWN}"
 
     @property
     def _images(self) -> Path | None:
         """The folder that names of images start from; none is known of a dataset."""
-        if self.image_folder is not None:
-            return Path(self.image_folder)
-        if self.dataset is not None:
+        if self.config.image_folder is not None:
+            return Path(self.config.image_folder)
+        if self.config.dataset is not None:
             return None
-        return self._drawn if self.path is None else files_of(self.path)[0].parent
+        return self._drawn if self.config.path is None else files_of(self.config.path)[0].parent
 
     @property
     def _held_out_images(self) -> Path | None:
-        """The same for what is held out: names in a table of its own start beside it."""
-        if self.validation_path is None or self.image_folder is not None:
+        """The folder that names of held-out images start from: that of the held-out table, if it is another."""
+        if self.config.validation_path is None or self.config.image_folder is not None:
             return self._images
-        return files_of(self.validation_path)[0].parent
+        return files_of(self.config.validation_path)[0].parent
 
-    def _samples(self, documents: Any, tokenizer: Tokenizer) -> Samples:
-        return self._samples_in(self._images, documents, tokenizer)
-
-    def _samples_in(self, folder: Path | None, documents: Any, tokenizer: Tokenizer) -> Samples:
+    def _samples(self, folder: Path | None, documents: Any, tokenizer: Tokenizer) -> Samples:
         """Samples of rows whose images are in a folder."""
         assert self.template is not None
         path = prepare_image_chats(
@@ -241,22 +189,24 @@ class LlavaDataModule(TextDataModule):
             images=folder,
             features_per_image=self.features_per_image,
             sequence_length=self.sequence_length,
-            unreadable=self.unreadable_images,
-            directory=self.cache_directory,
+            unreadable=self.config.unreadable_images,
+            directory=self._cache,
         )
-        samples = ImageSamples(path, documents, folder, self._image_config, self.unreadable_images)
-        if self.packing == "none":
-            return Samples(dataset=samples, count=len(samples), told=str(samples.kept))
-        rows = PackedImageSamples(samples, self.sequence_length, end_of_text=tokenizer.end_of_text, seed=self.seed)
-        return Samples(dataset=rows, count=len(rows), told=str(rows))
+        samples = ImageSamples(path, documents, folder, self._image_config, self.config.unreadable_images)
+        if self.config.packing == "none":
+            return Samples(dataset=samples, count=len(samples), summary=str(samples.kept))
+        rows = PackedImageSamples(
+            samples, self.sequence_length, end_of_text=tokenizer.end_of_text, seed=self.config.seed
+        )
+        return Samples(dataset=rows, count=len(rows), summary=str(rows))
 
     @property
     def _collate(self) -> Collate:
         assert self.tokenizer is not None, "setup comes first; Trainer calls it"
-        padding = {"tokens": self.tokenizer.end_of_text, "labels": IGNORE_INDEX, "loss_mask": 0}
-        if self.packing == "documents":
-            padding["segments"] = NO_SEGMENT
-        return partial(collate_images, collate=partial(collate_padded, padding=padding, multiple=self.pad_to_multiple))
+        padding = self._padding(self.tokenizer)
+        return partial(
+            collate_images, collate=partial(collate_padded, padding=padding, multiple=self.config.pad_to_multiple)
+        )
 
     # --- prediction -------------------------------------------------------------------------------------------------
 
@@ -264,45 +214,45 @@ class LlavaDataModule(TextDataModule):
         super().setup(stage)
         if stage == "predict":
             with as_configuration_error():
-                self._asked_images = [self._loaded(own) for own in self._asked_names]
+                self._prompt_images = [self._loaded(own) for own in self._prompt_names]
 
     def predict_dataloader(self) -> DataLoader[Sample]:
         ids = [torch.tensor(ids) for ids in self._prompt_ids()]
-        extras = [{"images": own} for own in self._asked_images]
+        extras = [{"images": own} for own in self._prompt_images]
         return prompt_loader(ids, self.global_batch_size, self._replica, extras)
 
     def _prompt_ids(self) -> list[list[int]]:
         assert self.tokenizer is not None and self.template is not None, "setup comes first; Trainer calls it"
-        asked = map(_asked, self.prompts, self._asked_names)
-        return [encode_prompt(one, self.tokenizer, self.template, self.features_per_image) for one in asked]
+        conversations = map(_prompt, self.config.prompts, self._prompt_names)
+        return [encode_prompt(one, self.tokenizer, self.template, self.features_per_image) for one in conversations]
 
     @property
-    def _asked_names(self) -> list[list[str]]:
+    def _prompt_names(self) -> list[list[str]]:
         """The images of each prompt."""
-        return self.prompt_images or [[] for _ in self.prompts]
+        return self.config.prompt_images or [[] for _ in self.config.prompts]
 
     def _loaded(self, names: list[str]) -> Tensor:
         loaded = [load_image(name, self._image_config) for name in names]
-        return torch.stack(loaded) if loaded else torch.zeros(0, 3, self.image_size, self.image_size)
+        return torch.stack(loaded) if loaded else torch.zeros(0, 3, self.config.image_size, self.config.image_size)
 
     def text_of(self, ids: Any) -> str:
-        """As of other texts, with `<image>` for all the tokens of an image, or of several in a row."""
+        """The text of a row of tokens, with one `<image>` for all the tokens of one image or of several in a row."""
         assert self.tokenizer is not None, "setup comes first; Trainer calls it"
         pieces = [
             IMAGE if is_image else self.tokenizer.decode(run)
-            for is_image, run in groupby(ids, lambda i: i == self.image_token)
+            for is_image, run in groupby(ids, lambda i: i == self.config.image_token)
         ]
         return "".join(pieces)
 
 
 def _texts(rows: Any, template: TemplateName) -> Iterator[str]:
-    """What a tokenizer is to learn from: the rows as they are written, without images."""
+    """The rows as text without images: what a tokenizer is trained on."""
     writing = built_in_template(template, "")
     for row in plain_rows(rows):
         yield writing.render(conversation_of(row).messages).replace(IMAGE, "")
 
 
-def _asked(prompt: str, images: list[str]) -> Conversation:
+def _prompt(prompt: str, images: list[str]) -> Conversation:
     if IMAGE not in prompt:
         prompt = f"{IMAGE}\n" * len(images) + prompt
     elif (found := prompt.count(IMAGE)) != len(images):

@@ -1,6 +1,7 @@
-"""`T5DataModule`: pieces of text with spans taken out, which a T5 is to tell."""
+"""`T5DataModule`: pieces of text with masked spans, which a T5 predicts."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -9,7 +10,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_megatron.data import (
-    BatchRamp,
     MegatronCorpus,
     SpanCorruption,
     T5Pieces,
@@ -18,96 +18,61 @@ from lightning_megatron.data import (
     sentinels,
     special_tokens,
 )
-from lightning_megatron.data.document_files import MAX_DOCUMENT_BYTES, BadDocuments
 from lightning_megatron.data.special_tokens import SENTINEL
+from lightning_megatron.lightning_modules.corpus_data import CorpusDataConfig, CorpusDataModule
 from lightning_megatron.lightning_modules.data_module import Samples
 from lightning_megatron.lightning_modules.loaders import Sample, prompt_loader
 from lightning_megatron.lightning_modules.t5 import T5Module
-from lightning_megatron.lightning_modules.text_data import TextDataModule
-from lightning_megatron.lightning_modules.text_sources import BlendSource
 from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.trainer.setup.replica import Replica
 
 _PADDING = "<pad>"
 
 
-class T5DataModule(TextDataModule):
-    """Batches of `encoder_tokens` and `encoder_segments` [global_batch_size / replicas, sequence_length], and of
+@dataclass(frozen=True, kw_only=True)
+class T5DataConfig(CorpusDataConfig):
+    """Text for span corruption: spans masked for the encoder, predicted by the decoder."""
+
+    decoder_sequence_length: int
+    """Tokens of a decoder's sample; sequence_length are those of the encoder's."""
+    mask_prob: float = 0.15
+    """Fraction of the tokens that are masked."""
+    span_stop_prob: float = 0.2
+    """Probability that a masked span ends after each of its tokens: spans of about 1 / span_stop_prob tokens."""
+    max_span_length: int = 10
+    """Most tokens of a masked span."""
+
+
+class T5DataModule(CorpusDataModule):
+    """Batches of `encoder_tokens` and `encoder_segments` [global_batch_size / dp, sequence_length], and of
     `decoder_tokens`, `decoder_segments`, `labels` and `loss_mask`, each [.., decoder_sequence_length].
 
-    Sources, tokenizer and what is held out are those of TextDataModule. Each document is cut into pieces, which the
-    encoder reads with spans masked, about `mask_prob` of the tokens, and the decoder predicts them; a span ends after
-    each of its tokens with probability `span_stop_prob`, and after `max_span_length` at the latest. An epoch has every
-    piece once, in an order of its own and with other spans. Token files are taken as they are, and should have no ends
-    of text, of which each sample has its own. A tokenizer must have padding, which starts the decoder, and sentinels;
-    one that is trained here has 100.
+    Each document is cut into pieces. An epoch has every piece once, in an order of its own and with other spans. Token
+    files should have no ends of text: each sample gets its own. A tokenizer must have padding, which starts the
+    decoder, and sentinels; one that is trained here has 100.
 
-    `prompts` are what the encoder reads in prediction; sentinels in them, written as `<extra_id_0>` and on, are gaps.
-    They may be longer than `sequence_length`: only learned positions of the model end somewhere.
+    Prompts are what the encoder reads in prediction, with sentinels `<extra_id_0>` and on for gaps. They may be longer
+    than `sequence_length`, up to the learned positions of the model.
     """
 
+    config: T5DataConfig
     special_tokens: ClassVar[tuple[str, ...]] = (_PADDING, *(SENTINEL.format(i) for i in range(100)))
     needed_of_tokenizer: ClassVar[str] = "which of them are padding and sentinels"
+    # The encoder's and the decoder's text of a sample each get an end of their own.
     has_ends: ClassVar[bool] = False
-    # Both texts of a sample have an end of their own.
 
-    def __init__(
-        self,
-        *,
-        vocab_size: int,
-        sequence_length: int,
-        decoder_sequence_length: int,
-        global_batch_size: int,
-        path: str | None = None,
-        dataset: str | None = None,
-        text_column: str = "text",
-        blend: list[BlendSource] | None = None,
-        epoch_samples: int = 0,
-        tokenizer: str | None = None,
-        mask_prob: float = 0.15,
-        span_stop_prob: float = 0.2,
-        max_span_length: int = 10,
-        validation_fraction: float | None = None,
-        validation_path: str | None = None,
-        document_split: str | None = None,
-        bad_documents: BadDocuments = "skip",
-        max_document_bytes: int = MAX_DOCUMENT_BYTES,
-        batch_ramp: BatchRamp | None = None,
-        prompts: list[str] | None = None,
-        num_workers: int = 0,
-        seed: int = 0,
-        cache_directory: str = "runs/data",
-    ) -> None:
-        super().__init__(
-            vocab_size=vocab_size,
-            sequence_length=sequence_length,
-            global_batch_size=global_batch_size,
-            path=path,
-            dataset=dataset,
-            text_column=text_column,
-            blend=blend,
-            epoch_samples=epoch_samples,
-            tokenizer=tokenizer,
-            validation_fraction=validation_fraction,
-            validation_path=validation_path,
-            document_split=document_split,
-            bad_documents=bad_documents,
-            max_document_bytes=max_document_bytes,
-            batch_ramp=batch_ramp,
-            prompts=prompts,
-            num_workers=num_workers,
-            seed=seed,
-            cache_directory=cache_directory,
-        )
-        self.decoder_sequence_length = decoder_sequence_length
-        self.mask_prob = mask_prob
-        self.span_stop_prob = span_stop_prob
-        self.max_span_length = max_span_length
+    def __init__(self, config: T5DataConfig) -> None:
+        super().__init__(config)
+
+    @property
+    def decoder_sequence_length(self) -> int:
+        """Tokens of a decoder's sample."""
+        return self.config.decoder_sequence_length
 
     def sample_faults(self) -> list[str]:
         faults = super().sample_faults()
         try:
-            # Which tokens they are changes nothing of what is wrong.
+            # Any ids do: the faults do not depend on them.
             self._corruption((2,), padding=0, end=1)
         except ValueError as error:
             told = str(error).replace("encoder_length", "sequence_length")
@@ -121,17 +86,17 @@ class T5DataModule(TextDataModule):
             end_token=end,
             padding_token=padding,
             encoder_length=self.sequence_length,
-            decoder_length=self.decoder_sequence_length,
-            mask_prob=self.mask_prob,
-            span_stop_prob=self.span_stop_prob,
-            max_span_length=self.max_span_length,
+            decoder_length=self.config.decoder_sequence_length,
+            mask_prob=self.config.mask_prob,
+            span_stop_prob=self.config.span_stop_prob,
+            max_span_length=self.config.max_span_length,
         )
 
     def _tokenizer_faults(self) -> list[str]:
         faults = super()._tokenizer_faults()
-        if faults or self.tokenizer_path is None:
+        if faults or self.config.tokenizer is None:
             return faults
-        tokenizer = load_tokenizer(self.tokenizer_path)
+        tokenizer = load_tokenizer(self.config.tokenizer)
         for look in (padding_of, sentinels):
             try:
                 look(tokenizer)
@@ -142,7 +107,7 @@ class T5DataModule(TextDataModule):
     def _token_samples(self, prefix: Path, documents: tuple[int, int] | None, tokenizer: Tokenizer | None) -> Samples:
         assert tokenizer is not None, "a fault says so"
         corruption = self._corruption(sentinels(tokenizer), padding=padding_of(tokenizer), end=tokenizer.end_of_text)
-        pieces = T5Pieces(MegatronCorpus(prefix, documents), corruption, seed=self.seed)
+        pieces = T5Pieces(MegatronCorpus(prefix, documents), corruption, seed=self.config.seed)
         return Samples(dataset=pieces, count=len(pieces), is_new_each_epoch=True)
 
     def predict_dataloader(self) -> DataLoader[Sample]:
@@ -152,7 +117,7 @@ class T5DataModule(TextDataModule):
 
     def _prompt_ids(self) -> list[list[int]]:
         assert self.tokenizer is not None, "setup comes first; Trainer calls it"
-        return ids_to_answer(self.prompts, self.prompts, self.tokenizer, longest_prompt(self.trainer))
+        return ids_to_answer(self.config.prompts, self.config.prompts, self.tokenizer, longest_prompt(self.trainer))
 
 
 def padding_of(tokenizer: Tokenizer) -> int:
