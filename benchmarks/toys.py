@@ -39,22 +39,22 @@ class Toy:
 
     recipe: str
     data: str
-    """The name of its data module."""
+    """Name of its data module, without the ending Module."""
     links: Mapping[str, str]
     """Options of the data module that the recipe takes from those of the model, by their paths there."""
 
 
 TOYS = {
-    "toy": Toy(recipe="pretrain_gpt.py", data="GPTDataModule", links={"vocab_size": "vocab_size"}),
+    "toy": Toy(recipe="pretrain_gpt.py", data="GPTData", links={"vocab_size": "vocab_size"}),
     "bert_toy": Toy(
         recipe="pretrain_bert.py",
-        data="BertDataModule",
+        data="BertData",
         links={"vocab_size": "vocab_size", "sentence_order": "add_binary_head"},
     ),
-    "t5_toy": Toy(recipe="pretrain_t5.py", data="T5DataModule", links={"vocab_size": "vocab_size"}),
+    "t5_toy": Toy(recipe="pretrain_t5.py", data="T5Data", links={"vocab_size": "vocab_size"}),
     "llava_toy": Toy(
         recipe="pretrain_llava.py",
-        data="LlavaDataModule",
+        data="LlavaData",
         links={
             "vocab_size": "vocab_size",
             "image_token": "image_token",
@@ -93,11 +93,11 @@ def target_counts(data: "TextDataModule", limit: int | float | None) -> "NDArray
     `limit` is a Trainer's `limit_val_batches`: so many batches, or a share of them.
     """
     [loader] = data.val_dataloader()
-    counts = np.zeros(data.vocab_size)
+    counts = np.zeros(data.config.vocab_size)
     for batch in islice(loader, int(limit * len(loader)) if isinstance(limit, float) else limit):
         is_target = batch["labels"] >= 0
         labels, weights = batch["labels"][is_target].numpy(), batch["loss_mask"][is_target].double().numpy()
-        counts += np.bincount(labels, weights, minlength=data.vocab_size)
+        counts += np.bincount(labels, weights, minlength=data.config.vocab_size)
     return counts
 
 
@@ -108,7 +108,8 @@ def data_of(toy: Toy, config: Mapping[str, Any], cache_directory: Path) -> "Text
     linked = {name: _at(config["model"]["config"], path) for name, path in toy.links.items()}
     given = {name: value for name, value in linked.items() if value is not None}
     options = {**config["data"], **given, "cache_directory": str(cache_directory)}
-    data: TextDataModule = getattr(lightning_modules, toy.data)(**options)
+    make_data, make_config = (getattr(lightning_modules, f"{toy.data}{kind}") for kind in ("Module", "Config"))
+    data: TextDataModule = make_data(make_config(**options))
     data.setup("fit")
     return data
 

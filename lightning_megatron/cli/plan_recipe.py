@@ -16,6 +16,7 @@ from lightning_megatron.cli.recipe_reader import (
     FINETUNING,
     PRETRAINING,
     Recipe,
+    data_config,
     made_settings,
     read_recipe,
     sample_errors,
@@ -199,7 +200,7 @@ def _kind_of(data: dict[str, Any], section: Mapping[str, Any], asked: str | None
     for kind in ("llava", "t5", "bert"):
         for where, table, of in (
             ("model.config", section.get("config"), {k: {field.name for field in fields(KINDS[k])} for k in KINDS}),
-            ("data", data.get("data"), {k: set(signature(PRETRAINING[k].data).parameters) for k in KINDS}),
+            ("data", data.get("data"), {k: set(signature(data_config(PRETRAINING[k].data)).parameters) for k in KINDS}),
         ):
             others = set().union(*(names for known, names in of.items() if known != kind))
             if own := [name for name in table or () if name in of[kind] - others]:

@@ -16,6 +16,7 @@ from dataclasses import is_dataclass
 from typing import Any, get_args
 
 import lightning as L
+from jsonargparse import set_parsing_settings
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.precision import TransformerEnginePrecision
@@ -23,6 +24,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 
 from lightning_megatron.cli.option_errors import STRATEGY, about_option, error_lines, settings_faults
 from lightning_megatron.cli.usage import UsageError
+from lightning_megatron.lightning_modules.data_module import config_of
 from lightning_megatron.precision.fp8 import Fp8Config, engine_faults
 from lightning_megatron.trainer import ConfigurationError, MegatronStrategy
 from lightning_megatron.trainer.setup.checks import is_named_checkpoint
@@ -50,10 +52,17 @@ class RecipeCLI(LightningCLI):
         callbacks: Mapping[str, type[L.Callback]],
         args: Sequence[str] | None,
     ) -> None:
+        # The attribute docstrings of configurations are the help of their options.
+        set_parsing_settings(docstring_parse_attribute_docstrings=True)
         self._links = links
         self._callbacks = callbacks
+        self._data_config = config_of(data)
         # Of what the options of a run make.
-        self._owners: dict[str, type] = {"model": module, "data": data, STRATEGY: MegatronStrategy}
+        self._owners: dict[str, type] = {
+            "model": module,
+            "data": self._data_config or data,
+            STRATEGY: MegatronStrategy,
+        }
         # Of all options.
         self._names = [f"{STRATEGY}.{name}" for name in inspect.signature(MegatronStrategy).parameters]
         super().__init__(
@@ -68,6 +77,15 @@ class RecipeCLI(LightningCLI):
             parser_kwargs={**_PARSER, **dict.fromkeys(self.subcommands(), _PARSER)},
             args=list(args) if args is not None else None,
         )
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        if self._data_config is None:
+            super().add_core_arguments_to_parser(parser)
+            return
+        parser.add_lightning_class_args(self.trainer_class, "trainer")
+        parser.add_lightning_class_args(self._model_class, "model")
+        # The options of a data module are the fields of its configuration: --data.path, not --data.config.path.
+        parser.add_class_arguments(self._data_config, "data", sub_configs=True)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         for source, target in self._links.items():
@@ -85,6 +103,8 @@ class RecipeCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         try:
             super().instantiate_classes()
+            if self._data_config is not None:
+                self.datamodule = self._datamodule_class(self.datamodule)
         except ConfigurationError:
             raise
         except ValueError as error:

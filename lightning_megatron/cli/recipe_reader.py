@@ -28,6 +28,7 @@ from lightning_megatron.lightning_modules import (
     T5FinetuneModule,
     T5Module,
 )
+from lightning_megatron.lightning_modules.data_module import config_of
 from lightning_megatron.lightning_modules.export import ExportPretrained
 from lightning_megatron.lightning_modules.finetune import FinetuneModule
 from lightning_megatron.lightning_modules.print_text import PrintText
@@ -82,6 +83,13 @@ _SUBCOMMAND_OPTIONS = ("seed_everything", "ckpt_path", "weights_only", "verbose"
 _FOUND_PACKAGES = ("lightning", "lightning_megatron")
 
 
+def data_config(data: type[TextDataModule]) -> type:
+    """The configuration of a recipe's data module, whose fields are the options of the section `data`."""
+    config = config_of(data)
+    assert config is not None, "data modules of recipes take a configuration"
+    return config
+
+
 def read_recipe(data: Mapping[str, Any], recipe: Recipe) -> Namespace:
     """Every option of the sections `trainer`, `model`, `data` and of callbacks, checked, with defaults filled in.
 
@@ -117,8 +125,8 @@ def made_settings(annotation: Any, settings: Any, where: str, errors: list[str])
 
 def sample_errors(recipe: Recipe, data: Namespace, model: Model, lengths: SequenceLengths, batch: int) -> list[str]:
     """Errors of the recipe's data module about samples of these lengths, before any text is read."""
-    parser, known = LightningArgumentParser(exit_on_error=False), signature(recipe.data).parameters
-    parser.add_lightning_class_args(recipe.data, "data")
+    parser, known = LightningArgumentParser(exit_on_error=False), signature(data_config(recipe.data)).parameters
+    parser.add_class_arguments(data_config(recipe.data), "data")
     chosen: dict[str, Any] = {
         "vocab_size": model.vocab_size,
         "tokenizer": "",
@@ -133,7 +141,7 @@ def sample_errors(recipe: Recipe, data: Namespace, model: Model, lengths: Sequen
     for name in chosen:
         if name in known:
             own.data[name] = chosen[name]
-    errors: list[str] = parser.instantiate(own).data.sample_faults()
+    errors: list[str] = recipe.data(parser.instantiate(own).data).sample_faults()
     return errors
 
 
@@ -142,10 +150,12 @@ def _parser(module: str, own: tuple[str, ...]) -> tuple[LightningArgumentParser,
     """A parser of the sections of the recipe with that module but for the user's own, and the names of all options."""
     recipe = next(one for one in (*PRETRAINING.values(), *FINETUNING.values()) if one.module.__name__ == module)
     parser = LightningArgumentParser(exit_on_error=False)
-    owners: dict[str, Any] = {"trainer": L.Trainer, "model": recipe.module, "data": recipe.data, **recipe.callbacks}
+    owners: dict[str, Any] = {"trainer": L.Trainer, "model": recipe.module, **recipe.callbacks}
     for name, owner in owners.items():
         if name not in own:
             parser.add_lightning_class_args(owner, name)
+    if "data" not in own:
+        parser.add_class_arguments(data_config(recipe.data), "data", sub_configs=True)
     for source, target in recipe.links.items() if not own else ():
         parser.link_arguments(source, target)
     strategy = [f"{STRATEGY}.{name}" for name in signature(MegatronStrategy).parameters]

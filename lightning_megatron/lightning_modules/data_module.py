@@ -5,9 +5,10 @@ batch, whose samples depend on the seed and the global batch size alone, and a r
 that was trained on, on any layout.
 """
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 import lightning as L
@@ -291,6 +292,13 @@ class ParallelDataModule(L.LightningDataModule):
             self._resumed = state_dict
         else:
             self._loader.load_state_dict(state_dict)
+
+
+def config_of(data: type[L.LightningDataModule]) -> type | None:
+    """The configuration dataclass that a data module is made of; None where it takes options of its own."""
+    parameters = inspect.signature(data).parameters
+    annotation = parameters["config"].annotation if list(parameters) == ["config"] else None
+    return annotation if is_dataclass(annotation) and isinstance(annotation, type) else None
 
 
 _ErrorReport = tuple[list[str], str]

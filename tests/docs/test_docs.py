@@ -18,13 +18,13 @@ from lightning_megatron import MegatronStrategy
 from lightning_megatron.cli.main import command_line
 from lightning_megatron.lightning_modules import (
     AdamWConfig,
-    BertDataModule,
+    BertDataConfig,
+    ChatDataConfig,
     GenerationConfig,
-    GPTDataModule,
-    LlavaDataModule,
+    GPTDataConfig,
+    LlavaDataConfig,
     LlavaModule,
 )
-from lightning_megatron.lightning_modules.chat_data import ChatDataModule
 from lightning_megatron.models import BertConfig, GPTConfig
 from lightning_megatron.trainer.precision import SUPPORTED
 from lightning_megatron.transformer.lora import LoraConfig
@@ -255,12 +255,12 @@ def known_options() -> set[str]:
     options = {"config", "print_config", "nproc-per-node", "ckpt_path"}
     options |= {f"trainer.{name}" for name in parameters_of(L.Trainer)}
     options |= {f"trainer.strategy.init_args.{name}" for name in parameters_of(MegatronStrategy)}
-    options |= {f"data.{name}" for name in parameters_of(GPTDataModule)}
-    options |= {f"data.{name}" for name in parameters_of(ChatDataModule)} | {"model.path", "export.path"}
-    options |= {f"data.{name}" for name in parameters_of(LlavaDataModule)}
+    options |= {f"data.{name}" for name in parameters_of(GPTDataConfig)}
+    options |= {f"data.{name}" for name in parameters_of(ChatDataConfig)} | {"model.path", "export.path"}
+    options |= {f"data.{name}" for name in parameters_of(LlavaDataConfig)}
     options |= {f"model.{name}" for name in parameters_of(LlavaModule)}
     configs = {"config": GPTConfig, "optimizer": AdamWConfig, "generation": GenerationConfig, "lora": LoraConfig}
-    options |= {f"data.{name}" for name in parameters_of(BertDataModule)}
+    options |= {f"data.{name}" for name in parameters_of(BertDataConfig)}
     options |= {f"model.config.{field.name}" for field in fields(BertConfig)}
     for name, kind in configs.items():
         options |= {f"model.{name}.{field.name}" for field in fields(kind)}

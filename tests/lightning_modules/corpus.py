@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.lightning_modules import GPTDataModule
+from lightning_megatron.lightning_modules import GPTDataConfig, GPTDataModule
 from lightning_megatron.models import GPTConfig
 
 VOCABULARY = 300
@@ -65,4 +65,4 @@ def data(folder: Path, **options: Any) -> GPTDataModule:
         **held_out(options, 0.2),
         "cache_directory": str(folder / "cache"),
     }
-    return GPTDataModule(**(defaults | options))
+    return GPTDataModule(GPTDataConfig(**(defaults | options)))

@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.lightning_modules import BertDataModule
+from lightning_megatron.lightning_modules import BertDataConfig, BertDataModule
 from lightning_megatron.models import BertConfig
 from tests.lightning_modules.corpus import WORDS, held_out, write_texts
 
@@ -48,4 +48,4 @@ def bert_data(folder: Path, **options: Any) -> BertDataModule:
         **held_out(options, 0.2),
         "cache_directory": str(folder / "cache"),
     }
-    return BertDataModule(**(defaults | options))
+    return BertDataModule(BertDataConfig(**(defaults | options)))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_megatron import ConfigurationError
 from lightning_megatron.data import load_rows
-from lightning_megatron.lightning_modules import AdamWConfig, ChatDataModule, GPTModule
+from lightning_megatron.lightning_modules import AdamWConfig, ChatDataConfig, ChatDataModule, GPTModule
 from lightning_megatron.models import GPTConfig
 from tests.data.chats import HEADERS, write_rows, write_tokenizer
 from tests.harness.ranks import run_on_ranks
@@ -48,7 +48,7 @@ def data(folder: Path, **options: Any) -> ChatDataModule:
         "pad_to_multiple": 2,
         "cache_directory": str(folder / "cache"),
     }
-    return ChatDataModule(**(defaults | options))
+    return ChatDataModule(ChatDataConfig(**(defaults | options)))
 
 
 class Losses(L.Callback):

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_megatron import ConfigurationError
-from lightning_megatron.lightning_modules import GPTDataModule
+from lightning_megatron.lightning_modules import GPTDataConfig, GPTDataModule
 from lightning_megatron.lightning_modules.loaders import evaluation_loader, training_loader
 from lightning_megatron.trainer.setup.replica import Replica
 from tests.lightning_modules.corpus import VOCABULARY, data, write_corpus
@@ -149,14 +149,16 @@ def test_a_second_fit_starts_from_the_beginning(tmp_path: Path) -> None:
 def test_all_faults_are_told_at_once(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     module = GPTDataModule(
-        vocab_size=100,
-        sequence_length=0,
-        global_batch_size=-1,
-        path=str(tmp_path / "empty"),
-        dataset="name",
-        validation_fraction=1.5,
-        packing="rows",  # type: ignore[arg-type]
-        long_documents="cut",  # type: ignore[arg-type]
+        GPTDataConfig(
+            vocab_size=100,
+            sequence_length=0,
+            global_batch_size=-1,
+            path=str(tmp_path / "empty"),
+            dataset="name",
+            validation_fraction=1.5,
+            packing="rows",  # type: ignore[arg-type]
+            long_documents="cut",  # type: ignore[arg-type]
+        )
     )
     faults = "\n".join(module.faults())
     for told in ("sequence_length (0)", "global_batch_size (-1)", "both given", "no file", "1.5", "vocab_size (100)"):

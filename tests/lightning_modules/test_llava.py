@@ -16,7 +16,13 @@ from torch import Tensor
 
 from lightning_megatron import ConfigurationError, RecomputeConfig, hf, load_from_checkpoint
 from lightning_megatron.cli.main import main
-from lightning_megatron.lightning_modules import AdamWConfig, GenerationConfig, LlavaDataModule, LlavaModule
+from lightning_megatron.lightning_modules import (
+    AdamWConfig,
+    GenerationConfig,
+    LlavaDataConfig,
+    LlavaDataModule,
+    LlavaModule,
+)
 from lightning_megatron.lightning_modules.print_text import PrintText
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.models import GPTConfig, LlavaConfig, VisionConfig
@@ -82,7 +88,7 @@ def data(folder: Path, **options: Any) -> LlavaDataModule:
         **held_out(options, 0.1),
         "cache_directory": str(folder / "cache"),
     }
-    return LlavaDataModule(**(defaults | options))
+    return LlavaDataModule(LlavaDataConfig(**(defaults | options)))
 
 
 def asking(folder: Path, **options: Any) -> LlavaDataModule:
@@ -296,7 +302,7 @@ def test_rows_with_unreadable_images_are_told_and_left_out_of_every_rank(folder:
     skipping = data(own, validation_fraction=0.0, unreadable_images="skip")
     skipping.setup("fit")
     assert skipping._training is not None and skipping._training.count == 5
-    assert "1 were left out, because an image of theirs cannot be read: row 2, 2-1.png" in skipping._training.told
+    assert "1 were left out, because an image of theirs cannot be read: row 2, 2-1.png" in skipping._training.summary
     counts = run_on_ranks(2, _counted, LAYOUTS["tp=2 sp"], own, init=False)
     assert counts[0] == counts[1] and counts[0]
 

@@ -13,6 +13,7 @@ from lightning_megatron.data import train_tokenizer
 from lightning_megatron.lightning_modules import (
     AdamWConfig,
     GenerationConfig,
+    T5ChatDataConfig,
     T5ChatDataModule,
     T5FinetuneModule,
     T5Module,
@@ -72,7 +73,7 @@ def data(folder: Path, **options: Any) -> T5ChatDataModule:
         "cache_directory": str(folder / "cache"),
         **held_out(options, 0.1),
     }
-    return T5ChatDataModule(**(defaults | options))
+    return T5ChatDataModule(T5ChatDataConfig(**(defaults | options)))
 
 
 def t5() -> T5Module:

@@ -18,7 +18,7 @@ from lightning_megatron.data import (
     prepare_corpus,
     sentinels,
 )
-from lightning_megatron.lightning_modules import BlendSource, T5DataModule, T5Module
+from lightning_megatron.lightning_modules import BlendSource, T5DataConfig, T5DataModule, T5Module
 from lightning_megatron.lightning_modules.data_module import Samples
 from lightning_megatron.lightning_modules.loaders import evaluation_loader, training_loader
 from lightning_megatron.models import T5Config
@@ -47,7 +47,7 @@ def t5_data(folder: Path, **options: Any) -> T5DataModule:
         **held_out(options, 0.2),
         "cache_directory": str(folder / "cache"),
     }
-    return T5DataModule(**(defaults | options))
+    return T5DataModule(T5DataConfig(**(defaults | options)))
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +203,7 @@ def test_numbers_go_on_over_epochs_and_say_which_sample_is_meant() -> None:
 
 def test_a_part_of_what_is_new_in_each_epoch_has_the_numbers_of_the_whole() -> None:
     samples = Samples(dataset=Numbered(), count=10, is_new_each_epoch=True)
-    kept, held_out = samples.cut(0.2)
+    kept, held_out = samples.split(0.2)
     assert held_out is not None and (kept.count, held_out.count) == (8, 2)
     assert sorted(numbers_of(3, Replica(0, 1), kept)) == list(range(30, 38))
     assert [int(held_out.dataset[i]["tokens"]) for i in range(2)] == [8, 9]

@@ -70,5 +70,5 @@ def test_every_configuration_is_counted() -> None:
 
 
 def test_one_option_takes_the_order_out_of_the_model_and_of_the_data() -> None:
-    assert parse("bert_toy.yaml").datamodule.sentence_order
-    assert not parse("bert_toy.yaml", "--model.config.add_binary_head=false").datamodule.sentence_order
+    assert parse("bert_toy.yaml").datamodule.config.sentence_order
+    assert not parse("bert_toy.yaml", "--model.config.add_binary_head=false").datamodule.config.sentence_order

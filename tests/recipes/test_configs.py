@@ -93,7 +93,7 @@ def test_a_shipped_configuration_has_no_fault(path: Path) -> None:
     )
     assert cross_config.faults(facts) == []
     assert parsed.datamodule.faults() == []
-    assert parsed.datamodule.vocab_size == parsed.model.config.vocab_size
+    assert parsed.datamodule.config.vocab_size == parsed.model.config.vocab_size
     assert Mesh.imagine(sizes.world - 1, sizes).dp.size == sizes.dp
 
 
@@ -184,8 +184,12 @@ def test_documents_are_a_stream_unless_asked_for_and_kept_apart_by_two_options()
         parse("toy.yaml", *options).datamodule
         for options in ([], ["--data.packing=documents"], ["--data.packing=documents", "--data.long_documents=drop"])
     ]
-    assert stream.packing == "stream"
-    assert [(data.packing, data.long_documents) for data in packed] == [("documents", "split"), ("documents", "drop")]
+    assert stream.config.packing == "stream"
+    found = [(data.config.packing, data.config.long_documents) for data in packed]
+    assert found == [
+        ("documents", "split"),
+        ("documents", "drop"),
+    ]
 
 
 def test_an_option_on_the_command_line_wins_over_the_file() -> None:

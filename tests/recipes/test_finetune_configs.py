@@ -74,7 +74,7 @@ def test_a_shipped_configuration_has_no_fault(path: Path) -> None:
         sequence_length=parsed.datamodule.sequence_length,
     )
     assert cross_config.faults(facts) == []
-    assert parsed.datamodule.tokenizer_path == parsed.model.path
+    assert parsed.datamodule.config.tokenizer == parsed.model.path
     assert (parsed.model.lora is not None) == path.stem.endswith("_lora")
 
 
@@ -88,8 +88,8 @@ def test_paths_can_be_asked_for_on_the_command_line() -> None:
 
 
 def test_chats_are_packed_where_that_is_asked_for() -> None:
-    assert parse("finetune_toy.yaml").datamodule.packing == "none"
-    assert parse("finetune_toy.yaml", "--data.packing=documents").datamodule.packing == "documents"
+    assert parse("finetune_toy.yaml").datamodule.config.packing == "none"
+    assert parse("finetune_toy.yaml", "--data.packing=documents").datamodule.config.packing == "documents"
 
 
 def test_the_toy_of_a_t5_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,4 +105,4 @@ def test_the_toy_of_a_t5_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         callbacks={"throughput": ThroughputMonitor, "print_text": PrintText, "export": ExportPretrained},
         args=["fit", "--config", str(CONFIGS / "finetune_t5_toy.yaml")],
     )
-    assert parsed.datamodule.decoder_sequence_length == 32 and parsed.datamodule.tokenizer_path == "tiny"
+    assert parsed.datamodule.decoder_sequence_length == 32 and parsed.datamodule.config.tokenizer == "tiny"

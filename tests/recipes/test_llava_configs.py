@@ -50,7 +50,7 @@ def test_a_shipped_configuration_has_no_fault(name: str) -> None:
     absent = ("tokenizer (", "path (", "image_folder (")
     assert [fault for fault in data.faults() if not fault.startswith(absent)] == []
     assert data.features_per_image == config.features_per_image
-    assert (data.image_token, data.vocab_size) == (config.image_token, config.vocab_size)
+    assert (data.config.image_token, data.config.vocab_size) == (config.image_token, config.vocab_size)
     assert data.sequence_length <= config.max_sequence_length
 
 

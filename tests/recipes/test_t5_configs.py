@@ -73,7 +73,7 @@ def test_a_shipped_configuration_has_no_fault(name: str) -> None:
     )
     assert cross_config.faults(facts) == []
     assert data.faults() == []
-    assert data.vocab_size == parsed.model.config.vocab_size
+    assert data.config.vocab_size == parsed.model.config.vocab_size
     assert data.sequence_length == parsed.model.config.max_sequence_length
     assert data.decoder_sequence_length == parsed.model.config.max_decoder_sequence_length
 
