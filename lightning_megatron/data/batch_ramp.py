@@ -15,15 +15,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRamp:
-    """From `first_size` to `last_size` in equal steps, each of which lasts equally many samples."""
+    """Growth of the global batch size in equal steps, each of which lasts equally many samples."""
 
     first_size: int
+    """Global batch size at the start of the run."""
     last_size: int
-    """The global batch size behind the ramp."""
+    """Global batch size after the ramp."""
     step_size: int
-    """By which the size grows."""
+    """Samples by which the global batch size grows at each step."""
     ramp_samples: int
-    """Seen when the last size is reached."""
+    """Samples that have been trained on when the last size is reached."""
 
     def __post_init__(self) -> None:
         faults = []

@@ -18,15 +18,18 @@ from lightning_megatron.data.seeded_random import uniforms
 
 @dataclass(frozen=True, kw_only=True)
 class FillInTheMiddle:
-    """How often, in which order, and with which tokens."""
+    """Fill-in-the-middle: how many documents are reordered, in which order, and by which tokens."""
 
     prefix_token: int
+    """Id of the token before the prefix."""
     suffix_token: int
+    """Id of the token before the suffix."""
     middle_token: int
+    """Id of the token before the middle."""
     rate: float = 0.5
-    """Of the documents."""
+    """Fraction of the documents that are reordered."""
     suffix_first_rate: float = 0.5
-    """Of those: suffix, prefix, middle."""
+    """Fraction of the reordered documents whose suffix comes first, then prefix and middle."""
 
     def __post_init__(self) -> None:
         faults = [

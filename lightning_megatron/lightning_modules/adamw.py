@@ -20,22 +20,22 @@ from lightning_megatron.trainer.config import ConfigurationError
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWConfig:
-    """How the weights are stepped. Source of the defaults: Brown et al., arXiv 2005.14165, appendix B."""
+    """AdamW and its learning-rate curve. Source of the defaults: Brown et al., arXiv 2005.14165, appendix B."""
 
     lr: float = 3e-4
     """Learning rate at the peak."""
     weight_decay: float = 0.1
-    """Of matrices; biases and norms have none."""
+    """Weight decay of matrices; biases and norms have none."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the running means of the gradient and of its square."""
+    """Decay of the running means of the gradient and of its square, per step."""
     epsilon: float = 1e-8
-    """Added to the root of the mean square."""
+    """Term added to the denominator, the root of the mean square."""
     warmup_steps: int = 0
     """Optimizer steps of linear rise to the peak, the first at 1/warmup_steps of it."""
     minimum_fraction: float = 0.1
-    """Of the peak rate that is left at the end."""
+    """Fraction of the peak rate that is left at the end."""
     total_steps: int = 0
-    """Optimizer steps until the end of the curve; 0: as many as the Trainer will do."""
+    """Optimizer steps until the end of the curve; 0: as many as the Trainer will run."""
 
     def __post_init__(self) -> None:
         faults = [

@@ -27,7 +27,7 @@ _ADAMW = AdamWConfig(lr=1e-4, weight_decay=0.01, betas=(0.9, 0.999), epsilon=1e-
 
 
 class BertModule(PretrainModule):
-    """Masked tokens and, where the model has a head for it, the order of sentences.
+    """Masked language modelling and, where the model has a head for it, sentence order.
 
     A batch holds `tokens`, `labels`, `loss_mask` and `padding_mask`, each [batch, sequence], `token_types` as well, of
     which a model without an embedding of types sees nothing, and `sentence_order_labels` [batch], which a model without
@@ -37,6 +37,10 @@ class BertModule(PretrainModule):
     Prediction takes batches of `tokens`, filled up to one length behind their `lengths` [batch], and returns the text
     of each row with the likeliest token at each mask token, without tokens of class and separator: what these are says
     the tokenizer of the data module.
+
+    Args:
+        config: Architecture of the model.
+        optimizer: AdamW and its learning-rate curve.
     """
 
     model: BertModel | None

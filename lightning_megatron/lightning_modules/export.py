@@ -17,9 +17,12 @@ from lightning_megatron.transformer.lora import merged_lora
 
 
 class ExportPretrained(L.Callback):
-    """Writes the model and its tokenizer's files to `path` when training has ended; without a path it does nothing.
+    """Writes the model and its tokenizer's files as a Hugging Face directory when training has ended.
 
-    Low-rank paths are merged into the weights that are written; the model keeps them.
+    LoRA adapters are merged into the weights that are written; the model keeps them.
+
+    Args:
+        path: Directory to write, which must not exist yet; None writes nothing.
     """
 
     def __init__(self, path: str | None = None) -> None:

@@ -15,10 +15,16 @@ _GENERATION = GenerationConfig()
 
 
 class FinetuneModule(GPTModule):
-    """Trains the model in the directory `path`, all of it, or, with `lora`, low-rank paths beside its frozen weights.
+    """Fine-tunes a pretrained GPT: all of its weights, or LoRA adapters beside its frozen weights.
 
-    With `upcycle` the MLPs of a dense model become such experts, and the model computes the same at first. Each rank
-    reads its slices of the weights when training starts. Steps, logs and predictions are those of GPTModule.
+    Each rank reads its slices of the weights when training starts. Steps, logs and predictions are those of GPTModule.
+
+    Args:
+        path: Directory of the Hugging Face model.
+        lora: LoRA adapters, which alone are trained; None trains all weights.
+        optimizer: AdamW and its learning-rate curve.
+        generation: Sampling of text in prediction.
+        upcycle: Experts that the MLPs of a dense model become; the upcycled model computes the same at first.
     """
 
     def __init__(

@@ -25,13 +25,18 @@ _GENERATION = GenerationConfig()
 
 
 class GPTModule(GenerativeModule):
-    """Next-token prediction. A batch holds `tokens`, `labels` and `loss_mask`, each [batch, sequence], and `segments`
+    """Next-token prediction: a batch holds `tokens`, `labels` and `loss_mask`, each [batch, sequence], and `segments`
     where its rows hold several documents.
 
-    Where layers have experts an `ExpertMonitor` logs how busy they are; one that the Trainer has takes its place.
-    Prediction takes batches of `tokens` and returns each row with what the model adds, up to the end of the text. A
-    batch of prompts that are filled up to one length says their `lengths` [batch]; `samples` [batch] are their numbers
-    among all, which name the draws. Each replica returns what its own batches ask for.
+    Where layers have experts, an `ExpertMonitor` logs their load, unless the Trainer has one already. Prediction takes
+    batches of `tokens` and returns each row with the generated tokens, up to the end of the text. A batch of prompts
+    that are padded to one length has their `lengths` [batch]; `samples` [batch] are their numbers
+    among all, which seed the sampling. Each data-parallel rank returns the texts of its own batches.
+
+    Args:
+        config: Architecture of the model.
+        optimizer: AdamW and its learning-rate curve.
+        generation: Sampling of text in prediction.
     """
 
     model: GPTModel | None

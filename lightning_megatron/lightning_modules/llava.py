@@ -24,12 +24,19 @@ _GENERATION = GenerationConfig()
 
 
 class LlavaModule(GPTModule):
-    """Next-token prediction beside images: batches as of GPTModule, with `images`, those of each row.
+    """Next-token prediction from text and images: batches as of GPTModule, with the `images` of each row.
 
-    `frozen` are parts that are not trained, of "vision", "projector" and "language". Weights are drawn, unless they
-    come from the folder of a whole LLaVA (`path`), or from those of a language model (`language`) and of a vision tower
-    (`vision`), either or both: then what they do not have, the projector and new rows of the vocabulary, is drawn. What
-    comes from a folder must be of the configuration. Logs and predictions are those of GPTModule.
+    Weights are random unless they come from directories; those that a language model and a vision tower lack, the
+    projector and new rows of the vocabulary, are random too. Logs and predictions are those of GPTModule.
+
+    Args:
+        config: Architecture of language model, projector and vision tower; it must match weights that are read.
+        optimizer: AdamW and its learning-rate curve.
+        generation: Sampling of text in prediction.
+        frozen: Parts that are not trained: any of "vision", "projector" and "language".
+        path: Directory of a complete Hugging Face LLaVA to start from.
+        language: Directory of a Hugging Face language model to start from.
+        vision: Directory of a Hugging Face vision tower to start from.
     """
 
     model: LlavaModel | None

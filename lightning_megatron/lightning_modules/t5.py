@@ -28,14 +28,19 @@ _BOUNDS = ("encoder_padding_mask", "encoder_segments", "decoder_segments")
 
 
 class T5Module(GenerativeModule):
-    """Text to text. A batch holds `encoder_tokens` [batch, encoder sequence], `decoder_tokens`, `labels` and
+    """Text to text: a batch holds `encoder_tokens` [batch, encoder sequence], `decoder_tokens`, `labels` and
     `loss_mask`, each [batch, decoder sequence]; and where there is padding, or rows hold several documents,
     `encoder_padding_mask`, or `encoder_segments` and `decoder_segments`.
 
     Prediction takes batches of `tokens`, which the encoder reads, and `decoder_tokens` [batch, 1 or more], with which
-    answers begin, and returns what the decoder writes behind them, up to the end of the text. A batch of texts that are
-    filled up to one length says their `lengths` [batch]; `samples` [batch] are their numbers among all, which name the
-    draws.
+    answers begin, and returns what the decoder writes after them, up to the end of the text. A batch of texts that are
+    padded to one length has their `lengths` [batch]; `samples` [batch] are their numbers among all, which seed the
+    sampling.
+
+    Args:
+        config: Architecture of the model.
+        optimizer: AdamW and its learning-rate curve.
+        generation: Sampling of text in prediction.
     """
 
     model: T5Model | None

@@ -13,8 +13,15 @@ _GENERATION = GenerationConfig()
 
 
 class T5FinetuneModule(T5Module):
-    """Trains the T5 in the directory `path`, all of it. Each rank reads its slices of the weights when training starts.
-    Steps, logs and predictions are those of T5Module."""
+    """Fine-tunes all weights of a pretrained T5.
+
+    Each rank reads its slices of the weights when training starts. Steps, logs and predictions are those of T5Module.
+
+    Args:
+        path: Directory of the Hugging Face model.
+        optimizer: AdamW and its learning-rate curve.
+        generation: Sampling of text in prediction.
+    """
 
     def __init__(self, path: str, optimizer: AdamWConfig = _ADAMW, generation: GenerationConfig = _GENERATION) -> None:
         config = hf.config_from_pretrained(path)

@@ -20,21 +20,21 @@ class BlendSource:
     """One source of a blend."""
 
     weight: float
-    """In proportion to those of the others."""
+    """Share of the samples, in proportion to the weights of the other sources."""
     path: str | None = None
-    """A file, a directory, a pattern, or the prefix of token files."""
+    """File, directory or glob pattern of the text, or the prefix of Megatron's .bin and .idx files."""
     dataset: str | None = None
-    """A name that `datasets` knows, or a local one, in the place of path."""
+    """Name of a data set that `datasets` loads, or the directory of a local one, in place of path."""
     text_column: str = "text"
-    """Of tables."""
+    """Column of tables that holds the text."""
 
     @property
     def has_tokens(self) -> bool:
-        """Whether it is token files."""
+        """Whether the source is token files."""
         return self.path is not None and is_megatron_prefix(self.path)
 
     def faults(self) -> list[str]:
-        """What keeps it from being read, as far as it shows without reading text."""
+        """One sentence for each thing that keeps it from being read, as far as it shows without reading text."""
         faults = []
         if self.path is not None and self.dataset is not None:
             faults.append(f"path ({self.path!r}) and dataset ({self.dataset!r}) are both given; one source is read")
@@ -49,7 +49,7 @@ class BlendSource:
         return faults
 
     def read(self, cache: Path | None) -> "ReadSource":
-        """Its documents. Raises ValueError where there is none."""
+        """The documents of the source. Raises ValueError where there is none."""
         if self.has_tokens:
             corpus = MegatronCorpus(str(self.path))
             if corpus.num_documents == 0:
@@ -70,14 +70,14 @@ class BlendSource:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadSource:
-    """Text or tokens of a source: one of the two."""
+    """The documents of a source: text, or a corpus of tokens."""
 
     num_documents: int
     documents: Any = None
     corpus: MegatronCorpus | None = None
 
     def token_faults(self, vocab_size: int, cache: Path) -> list[str]:
-        """What tokens there are that a model of `vocab_size` does not know."""
+        """The fault of tokens that a model of `vocab_size` does not know."""
         if self.corpus is None:
             return []
         smallest, largest = self.corpus.token_bounds(cache)
@@ -91,7 +91,7 @@ class ReadSource:
 
 
 def blend_faults(blend: Sequence[BlendSource]) -> list[str]:
-    """What is wrong with the sources of a blend and their weights."""
+    """One sentence for each thing that is wrong with a blend's sources or weights."""
     if not blend:
         return ["blend has no source; give at least one, or path or dataset in its place"]
     faults = []
@@ -108,7 +108,7 @@ def blend_faults(blend: Sequence[BlendSource]) -> list[str]:
 
 
 def split_faults(split: str) -> list[str]:
-    """What is wrong with a split of documents that is written as Megatron writes it."""
+    """The fault of a split of documents, which is written as Megatron writes it: '969,30,1'."""
     try:
         weights = [float(part) for part in split.split(",")]
         Blend(weights)

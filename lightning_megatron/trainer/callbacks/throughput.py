@@ -44,8 +44,9 @@ class ThroughputMonitor(L.Callback):
 
     Data loading counts; validation, saving, and the first batch of a run (which allocates and warms up) do not.
 
-    `every_n_batches` is the span; `device_peak_flops` is the peak of one device in FLOP/s at the precision of the run,
-    and 0 looks it up by the device's name.
+    Args:
+        every_n_batches: Batches between two logs, over which throughput is the mean.
+        device_peak_flops: Peak of one device in FLOP/s at the precision of the run; 0 looks it up by the device's name.
     """
 
     def __init__(self, every_n_batches: int = 10, device_peak_flops: float = 0.0) -> None:
