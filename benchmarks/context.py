@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.machine import as_line, machine
 from benchmarks.ranks import run_ranks
 
-# kind: exchange of the outer groups, and whether all ranks are inner ones.
+# Kind: exchange of the outer groups, and whether all ranks are inner ones.
 LAYERS, HIDDEN, HEADS, GROUPS, VOCABULARY = 2, 512, 8, 4, 2048
 WARMUP_STEPS, TIMED_STEPS = 1, 1
 KINDS = {"ring": ("ring", False), "all-gather": ("all_gather", False), "all-to-all": ("ring", True)}

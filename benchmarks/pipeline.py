@@ -20,7 +20,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-# name: (schedule, chunks).
+# Name: (schedule, chunks).
 LAYERS, HIDDEN, TOKENS, MICROBATCHES = 8, 1536, 256, 8
 SCHEDULES = {
     "GPipe": ("gpipe", 1),

@@ -58,7 +58,7 @@ def run_ranks(
 
 
 def _free_port() -> int:
-    # not the seeded one, or every benchmark would ask for the same port
+    # The seeded generator would make every benchmark ask for the same port.
     draw = random.SystemRandom()
     while True:
         port = draw.choice(PORTS)

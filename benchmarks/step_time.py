@@ -26,7 +26,7 @@ LAYERS, HIDDEN, HEADS, SEQUENCE, VOCABULARY = 8, 256, 8, 256, 8192
 GLOBAL_BATCH, MICRO_BATCH = 8, 2
 WARMUP_STEPS, TIMED_STEPS = 2, 6
 
-# name: (processes, strategy arguments; none: no Trainer)
+# Name: (processes, strategy arguments; None runs without a Trainer).
 MODES: dict[str, tuple[int, dict[str, Any] | None]] = {
     "plain torch": (1, None),
     "torch DDP": (2, None),

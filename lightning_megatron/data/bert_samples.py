@@ -36,19 +36,22 @@ _FEWEST_TOKENS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class BertSampleConfig:
-    """What samples look like."""
+    """Length and parts of samples, and their special tokens."""
 
     sequence_length: int
     """Tokens of a sample, special ones and padding included."""
     class_token: int
+    """Id of the token that begins a sample ([CLS])."""
     separator_token: int
+    """Id of the token that ends each part ([SEP])."""
     padding_token: int
+    """Id of the token at unused positions ([PAD])."""
     short_seq_prob: float = 0.1
-    """Of the spans: these have a random length, from 2 tokens to all that fit."""
+    """Fraction of the spans that have a random length, from 2 tokens to all that fit."""
     swapped_share: float = 0.5
-    """Of the samples."""
+    """Fraction of the samples whose parts are swapped."""
     is_pair: bool = True
-    """Two parts, swapped or not; else one, and no sentence_order_labels."""
+    """Whether a sample has two parts, swapped or not; else one, and no sentence_order_labels."""
 
     def __post_init__(self) -> None:
         faults = []

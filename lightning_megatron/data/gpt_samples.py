@@ -37,11 +37,11 @@ class StretchIndex:
     """Which stretch each sample is, and in which order each epoch has the documents."""
 
     order: Numbers
-    # [samples] the number of each sample's stretch
+    """Number of each sample's stretch: [samples]."""
     documents: Numbers
-    # [epochs, documents] numbers of documents
+    """Numbers of the documents in each epoch's order: [epochs, documents]."""
     ends: Numbers
-    # [epochs, documents] tokens of the epoch up to the end of each
+    """Tokens of the epoch up to the end of each document: [epochs, documents]."""
 
     @staticmethod
     def of(sizes: Numbers, sequence_length: int, num_samples: int, seed: int) -> "StretchIndex":

@@ -33,13 +33,13 @@ _FORM = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """What became of the documents."""
+    """Counts of packed documents and of their rows."""
 
     num_documents: int
     num_long: int
-    """Of them, those longer than a row."""
+    """Documents that are longer than a row."""
     num_positions: int
-    """Of all rows, unused ends left out."""
+    """Positions of all rows, unused ends left out."""
     num_rows: int
 
 
@@ -49,9 +49,9 @@ class RowTable:
 
     packed: Packed
     ends: Numbers
-    # [rows] where in `pieces` each row ends
+    """Where in `pieces` each row ends: [rows]."""
     pieces: Numbers
-    # [pieces, 2] first token and number of positions, row after row
+    """First token and number of positions of each piece, row after row: [pieces, 2]."""
 
     @staticmethod
     def of(document_ends: Numbers, sequence_length: int, seed: int, long_documents: LongDocuments) -> "RowTable":

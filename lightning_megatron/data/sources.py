@@ -317,12 +317,12 @@ def corpus_bytes(documents: "Documents") -> int:
 
 
 class HeldDocument(NamedTuple):
-    """A document as it lies in memory or in the file."""
+    """The bytes of one document."""
 
     content: memoryview | None
-    # UTF-8, unless the file holds something else; none for one that is null or bad
+    """The document's bytes, UTF-8 unless the file holds something else; None for one that is null or bad."""
     fault: str
-    """What is wrong with it, as the source knows; empty: nothing."""
+    """What the source found wrong with the document; empty: nothing."""
 
 
 def held_documents(documents: "Documents", first: int, last: int) -> Iterator[HeldDocument]:
@@ -445,8 +445,8 @@ def _row_builder(file: Path) -> str:
     return ROW_SUFFIXES.get(suffixes[-1], "") if suffixes else ""
 
 
-_READ_ONE_BY_ONE = ("", "csv")
 # A cell of CSV is the text that it is, as in a stream; the builder of `datasets` would make numbers of some.
+_READ_ONE_BY_ONE = ("", "csv")
 
 
 def _documents_in(files: list[Path], text_column: str, cache_dir: str | Path | None) -> "Documents":

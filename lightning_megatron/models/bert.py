@@ -74,9 +74,9 @@ class BertLogits(NamedTuple):
     """Logits of both of BERT's heads."""
 
     tokens: Tensor
-    """Logits of tokens [batch, sequence, vocab_size]; 0 where there is padding."""
+    """Logits of tokens, 0 at padding: [batch, sequence, vocab_size]."""
     sentence_order: Tensor | None
-    """Logits of sentence order [batch, 2], 0 for a sample without tokens; none where there is no binary head."""
+    """Logits of sentence order, 0 for a sample without tokens: [batch, 2]; None without a binary head."""
 
 
 @dataclass(frozen=True, kw_only=True)

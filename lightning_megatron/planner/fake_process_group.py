@@ -59,8 +59,8 @@ class Ledger:
     """Counts messages; its owner says which microbatch of which batch they are of."""
 
     def __init__(self) -> None:
-        # none: of the step.
         self.batch = 0
+        # None for what belongs to the step and to no microbatch.
         self.microbatch: int | None = None
         self.entries: dict[Place, dict[tuple[str, str], Messages]] = {}
 

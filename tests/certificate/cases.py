@@ -144,7 +144,7 @@ VARIANTS: dict[str, Any] = {
     ),
 }
 VARIANTS["bert"] = BertConfig(**_SMALL, vocab_size=131, hidden_dropout=0.1, attention_dropout=0.1)
-# encoders: padded rows, one of them empty, with and without a target of sentence order.
+# Encoders: padded rows, one of them empty, with and without a target of sentence order.
 VARIANTS["bert pre-norm"] = BertConfig(
     **_SMALL,
     vocab_size=131,

@@ -558,7 +558,7 @@ def test_what_fit_takes_is_planned_though_it_is_not_here(tmp_path: Path, capsys:
     changes = {"trainer.strategy": {"class_path": "lightning_megatron.MegatronStrategy"}}
     plain = record(capsys, changed(tmp_path, "gpt2_124m.yaml", **changes), "--gpu", "h100", "--layout", "recipe")
     own = {
-        # beside the user's script
+        # The class lies beside the user's script.
         "trainer.callbacks": [{"class_path": "my_callbacks.Mine", "init_args": {"a": 1}}],
         "trainer.strategy": "megatron",
         "trainer.max_time": "00:12:00:00",

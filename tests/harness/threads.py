@@ -70,8 +70,7 @@ class ThreadGroup(dist.ProcessGroup):
     def __repr__(self) -> str:
         return f"ThreadGroup(ranks={list(self.ranks)}, global_rank={self.global_rank})"
 
-    # Collectives. torch calls these by the names below; the aliases are the spellings before 2.13.
-
+    # torch calls the collectives by the names below; the aliases are the spellings before 2.13.
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Pending:  # type: ignore[override]
         check_contiguous(*tensors)
         op = opts.reduceOp.op
@@ -180,8 +179,6 @@ class ThreadGroup(dist.ProcessGroup):
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
-
-    # Point to point.
 
     def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> Pending:  # type: ignore[override]
         return self._post(True, tensors, dst, tag)

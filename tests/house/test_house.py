@@ -1,9 +1,11 @@
 """The house rules that a machine can check, over every file of the repository."""
 
 import ast
+import io
 import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -155,3 +157,90 @@ def test_the_search_for_machine_paths_finds_one() -> None:
     assert MACHINE_PATH.search("data: " + SLASH + "home" + SLASH + "ann/corpus")
     assert REGISTRY.search("pip install --extra-index" + "-url x")
     assert not MACHINE_PATH.search("docs" + SLASH + "work" + SLASH + "plan.md")
+
+
+def bare_fields(tree: ast.Module, *, is_config: bool) -> Iterator[tuple[int, str]]:
+    """Line and name of each field of a configuration that has no docstring beneath it.
+
+    Configurations are the public dataclasses of a module of configurations, and elsewhere those whose name says so.
+    """
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ClassDef) or node.name.startswith("_") or not (is_config or "Config" in node.name):
+            continue
+        if not any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
+            continue
+        for field, after in zip(node.body, [*node.body[1:], None], strict=True):
+            if not isinstance(field, ast.AnnAssign) or "ClassVar" in ast.unparse(field.annotation):
+                continue
+            is_said = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            if not is_said:
+                yield field.lineno, f"{node.name}.{ast.unparse(field.target)}"
+
+
+def test_every_field_of_a_configuration_has_a_docstring() -> None:
+    faults = [
+        f"{path}:{line} {name}"
+        for path, tree in package_trees()
+        for line, name in bare_fields(tree, is_config=path.endswith("config.py"))
+    ]
+    assert not faults, faults
+
+
+def test_a_field_without_a_docstring_is_found() -> None:
+    source = '@dataclass\nclass AConfig:\n    one: int\n    """Said."""\n    two: int = 2\n'
+    assert list(bare_fields(ast.parse(source), is_config=False)) == [(5, "AConfig.two")]
+
+
+RULER = re.compile(r"# (-{3,}|fmt: |--- )")
+DIRECTIVE = re.compile(r"#!|# (type|noqa|ruff|mypy|pragma)\b")
+# Names that are written small at the head of a sentence, and what looks like a name in code: `a_name`, `of()`, `0.5`.
+SMALL_NAMES = {"arXiv", "dtypes", "jinja2", "lexists", "pytest", "torch", "torchelastic", "torchrun", "transformers"}
+NAME_IN_CODE = re.compile(r"[\w.]*([_.(\d`-]\w|\[)")
+
+
+def comments_amiss(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of each comment of its own that stands below what it explains, or begins small.
+
+    A comment stands directly above code of its own depth. Rulers stand alone, and so do notes outside of functions and
+    classes.
+    """
+    lines = source.splitlines()
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    own = {t.start[0]: t for t in tokens if t.type == tokenize.COMMENT and not t.line[: t.start[1]].strip()}
+    for number, token in own.items():
+        text, depth = token.string, token.start[1]
+        if number - 1 in own or RULER.match(text) or DIRECTIVE.match(text):
+            continue
+        end = number
+        while end + 1 in own:
+            end += 1
+        below = lines[end] if end < len(lines) else ""
+        stands_alone = depth == 0 and not below.strip()
+        if not stands_alone and (not below.strip() or len(below) - len(below.lstrip()) != depth):
+            yield number, f"stands above nothing: {text}"
+        word = text.removeprefix("#").split()[0] if text.strip("# ") else ""
+        if (
+            word[:1].islower()
+            and not NAME_IN_CODE.match(word)
+            and word.rstrip(",:;.").removesuffix("'s") not in SMALL_NAMES
+        ):
+            yield number, f"begins small: {text}"
+
+
+def test_comments_stand_above_what_they_explain_and_begin_as_sentences() -> None:
+    folders = ("lightning_megatron", "recipes", "benchmarks", "tests")
+    faults = [
+        f"{path.relative_to(ROOT)}:{line} {what}"
+        for folder in folders
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for line, what in comments_amiss(path.read_text(encoding="utf-8"))
+    ]
+    assert not faults, "\n".join(faults)
+
+
+def test_a_comment_below_its_line_is_found() -> None:
+    assert [line for line, _ in comments_amiss("def f():\n    x = 1\n    # One.\n\n    return x\n")] == [3]
+    assert [line for line, _ in comments_amiss("class A:\n    x = 1\n    # One.\n")] == [3]
+    assert [line for line, _ in comments_amiss("x = 1\n# of one\ny = 2\n# Two.\nz = 3\n# torch says so.\nw = 4\n")] == [
+        2
+    ]

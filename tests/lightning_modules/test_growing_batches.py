@@ -28,7 +28,7 @@ KINDS = ["ramp", "streaming"]
 
 PLAIN = "plain"
 LAYOUTS: dict[str, tuple[int, int, dict[str, int]]] = {
-    # processes, replicas, and what the strategy is told
+    # Processes, data-parallel ranks, and arguments of the strategy.
     PLAIN: (1, 1, {}),
     "one": (1, 1, {"microbatch_size": 2}),
     "dp2": (2, 2, {"microbatch_size": 2}),

@@ -34,8 +34,8 @@ def looped(x: Tensor, weight: Tensor) -> Tensor:
 @either
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
-    [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.2), (torch.float16, 0.02)],
     # Sums of 8 or 16 products of numbers near 1, each rounded to the dtype once.
+    [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.2), (torch.float16, 0.02)],
 )
 @pytest.mark.parametrize("out_shape", [(16,), (2, 8), (5,)])
 def test_products_of_many_experts_equal_a_loop_in_plain_torch(

@@ -137,7 +137,7 @@ def test_experts_have_as_many_rows_as_tokens_choose_whatever_the_layout() -> Non
 
 @pytest.mark.parametrize(
     ("factor", "pads", "cp", "are_packed", "rows"),
-    # of a rank, of 2 choices a token: what is filled up to is that of the whole sequence
+    # Of a rank, of 2 choices a token: the padded capacity is that of the whole sequence.
     [
         (2.0, False, 1, False, 2),
         (2.0, True, 1, False, 4),

@@ -36,7 +36,7 @@ class Layout:
     stages: StageLayout = field(default_factory=StageLayout)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     is_plain: bool = False
-    # Lightning's own strategy for one device
+    """Whether Lightning's own strategy for one device runs."""
 
     @property
     def dp(self) -> int:

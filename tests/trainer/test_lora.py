@@ -23,8 +23,8 @@ from tests.reference.lora import ReferenceLora
 
 LORAS = {
     "llama": LoraConfig(rank=3, alpha=6.0, dropout=0.2),
+    # Only the adapters have dropout: the model has no keys for its own sake.
     "gpt2": LoraConfig(rank=2, alpha=3.0, targets=("attention.projection", "mlp.up")),
-    # Only the paths drop: the model has no keys for its own sake.
 }
 LAYOUTS = {
     "one": Layout(world=1, microbatches=3),
