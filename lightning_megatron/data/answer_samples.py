@@ -1,4 +1,4 @@
-"""Samples of fine-tuning for an encoder and a decoder: one reads what is asked, the other learns the answer.
+"""Fine-tuning samples for an encoder and a decoder: one reads the question, the other learns the answer.
 
     asked, answer     "two and two?"  "four."
     encoder_tokens    two and two ? end
@@ -40,14 +40,14 @@ _ROWS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerCounts:
-    """What became of the answers of a table."""
+    """Counts of a table's answers: samples, cut and dropped."""
 
     samples: int
     """Answers that are samples."""
     cut: int
-    """Of them, those that were longer than the decoder's text may be."""
+    """Samples whose answer was cut to the decoder's length."""
     dropped: int
-    """Those that are empty, or of which what is asked is longer than the encoder's text may be."""
+    """Answers that are empty, or whose question is longer than the encoder's length."""
 
     def __str__(self) -> str:
         return (
@@ -72,7 +72,7 @@ class AnswerSamples(Dataset[dict[str, Tensor]]):
 
     @property
     def lengths_N2(self) -> Numbers:
-        """Of each sample the tokens that the encoder reads, and those that the decoder learns."""
+        """Tokens of each sample's encoder text and decoder text: [samples, 2]."""
         return np.diff(self._ends.reshape(-1), prepend=0).reshape(-1, 2)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
@@ -93,7 +93,7 @@ class AnswerSamples(Dataset[dict[str, Tensor]]):
         }
 
     def _asked(self, index: int) -> int:
-        """Tokens of what is asked."""
+        """Tokens of the question."""
         return int(self._ends[index, 0]) - (int(self._ends[index - 1, 1]) if index else 0)
 
     def __reduce__(self) -> tuple[Callable[..., "AnswerSamples"], tuple[Path]]:
@@ -118,7 +118,7 @@ class PackedAnswers(Dataset[dict[str, Tensor]]):
         return self.packing.num_rows
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """The entries of AnswerSamples, of which segments give each sample its number in both of its rows."""
+        """The entries of AnswerSamples; both segments of a sample are its number within the row."""
         members = [self.samples[int(i)] for i in self.packing.order[self.packing.row(index)]]
         return {
             **join_entries(

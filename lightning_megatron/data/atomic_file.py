@@ -1,4 +1,4 @@
-"""A file that appears whole or not at all.
+"""A file that appears complete or not at all.
 
 Used once before training: whatever several processes may prepare at the same moment is written beside its place
 and renamed into it, so that a reader never meets half a file.

@@ -1,4 +1,4 @@
-"""Global batches that grow while a run is young: their size is a function of the samples seen so far.
+"""Batch size ramp-up: the global batch size as a function of the samples consumed.
 
 Between samples and the loader. With a ramp from 16 to 64 by 16 over 300 samples the sizes are
 
@@ -76,11 +76,11 @@ class BatchRamp:
 
     @property
     def unit(self) -> int:
-        """The greatest number that divides all sizes."""
+        """Greatest common divisor of all sizes."""
         return math.gcd(self.first_size, self.step_size) if self.num_steps else self.last_size
 
     def require_shared(self, num_replicas: int) -> None:
-        """Raises ValueError unless the batches of all sizes can be shared evenly by so many replicas."""
+        """Raises ValueError unless the batches of all sizes can be shared evenly by so many data-parallel ranks."""
         if self.unit % num_replicas == 0:
             return
         below = self.last_size // num_replicas * num_replicas
@@ -98,5 +98,5 @@ class BatchRamp:
 
     @staticmethod
     def constant(size: int) -> "BatchRamp":
-        """Batches that do not grow."""
+        """A ramp of batches that do not grow."""
         return BatchRamp(first_size=size, last_size=size, step_size=1, ramp_samples=0)

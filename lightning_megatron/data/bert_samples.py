@@ -1,4 +1,4 @@
-"""Pairs of text spans for BERT: in their order or swapped, with hidden words.
+"""Pairs of text spans for BERT: in their order or swapped, with masked words.
 
 Between a corpus of sentences and the sampler. A span is consecutive sentences of one document, at least two, of about
 as many tokens as fit; now and then it is meant to be shorter. A sample of a span parts it between two sentences and
@@ -31,7 +31,7 @@ from lightning_megatron.data.packing import Numbers
 from lightning_megatron.data.seeded_random import shuffled_epochs, uniforms, uniforms_at
 
 _FEWEST_TOKENS = 2
-"""Of a span that is meant to be short."""
+"""Fewest tokens of a span that is made short on purpose."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class BertSampleConfig:
 
     @property
     def num_special(self) -> int:
-        """[CLS], and a [SEP] behind each part."""
+        """Number of special tokens: [CLS], and a [SEP] after each part."""
         return 3 if self.is_pair else 2
 
     @property
@@ -153,7 +153,7 @@ class BertSpans(Dataset[dict[str, Tensor]]):
         )
 
     def __len__(self) -> int:
-        """Spans: samples of one epoch."""
+        """Number of spans, which are the samples of one epoch."""
         return len(self.spans)
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
@@ -193,7 +193,7 @@ class BertSpans(Dataset[dict[str, Tensor]]):
 
 
 class BertSamples(BertSpans):
-    """The same in an order of their own, for a sampler that does not shuffle: epoch after epoch, each in its own.
+    """`BertSpans` in a fixed order, for a sampler that does not shuffle: each epoch has an order of its own.
 
     `num_samples` 0 is one epoch. How sample n is parted and masked depends on (seed, n) and its span alone.
     """
@@ -243,6 +243,6 @@ def part_and_swap(
 
 
 def _cut(part: Tokens, most: int, front: float) -> Tokens:
-    """At most so many tokens: what is too much is cut off at either end, the share `front` of it at the front."""
+    """The tokens cut to a length, the share `front` of the excess at the front, the rest at the end."""
     num_cut = int(front * (max(len(part) - most, 0) + 1))
     return part[num_cut : num_cut + most]

@@ -52,7 +52,7 @@ class Blend:
         self._root = heap[0][2]
 
     def counts(self, num_samples: int) -> list[int]:
-        """How many of the first `num_samples` each source gives."""
+        """Samples of each source among the first `num_samples`."""
         counts = [0] * len(self.shares)
         todo = [(self._root, num_samples)]
         while todo:
@@ -65,7 +65,7 @@ class Blend:
         return counts
 
     def locate(self, index: int) -> tuple[int, int]:
-        """The source of sample `index`, and which of the source's own samples it is."""
+        """The source of sample `index`, and its number among that source's samples."""
         node = self._root
         while not isinstance(node, int):
             lighter, heavier, fraction = node
@@ -75,7 +75,7 @@ class Blend:
         return node, index
 
     def table(self, num_samples: int) -> tuple[NDArray[np.int32], Numbers]:
-        """What `locate` says of each of the first `num_samples`: sources and numbers, each [num_samples]."""
+        """The results of `locate` for the first `num_samples`: sources and numbers, each [num_samples]."""
         sources = np.empty(num_samples, dtype=np.int32)
         numbers = np.empty(num_samples, dtype=np.int64)
         for start in range(0, num_samples, _BLOCK):
@@ -99,7 +99,7 @@ class Blend:
         return all(count <= size for count, size in zip(self.counts(num_samples), sizes, strict=True))
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[int, NDArray[np.int32], int]]:
-        """For each source, which of the samples from `start` to `stop` are its own, and the number of the first."""
+        """The places of each source's samples from `start` to `stop`, and the number of its first one."""
         todo = [(self._root, np.arange(stop - start, dtype=np.int32), start)]
         while todo:
             node, slots, first = todo.pop()
@@ -154,5 +154,5 @@ class BlendedSamples(Dataset[Any]):
 
 
 def _rounded(count: int, fraction: float) -> int:
-    """In float64 as in `_parts`. A fraction of at most 1/2 makes it rise by 0 or 1 with each count."""
+    """Samples of a share, in float64 as in `_parts`. A fraction of at most 1/2 makes it rise by 0 or 1 a count."""
     return math.floor(count * fraction + 0.5)

@@ -1,4 +1,4 @@
-"""A row of a table as tokens, of which those that an assistant is to say are marked: what fine-tuning is trained on.
+"""Rows of a table as tokens, of which the assistant's are marked: the labels of fine-tuning.
 
     columns                text                                      marked
     messages (role,        what the tokenizer's chat template makes  what it adds for each message of the assistant,
@@ -29,14 +29,14 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class MarkedTokens:
-    """Token ids, and for each whether it is one to learn."""
+    """Token ids, and for each whether it has a label."""
 
     ids: list[int]
     is_marked: list[bool]
 
 
 def kind_of_rows(columns: Sequence[str]) -> RowKind:
-    """What a table's columns say its rows are: the first that fits of messages, completion and text.
+    """The kind of a table's rows by its columns: the first that fits of messages, completion and text.
 
     Raises ValueError where none does.
     """
@@ -71,7 +71,7 @@ def row_encoder(
 
 @dataclass(frozen=True)
 class Question:
-    """A text, and what is to be answered to it."""
+    """A question and its answer."""
 
     asked: str
     answer: str
@@ -91,7 +91,7 @@ def questions_of(kind: RowKind, row: Row, template: ChatTemplate | None) -> list
 
 
 def chat_spans(messages: Sequence[Message], template: ChatTemplate) -> tuple[str, list[Span]]:
-    """The text of a conversation, and where in it stands what the assistant says, with what ends each answer.
+    """The text of a conversation, and the spans of the assistant's answers, ends included.
 
     Raises ValueError for a template that writes an earlier turn in a way in which the answer to it is not found.
     """
@@ -114,7 +114,7 @@ def chat_spans(messages: Sequence[Message], template: ChatTemplate) -> tuple[str
 
 
 def _end_of_answer(text: str, start: int, through: str, content: str) -> int:
-    """Where an answer ends in the text of the whole conversation; -1 where that cannot be told."""
+    """The end of an answer in the text of the conversation; -1 where it is unknown."""
     if text.startswith(through):
         return len(through)
     if not content:
@@ -163,7 +163,7 @@ def _marked(texts: Sequence[tuple[str, list[Span]]], tokenizer: Tokenizer) -> li
 
 
 def _between(tokenizer: Tokenizer, marked: MarkedTokens) -> MarkedTokens:
-    """With the token that begins a text, where the tokenizer has one, and the marked one that ends it."""
+    """The tokens between the one that begins a text, where the tokenizer has one, and the marked end of text."""
     opening = tokenizer.opening if marked.ids[:1] != tokenizer.opening else []
     closing = [tokenizer.end_of_text] if marked.ids[-1:] != [tokenizer.end_of_text] else []
     return MarkedTokens(

@@ -1,4 +1,4 @@
-"""Samples of fine-tuning: one row a sample, uneven in length, with a label where a token is to be learnt.
+"""Fine-tuning samples: one row a sample, uneven in length, with labels for the answers' tokens.
 
 Tokens of all rows lie one after the other in one file, made once by one process. A sample is no longer than
 `sequence_length`; what is behind is cut off and counted, and a row of which nothing to learn is left is dropped and
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """What became of the rows of a table."""
+    """Counts of a table's rows: samples, cut and dropped."""
 
     samples: int
     """Rows that are samples."""
     cut: int
-    """Of them, those that were longer than a sample may be."""
+    """Samples that were cut to the longest length."""
     dropped: int
     """Rows with nothing to learn within that length."""
 
@@ -68,7 +68,7 @@ class ChatSamples(Dataset[dict[str, Tensor]]):
         return np.diff(self._ends, prepend=0) - 1
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """`tokens` [s], `labels` [s] (the token after each, -100 where it is not to be learnt), `loss_mask` [s]."""
+        """`tokens` [s], `labels` [s] (the token after each, -100 outside of answers), `loss_mask` [s]."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         part = slice(self._ends[index - 1] if index else 0, self._ends[index])
@@ -83,7 +83,7 @@ class ChatSamples(Dataset[dict[str, Tensor]]):
 
 
 class Packable(Protocol):
-    """Samples of known lengths, and what became of the rows that they are made of."""
+    """Samples of known lengths, and the counts of the rows that they are made of."""
 
     kept: Any
 

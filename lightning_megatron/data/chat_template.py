@@ -1,4 +1,4 @@
-"""A tokenizer's own template that turns a conversation into text: the one door to `jinja2`.
+"""Chat templates, which turn a conversation into text: the one door to `jinja2`.
 
 The template lies beside the tokenizer, in `chat_template.jinja` or under `chat_template` in `tokenizer_config.json`,
 and is written in the dialect that transformers runs: sandboxed, blocks trimmed, with `raise_exception`,
@@ -17,13 +17,13 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 Message = Mapping[str, Any]
-"""`role` and `content`, and whatever else the template reads."""
+"""A turn: `role`, `content`, and whatever else the template reads."""
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class _Generation(Extension):
-    """`{% generation %} ... {% endgeneration %}`, by which some templates mark what the assistant says."""
+    """Tag `{% generation %} ... {% endgeneration %}`, by which some templates mark the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2 reads it off the class)
 
@@ -33,7 +33,7 @@ class _Generation(Extension):
 
 
 class ChatTemplate:
-    """A conversation as text. `names` are what the template may call by name beside the messages."""
+    """A Jinja template of conversations. `names` are the variables that it may read beside the messages."""
 
     def __init__(self, source: str, names: Mapping[str, Any]) -> None:
         self.source = source

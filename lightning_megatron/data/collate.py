@@ -1,4 +1,4 @@
-"""Samples to a batch.
+"""Collation of samples to a batch.
 
 Last on the path from text to batches: what a loader hands to `training_step`.
 """
@@ -28,7 +28,7 @@ def collate_tokens(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]
 def collate_padded(
     samples: Sequence[Mapping[str, Tensor]], *, padding: Mapping[str, int], multiple: int
 ) -> dict[str, Tensor]:
-    """The samples' entries, filled up at their ends with what `padding` says for each, and stacked: [batch, s].
+    """Each entry of the samples, padded at the end with its value in `padding` and stacked: [batch, s].
 
     s is the length of the longest sample of the batch, rounded up to a `multiple`.
     """

@@ -1,4 +1,4 @@
-"""Tokens of sequences, which make up documents: what samples are cut from.
+"""A corpus of tokens: sequences, which make up documents.
 
 Between the files and the samples. The tokens are one row, in memory or mapped. For GPT and T5 a document is mostly one
 sequence; for BERT a sequence is a sentence.

@@ -1,4 +1,4 @@
-"""A shard of a corpus as token files, and what became of its documents.
+"""Shards of a corpus as token files, and counts of their documents.
 
 Under `prepare.py`. Document i of what is written is document i of the corpus, whatever it holds: one without a token
 is a document without a sequence, as Megatron's own tool writes it.
@@ -21,43 +21,43 @@ if TYPE_CHECKING:
     from lightning_megatron.data.sources import Documents
 
 _BATCH_BYTES = 1 << 22
-"""Text that is tokenized together."""
+"""Bytes of text that are tokenized together."""
 
 _BATCH_DOCUMENTS = 1000
 
 _NAMED = 5
-"""Of the bad documents of a shard so many are named."""
+"""Number of bad documents that are named."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentForm:
-    """How a document is written."""
+    """Form of a written document."""
 
     has_ends: bool = True
-    """Whether the end of text follows it."""
+    """Whether an end of text follows each document."""
     sentences: bool = False
-    """Whether each of its sentences is a sequence."""
+    """Whether each sentence of a document is a sequence."""
     max_document_bytes: int = MAX_DOCUMENT_BYTES
-    """A larger one is bad, and so is one that cannot be read, or that the tokenizer refuses."""
+    """Bytes above which a document is bad, like one that cannot be read or that the tokenizer refuses."""
     bad_documents: BadDocuments = "skip"
 
 
 @dataclass(kw_only=True)
 class Counts:
-    """What became of documents."""
+    """Counts of written documents."""
 
     num_documents: int = 0
     num_bytes: int = 0
-    """Of text that was tokenized."""
+    """Bytes of text that was tokenized."""
     num_tokens: int = 0
     num_empty: int = 0
-    """Without a token, and not bad."""
+    """Documents that are empty and not bad."""
     num_bad: int = 0
     bad: "list[BadDocument]" = field(default_factory=list)
-    """The first of them."""
+    """The first bad documents."""
 
     def numbers(self) -> list[int]:
-        """All but the names."""
+        """All counts, without the names of bad documents."""
         return [getattr(self, name) for name in _NUMBERS]
 
     @staticmethod
@@ -73,7 +73,7 @@ class Counts:
         self.bad = (self.bad + other.bad)[:_NAMED]
 
     def left_out(self) -> str:
-        """What has no tokens, in one line; empty where everything has."""
+        """One line about documents without tokens; empty where there are none."""
         told = []
         if self.num_bad:
             more = "; ..." if self.num_bad > len(self.bad) else ""
@@ -91,18 +91,18 @@ class BadDocument:
     """A document that is not to be tokenized."""
 
     why: str
-    """To be said behind "document 5"."""
+    """The reason, to be read after "document 5"."""
     number: int = -1
-    """Among those that are written; not known of a text alone."""
+    """Number of the document in the corpus; -1 for a text alone."""
     is_placed: bool = False
-    """Whether `why` says where it lies."""
+    """Whether `why` names the document's place."""
 
     def __str__(self) -> str:
         return f"document {self.number} {self.why}"
 
 
 def encoded(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int] | BadDocument]:
-    """The tokens of each text, or that the tokenizer refuses it, and why."""
+    """The tokens of each text, or why the tokenizer refuses it."""
     try:
         return list(tokenizer.encode(texts))
     except ValueError as error:
@@ -112,7 +112,7 @@ def encoded(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int] | BadD
 
 
 class ShardWriter:
-    """Writes shards of a corpus, each whole or not at all."""
+    """Writes shards of a corpus, each complete or not at all."""
 
     def __init__(self, documents: "Documents", tokenizer: Tokenizer, form: DocumentForm) -> None:
         self.documents = documents
@@ -145,7 +145,7 @@ class ShardWriter:
         write_counts(prefix, whole)
 
     def _batches(self, first: int, last: int) -> Iterator[tuple[list[str | BadDocument], int]]:
-        """Documents, and the bytes of those that are not bad."""
+        """Batches of documents, and the bytes of those that are not bad."""
         batch: list[str | BadDocument] = []
         num_bytes = 0
         for held in held_documents(self.documents, first, last):
@@ -194,7 +194,7 @@ class ShardWriter:
 
 
 def placed(bad: "Sequence[BadDocument]", documents: "Documents") -> "list[BadDocument]":
-    """The same, of which each says where it lies, as far as the source tells."""
+    """The bad documents with their places, as far as the source knows them."""
     missing = [one.number for one in bad if not one.is_placed]
     places = dict(zip(missing, document_places(documents, missing), strict=True)) if missing else {}
     return [
@@ -204,18 +204,18 @@ def placed(bad: "Sequence[BadDocument]", documents: "Documents") -> "list[BadDoc
 
 
 def counts_path(prefix: Path) -> Path:
-    """Where the counts of token files lie: a shard is whole where they do."""
+    """The file of a shard's counts, which exists once the shard is complete."""
     return Path(f"{prefix}.json")
 
 
 def read_counts(prefix: Path) -> Counts:
-    """The counts of token files that are whole."""
+    """The counts of a complete shard."""
     written = json.loads(counts_path(prefix).read_text(encoding="utf-8"))
     return Counts(**{**written, "bad": [BadDocument(**one) for one in written["bad"]]})
 
 
 def write_counts(prefix: Path, counts: Counts) -> None:
-    """Writes them where `read_counts` finds them."""
+    """Writes a shard's counts where `read_counts` finds them."""
     with atomic_write(counts_path(prefix)) as temporary:
         temporary.write_text(json.dumps(asdict(counts)), encoding="utf-8")
 

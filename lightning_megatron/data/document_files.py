@@ -1,4 +1,4 @@
-"""Documents of files, one after the other, and what is wrong with those that cannot be read.
+"""Documents of files, one after the other, and the errors of those that cannot be read.
 
 Under `sources.py`. What is wrong is a property of the file alone: whoever reads it meets the same documents and the
 same faults. A disk that cannot be read just now is none of them, and ends the reading.
@@ -23,13 +23,13 @@ from typing import IO, Any, Literal, NamedTuple
 import fsspec
 
 BadDocuments = Literal["skip", "refuse"]
-"""What becomes of documents that cannot be read or tokenized: left empty and told, or an end of it all."""
+"""Treatment of documents that cannot be read or tokenized: left empty and named, or an error."""
 
 MAX_DOCUMENT_BYTES = 10**8
-"""Above it a document is bad: most tokenizers take some hundred times its size in memory."""
+"""Bytes above which a document is bad: most tokenizers take some hundred times its size in memory."""
 
 _LARGEST_TEXT_BYTES = (1 << 31) - 1
-"""Of a text file: what a table of strings can hold as one."""
+"""Most bytes of a text file: a table of strings can hold no more in one."""
 
 _ROWS_READ = 128
 """Rows of a table that are read together."""
@@ -38,16 +38,16 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 DAMAGES = (ValueError, EOFError, OSError, zlib.error, lzma.LZMAError)
-"""What reading a file ends in that is cut off, written over or of another kind; and a disk that cannot be read."""
+"""Errors of reading a file that is cut off, overwritten or of another kind, or a disk that cannot be read."""
 
 
 def is_zstandard(file: str) -> bool:
-    """Whether a file is packed by zstd, as far as its name says."""
+    """Whether a file is compressed by zstd, by its name."""
     return file.lower().endswith(".zst")
 
 
 def is_of_disk(error: BaseException) -> bool:
-    """Whether an error is of the disk and not of what is on it: other processes may read on."""
+    """Whether an error is of the disk and not of the file's content: other processes may read on."""
     return isinstance(error, OSError) and error.errno is not None
 
 
@@ -55,11 +55,11 @@ class FileDocument(NamedTuple):
     """A document of a file."""
 
     text: str | None
-    """none: nothing is there, or it is bad."""
+    """The text; None for a null or bad document."""
     fault: str = ""
-    """What is wrong with it and where it is, to be said behind "a document"; empty: nothing."""
+    """The error and its place, to be read after "a document"; empty: no error."""
     where: str = ""
-    """Its file, and its line, item or row there; empty of what is no single row: damage, and a line that is no JSON."""
+    """File, and line, item or row within it; empty for damage and for a line that is no JSON."""
 
 
 def read_documents(
@@ -140,7 +140,7 @@ def _json_documents(file: str, text_column: str) -> Iterator[FileDocument]:
 
 
 def _json_rows(file: str) -> Iterator[tuple[str, Any]]:
-    """Where each row is, and the row, or the error of one that is not JSON."""
+    """The place of each row, and the row, or the error of one that is not JSON."""
     with _opened(file) as lines:
         for number, line in enumerate(lines, 1):
             written = line.removeprefix(_BYTE_ORDER_MARK).strip() if number == 1 else line.strip()
@@ -167,7 +167,7 @@ def _parsed(written: bytes | str) -> Any:
 
 
 def _is_a_row(error: ValueError | RecursionError) -> bool:
-    """Whether what is not JSON would be, were its letters UTF-8."""
+    """Whether invalid JSON would be valid if its letters were UTF-8."""
     if not isinstance(error, UnicodeDecodeError):
         return False
     return not isinstance(_parsed(error.object.decode(errors="replace")), ValueError | RecursionError)
@@ -192,7 +192,7 @@ def _row_document(row: Any, text_column: str, where: str) -> FileDocument:
 
 
 def _csv_documents(file: str, text_column: str) -> Iterator[FileDocument]:
-    """Row by row, each by itself: a bad one leaves the others as they are."""
+    """The documents of a CSV file row by row: a bad row leaves the others as they are."""
     csv.field_size_limit(_LARGEST_TEXT_BYTES)
     with (
         _opened(file) as stream,
@@ -275,7 +275,7 @@ _READERS: dict[str, Callable[[str, str], Iterator[FileDocument]]] = {
 
 
 def _opened(file: str) -> AbstractContextManager[IO[bytes]]:
-    """The bytes of a file, unpacked where its ending says so."""
+    """The bytes of a file, decompressed by its ending."""
     opened: AbstractContextManager[IO[bytes]]
     if is_zstandard(file):
         import pyarrow as pa
@@ -288,7 +288,7 @@ def _opened(file: str) -> AbstractContextManager[IO[bytes]]:
 
 
 def _opened_to_seek(file: str) -> AbstractContextManager[IO[bytes]]:
-    """The same for who goes back and forth in it: unpacked in memory where there is no going back."""
+    """The bytes of a file with random access: decompressed in memory where the stream has none."""
     if not is_zstandard(file):
         return _opened(file)
     with _opened(file) as stream:

@@ -1,4 +1,4 @@
-"""Samples without an end, in an order that never depends on how many of them are taken.
+"""Endless epochs of samples, each a random permutation that is computed item by item.
 
 Between samples and the loader, where sources are blended or batches grow. Sample i is a function of i: pass after pass
 over each source, each pass in a random order of its own. So one number, the samples consumed by all replicas, is the
@@ -23,7 +23,7 @@ _MASK = (1 << 64) - 1
 
 
 class ShuffledEpochs(Dataset[Any]):
-    """All of `count` samples again and again: number n is of pass n // count, which has an order of its own.
+    """`count` samples epoch after epoch: number n is of epoch n // count, which has a permutation of its own.
 
     With `is_ordered` each pass has the order of the samples. Of samples that are new in each pass number i of pass p is
     asked for as p * count + i.
@@ -49,13 +49,13 @@ class ShuffledEpochs(Dataset[Any]):
         return self.samples[first + self.place(number)]
 
     def place(self, number: int) -> int:
-        """Which of the samples comes as number n."""
+        """The index of the sample that comes as number n."""
         turn, place = divmod(number, self.count)
         return place if self.is_ordered else shuffled(place, self.count, key(self.seed, "pass", turn))
 
 
 class BlendedEpochs(Dataset[Any]):
-    """Endless samples of several sources by weight, each in its own order: those of `Blend`."""
+    """Endless samples of several sources in the order of a `Blend`, each source with its own permutations."""
 
     def __init__(self, sources: Sequence[ShuffledEpochs], weights: Sequence[float]) -> None:
         self.sources = list(sources)
@@ -67,7 +67,7 @@ class BlendedEpochs(Dataset[Any]):
 
 
 class InfiniteSampler(DistributedSampler[list[int]]):
-    """This replica's part of each global batch of endless samples: the numbers of its samples, batch after batch.
+    """The sample numbers of this data-parallel rank in each global batch of endless samples.
 
     Replica r of dp takes the part [r*B/dp, (r+1)*B/dp) of a batch of B, whose size is that of the ramp. A round is
     `num_batches` batches from `consumed_samples` on. Whoever runs the loop adds each batch's size to that number: the
@@ -100,7 +100,7 @@ class InfiniteSampler(DistributedSampler[list[int]]):
 
 
 def shuffled(place: int, count: int, seed: int) -> int:
-    """Where a permutation of `count` numbers, one for each seed, has `place`."""
+    """The image of `place` under the permutation of `count` numbers that belongs to a seed."""
     low_bits = max(count - 1, 1).bit_length() // 2
     high_bits = max(count - 1, 1).bit_length() - low_bits
     while True:

@@ -1,4 +1,4 @@
-"""Documents put so that a model of next tokens learns to fill a gap (fill-in-the-middle).
+"""Fill-in-the-middle: documents reordered so that next-token prediction learns to fill a gap.
 
 Under the samples of `gpt_samples.py`. A document is cut at two random places, and told in another order:
 
@@ -47,7 +47,7 @@ class FillInTheMiddle:
 
 
 def fill_in_the_middle(tokens: Numbers, fill: FillInTheMiddle, *, seed: int, sample: int, document: int = 0) -> Numbers:
-    """One document's tokens as they are, or parted and put anew with three tokens more.
+    """One document's tokens as they are, or reordered with three tokens more.
 
     A function of the tokens and of (seed, sample, document), of which `document` is a number within the sample.
     """
@@ -64,7 +64,7 @@ def fill_in_the_middle(tokens: Numbers, fill: FillInTheMiddle, *, seed: int, sam
 
 
 def fill_documents(tokens: Numbers, fill: FillInTheMiddle, end_of_text: int, *, seed: int, sample: int) -> Numbers:
-    """A sample's tokens with each of its documents put anew by itself: as many tokens, so the last are cut off.
+    """A sample's tokens with each of its documents reordered: as many tokens, so the last are cut off.
 
     Documents end with `end_of_text`, which stays where a document ends; the first and last may be parts of one.
     """

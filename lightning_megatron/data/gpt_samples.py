@@ -29,12 +29,12 @@ from lightning_megatron.data.packing import Numbers
 from lightning_megatron.data.seeded_random import random_order
 
 _FORM = 1
-"""Of the written index; another rule takes another number, so that no older index is read for it."""
+"""Version of the written index: an index of another version is not read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StretchIndex:
-    """Which stretch each sample is, and in which order each epoch has the documents."""
+    """The stretch of each sample, and each epoch's order of the documents."""
 
     order: Numbers
     """Number of each sample's stretch: [samples]."""
@@ -58,7 +58,7 @@ class StretchIndex:
         return StretchIndex(order=order, documents=documents, ends=np.cumsum(sizes[documents], axis=1, dtype=np.int64))
 
     def flat(self) -> Numbers:
-        """All of it as one array [2 + samples + 2 epochs documents]."""
+        """The index as one array [2 + samples + 2 epochs documents]."""
         sizes = np.array([len(self.order), len(self.documents)], dtype=np.int64)
         return np.concatenate([sizes, self.order, self.documents.ravel(), self.ends.ravel()])
 
@@ -82,7 +82,7 @@ class DocumentStretches(Dataset[dict[str, Tensor]]):
         return len(self.index.order)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """`tokens` [s], `labels` [s] (that of position t is the token after it) and `loss_mask` [s], all ones."""
+        """`tokens` [s], `labels` [s] (the next token of each position) and `loss_mask` [s], all ones."""
         ids = torch.from_numpy(self.sample_tokens(index))
         # A copy: a label that is changed in place must not change the token of the next position.
         return {"tokens": ids[:-1].clone(), "labels": ids[1:].clone(), "loss_mask": torch.ones(len(ids) - 1)}

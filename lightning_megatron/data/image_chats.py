@@ -21,10 +21,10 @@ from lightning_megatron.data.images import TableImage
 from lightning_megatron.data.tokenizer import Tokenizer
 
 IMAGE = "<image>"
-"""What stands for an image in a text, and how the token of its features is written in a vocabulary."""
+"""Placeholder of an image in a text, and spelling of the image token in a vocabulary."""
 
 TemplateName = Literal["vicuna", "plain", "tokenizer"]
-"""How a conversation is written: as LLaVA 1.5 was tuned (Vicuna's way), as its projector was trained before (the images
+"""Template of a conversation: as LLaVA 1.5 was tuned (Vicuna's way), as its projector was trained before (the images
 and then the answer, what is asked left out), or by the tokenizer's own chat template."""
 
 _ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
@@ -80,7 +80,7 @@ def _parts(text: str) -> list[dict[str, str]]:
 
 
 def built_in_template(name: TemplateName, end_of_text: str) -> ChatTemplate:
-    """One of those that are no tokenizer's own."""
+    """The built-in template of that name."""
     return ChatTemplate(_VICUNA if name == "vicuna" else _PLAIN, {"eos_token": end_of_text, "default_system": _SYSTEM})
 
 
@@ -101,7 +101,7 @@ def image_template(name: TemplateName, tokenizer: Tokenizer, folder: str | Path)
 
 
 def conversation_of(row: Row) -> Conversation:
-    """What a row says. Raises ValueError for a row that says nothing, or has not an `<image>` for each image."""
+    """The conversation of a row. Raises ValueError for an empty row, or without an `<image>` for each image."""
     turns = row.get("conversations") or row.get("messages")
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, Mapping) for turn in turns):
         raise ValueError(
@@ -162,7 +162,7 @@ def _image(given: Any, place: int) -> str | TableImage:
 def encode_conversations(
     conversations: Sequence[Conversation], tokenizer: Tokenizer, template: ChatTemplate, features_per_image: int
 ) -> list[MarkedTokens]:
-    """The tokens of each, with so many image tokens for an image; marked is what the assistant says.
+    """The tokens of each conversation, with image tokens for each image; the assistant's are marked.
 
     The tokenizer must have the token `<image>`.
     """
@@ -178,13 +178,13 @@ def encode_conversations(
 def encode_prompt(
     conversation: Conversation, tokenizer: Tokenizer, template: ChatTemplate, features_per_image: int
 ) -> list[int]:
-    """The tokens of what is asked, up to where the answer begins."""
+    """The tokens of a question, up to where the answer begins."""
     [(ids, _)] = tokenizer.encode_spelled([template.render(conversation.messages, opens_answer=True)])
     return _expanded(ids, [False] * len(ids), tokenizer, features_per_image).ids
 
 
 def _expanded(ids: Sequence[int], marks: Sequence[bool], tokenizer: Tokenizer, features_per_image: int) -> MarkedTokens:
-    """With as many image tokens as an image has features, and the token that begins a text, where there is one."""
+    """The tokens with one image token for each feature of an image, after the token that begins a text, if any."""
     image, opening = tokenizer.token_id(IMAGE), tokenizer.opening
     begins = list(ids[: len(opening)]) == opening
     every, marked = ([], []) if begins else (list(opening), [False] * len(opening))

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from lightning_megatron.data.sources import Documents
 
 Unreadable = Literal["skip", "refuse"]
-"""What becomes of a row with an image that cannot be read."""
+"""Treatment of a row with an image that cannot be read."""
 
 # Of the file.
 _FORM = 2
@@ -59,15 +59,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ImageRowCounts:
-    """What became of the rows of a table."""
+    """Counts of a table's rows: samples, cut, dropped and unreadable."""
 
     samples: int
     cut: int
-    """Samples that were longer than they may be."""
+    """Samples that were cut to the longest length."""
     dropped: int
     """Rows with nothing to learn within that length."""
     unreadable: tuple[str, ...]
-    """Rows left out for an image: which, and why."""
+    """Rows left out because of an image, with the reason."""
 
     def __str__(self) -> str:
         told = (
@@ -137,13 +137,13 @@ class ImageSamples(Dataset[dict[str, Tensor]]):
         return {"tokens": ids[:-1], "labels": labels, "loss_mask": mask, "images": images}
 
     def _sources(self, images: Sequence[str | list[int]]) -> list[ImageSource]:
-        """Where those of one sample are: in files, or in its row, which is read once."""
+        """The images of one sample: files, or bytes in its row, which is read once."""
         number = next((image[0] for image in images if not isinstance(image, str)), None)
         held = [] if number is None else self._held(int(number))
         return [self.images / image if isinstance(image, str) else held[image[1]] for image in images]
 
     def _held(self, number: int) -> list[ImageSource]:
-        """The images of a row, of which those that lie in the table are named by it."""
+        """The images of a row; those that lie in the table are named after the row."""
         [row] = plain_rows(self.rows, number, number + 1)
         return [
             TableImage(image.content, f"row {number}, {image.name}") if isinstance(image, TableImage) else image
@@ -263,7 +263,7 @@ def _nothing_left(
 def _readable(
     numbered: Sequence[tuple[int, Conversation]], folder: Path | None, left_out: list[str], unreadable: Unreadable
 ) -> list[tuple[int, Conversation]]:
-    """The conversations whose images can be opened; what is wrong with the others is added to `left_out`."""
+    """The conversations whose images can be opened; the errors of the others are added to `left_out`."""
     images = [(number, image) for number, conversation in numbered for image in conversation.images]
     named = [
         f"row {number}, {image}" for number, image in images if isinstance(image, str) and not Path(image).is_absolute()
@@ -292,7 +292,7 @@ def _readable(
 
 
 def _cut(sample: MarkedTokens, length: int) -> MarkedTokens:
-    """Up to the last marked token within that length, which an image never is; nothing where there is none."""
+    """The tokens up to the last marked one within a length; None where there is none."""
     marks = sample.is_marked[:length]
     end = len(marks) - marks[::-1].index(True) if any(marks[1:]) else 0
     return MarkedTokens(sample.ids[:end], sample.is_marked[:end])

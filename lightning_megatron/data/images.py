@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 ImageFit = Literal["crop", "pad"]
-"""How an image becomes a square."""
+"""Ways to make an image a square."""
 
 # That open files at a time: they wait for the disk.
 _THREADS = 16
@@ -37,16 +37,16 @@ class UnreadableImage(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageConfig:
-    """What a vision tower is given of an image. Raises ValueError, telling all faults at once."""
+    """Preprocessing of an image for a vision tower. Raises ValueError that names all faults."""
 
     size: int
     """Height and width in pixels."""
     fit: ImageFit = "crop"
-    """What becomes of an image that is no square."""
+    """How an image becomes a square."""
     mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
-    """Of red, green and blue, between 0 and 1; CLIP's."""
+    """Mean of red, green and blue, between 0 and 1, that is subtracted; CLIP's by default."""
     std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
-    """By which they are divided after the mean is taken off."""
+    """Standard deviation of red, green and blue that the result is divided by; CLIP's by default."""
 
     def __post_init__(self) -> None:
         faults = []
@@ -62,7 +62,7 @@ class ImageConfig:
 
 @dataclass(frozen=True)
 class TableImage:
-    """An image that lies in a table: what its file held, and how it is called."""
+    """An image that lies in a table: the bytes of its file, and its name."""
 
     content: bytes
     name: str
@@ -72,7 +72,7 @@ class TableImage:
 
 
 ImageSource = str | Path | TableImage
-"""A file, or what one held."""
+"""An image's file, or its bytes in a table."""
 
 
 def load_image(source: ImageSource, config: ImageConfig) -> Tensor:
@@ -88,7 +88,7 @@ def load_image(source: ImageSource, config: ImageConfig) -> Tensor:
 
 
 def unreadable_images(sources: Iterable[ImageSource]) -> dict[ImageSource, str]:
-    """Those that are no images, as far as their beginnings show, and why."""
+    """The sources that are no images by their first bytes, and why."""
     distinct = list(dict.fromkeys(sources))
     with ThreadPoolExecutor(_THREADS) as threads:
         found = zip(distinct, threads.map(_fault, distinct), strict=True)

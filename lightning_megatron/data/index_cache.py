@@ -1,4 +1,4 @@
-"""Tables that are made once and mapped by all processes.
+"""Index arrays that are computed once and memory-mapped by all processes.
 
 Used once before training: where documents end, which lie in which row, in which order samples come.
 """
@@ -16,7 +16,7 @@ from lightning_megatron.data.packing import Numbers
 def cached_index(
     path: Path, what: str, form: int, make: Callable[[], Numbers], directory: str | Path | None = None
 ) -> Numbers:
-    """An array that is a function of the file `path` and of what its name says, mapped; made unless it is there.
+    """An array that is a function of the file `path` and of `what`, memory-mapped; computed unless it is cached.
 
     It lies in `directory`, or beside the file where that is not given. `form` numbers the rule that makes it, so that
     no table of an older rule is read for it. One process calls this first and the others after it; several at once do

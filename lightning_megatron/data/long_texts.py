@@ -1,4 +1,4 @@
-"""A huge text as parts whose tokens, one after the other, are the text's own: what bounds a tokenizer's memory.
+"""Huge texts cut into parts whose tokens together are the text's own, to bound a tokenizer's memory.
 
 Under `tokenizer.py`. A tokenizer takes some hundred times a text's size in memory. Byte-pair encoding merges within the
 words that a pattern finds from left to right. In each of the patterns below no word goes on from a letter or a digit to
@@ -13,24 +13,24 @@ from collections.abc import Iterator
 from typing import Any
 
 PART_CHARACTERS = 1 << 20
-"""Of a part, about."""
+"""Characters of a part, about."""
 
 _GPT_4 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _PATTERNS = (_GPT_4 % r"\p{N}{1,3}", _GPT_4 % r"\p{N}")
-"""How Llama 3 and Qwen 2 write what GPT-4 does; that of GPT-2 is ByteLevel's own."""
+"""Split patterns of Llama 3 and Qwen 2, as GPT-4's; that of GPT-2 is ByteLevel's own."""
 
 _LETTERS = "A-Za-zÀ-ÖØ-öø-ÿΑ-ΡΣ-Ωα-ωА-яЁёא-תء-غف-يअ-हก-ฮぁ-ゖァ-ヺ一-龥가-힣"
 """Ranges of letters that were letters in every version of Unicode since its third: Latin, Greek, Cyrillic, Hebrew,
 Arabic, Devanagari, Thai, Japanese, Chinese, Korean."""
 
 _MARKS = ",.;:!?)،؛؟।。，、；：！？）」』》"  # noqa: RUF001
-"""Of punctuation; no apostrophe, behind which a word may go on."""
+"""Punctuation marks, without the apostrophe, after which a word may go on."""
 
 _BOUNDARY = re.compile(f"(?<=[0-9{_LETTERS}])[ \n{_MARKS}]")
 
 
 def is_cuttable(settings: dict[str, Any]) -> bool:
-    """Whether a tokenizer.json gives the parts of a text, one after the other, the tokens of the text."""
+    """Whether a tokenizer.json gives the parts of a text the tokens of the text."""
     first, *others = _steps(settings["pre_tokenizer"], "pretokenizers")
     *before, last = [first, *others]
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space", True):

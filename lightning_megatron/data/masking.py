@@ -1,4 +1,4 @@
-"""Masked tokens to be told again (BERT): whole words, in runs of up to a few, and what stands in their place.
+"""Masked language modelling (BERT): whole words masked in short runs, and their replacements.
 
 Under the samples of `bert_samples.py`. Words are gone through in a random order; at each a run of 1 to `max_ngram`
 words is drawn, of n with chance in proportion to 1/n, and cut short where it would meet a hidden word, a special token
@@ -20,21 +20,21 @@ from lightning_megatron.data.seeded_random import uniforms
 
 @dataclass(frozen=True, kw_only=True)
 class Masking:
-    """How much is hidden, and by what."""
+    """How much is masked, and by what."""
 
     vocab_size: int
-    """Random tokens are drawn below it."""
+    """Tokens of the vocabulary, from which random tokens are drawn."""
     mask_token: int
     special_tokens: tuple[int, ...]
-    """Never hidden, and never drawn as a random token; the mask token counts as one."""
+    """Tokens that are never masked and never drawn as a random token; the mask token is one of them."""
     mask_prob: float = 0.15
-    """Of the tokens that are not special."""
+    """Fraction of the tokens that are masked, special ones left out."""
     max_ngram: int = 3
-    """Words."""
+    """Most words that are masked in a row."""
     mask_token_prob: float = 0.8
-    """Of the hidden tokens: the mask token stands in their place."""
+    """Fraction of the masked tokens that become the mask token."""
     random_token_prob: float = 0.1
-    """Of the hidden tokens: any token stands in their place; the others are seen as they are."""
+    """Fraction of the masked tokens that become a random token; the rest stay as they are."""
 
     def __post_init__(self) -> None:
         faults = []
@@ -64,15 +64,15 @@ class Masking:
 
 @dataclass(frozen=True, kw_only=True)
 class Masked:
-    """What is seen, and what is to be told."""
+    """A sample's masked tokens and their labels."""
 
     tokens: Numbers
     labels: Numbers
-    """The token that was there, and -100 where nothing is asked."""
+    """The original token where one is masked, else -100."""
 
 
 def mask_words(tokens: Numbers, starts_word: NDArray[np.bool_], masking: Masking, *, seed: int, sample: int) -> Masked:
-    """The tokens with words hidden: a function of (seed, sample, tokens) alone. `starts_word` is True where a token
+    """The tokens with words masked: a function of (seed, sample, tokens) alone. `starts_word` is True where a token
     begins a word; all three arrays are [s]."""
     tokens = np.asarray(tokens, dtype=np.int64)
     is_ordinary = ~np.isin(tokens, masking.untouched)
@@ -89,7 +89,7 @@ def mask_words(tokens: Numbers, starts_word: NDArray[np.bool_], masking: Masking
 def _hidden(
     is_ordinary: NDArray[np.bool_], starts_word: NDArray[np.bool_], masking: Masking, seed: int, sample: int
 ) -> NDArray[np.bool_]:
-    """True where a token is to be told: [s]."""
+    """Whether each token is masked: [s]."""
     hidden = np.zeros(len(is_ordinary), dtype=np.bool_)
     follows = np.concatenate([[False], is_ordinary[:-1]])
     # A word also begins behind a special token, and at the very start.

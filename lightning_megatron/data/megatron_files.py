@@ -1,4 +1,4 @@
-"""Megatron's token files: a `.bin` of tokens and a `.idx` that says what is where.
+"""Megatron's token files: a `.bin` of tokens and a `.idx` of their places.
 
 Between prepared text and samples. Little-endian throughout; the `.idx` holds
 
@@ -43,12 +43,12 @@ DTYPE_CODES: dict[int, np.dtype[Any]] = {
     7: np.dtype("<f4"),
     8: np.dtype("<u2"),
 }
-"""What the tokens may be, and the number that says so in the file."""
+"""Dtypes of tokens, by their code in the file."""
 
 LONGEST_SEQUENCE = 2**31 - 1
 
 _BLOCK = 1 << 24
-"""Tokens that are looked at together."""
+"""Tokens that are read together."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -147,7 +147,7 @@ class MegatronWriter:
         self.document_bounds.append(len(self.lengths))
 
     def append(self, prefix: str | Path) -> None:
-        """All documents of other files, whose tokens have the same dtype, as they are."""
+        """Appends all documents of other files, whose tokens have the same dtype."""
         other = MegatronCorpus(prefix)
         if other.tokens.dtype != self.dtype:
             raise ValueError(
@@ -163,7 +163,7 @@ class MegatronWriter:
         self.modes.frombytes(np.asarray(other.modes, dtype=np.int8).tobytes())
 
     def index_bytes(self) -> Iterator[bytes]:
-        """The `.idx` of what was added."""
+        """The `.idx` of the added documents."""
         lengths = np.frombuffer(self.lengths, dtype=np.int32) if self.lengths else np.empty(0, dtype=np.int32)
         sizes = lengths.astype(np.int64) * self.dtype.itemsize
         yield _HEADER.pack(_MAGIC, _VERSION, self.code, len(lengths), len(self.document_bounds))

@@ -28,7 +28,7 @@ from lightning_megatron.data.packed_rows import join_samples
 from lightning_megatron.data.packing import LongDocuments, Numbers, cut_documents, pack_lengths, row_of
 
 _FORM = 1
-"""Of the written tables; another rule of packing takes another number, so that no older table is read for it."""
+"""Version of the written tables: a table of another version is not read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Packed:
 
 @dataclass(frozen=True, kw_only=True)
 class RowTable:
-    """Where in a row of tokens the pieces of each packed row lie."""
+    """The pieces of documents in each packed row, as places in the corpus's tokens."""
 
     packed: Packed
     ends: Numbers
@@ -70,7 +70,7 @@ class RowTable:
         return RowTable(packed=packed, ends=packing.ends, pieces=pieces)
 
     def flat(self) -> Numbers:
-        """All of it as one array [4 + rows + 2 pieces]."""
+        """The table as one array [4 + rows + 2 pieces]."""
         return np.concatenate([np.array(astuple(self.packed), dtype=np.int64), self.ends, self.pieces.ravel()])
 
     @staticmethod

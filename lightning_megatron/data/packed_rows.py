@@ -1,4 +1,4 @@
-"""Several samples in one row, told apart by `segments`: what attention keeps apart.
+"""Several samples packed in one row, which attention keeps apart by `segments`.
 
 Between packing and collation. A row of length s that holds samples of 3 and 2 positions:
 
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 IGNORE_INDEX = -100
-"""A position with this label has no target."""
+"""Label of a position without a target, as torch's cross entropy ignores it."""
 
 NO_SEGMENT = -1
-"""A position of this segment is the unused end of a row."""
+"""Segment of the unused positions at the end of a row."""
 
 
 def join_samples(samples: Sequence[Mapping[str, Tensor]], sequence_length: int, end_of_text: int) -> dict[str, Tensor]:
@@ -32,8 +32,8 @@ def join_samples(samples: Sequence[Mapping[str, Tensor]], sequence_length: int, 
 def join_entries(
     samples: Sequence[Mapping[str, Tensor]], row_length: int, *, fills: Mapping[str, int], segments: str
 ) -> dict[str, Tensor]:
-    """The same for entries of any names, all of one length in a sample, and what stands at the unused end of each;
-    `segments` is what the last entry is called."""
+    """One row of entries of any names, padded at its end with each one's value in `fills`, and its segments under the
+    name `segments`."""
     first, *_ = fills
     lengths = [len(sample[first]) for sample in samples]
     unused = row_length - sum(lengths)

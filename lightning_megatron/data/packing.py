@@ -1,4 +1,4 @@
-"""Which documents lie in which row: pure arithmetic on their lengths.
+"""Bin packing of documents into rows: pure arithmetic on their lengths.
 
 Documents are taken in a random order and in windows of it, each of about `WINDOW_ROWS` full rows. Within a window the
 longest comes first, and each goes to the fullest row that still has room (best fit, decreasing). Then the rows are put
@@ -27,7 +27,7 @@ WINDOW_ROWS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Pieces:
-    """What of documents is packed: piece i is `lengths[i]` long and starts `starts[i]` behind its document's start."""
+    """Pieces of documents to pack: piece i is `lengths[i]` long and starts `starts[i]` after its document's start."""
 
     documents: Numbers
     """The number of each piece's document, in order."""
@@ -56,14 +56,14 @@ class Packing:
 
 
 def row_of(ends: Numbers, index: int) -> slice:
-    """The part `index` of those that end at `ends`. Raises IndexError where there is none."""
+    """The slice of row `index`, where rows end at `ends`. Raises IndexError where there is none."""
     if not 0 <= index < len(ends):
         raise IndexError(f"row {index} of {len(ends)}")
     return slice(int(ends[index - 1]) if index else 0, int(ends[index]))
 
 
 def cut_documents(lengths: Numbers, sequence_length: int, long_documents: LongDocuments) -> Pieces:
-    """What of the documents is packed: those that fit a row whole, and of longer ones what `long_documents` says.
+    """The pieces to pack: documents that fit a row, and of longer ones what `long_documents` keeps.
 
     "split" cuts them every `sequence_length`, and each piece is a document of its own; "drop" leaves them out; "refuse"
     raises ValueError. Documents of no length are left out.
@@ -102,7 +102,7 @@ def cut_documents(lengths: Numbers, sequence_length: int, long_documents: LongDo
 
 
 def pack_lengths(lengths: Numbers, sequence_length: int, seed: int = 0) -> Packing:
-    """Every document in one row, and no row longer than `sequence_length`: a function of the arguments alone.
+    """The rows of documents, none longer than `sequence_length`: a function of the arguments alone.
 
     Raises ValueError unless there are documents and each length is from 1 to `sequence_length`.
     """
@@ -117,7 +117,7 @@ def pack_lengths(lengths: Numbers, sequence_length: int, seed: int = 0) -> Packi
 
 
 def pack_pairs(lengths_N2: Numbers, row_lengths: tuple[int, int], seed: int = 0) -> Packing:
-    """The same for pairs of texts, whose first ones share a row of the first length, and second ones of the second.
+    """The rows of pairs of texts: first texts share a row of the first length, second texts one of the second.
 
     Raises ValueError unless there are pairs and each length is from 1 to that of its row.
     """

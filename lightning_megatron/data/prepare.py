@@ -1,4 +1,4 @@
-"""Documents of text as token files that samples are cut from.
+"""Preparation of a corpus: documents of text become token files that samples are cut from.
 
 Between sources and tokenizer on one side and samples on the other. What is written are Megatron's `.bin` and `.idx`,
 to the byte as Megatron's own tool writes them: a document is one sequence, or one for each sentence, and its end of
@@ -42,15 +42,15 @@ TokenFormat = Literal["megatron", "arrow"]
 """Token files, or a directory that `datasets.load_from_disk` reads."""
 
 SHARD_BYTES = 1 << 22
-"""Of text in a shard, about; more where there would be too many of them."""
+"""Bytes of text in a shard, about; more where there would be too many shards."""
 
 _MAX_SHARDS = 4096
 
 _SHARDS_FORM = 2
-"""Of what lies in the folder of shards: one of another form is not gone on with."""
+"""Version of the folder of shards: one of another version is not resumed."""
 
 _BYTES_FOR_PROCESSES = 1 << 26
-"""Of a corpus from which on processes are worth their start."""
+"""Bytes of a corpus from which on worker processes are worth their start."""
 
 
 def prepare_corpus(
@@ -86,7 +86,7 @@ def prepare_corpus(
 
 
 def left_out(prefix: Path) -> str:
-    """What has no tokens in files of `prepare_corpus`, in one line; empty where everything has."""
+    """One line about documents without tokens in files of `prepare_corpus`; empty where there are none."""
     return read_counts(prefix).left_out() if counts_path(prefix).is_file() else ""
 
 
@@ -102,7 +102,7 @@ def write_tokens(
     watch: Callable[[Counts], None] = lambda counts: None,
     finish: Callable[[Counts], None] = lambda counts: None,
 ) -> Counts:
-    """Writes the documents' tokens at `prefix` and returns what became of them.
+    """Writes the documents' tokens at `prefix` and returns their counts.
 
     With 0 workers this process tokenizes, with as many threads as the tokenizer has. `watch` is called now and then
     with what is done, earlier runs included, and `finish` with all of it, before the files are in their place. What
@@ -142,7 +142,7 @@ def _write_shards(
     num_workers: int,
     watch: Callable[[Counts], None],
 ) -> None:
-    """Writes those that are not there yet."""
+    """Writes the shards that are not there yet."""
     missing = [number for number, shard in enumerate(shards) if not counts_path(shard).is_file()]
     kept = Counts()
     for shard in shards:
@@ -170,7 +170,7 @@ def _no_token(counts: Counts) -> str:
 def _concatenate(
     shards: Sequence[Path], whole: Path, prefix: Path, writer: ShardWriter, token_format: TokenFormat
 ) -> None:
-    """The shards in order at `prefix`. All is written beside them first, so that what is cut short is found again."""
+    """Concatenates the shards at `prefix`. All is written beside them first, so that an interrupted run can go on."""
     if token_format == "arrow":
         shutil.rmtree(whole, ignore_errors=True)
         corpora = (MegatronCorpus(shard) for shard in shards)
@@ -190,14 +190,14 @@ def _is_there(prefix: Path, token_format: TokenFormat) -> bool:
 
 
 def _key(documents: "Documents", tokenizer: Tokenizer, form: DocumentForm) -> str:
-    """What the tokens are a function of."""
+    """Hash of everything that the tokens depend on."""
     text = f"{corpus_fingerprint(documents)} {tokenizer.fingerprint} {form}"
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @contextmanager
 def _held(folder: Path) -> Iterator[None]:
-    """The folder, made unless it is there, for this process alone; another one's end is waited for."""
+    """Locks the folder, made unless it is there, for this process; waits while another process holds it."""
     while True:
         folder.mkdir(parents=True, exist_ok=True)
         held = os.open(folder, os.O_RDONLY)
@@ -219,6 +219,6 @@ def _held(folder: Path) -> Iterator[None]:
 
 
 def _sweep(folder: Path) -> None:
-    """Removes what processes that were killed have begun."""
+    """Removes temporary files of processes that were killed."""
     for begun in folder.glob(".*.tmp"):
         begun.unlink()

@@ -1,4 +1,4 @@
-"""Jobs shared out to processes of this machine, of which none is left behind.
+"""A pool of worker processes for numbered jobs, none of which outlives the pool.
 
 Under `prepare.py`. Processes are forked: what they work on is there at once, and nothing of a user's script runs twice.
 """
@@ -12,7 +12,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 Tell = Callable[[Sequence[int]], None]
-"""Adds to the sums that all jobs share."""
+"""Function that adds to the sums of all jobs."""
 
 _WATCH_SECONDS = 0.2
 
@@ -25,7 +25,7 @@ def run_jobs(
     num_sums: int,
     watch: Callable[[Sequence[int]], None],
 ) -> None:
-    """Does every job once, and tells `watch` the sums every now and then and at the end.
+    """Does every job once; calls `watch` with the sums now and then and at the end.
 
     With 0 processes in this one, else each process takes the next job until there is none. Raises what a job raised, or
     RuntimeError where a process was ended; the others are then ended too.

@@ -1,4 +1,4 @@
-"""Which samples a data-parallel replica takes, so that the global batches are the same on every layout.
+"""Samplers that give each data-parallel rank its samples, so that global batches are alike on every layout.
 
 Between packed samples and collation. Epoch e has one order of all samples, a permutation that depends on (seed, e)
 alone. Of B samples in a global batch, batch k is order[k*B : (k+1)*B], and replica r of dp takes its part
@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 
 class GlobalBatchSampler(DistributedSampler[int]):
-    """Indices of this replica's samples, global batch after global batch.
+    """Indices of this data-parallel rank's samples, global batch after global batch.
 
     Lightning leaves a sampler of this base class as it is. A loader that takes `num_replica_samples` at a time (or a
     divisor of it, to accumulate gradients) sees one global batch a step. Whoever runs the loop adds to
@@ -56,11 +56,11 @@ class GlobalBatchSampler(DistributedSampler[int]):
 
     @property
     def num_replica_samples(self) -> int:
-        """Samples of a global batch that one replica takes."""
+        """Samples of a global batch that one data-parallel rank takes."""
         return self.global_batch_size // self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
-        """What is left of the epoch: all of it, unless `consumed_samples` lies inside it."""
+        """The rest of the epoch: all of it, unless `consumed_samples` lies inside it."""
         order = self.epoch_order(self.epoch)
         start = self.consumed_samples - self.epoch * self.total_size
         if not 0 <= start < self.total_size:
@@ -70,7 +70,7 @@ class GlobalBatchSampler(DistributedSampler[int]):
             yield from order[batch + first : batch + first + self.num_replica_samples].tolist()
 
     def __len__(self) -> int:
-        """Samples of a whole epoch for this replica, also when it is resumed in its midst."""
+        """Samples of a full epoch for this data-parallel rank, also when it is resumed in its midst."""
         return self.num_samples
 
     def epoch_order(self, epoch: int) -> torch.Tensor:
@@ -98,7 +98,7 @@ class GlobalBatchSampler(DistributedSampler[int]):
 
 
 class EpochSampler(GlobalBatchSampler):
-    """The same for samples that are made anew in every epoch: sample i of epoch e is asked for by the number
+    """GlobalBatchSampler for samples that are new in every epoch: sample i of epoch e is asked for by the number
     e * samples + i, so each number comes once in a run."""
 
     def epoch_order(self, epoch: int) -> torch.Tensor:

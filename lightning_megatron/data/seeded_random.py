@@ -1,4 +1,4 @@
-"""Random numbers and random orders that are a function of what they are for.
+"""Random numbers and permutations that are a function of a seed and a purpose.
 
 Under the making of samples: the numbers of sample n depend on (seed, n), never on who draws them or what was drawn
 before, so that every process, worker and resumed run makes the same sample.
@@ -12,23 +12,23 @@ from lightning_megatron.comm.rng import bits, key, uniform
 from lightning_megatron.data.packing import Numbers
 
 _BLOCK = 1 << 18
-"""Numbers drawn at a time: what fits a processor's cache."""
+"""Numbers drawn at a time, so that they fit a processor's cache."""
 
 
 def uniforms(count: int, *purpose: int | str) -> NDArray[np.float64]:
-    """Numbers in (0, 1) for what `purpose` names together: [count]."""
+    """Uniform numbers in (0, 1) for a purpose, such as a seed and a name: [count]."""
     numbers: NDArray[np.float64] = uniform(key(*purpose), torch.arange(count)).numpy()
     return numbers
 
 
 def uniforms_at(index: Numbers, *purpose: int | str) -> NDArray[np.float64]:
-    """Those of `uniforms` that stand at the places `index`."""
+    """The numbers of `uniforms` at the places `index`."""
     numbers: NDArray[np.float64] = uniform(key(*purpose), torch.from_numpy(index)).numpy()
     return numbers
 
 
 def random_order(count: int, *purpose: int | str) -> Numbers:
-    """A permutation of `count` numbers for what `purpose` names together: they are sorted by random bits.
+    """A permutation of `count` numbers for a purpose: they are sorted by random bits.
 
     The lowest bits of what is sorted are the number itself, so one sort of integers does it. At least 31 bits are left
     to chance for up to 2^33 numbers; of two with the same bits the smaller comes first.
@@ -45,7 +45,7 @@ def random_order(count: int, *purpose: int | str) -> Numbers:
 
 
 def shuffled_epochs(num_items: int, num_samples: int, seed: int) -> Numbers:
-    """Which item each sample is: epoch after epoch in an order of its own, the last one cut off: [num_samples]."""
+    """The item of each sample, epoch after epoch in an order of its own, the last one cut off: [num_samples]."""
     if num_items < 1 or num_samples < 1:
         raise ValueError(f"items ({num_items}) and samples ({num_samples}) must both be at least 1")
     table = np.empty(num_samples, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Text to sentences, by the marks that end them: for samples that are made of sentences.
+"""Splitting of text into sentences, by punctuation.
 
 Between sources and tokenizer. No language is asked for: a sentence ends at a line break, behind 。！？ and the like,
 and behind a full stop, ! or ? with a space and no small letter after it. A full stop does not end one behind an

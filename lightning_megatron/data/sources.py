@@ -52,7 +52,7 @@ TEXT_SUFFIXES = frozenset((
     ".tsx", ".go", ".rs", ".rb", ".php", ".swift", ".sh", ".sql", ".r", ".jl", ".lua", ".pl", ".hs",
 ))
 # fmt: on
-"""Files of which each is one document."""
+"""Suffixes of files that are one document each."""
 
 ROW_SUFFIXES = {
     ".json": "json",
@@ -62,19 +62,19 @@ ROW_SUFFIXES = {
     ".csv": "csv",
     ".arrow": "arrow",
 }
-"""Files of which each row is one document, and the builder of `datasets` that reads them."""
+"""Suffixes of files whose rows are documents, with the builder of `datasets` that reads them."""
 
 COMPRESSED_SUFFIXES = frozenset((".gz", ".bz2", ".xz", ".zst"))
-"""Endings after one of `ROW_SUFFIXES` that its builder unpacks."""
+"""Suffixes after one of `ROW_SUFFIXES` that its builder decompresses."""
 
 _ROWS_READ = 128
-"""Rows of a table that are looked up together."""
+"""Rows of a table that are read together."""
 
 _DESCRIBED = "documents of files: "
-"""How the description of documents begins that says where they lie; behind it this is JSON."""
+"""Prefix of the description that says, as JSON, where documents lie."""
 
 _NAMED = 5
-"""Of the bad documents of a stream so many are named one by one."""
+"""Number of bad documents of a stream that are named one by one."""
 
 WAYS_OUT = (
     "give a file, a directory or a pattern such as 'corpus/**/*.txt' as path, a dataset of the hub as dataset,"
@@ -158,7 +158,7 @@ def load_rows(
 
 
 class TextStream:
-    """Texts that are read as they come, again and again from the first on; it knows where it is.
+    """An endless stream of texts, epoch after epoch, whose position is its state.
 
     `path` and `dataset` are those of `load_documents`, of which one must be given: files are read as they are asked
     for, a `dataset` of the hub comes over the network. Documents that cannot be read, or are larger than
@@ -216,7 +216,7 @@ class TextStream:
             logger.warning("skipped, as number %d so far, a document that %s", self._num_bad, fault)
 
     def state_dict(self) -> Any:
-        """Where the pass is."""
+        """The position within the epoch."""
         return self._rows.state_dict()
 
     def _fault(self, text: Any, where: str) -> str:
@@ -278,7 +278,7 @@ def split_documents(documents: "Documents", held_out_fraction: float) -> "tuple[
 
 
 def part_of(documents: "Documents", numbers: Sequence[int]) -> "Documents":
-    """Some of the documents, of which it is still known where they lie."""
+    """A selection of the documents that keeps their places."""
     part = documents.select(numbers)
     if (described := _description(documents)) is not None and len(part.data) < len(documents.data):
         # A run of numbers is cut out of the table.
@@ -287,7 +287,7 @@ def part_of(documents: "Documents", numbers: Sequence[int]) -> "Documents":
 
 
 def held_out_of(num_documents: int, fraction: float) -> int:
-    """How many of two or more documents a fraction holds out: one at least, and not all."""
+    """Number of documents that a fraction holds out: at least one, and not all."""
     return min(max(1, round(num_documents * fraction)), num_documents - 1)
 
 
@@ -306,12 +306,12 @@ def joined_documents(parts: "Sequence[Documents]") -> "Documents":
 
 
 def corpus_fingerprint(documents: "Documents") -> str:
-    """What the documents were made from, as a short text that is the same in every process."""
+    """Fingerprint of the documents, equal in every process."""
     return str(documents._fingerprint)
 
 
 def corpus_bytes(documents: "Documents") -> int:
-    """Roughly the bytes of all documents."""
+    """Bytes of all documents, roughly."""
     rows = documents.data
     return int(rows.nbytes * len(documents) // max(len(rows), 1))
 
@@ -337,7 +337,7 @@ def held_documents(documents: "Documents", first: int, last: int) -> Iterator[He
 
 
 def document_places(documents: "Documents", numbers: Sequence[int]) -> list[str]:
-    """Where each of some documents of files lies: its file, and its line, item or row there. Reads the files again.
+    """The place of each of some documents: file, and line, item or row within it. Reads the files again.
 
     Empty of what `load_documents` did not read from files, or what `part_of` did not take out of that, and behind a
     line that the builder of `datasets` took for another number of rows than one: of no place is known what lies there.
@@ -367,7 +367,7 @@ def _places(files: Sequence[tuple[str, str, bool]], text_column: str) -> Iterato
 
 
 def _undescribed(documents: "Documents") -> "Documents":
-    """The same without what `_describe` said: it is true of these documents alone, and no part of what they are."""
+    """The documents without the description of `_describe`, which is true of this selection alone."""
     if not (documents.info.description or "").startswith(_DESCRIBED):
         return documents
     plain = copy.copy(documents)
@@ -381,7 +381,7 @@ def _describe(documents: "Documents", description: dict[str, Any]) -> None:
 
 
 def _description(documents: "Documents") -> dict[str, Any] | None:
-    """What `_describe` said, unless it is of other rows: none."""
+    """The description of `_describe`; None where it is of other rows."""
     told = documents.info.description or ""
     if not told.startswith(_DESCRIBED):
         return None
@@ -450,7 +450,7 @@ _READ_ONE_BY_ONE = ("", "csv")
 
 
 def _documents_in(files: list[Path], text_column: str, cache_dir: str | Path | None) -> "Documents":
-    """Text files first, then those of rows, builder by builder."""
+    """The documents of files: text files first, then tables, builder by builder."""
     of_builder: dict[str, list[Path]] = {}
     for file in files:
         of_builder.setdefault(_row_builder(file), []).append(file)
@@ -468,7 +468,7 @@ def _documents_in(files: list[Path], text_column: str, cache_dir: str | Path | N
 
 
 def _table_documents(files: list[Path], builder: str, text_column: str, cache_dir: str | Path | None) -> "Documents":
-    """All rows at once where nothing is wrong with any; else one by one, so that the others are read."""
+    """The documents of tables: read at once, or one by one where a row is bad, so that the others are read."""
     for file in files:
         require_column(str(file), builder, text_column)
     if any(is_zstandard(str(file)) for file in files):
@@ -547,7 +547,7 @@ def _rows(builder: str, files: list[Path], cache_dir: str | Path | None) -> "Doc
 
 
 def _streamed_files(files: list[Path], text_column: str, max_bytes: int) -> Any:
-    """As `_documents_in`, read when it is asked for."""
+    """The documents of files as a stream: read when they are asked for."""
     datasets = _datasets()
     named = sorted((_row_builder(file), str(file.resolve())) for file in files)
     for builder, name in named:

@@ -1,4 +1,4 @@
-"""Spans of text taken out and told again (T5).
+"""Span corruption (T5): spans of text replaced by sentinels, and predicted.
 
 Between a corpus and the sampler. In the text each span gives way to a sentinel of its own; the target names each
 sentinel and tells its span:
@@ -28,25 +28,26 @@ from lightning_megatron.data.seeded_random import random_order, shuffled_epochs,
 
 @dataclass(frozen=True, kw_only=True)
 class SpanCorruption:
-    """What is taken out, and what stands in its place."""
+    """How much is masked in spans, and by which tokens."""
 
     sentinels: tuple[int, ...]
     """Token ids, in the order in which they are used."""
     start_token: int
-    """The decoder's first."""
+    """First token of the decoder's text."""
     end_token: int
-    """Ends both texts."""
+    """Token that ends both texts."""
     padding_token: int
+    """Token at unused positions."""
     encoder_length: int
-    """Tokens of the encoder's text, its end and padding included."""
+    """Tokens of the encoder's text, end and padding included."""
     decoder_length: int
-    """The same of the decoder's."""
+    """Tokens of the decoder's text, end and padding included."""
     mask_prob: float = 0.15
-    """Of the tokens that is taken out."""
+    """Fraction of the tokens that are masked."""
     span_stop_prob: float = 0.2
-    """That a span ends behind a token: the mean length is about its inverse."""
+    """Probability that a span ends after each token: the mean length is about its inverse."""
     max_span_length: int = 10
-    """Tokens."""
+    """Most tokens of a span."""
 
     def __post_init__(self) -> None:
         faults = []
@@ -79,20 +80,20 @@ class SpanCorruption:
         return self.encoder_length - 1
 
     def goal(self, num_tokens: int) -> int:
-        """How many of `num_tokens` are taken out: at least one, and one is left where there are two."""
+        """Number of `num_tokens` that are masked: at least one, and not all of two or more."""
         return max(1, min(round(self.mask_prob * num_tokens), num_tokens - 1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Corrupted:
-    """The two texts, without start and padding, each with its end."""
+    """The encoder's and the decoder's text, without start and padding, each with its end."""
 
     encoder: Numbers
     target: Numbers
 
 
 def corrupt_spans(tokens: Numbers, corruption: SpanCorruption, *, seed: int, sample: int) -> Corrupted:
-    """The text with spans taken out, and what tells them: a function of (seed, sample, tokens) alone.
+    """The text with masked spans, and the spans to predict: a function of (seed, sample, tokens) alone.
 
     There are no more spans than sentinels, nor than the decoder has room for: those drawn beyond that stay in the text.
     """
@@ -123,7 +124,7 @@ class T5Pieces(Dataset[dict[str, Tensor]]):
         self.pieces = cut_documents(corpus.document_sizes(), corruption.most_tokens, "split")
 
     def __len__(self) -> int:
-        """Pieces: samples of one epoch."""
+        """Number of pieces, which are the samples of one epoch."""
         return len(self.pieces.lengths)
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
@@ -149,7 +150,7 @@ class T5Pieces(Dataset[dict[str, Tensor]]):
 
 
 class T5Samples(T5Pieces):
-    """The same in an order of their own, for a sampler that does not shuffle: epoch after epoch, each in its own.
+    """`T5Pieces` in a fixed order, for a sampler that does not shuffle: each epoch has an order of its own.
 
     `num_samples` 0 is one epoch. What is taken out of sample n depends on (seed, n) and its piece alone.
     """
@@ -169,7 +170,7 @@ class T5Samples(T5Pieces):
 
 
 def _spans(num_tokens: int, corruption: SpanCorruption, seed: int, sample: int) -> tuple[Numbers, Numbers]:
-    """Where spans start, in order, and how long they are."""
+    """Starts of the spans, in order, and their lengths."""
     goal = corruption.goal(num_tokens)
     drawn = uniforms(goal, seed, "lengths of spans", sample)
     stays = np.log1p(-corruption.span_stop_prob) if corruption.span_stop_prob < 1 else -np.inf

@@ -20,16 +20,16 @@ NAMES: dict[Role, tuple[str, ...]] = {
     "mask": ("[MASK]", "<mask>"),
     "padding": ("[PAD]", "<pad>"),
 }
-"""What tokenizers call the token of a role, tried in this order."""
+"""Names of the token of each role, tried in this order."""
 
 SENTINEL = "<extra_id_{}>"
-"""What T5 calls its sentinels, from 0."""
+"""Names of T5's sentinels, from 0."""
 
 _CONTINUES = "##"
-"""How a piece begins that goes on with a word (WordPiece)."""
+"""Prefix of a piece that continues a word (WordPiece)."""
 
 _SPACES = ("Ġ", "Ċ", "ĉ", "▁", " ", "\n", "\t")
-"""How a piece begins that starts a word: space, line feed and tab of byte-level ones, sentencepiece's, themselves."""
+"""Prefixes of a piece that starts a word: space, line feed and tab of byte-level ones, sentencepiece's, themselves."""
 
 
 def special_tokens(tokenizer: Tokenizer, roles: Sequence[Role] = get_args(Role)) -> dict[Role, int]:
@@ -79,7 +79,7 @@ class WordStarts:
                     self._kinds[1, i] = _SPACE
 
     def __call__(self, ids: Numbers) -> NDArray[np.bool_]:
-        """Of each id whether it begins a word: [tokens]. The first of a text does, whatever it is."""
+        """Whether each token begins a word: [tokens]. The first of a text always does."""
         starts: NDArray[np.bool_] = self._begins[ids]
         if len(starts):
             starts[0] = True

@@ -1,4 +1,4 @@
-"""What becomes of a stretch of text before it is a sample: gaps to fill, documents kept apart, ends without a target.
+"""Options of samples that are stretches of text: fill-in-the-middle, documents kept apart, ends without a target.
 
 Between stretches of tokens and collation. A stretch is s + 1 tokens, of which the first s are inputs and the last s
 their targets. With the end of text 0, and both of the options about documents:
@@ -25,16 +25,16 @@ from lightning_megatron.data.gpt_samples import DocumentStretches
 
 @dataclass(frozen=True, kw_only=True)
 class StreamOptions:
-    """How a stretch becomes a sample."""
+    """How a stretch of tokens becomes a sample."""
 
     end_of_text: int | None = None
-    """With which documents end; needed by all that follow."""
+    """Token that ends each document; the options below need it."""
     fill: FillInTheMiddle | None = None
-    """How documents are told in another order."""
+    """Reordering of documents for fill-in-the-middle."""
     separates_documents: bool = False
-    """Whether samples have `segments`, one for each document."""
+    """Whether samples have `segments` that keep documents apart."""
     masks_end_of_text: bool = False
-    """Whether the end of text, as an input, has no target."""
+    """Whether the prediction after an end of text is left out of the loss."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ class StreamOptions:
 
 
 class StreamSamples(Dataset[dict[str, Tensor]]):
-    """The stretches of a corpus as samples, by options."""
+    """The stretches of a corpus as samples."""
 
     def __init__(self, stretches: DocumentStretches, options: StreamOptions) -> None:
         self.stretches = stretches

@@ -1,4 +1,4 @@
-"""Samples of text that is read as it comes, of sources that are too large to be prepared first.
+"""Streaming: samples of text that is read while it is trained on, from sources too large to prepare first.
 
 From texts to the samples of a global batch. Documents are read in order, shuffled window by window, and assigned to
 token packers: each document to the packer that has had the fewest characters. Each packer cuts or packs its own
@@ -39,13 +39,13 @@ LONGEST_CHARACTERS = 1 << 20
 """Longer documents are cut into parts of so many characters, each of which is a document of its own."""
 
 NUM_BETWEEN = 32
-"""Batches from one state to the next."""
+"""Batches from one saved state to the next."""
 
 _NUM_ASSIGNED = 16
 """Documents that are assigned, at least, before packers are looked at: tokenizers are faster with several."""
 
 _MANY_DROPPED = 100
-"""Documents in a row without a sample, from which on one asks whether any other is left."""
+"""Documents in a row without a sample after which the reader checks whether any other is left."""
 
 State = dict[str, Any]
 
@@ -60,10 +60,10 @@ class AssignedDocument:
 
 
 class DocumentAssigner:
-    """All documents, in an order that depends on the texts, the window and the seed alone."""
+    """Assigns documents to token packers, in an order that depends on the texts, the window and the seed alone."""
 
     def __init__(self, stream: "TextStream", *, num_packers: int, window: int, seed: int) -> None:
-        """`window` is how many documents are put in a random order together; 1 keeps their own."""
+        """`window` is the number of documents that are shuffled together; 1 keeps their order."""
         if window < 1:
             raise ValueError(f"window ({window}) must be at least 1, which keeps the order of the documents")
         self.num_packers = num_packers
@@ -83,7 +83,7 @@ class DocumentAssigner:
 
     @property
     def num_passes(self) -> int:
-        """Passes over the text that have begun behind the first."""
+        """Epochs of the text after the first that have begun."""
         return self._pass
 
     def state_dict(self) -> State:
@@ -146,7 +146,7 @@ class DocumentAssigner:
 
 
 class StreamReader:
-    """The samples of some packers."""
+    """Reads the documents of some packers and gives their samples."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class StreamReader:
         self.consumed_samples = 0
 
     def batch(self) -> list[Sample]:
-        """The samples of these packers of the next global batch, packer after packer."""
+        """The samples that these packers give to the next global batch, packer after packer."""
         num_of_packer = self._ramp.size_at(self.consumed_samples) // self._assigner.num_packers
         while any(packer.num_ready < num_of_packer for packer in self._packers.values()):
             self._read()
@@ -207,7 +207,7 @@ class StreamReader:
         }
 
     def load_state_dicts(self, consumed_samples: int, states: Sequence[State]) -> None:
-        """Goes on after the samples consumed, from the states of readers that had all packers together."""
+        """Resumes after the samples consumed, from the states of readers that together had all packers."""
         packers = {int(name): packer for state in states for name, packer in state["packers"].items()}
         require_packers(states, self._assigner.num_packers)
         if packers.keys() != set(range(self._assigner.num_packers)):
@@ -236,20 +236,20 @@ def require_packers(states: Sequence[State], num_packers: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamStart:
-    """Where readers go on: from states that were taken after some samples, behind those consumed since."""
+    """The position that readers resume from: saved states, and the samples consumed since."""
 
     state_samples: int = 0
     states: tuple[State, ...] = ()
-    """Of readers that had all packers together; none: from the beginning."""
+    """States of readers that together had all packers; empty: from the beginning."""
     consumed_samples: int = 0
 
 
 Part = tuple[list[Sample], State | None] | ValueError
-"""Of a batch the samples of some packers, and now and then the state before it; or what is wrong with the text."""
+"""The samples of some packers in a batch, with the state before it now and then; or an error of the text."""
 
 
 class StreamedBatches(IterableDataset[Part]):
-    """Of each of `num_batches` global batches the samples of some packers; of every 32nd the state before it too.
+    """The samples of some packers in each of `num_batches` global batches, with the state before every 32nd.
 
     Each worker of a loader has its share of the packers. Workers come in turn, so parts of a batch follow each other.
     A ValueError about the text comes as one of them, the last: raised in a worker, it would end in its traceback.

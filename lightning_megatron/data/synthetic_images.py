@@ -1,4 +1,4 @@
-"""Pictures of coloured shapes, with questions that cannot be answered without them: something to see with no network.
+"""Synthetic images of coloured shapes, with questions about them, for training without a data set.
 
 A table in LLaVA's form beside a folder of pictures. Of four rows one asks for all that is in a picture, one for its
 colour, one shows two pictures and asks for the place of a colour, and one has none. What is drawn is a function of the
@@ -41,7 +41,7 @@ TABLE = "table.jsonl"
 
 
 def draw_images(folder: Path, num_rows: int) -> Path:
-    """The table of so many rows in `folder`, drawn unless it is there.
+    """The table of `num_rows` rows in `folder`, drawn unless it is there.
 
     Several processes at once do the work more than once and do no harm.
     """

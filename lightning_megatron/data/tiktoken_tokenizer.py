@@ -24,7 +24,7 @@ PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]"
     r"|\s+(?!\S)|\s"
 )
-"""Where text is split in GPT-4 (cl100k_base) and Llama 3."""
+"""Split pattern of GPT-4 (cl100k_base) and Llama 3."""
 
 
 class TiktokenTokenizer(Tokenizer):

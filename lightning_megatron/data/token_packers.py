@@ -1,4 +1,4 @@
-"""Tokens of documents that come one by one, cut or packed into samples as soon as there are enough.
+"""Token packers: documents that come one by one are cut or packed into samples as soon as there are enough.
 
 Under `streaming.py`. A packer takes documents and gives samples, first in, first out. Its state is the tokens that
 are in no sample yet.
@@ -28,7 +28,7 @@ Sample = dict[str, Tensor]
 
 
 class TokenPacker(Protocol):
-    """Documents in, samples out."""
+    """Takes documents, gives samples."""
 
     @property
     def num_ready(self) -> int:
@@ -36,7 +36,7 @@ class TokenPacker(Protocol):
         ...
 
     def add(self, ids: Tokens) -> bool:
-        """Takes the tokens of a document, its end of text included; whether any of it will be in a sample."""
+        """Takes the tokens of a document, end of text included; returns whether any of them will be in a sample."""
         ...
 
     def take(self, number: int) -> Sample:
@@ -49,7 +49,7 @@ class TokenPacker(Protocol):
 
 
 class StretchPacker:
-    """One row of all documents, cut."""
+    """Cuts one long row of all documents."""
 
     def __init__(self, sequence_length: int, options: StreamOptions) -> None:
         self.sequence_length = sequence_length
@@ -76,7 +76,7 @@ class StretchPacker:
 
 
 class DocumentPacker:
-    """Documents in rows, by the rules of `packing.py`, some rows at a time."""
+    """Packs documents into rows by the rules of `packing.py`, some rows at a time."""
 
     def __init__(
         self, sequence_length: int, *, end_of_text: int, long_documents: Literal["split", "drop"], seed: int

@@ -1,4 +1,4 @@
-"""Text to token ids and back, whoever does it; and the one door to `tokenizers`, which does it most often.
+"""The interface of all tokenizers, and the one door to `tokenizers`.
 
 Second on the path from text to batches, between documents and packing. A tokenizer that is trained here is
 byte-level byte-pair encoding: its alphabet is the 256 bytes, so every text comes back exactly as it was. Other kinds
@@ -24,10 +24,10 @@ END_OF_TEXT = "<|endoftext|>"
 """The special token that ends a document, in a tokenizer trained here."""
 
 KNOWN_ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
-"""What well-known tokenizers call the token of that role, tried in this order."""
+"""Names of the end of text in well-known tokenizers, tried in this order."""
 
 SMALLEST_VOCABULARY = 257
-"""The 256 bytes and the end of text."""
+"""Fewest tokens of a trained tokenizer: the 256 bytes and the end of text."""
 
 
 class Tokenizer(ABC):
@@ -84,7 +84,7 @@ class Tokenizer(ABC):
         )
 
     def with_special_token(self, name: str) -> "Tokenizer":
-        """This one, or, where it has no token that is written so, the same with one special token more."""
+        """This tokenizer, with one special token more where it does not have that one."""
         if self.token_id(name) is not None:
             return self
         raise ValueError(
@@ -94,7 +94,7 @@ class Tokenizer(ABC):
 
 
 class FastTokenizer(Tokenizer):
-    """A tokenizer of the package `tokenizers`: what a tokenizer.json holds."""
+    """A tokenizer of the package `tokenizers`, as a tokenizer.json describes it."""
 
     def __init__(self, engine: "tokenizers.Tokenizer", end_of_text: str) -> None:
         ids = engine.get_vocab(with_added_tokens=True)

@@ -1,4 +1,4 @@
-"""Which kind of tokenizer a path or a name leads to.
+"""Loading of tokenizers of all kinds, by path or name.
 
 Over the files of tokenizers of each kind.
 

@@ -51,7 +51,7 @@ class AdamWConfig:
 
 
 def adamw_with_warmup(module: L.LightningModule, config: AdamWConfig) -> dict[str, Any]:
-    """What `configure_optimizers` shall return: the optimizer, and its curve stepped once per optimizer step.
+    """The return value of `configure_optimizers`: AdamW, and its learning-rate curve stepped once per optimizer step.
 
     Raises ConfigurationError where the curve does not fit the steps of the run.
     """
@@ -73,7 +73,7 @@ def adamw_with_warmup(module: L.LightningModule, config: AdamWConfig) -> dict[st
 
 
 def _groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups on every rank, also where a stage has no parameter for one of them."""
+    """Two parameter groups on every rank, even where a stage has no parameter for one of them."""
     decayed: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for name, parameter in named:

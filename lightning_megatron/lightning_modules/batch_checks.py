@@ -1,7 +1,7 @@
-"""What is wrong with a batch that a user's own data module made: told before it reaches the model.
+"""Checks of the batches of a user's own data module, before they reach the model.
 
-Only of batches on the host: to look at numbers on a device is to wait for it, in each step. There such a number ends in
-the device's own words, that an index is out of range.
+Only batches on the host are checked: reading numbers on a device would synchronise with it in each step. There a wrong
+number ends in the device's own error, that an index is out of range.
 """
 
 from torch import Tensor

@@ -119,16 +119,16 @@ class BertModule(PretrainModule):
         return special_tokens(data.tokenizer, ("mask", "class", "separator"))
 
     def batch_tokens(self, batch: Batch) -> int:
-        """Tokens that a training step on the batch goes through, without padding."""
+        """Tokens of a batch that are trained on, without padding."""
         return sum(self._lengths(batch))
 
     def batch_flops(self, batch: Batch) -> float:
-        """Model FLOPs of a training step on the batch, of padding none; `models.bert_cost` says by which convention."""
+        """Model FLOPs of a training step on the batch, without padding; `models.bert_cost` says by which convention."""
         lengths = Counter(self._lengths(batch))
         return sum(bert_training_flops(self.config, batch=n, sequence=length) for length, n in lengths.items())
 
     def batch_recomputed_flops(self, batch: Batch, recompute: RecomputeConfig, sizes: Sizes) -> float:
-        """FLOPs that a training step on the batch runs again in its backward, of padding none."""
+        """FLOPs that a training step on the batch recomputes in its backward, without padding."""
         return sum(
             recomputed_flops(model_parts_of(self.config, SequenceLengths(sequence=length)), n, recompute, sizes)
             for length, n in Counter(self._lengths(batch)).items()

@@ -34,7 +34,7 @@ class ExportPretrained(L.Callback):
             raise ConfigurationError(faults)
 
     def faults(self, trainer: L.Trainer) -> list[str]:
-        """What keeps the model from being written when hours of training are over."""
+        """One sentence for each thing that would keep the model from being written when training is over."""
         if self.path is None or trainer.state.fn != TrainerFn.FITTING:
             return []
         faults, module = [], trainer.lightning_module
@@ -70,7 +70,7 @@ def _is_upcycled(module: FinetuneModule | T5FinetuneModule) -> bool:
 
 
 def _family(module: FinetuneModule | T5FinetuneModule) -> str | None:
-    """The kind of the model that was trained: one architecture may be that of several, if it has no experts."""
+    """The model_type of the trained model's directory; None for an upcycled model."""
     if _is_upcycled(module):
         return None
     return str(json.loads(Path(module.path, "config.json").read_text(encoding="utf-8"))["model_type"])

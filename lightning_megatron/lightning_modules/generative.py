@@ -1,4 +1,4 @@
-"""`GenerativeModule`: what ready modules share whose models write text."""
+"""`GenerativeModule`: the base of ready modules whose models generate text."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,16 +16,16 @@ from lightning_megatron.trainer.setup.replica import Replica
 
 
 class GenerativeModule(PretrainModule):
-    """A model that writes in prediction, up to the end of the text. A subclass says how (`_write`)."""
+    """A model that generates text in prediction, up to the end of the text. A subclass says how (`_generate`)."""
 
     def __init__(self, optimizer: AdamWConfig, generation: GenerationConfig, **settings: Any) -> None:
         self.generation: GenerationConfig = rebuilt(GenerationConfig, generation)
         super().__init__(optimizer, generation=self.generation, **settings)
-        # Rows of this replica in the running prediction.
+        # Rows of this data-parallel rank in the running prediction.
         self._num_predicted = 0
 
-    def _write(self, batch: Batch, generation: GenerationConfig, samples: Tensor) -> list[Tensor]:
-        """What the model writes to each row of a batch, whose numbers among all are `samples` [batch]."""
+    def _generate(self, batch: Batch, generation: GenerationConfig, samples: Tensor) -> list[Tensor]:
+        """The text generated for each row of a batch; `samples` [batch] are the rows' numbers among all."""
         raise NotImplementedError
 
     def on_predict_epoch_start(self) -> None:
@@ -39,12 +39,12 @@ class GenerativeModule(PretrainModule):
             replica = Replica.under(self.trainer.strategy)
             samples = (self._num_predicted + torch.arange(rows)) * replica.size + replica.rank
         self._num_predicted += rows
-        texts = self._write(batch, self._generation, samples)
+        texts = self._generate(batch, self._generation, samples)
         return [text for text, number in zip(texts, samples.tolist(), strict=True) if number != COPY]
 
     @property
     def _generation(self) -> GenerationConfig:
-        """As asked for, with the end of text of the data's tokenizer."""
+        """The configured generation, which also stops at the end of text of the data's tokenizer."""
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         tokenizer = data.tokenizer if isinstance(data, TextDataModule) else None
         if tokenizer is None or not self.generation.stops_at_end_of_text:

@@ -67,7 +67,7 @@ class GPTModule(GenerativeModule):
         loss: Tensor = self(batch["tokens"], batch["labels"], batch["loss_mask"], batch.get("segments"))
         return loss
 
-    def _write(self, batch: Batch, generation: GenerationConfig, samples: Tensor) -> list[Tensor]:
+    def _generate(self, batch: Batch, generation: GenerationConfig, samples: Tensor) -> list[Tensor]:
         assert self.model is not None, "configure_model builds the model; Trainer calls it"
         return generate(self.model, batch["tokens"], generation, lengths=batch.get("lengths"), samples=samples)
 
@@ -78,7 +78,7 @@ class GPTModule(GenerativeModule):
         return [] if has_monitor or self.config.moe is None else [ExpertMonitor()]
 
     def batch_tokens(self, batch: Batch) -> int:
-        """Tokens that a training step on the batch goes through; of packed rows those of documents."""
+        """Tokens of a batch that are trained on; unused ends of packed rows left out."""
         return batch["tokens"].numel() if "segments" not in batch else int((batch["segments"] != NO_DOCUMENT).sum())
 
     def batch_flops(self, batch: Batch) -> float:
@@ -88,7 +88,7 @@ class GPTModule(GenerativeModule):
         )
 
     def batch_recomputed_flops(self, batch: Batch, recompute: RecomputeConfig, sizes: Sizes) -> float:
-        """FLOPs that a training step on the batch runs again in its backward, on stages as the sizes have them."""
+        """FLOPs that a training step on the batch recomputes in its backward."""
         return sum(
             recomputed_flops(model_parts_of(self.config, SequenceLengths(sequence=length)), n, recompute, sizes)
             for length, n in document_lengths(batch).items()
@@ -96,6 +96,6 @@ class GPTModule(GenerativeModule):
 
 
 def document_lengths(batch: Batch) -> Counter[int]:
-    """How many documents of a batch have how many tokens."""
+    """Number of documents of a batch by their tokens."""
     rows, sequence = batch["tokens"].shape
     return Counter(documents_of(batch["segments"]).lengths) if "segments" in batch else Counter({sequence: rows})

@@ -96,7 +96,7 @@ class LlavaModule(GPTModule):
         )
         return loss
 
-    def _write(self, batch: Batch, generation: GenerationConfig, samples: Tensor) -> list[Tensor]:
+    def _generate(self, batch: Batch, generation: GenerationConfig, samples: Tensor) -> list[Tensor]:
         assert self.model is not None, "configure_model builds the model; Trainer calls it"
         return generate(
             self.model,
@@ -108,13 +108,13 @@ class LlavaModule(GPTModule):
         )
 
     def batch_flops(self, batch: Batch) -> float:
-        """Model FLOPs of a training step on the batch, of what is frozen no more than is needed."""
+        """Model FLOPs of a training step on the batch; frozen parts count what other gradients need."""
         assert isinstance(self.config, LlavaConfig)
         lengths = document_lengths(batch)
         return training_flops(self.config, lengths=lengths, num_images=_num_images(batch), frozen=self.frozen)
 
     def batch_recomputed_flops(self, batch: Batch, recompute: RecomputeConfig, sizes: Sizes) -> float:
-        """FLOPs that a training step on the batch runs again; of a tower that is frozen none, which has no backward."""
+        """FLOPs that a training step on the batch recomputes; a frozen tower has no backward and recomputes none."""
         lengths = tuple(document_lengths(batch).elements())
         # All documents in one row: layers that count are those of a stage, the tower's and others.
         texts = SequenceLengths(sequence=sum(lengths), images=_num_images(batch), are_packed=True, documents=lengths)

@@ -1,4 +1,4 @@
-"""Loaders that give each replica its part of every global batch, and that a checkpoint can resume on any layout.
+"""Loaders that give each data-parallel rank its part of every global batch and resume on any layout.
 
 Between the samplers of `data/` and Lightning's loops.
 """
@@ -19,7 +19,7 @@ from lightning_megatron.trainer.setup.replica import Replica
 Sample = dict[str, Tensor]
 Collate = Callable[[list[Sample]], Sample]
 COPY = -1
-"""The number of a prompt that is there to fill up a batch: nobody asked for what follows it."""
+"""Number of a prompt that only pads a batch, whose text is dropped."""
 _ALONE = Replica(0, 1)
 _Loader = TypeVar("_Loader", bound=DataLoader[Sample])
 
@@ -27,7 +27,7 @@ _Loader = TypeVar("_Loader", bound=DataLoader[Sample])
 class ResumableLoader(DataLoader[Sample]):
     """A loader over a `GlobalBatchSampler` that knows how many samples it has handed out.
 
-    Its state is one number, the same on every rank and for any number of replicas.
+    Its state is one number, equal on every rank and for any number of data-parallel ranks.
     """
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -84,7 +84,7 @@ class InfiniteLoader(ResumableLoader):
 
 
 class SampleLists(Dataset[list[Sample]]):
-    """The samples of a list of numbers, in the place of one number."""
+    """A data set whose index is a list of numbers, and whose item the samples of these."""
 
     def __init__(self, samples: Dataset[Sample]) -> None:
         self._samples = samples
@@ -122,7 +122,7 @@ def training_loader(
     shuffle: bool = True,
     is_new_each_epoch: bool = False,
 ) -> ResumableLoader:
-    """Batches of global_batch_size / replicas samples, shuffled unless their order is their own; what does not fill a
+    """Batches of global_batch_size / dp samples, shuffled unless their order is their own; what does not fill a
     global batch is left out. Samples that are new in each epoch are asked for by numbers that go on over epochs."""
     sampler = (EpochSampler if is_new_each_epoch else GlobalBatchSampler)(
         range(num_samples),
@@ -144,8 +144,8 @@ def infinite_loader(
     num_workers: int,
     collate: Collate = collate_tokens,
 ) -> InfiniteLoader:
-    """Batches of the sizes of a ramp over replicas, of samples without an end and in their own order; an epoch is as
-    many batches as the first `num_samples` give."""
+    """Batches of a ramp's sizes over data-parallel ranks, of endless samples in their own order; an epoch is as many
+    batches as the first `num_samples` give."""
     num_batches = ramp.num_batches(num_samples)
     if num_batches == 0:
         raise ValueError(
@@ -171,7 +171,7 @@ def evaluation_loader(
     num_workers: int,
     collate: Collate = collate_tokens,
 ) -> DataLoader[Sample]:
-    """All samples in order, once each, in batches of global_batch_size / replicas; a round begins with the first."""
+    """All samples in order, once each, in batches of global_batch_size / dp; a round begins with the first."""
     whole = FullBatches(samples, num_samples, global_batch_size)
     sampler = GlobalBatchSampler(
         whole, global_batch_size=global_batch_size, num_replicas=replica.size, rank=replica.rank, shuffle=False
@@ -186,11 +186,11 @@ def prompt_loader(
     replica: Replica = _ALONE,
     entries: Sequence[Sample] | None = None,
 ) -> DataLoader[Sample]:
-    """This replica's part of batches of prompts [s]: `tokens` [batch, longest], filled up with zeros behind the
-    `lengths` [batch], and the numbers of the prompts, `samples` [batch]. `entries` are what else each row has.
+    """This data-parallel rank's part of batches of prompts [s]: `tokens` [batch, longest], padded with zeros after the
+    `lengths` [batch], and the numbers of the prompts, `samples` [batch]. `entries` are further entries of each row.
 
-    Of a global batch the first replica takes the first prompts. All replicas get equally many batches and rows, because
-    some make each model call together: who would have fewer gets copies of the first prompt, with the number COPY.
+    The first data-parallel rank takes the first prompts of a global batch. All ranks get equally many batches and rows,
+    because model calls are collective: a rank with fewer gets copies of the first prompt, with the number COPY.
     """
     others = entries if entries is not None else [{} for _ in prompts]
     numbered = [
@@ -222,7 +222,7 @@ def _collate_prompts(samples: list[Sample]) -> Sample:
 
 
 def collate_images(samples: list[Sample], collate: Collate) -> Any:
-    """A batch of the samples, their `images` as a Ragged, and what else they have by `collate`."""
+    """A batch of the samples, their `images` as a Ragged, and their other entries by `collate`."""
     others = [{name: value for name, value in sample.items() if name != "images"} for sample in samples]
     return {**collate(others), "images": Ragged.of([sample["images"] for sample in samples])}
 

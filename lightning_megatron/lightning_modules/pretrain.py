@@ -1,4 +1,4 @@
-"""`PretrainModule`: what the ready LightningModules share."""
+"""`PretrainModule`: the base of the ready LightningModules: loss, evaluation and optimizer."""
 
 from dataclasses import asdict
 from typing import Any, ClassVar, Literal
@@ -19,14 +19,14 @@ class PretrainModule(L.LightningModule):
 
     Logs `train_loss`, the mean over the valid tokens of a global batch. Of all batches of a validation it logs
     `val_loss`, `val_perplexity` (of the labels, without label smoothing and what else the loss has) and `val_accuracy`
-    (the share of labels that are the likeliest token), of a test the same with `test_`; each is one mean over all valid
-    tokens.
+    (the share of labels that are the likeliest token); a test logs the same metrics as `test_`. Each is one mean over
+    all valid tokens.
     A subclass says how its model is built (`_build`) and called (`_loss`), and what a batch costs (`batch_tokens`,
     `batch_flops`).
     """
 
     means: ClassVar[dict[str, type[TokenMean]]] = {"loss": TokenMean, "perplexity": Perplexity, "accuracy": TokenMean}
-    """What evaluation logs."""
+    """Metrics that evaluation logs."""
 
     def __init__(self, optimizer: AdamWConfig, **settings: Any) -> None:
         """`settings` are the subclass's other configurations, dataclasses all, which its checkpoints hold too."""
@@ -36,14 +36,14 @@ class PretrainModule(L.LightningModule):
         self.save_hyperparameters(
             {"optimizer": asdict(self.optimizer)} | {name: asdict(value) for name, value in settings.items()}
         )
-        # There from `configure_model` on.
+        # The model, from `configure_model` on.
         self.model: Any = None
         self._means = nn.ModuleDict(
             {f"{stage}_{name}": kind() for stage in ("val", "test") for name, kind in self.means.items()}
         )
 
     def _build(self) -> PipelineModule:
-        """The model, this rank's part of it."""
+        """This rank's part of the model."""
         raise NotImplementedError
 
     def _loss(self, batch: Batch) -> Tensor:

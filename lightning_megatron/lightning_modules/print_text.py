@@ -1,4 +1,4 @@
-"""A callback that prints what a language model says in `Trainer.predict`."""
+"""A callback that prints the texts that `Trainer.predict` generates."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from lightning_megatron.lightning_modules.text_data import TextDataModule
 
 
 class PrintText(L.Callback):
-    """Prints the predicted texts of all replicas in the order of the prompts, once: on global rank 0.
+    """Prints the predicted texts of all data-parallel ranks in the order of the prompts, on global rank 0.
 
     Needs a data module that has the tokenizer and whose loader numbers the prompts, as `prompt_loader` does.
     """
@@ -42,7 +42,7 @@ class PrintText(L.Callback):
 def _of_all_replicas(
     texts: dict[int, Tensor], num_rows: int, module: L.LightningModule, strategy: Strategy
 ) -> dict[int, list[int]]:
-    """The texts of all replicas by number, of which each has at most `num_rows`."""
+    """The texts of all data-parallel ranks by number; each rank has at most `num_rows`."""
     longest = torch.tensor(max((len(text) for text in texts.values()), default=0), device=module.device)
     columns = 2 + int(strategy.all_gather(longest).max())
     # Of each text its number, its length, and its tokens.

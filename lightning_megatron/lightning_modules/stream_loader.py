@@ -1,4 +1,4 @@
-"""A loader of samples that are read as they come, which a checkpoint can resume on any layout.
+"""A loader of streamed samples that a checkpoint can resume on any layout.
 
 Between `data/streaming.py` and Lightning's loops.
 """
@@ -18,7 +18,7 @@ from lightning_megatron.trainer.setup.replica import Replica
 
 
 class StreamLoader:
-    """This replica's part of each global batch, `num_batches` of them a round; the next round goes on behind it.
+    """This data-parallel rank's part of `num_batches` global batches an epoch; the next epoch goes on after it.
 
     Its state is the samples consumed and what its readers have not told yet; `merged_state` makes one for all replicas
     of those of each.
@@ -88,7 +88,7 @@ class StreamLoader:
         )
 
     def merged_state(self, states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The state that every replica goes on from, of those of all replicas when they were saved."""
+        """The state that every data-parallel rank resumes from, merged from those of all ranks."""
         for state in states:
             _require_of_stream(state)
         # Those that go on from a checkpoint and have taken no state since all have what it held.

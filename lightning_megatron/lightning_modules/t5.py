@@ -74,7 +74,7 @@ class T5Module(GenerativeModule):
         loss: Tensor = self(*(batch[name] for name in _INPUTS), **bounds)
         return loss
 
-    def _write(self, batch: Batch, generation: GenerationConfig, samples: Tensor) -> list[Tensor]:
+    def _generate(self, batch: Batch, generation: GenerationConfig, samples: Tensor) -> list[Tensor]:
         assert self.model is not None, "configure_model builds the model; Trainer calls it"
         begun = batch["decoder_tokens"]
         rows = generate_t5(

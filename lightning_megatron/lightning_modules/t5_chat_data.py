@@ -100,7 +100,7 @@ class T5ChatDataModule(ChatDataModule):
         return partial(_collate_both, encoder=encoder, decoder=decoder, multiple=self.config.pad_to_multiple)
 
     def predict_dataloader(self) -> DataLoader[Sample]:
-        """What the encoder reads, with its end, and `decoder_tokens` [batch, 1] that start each answer."""
+        """Batches of the encoder's tokens, ends included, and of `decoder_tokens` [batch, 1] that start an answer."""
         assert self.tokenizer is not None, "setup comes first; Trainer calls it"
         return answer_loader(self._prompt_ids(), self.tokenizer, self.global_batch_size, self._replica)
 

@@ -111,7 +111,7 @@ class T5DataModule(CorpusDataModule):
         return Samples(dataset=pieces, count=len(pieces), is_new_each_epoch=True)
 
     def predict_dataloader(self) -> DataLoader[Sample]:
-        """What the encoder reads, with its end, and `decoder_tokens` [batch, 1] that start each answer."""
+        """Batches of the encoder's tokens, ends included, and of `decoder_tokens` [batch, 1] that start an answer."""
         assert self.tokenizer is not None, "setup comes first; Trainer calls it"
         return answer_loader(self._prompt_ids(), self.tokenizer, self.global_batch_size, self._replica)
 
@@ -121,15 +121,13 @@ class T5DataModule(CorpusDataModule):
 
 
 def padding_of(tokenizer: Tokenizer) -> int:
-    """The padding token, with which a T5's decoder starts too."""
+    """The padding token, which also starts a T5's decoder."""
     return special_tokens(tokenizer, ("padding",))["padding"]
 
 
 def longest_prompt(trainer: L.Trainer | None) -> int | None:
-    """The most tokens that the encoder of the T5 in a Trainer can read; none where it has no bound, or none is there.
-
-    Relative positions have no bound: what is far is alike.
-    """
+    """Most tokens that the encoder of a Trainer's T5 can read; None without a T5 or with relative positions, which
+    have no bound."""
     module = None if trainer is None else trainer.lightning_module
     if not isinstance(module, T5Module) or module.config.position != "learned":
         return None
@@ -139,8 +137,8 @@ def longest_prompt(trainer: L.Trainer | None) -> int | None:
 def ids_to_answer(
     prompts: Sequence[str], texts: Sequence[str], tokenizer: Tokenizer, longest: int | None
 ) -> list[list[int]]:
-    """What the encoder reads of the text of each prompt, with its end. Raises ConfigurationError for what is longer
-    than it can read."""
+    """The encoder's tokens of each prompt's text, with their end. Raises ConfigurationError for a prompt that is longer
+    than the encoder can read."""
     end = [tokenizer.end_of_text]
     found = [ids if ids[-1:] == end else ids + end for ids, _ in tokenizer.encode_spelled(texts)]
     faults = [
@@ -157,7 +155,7 @@ def ids_to_answer(
 def answer_loader(
     read: Sequence[Sequence[int]], tokenizer: Tokenizer, global_batch_size: int, replica: Replica
 ) -> DataLoader[Sample]:
-    """This replica's part of batches of what the encoder reads, and of `decoder_tokens` [batch, 1] that start each
+    """This data-parallel rank's part of batches of encoder tokens, and of `decoder_tokens` [batch, 1] that start each
     answer."""
     start = {"decoder_tokens": torch.tensor([padding_of(tokenizer)])}
     return prompt_loader([torch.tensor(ids) for ids in read], global_batch_size, replica, [start] * len(read))

@@ -1,4 +1,4 @@
-"""Where text comes from: one source, or several by weight; and which of its documents are for what.
+"""Sources of text, one or several by weight, and the split of their documents.
 
 Between the options of a data module of text and its samples.
 """
