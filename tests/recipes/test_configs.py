@@ -12,6 +12,8 @@ from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Conf
 from lightning_megatron.models.bert_cost import bert_parameters
 from lightning_megatron.models.llava import LlavaModel
 from lightning_megatron.models.t5_cost import model_parameters as t5_parameters
+from lightning_megatron.moe.capacity import ExpertCapacity
+from lightning_megatron.moe.config import AuxLoss
 from lightning_megatron.rules import cross_config
 from lightning_megatron.trainer import ConfigurationError
 from lightning_megatron.trainer.callbacks import MemoryMonitor, StepTimeline
