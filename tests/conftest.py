@@ -18,7 +18,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.harness.sample import WHOLE
+from tests.harness.sample import WHOLE, sample_of_matrix
 
 torch.set_num_threads(1)
 
@@ -63,13 +63,35 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
     return _FilesThenRows(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what is marked `gpu` on a machine without one."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Takes a sample of what is marked `matrix`, and skips what is marked `gpu` on a machine without one."""
+    if not config.getoption("whole"):
+        _take_samples(config, items)
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _take_samples(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test marked `matrix`, keeps a covering sample of the cells that its parameters make.
+
+    Cells that are asked for by name run as asked.
+    """
+    if any("::" in argument for argument in config.args):
+        return
+    matrices: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("matrix") and hasattr(item, "callspec"):
+            matrices.setdefault(item.nodeid.split("[")[0], []).append(item)
+    left_out: set[pytest.Item] = set()
+    for cells in matrices.values():
+        kept = sample_of_matrix([cell.callspec.params for cell in cells])
+        left_out |= {cell for place, cell in enumerate(cells) if place not in kept}
+    if left_out:
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(autouse=True)

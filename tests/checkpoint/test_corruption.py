@@ -26,6 +26,7 @@ from lightning_megatron.mesh import Sizes
 from tests.checkpoint.small_model import mesh_of
 from tests.checkpoint.steps import ALONE, meta_of
 from tests.harness.ranks import on_ranks
+from tests.harness.sample import WHOLE
 
 DATA, META, INDEX, REST = "__0_0.distcp", "meta.pt", ".metadata", "__rest.distcp"
 FILES = (DATA, META, MANIFEST_FILE, INDEX, REST)
@@ -88,11 +89,14 @@ def test_an_untouched_checkpoint_is_read_and_checked(checkpoint: Path) -> None:
     check_all(checkpoint)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", FILES)
 def test_every_flipped_byte_is_found(checkpoint: Path, name: str) -> None:
+    """Under --whole every byte, else one in eleven: headers, lengths and contents have longer parts than that."""
     file = checkpoint / name
     with open(file, "r+b", buffering=0) as stream:
-        for position, byte in enumerate(file.read_bytes()):
+        flipped = list(enumerate(file.read_bytes()))[:: 1 if WHOLE in os.environ else 11]
+        for position, byte in flipped:
             os.pwrite(stream.fileno(), bytes([byte ^ (1 << position % 8)]), position)
             require_found(checkpoint, name)
             os.pwrite(stream.fileno(), bytes([byte]), position)

@@ -11,11 +11,12 @@ Transactions on Software Engineering 23(7), 1997, section 3; here the cells are 
 """
 
 import os
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import reduce
 from itertools import combinations
 from operator import or_
-from typing import TypeVar
+from typing import TypeVar, cast
 
 Case = TypeVar("Case")
 
@@ -53,6 +54,26 @@ def covering(
     return [cases[place] for place in sorted(picked)]
 
 
+def each_setting(cases: Sequence[Case], factors_of: Callable[[Case], Mapping[str, Hashable]]) -> list[Case]:
+    """Cases, in their order, in which each setting of each factor comes, and none much oftener than others.
+
+    For a matrix of two factors, of which all pairs are all cells: every row and every column is seen, on a diagonal.
+    """
+    settings = [frozenset(factors_of(case).items()) for case in cases]
+    times: Counter[Hashable] = Counter()
+    picked: set[int] = set()
+    for _ in cases:
+        gains = [sum(not times[one] for one in own) for own in settings]
+        # Of equals the one whose settings came least often, then the first.
+        ranks = [(gain, -sum(times[one] for one in own)) for gain, own in zip(gains, settings, strict=True)]
+        best = ranks.index(max(ranks))
+        if gains[best] == 0:
+            break
+        picked.add(best)
+        times.update(settings[best])
+    return [cases[place] for place in sorted(picked)]
+
+
 def sampled(
     cases: Sequence[Case],
     factors_of: Callable[[Case], Mapping[str, Hashable]],
@@ -60,3 +81,23 @@ def sampled(
 ) -> list[Case]:
     """The covering sample of the cases, or all of them under `pytest --whole`."""
     return list(cases) if WHOLE in os.environ else covering(cases, factors_of, cost_of)
+
+
+def diagonal(cases: Sequence[Case]) -> list[Case]:
+    """Of cells (row, column, ...) those in which each row and each column comes; all under `pytest --whole`."""
+
+    def factors_of(case: Case) -> dict[str, Hashable]:
+        return {str(place): setting for place, setting in enumerate(cast(tuple[Hashable, ...], case))}
+
+    return list(cases) if WHOLE in os.environ else each_setting(cases, factors_of)
+
+
+def sample_of_matrix(cells: Sequence[Mapping[str, object]]) -> list[int]:
+    """Which cells, told by their parameters, a test marked `matrix` keeps: all pairs, or of two factors a diagonal."""
+
+    def factors_of(place: int) -> dict[str, Hashable]:
+        # A mutable value is told by being that object.
+        return {name: one if isinstance(one, Hashable) else id(one) for name, one in cells[place].items()}
+
+    rule = covering if len(cells[0]) > 2 else each_setting
+    return rule(range(len(cells)), factors_of)

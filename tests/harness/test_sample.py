@@ -3,13 +3,14 @@
 import os
 import subprocess
 import sys
+from collections import Counter
 from itertools import combinations, product
 
 import pytest
 
 from tests.certificate.cases import LAYOUTS, cells_of, sampled_cells
 from tests.harness.ranks import ROOT
-from tests.harness.sample import WHOLE, covering, sampled
+from tests.harness.sample import WHOLE, covering, diagonal, sample_of_matrix, sampled
 
 MATRIX = [
     {"tp": tp, "pp": pp, "model": model, "precision": precision}
@@ -41,6 +42,23 @@ def test_a_dear_case_is_left_out_where_cheap_ones_have_its_pairs() -> None:
     dear = cases[0]
     assert dear not in covering(cases, lambda case: case, lambda case: 10.0 if case is dear else 1.0)
     assert covering(cases, lambda case: case) == cases[1:]
+
+
+def test_a_diagonal_has_each_row_and_each_column_and_is_balanced() -> None:
+    cells = diagonal([(row, column) for row in range(9) for column in "abc" if (row, column) != (4, "b")])
+    assert sorted(row for row, _ in cells) == list(range(9))
+    assert Counter(column for _, column in cells) == {"a": 3, "b": 3, "c": 3}
+
+
+def test_a_test_of_three_factors_keeps_all_pairs_of_two_a_diagonal_and_of_one_all() -> None:
+    lists = [[0], [1], [2]]
+    three = [{"a": a, "b": b, "c": c} for a, b, c in product(range(3), range(3), lists)]
+    assert len(sample_of_matrix([{"a": a, "b": b} for a, b in product(range(4), range(3))])) == 4
+    assert len(sample_of_matrix([{"a": a} for a in range(5)])) == 5
+    kept = sample_of_matrix(three)
+    assert len(kept) < len(three) and {(a, b) for a, b in product(range(3), range(3))} == {
+        (three[place]["a"], three[place]["b"]) for place in kept
+    }
 
 
 def test_whole_takes_all_cases(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,6 +66,7 @@ def on_mesh(world: Any, sizes: Sizes, config: GPTConfig, batch: int, sequence: i
     return {"loss": loss.item(), "grads": grads, "logits": logits.detach(), "of_logits": of_logits}
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("is_packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("exchange", EXCHANGES)

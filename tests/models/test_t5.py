@@ -140,6 +140,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["whole", "padded", "packed"])
 @each_variant
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -141,6 +141,7 @@ def on_stages(sizes: Sizes, num_microbatches: int, name: str, batch: dict[str, A
     return [told(model, batch), told(model, batch)]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", ["gpt", "packed llama", "bert", "t5", "llava"])
 @pytest.mark.parametrize("layout", STAGES)
 def test_every_stage_is_told_the_tallies_of_all_microbatches(layout: str, name: str) -> None:

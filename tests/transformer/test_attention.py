@@ -47,6 +47,7 @@ def test_each_query_head_is_on_one_rank_in_order_with_its_group(groups: int, tp:
     assert heads == expected
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("groups", [1, 2, 8])
 @pytest.mark.parametrize("tp", [1, 4])
 @pytest.mark.parametrize("pairs", [0, 1, 2])

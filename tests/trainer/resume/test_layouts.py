@@ -64,6 +64,7 @@ def saved_and_resumed(
     return whole, runs(to, data, resumed_from=folder / f"{place}.ckpt", seed=77, **QUIETLY)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("place", ["batch 2", "epoch 0"])
 @pytest.mark.parametrize(
     ("origin", "to", "data"),
