@@ -5,13 +5,15 @@ BIN := $(abspath $(VENV))/bin
 # Files of tests that run at the same time; most of their tests start up to eight processes.
 TEST_WORKERS ?= 2
 PYTEST_ARGS ?=
+# --whole: survivors meet whole matrices too; --only TEXT: some faults.
+MUTANTS_ARGS ?=
 
 # One thread a process: tests run several ranks on few cores.
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test certificate bench lint clean
+.PHONY: demo test certificate mutants bench lint clean
 .DEFAULT_GOAL := test
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -39,6 +41,10 @@ test: lint
 certificate: $(VENV)/.ready
 	$(BIN)/python -m tests.certificate --write docs/certificate.md
 	$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadfile --whole -m matrix $(PYTEST_ARGS)
+
+# Plants faults in a copy of the tree, one by one; fails where the tests of every run do not notice one.
+mutants: $(VENV)/.ready
+	$(BIN)/python -m tests.mutants $(MUTANTS_ARGS)
 
 bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/step_time.py

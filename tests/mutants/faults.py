@@ -1,0 +1,280 @@
+"""Faults of the kind this code could have: each is one piece of text of one file and what a slip would make of it."""
+
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    """A slip, and the tests that should notice it first."""
+
+    file: str
+    """In the package."""
+    old: str
+    """Stands in the file exactly once."""
+    new: str
+    tests: tuple[str, ...]
+    """Files or folders under tests/ that mirror the file."""
+
+
+FAULTS = (
+    # Tensor parallelism.
+    Fault(
+        "tensor/linear.py",
+        "grad_TO.sum(0).view(weight.shape[:-1])",
+        "grad_TO.mean(0).view(weight.shape[:-1])",
+        ("tensor/test_linear.py",),
+    ),
+    Fault(
+        "tensor/cross_entropy.py",
+        "exps_TV.narrow(1, valid, length - valid).zero_()",
+        "exps_TV.narrow(1, valid, length - valid)",
+        ("tensor/test_cross_entropy.py",),
+    ),
+    Fault(
+        "tensor/cross_entropy.py",
+        "mul_(smoothing / vocab_size)",
+        "mul_(smoothing / length)",
+        ("tensor/test_cross_entropy.py",),
+    ),
+    Fault(
+        "tensor/cross_entropy.py",
+        "all_reduce(torch.stack((wanted_T, own_exps_TV.sum(1))), tp)",
+        "all_reduce(torch.stack((wanted_T, own_exps_TV.sum(1))), tp) / 1.0001",
+        ("tensor/test_cross_entropy.py",),
+    ),
+    Fault(
+        "tensor/embedding.py",
+        "return differentiable.reduce(own_TH, self.tp)",
+        "return own_TH",
+        ("tensor/test_embedding.py",),
+    ),
+    # Collectives and random numbers.
+    Fault(
+        "comm/differentiable.py",
+        "return collectives.reduce_scatter(grad, ctx.axis, ctx.dim), None, None",
+        "return collectives.shard_slice(grad, ctx.axis, ctx.dim), None, None",
+        ("comm/test_differentiable.py",),
+    ),
+    Fault(
+        "comm/differentiable.py",
+        "collectives.all_to_all(grad, ctx.axis, ctx.join, ctx.split)",
+        "collectives.all_to_all(grad, ctx.axis, ctx.split, ctx.join)",
+        ("comm/test_differentiable.py",),
+    ),
+    Fault(
+        "comm/rng.py",
+        "torch.arange(first_column, first_column + num_columns",
+        "torch.arange(0, num_columns",
+        ("comm/test_rng.py",),
+    ),
+    Fault("comm/rng.py", "uniform(keys, index * 2 + 1)", "uniform(keys, index * 2)", ("comm/test_rng.py",)),
+    # Shards.
+    Fault(
+        "sharding.py",
+        "offsets[self.dim] = min(self.axis.rank * self.local_length,",
+        "offsets[self.dim] = min((self.axis.rank + 1) * self.local_length,",
+        ("test_sharding.py",),
+    ),
+    Fault(
+        "sharding.py",
+        "first, last = -(-start // row), end // row",
+        "first, last = start // row, end // row",
+        ("test_sharding.py",),
+    ),
+    Fault(
+        "sharding.py",
+        "return all(axis.rank == 0 for axis in self.replicas)",
+        "return any(axis.rank == 0 for axis in self.replicas)",
+        ("test_sharding.py", "optim"),
+    ),
+    # Context parallelism.
+    Fault(
+        "context/context_layout.py",
+        "first = max(key.position, tile.position - window + 1)",
+        "first = max(key.position, tile.position - window)",
+        ("context",),
+    ),
+    Fault("context/context_layout.py", "(distance < self.window)", "(distance <= self.window)", ("context",)),
+    Fault(
+        "context/context_layout.py",
+        "[*range(ring_size), *reversed(range(ring_size))]",
+        "[*range(ring_size), *range(ring_size)]",
+        ("context",),
+    ),
+    Fault("context/context_layout.py", "for chunk in turns[:rest]:", "for chunk in turns[: rest - 1]:", ("context",)),
+    # Pipeline schedules.
+    Fault(
+        "pipeline/zero_bubble.py",
+        "num_warmup = pp - 1 - rank",
+        "num_warmup = max(pp - 2 - rank, 0)",
+        ("pipeline/test_zero_bubble.py",),
+    ),
+    Fault(
+        "pipeline/zero_bubble.py",
+        "*[f_up, i_up, w_up] * (rank + 1),",
+        "*[f_up, i_up, w_up] * rank,",
+        ("pipeline/test_zero_bubble.py",),
+    ),
+    Fault(
+        "pipeline/interleaved.py",
+        "min(2 * (pp - rank - 1) + (chunks - 1) * group_size, len(turns))",
+        "min(2 * (pp - rank - 1) + chunks * group_size, len(turns))",
+        ("pipeline/test_interleaved.py", "pipeline"),
+    ),
+    Fault(
+        "pipeline/interleaved.py",
+        "(chunks - 1 - chunk) * pp + rank",
+        "chunk * pp + rank",
+        ("pipeline/test_interleaved.py", "pipeline"),
+    ),
+    # Optimizer.
+    Fault("optim/bucket.py", "self.grad_views[param.parameter].zero_()", "pass", ("optim",)),
+    Fault(
+        "optim/bucket.py",
+        "        self.pending.wait()\n        self.pending = None",
+        "        self.pending = None",
+        ("optim",),
+    ),
+    Fault(
+        "optim/bucket.py", "            if stages == {stage}:", "            if stage in stages:", ("optim", "pipeline")
+    ),
+    Fault(
+        "optim/gradients.py",
+        "parameter.grad = gradient.add_(parameter.grad)",
+        "parameter.grad = gradient",
+        ("optim",),
+    ),
+    Fault("optim/gradients.py", "collectives.all_reduce_(bucket.own, bucket.partial)", "pass", ("optim",)),
+    Fault("optim/gradients.py", "collectives.all_reduce_(bucket.own, bucket.holders)", "pass", ("optim",)),
+    Fault(
+        "optim/loss_scale.py",
+        "self._good_steps >= config.window",
+        "self._good_steps > config.window",
+        ("optim/test_loss_scale.py",),
+    ),
+    Fault(
+        "optim/master_weights.py",
+        "torch.where(is_kept | now.isnan(), shard.tensor, now.to(shard.tensor.dtype))",
+        "now.to(shard.tensor.dtype)",
+        ("optim",),
+    ),
+    Fault(
+        "optim/rates.py",
+        "return (step + 1) / self.warmup_steps",
+        "return step / self.warmup_steps",
+        ("lightning_modules/test_gpt.py",),
+    ),
+    # Mixture of experts.
+    Fault("moe/permute.py", "first_PQL.permute(2, 1, 0)", "first_PQL.permute(2, 0, 1)", ("moe",)),
+    Fault("moe/permute.py", "choices_R.div(self.num_chosen", "choices_R.div(self.num_chosen + 1", ("moe",)),
+    Fault(
+        "moe/load_balancing.py",
+        "return torch.sign(counts_E.sum() - counts_E * counts_E.shape[0])",
+        "return torch.sign(counts_E * counts_E.shape[0] - counts_E.sum())",
+        ("moe",),
+    ),
+    Fault("moe/load_balancing.py", "logits_TE.logsumexp(1).square()", "logits_TE.logsumexp(1)", ("moe",)),
+    Fault("moe/topk.py", "due_P1 = pools.sum(real_T1) / num_experts", "due_P1 = pools.sum(real_T1)", ("moe",)),
+    Fault("moe/topk.py", ": count // group_topk]", ": count]", ("moe",)),
+    Fault(
+        "moe/token_dispatcher.py",
+        "self.taken: list[int] = own_PQL[:, etp.rank].sum(1).tolist()",
+        "self.taken: list[int] = own_PQL[:, 0].sum(1).tolist()",
+        ("moe",),
+    ),
+    # Data.
+    Fault(
+        "data/sampler.py",
+        "start = self.consumed_samples - self.epoch * self.total_size",
+        "start = self.consumed_samples - self.epoch * self.num_samples",
+        ("data/test_sampler.py",),
+    ),
+    Fault(
+        "data/sampler.py",
+        "first = self.rank * self.num_replica_samples",
+        "first = self.rank",
+        ("data/test_sampler.py",),
+    ),
+    Fault(
+        "data/gpt_samples.py",
+        "num_left = self.sequence_length + 1",
+        "num_left = self.sequence_length + 2",
+        ("data/test_gpt_samples.py",),
+    ),
+    Fault(
+        "data/gpt_samples.py",
+        'np.searchsorted(ends, place, side="right")',
+        'np.searchsorted(ends, place, side="left")',
+        ("data/test_gpt_samples.py",),
+    ),
+    Fault("data/masking.py", "token += token >= special", "token += token > special", ("data/test_masking.py",)),
+    Fault(
+        "data/packing.py",
+        "lengths=np.minimum(lengths[documents] - starts, sequence_length)",
+        "lengths=np.minimum(lengths[documents], sequence_length)",
+        ("data/test_packing.py",),
+    ),
+    Fault("data/blend.py", "(heavier, index - before)", "(heavier, index)", ("data/test_blend.py",)),
+    # Layers and models.
+    Fault(
+        "transformer/rotary.py",
+        "return plain_R / scaling.factor",
+        "return plain_R * scaling.factor",
+        ("transformer/test_rotary.py",),
+    ),
+    Fault(
+        "transformer/rotary.py",
+        "(kept_R + (1 - kept_R) / scaling.factor)",
+        "(kept_R + (1 - kept_R) * scaling.factor)",
+        ("transformer/test_rotary.py",),
+    ),
+    Fault(
+        "models/sampling.py",
+        "(before_BV < top_p)",
+        "(before_BV <= top_p - 0.1)",
+        ("models/test_sampling.py", "models/test_generation.py"),
+    ),
+    Fault(
+        "models/sampling.py",
+        "sorted_BV[:, top_k:]",
+        "sorted_BV[:, top_k + 1 :]",
+        ("models/test_sampling.py", "models/test_generation.py"),
+    ),
+    # Checkpoints and Hugging Face.
+    Fault(
+        "checkpoint/state.py",
+        "part = flat[begin - self.start :][: math.prod(sizes)].view(sizes)",
+        "part = flat[: math.prod(sizes)].view(sizes)",
+        ("checkpoint",),
+    ),
+    Fault(
+        "checkpoint/state.py",
+        "valid = shard.box.sizes[shard.dim] - offsets[shard.dim]",
+        "valid = shard.box.sizes[shard.dim]",
+        ("checkpoint",),
+    ),
+    Fault(
+        "hf/blocks.py",
+        "self.theirs.offsets[i] + starts[dim] - self.ours.offsets[dim]",
+        "self.theirs.offsets[i] + starts[dim]",
+        ("hf/test_blocks.py", "hf/test_load.py"),
+    ),
+    # Training.
+    Fault(
+        "lightning_modules/adamw.py",
+        'is_matrix = parameter.dim() > 1 and name.rpartition(".")[2] != "bias"',
+        "is_matrix = parameter.dim() > 1",
+        ("lightning_modules/test_gpt.py",),
+    ),
+    Fault(
+        "trainer/step/reduction.py",
+        "return summed / axis.size",
+        "return summed",
+        ("trainer/lightning_api/test_logging.py", "trainer/test_strategy.py"),
+    ),
+    Fault(
+        "metrics/throughput.py",
+        "return self.flops_per_second / (self.num_devices * peak_flops)",
+        "return self.flops_per_second / peak_flops",
+        ("metrics/test_throughput.py",),
+    ),
+)
