@@ -23,31 +23,48 @@ THIRD_PARTIES = (
     "lightning.pytorch",
 )
 
-# Rooms whose third parties start threads of their own when imported (Arrow, tokenizers).
-LEFT_TO_THE_RANKS = ("data", "hf", "cli", "lightning_modules", "planner")
+# Their tests start ranks.
+HELPED_ROOMS = ("reference", "models", "trainer", "transformer", "moe", "optim", "pipeline", "context", "checkpoint")
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def package_modules() -> list[str]:
-    """Names of the package's modules that are safe to import before a fork."""
-    root = Path(__file__).resolve().parents[2] / "lightning_megatron"
-    names = ["lightning_megatron"]
-    for room in pkgutil.iter_modules([str(root)], "lightning_megatron."):
-        if room.name.split(".")[1] in LEFT_TO_THE_RANKS:
-            continue
-        names.append(room.name)
-        if room.ispkg:
-            inside = pkgutil.iter_modules([str(root / room.name.split(".")[1])], f"{room.name}.")
-            names.extend(module.name for module in inside)
-    return names
+    """Names of the package's modules, but for the one that is a script."""
+    found = pkgutil.walk_packages([str(ROOT / "lightning_megatron")], "lightning_megatron.")
+    return ["lightning_megatron", *(module.name for module in found if not module.name.endswith("__main__"))]
+
+
+def test_helpers() -> list[str]:
+    """Names of the modules that tests of the engine share: each rank would import them anew."""
+    helpers = (
+        path.relative_to(ROOT).with_suffix("")
+        for room in (
+            "reference",
+            "models",
+            "trainer",
+            "transformer",
+            "moe",
+            "optim",
+            "pipeline",
+            "context",
+            "checkpoint",
+        )
+        for path in sorted((ROOT / "tests" / room).rglob("*.py"))
+        if not path.name.startswith(("test_", "__")) and not path.name.endswith("_script.py")
+    )
+    return [".".join(path.parts) for path in helpers]
 
 
 torch.set_num_threads(1)
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    for name in (*THIRD_PARTIES, *package_modules()):
+    for name in (*THIRD_PARTIES, *package_modules(), *test_helpers()):
         # A module that cannot be imported fails again in the rank that needs it, where the traceback is seen.
         with contextlib.suppress(Exception):
             importlib.import_module(name)
+
+# A fork takes one thread along and leaves what the others hold locked.
+assert not Path("/proc/self/task").exists() or len(list(Path("/proc/self/task").iterdir())) == 1
 
 # The ranks share these pages until one of them writes; the collector would write to all of them.
 gc.collect()

@@ -90,7 +90,7 @@ FAULTS = (
     Fault(
         "context/context_layout.py",
         "first = max(key.position, tile.position - window + 1)",
-        "first = max(key.position, tile.position - window)",
+        "first = max(key.position, tile.position - window + 2)",
         ("context",),
     ),
     Fault("context/context_layout.py", "(distance < self.window)", "(distance <= self.window)", ("context",)),
@@ -103,28 +103,28 @@ FAULTS = (
     Fault("context/context_layout.py", "for chunk in turns[:rest]:", "for chunk in turns[: rest - 1]:", ("context",)),
     # Pipeline schedules.
     Fault(
-        "pipeline/zero_bubble.py",
+        "pipeline/schedules/zero_bubble.py",
         "num_warmup = pp - 1 - rank",
         "num_warmup = max(pp - 2 - rank, 0)",
-        ("pipeline/test_zero_bubble.py",),
+        ("pipeline/schedules/test_zero_bubble.py",),
     ),
     Fault(
-        "pipeline/zero_bubble.py",
+        "pipeline/schedules/zero_bubble.py",
         "*[f_up, i_up, w_up] * (rank + 1),",
         "*[f_up, i_up, w_up] * rank,",
-        ("pipeline/test_zero_bubble.py",),
+        ("pipeline/schedules/test_zero_bubble.py",),
     ),
     Fault(
-        "pipeline/interleaved.py",
+        "pipeline/schedules/interleaved.py",
         "min(2 * (pp - rank - 1) + (chunks - 1) * group_size, len(turns))",
         "min(2 * (pp - rank - 1) + chunks * group_size, len(turns))",
-        ("pipeline/test_interleaved.py", "pipeline"),
+        ("pipeline/schedules/test_interleaved.py",),
     ),
     Fault(
-        "pipeline/interleaved.py",
+        "pipeline/schedules/interleaved.py",
         "(chunks - 1 - chunk) * pp + rank",
         "chunk * pp + rank",
-        ("pipeline/test_interleaved.py", "pipeline"),
+        ("pipeline/schedules/test_interleaved.py",),
     ),
     # Optimizer.
     Fault("optim/bucket.py", "self.grad_views[param.parameter].zero_()", "pass", ("optim",)),
@@ -173,12 +173,12 @@ FAULTS = (
         ("moe",),
     ),
     Fault("moe/load_balancing.py", "logits_TE.logsumexp(1).square()", "logits_TE.logsumexp(1)", ("moe",)),
-    Fault("moe/topk.py", "due_P1 = pools.sum(real_T1) / num_experts", "due_P1 = pools.sum(real_T1)", ("moe",)),
+    Fault("moe/topk.py", "due_P1 = groups.sum(real_T1) / num_experts", "due_P1 = groups.sum(real_T1)", ("moe",)),
     Fault("moe/topk.py", ": count // group_topk]", ": count]", ("moe",)),
     Fault(
         "moe/token_dispatcher.py",
-        "self.taken: list[int] = own_PQL[:, etp.rank].sum(1).tolist()",
-        "self.taken: list[int] = own_PQL[:, 0].sum(1).tolist()",
+        "self.num_received: list[int] = own_PQL[:, etp.rank].sum(1).tolist()",
+        "self.num_received: list[int] = own_PQL[:, 0].sum(1).tolist()",
         ("moe",),
     ),
     # Data.
@@ -202,8 +202,8 @@ FAULTS = (
     ),
     Fault(
         "data/gpt_samples.py",
-        'np.searchsorted(ends, place, side="right")',
-        'np.searchsorted(ends, place, side="left")',
+        "min(int(ends[at]) - place, num_left)",
+        "min(int(ends[at]) - place - 1, num_left)",
         ("data/test_gpt_samples.py",),
     ),
     Fault("data/masking.py", "token += token >= special", "token += token > special", ("data/test_masking.py",)),
