@@ -264,7 +264,7 @@ def known_options() -> set[str]:
     options |= {f"model.config.{field.name}" for field in fields(BertConfig)}
     for name, kind in configs.items():
         options |= {f"model.{name}.{field.name}" for field in fields(kind)}
-    for script in (ROOT / "tests/certificate/__main__.py", *(ROOT / "benchmarks").glob("*.py")):
+    for script in (*(ROOT / "tests").glob("*/__main__.py"), *(ROOT / "benchmarks").glob("*.py")):
         options |= set(re.findall(r'add_argument\("--([\w-]+)"', script.read_text()))
     return options | {option.removeprefix("--") for option in options_of(command_line())}
 

@@ -485,7 +485,7 @@ def factors_of(name: str) -> dict[str, Hashable]:
         "recompute": run.recompute.granularity,
         "trained": (run.trained.lora is not None, bool(run.trained.frozen)),
         "fp8": run.fp8 is not None,
-        "packed": run.texts.are_packed,
+        "packed": run.lengths.are_packed,
     }
 
 
