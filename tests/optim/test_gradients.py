@@ -30,9 +30,14 @@ def plain(value: float, size: int = 2) -> nn.Parameter:
     return parameter
 
 
-def test_taking_and_adding_gradients_lose_nothing() -> None:
+@pytest.mark.parametrize("is_in_bucket", [False, True])
+def test_taking_and_adding_gradients_lose_nothing(is_in_bucket: bool) -> None:
     a, b = plain(1.0), plain(2.0)
     gradients = Gradients([("a", a), ("b", b)], set(), Mesh.single(), no_group, torch.device("cpu"))
+    for parameter in (a, b) if is_in_bucket else ():
+        grad_view = gradients.reducer.grad_view(parameter)
+        assert grad_view is not None and parameter.grad is not None
+        parameter.grad = grad_view.copy_(parameter.grad)
     taken = gradients.take()
     assert a.grad is None and b.grad is None
     a.grad = torch.ones(2, dtype=torch.float64)
