@@ -507,7 +507,7 @@ _FIT = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args"
         ({"trainer.callbacks": [_FIT]}, ("Option 'every_n_train_stepz' is not accepted",)),
         ({"trainer.logger": 3}, ("--trainer.logger: must be", "the class_path of a Logger Given value: 3")),
         ({"throughput": {"every": 1}}, ("Option 'throughput.every' is not accepted",)),
-        ({"thruput": {"every_n_steps": 1}}, ("Option 'thruput' is not accepted; the nearest is --throughput",)),
+        ({"thruput": {"every_n_steps": 1}}, ("'thruput.every_n_steps' is not accepted; the nearest is --throughput",)),
         ({"print_text": [2]}, ("print_text ([2]) must be a table of options",)),
         (
             {"model.optimizer": {"lrr": 3}},
