@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_megatron import ConfigurationError
 from lightning_megatron.data import BatchRamp, streaming
-from lightning_megatron.lightning_modules import BlendSource, GPTDataModule, StreamingConfig
+from lightning_megatron.lightning_modules import BlendSource, GPTDataConfig, GPTDataModule, StreamingConfig
 from lightning_megatron.trainer.setup.replica import Replica
 from tests.lightning_modules.corpus import data
 from tests.trainer.layouts import PLAIN, make_trainer
@@ -61,7 +61,7 @@ def options(name: str, folder: Path) -> dict[str, Any]:
 
 
 def loader(name: str, folder: Path, replica: Replica = ALONE, num_workers: int = 0, **changes: Any) -> Any:
-    module = OfReplica(
+    config = GPTDataConfig(
         **(
             {
                 "vocab_size": 300,
@@ -74,6 +74,7 @@ def loader(name: str, folder: Path, replica: Replica = ALONE, num_workers: int =
             | changes
         )
     )
+    module = OfReplica(config)
     module.replica = replica
     module.trainer = make_trainer(PLAIN, max_steps=30)
     module.setup("fit")
@@ -141,10 +142,12 @@ def test_a_round_goes_on_behind_the_one_before_it(name: str, folder: Path) -> No
 @pytest.mark.parametrize("name", ["blend", "ramp", "streaming"])
 def test_what_has_no_order_but_its_own_cannot_be_overfitted(name: str, folder: Path) -> None:
     module = OfReplica(
-        vocab_size=300,
-        sequence_length=16,
-        **({"global_batch_size": 4} | options(name, folder)),
-        cache_directory=str(folder / "cache"),
+        GPTDataConfig(
+            vocab_size=300,
+            sequence_length=16,
+            **({"global_batch_size": 4} | options(name, folder)),
+            cache_directory=str(folder / "cache"),
+        )
     )
     module.trainer = make_trainer(PLAIN, overfit_batches=2, max_steps=3)
     module.setup("fit")
@@ -153,7 +156,8 @@ def test_what_has_no_order_but_its_own_cannot_be_overfitted(name: str, folder: P
 
 
 def test_streamed_text_needs_an_end_from_somewhere(folder: Path) -> None:
-    module = OfReplica(vocab_size=300, sequence_length=16, global_batch_size=4, **options("streaming", folder))
+    config = GPTDataConfig(vocab_size=300, sequence_length=16, global_batch_size=4, **options("streaming", folder))
+    module = OfReplica(config)
     module.trainer = make_trainer(PLAIN)
     module.setup("fit")
     with pytest.raises(ConfigurationError, match="streamed text has no end"):
