@@ -135,7 +135,10 @@ FAULTS = (
         ("optim",),
     ),
     Fault(
-        "optim/bucket.py", "            if stages == {stage}:", "            if stage in stages:", ("optim", "pipeline")
+        "optim/bucket.py",
+        "            if stages == {stage}:",
+        "            if stage in stages:",
+        ("optim/test_bucket.py",),
     ),
     Fault(
         "optim/gradients.py",
@@ -244,13 +247,13 @@ FAULTS = (
         "checkpoint/state.py",
         "part = flat[begin - self.start :][: math.prod(sizes)].view(sizes)",
         "part = flat[: math.prod(sizes)].view(sizes)",
-        ("checkpoint",),
+        ("checkpoint/test_optimizer.py",),
     ),
     Fault(
         "checkpoint/state.py",
         "valid = shard.box.sizes[shard.dim] - offsets[shard.dim]",
         "valid = shard.box.sizes[shard.dim]",
-        ("checkpoint",),
+        ("checkpoint/test_optimizer.py",),
     ),
     Fault(
         "hf/blocks.py",
