@@ -75,7 +75,7 @@ def sort_by_expert(expert_ids_TK: Tensor, num_experts: int) -> SortedChoices:
     chosen = expert_ids_TK.flatten()
     keys = torch.where((chosen >= 0) & (chosen < num_experts), chosen, num_experts)
     sorted_keys, choices = keys.sort(stable=True)
-    # bincount would wait for the device to learn the size of its output.
+    # A bincount would wait for the device to learn the size of its output.
     bounds = torch.searchsorted(sorted_keys, torch.arange(num_experts + 1, device=keys.device))
     return SortedChoices(choices, bounds.diff(), expert_ids_TK.shape[1])
 

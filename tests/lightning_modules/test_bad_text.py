@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_megatron import ConfigurationError
 from lightning_megatron.data.null_tokenizer import NullTokenizer
-from lightning_megatron.lightning_modules import BlendSource, GPTModule, StreamingConfig, text_data
+from lightning_megatron.lightning_modules import BlendSource, GPTModule, StreamingConfig, corpus_data
 from tests.harness.ranks import RankFailed, run_on_ranks
 from tests.lightning_modules.corpus import config, data
 from tests.lightning_modules.test_sources import write_tokens
@@ -308,7 +308,7 @@ class Failing(NullTokenizer):
 
 
 def fails(folder: Path, world: int) -> None:
-    text_data.load_tokenizer = lambda path: Failing(290)  # type: ignore[assignment]
+    corpus_data.load_tokenizer = lambda path: Failing(290)  # type: ignore[assignment]
     trainer = make_trainer(Layout(world=world), max_steps=2)
     trainer.fit(GPTModule(config(num_layers=1)), datamodule=data(folder, tokenizer="null:290"))
 
