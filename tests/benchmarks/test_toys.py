@@ -94,13 +94,13 @@ def test_targets_are_counted_as_validation_meets_them(name: str, texts: Path, tm
 
 def test_what_has_no_label_or_no_weight_is_no_target() -> None:
     batch = {"labels": torch.tensor([[2, 2, -100], [1, 3, 0]]), "loss_mask": torch.tensor([[1.0, 1, 1], [1, 0, 0]])}
-    data: Any = SimpleNamespace(vocab_size=5, val_dataloader=lambda: [[batch]])
+    data: Any = SimpleNamespace(config=SimpleNamespace(vocab_size=5), val_dataloader=lambda: [[batch]])
     assert target_counts(data, None).tolist() == [0, 1, 2, 0, 0]
 
 
 def test_a_limit_is_a_number_of_batches_or_a_share_of_them() -> None:
     batches = [{"labels": torch.tensor([i]), "loss_mask": torch.ones(1)} for i in range(5)]
-    data: Any = SimpleNamespace(vocab_size=5, val_dataloader=lambda: [batches])
+    data: Any = SimpleNamespace(config=SimpleNamespace(vocab_size=5), val_dataloader=lambda: [batches])
     counted = {limit: target_counts(data, limit).sum() for limit in (1, 2, 0.5, 0.99)}
     assert counted == {1: 1, 2: 2, 0.5: 2, 0.99: 4}
     # A dictionary takes 1 and 1.0 for one.

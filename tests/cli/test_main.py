@@ -104,7 +104,7 @@ def test_python_m_runs_a_command_and_passes_its_exit_code_on() -> None:
 def test_a_reader_that_stops_reading_is_no_error() -> None:
     process = module_process("schedule", "--pp", "2", "--microbatches", "2000", "--json")
     assert process.stdout is not None and process.stderr is not None
-    assert process.stdout.read(17) == '{"kind": "1f1b", '
+    assert process.stdout.read(21) == '{"schedule": "1f1b", '
     process.stdout.close()
     assert process.stderr.read() == ""
     assert process.wait(timeout=120) == 0
