@@ -32,7 +32,7 @@ def test_token_files_are_those_of_megatron_core(tmp_path: Path, name: str, num_w
     numbers, form = CASES[name]
     documents = load_documents(path=MADE / "documents.jsonl", cache_dir=tmp_path / "cache")
     prefix = tmp_path / name
-    write_tokens(documents, NullTokenizer(numbers), prefix, form=form, num_workers=num_workers, part_bytes=50)
+    write_tokens(documents, NullTokenizer(numbers), prefix, form=form, num_workers=num_workers, shard_bytes=50)
     for end in (".bin", ".idx"):
         assert Path(f"{prefix}{end}").read_bytes() == (MADE / f"{name}{end}").read_bytes()
 

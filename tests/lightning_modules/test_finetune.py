@@ -124,7 +124,8 @@ def test_what_upcycling_cannot_go_with_is_told_before_training(folder: Path) -> 
     trainer = make_trainer(Layout(), callbacks=[ExportPretrained(str(folder / "nowhere"))])
     with pytest.raises(ConfigurationError) as raised:
         trainer.fit(FinetuneModule(path, upcycle=moe), datamodule=data(folder))
-    assert "mixtral: moe score ('sigmoid') must be 'softmax'; layers 0 must have experts" in str(raised.value)
+    told = "mixtral: moe score_function ('sigmoid') must be 'softmax'; layers 0 must have experts, as all others"
+    assert told in str(raised.value)
 
 
 def test_paths_are_resumed_on_another_layout(folder: Path) -> None:
