@@ -78,11 +78,11 @@ def test_faults_that_show_before_the_start_are_told_together(tmp_path: Path) -> 
     (tmp_path / "tiny.yaml").write_text(TINY)
     ended = recipe(
         tmp_path,
-        *("fit", "--config", "tiny.yaml", "--data.decoder_sequence_length=2", "--data.share=1.5"),
+        *("fit", "--config", "tiny.yaml", "--data.decoder_sequence_length=2", "--data.mask_prob=1.5"),
         *("--trainer.strategy.init_args.tensor_model_parallel_size=1", "--model.config.num_attention_heads=5"),
         *("--trainer.strategy.init_args.sequence_parallel=false", "--model.config.head_dim=8", "--trainer.devices=5"),
         "--trainer.strategy.init_args.pipeline_model_parallel_size=5",
     )
     assert ended.returncode == 2, ended.stderr
     assert "Traceback" not in ended.stdout + ended.stderr
-    assert "share (1.5)" in ended.stderr and "layers" in ended.stderr
+    assert "mask_prob (1.5)" in ended.stderr and "layers" in ended.stderr
