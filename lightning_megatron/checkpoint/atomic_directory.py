@@ -51,7 +51,7 @@ class AtomicDirectory:
         else:
             made = [parent for parent in draft._final.parents if not parent.exists()]
             try:
-                draft._hidden.mkdir(parents=True)
+                make_hidden(draft._hidden)
                 for parent in made:
                     flush_directory(parent.parent)
             except OSError:
@@ -135,6 +135,15 @@ def hidden(path: Path, what: str, save_id: str) -> Path:
     return path.parent / what / save_id / path.name
 
 
+def make_hidden(folder: Path) -> None:
+    """Makes a hidden directory and its parents, which `tidy` of a save in flight may remove just then."""
+    for _ in range(100):
+        with contextlib.suppress(FileNotFoundError):
+            folder.mkdir(parents=True)
+            return
+    folder.mkdir(parents=True)
+
+
 def tidy(neighbour: Path) -> None:
     """Removes the parents of a hidden directory that is gone, unless they hold another."""
     for folder in (neighbour.parent, neighbour.parent.parent):
@@ -154,7 +163,7 @@ def replace(source: Path, path: Path, save_id: str) -> None:
     try:
         if not is_exchanged:
             if os.path.lexists(path):
-                aside.parent.mkdir(parents=True)
+                make_hidden(aside.parent)
                 os.rename(path, aside)
             os.rename(source, path)
         flush_directory(path.parent)
@@ -190,7 +199,7 @@ def remove(path: Address) -> None:
     if not os.path.lexists(final):
         return
     aside = hidden(final, REMOVED, new_id())
-    aside.parent.mkdir(parents=True)
+    make_hidden(aside.parent)
     os.rename(final, aside)
     _delete(aside)
 
