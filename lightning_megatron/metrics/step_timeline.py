@@ -53,7 +53,7 @@ class Lap:
 
     activity: Activity
     batch: int
-    """Of those that make a step, from 0."""
+    """Number of the batch among those of one step, from 0."""
     start: float
     end: float
 

@@ -20,9 +20,9 @@ class Peak:
     """Dense peaks of one device in FLOP/s, without sparsity; 0 where it has no such units."""
 
     pattern: str
-    """Of its name, as the driver says it."""
+    """Regular expression for the GPU's name, as the driver reports it."""
     half_flops: float
-    """Of bf16 or fp16 matrix products."""
+    """Peak FLOP/s of bf16 or fp16 matrix products."""
     fp8_flops: float
     source: str
 

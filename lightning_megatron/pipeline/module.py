@@ -25,7 +25,7 @@ class Part:
     """One step of a model's forward, small enough that a stage is made of whole parts."""
 
     name: str
-    """Of its module in the unsplit model, dots allowed."""
+    """Name of the part's module in the unsplit model, dots allowed."""
     build: Callable[[], nn.Module]
     """Makes the module; called only on the ranks whose stage has the part."""
     symbol: str = "t"
