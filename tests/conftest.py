@@ -74,6 +74,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def pytest_collection_finish() -> None:
+    """Takes what collection made, which lives to the end, out of the collector's rounds: each would visit all of it."""
+    gc.collect()
+    gc.freeze()
+
+
 def _take_samples(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of a test marked `matrix`, keeps a covering sample of the cells that its parameters make.
 

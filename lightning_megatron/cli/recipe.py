@@ -52,8 +52,11 @@ class RecipeCLI(LightningCLI):
         callbacks: Mapping[str, type[L.Callback]],
         args: Sequence[str] | None,
     ) -> None:
-        # The attribute docstrings of configurations are the help of their options.
-        set_parsing_settings(docstring_parse_attribute_docstrings=True)
+        given = list(sys.argv[1:] if args is None else args)
+        self._subcommand = given[0] if given and given[0] in LightningCLI.subcommands() else None
+        # The attribute docstrings of configurations are the help of their options; only who shows help needs them.
+        shows_help = any(option == "-h" or "help" in option or "comments" in option for option in given)
+        set_parsing_settings(docstring_parse_attribute_docstrings=shows_help)
         self._links = links
         self._callbacks = callbacks
         self._data_config = config_of(data)
@@ -77,6 +80,11 @@ class RecipeCLI(LightningCLI):
             parser_kwargs={**_PARSER, **dict.fromkeys(self.subcommands(), _PARSER)},
             args=list(args) if args is not None else None,
         )
+
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        """The subcommand that the command line begins with, else all: the parser of each takes all options anew."""
+        named = super().subcommands()
+        return named if self._subcommand is None else {self._subcommand: named[self._subcommand]}
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         if self._data_config is None:

@@ -38,17 +38,7 @@ def test_helpers() -> list[str]:
     """Names of the modules that tests of the engine share: each rank would import them anew."""
     helpers = (
         path.relative_to(ROOT).with_suffix("")
-        for room in (
-            "reference",
-            "models",
-            "trainer",
-            "transformer",
-            "moe",
-            "optim",
-            "pipeline",
-            "context",
-            "checkpoint",
-        )
+        for room in HELPED_ROOMS
         for path in sorted((ROOT / "tests" / room).rglob("*.py"))
         if not path.name.startswith(("test_", "__")) and not path.name.endswith("_script.py")
     )

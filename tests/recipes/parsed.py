@@ -46,8 +46,9 @@ def arguments_of(script: Path) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return run.call_args.args, run.call_args.kwargs
 
 
+@cache
 def parse(name: str, *options: str) -> Parsed:
-    """The `fit` of a shipped configuration with further options."""
+    """The `fit` of a shipped configuration with further options; tests share it and must not change it."""
     classes, keywords = arguments_of(script_of(name))
     return Parsed(*classes, **keywords, args=["fit", "--config", str(CONFIGS / name), *options])
 

@@ -41,7 +41,7 @@ def parser_of(script: Path, monkeypatch: pytest.MonkeyPatch) -> LightningArgumen
     monkeypatch.setattr(module, "run_recipe", lambda *classes, **options: taken.update(classes=classes, **options))
     runpy.run_path(str(script), run_name="__main__")
     with pytest.raises(Built):
-        Parser(*taken.pop("classes"), **taken, args=["fit"])
+        Parser(*taken.pop("classes"), **taken, args=["fit", "--help"])
     return Parser.found
 
 
