@@ -64,6 +64,7 @@ def test_on_any_ranks_it_is_the_attention_of_one_device(case: Case) -> None:
     assert_right(case)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("exchange", [RingExchange(), AllGatherExchange()], ids=["ring", "all_gather"])
 @pytest.mark.parametrize("ranks", RANKS, ids=str)
 @pytest.mark.parametrize(

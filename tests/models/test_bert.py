@@ -168,6 +168,7 @@ def on_mesh(world: Any, sizes: Sizes, config: BertConfig, batch: dict[str, Tenso
     return found_by(model_of(config, Mesh.build(sizes, world.rank(), new_group)), batch)
 
 
+@pytest.mark.matrix
 @each_padding
 @each_variant
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -131,6 +131,7 @@ def test_rows_go_on_in_their_own_ways(name: str) -> None:
     assert (best[..., 0] - best[..., 1]).min() > 1000 * TOLERANCE
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_logits_and_texts_are_those_of_whole_prefixes(layout: str, name: str) -> None:

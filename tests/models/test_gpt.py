@@ -237,6 +237,7 @@ def _with_zero_padding(parameter: Tensor) -> Tensor:
     return kept
 
 
+@pytest.mark.matrix
 @each_variant
 @pytest.mark.parametrize(
     "sizes",

@@ -155,6 +155,7 @@ def is_behind(config: LlavaConfig, name: str) -> bool:
     return name.startswith(("vision.final_norm", *(f"vision.layers.{i}." for i in behind)))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("case", COUNTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_equals_transformers(layout: str, case: str) -> None:

@@ -68,6 +68,7 @@ def gradients(model: GPTModel) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.matrix
 @on_every_layout
 @either_batch
 @each_variant

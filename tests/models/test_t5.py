@@ -156,6 +156,7 @@ def test_loss_logits_and_gradients_of_a_cut_layer_are_those_of_one_device(layout
         assert largest_difference(found["of logits"], expected["of logits"]) < TOLERANCE
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["whole", "padded", "packed"])
 @pytest.mark.parametrize("layout", ["cp2", "cp2 all-to-all", "cp2 tp2 sp"])
 def test_flex_attention_adds_relative_biases_as_other_kernels_do(
@@ -231,6 +232,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("variant", ["t5 dropout", "learned positions, layer norms, biases, own embeddings"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_stages_over_both_stacks_make_the_gradients_of_one_device(name: str, variant: str) -> None:

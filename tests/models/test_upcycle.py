@@ -104,6 +104,7 @@ def test_biases_of_the_dense_model_are_shared_out(
         assert float((dense(tokens) - wanted).abs().max()) > 0.1
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @pytest.mark.parametrize(("num_experts", "top_k", "width"), [(8, 2, 0), (8, 2, 12), (8, 4, 12), (8, 4, 6), (9, 6, 8)])
 @pytest.mark.parametrize("score_function", ["softmax", "sigmoid", "sqrt_softplus"])

@@ -215,6 +215,7 @@ def two_plain_steps(config: RouterConfig, microbatches_B: tuple[int, ...]) -> li
     return expected
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_weights_losses_and_gradients_of_two_steps_equal_those_of_one_device(

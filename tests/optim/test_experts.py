@@ -63,6 +63,7 @@ def trained(mesh: Mesh, make_group: Any, config: OptimizerConfig, no_split: bool
     return furthest(run.named, plain_run(mesh.pp.size)[0]), run.norms
 
 
+@pytest.mark.matrix
 @any_layout
 @any_config
 def test_experts_and_dense_weights_step_as_on_one_device(sizes: Sizes, config: OptimizerConfig) -> None:

@@ -215,6 +215,7 @@ def test_a_layer_of_the_largest_model_keeps_at_most_34_sbh_over_t() -> None:
 LAYOUTS = [Sizes(), Sizes(world=4, tp=4), Sizes(world=4, tp=4, sequence_parallel=True)]
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=["one", "tp4", "tp4 sp"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("variant", ["gpt2", "llama", "llama full heads", "llama one group"])
