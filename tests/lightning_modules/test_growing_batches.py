@@ -105,6 +105,7 @@ def runs(name: str, folder: Path, kind: str, ckpt: str | None = None) -> Any:
     return run_on_ranks(LAYOUTS[name][0], run, name, folder, kind, ckpt, len(SIZES), init=False)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != PLAIN])
 def test_steps_across_the_ramp_are_those_of_one_device(name: str, kind: str, folder: Path) -> None:
