@@ -11,13 +11,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.cli.commands import COMMANDS
+from lightning_megatron.cli.commands import add_command
 from lightning_megatron.cli.picture import add_out, out_faults, write_picture
 from lightning_megatron.cli.plan_dynamic import balanced_as_asked
 from lightning_megatron.cli.plan_layout import OF_RECIPE, explained, notes_on_layout
 from lightning_megatron.cli.plan_picture import plan_panels
 from lightning_megatron.cli.plan_request import PlanRequest
-from lightning_megatron.cli.plan_run import add_model_options, count_faults, read_run
+from lightning_megatron.cli.plan_run import add_model_options, add_run_options, count_faults, read_run
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.planner.estimate import Estimate, estimate
 from lightning_megatron.planner.hardware import GIGA, Gpu, gpu_of
@@ -48,14 +48,13 @@ example:  lightning-megatron plan llama3_70b --gpu h100 --num-gpus 64
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Adds the command and its options."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "plan",
-        help=COMMANDS["plan"],
-        description="Predicts memory and step time of every layout of a model on so many GPUs, the fastest that fits "
+        "Predicts memory and step time of every layout of a model on so many GPUs, the fastest that fits "
         "first, without building anything.",
+        run=run_plan,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add_model_options(parser)
     machine = parser.add_argument_group("the machine")
@@ -63,33 +62,14 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     machine.add_argument("--num-gpus", type=int, metavar="NUMBER", help="GPUs in all (default: those of the recipe)")
     machine.add_argument("--memory-gb", type=float, metavar="GB", help="usable memory of a GPU (default: all)")
     run = parser.add_argument_group("the run")
-    run.add_argument(
-        "--global-batch-size",
-        type=int,
-        metavar="SAMPLES",
-        help="samples in a batch (default: the recipe's)",
-    )
-    run.add_argument("--sequence-length", type=int, metavar="TOKENS", help="tokens in a sample (default: the recipe's)")
-    run.add_argument("--decoder-sequence-length", type=int, metavar="TOKENS", help="tokens in a T5's target")
-    run.add_argument(
-        "--document-lengths",
-        metavar="LENGTHS",
-        help="lengths of packed documents, for a recipe with dynamic_context: median=TOKENS,sigma=NUMBER, or a file of "
-        "lengths, one a line",
-    )
-    run.add_argument("--fp8", action="store_true", help="run the layers' linears in FP8")
-    run.add_argument(
-        "--recompute",
-        choices=("none", "selective", "full"),
-        help="recomputation (default: none where that fits)",
-    )
+    add_run_options(run, default_recompute="none where that fits")
     run.add_argument("--layout", metavar="SIZES", help="explain one layout, as in tp=8,pp=64,mbs=1, or recipe")
     run.add_argument("--tokens", type=float, metavar="NUMBER", help="print the days that so many tokens take")
     output = parser.add_argument_group("the output")
     output.add_argument("--top", type=int, metavar="NUMBER", help=f"number of layouts to show (default: {_SHOWN})")
     output.add_argument("--json", action="store_true", help="print everything as JSON")
     add_out(output, "the layout, or of the best")
-    parser.set_defaults(run=run_plan, world_option="--num-gpus")
+    parser.set_defaults(world_option="--num-gpus")
 
 
 def run_plan(options: argparse.Namespace) -> None:

@@ -11,7 +11,7 @@ import shutil
 from typing import Any
 
 from lightning_megatron.cli.ascii_timeline import ascii_timeline
-from lightning_megatron.cli.commands import COMMANDS
+from lightning_megatron.cli.commands import add_command
 from lightning_megatron.cli.picture import add_out, out_faults, write_picture
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.metrics.schedule_figure import schedule_panel
@@ -48,14 +48,13 @@ example:  lightning-megatron schedule --pp 8 --vp 2 --microbatches 16 --out sche
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Adds the command and its options."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "schedule",
-        help=COMMANDS["schedule"],
-        description="Shows a pipeline schedule as a grid, with the time that ranks stand idle (the bubble) and the "
+        "Shows a pipeline schedule as a grid, with the time that ranks stand idle (the bubble) and the "
         "activations that they keep.",
+        run=run_schedule,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     sizes = parser.add_argument_group("the schedule")
     sizes.add_argument("--pp", type=int, required=True, metavar="RANKS", help="ranks of the pipeline, from 1")
@@ -112,7 +111,6 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         metavar="NUMBER",
         help=f"characters of a line of the grid, from 20 (default: 0, the width of the terminal, or {_COLUMNS})",
     )
-    parser.set_defaults(run=run_schedule)
 
 
 def run_schedule(options: argparse.Namespace) -> None:
