@@ -1,7 +1,7 @@
 """`lightning-megatron convert`: between a folder with a Hugging Face model and a checkpoint directory.
 
 What the source is decides the direction, and the target's name with --upcycle, which may keep the format. The work is
-`hf.convert`'s; here are the options and what is said.
+`hf.convert`'s; here are the options and the messages.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.hf.convert import Converted, to_checkpoint, to_folder
 from lightning_megatron.hf.folder import on_disk, read_config
 from lightning_megatron.hf.shards import MAX_SHARD_BYTES
-from lightning_megatron.hf.weights import Weights, in_checkpoint, in_folder, moe_config
+from lightning_megatron.hf.weights import in_checkpoint, in_folder, moe_config
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 _EPILOG = """\
@@ -85,7 +85,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 
 def run_convert(options: argparse.Namespace) -> None:
-    """Converts, and prints what was done. Raises UsageError with what is wrong."""
+    """Converts, and prints a summary. Raises UsageError with every error."""
     try:
         with store_errors_told(options.source, options.target):
             converted = _convert(options)
@@ -115,7 +115,7 @@ def _convert(options: argparse.Namespace) -> Converted:
     is_to_checkpoint = not is_from_checkpoint if options.upcycle is None else is_ckpt
     faults = []
     if not is_from_checkpoint:
-        # Before what it may not be asked for: what it is.
+        # An unreadable source is an error before options that do not apply to it.
         read_config(on_disk(options.source))
         faults += _unused(options, _FROM_CHECKPOINTS, f"a checkpoint as SOURCE alone, and {options.source} is none")
     if is_to_checkpoint:
@@ -135,7 +135,13 @@ def _convert(options: argparse.Namespace) -> Converted:
             faults.append(" ".join(str(error).split()))
     if faults:
         raise UsageError(faults)
-    weights, dtype = _weights(options, fields), _DTYPES[options.dtype] if options.dtype is not None else None
+    if is_from_checkpoint:
+        weights = in_checkpoint(options.source, options.submodule, fields.get("config"))
+    else:
+        weights = in_folder(options.source)
+    if "upcycle" in fields:
+        weights = weights.upcycled(moe_config(fields["upcycle"]))
+    dtype = None if options.dtype is None else _DTYPES[options.dtype]
     if is_to_checkpoint:
         return to_checkpoint(weights, options.target, dtype=dtype)
     return to_folder(
@@ -146,17 +152,6 @@ def _convert(options: argparse.Namespace) -> Converted:
         max_shard_bytes=options.max_shard_bytes,
         tokenizer_from=options.tokenizer_from,
     )
-
-
-def _weights(options: argparse.Namespace, fields: Mapping[str, Mapping[str, Any]]) -> Weights:
-    """Returns what is to be written."""
-    if is_checkpoint(options.source):
-        weights = in_checkpoint(options.source, options.submodule, fields.get("config"))
-    else:
-        weights = in_folder(options.source)
-    if "upcycle" not in fields:
-        return weights
-    return weights.upcycled(moe_config(fields["upcycle"]))
 
 
 def _unused(options: argparse.Namespace, defaults: Mapping[str, Any], needed: str) -> list[str]:

@@ -1,6 +1,6 @@
-"""`lightning-megatron prepare-data`: text, by a tokenizer that is given or trained, as tokens that training reads.
+"""`lightning-megatron prepare-data`: tokenizes text with a given or a trained tokenizer, into files for training.
 
-The work is `data.prepare`'s; here are the options, the progress and what is said.
+The work is `data.prepare`'s; here are the options, the progress and the messages.
 """
 
 import argparse
@@ -43,8 +43,10 @@ _PATH_HELP = (
     "a file, a directory or a pattern such as 'texts/**/*.txt': text files, each one document, or JSON, CSV, Parquet or"
     " Arrow files, each record one document; they may be compressed (.gz, .bz2, .xz, .zst)"
 )
+# Between two lines of progress where stderr is no terminal.
 _QUIET_SECONDS = 30.0
-"""Between two lines of progress where nobody looks on."""
+# Exit code of a command that Ctrl-C ends.
+_INTERRUPTED = 130
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
@@ -164,20 +166,13 @@ def run_prepare_data(options: argparse.Namespace) -> int:
                 print("stopped; the same command goes on with what is finished", file=sys.stderr)
                 return _INTERRUPTED
             seconds = time.monotonic() - started_seconds
-            records.append({"column": column, "output": str(prefix), "seconds": seconds, **_plain(counts)})
+            record = asdict(counts) | {"bad": [str(one) for one in counts.bad]}
+            records.append({"column": column, "output": str(prefix), "seconds": seconds, **record})
             if not options.json:
                 print(_report(prefix, options.format, tokenizer, counts, seconds))
     if options.json:
         print(json.dumps(records))
     return 0
-
-
-_INTERRUPTED = 130
-
-
-def _plain(counts: Counts) -> dict[str, Any]:
-    """Bad documents as JSON."""
-    return {**asdict(counts), "bad": [str(one) for one in counts.bad]}
 
 
 def _faults(options: argparse.Namespace) -> tuple[list[str], Tokenizer | None]:

@@ -19,7 +19,7 @@ _METADATA: dict[str, dict[str, Any]] = {
     ".png": {"Software": None},
     ".pdf": {"CreationDate": None, "Creator": None, "Producer": None},
 }
-_SETTINGS = {
+_SETTINGS: dict[Any, Any] = {
     # Text stays text, which a reader can search; paths of letters would be ten times the size.
     "svg.fonttype": "none",
     "svg.hashsalt": "lightning_megatron",
