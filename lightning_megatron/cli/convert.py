@@ -57,8 +57,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "--upcycle",
         type=Path,
         metavar="FILE",
-        help="YAML or JSON file with fields of an MoEConfig: turns a dense model into a mixture of experts with the "
-        "same output; TARGET may have either format",
+        help="YAML or JSON file with fields of an MoEConfig: turns a dense model into a mixture of experts that "
+        "starts with the same output; TARGET may have either format",
     )
     source = parser.add_argument_group("options if SOURCE is a checkpoint")
     source.add_argument(
