@@ -277,7 +277,7 @@ def report(figures: list[dict[str, Any]], rounds: int) -> str:
 
 def simulated() -> list[str]:
     """The simulator's table for 8 ranks: the bubble, and the time relative to 1F1B."""
-    from lightning_megatron.pipeline.bubble import schedule_table
+    from benchmarks.schedule_table import schedule_table
 
     columns = {microbatches: schedule_table(8, microbatches) for microbatches in (16, 32, 64)}
     lines = ["| p = 8 | " + " | ".join(f"m = {m}" for m in columns) + " |", "|---" * (1 + len(columns)) + "|"]

@@ -1,7 +1,6 @@
 """A timeline as lines of text, one per rank, to scale: as many characters as a compute takes time.
 
-The last step of `lightning-megatron schedule`, beside the picture; `pipeline.simulate.draw` makes a column of every
-moment instead, and names stages.
+The last step of `lightning-megatron schedule`, beside the picture.
 """
 
 import math

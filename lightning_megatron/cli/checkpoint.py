@@ -1,4 +1,4 @@
-"""`lightning-megatron checkpoint`: what a checkpoint holds, whether it is sound, as one file, and tidying up.
+"""`lightning-megatron checkpoint`: inspects, verifies, consolidates and prunes checkpoints.
 
 Nothing here needs the layout that a checkpoint was saved on, nor more than one process.
 """
@@ -14,18 +14,16 @@ from typing import Any
 
 from lightning_megatron.checkpoint.checkpoint_directory import (
     CheckpointDirectory,
-    Leftover,
-    StoredCheckpoint,
     leads_to,
     scan_directory,
 )
 from lightning_megatron.checkpoint.consolidate import write_consolidated
 from lightning_megatron.checkpoint.folder import Folder, is_remote, store_errors_told
 from lightning_megatron.checkpoint.manifest import is_checkpoint
-from lightning_megatron.checkpoint.prune import Removal, plan_of, prune
+from lightning_megatron.checkpoint.prune import plan_of, prune
 from lightning_megatron.checkpoint.summary import Summary, summary_of, tensors_of
 from lightning_megatron.checkpoint.verify import verify
-from lightning_megatron.cli.commands import COMMANDS
+from lightning_megatron.cli.commands import add_command
 from lightning_megatron.cli.usage import UsageError
 
 _FAULTS_FOUND = 1
@@ -33,85 +31,57 @@ _FAULTS_FOUND = 1
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Adds the command, its own commands and their options."""
-    parser = commands.add_parser(
-        "checkpoint",
-        help=COMMANDS["checkpoint"],
-        description="Looks into checkpoint directories, of any layout, on one process.",
-        allow_abbrev=False,
-    )
+    parser = add_command(commands, "checkpoint", "Reads checkpoint directories of any layout, in one process.")
     own = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    _add_inspect(own)
-    _add_verify(own)
-    _add_consolidate(own)
-    _add_prune(own)
-
-
-def _add_inspect(commands: "argparse._SubParsersAction[Any]") -> None:
-    parser = commands.add_parser(
+    inspect = add_command(
+        own,
         "inspect",
-        help="what a checkpoint, or a folder of them, holds",
-        description="Shows what a checkpoint holds: when and on which layout it was saved, its models, "
-        "numbers and bytes of its tensors. Of a folder of checkpoints, a line for each.",
-        allow_abbrev=False,
+        "Shows the contents of a checkpoint: when and on which layout it was saved, its models, and the number and "
+        "bytes of its tensors. For a folder of checkpoints, prints one line per checkpoint.",
+        run=run_inspect,
+        line="show the contents of a checkpoint, or of a folder of checkpoints",
     )
-    parser.add_argument("path", metavar="PATH", help="a checkpoint directory, or a folder of checkpoints")
-    parser.add_argument("--tensors", action="store_true", help="list every tensor: shape, dtype, chunks, bytes")
-    _add_json(parser)
-    parser.set_defaults(run=run_inspect)
-
-
-def _add_verify(commands: "argparse._SubParsersAction[Any]") -> None:
-    parser = commands.add_parser(
+    inspect.add_argument("path", metavar="PATH", help="a checkpoint directory, or a folder of checkpoints")
+    inspect.add_argument("--tensors", action="store_true", help="list every tensor: shape, dtype, chunks, bytes")
+    verifier = add_command(
+        own,
         "verify",
-        help="read every byte and name every fault",
-        description="Reads every byte of a checkpoint, holds it against the checksums, and looks whether the chunks "
-        "make whole tensors. Exits with 1 where anything is wrong.",
-        allow_abbrev=False,
+        "Reads every byte of a checkpoint, compares it with the checksums, and checks that the chunks make complete "
+        "tensors. Exits with 1 if anything is wrong.",
+        run=run_verify,
+        line="read every byte and print every error",
     )
-    parser.add_argument("path", metavar="PATH", help="a checkpoint directory")
-    _add_json(parser)
-    parser.set_defaults(run=run_verify)
-
-
-def _add_consolidate(commands: "argparse._SubParsersAction[Any]") -> None:
-    parser = commands.add_parser(
+    verifier.add_argument("path", metavar="PATH", help="a checkpoint directory")
+    consolidate = add_command(
+        own,
         "consolidate",
-        help="write one file that Lightning loads on one device",
-        description="Writes one file that Lightning loads on one device, with the weights of the unsplit model: by "
-        "Trainer.fit(ckpt_path=...) and load_from_checkpoint. It takes as much memory as the checkpoint has bytes.",
-        allow_abbrev=False,
+        "Writes one file with the weights of the unsharded model, which Lightning loads on one device with "
+        "Trainer.fit(ckpt_path=...) and load_from_checkpoint. Needs as much memory as the checkpoint has bytes.",
+        run=run_consolidate,
+        line="write one file that Lightning loads on one device",
     )
-    parser.add_argument("path", metavar="PATH", help="a checkpoint directory")
-    parser.add_argument("out", type=Path, metavar="OUT", help="the file to write; one that exists is not overwritten")
-    parser.add_argument("--weights-only", action="store_true", help="leave out the optimizers' states")
-    parser.set_defaults(run=run_consolidate)
-
-
-def _add_prune(commands: "argparse._SubParsersAction[Any]") -> None:
-    parser = commands.add_parser(
+    consolidate.add_argument("path", metavar="PATH", help="a checkpoint directory")
+    consolidate.add_argument("out", type=Path, metavar="OUT", help="the file to write; an existing one is not changed")
+    consolidate.add_argument("--weights-only", action="store_true", help="leave out the optimizers' states")
+    pruner = add_command(
+        own,
         "prune",
-        help="remove what interrupted saves left, and old checkpoints",
-        description="Removes what interrupted saves left in a folder and, with --keep, old checkpoints. A checkpoint "
-        "that a link (last.ckpt) leads to stays, and so does a damaged one.",
-        allow_abbrev=False,
+        "Removes the leftovers of interrupted saves from a folder and, with --keep, old checkpoints. Never removes a "
+        "checkpoint that a link (last.ckpt) points to, nor a damaged one.",
+        run=run_prune,
+        line="remove leftovers of interrupted saves, and old checkpoints",
     )
-    parser.add_argument("folder", metavar="FOLDER", help="a folder of checkpoints")
-    parser.add_argument(
+    pruner.add_argument("folder", metavar="FOLDER", help="a folder of checkpoints")
+    pruner.add_argument(
         "--keep",
         type=int,
         metavar="NUMBER",
-        help="keep that many of the complete checkpoints, the newest by step and then by time (default: all)",
+        help="number of complete checkpoints to keep, the newest by step and then by time (default: all)",
     )
-    parser.add_argument(
-        "--all", action="store_true", help="also unfinished saves that were written to within the last hour"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="say what would be removed, and remove nothing")
-    _add_json(parser)
-    parser.set_defaults(run=run_prune)
-
-
-def _add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    pruner.add_argument("--all", action="store_true", help="also remove unfinished saves written to in the last hour")
+    pruner.add_argument("--dry-run", action="store_true", help="print what would be removed, and remove nothing")
+    for command in (inspect, verifier, pruner):
+        command.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
 def run_inspect(options: argparse.Namespace) -> None:
@@ -176,7 +146,8 @@ def run_prune(options: argparse.Namespace) -> None:
     if not options.dry_run:
         _told(options.folder, lambda: prune(planned))
     if options.json:
-        print(json.dumps({"is_done": not options.dry_run, "removals": [_record_of(removal) for removal in planned]}))
+        removals = [asdict(removal) | {"path": str(removal.path)} for removal in planned]
+        print(json.dumps({"is_done": not options.dry_run, "removals": removals}))
         return
     for removal in planned:
         what = "leaves" if removal.is_kept else "would remove" if options.dry_run else "removed"
@@ -227,19 +198,18 @@ def _report_of_folder(contents: CheckpointDirectory) -> str:
         target = leads_to(link)
         lines.append(f"{link.name}: link to {target.name}" + ("" if is_checkpoint(target) else ", which is not there"))
     for leftover in contents.leftovers:
-        lines.append(f"{leftover.name}: {_state_of(leftover)}, {_bytes(leftover.num_bytes)}, at {leftover.path}")
+        state = "unfinished" if leftover.is_unfinished else "left over"
+        lines.append(f"{leftover.name}: {state}, {_bytes(leftover.num_bytes)}, at {leftover.path}")
     return "\n".join(lines)
-
-
-def _state_of(leftover: Leftover) -> str:
-    return "unfinished" if leftover.is_unfinished else "left over"
 
 
 def _record_of_folder(contents: CheckpointDirectory) -> dict[str, Any]:
     newest = contents.complete[-1].name if contents.complete else None
     return {
         "newest": newest,
-        "checkpoints": [_record_of_standing(one) for one in contents.checkpoints],
+        "checkpoints": [
+            asdict(one) | {"path": str(one.path), "is_complete": one.is_complete} for one in contents.checkpoints
+        ],
         "links": {link.name: str(leads_to(link)) for link in contents.links},
         "leftovers": [
             {
@@ -252,14 +222,6 @@ def _record_of_folder(contents: CheckpointDirectory) -> dict[str, Any]:
             for leftover in contents.leftovers
         ],
     }
-
-
-def _record_of_standing(one: StoredCheckpoint) -> dict[str, Any]:
-    return asdict(one) | {"path": str(one.path), "is_complete": one.is_complete}
-
-
-def _record_of(removal: Removal) -> dict[str, Any]:
-    return asdict(removal) | {"path": str(removal.path)}
 
 
 def _moment(seconds: float) -> str:

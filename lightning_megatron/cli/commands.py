@@ -3,11 +3,37 @@
 `--help` of all commands is printed without importing any of them.
 """
 
+import argparse
+from collections.abc import Callable
+from typing import Any
+
 COMMANDS = {
     "plan": "which layouts fit on so many GPUs, and how fast each would be",
     "dry-run": "memory, FLOPs and messages of a rank, by running its step on tensors without numbers",
-    "schedule": "show a pipeline schedule: its order, its bubble, what it keeps",
-    "checkpoint": "look into checkpoints, check them, make one file of one, remove what is left over",
+    "schedule": "show a pipeline schedule: its order, its bubble, its activations",
+    "checkpoint": "inspect, verify, consolidate and prune checkpoints",
     "convert": "convert between a Hugging Face folder and a checkpoint directory",
     "prepare-data": "turn text into the token files that training reads",
 }
+
+
+def add_command(
+    commands: "argparse._SubParsersAction[Any]",
+    name: str,
+    description: str,
+    *,
+    run: Callable[[argparse.Namespace], int | None] | None = None,
+    line: str = "",
+    epilog: str = "",
+) -> argparse.ArgumentParser:
+    """Adds the parser of a command; `line` is its line of help, and without `run` it has commands of its own."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=line or COMMANDS[name],
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter if epilog else argparse.HelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(run=run)
+    return parser

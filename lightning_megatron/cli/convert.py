@@ -1,7 +1,7 @@
 """`lightning-megatron convert`: between a folder with a Hugging Face model and a checkpoint directory.
 
 What the source is decides the direction, and the target's name with --upcycle, which may keep the format. The work is
-`hf.convert`'s; here are the options and what is said.
+`hf.convert`'s; here are the options and the messages.
 """
 
 import argparse
@@ -17,17 +17,17 @@ import yaml
 
 from lightning_megatron.checkpoint import is_checkpoint
 from lightning_megatron.checkpoint.folder import store_errors_told
-from lightning_megatron.cli.commands import COMMANDS
+from lightning_megatron.cli.commands import add_command
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.hf.convert import Converted, to_checkpoint, to_folder
 from lightning_megatron.hf.folder import on_disk, read_config
 from lightning_megatron.hf.shards import MAX_SHARD_BYTES
-from lightning_megatron.hf.weights import Weights, in_checkpoint, in_folder, moe_config
+from lightning_megatron.hf.weights import in_checkpoint, in_folder, moe_config
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 _EPILOG = """\
-A checkpoint that is made holds the weights of the submodule 'model' of a LightningModule: validate and test it, or
-predict, with ckpt_path. It has no optimizer states, so a fit begins from lightning_megatron.hf.from_pretrained instead.
+The checkpoint holds the weights of the submodule 'model' of a LightningModule: use it as ckpt_path of validate, test
+and predict. It has no optimizer states; to start a fit, use lightning_megatron.hf.from_pretrained instead.
 
 examples:
   lightning-megatron convert llama/ llama.ckpt
@@ -41,48 +41,51 @@ _TO_FOLDERS = {"family": None, "max_shard_bytes": MAX_SHARD_BYTES, "tokenizer_fr
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Adds the command and its options."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "convert",
-        help=COMMANDS["convert"],
-        description="Converts a folder with a Hugging Face model into a checkpoint directory, or a checkpoint "
-        "directory into such a folder, with memory for one tensor at a time.",
+        "Converts a Hugging Face model folder into a checkpoint directory, or a checkpoint directory into such a "
+        "folder. Holds one tensor in memory at a time.",
+        run=run_convert,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("source", metavar="SOURCE", help="a folder with a config.json, or a checkpoint")
-    parser.add_argument("target", metavar="TARGET", help="where nothing is yet; a checkpoint ends in .ckpt")
-    parser.add_argument("--dtype", choices=_DTYPES, help="of the weights that are written (default: as in SOURCE)")
+    parser.add_argument("target", metavar="TARGET", help="a path that does not exist; a checkpoint ends in .ckpt")
+    parser.add_argument("--dtype", choices=_DTYPES, help="dtype of the written weights (default: as in SOURCE)")
     parser.add_argument("--json", action="store_true", help="print what was done as JSON")
     parser.add_argument(
         "--upcycle",
         type=Path,
         metavar="FILE",
-        help="YAML or JSON, fields of an MoEConfig: give a dense model such experts, with the same output at first; "
-        "TARGET may be of either kind",
+        help="YAML or JSON file with fields of an MoEConfig: turns a dense model into a mixture of experts that "
+        "starts with the same output; TARGET may have either format",
     )
-    source = parser.add_argument_group("from a checkpoint")
+    source = parser.add_argument_group("options if SOURCE is a checkpoint")
     source.add_argument(
-        "--submodule", metavar="NAME", help="the model's name in the LightningModule, if it has several"
+        "--submodule", metavar="NAME", help="name of the model in the LightningModule, if it has several"
     )
     source.add_argument(
-        "--config", type=Path, metavar="FILE", help="YAML or JSON: the model's fields, if the checkpoint lacks them"
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="YAML or JSON file with the model's fields, if the checkpoint lacks them",
     )
-    out = parser.add_argument_group("to a folder")
-    out.add_argument("--family", metavar="NAME", help="model_type to write, where several fit")
-    out.add_argument("--tokenizer-from", type=Path, metavar="FOLDER", help="copy the tokenizer's files from there")
+    out = parser.add_argument_group("options if TARGET is a folder")
+    out.add_argument("--family", metavar="NAME", help="model_type to write, if several fit")
+    out.add_argument(
+        "--tokenizer-from", type=Path, metavar="FOLDER", help="copy the tokenizer's files from this folder"
+    )
     out.add_argument(
         "--max-shard-bytes",
         type=int,
         default=MAX_SHARD_BYTES,
         metavar="BYTES",
-        help=f"of each file of weights (default: {MAX_SHARD_BYTES})",
+        help=f"largest size of a file of weights (default: {MAX_SHARD_BYTES})",
     )
-    parser.set_defaults(run=run_convert)
 
 
 def run_convert(options: argparse.Namespace) -> None:
-    """Converts, and prints what was done. Raises UsageError with what is wrong."""
+    """Converts, and prints a summary. Raises UsageError with every error."""
     try:
         with store_errors_told(options.source, options.target):
             converted = _convert(options)
@@ -112,7 +115,7 @@ def _convert(options: argparse.Namespace) -> Converted:
     is_to_checkpoint = not is_from_checkpoint if options.upcycle is None else is_ckpt
     faults = []
     if not is_from_checkpoint:
-        # Before what it may not be asked for: what it is.
+        # An unreadable source is an error before options that do not apply to it.
         read_config(on_disk(options.source))
         faults += _unused(options, _FROM_CHECKPOINTS, f"a checkpoint as SOURCE alone, and {options.source} is none")
     if is_to_checkpoint:
@@ -132,7 +135,13 @@ def _convert(options: argparse.Namespace) -> Converted:
             faults.append(" ".join(str(error).split()))
     if faults:
         raise UsageError(faults)
-    weights, dtype = _weights(options, fields), _DTYPES[options.dtype] if options.dtype is not None else None
+    if is_from_checkpoint:
+        weights = in_checkpoint(options.source, options.submodule, fields.get("config"))
+    else:
+        weights = in_folder(options.source)
+    if "upcycle" in fields:
+        weights = weights.upcycled(moe_config(fields["upcycle"]))
+    dtype = None if options.dtype is None else _DTYPES[options.dtype]
     if is_to_checkpoint:
         return to_checkpoint(weights, options.target, dtype=dtype)
     return to_folder(
@@ -143,17 +152,6 @@ def _convert(options: argparse.Namespace) -> Converted:
         max_shard_bytes=options.max_shard_bytes,
         tokenizer_from=options.tokenizer_from,
     )
-
-
-def _weights(options: argparse.Namespace, fields: Mapping[str, Mapping[str, Any]]) -> Weights:
-    """Returns what is to be written."""
-    if is_checkpoint(options.source):
-        weights = in_checkpoint(options.source, options.submodule, fields.get("config"))
-    else:
-        weights = in_folder(options.source)
-    if "upcycle" not in fields:
-        return weights
-    return weights.upcycled(moe_config(fields["upcycle"]))
 
 
 def _unused(options: argparse.Namespace, defaults: Mapping[str, Any], needed: str) -> list[str]:

@@ -8,10 +8,10 @@ import argparse
 import json
 from typing import Any
 
-from lightning_megatron.cli.commands import COMMANDS
+from lightning_megatron.cli.commands import add_command
 from lightning_megatron.cli.plan_dynamic import balanced_as_asked
 from lightning_megatron.cli.plan_layout import OF_RECIPE, explained, notes_on_layout
-from lightning_megatron.cli.plan_run import add_model_options, count_faults, read_run
+from lightning_megatron.cli.plan_run import add_model_options, add_run_options, count_faults, read_run
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.planner.dry_rank import FullModel
 from lightning_megatron.planner.dry_report import dry_record, dry_text
@@ -20,9 +20,9 @@ from lightning_megatron.planner.hardware import gpu_of
 from lightning_megatron.planner.run import Run
 from lightning_megatron.rules.limits import limit_faults
 
-_GPU = "h100"
 # The GPU whose planned times balance documents where a recipe with dynamic context parallelism gives no costs.
-# Each of which a rank knows.
+_GPU = "h100"
+# A rank knows each of them.
 _MOST_RANKS = 1_000_000
 _EPILOG = """\
 CONFIG is what lightning-megatron plan takes: a recipe's YAML file, a preset, or a Hugging Face
@@ -35,14 +35,13 @@ example:  lightning-megatron dry-run recipes/configs/gpt_1t.yaml
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Adds the command and its options."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "dry-run",
-        help=COMMANDS["dry-run"],
-        description="Runs a training step of one rank of any run, as its own code does it, on tensors that have shapes "
+        "Runs a training step of one rank of any run, as its own code does it, on tensors that have shapes "
         "and no numbers. Tells its peak memory by kind, its FLOPs, and its messages by axis and kind.",
+        run=run_dry_run,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add_model_options(parser)
     run = parser.add_argument_group("the run")
@@ -54,24 +53,9 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         help="global rank (default: of the first, the middle and the last stage)",
     )
     run.add_argument("--layout", metavar="SIZES", help="layout, as in tp=8,pp=64,mbs=1 (default: the recipe's)")
-    run.add_argument(
-        "--global-batch-size",
-        type=int,
-        metavar="SAMPLES",
-        help="samples in a step (default: the recipe's)",
-    )
-    run.add_argument("--sequence-length", type=int, metavar="TOKENS", help="tokens in a sample (default: the recipe's)")
-    run.add_argument("--decoder-sequence-length", type=int, metavar="TOKENS", help="tokens in a T5's target")
-    run.add_argument(
-        "--document-lengths",
-        metavar="LENGTHS",
-        help="lengths of packed documents, for a recipe with dynamic_context: median=TOKENS,sigma=NUMBER, or a file of "
-        "lengths, one a line",
-    )
-    run.add_argument("--fp8", action="store_true", help="run the layers' linears in FP8")
-    run.add_argument("--recompute", choices=("none", "selective", "full"), help="recomputation (default: the recipe's)")
+    add_run_options(run, default_recompute="the recipe's")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.set_defaults(run=run_dry_run, world_option="--world-size")
+    parser.set_defaults(world_option="--world-size")
 
 
 def run_dry_run(options: argparse.Namespace) -> None:

@@ -11,15 +11,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from lightning_megatron.cli.commands import COMMANDS
+from lightning_megatron.cli.commands import add_command
+from lightning_megatron.cli.picture import add_out, out_faults, write_picture
 from lightning_megatron.cli.plan_dynamic import balanced_as_asked
 from lightning_megatron.cli.plan_layout import OF_RECIPE, explained, notes_on_layout
+from lightning_megatron.cli.plan_picture import plan_panels
 from lightning_megatron.cli.plan_request import PlanRequest
-from lightning_megatron.cli.plan_run import add_model_options, count_faults, read_run
+from lightning_megatron.cli.plan_run import add_model_options, add_run_options, count_faults, read_run
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.planner.estimate import Estimate, estimate
 from lightning_megatron.planner.hardware import GIGA, Gpu, gpu_of
-from lightning_megatron.planner.picture import write_plan
 from lightning_megatron.planner.presets import PRESETS
 from lightning_megatron.planner.report import (
     Shown,
@@ -47,14 +48,13 @@ example:  lightning-megatron plan llama3_70b --gpu h100 --num-gpus 64
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Adds the command and its options."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "plan",
-        help=COMMANDS["plan"],
-        description="Predicts memory and step time of every layout of a model on so many GPUs, the fastest that fits "
+        "Predicts memory and step time of every layout of a model on so many GPUs, the fastest that fits "
         "first, without building anything.",
+        run=run_plan,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add_model_options(parser)
     machine = parser.add_argument_group("the machine")
@@ -62,33 +62,14 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     machine.add_argument("--num-gpus", type=int, metavar="NUMBER", help="GPUs in all (default: those of the recipe)")
     machine.add_argument("--memory-gb", type=float, metavar="GB", help="usable memory of a GPU (default: all)")
     run = parser.add_argument_group("the run")
-    run.add_argument(
-        "--global-batch-size",
-        type=int,
-        metavar="SAMPLES",
-        help="samples in a batch (default: the recipe's)",
-    )
-    run.add_argument("--sequence-length", type=int, metavar="TOKENS", help="tokens in a sample (default: the recipe's)")
-    run.add_argument("--decoder-sequence-length", type=int, metavar="TOKENS", help="tokens in a T5's target")
-    run.add_argument(
-        "--document-lengths",
-        metavar="LENGTHS",
-        help="lengths of packed documents, for a recipe with dynamic_context: median=TOKENS,sigma=NUMBER, or a file of "
-        "lengths, one a line",
-    )
-    run.add_argument("--fp8", action="store_true", help="run the layers' linears in FP8")
-    run.add_argument(
-        "--recompute",
-        choices=("none", "selective", "full"),
-        help="recomputation (default: none where that fits)",
-    )
+    add_run_options(run, default_recompute="none where that fits")
     run.add_argument("--layout", metavar="SIZES", help="explain one layout, as in tp=8,pp=64,mbs=1, or recipe")
     run.add_argument("--tokens", type=float, metavar="NUMBER", help="print the days that so many tokens take")
     output = parser.add_argument_group("the output")
     output.add_argument("--top", type=int, metavar="NUMBER", help=f"number of layouts to show (default: {_SHOWN})")
     output.add_argument("--json", action="store_true", help="print everything as JSON")
-    output.add_argument("--out", type=Path, metavar="FILE.svg", help="write a picture of the layout, or of the best")
-    parser.set_defaults(run=run_plan, world_option="--num-gpus")
+    add_out(output, "the layout, or of the best")
+    parser.set_defaults(world_option="--num-gpus")
 
 
 def run_plan(options: argparse.Namespace) -> None:
@@ -106,8 +87,8 @@ def run_plan(options: argparse.Namespace) -> None:
     request = read_run(options)
     if request.run.fp8 is not None and not gpu.fp8_tflops:
         raise UsageError([f"GPU {options.gpu!r} has no units for FP8; leave FP8 out, or plan for another"])
-    if options.out is not None and (options.out.suffix != ".svg" or not options.out.parent.is_dir()):
-        raise UsageError([f"--out ({options.out}) must be a file.svg in a folder that is there"])
+    if faults := out_faults(options.out):
+        raise UsageError(faults)
     if options.layout is not None:
         _explain(options, request, gpu)
     else:
@@ -119,7 +100,7 @@ def _explain(options: argparse.Namespace, request: PlanRequest, gpu: Gpu) -> Non
     run, notes = explained(request, options), _notes(request, gpu, options.layout)
     found = estimate(run, gpu)
     if options.out is not None:
-        _write(found, options.out)
+        _draw(found, options.out)
     if options.json:
         print(json.dumps(record_of(found, num_tokens=options.tokens) | {"notes": notes}))
     else:
@@ -135,7 +116,7 @@ def _search(options: argparse.Namespace, request: PlanRequest, gpu: Gpu) -> None
     shown = _distinct(found, gpu, _SHOWN if options.top is None else options.top)
     best = shown[0].estimate
     if options.out is not None:
-        _write(best, options.out)
+        _draw(best, options.out)
     if options.json:
         record = model_record(run) | {
             "layouts": [record_of(one.estimate, num_tokens=options.tokens) | {"alike": one.alike} for one in shown],
@@ -177,11 +158,10 @@ def _distinct(found: Found, gpu: Gpu, num_shown: int) -> list[Shown]:
     return shown
 
 
-def _write(found: Estimate, path: Path) -> None:
-    try:
-        write_plan(found, path)
-    except OSError as error:
-        raise UsageError([f"--out ({path}) cannot be written: {error.strerror or error}"]) from error
+def _draw(found: Estimate, path: Path) -> None:
+    run = found.run
+    title = f"{layout_text(run)} on {run.sizes.world} x {found.gpu.name}: {found.step_seconds:.3g} s a step"
+    write_picture(path, plan_panels(found), title=title)
 
 
 def _nothing_fits(run: Run, gpu: Gpu, found: Found, free_recompute: bool) -> str:

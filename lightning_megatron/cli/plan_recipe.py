@@ -45,6 +45,7 @@ from lightning_megatron.transformer.recompute import RecomputeConfig
 _MODULES = {"GPTModule": "gpt", "BertModule": "bert", "T5Module": "t5", "LlavaModule": "llava"}
 # What Lightning takes in the place of a precision's name.
 _SHORT_PRECISIONS = {"64": "64-true", "32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+_TAKEN_FOR_GPT = "taken for a GPT: the file has no field of a BERT, T5 or LLaVA alone; --model-kind says another"
 _TE_PRECISION = "transformer-engine"
 # Of a number that is text.
 _MOST_DIGITS = 20
@@ -137,7 +138,7 @@ def run_of_recipe(path: Path, data: dict[str, Any], options: argparse.Namespace)
         run=run,
         has_layout=arguments is not None,
         faults=tuple(fault for fault in rule_faults(cut) if fault not in sizes.faults()),
-        notes=(*_notes_on_kind(kind_from), *([ONE_A_ROW] if is_packed else [])),
+        notes=(*([] if kind_from else [_TAKEN_FOR_GPT]), *([ONE_A_ROW] if is_packed else [])),
         unplanned=_unplanned(pipeline),
         dynamic=settings["dynamic_context"],
         cut=cut,
@@ -328,12 +329,6 @@ def _is_packed(config: Namespace) -> bool:
     """Whether rows hold documents that do not see each other."""
     data = config.get("data") or Namespace()
     return data.get("packing") == "documents" or bool(data.get("separates_documents"))
-
-
-def _notes_on_kind(kind_from: str) -> list[str]:
-    if kind_from:
-        return []
-    return ["taken for a GPT: the file has no field of a BERT, T5 or LLaVA alone; --model-kind says another"]
 
 
 def _unplanned(pipeline: PipelineConfig) -> dict[str, str]:

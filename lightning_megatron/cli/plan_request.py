@@ -1,4 +1,4 @@
-"""`Asked`: what CONFIG and the options of a command ask for, as a run of the planner."""
+"""`PlanRequest`: the run that CONFIG and the options of a command describe, for the planner."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

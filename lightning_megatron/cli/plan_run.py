@@ -41,6 +41,32 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_run_options(group: "argparse._ArgumentGroup", *, default_recompute: str) -> None:
+    """Adds the options that change a recipe's run, or complete a model to one."""
+    group.add_argument(
+        "--global-batch-size",
+        type=int,
+        metavar="SAMPLES",
+        help="samples in a batch (default: the recipe's)",
+    )
+    group.add_argument(
+        "--sequence-length", type=int, metavar="TOKENS", help="tokens in a sample (default: the recipe's)"
+    )
+    group.add_argument("--decoder-sequence-length", type=int, metavar="TOKENS", help="tokens in a T5's target")
+    group.add_argument(
+        "--document-lengths",
+        metavar="LENGTHS",
+        help="lengths of packed documents, for a recipe with dynamic_context: median=TOKENS,sigma=NUMBER, or a file of "
+        "lengths, one a line",
+    )
+    group.add_argument("--fp8", action="store_true", help="run the layers' linears in FP8")
+    group.add_argument(
+        "--recompute",
+        choices=("none", "selective", "full"),
+        help=f"activation recomputation (default: {default_recompute})",
+    )
+
+
 def count_faults(options: argparse.Namespace, names: Sequence[str]) -> list[str]:
     """Errors in options that count something."""
     told = {f"--{name.replace('_', '-')}": getattr(options, name) for name in names}

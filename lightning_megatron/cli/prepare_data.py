@@ -1,6 +1,6 @@
-"""`lightning-megatron prepare-data`: text, by a tokenizer that is given or trained, as tokens that training reads.
+"""`lightning-megatron prepare-data`: tokenizes text with a given or a trained tokenizer, into files for training.
 
-The work is `data.prepare`'s; here are the options, the progress and what is said.
+The work is `data.prepare`'s; here are the options, the progress and the messages.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lightning_megatron.cli.commands import COMMANDS
+from lightning_megatron.cli.commands import add_command
 from lightning_megatron.cli.usage import UsageError
 from lightning_megatron.data import Tokenizer, load_documents, load_tokenizer, train_tokenizer
 from lightning_megatron.data.corpus_shards import Counts, DocumentForm, usable_texts
@@ -30,8 +30,8 @@ from lightning_megatron.data.sources import files_of
 from lightning_megatron.data.tokenizer import SMALLEST_VOCABULARY
 
 _EPILOG = """\
-A run that is ended at any moment goes on where it was when the same command is given again. The files do not depend on
-the number of workers, and are to the byte those of Megatron's own tool for the same tokens.
+An interrupted run resumes when the same command is started again. The files do not depend on the number of workers, and
+are byte for byte those that Megatron's own tool writes for the same tokens.
 
 examples:
   lightning-megatron prepare-data --path corpus.jsonl --tokenizer tokenizer.json --output data/corpus
@@ -40,35 +40,40 @@ examples:
     --output data/wikitext
 """
 _PATH_HELP = (
-    "a file, a directory or a pattern such as 'texts/**/*.txt': text, of which a file is a document, or JSON, CSV,"
-    " Parquet or Arrow, of which a row is one and which may be packed (.gz, .bz2, .xz, .zst)"
+    "a file, a directory or a pattern such as 'texts/**/*.txt': text files, each one document, or JSON, CSV, Parquet or"
+    " Arrow files, each record one document; they may be compressed (.gz, .bz2, .xz, .zst)"
 )
+# Between two lines of progress where stderr is no terminal.
 _QUIET_SECONDS = 30.0
-"""Between two lines of progress where nobody looks on."""
+# Exit code of a command that Ctrl-C ends.
+_INTERRUPTED = 130
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Adds the command and its options."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "prepare-data",
-        help=COMMANDS["prepare-data"],
-        description="Tokenizes text with all cores and writes Megatron's .bin and .idx, or a table of datasets.",
+        "Tokenizes text with all cores and writes Megatron's .bin and .idx files, or a Hugging Face dataset.",
+        run=run_prepare_data,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     source = parser.add_argument_group("text: one of --path and --dataset, or neither for Python's standard library")
     source.add_argument("--path", metavar="PATH", help=_PATH_HELP)
-    source.add_argument("--dataset", metavar="NAME", help="'name' or 'name:config' of the hub, or a local dataset")
+    source.add_argument(
+        "--dataset", metavar="NAME", help="'name' or 'name:config' on the Hugging Face hub, or a local dataset"
+    )
     source.add_argument("--split", default="train", metavar="NAME", help="part of the dataset (default: train)")
     source.add_argument(
         "--text-column",
         nargs="+",
         default=["text"],
         metavar="NAME",
-        help="columns with text, each written for itself as OUTPUT_NAME if there are several (default: text)",
+        help="columns with text; several are written to separate files, PREFIX_NAME each (default: text)",
     )
-    source.add_argument("--cache-directory", type=Path, metavar="FOLDER", help="for what datasets keeps (default: its)")
+    source.add_argument(
+        "--cache-directory", type=Path, metavar="FOLDER", help="cache of the package datasets (default: its own)"
+    )
     tokenizer = parser.add_argument_group("tokenizer: one of --tokenizer and --train-vocab-size")
     tokenizer.add_argument(
         "--tokenizer",
@@ -79,40 +84,47 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "--train-vocab-size",
         type=int,
         metavar="SIZE",
-        help="train a byte-level tokenizer of that many tokens on the text, written as OUTPUT.tokenizer.json",
+        help="train a byte-level BPE tokenizer of this vocabulary size on the text, written as PREFIX.tokenizer.json",
     )
     tokenizer.add_argument(
-        "--special-tokens", nargs="+", default=[], metavar="NAME", help="of the one that is trained, as '[MASK]'"
+        "--special-tokens",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="special tokens of the trained tokenizer, as '[MASK]'",
     )
-    tokenizer.add_argument("--end-of-text", metavar="NAME", help="the token that ends a document (default: its own)")
+    tokenizer.add_argument(
+        "--end-of-text", metavar="NAME", help="token at the end of a document (default: the tokenizer's)"
+    )
     out = parser.add_argument_group("output")
-    out.add_argument("--output", type=Path, required=True, metavar="PREFIX", help="PREFIX.bin and PREFIX.idx")
+    out.add_argument("--output", type=Path, required=True, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx")
     out.add_argument(
         "--format",
         choices=("megatron", "arrow"),
         default="megatron",
-        help="token files, or the directory PREFIX for datasets.load_from_disk (default: megatron)",
+        help="token files, or a directory PREFIX for datasets.load_from_disk (default: megatron)",
     )
-    out.add_argument("--no-append-eod", action="store_true", help="no end of text behind a document")
-    out.add_argument("--split-sentences", action="store_true", help="each sentence a sequence of its own, for BERT")
+    out.add_argument("--no-append-eod", action="store_true", help="write no end-of-text token after a document")
+    out.add_argument("--split-sentences", action="store_true", help="write each sentence as its own sequence, for BERT")
     work = parser.add_argument_group("work")
-    work.add_argument("--workers", type=int, default=0, metavar="NUMBER", help="processes (default: one for each core)")
+    work.add_argument(
+        "--workers", type=int, default=0, metavar="NUMBER", help="worker processes (default: one per core)"
+    )
     work.add_argument(
         "--bad-documents",
         choices=("skip", "refuse"),
         default="skip",
-        help="documents that are not UTF-8 or not JSON, damaged, larger than --max-document-bytes, or that the "
-        "tokenizer cannot take: left without tokens and told, or a fault (default: skip)",
+        help="what to do with documents that are not UTF-8 or not JSON, damaged, larger than --max-document-bytes, or "
+        "refused by the tokenizer: write no tokens and report them, or end with an error (default: skip)",
     )
     work.add_argument(
         "--max-document-bytes",
         type=int,
         default=MAX_DOCUMENT_BYTES,
         metavar="BYTES",
-        help=f"of a document that is tokenized (default: {MAX_DOCUMENT_BYTES})",
+        help=f"largest document that is tokenized (default: {MAX_DOCUMENT_BYTES})",
     )
     work.add_argument("--json", action="store_true", help="print what was done as JSON")
-    parser.set_defaults(run=run_prepare_data)
 
 
 def run_prepare_data(options: argparse.Namespace) -> int:
@@ -154,20 +166,13 @@ def run_prepare_data(options: argparse.Namespace) -> int:
                 print("stopped; the same command goes on with what is finished", file=sys.stderr)
                 return _INTERRUPTED
             seconds = time.monotonic() - started_seconds
-            records.append({"column": column, "output": str(prefix), "seconds": seconds, **_plain(counts)})
+            record = asdict(counts) | {"bad": [str(one) for one in counts.bad]}
+            records.append({"column": column, "output": str(prefix), "seconds": seconds, **record})
             if not options.json:
                 print(_report(prefix, options.format, tokenizer, counts, seconds))
     if options.json:
         print(json.dumps(records))
     return 0
-
-
-_INTERRUPTED = 130
-
-
-def _plain(counts: Counts) -> dict[str, Any]:
-    """Bad documents as JSON."""
-    return {**asdict(counts), "bad": [str(one) for one in counts.bad]}
 
 
 def _faults(options: argparse.Namespace) -> tuple[list[str], Tokenizer | None]:

@@ -8,15 +8,15 @@ import argparse
 import json
 import math
 import shutil
-from pathlib import Path
 from typing import Any
 
 from lightning_megatron.cli.ascii_timeline import ascii_timeline
-from lightning_megatron.cli.commands import COMMANDS
+from lightning_megatron.cli.commands import add_command
+from lightning_megatron.cli.picture import add_out, out_faults, write_picture
 from lightning_megatron.cli.usage import UsageError
+from lightning_megatron.metrics.schedule_figure import schedule_panel
 from lightning_megatron.pipeline.bubble import peak_shares, timeline_of
 from lightning_megatron.pipeline.paused_gc import paused_gc
-from lightning_megatron.pipeline.picture import write_png, write_svg
 from lightning_megatron.pipeline.registry import (
     SCHEDULES,
     bubble_formula,
@@ -30,7 +30,6 @@ from lightning_megatron.pipeline.schedule_spec import Schedule
 from lightning_megatron.pipeline.simulate import Costs, Timeline
 from lightning_megatron.rules.limits import limit_faults
 
-_WRITERS = {".svg": write_svg, ".png": write_png}
 _COMPUTE_FIELDS = ("kind", "stage", "microbatch", "start", "end")
 # Columns where stdout is no terminal.
 _COLUMNS = 120
@@ -49,14 +48,13 @@ example:  lightning-megatron schedule --pp 8 --vp 2 --microbatches 16 --out sche
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     """Adds the command and its options."""
-    parser = commands.add_parser(
+    parser = add_command(
+        commands,
         "schedule",
-        help=COMMANDS["schedule"],
-        description="Shows a pipeline schedule as a grid, with the time that ranks stand idle (the bubble) and the "
+        "Shows a pipeline schedule as a grid, with the time that ranks stand idle (the bubble) and the "
         "activations that they keep.",
+        run=run_schedule,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     sizes = parser.add_argument_group("the schedule")
     sizes.add_argument("--pp", type=int, required=True, metavar="RANKS", help="ranks of the pipeline, from 1")
@@ -104,9 +102,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
             f"--{name}", type=float, default=default, metavar="TIME", help=f"{what} (default: {default:g})"
         )
     output = parser.add_argument_group("the output")
-    output.add_argument(
-        "--out", type=Path, metavar="FILE", help="write a picture too: FILE.svg, or FILE.png (extra 'plot')"
-    )
+    add_out(output, "the schedule")
     output.add_argument("--json", action="store_true", help="print everything as JSON, every compute with its times")
     output.add_argument(
         "--max-columns",
@@ -115,7 +111,6 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         metavar="NUMBER",
         help=f"characters of a line of the grid, from 20 (default: 0, the width of the terminal, or {_COLUMNS})",
     )
-    parser.set_defaults(run=run_schedule)
 
 
 def run_schedule(options: argparse.Namespace) -> None:
@@ -126,7 +121,8 @@ def run_schedule(options: argparse.Namespace) -> None:
         if not math.isfinite(timeline.makespan):
             raise UsageError(["the costs add up to more than a number can hold; give them in a larger unit"])
         if options.out is not None:
-            _write_picture(options.out, schedule, timeline)
+            title = f"{_name(schedule)}: bubble {_percent(timeline.bubble)}"
+            write_picture(options.out, [schedule_panel(timeline, unit="time")], title=title)
         if options.json:
             print(json.dumps(_record(schedule, costs, timeline)))
         else:
@@ -160,8 +156,7 @@ def _read(options: argparse.Namespace) -> tuple[Schedule, Costs]:
         )
     except ValueError as error:
         faults.append(str(error))
-    if options.out is not None:
-        faults += _path_faults(options.out)
+    faults += out_faults(options.out)
     if options.max_columns != 0 and options.max_columns < 20:
         faults.append(
             f"--max-columns ({options.max_columns}) must be at least 20; use 0, which is the terminal's, or 20 or more"
@@ -169,27 +164,6 @@ def _read(options: argparse.Namespace) -> tuple[Schedule, Costs]:
     if faults:
         raise UsageError(faults)
     return schedule, costs
-
-
-def _path_faults(path: Path) -> list[str]:
-    faults = []
-    if path.suffix.lower() not in _WRITERS:
-        faults.append(
-            f"--out ({path}) must end in {' or '.join(_WRITERS)}; use {path if path.name else 'schedule'}.svg"
-        )
-    if not path.parent.is_dir():
-        faults.append(f"--out ({path}) lies in {path.parent}, which is no directory; make it, or use another")
-    return faults
-
-
-def _write_picture(path: Path, schedule: Schedule, timeline: Timeline) -> None:
-    title = f"{_name(schedule)}: bubble {_percent(timeline.bubble)}"
-    try:
-        _WRITERS[path.suffix.lower()](timeline, path, title=title)
-    except OSError as error:
-        raise UsageError([f"--out ({path}) cannot be written: {error.strerror or error}; use another path"]) from error
-    except ImportError as error:
-        raise UsageError([f"--out ({path}): {error}; or use {path.with_suffix('.svg')}"]) from error
 
 
 def _name(schedule: Schedule) -> str:

@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightning_megatron.metrics.figure import new_figure, write_figure
 from lightning_megatron.moe.load import RoutingReport
 from lightning_megatron.moe.load_balancing import expert_load
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from lightning_megatron.metrics.figure import Figure
 
-# Of the experts of one layer; the layers' rows share the height of a screen.
-_TALLEST, _LOWEST, _WIDTH = 12.0, 3.0, 9.0
-# In inches.
-_ENDS = 2.0
+# In points. All rows share the height of a screen.
+_TALLEST, _LOWEST, _WIDTH = 864, 216, 648
 # From a quarter of the mean to four times it, as powers of 2.
+_ENDS = 2.0
 
 
 def numbers_of(reports: Mapping[str, RoutingReport], *, per_layer: bool, per_expert: bool) -> dict[str, float]:
@@ -99,26 +99,13 @@ class LoadHistory:
         self._num_open = 1
 
 
-def require_matplotlib() -> None:
-    """Raises ImportError, naming the extra, without matplotlib."""
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            "a picture of the experts' load needs the package 'matplotlib': pip install 'lightning_megatron[plot]'"
-        ) from error
-
-
 def picture_of(history: LoadHistory) -> Figure:
     """A heat map of each expert's load over the steps, 1 being the mean of its layer; `history` is not empty."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     load_SLE = torch.stack([expert_load(counts_LE, torch.float64) for counts_LE in history.counts])
     num_layers, num_experts = load_SLE.shape[1:]
     rows_RS = load_SLE.flatten(1).T
-    figure = Figure(figsize=(_WIDTH, min(max(_LOWEST, 1.0 + 0.12 * len(rows_RS)), _TALLEST)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(_WIDTH, min(max(_LOWEST, 72 + 8.6 * len(rows_RS)), _TALLEST))
+    figure.set_layout_engine("constrained")
     axes = figure.add_subplot()
     image = axes.imshow(
         # An expert without a token would be at minus infinity.
@@ -145,6 +132,6 @@ def picture_of(history: LoadHistory) -> Figure:
 
 
 def write_picture(history: LoadHistory, path: Path) -> None:
-    """Writes the picture as a PNG file, making its folder."""
+    """Writes the picture, making its folder; the file's ending picks the format."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    picture_of(history).savefig(path, format="png", dpi=120)
+    write_figure(picture_of(history), path)

@@ -43,6 +43,19 @@ _LANE_OF_NAME = {
     CLIP: "optimizer",
     OPTIMIZER: "optimizer",
 }
+KIND_WORDS = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward, input",
+    Kind.BACKWARD_WEIGHT: "backward, weights",
+    Kind.RECV_FORWARD: "wait for input",
+    Kind.RECV_BACKWARD: "wait for gradient",
+    Kind.SEND_FORWARD: "wait until output has left",
+    Kind.SEND_BACKWARD: "wait until gradient has left",
+    Kind.REDUCE_GRADS: "hand over gradients",
+    Kind.GATHER_PARAMS: "wait for parameters",
+}
+"""Actions in words, for a reader."""
 # A computer's clock has no seconds as short, and a cost must be above 0.
 _SHORTEST_SECONDS = 1e-9
 
@@ -95,20 +108,8 @@ def in_words(activity: Activity) -> str:
     """An activity in words, for a reader."""
     if isinstance(activity, str):
         return activity
-    words = {
-        Kind.FORWARD: "forward",
-        Kind.BACKWARD: "backward",
-        Kind.BACKWARD_INPUT: "backward, input",
-        Kind.BACKWARD_WEIGHT: "backward, weights",
-        Kind.RECV_FORWARD: "wait for input",
-        Kind.RECV_BACKWARD: "wait for gradient",
-        Kind.SEND_FORWARD: "wait until output has left",
-        Kind.SEND_BACKWARD: "wait until gradient has left",
-        Kind.REDUCE_GRADS: "hand over gradients",
-        Kind.GATHER_PARAMS: "wait for parameters",
-    }[activity.kind]
     microbatch = "" if activity.microbatch == WHOLE_STAGE else f", microbatch {activity.microbatch}"
-    return f"{words}, stage {activity.stage}{microbatch}"
+    return f"{KIND_WORDS[activity.kind]}, stage {activity.stage}{microbatch}"
 
 
 def stage_costs(ranks: Sequence[RankLaps], num_stages: int) -> tuple[Costs, ...]:

@@ -9,9 +9,9 @@ backward that waits for its turn there, a first task that differentiates anythin
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -40,15 +40,9 @@ class ForwardBackwardOverlap:
         self._first_thread = threading.get_ident()
         running = self._pool.submit(self._run_second, second, self._stream())
         try:
-            first()
-        except _Abandoned:
-            # The second one has failed, and says why.
-            pass
-        except BaseException:
-            self._has_failed = True
-            raise
+            with self._task(0):
+                first()
         finally:
-            self._end(0)
             error = running.exception()
             self._first_thread = None
         if error is not None:
@@ -74,19 +68,28 @@ class ForwardBackwardOverlap:
         return torch.cuda.stream(torch.cuda.current_stream(self._device))
 
     def _run_second(self, second: Callable[[], None], stream: AbstractContextManager[object]) -> None:
-        try:
+        with self._task(1):
             with self._changed:
                 self._await_turn(1)
             self._abandon_if_failed()
             with stream:
                 second()
+
+    @contextmanager
+    def _task(self, own: int) -> Iterator[None]:
+        """A block that is one of the two tasks; an abandoned one ends in silence, since the other says why."""
+        try:
+            yield
         except _Abandoned:
             pass
         except BaseException:
             self._has_failed = True
             raise
         finally:
-            self._end(1)
+            with self._changed:
+                self._ended[own] = True
+                self._turn = 1 - own
+                self._changed.notify_all()
 
     def _await_turn(self, own: int) -> None:
         self._changed.wait_for(lambda: self._turn == own)
@@ -94,9 +97,3 @@ class ForwardBackwardOverlap:
     def _abandon_if_failed(self) -> None:
         if self._has_failed:
             raise _Abandoned
-
-    def _end(self, own: int) -> None:
-        with self._changed:
-            self._ended[own] = True
-            self._turn = 1 - own
-            self._changed.notify_all()

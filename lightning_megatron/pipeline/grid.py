@@ -1,7 +1,4 @@
-"""Plans as text: a line for each rank, a column for each step, and errors that show the place in it.
-
-Read by people, when a schedule is drawn and when one is wrong.
-"""
+"""Plans as text, in errors: a line for each rank, a column for each step, and the place of an error marked."""
 
 from __future__ import annotations
 
@@ -35,11 +32,6 @@ def plan_grid(plan: Plan, marks: Mapping[int, int]) -> str:
         if rank in marks:
             cells[marks[rank]] = f">{cells[marks[rank]]}<"
         rows.append([f"rank {rank}", *cells[first:end]])
-    return aligned(rows)
-
-
-def aligned(rows: list[list[str]]) -> str:
-    """The rows as lines of columns, each column as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
     return "\n".join(
         " ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)).rstrip() for row in rows

@@ -18,7 +18,7 @@ from itertools import pairwise
 from operator import sub
 
 from lightning_megatron.pipeline.consistency import require_consistent
-from lightning_megatron.pipeline.grid import aligned, plan_grid
+from lightning_megatron.pipeline.grid import plan_grid
 from lightning_megatron.pipeline.lower import (
     SENDS,
     Lane,
@@ -34,7 +34,7 @@ from lightning_megatron.pipeline.lower import (
 from lightning_megatron.pipeline.paused_gc import paused_gc
 from lightning_megatron.pipeline.schedule import COMPUTES, MESSAGES, Action, Kind, ScheduleError
 
-__all__ = ["Costs", "ScheduleError", "Span", "Timeline", "check", "draw", "play"]
+__all__ = ["Costs", "ScheduleError", "Span", "Timeline", "check", "play"]
 
 # The computes after which an activation is not needed any more.
 _LAST_USE = frozenset({Kind.BACKWARD, Kind.BACKWARD_WEIGHT})
@@ -135,23 +135,6 @@ def play(plan: Plan, costs: Costs | Sequence[Costs] | None = None) -> Timeline:
     )
 
 
-def draw(timeline: Timeline) -> str:
-    """A grid with a line per rank and a column from each moment at which something starts or ends to the next.
-
-    `=` goes on with the action to its left, `.` is idle. Each line ends in the rank's bubble and peak of activations.
-    """
-    moments = sorted({_rounded(time) for spans in timeline.spans for span in spans for time in (span.start, span.end)})
-    column_of = {moment: column for column, moment in enumerate(moments)}
-    rows = [["time", *(f"{moment:g}" for moment in moments[:-1]), "bubble", "peak"]]
-    for rank, spans in enumerate(timeline.spans):
-        cells = ["."] * (len(moments) - 1)
-        for span in spans:
-            first, end = column_of[_rounded(span.start)], column_of[_rounded(span.end)]
-            cells[first:end] = [str(span.action), *["="] * (end - first - 1)]
-        rows.append([f"rank {rank}", *cells, f"{timeline.bubbles[rank]:.1%}", str(timeline.peak_activations[rank])])
-    return f"{aligned(rows)}\nmakespan {timeline.makespan:g}, bubble {timeline.bubble:.1%}"
-
-
 def _peak_activations(computes: list[Action]) -> int:
     """The most activations alive at one time; without a backward an activation lives as long as its forward."""
     kept_until_backward = {cell_key(c.stage, c.microbatch) for c in computes if c.kind in _LAST_USE}
@@ -163,11 +146,6 @@ def _peak_activations(computes: list[Action]) -> int:
         elif compute.kind in _LAST_USE:
             alive -= 1
     return peak
-
-
-def _rounded(time: float) -> float:
-    """The time without the last digits, in which sums of the same costs in another order differ."""
-    return float(f"{time:.9g}")
 
 
 @dataclass(slots=True)

@@ -10,11 +10,16 @@ import pytest
 import yaml
 
 from lightning_megatron.cli.main import main
+from lightning_megatron.cli.plan_picture import plan_panels
 from lightning_megatron.cli.recipe import RecipeCLI
 from lightning_megatron.cli.recipe_reader import PRETRAINING
 from lightning_megatron.cli.usage import UsageError
+from lightning_megatron.mesh import Sizes
+from lightning_megatron.planner.estimate import estimate
+from lightning_megatron.planner.hardware import gpu_of
 from lightning_megatron.planner.model_parts import model_parts_of
 from lightning_megatron.planner.presets import PRESETS
+from lightning_megatron.planner.run import Run
 
 CONFIGS = Path(__file__).resolve().parents[2] / "recipes" / "configs"
 GPT_1T = str(CONFIGS / "gpt_1t.yaml")
@@ -698,6 +703,7 @@ def test_fp8_and_recomputation_change_the_plan(capsys: pytest.CaptureFixture[str
 
 
 def test_a_picture_has_a_bar_for_every_kind_on_every_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
     file = tmp_path / "plan.svg"
     args = (
         "llama3_8b",
@@ -711,10 +717,26 @@ def test_a_picture_has_a_bar_for_every_kind_on_every_rank(tmp_path: Path, capsys
         "16",
     )
     printed(capsys, *args, "--out", str(file))
-    text = file.read_text()
-    ElementTree.fromstring(text)
-    assert all(f"rank {rank}, {kind}:" in text for rank in range(4) for kind in ("weights", "activations", "overhead"))
-    assert "forward, stage 3, microbatch" in text
+    root = ElementTree.parse(file).getroot()
+    texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"weights", "master weights", "activations", "overhead", "forward", "idle", "GB", "seconds"} <= {*texts}
+    planned = record(capsys, *args)["memory_bytes"]
+    assert {f"{memory['total'] / 1e9:.1f} GB" for memory in planned} <= {*texts}
+    assert texts.count("rank 3") == 2
+
+
+def test_a_plan_s_bars_are_as_long_as_its_memory() -> None:
+    preset = PRESETS["llama3_8b"]
+    sizes = Sizes(world=16, tp=2, pp=4)
+    run = Run(model=preset.model, lengths=preset.lengths, sizes=sizes, global_batch_size=16)
+    found = estimate(run, gpu_of("h100"))
+    memory, step = plan_panels(found)
+    assert memory.limit == 80 and len(memory.rows) == len(step.rows) == 4
+    for row, own in zip(memory.rows, found.memory, strict=True):
+        lengths = {bar.entry: (bar.end - bar.start) * 1e9 for bar in row.bars}
+        assert lengths == pytest.approx({kind.replace("_", " "): value for kind, value in own.by_kind().items()})
+        assert [bar.start for bar in row.bars[1:]] == [bar.end for bar in row.bars[:-1]]
+        assert row.bars[-1].end * 1e9 == pytest.approx(own.total)
 
 
 def test_a_gpu_of_one_s_own_is_accepted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -754,7 +776,7 @@ def test_a_gpu_of_one_s_own_is_accepted(tmp_path: Path, capsys: pytest.CaptureFi
         (("llama3_8b", "--gpu", "h100", "--num-gpus", "9", "--layout", "tp=3,mbs=1"), ("num_attention_heads (32)",)),
         (("llama3_8b", "--gpu", "a100", "--num-gpus", "8", "--fp8"), ("no units for FP8",)),
         (("none.yaml", "--gpu", "h100"), ("none.yaml cannot be read",)),
-        (("llama3_8b", "--gpu", "h100", "--num-gpus", "8", "--out", "plan.pdf"), ("--out", ".svg")),
+        (("llama3_8b", "--gpu", "h100", "--num-gpus", "8", "--out", "plan.gif"), ("--out", ".svg, .png, .pdf")),
         (("llama3_8b", "--gpu", "h100", "--num-gpus", "0"), ("--num-gpus (0)",)),
         (("llama3_8b", "--gpu", "h100", "--num-gpus", "8", "--memory-gb", "-1"), ("memory_gb (-1.0)",)),
         (

@@ -5,6 +5,7 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -128,8 +129,8 @@ def test_the_report_has_bubble_formula_makespan_and_peaks(capsys: pytest.Capture
         ((*SIZES, "--forward", "0"), ("forward (0.0) must be above 0",)),
         ((*SIZES, "--message", "nan", "--backward", "-1"), ("message (nan)", "backward (-1.0)")),
         ((*SIZES, "--max-columns", "3"), ("--max-columns (3) must be at least 20",)),
-        ((*SIZES, "--out", "file.gif"), ("--out (file.gif) must end in .svg or .png", "use file.gif.svg")),
-        ((*SIZES, "--out", "."), ("--out (.) must end in .svg or .png", "use schedule.svg")),
+        ((*SIZES, "--out", "file.gif"), ("--out (file.gif) must end in one of .svg, .png, .pdf", "use file.gif.svg")),
+        ((*SIZES, "--out", "."), ("--out (.) must end in one of .svg, .png, .pdf", "use picture.svg")),
         ((*SIZES, "--forward", "1e308"), ("more than a number can hold",)),
         ((*SIZES, "--out", "none/file.svg"), ("--out (none/file.svg)", "no directory")),
         ((*SIZES, "--out", "folder.svg"), ("--out (folder.svg) cannot be written", "directory")),
@@ -145,27 +146,35 @@ def test_a_mistake_is_told_in_one_line_with_all_others(
 ) -> None:
     for name in ("folder.svg", "folder.png"):
         (empty_folder / name).mkdir()
-    if "folder.png" in options:
+    if "--out" in options:
         pytest.importorskip("matplotlib")
     line = told(capsys, *options)
     for word in words:
         assert word in line
 
 
-def test_png_without_matplotlib_names_the_extra(
+def test_a_picture_without_matplotlib_is_refused_before_anything_is_played(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def nothing_played(*_: Any) -> None:
+        raise AssertionError("the schedule was played before the error")
+
     # What the import system takes for "there is none".
-    for name in ("matplotlib.backends.backend_agg", "matplotlib.figure"):
-        monkeypatch.setitem(sys.modules, name, None)
-    line = told(capsys, *SIZES, "--out", "file.png")
-    assert "lightning_megatron[plot]" in line and "file.svg" in line
-    assert not Path("file.png").exists()
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr("lightning_megatron.cli.schedule.timeline_of", nothing_played)
+    line = told(capsys, *SIZES, "--forward", "0", "--out", "file.svg")
+    assert "lightning_megatron[plot]" in line and "forward (0.0) must be above 0" in line
+    assert not Path("file.svg").exists()
 
 
 def test_out_writes_a_picture_beside_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
     assert printed(capsys, *SIZES, "--out", "file.SVG") == printed(capsys, *SIZES)
-    assert "bubble 27.3%" in Path("file.SVG").read_text()
+    root = ElementTree.parse("file.SVG").getroot()
+    texts = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"1f1b, 4 ranks, 8 microbatches: bubble 27.3%", "forward", "backward", "idle", "rank 3", "time"} <= {*texts}
+    # Of each of four ranks a forward and a backward of every microbatch; 5 is at the axis too.
+    assert texts.count("7") == 2 * 4 and texts.count("5") == 2 * 4 + 1
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -177,6 +186,7 @@ def page() -> str:
 
 
 def test_the_page_shows_what_the_command_prints_and_draws(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
     block = r"```bash\nlightning-megatron schedule (.*?) --out (\S+)\n```\n\n```text\n(.*?)```"
     shown = re.search(block, page(), re.DOTALL)
     assert shown is not None
@@ -189,6 +199,7 @@ def test_the_page_shows_what_the_command_prints_and_draws(capsys: pytest.Capture
 def test_the_other_pictures_of_the_page_are_those_of_the_command(
     name: str, options: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("matplotlib")
     printed(capsys, *SIZES, *options, "--out", "own.svg")
     assert f"](pictures/{name}.svg)" in page()
     assert Path("own.svg").read_text() == (ROOT / f"docs/pictures/{name}.svg").read_text()

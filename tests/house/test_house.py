@@ -25,6 +25,7 @@ DOORS = {
     "sentencepiece": ("data/sentencepiece_tokenizer.py",),
     "tiktoken": ("data/tiktoken_tokenizer.py",),
     "jinja2": ("data/chat_template.py",),
+    "matplotlib": ("metrics/figure.py",),
     "transformer_engine": ("precision/fp8.py",),
     "safetensors": ("hf/",),
     "transformers": ("hf/", "data/transformers_tokenizer.py"),

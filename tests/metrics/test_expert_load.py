@@ -1,6 +1,5 @@
 """What is told of the experts' load, in numbers and as a picture."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from lightning_megatron.metrics.expert_load import (
     LoadHistory,
     numbers_of,
     picture_of,
-    require_matplotlib,
     write_picture,
 )
 from lightning_megatron.moe.load import RoutingReport
@@ -68,10 +66,3 @@ def test_the_picture_has_a_row_for_each_expert_and_tells_busy_from_idle(tmp_path
     assert [text.get_text() for text in axes.get_xticklabels()] == ["0", "10", "20"]
     write_picture(history, tmp_path / "new" / "experts.png")
     assert (tmp_path / "new" / "experts.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    # What the import system takes for "there is none".
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"lightning_megatron\[plot\]"):
-        require_matplotlib()

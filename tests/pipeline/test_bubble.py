@@ -2,13 +2,12 @@
 
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_megatron.pipeline.bubble import schedule_table, timeline_of
+from lightning_megatron.pipeline.bubble import timeline_of
 from lightning_megatron.pipeline.lower import lower
 from lightning_megatron.pipeline.registry import SCHEDULES, ScheduleName, bubble_formula, order_of, schedule_faults
 from lightning_megatron.pipeline.schedule_spec import Schedule
@@ -113,37 +112,3 @@ def test_a_step_of_more_chunks_computes_as_long() -> None:
         timeline = timeline_of(Schedule(name=name, pp=2, chunks=chunks, microbatches=4), Costs())
         for spans in timeline.spans:
             assert sum(span.end - span.start for span in spans) == pytest.approx(4 * 3)
-
-
-def test_the_table_puts_every_schedule_beside_1f1b() -> None:
-    rows = schedule_table(4, 12)
-    assert {row.schedule.name for row in rows} == set(NAMES)
-    assert rows[0].schedule.name == "1f1b" and rows[0].relative_time == 1
-    assert rows[0].makespan == (12 + 3) * 3
-    for row in rows:
-        assert row.schedule.pp == 4 and row.schedule.microbatches == 12
-        assert row.relative_time == row.makespan / rows[0].makespan
-        # As much is computed under every schedule.
-        assert row.makespan * (1 - row.bubble) == pytest.approx(36)
-    peaks = {(row.schedule.name, row.schedule.chunks): row.peak_shares for row in rows}
-    assert peaks["gpipe", 1] == 12 and peaks["1f1b", 1] == peaks["zb_h1", 1] == peaks["zb_v", 2] == 4
-    assert peaks["interleaved", 2] == 11 / 2
-
-
-def test_the_table_of_slower_backwards_is_another() -> None:
-    slow = schedule_table(2, 4, Costs(backward=4, backward_input=3, message=0.5))
-    assert all(a.makespan > b.makespan for a, b in zip(slow, schedule_table(2, 4), strict=True))
-
-
-def test_the_page_shows_the_table() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs/pipeline.md").read_text()
-    found = [
-        {(row.schedule.name, row.schedule.chunks): row for row in schedule_table(8, microbatches)}
-        for microbatches in (8, 16, 32, 64)
-    ]
-    assert ("dualpipe_v", 2) not in found[0]
-    for (schedule, chunks), last in found[-1].items():
-        name = f"`{schedule}`" + (f", v = {chunks}" if chunks > 1 else "")
-        rows = [table.get((schedule, chunks)) for table in found]
-        fields = " | ".join(f"{row.bubble:.1%}, {row.relative_time:.3f}" if row else "–" for row in rows)
-        assert f"\n| {name} | {fields} | {last.peak_shares:g} |\n" in page

@@ -13,7 +13,7 @@ from lightning_megatron.pipeline.lower import SENDS, P2PBatch, Plan, add_message
 from lightning_megatron.pipeline.schedule import Action, Kind, Order, ScheduleError, forward_chunks
 from lightning_megatron.pipeline.schedules.gpipe import gpipe
 from lightning_megatron.pipeline.schedules.one_f_one_b import one_f_one_b
-from lightning_megatron.pipeline.simulate import Costs, check, draw, play
+from lightning_megatron.pipeline.simulate import Costs, check, play
 from tests.pipeline.queues import order_of_text, plan_of_text, runs_to_its_end, text_of
 
 counts = {"pp": st.integers(1, 9), "microbatches": st.integers(1, 20)}
@@ -484,21 +484,3 @@ def test_costs_that_are_none_are_told_at_once() -> None:
         Costs(backward=-1, message=float("nan"))
     with pytest.raises(ValueError, match=r"cost forward \(0\) must be above 0"):
         Costs(forward=0)
-
-
-# -- draw
-
-
-def test_the_drawing_shows_when_each_action_runs() -> None:
-    assert draw(play(one_f_one_b(pp=2, microbatches=2))).splitlines() == [
-        "time   0   1   2   4   5   6 7   bubble peak",
-        "rank 0 0F0 0F1 .   0B0 =   . 0B1 33.3%  2",
-        "rank 1 .   1F0 1B0 1F1 1B1 = .   33.3%  1",
-        "makespan 9, bubble 33.3%",
-    ]
-
-
-def test_the_drawing_has_no_columns_for_what_only_rounding_tells_apart() -> None:
-    thirds = draw(play(one_f_one_b(pp=4, microbatches=8), Costs(forward=0.1, backward=0.2)))
-    whole = draw(play(one_f_one_b(pp=4, microbatches=8), Costs(forward=1, backward=2)))
-    assert thirds.splitlines()[1].split() == whole.splitlines()[1].split()

@@ -11,9 +11,9 @@ from lightning_megatron.metrics.expert_load import (
     LoadHistory,
     numbers_of,
     picture_of,
-    require_matplotlib,
     write_picture,
 )
+from lightning_megatron.metrics.figure import matplotlib_faults
 from lightning_megatron.models.gpt import GPTModel
 from lightning_megatron.trainer.config import ConfigurationError
 
@@ -126,10 +126,7 @@ class ExpertMonitor(L.Callback):
                 f"{nearest + told}, or 0 for as often as that"
             )
         if self.picture_every_n_steps:
-            try:
-                require_matplotlib()
-            except ImportError as error:
-                faults.append(f"{error}, or set picture_every_n_steps=0")
+            faults += [f"{fault}, or set picture_every_n_steps=0" for fault in matplotlib_faults()]
         return faults
 
     def _draw(self, trainer: L.Trainer, step: int) -> None:

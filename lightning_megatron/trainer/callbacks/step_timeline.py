@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_megatron.metrics.clocks import Meeting, Offset, offset_of
-from lightning_megatron.metrics.step_picture import Block, Row, svg_of_step
+from lightning_megatron.metrics.figure import matplotlib_faults, write_figure
+from lightning_megatron.metrics.schedule_figure import step_row
 from lightning_megatron.metrics.step_timeline import (
     BACKWARD,
     FORWARD,
@@ -26,6 +27,7 @@ from lightning_megatron.metrics.step_timeline import (
     stage_costs,
     windows,
 )
+from lightning_megatron.metrics.timeline_figure import Panel, timeline_figure
 from lightning_megatron.pipeline.schedule import Action
 from lightning_megatron.pipeline.schedule_spec import Schedule
 from lightning_megatron.pipeline.simulate import Costs
@@ -35,6 +37,7 @@ from lightning_megatron.planner.step_time import step_time
 from lightning_megatron.trainer.callbacks.over_ranks import gathered, gathered_on_first, meet
 from lightning_megatron.trainer.callbacks.plan_adapter import NotPlanned, Seen, planned_run, seen_by
 from lightning_megatron.trainer.callbacks.step_recorder import StepRecorder
+from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.trainer.strategy import MegatronStrategy
 
 _NUM_MEETINGS = 20
@@ -61,7 +64,7 @@ class _Place:
 
 class StepTimeline(L.Callback):
     """Writes what every rank did in one training step: `step_N.json` for chrome://tracing or ui.perfetto.dev, and
-    `step_N.svg`, measured above and predicted below on one axis.
+    `step_N.svg`, measured above and predicted below to one scale; it needs the extra `plot`.
 
     `step` is which optimizer step of this run, from 1; the first ones warm up. With `accumulate_grad_batches` it has
     several batches. Files go into `folder` ("": where the Trainer logs), and a line with the step's and the schedule's
@@ -98,11 +101,17 @@ class StepTimeline(L.Callback):
 
     def faults(self, trainer: L.Trainer) -> list[str]:
         """Errors that `MegatronStrategy` reports before a run."""
+        faults = [f"StepTimeline draws the step, and {fault}" for fault in matplotlib_faults()]
         if self.folder and Path(self.folder).exists() and not Path(self.folder).is_dir():
-            return [f"folder ({self.folder}) of StepTimeline is a file; give a directory, which need not be there yet"]
-        return []
+            faults.append(
+                f"folder ({self.folder}) of StepTimeline is a file; give a directory, which need not be there yet"
+            )
+        return faults
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # Other strategies than ours do not ask for errors.
+        if faults := self.faults(trainer):
+            raise ConfigurationError(faults)
         self._num_steps, self._recorder, self._hooks = 0, None, []
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -190,16 +199,16 @@ class StepTimeline(L.Callback):
         ranks = [rank for rank, *_ in told if rank is not None]
         predictions = _predictions(trainer, ranks, [seen for *_, seen in told])
         error_seconds = max(offset.error_seconds for _, offset, _ in told)
-        blocks = _blocks(ranks, predictions)
+        panels = _panels(ranks, predictions)
         title = f"step {self.step}: {_step_seconds(ranks):.4g} s, clocks within {error_seconds * 1e3:.2g} ms"
-        summary = "; ".join([title, *(block.heading for block in blocks)])
+        summary = "; ".join([title, *(panel.heading for panel in panels)])
         about = {"summary": summary, "clock_error_seconds": error_seconds}
         trace = json.dumps(chrome_trace(ranks, predictions, about))
-        picture = svg_of_step(blocks, title=title)
+        figure = timeline_figure(panels, title=title)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"step_{self.step}.json").write_text(trace, encoding="utf-8")
-            (folder / f"step_{self.step}.svg").write_text(picture, encoding="utf-8")
+            write_figure(figure, folder / f"step_{self.step}.svg")
         except OSError as error:
             # A long run does not end for its picture, and the other ranks are on their way.
             rank_zero_warn(f"the timeline of step {self.step} cannot be written to {folder}: {error}; {summary}")
@@ -308,18 +317,25 @@ def _heading(name: str, by_rank: list[tuple[Lap, ...]]) -> str:
     return f"{name}: schedule {lasting:.4g} s, bubble {bubble(by_rank):.1%}" if lasting else name
 
 
-def _blocks(ranks: list[RankLaps], predictions: list[Prediction]) -> list[Block]:
+def _panels(ranks: list[RankLaps], predictions: list[Prediction]) -> list[Panel]:
+    """What the shown ranks did and, below, what each prediction says of every pipeline rank."""
     shown = sorted((rank for rank in ranks if rank.is_shown), key=lambda rank: (rank.pp_rank, rank.rank))
-    rows = tuple(Row(label=f"rank {rank.rank}{_stages(rank)}", laps=rank.laps, stages=rank.stages) for rank in shown)
-    blocks = [Block(heading=_heading("measured", [rank.laps for rank in shown]), rows=rows)]
     stages = {rank.pp_rank: rank.stages for rank in ranks}
-    for name, by_rank in predictions:
-        own = tuple(
-            Row(label=f"pipeline rank {pp_rank}", laps=laps, stages=stages[pp_rank])
-            for pp_rank, laps in enumerate(by_rank)
+    blocks = [("measured", [(f"rank {rank.rank}{_stages(rank)}", rank.laps, rank.stages) for rank in shown])]
+    blocks += [
+        (name, [(f"pipeline rank {pp_rank}", laps, stages[pp_rank]) for pp_rank, laps in enumerate(by_rank)])
+        for name, by_rank in predictions
+    ]
+    begin = min(lap.start for _, rows in blocks for _, laps, _ in rows for lap in laps)
+    return [
+        Panel(
+            heading=_heading(name, [laps for _, laps, _ in rows]),
+            rows=[step_row(label, laps, own, begin=begin) for label, laps, own in rows],
+            unit="milliseconds",
+            idle="nothing",
         )
-        blocks.append(Block(heading=_heading(name, by_rank), rows=own))
-    return blocks
+        for name, rows in blocks
+    ]
 
 
 def _stages(rank: RankLaps) -> str:

@@ -1,6 +1,7 @@
 """The timeline of a step has everything that every rank did, in an order that can have been, and changes nothing."""
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +22,8 @@ from lightning_megatron.trainer.callbacks import MemoryMonitor, StepTimeline, Th
 from tests.harness.ranks import run_on_ranks
 from tests.trainer.callbacks.small_gpt import CONFIG, LAYOUTS, train
 from tests.trainer.layouts import QUIET, Layout
+
+pytest.importorskip("matplotlib")
 
 pytestmark = pytest.mark.filterwarnings(QUIET)
 AFTER = [REDUCE, CLIP, OPTIMIZER, GATHER]
@@ -80,7 +83,8 @@ def test_losses_are_to_the_bit_those_of_a_run_that_nobody_watches(name: str, run
     # Both files are there and whole.
     events, _, _ = traced(run_of(name)[0])
     assert len(events) >= layout.world
-    rows = [g for g in ElementTree.parse(folder / "step_2.svg").iter() if g.get("class") == "row"]
+    texts = [element.text or "" for element in ElementTree.parse(folder / "step_2.svg").iter()]
+    rows = [text for text in texts if text.startswith(("rank ", "pipeline rank "))]
     schedules = 2 * layout.pp if layout.pp > 1 else layout.world + (layout.microbatches > 1)
     assert len(rows) == schedules
 
@@ -198,6 +202,15 @@ def test_a_folder_that_is_a_file_is_told_before_the_run(tmp_path: Path) -> None:
     taken.write_text("")
     with pytest.raises(ConfigurationError, match=r"taken\) of StepTimeline is a file"):
         train(LAYOUTS["one"], [StepTimeline(step=1, folder=str(taken))])
+
+
+def test_a_missing_matplotlib_is_told_before_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # What the import system takes for "there is none".
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    for layout in ("one", "plain"):
+        with pytest.raises(ConfigurationError, match=r"StepTimeline draws .* 'lightning_megatron\[plot\]'"):
+            train(LAYOUTS[layout], [StepTimeline(step=1, folder=str(tmp_path))])
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_same_callback_records_every_fit(tmp_path: Path) -> None:

@@ -1,0 +1,198 @@
+"""Rows of coloured bars to scale, with labels and a legend: schedules, steps of a run, and memory of ranks.
+
+A figure has panels under each other. Panels of one unit are to one scale, from 0; a legend explains the colours that no
+panel above has. Lengths of the drawing are points.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lightning_megatron.metrics.figure import add_legend, new_figure
+
+if TYPE_CHECKING:
+    from lightning_megatron.metrics.figure import Axes, Figure
+
+_IDLE = "#f0f0f0"
+_INK = "#222222"
+_FONT, _HEADING_FONT, _TITLE_FONT = 9, 11, 13
+# Of one digit of a bar's label, and what a label needs beside its digits.
+_DIGIT, _LABEL_MARGIN = 0.64 * _FONT, 3
+# A row with the gap to the next one, and the share of it that its bars take.
+_ROW, _BAR = 23, 0.87
+# Rows become lower where all together would be higher than this.
+_HIGHEST = 6_000
+_TITLE, _HEADING, _LEGEND, _AXIS = 26, 20, 17, 44
+_LEGEND_COLUMNS = 6
+_NARROWEST, _WIDEST = 640, 2_000
+# More bars are one image without labels, also in an SVG file, which would be too large to look at.
+_MOST_BARS = 12_000
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """One bar of a row."""
+
+    start: float
+    end: float
+    colour: str
+    entry: str
+    """Its name in the legend."""
+    label: str = ""
+    """Text on the bar, where it is wide enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Bars side by side; of bars that overlap, later ones lie on top."""
+
+    label: str
+    bars: Sequence[Bar]
+    note: str = ""
+    """Text behind the last bar."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Panel:
+    """Rows under each other on one axis."""
+
+    rows: Sequence[Row]
+    unit: str
+    """The axis's label."""
+    heading: str = ""
+    idle: str = ""
+    """The legend's name of what no bar covers; empty leaves it white and unnamed."""
+    limit: float = 0
+    """Where a dashed line crosses all rows; 0 draws none."""
+
+
+def timeline_figure(panels: Sequence[Panel], *, title: str) -> Figure:
+    """The figure of the panels, wide enough for the labels of most bars, within bounds."""
+    ends = _ends(panels)
+    width = max(_width_of(panel, ends[panel.unit]) for panel in panels)
+    has_labels = sum(len(row.bars) for panel in panels for row in panel.rows) <= _MOST_BARS
+    legends = _legends(panels)
+    heights = [min(_ROW * len(panel.rows), _HIGHEST) for panel in panels]
+    heads = [
+        _HEADING * bool(panel.heading) + _LEGEND * math.ceil(len(legend) / _LEGEND_COLUMNS)
+        for panel, legend in zip(panels, legends, strict=True)
+    ]
+    height = _TITLE + sum(heads) + sum(heights) + _AXIS * len(panels)
+    figure = new_figure(width, height)
+    top = height - _TITLE
+    figure.text(0, (top + 8) / height, title, fontsize=_TITLE_FONT, color=_INK, va="bottom")
+    for panel, legend, head, rows_height in zip(panels, legends, heads, heights, strict=True):
+        if panel.heading:
+            figure.text(0, (top - 6) / height, panel.heading, fontsize=_HEADING_FONT, color=_INK, va="top")
+        top -= head + rows_height
+        axes = figure.add_axes((0, top / height, 1, rows_height / height))
+        _draw(axes, panel, end=ends[panel.unit], width=width, has_labels=has_labels)
+        if legend:
+            add_legend(axes, legend, num_columns=_LEGEND_COLUMNS, font_size=_FONT)
+        top -= _AXIS
+    return figure
+
+
+def _ends(panels: Sequence[Panel]) -> dict[str, float]:
+    """Where the axis of each unit ends."""
+    ends: dict[str, float] = {}
+    for panel in panels:
+        last = max((bar.end for row in panel.rows for bar in row.bars), default=0.0)
+        ends[panel.unit] = max(ends.get(panel.unit, 0.0), last, panel.limit)
+    return ends
+
+
+def _width_of(panel: Panel, end: float) -> float:
+    """So wide that nine of ten bars have room for their labels, within bounds."""
+    bars = [bar for row in panel.rows for bar in row.bars if bar.label]
+    if not bars:
+        return _NARROWEST
+    lengths = sorted(bar.end - bar.start for bar in bars)
+    wanted = end / lengths[len(lengths) // 10] * max(_label_width(bar) for bar in bars)
+    return min(max(wanted, _NARROWEST), _WIDEST)
+
+
+def _label_width(bar: Bar) -> float:
+    return len(bar.label) * _DIGIT + _LABEL_MARGIN
+
+
+def _legends(panels: Sequence[Panel]) -> list[dict[str, list[str]]]:
+    """Of each panel the names, with their colours, that the panels above do not have."""
+    known: set[str] = set()
+    legends = []
+    for panel in panels:
+        colours: dict[str, set[str]] = {}
+        for row in panel.rows:
+            for bar in row.bars:
+                colours.setdefault(bar.entry, set()).add(bar.colour)
+        entries = {name: sorted(own) for name, own in colours.items()}
+        if panel.idle:
+            entries[panel.idle] = [_IDLE]
+        legends.append({name: own for name, own in entries.items() if name not in known})
+        known |= entries.keys()
+    return legends
+
+
+def _draw(axes: Axes, panel: Panel, *, end: float, width: float, has_labels: bool) -> None:
+    num_rows = len(panel.rows)
+    axes.set_xlim(0, end)
+    axes.set_ylim(num_rows - 0.5, -0.5)
+    for side in ("left", "right", "top"):
+        axes.spines[side].set_visible(False)
+    every = math.ceil(num_rows * _ROW / _HIGHEST)
+    axes.set_yticks(range(0, num_rows, every), [row.label for row in panel.rows[::every]])
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(labelsize=_FONT, colors=_INK)
+    axes.set_xlabel(panel.unit, fontsize=_FONT, color=_INK, loc="right")
+    for place, row in enumerate(panel.rows):
+        span = (place - _BAR / 2, _BAR)
+        if panel.idle:
+            axes.broken_barh([(0, end)], span, facecolors=_IDLE)
+        if row.bars:
+            _draw_bars(axes, row, place, scale=width / end, is_image=not has_labels)
+        if row.note:
+            axes.annotate(
+                row.note,
+                (max(bar.end for bar in row.bars), place),
+                xytext=(4, 0),
+                textcoords="offset points",
+                fontsize=_FONT,
+                color=_INK,
+                va="center",
+            )
+    if panel.limit:
+        axes.axvline(panel.limit, color=_INK, linewidth=1, linestyle="--", clip_on=False)
+
+
+def _draw_bars(axes: Axes, row: Row, place: int, *, scale: float, is_image: bool) -> None:
+    """Draws a row's bars and the labels that fit; `scale` is points of a unit."""
+    axes.broken_barh(
+        [(bar.start, bar.end - bar.start) for bar in row.bars],
+        (place - _BAR / 2, _BAR),
+        facecolors=[bar.colour for bar in row.bars],
+        edgecolors="white",
+        linewidths=[min(0.5, (bar.end - bar.start) * scale / 10) for bar in row.bars],
+        rasterized=is_image,
+    )
+    for bar in row.bars:
+        if bar.label and not is_image and (bar.end - bar.start) * scale >= _label_width(bar):
+            axes.text(
+                (bar.start + bar.end) / 2,
+                place,
+                bar.label,
+                fontsize=_FONT,
+                color=_ink_on(bar.colour),
+                ha="center",
+                va="center_baseline",
+                # What lies within the axes need not be measured for the figure's bounds.
+                clip_on=True,
+            )
+
+
+def _ink_on(colour: str) -> str:
+    """The colour of text on a bar: black or white, whichever stands out."""
+    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return "#000000" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "#ffffff"
