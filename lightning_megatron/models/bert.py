@@ -26,6 +26,7 @@ from lightning_megatron.models.language_model import LanguageModel
 from lightning_megatron.pipeline.module import Part
 from lightning_megatron.tensor.cross_entropy import IGNORED
 from lightning_megatron.transformer import cost
+from lightning_megatron.transformer.attention import BIDIRECTIONAL
 from lightning_megatron.transformer.build import build_norm
 from lightning_megatron.transformer.config import LanguageModelConfig
 from lightning_megatron.transformer.layer import TransformerLayer
@@ -246,7 +247,7 @@ def bert_parts(config: BertConfig, mesh: Mesh) -> list[Part]:
     return [
         Part(name="embedding", build=embedding, symbol="E", cost=0.0),
         *(
-            Part(name=name, build=partial(kind, config, tp=tp, sp=sp, name=name, is_causal=False), cost=flops)
+            Part(name=name, build=partial(kind, config, tp=tp, sp=sp, name=name, mask_spec=BIDIRECTIONAL), cost=flops)
             for name in layers
         ),
         *([norm] if is_pre else []),

@@ -19,6 +19,7 @@ from lightning_megatron.pipeline.module import Part
 from lightning_megatron.sharding import Initial
 from lightning_megatron.tensor.embedding import VocabParallelEmbedding
 from lightning_megatron.transformer import cost
+from lightning_megatron.transformer.attention import BIDIRECTIONAL
 from lightning_megatron.transformer.build import build_norm
 from lightning_megatron.transformer.decoder_layer import DecoderLayer
 from lightning_megatron.transformer.dropout import Dropout
@@ -147,7 +148,7 @@ def _build_layer(config: T5Config, mesh: Mesh, stack: str, index: int) -> Transf
     layer = (
         DecoderLayer(config, tp=tp, sp=sp, name=name)
         if stack == "decoder"
-        else TransformerLayer(config, tp=tp, sp=sp, name=name, is_causal=False)
+        else TransformerLayer(config, tp=tp, sp=sp, name=name, mask_spec=BIDIRECTIONAL)
     )
     if config.position == "relative" and index == 0:
         layer.add_module("relative_bias", _build_table(config, mesh, stack))

@@ -27,6 +27,7 @@ from lightning_megatron.pipeline.module import Part
 from lightning_megatron.sharding import Initial, shard_parameter
 from lightning_megatron.tensor.activation import Activation
 from lightning_megatron.transformer import cost
+from lightning_megatron.transformer.attention import BIDIRECTIONAL
 from lightning_megatron.transformer.build import build_norm
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.layer import TransformerLayer
@@ -165,7 +166,7 @@ def vision_parts(config: VisionConfig, mesh: Mesh, prefix: str, num_used: int) -
         *(
             Part(
                 name=name,
-                build=partial(TransformerLayer, config, tp=tp, sp=sp, name=name, is_causal=False),
+                build=partial(TransformerLayer, config, tp=tp, sp=sp, name=name, mask_spec=BIDIRECTIONAL),
                 symbol="",
                 cost=float(flops if i < num_used else 0),
             )

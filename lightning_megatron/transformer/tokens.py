@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_megatron.comm import collectives, differentiable, rng
 from lightning_megatron.comm.rng import Draws
-from lightning_megatron.context.attention import ContextAxes, DropoutSpec
+from lightning_megatron.context.attention import ContextAxes
 from lightning_megatron.context.cache import CachedCall
 from lightning_megatron.context.context_layout import PADDING, ContextLayout, cut
 from lightning_megatron.context.documents import Documents
@@ -196,10 +196,6 @@ class Tokens:
             call=call,
             is_packed=self.index_X is not None,
         )
-
-    def dropout_spec(self, key: int, first_head: int, probability: float) -> DropoutSpec:
-        """Keys that the dropout of attention weights is drawn from, of heads from `first_head` on."""
-        return DropoutSpec(keys_BT=self.keys_BX, name_key=key, first_head=first_head, probability=probability)
 
     def _with_padding(self, values_T: Tensor, padding: int) -> Tensor:
         return F.pad(values_T, (0, self.num_padding), value=padding) if self.num_padding else values_T
