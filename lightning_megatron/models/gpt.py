@@ -18,8 +18,8 @@ from lightning_megatron.models.embedding import Embedding, build_token_embedding
 from lightning_megatron.models.heads import LanguageModelHead, Targets, targets_of
 from lightning_megatron.models.inputs import require_labels, require_positions, require_shapes
 from lightning_megatron.models.language_model import LanguageModel
-from lightning_megatron.moe.load import RoutingReport, end_step, gather
-from lightning_megatron.moe.router import Router
+from lightning_megatron.moe.load import RoutingReport, gather
+from lightning_megatron.moe.router import Router, end_step
 from lightning_megatron.moe.sequence_groups import RoutedTokens
 from lightning_megatron.pipeline.module import Part
 from lightning_megatron.transformer import cost

@@ -251,6 +251,25 @@ def stream_of(
     )
 
 
+def unsplit_stream(mesh: Mesh, positions_1N: Tensor, keys_BX: Tensor, cos_1NR: Tensor, sin_1NR: Tensor) -> Tokens:
+    """The stream of a call all of whose tokens are on each rank of cp: [batch, sequence] of the keys."""
+    batch, sequence = keys_BX.shape
+    alone = Axis.alone(mesh.global_rank)
+    return Tokens(
+        shape=(batch, sequence),
+        batch=batch,
+        sp=mesh.sp,
+        cp=alone,
+        context=ContextAxes(ring=alone, ulysses=alone),
+        layout=cut((sequence,)),
+        index_X=None,
+        positions_1N=positions_1N,
+        keys_BX=keys_BX,
+        rotary_cos_1NR=cos_1NR,
+        rotary_sin_1NR=sin_1NR,
+    )
+
+
 def _axes_of(mesh: Mesh, group: Axis | None) -> ContextAxes:
     """Axes and exchange of a call's context-parallel attention."""
     exchange = AllGatherExchange() if mesh.sizes.cp_exchange == "all_gather" else RingExchange()
