@@ -82,7 +82,7 @@ _OPTIONAL = {"num_query_groups": 0, "head_dim": 0, "attention_dropout": 0.0}
 
 def family(name: str, architecture: str, **own: Any) -> Family:
     """The family of that name; `own` are its fields that others of these models do not have."""
-    shared = {"prefix": PREFIX, "rows": ROWS, "ignored": IGNORED, "tied": TIED, "harmless": HARMLESS}
+    shared: dict[str, Any] = {"prefix": PREFIX, "rows": ROWS, "ignored": IGNORED, "tied": TIED, "harmless": HARMLESS}
     return Family(name=name, architecture=architecture, **(shared | own))
 
 
