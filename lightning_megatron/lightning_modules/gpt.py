@@ -38,7 +38,7 @@ class GPTModule(GenerativeModule):
     """
 
     model: GPTModel | None
-    optional_inputs = ("segments",)
+    optional_inputs: ClassVar[tuple[str, ...]] = ("segments",)
     prompt_inputs: ClassVar[tuple[str, ...]] = ()
     """Entries of a batch of prompts that generation takes beside their tokens and lengths."""
 
