@@ -97,7 +97,7 @@ def ours(folder: Path, *, is_whole: bool) -> "Write":
 
     from lightning_megatron import hf
     from lightning_megatron.mesh import Mesh, Sizes
-    from lightning_megatron.models.generation import generate_rows, gpt_next_logits
+    from lightning_megatron.models.generation import GPTNextLogits, generate_rows
     from lightning_megatron.models.sampling import GenerationConfig
     from lightning_megatron.transformer.decode_state import DecodeState
 
@@ -117,7 +117,7 @@ def ours(folder: Path, *, is_whole: bool) -> "Write":
     def write_texts(prompts: "Tensor", num_new: int) -> list[list[int]]:
         num_rows, length = prompts.shape
         texts = generate_rows(
-            uncached_logits if is_whole else gpt_next_logits(model, num_rows),
+            uncached_logits if is_whole else GPTNextLogits(model, num_rows),
             prompts,
             torch.full((num_rows,), length),
             GenerationConfig(max_new_tokens=num_new, temperature=0.0),

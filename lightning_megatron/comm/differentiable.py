@@ -14,6 +14,7 @@ collectives. Source: Narayanan et al., arXiv 2104.04473, section 2.3 (copy, redu
 2205.05198, section 4.2.2 (all_gather, reduce_scatter).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,121 +24,85 @@ from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
-        return x.view_as(x)
+class _Conjugates(torch.autograd.Function):
+    """A map of tensors in forward, and its conjugate for gradients."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return collectives.all_reduce(grad, ctx.axis), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        return x.view_as(x) if axis.size == 1 else collectives.all_reduce(x, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return x.view_as(x) if axis.size == 1 else collectives.all_gather(x, axis, dim)
+    def forward(ctx: Any, x: Tensor, run: Callable[[Tensor], Tensor], conjugate: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.conjugate = conjugate
+        out = run(x)
+        # What a Function gives must not be its input.
+        return x.view_as(x) if out is x else out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return collectives.reduce_scatter(grad, ctx.axis, ctx.dim), None, None
-
-
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return x.view_as(x) if axis.size == 1 else collectives.reduce_scatter(x, axis, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return collectives.all_gather(grad, ctx.axis, ctx.dim), None, None
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return x.view_as(x) if axis.size == 1 else collectives.shard_slice(x, axis, dim).clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return collectives.all_gather(grad, ctx.axis, ctx.dim), None, None
-
-
-class _AllGatherInvariant(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return x.view_as(x) if axis.size == 1 else collectives.all_gather(x, axis, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return collectives.shard_slice(grad, ctx.axis, ctx.dim), None, None
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, split: int, join: int) -> Tensor:
-        ctx.axis, ctx.split, ctx.join = axis, split, join
-        return x.view_as(x) if axis.size == 1 else collectives.all_to_all(x, axis, split, join)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return collectives.all_to_all(grad, ctx.axis, ctx.join, ctx.split), None, None, None
+        return ctx.conjugate(grad), None, None
 
 
 def copy(x: Tensor, axis: Axis) -> Tensor:
     """Invariant to replicate: `x` itself, for ranks that each compute another part; gradients are all-reduced."""
-    out: Tensor = _Copy.apply(x, axis)
+    out: Tensor = _Conjugates.apply(x, _itself, lambda grad: collectives.all_reduce(grad, axis))
     return out
 
 
 def reduce(x: Tensor, axis: Axis) -> Tensor:
     """Partial to invariant: the sum of `x` over the axis; the gradient passes as it is."""
-    out: Tensor = _Reduce.apply(x, axis)
+    out: Tensor = _Conjugates.apply(x, lambda x: collectives.all_reduce(x, axis), _itself)
     return out
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     """Shard to replicate: shards joined along `dim`, for ranks that each compute another part; gradients are
     reduce-scattered."""
-    out: Tensor = _AllGather.apply(x, axis, dim)
+    out: Tensor = _Conjugates.apply(
+        x,
+        lambda x: collectives.all_gather(x, axis, dim),
+        lambda grad: collectives.reduce_scatter(grad, axis, dim),
+    )
     return out
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     """Partial to shard: this rank's part along `dim` of the sum over the axis; gradients are all-gathered."""
-    out: Tensor = _ReduceScatter.apply(x, axis, dim)
+    out: Tensor = _Conjugates.apply(
+        x,
+        lambda x: collectives.reduce_scatter(x, axis, dim),
+        lambda grad: collectives.all_gather(grad, axis, dim),
+    )
     return out
 
 
 def split(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     """Invariant to shard: this rank's part of `x` along `dim`; gradients are all-gathered."""
-    out: Tensor = _Split.apply(x, axis, dim)
+    # A copy, because a Function's view of its input takes no change in place.
+    out: Tensor = _Conjugates.apply(
+        x,
+        lambda x: x if axis.size == 1 else collectives.shard_slice(x, axis, dim).clone(),
+        lambda grad: collectives.all_gather(grad, axis, dim),
+    )
     return out
 
 
 def all_gather_invariant(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     """Shard to invariant: shards joined along `dim`, for ranks that all compute alike; each gets its part of the
     gradient, because a sum would scale it by the size of the axis."""
-    out: Tensor = _AllGatherInvariant.apply(x, axis, dim)
+    out: Tensor = _Conjugates.apply(
+        x,
+        lambda x: collectives.all_gather(x, axis, dim),
+        lambda grad: collectives.shard_slice(grad, axis, dim),
+    )
     return out
 
 
 def all_to_all(x: Tensor, axis: Axis, split: int, join: int) -> Tensor:
     """Shard to shard: cut along the dim `join` before and along `split` after; gradients go the other way round."""
-    out: Tensor = _AllToAll.apply(x, axis, split, join)
+    out: Tensor = _Conjugates.apply(
+        x,
+        lambda x: collectives.all_to_all(x, axis, split, join),
+        lambda grad: collectives.all_to_all(grad, axis, join, split),
+    )
     return out
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x

@@ -3,7 +3,7 @@
 from typing import Any
 
 from lightning_megatron.hf.blocks import query_key_value
-from lightning_megatron.hf.config_reader import HARMLESS, HEADS, ConfigReader, head_faults
+from lightning_megatron.hf.config_reader import HARMLESS, HEADS, ConfigReader, fields_to_hf, head_faults
 from lightning_megatron.hf.family import Family, ParamMapping
 from lightning_megatron.models.bert import BertConfig
 from lightning_megatron.transformer.linears import DOWN, PROJECTION, QKV, UP
@@ -76,6 +76,21 @@ ACTIVATIONS = {
     "relu": "relu",
 }
 
+_CHOICES = {"activation": ACTIVATIONS}
+_NAMES = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "ffn_hidden_size": "intermediate_size",
+    "activation": "hidden_act",
+    "norm_epsilon": "layer_norm_eps",
+    "max_sequence_length": "max_position_embeddings",
+    "hidden_dropout": "hidden_dropout_prob",
+    "attention_dropout": "attention_probs_dropout_prob",
+    "init_std": "initializer_range",
+    "vocab_size": "vocab_size",
+    "num_token_types": "type_vocab_size",
+}
 _WITH_ORDER, _ALONE = "BertForPreTraining", "BertForMaskedLM"
 
 
@@ -85,41 +100,15 @@ def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
     reader.require("add_cross_attention", False)
     reader.require("position_embedding_type", "absolute")
     reader.require("tie_word_embeddings", True)
-    return {
-        "num_layers": reader.take("num_hidden_layers"),
-        "hidden_size": reader.take("hidden_size"),
-        "num_attention_heads": reader.take("num_attention_heads"),
-        "ffn_hidden_size": reader.take("intermediate_size"),
-        "activation": reader.choose("hidden_act", ACTIVATIONS),
-        "norm_epsilon": reader.take("layer_norm_eps"),
-        "max_sequence_length": reader.take("max_position_embeddings"),
-        "hidden_dropout": reader.take("hidden_dropout_prob"),
-        "attention_dropout": reader.take("attention_probs_dropout_prob"),
-        "init_std": reader.take("initializer_range"),
-        "vocab_size": reader.take("vocab_size"),
-        "num_token_types": reader.take("type_vocab_size"),
-        "add_binary_head": _ALONE not in (reader.take("architectures", None) or ()),
-    }
+    is_alone = _ALONE in (reader.take("architectures", None) or ())
+    return {**reader.take_all(_NAMES, _CHOICES), "add_binary_head": not is_alone}
 
 
 def config_to_hf(config: BertConfig) -> dict[str, Any]:
     """Fields of a config.json from a BertConfig."""
-    return {
-        "architectures": [_WITH_ORDER if config.add_binary_head else _ALONE],
-        "num_hidden_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "num_attention_heads": config.num_attention_heads,
-        "intermediate_size": config.ffn_hidden_size,
-        "hidden_act": next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation),
-        "layer_norm_eps": config.norm_epsilon,
-        "max_position_embeddings": config.max_sequence_length,
-        "hidden_dropout_prob": config.hidden_dropout,
-        "attention_probs_dropout_prob": config.attention_dropout,
-        "initializer_range": config.init_std,
-        "vocab_size": config.vocab_size,
-        "type_vocab_size": config.num_token_types,
-        "tie_word_embeddings": True,
-    }
+    architecture = _WITH_ORDER if config.add_binary_head else _ALONE
+    fields = fields_to_hf(config, _NAMES, _CHOICES)
+    return {"architectures": [architecture], **fields, "tie_word_embeddings": True}
 
 
 def rules(config: BertConfig) -> list[str]:

@@ -106,15 +106,8 @@ def transposed(config: TransformerConfig, shape: Shape) -> tuple[TensorBlock, ..
     return (TensorBlock(Box((0, 0), shape), Box((0, 0), shape[::-1]), 0, (1, 0)),)
 
 
-def gate_and_up(config: TransformerConfig, shape: Shape) -> tuple[TensorBlock, ...]:
-    """[2, F, ...] of ours as two tensors [F, ...] of theirs: gate, up."""
-    theirs = Box((0,) * (len(shape) - 1), shape[1:])
-    dims = tuple(range(1, len(shape)))
-    return tuple(TensorBlock(Box((i, *theirs.offsets), (1, *shape[1:])), theirs, i, dims) for i in range(2))
-
-
 def each(config: TransformerConfig, shape: Shape) -> tuple[TensorBlock, ...]:
-    """[E, H, F] of ours as a tensor [H, F] of theirs for each expert."""
+    """[N, ...] of ours as N tensors [...] of theirs: one of each expert, or gate and up."""
     theirs = Box((0,) * (len(shape) - 1), shape[1:])
     dims = tuple(range(1, len(shape)))
     return tuple(TensorBlock(Box((e, *theirs.offsets), (1, *shape[1:])), theirs, e, dims) for e in range(shape[0]))

@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import MISSING as NO_DEFAULT
 from dataclasses import Field, fields
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 from lightning_megatron.transformer.config import TransformerConfig
@@ -48,6 +49,7 @@ TRAINING_ONLY = frozenset(
 """Fields of ours that change no number of a forward in evaluation: a family need not write them."""
 
 MISSING = object()
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @cache
@@ -98,6 +100,21 @@ class ConfigReader:
             )
             return next(iter(choices.values()))
         return choices[value]
+
+    def take_all(
+        self,
+        names: Mapping[str, str],
+        choices: Mapping[str, Mapping[str, str]] = NOTHING,
+        optional: Mapping[str, Any] = NOTHING,
+    ) -> dict[str, Any]:
+        """Fields of ours by `names`, ours to theirs; `choices` are our values for their texts, `optional` those of ours
+        that they may leave out, with the value then."""
+        return {
+            ours: self.choose(theirs, choices[ours])
+            if ours in choices
+            else self.take(theirs, optional.get(ours, MISSING))
+            for ours, theirs in names.items()
+        }
 
     def require(self, key: str, *supported: Any) -> None:
         """Notes a fault unless the field is absent or one of the values that change nothing."""
@@ -239,6 +256,16 @@ def rope_to_hf(config: TransformerConfig) -> dict[str, Any]:
 def rope_faults(scaling: RopeScaling) -> list[str]:
     """One sentence for each field of a scaling that would be lost."""
     return unwritten_faults(scaling, {"kind", *_LINEAR.values(), *_LLAMA3.values(), *_YARN.values()})
+
+
+def fields_to_hf(
+    config: Any, names: Mapping[str, str], choices: Mapping[str, Mapping[str, str]] = NOTHING
+) -> dict[str, Any]:
+    """Fields of theirs by `names`, ours to theirs, as `ConfigReader.take_all` reads them."""
+    values = {ours: getattr(config, ours) for ours in names}
+    for ours, texts in choices.items():
+        values[ours] = next(text for text, value in texts.items() if value == values[ours])
+    return {theirs: values[ours] for ours, theirs in names.items()}
 
 
 def dense_faults(config: TransformerConfig) -> list[str]:

@@ -3,12 +3,15 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_megatron.hf import bert, gpt2, llama, llava, mistral, mixtral, qwen2, qwen3, qwen3_moe, t5
+from lightning_megatron.hf import bert, gpt2, llama, llava, mixtral, qwen3_moe, t5
+from lightning_megatron.hf.dense_decoder import MISTRAL, QWEN2, QWEN3
 from lightning_megatron.hf.family import Config, Family
 
-_MODULES = (bert, gpt2, llama, llava, mistral, mixtral, qwen2, qwen3, qwen3_moe, t5)
-
-FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _MODULES}
+_ALL = (
+    *(bert.FAMILY, gpt2.FAMILY, llama.FAMILY, llava.FAMILY, MISTRAL),
+    *(mixtral.FAMILY, QWEN2, QWEN3, qwen3_moe.FAMILY, t5.FAMILY),
+)
+FAMILIES: dict[str, Family] = {family.name: family for family in _ALL}
 
 
 def family_of_file(raw: Mapping[str, Any], where: str) -> Family:

@@ -133,13 +133,9 @@ class Family:
         translated = self.config_from_hf(ConfigReader({}, self.defaults))
         return self.rules(config) + unwritten_faults(config, {*translated, *self.ruled, *TRAINING_ONLY})
 
-    def build(self, config: Config, mesh: Mesh) -> Model:
-        """The model on a mesh, of which torch's default device says where."""
-        return model_of(config, mesh)
-
 
 def model_of(config: Config, mesh: Mesh) -> Model:
-    """The model of a configuration on a mesh."""
+    """The model of a configuration on a mesh, of which torch's default device says where."""
     model: Model = _MODELS[type(config)](config, mesh=mesh)
     return model
 
@@ -161,7 +157,7 @@ class Table:
         self.family, self.config = family, config
         self._rows = tuple(row for row in family.rows_of(names) if row.is_of(config))
         with torch.device("meta"):
-            model = family.build(config, Mesh.single())
+            model = model_of(config, Mesh.single())
         shapes = {name: shard_of(parameter).global_shape for name, parameter in model.named_parameters()}
         self.links: dict[str, TensorSource] = {}
         self.theirs: dict[str, Shape] = {}

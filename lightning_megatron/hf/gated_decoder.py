@@ -2,9 +2,16 @@
 
 from typing import Any
 
-from lightning_megatron.hf.blocks import gate_and_up, query_key_value
-from lightning_megatron.hf.config_reader import ConfigReader, differences, rope_faults, rope_to_hf
-from lightning_megatron.hf.family import ParamMapping
+from lightning_megatron.hf.blocks import each, query_key_value
+from lightning_megatron.hf.config_reader import (
+    HARMLESS,
+    ConfigReader,
+    differences,
+    fields_to_hf,
+    rope_faults,
+    rope_to_hf,
+)
+from lightning_megatron.hf.family import Family, ParamMapping
 from lightning_megatron.models.gpt import GPTConfig
 from lightning_megatron.transformer.linears import DOWN, PROJECTION, QKV, UP
 
@@ -32,7 +39,7 @@ ROWS = (
             ParamMapping(
                 f"layers.{{}}.{UP}.{kind}",
                 (f"model.layers.{{}}.mlp.gate_proj.{kind}", f"model.layers.{{}}.mlp.up_proj.{kind}"),
-                gate_and_up,
+                each,
             ),
             ParamMapping(f"layers.{{}}.{DOWN}.{kind}", (f"model.layers.{{}}.mlp.down_proj.{kind}",)),
         )
@@ -44,50 +51,51 @@ PREFIX = "model."
 IGNORED = ("model.layers.{}.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq")
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 
-ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu"}
+DEFAULTS = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+
+_NAMES = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn_hidden_size": "intermediate_size",
+    "activation": "hidden_act",
+    "norm_epsilon": "rms_norm_eps",
+    "max_sequence_length": "max_position_embeddings",
+    "attention_dropout": "attention_dropout",
+    "init_std": "initializer_range",
+    "vocab_size": "vocab_size",
+    "tie_embeddings": "tie_word_embeddings",
+}
+_CHOICES = {"activation": {"silu": "swiglu", "swish": "swiglu"}}
+_OPTIONAL = {"num_query_groups": 0, "head_dim": 0, "attention_dropout": 0.0}
+
+
+def family(name: str, architecture: str, **own: Any) -> Family:
+    """The family of that name; `own` are its fields that others of these models do not have."""
+    shared: dict[str, Any] = {"prefix": PREFIX, "rows": ROWS, "ignored": IGNORED, "tied": TIED, "harmless": HARMLESS}
+    return Family(name=name, architecture=architecture, **(shared | own))
 
 
 def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
     """Fields of a GPTConfig from a config.json, less those that a family alone has."""
     reader.require("partial_rotary_factor", 1, 1.0)
-    return {
-        "num_layers": reader.take("num_hidden_layers"),
-        "hidden_size": reader.take("hidden_size"),
-        "num_attention_heads": reader.take("num_attention_heads"),
-        "num_query_groups": reader.take("num_key_value_heads", 0),
-        "head_dim": reader.take("head_dim", 0),
-        "ffn_hidden_size": reader.take("intermediate_size"),
-        "activation": reader.choose("hidden_act", ACTIVATIONS),
-        "normalization": "rmsnorm",
-        "norm_epsilon": reader.take("rms_norm_eps"),
-        "add_bias_linear": False,
-        "max_sequence_length": reader.take("max_position_embeddings"),
-        "attention_dropout": reader.take("attention_dropout", 0.0),
-        "init_std": reader.take("initializer_range"),
-        "vocab_size": reader.take("vocab_size"),
-        "tie_embeddings": reader.take("tie_word_embeddings"),
-        **reader.rope(),
-    }
+    fields = reader.take_all(_NAMES, _CHOICES, _OPTIONAL)
+    return {**fields, "normalization": "rmsnorm", "add_bias_linear": False, **reader.rope()}
 
 
 def config_to_hf(config: GPTConfig) -> dict[str, Any]:
     """Fields of a config.json from a GPTConfig, less those that a family alone has."""
-    return {
-        "num_hidden_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_query_groups,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.ffn_hidden_size,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.norm_epsilon,
-        "max_position_embeddings": config.max_sequence_length,
-        "attention_dropout": config.attention_dropout,
-        "initializer_range": config.init_std,
-        "vocab_size": config.vocab_size,
-        "tie_word_embeddings": config.tie_embeddings,
-        **rope_to_hf(config),
-    }
+    return {**fields_to_hf(config, _NAMES, _CHOICES), **rope_to_hf(config)}
 
 
 def rules(config: GPTConfig, **needed: Any) -> list[str]:
@@ -99,7 +107,17 @@ def rules(config: GPTConfig, **needed: Any) -> list[str]:
 
 
 def window_from_hf(reader: ConfigReader) -> dict[str, Any]:
-    """Sliding window of a GPTConfig, where layers have one each or none, as Qwen's do."""
+    """Sliding window of a GPTConfig, one for all layers or none, as Mistral's."""
+    return {"sliding_window": reader.take("sliding_window", 0)}
+
+
+def window_to_hf(config: GPTConfig) -> dict[str, Any]:
+    """Field of a config.json for one sliding window."""
+    return {"sliding_window": config.sliding_window or None}
+
+
+def layer_windows_from_hf(reader: ConfigReader) -> dict[str, Any]:
+    """Sliding windows of a GPTConfig, where layers have one each or none, as Qwen's do."""
     is_used, window = reader.take("use_sliding_window", False), reader.take("sliding_window", 0)
     num_layers, first = reader.take("num_hidden_layers"), reader.take("max_window_layers", 0)
     kinds = reader.take("layer_types", None)
@@ -123,8 +141,8 @@ def window_from_hf(reader: ConfigReader) -> dict[str, Any]:
     return {"sliding_window": window, "full_attention_layers": tuple(sees_all)}
 
 
-def window_to_hf(config: GPTConfig) -> dict[str, Any]:
-    """Fields of a config.json for the sliding window, for every version of transformers that can say it."""
+def layer_windows_to_hf(config: GPTConfig) -> dict[str, Any]:
+    """Fields of a config.json for windows of layers, for every version of transformers that can say them."""
     kinds = ["sliding_attention" if config.window_of(i) else "full_attention" for i in range(config.num_layers)]
     return {
         "use_sliding_window": config.sliding_window > 0,

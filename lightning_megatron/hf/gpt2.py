@@ -3,7 +3,7 @@
 from typing import Any
 
 from lightning_megatron.hf.blocks import joined_query_key_value, transposed
-from lightning_megatron.hf.config_reader import HARMLESS, HEADS, ConfigReader, dense_faults, head_faults
+from lightning_megatron.hf.config_reader import HARMLESS, HEADS, ConfigReader, dense_faults, fields_to_hf, head_faults
 from lightning_megatron.hf.family import Family, ParamMapping
 from lightning_megatron.models.gpt import GPTConfig
 from lightning_megatron.transformer.linears import DOWN, PROJECTION, QKV, UP
@@ -58,7 +58,21 @@ _ALIASES = {
     "num_hidden_layers": "n_layer",
 }
 
+_NAMES = {
+    "num_layers": "n_layer",
+    "hidden_size": "n_embd",
+    "num_attention_heads": "n_head",
+    "ffn_hidden_size": "n_inner",
+    "activation": "activation_function",
+    "norm_epsilon": "layer_norm_epsilon",
+    "max_sequence_length": "n_positions",
+    "attention_dropout": "attn_pdrop",
+    "init_std": "initializer_range",
+    "vocab_size": "vocab_size",
+    "tie_embeddings": "tie_word_embeddings",
+}
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
+_CHOICES = {"activation": ACTIVATIONS}
 
 
 def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
@@ -75,38 +89,17 @@ def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
             f"resid_pdrop ({hidden_dropout}) and embd_pdrop ({embedding_dropout}) must be equal: there is one "
             "hidden_dropout; set them alike"
         )
-    return {
-        "num_layers": reader.take("n_layer"),
-        "hidden_size": reader.take("n_embd"),
-        "num_attention_heads": reader.take("n_head"),
-        "ffn_hidden_size": reader.take("n_inner", 0),
-        "activation": reader.choose("activation_function", ACTIVATIONS),
-        "norm_epsilon": reader.take("layer_norm_epsilon"),
-        "max_sequence_length": reader.take("n_positions"),
-        "hidden_dropout": hidden_dropout,
-        "attention_dropout": reader.take("attn_pdrop"),
-        "init_std": reader.take("initializer_range"),
-        "vocab_size": reader.take("vocab_size"),
-        "tie_embeddings": reader.take("tie_word_embeddings"),
-    }
+    fields = reader.take_all(_NAMES, _CHOICES, {"ffn_hidden_size": 0})
+    return {**fields, "hidden_dropout": hidden_dropout}
 
 
 def config_to_hf(config: GPTConfig) -> dict[str, Any]:
     """Fields of a config.json from a GPTConfig."""
     return {
-        "n_layer": config.num_layers,
-        "n_embd": config.hidden_size,
-        "n_head": config.num_attention_heads,
+        **fields_to_hf(config, _NAMES, _CHOICES),
         "n_inner": config.ffn_hidden_size if config.ffn_hidden_size != 4 * config.hidden_size else None,
-        "activation_function": next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation),
-        "layer_norm_epsilon": config.norm_epsilon,
-        "n_positions": config.max_sequence_length,
         "resid_pdrop": config.hidden_dropout,
         "embd_pdrop": config.hidden_dropout,
-        "attn_pdrop": config.attention_dropout,
-        "initializer_range": config.init_std,
-        "vocab_size": config.vocab_size,
-        "tie_word_embeddings": config.tie_embeddings,
     }
 
 

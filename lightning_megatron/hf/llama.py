@@ -4,20 +4,13 @@ from typing import Any
 
 from lightning_megatron.hf import gated_decoder
 from lightning_megatron.hf.config_reader import HARMLESS, ConfigReader, dense_faults
-from lightning_megatron.hf.family import Family
 from lightning_megatron.models.gpt import GPTConfig
 
 DEFAULTS = {
+    **gated_decoder.DEFAULTS,
     "vocab_size": 32000,
-    "hidden_size": 4096,
     "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "hidden_act": "silu",
     "max_position_embeddings": 2048,
-    "initializer_range": 0.02,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
 }
 
 
@@ -52,13 +45,9 @@ def rules(config: GPTConfig) -> list[str]:
     return found
 
 
-FAMILY = Family(
-    name="llama",
-    architecture="LlamaForCausalLM",
-    prefix=gated_decoder.PREFIX,
-    rows=gated_decoder.ROWS,
-    ignored=gated_decoder.IGNORED,
-    tied=gated_decoder.TIED,
+FAMILY = gated_decoder.family(
+    "llama",
+    "LlamaForCausalLM",
     defaults=DEFAULTS,
     # How a linear was once cut for exact replication of a training; the sums are the same.
     harmless=HARMLESS | {"pretraining_tp"},

@@ -17,6 +17,7 @@ from lightning_megatron.hf.config_reader import (
     TRAINING_ONLY,
     ConfigReader,
     differences,
+    fields_to_hf,
     head_faults,
     unwritten_faults,
 )
@@ -66,6 +67,20 @@ ACTIVATIONS = {
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
+}
+_CLIP_CHOICES = {"activation": ACTIVATIONS}
+_CLIP_NAMES = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "ffn_hidden_size": "intermediate_size",
+    "num_channels": "num_channels",
+    "image_size": "image_size",
+    "patch_size": "patch_size",
+    "activation": "hidden_act",
+    "norm_epsilon": "layer_norm_eps",
+    "attention_dropout": "attention_dropout",
+    "init_std": "initializer_range",
 }
 _STRATEGIES = {"default": "default", "full": "full"}
 # Stands in for a tower whose configuration is faulty, so that the other faults are told with its own.
@@ -194,19 +209,7 @@ def vision_config(reader: ConfigReader) -> VisionConfig:
 
 def vision_fields(clip: ConfigReader) -> dict[str, Any]:
     """Fields of a VisionConfig from a config.json."""
-    return {
-        "num_layers": clip.take("num_hidden_layers"),
-        "hidden_size": clip.take("hidden_size"),
-        "num_attention_heads": clip.take("num_attention_heads"),
-        "ffn_hidden_size": clip.take("intermediate_size"),
-        "num_channels": clip.take("num_channels"),
-        "image_size": clip.take("image_size"),
-        "patch_size": clip.take("patch_size"),
-        "activation": clip.choose("hidden_act", ACTIVATIONS),
-        "norm_epsilon": clip.take("layer_norm_eps"),
-        "attention_dropout": clip.take("attention_dropout"),
-        "init_std": clip.take("initializer_range"),
-    }
+    return clip.take_all(_CLIP_NAMES, _CLIP_CHOICES)
 
 
 def _nested(reader: ConfigReader, key: str, model_type: str, defaults: Mapping[str, Any]) -> ConfigReader:
@@ -228,7 +231,7 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
         "vision_config": {"model_type": "clip_vision_model", **_vision_to_hf(config.vision)},
         "image_token_index": config.image_token,
         "image_seq_length": config.features_per_image,
-        "projector_hidden_act": _activation_to_hf(config.projector_activation),
+        **fields_to_hf(config, {"projector_activation": "projector_hidden_act"}, {"projector_activation": ACTIVATIONS}),
         "vision_feature_select_strategy": "full" if config.keeps_class_token else "default",
         "vision_feature_layer": config.feature_layer,
         "multimodal_projector_bias": config.projector_bias,
@@ -237,25 +240,8 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
 
 
 def _vision_to_hf(config: VisionConfig) -> dict[str, Any]:
-    return {
-        "num_hidden_layers": config.num_layers,
-        "hidden_size": config.hidden_size,
-        "num_attention_heads": config.num_attention_heads,
-        "intermediate_size": config.ffn_hidden_size,
-        "num_channels": config.num_channels,
-        "image_size": config.image_size,
-        "patch_size": config.patch_size,
-        "hidden_act": _activation_to_hf(config.activation),
-        "layer_norm_eps": config.norm_epsilon,
-        "attention_dropout": config.attention_dropout,
-        "initializer_range": config.init_std,
-        # Of a head that a LLaVA has not.
-        "projection_dim": config.hidden_size,
-    }
-
-
-def _activation_to_hf(activation: str) -> str:
-    return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == activation)
+    # The last is of a head that a LLaVA has not.
+    return {**fields_to_hf(config, _CLIP_NAMES, _CLIP_CHOICES), "projection_dim": config.hidden_size}
 
 
 def rules(config: GPTConfig) -> list[str]:

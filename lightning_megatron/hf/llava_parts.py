@@ -5,7 +5,6 @@ is drawn as the initial values of a new model: the projector, and rows of the vo
 model, among which the image token may be.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_megatron.checkpoint.folder import Address
 from lightning_megatron.hf import llava
 from lightning_megatron.hf.blocks import fill_ours
 from lightning_megatron.hf.config_reader import ConfigReader
@@ -28,8 +28,6 @@ from lightning_megatron.models.upcycle import Read
 from lightning_megatron.models.vision import VisionConfig
 from lightning_megatron.sharding import Box, shard_of
 from lightning_megatron.transformer.init import fill_initial_
-
-Folder = str | os.PathLike[str]
 
 _CLIP, _CLIP_VISION = "clip", "clip_vision_model"
 _TOWER = "vision_tower."
@@ -55,9 +53,9 @@ class _Given:
 def llava_from_folders(
     config: LlavaConfig,
     *,
-    whole: Folder | None = None,
-    language: Folder | None = None,
-    vision: Folder | None = None,
+    whole: Address | None = None,
+    language: Address | None = None,
+    vision: Address | None = None,
     mesh: Mesh | None = None,
 ) -> LlavaModel:
     """The model of the configuration with the weights that the folders have, this rank's part of it.

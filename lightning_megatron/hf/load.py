@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.hf.blocks import fill_ours
 from lightning_megatron.hf.families import family_of_file
-from lightning_megatron.hf.family import Config, Model, Table
+from lightning_megatron.hf.family import Config, Model, Table, model_of
 from lightning_megatron.hf.folder import WeightFiles, on_disk, read_config
 from lightning_megatron.mesh import Mesh, ambient_mesh
 from lightning_megatron.models.gpt import GPTConfig
@@ -41,7 +41,7 @@ def from_pretrained(
         config, read = way.config, partial(way.read, dense=read)
     # Values that are drawn only to be overwritten take longer than reading.
     with torch.device("meta"):
-        model = family.build(config, mesh)
+        model = model_of(config, mesh)
     take_memory(model)
     for name, parameter in model.named_parameters():
         shard = shard_of(parameter)

@@ -4,29 +4,17 @@ from typing import Any
 
 from lightning_megatron.hf import gated_decoder
 from lightning_megatron.hf.config_reader import HARMLESS, ConfigReader
-from lightning_megatron.hf.expert_decoder import (
-    ROWS_TOGETHER,
-    moe_faults,
-    moe_from_hf,
-    moe_to_hf,
-    rows_apart,
-)
-from lightning_megatron.hf.family import Family
+from lightning_megatron.hf.expert_decoder import ROWS_TOGETHER, moe_faults, moe_from_hf, moe_to_hf, rows_apart
 from lightning_megatron.models.gpt import GPTConfig
 
 DEFAULTS = {
+    **gated_decoder.DEFAULTS,
     "vocab_size": 32000,
-    "hidden_size": 4096,
     "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
     "num_key_value_heads": 8,
-    "hidden_act": "silu",
     "max_position_embeddings": 131072,
-    "initializer_range": 0.02,
     "rms_norm_eps": 1e-5,
     "rope_theta": 1e6,
-    "tie_word_embeddings": False,
     "num_local_experts": 8,
     "num_experts_per_tok": 2,
     "router_aux_loss_coef": 0.001,
@@ -43,7 +31,7 @@ def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
         norm_topk_prob=True,
         jitter=reader.take("router_jitter_noise", 0.0),
     )
-    return {**gated_decoder.config_from_hf(reader), "sliding_window": reader.take("sliding_window", 0), **moe}
+    return {**gated_decoder.config_from_hf(reader), **gated_decoder.window_from_hf(reader), **moe}
 
 
 def config_to_hf(config: GPTConfig) -> dict[str, Any]:
@@ -51,7 +39,7 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
     assert config.moe is not None
     return {
         **gated_decoder.config_to_hf(config),
-        "sliding_window": config.sliding_window or None,
+        **gated_decoder.window_to_hf(config),
         "intermediate_size": config.moe.ffn_hidden_size or config.ffn_hidden_size,
         "num_local_experts": config.moe.router.num_experts,
         "router_jitter_noise": float(config.moe.router.jitter),
@@ -71,14 +59,11 @@ def rules(config: GPTConfig) -> list[str]:
     return found
 
 
-FAMILY = Family(
-    name="mixtral",
-    architecture="MixtralForCausalLM",
-    prefix=gated_decoder.PREFIX,
+FAMILY = gated_decoder.family(
+    "mixtral",
+    "MixtralForCausalLM",
     rows=gated_decoder.ROWS + rows_apart("block_sparse_moe", "w1", "w3", "w2"),
     other_rows=gated_decoder.ROWS + ROWS_TOGETHER,
-    ignored=gated_decoder.IGNORED,
-    tied=gated_decoder.TIED,
     defaults=DEFAULTS,
     harmless=HARMLESS | {"output_router_logits"},
     config_from_hf=config_from_hf,

@@ -4,28 +4,17 @@ from typing import Any
 
 from lightning_megatron.hf import gated_decoder
 from lightning_megatron.hf.config_reader import HARMLESS, ConfigReader
-from lightning_megatron.hf.expert_decoder import (
-    ROWS_TOGETHER,
-    moe_faults,
-    moe_from_hf,
-    moe_to_hf,
-    rows_apart,
-)
-from lightning_megatron.hf.family import Family
+from lightning_megatron.hf.expert_decoder import ROWS_TOGETHER, moe_faults, moe_from_hf, moe_to_hf, rows_apart
 from lightning_megatron.models.gpt import GPTConfig
 
 DEFAULTS = {
+    **gated_decoder.DEFAULTS,
     "vocab_size": 151936,
     "hidden_size": 2048,
     "intermediate_size": 6144,
     "num_hidden_layers": 24,
-    "num_attention_heads": 32,
     "num_key_value_heads": 4,
-    "hidden_act": "silu",
     "max_position_embeddings": 32768,
-    "initializer_range": 0.02,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
     "sliding_window": 4096,
     "num_experts": 128,
     "num_experts_per_tok": 8,
@@ -101,14 +90,11 @@ def rules(config: GPTConfig) -> list[str]:
     return moe_faults(config) + gated_decoder.rules(config, add_bias_linear=False, qk_norm=True)
 
 
-FAMILY = Family(
-    name="qwen3_moe",
-    architecture="Qwen3MoeForCausalLM",
-    prefix=gated_decoder.PREFIX,
+FAMILY = gated_decoder.family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
     rows=gated_decoder.ROWS + rows_apart("mlp", "gate_proj", "up_proj", "down_proj"),
     other_rows=gated_decoder.ROWS + ROWS_TOGETHER,
-    ignored=gated_decoder.IGNORED,
-    tied=gated_decoder.TIED,
     defaults=DEFAULTS,
     harmless=HARMLESS | {"output_router_logits"},
     config_from_hf=config_from_hf,

@@ -3,8 +3,8 @@ its own and does not scale what that multiplies."""
 
 from typing import Any
 
-from lightning_megatron.hf.blocks import Shape, TensorBlock, gate_and_up, query_key_value
-from lightning_megatron.hf.config_reader import HARMLESS, ConfigReader, differences
+from lightning_megatron.hf.blocks import Shape, TensorBlock, each, query_key_value
+from lightning_megatron.hf.config_reader import HARMLESS, ConfigReader, differences, fields_to_hf
 from lightning_megatron.hf.family import Family, ParamMapping
 from lightning_megatron.models.t5_config import T5Config
 from lightning_megatron.sharding import Box
@@ -55,9 +55,7 @@ def _rows(stack: str) -> tuple[ParamMapping, ...]:
         ParamMapping(f"{ours}.relative_bias.weight", (f"{theirs}.0.SelfAttention.relative_attention_bias.weight",)),
         ParamMapping(f"{ours}.mlp_norm.weight", (f"{theirs}.{feed_forward}.layer_norm.weight",)),
         ParamMapping(f"{ours}.{UP}.weight", (f"{dense}.wi.weight",), is_of=_is_plain),
-        ParamMapping(
-            f"{ours}.{UP}.weight", (f"{dense}.wi_0.weight", f"{dense}.wi_1.weight"), gate_and_up, is_of=_is_gated
-        ),
+        ParamMapping(f"{ours}.{UP}.weight", (f"{dense}.wi_0.weight", f"{dense}.wi_1.weight"), each, is_of=_is_gated),
         ParamMapping(f"{ours}.{DOWN}.weight", (f"{dense}.wo.weight",)),
         ParamMapping(f"{stack}.final_norm.norm.weight", (f"{stack}.final_layer_norm.weight",)),
     )
@@ -98,6 +96,18 @@ DEFAULTS = {
     "tie_word_embeddings": True,
 }
 
+_NAMES = {
+    "num_layers": "num_layers",
+    "num_decoder_layers": "num_decoder_layers",
+    "hidden_size": "d_model",
+    "num_attention_heads": "num_heads",
+    "head_dim": "d_kv",
+    "ffn_hidden_size": "d_ff",
+    "norm_epsilon": "layer_norm_epsilon",
+    "relative_buckets": "relative_attention_num_buckets",
+    "relative_max_distance": "relative_attention_max_distance",
+    "vocab_size": "vocab_size",
+}
 _TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate", "gelu_fast")
 # GELU by tanh; spellings of one function.
 PLAIN = {"relu": "relu", "gelu": "gelu", "gelu_python": "gelu", "quick_gelu": "quick_gelu"} | dict.fromkeys(
@@ -133,20 +143,11 @@ def config_from_hf(reader: ConfigReader) -> dict[str, Any]:
     is_tied = reader.take("tie_word_embeddings")
     dropout = reader.take("dropout_rate")
     return {
-        "num_layers": reader.take("num_layers"),
-        "num_decoder_layers": reader.take("num_decoder_layers", 0),
-        "hidden_size": reader.take("d_model"),
-        "num_attention_heads": reader.take("num_heads"),
-        "head_dim": reader.take("d_kv"),
-        "ffn_hidden_size": reader.take("d_ff"),
+        **reader.take_all(_NAMES, optional={"num_decoder_layers": 0}),
         "activation": _activation(reader),
-        "norm_epsilon": reader.take("layer_norm_epsilon"),
-        "relative_buckets": reader.take("relative_attention_num_buckets"),
-        "relative_max_distance": reader.take("relative_attention_max_distance"),
         "hidden_dropout": dropout,
         "attention_dropout": dropout,
         "ffn_dropout": dropout,
-        "vocab_size": reader.take("vocab_size"),
         "tie_embeddings": is_tied,
         # Before there was a field for it, a head of its own was one that is not scaled.
         "scales_head": reader.take("scale_decoder_outputs", is_tied),
@@ -175,18 +176,9 @@ def _activation(reader: ConfigReader) -> str:
 def config_to_hf(config: T5Config) -> dict[str, Any]:
     """Fields of a config.json from a T5Config."""
     return {
-        "num_layers": config.num_layers,
-        "num_decoder_layers": config.num_decoder_layers,
-        "d_model": config.hidden_size,
-        "num_heads": config.num_attention_heads,
-        "d_kv": config.head_dim,
-        "d_ff": config.ffn_hidden_size,
+        **fields_to_hf(config, _NAMES),
         "feed_forward_proj": _WRITTEN[config.activation],
-        "layer_norm_epsilon": config.norm_epsilon,
-        "relative_attention_num_buckets": config.relative_buckets,
-        "relative_attention_max_distance": config.relative_max_distance,
         "dropout_rate": config.hidden_dropout,
-        "vocab_size": config.vocab_size,
         "tie_word_embeddings": config.tie_embeddings,
         "scale_decoder_outputs": config.scales_head,
         "is_encoder_decoder": True,

@@ -22,7 +22,7 @@ from lightning_megatron.hf.load import Source, upcycling
 from lightning_megatron.hf.save import common_dtype
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.models.gpt import GPTConfig
-from lightning_megatron.models.upcycle import Read, Upcycling
+from lightning_megatron.models.upcycle import Read
 from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.sharding import Box, shard_of
 
@@ -45,13 +45,7 @@ class Weights:
     def upcycled(self, moe: MoEConfig) -> "Weights":
         """Weights of a model with experts that computes the same. Raises ValueError with all that keeps it from it."""
         way = upcycling(self.config, moe)
-        return Weights(
-            kind="GPTModel", config=way.config, dtype=self.dtype, read=partial(_read_upcycled, way, self.read)
-        )
-
-
-def _read_upcycled(way: Upcycling, dense: Read, name: str, box: Box, out: Tensor) -> None:
-    way.read(name, box, out, dense)
+        return Weights(kind="GPTModel", config=way.config, dtype=self.dtype, read=partial(way.read, dense=self.read))
 
 
 def in_folder(path: str | os.PathLike[str]) -> Weights:

@@ -1,7 +1,7 @@
 """`BertModule`: a BERT that pre-trains, validates and fills gaps under any strategy."""
 
 from collections import Counter
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -13,14 +13,11 @@ from lightning_megatron.lightning_modules.batch_checks import require_within
 from lightning_megatron.lightning_modules.loaders import COPY
 from lightning_megatron.lightning_modules.pretrain import Batch, PretrainModule
 from lightning_megatron.lightning_modules.text_data import TextDataModule
-from lightning_megatron.mesh import Sizes
 from lightning_megatron.metrics.token_means import TokenMean
 from lightning_megatron.models.bert import BertConfig, BertLogits, BertModel
 from lightning_megatron.models.bert_cost import bert_training_flops
-from lightning_megatron.planner.flops import recomputed_flops
-from lightning_megatron.planner.model_parts import SequenceLengths, model_parts_of
+from lightning_megatron.planner.model_parts import SequenceLengths
 from lightning_megatron.trainer.checkpointing.loading import rebuilt
-from lightning_megatron.transformer.recompute import RecomputeConfig
 
 _ORDER = "sentence_order_accuracy"
 _ADAMW = AdamWConfig(lr=1e-4, weight_decay=0.01, betas=(0.9, 0.999), epsilon=1e-6)
@@ -44,6 +41,7 @@ class BertModule(PretrainModule):
     """
 
     model: BertModel | None
+    optional_inputs = ("token_types", "padding_mask", "sentence_order_labels")
     means: ClassVar[dict[str, type[TokenMean]]] = {**PretrainModule.means, _ORDER: TokenMean}
 
     def __init__(self, config: BertConfig, optimizer: AdamWConfig = _ADAMW) -> None:
@@ -53,35 +51,13 @@ class BertModule(PretrainModule):
     def _build(self) -> BertModel:
         return BertModel(self.config)
 
-    def forward(
-        self,
-        tokens: Tensor,
-        labels: Tensor | None = None,
-        loss_mask: Tensor | None = None,
-        token_types: Tensor | None = None,
-        padding_mask: Tensor | None = None,
-        sentence_order_labels: Tensor | None = None,
-    ) -> Tensor | BertLogits:
+    def forward(self, *args: Any, token_types: Tensor | None = None, **kwargs: Any) -> Any:
         """The loss with labels, else logits."""
-        assert self.model is not None, "configure_model builds the model; Trainer calls it"
-        output: Tensor | BertLogits = self.model(
-            tokens,
-            labels=labels,
-            loss_mask=loss_mask,
-            token_types=token_types if self.config.num_token_types else None,
-            padding_mask=padding_mask,
-            sentence_order_labels=sentence_order_labels,
-        )
-        return output
+        return super().forward(*args, token_types=token_types if self.config.num_token_types else None, **kwargs)
 
     def _loss(self, batch: Batch) -> Tensor:
         self._require_known_kinds(batch)
-        optional = ("token_types", "padding_mask", "sentence_order_labels")
-        loss = self(
-            batch["tokens"], batch["labels"], batch["loss_mask"], **{name: batch.get(name) for name in optional}
-        )
-        assert isinstance(loss, Tensor), "with labels it is the loss"
-        return loss
+        return super()._loss(batch)
 
     def _require_known_kinds(self, batch: Batch) -> None:
         if (kinds := self.config.num_token_types) and "token_types" in batch:
@@ -120,22 +96,12 @@ class BertModule(PretrainModule):
 
     def batch_tokens(self, batch: Batch) -> int:
         """Tokens of a batch that are trained on, without padding."""
-        return sum(self._lengths(batch))
+        return sum(lengths.sequence * n for lengths, n in self._lengths(batch).items())
 
-    def batch_flops(self, batch: Batch) -> float:
-        """Model FLOPs of a training step on the batch, without padding; `models.bert_cost` says by which convention."""
-        lengths = Counter(self._lengths(batch))
-        return sum(bert_training_flops(self.config, batch=n, sequence=length) for length, n in lengths.items())
-
-    def batch_recomputed_flops(self, batch: Batch, recompute: RecomputeConfig, sizes: Sizes) -> float:
-        """FLOPs that a training step on the batch recomputes in its backward, without padding."""
-        return sum(
-            recomputed_flops(model_parts_of(self.config, SequenceLengths(sequence=length)), n, recompute, sizes)
-            for length, n in Counter(self._lengths(batch)).items()
-        )
-
-    def _lengths(self, batch: Batch) -> list[int]:
+    def _lengths(self, batch: Batch) -> Counter[SequenceLengths]:
         is_token = batch.get("padding_mask")
         lengths = torch.ones_like(batch["tokens"]) if is_token is None else is_token != 0
-        counted: list[int] = lengths.sum(dim=1).tolist()
-        return counted
+        return Counter(SequenceLengths(sequence=length) for length in lengths.sum(dim=1).tolist())
+
+    def _training_flops(self, lengths: SequenceLengths, number: int) -> float:
+        return bert_training_flops(self.config, batch=number, sequence=lengths.sequence)

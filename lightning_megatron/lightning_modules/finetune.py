@@ -65,14 +65,12 @@ class FinetuneModule(GPTModule):
             )
         require_fitting_tokenizer(self.trainer.datamodule, self.path, self.config.vocab_size)  # type: ignore[attr-defined]
 
-    def configure_model(self) -> None:
-        if self.model is not None:
-            return
+    def _build(self) -> GPTModel:
         model = hf.from_pretrained(self.path, upcycle=self.upcycle)
         assert isinstance(model, GPTModel), "its configuration is a GPTConfig"
-        self.model = model
         if self.lora is not None:
             add_lora(model, self.lora)
+        return model
 
 
 def require_fitting_tokenizer(data: object, path: str, vocab_size: int) -> None:

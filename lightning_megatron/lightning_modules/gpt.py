@@ -1,6 +1,7 @@
 """`GPTModule`: a GPT that pre-trains, validates and generates under any strategy."""
 
 from collections import Counter
+from typing import ClassVar
 
 import lightning as L
 from torch import Tensor
@@ -9,16 +10,13 @@ from lightning_megatron.context.documents import NO_DOCUMENT, documents_of
 from lightning_megatron.lightning_modules.adamw import AdamWConfig
 from lightning_megatron.lightning_modules.generative import GenerativeModule
 from lightning_megatron.lightning_modules.pretrain import Batch
-from lightning_megatron.mesh import Sizes
 from lightning_megatron.models.generation import generate
 from lightning_megatron.models.gpt import GPTConfig, GPTModel
 from lightning_megatron.models.sampling import GenerationConfig
-from lightning_megatron.planner.flops import recomputed_flops
-from lightning_megatron.planner.model_parts import SequenceLengths, model_parts_of
+from lightning_megatron.planner.model_parts import SequenceLengths
 from lightning_megatron.trainer.callbacks import ExpertMonitor
 from lightning_megatron.trainer.checkpointing.loading import rebuilt
 from lightning_megatron.transformer import cost
-from lightning_megatron.transformer.recompute import RecomputeConfig
 
 _ADAMW = AdamWConfig()
 _GENERATION = GenerationConfig()
@@ -40,6 +38,9 @@ class GPTModule(GenerativeModule):
     """
 
     model: GPTModel | None
+    optional_inputs: ClassVar[tuple[str, ...]] = ("segments",)
+    prompt_inputs: ClassVar[tuple[str, ...]] = ()
+    """Entries of a batch of prompts that generation takes beside their tokens and lengths."""
 
     def __init__(
         self, config: GPTConfig, optimizer: AdamWConfig = _ADAMW, generation: GenerationConfig = _GENERATION
@@ -50,26 +51,9 @@ class GPTModule(GenerativeModule):
     def _build(self) -> GPTModel:
         return GPTModel(self.config)
 
-    def forward(
-        self,
-        tokens: Tensor,
-        labels: Tensor | None = None,
-        loss_mask: Tensor | None = None,
-        segments: Tensor | None = None,
-    ) -> Tensor:
-        """The loss with labels, else logits [batch, sequence, vocab_size]."""
-        assert self.model is not None, "configure_model builds the model; Trainer calls it"
-        documents = {} if segments is None else {"segments": segments}
-        output: Tensor = self.model(tokens, labels=labels, loss_mask=loss_mask, **documents)
-        return output
-
-    def _loss(self, batch: Batch) -> Tensor:
-        loss: Tensor = self(batch["tokens"], batch["labels"], batch["loss_mask"], batch.get("segments"))
-        return loss
-
     def _generate(self, batch: Batch, generation: GenerationConfig, samples: Tensor) -> list[Tensor]:
-        assert self.model is not None, "configure_model builds the model; Trainer calls it"
-        return generate(self.model, batch["tokens"], generation, lengths=batch.get("lengths"), samples=samples)
+        given = {name: batch[name] for name in ("lengths", *self.prompt_inputs) if name in batch}
+        return generate(self._built, batch["tokens"], generation, samples=samples, **given)
 
     def configure_callbacks(self) -> list[L.Callback]:
         # Lightning would put the module's in the place of the user's.
@@ -81,21 +65,10 @@ class GPTModule(GenerativeModule):
         """Tokens of a batch that are trained on; unused ends of packed rows left out."""
         return batch["tokens"].numel() if "segments" not in batch else int((batch["segments"] != NO_DOCUMENT).sum())
 
-    def batch_flops(self, batch: Batch) -> float:
-        """Model FLOPs of a training step on the batch; `transformer.cost` says by which convention."""
-        return sum(
-            cost.training_flops(self.config, batch=n, sequence=length) for length, n in document_lengths(batch).items()
-        )
+    def _lengths(self, batch: Batch) -> Counter[SequenceLengths]:
+        rows, sequence = batch["tokens"].shape
+        lengths = documents_of(batch["segments"]).lengths if "segments" in batch else (sequence,) * rows
+        return Counter(SequenceLengths(sequence=length) for length in lengths)
 
-    def batch_recomputed_flops(self, batch: Batch, recompute: RecomputeConfig, sizes: Sizes) -> float:
-        """FLOPs that a training step on the batch recomputes in its backward."""
-        return sum(
-            recomputed_flops(model_parts_of(self.config, SequenceLengths(sequence=length)), n, recompute, sizes)
-            for length, n in document_lengths(batch).items()
-        )
-
-
-def document_lengths(batch: Batch) -> Counter[int]:
-    """Number of documents of a batch by their tokens."""
-    rows, sequence = batch["tokens"].shape
-    return Counter(documents_of(batch["segments"]).lengths) if "segments" in batch else Counter({sequence: rows})
+    def _training_flops(self, lengths: SequenceLengths, number: int) -> float:
+        return cost.training_flops(self.config, batch=number, sequence=lengths.sequence)

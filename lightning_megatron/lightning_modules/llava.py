@@ -1,14 +1,10 @@
 """`LlavaModule`: a LLaVA that trains, with any part of it frozen, validates and answers under any strategy."""
 
-from torch import Tensor
-
 from lightning_megatron import hf
 from lightning_megatron.lightning_modules.adamw import AdamWConfig
-from lightning_megatron.lightning_modules.gpt import GPTModule, document_lengths
+from lightning_megatron.lightning_modules.gpt import GPTModule
 from lightning_megatron.lightning_modules.pretrain import Batch
 from lightning_megatron.mesh import Sizes
-from lightning_megatron.models.generation import generate
-from lightning_megatron.models.images import Images
 from lightning_megatron.models.llava import PARTS, LlavaConfig, LlavaModel
 from lightning_megatron.models.llava_cost import training_flops
 from lightning_megatron.models.sampling import GenerationConfig
@@ -40,6 +36,8 @@ class LlavaModule(GPTModule):
     """
 
     model: LlavaModel | None
+    optional_inputs = ("segments", "images")
+    prompt_inputs = ("images",)
 
     def __init__(
         self,
@@ -77,45 +75,15 @@ class LlavaModule(GPTModule):
         model.freeze(*self.frozen)
         return model
 
-    def forward(
-        self,
-        tokens: Tensor,
-        labels: Tensor | None = None,
-        loss_mask: Tensor | None = None,
-        segments: Tensor | None = None,
-        images: Images | None = None,
-    ) -> Tensor:
-        """The loss with labels, else logits [batch, sequence, vocab_size]."""
-        assert self.model is not None, "configure_model builds the model; Trainer calls it"
-        output: Tensor = self.model(tokens, labels=labels, loss_mask=loss_mask, segments=segments, images=images)
-        return output
-
-    def _loss(self, batch: Batch) -> Tensor:
-        loss: Tensor = self(
-            batch["tokens"], batch["labels"], batch["loss_mask"], batch.get("segments"), batch.get("images")
-        )
-        return loss
-
-    def _generate(self, batch: Batch, generation: GenerationConfig, samples: Tensor) -> list[Tensor]:
-        assert self.model is not None, "configure_model builds the model; Trainer calls it"
-        return generate(
-            self.model,
-            batch["tokens"],
-            generation,
-            lengths=batch.get("lengths"),
-            samples=samples,
-            images=batch.get("images"),
-        )
-
     def batch_flops(self, batch: Batch) -> float:
         """Model FLOPs of a training step on the batch; frozen parts count what other gradients need."""
         assert isinstance(self.config, LlavaConfig)
-        lengths = document_lengths(batch)
+        lengths = {document.sequence: n for document, n in self._lengths(batch).items()}
         return training_flops(self.config, lengths=lengths, num_images=_num_images(batch), frozen=self.frozen)
 
     def batch_recomputed_flops(self, batch: Batch, recompute: RecomputeConfig, sizes: Sizes) -> float:
         """FLOPs that a training step on the batch recomputes; a frozen tower has no backward and recomputes none."""
-        lengths = tuple(document_lengths(batch).elements())
+        lengths = tuple(document.sequence for document in self._lengths(batch).elements())
         # All documents in one row: layers that count are those of a stage, the tower's and others.
         texts = SequenceLengths(sequence=sum(lengths), images=_num_images(batch), are_packed=True, documents=lengths)
         model_parts = trainable_parts_of(self.config, texts, Trainable(frozen=tuple(self.frozen)))

@@ -1,5 +1,6 @@
 """`PretrainModule`: the base of the ready LightningModules: loss, evaluation and optimizer."""
 
+from collections import Counter
 from dataclasses import asdict
 from typing import Any, ClassVar, Literal
 
@@ -7,9 +8,13 @@ import lightning as L
 from torch import Tensor, nn
 
 from lightning_megatron.lightning_modules.adamw import AdamWConfig, adamw_with_warmup
+from lightning_megatron.mesh import Sizes
 from lightning_megatron.metrics.token_means import Perplexity, TokenMean
 from lightning_megatron.pipeline.module import PipelineModule
+from lightning_megatron.planner.flops import recomputed_flops
+from lightning_megatron.planner.model_parts import SequenceLengths, model_parts_of
 from lightning_megatron.trainer.checkpointing.loading import rebuilt
+from lightning_megatron.transformer.recompute import RecomputeConfig
 
 Batch = dict[str, Any]
 
@@ -21,10 +26,16 @@ class PretrainModule(L.LightningModule):
     `val_loss`, `val_perplexity` (of the labels, without label smoothing and what else the loss has) and `val_accuracy`
     (the share of labels that are the likeliest token); a test logs the same metrics as `test_`. Each is one mean over
     all valid tokens.
-    A subclass says how its model is built (`_build`) and called (`_loss`), and what a batch costs (`batch_tokens`,
-    `batch_flops`).
+    A subclass says how its model is built (`_build`), what of a batch it is called with (`inputs`, `optional_inputs`),
+    and how long the documents of a batch are (`_lengths`) and what they cost (`_training_flops`).
     """
 
+    inputs: ClassVar[tuple[str, ...]] = ("tokens", "labels", "loss_mask")
+    """Entries of a batch that the model is called with."""
+    optional_inputs: ClassVar[tuple[str, ...]] = ()
+    """Entries that the model is called with where a batch has them."""
+
+    config: Any
     means: ClassVar[dict[str, type[TokenMean]]] = {"loss": TokenMean, "perplexity": Perplexity, "accuracy": TokenMean}
     """Metrics that evaluation logs."""
 
@@ -46,9 +57,39 @@ class PretrainModule(L.LightningModule):
         """This rank's part of the model."""
         raise NotImplementedError
 
+    def _lengths(self, batch: Batch) -> Counter[SequenceLengths]:
+        """Number of documents of a batch by their lengths, without padding."""
+        raise NotImplementedError
+
+    def _training_flops(self, lengths: SequenceLengths, number: int) -> float:
+        """Model FLOPs of a training step on so many documents of these lengths."""
+        raise NotImplementedError
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The output of the model, which says what it takes: with labels the loss, else logits."""
+        return self._built(*args, **kwargs)
+
+    @property
+    def _built(self) -> Any:
+        assert self.model is not None, "configure_model builds the model; Trainer calls it"
+        return self.model
+
     def _loss(self, batch: Batch) -> Tensor:
         """The loss of a batch [], by a call of the model."""
-        raise NotImplementedError
+        optional = {name: batch[name] for name in self.optional_inputs if name in batch}
+        loss: Tensor = self(**{name: batch[name] for name in self.inputs}, **optional)
+        return loss
+
+    def batch_flops(self, batch: Batch) -> float:
+        """Model FLOPs of a training step on the batch, without padding; `transformer.cost` says by which convention."""
+        return sum(self._training_flops(lengths, n) for lengths, n in self._lengths(batch).items())
+
+    def batch_recomputed_flops(self, batch: Batch, recompute: RecomputeConfig, sizes: Sizes) -> float:
+        """FLOPs that a training step on the batch recomputes in its backward, without padding."""
+        return sum(
+            recomputed_flops(model_parts_of(self.config, lengths), n, recompute, sizes)
+            for lengths, n in self._lengths(batch).items()
+        )
 
     def configure_model(self) -> None:
         if self.model is None:

@@ -10,21 +10,16 @@ from lightning_megatron.lightning_modules.adamw import AdamWConfig
 from lightning_megatron.lightning_modules.batch_checks import require_no_gap
 from lightning_megatron.lightning_modules.generative import GenerativeModule
 from lightning_megatron.lightning_modules.pretrain import Batch
-from lightning_megatron.mesh import Sizes
 from lightning_megatron.models.sampling import GenerationConfig
 from lightning_megatron.models.t5 import T5Model
 from lightning_megatron.models.t5_config import T5Config
 from lightning_megatron.models.t5_cost import training_flops
 from lightning_megatron.models.t5_generation import generate_t5
-from lightning_megatron.planner.flops import recomputed_flops
-from lightning_megatron.planner.model_parts import SequenceLengths, model_parts_of
+from lightning_megatron.planner.model_parts import SequenceLengths
 from lightning_megatron.trainer.checkpointing.loading import rebuilt
-from lightning_megatron.transformer.recompute import RecomputeConfig
 
 _ADAMW = AdamWConfig()
 _GENERATION = GenerationConfig()
-_INPUTS = ("encoder_tokens", "decoder_tokens", "labels", "loss_mask")
-_BOUNDS = ("encoder_padding_mask", "encoder_segments", "decoder_segments")
 
 
 class T5Module(GenerativeModule):
@@ -44,6 +39,8 @@ class T5Module(GenerativeModule):
     """
 
     model: T5Model | None
+    inputs = ("encoder_tokens", "decoder_tokens", "labels", "loss_mask")
+    optional_inputs = ("encoder_padding_mask", "encoder_segments", "decoder_segments")
 
     def __init__(
         self, config: T5Config, optimizer: AdamWConfig = _ADAMW, generation: GenerationConfig = _GENERATION
@@ -54,56 +51,31 @@ class T5Module(GenerativeModule):
     def _build(self) -> T5Model:
         return T5Model(self.config)
 
-    def forward(
-        self,
-        encoder_tokens: Tensor,
-        decoder_tokens: Tensor,
-        labels: Tensor | None = None,
-        loss_mask: Tensor | None = None,
-        **bounds: Tensor,
-    ) -> Tensor:
-        """The loss with labels, else logits [batch, decoder sequence, vocab_size]."""
-        assert self.model is not None, "configure_model builds the model; Trainer calls it"
-        output: Tensor = self.model(encoder_tokens, decoder_tokens, labels=labels, loss_mask=loss_mask, **bounds)
-        return output
-
     def _loss(self, batch: Batch) -> Tensor:
-        bounds = {name: batch[name] for name in _BOUNDS if name in batch}
-        if "encoder_padding_mask" in bounds:
-            require_no_gap("encoder_padding_mask", bounds["encoder_padding_mask"])
-        loss: Tensor = self(*(batch[name] for name in _INPUTS), **bounds)
-        return loss
+        if "encoder_padding_mask" in batch:
+            require_no_gap("encoder_padding_mask", batch["encoder_padding_mask"])
+        return super()._loss(batch)
 
     def _generate(self, batch: Batch, generation: GenerationConfig, samples: Tensor) -> list[Tensor]:
-        assert self.model is not None, "configure_model builds the model; Trainer calls it"
-        begun = batch["decoder_tokens"]
-        rows = generate_t5(
-            self.model, batch["tokens"], begun, generation, lengths=batch.get("lengths"), samples=samples
-        )
+        begun, lengths = batch["decoder_tokens"], batch.get("lengths")
+        rows = generate_t5(self._built, batch["tokens"], begun, generation, lengths=lengths, samples=samples)
         return [row[begun.shape[1] :] for row in rows]
 
     def batch_tokens(self, batch: Batch) -> int:
         """Tokens that a training step on the batch goes through, of both stacks, without padding."""
-        return sum(n * (read + told) for (read, told), n in _lengths(batch).items())
+        return sum(n * (lengths.sequence + lengths.decoder_sequence) for lengths, n in self._lengths(batch).items())
 
-    def batch_flops(self, batch: Batch) -> float:
-        """Model FLOPs of a training step on the batch; `t5_cost.training_flops` says by which convention."""
-        return sum(
-            training_flops(self.config, batch=n, sequence=read, decoder_sequence=told)
-            for (read, told), n in _lengths(batch).items()
-        )
+    def _lengths(self, batch: Batch) -> Counter[SequenceLengths]:
+        pairs = _lengths_of_documents(batch)
+        return Counter({SequenceLengths(sequence=read, decoder_sequence=told): n for (read, told), n in pairs.items()})
 
-    def batch_recomputed_flops(self, batch: Batch, recompute: RecomputeConfig, sizes: Sizes) -> float:
-        """FLOPs that a training step on the batch runs again in its backward, on stages as the sizes have them."""
-        return sum(
-            recomputed_flops(
-                model_parts_of(self.config, SequenceLengths(sequence=read, decoder_sequence=told)), n, recompute, sizes
-            )
-            for (read, told), n in _lengths(batch).items()
+    def _training_flops(self, lengths: SequenceLengths, number: int) -> float:
+        return training_flops(
+            self.config, batch=number, sequence=lengths.sequence, decoder_sequence=lengths.decoder_sequence
         )
 
 
-def _lengths(batch: Batch) -> Counter[tuple[int, int]]:
+def _lengths_of_documents(batch: Batch) -> Counter[tuple[int, int]]:
     """How many documents of a batch have how many tokens of the encoder and of the decoder."""
     rows, width = batch["encoder_tokens"].shape
     decoder_width = batch["decoder_tokens"].shape[1]

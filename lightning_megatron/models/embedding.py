@@ -12,14 +12,10 @@ from lightning_megatron.transformer.tokens import Tokens
 
 
 def build_token_embedding(config: LanguageModelConfig, *, tp: Axis, sp: Axis) -> VocabParallelEmbedding:
-    """The token embedding, which a tied head on another stage builds for itself under the same name."""
+    """The token embedding, which other stages build for themselves under the same name, as for a tied head."""
+    initial, multiple = Initial(std=config.token_embedding_std), config.vocab_multiple
     return VocabParallelEmbedding(
-        config.vocab_size,
-        config.hidden_size,
-        tp=tp,
-        sp=sp,
-        initial=Initial(std=config.init_std),
-        multiple=config.vocab_multiple,
+        config.vocab_size, config.hidden_size, tp=tp, sp=sp, initial=initial, multiple=multiple
     )
 
 

@@ -1,7 +1,7 @@
 """Text from a language model: rows of different lengths, token by token, the same on every layout.
 
     generate_rows      the loop: asks a `NextLogits`, draws a token for each row that is not over, until all are
-    gpt_next_logits    how a GPT answers: the prompts in one call, then the new tokens alone, beside a key-value cache
+    GPTNextLogits      how a GPT answers: the prompts in one call, then the new tokens alone, beside a key-value cache
     llava_next_logits  the same, with the images of the prompts in the first call
 
 Every rank calls alike: a model call is a collective. What is drawn is told by one rank to those that share the row.
@@ -10,8 +10,9 @@ A model of another kind brings its own `NextLogits`: what it makes once of its o
 B rows, L tokens of the longest row so far and room behind it, V vocabulary.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,15 +27,10 @@ from lightning_megatron.models.ragged_rows import row_lengths, slice_rows
 from lightning_megatron.models.sampling import GenerationConfig, draw
 from lightning_megatron.transformer.decode_state import DecodeState
 
+NextLogits = Callable[[Tensor, Tensor], Tensor]
+"""Gives logits [B, V] of what follows, in a text [B, L], the first `lengths_B` (on the host) tokens of each row.
 
-class NextLogits(Protocol):
-    """A function that gives logits of the token that follows each row."""
-
-    def __call__(self, text_BL: Tensor, lengths_B: Tensor) -> Tensor:
-        """Logits [B, V] of what follows the first `lengths_B` (on the host) tokens of each row.
-
-        Of a row that has not grown since the last call they may be anything.
-        """
+Of a row that has not grown since the last call they may be anything."""
 
 
 def generate(
@@ -62,7 +58,7 @@ def generate(
     if isinstance(model, LlavaModel):
         next_logits = llava_next_logits(model, batch, images)
     elif images is None:
-        next_logits = gpt_next_logits(model, batch)
+        next_logits = GPTNextLogits(model, batch)
     else:
         raise ValueError(f"images are for a LlavaModel, and this is a {type(model).__name__}; leave them out")
     return generate_rows(
@@ -112,15 +108,10 @@ def generate_rows(
     return [row[:length].clone() for row, length in zip(text_BL, lengths_B.tolist(), strict=True)]
 
 
-def gpt_next_logits(model: GPTModel, num_rows: int) -> NextLogits:
-    """Next-token logits of rows of a GPT; each call takes only new tokens, as far as the model allows it."""
-    return _GPTNextLogits(model, num_rows, {})
-
-
 def llava_next_logits(model: LlavaModel, num_rows: int, images: Images | None) -> NextLogits:
     """Next-token logits of rows of a LLaVA with their images. It says no image token: there is no image for one."""
     by_row = images_by_row(images, None, num_rows)
-    next_logits = _GPTNextLogits(model, num_rows, {} if by_row is None else {"images": by_row})
+    next_logits = GPTNextLogits(model, num_rows, {} if by_row is None else {"images": by_row})
 
     def text_logits(text_BL: Tensor, lengths_B: Tensor) -> Tensor:
         logits_BV = next_logits(text_BL, lengths_B)
@@ -130,11 +121,11 @@ def llava_next_logits(model: LlavaModel, num_rows: int, images: Images | None) -
     return text_logits
 
 
-class _GPTNextLogits:
-    """Next-token logits of a GPT, with a key-value cache; `prompt` are inputs of the call that has the beginnings of
-    the rows."""
+class GPTNextLogits:
+    """Next-token logits of rows of a GPT; each call takes only new tokens, as far as the model allows it, beside a
+    key-value cache. `prompt` are inputs of the call that has the beginnings of the rows."""
 
-    def __init__(self, model: GPTModel, num_rows: int, prompt: Mapping[str, Any]) -> None:
+    def __init__(self, model: GPTModel, num_rows: int, prompt: Mapping[str, Any] = MappingProxyType({})) -> None:
         self._model, self._prompt = model, prompt
         self._cache = KeyValueCache(num_rows, cp=model.mesh.cp) if model.is_extendable else None
         self._rows_B = torch.arange(num_rows)

@@ -96,6 +96,10 @@ class T5Config(LanguageModelConfig):
         return self.num_layers + self.num_decoder_layers
 
     @property
+    def token_embedding_std(self) -> float:
+        return self.embedding_std
+
+    @property
     def decoder_embedding(self) -> str:
         """The name of the module that embeds the decoder's tokens."""
         return "embedding.tokens" if self.share_embeddings else "decoder.embedding.tokens"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.context.cache import KeyValueCache
-from lightning_megatron.models.generation import NextLogits, generate_rows
+from lightning_megatron.models.generation import generate_rows
 from lightning_megatron.models.ragged_rows import row_lengths, slice_rows
 from lightning_megatron.models.sampling import GenerationConfig
 from lightning_megatron.models.t5 import T5Model
@@ -41,7 +41,7 @@ def generate_t5(
             f"max_decoder_sequence_length ({limit}) of them, and an answer begins with {num_first} tokens"
         )
     return generate_rows(
-        t5_next_logits(model, encoder_tokens, row_lengths(encoder_tokens, lengths)),
+        T5NextLogits(model, encoder_tokens, row_lengths(encoder_tokens, lengths)),
         decoder_tokens,
         row_lengths(decoder_tokens, None),
         config,
@@ -50,13 +50,10 @@ def generate_t5(
     )
 
 
-def t5_next_logits(model: T5Model, encoder_tokens: Tensor, lengths_B: Tensor) -> NextLogits:
+class T5NextLogits:
     """Next-token logits of rows of a T5's decoder for these texts of its encoder, which are as long as `lengths_B`
     says."""
-    return _T5NextLogits(model, encoder_tokens, lengths_B)
 
-
-class _T5NextLogits:
     def __init__(self, model: T5Model, encoder_tokens: Tensor, lengths_B: Tensor) -> None:
         self._model, self._encoder_tokens = model, encoder_tokens
         is_token = torch.arange(encoder_tokens.shape[1]) < lengths_B.unsqueeze(1)

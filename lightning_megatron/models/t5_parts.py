@@ -12,13 +12,12 @@ from functools import partial
 from torch import Tensor, nn
 
 from lightning_megatron.mesh import Axis, Mesh
-from lightning_megatron.models.embedding import PositionEmbedding
+from lightning_megatron.models.embedding import PositionEmbedding, build_token_embedding
 from lightning_megatron.models.heads import LanguageModelHead
 from lightning_megatron.models.t5_config import T5Config
 from lightning_megatron.pipeline.module import Part
-from lightning_megatron.sharding import Initial
-from lightning_megatron.tensor.embedding import VocabParallelEmbedding
 from lightning_megatron.transformer import cost
+from lightning_megatron.transformer.attention import BIDIRECTIONAL
 from lightning_megatron.transformer.build import build_norm
 from lightning_megatron.transformer.decoder_layer import DecoderLayer
 from lightning_megatron.transformer.dropout import Dropout
@@ -38,7 +37,7 @@ class StackEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         if has_tokens:
-            self.tokens = _build_tokens(config, tp=tp, sp=sp)
+            self.tokens = build_token_embedding(config, tp=tp, sp=sp)
         self.has_positions = config.position == "learned"
         if self.has_positions:
             self.positions = PositionEmbedding(replace(config, max_sequence_length=length), tp=tp, sp=sp)
@@ -68,7 +67,7 @@ def t5_parts(config: T5Config, mesh: Mesh) -> list[Part]:
     """The parts of a T5 in order; costs are the FLOPs of the forward of a full sequence of either stack."""
     tp, sp = mesh.tp, mesh.sp
     length, decoder_length = config.max_sequence_length, config.max_decoder_sequence_length
-    tokens = partial(_build_tokens, config, tp=tp, sp=sp)
+    tokens = partial(build_token_embedding, config, tp=tp, sp=sp)
     of_decoder = {config.decoder_embedding: tokens}
     embedding, norm = partial(StackEmbedding, config, tp=tp, sp=sp), partial(StackNorm, config, tp=tp, sp=sp)
     return [
@@ -147,20 +146,8 @@ def _build_layer(config: T5Config, mesh: Mesh, stack: str, index: int) -> Transf
     layer = (
         DecoderLayer(config, tp=tp, sp=sp, name=name)
         if stack == "decoder"
-        else TransformerLayer(config, tp=tp, sp=sp, name=name, is_causal=False)
+        else TransformerLayer(config, tp=tp, sp=sp, name=name, mask_spec=BIDIRECTIONAL)
     )
     if config.position == "relative" and index == 0:
         layer.add_module("relative_bias", _build_table(config, mesh, stack))
     return layer
-
-
-def _build_tokens(config: T5Config, *, tp: Axis, sp: Axis) -> VocabParallelEmbedding:
-    """A token embedding, which other stages build for themselves under the same name."""
-    return VocabParallelEmbedding(
-        config.vocab_size,
-        config.hidden_size,
-        tp=tp,
-        sp=sp,
-        initial=Initial(std=config.embedding_std),
-        multiple=config.vocab_multiple,
-    )

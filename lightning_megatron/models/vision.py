@@ -18,19 +18,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatron.comm import rng
-from lightning_megatron.context.attention import ContextAxes
-from lightning_megatron.context.context_layout import cut
-from lightning_megatron.context.key_value_exchange import RingExchange
 from lightning_megatron.mesh import Axis, Mesh, Sizes
 from lightning_megatron.models.embedding import PositionEmbedding
 from lightning_megatron.pipeline.module import Part
 from lightning_megatron.sharding import Initial, shard_parameter
 from lightning_megatron.tensor.activation import Activation
 from lightning_megatron.transformer import cost
+from lightning_megatron.transformer.attention import BIDIRECTIONAL
 from lightning_megatron.transformer.build import build_norm
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.layer import TransformerLayer
-from lightning_megatron.transformer.tokens import Tokens
+from lightning_megatron.transformer.tokens import Tokens, unsplit_stream
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,22 +124,10 @@ def cut_into_patches(images: Tensor, size: int) -> Tensor:
 def image_stream(image_keys_N: Tensor, config: VisionConfig, mesh: Mesh) -> Tokens:
     """The stream of the images that this rank looks at; `image_keys_N` (int64) name what is dropped of each."""
     num_tokens, device = config.max_sequence_length, image_keys_N.device
-    alone = Axis.alone(mesh.global_rank)
     places = torch.arange(num_tokens, device=device)
     no_rotation = torch.zeros(1, num_tokens, 0, dtype=torch.float64, device=device)
-    return Tokens(
-        shape=(len(image_keys_N), num_tokens),
-        batch=len(image_keys_N),
-        sp=mesh.sp,
-        cp=alone,
-        context=ContextAxes(ring=alone, ulysses=alone, exchange=RingExchange()),
-        layout=cut((num_tokens,), ring_size=1, ulysses_size=1, is_zigzag=False),
-        index_X=None,
-        positions_1N=places.unsqueeze(0),
-        keys_BX=rng.bits(image_keys_N.unsqueeze(1), places),
-        rotary_cos_1NR=no_rotation,
-        rotary_sin_1NR=no_rotation,
-    )
+    keys_NS = rng.bits(image_keys_N.unsqueeze(1), places)
+    return unsplit_stream(mesh, places.unsqueeze(0), keys_NS, no_rotation, no_rotation)
 
 
 def vision_parts(config: VisionConfig, mesh: Mesh, prefix: str, num_used: int) -> Sequence[Part]:
@@ -165,7 +151,7 @@ def vision_parts(config: VisionConfig, mesh: Mesh, prefix: str, num_used: int) -
         *(
             Part(
                 name=name,
-                build=partial(TransformerLayer, config, tp=tp, sp=sp, name=name, is_causal=False),
+                build=partial(TransformerLayer, config, tp=tp, sp=sp, name=name, mask_spec=BIDIRECTIONAL),
                 symbol="",
                 cost=float(flops if i < num_used else 0),
             )

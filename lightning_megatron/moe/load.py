@@ -1,4 +1,4 @@
-"""Expert load and auxiliary losses of a step, and the update of routers at its end.
+"""Expert load and auxiliary losses of a step: what routers record of it, and reports.
 
 A call is recorded under its number within the step: a recomputed call has the number it had, and counts once.
 E experts, S sums.
@@ -6,7 +6,6 @@ E experts, S sums.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -63,62 +62,6 @@ class RoutingReport:
         return (self.counts_E - self.accepted_E).sum().double() / self.counts_E.sum().clamp(min=1).double()
 
 
-class Recorded(Protocol):
-    """A router, as `end_step` sees it."""
-
-    records: RoutingRecords
-
-    @property
-    def num_experts(self) -> int: ...
-
-    @property
-    def loss_names(self) -> tuple[str, ...]: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def learn(self, preferred_E: Tensor, chosen_E: Tensor) -> None:
-        """Updates the router's buffers from the counts of a global batch."""
-        ...
-
-
-def end_step(routers: Sequence[Recorded], *, cut: Axis, data: Axis) -> list[RoutingReport]:
-    """Reports of the routers for the step that ends; their expert biases have moved by one step.
-
-    Call it once per optimizer step, after the last backward, on all ranks that hold these routers; it talks over
-    `cut` (which cuts tokens before routers) and `data` (dp+cp), two all-reduces for all routers. For a skipped step
-    call `records.forget()`.
-    """
-    if not routers:
-        return []
-    counts = [
-        torch.cat(
-            (
-                _total(router.records.counts, (2, router.num_experts), torch.int64, router.device),
-                _total(router.records.accepted, (1, router.num_experts), torch.int64, router.device),
-            )
-        )
-        for router in routers
-    ]
-    sums = [_total(r.records.sums, (1 + len(r.loss_names),), torch.float64, r.device) for r in routers]
-    all_counts = torch.cat([each.flatten() for each in counts])
-    all_sums = torch.cat(sums)
-    for axis in (cut, data):
-        all_counts, all_sums = collectives.all_reduce(all_counts, axis), collectives.all_reduce(all_sums, axis)
-    reports = []
-    counts_by_router = all_counts.split([each.numel() for each in counts])
-    sums_by_router = all_sums.split([each.numel() for each in sums])
-    for router, flat_counts, sums_S in zip(routers, counts_by_router, sums_by_router, strict=True):
-        preferred_E, chosen_E, accepted_E = flat_counts.view(3, -1)
-        router.learn(preferred_E, chosen_E)
-        router.records.forget()
-        weight, *losses = sums_S
-        means = [torch.where(weight > 0, loss / weight, 0.0) for loss in losses]
-        named = dict(zip(router.loss_names, means, strict=True))
-        reports.append(RoutingReport(losses=named, counts_E=chosen_E.clone(), accepted_E=accepted_E.clone()))
-    return reports
-
-
 def gather(
     own: Mapping[str, RoutingReport],
     layers: Sequence[str],
@@ -146,9 +89,3 @@ def gather(
         named = dict(zip(loss_names, losses_S, strict=True))
         reports[layer] = RoutingReport(losses=named, counts_E=counts_E.long(), accepted_E=accepted_E.long())
     return reports
-
-
-def _total(by_call: dict[int, Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Sum over calls in the order of their numbers; zeros without calls."""
-    nothing = torch.zeros(shape, dtype=dtype, device=device)
-    return torch.stack([nothing, *(by_call[call].view(shape) for call in sorted(by_call))]).sum(0)

@@ -7,7 +7,7 @@ Logits, scores and probabilities are float32 or wider whatever the precision. Pa
 T tokens of this rank, H hidden, E experts, K experts of a token, P sequence groups.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_megatron.comm import rng
+from lightning_megatron.comm import collectives, rng
 from lightning_megatron.mesh import Axis
 from lightning_megatron.moe import load_balancing, topk
 from lightning_megatron.moe.config import RouterConfig
-from lightning_megatron.moe.load import RoutingRecords
+from lightning_megatron.moe.load import RoutingRecords, RoutingReport
 from lightning_megatron.moe.sequence_groups import RoutedTokens, SequenceGroups, routing_map, sum_over
 from lightning_megatron.precision.autocast import autocast
 from lightning_megatron.sharding import Initial, shard_parameter
@@ -84,14 +84,6 @@ class Router(nn.Module):
     def num_experts(self) -> int:
         return self.config.num_experts
 
-    @property
-    def loss_names(self) -> tuple[str, ...]:
-        return self.config.loss_names
-
-    @property
-    def device(self) -> torch.device:
-        return self.weight.device
-
     def forward(self, x_TH: Tensor, tokens: RoutedTokens) -> Routing:
         """Routing of the tokens. Talks over the axes that cut sequences where a loss or routing needs whole ones."""
         groups = tokens.sequence_groups
@@ -108,7 +100,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def learn(self, preferred_E: Tensor, chosen_E: Tensor) -> None:
-        """Updates expert bias and global load from the counts of a global batch; `load.end_step` calls it each step."""
+        """Updates expert bias and global load from the counts of a global batch; `end_step` calls it each step."""
         if self.has_bias and self.weight.requires_grad:
             # The bias of a frozen router is frozen too.
             self.expert_bias += self.config.bias_update_rate * load_balancing.expert_bias_step(chosen_E)
@@ -191,6 +183,43 @@ class Router(nn.Module):
         return f"num_experts={self.num_experts}, top_k={self.config.top_k}, routing_type={self.config.routing_type!r}"
 
 
+def end_step(routers: Sequence[Router], *, cut: Axis, data: Axis) -> list[RoutingReport]:
+    """Reports of the routers for the step that ends; their expert biases have moved by one step.
+
+    Call it once per optimizer step, after the last backward, on all ranks that hold these routers; it talks over
+    `cut` (which cuts tokens before routers) and `data` (dp+cp), two all-reduces for all routers. For a skipped step
+    call `records.forget()`.
+    """
+    if not routers:
+        return []
+    counts = [
+        torch.cat(
+            (
+                _total(router.records.counts, (2, router.num_experts), torch.int64, router.weight.device),
+                _total(router.records.accepted, (1, router.num_experts), torch.int64, router.weight.device),
+            )
+        )
+        for router in routers
+    ]
+    sums = [_total(r.records.sums, (1 + len(r.config.loss_names),), torch.float64, r.weight.device) for r in routers]
+    all_counts = torch.cat([each.flatten() for each in counts])
+    all_sums = torch.cat(sums)
+    for axis in (cut, data):
+        all_counts, all_sums = collectives.all_reduce(all_counts, axis), collectives.all_reduce(all_sums, axis)
+    reports = []
+    counts_by_router = all_counts.split([each.numel() for each in counts])
+    sums_by_router = all_sums.split([each.numel() for each in sums])
+    for router, flat_counts, sums_S in zip(routers, counts_by_router, sums_by_router, strict=True):
+        preferred_E, chosen_E, accepted_E = flat_counts.view(3, -1)
+        router.learn(preferred_E, chosen_E)
+        router.records.forget()
+        weight, *losses = sums_S
+        means = [torch.where(weight > 0, loss / weight, 0.0) for loss in losses]
+        named = dict(zip(router.config.loss_names, means, strict=True))
+        reports.append(RoutingReport(losses=named, counts_E=chosen_E.clone(), accepted_E=accepted_E.clone()))
+    return reports
+
+
 def score(logits_TE: Tensor, config: RouterConfig) -> Tensor:
     """Score of each expert for a token: [T, E]."""
     if config.score_function == "softmax":
@@ -219,3 +248,9 @@ def normalized_scores(scores_TE: Tensor, config: RouterConfig) -> Tensor:
     if config.score_function == "softmax":
         return scores_TE
     return scores_TE / (scores_TE.sum(1, keepdim=True) + _LEAST_SUM)
+
+
+def _total(by_call: dict[int, Tensor], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Sum over calls in the order of their numbers; zeros without calls."""
+    nothing = torch.zeros(shape, dtype=dtype, device=device)
+    return torch.stack([nothing, *(by_call[call].view(shape) for call in sorted(by_call))]).sum(0)

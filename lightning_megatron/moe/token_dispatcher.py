@@ -39,7 +39,7 @@ from lightning_megatron.moe.grouped_gemm import ExpertGroups
 from lightning_megatron.moe.permute import Permutation, permute, regrouped, sort_by_expert, unpermute
 from lightning_megatron.tensor.linear import as_gemm_input
 
-Read = Callable[[Tensor, int], Tensor]
+ReadCounts = Callable[[Tensor, int], Tensor]
 """Copies counts by expert [..., E] from the device to the host, given the number of tokens that each row counts."""
 
 
@@ -55,13 +55,15 @@ class DispatchWork(Protocol):
         ...
 
 
-class TokenDispatcher(Protocol):
-    """How tokens travel between ranks."""
+class TokenDispatcher:
+    """The way of tokens between ranks, to `num_experts` experts."""
 
-    yield_to_peer: YieldToPeer
-    """Called before each wait for a message."""
-    read: Read
-    """Brings numbers of rows to the host."""
+    def __init__(self, num_experts: int, *, ep: Axis, etp: Axis) -> None:
+        self.num_experts, self.ep, self.etp = num_experts, ep, etp
+        # Called before each wait for a message.
+        self.yield_to_peer: YieldToPeer = no_op
+        # Brings numbers of rows to the host.
+        self.read: ReadCounts = on_host
 
     def dispatch(
         self, hidden_TH: Tensor, expert_ids_TK: Tensor, probs_TK: Tensor, capacity: int | None = None
@@ -71,16 +73,11 @@ class TokenDispatcher(Protocol):
         With a capacity every expert gets so many rows of each rank, zeros after those of tokens; no expert may have
         more tokens than that, and all ranks pass the same capacity.
         """
-        ...
+        raise NotImplementedError
 
 
-class AllToAllTokenDispatcher:
+class AllToAllTokenDispatcher(TokenDispatcher):
     """Sends each token to the ranks of its experts alone. Ranks may have different numbers of tokens, or none."""
-
-    def __init__(self, num_experts: int, *, ep: Axis, etp: Axis) -> None:
-        self.num_experts, self.ep, self.etp = num_experts, ep, etp
-        self.yield_to_peer: YieldToPeer = no_op
-        self.read: Read = on_host
 
     def dispatch(
         self, hidden_TH: Tensor, expert_ids_TK: Tensor, probs_TK: Tensor, capacity: int | None = None
@@ -155,19 +152,15 @@ class _AllToAllWork:
         self._work = [all_gather_v(rows.wait(), plan.etp, plan.num_gathered, plan.yield_to_peer) for rows in self._work]
 
 
-class AllGatherTokenDispatcher:
+class AllGatherTokenDispatcher(TokenDispatcher):
     """Sends each token to all ranks. All ranks have the same number of tokens."""
-
-    def __init__(self, num_experts: int, *, ep: Axis, etp: Axis) -> None:
-        self.num_own, self.ep, self.etp = num_experts // ep.size, ep, etp
-        self.yield_to_peer: YieldToPeer = no_op
-        self.read: Read = on_host
 
     def dispatch(
         self, hidden_TH: Tensor, expert_ids_TK: Tensor, probs_TK: Tensor, capacity: int | None = None
     ) -> DispatchWork:
+        num_own = self.num_experts // self.ep.size
         expert_ids = collectives.all_gather(collectives.all_gather(expert_ids_TK, self.etp), self.ep)
-        by_expert = sort_by_expert(expert_ids - self.ep.rank * self.num_own, self.num_own)
+        by_expert = sort_by_expert(expert_ids - self.ep.rank * num_own, num_own)
         if capacity is None:
             # Own experts take their share of all ranks' tokens.
             sizes = tuple(self.read(by_expert.counts_E, len(expert_ids) // self.ep.size).tolist())
@@ -175,7 +168,7 @@ class AllGatherTokenDispatcher:
             choices_R = by_expert.dropless(groups.num_rows)
         else:
             of_all = capacity * self.ep.size * self.etp.size
-            groups = ExpertGroups((of_all,) * self.num_own, torch.full_like(by_expert.counts_E, of_all))
+            groups = ExpertGroups((of_all,) * num_own, torch.full_like(by_expert.counts_E, of_all))
             choices_R = by_expert.padded(of_all)
         orders = by_expert.orders(choices_R, is_dropless=capacity is None)
         return _AllGatherWork(self.ep, self.etp, orders, groups, hidden_TH, probs_TK, self.yield_to_peer)

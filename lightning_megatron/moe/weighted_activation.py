@@ -6,30 +6,18 @@ besides the scaled rows that the second matrix reads.
 R rows, F features of an expert.
 """
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_megatron.tensor.activation import Activation, activate
-
-_GATES: dict[Activation, Callable[[Tensor], Tensor]] = {
-    "swiglu": F.silu,
-    "geglu_tanh": partial(F.gelu, approximate="tanh"),
-}
-_GATE_GRADIENTS: dict[Activation, Callable[..., Tensor]] = {
-    "swiglu": torch.ops.aten.silu_backward.grad_input,
-    "geglu_tanh": partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh"),
-}
+from lightning_megatron.tensor.activation import GATE_GRADIENTS, GATES, Activation, activate
 
 
 def weighted_activation(x: Tensor, probs_R: Tensor, activation: Activation) -> Tensor:
     """Activation of `x` [R, F] (gated: [R, 2, F]), each row scaled by its router probability: [R, F]."""
-    if activation not in _GATES:
+    if activation not in GATES:
         return scale_rows(activate(x, activation), probs_R)
     weighed: Tensor = _WeighedGate.apply(x, probs_R, activation)
     return weighed
@@ -48,7 +36,7 @@ class _WeighedGate(torch.autograd.Function):
         ctx.save_for_backward(gate_up_R2F, probs_R)
         ctx.activation = activation
         gate_RF, up_RF = gate_up_R2F.unbind(1)
-        return scale_rows(_GATES[activation](gate_RF).mul_(up_RF), probs_R)
+        return scale_rows(GATES[activation](gate_RF).mul_(up_RF), probs_R)
 
     @staticmethod
     @once_differentiable
@@ -56,10 +44,10 @@ class _WeighedGate(torch.autograd.Function):
         gate_up_R2F, probs_R = ctx.saved_tensors
         gate_RF, up_RF = gate_up_R2F.unbind(1)
         grad_activated_RF = scale_rows(grad_RF, probs_R)
-        gate_gradient = _GATE_GRADIENTS[ctx.activation]
+        gate_gradient = GATE_GRADIENTS[ctx.activation]
         # Both gradients are written in place: joining them afterwards would copy them.
         grad_R2F = torch.empty_like(gate_up_R2F, memory_format=torch.contiguous_format)
-        activated_RF = _GATES[ctx.activation](gate_RF)
+        activated_RF = GATES[ctx.activation](gate_RF)
         torch.mul(activated_RF, grad_activated_RF, out=grad_R2F[:, 1])
         gate_gradient(grad_activated_RF.mul_(up_RF), gate_RF, grad_input=grad_R2F[:, 0])
         # Peak memory follows.

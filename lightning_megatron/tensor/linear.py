@@ -26,7 +26,7 @@ T tokens, I features in, O features out.
 Source: Narayanan et al., arXiv 2104.04473, section 2.3; Korthikanti et al., arXiv 2205.05198, section 4.2.2.
 """
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -140,9 +140,7 @@ def column_parallel_linear(
     them again.
     """
     x_TI = as_gemm_input(x_TI)
-    # Inside the Function gradients are off, whatever the mode outside.
-    is_training = torch.is_grad_enabled()
-    y_TO: Tensor = _Column.apply(x_TI, weight, bias, tp, sp, gradients, gemm, is_training)
+    y_TO: Tensor = _Column.apply(x_TI, weight, bias, _Call(tp, sp, gradients, gemm, torch.is_grad_enabled()))
     # Outside of the Function: autograd forbids in-place changes of a view that a Function made.
     return y_TO.view(y_TO.shape[0], *weight.shape[:-1])
 
@@ -159,8 +157,7 @@ def row_parallel_linear(
 ) -> Tensor:
     """Row-parallel product [T/sp, O] of [T, I/tp] and a weight [O, I/tp]; the bias is added after the sum over `tp`."""
     x_TI = as_gemm_input(x_TI)
-    is_training = torch.is_grad_enabled()
-    y_TO: Tensor = _Row.apply(x_TI, weight_OI, bias_O, tp, sp, gradients, gemm, is_training)
+    y_TO: Tensor = _Row.apply(x_TI, weight_OI, bias_O, _Call(tp, sp, gradients, gemm, torch.is_grad_enabled()))
     return y_TO
 
 
@@ -170,26 +167,26 @@ def as_gemm_input(x: Tensor) -> Tensor:
     return x if dtype is None or x.dtype == torch.float64 else x.to(dtype)
 
 
+class _Call(NamedTuple):
+    """Arguments of a linear's Function beside its tensors."""
+
+    tp: Axis
+    sp: Axis
+    gradients: WeightGradients
+    gemm: Gemm
+    is_training: bool
+    """Whether gradients are on outside of the Function: inside they are off."""
+
+
 # Note: a weight is its owner. Where hooks handle saved tensors (recomputation, offloading), a saved weight comes back
 # as another tensor, and a gradient put on that one would be lost. `ctx.owner` is the weight itself.
 class _Column(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        tp: Axis,
-        sp: Axis,
-        gradients: WeightGradients,
-        gemm: Gemm,
-        is_training: bool,
-    ) -> Tensor:
-        ctx.tp, ctx.sp, ctx.gradients, ctx.gemm, ctx.dtype = tp, sp, gradients, gemm, x.dtype
-        ctx.owner = weight
-        saved = gemm.cast_input(x, is_training=is_training)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
+        ctx.call, ctx.owner, ctx.dtype = call, weight, x.dtype
+        saved = call.gemm.cast_input(x, is_training=call.is_training)
         _save_for_backward(ctx, saved, weight)
-        return gemm.forward(_gathered(saved, sp), weight, bias, x.dtype, is_training=is_training)
+        return call.gemm.forward(_gathered(saved, call.sp), weight, bias, x.dtype, is_training=call.is_training)
 
     @staticmethod
     @once_differentiable
@@ -197,50 +194,40 @@ class _Column(torch.autograd.Function):
         # Note: overlap. The gather of x is hidden by the input's gradient; the sum of that gradient is hidden by the
         # gradients of weight and bias.
         x, weight = _saved(ctx)
-        sp: Axis = ctx.sp
-        gemm: Gemm = ctx.gemm
+        call: _Call = ctx.call
+        tp, sp, gradients, gemm, _ = call
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = grad_weight = grad_bias = None
         grad = gemm.cast_gradient(grad_TO)
         owner: Tensor = ctx.owner
-        mode = ctx.gradients.mode(owner) if needs_weight else WeightGradientMode.DEFER
+        mode = gradients.mode(owner) if needs_weight else WeightGradientMode.DEFER
         if mode is not WeightGradientMode.DEFER:
             x_work = collectives.all_gather(x.values, sp, wait=False)
         if needs_x:
-            grad_x_work = _sum_to_shard(gemm.input_gradient(grad, weight, ctx.dtype), ctx.tp, sp)
+            grad_x_work = _sum_to_shard(gemm.input_gradient(grad, weight, ctx.dtype), tp, sp)
         if mode is not WeightGradientMode.DEFER:
-            grad_weight = _weight_gradient(mode, ctx.gradients, gemm, owner, grad, x._replace(values=x_work.wait()))
+            grad_weight = _weight_gradient(mode, gradients, gemm, owner, grad, x._replace(values=x_work.wait()))
         elif needs_weight:
             # A deferred weight gradient gathers x when it runs: until then it holds the shard alone.
-            grad_view, x = ctx.gradients.grad_view, x.without_graph()
-            ctx.gradients.defer(
-                owner, lambda: gemm.add_weight_gradient(owner, grad, _gathered(x, sp), grad_view(owner))
+            x = x.without_graph()
+            gradients.defer(
+                owner, lambda: gemm.add_weight_gradient(owner, grad, _gathered(x, sp), gradients.grad_view(owner))
             )
         if needs_bias:
             grad_bias = grad_TO.sum(0).view(weight.shape[:-1]).to(weight.dtype)
         if needs_x:
             grad_x = grad_x_work.wait()
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None
+        return grad_x, grad_weight, grad_bias, None
 
 
 class _Row(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        tp: Axis,
-        sp: Axis,
-        gradients: WeightGradients,
-        gemm: Gemm,
-        is_training: bool,
-    ) -> Tensor:
-        ctx.sp, ctx.gradients, ctx.gemm, ctx.dtype = sp, gradients, gemm, x.dtype
-        ctx.owner = weight
-        saved = gemm.cast_input(x, is_training=is_training)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> Tensor:
+        ctx.call, ctx.owner, ctx.dtype = call, weight, x.dtype
+        saved = call.gemm.cast_input(x, is_training=call.is_training)
         _save_for_backward(ctx, saved, weight)
-        y_TO = _sum_to_shard(gemm.forward(saved, weight, None, x.dtype, is_training=is_training), tp, sp).wait()
+        part = call.gemm.forward(saved, weight, None, x.dtype, is_training=call.is_training)
+        y_TO = _sum_to_shard(part, call.tp, call.sp).wait()
         # Before the sum, tp ranks would add the bias tp times.
         return y_TO if bias is None else y_TO.add_(bias)
 
@@ -248,24 +235,25 @@ class _Row(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = _saved(ctx)
-        gemm: Gemm = ctx.gemm
+        call: _Call = ctx.call
+        sp, gradients, gemm = call.sp, call.gradients, call.gemm
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_weight = None
         own = gemm.cast_gradient(grad)
-        grad_work = collectives.all_gather(own.values, ctx.sp, wait=False)
+        grad_work = collectives.all_gather(own.values, sp, wait=False)
         # Under sequence parallelism this is a partial sum over this rank's tokens.
         grad_bias = grad.sum(0).to(weight.dtype) if needs_bias else None
         whole = own._replace(values=grad_work.wait())
         grad_x = gemm.input_gradient(whole, weight, ctx.dtype) if needs_x else None
         if needs_weight:
             owner: Tensor = ctx.owner
-            mode = ctx.gradients.mode(owner)
+            mode = gradients.mode(owner)
             if mode is WeightGradientMode.DEFER:
-                grad_view, x = ctx.gradients.grad_view, x.without_graph()
-                ctx.gradients.defer(owner, lambda: gemm.add_weight_gradient(owner, whole, x, grad_view(owner)))
+                x = x.without_graph()
+                gradients.defer(owner, lambda: gemm.add_weight_gradient(owner, whole, x, gradients.grad_view(owner)))
             else:
-                grad_weight = _weight_gradient(mode, ctx.gradients, gemm, owner, whole, x)
-        return grad_x, grad_weight, grad_bias, None, None, None, None, None
+                grad_weight = _weight_gradient(mode, gradients, gemm, owner, whole, x)
+        return grad_x, grad_weight, grad_bias, None
 
 
 def _save_for_backward(ctx: Any, x: Operand, weight: Tensor) -> None:

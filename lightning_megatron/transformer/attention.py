@@ -33,6 +33,9 @@ from lightning_megatron.transformer.rotary import rotate, rotate_into
 from lightning_megatron.transformer.sliding_window import is_visible
 from lightning_megatron.transformer.tokens import Tokens
 
+CAUSAL = MaskSpec(is_causal=True)
+BIDIRECTIONAL = MaskSpec(is_causal=False)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
@@ -144,30 +147,20 @@ def _parts(fused: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class SelfAttention(RecomputeLayer):
-    """Attention over each sequence of the stream: [T/sp, H] to [T/sp, H]. `name` is its name in the model.
-
-    Causal attention sees the last `window` tokens, or all where that is 0.
-    """
+    """Attention over each sequence of the stream: [T/sp, H] to [T/sp, H]. `name` is its name in the model."""
 
     recomputable = frozenset({"core_attention"})
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        *,
-        tp: Axis,
-        sp: Axis,
-        name: str,
-        is_causal: bool = True,
-        window: int = 0,
+        self, config: TransformerConfig, *, tp: Axis, sp: Axis, name: str, mask_spec: MaskSpec = CAUSAL
     ) -> None:
         super().__init__()
-        assert is_causal or window == 0, "a window is one of causal attention"
+        assert mask_spec.is_causal or mask_spec.window == 0, "a window is one of causal attention"
         self.name = name
         self.scale = 1.0 / math.sqrt(config.head_dim) if config.scales_scores else 1.0
-        self.mask_spec = MaskSpec(is_causal=is_causal, window=window)
+        self.mask_spec = mask_spec
         # Who attends where nothing stands in the way.
-        self.core_attention: CoreAttention = TorchCoreAttention(mask_spec=self.mask_spec, scale=self.scale)
+        self.core_attention: CoreAttention = TorchCoreAttention(mask_spec=mask_spec, scale=self.scale)
         self.heads = local_heads(config, tp)
         # Fewer groups than ranks: every rank needs rows that others hold.
         self.is_gathered = config.num_query_groups % tp.size != 0
@@ -241,7 +234,6 @@ class SelfAttention(RecomputeLayer):
         self, queries: Tensor, keys: Tensor, values: Tensor, tokens: Tokens, bias: RelativePositionBias | None
     ) -> Tensor:
         """Attention within documents, whose tokens other ranks may hold too. Nothing of the size S^2 is kept."""
-        drop = self.dropout
         return attend(
             queries,
             keys,
@@ -251,7 +243,7 @@ class SelfAttention(RecomputeLayer):
             mask_spec=self.mask_spec,
             scale=self.scale,
             bias=bias,
-            dropout=tokens.dropout_spec(drop.key, drop.first_head, drop.probability) if drop.is_active else None,
+            dropout=self.dropout.spec(tokens),
             cache=tokens.shared,
         )
 

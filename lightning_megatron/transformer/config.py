@@ -310,6 +310,11 @@ class LanguageModelConfig(TransformerConfig):
             faults.append(f"label_smoothing ({self.label_smoothing}) must be at least 0 and below 1")
         return faults
 
+    @property
+    def token_embedding_std(self) -> float:
+        """Standard deviation of initial token embeddings."""
+        return self.init_std
+
 
 _MOST_TOLD = 65_536
 # Above it no value is looked for, which is told to a reader.

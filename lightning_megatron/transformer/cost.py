@@ -79,12 +79,6 @@ def vocabulary_parameters(config: LanguageModelConfig, sizes: Sizes = ONE) -> in
     return -(-rows // config.vocab_multiple) * config.vocab_multiple * config.hidden_size
 
 
-def embedding_parameters(config: LanguageModelConfig, sizes: Sizes = ONE) -> int:
-    """Parameters of the embedding part that a rank of the first stage holds."""
-    positions = config.max_sequence_length * config.hidden_size if config.position == "learned" else 0
-    return vocabulary_parameters(config, sizes) + positions
-
-
 def model_parameters(config: LanguageModelConfig) -> int:
     """Parameters of the unsplit model; a tied matrix counts once and padded rows do not count."""
     matrices = 1 if config.tie_embeddings else 2
@@ -167,11 +161,6 @@ def training_flops(config: LanguageModelConfig, *, batch: int, sequence: int, is
         for layer in range(config.num_layers)
     )
     return 3 * (layers + head_flops(config, num_tokens=num_tokens))
-
-
-def training_flops_per_token(config: LanguageModelConfig, *, sequence: int, is_causal: bool = True) -> float:
-    """`training_flops` of one token of sequences of that length."""
-    return training_flops(config, batch=1, sequence=sequence, is_causal=is_causal) / sequence
 
 
 def layer_activation_bytes(

@@ -15,18 +15,14 @@ from torch import Tensor, nn
 from lightning_megatron.comm import differentiable
 from lightning_megatron.context.attention import attend
 from lightning_megatron.context.cache import CachedCall
-from lightning_megatron.context.context_layout import MaskSpec
 from lightning_megatron.context.cross_attention_layout import CrossAttentionLayout
 from lightning_megatron.mesh import Axis
 from lightning_megatron.sharding import Initial
 from lightning_megatron.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from lightning_megatron.transformer.attention import local_heads
+from lightning_megatron.transformer.attention import BIDIRECTIONAL, local_heads
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.dropout import AttentionDropout
 from lightning_megatron.transformer.tokens import Tokens
-
-# Every token sees all of its source.
-_VIEW = MaskSpec(is_causal=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +103,7 @@ class CrossAttention(nn.Module):
         if kept is not None:
             if memory is not None:
                 kept.keep(self.name, *self._keys_and_values(memory))
-            attended = kept.past.attend(self.name, queries, mask_spec=_VIEW, scale=self.scale)
+            attended = kept.past.attend(self.name, queries, mask_spec=BIDIRECTIONAL, scale=self.scale)
         else:
             assert memory is not None
             attended = self._attend(queries, tokens, memory)
@@ -126,7 +122,6 @@ class CrossAttention(nn.Module):
     def _attend(self, queries: Tensor, tokens: Tokens, memory: EncoderMemory) -> Tensor:
         assert memory.source is not None
         keys, values = self._keys_and_values(memory)
-        drop = self.dropout
         # What attends keeps no scores: there is nothing to make again.
         return attend(
             queries,
@@ -134,9 +129,9 @@ class CrossAttention(nn.Module):
             values,
             layout=tokens.layout,
             axes=tokens.context,
-            mask_spec=_VIEW,
+            mask_spec=BIDIRECTIONAL,
             scale=self.scale,
-            dropout=tokens.dropout_spec(drop.key, drop.first_head, drop.probability) if drop.is_active else None,
+            dropout=self.dropout.spec(tokens),
             source=memory.source,
             cache=tokens.shared,
         )

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from lightning_megatron.comm import collectives
 from lightning_megatron.comm.rng import Draws
-from lightning_megatron.context.attention import ContextAxes
 from lightning_megatron.context.cache import KeyValueCache
-from lightning_megatron.context.context_layout import PADDING, cut
-from lightning_megatron.mesh import Axis, Mesh
+from lightning_megatron.context.context_layout import PADDING
+from lightning_megatron.mesh import Mesh
 from lightning_megatron.transformer import rotary
 from lightning_megatron.transformer.config import TransformerConfig
-from lightning_megatron.transformer.tokens import Tokens
+from lightning_megatron.transformer.tokens import Tokens, unsplit_stream
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,20 +78,9 @@ def decode_stream(
     positions_BS = decode_state.positions_BS(num_tokens).to(device)
     places_BN = positions_BS.clamp(min=0)
     cos_BNR, sin_BNR = rotary.angles(places_BN, config.rotary_width, config.rotary_base, config.rope_scaling)
-    alone = Axis.alone(mesh.global_rank)
-    batch = len(decode_state.rows_B)
-    return Tokens(
-        shape=(batch, num_tokens),
-        batch=batch,
-        sp=mesh.sp,
-        cp=alone,
-        context=ContextAxes(ring=alone, ulysses=alone),
-        layout=cut((num_tokens,)),
-        index_X=None,
-        positions_1N=places_BN,
-        keys_BX=draws.sample_keys(batch, device).unsqueeze(1).expand(batch, num_tokens),
-        rotary_cos_1NR=cos_BNR,
-        rotary_sin_1NR=sin_BNR,
+    keys_B1 = draws.sample_keys(len(decode_state.rows_B), device).unsqueeze(1)
+    return replace(
+        unsplit_stream(mesh, places_BN, keys_B1.expand(-1, num_tokens), cos_BNR, sin_BNR),
         past=decode_state.cache.open(decode_state.rows, positions_BS),
     )
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_megatron.comm import rng
+from lightning_megatron.context.attention import DropoutSpec
 from lightning_megatron.tensor.linear import TokenKeys
 from lightning_megatron.transformer.tokens import Tokens
 
@@ -32,56 +33,69 @@ def drop(x: Tensor, keep: Tensor, probability: float) -> Tensor:
     return dropped
 
 
-class Dropout(nn.Module):
-    """Drops features of hidden states [T/sp, H] in training; `name` says which of the model's dropouts this is."""
+class _NamedDropout(nn.Module):
+    """Drops in training; `name` says which of the model's dropouts of its `kind` this is."""
+
+    kind: str
 
     def __init__(self, probability: float, name: str) -> None:
         super().__init__()
         self.probability = probability
-        self.key = rng.key(name, "dropout")
+        self.key = rng.key(name, self.kind)
 
-    def forward(self, hidden_TH: Tensor, tokens: Tokens) -> Tensor:
-        if not self.training or self.probability == 0.0:
-            return hidden_TH
-        keys_T = rng.bits(self.key, tokens.shard_keys)
-        return drop(hidden_TH, rng.keep_mask(keys_T, hidden_TH.shape[-1], self.probability), self.probability)
+    @property
+    def is_active(self) -> bool:
+        return self.training and self.probability > 0.0
 
     def extra_repr(self) -> str:
         return f"probability={self.probability}"
 
 
-class ShardedDropout(nn.Module):
-    """Drops features [T, F/tp] in training, of which this rank has those from `first_column` on."""
+class Dropout(_NamedDropout):
+    """Drops features of hidden states [T/sp, H]."""
+
+    kind = "dropout"
+
+    def forward(self, hidden_TH: Tensor, tokens: Tokens) -> Tensor:
+        if not self.is_active:
+            return hidden_TH
+        keys_T = rng.bits(self.key, tokens.shard_keys)
+        return drop(hidden_TH, rng.keep_mask(keys_T, hidden_TH.shape[-1], self.probability), self.probability)
+
+
+class ShardedDropout(_NamedDropout):
+    """Drops features [T, F/tp], of which this rank has those from `first_column` on."""
+
+    kind = "feature dropout"
 
     def __init__(self, probability: float, name: str, first_column: int) -> None:
-        super().__init__()
-        self.probability = probability
-        self.key = rng.key(name, "feature dropout")
+        super().__init__(probability, name)
         self.first_column = first_column
 
     def forward(self, x_TF: Tensor, tokens: TokenKeys) -> Tensor:
-        if not self.training or self.probability == 0.0:
+        if not self.is_active:
             return x_TF
         keys_T = rng.bits(self.key, tokens.stream_keys)
         keep_TF = rng.keep_mask(keys_T, x_TF.shape[-1], self.probability, self.first_column)
         return drop(x_TF, keep_TF, self.probability)
 
-    def extra_repr(self) -> str:
-        return f"probability={self.probability}"
 
+class AttentionDropout(_NamedDropout):
+    """Drops attention weights: the mask [B, A/tp, S, S] of this rank's heads, the same on every mesh."""
 
-class AttentionDropout(nn.Module):
-    """Drops attention weights in training: the mask [B, A/tp, S, S] of this rank's heads, the same on every mesh."""
+    kind = "attention dropout"
 
     def __init__(self, probability: float, name: str, first_head: int) -> None:
-        super().__init__()
-        self.probability = probability
-        self.key = rng.key(name, "attention dropout")
+        super().__init__(probability, name)
         self.first_head = first_head
 
-    @property
-    def is_active(self) -> bool:
-        return self.training and self.probability > 0.0
+    def spec(self, tokens: Tokens) -> DropoutSpec | None:
+        """Dropout for attention that draws its masks by itself; None where nothing is dropped."""
+        if not self.is_active:
+            return None
+        return DropoutSpec(
+            keys_BT=tokens.keys_BX, name_key=self.key, first_head=self.first_head, probability=self.probability
+        )
 
     def forward(self, weights_BASS: Tensor, tokens: Tokens) -> Tensor:
         if not self.is_active:
@@ -90,6 +104,3 @@ class AttentionDropout(nn.Module):
         heads_A = torch.arange(self.first_head, self.first_head + heads, device=weights_BASS.device)
         keys_BAS = rng.bits(rng.bits(self.key, tokens.keys_BN).unsqueeze(1), heads_A.unsqueeze(-1))
         return drop(weights_BASS, rng.keep_mask(keys_BAS, length, self.probability), self.probability)
-
-    def extra_repr(self) -> str:
-        return f"probability={self.probability}"

@@ -9,7 +9,7 @@ Both engines leave parameters, their names and shards as they are.
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,31 +28,6 @@ from lightning_megatron.tensor.gemm import TORCH_GEMM
 from lightning_megatron.tensor.linear import ParallelLinear
 from lightning_megatron.transformer.layer import PreNormLayer
 from lightning_megatron.transformer.te_layers import TELayer
-
-
-class Fp8Layers(Protocol):
-    """The layers of a rank's model that multiply in FP8."""
-
-    def context(self) -> AbstractContextManager[None]:
-        """Context that a call of the model runs in."""
-        ...
-
-    def end_step(self) -> None:
-        """Updates scales and drops cached casts, once the optimizer has changed the weights. Collective over the ranks
-        of a stage."""
-        ...
-
-    def release(self) -> None:
-        """Lets the layers multiply as they did before."""
-        ...
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """State that later steps depend on, by names of the unsplit model, of all stages. Collective over pp."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Loads the state of this rank's layers, as far as it is there."""
-        ...
 
 
 def chosen_layers(model: nn.Module, part_names: Sequence[str], config: Fp8Config) -> Iterator[tuple[str, PreNormLayer]]:
@@ -79,10 +54,23 @@ class _Matrix(NamedTuple):
     name: str
     axes: tuple[Axis, Axis, Axis]
     """Axes that cut its input, itself and the gradient of its output; of size 1 where they are unsharded."""
-    use: Callable[[Scaling, Scaling, Scaling], Fp8Gemm | GroupedFp8Gemm]
-    """Lets it, cast by these."""
-    leave: Callable[[], None]
-    """Lets it multiply as before."""
+    module: ParallelLinear | Experts
+    gemm: Literal["gemm", "up_gemm", "down_gemm"]
+    """Attribute of the module by which the weight multiplies."""
+
+    def use(self, x: Scaling, weight: Scaling, gradient: Scaling) -> Fp8Gemm | GroupedFp8Gemm:
+        """Lets it multiply in FP8, cast by these."""
+        gemm: Fp8Gemm | GroupedFp8Gemm
+        if isinstance(self.module, Experts):
+            gemm = GroupedFp8Gemm(len(self.module.up), x=x, weight=weight, gradient=gradient)
+        else:
+            gemm = Fp8Gemm(x=x, weight=weight, gradient=gradient)
+        setattr(self.module, self.gemm, gemm)
+        return gemm
+
+    def leave(self) -> None:
+        """Lets it multiply as before."""
+        setattr(self.module, self.gemm, self.module.gemm if isinstance(self.module, Experts) else TORCH_GEMM)
 
 
 class TorchFp8Layers:
@@ -91,19 +79,22 @@ class TorchFp8Layers:
     def __init__(
         self,
         matrices: Sequence[_Matrix],
-        products: Sequence[Fp8Gemm | GroupedFp8Gemm],
+        gemms: Sequence[Fp8Gemm | GroupedFp8Gemm],
         history: AmaxHistory | None,
         axes: Sequence[Axis],
         pp: Axis,
     ) -> None:
-        self._matrices, self._products, self._history, self._axes, self._pp = matrices, products, history, axes, pp
+        self._matrices, self._gemms, self._history, self._axes, self._pp = matrices, gemms, history, axes, pp
 
     def context(self) -> AbstractContextManager[None]:
+        """Context that a call of the model runs in."""
         return nullcontext()
 
     def end_step(self) -> None:
-        for product in self._products:
-            product.forget()
+        """Updates scales and drops cached casts, once the optimizer has changed the weights. Collective over the ranks
+        of a stage."""
+        for gemm in self._gemms:
+            gemm.forget()
         if self._history is not None:
             self._history.end_step(self._agree)
 
@@ -113,16 +104,19 @@ class TorchFp8Layers:
         return amaxes
 
     def release(self) -> None:
+        """Lets the layers multiply as they did before."""
         for matrix in self._matrices:
             matrix.leave()
 
     def state_dict(self) -> dict[str, Tensor]:
+        """State that later steps depend on, by names of the unsplit model, of all stages. Collective over pp."""
         if self._history is None:
             return {}
         stages = collectives.gather_objects(self._history.state_dict(), self._pp)
         return {name: past for stage in stages for name, past in stage.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Loads the state of this rank's layers, as far as it is there."""
         if self._history is not None:
             self._history.load_state_dict(state)
 
@@ -172,7 +166,7 @@ def use_torch(
     history = None
     if config.scaling == "delayed":
         history = AmaxHistory(names, dtypes * len(matrices), config, device)
-    products = []
+    gemms = []
     for place, matrix in enumerate(matrices):
         agreements = (_agreement(axis) for axis in matrix.axes)
         x, weight, gradient = (
@@ -181,8 +175,8 @@ def use_torch(
             else DelayedScaling(dtype, config.margin, agree, history, 3 * place + tensor)
             for tensor, (dtype, agree) in enumerate(zip(dtypes, agreements, strict=True))
         )
-        products.append(matrix.use(x, weight, gradient))
-    return TorchFp8Layers(matrices, products, history, (tp, replicas), pp)
+        gemms.append(matrix.use(x, weight, gradient))
+    return TorchFp8Layers(matrices, gemms, history, (tp, replicas), pp)
 
 
 def _weights(module: nn.Module) -> tuple[Tensor, ...]:
@@ -195,38 +189,13 @@ def _weights(module: nn.Module) -> tuple[Tensor, ...]:
 def _matrices(name: str, module: nn.Module) -> Iterator[_Matrix]:
     """Weights of a module, without its children, that are to multiply in FP8."""
     if isinstance(module, ParallelLinear):
-        yield _of_linear(name, module)
+        yield _Matrix(name, (module.input_axis, module.tp, module.gradient_axis), module, "gemm")
     elif isinstance(module, Experts):
         etp = module.axes.etp
         # Ranks of etp have the same rows. What ranks of ep have are other experts' rows, scaled by themselves.
         whole = Axis.alone(etp.ranks[etp.rank])
-        yield _of_experts(f"{name}.up", module, "up_gemm", (whole, etp, etp))
-        yield _of_experts(f"{name}.down", module, "down_gemm", (etp, etp, whole))
-
-
-def _of_linear(name: str, linear: ParallelLinear) -> _Matrix:
-    def use(x: Scaling, weight: Scaling, gradient: Scaling) -> Fp8Gemm:
-        linear.gemm = product = Fp8Gemm(x=x, weight=weight, gradient=gradient)
-        return product
-
-    def leave() -> None:
-        linear.gemm = TORCH_GEMM
-
-    return _Matrix(name, (linear.input_axis, linear.tp, linear.gradient_axis), use, leave)
-
-
-def _of_experts(
-    name: str, experts: Experts, place: Literal["up_gemm", "down_gemm"], axes: tuple[Axis, Axis, Axis]
-) -> _Matrix:
-    def use(x: Scaling, weight: Scaling, gradient: Scaling) -> GroupedFp8Gemm:
-        product = GroupedFp8Gemm(len(experts.up), x=x, weight=weight, gradient=gradient)
-        setattr(experts, place, product)
-        return product
-
-    def leave() -> None:
-        setattr(experts, place, experts.gemm)
-
-    return _Matrix(name, axes, use, leave)
+        yield _Matrix(f"{name}.up", (whole, etp, etp), module, "up_gemm")
+        yield _Matrix(f"{name}.down", (etp, etp, whole), module, "down_gemm")
 
 
 def _agreement(axis: Axis) -> Callable[[Tensor], Tensor]:
@@ -258,6 +227,10 @@ class EngineFp8Layers:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         pass
+
+
+Fp8Layers = TorchFp8Layers | EngineFp8Layers
+"""The layers of a rank's model that multiply in FP8."""
 
 
 def use_transformer_engine(

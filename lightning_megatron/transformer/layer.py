@@ -5,14 +5,17 @@ from collections.abc import Callable
 from torch import Tensor
 
 from lightning_megatron.context.attention_step import RelativePositionBias
+from lightning_megatron.context.context_layout import MaskSpec
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.moe.experts import ExpertAxes
 from lightning_megatron.moe.sequence_groups import RoutedTokens
 from lightning_megatron.tensor.linear import as_gemm_input
-from lightning_megatron.transformer.build import Norm, build_attention, build_mlp, build_norm
+from lightning_megatron.transformer.attention import CAUSAL, SelfAttention
+from lightning_megatron.transformer.build import Norm, build_norm
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.dropout import Dropout
+from lightning_megatron.transformer.mlp import MLP
 from lightning_megatron.transformer.moe import MoELayer
 from lightning_megatron.transformer.recompute import RecomputeLayer, apply_recomputed, checkpoint
 from lightning_megatron.transformer.tokens import Tokens
@@ -21,24 +24,15 @@ from lightning_megatron.transformer.tokens import Tokens
 class PreNormLayer(RecomputeLayer):
     """The half that layers share: x + drop(attention(norm(x))).
 
-    `name` is the layer's name in the model: it names the dropout masks. `window` is that of its attention.
+    `name` is the layer's name in the model: it names the dropout masks. `mask_spec` is that of its attention.
     """
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        *,
-        tp: Axis,
-        sp: Axis,
-        name: str,
-        is_causal: bool = True,
-        window: int = 0,
+        self, config: TransformerConfig, *, tp: Axis, sp: Axis, name: str, mask_spec: MaskSpec = CAUSAL
     ) -> None:
         super().__init__()
         self.attention_norm = build_norm(config, tp=tp, sp=sp)
-        self.attention = build_attention(
-            config, tp=tp, sp=sp, name=f"{name}.attention", is_causal=is_causal, window=window
-        )
+        self.attention = SelfAttention(config, tp=tp, sp=sp, name=f"{name}.attention", mask_spec=mask_spec)
         self.after_attention = Dropout(config.hidden_dropout, f"{name}.attention")
         self.mlp_norm = build_norm(config, tp=tp, sp=sp)
         self.after_mlp = Dropout(config.hidden_dropout, f"{name}.mlp")
@@ -64,17 +58,10 @@ class TransformerLayer(PreNormLayer):
     recomputable = frozenset({"norm", "mlp"})
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        *,
-        tp: Axis,
-        sp: Axis,
-        name: str,
-        is_causal: bool = True,
-        window: int = 0,
+        self, config: TransformerConfig, *, tp: Axis, sp: Axis, name: str, mask_spec: MaskSpec = CAUSAL
     ) -> None:
-        super().__init__(config, tp=tp, sp=sp, name=name, is_causal=is_causal, window=window)
-        self.mlp = build_mlp(config, tp=tp, sp=sp, name=f"{name}.mlp")
+        super().__init__(config, tp=tp, sp=sp, name=name, mask_spec=mask_spec)
+        self.mlp = MLP(config, tp=tp, sp=sp, name=f"{name}.mlp")
 
     def forward(self, hidden_TH: Tensor, tokens: Tokens, bias: RelativePositionBias | None = None) -> Tensor:
         return self.feed_forward(self.attend(hidden_TH, tokens, bias), tokens)
@@ -109,10 +96,9 @@ class ExpertLayer(PreNormLayer):
         sp: Axis,
         experts: ExpertAxes,
         name: str,
-        is_causal: bool = True,
-        window: int = 0,
+        mask_spec: MaskSpec = CAUSAL,
     ) -> None:
-        super().__init__(config, tp=tp, sp=sp, name=name, is_causal=is_causal, window=window)
+        super().__init__(config, tp=tp, sp=sp, name=name, mask_spec=mask_spec)
         self.moe = MoELayer(config, moe, tp=tp, sp=sp, experts=experts, name=f"{name}.moe")
 
     def forward(self, hidden_TH: Tensor, tokens: Tokens, routed: RoutedTokens) -> tuple[Tensor, Tensor]:
@@ -133,7 +119,7 @@ class ExpertLayer(PreNormLayer):
 
 def build_layer(config: TransformerConfig, mesh: Mesh, index: int, name: str) -> TransformerLayer | ExpertLayer:
     """The causal pre-norm layer of that index, counted from 0: dense or of experts, with the window of its place."""
-    tp, sp, window = mesh.tp, mesh.sp, config.window_of(index)
+    tp, sp, mask_spec = mesh.tp, mesh.sp, MaskSpec(is_causal=True, window=config.window_of(index))
     if config.moe is None or not config.has_experts(index):
-        return TransformerLayer(config, tp=tp, sp=sp, name=name, window=window)
-    return ExpertLayer(config, config.moe, tp=tp, sp=sp, experts=ExpertAxes.of(mesh), name=name, window=window)
+        return TransformerLayer(config, tp=tp, sp=sp, name=name, mask_spec=mask_spec)
+    return ExpertLayer(config, config.moe, tp=tp, sp=sp, experts=ExpertAxes.of(mesh), name=name, mask_spec=mask_spec)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_megatron.comm import collectives, differentiable, rng
 from lightning_megatron.comm.rng import Draws
-from lightning_megatron.context.attention import ContextAxes, DropoutSpec
+from lightning_megatron.context.attention import ContextAxes
 from lightning_megatron.context.cache import CachedCall
 from lightning_megatron.context.context_layout import PADDING, ContextLayout, cut
 from lightning_megatron.context.documents import Documents
@@ -197,10 +197,6 @@ class Tokens:
             is_packed=self.index_X is not None,
         )
 
-    def dropout_spec(self, key: int, first_head: int, probability: float) -> DropoutSpec:
-        """Keys that the dropout of attention weights is drawn from, of heads from `first_head` on."""
-        return DropoutSpec(keys_BT=self.keys_BX, name_key=key, first_head=first_head, probability=probability)
-
     def _with_padding(self, values_T: Tensor, padding: int) -> Tensor:
         return F.pad(values_T, (0, self.num_padding), value=padding) if self.num_padding else values_T
 
@@ -252,6 +248,25 @@ def stream_of(
         keys_BX=keys_BX,
         rotary_cos_1NR=cos_BSR,
         rotary_sin_1NR=sin_BSR,
+    )
+
+
+def unsplit_stream(mesh: Mesh, positions_1N: Tensor, keys_BX: Tensor, cos_1NR: Tensor, sin_1NR: Tensor) -> Tokens:
+    """The stream of a call all of whose tokens are on each rank of cp: [batch, sequence] of the keys."""
+    batch, sequence = keys_BX.shape
+    alone = Axis.alone(mesh.global_rank)
+    return Tokens(
+        shape=(batch, sequence),
+        batch=batch,
+        sp=mesh.sp,
+        cp=alone,
+        context=ContextAxes(ring=alone, ulysses=alone),
+        layout=cut((sequence,)),
+        index_X=None,
+        positions_1N=positions_1N,
+        keys_BX=keys_BX,
+        rotary_cos_1NR=cos_1NR,
+        rotary_sin_1NR=sin_1NR,
     )
 
 

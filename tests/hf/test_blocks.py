@@ -39,7 +39,7 @@ def layouts(draw: st.DrawFn) -> tuple[tuple[blocks.TensorBlock, ...], tuple[int,
             [
                 (blocks.whole, (groups, *rest)),
                 (blocks.transposed, (groups, hidden)),
-                (blocks.gate_and_up, (2, hidden + 1, *rest)),
+                (blocks.each, (2, hidden + 1, *rest)),
                 (blocks.each, (groups, hidden, head_dim)),
                 (blocks.gate_and_up_of_each, (groups, 2, head_dim, hidden)),
                 (blocks.gate_and_up_in_rows, (groups, 2, head_dim, hidden)),

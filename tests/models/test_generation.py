@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.models import GenerationConfig, GPTConfig, GPTModel, generate
-from lightning_megatron.models.generation import generate_rows, gpt_next_logits
+from lightning_megatron.models.generation import GPTNextLogits, generate_rows
 from lightning_megatron.moe.capacity import ExpertCapacity
 from lightning_megatron.moe.config import MoEConfig, RouterConfig
 from lightning_megatron.pipeline.collective import CollectiveCall
@@ -74,7 +74,7 @@ def prompts() -> Tensor:
 
 def written(model: GPTModel, config: GenerationConfig) -> tuple[list[list[int]], list[Tensor]]:
     """The rows, and the logits of each call."""
-    next_logits, logits = gpt_next_logits(model.eval(), len(LENGTHS)), []
+    next_logits, logits = GPTNextLogits(model.eval(), len(LENGTHS)), []
 
     def watched(text: Tensor, lengths: Tensor) -> Tensor:
         logits.append(next_logits(text, lengths))
@@ -339,7 +339,7 @@ def test_experts_that_look_at_whole_sequences_get_them() -> None:
 def test_ranks_of_cp_keep_equal_parts_of_what_is_written() -> None:
     def on_rank(world: Any) -> int:
         model = model_of(LLAMA, Mesh.build(Sizes(world=2, cp=2), world.rank(), new_group)).eval()
-        next_logits: Any = gpt_next_logits(model, 3)
+        next_logits: Any = GPTNextLogits(model, 3)
         generate_rows(
             next_logits,
             prompts(),

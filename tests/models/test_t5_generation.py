@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.models import GenerationConfig, T5Config, T5Model, generate_t5
 from lightning_megatron.models.generation import generate_rows
-from lightning_megatron.models.t5_generation import t5_next_logits
+from lightning_megatron.models.t5_generation import T5NextLogits
 from lightning_megatron.pipeline.collective import CollectiveCall
 from tests.harness.ranks import run_on_ranks
 from tests.harness.threads import new_group, run_on_threads
@@ -52,7 +52,7 @@ def texts() -> tuple[Tensor, Tensor]:
 def written(model: T5Model, config: GenerationConfig) -> tuple[list[list[int]], list[Tensor]]:
     """The rows, and the logits of each call."""
     read, begun = texts()
-    next_logits, logits = t5_next_logits(model.eval(), read, torch.tensor(LENGTHS)), []
+    next_logits, logits = T5NextLogits(model.eval(), read, torch.tensor(LENGTHS)), []
 
     def watched(text: Tensor, lengths: Tensor) -> Tensor:
         with torch.no_grad():
@@ -185,7 +185,7 @@ def test_ranks_of_cp_keep_equal_parts() -> None:
     def on_rank(world: Any) -> list[int]:
         model = model_of(VARIANTS["t5"], Mesh.build(Sizes(world=2, cp=2), world.rank(), new_group)).eval()
         read, begun = texts()
-        next_logits: Any = t5_next_logits(model, read, torch.tensor(LENGTHS))
+        next_logits: Any = T5NextLogits(model, read, torch.tensor(LENGTHS))
         generate_rows(
             next_logits,
             begun,

@@ -8,8 +8,7 @@ from torch import Tensor
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.moe.config import AuxLoss, RouterConfig
-from lightning_megatron.moe.load import end_step
-from lightning_megatron.moe.router import Router
+from lightning_megatron.moe.router import Router, end_step
 from lightning_megatron.sharding import Initial
 from tests.harness.threads import new_group, run_on_threads
 

@@ -18,8 +18,8 @@ from lightning_megatron.comm import differentiable, rng
 from lightning_megatron.comm.collectives import all_reduce, shard_slice
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.moe.config import AuxLoss, RouterConfig
-from lightning_megatron.moe.load import RoutingReport, end_step
-from lightning_megatron.moe.router import Router, Routing
+from lightning_megatron.moe.load import RoutingReport
+from lightning_megatron.moe.router import Router, Routing, end_step
 from lightning_megatron.moe.sequence_groups import RoutedTokens
 from lightning_megatron.sharding import Initial, shard_of
 from tests.harness.threads import new_group, run_on_threads

@@ -50,14 +50,14 @@ FAULTS = (
     # Collectives and random numbers.
     Fault(
         "comm/differentiable.py",
-        "return collectives.reduce_scatter(grad, ctx.axis, ctx.dim), None, None",
-        "return collectives.shard_slice(grad, ctx.axis, ctx.dim), None, None",
+        "lambda grad: collectives.reduce_scatter(grad, axis, dim)",
+        "lambda grad: collectives.shard_slice(grad, axis, dim)",
         ("comm/test_differentiable.py",),
     ),
     Fault(
         "comm/differentiable.py",
-        "collectives.all_to_all(grad, ctx.axis, ctx.join, ctx.split)",
-        "collectives.all_to_all(grad, ctx.axis, ctx.split, ctx.join)",
+        "collectives.all_to_all(grad, axis, join, split)",
+        "collectives.all_to_all(grad, axis, split, join)",
         ("comm/test_differentiable.py",),
     ),
     Fault(

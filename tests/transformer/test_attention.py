@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_megatron.comm.rng import Draws
+from lightning_megatron.context.context_layout import MaskSpec
 from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.transformer import rotary
 from lightning_megatron.transformer.attention import SelfAttention, _SplitHeads, local_heads
@@ -68,7 +69,7 @@ def test_a_token_sees_the_tokens_before_it_all_or_those_of_a_window(
     mesh = Mesh.single()
     config = config_of(2, attention_dropout=dropout, init_std=1.0)
     attention = SelfAttention(
-        config, tp=mesh.tp, sp=mesh.sp, name="attention", is_causal=is_causal, window=window
+        config, tp=mesh.tp, sp=mesh.sp, name="attention", mask_spec=MaskSpec(is_causal=is_causal, window=window)
     ).double()
     initialise(attention, seed=1)
     tokens = stream_of((2, 5), config=config_of(2), mesh=mesh, draws=Draws(seed=1), device=torch.device("cpu"))

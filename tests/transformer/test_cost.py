@@ -83,7 +83,8 @@ def test_parameters_by_formula_are_those_that_are_built(variant: str, tp: int) -
         return sum(p.numel() for p in model.get_submodule(part).parameters())
 
     assert num("layers.1") == cost.layer_parameters(config, sizes)
-    assert num("embedding") == cost.embedding_parameters(config, sizes)
+    positions = config.max_sequence_length * config.hidden_size if config.position == "learned" else 0
+    assert num("embedding") == cost.vocabulary_parameters(config, sizes) + positions
     assert num("final_norm") == cost.norm_parameters(config)
     assert num("head") == (0 if config.tie_embeddings else cost.vocabulary_parameters(config, sizes))
     if tp == 1 and config.vocab_multiple == 1:
@@ -147,7 +148,7 @@ def test_flops_are_those_of_the_paper_less_recomputation() -> None:
     causal = cost.training_flops(GPT_1T, batch=batch, sequence=sequence)
     attention = 3 * 128 * cost.layer_attention_flops(GPT_1T, batch=batch, sequence=sequence, is_causal=True)
     assert causal == pytest.approx(expected - attention)
-    per_token = cost.training_flops_per_token(GPT_1T, sequence=sequence)
+    per_token = cost.training_flops(GPT_1T, batch=1, sequence=sequence) / sequence
     assert per_token * batch * sequence == pytest.approx(causal)
 
 

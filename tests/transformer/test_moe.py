@@ -16,7 +16,7 @@ from lightning_megatron.mesh import Mesh, Sizes
 from lightning_megatron.moe.capacity import ExpertCapacity
 from lightning_megatron.moe.config import AuxLoss, MoEConfig, RouterConfig
 from lightning_megatron.moe.experts import ExpertAxes
-from lightning_megatron.moe.load import end_step
+from lightning_megatron.moe.router import end_step
 from lightning_megatron.moe.sequence_groups import RoutedTokens
 from lightning_megatron.sharding import shard_of
 from lightning_megatron.tensor.activation import Activation

@@ -51,9 +51,7 @@ def test_output_and_gradients_are_those_of_torch(
 
     def on_rank(world: Any) -> None:
         mesh = thread_mesh(world, True)
-        attention = SelfAttention(
-            config, tp=mesh.tp, sp=mesh.sp, name="a", is_causal=view.is_causal, window=view.window
-        )
+        attention = SelfAttention(config, tp=mesh.tp, sp=mesh.sp, name="a", mask_spec=view)
         attention.scale *= 1.5
         heads, own_groups = attention.heads.num_heads, attention.heads.num_groups
         own = [random(2, 9, num, 8, seed=seed) for seed, num in enumerate((heads, own_groups, own_groups))]
