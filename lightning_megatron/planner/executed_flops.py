@@ -27,7 +27,7 @@ from lightning_megatron.context.unfused_attention import MOST_SCORES
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import BertConfig, T5Config
 from lightning_megatron.planner.layer_work import has_no_kernel
-from lightning_megatron.planner.model_parts import Layer, LoraAdapter, ModelPart, sent_rows, shared_over_context
+from lightning_megatron.planner.model_parts import Layer, LoraAdapter, ModelPart, sent_tokens, shared_over_context
 from lightning_megatron.planner.peak_memory import of_group
 from lightning_megatron.planner.requires_grad import stages_with_gradients
 from lightning_megatron.planner.run import Run
@@ -239,7 +239,7 @@ def _feed_forward(linears: _Linears, layer: Layer) -> list[_Linear]:
     width, shared = moe.ffn_hidden_size or config.ffn_hidden_size, moe.shared_expert_intermediate_size
     gate = moe.shared_expert_gate * _num_alike(linears.run.sizes)
     sizes, num_ranks = linears.run.sizes, linears.run.sizes.tp * linears.run.sizes.cp
-    sent = sent_rows(layer, sizes, linears.run.micro_batch_size, own=rows / num_ranks)
+    sent = sent_tokens(layer, sizes, linears.run.micro_batch_size, own=rows / num_ranks)
     chosen, of_expert = num_ranks * sent, sent * sizes.ep * sizes.etp / moe.router.num_experts
     products = [
         _Linear(flops=2.0 * rows * hidden * (moe.router.num_experts + gate)),

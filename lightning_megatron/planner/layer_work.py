@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from lightning_megatron.mesh import Sizes
-from lightning_megatron.models import BertConfig, T5Config
 from lightning_megatron.planner.model_parts import (
     Layer,
     ModelPart,
@@ -16,7 +15,7 @@ from lightning_megatron.planner.model_parts import (
     adapter_parameters,
     own_attention_flops,
     parameters_of,
-    sent_rows,
+    sent_tokens,
 )
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.config import TransformerConfig
@@ -107,10 +106,8 @@ def has_no_kernel(layer: Layer, sizes: Sizes, width: int) -> bool:
     """
     config = layer.config
     is_grouped = config.num_attention_heads // sizes.tp > max(config.num_query_groups // sizes.tp, 1)
-    has_bias = isinstance(config, T5Config) and config.position == "relative"
-    is_shared = layer.has_bounds or isinstance(config, BertConfig) or (sizes.cp > 1 and layer.is_cut_by_context)
     is_windowed = 0 < layer.window < layer.sequence
-    return width == 4 and is_grouped and not (has_bias or is_shared or is_windowed)
+    return width == 4 and is_grouped and not (layer.is_by_document(sizes) or is_windowed)
 
 
 def _end(part: ModelPart, model_parts: ModelParts, sizes: Sizes, micro_batch: int, width: int) -> LayerWork:
@@ -187,7 +184,7 @@ def _layer(layer: Layer, sizes: Sizes, micro_batch: int, width: int) -> LayerWor
         moe = config.moe
         features = (moe.ffn_hidden_size or config.ffn_hidden_size) / sizes.etp
         own = moe.router.num_experts / sizes.ep
-        sent = sent_rows(layer, sizes, micro_batch)
+        sent = sent_tokens(layer, sizes, micro_batch)
         rows = sent * sizes.etp
         grouped = [(rows / own, hidden, gates * features), (rows / own, features, hidden)]
         moved += rows * (hidden * 6 + features * (gates + 2)) * width

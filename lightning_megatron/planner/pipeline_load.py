@@ -22,7 +22,7 @@ from lightning_megatron.pipeline.simulate import Costs
 
 
 @lru_cache(maxsize=65536)
-def kept_by_chunk(schedule: Schedule, rank: int) -> tuple[int, ...]:
+def saved_by_chunk(schedule: Schedule, rank: int) -> tuple[int, ...]:
     """Microbatches of each chunk that a rank saves for backward, when it first saves the most."""
     actions = _steady_order(_steady(schedule))[rank]
     chunks = {stage: chunk for chunk, stage in enumerate(sorted({action.stage for action in actions}))}

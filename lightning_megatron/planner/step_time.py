@@ -16,11 +16,10 @@ from lightning_megatron.planner.constants import Constants
 from lightning_megatron.planner.context_time import Shared, context_seconds
 from lightning_megatron.planner.hardware import Gpu
 from lightning_megatron.planner.layer_work import LayerWork, layer_work_of
-from lightning_megatron.planner.memory import parameters_of_rank
+from lightning_megatron.planner.memory import parameters_of_rank, trained_of_rank
 from lightning_megatron.planner.model_parts import ModelPart
 from lightning_megatron.planner.pipeline_load import num_pairs, step_seconds
 from lightning_megatron.planner.run import Run
-from lightning_megatron.planner.trainable import trained_of_stages
 
 # A kernel of attention makes the weights again in its backward. Source: Dao, arXiv 2307.08691, section 4.1.
 _FLASH_BACKWARD = 2.5
@@ -145,7 +144,7 @@ def _passes(run: Run, rank: int, gpu: Gpu, constants: Constants) -> tuple[Pass, 
 
 def _timed_parts(run: Run, rank: int) -> Iterator[tuple[ModelPart, bool, int]]:
     """The pieces of a rank, whether a backward runs them again whole, and how many there are of each."""
-    for stage, again in zip(run.stages[rank], run.again[rank], strict=True):
+    for stage, again in zip(run.stages[rank], run.recomputed[rank], strict=True):
         for part, count in stage.items():
             num_again = again.get(part, 0)
             yield from ((part, is_again, n) for is_again, n in ((False, count - num_again), (True, num_again)) if n)
@@ -276,7 +275,7 @@ def _context(
 
 def _gathered_seconds(run: Run, rank: int, totals: list[float], gpu: Gpu, constants: Constants) -> tuple[float, float]:
     """Exposed parameter gathers and gradient reductions of fully sharded weights, in forward and backward."""
-    dense, experts, _, _ = parameters_of_rank(run, rank)
+    dense, experts = parameters_of_rank(run, rank)
     groups = groups_of(run.sizes)
     width = run.bytes_per_element
     gather = gather_seconds(width * dense, groups["replicas"], gpu, constants)
@@ -294,7 +293,7 @@ def _replica_seconds(
     run: Run, rank: int, forward: float, backward: float, gpu: Gpu, constants: Constants
 ) -> tuple[float, float]:
     """Exposed gradient reduction and parameter gather of a step, and the optimizer's own seconds."""
-    dense, experts = trained_of_stages(run.stages[rank], run.model_parts, run.sizes)
+    dense, experts = trained_of_rank(run, rank)
     groups = groups_of(run.sizes)
     is_sharded = run.framework.shards_weights != "none"
     is_cut = run.optimizer.kind == "distributed" or is_sharded
