@@ -17,7 +17,7 @@ from lightning_megatron.transformer.linears import DOWN, UP
 from lightning_megatron.transformer.recompute import RecomputeConfig, RecomputePart, groups_of
 
 NO_RECOMPUTE = RecomputeConfig()
-# Dropout that is drawn in tiles saves a random key (int64) for each row of attention weights.
+# Dropout that is drawn in tiles saves a random key (int64) for each query and head.
 _KEY_BYTES = 8
 
 
@@ -112,7 +112,7 @@ def feed_forward_bytes(run: Run, part: ModelPart) -> float:
 
 def _unsaved_features(run: Run, part: ModelPart) -> float:
     """Bytes of inputs that the linears of a frozen feed-forward network do not save, as they have no LoRA adapter."""
-    layer, names = part.layer, {path.name for path in part.adapters}
+    layer, names = part.layer, {adapter.name for adapter in part.adapters}
     assert layer is not None
     recomputed, config = run.recompute.recomputed_parts, layer.config
     tokens = run.tokens_of(layer)
@@ -151,7 +151,7 @@ def is_shared(run: Run, layer: Layer) -> bool:
     return layer.is_by_document(run.sizes) or bool(layer.memory)
 
 
-def lays_scores_out(run: Run, layer: Layer) -> bool:
+def materialises_scores(run: Run, layer: Layer) -> bool:
     """Whether attention without dropout materialises a weight for each pair of tokens."""
     return layer.config.attention_dropout == 0 and has_no_kernel(layer, run.sizes, run.bytes_per_element)
 
@@ -215,7 +215,7 @@ def layer_bytes(run: Run, part: ModelPart, recompute: RecomputeConfig) -> float:
         saved += num_attentions * query_tokens * config.head_dim * width
     if drops_in_tiles:
         saved += num_attentions * query_tokens * _KEY_BYTES
-    if framework.counts_work and lays_scores_out(run, layer):
+    if framework.counts_work and materialises_scores(run, layer):
         # Weights instead of their sums, and a key and a value repeated for each query head.
         groups = max(config.num_query_groups // tp, 1)
         repeated = 2 * streams * sequence * (config.num_attention_heads // tp - groups) * config.head_dim

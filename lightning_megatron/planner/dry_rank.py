@@ -98,9 +98,8 @@ def build_rank(run: Run, mesh: Mesh, new_group: NewGroup, device: torch.device, 
     )
     has_master_weights = config.kind == "distributed" or low is not None or config.grad_dtype != "auto"
     master_weights = MasterWeights(gradients, [optimizer]) if has_master_weights else None
-    dp_comm = DataParallelComm(
-        gradients, master_weights, [p for name in _own_parts(model) for p in model.parameters_of(name)]
-    )
+    own_parts = [part for stage in mesh.own_stages for part in model.parts_of(stage)]
+    dp_comm = DataParallelComm(gradients, master_weights, [p for name in own_parts for p in model.parameters_of(name)])
     if config.overlap_param_gather:
         model.before_part = lambda part: dp_comm.gather_part(model.parameters_of(part))
     shared = WeightGradients(dp_comm.grad_view)
@@ -165,10 +164,6 @@ def _equal_counts(run: Run, moe: MoEConfig, counts: Tensor, num_tokens: int) -> 
     even = torch.full(counts.shape, share)
     even[..., :rest] += 1
     return even
-
-
-def _own_parts(model: PipelineModule) -> list[str]:
-    return [part for stage in model.mesh.own_stages for part in model.parts_of(stage)]
 
 
 def _stages_by_name(model: PipelineModule) -> dict[str, tuple[int, ...]]:

@@ -79,7 +79,7 @@ class _Done(dist.Work):
 
 
 class FakeProcessGroup(dist.ProcessGroup):
-    """A process group whose only real rank is this one: outputs of collectives keep their old values."""
+    """A process group whose only real rank is this one: outputs of collectives have their old values."""
 
     def __init__(self, ranks: tuple[int, ...], rank: int, ledger: Ledger | None) -> None:
         super().__init__(ranks.index(rank), len(ranks))  # type: ignore[call-arg]
@@ -172,16 +172,12 @@ class FakeMailbox(Mailbox):
         self._buffers: dict[Hashable, tuple[TensorMeta, Tensor]] = {}
         self._posted: dict[Hashable, Tensor] = {}
 
-    def _post_send(self, key: Hashable, payload: Payload) -> None:
+    def send_forward(self, key: Hashable, to: int, payload: Payload) -> None:
         assert isinstance(key, Action)
         data = self._posted[key] = TensorMeta.of(payload).pack(payload)
         self._ledger.add("pp", "send", data.numel() * data.element_size(), 1.0, key.microbatch)
 
-    def send_forward(self, key: Hashable, to: int, payload: Payload) -> None:
-        self._post_send(key, payload)
-
-    def send_backward(self, key: Hashable, to: int, payload: Payload) -> None:
-        self._post_send(key, payload)
+    send_backward = send_forward
 
     def receive_forward(self, key: Hashable, source: int) -> None:
         assert isinstance(key, Action)

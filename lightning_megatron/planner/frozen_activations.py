@@ -13,7 +13,7 @@ from lightning_megatron.planner.activations import (
     is_shared,
     layer_bytes,
     layer_groups,
-    lays_scores_out,
+    materialises_scores,
     within_layers,
 )
 from lightning_megatron.planner.model_parts import Layer, LoraAdapter, ModelPart, Stage
@@ -58,7 +58,7 @@ def _unreached_bytes(run: Run, part: ModelPart) -> float:
     if layer is None or part.needs_input or not part.adapters:
         return 0.0
     recomputed = run.recompute.recomputed_parts
-    names = {path.name for path in part.adapters}
+    names = {adapter.name for adapter in part.adapters}
     config, width = layer.config, run.bytes_per_element
     tokens = run.tokens_of(layer)
     shard = tokens / run.sp * config.hidden_size
@@ -69,7 +69,7 @@ def _unreached_bytes(run: Run, part: ModelPart) -> float:
     attended = tokens * config.num_attention_heads * config.head_dim / run.sizes.tp * width
     own, cross = attention_bytes(run, part)
     # `_frozen_bytes` already counts the input of the projections, or an adapter saves it.
-    has_adapter = any(path.name == linears.PROJECTION and not path.has_dropout for path in part.adapters)
+    has_adapter = any(adapter.name == linears.PROJECTION and not adapter.has_dropout for adapter in part.adapters)
     is_counted = has_adapter or not _is_saved_by_kernel(run, layer)
     steps = [({linears.QKV}, first), ({linears.PROJECTION}, own - attended * is_counted)]
     if layer.memory:
@@ -115,7 +115,9 @@ def _frozen_bytes(run: Run, part: ModelPart) -> float:
         features = tokens * config.ffn_hidden_size / run.sizes.tp * width
         inputs[linears.UP] = 0.0 if "mlp" in recomputed else normed
         inputs[linears.DOWN] = 0.0 if is_down_saved else features
-    of_adapters = sum(_adapter_input_bytes(run, layer, path, tokens, inputs.get(path.name)) for path in part.adapters)
+    of_adapters = sum(
+        _adapter_input_bytes(run, layer, adapter, tokens, inputs.get(adapter.name)) for adapter in part.adapters
+    )
     if run.fp8 is not None:
         inputs |= {name: size / width for name, size in inputs.items() if name in _FP8}
         # Linears save their own casts of tensors that kernels save.
@@ -123,22 +125,17 @@ def _frozen_bytes(run: Run, part: ModelPart) -> float:
     return sum(inputs.values()) - of_adapters - _adapter_bytes(run, part, layer)
 
 
-def _adapter_input_bytes(run: Run, layer: Layer, path: LoraAdapter, tokens: float, size: float | None) -> float:
-    """Bytes of the input that an adapter saves, of which its linear saves `size`: dropout gives it one of its own."""
-    is_remade = path.name.startswith(("mlp.", "shared.")) and run.recomputes_feed_forward(layer)
-    if size is None or not path.has_dropout or is_remade:
+def _adapter_input_bytes(run: Run, layer: Layer, adapter: LoraAdapter, tokens: float, size: float | None) -> float:
+    """Bytes of the input that an adapter saves, of which its linear saves `size`; dropout makes it another tensor."""
+    is_remade = adapter.name.startswith(("mlp.", "shared.")) and run.recomputes_feed_forward(layer)
+    if size is None or not adapter.has_dropout or is_remade:
         return size or 0.0
-    return tokens * _adapter_inputs(run, path) * run.bytes_per_element
-
-
-def _adapter_inputs(run: Run, path: LoraAdapter) -> float:
-    """Features of an adapter's input, for each token of the microbatch on this rank."""
-    return path.inputs / (run.sp if path.cuts_outputs else run.sizes.tp)
+    return tokens * adapter.features_on(run.sizes.tp, run.sp)[0] * run.bytes_per_element
 
 
 def _is_saved_by_kernel(run: Run, layer: Layer) -> bool:
     """Whether the attention kernel itself saves the output that the projection reads."""
-    is_materialised = layer.config.attention_dropout > 0 or lays_scores_out(run, layer)
+    is_materialised = layer.config.attention_dropout > 0 or materialises_scores(run, layer)
     return not is_materialised and not is_shared(run, layer)
 
 
@@ -166,11 +163,11 @@ def _expert_inputs(
 def _adapter_bytes(run: Run, part: ModelPart, layer: Layer) -> float:
     """Bytes that a layer's adapters save: the activations between their matrices, masks, and casts."""
     saved = 0.0
-    for path in part.adapters:
-        inputs = _adapter_inputs(run, path)
-        own = run.micro_batch_size * path.tokens_on(layer, run.sizes)
-        if path.reads_memory:
+    for adapter in part.adapters:
+        inputs, _ = adapter.features_on(run.sizes.tp, run.sp)
+        own = run.micro_batch_size * adapter.tokens_on(layer, run.sizes)
+        if adapter.reads_memory:
             # The adapter of each layer casts the encoder's output for itself, or drops elements of it.
-            saved += own * inputs * run.bytes_per_element * (run.is_mixed or path.has_dropout)
-        saved += own * (path.rank * run.bytes_per_element + path.has_dropout * inputs)
+            saved += own * inputs * run.bytes_per_element * (run.is_mixed or adapter.has_dropout)
+        saved += own * (adapter.rank * run.bytes_per_element + adapter.has_dropout * inputs)
     return saved

@@ -29,13 +29,13 @@ def hashed_once(cls: type[_T]) -> type[_T]:
     """A frozen dataclass whose instances keep their hash: they are looked up often and have many nested fields."""
     compute = cls.__hash__
 
-    def kept_hash(self: _T) -> int:
+    def cached_hash(self: _T) -> int:
         known = self.__dict__.get("_hash")
         if known is None:
             known = self.__dict__["_hash"] = compute(self)
         return known
 
-    cls.__hash__ = kept_hash  # type: ignore[assignment]
+    cls.__hash__ = cached_hash  # type: ignore[assignment]
     return cls
 
 
@@ -164,6 +164,10 @@ class LoraAdapter:
         """Number of tokens of a sample that the adapter reads on a rank."""
         return layer.memory_on(sizes) if self.reads_memory else layer.tokens_on(sizes)
 
+    def features_on(self, tp: int, sp: int = 1) -> tuple[float, float]:
+        """Input and output features on a rank; sp shards the input of a column-parallel one."""
+        return (self.inputs / sp, self.outputs / tp) if self.cuts_outputs else (self.inputs / tp, self.outputs)
+
     def parameters(self, tp: int) -> int:
         """Number of the adapter's parameters on a rank."""
         inputs, outputs = (1, tp) if self.cuts_outputs else (tp, 1)
@@ -276,23 +280,14 @@ def model_parts_of(model: Model, lengths: SequenceLengths) -> ModelParts:
     return ModelParts(config=model, lengths=lengths, parts=parts)
 
 
+@lru_cache(maxsize=1024)
 def ordered_stages(model_parts: ModelParts, num_stages: int, layout: StageLayout) -> tuple[tuple[ModelPart, ...], ...]:
     """The parts of each stage, in order."""
-    return tuple(model_parts.parts[first:end] for first, end in _stage_ranges(model_parts, num_stages, layout))
-
-
-def _stage_ranges(model_parts: ModelParts, num_stages: int, layout: StageLayout) -> tuple[tuple[int, int], ...]:
-    parts = model_parts.parts
-    costs = [float(part_flops(part, model_parts.config, batch=1)) for part in parts] if layout.balance == "cost" else []
-    return _ranges(tuple(part.symbol for part in parts), tuple(costs), num_stages, layout)
-
-
-@lru_cache(maxsize=1024)
-def _ranges(
-    symbols: tuple[str, ...], costs: tuple[float, ...], num_stages: int, layout: StageLayout
-) -> tuple[tuple[int, int], ...]:
-    ranges = assign(symbols, costs or [1.0] * len(symbols), num_stages, layout)
-    return tuple((parts.start, parts.stop) for parts in ranges)
+    parts, costs = model_parts.parts, [1.0] * len(model_parts.parts)
+    if layout.balance == "cost":
+        costs = [float(part_flops(part, model_parts.config, batch=1)) for part in parts]
+    ranges = assign([part.symbol for part in parts], costs, num_stages, layout)
+    return tuple(parts[places.start : places.stop] for places in ranges)
 
 
 @lru_cache(maxsize=65536)
@@ -313,7 +308,7 @@ def parameters_of(part: ModelPart, model_parts: ModelParts, sizes: Sizes) -> tup
 
 def adapter_parameters(part: ModelPart, sizes: Sizes) -> int:
     """Number of parameters of a part's LoRA adapters on a rank."""
-    return sum(path.parameters(sizes.tp) for path in part.adapters)
+    return sum(adapter.parameters(sizes.tp) for adapter in part.adapters)
 
 
 def part_flops(part: ModelPart, config: Model, *, batch: int, counts_all_pairs: bool = False) -> int:

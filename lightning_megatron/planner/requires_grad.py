@@ -52,20 +52,11 @@ def recomputed_parts(stage: Sequence[ModelPart], recompute: RecomputeConfig) -> 
     return Counter(stage[place] for places, is_recomputed in groups if is_recomputed for place in places)
 
 
-@lru_cache(maxsize=4096)
-def recomputed_stages(
-    model_parts: ModelParts, num_stages: int, layout: StageLayout, recompute: RecomputeConfig
-) -> tuple[Stage, ...]:
-    """The layers of each stage that full recomputation runs anew, with their counts."""
-    return tuple(recomputed_parts(stage, recompute) for stage in stages_with_gradients(model_parts, num_stages, layout))
-
-
 def _with_gradients(part: ModelPart, stream: bool, memory: bool) -> ModelPart:
     layer = part.layer
     # The norm before a layer's first linear has weights too.
     is_read = stream or (layer is not None and part.is_trained)
     is_seen = layer is not None and layer.memory > 0 and memory
-    passes = part.passes_gradient
-    if not part.is_trained and not part.embedded_tokens:
-        passes = is_read or is_seen or bool(part.adapters)
+    is_frozen = not part.is_trained and not part.embedded_tokens
+    passes = is_read or is_seen or bool(part.adapters) if is_frozen else part.passes_gradient
     return replace(part, needs_input=is_read, needs_memory=is_seen, passes_gradient=passes)

@@ -26,7 +26,7 @@ from lightning_megatron.planner.model_parts import (
     hashed_once,
     shared_over_context,
 )
-from lightning_megatron.planner.requires_grad import recomputed_stages, stages_of
+from lightning_megatron.planner.requires_grad import recomputed_parts, stages_of, stages_with_gradients
 from lightning_megatron.planner.trainable import ALL, Trainable, trainable_parts_of
 from lightning_megatron.precision.fp8 import Fp8Config, engine_faults
 from lightning_megatron.rules.cross_config import Facts, faults
@@ -113,8 +113,8 @@ class Run:
     @cached_property
     def recomputed(self) -> tuple[tuple[Stage, ...], ...]:
         """Layers of each stage that full recomputation runs anew."""
-        sizes = self.sizes
-        return self._by_rank(recomputed_stages(self.model_parts, sizes.num_stages, sizes.stage_layout, self.recompute))
+        stages = stages_with_gradients(self.model_parts, self.sizes.num_stages, self.sizes.stage_layout)
+        return self._by_rank([recomputed_parts(stage, self.recompute) for stage in stages])
 
     @property
     def sp(self) -> int:
@@ -183,7 +183,7 @@ class Run:
 
     @property
     def sets_gradients_aside(self) -> bool:
-        """Whether the sum of earlier batches' gradients is kept apart from those of the current batch: under a
+        """Whether the sum of earlier batches' gradients is held apart from those of the current batch: under a
         schedule each batch is divided by its own number of tokens."""
         return self.num_accumulated > 1 and (
             self.sizes.pp > 1 or self.num_microbatches > 1 or self.cuts_by_rows or self.balanced is not None

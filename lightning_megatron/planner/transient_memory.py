@@ -29,9 +29,9 @@ from lightning_megatron.planner.activations import (
     bytes_after_layers,
     feed_forward_bytes,
     is_shared,
-    lays_scores_out,
     logit_bytes,
     logit_share,
+    materialises_scores,
     norm_input_width,
     pair_bytes,
     stage_bytes,
@@ -180,9 +180,13 @@ def waiting_bytes(run: Run, part: ModelPart, *, is_attention: bool = False) -> f
     config, sizes = layer.config, run.sizes
     tp, sp = sizes.tp, run.sp
     if not part.is_trained:
-        micro = run.micro_batch_size
-        numbers = sum(_adapter_waiting(path, micro * path.tokens_on(layer, sizes), tp, sp) for path in part.adapters)
-        return run.bytes_per_element * numbers
+        adapters = (
+            run.micro_batch_size
+            * adapter.tokens_on(layer, sizes)
+            * (sum(adapter.features_on(tp, sp)) + 2 * adapter.rank)
+            for adapter in part.adapters
+        )
+        return run.bytes_per_element * sum(adapters)
     tokens = run.tokens_of(layer)
     hidden, query = config.hidden_size, config.num_attention_heads * config.head_dim
     keys, gates = config.num_query_groups * config.head_dim, 2 if config.is_gated else 1
@@ -205,12 +209,6 @@ def waiting_bytes(run: Run, part: ModelPart, *, is_attention: bool = False) -> f
     if shared := config.moe.shared_expert_intermediate_size:
         numbers += pair(shared, gates * shared)
     return width * numbers
-
-
-def _adapter_waiting(path: LoraAdapter, tokens: float, tp: int, sp: int) -> float:
-    """Elements that a LoRA adapter saves between dgrad and wgrad."""
-    inputs, outputs = (path.inputs / sp, path.outputs / tp) if path.cuts_outputs else (path.inputs / tp, path.outputs)
-    return tokens * (inputs + outputs + 2 * path.rank)
 
 
 def batch_bytes(run: Run) -> float:
@@ -321,7 +319,7 @@ def layer_work(run: Run, part: ModelPart) -> float:
         remade = inner
     gathered = tokens * config.hidden_size * width if run.sp > 1 else 0.0
     activation = (4 if config.is_gated else 1) * inner
-    has_adapter = any(path.name == DOWN for path in part.adapters)
+    has_adapter = any(adapter.name == DOWN for adapter in part.adapters)
     is_split = splits_backward(run.schedule) and (part.is_trained or has_adapter)
     reads_output = config.activation == "relu" and not {"activation", "mlp"} & set(recomputed)
     if is_split or reads_output or not (part.is_trained or has_adapter):
@@ -405,7 +403,7 @@ def drawing_bytes(run: Run, part: ModelPart) -> float:
     config, tokens = layer.config, run.tokens_of(layer)
     hidden = tokens / run.sp * config.hidden_size * (config.hidden_dropout > 0)
     features = tokens * config.ffn_hidden_size / run.sizes.tp * (config.ffn_dropout > 0 and not layer.has_experts)
-    adapters = (_adapter_drawing_bytes(run, part, path, tokens) for path in part.adapters if path.has_dropout)
+    adapters = (_adapter_drawing_bytes(run, part, adapter, tokens) for adapter in part.adapters if adapter.has_dropout)
     return max(_drawn_bytes(max(hidden, features)), _attention_drawing_bytes(run, layer), *adapters)
 
 
@@ -413,13 +411,13 @@ def _drawn_bytes(numbers: float) -> float:
     return min(numbers, rng.MASK_BLOCK) * _DRAW_BYTES
 
 
-def _adapter_drawing_bytes(run: Run, part: ModelPart, path: LoraAdapter, tokens: float) -> float:
+def _adapter_drawing_bytes(run: Run, part: ModelPart, adapter: LoraAdapter, tokens: float) -> float:
     """Bytes of an adapter's draws, less what its layer does not hold yet. The adapter of a feed-forward network's last
     linear draws last: that linear's output exists, and that of the network's norm."""
     layer, width = part.layer, run.bytes_per_element
     assert layer is not None
-    numbers = tokens * path.inputs / (run.sp if path.cuts_outputs else run.sizes.tp)
-    if not path.name.endswith(".down"):
+    numbers = tokens * adapter.features_on(run.sizes.tp, run.sp)[0]
+    if not adapter.name.endswith(".down"):
         return _drawn_bytes(numbers) - feed_forward_bytes(run, part)
     shard = tokens / run.sp * layer.config.hidden_size
     made = shard * (width + norm_input_width(run))
@@ -450,7 +448,7 @@ def scores_bytes(run: Run, part: ModelPart) -> float:
     if layer.config.attention_dropout > 0 and not is_shared(run, layer):
         is_recomputed = "core_attention" in run.recompute.recomputed_parts
         return pairs * (8 - run.bytes_per_element + is_recomputed * pair_bytes(run))
-    return 2 * pairs * run.bytes_per_element * lays_scores_out(run, layer)
+    return 2 * pairs * run.bytes_per_element * materialises_scores(run, layer)
 
 
 def exchanged_bytes(run: Run, part: ModelPart) -> float:

@@ -190,9 +190,9 @@ def test_a_path_beside_keys_of_an_encoder_reads_what_that_gave() -> None:
     assert step_flops(double) - step_flops(run) == 3 * forward
     [decoder] = {part for part in run.model_parts.parts if part.layer is not None and part.layer.memory}
     work = layer_work_of(decoder, run.model_parts, sizes, 2, 2)
-    assert work.path_flops == 2 * 2 * 4 * (8 * (48 + 24) + 32 * (48 + 48))
+    assert work.adapter_flops == 2 * 2 * 4 * (8 * (48 + 24) + 32 * (48 + 48))
     # What goes in is read, and what is left of it written, with a mask of one byte.
-    assert work.path_bytes == 2 * (8 + 32) * 48 * 5
+    assert work.adapter_bytes == 2 * (8 + 32) * 48 * 5
     # For gradients of weights later: what goes in and comes out, and what is between, each with its gradient.
     assert waiting_bytes(run, decoder) == 2 * 2 * (8 * (24 + 24 + 8) + 32 * (24 + 48 + 8))
 
