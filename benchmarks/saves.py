@@ -122,15 +122,15 @@ def _places(box: Box) -> tuple[slice, ...]:
 class Ours:
     """This package's saver."""
 
-    def __init__(self, share: Share, *, is_behind: bool) -> None:
+    def __init__(self, share: Share, *, is_async: bool) -> None:
         self._world = share.world
-        self._is_behind = is_behind
+        self._is_async = is_async
         self._saver = Saver(share.world)
         self.state = share.held()
 
     def begin(self, path: Path) -> Callable[[], object]:
         """Returns when training may go on; what it returns, when the checkpoint is durable."""
-        self._saver.save(path, self.state, {}, wait=not self._is_behind)
+        self._saver.save(path, self.state, {}, wait=not self._is_async)
         return self._saver.wait
 
     def load(self, path: Path, pieces: dict[str, list[Piece]]) -> None:
@@ -141,16 +141,16 @@ class Ours:
 class Dcp:
     """torch.distributed.checkpoint with its defaults, flushed to the disk."""
 
-    def __init__(self, share: Share, *, is_behind: bool = False, keeps_buffers: bool = False) -> None:
-        self._is_behind = is_behind
-        self._stager = DefaultStager(StagingOptions(False, False, False, False)) if keeps_buffers else None
+    def __init__(self, share: Share, *, is_async: bool = False, reuses_buffers: bool = False) -> None:
+        self._is_async = is_async
+        self._stager = DefaultStager(StagingOptions(False, False, False, False)) if reuses_buffers else None
         self._mesh = init_device_mesh("cpu", (share.world.size,))
         self.state = share.halves(0)
 
     def begin(self, path: Path) -> Callable[[], object]:
         """Begins a save, as `Ours.begin` does."""
         state = _as_dtensors(self.state, self._mesh, 0)
-        if not self._is_behind:
+        if not self._is_async:
             dcp.save(state, checkpoint_id=path)
             return lambda: None
         future: Any = dcp.async_save(state, checkpoint_id=path, async_stager=self._stager)
@@ -245,12 +245,12 @@ def resident_bytes() -> int:
 def ways() -> dict[str, Callable[[Share], Any]]:
     """Ways of saving that are compared, by name."""
     return {
-        "ours": lambda share: Ours(share, is_behind=True),
-        "ours, waiting": lambda share: Ours(share, is_behind=False),
+        "ours": lambda share: Ours(share, is_async=True),
+        "ours, waiting": lambda share: Ours(share, is_async=False),
         "torch.save, gathered": Gathered,
         "DCP save": Dcp,
-        "DCP async_save": lambda share: Dcp(share, is_behind=True),
-        "DCP async_save, kept buffers": lambda share: Dcp(share, is_behind=True, keeps_buffers=True),
+        "DCP async_save": lambda share: Dcp(share, is_async=True),
+        "DCP async_save, kept buffers": lambda share: Dcp(share, is_async=True, reuses_buffers=True),
     }
 
 

@@ -231,7 +231,7 @@ class _Step:
         mbs = own.run.micro_batch_size
         firsts = [place * mbs for place in range(count)]
         call_ = ScheduledCall(
-            [own.model], own.mesh, self._enter, _differentiate, firsts, own.weight_gradients.opened, dp_comm
+            [own.model], own.mesh, self._enter, Tensor.backward, firsts, own.weight_gradients.opened, dp_comm
         )
         own.model.driver = call_
         self._runtime.run(training_plan(replace(own.run.schedule, microbatches=count)), call_)
@@ -294,10 +294,6 @@ class _Step:
                 yield
         finally:
             self._tracker.flops, self._ledger.microbatch = before, None
-
-
-def _differentiate(loss: Tensor) -> None:
-    loss.backward()
 
 
 class _Turns(ForwardBackwardOverlap):
