@@ -168,7 +168,7 @@ def source_error(row: Row, field: str) -> str:
     if "pre-26.06" in str(row.get("flops_def")) and is_speed:
         return "counts two matrices where a gated network has three, and no window"
     if source.startswith("arXiv:2205.05198") and field == "hfu" and "selective" in str(row.get("recompute")):
-        return "counts attention that is run again twice: s/3h in its formula, where once more is 2s/9h"
+        return "counts attention that is recomputed twice: s/3h in its formula, where once more is 2s/9h"
     if "LDDL table" in source and name == "BERT-110m" and is_speed:
         return "its own formula on its own time gives 18.6 and 19.1 TFLOP/s where it prints 18.28 and 18.9"
     if row.get("task") in ("SFT", "LoRA") and is_speed:
@@ -485,7 +485,7 @@ def _golden(row: Row) -> Planned | str:
     if kind in ("hybrid", "nemotron", "mimo", "multimodal-llava"):
         return f"the row does not state all sizes of its {kind} model"
     if "defer_embedding" in str(row["model"]):
-        return "gradients of the embedding put off to the end of the step; the package has no such thing"
+        return "gradients of the embedding deferred to the end of the step; the package has no such thing"
     layers, hidden, heads = int(row["layers"]), int(row["hidden"]), int(row["heads"])
     sequence, tp, pp = int(row["seq"]), int(row["tp"]), int(row["pp"])
     vp = int(args.get("num-virtual-stages-per-pipeline-rank", row.get("vp") or 1))
