@@ -1,4 +1,4 @@
-"""What a checkpoint costs: our saver beside torch.save of a gathered state and torch's DCP, in one interleaved run.
+"""Cost of a checkpoint: this package's saver, torch.save of a gathered state, and torch's DCP, in one interleaved run.
 
 A GPT-shaped state, float32 weights and two moments, each rank holding its share. Seconds that training waits, to
 durable (on the disk, flushed), to load it as it was saved, and to load it cut another way; memory above what the

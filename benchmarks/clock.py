@@ -12,7 +12,7 @@ class StepClock:
         self.cpu_seconds = self.wall_seconds = 0.0
 
     def tick(self) -> None:
-        """To be called at the end of every step."""
+        """Notes the end of a step."""
         self.steps += 1
         if self.steps == self.warmup_steps:
             self.began = time.process_time(), time.perf_counter()

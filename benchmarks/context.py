@@ -33,7 +33,7 @@ KINDS = {"ring": ("ring", False), "all-gather": ("all_gather", False), "all-to-a
 
 @dataclass(frozen=True)
 class Case:
-    """What one row of the table is."""
+    """One row of the table."""
 
     kind: str
     world: int

@@ -1,4 +1,4 @@
-"""What dynamic context parallelism is compared with on paper, and the clock that all are timed by.
+"""Schedulers that dynamic context parallelism is compared with on paper, and the clock that times all of them.
 
 `static_slots`: one cp size for all, documents packed in their order. `rounds_seconds`: documents on the fewest ranks
 that hold them, in rounds with a barrier between. `pipeline_seconds`: a pipeline of any schedule, played microbatch by
@@ -19,7 +19,7 @@ EVEN = 0.05
 
 
 def static_slots(lengths: Sequence[int], ranks: int, cp: int, max_tokens_per_rank: int) -> tuple[Slot, ...]:
-    """Documents in their order in packs of at most cp times the cap, dealt to the dp replicas in turn."""
+    """Documents in their order in packs of at most cp times the cap, dealt to the dp ranks in turn."""
     packs: list[list[int]] = [[]]
     tokens = 0
     for document, length in enumerate(lengths):

@@ -95,7 +95,7 @@ HEAD = (
 
 
 def changes(lengths: Any) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """What is changed in a row: its label, fields of the lengths, fields of the setting."""
+    """Changes of each row: its label, fields of the lengths, fields of the setting."""
     return [
         *((f"dp {dp}", {}, {"dp": dp}) for dp in (1, 2, 8)),
         *((f"sigma {s:.1f}", {"sigma": s}, {}) for s in (lengths.sigma - 0.3, lengths.sigma + 0.3)),
@@ -109,7 +109,7 @@ def changes(lengths: Any) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
 
 
 def cost_of(setting: Setting) -> Any:
-    """Of the layers of one pipeline rank, with full recomputation: four forwards' worth of FLOPs and messages."""
+    """Cost model of one pipeline rank's layers under full recomputation: FLOPs and messages of four forwards."""
     from lightning_megatron.context.balance import from_model
 
     layers = LAYERS // setting.pp

@@ -26,12 +26,12 @@ LEARNING_RATE = 1e-4
 
 
 class NotHere(Exception):
-    """What a row needs is not installed, not on this device, or not in the package yet."""
+    """Raised where a row's requirements are not installed, not on this device, or not in the package yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is trained, where and for how long."""
+    """A plan of a training run: model, device and number of steps."""
 
     config: GPTConfig
     sequence: int
@@ -46,7 +46,7 @@ class Plan:
         return self.microbatch_rows * self.microbatches
 
     def make_loader(self) -> Any:
-        """The rows of a step in each batch; tokens are drawn unevenly, so that there is something to learn."""
+        """The samples of a step in each batch; unevenly distributed tokens give it something to learn."""
         generator = torch.Generator().manual_seed(1)
         shape = ((self.warmup_steps + self.timed_steps) * self.step_rows, self.sequence + 1)
         tokens = (torch.rand(shape, generator=generator) ** 4 * self.config.vocab_size).long()
@@ -64,7 +64,7 @@ class Recorder:
         self.ends: list[Any] = []
 
     def add(self, loss: Tensor) -> None:
-        """To be called at the end of every step; does not wait for the device."""
+        """Notes the end of a step without waiting for the device."""
         self.losses.append(loss.detach())
         if self.is_cuda:
             event = torch.cuda.Event(enable_timing=True)
@@ -134,7 +134,7 @@ def fp8_strategy(config: GPTConfig) -> dict[str, Any]:
 
 
 def recompute_strategy(config: GPTConfig) -> dict[str, Any]:
-    """The strategy's arguments that make again, in the backward, what is cheap to make in every layer."""
+    """Arguments of the strategy that recompute the cheap activations of every layer in the backward."""
     from lightning_megatron import RecomputeConfig
 
     # Layers of experts do not offer their activation alone.

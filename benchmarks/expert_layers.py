@@ -1,7 +1,7 @@
 """Forward and backward of one layer's experts on this rank: which product and which way of tokens takes how long.
 
 All variants are timed in turn in the same processes, round by round. Every rank has the same number of tokens, whose
-choices are drawn evenly; gradients go where the engine keeps them, and are there already.
+choices are drawn evenly; gradients are accumulated into the engine's existing buffers.
 """
 
 import time
@@ -28,7 +28,7 @@ WAY_SHAPES = ((4, 688, 1), (4, 688, 2), (4, 688, 4))
 
 
 def variants(world: int) -> dict[tuple[str, str], tuple[int, int, int]]:
-    """What is timed on so many processes: the shape by its words and by the variant's name."""
+    """Variants that are timed on so many processes, by the words of the shape and the variant's name."""
     shapes, names = (GROUP_SHAPES, GEMMS) if world == 1 else (WAY_SHAPES, DISPATCHERS)
     return {(words(*shape), name): shape for shape in shapes for name in names}
 
@@ -38,7 +38,7 @@ def words(num_experts: int, ffn: int, num_chosen: int) -> str:
 
 
 def time_layers(hidden: int, tokens: int, rounds: int, repeats: int) -> list[dict[str, Any]]:
-    """Of every variant this rank's CPU and wall seconds of each round, as the mean of some repeats."""
+    """CPU and wall seconds of every variant on this rank in each round, as the mean of some repeats."""
     world = dist.get_world_size()
     mesh = Mesh.build(Sizes(world=world, ep=world), dist.get_rank(), _new_group)
     runs = {key: layer_run(hidden, tokens, shape, key[1], mesh) for key, shape in variants(world).items()}

@@ -26,7 +26,7 @@ LEARNING_RATE = 1e-4
 
 
 class NotHere(Exception):
-    """What a row needs is not installed."""
+    """Raised where a row's requirements are not installed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class Size:
 
 @dataclass(kw_only=True)
 class Record:
-    """What a run left on this rank, step by step."""
+    """Record of a run on this rank, step by step."""
 
     losses: list[Tensor] = field(default_factory=list)
     cpu_ends: list[float] = field(default_factory=list)
@@ -78,14 +78,14 @@ class Record:
     """Of each call of our experts."""
 
     def add(self, loss: Tensor) -> None:
-        """To be called at the end of every step."""
+        """Notes the end of a step."""
         self.losses.append(loss.detach().clone())
         self.cpu_ends.append(time.process_time())
         self.wall_ends.append(time.perf_counter())
 
 
 def make_loader(size: Size, replicas: int) -> Any:
-    """This rank's rows, a step's in each batch; tokens are drawn unevenly, so that there is something to learn."""
+    """This rank's samples, a step's in each batch; unevenly distributed tokens give it something to learn."""
     rank = int(os.environ["RANK"]) if replicas > 1 else 0
     generator = torch.Generator().manual_seed(1)
     shape = (size.steps, replicas, size.rows // replicas, size.sequence + 1)
@@ -130,7 +130,7 @@ def train_ours(size: Size, record: Record, *, strategy: dict[str, Any], moe: dic
 
 
 def _own_experts(weight: Tensor, num: int) -> Tensor:
-    """Of the weights of all experts those of this rank, of which there are `num`; all of another weight."""
+    """The `num` experts of this rank out of the weight of all experts; other weights as they are."""
     return weight if len(weight) == num else weight.chunk(len(weight) // num)[int(os.environ["RANK"])]
 
 

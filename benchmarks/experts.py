@@ -1,4 +1,4 @@
-"""Mixture of experts on CPU: the parts of a layer, and whole training steps beside Hugging Face and megatron-core.
+"""Mixture of experts on CPU: the parts of a layer, and training steps against Hugging Face and megatron-core.
 
 Three tables. Grouped experts beside one after another, in one process; tokens sent by all-to-all beside all-gather, on
 two and four; and training steps of a Mixtral-like model, 8 layers, hidden 256, 8 heads, sequence 256, vocabulary 8192,
@@ -43,7 +43,7 @@ AIM = "1.2 times the tokens/s of the better of Hugging Face and megatron-core on
 
 
 class Row(NamedTuple):
-    """What one row of the table of steps is."""
+    """One row of the table of steps."""
 
     world: int
     train: "Callable[[Size, Record], None]"

@@ -16,7 +16,7 @@ def fit(
     on_step: Callable[[Tensor], None],
     **trainer_options: Any,
 ) -> None:
-    """Trains what `build` makes over the loader for the number of replicas; batches are [tokens, labels].
+    """Trains what `build` makes over the loader for the number of data-parallel ranks; batches are [tokens, labels].
 
     `strategy` holds arguments of MegatronStrategy, `on_step` is given the loss of each step.
     """

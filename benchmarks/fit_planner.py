@@ -1,4 +1,4 @@
-"""Fits the constants of the planner's time model on one half of the published runs, and tells its errors on the other.
+"""Fits the constants of the planner's time model on one half of the published runs and prints its errors on the other.
 
     python -m benchmarks.fit_planner             fit, and write lightning_megatron/planner/constants.json
     python -m benchmarks.fit_planner --check     the errors of the constants that are there
@@ -24,9 +24,9 @@ from lightning_megatron.planner.step_time import step_time
 
 PATH = Path(__file__).resolve().parents[1] / "lightning_megatron" / "planner" / "constants.json"
 _HUBER = 0.08
-# Above such an error (of a logarithm) a row pulls no harder.
+# The loss of a row grows only up to such an error of the logarithm.
 _PRIOR = 2e-4
-# How hard a constant is held to where it starts: what no row knows stays there.
+# Weight that holds a constant to its start: one that no row determines stays there.
 
 BOUNDS = {
     # NCCL's rings reach 366 GB/s of 450 on H200 and 682 of 900 on B200 (stas00/ml-engineering, network).
@@ -50,7 +50,7 @@ _SHARES = (0.05, 0.97)
 
 @dataclass(frozen=True)
 class Timed:
-    """A row that states its step time and all that it hangs on."""
+    """A row that states its step time and everything that the time depends on."""
 
     number: int
     planned: Planned
@@ -97,7 +97,7 @@ def is_learned_from(row: Any) -> bool:
 
 
 def errors(timed: Sequence[Timed], constants: Constants) -> list[float]:
-    """Of each row, the logarithm of the predicted over the stated step time."""
+    """Errors of the rows: the logarithm of the predicted over the stated step time."""
     return [math.log(step_time(row.planned.run, row.planned.gpu, constants).total / row.seconds) for row in timed]
 
 
@@ -123,7 +123,7 @@ def fit(timed: Sequence[Timed], *, num_sweeps: int = 14) -> Constants:
     steps = dict.fromkeys(names, 0.2)
     for sweep in range(num_sweeps):
         if sweep == num_sweeps // 2:
-            # Constants that others made up for have room again.
+            # Constants that others compensated for may move anew.
             steps = dict.fromkeys(names, 0.2)
         for name in names:
             low, high = BOUNDS.get(name, _SHARES)

@@ -1,4 +1,4 @@
-"""What a generated token costs: with a key-value cache, from whole texts, and in transformers' `generate`, on CPUs.
+"""Cost of a generated token: with a key-value cache, from complete texts, and in transformers' `generate`, on CPUs.
 
 The same random Llama in float32, the same prompts, greedy, one thread a rank. Each sample is a fresh set of processes:
 a short text to warm up, then a timed one; rounds are interleaved. CPU seconds are those of one rank, as a mean over
@@ -130,7 +130,7 @@ def ours(folder: Path, *, is_whole: bool) -> "Write":
 
 
 def sample_of(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """One sample from what its ranks told."""
+    """One sample from the reports of its ranks."""
     assert all(rank["texts"] == ranks[0]["texts"] for rank in ranks)
     return {
         "cpu_seconds": statistics.mean(rank["cpu_seconds"] for rank in ranks),

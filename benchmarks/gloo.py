@@ -1,4 +1,4 @@
-"""What gloo's collectives cost two CPU ranks, beside the swaps that `comm/collectives.py` makes of them.
+"""Cost of gloo's collectives between two CPU ranks, against the exchanges that `comm/collectives.py` runs instead.
 
 CPU milliseconds of one rank and wall milliseconds, medians over interleaved rounds.
 

@@ -1,4 +1,4 @@
-"""How fast one GPU trains a GPT: ours in bf16 and FP8 beside plain torch, compiled, and Hugging Face's models.
+"""Speed of training a GPT on one GPU: this package in bf16 and FP8, plain torch, compiled, and Hugging Face's models.
 
 Needs this package, torch and lightning; the row of Hugging Face needs transformers too, and says so where it is absent.
 A Llama of 1.3 billion parameters, one with the width of the 8 billion Llama 3, and layers of eight experts, two a
@@ -8,7 +8,7 @@ Trainer. Each row is a fresh process: warm-up steps, then timed ones, of which t
 memory or of time says so. One whose loss strays from that of the first row shows no time, and the exit status is 1.
 
 TFLOP/s are model FLOPs by formula: matrix products of forward and backward, of experts those chosen, causal attention
-counted half, nothing that is recomputed. MFU is their share of the data sheet's dense peak at the row's precision; in
+counted half, without recomputation. MFU is their share of the data sheet's dense peak at the row's precision; in
 the next column attention counts whole, as in PaLM (arXiv 2204.02311, appendix B). The share "of matmul" is of the
 fastest product of the model's own shapes, or of a square one, as measured in the same run.
 
@@ -43,7 +43,7 @@ PRECISIONS = {"bf16": "bf16-mixed", "fp8": "transformer-engine"}
 
 
 def rows() -> dict[str, "Row"]:
-    """What trains each row, by its name."""
+    """Functions that train each row, by its name."""
     from benchmarks import device_runs as runs
 
     return {
@@ -66,7 +66,7 @@ def is_fp8(row: str) -> bool:
 
 
 def look_at(device_type: str, sizes: list[str]) -> dict[str, Any]:
-    """What the device is called, what it runs, how much memory is free, and how fast it multiplies, shape by shape."""
+    """Name, software, free memory and matmul speed of the device, shape by shape."""
     import torch
 
     from benchmarks.machine import machine
@@ -135,7 +135,7 @@ def run_row(row: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def ask(arguments: argparse.Namespace, *command: str) -> Any:
-    """What a process of its own found: an answer, or in `failed` why there is none."""
+    """Answer of a separate process, or in `failed` why there is none."""
     from benchmarks.ranks import RankFailed, RanksTooSlow, run_ranks
 
     try:
@@ -151,21 +151,21 @@ def ask(arguments: argparse.Namespace, *command: str) -> Any:
 
 
 def fault_of(row: str, found: dict[str, Any], yardstick: dict[str, Any] | None) -> str:
-    """Why a row shows no figures; empty where it does. Its losses are held against the yardstick's, if there is one."""
+    """Reason why a row shows no figures; empty: none. Its losses must equal the yardstick's, if there is one."""
     for reason in ("not_here", "out_of_memory", "out_of_time", "failed"):
         if reason in found:
             return str(found[reason])
     wanted = found["losses"] if yardstick is None else yardstick["losses"]
     tolerance = FP8_TOLERANCE if is_fp8(row) else TOLERANCE
     for step, (loss, other) in enumerate(zip(found["losses"], wanted, strict=True), start=1):
-        # So written that NaN is a fault.
+        # Written so that NaN is an error.
         if not abs(loss - other) <= tolerance * abs(other):
             return f"wrong: the loss of step {step} is {loss:.4f}, that of the first row is {other:.4f}"
     return ""
 
 
 def is_broken(fault: str) -> bool:
-    """Whether a fault is more than something that is absent or too small."""
+    """Whether an error is more than a missing package or too little memory."""
     return fault.startswith(("failed", "wrong"))
 
 
@@ -247,7 +247,7 @@ def main() -> None:
 
 
 def chosen_rows(arguments: argparse.Namespace) -> list[str]:
-    """Those asked for, else all; plain torch runs eagerly only where nothing is compiled. In the table's order."""
+    """Rows to run, by default all, in the table's order; plain torch runs eagerly only where nothing is compiled."""
     compiled = [row for row in rows() if "compiled" in row]
     unwanted = compiled if arguments.no_compile else [EAGER]
     return [row for row in rows() if (row in arguments.rows if arguments.rows else row not in unwanted)]

@@ -1,4 +1,4 @@
-"""What a benchmark ran on: the machine, its load, and the versions that matter, for a table's head and for its JSON."""
+"""Description of a benchmark's machine: hardware, load and versions, for a table's head and for its JSON."""
 
 import importlib.metadata
 import os
@@ -30,7 +30,7 @@ def machine() -> dict[str, str]:
 
 
 def version_of(package: str, python: str = sys.executable) -> str:
-    """That of a package which this or another interpreter has; empty where it is not installed."""
+    """Version of a package in this or another interpreter; empty where it is not installed."""
     if python != sys.executable:
         told = subprocess.run([python, "-c", _TELL, package], capture_output=True, text=True, timeout=60)
         return told.stdout.strip()

@@ -1,4 +1,4 @@
-"""How fast a device multiplies matrices, measured: the ceiling that a model's FLOP/s are held against."""
+"""Measured speed of matrix products on a device: the ceiling of a model's FLOP/s."""
 
 import statistics
 import time

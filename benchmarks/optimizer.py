@@ -1,4 +1,4 @@
-"""What a data-parallel step costs: our optimizer beside torch DDP, FSDP2 and DeepSpeed's ZeRO-1 on CPU ranks.
+"""Cost of a data-parallel step: this package's optimizer, torch DDP, FSDP2 and DeepSpeed's ZeRO-1 on CPU ranks.
 
 The same GPT-2 shaped model, rows and AdamW everywhere, float32, gloo, one thread a rank; with and without overlap of
 communication, and with the rank's rows of a step in 1 and in 4 microbatches. Each sample is a fresh set of processes:
@@ -42,7 +42,7 @@ AIMS = {DDP: 1.06, FSDP2: 0.8}
 
 
 def rows() -> dict[str, "Row"]:
-    """What trains each row, by its name; the yardstick comes first."""
+    """Functions that train each row, by its name; the yardstick comes first."""
     from benchmarks import replicas
 
     ours: dict[str, dict[str, Any]] = {

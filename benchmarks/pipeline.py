@@ -134,7 +134,7 @@ class Run:
         return {kind: statistics.median(spent) for kind, spent in self.work.seconds.items()}
 
     def memory(self) -> dict[str, float]:
-        """Peak bytes of a step, and the bytes that one forward leaves behind."""
+        """Peak bytes of a step, and the bytes that one forward saves for backward."""
         counter = live_bytes()
         self.work.read_live = lambda: counter.live
         with counter:
@@ -218,7 +218,7 @@ def live_bytes() -> Any:
 
 
 def run(rounds: int) -> list[dict[str, Any]]:
-    """What each rank saw."""
+    """Records of all ranks."""
     from benchmarks.ranks import run_ranks
 
     try:

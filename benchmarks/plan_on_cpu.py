@@ -1,4 +1,4 @@
-"""The planner's clock beside real steps of a small GPT on this machine's processor.
+"""Predicted and real steps of a small GPT on this machine's processor.
 
 The processor is described as a GPU would be, by what is measured here first, forward and backward: products of the
 model's own shapes, its attention, the elementwise kernels of a layer and of the loss, and messages between two
@@ -40,7 +40,7 @@ from benchmarks.step_time import (
 TOKENS = MICRO_BATCH * SEQUENCE
 NAMES = ("one", "dp2", "tp2", "tp2+sp", "pp2")
 _SMALL = 16
-# Numbers in the message that tells latency.
+# Elements of the message that measures latency.
 
 
 def seconds_of(run: Callable[[], object], repeats: int = 20) -> float:

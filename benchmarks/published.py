@@ -1,7 +1,7 @@
 """Published training runs as runs of the planner: `tests/planner/published_runs.json`, row by row.
 
-A row states sizes and a layout; what its system did beyond that (which kernels, what travelled behind compute) follows
-from its source, and is written down here once for each source. `run_of` says of a row that cannot be planned why.
+A row states sizes and a layout; what its system did beyond that (kernels, overlap of messages) follows
+from its source, and is written down here once for each source. `run_of` gives the reason where a row cannot be planned.
 """
 
 import json
@@ -127,7 +127,7 @@ def later_rows() -> tuple[dict[str, Any], ...]:
 
 
 def stated_recompute(row: Row) -> RecomputeConfig:
-    """What a row says is run again."""
+    """The recomputation that a row states."""
     return _recompute(str(row.get("recompute") or ""), is_old=True)
 
 
@@ -149,7 +149,7 @@ _CONVENTIONS = (
 
 
 def convention_of(row: Row, field: str) -> Convention | None:
-    """How the row's source counts FLOPs; none where it is not known."""
+    """The convention by which a row's source counts FLOPs; None: not known."""
     source = str(row["source"])
     if source.startswith("DGXC"):
         return MODEL if "grok" in source else MODEL_ALL_PAIRS
@@ -160,7 +160,7 @@ def convention_of(row: Row, field: str) -> Convention | None:
 
 
 def source_error(row: Row, field: str) -> str:
-    """Why the row's number of that field cannot be right, or is of a convention of its own; empty where it can."""
+    """Reason why a row's number in a field is wrong, or follows a convention of its own; empty: none."""
     source, name = str(row["source"]), str(row["model"])
     is_speed = field in ("tflops_per_gpu", "mfu", "hfu")
     if "nemotron/" in source and is_speed:
@@ -168,7 +168,7 @@ def source_error(row: Row, field: str) -> str:
     if "pre-26.06" in str(row.get("flops_def")) and is_speed:
         return "counts two matrices where a gated network has three, and no window"
     if source.startswith("arXiv:2205.05198") and field == "hfu" and "selective" in str(row.get("recompute")):
-        return "counts attention that is run again twice: s/3h in its formula, where once more is 2s/9h"
+        return "counts attention that is recomputed twice: s/3h in its formula, where once more is 2s/9h"
     if "LDDL table" in source and name == "BERT-110m" and is_speed:
         return "its own formula on its own time gives 18.6 and 19.1 TFLOP/s where it prints 18.28 and 18.9"
     if row.get("task") in ("SFT", "LoRA") and is_speed:
@@ -199,7 +199,7 @@ def frugal(row: Row, run: Run) -> Run:
 
 
 def why_memory_is_unknown(row: Row) -> str:
-    """What else saved memory in the run of a row, beyond what the planner knows; empty where nothing did."""
+    """Memory savings in the run of a row that the planner does not know; empty: none."""
     if not row.get("mbs"):
         return "the row does not state the samples of a microbatch"
     if "LoRA" in str(row.get("task")):
@@ -214,7 +214,7 @@ def why_memory_is_unknown(row: Row) -> str:
 
 
 def why_untimed(row: Row) -> str:
-    """What a row does not state that its step time hangs on; empty where it states all."""
+    """Facts that the step time depends on and a row does not state; empty: none."""
     source = str(row["source"])
     if row["kind"] == "golden":
         return "a functional test in deterministic mode"
@@ -298,7 +298,7 @@ def _planned(row: Row, name: str) -> Planned | str:
         return faults[0]
     batch, micro = int(row["gbs"]), int(row.get("mbs") or 1)
     if "torchtitan" in source and pp > 1:
-        # The rows state the samples of a replica.
+        # The rows state the samples of a data-parallel rank.
         micro = 1
     if batch % (sizes.dp * micro):
         return f"its batch ({batch}) is no multiple of {sizes.dp} replicas x {micro} samples"
@@ -372,7 +372,7 @@ def _model(row: Row, name: str, *, is_laid_out: bool) -> Model:
 
 
 def _stage_layout(layers: int, pp: int, vp: int) -> StageLayout:
-    """Where layers do not divide, the embedding and the head count as layers, as published runs have it."""
+    """Layout of stages: where they do not divide the layers, embedding and head count as layers, as published."""
     stages = pp * vp
     if layers % stages == 0 or stages == 1:
         return StageLayout()
@@ -403,7 +403,7 @@ def _software(row: Row) -> FrameworkProfile:
         )
         titan = COMPILED if "compile" in precision else TITAN
         is_async = "AsyncTP" in str(row.get("note"))
-        return replace(titan, runs_again=again, hides_tensor="forward" if is_async else "nowhere")
+        return replace(titan, recomputes=again, hides_tensor="forward" if is_async else "nowhere")
     if fsdp == "FULL_SHARD":
         # Its loss works in the place of the logits, in 16 bits.
         return replace(FULLY_SHARDED, logit_bytes=2)
@@ -413,7 +413,7 @@ def _software(row: Row) -> FrameworkProfile:
     return replace(_megatron(row), bounds_gates=str(row["model"]).startswith("GPT-OSS"))
 
 
-# Where gradients were summed over replicas in 16 bits: Megatron-LM before it had them in float32 (2021), llm-foundry
+# Sources that reduced gradients in 16 bits: Megatron-LM before it had them in float32 (2021), llm-foundry
 # (mixed precision PURE), and the recipes of NeMo, Megatron-Bridge and Megatron-LM (`grad_reduce_in_fp32=False`).
 _NARROW_GRADIENTS = ("README 2020", "llm-foundry", "DGXC", "NVIDIA/NeMo", "Megatron-Bridge", "Megatron-LM examples")
 
@@ -423,7 +423,7 @@ def _grad_dtype(source: str) -> GradientDtype:
 
 
 def _megatron(row: Row) -> FrameworkProfile:
-    """Behind which products messages of tp travelled, and what goes between stages in DeepSpeed."""
+    """Profile of Megatron in a row: the products that hide messages of tp, and DeepSpeed's messages between stages."""
     source = str(row["source"])
     year = _year(source)
     hides: Hiding = "nowhere" if year <= 2021 else "backward" if year == 2022 else "everywhere"
@@ -485,7 +485,7 @@ def _golden(row: Row) -> Planned | str:
     if kind in ("hybrid", "nemotron", "mimo", "multimodal-llava"):
         return f"the row does not state all sizes of its {kind} model"
     if "defer_embedding" in str(row["model"]):
-        return "gradients of the embedding put off to the end of the step; the package has no such thing"
+        return "gradients of the embedding deferred to the end of the step; the package has no such thing"
     layers, hidden, heads = int(row["layers"]), int(row["hidden"]), int(row["heads"])
     sequence, tp, pp = int(row["seq"]), int(row["tp"]), int(row["pp"])
     vp = int(args.get("num-virtual-stages-per-pipeline-rank", row.get("vp") or 1))
@@ -523,7 +523,7 @@ def _golden(row: Row) -> Planned | str:
         "vocab_multiple": int(args.get("make-vocab-size-divisible-by", 128)),
         "max_sequence_length": int(args.get("max-position-embeddings", sequence)),
         "hidden_dropout": 0.1,
-        # In one kernel it lays nothing out.
+        # A fused kernel materialises nothing.
         "attention_dropout": 0.1 if is_unfused else 0.0,
         "activation": "swiglu" if has("swiglu") else "relu" if has("squared-relu") else "gelu_tanh",
         "normalization": "rmsnorm" if args.get("normalization") == "RMSNorm" else "layernorm",

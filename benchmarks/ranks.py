@@ -32,7 +32,7 @@ class RanksTooSlow(RuntimeError):
 def run_ranks(
     command: Sequence[str], world: int, *, timeout_seconds: float = 900.0, python: str = sys.executable
 ) -> list[Any]:
-    """What each of `world` processes of `python command...` printed on its last line, by rank.
+    """Last lines printed by `world` processes of `python command...`, by rank.
 
     Their environment is torchrun's, with one thread a rank. Raises RankFailed, of the rank that failed first, or
     RanksTooSlow; whatever happens, no process is left.

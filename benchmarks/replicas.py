@@ -27,7 +27,7 @@ Loader = torch.utils.data.DataLoader[list[Tensor]]
 
 
 class NotHere(Exception):
-    """What a row needs is not installed, or the package has it not yet."""
+    """Raised where a row's requirements are not installed, or not in the package yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,13 +51,13 @@ class Size:
 
 @dataclass(kw_only=True)
 class Record:
-    """What a run left on this rank: its clock, and its own loss of each step."""
+    """Record of a run on this rank: its clock, and its own loss of each step."""
 
     clock: StepClock
     losses: list[Tensor] = field(default_factory=list)
 
     def add(self, loss: Tensor) -> None:
-        """To be called at the end of every step."""
+        """Notes the end of a step."""
         self.losses.append(loss.detach())
         self.clock.tick()
 
@@ -69,7 +69,7 @@ def make_model(size: Size) -> PlainGPT:
 
 
 def make_loader(size: Size) -> Loader:
-    """This rank's rows, a step's in each batch; tokens are drawn unevenly, so that there is something to learn."""
+    """This rank's samples, a step's in each batch; unevenly distributed tokens give it something to learn."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     generator = torch.Generator().manual_seed(1)
     shape = (size.steps, world, size.rows, size.sequence + 1)

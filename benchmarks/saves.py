@@ -34,7 +34,7 @@ Shape = tuple[int, ...]
 
 
 def shapes_of(num_bytes: int) -> dict[str, Shape]:
-    """Those of the weights of a GPT whose state has about so many bytes, by name."""
+    """Shapes of the weights of a GPT whose state has about so many bytes, by name."""
     num_parameters = num_bytes / BYTES_OF_A_PARAMETER
     # Eight layers at least, no wider than large models are.
     hidden = min(2048, max(32, int(math.sqrt(num_parameters / (8 * 12))) // 32 * 32))
@@ -64,7 +64,7 @@ def true_values(name: str, shape: Shape, step: int) -> Tensor:
 
 @dataclass
 class Share:
-    """What this rank holds."""
+    """This rank's share of the state."""
 
     world: Axis
     shapes: dict[str, Shape]
@@ -122,15 +122,15 @@ def _places(box: Box) -> tuple[slice, ...]:
 class Ours:
     """This package's saver."""
 
-    def __init__(self, share: Share, *, is_behind: bool) -> None:
+    def __init__(self, share: Share, *, is_async: bool) -> None:
         self._world = share.world
-        self._is_behind = is_behind
+        self._is_async = is_async
         self._saver = Saver(share.world)
         self.state = share.held()
 
     def begin(self, path: Path) -> Callable[[], object]:
         """Returns when training may go on; what it returns, when the checkpoint is durable."""
-        self._saver.save(path, self.state, {}, wait=not self._is_behind)
+        self._saver.save(path, self.state, {}, wait=not self._is_async)
         return self._saver.wait
 
     def load(self, path: Path, pieces: dict[str, list[Piece]]) -> None:
@@ -141,16 +141,16 @@ class Ours:
 class Dcp:
     """torch.distributed.checkpoint with its defaults, flushed to the disk."""
 
-    def __init__(self, share: Share, *, is_behind: bool = False, keeps_buffers: bool = False) -> None:
-        self._is_behind = is_behind
-        self._stager = DefaultStager(StagingOptions(False, False, False, False)) if keeps_buffers else None
+    def __init__(self, share: Share, *, is_async: bool = False, reuses_buffers: bool = False) -> None:
+        self._is_async = is_async
+        self._stager = DefaultStager(StagingOptions(False, False, False, False)) if reuses_buffers else None
         self._mesh = init_device_mesh("cpu", (share.world.size,))
         self.state = share.halves(0)
 
     def begin(self, path: Path) -> Callable[[], object]:
-        """As `Ours.begin`."""
+        """Begins a save, as `Ours.begin` does."""
         state = _as_dtensors(self.state, self._mesh, 0)
-        if not self._is_behind:
+        if not self._is_async:
             dcp.save(state, checkpoint_id=path)
             return lambda: None
         future: Any = dcp.async_save(state, checkpoint_id=path, async_stager=self._stager)
@@ -170,14 +170,14 @@ def _as_dtensors(pieces: dict[str, list[Piece]], mesh: DeviceMesh, dim: int) -> 
 
 
 class Gathered:
-    """The first rank gathers all and writes one file with `torch.save`; all wait for the file, nobody for the disk."""
+    """The first rank gathers all and writes one file with `torch.save`; all wait for the file, none for the disk."""
 
     def __init__(self, share: Share) -> None:
         self._share = share
         self.state = share.held()
 
     def begin(self, path: Path) -> Callable[[], object]:
-        """As `Ours.begin`."""
+        """Begins a save, as `Ours.begin` does."""
         world = self._share.world
         boxes_by_rank: list[Any] = [None] * world.size
         dist.all_gather_object(boxes_by_rank, [(n, piece.box) for n, own in self.state.items() for piece in own])
@@ -206,7 +206,7 @@ class Gathered:
         dist.barrier()
 
     def load(self, path: Path, pieces: dict[str, list[Piece]]) -> None:
-        """Every rank reads the whole file and takes its parts."""
+        """Every rank reads the complete file and takes its shards."""
         whole = torch.load(path / "state.pt")
         for name, own in pieces.items():
             for piece in own:
@@ -238,19 +238,19 @@ class MemoryPeak:
 
 
 def resident_bytes() -> int:
-    """Of this process, now."""
+    """Resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def ways() -> dict[str, Callable[[Share], Any]]:
-    """What is compared, by name."""
+    """Ways of saving that are compared, by name."""
     return {
-        "ours": lambda share: Ours(share, is_behind=True),
-        "ours, waiting": lambda share: Ours(share, is_behind=False),
+        "ours": lambda share: Ours(share, is_async=True),
+        "ours, waiting": lambda share: Ours(share, is_async=False),
         "torch.save, gathered": Gathered,
         "DCP save": Dcp,
-        "DCP async_save": lambda share: Dcp(share, is_behind=True),
-        "DCP async_save, kept buffers": lambda share: Dcp(share, is_behind=True, keeps_buffers=True),
+        "DCP async_save": lambda share: Dcp(share, is_async=True),
+        "DCP async_save, kept buffers": lambda share: Dcp(share, is_async=True, reuses_buffers=True),
     }
 
 
@@ -296,7 +296,7 @@ def run_rank(way: str, num_bytes: int, num_saves: int, folder: Path) -> dict[str
 
 
 def _blank(runner: Any, share: Share, cut: int | None) -> dict[str, list[Piece]]:
-    """Where to load to: as it was saved, or cut another way."""
+    """An empty state to load into, sharded as it was saved or in another way."""
     if cut is not None:
         return share.halves(cut)
     for own in runner.state.values():

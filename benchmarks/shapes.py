@@ -4,7 +4,7 @@ Llama style: rotary positions, RMSNorm, SwiGLU, no biases, head not tied; Mixtra
 layers alike. Bytes that a run needs, by formula:
 
     18 P              a parameter in float32, its gradient and both Adam moments, and its bf16 copy for the products
-    2 L a             what the layers keep for the backward, a of each; twice, since the peers keep more than we do
+    2 L a             saved activations, a for each layer; twice, since the peers save more than this package
     14 T V            logits in bf16, and in float32 with their exponentials and gradients
 
 P parameters, L layers, T tokens of a microbatch, V vocabulary.
@@ -62,19 +62,19 @@ class Shape:
         return max(self.microbatch_tokens // sequence, 1)
 
     def needed_bytes(self, layers: int, sequence: int) -> int:
-        """Of device memory, by the formula above."""
+        """Bytes of device memory that a run needs, by the formula above."""
         config, rows = self.config(layers, sequence), self.microbatch_rows(sequence)
         kept = cost.layer_activation_bytes(config, batch=rows, sequence=sequence, bytes_per_element=2)
         logits = BYTES_PER_LOGIT * rows * sequence * self.vocabulary
         return BYTES_PER_PARAMETER * cost.model_parameters(config) + 2 * layers * kept + logits
 
     def fitting_layers(self, sequence: int, free_bytes: int) -> int:
-        """As many of the shape's layers as fit; 0 where not one does."""
+        """Number of the shape's layers that fit; 0: none."""
         fits = (n for n in range(self.layers, 0, -1) if self.needed_bytes(n, sequence) <= USABLE * free_bytes)
         return next(fits, 0)
 
     def products(self, tokens: int) -> list[tuple[int, int, int]]:
-        """Of a layer's linears and of the head, in forward and backward: M, N, K of [M, K] times [K, N].
+        """Products of a layer's linears and of the head, in forward and backward: M, N, K of [M, K] times [K, N].
 
         Of experts the product of one, with as many rows as each has where all have as many.
         """

@@ -1,4 +1,4 @@
-"""What a training step costs: our layouts beside plain torch and torch DDP, in one interleaved run.
+"""Cost of a training step: this package's layouts, plain torch and torch DDP, in one interleaved run.
 
 GPT-2 style, 8 layers, hidden 256, 8 heads, sequence 256, vocabulary 8192, global batch 8 in micro-batches of 2, AdamW,
 gradients clipped to norm 1, float32, one thread a rank. Each sample is a fresh set of processes: warm-up steps, then
@@ -106,7 +106,7 @@ def train_ours(strategy: dict[str, Any]) -> "StepClock":
 
 
 def train_plain(is_distributed: bool) -> "StepClock":
-    """The same architecture in plain torch modules, by a hand-written loop; with DDP over two processes."""
+    """Trains the same architecture in plain torch modules, by a hand-written loop; with DDP over two processes."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 

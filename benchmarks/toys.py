@@ -1,4 +1,4 @@
-"""What the toy configurations learn, beside what anyone would know who knows frequencies alone, in nats a target.
+"""Loss of the toy configurations against that of a model that knows token frequencies alone, in nats a target.
 
 Of each toy the targets of its validation samples are counted, as its data module makes them: the entropy of their
 frequencies is the least loss of a model that gives each target the same chances everywhere, even if these are of the
@@ -68,7 +68,7 @@ TOYS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Learnt:
-    """What a toy learnt."""
+    """Losses of a toy run."""
 
     steps: int
     num_targets: int
@@ -88,7 +88,7 @@ def entropy_of(counts: "NDArray[np.float64]") -> float:
 
 
 def target_counts(data: "TextDataModule", limit: int | float | None) -> "NDArray[np.float64]":
-    """How often each token is a target of the first batches of validation, by its weight in `loss_mask`: [V].
+    """Counts of each token as a target in the first validation batches, weighted by `loss_mask`: [V].
 
     `limit` is a Trainer's `limit_val_batches`: so many batches, or a share of them.
     """
@@ -152,7 +152,7 @@ def train(name: str, runs: Path, max_steps: int) -> None:
 
 
 def learnt(name: str, runs: Path) -> Learnt:
-    """What the newest run of a toy learnt, beside the targets that it was validated on. Raises ValueError where that
+    """Losses of the newest run of a toy, with the targets that it was validated on. Raises ValueError where that
     run does not tell."""
     run = newest_run(runs / name)
     validation: Any = last_validation(run)
@@ -184,7 +184,7 @@ def table_of(found: Mapping[str, Learnt]) -> str:
 
 
 def _at(config: Mapping[str, Any], path: str) -> Any:
-    """What stands at a path like "vision.image_size"; none where nothing does."""
+    """The value at a path like "vision.image_size"; None where there is none."""
     value: Any = config
     for part in path.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None

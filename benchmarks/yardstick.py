@@ -8,7 +8,7 @@ TOLERANCE = 1e-4
 
 
 def fault_of(sample: dict[str, Any], yardstick: dict[str, Any], name: str) -> str:
-    """Why a sample must not be shown beside that of the yardstick, whose row has this name; empty where it may."""
+    """Reason why a sample must not be shown next to that of the yardstick, whose row has this name; empty: none."""
     for reason in ("not_here", "failed"):
         if reason in sample:
             return str(sample[reason])

@@ -1,6 +1,6 @@
-"""A step under dynamic context parallelism as the planner sees it: the documents of a batch, and who runs which.
+"""A step under dynamic context parallelism: the documents of a batch, and the groups of ranks that run them.
 
-The balancer's own plan of that batch, made before anything is planned of it: each microbatch is then planned by itself.
+The balancer plans the batch before the planner does; each microbatch is then planned by itself.
 """
 
 import math
@@ -20,13 +20,13 @@ class BalancedBatch:
     """One global batch, which stands for all."""
 
     lengths: tuple[int, ...]
-    """Tokens of its documents."""
+    """Tokens of each document."""
     plan: StepPlan
-    """Plan of the balancer."""
+    """The balancer's plan."""
 
     @property
     def num_microbatches(self) -> int:
-        """Microbatches on every rank."""
+        """Number of microbatches on every rank."""
         return len(self.plan.slots)
 
     @cached_property
@@ -38,13 +38,13 @@ class BalancedBatch:
         """Lengths of the documents that a group runs."""
         return tuple(self.lengths[document] for document in group.documents)
 
-    def rows_of(self, group: RankGroup) -> int:
-        """Tokens of a group's microbatch on each of its ranks, padding among them; of no document one."""
+    def tokens_of(self, group: RankGroup) -> int:
+        """Number of tokens of a group's microbatch on each of its ranks, with padding; 1 without documents."""
         return max(-(-sum(self.lengths_of(group)) // group.size), 1)
 
     @cached_property
     def lines(self) -> dict[int, tuple[RankGroup, ...]]:
-        """The microbatches of the ranks dp x cp, by place; of ranks that run the same the first."""
+        """Microbatches of dp x cp ranks by place, for the first of the ranks that run equal ones."""
         first: dict[tuple[RankGroup, ...], int] = {}
         for rank in range(self.plan.num_ranks):
             first.setdefault(self.plan.groups_of(rank), rank)
@@ -54,9 +54,9 @@ class BalancedBatch:
 def balanced(
     lengths: Sequence[int], sizes: Sizes, config: DynamicContextConfig, cost: CostModel, multiple: int = 1
 ) -> BalancedBatch:
-    """A batch of documents of these lengths, balanced over the dp x cp ranks of the sizes.
+    """A batch of documents of these lengths, balanced over the dp x cp ranks.
 
-    The number of microbatches is a multiple of `multiple` as well, as a schedule may ask. Raises ValueError for
+    The number of microbatches is also a multiple of `multiple`, for schedules that require one. Raises ValueError for
     documents that are longer than the widest group has room for.
     """
     own = replace(config, microbatch_multiple=math.lcm(config.microbatch_multiple, multiple))
@@ -68,10 +68,10 @@ def balanced(
 
 @dataclass(frozen=True, kw_only=True)
 class LogNormal:
-    """Lengths of documents whose logarithms are normal."""
+    """A log-normal distribution of document lengths."""
 
     median: float
-    """Tokens."""
+    """Median length in tokens."""
     sigma: float
     """Standard deviation of the logarithm."""
 
@@ -86,14 +86,14 @@ class LogNormal:
 
 
 def drawn(lengths: LogNormal | Sequence[int], num_tokens: int, *, longest: int, seed: int = 0) -> tuple[int, ...]:
-    """Documents that fill a batch of so many tokens, none longer than `longest`, the last cut to what is left.
+    """Lengths of documents that fill a batch of so many tokens, none above `longest`, the last one cut to fit.
 
     Known lengths are drawn with replacement.
     """
     generator = np.random.default_rng(seed)
     found, left = [], num_tokens
     for length in _endless(lengths, generator):
-        # Of huge medians and deviations some are infinite.
+        # Huge medians and deviations give infinite lengths.
         found.append(max(int(min(length, longest, left)), 1))
         left -= found[-1]
         if left == 0:
@@ -102,7 +102,7 @@ def drawn(lengths: LogNormal | Sequence[int], num_tokens: int, *, longest: int, 
 
 
 def num_cut(lengths: LogNormal | Sequence[int], num_documents: int, *, longest: int, seed: int = 0) -> int:
-    """Number of the documents that `drawn` gives that were longer than `longest` and cut."""
+    """Number of documents that `drawn` cuts because they are longer than `longest`."""
     own = _endless(lengths, np.random.default_rng(seed))
     return sum(length > longest for length in islice(own, num_documents))
 

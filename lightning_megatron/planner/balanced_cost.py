@@ -1,7 +1,7 @@
-"""What documents cost under dynamic context parallelism, from planned times in the place of measured ones.
+"""Cost model of documents under dynamic context parallelism, from planned instead of measured times.
 
-Before a batch is balanced: packs of documents are timed on every group size, as the strategy times a layer before its
-first step, and the balancer's formula is fitted to them.
+It comes before the balancing of a batch: packs of documents are timed on every group size, as the strategy times a
+layer before its first step, and the balancer's formula is fitted to them.
 """
 
 from collections.abc import Iterator
@@ -13,13 +13,13 @@ from lightning_megatron.planner.peak_memory import of_documents
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.step_time import step_time
 
-# Of the tokens that a rank may hold, and of documents in a pack.
+# Packs fill these shares of a rank's tokens, with these numbers of documents.
 _FILLS = (0.25, 0.5, 1.0)
 _NUM_DOCUMENTS = (1, 4)
 
 
 def planned_cost(run: Run, max_tokens_per_rank: int, gpu: Gpu, constants: Constants) -> CostModel:
-    """The cost of a microbatch on the slowest pipeline rank, on groups as the run's sizes have them."""
+    """Cost model of a microbatch on the slowest pipeline rank, for the run's group sizes."""
     measurements = []
     for size, lengths in _packs(run.sizes.context_groups, max_tokens_per_rank):
         time = step_time(of_documents(run, lengths, size), gpu, constants)
@@ -29,7 +29,7 @@ def planned_cost(run: Run, max_tokens_per_rank: int, gpu: Gpu, constants: Consta
 
 
 def _packs(sizes: tuple[int, ...], most_tokens: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Group sizes, and the lengths of the documents that each runs."""
+    """Group sizes and the lengths of the documents that each group runs."""
     for size in sizes:
         for fill in _FILLS:
             for number in _NUM_DOCUMENTS:

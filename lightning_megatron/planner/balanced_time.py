@@ -1,10 +1,10 @@
 """Seconds of a step under dynamic context parallelism, whose microbatches differ.
 
     step = (batches x the longest path through the groups + the bubble of microbatches like the longest
-            + gradients and weights that nothing hides + optimizer) x (1 + straggling log2 of the GPUs) + the rest
+            + exposed messages of gradients and weights + optimizer) x (1 + straggling log2 of the GPUs) + the rest
 
-A group begins when the last of its ranks has ended its microbatch before; ranks that share no group do not wait for
-each other. Each microbatch is timed as in a step of many like it (`step_time`), by its slowest pipeline rank.
+A group begins when the last of its ranks has ended its previous microbatch; ranks that share no group do not wait for
+each other. Each microbatch is timed as in a step of many equal ones (`step_time`), by its slowest pipeline rank.
 """
 
 from lightning_megatron.context.balance import RankGroup
@@ -16,7 +16,7 @@ from lightning_megatron.planner.step_time import StepTime, step_time
 
 
 def balanced_time(run: Run, gpu: Gpu, constants: Constants) -> StepTime:
-    """The time of a step of a balanced batch; what is computed and waited for is that of the busiest rank."""
+    """Time of a step of a balanced batch; compute and exposed communication are the busiest rank's."""
     assert run.balanced is not None
     step = run.balanced
     times = _times(run, gpu, constants)
@@ -28,13 +28,13 @@ def balanced_time(run: Run, gpu: Gpu, constants: Constants) -> StepTime:
             clocks[group.first : group.first + group.size] = [end] * group.size
     own = max(step.lines.values(), key=lambda groups: sum(map(seconds.__getitem__, groups)))
     longest = times[max(seconds, key=seconds.__getitem__)]
-    # Of times of as many microbatches as a rank has.
+    # Each group's time is that of as many microbatches as a rank has.
     compute = sum(times[group].compute for group in own) / len(own)
     exposed: dict[str, float] = {}
     for group in own:
         for axis, waited in times[group].exposed.items():
             exposed[axis] = exposed.get(axis, 0.0) + waited / len(own)
-    # Gradients and weights travel once a step.
+    # Gradients are reduced and weights gathered once a step.
     exposed["dp"] = longest.exposed["dp"]
     pipeline = run.num_accumulated * max(clocks) + longest.bubble
     busy = pipeline + exposed["dp"] + longest.optimizer
@@ -51,7 +51,7 @@ def balanced_time(run: Run, gpu: Gpu, constants: Constants) -> StepTime:
 
 
 def _times(run: Run, gpu: Gpu, constants: Constants) -> dict[RankGroup, StepTime]:
-    """Time of a step, for each group, whose microbatches are all like its own."""
+    """Time of a step for each group, in which all microbatches are like the group's."""
     assert run.balanced is not None
     known: dict[tuple[int, tuple[int, ...]], StepTime] = {}
     times = {}

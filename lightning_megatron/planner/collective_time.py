@@ -1,9 +1,9 @@
-"""How long messages take: a group of ranks, where its members lie on the nodes, and the links between them.
+"""Time of collectives, by the nodes that a group's ranks lie on and the links between them.
 
-Ranks are numbered as the mesh numbers them, so tp neighbours share a node and pipeline stages lie farthest apart. A
-group of n ranks at a stride has g of them on each node that it touches; its rings use the network ports of all g.
+The mesh numbers ranks so that tp neighbours share a node and pipeline stages lie farthest apart. A group of n ranks at
+a stride has g of them on each of its nodes; its rings use the network ports of all g.
 
-    all-gather, reduce-scatter      bytes (n - 1)/n / min(link, g port)        bytes: of the whole tensor
+    all-gather, reduce-scatter      bytes (n - 1)/n / min(link, g port)        bytes: of the full tensor
     all-reduce                      twice that
     all-to-all                      the larger of bytes (g - 1)/n / link and bytes (1 - g/n) / port
                                                                                bytes: that a rank sends
@@ -20,7 +20,7 @@ from lightning_megatron.planner.hardware import Gpu
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Ranks that talk, `stride` apart in the numbering of all ranks."""
+    """Ranks of a collective, `stride` apart in the numbering of all ranks."""
 
     size: int
     stride: int = 1
@@ -30,16 +30,17 @@ class Group:
         return max(min(self.size, gpu.gpus_per_node // self.stride), 1)
 
     def is_on_one_node(self, gpu: Gpu) -> bool:
+        """Whether all ranks of the group share a node."""
         return self.per_node(gpu) == self.size
 
 
 @lru_cache(maxsize=4096)
 def groups_of(sizes: Sizes) -> dict[str, Group]:
-    """The groups that talk, by the name of their axis; `replicas` are dp and cp together."""
+    """Groups of ranks by the name of their axis; dp_cp are dp and cp together."""
     return {
         "tp": Group(size=sizes.tp),
         "cp": Group(size=sizes.cp, stride=sizes.tp),
-        "replicas": Group(size=sizes.dp * sizes.cp, stride=sizes.tp),
+        "dp_cp": Group(size=sizes.dp * sizes.cp, stride=sizes.tp),
         "pp": Group(size=sizes.pp, stride=sizes.world // sizes.pp),
         "etp": Group(size=sizes.etp),
         "ep": Group(size=sizes.ep, stride=sizes.etp),
@@ -65,7 +66,7 @@ def exchange_seconds(num_bytes: float, group: Group, gpu: Gpu, constants: Consta
 
 
 def hop_seconds(num_bytes: float, group: Group, gpu: Gpu, constants: Constants) -> float:
-    """Seconds of a hop between neighbours of a ring or pipeline: those of the slowest hop."""
+    """Seconds of the slowest hop between neighbours of a ring or pipeline."""
     if group.size == 1 or num_bytes == 0:
         return 0.0
     if group.is_on_one_node(gpu):
@@ -81,6 +82,6 @@ def _ring(group: Group, gpu: Gpu, constants: Constants) -> float:
 
 
 def _start(group: Group, gpu: Gpu, constants: Constants) -> float:
-    """Seconds of latency: the steps of a tree."""
+    """Seconds of latency over the steps of a tree."""
     here = group.per_node(gpu)
     return constants.link_seconds * math.log2(here) + constants.network_seconds * math.log2(group.size / here)

@@ -1,7 +1,7 @@
 """One rank of a run, built by the package's own code: model, gradients, master weights and optimizer, on any device.
 
-On the meta device it holds no numbers, so that a rank of any model is built in a moment. What the strategy does to a
-module between `configure_model` and the first step is done here in the same order, without Lightning.
+On the meta device its tensors have no values, so that a rank of any model is built in a moment. Without Lightning, all
+steps of the strategy between `configure_model` and the first training step run here in the same order.
 """
 
 import math
@@ -43,8 +43,8 @@ from lightning_megatron.transformer.moe import MoELayer
 Batch = dict[str, Any]
 _LOW = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 _GRADIENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# The ready LightningModules call their model so, and its parameters' names begin with it.
 _PREFIX = "model"
-# The name of the model in the ready LightningModules, which its parameters' names begin with.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,19 +68,19 @@ class Rank:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def moments(self) -> Iterator[Tensor]:
-        """The optimizer's state, there after its first step."""
+        """Tensors of the optimizer's state, which exist after its first step."""
         for state in self.optimizer.state.values():
             yield from (value for value in state.values() if isinstance(value, Tensor))
 
 
 def build_rank(run: Run, mesh: Mesh, new_group: NewGroup, device: torch.device, full_model: "FullModel") -> Rank:
-    """The rank of a mesh, ready for its first step. The run must have no faults."""
+    """The rank of a mesh, ready for its first step. The run must have no errors."""
     model = build_model(run, mesh, device)
     fp8 = None
     if run.fp8 is not None:
         models = {_PREFIX: (model, model.part_names)}
         fp8 = use_torch(models, run.fp8, tp=mesh.tp, replicas=mesh.axis("dp+cp"), pp=mesh.pp, device=device)
-    # Foreach, as torch chooses it on a GPU.
+    # Torch chooses foreach on a GPU.
     optimizer = AdamW(model.parameters(), foreach=True)
     config, low = run.optimizer, _LOW.get(run.precision)
     named = [(f"{_PREFIX}.{name}", parameter) for name, parameter in model.named_parameters()]
@@ -98,9 +98,8 @@ def build_rank(run: Run, mesh: Mesh, new_group: NewGroup, device: torch.device, 
     )
     has_master_weights = config.kind == "distributed" or low is not None or config.grad_dtype != "auto"
     master_weights = MasterWeights(gradients, [optimizer]) if has_master_weights else None
-    dp_comm = DataParallelComm(
-        gradients, master_weights, [p for name in _own_parts(model) for p in model.parameters_of(name)]
-    )
+    own_parts = [part for stage in mesh.own_stages for part in model.parts_of(stage)]
+    dp_comm = DataParallelComm(gradients, master_weights, [p for name in own_parts for p in model.parameters_of(name)])
     if config.overlap_param_gather:
         model.before_part = lambda part: dp_comm.gather_part(model.parameters_of(part))
     shared = WeightGradients(dp_comm.grad_view)
@@ -120,7 +119,7 @@ def build_rank(run: Run, mesh: Mesh, new_group: NewGroup, device: torch.device, 
 
 
 def build_model(run: Run, mesh: Mesh, device: torch.device) -> PipelineModule:
-    """This rank's part of the model, as it trains."""
+    """This rank's part of the model, ready to train."""
     with device:
         model = _model(run, mesh)
         if run.trained.lora is not None:
@@ -132,7 +131,7 @@ def build_model(run: Run, mesh: Mesh, device: torch.device) -> PipelineModule:
     if device.type == "meta":
         for layer in model.modules():
             if isinstance(layer, MoELayer):
-                layer.dispatcher.read = partial(balanced, run, layer.config)
+                layer.dispatcher.read = partial(_equal_counts, run, layer.config)
     return model
 
 
@@ -149,11 +148,11 @@ def _model(run: Run, mesh: Mesh) -> PipelineModule:
     return GPTModel(config, mesh=mesh, seed=0)
 
 
-def balanced(run: Run, moe: MoEConfig, counts: Tensor, num_tokens: int) -> Tensor:
-    """In the place of counts by expert [..., E], which nobody knows: the tokens' choices go to all experts alike, as
-    many as a capacity takes of whole sequences."""
+def _equal_counts(run: Run, moe: MoEConfig, counts: Tensor, num_tokens: int) -> Tensor:
+    """Tokens by expert [..., E], which a meta tensor does not know: all experts get equally many, within a capacity of
+    complete sequences."""
     sequence, num_ranks = run.lengths.sequence, run.sizes.tp * run.sizes.cp
-    rows = cost.expert_rows(
+    chosen = cost.expert_rows(
         moe,
         run.sizes,
         own=num_tokens,
@@ -161,14 +160,10 @@ def balanced(run: Run, moe: MoEConfig, counts: Tensor, num_tokens: int) -> Tenso
         sequence=sequence,
         is_packed=run.lengths.are_packed,
     )
-    share, rest = divmod(math.ceil(rows), counts.shape[-1])
+    share, rest = divmod(math.ceil(chosen), counts.shape[-1])
     even = torch.full(counts.shape, share)
     even[..., :rest] += 1
     return even
-
-
-def _own_parts(model: PipelineModule) -> list[str]:
-    return [part for stage in model.mesh.own_stages for part in model.parts_of(stage)]
 
 
 def _stages_by_name(model: PipelineModule) -> dict[str, tuple[int, ...]]:
@@ -204,20 +199,20 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def make_batch(run: Run, rows: int, device: torch.device) -> Batch:
-    """A batch of so many samples, of which every token counts, packed ones of one document each; on the meta device
-    without values."""
+def _make_batch(run: Run, num_samples: int, device: torch.device) -> Batch:
+    """A batch of so many samples in which every token has a loss; packed samples have one document each. On the meta
+    device it has no values."""
     config, lengths = run.model, run.lengths
 
     def tokens(length: int) -> Tensor:
         if device.type == "meta":
-            return torch.empty(rows, length, dtype=torch.int64, device=device)
-        return torch.randint(config.vocab_size, (rows, length), device=device)
+            return torch.empty(num_samples, length, dtype=torch.int64, device=device)
+        return torch.randint(config.vocab_size, (num_samples, length), device=device)
 
-    told = lengths.decoder_sequence or lengths.sequence
-    batch: Batch = {"labels": tokens(told), "loss_mask": torch.ones(rows, told, device=device)}
+    num_labels = lengths.decoder_sequence or lengths.sequence
+    batch: Batch = {"labels": tokens(num_labels), "loss_mask": torch.ones(num_samples, num_labels, device=device)}
     if isinstance(config, T5Config):
-        stacks = {"encoder": tokens(lengths.sequence), "decoder": tokens(told)}
+        stacks = {"encoder": tokens(lengths.sequence), "decoder": tokens(num_labels)}
         batch |= {f"{stack}_tokens": ids for stack, ids in stacks.items()}
         if lengths.are_packed:
             batch |= {f"{stack}_segments": torch.zeros_like(ids) for stack, ids in stacks.items()}
@@ -230,11 +225,11 @@ def make_batch(run: Run, rows: int, device: torch.device) -> Batch:
         if config.num_token_types:
             batch["token_types"] = torch.zeros_like(batch["tokens"])
         if config.add_binary_head:
-            batch["sentence_order_labels"] = torch.zeros(rows, dtype=torch.int64, device=device)
+            batch["sentence_order_labels"] = torch.zeros(num_samples, dtype=torch.int64, device=device)
     if isinstance(config, LlavaConfig):
         vision = config.vision
-        shape = (rows * lengths.images, vision.num_channels, vision.image_size, vision.image_size)
-        batch["images"] = Ragged(torch.empty(shape, device=device), [lengths.images] * rows)
+        shape = (num_samples * lengths.images, vision.num_channels, vision.image_size, vision.image_size)
+        batch["images"] = Ragged(torch.empty(shape, device=device), [lengths.images] * num_samples)
         if device.type != "meta":
             batch["tokens"] = batch["tokens"] % (config.vocab_size - 1) + 1
             batch["tokens"][:, : lengths.images * config.features_per_image] = config.image_token
@@ -247,11 +242,11 @@ class Microbatch:
 
     batch: Batch
     num_copies: int
-    """Ranks that run it together."""
+    """Number of ranks that run it together."""
     group: Axis | None = None
-    """These ranks, where they are not those of cp."""
+    """Axis of these ranks; None: cp."""
     documents: Tensor | None = None
-    """Names of its documents, where they come from elsewhere."""
+    """Names of its documents, where they come from other ranks."""
 
 
 def microbatches_of(run: Run, mesh: Mesh, device: torch.device) -> list[Microbatch]:
@@ -259,12 +254,12 @@ def microbatches_of(run: Run, mesh: Mesh, device: torch.device) -> list[Microbat
     if run.balanced is not None:
         groups = run.balanced.plan.groups_of(mesh.axis("dp+cp").rank)
         return [_packed(run.balanced, group, mesh, device) for group in groups]
-    batch = make_batch(run, run.num_microbatches * run.micro_batch_size, device)
+    batch = _make_batch(run, run.num_microbatches * run.micro_batch_size, device)
     return [Microbatch(batch=one, num_copies=mesh.cp.size) for one in microbatches.split(batch, run.num_microbatches)]
 
 
 def _packed(step: BalancedBatch, group: RankGroup, mesh: Mesh, device: torch.device) -> Microbatch:
-    """The documents of a group as `context.routing` packs them, of which only the bounds are known."""
+    """The documents of a group, packed as by `context.routing`; only their bounds have values."""
     lengths = torch.tensor(step.lengths_of(group), dtype=torch.int64)
     segments = torch.arange(len(lengths)).repeat_interleave(lengths)
     if not group.documents:
@@ -283,31 +278,31 @@ def _packed(step: BalancedBatch, group: RankGroup, mesh: Mesh, device: torch.dev
     )
 
 
-def hidden_rows(step: BalancedBatch, group: RankGroup, mesh: Mesh) -> int:
-    """Tokens of a group's microbatch in the hidden state of a rank."""
+def hidden_tokens(step: BalancedBatch, group: RankGroup, mesh: Mesh) -> int:
+    """Number of tokens of a group's microbatch in the hidden state of a rank."""
     outer, inner = (1, group.size) if mesh.sizes.context_groups_by_heads else (group.size, 1)
     return -(-cut(step.lengths_of(group), ring_size=outer, ulysses_size=inner).num_rows // mesh.sp.size)
 
 
-def arrange(model: PipelineModule, microbatch: Microbatch) -> None:
-    """Tells the model which ranks run the next microbatch, and whose documents it has."""
-    model.context_group, model.draws.documents = microbatch.group, microbatch.documents
-
-
 def call(model: PipelineModule, microbatch: Microbatch) -> Tensor:
-    """The loss, as the ready LightningModules ask for it."""
-    arrange(model, microbatch)
+    """The loss of a microbatch, from the call that the ready LightningModules make."""
+    _set_group(model, microbatch)
     loss: Tensor = model(**microbatch.batch)
     return loss
+
+
+def _set_group(model: PipelineModule, microbatch: Microbatch) -> None:
+    """Sets the ranks that run the next microbatch, and its documents."""
+    model.context_group, model.draws.documents = microbatch.group, microbatch.documents
 
 
 # --- all stages -------------------------------------------------------------------------------------------------------
 
 
 class FullModel:
-    """The model over all stages, of which a rank knows its own alone: who holds what, and what stages hand on.
+    """The model over all stages: the parameters that each rank holds, and the tensors that stages send.
 
-    It is built once, on the meta device, as for the rank of a single stage.
+    It is built once, on the meta device, as on a rank that holds all stages.
     """
 
     def __init__(self, run: Run) -> None:
@@ -318,42 +313,42 @@ class FullModel:
         with fake_mesh(one_stage, 0) as (mesh, _), MemoryTracker(device):
             model = build_model(run, mesh, device)
             if (low := _LOW.get(run.precision)) is not None:
-                # As master weights leave them.
+                # Master weights leave them in low precision.
                 for parameter in model.parameters():
                     if parameter.dim() > 1 and parameter.requires_grad:
                         parameter.data = parameter.data.to(low)
             names = {parameter: f"{_PREFIX}.{name}" for name, parameter in model.named_parameters()}
             self._names = [[names[p] for p in model.parameters_of(part)] for part in model.part_names]
-            self._likes = _handed_on(run, model, mesh, device) if sizes.num_stages > 1 else []
+            self._output_metas = _part_outputs(run, model, mesh, device) if sizes.num_stages > 1 else []
 
     def names_by_rank(self, stages: Sequence[range], sizes: Sizes) -> list[list[str]]:
-        """The names of parameters on each rank of pp, where stages have these parts."""
+        """Names of the parameters on each rank of pp, for stages of these parts."""
         by_rank: list[list[str]] = [[] for _ in range(sizes.pp)]
         for number, places in enumerate(stages):
             by_rank[sizes.pp_rank_of(number)] += [name for place in places for name in self._names[place]]
         return by_rank
 
-    def likes(self, stages: Sequence[range]) -> dict[int, TensorMeta]:
-        """Tensors that each stage but the last sends to the next."""
-        return {number: self._likes[places.stop - 1] for number, places in enumerate(stages[:-1])}
+    def output_metas(self, stages: Sequence[range]) -> dict[int, TensorMeta]:
+        """Shapes of the tensors that each stage but the last sends to the next."""
+        return {number: self._output_metas[places.stop - 1] for number, places in enumerate(stages[:-1])}
 
 
-def resized(like: TensorMeta, num_rows: int) -> TensorMeta:
-    """What a stage hands on of a microbatch of so many rows: hidden states are [rows, hidden], others numbers."""
-    entries = [(name, (num_rows, *shape[1:]) if shape else shape, dtype) for name, shape, dtype in like.entries]
-    return replace(like, entries=tuple(entries))
+def resized(meta: TensorMeta, num_tokens: int) -> TensorMeta:
+    """Shapes of the tensors that a stage sends for so many tokens: hidden states are [T, H], the others scalars."""
+    entries = [(name, (num_tokens, *shape[1:]) if shape else shape, dtype) for name, shape, dtype in meta.entries]
+    return replace(meta, entries=tuple(entries))
 
 
 @torch.no_grad()
-def _handed_on(run: Run, model: PipelineModule, mesh: Mesh, device: torch.device) -> list[TensorMeta]:
-    """What each part but the last hands to the next; of equal layers, which hand on alike, one runs."""
-    likes: list[TensorMeta] = []
+def _part_outputs(run: Run, model: PipelineModule, mesh: Mesh, device: torch.device) -> list[TensorMeta]:
+    """Shapes of the output of each part but the last; of equal layers only one runs."""
+    metas: list[TensorMeta] = []
     known: dict[tuple[str, type[nn.Module], TensorMeta], tuple[TensorMeta, Payload]] = {}
     if run.balanced is not None:
         microbatch = _packed(run.balanced, run.balanced.plan.groups_of(0)[0], mesh, device)
     else:
-        microbatch = Microbatch(batch=make_batch(run, run.micro_batch_size, device), num_copies=mesh.cp.size)
-    arrange(model, microbatch)
+        microbatch = Microbatch(batch=_make_batch(run, run.micro_batch_size, device), num_copies=mesh.cp.size)
+    _set_group(model, microbatch)
     with call_context(run, device):
         hidden, context = model.prepare(**microbatch.batch)
         for name in model.part_names[:-1]:
@@ -361,6 +356,6 @@ def _handed_on(run: Run, model: PipelineModule, mesh: Mesh, device: torch.device
             if kind not in known:
                 hidden = model.run_part(name, hidden, context)
                 known[kind] = TensorMeta.of(hidden), hidden
-            like, hidden = known[kind]
-            likes.append(like)
-    return likes
+            meta, hidden = known[kind]
+            metas.append(meta)
+    return metas

@@ -1,21 +1,19 @@
-"""What a dry run found, as text for a reader and as plain data for a program."""
+"""Reports of dry runs, as text and as JSON."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from lightning_megatron.planner.dry_run import DryRun
 from lightning_megatron.planner.flops import EXECUTED
 from lightning_megatron.planner.hardware import GIGA, TERA
-from lightning_megatron.planner.report import cut_record, cut_text, layout_text
+from lightning_megatron.planner.report import cut_record, cut_text, layout_text, sizes_record
 
 
 def dry_text(found: Sequence[DryRun], notes: Sequence[str] = ()) -> str:
-    """The run, notes on it, and one rank after the other."""
+    """Report of dry runs of a run's ranks as text."""
     run = found[0].run
-    lines = [
-        f"{layout_text(run)}  on {run.sizes.world} ranks: {cut_text(run)}",
-        *notes,
-    ]
+    lines = [f"{layout_text(run)}  on {run.sizes.world} ranks: {cut_text(run)}", *notes]
     for one in found:
         lines += ["", *_rank_lines(one)]
     return "\n".join(lines)
@@ -40,12 +38,11 @@ def _rank_lines(one: DryRun) -> list[str]:
 
 
 def dry_record(found: Sequence[DryRun], notes: Sequence[str] = ()) -> dict[str, Any]:
-    """Everything, as JSON."""
+    """Report of dry runs of a run's ranks as JSON."""
     run = found[0].run
-    sizes = run.sizes
     return {
         "layout": layout_text(run),
-        "sizes": {name: sizes.of(name) for name in ("world", "tp", "pp", "vp", "cp", "dp", "ep", "etp", "edp")},
+        "sizes": sizes_record(run),
         **cut_record(run),
         "accumulate_grad_batches": run.num_accumulated,
         "schedule": run.schedule.name,
@@ -61,13 +58,7 @@ def dry_record(found: Sequence[DryRun], notes: Sequence[str] = ()) -> dict[str, 
                 "peak_place": one.peak_place,
                 "flops": dict(one.flops),
                 "messages": [
-                    {
-                        "axis": axis,
-                        "kind": kind,
-                        "number": messages.number,
-                        "tensor_bytes": messages.tensor_bytes,
-                        "sent_bytes": messages.sent_bytes,
-                    }
+                    {"axis": axis, "kind": kind, **asdict(messages)}
                     for (axis, kind), messages in sorted(one.messages.items())
                 ],
                 "microbatches_run": one.num_run,

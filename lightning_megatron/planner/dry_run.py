@@ -1,9 +1,9 @@
-"""A training step of one rank of a run without a device: the package's own code on tensors that hold no numbers.
+"""A training step of one rank without a device: the package's own code on meta tensors.
 
-Two steps run: a first one, after which the optimizer has its moments, and the one that is told of. Of many microbatches
-the second runs some, from which on a rank keeps no more, whatever comes: their messages and products are multiplied by
-as many as the step has. The microbatches between the first and the last are alike, or RuntimeError is raised. Of
-batches that one step accumulates two run, and the second stands for all behind it.
+Two steps run: a first one, after which the optimizer has its moments, and the measured one. Of many microbatches the
+second step runs as many as it takes for a rank to reach its peak; messages and products are scaled up to all of them.
+The microbatches between the first and the last are equal, or RuntimeError is raised. Of the batches that one step
+accumulates two run, and the second stands for all later ones.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_megatron.comm.p2p import Payload, TensorMeta
+from lightning_megatron.comm.p2p import TensorMeta
 from lightning_megatron.mesh import Mesh, NewGroup
 from lightning_megatron.optim.reductions import scale_in_place
 from lightning_megatron.optim.replica_check import found_nonfinite
@@ -24,14 +24,16 @@ from lightning_megatron.pipeline.forward_backward_overlap import ForwardBackward
 from lightning_megatron.pipeline.plans import training_plan
 from lightning_megatron.pipeline.registry import spec_of
 from lightning_megatron.pipeline.runtime import Runtime
+from lightning_megatron.pipeline.schedule import Action, Kind
 from lightning_megatron.pipeline.scheduled import ScheduledCall
+from lightning_megatron.pipeline.step_hooks import Activity
 from lightning_megatron.planner.dry_rank import (
     FullModel,
     Rank,
     build_rank,
     call,
     call_context,
-    hidden_rows,
+    hidden_tokens,
     microbatches_of,
     resized,
 )
@@ -44,8 +46,14 @@ from lightning_megatron.transformer.moe import share_yield_to_peer
 _K = TypeVar("_K")
 _V = TypeVar("_V", bound=Any)
 META = torch.device("meta")
-# To which gradients are clipped, whatever a recipe says: it takes no memory worth a name.
+# Gradients are clipped to this norm, whatever a recipe says: the memory of clipping is negligible.
 _MAX_NORM = 1.0
+_IN_WORDS = {
+    Kind.FORWARD: "the forward",
+    Kind.BACKWARD: "the backward",
+    Kind.BACKWARD_INPUT: "the backward for the input",
+    Kind.BACKWARD_WEIGHT: "the backward for the weights",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +62,11 @@ class DryRun:
 
     run: Run
     rank: int
-    """Global."""
+    """Global rank."""
     stages: tuple[int, ...]
     """Stages of the rank."""
     parameters: int
-    """Parameters of the rank."""
+    """Number of parameters of the rank."""
     peak_bytes: int
     peak_by_kind: Mapping[str, int]
     peak_place: str
@@ -68,15 +76,15 @@ class DryRun:
     messages: Mapping[tuple[str, str], Messages]
     """Messages by axis and kind."""
     num_run: int
-    """Number of microbatches in a batch."""
+    """Number of microbatches of a batch that ran."""
 
 
 def dry_run(
     run: Run, rank: int, *, full_model: FullModel | None = None, device: torch.device = META, most: int = 0
 ) -> DryRun:
-    """The step of a global rank; the run must have no faults. `whole` serves all ranks of a run.
+    """Counts of a global rank over a step; the run must have no errors. One `full_model` serves all ranks of a run.
 
-    `most` microbatches are run at least, all where the step has no more. On a real device the world must be of one
+    At least `most` microbatches are run, all where the step has no more. On a real device the world must be of one
     rank.
     """
     full_model = FullModel(run) if full_model is None else full_model
@@ -92,10 +100,10 @@ def _run(
     with tracker:
         own = build_rank(run, mesh, new_group, device, full_model)
     with tracker:
-        step = _Step(own, _like_of(run, mesh, full_model, own), tracker, ledger)
-        _name(tracker, own)
+        step = _Step(own, _meta_of(run, mesh, full_model, own), tracker, ledger)
+        _name_tensors(tracker, own)
         step.take(spec_of(run.schedule.name).min_microbatches(run.schedule))
-        _name(tracker, own)
+        _name_tensors(tracker, own)
         count = min(run.num_microbatches, max(num_needed(run), most))
         tracker.begin()
         ledger.entries.clear()
@@ -115,25 +123,25 @@ def _run(
     )
 
 
-def _like_of(run: Run, mesh: Mesh, full_model: FullModel, own: Rank) -> Callable[[int, int], TensorMeta]:
-    """Returns the tensors that a stage sends to the next, by stage and microbatch."""
-    likes = full_model.likes(own.model.stages) if mesh.pp.size > 1 else {}
+def _meta_of(run: Run, mesh: Mesh, full_model: FullModel, own: Rank) -> Callable[[int, int], TensorMeta]:
+    """Returns a function of stage and microbatch that describes the tensors which the stage sends to the next."""
+    metas = full_model.output_metas(own.model.stages) if mesh.pp.size > 1 else {}
     if run.balanced is None:
-        return lambda stage, microbatch: likes[stage]
+        return lambda stage, microbatch: metas[stage]
     step, groups = run.balanced, run.balanced.plan.groups_of(mesh.axis("dp+cp").rank)
-    return lambda stage, microbatch: resized(likes[stage], hidden_rows(step, groups[microbatch], mesh))
+    return lambda stage, microbatch: resized(metas[stage], hidden_tokens(step, groups[microbatch], mesh))
 
 
 def num_needed(run: Run) -> int:
-    """Microbatches after which a rank has held the most that it will, and at least one is neither first nor last; all
+    """Number of microbatches after which a rank has reached its peak, and at least one is neither first nor last; all
     where they differ."""
     schedule = run.schedule
     return schedule.microbatches if run.balanced is not None else spec_of(schedule.name).steady_after(schedule)
 
 
 def shown_ranks(run: Run) -> tuple[int, ...]:
-    """Global ranks of the first, the middle and the last pipeline rank; where microbatches differ, those that are
-    planned to hold the most."""
+    """Global ranks of the first, the middle and the last pipeline rank; where microbatches differ, those with the
+    largest planned memory."""
     places = sorted({0, run.sizes.pp // 2, run.sizes.pp - 1})
     return tuple(global_rank(run, place, 0 if run.balanced is None else fullest(run, place)[0]) for place in places)
 
@@ -145,8 +153,8 @@ def global_rank(run: Run, place: int, line: int) -> int:
     return (sizes.pp - 1 - place) * (sizes.world // sizes.pp) + line * sizes.tp
 
 
-def _name(tracker: MemoryTracker, own: Rank) -> None:
-    """Tells what is held from step to step."""
+def _name_tensors(tracker: MemoryTracker, own: Rank) -> None:
+    """Names the tensors that are held from step to step."""
     gradients = own.gradients
     tracker.name("weights", (param.parameter.data for param in gradients.params))
     tracker.name("gradients", (bucket.gradient for bucket in gradients.buckets))
@@ -155,7 +163,7 @@ def _name(tracker: MemoryTracker, own: Rank) -> None:
 
 
 def _of_step(entries: Mapping[Place, Mapping[_K, _V]], run: Run, count: int) -> dict[_K, _V]:
-    """Sums over a step, of which `count` microbatches of the first two batches ran."""
+    """Sums of counts over a whole step, of which `count` microbatches of the first two batches ran."""
     more = run.num_microbatches - count
     total: dict[_K, _V] = {}
     for place, by_kind in entries.items():
@@ -176,26 +184,28 @@ class _Step:
     """Takes training steps of a rank, as the strategy does under a schedule."""
 
     def __init__(
-        self, own: Rank, like_of: Callable[[int, int], TensorMeta], tracker: MemoryTracker, ledger: Ledger
+        self, own: Rank, meta_of: Callable[[int, int], TensorMeta], tracker: MemoryTracker, ledger: Ledger
     ) -> None:
         run = own.run
         self._own, self._tracker, self._ledger = own, tracker, ledger
         turns = _Turns(own.device, tracker, ledger)
         share_yield_to_peer(own.model, turns.yield_to_peer)
-        self._runtime = Runtime(own.mesh.pp, FakeMailbox(own.mesh.pp, like_of, own.device, ledger), turns)
+        self._runtime = Runtime(own.mesh.pp, FakeMailbox(own.mesh.pp, meta_of, own.device, ledger), turns)
+        self._runtime.step_hook = self
         self._microbatches = microbatches_of(run, own.mesh, own.device)
+        self._entered: dict[Activity, AbstractContextManager[None]] = {}
         self.flops: dict[Place, Counter[str]] = {}
 
     def take(self, count: int) -> None:
-        """A step of the first so many microbatches of each batch."""
+        """Takes a step of the first so many microbatches of each batch."""
         own = self._own
         dp_comm = own.dp_comm
         for batch in range(min(own.run.num_accumulated, 2)):
             self._ledger.batch = batch
             self._take_batch(count, is_first=batch == 0)
-        with self._at("the reduction of gradients", None):
+        with self._at("the reduction of gradients"):
             self._reduce()
-        with self._at("the optimizer's step", None):
+        with self._at("the optimizer's step"):
             dp_comm.prepare_step()
             own.optimizer.step()
             dp_comm.update_params()
@@ -209,8 +219,8 @@ class _Step:
         gradients, dp_comm = own.gradients, own.dp_comm
         is_only = own.run.num_accumulated == 1
         aside: dict[nn.Parameter, Tensor] = {}
-        with self._at("the reduction of gradients", None):
-            # Those of the last step are zeroed anyway, and are let go before the memory is needed.
+        with self._at("the reduction of gradients"):
+            # The last step's gradients would be zeroed anyway; they are freed before the memory is needed.
             gradients.free(dropped=is_first)
             if is_first:
                 gradients.take()
@@ -221,23 +231,23 @@ class _Step:
         mbs = own.run.micro_batch_size
         firsts = [place * mbs for place in range(count)]
         call_ = ScheduledCall(
-            [own.model], own.mesh, self._enter, _differentiate, firsts, own.weight_gradients.opened, dp_comm
+            [own.model], own.mesh, self._enter, Tensor.backward, firsts, own.weight_gradients.opened, dp_comm
         )
         own.model.driver = call_
-        self._runtime.run(training_plan(replace(own.run.schedule, microbatches=count)), _Told(call_, self._at))
-        with self._at("the reduction of gradients", None):
+        self._runtime.run(training_plan(replace(own.run.schedule, microbatches=count)), call_)
+        with self._at("the reduction of gradients"):
             pending = gradients.take()
             gradients.add(aside)
             if is_first:
                 own.optimizer.zero_grad()
             if not is_only:
-                # Each batch has a number of tokens of its own.
+                # Each batch has its own number of tokens.
                 scale_in_place(list(pending.values()), torch.ones((), dtype=torch.float64, device=own.device))
             gradients.free(dropped=False)
             gradients.add(pending)
 
     def _enter(self, microbatch: int) -> Tensor:
-        """The sum of a microbatch's losses."""
+        """The sum of a microbatch's losses, from its forward."""
         own, one = self._own, self._microbatches[microbatch]
         own.model.loss_weight = None
         with call_context(own.run, own.device):
@@ -257,9 +267,24 @@ class _Step:
             found_nonfinite(own.stepped, own.mesh.world, own.device)
         gradients.clip(_MAX_NORM, own.stepped)
 
+    def begin(self, activity: Activity) -> None:
+        """Counts what the schedule does next at a place of its own, as the runtime's step hook."""
+        place, microbatch = self._tracker.place, None
+        if isinstance(activity, Action) and activity.kind in _IN_WORDS:
+            microbatch = activity.microbatch
+            place = f"{_IN_WORDS[activity.kind]} of microbatch {microbatch} through stage {activity.stage}"
+        elif isinstance(activity, Action) and activity.kind is Kind.REDUCE_GRADS:
+            place = "the reduction of gradients"
+        self._entered[activity] = self._at(place, microbatch)
+        self._entered[activity].__enter__()
+
+    def end(self, activity: Activity) -> None:
+        """Ends the place that `begin` began."""
+        self._entered.pop(activity).__exit__(None, None, None)
+
     @contextmanager
-    def _at(self, place: str, microbatch: int | None) -> Iterator[None]:
-        """Inside the block whatever is counted belongs there."""
+    def _at(self, place: str, microbatch: int | None = None) -> Iterator[None]:
+        """A block in which everything is counted at one place and microbatch."""
         before = self._tracker.flops
         key = None if microbatch is None else (self._ledger.batch, microbatch)
         self._tracker.flops = self.flops.setdefault(key, Counter())
@@ -271,12 +296,8 @@ class _Step:
             self._tracker.flops, self._ledger.microbatch = before, None
 
 
-def _differentiate(loss: Tensor) -> None:
-    loss.backward()
-
-
 class _Turns(ForwardBackwardOverlap):
-    """Two tasks that take turns, each counted at its own place."""
+    """A forward and a backward that take turns, each counted at its own place."""
 
     def __init__(self, device: torch.device, tracker: MemoryTracker, ledger: Ledger) -> None:
         super().__init__(device)
@@ -291,46 +312,16 @@ class _Turns(ForwardBackwardOverlap):
             super().yield_to_peer()
 
     def _watched(self, task: Callable[[], None]) -> None:
-        # What is entered is entered in one thread alone.
+        # A dispatch mode is entered in one thread alone.
         with self._tracker:
             task()
 
     @contextmanager
     def _at_one_place(self) -> Iterator[None]:
-        """Behind the block all is counted where it was counted before."""
+        """A block after which counting goes on at the place before it."""
         tracker, ledger = self._tracker, self._ledger
         before = tracker.flops, tracker.place, ledger.microbatch
         try:
             yield
         finally:
             tracker.flops, tracker.place, ledger.microbatch = before
-
-
-class _Told:
-    """The work of stages that tells, before each piece of it, what comes."""
-
-    def __init__(self, work: ScheduledCall, at: Callable[[str, int | None], AbstractContextManager[None]]) -> None:
-        self._work, self._at = work, at
-
-    def forward(self, stage: int, microbatch: int, received: Payload | None) -> Payload | None:
-        with self._at(f"the forward of microbatch {microbatch} through stage {stage}", microbatch):
-            return self._work.forward(stage, microbatch, received)
-
-    def backward(self, stage: int, microbatch: int, grad: Payload | None) -> Payload | None:
-        with self._at(f"the backward of microbatch {microbatch} through stage {stage}", microbatch):
-            return self._work.backward(stage, microbatch, grad)
-
-    def backward_input(self, stage: int, microbatch: int, grad: Payload | None) -> Payload | None:
-        with self._at(f"the backward for the input of microbatch {microbatch} through stage {stage}", microbatch):
-            return self._work.backward_input(stage, microbatch, grad)
-
-    def backward_weight(self, stage: int, microbatch: int) -> None:
-        with self._at(f"the backward for the weights of microbatch {microbatch} through stage {stage}", microbatch):
-            self._work.backward_weight(stage, microbatch)
-
-    def reduce_gradients(self, stage: int) -> None:
-        with self._at("the reduction of gradients", None):
-            self._work.reduce_gradients(stage)
-
-    def gather_parameters(self, stage: int) -> None:
-        self._work.gather_parameters(stage)

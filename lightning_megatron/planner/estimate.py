@@ -1,4 +1,4 @@
-"""`Estimate`: what a run would need and how fast it would be, from the models of memory and time."""
+"""`Estimate`: memory, time and FLOPs of a run, from the models of memory and time."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +32,7 @@ class Estimate:
 
     @cached_property
     def step_seconds(self) -> float:
+        """Seconds of a step."""
         return self.time.total
 
     @property
@@ -45,7 +46,7 @@ class Estimate:
 
     @property
     def timed_as(self) -> Products:
-        """Peak that `share_of_peak` divides by."""
+        """Precision whose peak `share_of_peak` divides by."""
         return self.gpu.timed_as(self.run.products)
 
     def share_of_peak(self, convention: Convention = MODEL) -> float:
@@ -58,14 +59,14 @@ class Estimate:
 
     @property
     def checkpoint_bytes(self) -> float:
-        """Bytes of weights, in float32 where there are master weights, and of two moments of trained weights."""
+        """Bytes of weights, in float32 where there are master weights, and of the trained weights' two moments."""
         low = 2 if self.run.precision == "bf16-true" else 4
         model_parts = self.run.model_parts
         return float(low * (model_parts.parameters() + 2 * trained_parameters(model_parts)))
 
 
 def estimate(run: Run, gpu: Gpu, constants: Constants | None = None) -> Estimate:
-    """The estimate of a run without faults."""
+    """Estimate of a run without errors."""
     constants = fitted() if constants is None else constants
     time = (step_time if run.balanced is None else balanced_time)(run, gpu, constants)
     return Estimate(run=run, gpu=gpu, memory=memory_of(run), time=time)

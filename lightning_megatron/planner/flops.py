@@ -1,11 +1,11 @@
 """FLOPs of a step by any convention that publications use: a convention is a value, and each number names its own.
 
-    training step = 3 x forward                        a multiply-add is 2, matrix products alone; of what is frozen
-                                                       no more than is needed (`trained`)
+    training step = 3 x forward                        a multiply-add is 2, matrix products alone; for frozen weights
+                                                       only the needed products (`trainable`)
     causal attention                                   half of all pairs, or all of them
     recomputation                                      left out (model FLOPs), or added (hardware FLOPs)
     by parameters                                      6 N a token, and 12 L H S for attention, of all pairs
-    by execution                                       what this package's code multiplies, needed or not (`executed`)
+    by execution                                       all products that are executed (`executed_flops`)
 
 Sources: Narayanan et al., arXiv 2104.04473, appendix; Korthikanti et al., arXiv 2205.05198, appendix A; Chowdhery et
 al., arXiv 2204.02311, appendix B (by parameters).
@@ -44,7 +44,7 @@ class Convention:
     by_parameters: bool = False
     """6 N a token in the place of products; attention's pairs as above."""
     by_execution: bool = False
-    """All that this package's code multiplies, needed or not; of a run, whose layout has a part in it."""
+    """All products that this package executes, needed or not; they depend on the run's layout."""
 
 
 MODEL = Convention(name="model FLOPs, causal attention half")
@@ -59,7 +59,7 @@ BY_PARAMETERS = Convention(
     name="6 N a token and attention, causal attention whole", counts_all_pairs=True, by_parameters=True
 )
 EXECUTED = Convention(name="executed by this package", by_execution=True)
-"""FLOPs that a dry run of all ranks counts; no publication's."""
+"""FLOPs that a dry run of all ranks counts; no publication uses them."""
 
 
 def step_flops(run: Run, convention: Convention = MODEL) -> float:
@@ -67,9 +67,9 @@ def step_flops(run: Run, convention: Convention = MODEL) -> float:
     if convention.by_execution:
         return executed_flops(run)
     if run.balanced is not None:
-        # All documents of a batch in one row.
-        row = SequenceLengths(sequence=run.balanced.num_tokens, are_packed=True, documents=run.balanced.lengths)
-        model_parts = trainable_parts_of(run.model, row, run.trained)
+        # One sample holds all documents of a batch.
+        lengths = SequenceLengths(sequence=run.balanced.num_tokens, are_packed=True, documents=run.balanced.lengths)
+        model_parts = trainable_parts_of(run.model, lengths, run.trained)
         return batch_flops(model_parts, run.num_accumulated, convention, run.recompute, run.sizes)
     batch = run.num_accumulated * run.global_batch_size
     return batch_flops(run.model_parts, batch, convention, run.recompute, run.sizes)
@@ -78,22 +78,22 @@ def step_flops(run: Run, convention: Convention = MODEL) -> float:
 def batch_flops(
     model_parts: ModelParts, batch: int, convention: Convention, recompute: RecomputeConfig, sizes: Sizes = cost.ONE
 ) -> float:
-    """FLOPs of forward and backward of so many samples, by a convention that looks at no layout but for which layers
-    stages run again."""
-    assert not convention.by_execution, "what is executed is that of a run"
+    """FLOPs of forward and backward of so many samples. Of the layout only the layers that each stage recomputes
+    matter."""
+    assert not convention.by_execution, "executed FLOPs are those of a run"
     all_pairs = convention.counts_all_pairs
     if convention.by_parameters:
         flops = 6.0 * model_parts.parameters() * batch * model_parts.tokens
         flops += 3.0 * sum(_attention_flops(part, batch, all_pairs) for part in model_parts.parts)
         num_layers = sum(part.is_layer for part in model_parts.parts)
-        num_again = _layers_again(model_parts, recompute, sizes).total() if convention.counts_recompute else 0
-        return flops + flops * num_again / num_layers / 3
+        num_recomputed = _recomputed_layers(model_parts, recompute, sizes).total() if convention.counts_recompute else 0
+        return flops + flops * num_recomputed / num_layers / 3
     flops = 0.0
     for part in model_parts.parts:
         forward = part_flops(part, model_parts.config, batch=batch, counts_all_pairs=all_pairs)
         attention = _attention_flops(part, batch, all_pairs)
         flops += (forward - attention) * (1.0 + part.passes_gradient + part.is_trained)
-        flops += attention * (1 + 2 * part.passes_gradient) + 3 * _path_flops(part, batch)
+        flops += attention * (1 + 2 * part.passes_gradient) + 3 * _adapter_flops(part, batch)
     if convention.counts_recompute:
         flops += recomputed_flops(model_parts, batch, recompute, sizes, counts_all_pairs=all_pairs)
     return flops
@@ -107,49 +107,53 @@ def recomputed_flops(
     *,
     counts_all_pairs: bool = False,
 ) -> float:
-    """FLOPs of so many samples that are run again in the backward, on stages as the sizes have them.
+    """FLOPs that the backward of so many samples recomputes, on stages of these sizes.
 
-    All of a recomputed forward counts, as in the publications; torch leaves out its last product, which nobody reads.
+    All of a recomputed forward counts, as in the publications; torch omits its last product, whose output no backward
+    reads.
     """
     if recompute.granularity == "none":
         return 0.0
-    again = sum(_again_flops(part, batch, counts_all_pairs, recompute) for part in model_parts.parts)
-    return again + sum(
+    selective = sum(_selective_flops(part, batch, counts_all_pairs, recompute) for part in model_parts.parts)
+    return selective + sum(
         count * part_flops(part, model_parts.config, batch=batch, counts_all_pairs=counts_all_pairs)
-        for part, count in _layers_again(model_parts, recompute, sizes).items()
+        for part, count in _recomputed_layers(model_parts, recompute, sizes).items()
         if part.passes_gradient
     )
 
 
-def _layers_again(model_parts: ModelParts, recompute: RecomputeConfig, sizes: Sizes) -> Counter[ModelPart]:
-    """The layers that are run again whole, and how many of each."""
+def _recomputed_layers(model_parts: ModelParts, recompute: RecomputeConfig, sizes: Sizes) -> Counter[ModelPart]:
+    """The layers that full recomputation covers, with their counts."""
     stages = ordered_stages(model_parts, sizes.num_stages, sizes.stage_layout)
     return sum((recomputed_parts(stage, recompute) for stage in stages), Counter[ModelPart]())
 
 
-def _again_flops(part: ModelPart, batch: int, all_pairs: bool, recompute: RecomputeConfig) -> float:
-    """FLOPs of the recomputed parts of a layer."""
-    layer, again = part.layer, 0.0
+def _selective_flops(part: ModelPart, batch: int, all_pairs: bool, recompute: RecomputeConfig) -> float:
+    """FLOPs that selective recomputation adds to a layer."""
+    layer, flops = part.layer, 0.0
     if layer is None or not part.passes_gradient:
-        return again
+        return flops
     if "core_attention" in recompute.recomputed_parts and layer.config.attention_dropout > 0:
-        again += _attention_flops(part, batch, all_pairs)
+        flops += _attention_flops(part, batch, all_pairs)
     if ("moe" if layer.has_experts else "mlp") in recompute.recomputed_parts:
-        again += cost.layer_mlp_flops(layer.config, num_tokens=layer.streams(batch) * layer.sequence, layer=layer.index)
-    return again
+        flops += cost.layer_mlp_flops(layer.config, num_tokens=layer.streams(batch) * layer.sequence, layer=layer.index)
+    return flops
 
 
-def _path_flops(part: ModelPart, batch: int) -> float:
-    """Forward FLOPs of low-rank paths."""
+def _adapter_flops(part: ModelPart, batch: int) -> float:
+    """Forward FLOPs of a part's LoRA adapters."""
     layer = part.layer
     if layer is None:
         return 0.0
-    each = (path.tokens_on(layer, cost.ONE) * path.rank * (path.inputs + path.outputs) for path in part.adapters)
+    each = (
+        adapter.tokens_on(layer, cost.ONE) * adapter.rank * (adapter.inputs + adapter.outputs)
+        for adapter in part.adapters
+    )
     return 2.0 * batch * sum(each)
 
 
 def _attention_flops(part: ModelPart, batch: int, all_pairs: bool) -> float:
-    """Forward FLOPs of scores, and of what they weigh."""
+    """Forward FLOPs of attention: of scores and of weighted values."""
     layer = part.layer
     if layer is None:
         return 0.0

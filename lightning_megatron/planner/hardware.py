@@ -1,6 +1,6 @@
-"""The GPUs that are known, and one's own: peaks, measured matmul ceilings, memory and links, each with its source.
+"""GPUs and their machines: peaks, measured matmul ceilings, memory and links, each with its source.
 
-First on the way of a plan. `gpus.json` holds the known ones; a YAML file with the same fields describes another.
+A plan starts here. `gpus.json` holds the known GPUs; a YAML file with the same fields describes another.
 """
 
 import json
@@ -20,16 +20,15 @@ from lightning_megatron.planner.yaml_table import yaml_of
 GIGA, TERA = 1e9, 1e12
 
 Products = Literal["full", "half", "fp8"]
-"""What matrix products are in: float32, without tensor cores, as torch has them unless a script asks for less; 16 bits;
-FP8."""
+"""Precision of matrix products: float32 without tensor cores, which is torch's default; 16 bits; FP8."""
 
-# Share of its peak that the largest matmul measured on any GPU reaches, where none is measured.
+# Where no matmul is measured, the largest one is taken to reach this share of the peak.
 _USUAL_SHARE = 0.8
-# 16-bit products in the time of one of float32 in a kernel of attention, which has three of TF32 for it, each at half
-# the rate of 16 bits. Sources: PyTorch, mem_eff_attention/gemm_kernel_utils.h: OpMultiplyAddFastF32 from compute
+# A float32 product in an attention kernel takes the time of six in 16 bits: it is three in TF32, each at half the rate
+# of 16 bits. Sources: PyTorch, mem_eff_attention/gemm_kernel_utils.h: OpMultiplyAddFastF32 from compute
 # capability 8.0 on; NVIDIA A100 white paper, table 1.
 _HALF_PRODUCTS = 6
-# As drivers call them.
+# Names that drivers give the known GPUs.
 _DEVICES = (
     (r"\bV100-SXM\d-32GB", "v100-32gb"),
     (r"\bA100-SXM\d-40GB", "a100-40gb"),
@@ -50,7 +49,7 @@ _DEVICES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One GPU and the machine around it. Raises ValueError, telling all faults at once."""
+    """One GPU and the machine around it. Raises ValueError with all errors at once."""
 
     name: str
     """Name that `--gpu` takes."""
@@ -65,13 +64,13 @@ class Gpu:
     fp8_tflops: float = 0.0
     """Dense peak in FP8; 0: it has no such units."""
     full_tflops: float = 0.0
-    """Peak in float32, without tensor cores; 0: it is not known. That of TF32 for scripts that ask torch for TF32."""
+    """Peak in float32 without tensor cores, or in TF32 for scripts that turn it on in torch; 0: not known."""
     half_matmul_tflops: float = 0.0
-    """The most that a large matmul was measured to reach; 0: not measured."""
+    """The most that a large matmul in 16 bits was measured to reach; 0: not measured."""
     fp8_matmul_tflops: float = 0.0
-    """Dense FP8 peak."""
+    """The most that a large FP8 matmul was measured to reach; 0: not measured."""
     full_matmul_tflops: float = 0.0
-    """Dense float32 peak without tensor cores."""
+    """The most that a large float32 matmul was measured to reach; 0: not measured."""
     nvlink_gb_per_second: float = 0.0
     """Bandwidth each way to GPUs of the same node; 0: no NVLink."""
     pcie_gb_per_second: float = 32.0
@@ -79,7 +78,7 @@ class Gpu:
     network_gb_per_second: float = 25.0
     """Bandwidth each way of a GPU's share of the node's network."""
     gpus_per_node: int = 8
-    # GPUs that NVLink joins
+    """GPUs that NVLink joins."""
     source: str = ""
     """Source of these numbers."""
     aliases: tuple[str, ...] = ()
@@ -124,17 +123,17 @@ class Gpu:
         return self.network_gb_per_second * GIGA
 
     def timed_as(self, products: Products) -> Products:
-        """Precision whose rates time such products: 16 bits for float32 where its peak is not known."""
+        """Precision whose rates time products of this one: 16 bits for float32 without a known peak."""
         return "half" if products == "full" and not self.full_tflops else products
 
     def peak_flops(self, products: Products) -> float:
-        """Dense peak of matrix products in FLOP/s; 0 where there are no such units, or it is not known."""
+        """Dense peak of matrix products in FLOP/s; 0 without such units, or where it is not known."""
         return {"full": self.full_tflops, "half": self.half_tflops, "fp8": self.fp8_tflops}[products] * TERA
 
     def matmul_flops(self, products: Products) -> float:
         """The most that a matmul is known to reach, in FLOP/s.
 
-        Of a peak in float32 it is the share that 16 bits reach, where it is not measured.
+        Where float32 is not measured, it reaches the same share of its peak as 16 bits.
         """
         measured = {"full": self.full_matmul_tflops, "half": self.half_matmul_tflops, "fp8": self.fp8_matmul_tflops}
         if products == "full" and not self.full_matmul_tflops:
@@ -142,7 +141,7 @@ class Gpu:
         return (measured[products] * TERA) or _USUAL_SHARE * self.peak_flops(products)
 
     def attention_flops(self, products: Products) -> float:
-        """The ceiling of products in a kernel of attention, which FP8 does not change, in FLOP/s."""
+        """Matmul ceiling of an attention kernel in FLOP/s, which FP8 does not change."""
         if products == "full" and self.family == "volta":
             return self.matmul_flops("full")
         return self.matmul_flops("half") / (_HALF_PRODUCTS if products == "full" else 1)
@@ -159,7 +158,7 @@ def known_gpus() -> dict[str, Gpu]:
 def gpu_of(name: str) -> Gpu:
     """The known GPU of that name, or the one that a YAML file describes.
 
-    Raises ValueError, naming the known ones, for any other name, and with all faults of a file.
+    Raises ValueError with the known names for any other name, and with all errors of a file.
     """
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
@@ -177,7 +176,7 @@ def gpu_of(name: str) -> Gpu:
 
 
 def gpu_of_device(device_name: str) -> Gpu | None:
-    """The known GPU that a driver calls so; none for any other, such as PCIe variants with lower clocks."""
+    """The known GPU with this name of its driver; None for others, such as PCIe variants with lower clocks."""
     for pattern, name in _DEVICES:
         if re.search(pattern, device_name):
             return known_gpus()[name]
@@ -212,7 +211,7 @@ def _made_of(record: dict[str, Any], where: str) -> Gpu:
 
 
 def _wanted(kind: object, value: object) -> str:
-    """Rule that a value of a field breaks; empty where it breaks none."""
+    """The rule that a field's value breaks; empty: none."""
     if kind in (float, int):
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return "a number, as 1000.0: YAML takes 1e3 for a word"

@@ -1,14 +1,13 @@
-"""What a layer, or an end of a model, does with one microbatch on one rank, in numbers that a clock is put to later.
+"""Work of a part of a model on one microbatch and one rank: FLOPs, bytes and messages, to be timed by `step_time`.
 
-Everything is of a forward; `step_time` says what a backward is. FLOPs are those that are done: causal attention half.
-T tokens of the microbatch here, H hidden, M x K by K x N a product.
+All numbers are of a forward; `step_time` derives the backward. FLOPs are executed ones: half for causal attention.
+T tokens of the microbatch on this rank, H hidden, M x K by K x N a product.
 """
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from lightning_megatron.mesh import Sizes
-from lightning_megatron.models import BertConfig, T5Config
 from lightning_megatron.planner.model_parts import (
     Layer,
     ModelPart,
@@ -16,7 +15,7 @@ from lightning_megatron.planner.model_parts import (
     adapter_parameters,
     own_attention_flops,
     parameters_of,
-    sent_rows,
+    sent_tokens,
 )
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.config import TransformerConfig
@@ -24,38 +23,38 @@ from lightning_megatron.transformer.config import TransformerConfig
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWork:
-    """The forward of one microbatch through a piece, on one rank."""
+    """The forward of one microbatch through a part, on one rank."""
 
     product_flops: float = 0.0
-    """Of matrix products in layers, which FP8 makes faster."""
+    """FLOPs of matrix products in layers, which FP8 makes faster."""
     edge_flops: float = 0.0
-    """The same, each times 1/M + 1/N + 1/K."""
+    """FLOPs of dense products in layers, each product's times 1/M + 1/N + 1/K."""
     grouped_edge_flops: float = 0.0
-    """The same of products of experts."""
+    """FLOPs of the experts' grouped products, each product's times 1/M + 1/N + 1/K."""
     head_flops: float = 0.0
-    """Of products that are never in FP8."""
+    """FLOPs of products that are never in FP8."""
     flash_flops: float = 0.0
-    """Of attention in one kernel."""
+    """FLOPs of attention in one fused kernel."""
     flash_edge_flops: float = 0.0
-    """The same of causal attention, over the keys that a query sees in one call."""
+    """FLOPs of fused causal attention over the keys that a query sees in one call."""
     both_ways_edge_flops: float = 0.0
-    """The same of attention whose queries see all keys."""
-    laid_out_flops: float = 0.0
-    """Of attention that lays its weights out."""
+    """FLOPs of fused bidirectional attention over the keys that a query sees in one call."""
+    materialised_flops: float = 0.0
+    """FLOPs of attention that materialises its weights."""
     moved_bytes: float = 0.0
-    """That elementwise kernels read and write at least."""
+    """Least bytes that elementwise kernels read and write."""
     bounded_bytes: float = 0.0
-    """The same, beyond them, where what gates of experts read is held within bounds and biases are added by expert."""
+    """Further bytes where inputs of the experts' gates are clamped and biases are added expert by expert."""
     num_pairs: float = 0.0
-    """Of tokens and heads, of which attention lays weights out to drop of them."""
+    """Pairs of tokens, for each head, whose attention weights are materialised for dropout."""
     num_grouped_pairs: float = 0.0
-    """The same where no kernel takes grouped queries, and nothing is dropped."""
+    """Pairs of tokens, for each head, whose weights are materialised as no kernel takes grouped queries."""
     cast_bytes: float = 0.0
-    """Elements that are inputs of products, which FP8 casts."""
+    """Bytes that casts of product inputs to FP8 read and write."""
     tensor_bytes: float = 0.0
     """Bytes of tensors that tp gathers and scatters."""
     num_tensor_messages: int = 0
-    """Bytes that tp reduces."""
+    """Number of messages of tp."""
     key_bytes: float = 0.0
     """Bytes of keys and values of the rank's own tokens, where cp shares sequences."""
     query_bytes: float = 0.0
@@ -67,15 +66,15 @@ class LayerWork:
     mlp_flops: float = 0.0
     """FLOPs of the feed-forward network within `product_flops`."""
     second_flops: float = 0.0
-    """Of them every second product, where queries, keys, values, gate and up are one each."""
-    path_flops: float = 0.0
+    """FLOPs of every second product, with queries, keys, values, gate and up as one product each."""
+    adapter_flops: float = 0.0
     """FLOPs of LoRA adapters, which are never in FP8."""
-    path_edge_flops: float = 0.0
+    adapter_edge_flops: float = 0.0
     """FLOPs of LoRA adapters, each product's times 1/M + 1/N + 1/K."""
-    path_bytes: float = 0.0
+    adapter_bytes: float = 0.0
     """Bytes that the adapters' dropout reads and writes."""
     num_frozen: int = 0
-    """Weights of products that are frozen."""
+    """Elements of frozen weights of products."""
     num_layers: int = 0
     """Layers that the host launches."""
     num_expert_layers: int = 0
@@ -84,7 +83,7 @@ class LayerWork:
 
 @lru_cache(maxsize=65536)
 def layer_work_of(part: ModelPart, model_parts: ModelParts, sizes: Sizes, micro_batch: int, width: int) -> LayerWork:
-    """The work of a piece; `width` is the bytes of an activation."""
+    """Work of a part; `width`: bytes of an activation element."""
     if part.layer is None:
         matrix = (
             cost.vocabulary_parameters(model_parts.config, sizes) if part.logit_tokens and not part.is_trained else 0
@@ -96,26 +95,24 @@ def layer_work_of(part: ModelPart, model_parts: ModelParts, sizes: Sizes, micro_
     num_frozen = (
         0 if part.is_trained else sum(parameters_of(part, model_parts, sizes)) - adapter_parameters(part, sizes)
     )
-    return _with_paths(replace(work, num_frozen=num_frozen), part, sizes, micro_batch, width)
+    return _with_adapters(replace(work, num_frozen=num_frozen), part, sizes, micro_batch, width)
 
 
 def has_no_kernel(layer: Layer, sizes: Sizes, width: int) -> bool:
-    """Whether no kernel attends to the own stream, in activations of so many bytes, and torch lays scores out.
+    """Whether self-attention on elements of so many bytes has no kernel, so that torch materialises scores.
 
-    The kernel of float32 takes a key for each query head; where ranks or documents share a stream, and in windows, our
-    code repeats keys before it.
+    The float32 kernel takes a key for each query head; over cp, within documents and in windows this package repeats
+    keys for it.
     """
     config = layer.config
     is_grouped = config.num_attention_heads // sizes.tp > max(config.num_query_groups // sizes.tp, 1)
-    has_bias = isinstance(config, T5Config) and config.position == "relative"
-    is_shared = layer.has_bounds or isinstance(config, BertConfig) or (sizes.cp > 1 and layer.is_cut_by_context)
     is_windowed = 0 < layer.window < layer.sequence
-    return width == 4 and is_grouped and not (has_bias or is_shared or is_windowed)
+    return width == 4 and is_grouped and not (layer.is_by_document(sizes) or is_windowed)
 
 
 def _end(part: ModelPart, model_parts: ModelParts, sizes: Sizes, micro_batch: int, width: int) -> LayerWork:
     hidden, tp = model_parts.config.hidden_size, sizes.tp
-    # Images are shared out whole.
+    # Cp ranks share images, not their tokens.
     cp = sizes.cp if part.component == "language" else 1
     flops = sum(
         2.0 * micro_batch * p.tokens / cp * p.inputs * p.outputs / (tp if p.is_cut else 1) for p in part.products
@@ -125,13 +122,13 @@ def _end(part: ModelPart, model_parts: ModelParts, sizes: Sizes, micro_batch: in
     moved, gathered = 0.0, 0.0
     if part.logit_tokens:
         flops += 2 * tokens * hidden * columns
-        # Logits written and read for their maximum; exponentials, in float32, written, changed in place and summed.
-        # A backward that counts twice that counts its casts.
+        # Logits are written and read for their maximum; exponentials in float32 are written, changed in place and
+        # summed. A backward of twice that includes its casts.
         moved = tokens * columns * (2 * width + 10)
         gathered = tokens * hidden * width
     elif part.embedded_tokens:
-        rows = micro_batch * part.embedded_tokens / sizes.cp
-        moved, gathered = 3 * rows * hidden * width, rows * hidden * width
+        tokens = micro_batch * part.embedded_tokens / sizes.cp
+        moved, gathered = 3 * tokens * hidden * width, tokens * hidden * width
     return LayerWork(
         head_flops=flops,
         moved_bytes=moved,
@@ -153,78 +150,67 @@ def _layer(layer: Layer, sizes: Sizes, micro_batch: int, width: int) -> LayerWor
     products = [(tokens, hidden, (query + 2 * keys) / tp), (tokens, query / tp, hidden)]
     if layer.memory:
         memory = micro_batch * layer.memory_on(sizes)
-        products += [
-            (tokens, hidden, query / tp),
-            (memory, hidden, 2 * keys / tp),
-            (tokens, query / tp, hidden),
-        ]
-    # Two norms read and write, two sums read twice and write; what rotates queries and keys.
+        products += [(tokens, hidden, query / tp), (memory, hidden, 2 * keys / tp), (tokens, query / tp, hidden)]
+    # Norms read and write, sums read twice and write; rotary embeddings and norms of queries and keys read and write.
     norms = 3 if layer.memory else 2
     moved = tokens / sp * hidden * width * (5 + (config.hidden_dropout > 0)) * norms
-    if config.position == "rotary":
-        moved += 2 * tokens * (query + keys) / tp * width
-    if config.qk_norm:
-        moved += 2 * tokens * (query + keys) / tp * width
+    moved += ((config.position == "rotary") + config.qk_norm) * 2 * tokens * (query + keys) / tp * width
     own_flops, memory_flops = _attention(layer, streams, cp, tp)
-    lays_out = config.attention_dropout > 0
-    # Attention to an encoder's stream has a kernel.
-    lays_own_out = lays_out or has_no_kernel(layer, sizes, width)
+    drops = config.attention_dropout > 0
+    # Cross-attention always has a kernel.
+    is_materialised = drops or has_no_kernel(layer, sizes, width)
     pairs = grouped_pairs = 0.0
-    if lays_out:
+    if drops:
         pairs = streams * layer.sequence / cp * (layer.sequence + layer.memory) * config.num_attention_heads / tp
-    elif lays_own_out:
+    elif is_materialised:
         grouped_pairs = streams * layer.sequence**2 * config.num_attention_heads / tp
     num_attention_products = len(products)
-    # What tp gathers is cast before it travels.
+    # Inputs are cast before tp gathers them.
     casts = tokens / sp * hidden + tokens * query / tp
     if layer.memory:
         casts += (tokens + memory) / sp * hidden + tokens * query / tp
     grouped: list[tuple[float, float, float]] = []
     expert_bytes = expert_tensor_bytes = bounded = 0.0
+    own, dense = 1.0, config.ffn_hidden_size
     gates = 2 if config.is_gated else 1
     num_gathers = 2 + 2 + (2 if layer.memory else 0)
     if config.moe is not None and layer.has_experts:
         moe = config.moe
         features = (moe.ffn_hidden_size or config.ffn_hidden_size) / sizes.etp
         own = moe.router.num_experts / sizes.ep
-        sent = sent_rows(layer, sizes, micro_batch)
-        rows = sent * sizes.etp
-        grouped = [(rows / own, hidden, gates * features), (rows / own, features, hidden)]
-        moved += rows * (hidden * 6 + features * (gates + 2)) * width
-        # A product of groups leaves biases to another kernel.
-        moved += config.add_bias_linear * 2 * rows * (hidden + gates * features) * width
-        # Both halves that a gate reads are bounded (2 read, 2 written) and joined again (the same). A bias is weighed
-        # (1 written), added (2 read, 1 written) and joined (1 read, 1 written), of which 2 are counted. A backward is
-        # 10 and 8, of which 2.8 are counted: about as much more as other elementwise kernels.
+        sent = sent_tokens(layer, sizes, micro_batch)
+        received = sent * sizes.etp
+        grouped = [(received / own, hidden, gates * features), (received / own, features, hidden)]
+        moved += received * (hidden * 6 + features * (gates + 2)) * width
+        # Grouped products leave biases to another kernel.
+        moved += config.add_bias_linear * 2 * received * (hidden + gates * features) * width
+        # Both halves of a gate's input are clamped (2 read, 2 written) and concatenated (2 read, 2 written). A bias is
+        # scaled (1 written), added (2 read, 1 written) and concatenated (1 read, 1 written), of which 2 are counted.
+        # A backward is 10 and 8, of which 2.8 are counted: about as much more as other elementwise kernels.
         # Source: Megatron Core, fused_bias_geglu.py (weighted_bias_quick_geglu_impl), experts.py (_apply_bias).
-        bounded = rows * (8 * features + 4 * hidden * config.add_bias_linear) * width
-        casts += rows * (hidden + features)
+        bounded = received * (8 * features + 4 * hidden * config.add_bias_linear) * width
+        casts += received * (hidden + features)
         expert_bytes = 2 * sent * hidden * width
-        expert_tensor_bytes = 2 * rows * hidden * width if sizes.etp > 1 else 0.0
+        expert_tensor_bytes = 2 * received * hidden * width if sizes.etp > 1 else 0.0
         products.append((tokens / tp, hidden, moe.router.num_experts))
-        if moe.shared_expert_intermediate_size:
-            wide = moe.shared_expert_intermediate_size / tp
-            products += [(tokens, hidden, gates * wide), (tokens, wide, hidden)]
-            moved += tokens * wide * (gates + 1) * width
-            casts += tokens * (hidden / sp + wide)
-        else:
-            num_gathers -= 2
-    else:
-        own = 1.0
-        wide = config.ffn_hidden_size / tp
+        dense = moe.shared_expert_intermediate_size
+    if dense:
+        wide = dense / tp
         products += [(tokens, hidden, gates * wide), (tokens, wide, hidden)]
         moved += tokens * wide * (gates + 1) * width
         casts += tokens * (hidden / sp + wide)
+    else:
+        num_gathers -= 2
     flops = [2 * m * n * k for m, k, n in products]
     grouped_flops = own * sum(2 * m * n * k for m, k, n in grouped)
     edges, grouped_edges = (sum(2 * (m * n + n * k + k * m) for m, k, n in some) for some in (products, grouped))
     # Queries, keys, values, output, gate, up, down.
     features = 0 if grouped else config.ffn_hidden_size
     singles = [query, keys, keys, query, *[features] * gates, features]
-    # Keys that a query sees are those of one call.
+    # A query sees the keys of one call.
     num_calls = sizes.cp // sizes.cp_ulysses if cp > 1 else 1
     lengths = layer.documents or (layer.sequence,)
-    # Of a token on average.
+    # A token has so many keys on average.
     keys_of_document = sum(length**2 for length in lengths) / sum(lengths)
     own_edge = own_flops * num_calls / min(layer.window or keys_of_document, keys_of_document)
     memory_edge = memory_flops * num_calls / max(layer.memory, 1)
@@ -232,11 +218,11 @@ def _layer(layer: Layer, sizes: Sizes, micro_batch: int, width: int) -> LayerWor
         product_flops=sum(flops) + grouped_flops,
         edge_flops=edges,
         grouped_edge_flops=own * grouped_edges,
-        flash_flops=(not lays_own_out) * own_flops + (not lays_out) * memory_flops,
-        flash_edge_flops=(not lays_own_out) * layer.is_causal * own_edge,
-        both_ways_edge_flops=(not lays_out) * memory_edge + (not lays_own_out) * (not layer.is_causal) * own_edge,
+        flash_flops=(not is_materialised) * own_flops + (not drops) * memory_flops,
+        flash_edge_flops=(not is_materialised) * layer.is_causal * own_edge,
+        both_ways_edge_flops=(not drops) * memory_edge + (not is_materialised) * (not layer.is_causal) * own_edge,
         # Masked pairs are computed too.
-        laid_out_flops=lays_own_out * own_flops * (1 + layer.is_causal) + lays_out * memory_flops,
+        materialised_flops=is_materialised * own_flops * (1 + layer.is_causal) + drops * memory_flops,
         moved_bytes=moved,
         bounded_bytes=bounded,
         num_pairs=pairs,
@@ -255,23 +241,23 @@ def _layer(layer: Layer, sizes: Sizes, micro_batch: int, width: int) -> LayerWor
     )
 
 
-def _with_paths(work: LayerWork, part: ModelPart, sizes: Sizes, micro_batch: int, width: int) -> LayerWork:
+def _with_adapters(work: LayerWork, part: ModelPart, sizes: Sizes, micro_batch: int, width: int) -> LayerWork:
     """Adds the work of LoRA adapters to that of a layer."""
     assert part.layer is not None
     tp, flops, edges, moved = sizes.tp, 0.0, 0.0, 0.0
-    for path in part.adapters:
-        tokens = micro_batch * path.tokens_on(part.layer, sizes)
-        inputs, outputs = (path.inputs, path.outputs / tp) if path.cuts_outputs else (path.inputs / tp, path.outputs)
+    for adapter in part.adapters:
+        tokens = micro_batch * adapter.tokens_on(part.layer, sizes)
+        inputs, outputs = adapter.features_on(tp)
         for wide in (inputs, outputs):
-            flops += 2 * tokens * wide * path.rank
-            edges += 2 * (tokens * wide + tokens * path.rank + wide * path.rank)
-        # What goes in is read, dropped of and written, with its mask.
-        moved += path.has_dropout * tokens * inputs * (2 * width + 1)
-    return replace(work, path_flops=flops, path_edge_flops=edges, path_bytes=moved)
+            flops += 2 * tokens * wide * adapter.rank
+            edges += 2 * (tokens * wide + tokens * adapter.rank + wide * adapter.rank)
+        # Dropout reads the input and writes its output and a mask.
+        moved += adapter.has_dropout * tokens * inputs * (2 * width + 1)
+    return replace(work, adapter_flops=flops, adapter_edge_flops=edges, adapter_bytes=moved)
 
 
 def _attention(layer: Layer, streams: int, cp: int, tp: int) -> tuple[float, float]:
-    """FLOPs of attention to its own stream, and to an encoder's."""
+    """FLOPs of self-attention and of cross-attention."""
     config: TransformerConfig = layer.config
     own = own_attention_flops(layer, streams)
     memory = 4 * streams * layer.sequence * layer.memory * config.num_attention_heads * config.head_dim

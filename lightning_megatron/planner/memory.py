@@ -1,43 +1,43 @@
 """Bytes that each pipeline rank holds, by kind, at the peak of a step.
 
-    weights, gradients, master weights, moments     bytes a parameter as in `optim.master_weights`; d replicas of dense
-                                                  weights are dp x cp, of experts edp
-    activations                                   what a stage keeps of a microbatch, times the microbatches that the
-                                                  schedule keeps; under full recomputation one group of layers on top
-    logits                                        of the last stage, where most of its peak comes from
-    buffers                                       workspaces, the largest weight's gradient before it is added, FP8
-                                                  weights, weights that are gathered for a layer
-    overhead                                      what no allocator counts: context, communicators, workspaces
+    weights, gradients, master weights, moments   bytes a parameter as in `optim.master_weights`; data-parallel ranks of
+                                                  dense weights are dp x cp, of experts edp
+    activations                                   those that a stage saves of a microbatch, times the microbatches that
+                                                  the schedule holds; under full recomputation one group of layers more
+    logits                                        those of the last stage, most of its peak
+    buffers                                       workspaces, the largest weight's gradient before it is accumulated,
+                                                  FP8 weights, weights that are gathered for a layer
+    overhead                                      memory that no allocator counts: context, communicators, workspaces
 
 Sources: Korthikanti et al., arXiv 2205.05198, section 4; Rajbhandari et al., arXiv 1910.02054, section 3.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 
-from lightning_megatron.planner.activations import logit_bytes, recompute_bytes, stage_bytes
-from lightning_megatron.planner.frozen_activations import frozen_activation_bytes, frozen_activations_of
-from lightning_megatron.planner.model_parts import Stage, parameters_of
+from lightning_megatron.planner.activations import logit_bytes, stage_bytes
+from lightning_megatron.planner.frozen_activations import frozen_activation_bytes, recompute_bytes
+from lightning_megatron.planner.model_parts import ModelPart, Stage, adapter_parameters, parameters_of
 from lightning_megatron.planner.overlapped_pairs import unmade_bytes
 from lightning_megatron.planner.peak_memory import moments_of
-from lightning_megatron.planner.pipeline_load import kept_by_chunk, splits_backward
+from lightning_megatron.planner.pipeline_load import saved_by_chunk, splits_backward
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.split_backward import SplitBackwardStep, split_backward_bytes, split_backward_steps
-from lightning_megatron.planner.trainable import backward_part, trained_of_stages
+from lightning_megatron.planner.trainable import backward_part
 from lightning_megatron.planner.transient_memory import work_bytes
 from lightning_megatron.transformer import cost
+from lightning_megatron.transformer.config import TransformerConfig
 
 OVERHEAD_BYTES = 1.5e9
-"""Context 0.5 GB, cuBLAS workspaces, and NCCL's buffers of a handful of communicators: `nvidia-smi` less what torch has
-reserved is between 1 and 2 GB in runs of this kind. Source: reference notes on Megatron, "NCCL 1-2 GB"."""
+"""Bytes of the context (0.5 GB), cuBLAS workspaces, and NCCL's buffers of a handful of communicators: `nvidia-smi` less
+torch's reserved memory is between 1 and 2 GB in such runs. Source: reference notes on Megatron, "NCCL 1-2 GB"."""
 
 WORKSPACE_BYTES = 0.13e9
-"""What torch counts as allocated for cuBLAS and the step's own small tensors. Source: the smallest of Megatron Core's
-functional tests, whose weights and optimizer states are 0.08 to 0.15 GB less than what was measured."""
+"""Bytes that torch counts as allocated for cuBLAS and the step's own small tensors. Source: the smallest of Megatron
+Core's functional tests, whose weights and optimizer states are 0.08 to 0.15 GB less than the measured memory."""
 
 FRAGMENTATION = 0.03
-"""Share of what is allocated that the allocator reserves and cannot use, with expandable segments."""
+"""Share of allocated memory that the allocator reserves and cannot use, with expandable segments."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,15 +60,16 @@ class Memory:
 
     @property
     def allocated(self) -> float:
-        """At the peak, as torch counts it."""
+        """Bytes at the peak, as torch counts them."""
         return self.static + self.activations + self.logits + self.buffers
 
     @property
     def total(self) -> float:
-        """At the peak, as the device counts it."""
+        """Bytes at the peak, as the device counts them."""
         return self.allocated + self.overhead
 
     def by_kind(self) -> dict[str, float]:
+        """Bytes by the names of the fields."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
@@ -81,117 +82,116 @@ def rank_memory(run: Run, rank: int) -> Memory:
     """Memory of one pipeline rank: the fullest of the ranks that share its stages."""
     if run.balanced is None:
         split_steps = split_backward_steps(run.schedule, rank) if splits_backward(run.schedule) else ()
-        return _memory_at(run, rank, kept_by_chunk(run.schedule, rank), split_steps)
+        return _memory_at(run, rank, saved_by_chunk(run.schedule, rank), split_steps)
     return fullest(run, rank)[1]
 
 
 def fullest(run: Run, rank: int, line: int | None = None) -> tuple[int, Memory]:
-    """Where microbatches differ: of the ranks that share a pipeline rank's stages the place of the one that holds the
-    most, or of the one at that place, and what it holds."""
+    """Place and memory of the fullest rank among the dp x cp ranks of a pipeline rank, where microbatches differ; of
+    the rank at place `line`, if that is given."""
     found = [
-        (moment.line, _memory_at(moment.run, rank, moment.kept, moment.split_steps))
+        (moment.line, _memory_at(moment.run, rank, moment.saved, moment.split_steps))
         for moment in moments_of(run, rank, line)
     ]
     return max(found, key=lambda one: one[1].total)
 
 
-def _memory_at(run: Run, rank: int, kept: tuple[float, ...], split_steps: Sequence[SplitBackwardStep] = ()) -> Memory:
-    """Of a rank that keeps so many microbatches of each chunk; where halves are put off, over these moments."""
-    dense, experts, largest, matrix = parameters_of_rank(run, rank)
+def _memory_at(run: Run, rank: int, saved: tuple[float, ...], split_steps: Sequence[SplitBackwardStep]) -> Memory:
+    """Memory of a rank that saves so many microbatches of each chunk; under a split backward, over these steps."""
     stages = run.stages[rank]
-    trained = trained_of_stages(stages, run.model_parts, run.sizes)
+    trained = trained_of_rank(run, rank)
     passed = [backward_part(stage) for stage in stages]
     by_stage = [
         stage_bytes(run, passing) - frozen_activation_bytes(run, stage)
         for passing, stage in zip(passed, stages, strict=True)
     ]
     unmade = unmade_bytes(run, rank, by_stage)
-    activations = sum(count * size for count, size in zip(kept, by_stage, strict=True)) - unmade
-    again = max(recompute_bytes(run, stage, partial(frozen_activations_of, run)) for stage in passed)
+    activations = sum(count * size for count, size in zip(saved, by_stage, strict=True)) - unmade
+    recomputed = max(recompute_bytes(run, stage) for stage in passed)
     logits = max(logit_bytes(run, stage) for stage in stages)
+    buffers = _buffers(run, stages)
     if run.framework.counts_work:
         if split_steps:
             work = split_backward_bytes(run, rank, split_steps, trained)
         else:
-            work = work_bytes(run, rank, kept, by_stage, again, trained, unmade)
-        work += _buffers(run, stages)
+            work = work_bytes(run, rank, saved, by_stage, recomputed, trained, unmade)
+        work += buffers
         activations, logits = min(activations, work), min(logits, max(work - activations, 0.0))
-        memory = Memory(
-            **_states(run, (dense, experts), trained),
-            activations=activations,
-            logits=logits,
-            buffers=work - activations - logits,
-        )
-        return replace(memory, overhead=OVERHEAD_BYTES + FRAGMENTATION * memory.allocated)
-    activations += again
-    # What is left of the logits while their weight's gradient is made; a layer's is made when they are gone.
-    at_head = logits / 3 + matrix * run.bytes_per_element if logits else 0.0
-    memory = Memory(
-        **_states(run, (dense, experts), trained),
-        activations=activations,
-        logits=logits,
-        buffers=max(at_head - logits, largest * run.bytes_per_element - logits, 0.0) + _buffers(run, stages),
-    )
+        buffers = work - activations - logits
+    else:
+        activations += recomputed
+        layers = [part.layer for stage in stages for part in stage if part.layer is not None]
+        largest = max((_up_weight(run, layer.config) for layer in layers), default=0)
+        # Logits that are left while the head's weight has its gradient; a layer's comes after they are freed.
+        matrix = cost.vocabulary_parameters(run.model, run.sizes)
+        at_head = logits / 3 + matrix * run.bytes_per_element if logits else 0.0
+        buffers = max(at_head - logits, largest * run.bytes_per_element - logits, 0.0) + buffers
+    states = _states(run, parameters_of_rank(run, rank), trained)
+    memory = Memory(**states, activations=activations, logits=logits, buffers=buffers)
     return replace(memory, overhead=OVERHEAD_BYTES + FRAGMENTATION * memory.allocated)
 
 
+def _up_weight(run: Run, config: TransformerConfig) -> int:
+    """Elements of the weight of a dense feed-forward network's first linear on this rank."""
+    return config.ffn_hidden_size // run.sizes.tp * (2 if config.is_gated else 1) * config.hidden_size
+
+
 def _states(run: Run, held_by_kind: tuple[int, int], trained_by_kind: tuple[int, int]) -> dict[str, float]:
-    """Bytes that a rank holds from step to step, by kind: of dense and of expert parameters, all and trained."""
-    weights, gradients, main, moments = _bytes_per_parameter(run)
+    """Bytes that a rank holds from step to step, by kind, for its dense and its expert parameters, all and trained."""
+    # AdamW has two moments.
+    main, moments = run.stepped_bytes * run.is_mixed, 2 * run.stepped_bytes
     sharding = run.framework.shards_weights
-    # Where weights are cut, those are the master weights; low ones are gathered for a layer at a time.
-    low = 0 if sharding == "always" and main else weights
+    # Sharded weights are the master weights; low-precision ones are gathered for one layer at a time.
+    low = 0 if sharding == "always" and main else run.bytes_per_element
     held = {"weights": 0.0, "gradients": 0.0, "master_weights": 0.0, "moments": 0.0}
-    # Frozen weights stay in their own numbers.
-    still = run.stepped_bytes
-    replicas_by_kind = (run.sizes.dp * run.sizes.cp, run.sizes.edp)
-    for every, number, replicas in zip(held_by_kind, trained_by_kind, replicas_by_kind, strict=True):
-        own = number / replicas
-        idle = (every - number) / (replicas if sharding == "always" else 1)
+    for every, number, ranks in zip(held_by_kind, trained_by_kind, (run.dp_cp, run.sizes.edp), strict=True):
+        own = number / ranks
+        # Frozen weights keep the precision that they are loaded in.
+        frozen = run.stepped_bytes * ((every - number) / (ranks if sharding == "always" else 1))
         stepped = own if run.optimizer.kind == "distributed" or sharding != "none" else number
-        held["weights"] += low * (own if sharding == "always" else number) + still * idle
-        held["gradients"] += gradients * (own if sharding != "none" else number)
+        held["weights"] += low * (own if sharding == "always" else number) + frozen
+        held["gradients"] += run.gradient_bytes * (own if sharding != "none" else number)
         held["master_weights"] += main * stepped
         held["moments"] += moments * stepped
     return held
 
 
 def _buffers(run: Run, stages: tuple[Stage, ...]) -> float:
-    """Workspaces, weights in FP8, and weights that are gathered for a layer."""
+    """Bytes of workspaces, FP8 weights, and weights that are gathered for a layer."""
     parts = [(part, count) for stage in stages for part, count in stage.items()]
     held = {part: sum(parameters_of(part, run.model_parts, run.sizes)) for part, _ in parts}
     buffers = WORKSPACE_BYTES
     if run.fp8 is not None:
-        # The cast weights of a step, and their transposes.
+        # Weights are cast once a step, and transposed.
         buffers += 2 * sum(held[part] * count for part, count in parts if part.layer is not None)
     if run.framework.shards_weights == "always":
-        # The layer at work, and the next one on its way; its gradients before they are scattered.
+        # The current layer, the next one in flight, and the layer's gradients before they are scattered.
         buffers += 3 * run.bytes_per_element * max(held.values())
     return buffers
 
 
-def parameters_of_rank(run: Run, rank: int) -> tuple[int, int, int, int]:
-    """Parameters that a rank holds: dense ones, and those of experts; of its largest matrix in a layer, and of one over
-    the vocabulary."""
-    sizes = run.sizes
-    dense, experts, largest = 0, 0, 0
+def parameters_of_rank(run: Run, rank: int) -> tuple[int, int]:
+    """Number of dense and of expert parameters that a pipeline rank holds."""
+    return _counted(run, rank, lambda part: True)
+
+
+def trained_of_rank(run: Run, rank: int) -> tuple[int, int]:
+    """Number of dense and of expert parameters that a pipeline rank trains."""
+    return _counted(run, rank, lambda part: part.is_trained)
+
+
+def _counted(run: Run, rank: int, is_counted: Callable[[ModelPart], bool]) -> tuple[int, int]:
+    """Number of a rank's dense and expert parameters in the parts that count; of other parts adapters alone count."""
+    dense, experts = 0, 0
     has_matrix, needs_matrix = False, False
     for stage in run.stages[rank]:
         for part, count in stage.items():
-            own_dense, own_experts = parameters_of(part, run.model_parts, sizes)
-            dense, experts = dense + count * own_dense, experts + count * own_experts
             has_matrix |= part.matrices > 0
-            needs_matrix |= part.shared_matrices > 0
-            if part.layer is not None:
-                config = part.layer.config
-                width = config.ffn_hidden_size // sizes.tp * (2 if config.is_gated else 1)
-                largest = max(largest, width * config.hidden_size)
-    matrix = cost.vocabulary_parameters(run.model, sizes)
+            needs_matrix |= part.shared_matrices > 0 and is_counted(part)
+            own = adapter_parameters(part, run.sizes), 0
+            if is_counted(part):
+                own = parameters_of(part, run.model_parts, run.sizes)
+            dense, experts = dense + count * own[0], experts + count * own[1]
     if needs_matrix and not has_matrix:
-        dense += matrix
-    return dense, experts, largest, matrix if has_matrix or needs_matrix else 0
-
-
-def _bytes_per_parameter(run: Run) -> tuple[int, int, int, int]:
-    """Weights, gradients, master weights and two moments, as AdamW has them, where nothing is cut over replicas."""
-    return run.bytes_per_element, run.gradient_bytes, run.stepped_bytes * run.is_mixed, 2 * run.stepped_bytes
+        dense += cost.vocabulary_parameters(run.model, run.sizes)
+    return dense, experts

@@ -1,11 +1,11 @@
-"""What a rank allocates and multiplies while its own code runs, on tensors of any device.
+"""Memory and FLOPs of a rank while its own code runs, on tensors of any device.
 
-A storage counts from the operation that returns it until nobody holds it, rounded up as CUDA's allocator rounds. Matrix
-products count as `torch.utils.flop_counter` counts them. Attention counts the pairs of tokens that are needed, half of
-all where it is causal, and its backward twice its forward; that a kernel makes scores again there does not count.
+A storage counts from the operation that returns it until it is freed, rounded up as by CUDA's allocator. Matrix
+products count as in `torch.utils.flop_counter`. Attention counts the pairs of tokens that are needed, half of all where
+it is causal, and its backward twice its forward; scores that a kernel recomputes there do not count.
 
-Meta tensors have no numbers: what the host reads of them is zeros, or True where each element has a truth of its own.
-Whole numbers that came from the host (positions, where sequences start) are known to it. Q queries, K keys.
+Meta tensors have no values: the host reads zeros from them, or True from booleans. Integers that came from the host
+(positions, starts of sequences) are known to it. Q queries, K keys.
 """
 
 import weakref
@@ -20,42 +20,42 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-# That CUDA's allocator gives at least, and in multiples of.
+# CUDA's allocator allocates multiples of this.
 _BLOCK_BYTES = 512
 _ATEN = torch.ops.aten
 _PRODUCTS = {
     packet: flop_registry[packet]
     for packet in (_ATEN.mm, _ATEN.addmm, _ATEN.bmm, _ATEN.baddbmm, _ATEN._scaled_mm, _ATEN.convolution)
 }
+# The registry lacks the in-place products.
 _PRODUCTS |= {_ATEN.addmm_: flop_registry[_ATEN.addmm], _ATEN.baddbmm_: flop_registry[_ATEN.baddbmm]}
-# The same in place, which no registry has.
 OTHERS = "activations and others"
 
 
 class MemoryTracker(TorchDispatchMode):
-    """While it is entered it follows every tensor of one kind of device."""
+    """A dispatch mode that tracks every tensor of one type of device."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._type = device.type
-        self._sizes: dict[int, int] = {}
         # By address of the storage.
+        self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
         self._kinds: dict[int, str] = {}
         self.live_bytes = self.peak_bytes = 0
         self.peak_by_kind: dict[str, int] = {}
         self._live_by_kind: Counter[str] = Counter()
-        # What runs, in words.
+        # The current action, in words.
         self.place, self.peak_place = "", ""
         # By kind of product.
         self.flops: Counter[str] = Counter()
-        # Whole numbers, by address of the storage on the device.
+        # Integers, by address of the storage on the device.
         self._from_host: dict[int, Tensor] = {}
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def name(self, kind: str, tensors: Iterator[Tensor]) -> None:
-        """Says what tensors are; what has a name already keeps it."""
+        """Names the kind of tensors that have none yet."""
         for tensor in tensors:
             self._follow(tensor)
             key = tensor.untyped_storage()._cdata
@@ -64,7 +64,7 @@ class MemoryTracker(TorchDispatchMode):
                 self._live_by_kind[kind] += self._sizes[key]
 
     def begin(self) -> None:
-        """Starts counting the peak and FLOPs anew."""
+        """Resets the peak and the FLOPs."""
         self.peak_bytes = 0
         self.flops.clear()
         self._note_peak()
@@ -116,8 +116,8 @@ class MemoryTracker(TorchDispatchMode):
             self.flops["products"] += 2 * args[0].numel() * args[1].shape[-1]
         elif packet in _ATTENTION:
             self.flops["attention"] += int(_ATTENTION[packet](args, kwargs))
-        elif packet in _IN_A_ROW:
-            self.flops["attention"] += int(_IN_A_ROW[packet](args, kwargs, self._known))
+        elif packet in _PACKED:
+            self.flops["attention"] += int(_PACKED[packet](args, kwargs, self._known))
         if isinstance(output, Tensor):
             self._follow(output)
             self._note_numbers(func, args, output)
@@ -128,7 +128,7 @@ class MemoryTracker(TorchDispatchMode):
         return output
 
     def _note_numbers(self, func: Any, args: tuple[Any, ...], output: Tensor) -> None:
-        """Keeps what whole numbers the host has given, until somebody changes them."""
+        """Saves integers that the host has copied to the device, until they change."""
         if not output.is_meta:
             return
         if func._schema.is_mutable:
@@ -138,7 +138,7 @@ class MemoryTracker(TorchDispatchMode):
             self._from_host[output.untyped_storage()._cdata] = held.copy_(args[0])
 
     def _known(self, x: Tensor) -> Tensor | None:
-        """The numbers of a tensor on the host, where it has any."""
+        """The values of a tensor on the host, where they are known."""
         if not x.is_meta:
             return x
         held = self._from_host.get(x.untyped_storage()._cdata)
@@ -146,7 +146,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @contextmanager
     def at(self, place: str) -> Iterator[None]:
-        """Inside the block a peak is one of this place."""
+        """A block in which a peak counts at this place."""
         before, self.place = self.place, place
         try:
             yield
@@ -154,7 +154,7 @@ class MemoryTracker(TorchDispatchMode):
             self.place = before
 
 
-# --- what a device would say of a meta tensor -----------------------------------------------------------------------
+# --- answers of a device for meta tensors -----------------------------------------------------------------------
 
 _Arguments = tuple[Any, ...]
 _Named = dict[str, Any]
@@ -178,7 +178,7 @@ def _number(args: _Arguments, kwargs: _Named) -> tuple[object] | None:
 
 
 def _efficient_gradients(grad: Tensor, queries: Tensor, keys: Tensor, values: Tensor, *rest: Any, **named: Any) -> Any:
-    # Torch's own shapes for meta tensors take other arguments than the operation has.
+    # Torch's own shape function takes other arguments than the operation.
     unused = queries.new_empty(())
     return *(torch.empty_like(x) for x in (queries, keys, values)), unused
 
@@ -194,7 +194,7 @@ _ANSWERS: dict[Any, Callable[[_Arguments, _Named], tuple[Any, ...] | None]] = {
 
 
 def _pairs(queries: int, keys: int, is_causal: bool) -> float:
-    """Pairs that are needed; a causal query stands with the key at its place, counted from either end."""
+    """Needed pairs of queries and keys; a causal query is aligned with the key at its place, from either end."""
     if not is_causal:
         return queries * keys
     return min(queries, keys) ** 2 / 2 if keys <= queries else queries * keys - queries**2 / 2
@@ -211,49 +211,47 @@ def _by_token(queries: Tensor, keys: Tensor, is_causal: bool) -> float:
     return _by_head(queries.transpose(1, 2), keys.transpose(1, 2), is_causal)
 
 
-def _in_a_row(queries: Tensor, told: _Arguments, is_causal: bool, named: _Named, numbers: _Numbers) -> float:
-    """Of a forward: queries [T, A, D] of sequences in a row. `told` are where those of queries and of keys start, and
-    the longest of each: all are as long where nobody knows better."""
+def _packed(queries: Tensor, bounds: _Arguments, is_causal: bool, named: _Named, numbers: _Numbers) -> float:
+    """FLOPs of an attention forward with queries [T, A, D] of packed sequences. `bounds` are the starts of queries and
+    of keys, and the longest sequence of each, which counts for all where the starts are unknown."""
     window = named.get("window_size_left", -1) + 1
-    starts = [x.tolist() for x in map(numbers, told[:2]) if x is not None]
+    starts = [x.tolist() for x in map(numbers, bounds[:2]) if x is not None]
     if len(starts) == 2:
         lengths = [(b - a, d - c) for (a, b), (c, d) in zip(*map(pairwise, starts), strict=True)]
     else:
-        lengths = [told[2:]] * (len(told[0]) - 1)
+        lengths = [bounds[2:]] * (len(bounds[0]) - 1)
     pairs = sum(_in_band(*one, window) if window else _pairs(*one, is_causal) for one in lengths)
     return 4 * queries.shape[1] * pairs * queries.shape[2]
 
 
 def _in_band(queries: int, keys: int, window: int) -> float:
-    """Pairs of the last `window` keys of each query, the last query at the last key; an area, as half of a square is
-    of causal attention."""
+    """Pairs of each query with its last `window` keys, the last query aligned with the last key; an area, like the half
+    square of causal attention."""
     corners = (keys - queries, keys - window)
     return (keys**2 - sum(max(x, 0) ** 2 for x in corners) + max(keys - queries - window, 0) ** 2) / 2
 
 
-def _argument(args: _Arguments, kwargs: _Named, place: int, name: str, default: Any = None) -> Any:
-    return args[place] if len(args) > place else kwargs.get(name, default)
+def _attention(first: int, causal: int, times: int = 1, flops: Any = _by_head) -> Callable[..., float]:
+    """FLOPs of a kernel by the places of its arguments: queries (keys follow) and `is_causal`."""
+
+    def flops_of(args: _Arguments, kwargs: _Named) -> float:
+        is_causal = args[causal] if len(args) > causal else kwargs.get("is_causal")
+        return float(times * flops(args[first], args[first + 1], bool(is_causal)))
+
+    return flops_of
 
 
 _ATTENTION: dict[Any, Callable[[_Arguments, _Named], float]] = {
-    _ATEN._scaled_dot_product_flash_attention: lambda a, k: _by_head(
-        a[0], a[1], _argument(a, k, 4, "is_causal", False)
-    ),
-    _ATEN._scaled_dot_product_flash_attention_backward: lambda a, k: 2 * _by_head(a[1], a[2], a[11]),
-    _ATEN._scaled_dot_product_efficient_attention: lambda a, k: _by_head(
-        a[0], a[1], _argument(a, k, 6, "is_causal", False)
-    ),
-    _ATEN._scaled_dot_product_efficient_attention_backward: lambda a, k: (
-        2 * _by_head(a[1], a[2], _argument(a, k, 11, "is_causal", False))
-    ),
-    _ATEN._scaled_dot_product_flash_attention_for_cpu: lambda a, k: _by_head(
-        a[0], a[1], _argument(a, k, 4, "is_causal", False)
-    ),
-    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: lambda a, k: 2 * _by_head(a[1], a[2], a[7]),
-    _ATEN._efficient_attention_forward: lambda a, k: _by_token(a[0], a[1], bool(a[9])),
-    _ATEN._efficient_attention_backward: lambda a, k: 2 * _by_token(a[1], a[2], bool(a[14])),
+    _ATEN._scaled_dot_product_flash_attention: _attention(0, 4),
+    _ATEN._scaled_dot_product_flash_attention_backward: _attention(1, 11, 2),
+    _ATEN._scaled_dot_product_efficient_attention: _attention(0, 6),
+    _ATEN._scaled_dot_product_efficient_attention_backward: _attention(1, 11, 2),
+    _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention(0, 4),
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention(1, 7, 2),
+    _ATEN._efficient_attention_forward: _attention(0, 9, 1, _by_token),
+    _ATEN._efficient_attention_backward: _attention(1, 14, 2, _by_token),
 }
-_IN_A_ROW: dict[Any, Callable[[_Arguments, _Named, _Numbers], float]] = {
-    _ATEN._flash_attention_forward: lambda a, k, numbers: _in_a_row(a[0], a[3:7], a[8], k, numbers),
-    _ATEN._flash_attention_backward: lambda a, k, numbers: 2 * _in_a_row(a[1], a[6:10], a[11], k, numbers),
+_PACKED: dict[Any, Callable[[_Arguments, _Named, _Numbers], float]] = {
+    _ATEN._flash_attention_forward: lambda a, k, numbers: _packed(a[0], a[3:7], a[8], k, numbers),
+    _ATEN._flash_attention_backward: lambda a, k, numbers: 2 * _packed(a[1], a[6:10], a[11], k, numbers),
 }

@@ -1,16 +1,16 @@
-"""A model as costs see it: its parts in order, each with its parameters, its products and what it keeps.
+"""A model as a list of parts in order, each with its parameters and its matrix products.
 
-GPT, BERT, T5 and LLaVA come down to one list of `Piece`s, on which stages, memory and time are planned. Equal layers
-are equal values, so that a stage is a few kinds of pieces and how many there are of each.
+GPT, BERT, T5 and LLaVA all become lists of `ModelPart`s, on which stages, memory and time are planned. Equal layers are
+equal values, so that a stage is a few kinds of parts with their counts.
 
 H hidden, V vocabulary; tokens are those of one sample.
 """
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Literal, TypeVar
 
 from lightning_megatron.mesh import Sizes, StageLayout
 from lightning_megatron.models import BertConfig, GPTConfig, LlavaConfig, T5Config
@@ -20,12 +20,28 @@ from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.linears import CROSS_KEY_VALUE
 
 Model = GPTConfig | BertConfig | T5Config
-"""A LlavaConfig is a GPTConfig."""
+"""Configuration of a model; a LlavaConfig is a GPTConfig."""
+
+_T = TypeVar("_T")
+
+
+def hashed_once(cls: type[_T]) -> type[_T]:
+    """A frozen dataclass whose instances keep their hash: they are looked up often and have many nested fields."""
+    compute = cls.__hash__
+
+    def cached_hash(self: _T) -> int:
+        known = self.__dict__.get("_hash")
+        if known is None:
+            known = self.__dict__["_hash"] = compute(self)
+        return known
+
+    cls.__hash__ = cached_hash  # type: ignore[assignment]
+    return cls
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceLengths:
-    """How long the samples are, in tokens."""
+    """Lengths of the samples, in tokens."""
 
     sequence: int
     """Tokens of a text, or of T5's encoder."""
@@ -34,67 +50,71 @@ class SequenceLengths:
     images: int = 0
     """Images in each sample of a LLaVA."""
     are_packed: bool = False
-    """A sample is a row of documents that do not see each other; counted as one."""
+    """Whether a sample is packed with documents that do not attend to each other; it counts as one document."""
     documents: tuple[int, ...] = ()
     """Lengths of the documents in a packed sample; empty: the sample counts as one document."""
 
 
+@hashed_once
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One transformer layer on a sample's stream."""
+    """One transformer layer on a sample's sequence."""
 
     config: TransformerConfig
     index: int = 0
     """Index of the first layer of this kind."""
     sequence: int
-    """Tokens of its stream."""
+    """Tokens of its sequence."""
     is_causal: bool = True
     memory: int = 0
-    """Tokens of an encoder that it attends to."""
+    """Tokens of the encoder's output that it attends to."""
     repeats: float = 1
-    """Streams of a sample: images, or of those the share of a rank."""
+    """Sequences in a sample: images, or a rank's share of them."""
     is_cut_by_context: bool = True
-    """Ranks of cp share its stream."""
+    """Whether ranks of cp share its sequence."""
     has_bounds: bool = False
-    """Attention keeps to documents."""
+    """Whether attention stays within documents."""
     documents: tuple[int, ...] = ()
     """Lengths of packed documents; empty: the sequence counts as one document."""
 
-    # Looked up often, and configurations have many fields.
-    @cached_property
-    def _hash(self) -> int:
-        return hash(tuple(getattr(self, field.name) for field in fields(self)))
-
-    def __hash__(self) -> int:
-        return self._hash
-
     @property
     def window(self) -> int:
+        """Tokens of the sliding window; 0: all."""
         return self.config.window_of(self.index) if self.is_causal else 0
 
     @property
     def has_experts(self) -> bool:
         return self.config.has_experts(self.index)
 
+    @property
+    def has_relative_bias(self) -> bool:
+        """Whether attention adds a bias by relative position."""
+        return isinstance(self.config, T5Config) and self.config.position == "relative"
+
+    def is_by_document(self, sizes: Sizes) -> bool:
+        """Whether self-attention runs in this package's code for documents, cp and biases."""
+        is_padded = isinstance(self.config, BertConfig) or self.has_bounds
+        return is_padded or self.has_relative_bias or (sizes.cp > 1 and self.is_cut_by_context)
+
     def streams(self, batch: int) -> int:
-        """Number of streams in a batch of so many samples."""
+        """Number of sequences in a batch of so many samples."""
         return round(batch * self.repeats)
 
     def tokens_on(self, sizes: Sizes) -> float:
-        """Tokens of a sample that a rank holds."""
+        """Number of tokens of a sample that a rank holds."""
         return self.repeats * self.sequence / self._num_sharing(sizes)
 
     def memory_on(self, sizes: Sizes) -> float:
-        """Encoder tokens of a sample that a rank holds."""
+        """Number of encoder tokens of a sample that a rank holds."""
         return self.repeats * self.memory / self._num_sharing(sizes)
 
     def _num_sharing(self, sizes: Sizes) -> int:
         return sizes.cp if self.is_cut_by_context else 1
 
 
-def sent_rows(layer: Layer, sizes: Sizes, micro_batch: int, *, own: float | None = None) -> float:
-    """Rows that a rank sends to the experts of a layer for a microbatch, of `own` tokens where their number is known;
-    those of a rank's experts are as many times etp."""
+def sent_tokens(layer: Layer, sizes: Sizes, micro_batch: int, *, own: float | None = None) -> float:
+    """Number of tokens that a rank dispatches to the experts of a layer for a microbatch, of its `own` tokens if their
+    number is known. A rank's experts receive etp times as many."""
     assert layer.config.moe is not None
     streams = layer.streams(micro_batch)
     return cost.expert_rows(
@@ -120,15 +140,16 @@ class Product:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraAdapter:
-    """A LoRA adapter beside a frozen linear, as in `tensor.low_rank`."""
+    """A LoRA adapter of a frozen linear, as in `tensor.low_rank`."""
 
     name: str
     """Name of the linear."""
     rank: int
-    """Numbers a token between its two matrices."""
+    """Features between its two matrices."""
     inputs: int
+    """Input features of the linear."""
     outputs: int
-    """Features of the linear."""
+    """Output features of the linear."""
     cuts_outputs: bool
     """Whether tp shards the linear's outputs; otherwise its inputs."""
     has_dropout: bool = False
@@ -136,19 +157,24 @@ class LoraAdapter:
 
     @property
     def reads_memory(self) -> bool:
-        """Whether what an encoder gave goes in, and not the layer's own stream."""
+        """Whether the adapter reads the encoder's output instead of the layer's own hidden state."""
         return self.name == CROSS_KEY_VALUE
 
     def tokens_on(self, layer: Layer, sizes: Sizes) -> float:
-        """Tokens of a sample that the adapter reads on a rank."""
+        """Number of tokens of a sample that the adapter reads on a rank."""
         return layer.memory_on(sizes) if self.reads_memory else layer.tokens_on(sizes)
 
+    def features_on(self, tp: int, sp: int = 1) -> tuple[float, float]:
+        """Input and output features on a rank; sp shards the input of a column-parallel one."""
+        return (self.inputs / sp, self.outputs / tp) if self.cuts_outputs else (self.inputs / tp, self.outputs)
+
     def parameters(self, tp: int) -> int:
-        """Parameters of the adapter on a rank."""
+        """Number of the adapter's parameters on a rank."""
         inputs, outputs = (1, tp) if self.cuts_outputs else (tp, 1)
         return self.rank * (self.inputs // inputs + self.outputs // outputs)
 
 
+@hashed_once
 @dataclass(frozen=True, kw_only=True)
 class ModelPart:
     """A part of a model: a layer, or one of its ends."""
@@ -161,7 +187,7 @@ class ModelPart:
     shared_matrices: int = 0
     """Tied vocabulary matrices of another part, built here where the stage does not have that part."""
     sharded: int = 0
-    """Other parameters that tp cuts."""
+    """Other parameters that tp shards."""
     replicated: int = 0
     """Parameters that every rank has."""
     products: tuple[Product, ...] = ()
@@ -181,24 +207,16 @@ class ModelPart:
     needs_memory: bool = True
     """Whether the stage needs the gradient of the encoder's output."""
     adapters: tuple[LoraAdapter, ...] = ()
-    """LoRA adapters beside linears of the layer."""
+    """LoRA adapters of the layer's linears."""
 
     @property
     def is_layer(self) -> bool:
-        """Whether recomputation runs it again as a whole: a layer of a stack or of a tower that runs at all."""
+        """Whether full recomputation covers the part: a layer of a stack, or one of a tower that runs at all."""
         return self.layer is not None and self.layer.repeats > 0
-
-    # Looked up often, and configurations have many fields.
-    @cached_property
-    def _hash(self) -> int:
-        return hash(tuple(getattr(self, field.name) for field in fields(self)))
-
-    def __hash__(self) -> int:
-        return self._hash
 
 
 def shared_over_context(part: ModelPart, images: int, micro_batch: int, cp: int) -> ModelPart:
-    """A piece as a rank of cp runs it: of a tower it runs as many images of a microbatch as the others."""
+    """A part as a rank of cp runs it: cp ranks share the images of a microbatch evenly."""
     if part.component == "language" or images == 0 or cp == 1:
         return part
     share = -(-micro_batch * images // cp) / (micro_batch * images)
@@ -208,28 +226,21 @@ def shared_over_context(part: ModelPart, images: int, micro_batch: int, cp: int)
 
 
 Stage = Mapping[ModelPart, int]
-"""The pieces of a stage, and how many there are of each."""
+"""The parts of a stage with their counts."""
 
 
+@hashed_once
 @dataclass(frozen=True, kw_only=True)
 class ModelParts:
-    """The pieces of a model, in order."""
+    """The parts of a model, in order."""
 
     config: Model
     lengths: SequenceLengths
     parts: tuple[ModelPart, ...]
 
-    # Looked up often, and configurations have many fields.
-    @cached_property
-    def _hash(self) -> int:
-        return hash(tuple(getattr(self, field.name) for field in fields(self)))
-
-    def __hash__(self) -> int:
-        return self._hash
-
     @cached_property
     def wide_components(self) -> frozenset[str]:
-        """The parts of a model whose embeddings are frozen."""
+        """Components of a model whose embeddings are frozen."""
         return frozenset(
             part.component
             for part in self.parts
@@ -238,16 +249,16 @@ class ModelParts:
 
     @property
     def num_layers(self) -> int:
-        """Number of layers that stages divide."""
+        """Number of layers that are spread over stages."""
         return sum(part.symbol == "t" for part in self.parts)
 
     @property
     def tokens(self) -> int:
-        """Tokens of a sample as tokens per second count them: those of both stacks for a T5."""
+        """Number of tokens of a sample as tokens per second count them: a T5's are those of both stacks."""
         return self.lengths.sequence + self.lengths.decoder_sequence
 
     def parameters(self) -> int:
-        """Parameters of the unsplit model, without the padding of its vocabulary."""
+        """Number of parameters of the unsplit model, without the padding of its vocabulary."""
         config = self.config
         padded = cost.vocabulary_parameters(config)
         matrices = sum(part.matrices for part in self.parts)
@@ -257,7 +268,7 @@ class ModelParts:
 
 @lru_cache(maxsize=64)
 def model_parts_of(model: Model, lengths: SequenceLengths) -> ModelParts:
-    """The pieces of a model on samples of that length."""
+    """The parts of a model on samples of these lengths."""
     if isinstance(model, T5Config):
         parts = _t5(model, lengths)
     elif isinstance(model, BertConfig):
@@ -269,37 +280,24 @@ def model_parts_of(model: Model, lengths: SequenceLengths) -> ModelParts:
     return ModelParts(config=model, lengths=lengths, parts=parts)
 
 
-def ordered_stages(model_parts: ModelParts, num_stages: int, layout: StageLayout) -> tuple[tuple[ModelPart, ...], ...]:
-    """Parts of each stage, in order."""
-    return tuple(model_parts.parts[first:end] for first, end in _stage_ranges(model_parts, num_stages, layout))
-
-
-def _stage_ranges(model_parts: ModelParts, num_stages: int, layout: StageLayout) -> tuple[tuple[int, int], ...]:
-    parts = model_parts.parts
-    costs = [float(part_flops(part, model_parts.config, batch=1)) for part in parts] if layout.balance == "cost" else []
-    return _ranges(tuple(part.symbol for part in parts), tuple(costs), num_stages, layout)
-
-
 @lru_cache(maxsize=1024)
-def _ranges(
-    symbols: tuple[str, ...], costs: tuple[float, ...], num_stages: int, layout: StageLayout
-) -> tuple[tuple[int, int], ...]:
-    ranges = assign(symbols, costs or [1.0] * len(symbols), num_stages, layout)
-    return tuple((parts.start, parts.stop) for parts in ranges)
+def ordered_stages(model_parts: ModelParts, num_stages: int, layout: StageLayout) -> tuple[tuple[ModelPart, ...], ...]:
+    """The parts of each stage, in order."""
+    parts, costs = model_parts.parts, [1.0] * len(model_parts.parts)
+    if layout.balance == "cost":
+        costs = [float(part_flops(part, model_parts.config, batch=1)) for part in parts]
+    ranges = assign([part.symbol for part in parts], costs, num_stages, layout)
+    return tuple(parts[places.start : places.stop] for places in ranges)
 
 
 @lru_cache(maxsize=65536)
 def parameters_of(part: ModelPart, model_parts: ModelParts, sizes: Sizes) -> tuple[int, int]:
-    """Parameters of a piece that a rank holds: those with replicas over dp and cp, and those of experts, over edp.
+    """Number of a part's dense parameters on a rank (data parallel over dp x cp), and of its experts' (over edp).
 
-    Matrices that it shares are not among them.
+    Tied matrices of another part do not count.
     """
-    dense = (
-        part.matrices * cost.vocabulary_parameters(model_parts.config, sizes)
-        + part.sharded // sizes.tp
-        + part.replicated
-    )
-    dense += adapter_parameters(part, sizes)
+    matrices = part.matrices * cost.vocabulary_parameters(model_parts.config, sizes)
+    dense = matrices + part.sharded // sizes.tp + part.replicated + adapter_parameters(part, sizes)
     layer = part.layer
     if layer is None:
         return dense, 0
@@ -309,12 +307,12 @@ def parameters_of(part: ModelPart, model_parts: ModelParts, sizes: Sizes) -> tup
 
 
 def adapter_parameters(part: ModelPart, sizes: Sizes) -> int:
-    """Parameters of a part's LoRA adapters on a rank."""
-    return sum(path.parameters(sizes.tp) for path in part.adapters)
+    """Number of parameters of a part's LoRA adapters on a rank."""
+    return sum(adapter.parameters(sizes.tp) for adapter in part.adapters)
 
 
 def part_flops(part: ModelPart, config: Model, *, batch: int, counts_all_pairs: bool = False) -> int:
-    """Forward FLOPs of matrix products of the unsplit piece; causal attention counts half, or all pairs."""
+    """Forward FLOPs of the unsplit part's matrix products; causal attention counts half of the pairs, or all."""
     flops = sum(2 * round(batch * product.tokens) * product.inputs * product.outputs for product in part.products)
     flops += cost.head_flops(config, num_tokens=batch * part.logit_tokens)
     layer = part.layer
@@ -329,7 +327,7 @@ def part_flops(part: ModelPart, config: Model, *, batch: int, counts_all_pairs: 
 
 
 def own_attention_flops(layer: Layer, streams: int, *, counts_all_pairs: bool = False) -> int:
-    """Forward FLOPs of a layer's attention within its streams, of which each document sees itself alone."""
+    """Forward FLOPs of a layer's self-attention, within documents."""
     return sum(
         number
         * cost.layer_attention_flops(
@@ -371,7 +369,7 @@ def _layers(
     has_bounds: bool = False,
     documents: tuple[int, ...] = (),
 ) -> tuple[ModelPart, ...]:
-    """Layers of a stack; those of one kind are equal."""
+    """Layers of a stack; layers of one kind are equal."""
     first: dict[tuple[bool, int], int] = {}
     kinds = [(model.has_experts(i), model.window_of(i)) for i in range(model.num_layers)]
     for index, kind in enumerate(kinds):
@@ -423,7 +421,7 @@ def _t5(model: T5Config, lengths: SequenceLengths) -> tuple[ModelPart, ...]:
             replicated=model.max_sequence_length * hidden * is_learned,
             embedded_tokens=lengths.sequence,
         ),
-        # The first layer of a stack has its table of relative positions; other stages build their own.
+        # A stack's first layer has its table of relative positions; other stages build their own.
         ModelPart(symbol="t", layer=encoder, sharded=table),
         *[ModelPart(symbol="t", layer=encoder)] * (model.num_layers - 1),
         ModelPart(symbol="", replicated=norm),
@@ -442,12 +440,12 @@ def _t5(model: T5Config, lengths: SequenceLengths) -> tuple[ModelPart, ...]:
 
 
 def _tower(model: LlavaConfig, lengths: SequenceLengths) -> tuple[ModelPart, ...]:
-    """The vision tower and the projector. Layers behind the one that is read are held and not run."""
+    """The vision tower and the projector. Layers after the one whose output is read are held and not run."""
     vision, hidden = model.vision, model.hidden_size
     width, length, norm = vision.hidden_size, vision.max_sequence_length, cost.norm_parameters(vision)
     pixels = vision.num_channels * vision.patch_size**2
     embedding = pixels * width + width + length * width + norm * vision.has_input_norm
-    # What is read goes through the projector.
+    # The projector reads all features.
     features = lengths.images * length
     used = Layer(config=vision, sequence=length, is_causal=False, repeats=lengths.images, is_cut_by_context=False)
     num_used = model.num_vision_layers

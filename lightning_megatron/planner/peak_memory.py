@@ -1,7 +1,7 @@
-"""When a pipeline rank holds the most, where microbatches differ: under dynamic context parallelism.
+"""Moments at which a pipeline rank may reach its peak memory, where microbatches differ (dynamic context parallelism).
 
-The order of a schedule is walked: a microbatch is held from its forward to the last part of its backward. What is held
-grows with tokens, so of the moments those matter that no other equals in both the tokens held and the tokens at work.
+The order of a schedule is walked: a microbatch is held from its forward to the last part of its backward. Memory grows
+with tokens, so a moment matters if no other has as many tokens both held and in the current microbatch.
 """
 
 from dataclasses import dataclass, replace
@@ -17,26 +17,26 @@ from lightning_megatron.planner.split_backward import SplitBackwardStep, walked
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """A microbatch at work on a rank that keeps others."""
+    """A microbatch that runs on a rank, and the saved microbatches of that rank."""
 
     run: Run
-    """In which all microbatches are like the one at work."""
+    """A run in which all microbatches are like the current one."""
     line: int
     """Place of the rank among dp x cp."""
-    kept: tuple[float, ...]
-    """Microbatches like that one whose tokens are as many as those that are kept, by chunk."""
+    saved: tuple[float, ...]
+    """Saved microbatches of each chunk, in units of the current one's tokens."""
     split_steps: tuple[SplitBackwardStep, ...] = ()
-    """The same where halves of backwards are put off."""
+    """The step of a split backward, in units of the current microbatch's tokens."""
 
 
 def of_group(run: Run, group: RankGroup) -> Run:
-    """The run of which all microbatches are like that of a group of the run's balanced batch."""
+    """A run whose microbatches are all like that of one group of the balanced batch."""
     assert run.balanced is not None
     return of_documents(run, run.balanced.lengths_of(group), group.size)
 
 
 def of_documents(run: Run, documents: tuple[int, ...], size: int) -> Run:
-    """The run of which all microbatches have documents of these lengths, over so many of the ranks dp x cp."""
+    """A run whose microbatches all have documents of these lengths, over so many of the dp x cp ranks."""
     sizes = replace(
         run.sizes,
         cp=size,
@@ -51,39 +51,40 @@ def of_documents(run: Run, documents: tuple[int, ...], size: int) -> Run:
         lengths=SequenceLengths(sequence=max(sum(documents), 1), are_packed=True, documents=documents),
         micro_batch_size=1,
         global_batch_size=sizes.dp * run.num_microbatches,
-        # It is under a schedule, be it alone.
+        # Even a single microbatch runs under a schedule.
         cuts_by_rows=True,
     )
 
 
 def moments_of(run: Run, rank: int, line: int | None = None) -> list[Moment]:
-    """Of a pipeline rank, over all ranks that share its stages or on the one at that place among them."""
+    """Moments of a pipeline rank, over all ranks that share its stages, or on the one at place `line` among them."""
     assert run.balanced is not None
-    step = run.balanced
-    lines = step.lines if line is None else {line: step.plan.groups_of(line)}
+    batch = run.balanced
+    lines = batch.lines if line is None else {line: batch.plan.groups_of(line)}
     moments = [
         (line, groups, *moment)
         for line, groups in lines.items()
-        for moment in walked(run.schedule, rank, [step.rows_of(group) for group in groups])
+        for moment in walked(run.schedule, rank, [batch.tokens_of(group) for group in groups])
     ]
-    # What a report tells of activations, whichever moment is the peak: put-off halves count as whole.
+    # Reported activations, whichever moment is the peak: between dgrad and wgrad a microbatch counts as saved.
     fullest: dict[int, tuple[float, ...]] = {}
-    for own, _, half, _ in moments:
-        fullest[own] = max(fullest.get(own, ()), tuple(map(add, half.kept, half.waiting)), key=sum)
+    for own, _, step, _ in moments:
+        fullest[own] = max(fullest.get(own, ()), tuple(map(add, step.saved, step.waiting)), key=sum)
     found: list[Moment] = []
     most: dict[tuple[Kind, int] | None, int] = {}
-    for line, groups, half, microbatch in sorted(moments, key=lambda one: -sum(one[2].kept + one[2].waiting)):
-        rows = step.rows_of(groups[microbatch])
-        place = (half.kind, half.chunk) if splits_backward(run.schedule) else None
-        if rows <= most.get(place, 0):
+    for line, groups, step, microbatch in sorted(moments, key=lambda one: -sum(one[2].saved + one[2].waiting)):
+        tokens = batch.tokens_of(groups[microbatch])
+        place = (step.kind, step.chunk) if splits_backward(run.schedule) else None
+        if tokens <= most.get(place, 0):
             continue
-        most[place] = rows
+        most[place] = tokens
         alike = replace(
-            of_group(run, groups[microbatch]), held_tokens=sum(sum(step.lengths_of(group)) for group in groups)
+            of_group(run, groups[microbatch]), held_tokens=sum(sum(batch.lengths_of(group)) for group in groups)
         )
-        kept, waiting = (tuple(own / rows for own in held) for held in (half.kept, half.waiting))
-        split_steps = () if place is None else (replace(half, kept=kept, waiting=waiting, flying=half.flying / rows),)
-        if split_steps:
-            kept = tuple(held / rows for held in fullest[line])
-        found.append(Moment(run=alike, line=line, kept=kept, split_steps=split_steps))
+        saved, waiting = (tuple(own / tokens for own in held) for held in (step.saved, step.waiting))
+        split_steps: tuple[SplitBackwardStep, ...] = ()
+        if place is not None:
+            split_steps = (replace(step, saved=saved, waiting=waiting, in_flight=step.in_flight / tokens),)
+            saved = tuple(held / tokens for held in fullest[line])
+        found.append(Moment(run=alike, line=line, saved=saved, split_steps=split_steps))
     return found

@@ -1,4 +1,4 @@
-"""What a schedule makes of a stage: how long a step takes, and how many microbatches a rank saves for backward.
+"""Time of a step under a pipeline schedule, and the microbatches that a rank saves for backward.
 
 The order of a schedule is walked for as many microbatches as differ (`ScheduleSpec.steady_after`). With p ranks of v
 chunks, m microbatches, f and b the forward and backward of a microbatch through a rank, a step of a schedule that ramps
@@ -6,8 +6,8 @@ up once takes
 
     (sum over ranks of (f + b) - max) / v  + m max
 
-less what the pairs of the last rank hide; the slowest rank is then the one that takes longest for a pair. Of all others
-the simulator plays the share of the step that stands idle.
+less the time that overlap hides on the last rank; the slowest rank is then the one with the longest overlapped pair.
+For all other schedules the simulator gives the bubble's share of the step.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,8 @@ from lightning_megatron.pipeline.simulate import Costs
 
 
 @lru_cache(maxsize=65536)
-def kept_by_chunk(schedule: Schedule, rank: int) -> tuple[int, ...]:
-    """Microbatches of each chunk that a rank saves for backward, when it first saves the most."""
+def saved_by_chunk(schedule: Schedule, rank: int) -> tuple[int, ...]:
+    """Number of microbatches of each chunk that a rank saves for backward, when it first saves the most."""
     actions = _steady_order(_steady(schedule))[rank]
     chunks = {stage: chunk for chunk, stage in enumerate(sorted({action.stage for action in actions}))}
     saved, most = [0] * len(chunks), (0,) * len(chunks)
@@ -38,22 +38,22 @@ def kept_by_chunk(schedule: Schedule, rank: int) -> tuple[int, ...]:
 
 
 def splits_backward(schedule: Schedule) -> bool:
-    """Whether backwards are cut in two, and the halves that make weights' gradients come later."""
+    """Whether the schedule splits backwards into dgrad and wgrad."""
     return spec_of(schedule.name).splits_backward
 
 
 def has_pairs(schedule: Schedule, rank: int) -> bool:
-    """Whether a rank runs a forward beside a backward."""
+    """Whether a rank overlaps a forward with a backward."""
     return schedule.is_overlapped and _num_pairs_of_rank(_steady(schedule), rank) > 0
 
 
 def num_pairs(schedule: Schedule) -> float:
-    """Pairs of a forward and a backward that the last rank runs, each through all chunks."""
+    """Number of overlapped forwards and backwards on the last rank, each through all chunks."""
     if not schedule.is_overlapped:
         return 0.0
     some = _steady(schedule)
-    further = schedule.microbatches - some.microbatches
-    return _num_pairs_of_rank(some, schedule.pp - 1) / schedule.chunks + further
+    more = schedule.microbatches - some.microbatches
+    return _num_pairs_of_rank(some, schedule.pp - 1) / schedule.chunks + more
 
 
 def _steady(schedule: Schedule) -> Schedule:
@@ -79,26 +79,27 @@ def _num_pairs_of_rank(schedule: Schedule, rank: int) -> int:
 def step_seconds(
     schedule: Schedule, forwards: Sequence[float], backwards: Sequence[float], hidden: Sequence[float] = ()
 ) -> float:
-    """From the first forward to the last backward, for the seconds of a microbatch through all chunks of each rank.
+    """Seconds from the first forward to the last backward, from those of a microbatch through all chunks of each rank.
 
-    `hidden` is what a forward and a backward of each rank take less side by side than one after the other.
+    Overlap hides `hidden` seconds of a forward and a backward on each rank.
     """
     totals = [forward + backward for forward, backward in zip(forwards, backwards, strict=True)]
-    spared, slowest = min(zip(hidden or [0.0] * len(totals), totals, strict=True), key=lambda pair: pair[0] - pair[1])
-    busy, spared = schedule.microbatches * slowest, num_pairs(schedule) * spared
+    pairs = zip(hidden or [0.0] * len(totals), totals, strict=True)
+    gained, slowest = min(pairs, key=lambda pair: pair[0] - pair[1])
+    busy, gained = schedule.microbatches * slowest, num_pairs(schedule) * gained
     if schedule.pp == 1:
-        return busy - spared
+        return busy - gained
     forward, backward = sum(forwards) / len(forwards), sum(backwards) / len(backwards)
     has_formula = bubble_formula(schedule, Costs(forward=1.0, backward=2.0)) is not None
     if has_formula and spec_of(schedule.name).ramps_once:
-        return busy + (sum(totals) - slowest) / schedule.chunks - spared
+        return busy + (sum(totals) - slowest) / schedule.chunks - gained
     share = _bubble(schedule, round(backward / forward, 1))
-    return busy / (1 - share) - spared
+    return busy / (1 - share) - gained
 
 
 @lru_cache(maxsize=256)
 def _bubble(schedule: Schedule, backward: float) -> float:
-    """The share of a step that stands idle, played; half of a backward is that of the weights."""
+    """The simulated bubble as a share of the step; wgrad is half of a backward."""
     half = backward / 2
     return timeline_of(
         schedule, Costs(forward=1.0, backward=backward, backward_input=half, backward_weight=half)

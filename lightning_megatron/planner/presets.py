@@ -55,61 +55,35 @@ def _experts(number: int, chosen: int, width: int = 0) -> MoEConfig:
     return MoEConfig(router=RouterConfig(num_experts=number, top_k=chosen), ffn_hidden_size=width)
 
 
-def _text(model: Model, length: int, batch: int) -> Preset:
-    return Preset(model=model, lengths=SequenceLengths(sequence=length), global_batch_size=batch)
+def _preset(model: Model, length: int, batch: int, **lengths: int) -> Preset:
+    return Preset(model=model, lengths=SequenceLengths(sequence=length, **lengths), global_batch_size=batch)
 
 
+_VICUNA = _llama(32, 4096, 32, 11008, 32000, num_query_groups=32, max_sequence_length=2048)
 _VISION = VisionConfig(num_layers=24, hidden_size=1024, num_attention_heads=16, image_size=336, patch_size=14)
+_MIXTRAL: dict[str, Any] = {"moe": _experts(8, 2), "max_sequence_length": 4096}
+_QWEN3: dict[str, Any] = {"num_query_groups": 4, "head_dim": 128, "qk_norm": True, "moe": _experts(128, 8, 768)}
 _BERT: dict[str, Any] = {"num_layers": 24, "hidden_size": 1024, "num_attention_heads": 16, "vocab_size": 30522}
 _T5: dict[str, Any] = {"num_layers": 24, "hidden_size": 1024, "num_attention_heads": 128, "head_dim": 128}
 
 PRESETS: dict[str, Preset] = {
-    "gpt2_124m": _text(_gpt(12, 768, 12, 50257, 1024), 1024, 512),
-    "gpt3_175b": _text(_gpt(96, 12288, 96, 51200, 2048), 2048, 1536),
-    "gpt_1t": _text(_gpt(128, 25600, 160, 51200, 2048), 2048, 3072),
-    "llama3_8b": _text(_llama(32, 4096, 32, 14336, 128256), 8192, 128),
-    "llama3_70b": _text(_llama(80, 8192, 64, 28672, 128256), 8192, 256),
-    "llama3_405b": _text(_llama(126, 16384, 128, 53248, 128256), 8192, 2048),
-    "mixtral_8x7b": _text(_llama(32, 4096, 32, 14336, 32000, moe=_experts(8, 2), max_sequence_length=4096), 4096, 1024),
-    "mixtral_8x22b": _text(
-        _llama(56, 6144, 48, 16384, 32000, moe=_experts(8, 2), max_sequence_length=4096), 4096, 1024
-    ),
-    "qwen3_30b_a3b": _text(
-        _llama(
-            48,
-            2048,
-            32,
-            6144,
-            151936,
-            num_query_groups=4,
-            head_dim=128,
-            qk_norm=True,
-            moe=_experts(128, 8, 768),
-            max_sequence_length=4096,
-        ),
-        4096,
-        512,
-    ),
-    "bert_large": _text(BertConfig(**_BERT), 512, 256),
-    "t5_11b": Preset(
-        model=T5Config(**_T5, ffn_hidden_size=65536, vocab_size=32128),
-        lengths=SequenceLengths(sequence=512, decoder_sequence=114),
-        global_batch_size=2048,
-    ),
-    "llava_7b": Preset(
-        model=LlavaConfig.of(
-            _llama(32, 4096, 32, 11008, 32000, num_query_groups=32, max_sequence_length=2048),
-            vision=_VISION,
-            image_token=32000,
-        ),
-        lengths=SequenceLengths(sequence=2048, images=1),
-        global_batch_size=128,
-    ),
+    "gpt2_124m": _preset(_gpt(12, 768, 12, 50257, 1024), 1024, 512),
+    "gpt3_175b": _preset(_gpt(96, 12288, 96, 51200, 2048), 2048, 1536),
+    "gpt_1t": _preset(_gpt(128, 25600, 160, 51200, 2048), 2048, 3072),
+    "llama3_8b": _preset(_llama(32, 4096, 32, 14336, 128256), 8192, 128),
+    "llama3_70b": _preset(_llama(80, 8192, 64, 28672, 128256), 8192, 256),
+    "llama3_405b": _preset(_llama(126, 16384, 128, 53248, 128256), 8192, 2048),
+    "mixtral_8x7b": _preset(_llama(32, 4096, 32, 14336, 32000, **_MIXTRAL), 4096, 1024),
+    "mixtral_8x22b": _preset(_llama(56, 6144, 48, 16384, 32000, **_MIXTRAL), 4096, 1024),
+    "qwen3_30b_a3b": _preset(_llama(48, 2048, 32, 6144, 151936, **_QWEN3, max_sequence_length=4096), 4096, 512),
+    "bert_large": _preset(BertConfig(**_BERT), 512, 256),
+    "t5_11b": _preset(T5Config(**_T5, ffn_hidden_size=65536, vocab_size=32128), 512, 2048, decoder_sequence=114),
+    "llava_7b": _preset(LlavaConfig.of(_VICUNA, vision=_VISION, image_token=32000), 2048, 128, images=1),
 }
 
 
 def preset_of(name: str) -> Preset:
-    """The preset of that name. Raises ValueError, naming all, for any other."""
+    """The preset of that name. Raises ValueError with all names for any other."""
     if name in PRESETS:
         return PRESETS[name]
     nearest = get_close_matches(name, PRESETS, n=1)

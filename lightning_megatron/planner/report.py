@@ -1,4 +1,4 @@
-"""An estimate, and what a search found, as text for a reader and as plain data for a program."""
+"""Reports of an estimate and of a search, as text and as JSON."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -31,20 +31,20 @@ _KINDS: tuple[tuple[type[Model], str], ...] = (
     (BertConfig, "BERT"),
     (GPTConfig, "GPT"),
 )
-# Of a longer pipeline its ends and its middle are shown.
+# A report of a longer pipeline shows its ends and its middle.
 _MOST_STAGES = 6
 _PRODUCTS: dict[Products, str] = {"full": "float32 without tensor cores", "half": "16 bits", "fp8": "FP8"}
-# Layouts that lack the least memory, of those that fell out.
+# So many rejected layouts are shown that lack the least memory.
 _NUM_NEAREST = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """A layout of a list."""
+    """A layout in the list of a search."""
 
     estimate: Estimate
     alike: tuple[str, ...] = ()
-    """Layouts with the same time that need more memory."""
+    """Layouts with equal times that need more memory."""
 
 
 def kind_name(model: Model) -> str:
@@ -53,7 +53,7 @@ def kind_name(model: Model) -> str:
 
 
 def model_text(run: Run) -> str:
-    """One line on the run: kind of model, parameters, samples, precision."""
+    """One line that describes the run: kind of model, parameters, samples, precision."""
     number, trained = run.model_parts.parameters(), trained_parameters(run.model_parts)
     parts = [f"{kind_name(run.model)} with {_counted(number)} parameters"]
     if run.model.moe is not None and type(run.model) is GPTConfig:
@@ -87,7 +87,7 @@ def _counted(number: int) -> str:
 
 
 def _conventions(run: Run) -> list[tuple[Convention, str]]:
-    """How FLOPs are counted, and what each is called; where no attention is causal all pairs count by any."""
+    """Conventions of counting FLOPs with their names in the report; without causal attention all pairs always count."""
     executed = (EXECUTED, EXECUTED.name)
     if any(part.layer is not None and part.layer.is_causal for part in run.model_parts.parts):
         return [*((one, one.name) for one in (MODEL, MODEL_ALL_PAIRS, HARDWARE_ALL_PAIRS)), executed]
@@ -95,12 +95,12 @@ def _conventions(run: Run) -> list[tuple[Convention, str]]:
 
 
 def _peak_text(found: Estimate) -> str:
-    """The peak that shares are of."""
+    """The peak that MFU divides by, in words."""
     return f"dense peak in {_PRODUCTS[found.timed_as]}, {found.gpu.peak_flops(found.timed_as) / TERA:,.4g} TFLOP/s"
 
 
 def layout_text(run: Run) -> str:
-    """As `--layout` reads it."""
+    """A layout in the notation of `--layout`."""
     sizes = run.sizes
     parts = [f"tp={sizes.tp}", f"pp={sizes.pp}"]
     parts += [f"{name}={sizes.of(name)}" for name in ("vp", "cp", "ep", "etp") if sizes.of(name) > 1]
@@ -118,7 +118,7 @@ def layout_text(run: Run) -> str:
 
 
 def cut_text(run: Run) -> str:
-    """How a step's samples are cut, and the schedule."""
+    """Microbatches of a step and the schedule, in words."""
     if run.balanced is None:
         text = f"{run.sizes.dp} replicas of {run.num_microbatches} microbatches of {run.micro_batch_size}"
     else:
@@ -129,7 +129,7 @@ def cut_text(run: Run) -> str:
 
 
 def cut_record(run: Run) -> dict[str, Any]:
-    """The same as JSON."""
+    """Microbatches of a step as JSON."""
     if run.balanced is None:
         return {"micro_batch_size": run.micro_batch_size, "num_microbatches": run.num_microbatches}
     step = run.balanced
@@ -141,19 +141,24 @@ def cut_record(run: Run) -> dict[str, Any]:
     }
 
 
+def sizes_record(run: Run) -> dict[str, int]:
+    """Sizes of the axes as JSON."""
+    return {name: run.sizes.of(name) for name in ("world", "tp", "pp", "vp", "cp", "dp", "ep", "etp", "edp")}
+
+
 def _widths(step: BalancedBatch) -> dict[int, int]:
-    """Packs of documents of a batch by how many ranks run them."""
+    """Number of packs of documents by the number of ranks that run them."""
     sizes = Counter(group.size for slot in step.plan.slots for group in slot if group.documents)
     return dict(sorted(sizes.items()))
 
 
 def schedule_text(run: Run) -> str:
-    """The name of a schedule, and whether it pairs forwards with backwards."""
+    """Name of a schedule, and whether forwards overlap backwards."""
     return run.schedule.name + (", forwards beside backwards" if run.is_overlapped else "")
 
 
 def estimate_text(found: Estimate, *, num_tokens: float | None = None) -> str:
-    """One layout, explained."""
+    """Report of one layout as text."""
     run = found.run
     sizes = run.sizes
     peak = found.gpu.memory_gb
@@ -173,10 +178,7 @@ def estimate_text(found: Estimate, *, num_tokens: float | None = None) -> str:
     each = step_flops(run, EXECUTED) / sizes.world
     lines.append(f"{'FLOPs':<12} {each / TERA:,.4g} TFLOP a step on each GPU in the mean ({EXECUTED.name})")
     lines += ["", *_time_lines(found), "", *_memory_lines(found)]
-    lines += [
-        "",
-        f"fits         {fits}: {found.peak_bytes / GIGA:.1f} GB of {peak:g} GB",
-    ]
+    lines += ["", f"fits         {fits}: {found.peak_bytes / GIGA:.1f} GB of {peak:g} GB"]
     lines.append(f"checkpoint   {found.checkpoint_bytes / GIGA:,.1f} GB, weights, and two moments of what is trained")
     if num_tokens:
         lines.append(
@@ -212,7 +214,7 @@ def _num_layers(run: Run, rank: int) -> int:
 
 
 def found_text(found: Found, gpu_name: str, shown: list[Shown]) -> str:
-    """The layouts that a search found, best first, and why the others fell out."""
+    """Report of a search as text: the layouts that fit, best first, and why others do not."""
     total = len(found.fitting) + len(found.rejected)
     layouts = [layout_text(one.estimate.run) for one in shown]
     width = max(len(text) for text in ["layout", *layouts])
@@ -238,17 +240,17 @@ def found_text(found: Found, gpu_name: str, shown: list[Shown]) -> str:
 
 
 def rejected_record(rejected: Rejected) -> dict[str, Any]:
-    """Why a layout fell out, as JSON."""
+    """Reason why a layout was rejected, as JSON."""
     return {"layout": layout_text(rejected.run), "why": rejected.why, "needed_bytes": rejected.needed_bytes}
 
 
 def record_of(found: Estimate, *, num_tokens: float | None = None) -> dict[str, Any]:
-    """Everything that is known of one layout, as JSON."""
+    """Report of one layout as JSON."""
     run, time = found.run, found.time
     sizes = run.sizes
     record: dict[str, Any] = model_record(run) | {
         "layout": layout_text(run),
-        "sizes": {name: sizes.of(name) for name in ("world", "tp", "pp", "vp", "cp", "dp", "ep", "etp", "edp")},
+        "sizes": sizes_record(run),
         **cut_record(run),
         "recompute": run.recompute.granularity,
         "gpu": found.gpu.name,

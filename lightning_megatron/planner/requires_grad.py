@@ -1,7 +1,7 @@
-"""Whose gradient a backward makes: pieces of stages in order, each told whether anybody needs that of what it reads.
+"""Parts of stages in order, each with whether its input requires a gradient.
 
-A gradient is needed behind the first weight that is trained, and by every stage that gets its input by a message: it is
-sent back whoever needs it. A decoder's stream is one of its own, beside what its encoder gave.
+A gradient is needed after the first trained weight, and by every stage that receives its input from another: it is sent
+back in any case. A decoder's hidden state is separate from its encoder's output.
 """
 
 from collections import Counter
@@ -19,7 +19,7 @@ from lightning_megatron.transformer.recompute import RecomputeConfig, groups_of
 def stages_with_gradients(
     model_parts: ModelParts, num_stages: int, layout: StageLayout
 ) -> tuple[tuple[ModelPart, ...], ...]:
-    """Of each stage its pieces in order, with what is needed of them there."""
+    """The parts of each stage in order, with the gradients that are needed of them there."""
     is_t5 = isinstance(model_parts.config, T5Config)
     stream = memory = False
     found = []
@@ -29,8 +29,7 @@ def stages_with_gradients(
         for part in stage:
             if part.embedded_tokens and is_t5:
                 stream, memory = False, stream
-            told = _told(part, stream, memory)
-            own.append(told)
+            own.append(_with_gradients(part, stream, memory))
             layer = part.layer
             if layer is None or layer.repeats:
                 reads_memory = layer is not None and layer.memory > 0 and memory
@@ -41,36 +40,23 @@ def stages_with_gradients(
 
 @lru_cache(maxsize=4096)
 def stages_of(model_parts: ModelParts, num_stages: int, layout: StageLayout) -> tuple[Stage, ...]:
-    """Of each stage its pieces and how many there are of each; equal stages are one object."""
+    """The parts of each stage with their counts; equal stages are one object."""
     stages = stages_with_gradients(model_parts, num_stages, layout)
-    numbers = {part: number for number, part in enumerate(dict.fromkeys(part for own in stages for part in own))}
-    made: dict[tuple[int, ...], Stage] = {}
-    keys = [tuple(numbers[part] for part in own) for own in stages]
-    for key, own in zip(keys, stages, strict=True):
-        made.setdefault(key, Counter(own))
-    return tuple(made[key] for key in keys)
+    counted = {stage: Counter(stage) for stage in dict.fromkeys(stages)}
+    return tuple(counted[stage] for stage in stages)
 
 
 def recomputed_parts(stage: Sequence[ModelPart], recompute: RecomputeConfig) -> Counter[ModelPart]:
-    """Of the pieces of a stage in order the layers that full recomputation runs again, and how many of each."""
+    """The layers of a stage that full recomputation runs anew, with their counts; the stage's parts are in order."""
     groups = groups_of(recompute, [part.is_layer for part in stage])
-    return Counter(stage[place] for places, is_again in groups if is_again for place in places)
+    return Counter(stage[place] for places, is_recomputed in groups if is_recomputed for place in places)
 
 
-@lru_cache(maxsize=4096)
-def recomputed_stages(
-    model_parts: ModelParts, num_stages: int, layout: StageLayout, recompute: RecomputeConfig
-) -> tuple[Stage, ...]:
-    """The same of each stage, of the pieces of `needed_stages`."""
-    return tuple(recomputed_parts(stage, recompute) for stage in stages_with_gradients(model_parts, num_stages, layout))
-
-
-def _told(part: ModelPart, stream: bool, memory: bool) -> ModelPart:
+def _with_gradients(part: ModelPart, stream: bool, memory: bool) -> ModelPart:
     layer = part.layer
-    # The norm before the first product of a layer has weights too.
+    # The norm before a layer's first linear has weights too.
     is_read = stream or (layer is not None and part.is_trained)
     is_seen = layer is not None and layer.memory > 0 and memory
-    passes = part.passes_gradient
-    if not part.is_trained and not part.embedded_tokens:
-        passes = is_read or is_seen or bool(part.adapters)
+    is_frozen = not part.is_trained and not part.embedded_tokens
+    passes = is_read or is_seen or bool(part.adapters) if is_frozen else part.passes_gradient
     return replace(part, needs_input=is_read, needs_memory=is_seen, passes_gradient=passes)

@@ -1,6 +1,6 @@
-"""`Run`: a training run as the planner sees it, without Lightning and without a process: what is trained, and how.
+"""`Run`: a training run as the planner sees it, without Lightning and without a process.
 
-`faults_of` tells what keeps it from running, by the rules that the strategy checks too.
+`faults_of` lists its errors, by the rules that the strategy checks too.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,16 @@ from lightning_megatron.pipeline.schedule_spec import Schedule
 from lightning_megatron.planner.balanced_batch import BalancedBatch
 from lightning_megatron.planner.framework_profile import OURS, FrameworkProfile
 from lightning_megatron.planner.hardware import Products
-from lightning_megatron.planner.model_parts import Model, ModelParts, SequenceLengths, Stage, shared_over_context
-from lightning_megatron.planner.requires_grad import recomputed_stages, stages_of
+from lightning_megatron.planner.model_parts import (
+    Layer,
+    Model,
+    ModelParts,
+    SequenceLengths,
+    Stage,
+    hashed_once,
+    shared_over_context,
+)
+from lightning_megatron.planner.requires_grad import recomputed_parts, stages_of, stages_with_gradients
 from lightning_megatron.planner.trainable import ALL, Trainable, trainable_parts_of
 from lightning_megatron.precision.fp8 import Fp8Config, engine_faults
 from lightning_megatron.rules.cross_config import Facts, faults
@@ -27,12 +35,13 @@ from lightning_megatron.transformer.recompute import RecomputeConfig
 PRECISIONS = ("bf16-mixed", "bf16-true", "16-mixed", "32-true")
 
 
+@hashed_once
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """A training run: model, layout, batch, precision and strategy settings."""
 
     model: Model
-    """The architecture."""
+    """Architecture of the model."""
     lengths: SequenceLengths
     """Lengths of samples."""
     sizes: Sizes
@@ -46,29 +55,29 @@ class Run:
     cuts_by_rows: bool = False
     """Whether the strategy's microbatch_size cuts the batch: then a single microbatch runs under a schedule too."""
     precision: str = "bf16-mixed"
-    """The Trainer's."""
+    """The Trainer's precision."""
     fp8: Fp8Config | None = None
     """FP8 recipe of the layers' linears; None: no FP8."""
     recompute: RecomputeConfig = field(default_factory=RecomputeConfig)
     """Activation checkpointing: what the backward recomputes."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """Who steps which weights, and what travels behind compute."""
+    """Sharding of the optimizer, and overlap of its communication with compute."""
     schedule_name: ScheduleName | None = None
-    """Name of the pipeline schedule; none: the default for so many stages on a rank."""
+    """Name of the pipeline schedule; None: the default for so many stages on a rank."""
     group_size: int = 0
     """Microbatches of a group of a schedule that has groups; 0: pp."""
     is_overlapped: bool = False
-    """A forward and a backward run side by side, as the strategy's overlap_expert_exchange asks."""
+    """Whether forwards overlap backwards, as under the strategy's overlap_expert_exchange."""
     context: ContextConfig = field(default_factory=ContextConfig)
     """Communication of attention under context parallelism."""
     balanced: BalancedBatch | None = None
-    """Under dynamic context parallelism the documents of a batch, and who runs them in the place of rows."""
+    """Documents of a batch and the ranks that run them, under dynamic context parallelism; None: without."""
     held_tokens: int = 0
-    """Tokens of all microbatches of a rank, where they differ; 0: microbatches are alike."""
+    """Tokens of all microbatches of a rank, where they differ; 0: microbatches are equal."""
     trained: Trainable = ALL
     """Weights that are trained."""
     framework: FrameworkProfile = OURS
-    """The code that runs it."""
+    """Training framework that runs it."""
 
     @cached_property
     def model_parts(self) -> ModelParts:
@@ -76,8 +85,7 @@ class Run:
 
     @cached_property
     def num_microbatches(self) -> int:
-        """Per batch and replica, rounded down; 0 where the batch is smaller than the replicas, and where sizes have
-        faults."""
+        """Number of microbatches of a batch on a data-parallel rank, rounded down; 0 where the sizes have errors."""
         if self.balanced is not None:
             return self.balanced.num_microbatches
         if self.sizes.faults() or self.micro_batch_size < 1:
@@ -99,14 +107,32 @@ class Run:
 
     @cached_property
     def stages(self) -> tuple[tuple[Stage, ...], ...]:
-        """Stages of each pipeline rank, its first chunk first, as a cp rank runs them."""
+        """Stages of each pipeline rank, first chunk first, as a cp rank runs them."""
         return self._by_rank(stages_of(self.model_parts, self.sizes.num_stages, self.sizes.stage_layout))
 
     @cached_property
-    def again(self) -> tuple[tuple[Stage, ...], ...]:
-        """Layers of each stage that full recomputation runs again."""
-        sizes = self.sizes
-        return self._by_rank(recomputed_stages(self.model_parts, sizes.num_stages, sizes.stage_layout, self.recompute))
+    def recomputed(self) -> tuple[tuple[Stage, ...], ...]:
+        """Layers of each stage that full recomputation runs anew."""
+        stages = stages_with_gradients(self.model_parts, self.sizes.num_stages, self.sizes.stage_layout)
+        return self._by_rank([recomputed_parts(stage, self.recompute) for stage in stages])
+
+    @property
+    def sp(self) -> int:
+        """Ranks that shard activations between tensor-parallel regions: tp under sequence parallelism, else 1."""
+        return self.sizes.tp if self.sizes.sequence_parallel else 1
+
+    @property
+    def dp_cp(self) -> int:
+        """Ranks that hold the same dense weights."""
+        return self.sizes.dp * self.sizes.cp
+
+    def tokens_of(self, layer: Layer) -> float:
+        """Number of tokens of a microbatch in a layer's sequence on a rank."""
+        return self.micro_batch_size * layer.tokens_on(self.sizes)
+
+    def recomputes_feed_forward(self, layer: Layer) -> bool:
+        """Whether selective recomputation covers a layer's feed-forward network."""
+        return ("moe" if layer.has_experts else "mlp") in self.recompute.recomputed_parts
 
     def _by_rank(self, stages: Sequence[Stage]) -> tuple[tuple[Stage, ...], ...]:
         own: list[list[Stage]] = [[] for _ in range(self.sizes.pp)]
@@ -122,12 +148,12 @@ class Run:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether master weights in float32 stand beside weights in 16 bits."""
+        """Whether weights in 16 bits have master weights in float32."""
         return self.precision in ("bf16-mixed", "16-mixed")
 
     @property
     def is_half(self) -> bool:
-        """Whether products are in 16 bits, or fewer."""
+        """Whether products are in 16 bits or fewer."""
         return self.precision != "32-true"
 
     @property
@@ -157,22 +183,22 @@ class Run:
 
     @property
     def sets_gradients_aside(self) -> bool:
-        """Whether the sum of earlier batches stands beside the gradients that a later batch of the step makes, as
-        under every schedule: they are divided by numbers of tokens of their own."""
+        """Whether the sum of earlier batches' gradients is held apart from those of the current batch: under a
+        schedule each batch is divided by its own number of tokens."""
         return self.num_accumulated > 1 and (
             self.sizes.pp > 1 or self.num_microbatches > 1 or self.cuts_by_rows or self.balanced is not None
         )
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of an optimizer step."""
+        """Number of tokens of an optimizer step."""
         if self.balanced is not None:
             return self.num_accumulated * self.balanced.num_tokens
         return self.num_accumulated * self.global_batch_size * self.model_parts.tokens
 
 
 def context_fields(context: ContextConfig, cp: int) -> dict[str, Any]:
-    """The fields of `Sizes` that say how cp ranks exchange what attention needs."""
+    """The fields of `Sizes` that describe the communication of attention over cp."""
     return {
         "cp_ulysses": context.ulysses_size_of(cp),
         "cp_exchange": "all_gather" if context.comm_type == "all_gather" else "ring",
@@ -182,7 +208,7 @@ def context_fields(context: ContextConfig, cp: int) -> dict[str, Any]:
 
 
 def faults_of(run: Run) -> list[str]:
-    """One sentence for each rule that the run breaks, wherever it is to run."""
+    """Errors of a run on any machine, one sentence for each rule that it breaks."""
     sizes, batch, micro = run.sizes, run.global_batch_size, run.micro_batch_size
     found = []
     if run.precision not in PRECISIONS:
@@ -212,13 +238,13 @@ def faults_of(run: Run) -> list[str]:
     if run.trained.lora is not None and run.fp8 is not None and run.fp8.engine == "transformer_engine":
         found.append("lora and the fp8 engine 'transformer_engine' do not go together; use the engine 'torch'")
     found += _packing_faults(run)
-    # What this machine lacks is of no account.
+    # This machine need not have what the run needs.
     lacking = [] if run.fp8 is None else engine_faults(run.fp8)
     return found + [fault for fault in faults(facts) if fault not in lacking]
 
 
 def _packing_faults(run: Run) -> list[str]:
-    """Replicas have different numbers of tokens where documents are packed; a layer of experts finds it in its step."""
+    """Errors of packed documents, under which data-parallel ranks have different numbers of tokens."""
     if run.lengths.are_packed and isinstance(run.model, BertConfig):
         return ["packed documents are for a GPT, a T5 or a LLaVA, and the model is a BERT's, which takes no segments"]
     sizes, moe = run.sizes, run.model.moe

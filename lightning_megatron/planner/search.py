@@ -1,10 +1,10 @@
-"""Every layout of a model on so many GPUs that is worth a look: those that fit, fastest first, and why others do not.
+"""A search over the layouts of a model on so many GPUs: those that fit, fastest first, and why others do not.
 
-Tried are tensor sizes within a node, every pipeline size and chunk count that layers allow, context sizes where
-sequences are long, expert sizes that divide the experts, each expert whole or cut over as many ranks as the rest, and
-microbatches of 1 to 8 samples. Layers that stages do not divide are spread by cost; a layout of stages that the run
-has is kept where the number of stages is the run's. Nothing is recomputed where that fits; where it does not, whole
-layers are. Each layout goes through the rules of the strategy.
+It tries tensor sizes within a node, every pipeline size and chunk count that layers allow, context sizes where
+sequences are long, expert sizes that divide the experts, each expert unsharded or sharded over tp many ranks, and
+microbatches of 1 to 8 samples. Layers that stages do not divide are spread by cost; the run's own layout of stages is
+used for its own number of stages. Full recomputation is tried where nothing else fits. Each layout goes through the
+rules of the strategy.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ from lightning_megatron.transformer.recompute import RecomputeConfig
 _FULL = RecomputeConfig(granularity="full")
 _MICRO_BATCHES = (1, 2, 4, 8)
 _CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)
-# Of a sequence on a rank, before more context ranks are worth their messages.
+# More context ranks must leave each rank so many tokens of a sequence.
 _LEAST_TOKENS = 4096
 _MOST_TENSOR = 8
 _EVEN = StageLayout()
@@ -33,7 +33,7 @@ _BY_COST = StageLayout(balance="cost")
 
 @dataclass(frozen=True, kw_only=True)
 class Rejected:
-    """A layout that cannot run, or not in this memory."""
+    """A layout that breaks a rule or needs more memory than there is."""
 
     run: Run
     why: str
@@ -53,11 +53,11 @@ class Found:
     rejected: tuple[Rejected, ...]
 
     def least(self) -> Rejected | None:
-        """The layout without enough memory that needs the least."""
+        """The layout that lacks the least memory."""
         return next(iter(self.nearest(1)), None)
 
     def nearest(self, number: int) -> list[Rejected]:
-        """Layouts that lack the least memory, one for each way to shard the weights."""
+        """Layouts that lack the least memory, one for each sharding of the weights."""
         first: dict[tuple[int, ...], Rejected] = {}
         for one in sorted(self.rejected, key=lambda one: one.needed_bytes):
             sizes = one.run.sizes
@@ -66,14 +66,14 @@ class Found:
         return list(first.values())[:number]
 
     def reasons(self) -> dict[str, int]:
-        """Why layouts fell out, and how many for each reason."""
+        """Number of rejected layouts by reason."""
         return dict(Counter(_kind(one) for one in self.rejected).most_common())
 
 
 def search(run: Run, gpu: Gpu, *, memory_bytes: float, free_recompute: bool = True) -> Found:
-    """All layouts of the run's model and batch on its world, whatever its own layout.
+    """Layouts of the run's model and batch on its world, whatever its own layout.
 
-    `free_recompute` lets whole layers be run again where nothing else fits. Precision, optimizer and FP8 are the run's.
+    `free_recompute` allows full recomputation where nothing else fits. Precision, optimizer and FP8 are the run's.
     """
     constants = fitted()
     fitting: list[tuple[float, Run]] = []
@@ -96,10 +96,10 @@ def search(run: Run, gpu: Gpu, *, memory_bytes: float, free_recompute: bool = Tr
 
 
 def fewest_gpus(run: Run, gpu: Gpu, *, memory_bytes: float, free_recompute: bool = True) -> int:
-    """The least number of GPUs, of those got by doubling, on which some layout fits; 0 where none does.
+    """The least number of GPUs, by doubling, on which some layout fits; 0 where none does.
 
-    Only what needs the least memory of its sizes is tried: one sample, one chunk. It ends where replicas outnumber the
-    samples of a batch whatever the sizes, and there are no layouts any more.
+    Only the layouts that need the least memory are tried: one sample a microbatch, one chunk. The search ends where
+    data-parallel ranks outnumber the samples of a batch for all sizes.
     """
     world = run.sizes.world
     while True:
@@ -116,7 +116,7 @@ def fewest_gpus(run: Run, gpu: Gpu, *, memory_bytes: float, free_recompute: bool
 def candidates(
     run: Run, gpu: Gpu, *, micro_batches: Sequence[int] = _MICRO_BATCHES, chunks: Sequence[int] = _CHUNKS
 ) -> Iterator[Run]:
-    """The layouts that are tried; some may have faults."""
+    """The layouts that a search tries; some may have errors."""
     model, world, sequence = run.model, run.sizes.world, run.lengths.sequence
     num_layers = run.model_parts.num_layers
     num_experts = model.moe.router.num_experts if model.moe is not None else 1
@@ -133,15 +133,15 @@ def candidates(
             for (ep, etp), micro in product(folds, micros):
                 m = run.global_batch_size // (dp * micro)
                 for vp in chunks:
-                    # Groups of microbatches that are full.
+                    # Groups of microbatches must be full.
                     if vp > 1 and (pp == 1 or m % pp or pp * vp > num_layers):
                         continue
                     sizes = Sizes(world=world, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp, vp=vp, sequence_parallel=tp > 1)
-                    yield _laid_out(run, sizes, micro)
+                    yield _with_layout(run, sizes, micro)
 
 
-def _laid_out(run: Run, sizes: Sizes, micro: int) -> Run:
-    """The run on these sizes, its stages and its exchange of context as they fit them."""
+def _with_layout(run: Run, sizes: Sizes, micro: int) -> Run:
+    """The run on these sizes, with stages and context exchange that fit them."""
     own, context = run.sizes, run.context
     if sizes.cp % context.ulysses_size_of(sizes.cp):
         context = ContextConfig(uneven=context.uneven)
@@ -162,7 +162,7 @@ def _laid_out(run: Run, sizes: Sizes, micro: int) -> Run:
 
 
 def _that_fits(run: Run, memory_bytes: float, free_recompute: bool) -> Run | Rejected:
-    """The run, with as little recomputation as fits."""
+    """The run with as little recomputation as fits, or why none does."""
     needed = 0.0
     for recompute in dict.fromkeys([run.recompute, _FULL] if free_recompute else [run.recompute]):
         tried = replace(run, recompute=recompute)
@@ -183,15 +183,13 @@ def _that_fits(run: Run, memory_bytes: float, free_recompute: bool) -> Run | Rej
 
 
 def _fullest_ranks(run: Run) -> list[int]:
-    """First of the ranks with equal stages, which holds the most microbatches."""
-    first: dict[tuple[int, ...], int] = {}
-    for rank in range(run.sizes.pp):
-        first.setdefault(tuple(map(id, run.stages[rank])), rank)
-    return list(first.values())
+    """The first of each set of ranks with equal stages: it saves the most microbatches."""
+    ranks = reversed(range(run.sizes.pp))
+    return sorted({tuple(map(id, run.stages[rank])): rank for rank in ranks}.values())
 
 
 def _kind(rejected: Rejected) -> str:
-    """Sentences with the numbers of one layout are alike for all."""
+    """Reason of a rejection without the numbers of its layout."""
     if rejected.needed_bytes:
         return "not enough memory"
     return rejected.why.partition(" (")[0] + " does not fit"

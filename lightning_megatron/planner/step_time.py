@@ -1,11 +1,11 @@
-"""Seconds of a step, from what every rank does and sends, and how much of that is hidden.
+"""Seconds of a step, from the compute and the messages of every rank, and the exposed share of them.
 
-    step = (batches x pipeline + gradients and weights that nothing hides + optimizer)
+    step = (batches x pipeline + exposed gradient reduction and parameter gather + optimizer)
            x (1 + straggling log2 of the GPUs) + the rest
 
 A layer's products take FLOPs over a measured ceiling; attention, elementwise kernels, messages and the host have rates
-of their own. A backward does the products twice and attention in one kernel two and a half times, since it makes the
-weights again. The pipeline is played, or in closed form where there is one (`pipeline_load`).
+of their own. A backward executes the products twice and attention in one kernel two and a half times, since it
+recomputes the weights. The pipeline is simulated, or in closed form where there is one (`pipeline_load`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,32 +13,32 @@ from dataclasses import dataclass, field
 
 from lightning_megatron.planner.collective_time import exchange_seconds, gather_seconds, groups_of, hop_seconds
 from lightning_megatron.planner.constants import Constants
-from lightning_megatron.planner.context_time import Shared, context_seconds
+from lightning_megatron.planner.context_time import context_seconds
 from lightning_megatron.planner.hardware import Gpu
 from lightning_megatron.planner.layer_work import LayerWork, layer_work_of
-from lightning_megatron.planner.memory import parameters_of_rank
+from lightning_megatron.planner.memory import parameters_of_rank, trained_of_rank
 from lightning_megatron.planner.model_parts import ModelPart
 from lightning_megatron.planner.pipeline_load import num_pairs, step_seconds
 from lightning_megatron.planner.run import Run
-from lightning_megatron.planner.trainable import trained_of_stages
 
-# A kernel of attention makes the weights again in its backward. Source: Dao, arXiv 2307.08691, section 4.1.
+# A fused attention kernel recomputes the weights in its backward. Source: Dao, arXiv 2307.08691, section 4.1.
 _FLASH_BACKWARD = 2.5
-# Bytes a frozen weight that a product in 16 bits reads and writes to cast it.
+# A product in 16 bits reads and writes so many bytes of each element of a frozen weight to cast it.
 _CAST_BYTES = 6
-# Numbers of a pair of tokens and a head where weights are laid out, beside one byte of a mask. Forward: scores are
-# written, softmax reads and writes, its dropout reads and writes, and a product reads. Backward: a gradient is written,
-# dropout reads it and writes, softmax reads that and its output and writes, and three products read.
+# Elements read and written for a pair of tokens and a head where attention weights are materialised; a mask adds one
+# byte. Forward: scores are written, softmax reads and writes, its dropout reads and writes, and a product reads.
+# Backward: a gradient is written, dropout reads it and writes, softmax reads that and its output and writes, and three
+# products read.
 _PAIR_NUMBERS, _PAIR_BACKWARD_NUMBERS = 6, 9
-# The same where torch lays them out for want of a kernel, and nothing is dropped. Forward: scores are written, a mask
-# is added, softmax reads and writes, rows without a key are looked for (a byte is written and read) and set to 0, and a
+# Torch materialises them so where it has no kernel, without dropout. Forward: scores are written, a mask is added,
+# softmax reads and writes, queries without a key are searched for (a byte is written and read) and set to 0, and a
 # product reads. Backward: a gradient is written, softmax reads it and its output and writes, and three products read.
 # Source: PyTorch, _scaled_dot_product_attention_math and _safe_softmax.
 _GROUPED_PAIR_NUMBERS, _GROUPED_PAIR_BACKWARD_NUMBERS = 9.5, 7
-# What a head's elementwise kernels move in a backward, over a forward: casts of logits are written and read as well.
+# A head's elementwise kernels move so much in a backward, over a forward: casts of logits are written and read too.
 _HEAD_BACKWARD = 2.0
-# Numbers a weight that an optimizer's step reads and writes: weight and two moments both, its gradient is read. And
-# bytes of a low weight beside a master weight, which is written.
+# An optimizer step reads and writes each weight and its two moments, and reads its gradient; with master weights it
+# also writes the low-precision weight.
 _STEP_NUMBERS, _LOW_BYTES = 7, 2
 
 
@@ -61,7 +61,7 @@ class StepTime:
 
     compute: float
     exposed: Mapping[str, float]
-    """Messages that nothing hides, by axis; dp are gradients and weights."""
+    """Exposed communication by axis; dp stands for gradients and weights."""
     bubble: float
     """Waiting for other stages."""
     optimizer: float
@@ -77,8 +77,8 @@ class StepTime:
 
 
 def step_time(run: Run, gpu: Gpu, constants: Constants) -> StepTime:
-    """The time of a step. The run must have no faults."""
-    # By the stages of a rank, of which equal ones are one object.
+    """Time of a step. The run must have no errors."""
+    # Ranks of equal stages, which are one object, are timed once.
     seen: dict[tuple[int, ...], tuple[Pass, Pass]] = {}
     passes = []
     for rank in range(run.sizes.pp):
@@ -99,12 +99,12 @@ def step_time(run: Run, gpu: Gpu, constants: Constants) -> StepTime:
     if run.schedule.is_overlapped:
         exposed["ep"] = exposed.get("ep", 0.0) - run.num_accumulated * num_pairs(run.schedule) * hidden[slowest]
     waited = sum(exposed.values())
-    replicas, optimizer = 0.0, 0.0
+    data_parallel, optimizer = 0.0, 0.0
     for rank in {0, slowest, run.sizes.pp - 1}:
-        sums, stepping = _replica_seconds(run, rank, forwards[rank], backwards[rank], gpu, constants)
-        replicas, optimizer = max(replicas, sums), max(optimizer, stepping)
-    exposed["dp"] = exposed.get("dp", 0.0) + replicas
-    busy = pipeline + replicas + optimizer
+        sums, stepping = _data_parallel_seconds(run, rank, forwards[rank], backwards[rank], gpu, constants)
+        data_parallel, optimizer = max(data_parallel, sums), max(optimizer, stepping)
+    exposed["dp"] = exposed.get("dp", 0.0) + data_parallel
+    busy = pipeline + data_parallel + optimizer
     straggling = busy * constants.straggling * (run.sizes.world.bit_length() - 1)
     return StepTime(
         compute=m * sum(part.compute for part in passes[slowest]),
@@ -121,18 +121,19 @@ def _passes(run: Run, rank: int, gpu: Gpu, constants: Constants) -> tuple[Pass, 
     """The forward and the backward of one microbatch through a rank."""
     compute = [0.0, 0.0]
     exposed: tuple[dict[str, float], dict[str, float]] = ({}, {})
-    for part, is_again, count in _timed_parts(run, rank):
+    for part, is_recomputed, count in _timed_parts(run, rank):
         work = layer_work_of(part, run.model_parts, run.sizes, run.micro_batch_size, run.bytes_per_element)
-        for place, one in enumerate(_part_passes(run, part, work, gpu, constants, is_again=is_again)):
+        for place, one in enumerate(_part_passes(run, part, work, gpu, constants, is_recomputed=is_recomputed)):
             compute[place] += count * one.compute
             for axis, seconds in one.exposed.items():
                 exposed[place][axis] = exposed[place].get(axis, 0.0) + count * seconds
-    sp = run.sizes.tp if run.sizes.sequence_parallel else 1
     if run.sizes.pp > 1:
         tokens = run.micro_batch_size * run.model_parts.tokens / run.sizes.cp
         num_bytes, groups = tokens * run.model.hidden_size * run.bytes_per_element, groups_of(run.sizes)
-        hop = hop_seconds(num_bytes / (run.sizes.tp if run.framework.splits_hops else sp), groups["pp"], gpu, constants)
-        if run.framework.splits_hops and sp < run.sizes.tp:
+        hop = hop_seconds(
+            num_bytes / (run.sizes.tp if run.framework.splits_hops else run.sp), groups["pp"], gpu, constants
+        )
+        if run.framework.splits_hops and run.sp < run.sizes.tp:
             hop += gather_seconds(num_bytes, groups["tp"], gpu, constants)
         for waited in exposed:
             waited["pp"] = (constants.exposed_hop * hop + constants.hop_seconds) * run.sizes.vp
@@ -144,30 +145,30 @@ def _passes(run: Run, rank: int, gpu: Gpu, constants: Constants) -> tuple[Pass, 
 
 
 def _timed_parts(run: Run, rank: int) -> Iterator[tuple[ModelPart, bool, int]]:
-    """The pieces of a rank, whether a backward runs them again whole, and how many there are of each."""
-    for stage, again in zip(run.stages[rank], run.again[rank], strict=True):
+    """The parts of a rank, each with whether a backward recomputes it in full, and with its count."""
+    for stage, recomputed in zip(run.stages[rank], run.recomputed[rank], strict=True):
         for part, count in stage.items():
-            num_again = again.get(part, 0)
-            yield from ((part, is_again, n) for is_again, n in ((False, count - num_again), (True, num_again)) if n)
+            number = recomputed.get(part, 0)
+            yield from ((part, is_recomputed, n) for is_recomputed, n in ((False, count - number), (True, number)) if n)
 
 
 def _part_passes(
-    run: Run, part: ModelPart, work: LayerWork, gpu: Gpu, constants: Constants, *, is_again: bool
+    run: Run, part: ModelPart, work: LayerWork, gpu: Gpu, constants: Constants, *, is_recomputed: bool
 ) -> tuple[Pass, Pass]:
     is_fp8 = run.fp8 is not None
     plain = gpu.timed_as(run.plain_products)
     ceiling = gpu.matmul_flops(plain)
     plain_rate = ceiling * constants.product_share(gpu.family, is_fp8=False)
     rate = gpu.matmul_flops(gpu.timed_as(run.products)) * constants.product_share(gpu.family, is_fp8=is_fp8)
-    # Filling and draining takes no less time where the product between is faster.
+    # A faster product still takes as long to fill and drain.
     edges = constants.edge * work.edge_flops + constants.grouped_edge * work.grouped_edge_flops
     product = work.product_flops / rate + (edges + work.head_flops) / plain_rate
-    # Torch's one kernel in float32 is of the first.
+    # Torch's only float32 kernel is one of the first kind.
     share = constants.attention_share(gpu.family, "first" if plain == "full" else run.framework.attention)
     flash_edges = constants.flash_edge * work.flash_edge_flops + constants.both_ways_edge * work.both_ways_edge_flops
     flash = (work.flash_flops + flash_edges) / (gpu.attention_flops(plain) * share)
-    laid_out = work.laid_out_flops / (ceiling * constants.laid_out_share)
-    # What a head reads and writes is counted kernel by kernel.
+    materialised = work.materialised_flops / (ceiling * constants.materialised_share)
+    # The traffic of a head is counted kernel by kernel.
     is_joined = run.framework.is_fused or not work.num_layers
     traffic = constants.traffic if is_joined else constants.unfused_traffic
     moved = traffic * work.moved_bytes / gpu.memory_bytes_per_second
@@ -176,40 +177,39 @@ def _part_passes(
     pairs = constants.traffic * work.num_pairs / gpu.memory_bytes_per_second
     grouped = constants.traffic * run.bytes_per_element * work.num_grouped_pairs / gpu.memory_bytes_per_second
     casts = constants.cast_traffic * work.cast_bytes / gpu.memory_bytes_per_second if is_fp8 else 0.0
-    moved += constants.traffic * work.path_bytes / gpu.memory_bytes_per_second
-    # Weights that have no master weights stay wide, and each product casts its own.
+    moved += constants.traffic * work.adapter_bytes / gpu.memory_bytes_per_second
+    # Frozen weights have no master weights and stay in float32; each product casts its own.
     lowered = _CAST_BYTES * work.num_frozen / gpu.memory_bytes_per_second if run.is_mixed else 0.0
-    adapters = work.path_flops + constants.edge * work.path_edge_flops
-    adapters /= plain_rate
+    adapters = (work.adapter_flops + constants.edge * work.adapter_edge_flops) / plain_rate
     least = constants.layer_seconds * work.num_layers
     width = run.bytes_per_element
-    scored = laid_out + (_PAIR_NUMBERS * width + 1) * pairs + _GROUPED_PAIR_NUMBERS * grouped
+    scored = materialised + (_PAIR_NUMBERS * width + 1) * pairs + _GROUPED_PAIR_NUMBERS * grouped
     forward = max(product + flash + scored + moved + casts + lowered + adapters, least)
     messages = _messages(run, work, gpu, constants)
     hides = run.framework.hides_tensor
     exposed = _unhidden_tensor(messages, hides in ("forward", "everywhere"), constants)
-    exposed |= _context(run, work, flash + laid_out, gpu, constants, is_backward=False)
+    exposed |= _context(run, work, flash + materialised, gpu, constants, is_backward=False)
     if not part.passes_gradient and not part.is_trained:
         return Pass(compute=forward, exposed=exposed), Pass()
     num_products = part.passes_gradient + part.is_trained
-    attended = _FLASH_BACKWARD * flash + 2 * laid_out + (_PAIR_BACKWARD_NUMBERS * width + 1) * pairs
+    attended = _FLASH_BACKWARD * flash + 2 * materialised + (_PAIR_BACKWARD_NUMBERS * width + 1) * pairs
     attended += _GROUPED_PAIR_BACKWARD_NUMBERS * grouped
     backward = num_products * product + 2 * (casts + adapters)
     backward += (constants.moved_backward if work.num_layers else _HEAD_BACKWARD) * moved
     backward = max(backward + (attended + lowered if part.passes_gradient else 0.0), least)
     later = _unhidden_tensor(messages, hides in ("backward", "everywhere"), constants)
     later |= _context(run, work, attended, gpu, constants, is_backward=True)
-    if is_again:
+    if is_recomputed:
         backward += forward
         later = {axis: seconds + exposed[axis] for axis, seconds in later.items()}
     if "core_attention" in run.recompute.recomputed_parts and work.num_pairs:
         backward += scored
-    if work.num_layers and ("moe" if work.num_expert_layers else "mlp") in run.recompute.recomputed_parts:
+    if part.layer is not None and work.num_layers and run.recomputes_feed_forward(part.layer):
         backward += product * work.mlp_flops / work.product_flops
         later["ep"] = later.get("ep", 0.0) + messages.get("ep", 0.0)
-    if not is_again and work.num_layers and run.framework.runs_again:
-        again = work.second_flops / work.product_flops if run.framework.runs_again == "second products" else 1.0
-        backward += again * product + moved + casts
+    if not is_recomputed and work.num_layers and run.framework.recomputes:
+        share = work.second_flops / work.product_flops if run.framework.recomputes == "second products" else 1.0
+        backward += share * product + moved + casts
     return Pass(compute=forward, exposed=exposed), Pass(compute=backward, exposed=later)
 
 
@@ -223,7 +223,7 @@ def _messages(run: Run, work: LayerWork, gpu: Gpu, constants: Constants) -> dict
     groups = groups_of(run.sizes)
     waited: dict[str, float] = {}
     if work.num_tensor_messages:
-        # Half of the messages are gathers, and what they gather for products in FP8 is cast before.
+        # Half of the messages are gathers, whose tensors are cast before if they are inputs of FP8 products.
         is_cast = run.fp8 is not None and run.sizes.sequence_parallel and work.num_layers > 0
         width = (1 + 1 / run.bytes_per_element) / 2 if is_cast else 1.0
         each = gather_seconds(width * work.tensor_bytes / work.num_tensor_messages, groups["tp"], gpu, constants)
@@ -241,31 +241,33 @@ def _expert_seconds(run: Run, work: LayerWork, gpu: Gpu, constants: Constants) -
 
 
 def _hidden_seconds(run: Run, rank: int, forward: Pass, backward: Pass, gpu: Gpu, constants: Constants) -> float:
-    """Seconds of dispatch and combine that overlapped forwards and backwards hide: tokens of each travel while
-    the other computes, at most as long as that takes."""
+    """Seconds of dispatch and combine that overlapped forwards and backwards hide: tokens of each are in
+    flight while the other computes, at most for as long as that takes."""
     if not run.schedule.is_overlapped:
         return 0.0
-    on_their_way = 0.0
+    in_flight = 0.0
     for stage in run.stages[rank]:
         for part, count in stage.items():
             work = layer_work_of(part, run.model_parts, run.sizes, run.micro_batch_size, run.bytes_per_element)
             if work.num_expert_layers:
-                on_their_way += count * _expert_seconds(run, work, gpu, constants)
+                in_flight += count * _expert_seconds(run, work, gpu, constants)
     return sum(
-        min(on_their_way, own.exposed.get("ep", 0.0), beside.compute)
-        for own, beside in ((forward, backward), (backward, forward))
+        min(in_flight, own.exposed.get("ep", 0.0), other.compute)
+        for own, other in ((forward, backward), (backward, forward))
     )
 
 
 def _context(
     run: Run, work: LayerWork, attention: float, gpu: Gpu, constants: Constants, *, is_backward: bool
 ) -> dict[str, float]:
-    """Exposed communication of context parallelism beside attention of so many seconds."""
+    """Exposed communication of context parallelism, for attention of so many seconds."""
     if not work.key_bytes:
         return {}
     seconds = context_seconds(
         run.sizes,
-        Shared(key_bytes=work.key_bytes, query_bytes=work.query_bytes, attention_seconds=attention),
+        key_bytes=work.key_bytes,
+        query_bytes=work.query_bytes,
+        attention_seconds=attention,
         gradient_share=run.framework.ring_gradient_bytes / run.bytes_per_element,
         gpu=gpu,
         constants=constants,
@@ -276,10 +278,10 @@ def _context(
 
 def _gathered_seconds(run: Run, rank: int, totals: list[float], gpu: Gpu, constants: Constants) -> tuple[float, float]:
     """Exposed parameter gathers and gradient reductions of fully sharded weights, in forward and backward."""
-    dense, experts, _, _ = parameters_of_rank(run, rank)
+    dense, experts = parameters_of_rank(run, rank)
     groups = groups_of(run.sizes)
     width = run.bytes_per_element
-    gather = gather_seconds(width * dense, groups["replicas"], gpu, constants)
+    gather = gather_seconds(width * dense, groups["dp_cp"], gpu, constants)
     gather += gather_seconds(width * experts, groups["edp"], gpu, constants)
     scatter = gather * run.gradient_bytes / width
     is_always = run.framework.shards_weights == "always"
@@ -290,23 +292,23 @@ def _gathered_seconds(run: Run, rank: int, totals: list[float], gpu: Gpu, consta
     return waits[0], waits[1]
 
 
-def _replica_seconds(
+def _data_parallel_seconds(
     run: Run, rank: int, forward: float, backward: float, gpu: Gpu, constants: Constants
 ) -> tuple[float, float]:
     """Exposed gradient reduction and parameter gather of a step, and the optimizer's own seconds."""
-    dense, experts = trained_of_stages(run.stages[rank], run.model_parts, run.sizes)
+    dense, experts = trained_of_rank(run, rank)
     groups = groups_of(run.sizes)
     is_sharded = run.framework.shards_weights != "none"
     is_cut = run.optimizer.kind == "distributed" or is_sharded
     waited, stepped = 0.0, 0.0
     width = run.gradient_bytes
-    for number, group in ((dense, groups["replicas"]), (experts, groups["edp"])):
+    for number, group in ((dense, groups["dp_cp"]), (experts, groups["edp"])):
         stepped += number / (group.size if is_cut else 1)
         if is_sharded:
             continue
         scatter = gather_seconds(width * number, group, gpu, constants)
         gather = gather_seconds(run.bytes_per_element * number if is_cut else width * number, group, gpu, constants)
-        # Accumulated gradients are summed when all backwards are over.
+        # Accumulated gradients are reduced after all backwards.
         is_early = run.optimizer.overlap_grad_reduce and run.num_accumulated == 1
         waited += _unhidden(scatter, backward, is_early, constants)
         waited += _unhidden(gather, forward, run.optimizer.overlap_param_gather, constants)
@@ -314,7 +316,7 @@ def _replica_seconds(
     return waited, constants.traffic * step_bytes * stepped / gpu.memory_bytes_per_second
 
 
-def _unhidden(seconds: float, behind: float, is_overlapped: bool, constants: Constants) -> float:
+def _unhidden(seconds: float, compute: float, is_overlapped: bool, constants: Constants) -> float:
     if not is_overlapped:
         return seconds
-    return max(seconds - behind, 0.0) + constants.exposed_gather * min(seconds, behind)
+    return max(seconds - compute, 0.0) + constants.exposed_gather * min(seconds, compute)

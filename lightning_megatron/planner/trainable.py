@@ -1,20 +1,19 @@
-"""Which weights of a run are trained, and what a backward needs not do for the others.
+"""The trained weights of a run, and what a backward omits for frozen ones.
 
-    weights          gradient of what goes in   backward of products, of attention   held beside the weights
+    weights          gradient of the input      backward of products, of attention   held on top of the weights
     trained          needed                     2 forwards, 2                        gradients, master weights, moments
-    trained          needed by nobody           1, 0                                 the same
-    frozen           needed                     1, 2                                 nothing; those of a path, if any
-    frozen           needed by nobody           0, 0                                 nothing
+    trained          not needed                 1, 0                                 gradients, master weights, moments
+    frozen           needed                     1, 2                                 only those of a LoRA adapter
+    frozen           not needed                 0, 0                                 nothing
 
-What goes into a piece needs a gradient where something before it is trained; the first layer of what is trained counts
-as its others do, as in `models.llava_cost`.
+The input of a part needs a gradient where something before the part is trained; the first trained layer counts like the
+other ones, as in `models.llava_cost`.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from lightning_megatron.mesh import Sizes
 from lightning_megatron.models import LlavaConfig, T5Config
 from lightning_megatron.models.llava import PARTS
 from lightning_megatron.planner.model_parts import (
@@ -24,11 +23,8 @@ from lightning_megatron.planner.model_parts import (
     ModelParts,
     SequenceLengths,
     Stage,
-    adapter_parameters,
     model_parts_of,
-    parameters_of,
 )
-from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.linears import COLUMN_PARALLEL, cross_linear_sizes, linear_sizes
 from lightning_megatron.transformer.lora import LoraConfig
 
@@ -38,12 +34,12 @@ class Trainable:
     """Weights that are trained; by default all."""
 
     frozen: tuple[str, ...] = ()
-    """Parts of a LLaVA that are not: of vision, projector, language."""
+    """Frozen components of a LLaVA: of vision, projector, language."""
     lora: LoraConfig | None = None
-    """Low-rank paths, beside weights that are all frozen."""
+    """LoRA adapters; all other weights are frozen."""
 
     def faults(self, model: Model) -> list[str]:
-        """What does not fit the model, one sentence each."""
+        """Errors of these settings for a model, one sentence each."""
         faults = []
         if self.frozen and not isinstance(model, LlavaConfig):
             faults.append(
@@ -68,45 +64,29 @@ ALL = Trainable()
 
 @lru_cache(maxsize=64)
 def trainable_parts_of(model: Model, lengths: SequenceLengths, trained: Trainable) -> ModelParts:
-    """The pieces of a model, each with what a backward does for it."""
+    """The parts of a model, each with what a backward does for it."""
     model_parts = model_parts_of(model, lengths)
     parts = model_parts.parts
     if isinstance(model, LlavaConfig):
         parts = tuple(_with_frozen_parts(parts, set(trained.frozen)))
     if trained.lora is not None:
-        parts = tuple(_behind_first(_with_adapters(part, trained.lora) for part in parts))
+        parts = tuple(_after_first_adapter(_with_adapters(part, trained.lora) for part in parts))
     return replace(model_parts, parts=parts)
 
 
 def trained_parameters(model_parts: ModelParts) -> int:
-    """Trained parameters of the unsplit model, without padding."""
-    idle = tuple(replace(part, is_trained=True, adapters=()) for part in model_parts.parts if not part.is_trained)
-    frozen = replace(model_parts, parts=idle).parameters()
-    return model_parts.parameters() - frozen
-
-
-def trained_of_stages(stages: Iterable[Stage], model_parts: ModelParts, sizes: Sizes) -> tuple[int, int]:
-    """Trained parameters that a rank holds on its stages: dense ones, and those of experts."""
-    dense, experts = 0, 0
-    has_matrix, needs_matrix = False, False
-    for stage in stages:
-        for part, count in stage.items():
-            has_matrix |= part.matrices > 0
-            needs_matrix |= part.shared_matrices > 0 and part.is_trained
-            own = parameters_of(part, model_parts, sizes) if part.is_trained else (adapter_parameters(part, sizes), 0)
-            dense, experts = dense + count * own[0], experts + count * own[1]
-    if needs_matrix and not has_matrix:
-        dense += cost.vocabulary_parameters(model_parts.config, sizes)
-    return dense, experts
+    """Number of trained parameters of the unsplit model, without padding."""
+    frozen = tuple(replace(part, is_trained=True, adapters=()) for part in model_parts.parts if not part.is_trained)
+    return model_parts.parameters() - replace(model_parts, parts=frozen).parameters()
 
 
 def backward_part(stage: Stage) -> Stage:
-    """The pieces of a stage that keep anything for a backward."""
+    """The parts of a stage that save anything for backward."""
     return {part: count for part, count in stage.items() if part.is_trained or part.passes_gradient}
 
 
 def _with_frozen_parts(parts: tuple[ModelPart, ...], frozen: set[str]) -> Iterable[ModelPart]:
-    """Those of a LLaVA. The first piece looks at pixels; layers and a norm that no image goes through train never."""
+    """Parts of a LLaVA, trained or frozen. The first one reads pixels; layers and a norm without images never train."""
     tower, projector, language = ("vision" not in frozen, "projector" not in frozen, "language" not in frozen)
     for place, part in enumerate(parts):
         is_used = bool(part.products) or (part.layer is not None and part.layer.repeats > 0)
@@ -115,7 +95,7 @@ def _with_frozen_parts(parts: tuple[ModelPart, ...], frozen: set[str]) -> Iterab
                 own = tower and is_used
                 yield replace(part, is_trained=own, passes_gradient=own and place > 0)
             case "projector":
-                # The first of its linears reads the tower.
+                # The projector's first linear reads the tower's output.
                 is_first = parts[place - 1].component == "vision"
                 yield replace(part, is_trained=projector, passes_gradient=tower or (projector and not is_first))
             case _:
@@ -146,9 +126,8 @@ def _with_adapters(part: ModelPart, lora: LoraConfig) -> ModelPart:
     )
 
 
-def _behind_first(parts: Iterable[ModelPart]) -> Iterable[ModelPart]:
-    """Of pieces with frozen weights those before the first path pass no gradient: nobody needs it. What embeds passes
-    none anywhere."""
+def _after_first_adapter(parts: Iterable[ModelPart]) -> Iterable[ModelPart]:
+    """Frozen parts, of which those before the first adapter and all embeddings pass no gradient on."""
     is_needed = False
     for part in parts:
         is_needed |= bool(part.adapters)

@@ -1,19 +1,19 @@
-"""What a rank holds for a while beside what its microbatches keep: tensors of a backward, messages, the optimizer.
+"""Transient memory of a rank: what a backward, messages and the optimizer hold on top of saved activations.
 
-    a layer's backward     gradients inside of its feed-forward network, the largest weight's before it is added, and,
-                           with sequence parallelism, a gathered gradient
-    dropout's draws        int64, two at a time, of a block of what may be dropped; of a low-rank path beside what its
-                           linear gave
-    scores                 where attention lays them out: two gradients of them, when the feed-forward network is done
-    experts                inside of them numbers in float32; rows on their way there and home; gradients of all weights
-    exchanged keys         of ranks that share sequences: keys and values as they come and go, and gradients of them;
-                           where they exchange heads, gradients of all that attention reads
-    the embedding's        the gradient of its whole matrix, and the same in float32 where gradients are; the layers of
-                           the microbatch are gone by then
-    the head's             logits, or their gradient beside that of the weight
-    earlier batches        the sum of their gradients, where a step accumulates several and a schedule runs them
-    the optimizer          the root of the second moments of all that the rank steps; of gradients in 16 bits a copy in
-                           float32
+    a layer's backward     gradients inside its feed-forward network, the largest weight's before it is accumulated,
+                           and, under sequence parallelism, a gathered gradient
+    dropout's draws        int64, two at a time, of one block of elements; of a LoRA adapter on top of its linear's
+                           output
+    scores                 where attention materialises them: two gradients of them, after the feed-forward backward
+    experts                activations in float32; dispatched and combined tokens; gradients of all their weights
+    exchanged keys         over cp: keys and values that are sent and received, and their gradients; under Ulysses,
+                           gradients of all inputs of attention
+    embedding              the gradient of its whole matrix, and its float32 copy where gradients are float32; the
+                           microbatch's layers are freed by then
+    head                   logits, or their gradient and that of the weight
+    accumulation           the sum of earlier batches' gradients, where a step accumulates batches under a schedule
+    optimizer              the root of the second moments of the parameters that a rank updates; float32 copies of
+                           gradients in 16 bits
 
 A step's peak is at one of them. `dry_run` runs the code that these formulas describe; tests hold one to the other.
 T tokens of a microbatch, H hidden, F feed-forward, V vocabulary, of this rank.
@@ -26,77 +26,76 @@ from lightning_megatron.context.unfused_attention import MOST_SCORES
 from lightning_megatron.models import LlavaConfig
 from lightning_megatron.pipeline.registry import spec_of
 from lightning_megatron.planner.activations import (
-    behind_bytes,
+    bytes_after_layers,
     feed_forward_bytes,
     is_shared,
-    lays_scores_out,
     logit_bytes,
     logit_share,
+    materialises_scores,
     norm_input_width,
     pair_bytes,
     stage_bytes,
     stream_width,
 )
-from lightning_megatron.planner.model_parts import Layer, LoraAdapter, ModelPart, Stage, sent_rows
+from lightning_megatron.planner.model_parts import Layer, LoraAdapter, ModelPart, Stage, sent_tokens
 from lightning_megatron.planner.pipeline_load import has_pairs, splits_backward
 from lightning_megatron.planner.run import Run
 from lightning_megatron.transformer import cost
 from lightning_megatron.transformer.linears import DOWN
 
-# Of a token: its id and its label, int64, and its place in the loss mask, float32.
+# Each token has an id and a label (int64) and an entry of the loss mask (float32).
 _BATCH_BYTES = 20
-# Of a token, where its document has a number.
+# Each token of packed documents has the number of its document (int64).
 _BOUND_BYTES = 8
-
-# Of each number that may be dropped, of `rng.MASK_BLOCK` at most, while a mask is drawn.
+# Drawing a mask takes so much for each of at most `rng.MASK_BLOCK` elements.
 _DRAW_BYTES = 16
 
 
 def work_bytes(
     run: Run,
     rank: int,
-    kept: tuple[float, ...],
+    saved: tuple[float, ...],
     by_stage: Sequence[float],
-    again: float,
+    recomputed: float,
     trained: tuple[int, int],
-    unmade: float = 0.0,
+    unmade: float,
 ) -> float:
-    """The most that a pipeline rank holds beside weights, gradients and optimizer states.
+    """The most that a pipeline rank holds on top of weights, gradients and optimizer states.
 
-    `kept` microbatches of each chunk it keeps, and of each `by_stage`; `again` is what full recomputation makes at a
-    time; `trained` are its trained parameters, dense ones and those of experts; `unmade` bytes are not among what is
-    kept while a backward keeps all, but at its end, made by a forward beside it.
+    The rank saves `saved` microbatches of each chunk, each of `by_stage` bytes; full recomputation holds `recomputed`
+    bytes at a time; `trained` counts its dense and its expert parameters that are trained. Of a forward that overlaps a
+    backward, `unmade` bytes do not exist before that backward ends.
     """
     stages = run.stages[rank]
     by_chunk = [
         count * (size + received)
-        for count, size, received in zip(kept, by_stage, received_by_chunk(run, rank), strict=True)
+        for count, size, received in zip(saved, by_stage, received_by_chunk(run, rank), strict=True)
     ]
     message = max(message_bytes(run, stage) for stage in stages)
-    flying = num_flying(run, rank)
-    held = sum(by_chunk) - unmade + always_bytes(run, trained) + flying * message
+    in_flight = num_in_flight(run, rank)
+    held = sum(by_chunk) - unmade + always_bytes(run, trained) + in_flight * message
     is_gpipe = run.schedule.name == "gpipe"
-    # Exponentials of the logits of the other microbatches, whose backwards come when all forwards are done.
-    exponentials = is_gpipe * (kept[-1] - 1) * logit_bytes(run, stages[-1]) * logit_share(run, 4)
+    # GPipe's backwards come after all forwards: the other microbatches' exponentials of logits exist.
+    exponentials = is_gpipe * (saved[-1] - 1) * logit_bytes(run, stages[-1]) * logit_share(run, 4)
     held += exponentials
-    # What a forward leaves of them that is through when the backward beside it comes to an end, or where no tokens are
-    # waited for, to its start.
+    # An overlapped forward that is through leaves its own when its backward ends, or where nothing waits for tokens,
+    # when that starts.
     through = logit_bytes(run, stages[-1]) * logit_share(run, 4) * has_pairs(run.schedule, rank)
     held += 0.0 if unmade else through
     peaks = [stepping_bytes(run, rank, trained)]
     if rank < run.sizes.pp - 1:
-        # When all forwards have been that come before a backward, none of what they sent is known to have left.
-        peaks.append(held + max(sum(kept) - flying, 0.0) * message)
+        # After the forwards before a first backward none of their sends is known to be complete.
+        peaks.append(held + max(sum(saved) - in_flight, 0.0) * message)
     matrix = cost.vocabulary_parameters(run.model, run.sizes)
     for chunk, stage in enumerate(stages):
         logits = logit_bytes(run, stage)
         gradient = logits * logit_share(run, run.bytes_per_element)
-        inside = held + again - behind_bytes(run, stage) + matrix * waiting_look_up_width(run, stage)
+        inside = held + recomputed - bytes_after_layers(run, stage) + matrix * waiting_look_up_width(run, stage)
         peaks.append(inside + max((layer_work(run, part) for part in stage), default=0.0))
         if not any(part.passes_gradient or part.is_trained for part in stage):
             peaks.append(held + max((_forward_work(run, part) for part in stage), default=0.0))
         peaks.append(inside + max(max(drawing_bytes(run, part), experts_bytes(run, part)) for part in stage))
-        # A backward is done with the feed-forward network by then; a forward beside it has made a layer.
+        # A backward has freed the feed-forward network by then; an overlapped forward has made a layer.
         is_done = not has_pairs(run.schedule, rank) or unmade > 0
         attention = (
             max(scores_bytes(run, part), exchanged_bytes(run, part))
@@ -109,78 +108,92 @@ def work_bytes(
         if logits:
             peaks += [held + logits, held + gradient + head_work(run, stage, matrix)]
         if places := [place for place, part in enumerate(stage) if part.embedded_tokens and part.is_trained]:
-            # A decoder's embedding stands behind the encoder's layers, and a LLaVA's behind the tower's: its backward
-            # comes before theirs.
-            behind = dict(list(stage.items())[places[-1] + 1 :])
+            # A decoder's embedding comes after the encoder's layers, and a LLaVA's after the tower's: its backward
+            # runs before theirs.
+            after = dict(list(stage.items())[places[-1] + 1 :])
             made = unmade + through if unmade else 0.0
             if is_gpipe and chunk < len(stages) - 1:
-                # All backwards of later chunks have been by then.
+                # All backwards of later chunks are over by then.
                 made -= sum(by_chunk[chunk + 1 :]) + exponentials
-            peaks.append(held - stage_bytes(run, behind) + made + matrix * gradient_width(run))
+            peaks.append(held - stage_bytes(run, after) + made + matrix * _gradient_width(run))
             peaks.append(held - stage_bytes(run, stage) + made + matrix * look_up_width(run, stage))
     return max(peaks)
 
 
 def always_bytes(run: Run, trained: tuple[int, int]) -> float:
-    """What a rank holds while it runs microbatches, whichever those are."""
+    """Bytes that a rank holds throughout the microbatches of a step."""
     return batch_bytes(run) + sum(trained) * run.gradient_bytes * run.sets_gradients_aside
 
 
 def stepping_bytes(run: Run, rank: int, trained: tuple[int, int]) -> float:
-    """What it holds in the optimizer's step."""
-    num_stepped = _stepped_parameters(run, *trained)
-    return batch_bytes(run) + max(_optimizer_bytes(run, num_stepped), _adopting_bytes(run, rank, num_stepped))
+    """Bytes that a rank holds in the optimizer's step, on top of weights, gradients and optimizer states."""
+    dense, experts = trained
+    is_replicated = run.optimizer.kind == "replicated"
+    num_stepped = float(dense + experts) if is_replicated else dense / run.dp_cp + experts / run.sizes.edp
+    # Gradients in 16 bits have float32 copies for master weights.
+    widened = 4.0 * num_stepped if run.is_mixed and run.optimizer.grad_dtype == "bfloat16" else 0.0
+    root = num_stepped * (run.bytes_per_element if run.precision == "bf16-true" else 4)
+    adopting = 0.0
+    if run.is_mixed:
+        # The search for changed weights makes two masks and two float32 copies of the largest weight.
+        largest = max((weight_of(run, part) for stage in run.stages[rank] for part in stage), default=0.0)
+        adopting = 10.0 * min(largest / (run.dp_cp if run.optimizer.kind == "distributed" else 1), num_stepped)
+    return batch_bytes(run) + (max(root, adopting) + widened)
 
 
 def look_up_width(run: Run, stage: Stage) -> int:
-    """Bytes of each number of a vocabulary matrix while the gradient of a stage's first look-up is added."""
+    """Bytes for each element of a vocabulary matrix while the gradient of a stage's first look-up is accumulated."""
     # The gradients of both stacks' look-ups are added to a third.
-    return 3 * waiting_look_up_width(run, stage) or gradient_width(run)
+    return 3 * waiting_look_up_width(run, stage) or _gradient_width(run)
 
 
 def waiting_look_up_width(run: Run, stage: Stage) -> int:
-    """The same of the gradient of a decoder's look-up while the layers of its encoder have theirs: autograd adds it to
-    that of the encoder's look-up, which is of the same matrix, before it goes any further."""
+    """Bytes for each element of a vocabulary matrix that the decoder's look-up holds while its encoder's layers run
+    backward: autograd adds its gradient to that of the encoder's look-up, of the same matrix, before it goes on."""
     embeddings = [part for part in stage if part.embedded_tokens and part.is_trained]
     has_both = any(part.shared_matrices for part in embeddings[1:])
     return has_both * (4 if is_widened(run) else run.bytes_per_element)
 
 
 def trains_head(stage: Stage) -> bool:
+    """Whether a stage has an output head that is trained."""
     return any(part.is_trained for part in stage if part.logit_tokens)
 
 
 def head_work(run: Run, stage: Stage, matrix: int) -> float:
-    """What the backward of the head holds beside the gradient of the logits: that of its weight, before it is added
-    where it is wider, and, with sequence parallelism, what the head reads and its gradient, of all tokens."""
+    """Bytes that the head's backward holds on top of the logits' gradient: its weight's, before that is accumulated in
+    float32, and, under sequence parallelism, the gathered input of the head and its gradient."""
     if not trains_head(stage):
         return 0.0
     if is_widened(run) and not splits_backward(run.schedule):
         return float(matrix * run.bytes_per_element)
-    sizes = run.sizes
-    tokens = run.micro_batch_size * max(part.logit_tokens for part in stage) / sizes.cp
-    is_cut = sizes.sequence_parallel and sizes.tp > 1
-    return 2 * tokens * run.model.hidden_size * run.bytes_per_element * is_cut
+    tokens = run.micro_batch_size * max(part.logit_tokens for part in stage) / run.sizes.cp
+    return 2 * tokens * run.model.hidden_size * run.bytes_per_element * (run.sp > 1)
 
 
 def waiting_bytes(run: Run, part: ModelPart, *, is_attention: bool = False) -> float:
-    """What a layer, or its attention, keeps for the half of its backward that makes weights' gradients: what products
-    read, and the gradients of what they give. With sequence parallelism the second of two has its gradient whole."""
+    """Bytes that a layer, or its attention, saves between dgrad and wgrad: inputs of linears and gradients of their
+    outputs. Under sequence parallelism the gradient of a row-parallel linear's output is gathered."""
     layer = part.layer
     if layer is None:
         return 0.0
     config, sizes = layer.config, run.sizes
-    tp, sp = sizes.tp, sizes.tp if sizes.sequence_parallel else 1
+    tp, sp = sizes.tp, run.sp
     if not part.is_trained:
-        micro, width = run.micro_batch_size, run.bytes_per_element
-        return width * sum(_path_waiting(path, micro * path.tokens_on(layer, sizes), tp, sp) for path in part.adapters)
-    tokens = run.micro_batch_size * layer.tokens_on(sizes)
+        adapters = (
+            run.micro_batch_size
+            * adapter.tokens_on(layer, sizes)
+            * (sum(adapter.features_on(tp, sp)) + 2 * adapter.rank)
+            for adapter in part.adapters
+        )
+        return run.bytes_per_element * sum(adapters)
+    tokens = run.tokens_of(layer)
     hidden, query = config.hidden_size, config.num_attention_heads * config.head_dim
     keys, gates = config.num_query_groups * config.head_dim, 2 if config.is_gated else 1
     width = run.bytes_per_element if run.fp8 is None else 1
 
     def pair(inner_in: float, inner_out: float) -> float:
-        """Of a product that opens a region cut over tp and one that closes it."""
+        """Elements of a column-parallel linear and the row-parallel one after it."""
         return tokens * (hidden / sp + (inner_out + inner_in) / tp + hidden)
 
     numbers = pair(query, query + 2 * keys)
@@ -191,83 +204,66 @@ def waiting_bytes(run: Run, part: ModelPart, *, is_attention: bool = False) -> f
     if not layer.has_experts:
         return width * (numbers + pair(config.ffn_hidden_size, gates * config.ffn_hidden_size))
     assert config.moe is not None
-    rows, features, _ = inner_sizes(run, layer, tokens)
-    numbers += rows * (2 * hidden + (1 + gates) * features)
+    sent, features, _ = inner_sizes(run, layer, tokens)
+    numbers += sent * (2 * hidden + (1 + gates) * features)
     if shared := config.moe.shared_expert_intermediate_size:
         numbers += pair(shared, gates * shared)
     return width * numbers
 
 
-def _path_waiting(path: LoraAdapter, tokens: float, tp: int, sp: int) -> float:
-    """The same of a low-rank path, in numbers."""
-    inputs, outputs = (path.inputs / sp, path.outputs / tp) if path.cuts_outputs else (path.inputs / tp, path.outputs)
-    return tokens * (inputs + outputs + 2 * path.rank)
-
-
-def stage_numbers(run: Run, rank: int) -> tuple[int, ...]:
-    """The numbers of a pipeline rank's stages, its first chunk's first."""
-    sizes = run.sizes
-    return tuple(number for number in range(sizes.num_stages) if sizes.pp_rank_of(number) == rank)
-
-
 def batch_bytes(run: Run) -> float:
-    """A replica's batch, which is on the device all step long."""
-    num_tokens = run.held_tokens or run.num_microbatches * run.micro_batch_size * run.model_parts.tokens
-    each = _BATCH_BYTES + _BOUND_BYTES * run.lengths.are_packed
-    return float(num_tokens * each + run.num_microbatches * run.micro_batch_size * _pixel_bytes(run))
-
-
-def _pixel_bytes(run: Run) -> int:
-    """Those of a sample's images, in float32."""
-    if not isinstance(run.model, LlavaConfig):
-        return 0
-    vision = run.model.vision
-    return 4 * run.lengths.images * vision.num_channels * vision.image_size**2
+    """Bytes of a data-parallel rank's batch, which is on the device throughout a step."""
+    num_samples = run.num_microbatches * run.micro_batch_size
+    num_tokens = run.held_tokens or num_samples * run.model_parts.tokens
+    pixels = 0
+    if isinstance(run.model, LlavaConfig):
+        vision = run.model.vision
+        pixels = run.lengths.images * vision.num_channels * vision.image_size**2
+    return float(num_tokens * (_BATCH_BYTES + _BOUND_BYTES * run.lengths.are_packed) + num_samples * 4 * pixels)
 
 
 def received_by_chunk(run: Run, rank: int) -> list[float]:
-    """What each stage of a rank keeps of a microbatch because it came by a message."""
-    numbered = zip(run.stages[rank], stage_numbers(run, rank), strict=True)
-    return [received_bytes(run, stage) if number else 0.0 for stage, number in numbered]
+    """Bytes that each stage of a rank saves of a microbatch because another stage sent them."""
+    sizes = run.sizes
+    numbers = (number for number in range(sizes.num_stages) if sizes.pp_rank_of(number) == rank)
+    numbered = zip(run.stages[rank], numbers, strict=True)
+    return [_received_bytes(run, stage) if number else 0.0 for stage, number in numbered]
 
 
-def received_bytes(run: Run, stage: Stage) -> float:
-    """What a stage that is not the first keeps of each microbatch because it came by a message."""
+def _received_bytes(run: Run, stage: Stage) -> float:
     if run.recompute.granularity == "full":
-        # That is the saved input of the first layer.
+        # The message is the saved input of the first layer.
         return 0.0
-    again = run.recompute.recomputed_parts
-    # The first norm keeps it itself where it is as wide, and what makes a norm again.
-    is_kept = not run.is_mixed or "norm" in again or all(stream_width(run, part) == 4 for part in stage)
-    return message_bytes(run, stage) - is_kept * own_bytes(run, stage)
+    recomputed = run.recompute.recomputed_parts
+    # The first norm saves it where it is as wide, and so does the recomputation of a norm.
+    is_saved = not run.is_mixed or "norm" in recomputed or all(stream_width(run, part) == 4 for part in stage)
+    return message_bytes(run, stage) - is_saved * own_bytes(run, stage)
 
 
 def message_bytes(run: Run, stage: Stage) -> float:
-    """A hidden state between stages; of a decoder with what its encoder gave."""
+    """Bytes of a message between stages: a hidden state, for a decoder also the encoder's output."""
     memory = run.lengths.sequence if _is_decoder(stage) else 0
     return own_bytes(run, stage) + _stream_bytes(run, stage, memory)
 
 
 def own_bytes(run: Run, stage: Stage) -> float:
-    """Of `message_bytes` those of the stage's own stack."""
+    """Bytes of a message between stages of one stack: its hidden state."""
     return _stream_bytes(run, stage, run.lengths.decoder_sequence if _is_decoder(stage) else run.lengths.sequence)
 
 
 def _stream_bytes(run: Run, stage: Stage, tokens: int) -> float:
-    """Of so many tokens of a sample between two layers of the stage."""
-    sizes = run.sizes
-    sp = sizes.tp if sizes.sequence_parallel else 1
+    """Bytes of the hidden state of so many tokens of a sample between two layers of a stage."""
     width = max((stream_width(run, part) for part in stage), default=run.bytes_per_element)
-    return run.micro_batch_size * tokens / sizes.cp / sp * run.model.hidden_size * width
+    return run.micro_batch_size * tokens / run.sizes.cp / run.sp * run.model.hidden_size * width
 
 
 def _is_decoder(stage: Stage) -> bool:
     return any(part.layer is not None and part.layer.memory for part in stage)
 
 
-def num_flying(run: Run, rank: int) -> int:
-    """Messages in a backward that were posted ahead, or are not known to have left; and the gradient that it starts
-    from. The last rank of several stages does not know before its backwards of whatever it has sent to the first."""
+def num_in_flight(run: Run, rank: int) -> int:
+    """Messages of a backward that are posted ahead or not known to be sent, and the gradient that it starts from. The
+    last rank of several stages cannot know before its backwards that its sends to the first are complete."""
     pp, schedule = run.sizes.pp, run.schedule
     if pp == 1:
         return 0
@@ -278,36 +274,8 @@ def num_flying(run: Run, rank: int) -> int:
     return 5 if rank < pp - 1 else (schedule.chunks - 1) * schedule.group + 3
 
 
-def _stepped_parameters(run: Run, dense: int, experts: int) -> float:
-    """Of the trained parameters of a rank those that its optimizer steps."""
-    if run.optimizer.kind == "replicated":
-        return float(dense + experts)
-    return dense / (run.sizes.dp * run.sizes.cp) + experts / run.sizes.edp
-
-
-def _optimizer_bytes(run: Run, num_stepped: float) -> float:
-    """What the optimizer makes of all that a rank steps."""
-    root = run.bytes_per_element if run.precision == "bf16-true" else 4
-    return num_stepped * root + _widened_bytes(run, num_stepped)
-
-
-def _widened_bytes(run: Run, num_stepped: float) -> float:
-    """Gradients in 16 bits, of master weights in float32."""
-    return 4.0 * num_stepped if run.is_mixed and run.optimizer.grad_dtype == "bfloat16" else 0.0
-
-
-def _adopting_bytes(run: Run, rank: int, num_stepped: float) -> float:
-    """What looks for weights that somebody changed makes of the largest: two masks, and the weight twice in float32;
-    beside the gradients that were widened before."""
-    if not run.is_mixed:
-        return 0.0
-    replicas = run.sizes.dp * run.sizes.cp if run.optimizer.kind == "distributed" else 1
-    largest = max((weight_of(run, part) for stage in run.stages[rank] for part in stage), default=0.0)
-    return 10.0 * min(largest / replicas, num_stepped) + _widened_bytes(run, num_stepped)
-
-
 def weight_of(run: Run, part: ModelPart) -> float:
-    """Numbers of the largest weight of a piece that is trained, on this rank."""
+    """Elements of the largest trained weight of a part on this rank."""
     if not part.is_trained:
         return 0.0
     if part.layer is None:
@@ -317,62 +285,60 @@ def weight_of(run: Run, part: ModelPart) -> float:
 
 
 def is_widened(run: Run) -> bool:
-    """Whether gradients are added up wider than products make them."""
+    """Whether gradients are accumulated in a wider precision than products give them in."""
     return run.is_mixed and run.optimizer.grad_dtype != "bfloat16"
 
 
-def gradient_width(run: Run) -> int:
-    """Bytes of a gradient that autograd makes, and of what becomes of it."""
+def _gradient_width(run: Run) -> int:
+    """Bytes for each element of a gradient that autograd makes, and of its wider copy."""
     return run.bytes_per_element + (4 if is_widened(run) else 0)
 
 
 def layer_work(run: Run, part: ModelPart) -> float:
-    """What the backward of a layer holds at a time beside what the layer kept: its feed-forward network's share."""
+    """The most that a layer's backward holds on top of saved activations, in its feed-forward network."""
     layer = part.layer
     if layer is None or not layer.repeats or not part.passes_gradient:
         return 0.0
     config, sizes, width = layer.config, run.sizes, run.bytes_per_element
-    tokens = run.micro_batch_size * layer.tokens_on(sizes)
-    sp = sizes.tp if sizes.sequence_parallel else 1
-    again = run.recompute.recomputed_parts
-    stream = tokens / sp * config.hidden_size * stream_width(run, part)
-    rows, features, weight = inner_sizes(run, layer, tokens)
-    inner = rows * features * width
-    moved = rows * config.hidden_size * width if layer.has_experts else 0.0
+    tokens = run.tokens_of(layer)
+    recomputed = run.recompute.recomputed_parts
+    stream = tokens / run.sp * config.hidden_size * stream_width(run, part)
+    read, features, weight = inner_sizes(run, layer, tokens)
+    inner = read * features * width
+    moved = read * config.hidden_size * width if layer.has_experts else 0.0
     remade = 0.0
-    if ("moe" if layer.has_experts else "mlp") in again:
-        # Experts make what a gate gives once more, in their own backward.
-        remade = inner * (3 if config.is_gated and not layer.has_experts else 2) + stream * ("norm" in again)
+    if run.recomputes_feed_forward(layer):
+        # Experts recompute their gate's output once more, in their own backward.
+        remade = inner * (3 if config.is_gated and not layer.has_experts else 2) + stream * ("norm" in recomputed)
         if config.moe is not None and layer.has_experts:
-            # What the router reads and what came to the experts, and what they gave before and after its weights.
+            # The router's input, the dispatched tokens, and the experts' output before and after its probabilities.
             shared = tokens * config.moe.shared_expert_intermediate_size / sizes.tp * width
             routed = tokens / sizes.tp * config.hidden_size * max(width, 4)
             remade += shared * (3 if config.is_gated else 2) + (routed + moved + inner) * part.is_trained
-    elif "activation" in again and not layer.has_experts:
+    elif "activation" in recomputed and not layer.has_experts:
         remade = inner
-    gathered = tokens * config.hidden_size * width if sp > 1 else 0.0
+    gathered = tokens * config.hidden_size * width if run.sp > 1 else 0.0
     activation = (4 if config.is_gated else 1) * inner
-    has_path = any(path.name == DOWN for path in part.adapters)
-    is_put_off = splits_backward(run.schedule) and (part.is_trained or has_path)
-    reads_output = config.activation == "relu" and not {"activation", "mlp"} & set(again)
-    if is_put_off or reads_output or not (part.is_trained or has_path):
-        # Nothing of the features is let go, or they stay for the gradient of the weight, which is none of this half, or
-        # for that of the activation.
+    has_adapter = any(adapter.name == DOWN for adapter in part.adapters)
+    is_split = splits_backward(run.schedule) and (part.is_trained or has_adapter)
+    reads_output = config.activation == "relu" and not {"activation", "mlp"} & set(recomputed)
+    if is_split or reads_output or not (part.is_trained or has_adapter):
+        # No features are freed, or they stay for wgrad or for the gradient of the activation.
         activation += inner
-    if is_put_off and has_path and stream_width(run, part) > width:
-        # What the path's product gave has its gradient in its own numbers.
-        activation += tokens / sp * config.hidden_size * width
-    if is_put_off and part.is_trained:
+    if is_split and has_adapter and stream_width(run, part) > width:
+        # The gradient of the adapter's output is in the adapter's own precision.
+        activation += tokens / run.sp * config.hidden_size * width
+    if is_split and part.is_trained:
         down = gathered + inner
     elif part.is_trained:
         down = gathered + inner + (weight * width if is_widened(run) else 0.0)
     else:
-        # No product keeps the features, and the weight is cast again.
+        # No linear saves the features, and the weight is cast anew.
         cast = weight * width * run.is_mixed
-        # The first product's as well, wider where it is gated; what the activation kept is gone then.
+        # So is the first weight, twice as large where it is gated; the activation's saved input is freed by then.
         down = gathered + max(2 * inner + cast, moved + cast * (2 if config.is_gated else 1))
     if part.is_trained and layer.has_experts and run.fp8 is not None and not splits_backward(run.schedule):
-        # Of all experts' largest weights one gradient, into which those of single experts are put.
+        # One gradient of all experts' largest weights, which those of single experts are copied into.
         own = config.moe.router.num_experts // sizes.ep if config.moe is not None else 1
         largest = weight * (2 if config.is_gated else 1) * (4 if is_widened(run) else width)
         down = max(down, largest * (1 + 1 / own))
@@ -382,67 +348,62 @@ def layer_work(run: Run, part: ModelPart) -> float:
 
 
 def _experts_work(run: Run, part: ModelPart, tokens: float) -> float:
-    """What the backward of experts holds at a time: gradients of rows as they come from where their tokens are; those
-    inside of the experts, where rows times the router's weights are in float32; those of rows on their way back."""
+    """The most that the experts' backward holds: gradients of combined tokens, gradients inside the experts, where
+    activations times router probabilities are in float32, and gradients of dispatched tokens."""
     layer, width = part.layer, run.bytes_per_element
     assert layer is not None
-    rows, features, weight = inner_sizes(run, layer, tokens)
-    numbers, moved = rows * features, rows * layer.config.hidden_size * width
+    sent, features, weight = inner_sizes(run, layer, tokens)
+    numbers, moved = sent * features, sent * layer.config.hidden_size * width
     wide = 4 * (width < 4)
     activation = numbers * (4 * width + wide if layer.config.is_gated else width + (3 * wide or 2 * width))
     if not part.is_trained:
         return max(2 * moved, activation + numbers * width)
     if splits_backward(run.schedule):
-        # What came waits for the gradients of weights.
+        # The gradients of combined tokens wait for wgrad.
         return moved + max(moved, activation)
-    # Gradients of all experts' weights are made before they are added. What the second products read is let go then,
-    # and behind the activation what that has read.
+    # Gradients of all experts' weights are made before they are accumulated. After the second linears their inputs are
+    # freed, and after the activation its input.
     second, first = weight * width, weight * width * (2 if layer.config.is_gated else 1)
     inner = numbers * width
     return max(2 * moved, moved + inner + second, activation - inner, moved + first - inner)
 
 
 def experts_bytes(run: Run, part: ModelPart) -> float:
-    """What the forward of a layer of experts holds beside what it keeps: rows times the router's weights, in float32;
-    or rows as experts gave them, as they came home, and in the order of tokens. And two hidden states."""
+    """The most that an expert layer's forward holds on top of saved activations: activations times router
+    probabilities in float32; or the experts' outputs, combined and in the order of tokens. And two hidden states."""
     layer, width = part.layer, run.bytes_per_element
     if layer is None or not layer.has_experts:
         return 0.0
-    sizes = run.sizes
-    tokens = run.micro_batch_size * layer.sequence / (sizes.cp if layer.is_cut_by_context else 1)
-    rows, features, _ = inner_sizes(run, layer, tokens)
-    travels = sizes.ep * sizes.etp > 1
-    home = rows * layer.config.hidden_size * width * (2 + travels)
-    shard = tokens / (sizes.tp if sizes.sequence_parallel else 1) * layer.config.hidden_size
-    return max(home, rows * features * (width + 4 * (width < 4))) + 2 * shard * width
+    tokens = run.micro_batch_size * layer.sequence / (run.sizes.cp if layer.is_cut_by_context else 1)
+    sent, features, _ = inner_sizes(run, layer, tokens)
+    is_dispatched = run.sizes.ep * run.sizes.etp > 1
+    combined = sent * layer.config.hidden_size * width * (2 + is_dispatched)
+    shard = tokens / run.sp * layer.config.hidden_size
+    return max(combined, sent * features * (width + 4 * (width < 4))) + 2 * shard * width
 
 
 def _forward_work(run: Run, part: ModelPart) -> float:
-    """What the forward of a layer holds of a stage that keeps nothing, which is a first one: beside messages what came
-    in, what goes into its feed-forward network, the same before its norm, what is inside of it with a weight that is
-    cast, and what it gives."""
+    """The most that a layer's forward holds in a first stage that saves nothing: the layer's input, its feed-forward
+    network's before and after the norm, the activations inside with a cast weight, and its output."""
     layer = part.layer
     if layer is None or not layer.repeats:
         return 0.0
-    config, sizes, width = layer.config, run.sizes, run.bytes_per_element
-    tokens = run.micro_batch_size * layer.tokens_on(sizes)
-    rows, features, weight = inner_sizes(run, layer, tokens)
-    shard = tokens / (sizes.tp if sizes.sequence_parallel else 1) * config.hidden_size
-    inner = rows * features * (3 if config.is_gated else 2)
-    return 3 * shard * stream_width(run, part) + (inner + shard + weight * run.is_mixed) * width
+    tokens = run.tokens_of(layer)
+    read, features, weight = inner_sizes(run, layer, tokens)
+    shard = tokens / run.sp * layer.config.hidden_size
+    inner = read * features * (3 if layer.config.is_gated else 2)
+    return 3 * shard * stream_width(run, part) + (inner + shard + weight * run.is_mixed) * run.bytes_per_element
 
 
 def drawing_bytes(run: Run, part: ModelPart) -> float:
-    """What a layer that drops anything holds while it draws what."""
+    """The most that a layer holds while it draws a dropout mask."""
     layer = part.layer
     if layer is None or not layer.repeats:
         return 0.0
-    config, sizes = layer.config, run.sizes
-    tokens = run.micro_batch_size * layer.tokens_on(sizes)
-    sp = sizes.tp if sizes.sequence_parallel else 1
-    hidden = tokens / sp * config.hidden_size * (config.hidden_dropout > 0)
-    features = tokens * config.ffn_hidden_size / sizes.tp * (config.ffn_dropout > 0 and not layer.has_experts)
-    adapters = (_path_drawing_bytes(run, part, path, tokens) for path in part.adapters if path.has_dropout)
+    config, tokens = layer.config, run.tokens_of(layer)
+    hidden = tokens / run.sp * config.hidden_size * (config.hidden_dropout > 0)
+    features = tokens * config.ffn_hidden_size / run.sizes.tp * (config.ffn_dropout > 0 and not layer.has_experts)
+    adapters = (_adapter_drawing_bytes(run, part, adapter, tokens) for adapter in part.adapters if adapter.has_dropout)
     return max(_drawn_bytes(max(hidden, features)), _attention_drawing_bytes(run, layer), *adapters)
 
 
@@ -450,52 +411,51 @@ def _drawn_bytes(numbers: float) -> float:
     return min(numbers, rng.MASK_BLOCK) * _DRAW_BYTES
 
 
-def _path_drawing_bytes(run: Run, part: ModelPart, path: LoraAdapter, tokens: float) -> float:
-    """The same of a path, beside what its layer keeps. One at the end of a feed-forward network draws when all else is
-    made: what the linear gave is there, and what the network's norm did."""
-    layer, tp, width = part.layer, run.sizes.tp, run.bytes_per_element
+def _adapter_drawing_bytes(run: Run, part: ModelPart, adapter: LoraAdapter, tokens: float) -> float:
+    """Bytes of an adapter's draws, less what its layer does not hold yet. The adapter of a feed-forward network's last
+    linear draws last: that linear's output exists, and that of the network's norm."""
+    layer, width = part.layer, run.bytes_per_element
     assert layer is not None
-    sp = tp if run.sizes.sequence_parallel else 1
-    numbers = tokens * path.inputs / (sp if path.cuts_outputs else tp)
-    if not path.name.endswith(".down"):
+    numbers = tokens * adapter.features_on(run.sizes.tp, run.sp)[0]
+    if not adapter.name.endswith(".down"):
         return _drawn_bytes(numbers) - feed_forward_bytes(run, part)
-    shard = tokens / sp * layer.config.hidden_size
+    shard = tokens / run.sp * layer.config.hidden_size
     made = shard * (width + norm_input_width(run))
-    again = run.recompute.recomputed_parts
-    if ("moe" if layer.has_experts else "mlp") in again:
-        # It is made in a backward, of a gradient.
+    if run.recomputes_feed_forward(layer):
+        # It is recomputed in a backward, which holds a gradient.
         made += numbers * (width * (3 if layer.config.is_gated else 2) + 1) + shard * stream_width(run, part)
     return _drawn_bytes(numbers) + made
 
 
 def _attention_drawing_bytes(run: Run, layer: Layer) -> float:
-    """The same of one that drops weights of attention in tiles; those that are laid out need more in the backward."""
-    if layer.config.attention_dropout == 0 or not is_shared(layer, run.sizes):
+    """Bytes of the draws of attention dropout in tiles; materialised weights need more in the backward."""
+    if layer.config.attention_dropout == 0 or not is_shared(run, layer):
         return 0.0
     cp = run.sizes.cp if layer.is_cut_by_context else 1
-    rows = run.micro_batch_size * layer.repeats * layer.sequence / cp * layer.config.num_attention_heads / run.sizes.tp
-    tile = min(rows * max(layer.sequence, layer.memory) / cp, MOST_SCORES)
-    return tile * (_DRAW_BYTES + 4) + rows * layer.config.head_dim * 4
+    queries = run.micro_batch_size * layer.repeats * layer.sequence / cp
+    queries = queries * layer.config.num_attention_heads / run.sizes.tp
+    tile = min(queries * max(layer.sequence, layer.memory) / cp, MOST_SCORES)
+    return tile * (_DRAW_BYTES + 4) + queries * layer.config.head_dim * 4
 
 
 def scores_bytes(run: Run, part: ModelPart) -> float:
-    """What the backward of attention holds where scores are laid out: two gradients of them. Where weights are dropped
-    those are in float32, the weights themselves are gone by then, and they may have been made again."""
+    """The most that attention's backward holds where scores are materialised: two gradients of them. Under dropout
+    those are in float32, the weights are freed by then, and may have been recomputed."""
     layer = part.layer
     if layer is None or not part.passes_gradient:
         return 0.0
     pairs = run.micro_batch_size * layer.repeats * layer.sequence**2 * layer.config.num_attention_heads / run.sizes.tp
-    if layer.config.attention_dropout > 0 and not is_shared(layer, run.sizes):
-        is_again = "core_attention" in run.recompute.recomputed_parts
-        return pairs * (8 - run.bytes_per_element + is_again * pair_bytes(run))
-    return 2 * pairs * run.bytes_per_element * lays_scores_out(layer, run.sizes, run.bytes_per_element)
+    if layer.config.attention_dropout > 0 and not is_shared(run, layer):
+        is_recomputed = "core_attention" in run.recompute.recomputed_parts
+        return pairs * (8 - run.bytes_per_element + is_recomputed * pair_bytes(run))
+    return 2 * pairs * run.bytes_per_element * materialises_scores(run, layer)
 
 
 def exchanged_bytes(run: Run, part: ModelPart) -> float:
-    """What the backward of attention holds of keys and values of other ranks, and of gradients of them, in float32,
-    when the feed-forward network is done.
+    """The most that attention's backward holds of other cp ranks' keys and values and of their float32 gradients, after
+    the feed-forward backward.
 
-    The bytes of a number are those that dry runs hold (rings and all-gathers of 2, 4 and 8 ranks, three precisions).
+    The bytes of an element are what dry runs hold (rings and all-gathers of 2, 4 and 8 ranks, three precisions).
     """
     layer, sizes = part.layer, run.sizes
     outer = sizes.cp // sizes.cp_ulysses
@@ -505,28 +465,28 @@ def exchanged_bytes(run: Run, part: ModelPart) -> float:
     tokens = run.micro_batch_size * layer.repeats * layer.sequence / sizes.cp
     numbers = 2 * tokens * max(config.num_query_groups / sizes.tp, 1) * config.head_dim
     if outer == 1:
-        # Where heads are exchanged: gradients of all that attention reads, and of what it gave, which came; in 16 bits
-        # also in float32, beside copies of what the kernel reads.
+        # Ulysses holds gradients of all inputs of attention and of its output, received; in 16 bits also in float32,
+        # on top of copies of the kernel's inputs.
         width, queries = run.bytes_per_element, tokens * config.num_attention_heads * config.head_dim / sizes.tp
         read = queries + numbers
         return (read + queries) * width + is_half * (read * (4 + width) + queries * width)
-    # Bytes of each number, of keys and values as they come and go, and of what else of the layer is there then.
+    # Bytes for each element of keys and values that are sent and received, and of the rest of the layer by then.
     if sizes.cp_exchange == "all_gather":
         own = (19 if run.is_mixed else 20) if is_half else 25
         return numbers * (own + (run.bytes_per_element + 4) * outer)
     own = (21 if run.is_mixed else 22) if is_half else 27
-    # Of two ranks nothing comes while something goes.
+    # A ring of two ranks never receives while it sends.
     passed_on = (14 if is_half else 18) * (outer > 2)
     return numbers * (own + passed_on)
 
 
 def inner_sizes(run: Run, layer: Layer, tokens: float) -> tuple[float, float, float]:
-    """Rows and features of a feed-forward network on this rank, and the numbers of its largest weight for each."""
+    """Tokens and features of a feed-forward network on this rank, and elements of its largest weight, ungated."""
     config, sizes = layer.config, run.sizes
     if config.moe is None or not layer.has_experts:
         features = config.ffn_hidden_size / sizes.tp
         return tokens, features, features * config.hidden_size
     features = (config.moe.ffn_hidden_size or config.ffn_hidden_size) / sizes.etp
-    rows = sent_rows(layer, sizes, run.micro_batch_size) * sizes.etp
+    sent = sent_tokens(layer, sizes, run.micro_batch_size) * sizes.etp
     own = config.moe.router.num_experts // sizes.ep
-    return rows, features, own * features * config.hidden_size
+    return sent, features, own * features * config.hidden_size

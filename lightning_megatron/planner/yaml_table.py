@@ -1,4 +1,4 @@
-"""YAML in which a table names nothing twice: the usual readers take the last value and say nothing."""
+"""YAML without repeated keys in a table, of which the usual readers silently take the last."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import yaml
 
 
 def yaml_of(text: str) -> Any:
-    """What a text of YAML holds. Raises YAMLError, also for a key that a table names twice."""
+    """Value of a YAML text. Raises YAMLError, also for a key that a table has twice."""
     return yaml.load(text, Loader=_Loader)
 
 
@@ -15,8 +15,8 @@ class _Loader(yaml.SafeLoader):
         seen = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:
-                told = f"{key.value} is named twice; leave one of them out"
-                raise yaml.constructor.ConstructorError(None, None, told, key.start_mark)
+                error = f"{key.value} is named twice; leave one of them out"
+                raise yaml.constructor.ConstructorError(None, None, error, key.start_mark)
             seen.add(key.value)
         table: dict[Any, Any] = super().construct_mapping(node, deep)
         return table

@@ -34,7 +34,7 @@ from lightning_megatron.pipeline.schedules.interleaved import interleaved_one_f_
 from lightning_megatron.pipeline.schedules.one_f_one_b import one_f_one_b
 from lightning_megatron.pipeline.schedules.zero_bubble import zb_h1, zb_v
 from lightning_megatron.pipeline.simulate import Costs, play
-from lightning_megatron.planner.pipeline_load import kept_by_chunk, step_seconds
+from lightning_megatron.planner.pipeline_load import saved_by_chunk, step_seconds
 from lightning_megatron.planner.presets import PRESETS
 from lightning_megatron.planner.run import Run, faults_of
 from lightning_megatron.trainer.config import PipelineConfig
@@ -174,7 +174,7 @@ def test_an_unregistered_name_is_refused_everywhere_with_the_known_names(capsys:
         "formula": lambda: bubble_formula(unknown, Costs()),
         "timeline": lambda: timeline_of(unknown, Costs()),
         "program": lambda: training_plan(unknown),
-        "saved for backward": lambda: kept_by_chunk(unknown, 0),
+        "saved for backward": lambda: saved_by_chunk(unknown, 0),
         "time": lambda: step_seconds(unknown, [1.0] * 4, [2.0] * 4),
         "configuration": lambda: PipelineConfig(schedule="hanayo"),
     }

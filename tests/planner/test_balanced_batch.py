@@ -99,9 +99,9 @@ def test_plan_and_dry_run_agree_on_every_rank(name: str) -> None:
 def test_the_code_on_real_tensors_holds_and_multiplies_as_much() -> None:
     model = GPTConfig(num_layers=4, hidden_size=256, num_attention_heads=4, vocab_size=256)
     run = run_of(model, Sizes(), num_tokens=3000, precision="32-true")
-    imagined, real = dry_run(run, 0), dry_run(run, 0, device=torch.device("cpu"))
-    assert imagined.peak_bytes == pytest.approx(real.peak_bytes, rel=0.02)
-    assert imagined.flops == real.flops and imagined.num_run == run.num_microbatches > 2
+    dry, real = dry_run(run, 0), dry_run(run, 0, device=torch.device("cpu"))
+    assert dry.peak_bytes == pytest.approx(real.peak_bytes, rel=0.02)
+    assert dry.flops == real.flops and dry.num_run == run.num_microbatches > 2
 
 
 def test_a_rank_without_documents_runs_dry() -> None:

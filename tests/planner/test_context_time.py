@@ -7,7 +7,7 @@ import pytest
 from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.planner.constants import Constants
-from lightning_megatron.planner.context_time import Shared, context_seconds
+from lightning_megatron.planner.context_time import context_seconds
 from lightning_megatron.planner.framework_profile import MEGATRON, OURS
 from lightning_megatron.planner.hardware import gpu_of
 from lightning_megatron.planner.presets import PRESETS
@@ -31,8 +31,8 @@ HOP, MERGE = KEYS / 450e9, 5 * QUERIES / 3.35e12
 def waited(kind: str = "ring", *, cp: int = 4, tp: int = 1, attention: float = 0.0, is_backward: bool = False) -> float:
     context = ContextConfig(comm_type=kind, ulysses_size=2 if kind == "hierarchical" else 0)  # type: ignore[arg-type]
     sizes = Sizes(world=cp * tp, cp=cp, tp=tp, **context_fields(context, cp))
-    shared = Shared(key_bytes=KEYS, query_bytes=QUERIES, attention_seconds=attention)
-    return context_seconds(sizes, shared, gradient_share=2.0, gpu=H100, constants=FREE, is_backward=is_backward)
+    tensors = {"key_bytes": KEYS, "query_bytes": QUERIES, "attention_seconds": attention, "gradient_share": 2.0}
+    return context_seconds(sizes, **tensors, gpu=H100, constants=FREE, is_backward=is_backward)
 
 
 def test_a_ring_waits_for_what_a_step_of_attention_does_not_hide() -> None:

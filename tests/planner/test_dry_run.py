@@ -65,7 +65,7 @@ def selective(*parts: str) -> RecomputeConfig:
     return RecomputeConfig(granularity="selective", parts=parts)  # type: ignore[arg-type]
 
 
-def beside(*targets: str) -> Trainable:
+def lora(*targets: str) -> Trainable:
     return Trainable(lora=LoraConfig(targets=targets))  # type: ignore[arg-type]
 
 
@@ -79,8 +79,8 @@ RUNS = {
     "gated, groups, untied": run_of(LLAMA, Sizes(world=4, pp=2), optimizer=DISTRIBUTED),
     "gated with tp and sp": run_of(LLAMA, Sizes(world=4, tp=2, sequence_parallel=True), optimizer=DISTRIBUTED),
     "full recomputation": run_of(GPT, Sizes(world=4, pp=4), recompute=RecomputeConfig(granularity="full")),
-    "norm and activation again": run_of(LLAMA, Sizes(world=2, pp=2), recompute=selective("norm", "activation")),
-    "norm and mlp again": run_of(LLAMA, Sizes(world=2, pp=2), recompute=selective("norm", "mlp")),
+    "norm and activation recomputed": run_of(LLAMA, Sizes(world=2, pp=2), recompute=selective("norm", "activation")),
+    "norm and mlp recomputed": run_of(LLAMA, Sizes(world=2, pp=2), recompute=selective("norm", "mlp")),
     "interleaved": run_of(GPT, Sizes(world=4, pp=4, vp=2)),
     "zb-h1": run_of(GPT, Sizes(world=4, pp=4), schedule_name="zb_h1"),
     "zb-h1 with tp and sp": run_of(
@@ -97,7 +97,7 @@ RUNS = {
         schedule_name="dualpipe_v",
         optimizer=DISTRIBUTED,
     ),
-    "zb-h1, blocks again": run_of(
+    "zb-h1, blocks recomputed": run_of(
         GPT,
         Sizes(world=4, pp=4),
         lengths=SHORT,
@@ -114,7 +114,7 @@ RUNS = {
         recompute=RecomputeConfig(granularity="full", shard_saved_inputs=True),
         micro_batch_size=8,
     ),
-    "zb-v, ReLU, norms again": run_of(
+    "zb-v, ReLU, norms recomputed": run_of(
         replace(GPT, activation="relu"),
         Sizes(world=4, pp=4, vp=2, placement="v"),
         lengths=SHORT,
@@ -122,7 +122,7 @@ RUNS = {
         schedule_name="zb_v",
         recompute=selective("norm"),
     ),
-    "zb-v, dropped attention again": run_of(
+    "zb-v, dropped attention recomputed": run_of(
         replace(GPT, attention_dropout=0.1),
         Sizes(world=2, pp=2, vp=2, placement="v"),
         lengths=SHORT,
@@ -163,7 +163,7 @@ RUNS = {
     "T5 of few layers": run_of(
         replace(T5, num_layers=2, num_decoder_layers=2), Sizes(world=2, pp=2), lengths=PAIRS, micro_batch_size=2
     ),
-    "T5, zb-h1, ReLU again": run_of(
+    "T5, zb-h1, ReLU recomputed": run_of(
         replace(T5, vocab_size=4096),
         Sizes(world=4, pp=4),
         lengths=PAIRS,
@@ -173,7 +173,7 @@ RUNS = {
     ),
     "BERT in float32": run_of(BERT, Sizes(), lengths=SHORT, micro_batch_size=4, precision="32-true"),
     "T5 in float32": run_of(T5, Sizes(world=2, pp=2), lengths=PAIRS, micro_batch_size=4, precision="32-true"),
-    "groups laid out in float32": run_of(LLAMA, Sizes(world=2, pp=2), precision="32-true"),
+    "grouped queries in float32": run_of(LLAMA, Sizes(world=2, pp=2), precision="32-true"),
     "cp of four": run_of(replace(GPT, num_layers=4), Sizes(world=8, pp=2, cp=4), micro_batch_size=4),
     "cp of four, gathered": run_of(
         replace(GPT, num_layers=4), Sizes(world=8, pp=2, cp=4, cp_exchange="all_gather"), micro_batch_size=4
@@ -192,10 +192,10 @@ RUNS = {
         micro_batch_size=4,
     ),
     "cp in float32": run_of(LLAMA, Sizes(world=2, cp=2), precision="32-true"),
-    "LLaVA, all again": run_of(
+    "LLaVA, all recomputed": run_of(
         LLAVA, Sizes(world=2, pp=2), lengths=IMAGES, recompute=RecomputeConfig(granularity="full"), micro_batch_size=2
     ),
-    "LLaVA, layers again": run_of(
+    "LLaVA, layers recomputed": run_of(
         LLAVA,
         Sizes(),
         lengths=IMAGES,
@@ -219,107 +219,107 @@ RUNS = {
         trained=Trainable(frozen=("language",)),
         schedule_name="zb_v",
     ),
-    "low-rank paths": run_of(
+    "LoRA adapters": run_of(
         LLAMA,
         Sizes(world=4, tp=2, sequence_parallel=True),
         trained=Trainable(lora=LoraConfig(rank=16)),
         micro_batch_size=2,
     ),
-    "low-rank paths, norms again": run_of(
+    "LoRA adapters, norms recomputed": run_of(
         LLAMA,
         Sizes(world=2, pp=2),
         trained=Trainable(lora=LoraConfig(rank=16)),
         recompute=selective("norm"),
         micro_batch_size=2,
     ),
-    "low-rank paths in FP8": run_of(
+    "LoRA adapters in FP8": run_of(
         LLAMA, Sizes(world=2, pp=2), trained=Trainable(lora=LoraConfig(rank=16)), fp8=Fp8Config(), micro_batch_size=2
     ),
-    "low-rank paths, all again": run_of(
+    "LoRA adapters, all recomputed": run_of(
         LLAMA,
         Sizes(world=2, pp=2),
         trained=Trainable(lora=LoraConfig(rank=16)),
         recompute=RecomputeConfig(granularity="full"),
         micro_batch_size=2,
     ),
-    "low-rank paths, dropout": run_of(
+    "LoRA adapters, dropout": run_of(
         replace(SHALLOW, hidden_size=512, num_attention_heads=8, ffn_hidden_size=1408),
         Sizes(world=2, pp=2),
         lengths=SequenceLengths(sequence=1024),
         trained=Trainable(lora=LoraConfig(rank=16, dropout=0.1)),
         micro_batch_size=4,
     ),
-    "low-rank paths, pairs of layers again": run_of(
+    "LoRA adapters, pairs of layers recomputed": run_of(
         SHALLOW,
         Sizes(),
         trained=Trainable(lora=LoraConfig(rank=16)),
         recompute=RecomputeConfig(granularity="full", num_layers=2),
         micro_batch_size=2,
     ),
-    "low-rank paths, zb-v": run_of(
+    "LoRA adapters, zb-v": run_of(
         SHALLOW,
         Sizes(world=2, pp=2, vp=2, placement="v"),
         trained=Trainable(lora=LoraConfig(rank=16)),
         schedule_name="zb_v",
         micro_batch_size=2,
     ),
-    "low-rank paths in a T5": run_of(
+    "LoRA adapters in a T5": run_of(
         T5,
         Sizes(world=2, pp=2),
         lengths=PAIRS,
         micro_batch_size=4,
         trained=Trainable(lora=LoraConfig(targets=("attention.qkv", "cross_attention.key_value"))),
     ),
-    "a low-rank path beside queries of an encoder's stream": run_of(
+    "a LoRA adapter of cross-attention queries": run_of(
         replace(T5, num_layers=4, num_decoder_layers=4),
         Sizes(world=4, pp=4),
         lengths=PAIRS,
         micro_batch_size=4,
-        trained=beside("cross_attention.query"),
+        trained=lora("cross_attention.query"),
     ),
-    "a low-rank path behind attention to an encoder": run_of(
+    "a LoRA adapter after cross-attention": run_of(
         replace(T5, num_layers=1, num_decoder_layers=1, vocab_size=8192),
         Sizes(),
         lengths=SequenceLengths(sequence=128, decoder_sequence=512),
         micro_batch_size=4,
         precision="32-true",
-        trained=beside("cross_attention.projection"),
+        trained=lora("cross_attention.projection"),
     ),
-    "a low-rank path behind dropped attention": run_of(
-        replace(DROPS, num_layers=2), Sizes(), micro_batch_size=2, trained=beside("attention.projection")
+    "a LoRA adapter after attention dropout": run_of(
+        replace(DROPS, num_layers=2), Sizes(), micro_batch_size=2, trained=lora("attention.projection")
     ),
-    "a low-rank path at the end of a layer": run_of(
-        replace(LLAMA, num_layers=2, vocab_size=8192), Sizes(), micro_batch_size=2, trained=beside("mlp.down")
+    "a LoRA adapter at the end of a layer": run_of(
+        replace(LLAMA, num_layers=2, vocab_size=8192), Sizes(), micro_batch_size=2, trained=lora("mlp.down")
     ),
-    "a low-rank path in a post-norm BERT": run_of(
+    "a LoRA adapter in a post-norm BERT": run_of(
         replace(BERT, num_layers=4, norm_placement="post"),
         Sizes(world=2, pp=2),
         lengths=SHORT,
         micro_batch_size=4,
-        trained=beside("mlp.down"),
+        trained=lora("mlp.down"),
     ),
-    "low-rank paths beside packed documents": run_of(
+    "LoRA adapters with packed documents": run_of(
         GPT,
         Sizes(world=2, pp=2),
         lengths=SequenceLengths(sequence=2048, are_packed=True),
         trained=Trainable(lora=LoraConfig(targets=("attention.qkv",))),
     ),
-    "low-rank paths beside experts": run_of(
+    "LoRA adapters with experts": run_of(
         replace(SHARED, moe=replace(EXPERTS, shared_expert_intermediate_size=1408, shared_expert_gate=True)),
         Sizes(world=4, tp=2, ep=2, sequence_parallel=True),
         trained=Trainable(lora=LoraConfig(rank=16, targets=("attention.qkv", "shared.down"))),
         micro_batch_size=4,
     ),
-    "low-rank paths beside experts, all again": run_of(
+    "LoRA adapters with experts, all recomputed": run_of(
         replace(MIXTRAL, num_layers=2, vocab_size=4096),
         Sizes(world=4, ep=4),
         lengths=SHORT,
-        trained=beside("attention.qkv", "attention.projection"),
+        trained=lora("attention.qkv", "attention.projection"),
         recompute=RecomputeConfig(granularity="full"),
         precision="32-true",
         micro_batch_size=4,
     ),
-    "low-rank paths, experts again": run_of(
+    "LoRA adapters, experts recomputed": run_of(
         MIXTRAL,
         Sizes(world=8, ep=4, pp=2),
         trained=Trainable(lora=LoraConfig(rank=16, targets=("attention.qkv",))),
@@ -330,13 +330,13 @@ RUNS = {
     "window": run_of(replace(LLAMA, sliding_window=512), Sizes(world=2, pp=2)),
     "dropout": run_of(DROPS, Sizes(world=4, pp=2, tp=2, sequence_parallel=True)),
     "features dropped in the MLP": run_of(replace(LLAMA, ffn_dropout=0.1), Sizes(world=2, pp=2), micro_batch_size=2),
-    "dropout, attention again": run_of(
+    "dropout, attention recomputed": run_of(
         DROPS, Sizes(world=2, pp=2), recompute=selective("core_attention"), micro_batch_size=2
     ),
     "dropout in float32": run_of(
         replace(SHALLOW, attention_dropout=0.1), Sizes(), lengths=SHORT, precision="32-true", micro_batch_size=4
     ),
-    "LLaVA with dropout, layers again": run_of(
+    "LLaVA with dropout, layers recomputed": run_of(
         replace(LLAVA, num_layers=4, vocab_size=4096, attention_dropout=0.1, hidden_dropout=0.1),
         Sizes(),
         samples=2,
@@ -344,10 +344,10 @@ RUNS = {
         recompute=RecomputeConfig(granularity="full", method="block", num_layers=5),
         micro_batch_size=2,
     ),
-    "experts again": run_of(
+    "experts recomputed": run_of(
         SHARED, Sizes(world=8, ep=4, pp=2), optimizer=DISTRIBUTED, recompute=selective("moe"), micro_batch_size=4
     ),
-    "experts, norms again": run_of(
+    "experts, norms recomputed": run_of(
         replace(MIXTRAL, vocab_size=4096),
         Sizes(world=8, ep=8),
         samples=16,
@@ -450,20 +450,20 @@ RUNS = {
         fp8=Fp8Config(engine="transformer_engine", scaling="delayed"),
     ),
     "experts": run_of(MIXTRAL, Sizes(world=4, ep=4), optimizer=DISTRIBUTED),
-    "experts, side by side": run_of(MIXTRAL, Sizes(world=8, ep=4, pp=2), optimizer=DISTRIBUTED, is_overlapped=True),
-    "experts beside scores laid out, side by side": run_of(
+    "experts, overlapped": run_of(MIXTRAL, Sizes(world=8, ep=4, pp=2), optimizer=DISTRIBUTED, is_overlapped=True),
+    "experts with materialised scores, overlapped": run_of(
         replace(MIXTRAL, num_layers=4, vocab_size=8192),
         Sizes(world=4, pp=2, ep=2),
         precision="32-true",
         is_overlapped=True,
     ),
-    "some experts, side by side in chunks": run_of(
+    "some experts, overlapped in chunks": run_of(
         replace(SHARED, moe=replace(EXPERTS, layer_freq=2, shared_expert_intermediate_size=1408)),
         Sizes(world=4, ep=2, pp=2, vp=2),
         samples=6,
         is_overlapped=True,
     ),
-    "experts on one rank, side by side": run_of(MIXTRAL, Sizes(), is_overlapped=True),
+    "experts on one rank, overlapped": run_of(MIXTRAL, Sizes(), is_overlapped=True),
     "experts, one shared": run_of(
         SHARED, Sizes(world=8, tp=2, pp=2, ep=2, sequence_parallel=True), optimizer=DISTRIBUTED
     ),
@@ -545,9 +545,9 @@ def test_the_code_on_real_tensors_holds_and_multiplies_as_much() -> None:
     run = replace(run, global_batch_size=16)
     for precision in ("32-true", "bf16-mixed"):
         one = replace(run, precision=precision)
-        imagined, real = dry_run(one, 0), dry_run(one, 0, device=torch.device("cpu"))
-        assert imagined.peak_bytes == pytest.approx(real.peak_bytes, rel=0.02)
-        assert imagined.flops == real.flops and sum(real.flops.values()) > 0
+        dry, real = dry_run(one, 0), dry_run(one, 0, device=torch.device("cpu"))
+        assert dry.peak_bytes == pytest.approx(real.peak_bytes, rel=0.02)
+        assert dry.flops == real.flops and sum(real.flops.values()) > 0
 
 
 def test_what_runs_side_by_side_is_counted_where_it_belongs() -> None:

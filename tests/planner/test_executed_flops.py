@@ -72,34 +72,34 @@ RUNS = {
     "a window and dropout": run_of(replace(WINDOW, attention_dropout=0.1), Sizes()),
     "dropout over cp": run_of(DROPS, CP, recompute=selective("core_attention")),
     "dropout in packed documents": run_of(DROPS, SP, SequenceLengths(sequence=1024, are_packed=True)),
-    "dropout, all again": run_of(DROPS, Sizes(), recompute=FULL),
-    "dropout, two parts again": run_of(DROPS, Sizes(), recompute=selective("core_attention", "mlp")),
+    "dropout, all recomputed": run_of(DROPS, Sizes(), recompute=FULL),
+    "dropout, two parts recomputed": run_of(DROPS, Sizes(), recompute=selective("core_attention", "mlp")),
     "grouped queries in float32": run_of(LLAMA, Sizes(), precision="32-true"),
-    "the first layers of chunks again": run_of(
+    "the first layers of chunks recomputed": run_of(
         replace(GPT, num_layers=4), Sizes(world=2, pp=2, vp=2), recompute=FIRST, schedule_name="interleaved"
     ),
-    "dense layers again, and experts not": run_of(
+    "dense layers recomputed, experts not": run_of(
         replace(MIXTRAL, num_layers=4, moe=replace(EXPERTS, layer_freq=2)), Sizes(world=2, pp=2), recompute=FIRST
     ),
     "a T5 of long answers": run_of(T5, SP, LONG_PAIRS),
     "a T5 over cp": run_of(T5, CP, LONG_PAIRS),
-    "a T5 with dropout, all again": run_of(replace(T5, attention_dropout=0.1), Sizes(), PAIRS, recompute=FULL),
+    "a T5 with dropout, all recomputed": run_of(replace(T5, attention_dropout=0.1), Sizes(), PAIRS, recompute=FULL),
     "a T5 without tables, with dropout": run_of(
         replace(T5, position="none", attention_dropout=0.1), Sizes(), PAIRS, recompute=selective("core_attention")
     ),
-    "paths at a T5's keys": run_of(T5, Sizes(), PAIRS, trained=adapters("cross_attention.key_value")),
-    "paths at a T5's queries, stages": run_of(
+    "adapters at a T5's keys": run_of(T5, Sizes(), PAIRS, trained=adapters("cross_attention.key_value")),
+    "adapters at a T5's queries, stages": run_of(
         T5, Sizes(world=2, pp=2), PAIRS, trained=adapters("attention.qkv", "cross_attention.query")
     ),
-    "paths at a T5's projections": run_of(T5, Sizes(), PAIRS, trained=adapters("cross_attention.projection")),
-    "paths at projections": run_of(LLAMA, SP, trained=adapters("attention.projection")),
-    "paths at the end of layers": run_of(LLAMA, Sizes(world=2, tp=2), trained=adapters("mlp.down")),
-    "paths that are made again": run_of(
+    "adapters at a T5's projections": run_of(T5, Sizes(), PAIRS, trained=adapters("cross_attention.projection")),
+    "adapters at projections": run_of(LLAMA, SP, trained=adapters("attention.projection")),
+    "adapters at the end of layers": run_of(LLAMA, Sizes(world=2, tp=2), trained=adapters("mlp.down")),
+    "adapters that are recomputed": run_of(
         LLAMA, Sizes(world=2, tp=2), trained=adapters("attention.qkv", "mlp.up", "mlp.down"), recompute=selective("mlp")
     ),
-    "paths and layers made again": run_of(LLAMA, Sizes(), trained=adapters("mlp.down"), recompute=FULL),
-    "paths beside experts": run_of(SHARED, Sizes(), trained=adapters("attention.projection", "shared.up")),
-    "paths beside shared experts alone, experts again": run_of(
+    "adapters and layers recomputed": run_of(LLAMA, Sizes(), trained=adapters("mlp.down"), recompute=FULL),
+    "adapters with experts": run_of(SHARED, Sizes(), trained=adapters("attention.projection", "shared.up")),
+    "adapters with shared experts alone, experts recomputed": run_of(
         SHARED, Sizes(), trained=adapters("shared.up"), recompute=selective("moe")
     ),
     "a padded capacity": run_of(replace(MIXTRAL, moe=PADDED), Sizes(world=4, ep=2, cp=2)),
@@ -108,7 +108,7 @@ RUNS = {
     "images shared out over cp": run_of(LLAVA, CP, SequenceLengths(sequence=1024, images=3)),
     "LLaVA, rows that fill up ranks": run_of(LLAVA, Sizes(world=4, tp=4, sequence_parallel=True), IMAGES),
     "LLaVA without sequence parallelism": run_of(LLAVA, Sizes(world=2, tp=2), IMAGES),
-    "a frozen tower, again": run_of(LLAVA, Sizes(), IMAGES, trained=Trainable(frozen=("vision",)), recompute=FULL),
+    "a frozen tower, recomputed": run_of(LLAVA, Sizes(), IMAGES, trained=Trainable(frozen=("vision",)), recompute=FULL),
     "a projector alone": run_of(LLAVA, Sizes(), IMAGES, trained=Trainable(frozen=("vision", "language"))),
     "a padded vocabulary": run_of(replace(GPT, vocab_size=1030), SP),
     "tiles in FP8": run_of(SHARED, Sizes(world=2, tp=2), SequenceLengths(sequence=100), fp8=Fp8Config()),

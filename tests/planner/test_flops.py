@@ -1,4 +1,4 @@
-"""FLOPs that are run again are those that a backward under recomputation does more, counted as it runs."""
+"""Recomputed FLOPs equal the additional FLOPs of a backward under recomputation, counted as it runs."""
 
 from dataclasses import replace
 from typing import Any

@@ -101,13 +101,13 @@ def test_a_decoder_attends_twice_by_the_keys_of_each(dropout: float) -> None:
     pairs = {"encoder": 256 * 512, "own": 64 * 128, "memory": 64 * 512}
     flops = {name: 4 * number * 256 for name, number in pairs.items()}
     if dropout:
-        assert of_encoder.laid_out_flops == flops["encoder"]
-        assert of_decoder.laid_out_flops == flops["own"] + flops["memory"]
+        assert of_encoder.materialised_flops == flops["encoder"]
+        assert of_decoder.materialised_flops == flops["own"] + flops["memory"]
         edges = [of_encoder.flash_edge_flops, of_encoder.both_ways_edge_flops]
         edges += [of_decoder.flash_edge_flops, of_decoder.both_ways_edge_flops]
         assert edges == [0.0] * 4
     else:
-        assert of_decoder.flash_flops == flops["own"] / 2 + flops["memory"] and of_decoder.laid_out_flops == 0
+        assert of_decoder.flash_flops == flops["own"] / 2 + flops["memory"] and of_decoder.materialised_flops == 0
         assert (of_encoder.flash_edge_flops, of_encoder.both_ways_edge_flops) == (0.0, flops["encoder"] / 256)
         assert of_decoder.flash_edge_flops == flops["own"] / 2 / 64
         assert of_decoder.both_ways_edge_flops == flops["memory"] / 256
@@ -221,8 +221,8 @@ def test_scores_are_laid_out_where_the_code_finds_no_kernel(
     run = Run(model=model, **fields)
     parts = run.model_parts.parts
     works = [layer_work_of(part, run.model_parts, run.sizes, 1, run.bytes_per_element) for part in parts]
-    assert any(work.laid_out_flops for work in works) == is_laid_out
-    multiplied = sum(work.product_flops + work.head_flops + work.laid_out_flops for work in works)
+    assert any(work.materialised_flops for work in works) == is_laid_out
+    multiplied = sum(work.product_flops + work.head_flops + work.materialised_flops for work in works)
     found = dry_run(run, 0).flops
     assert found["products"] == 3 * multiplied
     # Blocks of a window compute some pairs that they hide.

@@ -15,7 +15,7 @@ from lightning_megatron.planner.model_parts import SequenceLengths
 from lightning_megatron.planner.presets import PRESETS
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.split_backward import walked
-from lightning_megatron.planner.transient_memory import batch_bytes, num_flying
+from lightning_megatron.planner.transient_memory import batch_bytes, num_in_flight
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.transformer.recompute import RecomputeConfig
 
@@ -49,7 +49,7 @@ def test_a_parameter_costs_the_bytes_of_the_optimizer_s_table(
     optimizer = OptimizerConfig(kind=kind, grad_dtype=grad_dtype)  # type: ignore[arg-type]
     sizes = Sizes(world=64, tp=8, pp=2, cp=2, sequence_parallel=True)
     run = run_of(sizes=sizes, precision=precision, optimizer=optimizer)
-    dense, experts, _, _ = parameters_of_rank(run, 0)
+    dense, experts = parameters_of_rank(run, 0)
     assert experts == 0
     assert rank_memory(run, 0).static == pytest.approx(expected * dense)
 
@@ -59,7 +59,7 @@ def test_states_of_experts_are_cut_over_their_own_replicas() -> None:
     sizes = Sizes(world=64, tp=2, ep=8, sequence_parallel=True)
     optimizer = OptimizerConfig(kind="distributed")
     run = Run(model=preset.model, lengths=preset.lengths, sizes=sizes, global_batch_size=64, optimizer=optimizer)
-    dense, experts, _, _ = parameters_of_rank(run, 0)
+    dense, experts = parameters_of_rank(run, 0)
     assert sizes.dp == 32 and sizes.edp == 8 and experts > dense
     assert rank_memory(run, 0).static == pytest.approx((6 + 12 / 32) * dense + (6 + 12 / 8) * experts)
 
@@ -156,7 +156,7 @@ def test_messages_on_their_way_at_the_fullest_backward_are_those_of_the_plan(pp:
         global_batch_size=4 * pp,
     )
     for rank in range(pp):
-        moments = [half for half, _ in walked(run.schedule, rank, [1] * run.num_microbatches)]
-        fullest = max(sum(half.kept) for half in moments)
-        backwards = (half.flying for half in moments if half.kind is Kind.BACKWARD and sum(half.kept) == fullest)
-        assert num_flying(run, rank) == max(backwards), f"pipeline rank {rank}"
+        moments = [step for step, _ in walked(run.schedule, rank, [1] * run.num_microbatches)]
+        fullest = max(sum(step.saved) for step in moments)
+        backwards = (step.in_flight for step in moments if step.kind is Kind.BACKWARD and sum(step.saved) == fullest)
+        assert num_in_flight(run, rank) == max(backwards), f"pipeline rank {rank}"

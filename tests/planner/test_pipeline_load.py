@@ -10,7 +10,7 @@ from lightning_megatron.pipeline.registry import order_of, overlapped_forwards, 
 from lightning_megatron.pipeline.schedule import Kind
 from lightning_megatron.pipeline.schedule_spec import Schedule
 from lightning_megatron.pipeline.simulate import Costs
-from lightning_megatron.planner.pipeline_load import kept_by_chunk, step_seconds
+from lightning_megatron.planner.pipeline_load import saved_by_chunk, step_seconds
 
 SCHEDULES = [
     Schedule(name=name, pp=pp, chunks=chunks, microbatches=m)
@@ -31,7 +31,7 @@ def ids(schedules: list[Schedule]) -> list[str]:
 def test_a_rank_keeps_as_many_microbatches_as_the_simulator_counts(schedule: Schedule) -> None:
     timeline = timeline_of(schedule, Costs())
     for rank in range(schedule.pp):
-        assert sum(kept_by_chunk(schedule, rank)) == timeline.peak_activations[rank]
+        assert sum(saved_by_chunk(schedule, rank)) == timeline.peak_activations[rank]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=ids(SCHEDULES))
@@ -84,5 +84,5 @@ def test_the_slowest_rank_sets_the_pace_and_the_others_fill_and_drain() -> None:
 
 def test_a_trillion_parameters_in_chunks_need_no_simulation() -> None:
     schedule = Schedule(name="interleaved", pp=64, chunks=8, microbatches=512)
-    assert kept_by_chunk(schedule, 0) == (127, *[64] * 7)
+    assert saved_by_chunk(schedule, 0) == (127, *[64] * 7)
     assert step_seconds(schedule, [1.0] * 64, [2.0] * 64) == pytest.approx(3 * 512 + 63 * 3 / 8)

@@ -243,7 +243,7 @@ def test_habits_of_the_code_behind_a_row_follow_from_its_source(
     planned = run_of(rows()[number])
     assert not isinstance(planned, str)
     framework = planned.run.framework
-    assert (framework.hides_tensor, framework.splits_hops, framework.runs_again) == (hides, splits, again)
+    assert (framework.hides_tensor, framework.splits_hops, framework.recomputes) == (hides, splits, again)
     assert planned.run.optimizer.grad_dtype == gradients
 
 

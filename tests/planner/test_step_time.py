@@ -258,15 +258,15 @@ def test_grouped_queries_in_float32_lay_their_scores_out() -> None:
     work, layers = inner_layer(run)
     assert (work.flash_flops, work.num_pairs) == (0.0, 0.0) and work.num_grouped_pairs == 8192**2 * 64 / 4
     multiplied = 2 * 2 * 128 * work.num_grouped_pairs
-    assert work.laid_out_flops == multiplied
+    assert work.materialised_flops == multiplied
     (forward, backward), (slow, slowly) = (
         inner_rank(run),
         inner_rank(run, traffic=CONSTANTS.traffic + 1),
     )
     pairs = layers * 4 * work.num_grouped_pairs / H100.memory_bytes_per_second
     assert slow - forward == pytest.approx(9.5 * pairs) and slowly - backward == pytest.approx(7 * pairs)
-    slow, slowly = inner_rank(run, laid_out_share=CONSTANTS.laid_out_share / 2)
-    seconds = layers * multiplied / (H100.matmul_flops("full") * CONSTANTS.laid_out_share)
+    slow, slowly = inner_rank(run, materialised_share=CONSTANTS.materialised_share / 2)
+    seconds = layers * multiplied / (H100.matmul_flops("full") * CONSTANTS.materialised_share)
     assert slow - forward == pytest.approx(seconds) and slowly - backward == pytest.approx(2 * seconds)
     # Only what drops of them makes scores again.
     again = RecomputeConfig(granularity="selective", parts=("core_attention",))
@@ -349,7 +349,7 @@ def test_a_system_that_runs_products_again_does_so_in_its_backward() -> None:
     hop = hop_seconds(8192 * 8192 * 2 / 4, groups_of(run.sizes)["pp"], H100, CONSTANTS)
     rest = forward - layers * (attention + tensor) - CONSTANTS.exposed_hop * hop - CONSTANTS.hop_seconds
     again = {
-        name: inner_rank(replace(run, framework=replace(OURS, runs_again=name)))[1] - backward
+        name: inner_rank(replace(run, framework=replace(OURS, recomputes=name)))[1] - backward
         for name in ("products", "second products")
     }
     moved = CONSTANTS.unfused_traffic * layers * work.moved_bytes / H100.memory_bytes_per_second
@@ -357,7 +357,7 @@ def test_a_system_that_runs_products_again_does_so_in_its_backward() -> None:
     share = work.second_flops / work.product_flops
     assert again["second products"] == pytest.approx(share * (rest - moved) + moved) and 0.3 < share < 0.6
     full = replace(run, recompute=RecomputeConfig(granularity="full"))
-    assert inner_rank(full) == inner_rank(replace(full, framework=replace(OURS, runs_again="products")))
+    assert inner_rank(full) == inner_rank(replace(full, framework=replace(OURS, recomputes="products")))
 
 
 def test_sharded_gradients_in_16_bits_are_half_of_the_message() -> None:
@@ -408,7 +408,7 @@ def test_ada_multiplies_by_the_instructions_of_ampere() -> None:
 def test_a_group_of_neighbours_shares_a_node_and_one_of_stages_does_not() -> None:
     groups = groups_of(Sizes(world=64, tp=4, pp=4, sequence_parallel=True))
     assert groups["tp"].is_on_one_node(H100) and not groups["pp"].is_on_one_node(H100)
-    assert groups["replicas"] == Group(size=4, stride=4) and groups["replicas"].per_node(H100) == 2
+    assert groups["dp_cp"] == Group(size=4, stride=4) and groups["dp_cp"].per_node(H100) == 2
     assert groups["pp"].stride == 16
 
 

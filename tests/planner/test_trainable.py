@@ -20,12 +20,12 @@ from lightning_megatron.planner.flops import MODEL, step_flops
 from lightning_megatron.planner.frozen_activations import frozen_activation_bytes
 from lightning_megatron.planner.hardware import gpu_of
 from lightning_megatron.planner.layer_work import layer_work_of
-from lightning_megatron.planner.memory import parameters_of_rank, rank_memory
+from lightning_megatron.planner.memory import parameters_of_rank, rank_memory, trained_of_rank
 from lightning_megatron.planner.model_parts import SequenceLengths
 from lightning_megatron.planner.presets import PRESETS
 from lightning_megatron.planner.run import Run
 from lightning_megatron.planner.step_time import StepTime, step_time
-from lightning_megatron.planner.trainable import Trainable, trainable_parts_of, trained_of_stages, trained_parameters
+from lightning_megatron.planner.trainable import Trainable, trainable_parts_of, trained_parameters
 from lightning_megatron.planner.transient_memory import waiting_bytes
 from lightning_megatron.transformer.lora import LoraConfig, add_lora
 from lightning_megatron.transformer.recompute import RecomputeConfig, set_recomputed
@@ -92,8 +92,8 @@ def test_a_rank_trains_the_parameters_that_the_model_trains(frozen: tuple[str, .
         assert isinstance(model, LlavaModel)
         model.freeze(*frozen)
         built = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        assert sum(trained_of_stages(run.stages[mesh.pp.rank], run.model_parts, sizes)) == built
-        assert sum(parameters_of_rank(run, mesh.pp.rank)[:2]) == sum(p.numel() for p in model.parameters())
+        assert sum(trained_of_rank(run, mesh.pp.rank)) == built
+        assert sum(parameters_of_rank(run, mesh.pp.rank)) == sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize("targets", [EVERYWHERE, EVERYWHERE[:1], ("mlp.down", "shared.up")])
@@ -105,11 +105,11 @@ def test_a_rank_holds_the_paths_that_are_added(targets: tuple[str, ...], sizes: 
         built = GPTModel(model, mesh=Mesh.imagine(0, sizes))
         add_lora(built, lora, seed=0)
     numbers = [(parameter.numel(), parameter.requires_grad) for parameter in built.parameters()]
-    assert trained_of_stages(run.stages[0], run.model_parts, sizes) == (
+    assert trained_of_rank(run, 0) == (
         sum(n for n, is_trained in numbers if is_trained),
         0,
     )
-    assert sum(parameters_of_rank(run, 0)[:2]) == sum(n for n, _ in numbers)
+    assert sum(parameters_of_rank(run, 0)) == sum(n for n, _ in numbers)
 
 
 def test_what_is_trained_of_the_unsplit_model_is_told_without_padding() -> None:
@@ -124,8 +124,8 @@ def test_what_is_trained_of_the_unsplit_model_is_told_without_padding() -> None:
 def test_frozen_weights_cost_four_bytes_and_nothing_else() -> None:
     whole = large_run()
     frozen = large_run(trained=Trainable(frozen=("vision", "language")))
-    trained = sum(trained_of_stages(frozen.stages[0], frozen.model_parts, frozen.sizes))
-    every = sum(parameters_of_rank(whole, 0)[:2])
+    trained = sum(trained_of_rank(frozen, 0))
+    every = sum(parameters_of_rank(whole, 0))
     memory = rank_memory(frozen, 0)
     assert trained < 0.01 * every
     assert memory.weights == 2 * trained + 4 * (every - trained)
@@ -190,9 +190,9 @@ def test_a_path_beside_keys_of_an_encoder_reads_what_that_gave() -> None:
     assert step_flops(double) - step_flops(run) == 3 * forward
     [decoder] = {part for part in run.model_parts.parts if part.layer is not None and part.layer.memory}
     work = layer_work_of(decoder, run.model_parts, sizes, 2, 2)
-    assert work.path_flops == 2 * 2 * 4 * (8 * (48 + 24) + 32 * (48 + 48))
+    assert work.adapter_flops == 2 * 2 * 4 * (8 * (48 + 24) + 32 * (48 + 48))
     # What goes in is read, and what is left of it written, with a mask of one byte.
-    assert work.path_bytes == 2 * (8 + 32) * 48 * 5
+    assert work.adapter_bytes == 2 * (8 + 32) * 48 * 5
     # For gradients of weights later: what goes in and comes out, and what is between, each with its gradient.
     assert waiting_bytes(run, decoder) == 2 * 2 * (8 * (24 + 24 + 8) + 32 * (24 + 48 + 8))
 
