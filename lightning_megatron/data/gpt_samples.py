@@ -130,10 +130,12 @@ class GPTSamples(DocumentStretches):
         """`documents` are the first and the one behind the last that count; none: all. The index is written into
         `index_directory`, or beside the files where it is not given."""
         corpus = MegatronCorpus(prefix, documents)
-        self.num_samples = num_samples
-        self.seed = seed
-        self.documents = documents
-        self.index_directory = index_directory
+        self._options: dict[str, Any] = {
+            "num_samples": num_samples,
+            "seed": seed,
+            "documents": documents,
+            "index_directory": index_directory,
+        }
         count = _checked_count(corpus.document_sizes(), sequence_length, num_samples, corpus.prefix)
         key = hashlib.sha256(f"{sequence_length} {count} {seed} {documents}".encode()).hexdigest()[:8]
         flat = cached_index(
@@ -148,13 +150,7 @@ class GPTSamples(DocumentStretches):
 
     def __reduce__(self) -> tuple[Callable[..., "GPTSamples"], tuple[str, int]]:
         # A memory-mapped array pickles as all that it maps.
-        options: dict[str, Any] = {
-            "num_samples": self.num_samples,
-            "seed": self.seed,
-            "documents": self.documents,
-            "index_directory": self.index_directory,
-        }
-        return partial(GPTSamples, **options), (self.prefix, self.sequence_length)
+        return partial(GPTSamples, **self._options), (self.prefix, self.sequence_length)
 
 
 def cut_in_stretches(

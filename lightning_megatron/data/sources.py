@@ -36,6 +36,7 @@ from lightning_megatron.data.document_files import (
     read_documents,
     require_column,
 )
+from lightning_megatron.data.optional_packages import optional_package
 from lightning_megatron.data.packing import Numbers
 
 if TYPE_CHECKING:
@@ -421,14 +422,7 @@ def _refuse_split_of_files(path: str | Path | None, split: str) -> None:
 
 
 def _datasets() -> ModuleType:
-    try:
-        import datasets
-    except ImportError as error:
-        raise ImportError(
-            "reading documents needs the package 'datasets': pip install 'lightning_megatron[data]'"
-        ) from error
-    module: ModuleType = datasets
-    return module
+    return optional_package("datasets", "reading documents")
 
 
 def _walk(root: Path) -> Iterator[Path]:

@@ -298,19 +298,7 @@ class MegatronStrategy(ParallelStrategy):
         Raises ConfigurationError for everything that is wrong with it.
         """
         arguments = last_checkpoint.prepared(trainer, arguments)
-        faults = checks.faults(
-            trainer,
-            self.sizes,
-            self.pipeline,
-            self.num_microbatches,
-            arguments,
-            microbatch_size=self.microbatch_size,
-            fp8=self.fp8,
-            recompute=self.recompute,
-            precision=str(self.precision_plugin.precision),
-            context=self.context,
-            dynamic_context=self.dynamic_context,
-        )
+        faults = checks.faults(trainer, arguments)
         if self._fp8 is not None and self._plugin.fp8 is not None:
             faults.append(
                 "FP8 is asked for twice, by precision='transformer-engine' and by MegatronStrategy(fp8=...); "

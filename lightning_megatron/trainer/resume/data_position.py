@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_megatron.comm import rng
 from lightning_megatron.mesh import Axis
 from lightning_megatron.trainer.config import ConfigurationError
+from lightning_megatron.trainer.dynamic_context.prefetch import DynamicContext
 from lightning_megatron.trainer.resume import rng_state
 from lightning_megatron.trainer.resume.data_indices import (
     AllStates,
@@ -38,22 +39,6 @@ Place = dict[str, Any]
 """Where a loader is, as plain data."""
 
 INDICES, OWN_STATE, READING = "the indices of its samplers", "a state of its own", "reading what comes first again"
-
-
-class Ahead(Protocol):
-    """Work on a batch while the one before it is trained on."""
-
-    def begin(self) -> None:
-        """A new round of the loader begins."""
-        ...
-
-    def is_wanted(self, number: int) -> bool:
-        """Whether the batch with this number in its epoch will be trained on."""
-        ...
-
-    def prepare(self, number: int, batch: Any) -> None:
-        """The batch with this number in its epoch has been read."""
-        ...
 
 
 @runtime_checkable
@@ -75,7 +60,12 @@ class Reader:
     """
 
     def __init__(
-        self, loader: Any, dp: Axis, epoch: Callable[[], int], start: "Start | None", ahead: Ahead | None = None
+        self,
+        loader: Any,
+        dp: Axis,
+        epoch: Callable[[], int],
+        start: "Start | None",
+        ahead: DynamicContext | None = None,
     ) -> None:
         self.loader = loader
         self._ahead = ahead
@@ -172,7 +162,7 @@ class Reader:
             self.in_epoch += 1
             yield batch
 
-    def _count_behind(self, batches: Iterator[Any], ahead: Ahead) -> Iterator[Any]:
+    def _count_behind(self, batches: Iterator[Any], ahead: DynamicContext) -> Iterator[Any]:
         """Batches counted one behind the reading."""
         ahead.begin()
         read: deque[Any] = deque()
@@ -428,27 +418,8 @@ class PlacedIterable:
         return
 
 
-class PlacedDataLoader(DataLoader[Any]):
+class PlacedDataLoader(PlacedIterable, DataLoader[Any]):  # type: ignore[misc]
     """Stand-in for a training DataLoader, with all its attributes, by which Lightning reads it."""
-
-    def __init__(self, reader: Reader) -> None:
-        # Not the base's: this loader is not read itself.
-        vars(self).update(vars(reader.loader))
-        self.reader = reader
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        return iter(self.reader)
-
-    def __len__(self) -> int:
-        return len(self.reader.loader)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The loader's own, for plain Lightning to go on from; here the place of each replica counts. That there is
-        such a method tells Lightning that it is saved."""
-        return self.reader.own_state()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        return
 
     @property
     def _iterator(self) -> Any:
@@ -461,10 +432,10 @@ class PlacedDataLoader(DataLoader[Any]):
 
 
 def placed(
-    loader: Any, dp: Axis, epoch: Callable[[], int], start: Start | None, ahead: Ahead | None = None
-) -> PlacedIterable | PlacedDataLoader:
+    loader: Any, dp: Axis, epoch: Callable[[], int], start: Start | None, ahead: DynamicContext | None = None
+) -> PlacedIterable:
     """The loader as one that knows its place."""
-    if isinstance(loader, (PlacedIterable, PlacedDataLoader)):
+    if isinstance(loader, PlacedIterable):
         # A CombinedLoader of the user keeps what an earlier fit put in.
         loader = loader.reader.loader
     reader = Reader(loader, dp, epoch, start, ahead)

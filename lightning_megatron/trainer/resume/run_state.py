@@ -23,12 +23,11 @@ from torch.utils._pytree import tree_leaves
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.trainer.config import ConfigurationError
+from lightning_megatron.trainer.dynamic_context.prefetch import DynamicContext
 from lightning_megatron.trainer.resume import rng_state
 from lightning_megatron.trainer.resume.data_position import (
-    Ahead,
     MergesStates,
     Place,
-    PlacedDataLoader,
     PlacedIterable,
     Reader,
     placed,
@@ -285,7 +284,7 @@ def _count_anew(trainer: pl.Trainer, trained: int, readers: list[Reader], places
 
 
 def wrap(
-    loader: object, trainer: pl.Trainer, mesh: Mesh, resumption: Resumption | None, ahead: Ahead | None = None
+    loader: object, trainer: pl.Trainer, mesh: Mesh, resumption: Resumption | None, ahead: DynamicContext | None = None
 ) -> object:
     """A training loader as one that knows its place, and has it where a run resumes; `ahead` sees its batches early.
 
@@ -307,7 +306,7 @@ def wrap(
 
 def _readers(trainer: pl.Trainer) -> list[Reader]:
     loaders = tree_leaves(trainer.train_dataloader)
-    return [loader.reader for loader in loaders if isinstance(loader, (PlacedDataLoader, PlacedIterable))]
+    return [loader.reader for loader in loaders if isinstance(loader, PlacedIterable)]
 
 
 def _layout(mesh: Mesh) -> dict[str, int]:
