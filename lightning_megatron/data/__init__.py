@@ -9,7 +9,7 @@ loader = DataLoader(samples, sampler.num_replica_samples, sampler=sampler, colla
 
 from lightning_megatron.data.answer_samples import AnswerSamples, PackedAnswers, prepare_answers
 from lightning_megatron.data.batch_ramp import BatchRamp
-from lightning_megatron.data.bert_samples import BertSampleConfig, BertSamples, BertSpans
+from lightning_megatron.data.bert_samples import BertSampleConfig, BertSpans
 from lightning_megatron.data.blend import Blend, BlendedSamples
 from lightning_megatron.data.chat_samples import ChatSamples, PackedChats, prepare_chats
 from lightning_megatron.data.chat_template import ChatTemplate, load_chat_template
@@ -33,7 +33,7 @@ from lightning_megatron.data.prepare import prepare_corpus
 from lightning_megatron.data.sampler import EpochSampler, GlobalBatchSampler
 from lightning_megatron.data.sentences import split_sentences
 from lightning_megatron.data.sources import load_documents, load_rows, split_documents
-from lightning_megatron.data.span_corruption import SpanCorruption, T5Pieces, T5Samples, corrupt_spans
+from lightning_megatron.data.span_corruption import SpanCorruption, T5Pieces, corrupt_spans
 from lightning_megatron.data.special_tokens import WordStarts, sentinels, special_tokens
 from lightning_megatron.data.tokenizer import FastTokenizer, Tokenizer, train_tokenizer
 from lightning_megatron.data.tokenizer_files import load_tokenizer
@@ -42,7 +42,6 @@ __all__ = [
     "AnswerSamples",
     "BatchRamp",
     "BertSampleConfig",
-    "BertSamples",
     "BertSpans",
     "Blend",
     "BlendedEpochs",
@@ -69,7 +68,6 @@ __all__ = [
     "ShuffledEpochs",
     "SpanCorruption",
     "T5Pieces",
-    "T5Samples",
     "TokenCorpus",
     "Tokenizer",
     "WordStarts",
