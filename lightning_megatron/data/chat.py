@@ -58,13 +58,13 @@ def row_encoder(
 
     def encode(rows: Sequence[Row]) -> list[MarkedTokens]:
         if kind == "messages":
-            return _marked([chat_spans(_messages(row), _required(template)) for row in rows], tokenizer)
+            return marked_tokens([chat_spans(_messages(row), _required(template)) for row in rows], tokenizer)
         if kind == "completion":
             pairs = [(_text(row, "prompt"), _text(row, "completion")) for row in rows]
             texts = [(prompt + answer, [(len(prompt), len(prompt) + len(answer))]) for prompt, answer in pairs]
         else:
             texts = [(text, [(0, len(text))]) for text in (_text(row, "text") for row in rows)]
-        return [_between(tokenizer, marked) for marked in _marked(texts, tokenizer)]
+        return [_between(tokenizer, marked) for marked in marked_tokens(texts, tokenizer)]
 
     return encode
 
@@ -154,7 +154,8 @@ def _text(row: Row, column: str) -> str:
     return value
 
 
-def _marked(texts: Sequence[tuple[str, list[Span]]], tokenizer: Tokenizer) -> list[MarkedTokens]:
+def marked_tokens(texts: Sequence[tuple[str, list[Span]]], tokenizer: Tokenizer) -> list[MarkedTokens]:
+    """The tokens of each text, of which those within its spans are marked."""
     encoded = tokenizer.encode_spelled([text for text, _ in texts])
     return [
         MarkedTokens(ids, [any(start <= first and last <= end for start, end in spans) for first, last in offsets])

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_megatron.data.chat import MarkedTokens, Row, chat_spans
+from lightning_megatron.data.chat import MarkedTokens, Row, chat_spans, marked_tokens
 from lightning_megatron.data.chat_template import ChatTemplate, Message, load_chat_template
 from lightning_megatron.data.images import TableImage
 from lightning_megatron.data.tokenizer import Tokenizer
@@ -167,12 +167,8 @@ def encode_conversations(
     The tokenizer must have the token `<image>`.
     """
     written = [chat_spans(conversation.messages, template) for conversation in conversations]
-    encoded = tokenizer.encode_spelled([text for text, _ in written])
-    found = []
-    for (ids, offsets), (_, spans) in zip(encoded, written, strict=True):
-        marks = [any(start <= first and last <= end for start, end in spans) for first, last in offsets]
-        found.append(_expanded(ids, marks, tokenizer, features_per_image))
-    return found
+    marked = marked_tokens(written, tokenizer)
+    return [_expanded(one.ids, one.is_marked, tokenizer, features_per_image) for one in marked]
 
 
 def encode_prompt(

@@ -47,9 +47,9 @@ from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.rules import cross_config
 from lightning_megatron.trainer.checkpointing import checkpoint_dict, last_checkpoint, run_history
 from lightning_megatron.trainer.checkpointing.checkpoint_dict import MasterSlots
+from lightning_megatron.trainer.checkpointing.checkpoint_saver import CheckpointSaver
+from lightning_megatron.trainer.checkpointing.local_checkpoint import LocalCheckpoint
 from lightning_megatron.trainer.checkpointing.local_state import LocalState
-from lightning_megatron.trainer.checkpointing.local_tier import LocalTier
-from lightning_megatron.trainer.checkpointing.saving import Saving
 from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
 from lightning_megatron.trainer.dynamic_context import measured_cost
 from lightning_megatron.trainer.dynamic_context.prefetch import DynamicContext
@@ -58,7 +58,7 @@ from lightning_megatron.trainer.fault_tolerance.preemption import Preemption
 from lightning_megatron.trainer.fault_tolerance.stop_vote import StopVote
 from lightning_megatron.trainer.precision import MegatronPrecision, compute_dtype
 from lightning_megatron.trainer.resume import run_state
-from lightning_megatron.trainer.run import FitRecord, Run
+from lightning_megatron.trainer.run import ActiveRun, FitRecord
 from lightning_megatron.trainer.setup import (
     checks,
     fp8_layers,
@@ -178,7 +178,7 @@ class MegatronStrategy(ParallelStrategy):
         # Made by the first run and kept for the later ones.
         self._connections: Connections | None = None
         # From `setup_environment` to `teardown`.
-        self._run: Run | None = None
+        self._run: ActiveRun | None = None
         self._last_fit = FitRecord()
 
     # --- who this rank is -------------------------------------------------------------------------------------------
@@ -337,12 +337,12 @@ class MegatronStrategy(ParallelStrategy):
                 routes_documents=self.dynamic_context is not None,
             )
         module, world = self.lightning_module, self.mesh.world
-        self._run = run = Run(connections=self._connections, ambient=set_ambient_mesh(self.mesh))
+        self._run = run = ActiveRun(connections=self._connections, ambient=set_ambient_mesh(self.mesh))
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
-            self._last_fit.history = run_history.begun([], module.trainer.global_step, self._saving.world)
-            run.local_tier = self._make_local_tier()
+            self._last_fit.history = run_history.begun([], module.trainer.global_step, self._saver.world)
+            run.local_checkpoint = self._make_local_checkpoint()
         vote = StopVote(self.global_rank, world.size)
-        run.preemption = Preemption(self.checkpoint, vote, self._saving, self.cluster_environment)
+        run.preemption = Preemption(self.checkpoint, vote, self._saver, self.cluster_environment)
         if world.size > 1:
             assert self.cluster_environment is not None
             run.watch = FailureWatch.started(self.cluster_environment.main_address, world, vote, self._groups.timeout)
@@ -351,7 +351,7 @@ class MegatronStrategy(ParallelStrategy):
             # Before callbacks are set up: those that average weights copy the module then.
             pipelined_models.pipeline_plain_sequential(module, self.mesh)
 
-    def _make_local_tier(self) -> LocalTier | None:
+    def _make_local_checkpoint(self) -> LocalCheckpoint | None:
         if not self.checkpoint.local_folder or self._require_module().trainer.fast_dev_run:  # type: ignore[attr-defined]
             return None
         layout = {
@@ -360,7 +360,7 @@ class MegatronStrategy(ParallelStrategy):
             "optimizer": asdict(self.optimizer),
             "precision": str(self.precision_plugin.precision),
         }
-        return LocalTier(self.checkpoint, self.mesh, self._saving.world, layout)
+        return LocalCheckpoint(self.checkpoint, self.mesh, self._saver.world, layout)
 
     # --- model and optimizers ---------------------------------------------------------------------------------------
 
@@ -456,10 +456,10 @@ class MegatronStrategy(ParallelStrategy):
         )
 
     @property
-    def _saving(self) -> Saving:
+    def _saver(self) -> CheckpointSaver:
         if self._connections is None:
             raise RuntimeError("checkpoints are saved and loaded between the start and the end of a run")
-        return self._connections.saving
+        return self._connections.saver
 
     @property
     def _master_slots(self) -> MasterSlots:
@@ -482,25 +482,25 @@ class MegatronStrategy(ParallelStrategy):
         dataloader = initial_sync.seed_workers_by_replica(dataloader, self.mesh.dp)
         if trainer.state.fn == TrainerFn.FITTING:
             dataloader = run_state.wrap(
-                dataloader, trainer, self.mesh, self._last_fit.resumption, self._require_run().document_prefetch
+                dataloader, trainer, self.mesh, self._last_fit.resume_state, self._require_run().document_prefetch
             )
         return dataloader if trainer.training else join_uneven(dataloader, self.steps.linked, self.root_device)
 
     @override
     def on_train_start(self) -> None:
-        if self._last_fit.resumption is not None:
-            self._last_fit.resumption.start_training(self._require_module().trainer)
+        if self._last_fit.resume_state is not None:
+            self._last_fit.resume_state.start_training(self._require_module().trainer)
 
     @override
     def on_validation_start(self) -> None:
-        if self._last_fit.resumption is not None:
-            self._last_fit.resumption.start_validation(self._require_module().trainer)
+        if self._last_fit.resume_state is not None:
+            self._last_fit.resume_state.start_validation(self._require_module().trainer)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self._last_fit.resumption is not None:
-            self._last_fit.resumption.is_over = True
-            self._last_fit.resumption = None
+        if self._last_fit.resume_state is not None:
+            self._last_fit.resume_state.is_over = True
+            self._last_fit.resume_state = None
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
@@ -651,21 +651,21 @@ class MegatronStrategy(ParallelStrategy):
             self._dp_comm.synchronize()
         module = self._require_module()
         if "optimizer_states" in checkpoint:
-            run_state.save_into(checkpoint, module.trainer, self.mesh, self._last_fit.resumption)
+            run_state.save_into(checkpoint, module.trainer, self.mesh, self._last_fit.resume_state)
             checkpoint[run_history.KEY] = list(self._last_fit.history)
-        local_tier = None if self._run is None else self._run.local_tier
-        if local_tier is not None and local_tier.is_own(filepath):
-            local_tier.save(filepath, LocalState.of(checkpoint, module, self.optimizers, self._master_slots))
+        local_checkpoint = None if self._run is None else self._run.local_checkpoint
+        if local_checkpoint is not None and local_checkpoint.is_own(filepath):
+            local_checkpoint.save(filepath, LocalState.of(checkpoint, module, self.optimizers, self._master_slots))
             return
         path = self.broadcast(str(filepath))
-        checkpoint_dict.save(path, checkpoint, module, self.optimizers, self._master_slots, self.mesh, self._saving)
+        checkpoint_dict.save(path, checkpoint, module, self.optimizers, self._master_slots, self.mesh, self._saver)
 
     def wait_for_checkpoint(self) -> None:
         """Returns when no checkpoint is being written any more. Raises RuntimeError where the last one could not be.
 
         Every rank calls it.
         """
-        self._saving.wait()
+        self._saver.wait()
 
     def _refuse_to_save_alone(self) -> None:
         """Raises RuntimeError where a callback saves after a failure of this rank alone: it would wait for ever."""
@@ -689,8 +689,8 @@ class MegatronStrategy(ParallelStrategy):
             # Lightning converts the module after this; what it has as float32 would be rounded to that.
             self.precision_plugin.convert_module(module)
         # Lightning's batch size finder names its checkpoint by chance, on every rank anew.
-        path, world = self.broadcast(str(checkpoint_path)), self._saving.world
-        self._saving.wait()
+        path, world = self.broadcast(str(checkpoint_path)), self._saver.world
+        self._saver.wait()
         strict = module.strict_loading
         try:
             checkpoint = self._newest_local(path)
@@ -707,17 +707,17 @@ class MegatronStrategy(ParallelStrategy):
             self._last_fit.history = run_history.begun(
                 run_history.fits_of(checkpoint), checkpoint["global_step"], world
             )
-        self._last_fit.resumption = run_state.Resumption.from_checkpoint(checkpoint, module.trainer, self.mesh)
+        self._last_fit.resume_state = run_state.ResumeState.from_checkpoint(checkpoint, module.trainer, self.mesh)
         return checkpoint
 
     def _newest_local(self, path: str) -> dict[str, Any] | None:
         """Local checkpoint of a fit that is newer than the one at the path; None where there is none."""
         module, is_file = self._require_module(), self.broadcast(Path(path).is_file())
-        local_tier = self._require_run().local_tier
-        if local_tier is None or module.trainer.state.fn != TrainerFn.FITTING or is_file:
+        local_checkpoint = self._require_run().local_checkpoint
+        if local_checkpoint is None or module.trainer.state.fn != TrainerFn.FITTING or is_file:
             return None
-        meta = read_on_first_rank(partial(read_meta, path), self._saving.world)
-        return local_tier.newest(path, meta, self._last_fit.history, module)
+        meta = read_on_first_rank(partial(read_meta, path), self._saver.world)
+        return local_checkpoint.newest(path, meta, self._last_fit.history, module)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -727,7 +727,7 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        module, world = self._require_module(), self._saving.world
+        module, world = self._require_module(), self._saver.world
         if isinstance(local := checkpoint["optimizer_states"], LocalState):
             local.load_optimizers(module, self.optimizers, self._master_slots)
             return
@@ -741,9 +741,9 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
         if self.is_global_zero:
-            self._saving.remove(str(filepath))
+            self._saver.remove(str(filepath))
 
-    def _require_run(self) -> Run:
+    def _require_run(self) -> ActiveRun:
         assert self._run is not None
         return self._run
 

@@ -82,5 +82,10 @@ def shortest_at_ends(slots: Sequence[Slot], lengths: Sequence[int], cost: CostMo
 
 def group_seconds(group: RankGroup, lengths: Sequence[int], cost: CostModel) -> float:
     """Seconds of one group's microbatch."""
-    own = [lengths[document] for document in group.documents]
-    return cost.seconds(sum(own), sum(length * length for length in own), group.size)
+    return pack_seconds(group.documents, group.size, lengths, cost)
+
+
+def pack_seconds(documents: Sequence[int], size: int, lengths: Sequence[int], cost: CostModel) -> float:
+    """Seconds of documents as one pack on `size` ranks."""
+    own = [lengths[document] for document in documents]
+    return cost.seconds(sum(own), sum(length * length for length in own), size)

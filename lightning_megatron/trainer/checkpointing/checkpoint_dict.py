@@ -27,8 +27,8 @@ from lightning_megatron.comm.raise_on_all_ranks import read_on_first_rank
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.optim.data_parallel_comm import DataParallelComm
 from lightning_megatron.sharding import shard_of
+from lightning_megatron.trainer.checkpointing.checkpoint_saver import CheckpointSaver
 from lightning_megatron.trainer.checkpointing.parameter_order import in_module_order
-from lightning_megatron.trainer.checkpointing.saving import Saving
 from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.trainer.setup import pipelined_models
 
@@ -79,7 +79,7 @@ def save(
     optimizers: Iterable[Optimizer],
     master_slots: MasterSlots,
     mesh: Mesh,
-    saving: Saving,
+    saver: CheckpointSaver,
 ) -> None:
     """Writes Lightning's dictionary as a checkpoint directory. Collective over the world.
 
@@ -114,13 +114,13 @@ def save(
         for index, optimizer in enumerate(optimizers):
             moments, rest = directory.pieces_of_optimizer(optimizer, names, index)
             pieces |= moments
-            rest = directory.merge_rest(rest, saving.world)
+            rest = directory.merge_rest(rest, saver.world)
             if mesh.pp.size > 1:
                 # Each rank told the names of its own stages.
                 for group in rest["groups"]:
                     group["params"] = in_module_order(group["params"], module)
             meta[OPTIMIZERS].append(rest)
-    saving.save(path, pieces, meta, module.trainer)
+    saver.save_state(path, pieces, meta, module.trainer)
 
 
 def load(

@@ -95,7 +95,7 @@ class Indices:
         known = "other" not in (order["name"], self.order["name"])
         if known and order["samples"] == self.order["samples"]:
             if order["name"] != self.order["name"] or _differ_in_seed(order, self.order):
-                rank_zero_info(f"the training data goes on in the checkpoint's order: {_in_words(order)}")
+                rank_zero_info(f"the training data goes on in the checkpoint's order: {_order_text(order)}")
             self.order, self.is_followed = order, True
         elif is_within:
             raise ConfigurationError(
@@ -181,7 +181,7 @@ def _differ_in_seed(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return bool(one["name"] == other["name"] == "distributed" and one["seed"] != other["seed"])
 
 
-def _in_words(order: dict[str, Any]) -> str:
+def _order_text(order: dict[str, Any]) -> str:
     if order["name"] == "distributed":
         return f"that of DistributedSampler, seed {order['seed']}, {'shuffled' if order['shuffle'] else 'not shuffled'}"
     return {"sequential": "as the dataset has them", "random": "shuffled as on one replica"}[order["name"]]

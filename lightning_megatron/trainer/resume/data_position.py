@@ -35,7 +35,7 @@ from lightning_megatron.trainer.resume.data_indices import (
     set_explicit_states,
 )
 
-Place = dict[str, Any]
+LoaderPosition = dict[str, Any]
 """Where a loader is, as plain data."""
 
 INDICES, OWN_STATE, READING = "the indices of its samplers", "a state of its own", "reading what comes first again"
@@ -71,7 +71,7 @@ class Reader:
         self._ahead = ahead
         # With `ahead`: this loader's place before each batch that was read and perhaps not trained on, by its number in
         # the epoch.
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, LoaderPosition] = {}
         self.indices: Indices | None = None
         # What is read, whose workers run.
         self.source = loader
@@ -89,10 +89,10 @@ class Reader:
         # Where the generators were when this round began.
         self._round_start: AllStates | None = None
         # This loader's place before the last batch, where Lightning asks for one more than it trains on.
-        self._before: Place | None = None
-        self._resumed: Place | None = None
+        self._before: LoaderPosition | None = None
+        self._resumed: LoaderPosition | None = None
         # Where the first round of a resumed run began.
-        self._begun_from: Place | None = None
+        self._begun_from: LoaderPosition | None = None
         # Whether the last round came to its end.
         self._is_exhausted = False
         # Whether somebody holds an iterator that has not begun.
@@ -152,7 +152,7 @@ class Reader:
             return
         while True:
             if not self._has_length:
-                self._before = self.place() | {"fetch": rng_state.states()}
+                self._before = self.position() | {"fetch": rng_state.states()}
             try:
                 batch = next(batches)
             except StopIteration:
@@ -171,7 +171,7 @@ class Reader:
             while len(read) < 2 and not self._is_exhausted and (not read or ahead.is_wanted(self.in_epoch + len(read))):
                 number = self.in_epoch + len(read)
                 before = {"handed": self._handed + len(read), "in_epoch": number, "fetch": rng_state.states()}
-                self._places.setdefault(number, self.place() | before)
+                self._places.setdefault(number, self.position() | before)
                 try:
                     batch = next(batches)
                 except StopIteration:
@@ -197,7 +197,7 @@ class Reader:
 
     # --- where it is ------------------------------------------------------------------------------------------------
 
-    def place(self) -> Place:
+    def position(self) -> LoaderPosition:
         """Current position of the loader."""
         own = self._own()
         return {
@@ -214,31 +214,31 @@ class Reader:
             "own": None if own is None else copy.deepcopy(own.state_dict()),
         }
 
-    def _order(self) -> Place:
+    def _order(self) -> LoaderPosition:
         if self.indices is None:
             return {"order": None, "is_followed": False}
         return {"order": self.indices.order, "is_followed": self.indices.is_followed}
 
-    def place_after(self, trained: int) -> Place:
+    def position_after(self, trained: int) -> LoaderPosition:
         """Position of the loader after `trained` batches of this epoch: Lightning may hold one that it has not trained
         on."""
         if self._resumed is not None:
             return self._in_own_batches(self._resumed)
         if trained in self._places:
             return self._places[trained]
-        place = self.place() if self.in_epoch <= trained or self._before is None else self._before
+        place = self.position() if self.in_epoch <= trained or self._before is None else self._before
         if self.kind == OWN_STATE:
             return place
         # A step that failed has taken a batch, and it is to come again.
         ahead = min(max(0, place["in_epoch"] - trained), place["handed"])
         return place | {"handed": place["handed"] - ahead, "in_epoch": place["in_epoch"] - ahead}
 
-    def place_at_end(self) -> Place:
+    def position_at_end(self) -> LoaderPosition:
         """Position of the loader at the end of its epoch."""
-        place = self.place() if self._resumed is None else self._in_own_batches(self._resumed)
+        place = self.position() if self._resumed is None else self._in_own_batches(self._resumed)
         return place | {"handed": 0, "in_epoch": 0, "has_begun": False, "round_start": None}
 
-    def _in_own_batches(self, place: Place) -> Place:
+    def _in_own_batches(self, place: LoaderPosition) -> LoaderPosition:
         """A checkpoint's place as this run counts: in its batches, in the order that it follows."""
         return place | {
             "batch_samples": self.batch_samples,
@@ -270,7 +270,7 @@ class Reader:
 
     # --- going on ---------------------------------------------------------------------------------------------------
 
-    def go_on_from(self, place: Place, *, is_equal_everywhere: bool) -> None:
+    def go_on_from(self, place: LoaderPosition, *, is_equal_everywhere: bool) -> None:
         """Makes the next round begin at a saved place. Raises ConfigurationError where it cannot be found."""
         if place["kind"] != self.kind:
             raise ConfigurationError(
@@ -292,7 +292,7 @@ class Reader:
             raise ConfigurationError([_differs(place, self._dp.size)])
         self._resumed = place
 
-    def batches_of(self, place: Place, batches: int) -> int:
+    def batches_of(self, place: LoaderPosition, batches: int) -> int:
         """How many batches of this loader hold the samples of so many that a checkpoint's loader handed out."""
         old, new = place["batch_samples"], self.batch_samples
         if old == new or old is None or new is None:
@@ -307,7 +307,7 @@ class Reader:
             )
         return batches * int(old) // int(new)
 
-    def _go_on(self, place: Place) -> Iterator[Any]:
+    def _go_on(self, place: LoaderPosition) -> Iterator[Any]:
         handed = self.batches_of(place, place["handed"])
         if (own := self._own()) is not None and place["own"]:
             own.load_state_dict(copy.deepcopy(place["own"]))
@@ -338,7 +338,7 @@ class Reader:
             first = list(islice(counted, 1))
         return chain(first, counted)
 
-    def _with_first_fetched(self, batches: Iterator[Any], place: Place) -> Iterator[Any]:
+    def _with_first_fetched(self, batches: Iterator[Any], place: LoaderPosition) -> Iterator[Any]:
         """The batches, the first of them read where the generators were when it was read first."""
         with rng_state.kept():
             rng_state.set_states(place["fetch"])
@@ -346,7 +346,7 @@ class Reader:
         yield from first
         yield from batches
 
-    def _go_on_with_a_round(self, place: Place) -> Iterator[Any]:
+    def _go_on_with_a_round(self, place: LoaderPosition) -> Iterator[Any]:
         if self.indices is not None and place["has_workers"]:
             # Workers that were there already cost no draw of a seed; these are new.
             self.indices.begin_from = rng_state.states()
@@ -396,7 +396,7 @@ class Start(Protocol):
         ...
 
 
-class PlacedIterable:
+class PositionedIterable:
     """Stand-in for a training loader that is no DataLoader, by which Lightning reads it."""
 
     def __init__(self, reader: Reader) -> None:
@@ -418,7 +418,7 @@ class PlacedIterable:
         return
 
 
-class PlacedDataLoader(PlacedIterable, DataLoader[Any]):  # type: ignore[misc]
+class PositionedDataLoader(PositionedIterable, DataLoader[Any]):  # type: ignore[misc]
     """Stand-in for a training DataLoader, with all its attributes, by which Lightning reads it."""
 
     @property
@@ -431,15 +431,15 @@ class PlacedDataLoader(PlacedIterable, DataLoader[Any]):  # type: ignore[misc]
         self.reader.source._iterator = iterator
 
 
-def placed(
+def positioned(
     loader: Any, dp: Axis, epoch: Callable[[], int], start: Start | None, ahead: DynamicContext | None = None
-) -> PlacedIterable:
+) -> PositionedIterable:
     """The loader as one that knows its place."""
-    if isinstance(loader, PlacedIterable):
+    if isinstance(loader, PositionedIterable):
         # A CombinedLoader of the user keeps what an earlier fit put in.
         loader = loader.reader.loader
     reader = Reader(loader, dp, epoch, start, ahead)
-    return PlacedDataLoader(reader) if isinstance(loader, DataLoader) else PlacedIterable(reader)
+    return PositionedDataLoader(reader) if isinstance(loader, DataLoader) else PositionedIterable(reader)
 
 
 @contextmanager
@@ -455,7 +455,7 @@ def _seeding_workers_by_default(loader: Any) -> Iterator[None]:
         loader.generator = own
 
 
-def _differs(place: Place, replicas: int) -> str:
+def _differs(place: LoaderPosition, replicas: int) -> str:
     what = "a state of its own on each replica" if place["own"] else "no state"
     return (
         f"the checkpoint lies within an epoch of a training loader with {what}, saved with {place['replicas']} "

@@ -19,11 +19,13 @@ from torchmetrics import Metric
 from lightning_megatron.comm import collectives, rng
 from lightning_megatron.mesh import Mesh
 
+Reduction = Literal["mean", "sum", "max", "min"]
 _SIGNATURE = inspect.signature(LightningModule.log)
 _HEAD = 4  # total weight, mean loss, key of the schema, rows
 _SLOTS = 64  # numbers that travel in one message of fixed size; a step that logs more sends a second one
 # Added to every weight: of nothing but zeros the mean is then the plain one. Far below what any sum can notice.
 _NOTHING = 1e-150
+_REDUCTIONS: dict[str, Reduction] = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min"}
 REDUCED = "reduced over the replicas"
 """The `sync_dist_group` of values that are those of the global batch already: `reduce` leaves them alone."""
 
@@ -55,20 +57,13 @@ class _Entry:
     metric: Metric | None = None
 
     @property
-    def reduction(self) -> Literal["mean", "sum", "max", "min"]:
+    def reduction(self) -> Reduction:
         if self.metric is not None:
             return "mean"
         function = self.options.get("reduce_fx", "mean")
         name = function if isinstance(function, str) else getattr(function, "__name__", "")
-        match name:
-            case "mean" | "avg":
-                return "mean"
-            case "sum":
-                return "sum"
-            case "max":
-                return "max"
-            case "min":
-                return "min"
+        if name in _REDUCTIONS:
+            return _REDUCTIONS[name]
         raise ValueError(
             f"reduce_fx ({function!r}) cannot be taken over microbatches and replicas; "
             "use mean, sum, max or min, or log a torchmetrics.Metric"
@@ -268,9 +263,7 @@ class StepLog:
 
     def _over_replicas(self, numbers: Tensor, key: Tensor, schema: Schema) -> Tensor:
         """The sum over replicas, once it is clear that all of them sum the same names."""
-        first = torch.zeros(_SLOTS, dtype=torch.float64, device=self.device)
-        count = min(_SLOTS, numbers.numel())
-        first[:count] = numbers[:count]
+        first, count = _first_message(numbers), min(_SLOTS, numbers.numel())
         collectives.all_reduce_(first, self._replicas)
         if first[2].item() != key.item() * self._replicas.size:
             raise RuntimeError(_disagreement(collectives.gather_objects(schema, self._replicas)))
@@ -280,9 +273,7 @@ class StepLog:
     def _from_last_stage(self, numbers: Tensor, schema: Schema) -> tuple[Tensor, Schema]:
         """The numbers and names of the last stage, on every stage."""
         last = self._pp.size - 1
-        first = torch.zeros(_SLOTS, dtype=torch.float64, device=self.device)
-        count = min(_SLOTS, numbers.numel())
-        first[:count] = numbers[:count]
+        first = _first_message(numbers)
         collectives.broadcast_(first, self._pp, last)
         key = int(first[2].item())
         if key not in self._schemas:
@@ -336,6 +327,11 @@ def _disagreement(schemas: list[Schema]) -> str:
     if other:
         return f"replicas logged {', '.join(map(repr, other))} with different options; log alike on every rank"
     return f"replicas logged the same names in different orders: {[list(text) for text in texts]}; log in one order"
+
+
+def _first_message(numbers: Tensor) -> Tensor:
+    """The first numbers, filled up with zeros to the fixed size of a message."""
+    return torch.nn.functional.pad(numbers[:_SLOTS], (0, max(0, _SLOTS - numbers.numel())))
 
 
 def _is_number(value: Any) -> bool:

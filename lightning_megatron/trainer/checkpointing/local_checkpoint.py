@@ -24,9 +24,9 @@ from lightning_megatron.checkpoint.prune import plan_of, prune
 from lightning_megatron.checkpoint.repair import bring_back
 from lightning_megatron.comm.collectives import gather_objects
 from lightning_megatron.mesh import Axis, Mesh
+from lightning_megatron.trainer.checkpointing.checkpoint_saver import GRACE_SECONDS
 from lightning_megatron.trainer.checkpointing.local_state import LocalState
 from lightning_megatron.trainer.checkpointing.run_history import FitHistory, fits_of, goes_on_from
-from lightning_megatron.trainer.checkpointing.saving import GRACE_SECONDS
 
 _LAYOUT = "local_layout"
 # Key of the metadata: what must be alike for a rank's part to be the same part.
@@ -45,7 +45,7 @@ class _Offers:
     """Local checkpoints that cannot be taken, with the reason."""
 
 
-class LocalTier(Checkpoint):
+class LocalCheckpoint(Checkpoint):
     """Saves during a fit, as a callback of the strategy's own; finds the newest when one begins."""
 
     def __init__(self, config: CheckpointConfig, mesh: Mesh, world: Axis, layout: Mapping[str, Any]) -> None:
