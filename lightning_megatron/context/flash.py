@@ -10,7 +10,7 @@ B batch, A query heads, G key heads, Q query rows, K key rows, D head size, T to
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,26 +44,13 @@ class VarlenSequences:
     bounds: Bounds
 
 
-class VarlenAttention(Protocol):
-    """Variable-length attention: queries [T, A, D], keys and values [T, G, D]."""
+class FlashVarlen:
+    """CUDA's varlen flash attention, in 16 bits: queries [T, A, D], keys and values [T, G, D]."""
 
     def forward(
         self, queries: Tensor, keys: Tensor, values: Tensor, sequences: VarlenSequences, scale: float
     ) -> tuple[Tensor, Tensor]:
         """Output [T, A, D] and log-sum-exp [A, T], which is inf for a query that sees no key."""
-
-    def backward(
-        self, inputs: BackwardInputs, sequences: VarlenSequences, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys and values; a query whose log-sum-exp is inf adds nothing."""
-
-
-class FlashVarlen:
-    """CUDA's varlen flash attention, in 16 bits."""
-
-    def forward(
-        self, queries: Tensor, keys: Tensor, values: Tensor, sequences: VarlenSequences, scale: float
-    ) -> tuple[Tensor, Tensor]:
         operation = partial(torch.ops.aten._flash_attention_forward, queries, keys, values)
         output, lse, *_ = _run(operation, sequences, scale, False)
         return output, lse
@@ -71,6 +58,7 @@ class FlashVarlen:
     def backward(
         self, inputs: BackwardInputs, sequences: VarlenSequences, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of queries, keys and values; a query whose log-sum-exp is inf adds nothing."""
         unused = [torch.zeros(size, dtype=torch.uint64, device=inputs.lse.device) for size in (2, 0)]
         operation = partial(torch.ops.aten._flash_attention_backward, *inputs)
         grads: tuple[Tensor, Tensor, Tensor] = _run(operation, sequences, scale, *unused)
@@ -96,7 +84,7 @@ def _run(operation: Callable[..., Any], sequences: VarlenSequences, scale: float
 class FlashAttention:
     """The kernel that runs most blocks by varlen calls, and masked ones blockwise."""
 
-    def __init__(self, varlen: VarlenAttention | None = None, fused: FusedAttention | None = None) -> None:
+    def __init__(self, varlen: FlashVarlen | None = None, fused: FusedAttention | None = None) -> None:
         self.varlen = FlashVarlen() if varlen is None else varlen
         self.blockwise = BlockwiseAttention(MemoryEfficientAttention() if fused is None else fused)
 

@@ -25,10 +25,8 @@ class ExpertMonitor(L.Callback):
     than ours a process knows its own tokens only. A step that was skipped has none. A load of 1 is the mean of its
     layer; losses are before their coefficients.
 
-    `every_n_steps` is how often; 0 is as often as the Trainer tells its loggers. `per_layer` adds the same numbers for
-    each layer, `per_expert` the load of each expert. `picture_every_n_steps` above 0 writes `experts.png`, the load of
-    each expert over the steps, so often and at the end of training, into `picture_folder` ("": where the Trainer logs),
-    and gives it to TensorBoard loggers; it needs the extra `plot`. Of several models each name begins with the model's.
+    The picture, `experts.png`, is the load of each expert over the steps, also written at the end of training and given
+    to TensorBoard loggers; it needs the extra `plot`. Of several models each name begins with the model's.
     """
 
     def __init__(

@@ -36,8 +36,6 @@ from lightning_megatron.trainer.step.batch_checks import batch_digest
 # Batches whose contents are compared over the ranks of a replica.
 _CHECKED_BATCHES = 2
 
-Solve = Callable[..., StepPlan]
-
 
 @dataclass(frozen=True, eq=False)
 class Routed:
@@ -53,7 +51,7 @@ class Routed:
 
 
 @dataclass(frozen=True)
-class _Told:
+class _BatchSummary:
     """Summary of the batch that a rank has read, for the other ranks of dp and cp."""
 
     lengths: tuple[int, ...]
@@ -76,7 +74,6 @@ class DynamicContext:
         num_wanted: Callable[[], float],
         schedule_of: Callable[..., Schedule],
         device: torch.device,
-        solve: Solve = plan,
     ) -> None:
         """`line` is dp x cp over host memory with a process group that nobody else uses.
 
@@ -88,7 +85,6 @@ class DynamicContext:
         self._mesh, self._line = mesh, line
         self._num_wanted, self._schedule_of = num_wanted, schedule_of
         self._is_pinned = device.type == "cuda"
-        self._solve = solve
         # Set before the first step.
         self.cost: CostModel | None = config.cost
         # The step that runs, or was the last.
@@ -157,10 +153,10 @@ class DynamicContext:
 
     def _route(self, batch: object) -> Routed:
         held = loaded_documents(batch)
-        told: list[_Told] = collectives.gather_objects(self._told(held), self._line)
+        summaries: list[_BatchSummary] = collectives.gather_objects(self._summary(held), self._line)
         copies = self._mesh.cp.size
-        _require_alike(told, copies)
-        replicas = told[::copies]
+        _require_alike(summaries, copies)
+        replicas = summaries[::copies]
         lengths = [length for replica in replicas for length in replica.lengths]
         planned = self._plan(lengths)
         # Of a new number of microbatches the schedule is made here too, and not within the step.
@@ -175,20 +171,20 @@ class DynamicContext:
         step = BalancedBatch(lengths=tuple(lengths), plan=planned)
         return Routed(found, step, sum(replica.rows for replica in replicas), frozenset(held.schema))
 
-    def _told(self, held: LoadedDocuments) -> _Told:
+    def _summary(self, held: LoadedDocuments) -> _BatchSummary:
         digest = ""
         if self._num_checked < _CHECKED_BATCHES:
             self._num_checked += 1
             digest = batch_digest(held.values)
         schema = {key: str(dtype) for key, dtype in held.schema.items()}
-        return _Told(held.lengths, held.names_D2.tolist(), held.rows, schema, digest)
+        return _BatchSummary(held.lengths, held.names_D2.tolist(), held.rows, schema, digest)
 
     def _plan(self, lengths: Sequence[int]) -> StepPlan:
         ranks = self._line.size
         if not lengths:
             return _plan_of_nothing(ranks, self.config)
         assert self.cost is not None
-        return self._solve(lengths, ranks, self.cost, self.config, pp=self._mesh.pp.size)
+        return plan(lengths, ranks, self.cost, self.config, pp=self._mesh.pp.size)
 
 
 def _plan_of_nothing(ranks: int, config: DynamicContextConfig) -> StepPlan:
@@ -199,7 +195,7 @@ def _plan_of_nothing(ranks: int, config: DynamicContextConfig) -> StepPlan:
     return StepPlan(ranks, (slot,) * count, 0.0, 0.0)
 
 
-def _names_of(replicas: Sequence[_Told]) -> Tensor:
+def _names_of(replicas: Sequence[_BatchSummary]) -> Tensor:
     """The names of all documents in the global batch, whose rows are those of the replicas in turn: int64 [D, 2]."""
     names, first_row = [], 0
     for replica in replicas:
@@ -208,16 +204,16 @@ def _names_of(replicas: Sequence[_Told]) -> Tensor:
     return torch.tensor(names, dtype=torch.int64).view(-1, 2)
 
 
-def _require_alike(told: Sequence[_Told], copies: int) -> None:
+def _require_alike(summaries: Sequence[_BatchSummary], copies: int) -> None:
     """Raises RuntimeError, on every rank, where batches differ that must not, or have other keys."""
-    for first in range(0, len(told), copies):
-        if any(one != told[first] for one in told[first : first + copies]):
+    for first in range(0, len(summaries), copies):
+        if any(one != summaries[first] for one in summaries[first : first + copies]):
             raise RuntimeError(
                 f"the context-parallel ranks of replica {first // copies} got different batches; they send its "
                 "documents together and must read the same data: shard by trainer.strategy.data_parallel_rank and "
                 "data_parallel_size, not by the global rank, and shuffle with a seed that all ranks share"
             )
-    schemas = [one.schema for one in told]
+    schemas = [one.schema for one in summaries]
     if any(schema != schemas[0] for schema in schemas):
         raise RuntimeError(
             f"replicas got batches of different keys or dtypes: {schemas[::copies]}; documents go from one replica to "
