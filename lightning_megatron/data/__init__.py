@@ -17,7 +17,7 @@ from lightning_megatron.data.collate import collate_padded, collate_tokens
 from lightning_megatron.data.corpus import TokenCorpus, corpus_in_memory
 from lightning_megatron.data.epoch_permutation import BlendedEpochs, InfiniteSampler, ShuffledEpochs
 from lightning_megatron.data.fill_in_the_middle import FillInTheMiddle, fill_documents, fill_in_the_middle
-from lightning_megatron.data.gpt_samples import DocumentStretches, GPTSamples, cut_in_stretches
+from lightning_megatron.data.gpt_samples import DocumentStretches, GPTSamples
 from lightning_megatron.data.image_chats import encode_prompt, image_template
 from lightning_megatron.data.image_samples import ImageSamples, PackedImageSamples, prepare_image_chats
 from lightning_megatron.data.images import ImageConfig, load_image
@@ -75,7 +75,6 @@ __all__ = [
     "collate_tokens",
     "corpus_in_memory",
     "corrupt_spans",
-    "cut_in_stretches",
     "encode_prompt",
     "fill_documents",
     "fill_in_the_middle",

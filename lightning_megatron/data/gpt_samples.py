@@ -10,7 +10,7 @@ was seen once. All of it is a function of the documents' sizes, s, N and the see
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_megatron.data.corpus import TokenCorpus, Tokens, corpus_in_memory
+from lightning_megatron.data.corpus import TokenCorpus, Tokens
 from lightning_megatron.data.index_cache import cached_index
 from lightning_megatron.data.megatron_files import MegatronCorpus, megatron_paths
 from lightning_megatron.data.packing import Numbers
@@ -136,7 +136,7 @@ class GPTSamples(DocumentStretches):
             "documents": documents,
             "index_directory": index_directory,
         }
-        count = _checked_count(corpus.document_sizes(), sequence_length, num_samples, corpus.prefix)
+        count = checked_count(corpus.document_sizes(), sequence_length, num_samples, corpus.prefix)
         key = hashlib.sha256(f"{sequence_length} {count} {seed} {documents}".encode()).hexdigest()[:8]
         flat = cached_index(
             megatron_paths(prefix)[1],
@@ -153,17 +153,7 @@ class GPTSamples(DocumentStretches):
         return partial(GPTSamples, **self._options), (self.prefix, self.sequence_length)
 
 
-def cut_in_stretches(
-    token_ids: Iterable[Sequence[int]], sequence_length: int, *, num_samples: int = 0, seed: int = 0
-) -> DocumentStretches:
-    """Samples in memory of the documents' tokens, taken as they are; 0 samples are as many as one epoch gives."""
-    corpus = corpus_in_memory([ids] for ids in token_ids)
-    sizes = corpus.document_sizes()
-    count = _checked_count(sizes, sequence_length, num_samples, "the corpus")
-    return DocumentStretches(corpus, StretchIndex.of(sizes, sequence_length, count, seed), sequence_length)
-
-
-def _checked_count(sizes: Numbers, sequence_length: int, num_samples: int, what: str) -> int:
+def checked_count(sizes: Numbers, sequence_length: int, num_samples: int, what: str) -> int:
     """How many samples there are to be."""
     if sequence_length < 1:
         raise ValueError(f"sequence_length ({sequence_length}) must be at least 1")

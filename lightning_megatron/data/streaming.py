@@ -248,6 +248,7 @@ Part = tuple[list[Sample], State | None] | ValueError
 """The samples of some packers in a batch, with the state before it now and then; or an error of the text."""
 
 
+@dataclass(eq=False)
 class StreamedBatches(IterableDataset[Part]):
     """The samples of some packers in each of `num_batches` global batches, with the state before every 32nd.
 
@@ -255,19 +256,11 @@ class StreamedBatches(IterableDataset[Part]):
     A ValueError about the text comes as one of them, the last: raised in a worker, it would end in its traceback.
     """
 
-    def __init__(
-        self,
-        make_reader: Callable[[Sequence[int]], StreamReader],
-        packers: Sequence[int],
-        ramp: BatchRamp,
-        num_batches: int,
-        start: StreamStart,
-    ) -> None:
-        self.make_reader = make_reader
-        self.packers = packers
-        self.ramp = ramp
-        self.num_batches = num_batches
-        self.start = start
+    make_reader: Callable[[Sequence[int]], StreamReader]
+    packers: Sequence[int]
+    ramp: BatchRamp
+    num_batches: int
+    start: StreamStart
 
     def __iter__(self) -> Iterator[Part]:
         try:

@@ -206,12 +206,11 @@ class GPTDataModule(CorpusDataModule):
         if self.config.streaming is None:
             return super()._training_loader()
         self._refuse_overfitting()
-        assert self.tokenizer is not None, "setup comes first; Trainer calls it"
         make_reader = partial(
             _reader,
             source=self._stream_source,
-            tokenizer=self.tokenizer,
-            make_packer=self._make_packer(self.tokenizer),
+            tokenizer=self._ready_tokenizer,
+            make_packer=self._make_packer(self._ready_tokenizer),
             ramp=self._ramp,
             window=self.config.streaming.window_documents,
             seed=self.config.seed,

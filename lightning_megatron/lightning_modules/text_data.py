@@ -63,6 +63,11 @@ class TextDataModule(ParallelDataModule):
         return self.config.sequence_length
 
     @property
+    def _ready_tokenizer(self) -> Tokenizer:
+        assert self.tokenizer is not None, "setup comes first; Trainer calls it"
+        return self.tokenizer
+
+    @property
     def _cache(self) -> Path:
         return Path(self.config.cache_directory)
 
@@ -177,14 +182,19 @@ class TextDataModule(ParallelDataModule):
 
     def text_of(self, ids: Sequence[int]) -> str:
         """The text of a row of tokens, as it is printed."""
-        assert self.tokenizer is not None, "setup comes first; Trainer calls it"
-        return self.tokenizer.decode(ids)
+        return self._ready_tokenizer.decode(ids)
 
     def predict_dataloader(self) -> DataLoader[Sample]:
-        return prompt_loader([torch.tensor(ids) for ids in self._prompt_ids()], self.global_batch_size, self._replica)
+        ids = [torch.tensor(ids) for ids in self._prompt_ids()]
+        return prompt_loader(ids, self.global_batch_size, self._replica, self._prompt_entries)
+
+    @property
+    def _prompt_entries(self) -> list[Sample] | None:
+        """Further entries of each prompt's row of a batch."""
+        return None
 
     def _prompt_ids(self) -> list[list[int]]:
         """The tokens of each prompt. Raises ValueError for prompts that a model cannot be asked."""
-        assert self.tokenizer is not None, "setup comes first; Trainer calls it"
         # An empty prompt starts where a document would.
-        return [ids or [self.tokenizer.end_of_text] for ids in self.tokenizer.encode(self.config.prompts)]
+        tokenizer = self._ready_tokenizer
+        return [ids or [tokenizer.end_of_text] for ids in tokenizer.encode(self.config.prompts)]

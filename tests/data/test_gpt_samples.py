@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_megatron.comm.rng import bits, key
-from lightning_megatron.data.gpt_samples import DocumentStretches, GPTSamples, cut_in_stretches
+from lightning_megatron.data.gpt_samples import DocumentStretches, GPTSamples
 from lightning_megatron.data.megatron_files import megatron_writer
 from lightning_megatron.data.seeded_random import random_order, uniforms, uniforms_at
+from tests.data.stretches import cut_in_stretches
 
 SIZES = st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any)
 

@@ -15,6 +15,7 @@ from itertools import chain, islice
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -151,7 +152,7 @@ class Reader:
             yield from self._count_behind(batches, self._ahead)
             return
         while True:
-            if not self._has_length:
+            if sized_len(self.loader) is None:
                 self._before = self.position() | {"fetch": rng_state.states()}
             try:
                 batch = next(batches)
@@ -186,14 +187,6 @@ class Reader:
             # Lightning may hold one batch more than it has trained on.
             self._places = {number: place for number, place in self._places.items() if number >= self.in_epoch - 2}
             yield read.popleft()
-
-    @property
-    def _has_length(self) -> bool:
-        try:
-            len(self.loader)
-        except (TypeError, NotImplementedError):
-            return False
-        return True
 
     # --- where it is ------------------------------------------------------------------------------------------------
 
@@ -254,10 +247,6 @@ class Reader:
         if self.indices is not None:
             return INDICES
         return OWN_STATE if self._own() is not None else READING
-
-    def own_state(self) -> dict[str, Any]:
-        """Position by the loader's own account; None where it has none."""
-        return copy.deepcopy(self.loader.state_dict()) if isinstance(self.loader, Stateful) else {}
 
     def _own(self) -> Stateful | None:
         if isinstance(self.loader, Stateful):
@@ -412,7 +401,8 @@ class PositionedIterable:
     def state_dict(self) -> dict[str, Any]:
         """The loader's own, for plain Lightning to go on from; here the place of each replica counts. That there is
         such a method tells Lightning that it is saved."""
-        return self.reader.own_state()
+        loader = self.reader.loader
+        return copy.deepcopy(loader.state_dict()) if isinstance(loader, Stateful) else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         return

@@ -73,7 +73,15 @@ class Steps:
         # Replicas that make each model call together.
         self.linked = expert_replicas.linked_replicas(module, mesh)
         self._checks = BatchChecks(self.linked, needs_equal_shapes=expert_replicas.needs_equal_shapes(module))
-        batches = StepBatches(user_step, mesh, device, cutting, self.linked, self._checks, prefetch)
+        batches = StepBatches(
+            user_step=user_step,
+            mesh=mesh,
+            device=device,
+            cutting=cutting,
+            linked=self.linked,
+            checks=self._checks,
+            prefetch=prefetch,
+        )
         gradient_views = WeightGradients() if dp_comm is None else WeightGradients(dp_comm.grad_view)
         weight_gradients.share(module, gradient_views)
         self._gradients: StepGradients | None = None
@@ -89,10 +97,10 @@ class Steps:
         self._scheduled: ScheduledStep | None = None
         if uses_schedule:
             self._scheduled = ScheduledStep(
-                user_step,
-                self._runtime,
-                StepLog(module, mesh, device, log_dtype, tail_on_last_stage=True),
-                mesh,
+                user_step=user_step,
+                runtime=self._runtime,
+                log=StepLog(module, mesh, device, log_dtype, tail_on_last_stage=True),
+                mesh=mesh,
                 pipeline=pipeline,
                 batches=batches,
                 driver_between=self._driver,
