@@ -323,4 +323,4 @@ def as_configuration_error() -> Iterator[None]:
     except ConfigurationError:
         raise
     except ValueError as error:
-        raise ConfigurationError([str(error)]) from error
+        raise ConfigurationError(str(error)) from error

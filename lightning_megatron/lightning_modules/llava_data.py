@@ -140,10 +140,8 @@ class LlavaDataModule(ConversationDataModule):
         self.tokenizer = tokenizer = own.with_special_token(IMAGE)
         if (found := tokenizer.token_id(IMAGE)) != config.image_token:
             raise ConfigurationError(
-                [
-                    f"image_token ({config.image_token}) must be the id of {IMAGE} in the tokenizer, or, where it has "
-                    f"none, the one behind all others: {found}; set model.config.image_token to it"
-                ]
+                f"image_token ({config.image_token}) must be the id of {IMAGE} in the tokenizer, or, where it has "
+                f"none, the one behind all others: {found}; set model.config.image_token to it"
             )
         self.template = image_template(config.template, tokenizer, str(config.tokenizer))
         if self._only_predicts:

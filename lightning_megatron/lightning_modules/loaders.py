@@ -50,11 +50,9 @@ class ResumableLoader(DataLoader[Sample]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "states" in state:
             raise ConfigurationError(
-                [
-                    "the checkpoint is of a run whose text streamed, and its place in the stream is none in samples"
-                    " that have an order of their own; resume it with streaming, or start anew from the checkpoint's"
-                    " weights"
-                ]
+                "the checkpoint is of a run whose text streamed, and its place in the stream is none in samples"
+                " that have an order of their own; resume it with streaming, or start anew from the checkpoint's"
+                " weights"
             )
         self._go_on_after(state)
 

@@ -80,7 +80,7 @@ class StreamLoader:
         try:
             require_packers(state["states"], self._ramp.unit)
         except ValueError as error:
-            raise ConfigurationError([str(error)]) from error
+            raise ConfigurationError(str(error)) from error
         self._start = StreamStart(
             state_samples=state["state_samples"],
             states=tuple(state["states"]),
@@ -98,15 +98,13 @@ class StreamLoader:
 
 def _sound(part: Part) -> tuple[list[Sample], Any]:
     if isinstance(part, ValueError):
-        raise ConfigurationError([str(part)])
+        raise ConfigurationError(str(part))
     return part
 
 
 def _require_of_stream(state: Mapping[str, Any]) -> None:
     if "states" not in state:
         raise ConfigurationError(
-            [
-                "the checkpoint is of a run whose text did not stream, and has no place in a stream; resume it without"
-                " streaming, or start anew from the checkpoint's weights"
-            ]
+            "the checkpoint is of a run whose text did not stream, and has no place in a stream; resume it without"
+            " streaming, or start anew from the checkpoint's weights"
         )

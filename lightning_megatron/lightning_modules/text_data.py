@@ -155,13 +155,11 @@ class TextDataModule(ParallelDataModule):
         if stage == "predict" and not self.config.prompts:
             name = type(self.config).__name__
             raise ConfigurationError(
-                [
-                    "there are no prompts to predict from; give some, as --data.prompts '[\"Who are you?\"]' or "
-                    f'{name}(prompts=["Who are you?"])'
-                ]
+                "there are no prompts to predict from; give some, as --data.prompts '[\"Who are you?\"]' or "
+                f'{name}(prompts=["Who are you?"])'
             )
         if stage == "predict" and self.config.tokenizer is None and not self._has_text:
-            raise ConfigurationError(["token files alone say no text of a token; give the tokenizer to predict"])
+            raise ConfigurationError("token files alone say no text of a token; give the tokenizer to predict")
         super().setup(stage)
         if stage == "predict":
             # Wrong prompts are an error before a model is built.

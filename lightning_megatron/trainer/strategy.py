@@ -701,7 +701,7 @@ class MegatronStrategy(ParallelStrategy):
                 )
         except ValueError as error:
             # What is there is no checkpoint, is damaged, or is of another module: all ranks find the same.
-            raise ConfigurationError([str(error)]) from error
+            raise ConfigurationError(str(error)) from error
         if module.trainer.state.fn == TrainerFn.FITTING:
             checkpoint_dict.require_optimizers(checkpoint, path)
             self._last_fit.history = run_history.begun(

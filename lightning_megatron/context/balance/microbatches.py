@@ -109,7 +109,7 @@ def _packed(
     limits: Limits,
 ) -> list[list[RankGroup]] | None:
     """Groups of every slot; or None, with `needs` raised where documents did not pack."""
-    slots: list[list[RankGroup]] = [[] for _ in range(counts[0][0] + _slots_below(counts))]
+    slots: list[list[RankGroup]] = [[] for _ in range(sum(level[0] for level in counts))]
     starts = [0] * len(counts[0])
     fits = True
     for level, size in enumerate(sizes):
@@ -128,11 +128,6 @@ def _packed(
                 start + count for start, count in zip(starts, counts[level], strict=True) for _ in range(children)
             ]
     return slots if fits else None
-
-
-def _slots_below(counts: Sequence[Sequence[int]]) -> int:
-    """Number of slots of the first path, without its root."""
-    return sum(level[0] for level in counts[1:])
 
 
 def _pack(

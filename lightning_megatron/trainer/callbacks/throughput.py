@@ -72,10 +72,8 @@ class ThroughputMonitor(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not isinstance(pl_module, MeasuredModule):
             raise ConfigurationError(
-                [
-                    f"ThroughputMonitor cannot measure {type(pl_module).__name__}; give it the methods "
-                    "batch_tokens(batch) and batch_flops(batch), or leave the callback out"
-                ]
+                f"ThroughputMonitor cannot measure {type(pl_module).__name__}; give it the methods "
+                "batch_tokens(batch) and batch_flops(batch), or leave the callback out"
             )
         device, strategy = trainer.strategy.root_device, trainer.strategy
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -175,12 +175,10 @@ def require_optimizers(checkpoint: Mapping[str, Any], path: str) -> None:
     """Raises ConfigurationError where a loaded dictionary has weights alone, which a fit cannot go on from."""
     if OPTIMIZER_STATES not in checkpoint:
         raise ConfigurationError(
-            [
-                f"ckpt_path ({path}) has weights alone (it was converted, or saved with save_weights_only), and a fit "
-                "goes on from a whole state. To begin from its weights leave ckpt_path out: build the model in "
-                "configure_model with lightning_megatron.hf.from_pretrained, or the module with "
-                "lightning_megatron.load_from_checkpoint"
-            ]
+            f"ckpt_path ({path}) has weights alone (it was converted, or saved with save_weights_only), and a fit "
+            "goes on from a whole state. To begin from its weights leave ckpt_path out: build the model in "
+            "configure_model with lightning_megatron.hf.from_pretrained, or the module with "
+            "lightning_megatron.load_from_checkpoint"
         )
 
 

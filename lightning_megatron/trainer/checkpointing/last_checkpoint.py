@@ -76,10 +76,8 @@ def require_alike(path: str | None, world: Axis) -> None:
         return
     found = next(f"{one} (rank {rank})" for rank, one in enumerate(paths) if one is not None)
     raise ConfigurationError(
-        [
-            f"ckpt_path leads to {found}, but to nothing on ranks {', '.join(without)}; all ranks go on from one "
-            "checkpoint: have its folder the same on all machines, or start the run again where it came just then"
-        ]
+        f"ckpt_path leads to {found}, but to nothing on ranks {', '.join(without)}; all ranks go on from one "
+        "checkpoint: have its folder the same on all machines, or start the run again where it came just then"
     )
 
 
@@ -95,10 +93,8 @@ def _answered(*asked: Address) -> Iterator[None]:
         # Remote file systems have errors of their own.
         where = ", ".join(dict.fromkeys(map(str, asked)))
         raise ConfigurationError(
-            [
-                f'ckpt_path="last" is not known, for what is at {where} cannot be read now '
-                f"({type(error).__name__}: {error}); start the run again when it can, or give the path of a checkpoint"
-            ]
+            f'ckpt_path="last" is not known, for what is at {where} cannot be read now '
+            f"({type(error).__name__}: {error}); start the run again when it can, or give the path of a checkpoint"
         ) from error
 
 
@@ -121,10 +117,8 @@ def _in_place_of_last(folders: dict[ModelCheckpoint, Address], on_exception: lis
         return newest.path
     if newest is None and not sound:
         raise ConfigurationError(
-            [
-                f'ckpt_path="last" finds no complete checkpoint: {"; ".join(damaged.values())}; '
-                f"remove {', '.join(sorted(map(str, damaged)))} to start anew, or give the path of a checkpoint"
-            ]
+            f'ckpt_path="last" finds no complete checkpoint: {"; ".join(damaged.values())}; '
+            f"remove {', '.join(sorted(map(str, damaged)))} to start anew, or give the path of a checkpoint"
         )
     path, older = (sound[-1], "") if sound else (None, "")
     if newest is not None and (path is None or (older := _older(path, newest))):

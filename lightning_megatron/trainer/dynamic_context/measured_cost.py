@@ -40,10 +40,8 @@ def of_module(
     models = [model for model in module.modules() if isinstance(model, GPTModel)]
     if not models:
         raise ConfigurationError(
-            [
-                f"{type(module).__name__} holds no GPTModel, whose layers could be measured for dynamic context "
-                "parallelism; give the costs: DynamicContextConfig(cost=CostModel(...))"
-            ]
+            f"{type(module).__name__} holds no GPTModel, whose layers could be measured for dynamic context "
+            "parallelism; give the costs: DynamicContextConfig(cost=CostModel(...))"
         )
     return measured(models[0], config, device, context)
 

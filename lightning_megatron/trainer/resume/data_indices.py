@@ -99,12 +99,10 @@ class Indices:
             self.order, self.is_followed = order, True
         elif is_within:
             raise ConfigurationError(
-                [
-                    "the checkpoint lies within an epoch of a loader whose sampler may give each replica any samples, "
-                    "so their rest cannot be cut for another number of replicas or another batch size; resume on as "
-                    "many replicas with the same batch_size, resume a checkpoint from the end of an epoch, or use a "
-                    "plain DataLoader(shuffle=...) or a loader with state_dict and load_state_dict"
-                ]
+                "the checkpoint lies within an epoch of a loader whose sampler may give each replica any samples, "
+                "so their rest cannot be cut for another number of replicas or another batch size; resume on as "
+                "many replicas with the same batch_size, resume a checkpoint from the end of an epoch, or use a "
+                "plain DataLoader(shuffle=...) or a loader with state_dict and load_state_dict"
             )
 
     def skip(self, batches: int, samples: int, round_start: AllStates | None) -> None:

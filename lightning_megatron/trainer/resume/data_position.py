@@ -263,22 +263,20 @@ class Reader:
         """Makes the next round begin at a saved place. Raises ConfigurationError where it cannot be found."""
         if place["kind"] != self.kind:
             raise ConfigurationError(
-                [
-                    f"the checkpoint's training loader goes on by {place['kind']}, and this run's "
-                    f"({type(self.loader).__name__}) by {self.kind}; resume with the loader that it was saved with"
-                ]
+                f"the checkpoint's training loader goes on by {place['kind']}, and this run's "
+                f"({type(self.loader).__name__}) by {self.kind}; resume with the loader that it was saved with"
             )
         is_moved = place["replicas"] != self._dp.size or place["batch_samples"] != self.batch_samples
         own = self._own()
         if own is not None:
             if place["replicas"] != self._dp.size and not is_equal_everywhere:
-                raise ConfigurationError([_differs(place, self._dp.size)])
+                raise ConfigurationError(_differs(place, self._dp.size))
         elif self.indices is not None:
             # A run that followed another one's order is not in that of its samplers, on the same replicas neither.
             is_other = is_moved or place.get("is_followed", False)
             self.indices.follow(place["order"], is_moved=is_other, is_within=place["handed"] > 0)
         elif is_moved and place["handed"]:
-            raise ConfigurationError([_differs(place, self._dp.size)])
+            raise ConfigurationError(_differs(place, self._dp.size))
         self._resumed = place
 
     def batches_of(self, place: LoaderPosition, batches: int) -> int:
@@ -288,11 +286,9 @@ class Reader:
             return batches
         if batches * old % new:
             raise ConfigurationError(
-                [
-                    f"the checkpoint was saved after {batches * old} samples of its epoch, where no batch of {new} "
-                    f"samples (over all replicas) begins; resume with batches of {old}, or of a number that divides "
-                    f"{batches * old}"
-                ]
+                f"the checkpoint was saved after {batches * old} samples of its epoch, where no batch of {new} "
+                f"samples (over all replicas) begins; resume with batches of {old}, or of a number that divides "
+                f"{batches * old}"
             )
         return batches * int(old) // int(new)
 

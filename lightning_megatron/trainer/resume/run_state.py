@@ -179,10 +179,8 @@ class ResumeState:
         places = _value_of(self.saved["places"], 0)
         if self.saved["trained"] and len(places) != len(readers):
             raise ConfigurationError(
-                [
-                    f"the checkpoint was saved within an epoch of {len(places)} training loaders, and this run has "
-                    f"{len(readers)}; resume with the loaders that it was saved with"
-                ]
+                f"the checkpoint was saved within an epoch of {len(places)} training loaders, and this run has "
+                f"{len(readers)}; resume with the loaders that it was saved with"
             )
         if self.saved["trained"]:
             _count_anew(trainer, self.saved["trained"], readers, places)
@@ -267,10 +265,8 @@ def _count_anew(trainer: pl.Trainer, trained: int, readers: list[Reader], places
     counted = {reader.batches_of(place, trained) for reader, place in zip(readers, places, strict=True)}
     if len(counted) > 1:
         raise ConfigurationError(
-            [
-                "the batch sizes of the training loaders changed by different factors since the checkpoint was saved, "
-                "within an epoch; change all by one factor, or resume a checkpoint from the end of an epoch"
-            ]
+            "the batch sizes of the training loaders changed by different factors since the checkpoint was saved, "
+            "within an epoch; change all by one factor, or resume a checkpoint from the end of an epoch"
         )
     if (now := counted.pop() if counted else trained) == trained:
         return

@@ -50,10 +50,8 @@ def require_spreading(module: nn.Module) -> None:
     if whole or not models:
         what = f"{', '.join(whole)} does not take documents one by one" if whole else "it holds no model of parts"
         raise ConfigurationError(
-            [
-                f"dynamic context parallelism packs and cuts the documents of {type(module).__name__}, and {what}; "
-                "use GPTModel, or leave dynamic_context out"
-            ]
+            f"dynamic context parallelism packs and cuts the documents of {type(module).__name__}, and {what}; "
+            "use GPTModel, or leave dynamic_context out"
         )
 
 

@@ -195,16 +195,12 @@ class Steps:
 def _require_one_model(pipelined: dict[str, PipelineModule], module: nn.Module, stages: int, scheduled: bool) -> None:
     if not pipelined:
         raise ConfigurationError(
-            [
-                f"{type(module).__name__} cannot be pipelined over {stages} stages: it holds no PipelineModule (such "
-                f"as GPTModel) and not exactly one nn.Sequential of at least {stages} children among its attributes; "
-                "build its model in configure_model from one of these, or use pipeline_model_parallel_size=1"
-            ]
+            f"{type(module).__name__} cannot be pipelined over {stages} stages: it holds no PipelineModule (such "
+            f"as GPTModel) and not exactly one nn.Sequential of at least {stages} children among its attributes; "
+            "build its model in configure_model from one of these, or use pipeline_model_parallel_size=1"
         )
     if len(pipelined) > 1 and scheduled:
         raise ConfigurationError(
-            [
-                f"{type(module).__name__} holds {len(pipelined)} pipelined models ({', '.join(pipelined)}); a schedule "
-                'runs one; use PipelineConfig(mode="collective")'
-            ]
+            f"{type(module).__name__} holds {len(pipelined)} pipelined models ({', '.join(pipelined)}); a schedule "
+            'runs one; use PipelineConfig(mode="collective")'
         )
