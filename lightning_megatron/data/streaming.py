@@ -27,9 +27,10 @@ import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from lightning_megatron.data.batch_ramp import BatchRamp
+from lightning_megatron.data.collate import Sample
 from lightning_megatron.data.corpus_shards import BadDocument, encoded
 from lightning_megatron.data.seeded_random import random_order
-from lightning_megatron.data.token_packers import Sample, TokenPacker
+from lightning_megatron.data.token_packers import TokenPacker
 from lightning_megatron.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

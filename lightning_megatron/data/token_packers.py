@@ -17,14 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_megatron.data.collate import Sample
 from lightning_megatron.data.corpus import Tokens
 from lightning_megatron.data.packed_documents import DocumentRows, RowTable
 from lightning_megatron.data.stream_options import StreamOptions
 
 WINDOW_ROWS = 32
 """Full rows that documents must make before they are packed. More of them fill rows better, and wait longer."""
-
-Sample = dict[str, Tensor]
 
 
 class TokenPacker(Protocol):

@@ -23,12 +23,12 @@ from lightning_megatron.data import (
     prepare_corpus,
     split_documents,
 )
+from lightning_megatron.data.collate import Sample
 from lightning_megatron.data.corpus_shards import usable_texts
 from lightning_megatron.data.document_files import MAX_DOCUMENT_BYTES, BadDocuments
 from lightning_megatron.data.prepare import left_out
 from lightning_megatron.data.sources import corpus_fingerprint, held_out_of, joined_documents, part_of
 from lightning_megatron.lightning_modules.data_module import Samples
-from lightning_megatron.lightning_modules.loaders import Sample
 from lightning_megatron.lightning_modules.text_data import TextDataConfig, TextDataModule
 from lightning_megatron.lightning_modules.text_sources import (
     BlendSource,

@@ -25,6 +25,7 @@ from lightning_megatron.data import (
     load_tokenizer,
     prepare_image_chats,
 )
+from lightning_megatron.data.collate import Sample
 from lightning_megatron.data.image_chats import IMAGE, Conversation, TemplateName, built_in_template, conversation_of
 from lightning_megatron.data.image_samples import Unreadable
 from lightning_megatron.data.images import ImageFit
@@ -32,7 +33,7 @@ from lightning_megatron.data.sources import corpus_fingerprint, files_of, plain_
 from lightning_megatron.data.synthetic_images import draw_images
 from lightning_megatron.lightning_modules.conversation_data import ConversationDataConfig, ConversationDataModule
 from lightning_megatron.lightning_modules.data_module import Samples, as_configuration_error
-from lightning_megatron.lightning_modules.loaders import Collate, Sample, collate_images
+from lightning_megatron.lightning_modules.loaders import Collate, collate_images
 from lightning_megatron.trainer.config import ConfigurationError
 
 _NUM_DRAWN = 4096

@@ -12,11 +12,11 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_megatron.data import BatchRamp, EpochSampler, GlobalBatchSampler, InfiniteSampler, collate_tokens
+from lightning_megatron.data.collate import Sample
 from lightning_megatron.pipeline.ragged import Ragged
 from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.trainer.setup.replica import Replica
 
-Sample = dict[str, Tensor]
 Collate = Callable[[list[Sample]], Sample]
 COPY = -1
 """Number of a prompt that only pads a batch, whose text is dropped."""

@@ -10,9 +10,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_megatron.data.batch_ramp import BatchRamp
-from lightning_megatron.data.collate import collate_tokens
+from lightning_megatron.data.collate import Sample, collate_tokens
 from lightning_megatron.data.streaming import Part, StreamedBatches, StreamReader, StreamStart, require_packers
-from lightning_megatron.lightning_modules.loaders import Sample
 from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.trainer.setup.replica import Replica
 

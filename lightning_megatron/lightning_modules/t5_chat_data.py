@@ -12,10 +12,11 @@ from lightning_megatron.data import (
     load_tokenizer,
     prepare_answers,
 )
+from lightning_megatron.data.collate import Sample
 from lightning_megatron.data.packed_rows import IGNORE_INDEX, NO_SEGMENT
 from lightning_megatron.lightning_modules.chat_data import ChatDataConfig, ChatDataModule
 from lightning_megatron.lightning_modules.data_module import Samples
-from lightning_megatron.lightning_modules.loaders import Collate, Sample
+from lightning_megatron.lightning_modules.loaders import Collate
 from lightning_megatron.lightning_modules.t5_data import decoder_starts, ids_to_answer, padding_of
 
 

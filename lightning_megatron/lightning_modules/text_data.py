@@ -10,10 +10,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_megatron.data import Tokenizer, load_tokenizer, train_tokenizer
+from lightning_megatron.data.collate import Sample
 from lightning_megatron.data.document_files import MAX_DOCUMENT_BYTES
 from lightning_megatron.data.tokenizer import SMALLEST_VOCABULARY
 from lightning_megatron.lightning_modules.data_module import LoaderConfig, ParallelDataModule, as_configuration_error
-from lightning_megatron.lightning_modules.loaders import Sample, prompt_loader
+from lightning_megatron.lightning_modules.loaders import prompt_loader
 from lightning_megatron.lightning_modules.text_sources import BlendSource
 from lightning_megatron.trainer.config import ConfigurationError
 

@@ -92,9 +92,6 @@ class MemoryMonitor(L.Callback):
         built = sum(storage_bytes(pl_module.parameters()).values())
         self._before_bytes = 0 if self._meter.name == "allocated" else self._meter.peak_bytes() - built
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._enter(_BETWEEN)
-
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
@@ -131,6 +128,8 @@ class MemoryMonitor(L.Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._enter(_BETWEEN)
+
+    on_train_start = on_validation_end
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         self._enter("checkpoint")

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from lightning_megatron import checkpoint as directory
 from lightning_megatron.checkpoint import Piece, Slot
 from lightning_megatron.checkpoint.state import OTHER_STATES
+from lightning_megatron.checkpoint.summary import MESH, MODELS, OWN_KEYS
 from lightning_megatron.checkpoint.torch_index import OPTIMIZERS
 from lightning_megatron.comm.raise_on_all_ranks import read_on_first_rank
 from lightning_megatron.mesh import Axis, Mesh
@@ -35,12 +36,6 @@ from lightning_megatron.trainer.setup import pipelined_models
 # Keys of Lightning's dictionary.
 WEIGHTS = "state_dict"
 OPTIMIZER_STATES = "optimizer_states"
-# Keys of ours beside them in the metadata, and `OPTIMIZERS` and `OTHER_STATES`.
-# On how many ranks of which axes it was written.
-_MESH = "mesh"
-# Class and configuration of each of this package's models, by its name in the module.
-_MODELS = "models"
-_OURS = (OPTIMIZERS, OTHER_STATES, _MESH, _MODELS)
 
 
 @dataclass(frozen=True)
@@ -90,7 +85,7 @@ def save(
     # Of a weight whose master weights are all on other replicas, those write.
     elsewhere = master_slots.lowered - lowered.keys()
     pieces: dict[str, Piece | list[Piece]] = {}
-    meta: dict[str, Any] = {_MESH: plain(mesh.sizes, _MESH), _MODELS: _models(module)}
+    meta: dict[str, Any] = {MESH: plain(mesh.sizes, MESH), MODELS: _models(module)}
     for key, value in checkpoint.items():
         if key == OPTIMIZER_STATES:
             continue
@@ -149,7 +144,7 @@ def load(
         for name, tensor in live.items()
     }
     pieces = {name: Piece.like(live[name], tensor) for name, tensor in state.items()}
-    checkpoint = {key: value for key, value in meta.items() if key not in _OURS}
+    checkpoint = {key: value for key, value in meta.items() if key not in OWN_KEYS}
     checkpoint[WEIGHTS] = state
     others = tuple(f"{key}." for key in meta.get(OTHER_STATES, ()))
     report = directory.load(
@@ -264,7 +259,7 @@ def _models(module: pl.LightningModule) -> dict[str, Any]:
     for name, model in pipelined_models.pipelined_modules(module).items():
         config = getattr(model, "config", None)
         if is_dataclass(config):
-            found[name] = {"class": type(model).__name__, "config": plain(config, f"{_MODELS}.{name}")}
+            found[name] = {"class": type(model).__name__, "config": plain(config, f"{MODELS}.{name}")}
     return found
 
 
