@@ -65,7 +65,7 @@ class AnswerSamples(Dataset[dict[str, Tensor]]):
             self._tokens: NDArray[np.int32] = file["tokens"]
             self._ends: NDArray[np.int64] = file["ends"]
             # [samples, 2] of what is asked, and of the answer behind it
-            self.kept = AnswerCounts(samples=len(self._ends), cut=int(file["cut"]), dropped=int(file["dropped"]))
+            self.counts = AnswerCounts(samples=len(self._ends), cut=int(file["cut"]), dropped=int(file["dropped"]))
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -135,7 +135,7 @@ class PackedAnswers(Dataset[dict[str, Tensor]]):
     def __str__(self) -> str:
         read, learnt = self.samples.lengths_N2.sum(axis=0) / len(self)
         return (
-            f"{self.samples.kept}; they lie in {len(self)} rows of {self.encoder_length} and {self.decoder_length},"
+            f"{self.samples.counts}; they lie in {len(self)} rows of {self.encoder_length} and {self.decoder_length},"
             f" {read / self.encoder_length:.1%} and {learnt / self.decoder_length:.1%} full"
         )
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_megatron.data.corpus import TokenCorpus, Tokens
+from lightning_megatron.data.corpus import TokenArray, TokenCorpus
 from lightning_megatron.data.masking import Masking, mask_words
 from lightning_megatron.data.packed_rows import IGNORE_INDEX
 from lightning_megatron.data.packing import Numbers
@@ -189,8 +189,8 @@ class BertSpans(Dataset[dict[str, Tensor]]):
 
 
 def part_and_swap(
-    sentences: Sequence[Tokens], most_tokens: int, swapped_share: float, *, seed: int, sample: int
-) -> tuple[Tokens, Tokens, bool]:
+    sentences: Sequence[TokenArray], most_tokens: int, swapped_share: float, *, seed: int, sample: int
+) -> tuple[TokenArray, TokenArray, bool]:
     """The two parts of a span, of together at most `most_tokens`, and whether they are swapped.
 
     What is too much is taken from the longer part until both are alike, and then from both, at the front or the end by
@@ -210,7 +210,7 @@ def part_and_swap(
     return one, other, is_swapped
 
 
-def _cut(part: Tokens, most: int, front: float) -> Tokens:
+def _cut(part: TokenArray, most: int, front: float) -> TokenArray:
     """The tokens cut to a length, the share `front` of the excess at the front, the rest at the end."""
     num_cut = int(front * (max(len(part) - most, 0) + 1))
     return part[num_cut : num_cut + most]

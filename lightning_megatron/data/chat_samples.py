@@ -50,7 +50,7 @@ class RowCounts:
 class MarkedSamples(Dataset[dict[str, Tensor]]):
     """Samples for next-token prediction from a file that `write_marked` wrote, held in memory."""
 
-    kept: RowCounts
+    counts: RowCounts
     """Counts of the rows that they are made of."""
 
     def __init__(self, path: str | Path) -> None:
@@ -85,7 +85,7 @@ class ChatSamples(MarkedSamples):
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
         counts = {name: int(self._arrays[name]) for name in ("cut", "dropped")}
-        self.kept = RowCounts(samples=len(self), **counts)
+        self.counts = RowCounts(samples=len(self), **counts)
 
     def __reduce__(self) -> tuple[type["ChatSamples"], tuple[Path]]:
         # A loader's workers read the file themselves.
@@ -116,7 +116,7 @@ class PackedChats(Dataset[dict[str, Tensor]]):
 
     def __str__(self) -> str:
         fill = int(self.samples.lengths.sum()) / (len(self) * self.sequence_length)
-        return f"{self.samples.kept}; they lie in {len(self)} rows of {self.sequence_length}, {fill:.1%} full"
+        return f"{self.samples.counts}; they lie in {len(self)} rows of {self.sequence_length}, {fill:.1%} full"
 
 
 def prepare_chats(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_megatron.data.corpus import TokenCorpus, Tokens
+from lightning_megatron.data.corpus import TokenArray, TokenCorpus
 from lightning_megatron.data.index_cache import cached_index
 from lightning_megatron.data.megatron_files import MegatronCorpus, megatron_paths
 from lightning_megatron.data.packing import Numbers
@@ -87,7 +87,7 @@ class DocumentStretches(Dataset[dict[str, Tensor]]):
         # A copy: a label that is changed in place must not change the token of the next position.
         return {"tokens": ids[:-1].clone(), "labels": ids[1:].clone(), "loss_mask": torch.ones(len(ids) - 1)}
 
-    def sample_tokens(self, index: int) -> Tokens:
+    def sample_tokens(self, index: int) -> TokenArray:
         """The tokens of sample `index`: int64 [s + 1]."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")

@@ -85,7 +85,7 @@ class ImageSamples(MarkedSamples):
         told = json.loads(self._arrays["told"].tobytes())
         # Names of files, or the row and which of its images it is.
         self._images: list[str | list[int]] = told["images"]
-        self.kept = ImageRowCounts(
+        self.counts = ImageRowCounts(
             samples=len(self), cut=told["cut"], dropped=told["dropped"], unreadable=tuple(told["unreadable"])
         )
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_megatron.data.corpus import Tokens
+from lightning_megatron.data.corpus import TokenArray
 from lightning_megatron.data.index_cache import cached_index
 from lightning_megatron.data.megatron_files import MegatronCorpus, megatron_paths
 from lightning_megatron.data.packed_rows import join_samples
@@ -84,7 +84,7 @@ class RowTable:
 class DocumentRows(Dataset[dict[str, Tensor]]):
     """Samples for next-token prediction that hold whole documents, from tokens in memory or mapped."""
 
-    def __init__(self, tokens: Tokens, table: RowTable, sequence_length: int, end_of_text: int) -> None:
+    def __init__(self, tokens: TokenArray, table: RowTable, sequence_length: int, end_of_text: int) -> None:
         self.tokens = tokens
         self.table = table
         self.sequence_length = sequence_length

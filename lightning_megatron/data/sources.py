@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from lightning_megatron.data.corpus import Tokens
+from lightning_megatron.data.corpus import TokenArray
 from lightning_megatron.data.document_files import (
     DAMAGES,
     MAX_DOCUMENT_BYTES,
@@ -397,7 +397,7 @@ def plain_rows(rows: "Documents", first: int = 0, last: int | None = None) -> It
         yield from plain[start : min(start + _ROWS_READ, end)].to_pylist()
 
 
-def save_token_rows(parts: Iterable[tuple[Numbers, Tokens]], directory: str | Path) -> None:
+def save_token_rows(parts: Iterable[tuple[Numbers, TokenArray]], directory: str | Path) -> None:
     """Writes what `datasets.load_from_disk` reads: of each document its `input_ids`.
 
     Each part is the lengths of its documents and their tokens, one after the other.

@@ -245,12 +245,12 @@ class StreamStart:
     consumed_samples: int = 0
 
 
-Part = tuple[list[Sample], State | None] | ValueError
+BatchPart = tuple[list[Sample], State | None] | ValueError
 """The samples of some packers in a batch, with the state before it now and then; or an error of the text."""
 
 
 @dataclass(eq=False)
-class StreamedBatches(IterableDataset[Part]):
+class StreamedBatches(IterableDataset[BatchPart]):
     """The samples of some packers in each of `num_batches` global batches, with the state before every 32nd.
 
     Each worker of a loader has its share of the packers. Workers come in turn, so parts of a batch follow each other.
@@ -263,13 +263,13 @@ class StreamedBatches(IterableDataset[Part]):
     num_batches: int
     start: StreamStart
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[BatchPart]:
         try:
             yield from self._parts()
         except ValueError as error:
             yield error
 
-    def _parts(self) -> Iterator[Part]:
+    def _parts(self) -> Iterator[BatchPart]:
         worker = get_worker_info()
         rank, count = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         first, last = (len(self.packers) * i // count for i in (rank, rank + 1))

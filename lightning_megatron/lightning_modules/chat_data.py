@@ -67,7 +67,7 @@ class ChatDataModule(ConversationDataModule):
         )
         samples = ChatSamples(path)
         if self.config.packing == "none":
-            return Samples(dataset=samples, count=len(samples), summary=str(samples.kept))
+            return Samples(dataset=samples, count=len(samples), summary=str(samples.counts))
         rows = PackedChats(samples, self.sequence_length, end_of_text=tokenizer.end_of_text, seed=self.config.seed)
         return Samples(dataset=rows, count=len(rows), summary=str(rows))
 

@@ -192,7 +192,7 @@ class LlavaDataModule(ConversationDataModule):
         )
         samples = ImageSamples(path, documents, folder, self._image_config, self.config.unreadable_images)
         if self.config.packing == "none":
-            return Samples(dataset=samples, count=len(samples), summary=str(samples.kept))
+            return Samples(dataset=samples, count=len(samples), summary=str(samples.counts))
         rows = PackedImageSamples(
             samples, self.sequence_length, end_of_text=tokenizer.end_of_text, seed=self.config.seed
         )

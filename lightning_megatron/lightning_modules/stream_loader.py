@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron.data.batch_ramp import BatchRamp
 from lightning_megatron.data.collate import Sample, collate_tokens
-from lightning_megatron.data.streaming import Part, StreamedBatches, StreamReader, StreamStart, require_packers
+from lightning_megatron.data.streaming import BatchPart, StreamedBatches, StreamReader, StreamStart, require_packers
 from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.trainer.setup.replica import Replica
 
@@ -95,7 +95,7 @@ class StreamLoader:
         return {**states[0], "states": list(of_packers.values())}
 
 
-def _sound(part: Part) -> tuple[list[Sample], Any]:
+def _sound(part: BatchPart) -> tuple[list[Sample], Any]:
     if isinstance(part, ValueError):
         raise ConfigurationError(str(part))
     return part

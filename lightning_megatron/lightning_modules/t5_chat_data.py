@@ -80,7 +80,7 @@ class T5ChatDataModule(ChatDataModule):
         padding = padding_of(tokenizer)
         samples = AnswerSamples(path, start_token=padding)
         if self.config.packing == "none":
-            return Samples(dataset=samples, count=len(samples), summary=str(samples.kept))
+            return Samples(dataset=samples, count=len(samples), summary=str(samples.counts))
         rows = PackedAnswers(
             samples,
             encoder_length=self.sequence_length,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from lightning_megatron.context.balance.bound import rounded_up
 from lightning_megatron.context.balance.cost import CostModel
 from lightning_megatron.context.balance.empty import in_order
-from lightning_megatron.context.balance.slots import RankGroup, Slot
+from lightning_megatron.context.balance.slots import RankGroup, SlotGroups
 from lightning_megatron.context.balance.tree import Tree, longest_below, path_sums
 
 
@@ -26,7 +26,7 @@ class Limits:
     multiple: int
 
 
-def microbatches(tree: Tree, lengths: Sequence[int], cost: CostModel, limits: Limits) -> tuple[Slot, ...]:
+def microbatches(tree: Tree, lengths: Sequence[int], cost: CostModel, limits: Limits) -> tuple[SlotGroups, ...]:
     """Slots of the tree's plan, as few as the limits and the packing of tokens allow."""
     needs = _needs(tree, lengths, limits)
     while True:

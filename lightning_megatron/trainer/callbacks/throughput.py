@@ -159,7 +159,7 @@ class ThroughputMonitor(L.Callback):
 
 
 def _now(trainer: L.Trainer) -> float:
-    """The time when the device is done: kernels run behind the host."""
+    """The time when the device is done: kernels run asynchronously."""
     if trainer.strategy.root_device.type == "cuda":
         torch.cuda.synchronize(trainer.strategy.root_device)
     return perf_counter()

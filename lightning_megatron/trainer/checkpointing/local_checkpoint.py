@@ -1,4 +1,4 @@
-"""The local tier: every n steps each rank saves what it holds on its own machine, and a fit begins with what is newest.
+"""Local checkpoints: every n steps each rank saves what it holds on its own machine; a fit begins with the newest.
 
     {local_folder}/rank-{global rank}/step={N}.ckpt     a checkpoint of one rank; the newest two stay
 
@@ -28,12 +28,12 @@ from lightning_megatron.trainer.checkpointing.checkpoint_saver import GRACE_SECO
 from lightning_megatron.trainer.checkpointing.local_state import LocalState
 from lightning_megatron.trainer.checkpointing.run_history import FitHistory, fits_of, goes_on_from
 
-_LAYOUT = "local_layout"
 # Key of the metadata: what must be alike for a rank's part to be the same part.
+_LAYOUT = "local_layout"
 _SHOWN = 20
 
-_Save = tuple[int, str]
 # Steps, and the fit that saved: the same for what all ranks saved together.
+_Save = tuple[int, str]
 
 
 @dataclass
@@ -81,7 +81,7 @@ class LocalCheckpoint(Checkpoint):
         return Path(path).parent == self._folder
 
     def save(self, path: str | Path, state: LocalState) -> None:
-        """Writes this rank's checkpoint, behind training if saves are. What goes wrong is only warned of."""
+        """Writes this rank's checkpoint, in the background if saves are asynchronous. Errors are warnings."""
         path = Path(path)
         meta = {**state.meta, _LAYOUT: self._layout}
         try:

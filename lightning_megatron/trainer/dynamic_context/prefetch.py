@@ -1,4 +1,4 @@
-"""Dynamic context parallelism beside training: while a step runs, the next one's documents are planned and sent.
+"""Dynamic context parallelism in the background: while a step runs, the next one's documents are planned and sent.
 
     main thread        reads batch k+1      trains on batch k                       reads batch k+2 ...
     this one's thread                       lengths, plan, documents of batch k+1
@@ -22,7 +22,7 @@ from lightning_megatron.context.balance import CostModel, DynamicContextConfig, 
 from lightning_megatron.context.document_exchange import (
     DocumentRoute,
     LoadedDocuments,
-    Microbatch,
+    PlannedMicrobatch,
     exchange_documents,
     loaded_documents,
 )
@@ -41,7 +41,7 @@ _CHECKED_BATCHES = 2
 class Routed:
     """Microbatches that this rank runs in a step."""
 
-    microbatches: list[Microbatch]
+    microbatches: list[PlannedMicrobatch]
     step: BalancedBatch
     """Who runs which documents of the global batch."""
     num_rows: int

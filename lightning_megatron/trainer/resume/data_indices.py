@@ -113,7 +113,7 @@ class Indices:
         if round_start is None:
             return
         self.round_start = round_start
-        with rng_state.kept():
+        with rng_state.forked():
             set_all_states(self._loader, round_start)
             if self.is_followed:
                 self._prepared = self._batches(samples)

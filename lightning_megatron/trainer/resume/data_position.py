@@ -318,14 +318,14 @@ class Reader:
         if place.get("fetch") is None:
             return counted
         # It was fetched before the batch after which was saved was trained on.
-        with rng_state.kept():
+        with rng_state.forked():
             rng_state.set_states(place["fetch"])
             first = list(islice(counted, 1))
         return chain(first, counted)
 
     def _with_first_fetched(self, batches: Iterator[Any], place: LoaderPosition) -> Iterator[Any]:
         """The batches, the first of them read where the generators were when it was read first."""
-        with rng_state.kept():
+        with rng_state.forked():
             rng_state.set_states(place["fetch"])
             first = list(islice(batches, 1))
         yield from first
@@ -348,7 +348,7 @@ class Reader:
 
     def _begin_workers(self) -> Iterator[Any]:
         """Begins to read; torch draws a seed for workers that the run which was not interrupted drew long ago."""
-        with rng_state.kept(), _seeding_workers_by_default(self.source):
+        with rng_state.forked(), _seeding_workers_by_default(self.source):
             seed = rng.key(torch.initial_seed(), "workers", self._epoch, self.in_epoch, self._dp.rank)
             torch.default_generator.manual_seed(seed & ((1 << 63) - 1))
             batches: Iterator[Any] = iter(self.source)
@@ -360,7 +360,7 @@ class Reader:
             "or a dataset with state_dict and load_state_dict goes on at once"
         )
         assert self._round_start is not None
-        with rng_state.kept():
+        with rng_state.forked():
             set_all_states(self.loader, self._round_start)
             batches: Iterator[Any] = iter(self.source)
             for _ in islice(batches, handed):

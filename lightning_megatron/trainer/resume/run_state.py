@@ -160,7 +160,7 @@ class ResumeState:
         if self.is_restored:
             yield
             return
-        with rng_state.kept():
+        with rng_state.forked():
             rng_state.set_states(self.states)
             yield
             if not self.saved["ends_epoch_first"]:

@@ -23,7 +23,7 @@ class Connections:
     saver: CheckpointSaver
     """Writer of checkpoints, over groups of its own."""
     document_routing: Axis | None
-    """Ranks of dp and cp over host memory, on which documents are sent beside training; None without
+    """Ranks of dp and cp over host memory, on which documents are sent in the background; None without
     dynamic context parallelism."""
 
     @staticmethod

@@ -47,7 +47,7 @@ Schema = list[_Line]
 
 
 @dataclass
-class _Entry:
+class _LogEntry:
     """One logged name: how it was logged, and its value and place in each microbatch."""
 
     options: dict[str, Any]
@@ -112,7 +112,7 @@ class StepLog:
         self._begin()
 
     def _begin(self) -> None:
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _LogEntry] = {}
         self._weights: list[Tensor] = []
         self._losses: list[Tensor] = []
         self._rows = 0.0
@@ -158,7 +158,7 @@ class StepLog:
         name, value = bound.pop("name"), bound.pop("value")
         bound.pop("self")
         batch_size = bound.pop("batch_size", None)
-        entry = self._entries.setdefault(name, _Entry(dict(bound), is_sized=batch_size is not None))
+        entry = self._entries.setdefault(name, _LogEntry(dict(bound), is_sized=batch_size is not None))
         if batch_size is not None:
             entry.sizes.append(batch_size / self.num_copies)
         if isinstance(value, Metric):
@@ -247,7 +247,7 @@ class StepLog:
         largest = collectives.all_reduce(self._stack([values.max() for values in own]), self._replicas, "max")
         return {name: signs[e.reduction] * value for (name, e), value in zip(entries.items(), largest, strict=True)}
 
-    def _sum_and_share(self, entry: _Entry, weights: Tensor) -> list[Tensor]:
+    def _sum_and_share(self, entry: _LogEntry, weights: Tensor) -> list[Tensor]:
         """A name's sum over microbatches and, for a mean, what to divide it by once it is summed over replicas."""
         nothing = torch.zeros((), dtype=torch.float64, device=self.device)
         if not entry.values or entry.reduction in ("max", "min"):
