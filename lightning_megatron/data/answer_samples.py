@@ -34,7 +34,7 @@ from lightning_megatron.data.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from lightning_megatron.data.sources import Documents
 
-# That are tokenized together.
+# Rows that are tokenized together.
 _ROWS = 1000
 
 
@@ -61,10 +61,10 @@ class AnswerSamples(Dataset[dict[str, Tensor]]):
 
     def __init__(self, path: str | Path, *, start_token: int) -> None:
         self.path, self.start_token = Path(path), start_token
+        # Ends of each question and of the answer behind it: [samples, 2].
         with np.load(self.path) as file:
             self._tokens: NDArray[np.int32] = file["tokens"]
             self._ends: NDArray[np.int64] = file["ends"]
-            # [samples, 2] of what is asked, and of the answer behind it
             self.counts = AnswerCounts(samples=len(self._ends), cut=int(file["cut"]), dropped=int(file["dropped"]))
 
     def __len__(self) -> int:

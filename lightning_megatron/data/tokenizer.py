@@ -55,9 +55,9 @@ class Tokenizer(ABC):
     def decode(self, ids: Iterable[int]) -> str:
         """The text of the token ids, special tokens spelled out."""
 
-    @abstractmethod
     def token_id(self, name: str) -> int | None:
         """The id of the token that is written so, or None."""
+        return next((i for i, piece in self.pieces().items() if piece == name), None)
 
     @abstractmethod
     def pieces(self) -> dict[int, str]:

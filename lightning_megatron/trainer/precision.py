@@ -76,7 +76,7 @@ class MegatronPrecision(Precision):
         self.has_skipped = False
         # Norm of the whole model's gradient before the last clipping, [], float64.
         self.gradient_norm: Tensor | None = None
-        # Of what is done with the gradients of a step.
+        # It hears what is done with the gradients of a step.
         self.step_hook: StepHook | None = None
 
     def begin(self, dp_comm: DataParallelComm, config: LossScaleConfig) -> None:

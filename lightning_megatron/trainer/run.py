@@ -118,7 +118,7 @@ class ActiveRun:
         """Tells the other ranks of this rank's failure, once what is being written has had its time to land."""
         if self.is_leaving:
             return
-        # Before the others hear of the failure: they are needed to finish what is being written.
+        # The others must not hear of the failure yet: they are needed to finish what is being written.
         self.connections.saver.end(is_failed=True)
         if self.local_checkpoint is not None:
             self.local_checkpoint.end(is_failed=True)
@@ -160,7 +160,7 @@ class ActiveRun:
             optimizers.release(self.dp_comm, is_interrupted=is_interrupted)
             fit.master_slots = MasterSlots.of(self.dp_comm)
         if is_interrupted:
-            # Of a run that never came to its first batch; another fit starts from its own checkpoint, or from none.
+            # The run never came to its first batch; another fit starts from its own checkpoint, or from none.
             fit.resume_state = None
         if self.watch is not None:
             self.watch.stop()

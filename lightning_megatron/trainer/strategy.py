@@ -168,7 +168,7 @@ class MegatronStrategy(ParallelStrategy):
         # How microbatches are packed and cut, each anew; none: as the sizes say.
         self.dynamic_context = dynamic_context
         self.optimizer = optimizer if optimizer is not None else OptimizerConfig()
-        # Of precision 16-mixed.
+        # It is used with precision 16-mixed.
         self.loss_scale = loss_scale if loss_scale is not None else LossScaleConfig()
         self._fp8 = fp8
         self.recompute = recompute if recompute is not None else RecomputeConfig()
@@ -177,7 +177,7 @@ class MegatronStrategy(ParallelStrategy):
         self._num_nodes = 1
         # Made by the first run and kept for the later ones.
         self._connections: Connections | None = None
-        # From `setup_environment` to `teardown`.
+        # It lives from `setup_environment` to `teardown`.
         self._run: ActiveRun | None = None
         self._last_fit = FitRecord()
 
@@ -348,7 +348,7 @@ class MegatronStrategy(ParallelStrategy):
             run.watch = FailureWatch.started(self.cluster_environment.main_address, world, vote, self._groups.timeout)
         initial_sync.sync_seed(self.mesh)
         if module is not None:
-            # Before callbacks are set up: those that average weights copy the module then.
+            # Callbacks that average weights copy the module when they are set up, which comes next.
             pipelined_models.pipeline_plain_sequential(module, self.mesh)
 
     def _make_local_checkpoint(self) -> LocalCheckpoint | None:
@@ -403,7 +403,7 @@ class MegatronStrategy(ParallelStrategy):
             )
             optimizer_checks.require_fitting(trainer.callbacks, self.optimizer, has_master_weights)  # type: ignore[attr-defined]
             self._last_fit.master_slots = MasterSlots()
-            # Before they are given master weights in the place of the model's.
+            # The optimizers still hold the model's parameters, and not their master weights.
             run.stepped_models = optimizers.names_of_stepped(module, self.optimizers, self.mesh)
             for model in pipelined.values():
                 # A run that was interrupted leaves what it had not learnt yet.
@@ -625,7 +625,7 @@ class MegatronStrategy(ParallelStrategy):
         self._refuse_in_schedule("all_gather")
         axis = self.mesh.dp if self._connections is not None else Mesh.single().dp
         if axis.size == 1:
-            # As Lightning without processes: no dim is added.
+            # Lightning without processes adds no dim either.
             return tensor
         if sync_grads:
             return differentiable.all_gather(tensor.unsqueeze(0), axis)

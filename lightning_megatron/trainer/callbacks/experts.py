@@ -60,11 +60,11 @@ class ExpertMonitor(L.Callback):
         self.per_expert = per_expert
         self.picture_every_n_steps = picture_every_n_steps
         self.picture_folder = picture_folder
-        # By model.
+        # Histories by the name of the model.
         self._histories: dict[str, LoadHistory] = {}
         # Optimizer steps before this batch.
         self._steps_before = 0
-        # At which step.
+        # Step of the last picture.
         self._last_drawn = -1
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -134,7 +134,7 @@ class ExpertMonitor(L.Callback):
         if step == self._last_drawn:
             return
         self._last_drawn = step
-        # On every rank: the Trainer's folder is the first rank's.
+        # Every rank asks: the Trainer broadcasts the first rank's folder.
         folder = Path(self.picture_folder or trainer.log_dir or trainer.default_root_dir)
         if not trainer.is_global_zero:
             return

@@ -21,7 +21,7 @@ class StepRecorder:
         self.batch = 0
         self._begun: dict[Activity, Any] = {}
         self._noted: list[tuple[Activity, int, Any, Any]] = []
-        # Of the device's clock: an event, and the host's clock at it.
+        # Origin of the device's clock: an event, and the host's clock at it.
         self._origin: tuple[Any, float] | None = None
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -82,7 +82,7 @@ def save(
     """
     live = live_of(module)
     lowered = {s.name: (main, s) for main, s in master_slots.slots.items() if s.name in master_slots.lowered}
-    # Of a weight whose master weights are all on other replicas, those write.
+    # A weight whose master weights are all on other data-parallel ranks is written by those.
     elsewhere = master_slots.lowered - lowered.keys()
     pieces: dict[str, Piece | list[Piece]] = {}
     meta: dict[str, Any] = {MESH: plain(mesh.sizes, MESH), MODELS: _models(module)}
@@ -111,7 +111,7 @@ def save(
             pieces |= moments
             rest = directory.merge_rest(rest, saver.world)
             if mesh.pp.size > 1:
-                # Each rank told the names of its own stages.
+                # Each rank gave the names of its own stages.
                 for group in rest["groups"]:
                     group["params"] = in_module_order(group["params"], module)
             meta[OPTIMIZERS].append(rest)

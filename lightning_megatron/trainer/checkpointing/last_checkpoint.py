@@ -106,7 +106,7 @@ def _in_place_of_last(folders: dict[ModelCheckpoint, Address], on_exception: lis
     candidates = {path for callback, folder in folders.items() for path in _named_last(callback, folder)}
     candidates |= set(on_exception)
     damaged = {path: fault for path in candidates if (fault := _fault(path))}
-    # By name where their file systems tell no times: on every rank the same.
+    # Names decide where file systems tell no times: every rank finds the same.
     sound = sorted(candidates - damaged.keys(), key=lambda path: (_changed_seconds(path), str(path)))
     newest = _newest(list(dict.fromkeys(folders.values())), on_exception)
     if not candidates:
@@ -209,6 +209,6 @@ def _address(folder: Address) -> Address:
 
 
 def _tell(done: Iterable[str]) -> None:
-    # Not by the first rank alone: whoever does it says it.
+    # The rank that repaired something warns, not the first rank alone.
     for sentence in done:
         warnings.warn(sentence, stacklevel=2)

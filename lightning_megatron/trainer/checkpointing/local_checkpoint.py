@@ -63,7 +63,7 @@ class LocalCheckpoint(Checkpoint):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._last_step = trainer.global_step
-        # Of a run that was killed: nobody else writes here.
+        # Leftovers are of a run that was killed: nobody else writes here.
         prune(plan_of(self._folder, takes_young=True))
 
     @override
@@ -94,7 +94,7 @@ class LocalCheckpoint(Checkpoint):
             self._warn(error)
             return
         others = [one for one in scan_directory(self._folder).checkpoints if one.path != path]
-        # By time: after a step back, what is newer by step is of the run that was left.
+        # Time decides: after a step back, what is newer by step is of the run that was left.
         others.sort(key=lambda one: (one.is_complete, one.saved_seconds))
         for outdated in others[:-1]:
             self._saver.remove(outdated.path)
@@ -115,7 +115,7 @@ class LocalCheckpoint(Checkpoint):
             self._warn(error)
 
     def _warn(self, fault: object) -> None:
-        # Of this rank alone: whoever cannot save says it.
+        # The rank that cannot save warns, not the first rank alone.
         warnings.warn(f"a local checkpoint of rank {self._world.rank} was not written: {fault}", stacklevel=2)
 
     # --- going on ---------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.transformer.layer import ExpertLayer, TransformerLayer
 from lightning_megatron.transformer.tokens import Tokens, stream_of
 
-# Of the tokens that a rank may hold.
+# Fractions of the tokens that a rank may hold.
 _FILLS = (0.25, 0.5, 1.0)
 # Documents of a pack, which together have the same tokens but not the same squares.
 _NUM_DOCUMENTS = (1, 4)
@@ -59,7 +59,7 @@ def measured(
         Measurement(sum(lengths), sum(length * length for length in lengths), size, 0.0) for size, lengths in packs
     ]
     for kind in (TransformerLayer, ExpertLayer):
-        # On the stages that have a layer of the kind, as all or none of the ranks of a stage do.
+        # Either all or none of the ranks of a stage have a layer of the kind.
         layers = [layer for layer in model.modules() if isinstance(layer, kind)]
         seconds: list[float] = []
         for size, lengths in packs if layers else []:

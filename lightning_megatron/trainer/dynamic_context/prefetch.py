@@ -90,10 +90,10 @@ class DynamicContext:
         # The step that runs, or was the last.
         self.taken: BalancedBatch | None = None
         self._num_checked = 0
-        # By the number of the batch in its epoch.
+        # Plans by the number of the batch in its epoch.
         self._ready: dict[int, Future[Routed]] = {}
         self._tasks: queue.SimpleQueue[tuple[object, Future[Routed]] | None] = queue.SimpleQueue()
-        # Of the thread: after it the ranks of the line no longer know each other's place.
+        # Error of the thread: after it the ranks no longer know where the others are.
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="dynamic-context", daemon=True)
         self._thread.start()
@@ -159,7 +159,7 @@ class DynamicContext:
         replicas = summaries[::copies]
         lengths = [length for replica in replicas for length in replica.lengths]
         planned = self._plan(lengths)
-        # Of a new number of microbatches the schedule is made here too, and not within the step.
+        # The schedule of a new number of microbatches is made here too, and not within the step.
         training_plan(self._schedule_of(microbatches=len(planned.slots)))
         first = sum(len(replica.lengths) for replica in replicas[: self._mesh.dp.rank])
         route = DocumentRoute.of(planned, [replica.lengths for replica in replicas], copies)

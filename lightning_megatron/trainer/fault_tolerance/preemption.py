@@ -48,7 +48,7 @@ class Preemption(Checkpoint):
         self, config: CheckpointConfig, vote: StopVote, saver: CheckpointSaver, environment: ClusterEnvironment | None
     ) -> None:
         """Remembers the user's signal handlers, and so is made before Lightning registers its own."""
-        # And so are all ranks, at the same place.
+        # All ranks leave at the same place.
         self.is_leaving = False
         self._vote = vote
         self._saver = saver

@@ -63,7 +63,7 @@ class Indices:
         self.order = order_of(loader, dp)
         # Whether `order` is a checkpoint's, in the place of the samplers' own.
         self.is_followed = False
-        # Where all generators were when this round's indices began.
+        # States of all generators when this round's indices began.
         self.round_start: AllStates | None = None
         self.begin_from: States | None = None
         self._prepared: Iterator[Any] | None = None
@@ -146,7 +146,7 @@ class Indices:
         if self.order["name"] == "random":
             explicit = explicit_generators(self._loader)
             if not explicit:
-                # As RandomSampler draws it; one for all replicas.
+                # RandomSampler draws its seed so; all data-parallel ranks share one.
                 seed = int(torch.empty((), dtype=torch.int64).random_().item())
                 explicit = [torch.Generator().manual_seed(collectives.broadcast_object(seed, self._dp))]
             return list(RandomSampler(samples, generator=explicit[0]))

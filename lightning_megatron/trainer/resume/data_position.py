@@ -70,8 +70,7 @@ class Reader:
     ) -> None:
         self.loader = loader
         self._ahead = ahead
-        # With `ahead`: this loader's place before each batch that was read and perhaps not trained on, by its number in
-        # the epoch.
+        # Positions before each batch that was read ahead and perhaps not trained on, by its number in the epoch.
         self._places: dict[int, LoaderPosition] = {}
         self.indices: Indices | None = None
         # What is read, whose workers run.
@@ -87,12 +86,12 @@ class Reader:
         self._handed = 0
         # Batches of this epoch.
         self.in_epoch = 0
-        # Where the generators were when this round began.
+        # States of the generators when this round began.
         self._round_start: AllStates | None = None
         # This loader's place before the last batch, where Lightning asks for one more than it trains on.
         self._before: LoaderPosition | None = None
         self._resumed: LoaderPosition | None = None
-        # Where the first round of a resumed run began.
+        # Position at which the first round of a resumed run began.
         self._begun_from: LoaderPosition | None = None
         # Whether the last round came to its end.
         self._is_exhausted = False
@@ -119,7 +118,7 @@ class Reader:
     def _hand_out_late(self, start: "Start") -> Iterator[Any]:
         is_training = self in start.readers
         with start.as_saved() if is_training else nullcontext():
-            # In the order in which Lightning would have begun them: each draws from the same generators.
+            # Lightning would have begun them in this order: each draws from the same generators.
             for reader in start.readers if is_training else [self]:
                 reader.begin_late()
             batches, self._begun = self._begun, None

@@ -60,7 +60,7 @@ def snapshot(trainer: pl.Trainer, mesh: Mesh) -> dict[str, Any]:
     # A batch has been read and not been trained on: a hook before its step saves, or the step failed.
     is_taken = progress.current.ready > trained
     is_at_end = not is_taken and (progress.is_last_batch or trained >= trainer.num_training_batches)
-    # As in on_train_batch_end; a validation or the end of the epoch may come next.
+    # The save comes in on_train_batch_end; a validation or the end of the epoch may come next.
     is_within_batch = progress.current.completed < trained
     is_due = is_within_batch and is_validation_due(trainer, trained, is_at_end=is_at_end)
     epochs: Any = trainer.fit_loop.epoch_progress.current
@@ -93,7 +93,7 @@ class ResumeState:
 
     saved: Mapping[str, Any]
     loops: Mapping[str, Any]
-    # Lightning's counters of the fit, as they were saved
+    """Lightning's counters of the fit, as they were saved."""
     mesh: Mesh
     has_started: bool = False
     """Whether counters are this run's by now."""

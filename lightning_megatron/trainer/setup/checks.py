@@ -1,4 +1,4 @@
-"""Checks of a run before a process is started or a batch is read; all errors are told at once."""
+"""Checks of a run before a process is started or a batch is read; all errors are reported at once."""
 
 import os
 from pathlib import Path

@@ -44,7 +44,7 @@ class StepGradients:
         self._trainer = trainer
         # Gradients of the last schedule, until Lightning asks for them by `backward`.
         self._pending: dict[nn.Parameter, Tensor] = {}
-        # By which their sums over the replicas are to be multiplied, [].
+        # Factor of their sums over data-parallel ranks, [].
         self._factor: Tensor | None = None
         # Gradients of earlier optimizer steps that nobody zeroed, aside while later ones are summed over ranks.
         self._summed: dict[nn.Parameter, Tensor] = {}

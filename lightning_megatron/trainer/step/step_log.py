@@ -97,7 +97,7 @@ class StepLog:
         self, module: LightningModule, mesh: Mesh, device: torch.device, dtype: torch.dtype, *, tail_on_last_stage: bool
     ) -> None:
         self._module = module
-        # In which values are logged.
+        # Dtype in which values are logged.
         self.dtype = dtype
         self._replicas = mesh.axis("dp+cp")
         # Ranks of cp or of a context group, which run the microbatch at hand together and log the same: each counts for
@@ -191,7 +191,7 @@ class StepLog:
         options = dict(line.options)
         if self._replicas.size > 1:
             options |= {"sync_dist": True, "sync_dist_group": REDUCED}
-        # By what a mean over batches weighs this one; within one replica Lightning finds it out by itself.
+        # A mean over batches weighs this one by it; within one data-parallel rank Lightning finds it out by itself.
         if line.is_sized or self._replicas.size > 1:
             options["batch_size"] = (share if line.is_sized else rows).to(self.dtype)
         if line.metric_name is None:

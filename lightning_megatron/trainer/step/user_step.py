@@ -1,4 +1,4 @@
-"""How the user's step is entered: models told of the batch, random numbers in step, the loss and its weight read off.
+"""Entry to the user's step: it prepares the models for a batch, aligns random numbers, and reads loss and weight.
 
 Every mode enters the step by `UserStep`: a schedule once per microbatch on every stage, the others once per batch.
 """
