@@ -116,10 +116,16 @@ class Preemption(Checkpoint):
             self._pass(trainer)
 
     @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._pass(trainer)
+
+    @override
     def on_test_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         self._pass(trainer)
 
-    on_predict_batch_end = on_train_epoch_end = on_test_batch_end
+    @override
+    def on_predict_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        self._pass(trainer)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
