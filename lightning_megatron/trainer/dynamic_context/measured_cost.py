@@ -36,23 +36,16 @@ def of_module(
     device: torch.device,
     context: Callable[[], AbstractContextManager[Any]],
 ) -> CostModel:
-    """The cost on the first model of a module. Raises ConfigurationError where it is none that can be measured."""
-    models = [model for model in module.modules() if isinstance(model, GPTModel)]
-    if not models:
+    """The cost of a microbatch on the layers of one stage of a module's first GPTModel. Collective over the world.
+
+    Raises ConfigurationError where the module holds none.
+    """
+    model = next((model for model in module.modules() if isinstance(model, GPTModel)), None)
+    if model is None:
         raise ConfigurationError(
             f"{type(module).__name__} holds no GPTModel, whose layers could be measured for dynamic context "
             "parallelism; give the costs: DynamicContextConfig(cost=CostModel(...))"
         )
-    return measured(models[0], config, device, context)
-
-
-def measured(
-    model: GPTModel,
-    config: DynamicContextConfig,
-    device: torch.device,
-    context: Callable[[], AbstractContextManager[Any]],
-) -> CostModel:
-    """The cost of a microbatch on the layers of one stage. Collective over the world."""
     mesh, architecture = model.mesh, model.config
     packs = list(_packs(mesh.sizes.context_groups, config.max_tokens_per_rank))
     measurements = [
