@@ -77,7 +77,7 @@ class LocalCheckpoint(Checkpoint):
             trainer.save_checkpoint(self._folder / f"step={step}{SUFFIX}")
 
     def is_own(self, path: str | Path) -> bool:
-        """Whether a checkpoint at the path is one of this tier's."""
+        """Whether a checkpoint at the path is a local one of this rank."""
         return Path(path).parent == self._folder
 
     def save(self, path: str | Path, state: LocalState) -> None:
