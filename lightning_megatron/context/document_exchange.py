@@ -89,7 +89,7 @@ def _values_of(batch: object) -> TokenValues:
 
 @dataclass(frozen=True)
 class DocumentRoute:
-    """Which rank sends which document to which: equal on every rank of the line."""
+    """Senders and receivers of all documents, equal on every rank of the line."""
 
     plan: StepPlan
     lengths: tuple[int, ...]

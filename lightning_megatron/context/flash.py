@@ -22,7 +22,7 @@ from lightning_megatron.context.fused_attention import FusedAttention, MemoryEff
 
 
 class Bounds(NamedTuple):
-    """How far a query sees before and after the key at its position."""
+    """Keys that a query sees before and after the key at its position."""
 
     behind: int
     ahead: int

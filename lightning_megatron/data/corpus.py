@@ -41,7 +41,7 @@ class TokenCorpus:
         return self.tokens[start : start + int(self.lengths[index])]
 
     def document_start(self, index: int) -> int:
-        """Where in `tokens` a document starts."""
+        """Index in `tokens` at which a document starts."""
         first = int(self.document_bounds[index])
         return int(self.pointers[first]) // self.tokens.itemsize if first < self.num_sequences else len(self.tokens)
 

@@ -154,7 +154,7 @@ class GPTSamples(DocumentStretches):
 
 
 def checked_count(sizes: Numbers, sequence_length: int, num_samples: int, what: str) -> int:
-    """How many samples there are to be."""
+    """Number of samples: `num_samples`, or as many as one epoch gives. Raises ValueError where there is none."""
     if sequence_length < 1:
         raise ValueError(f"sequence_length ({sequence_length}) must be at least 1")
     if num_samples < 0:

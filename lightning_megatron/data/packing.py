@@ -51,7 +51,7 @@ class Packing:
         return len(self.ends)
 
     def row(self, index: int) -> slice:
-        """Where in `order` the documents of a row are."""
+        """Slice of `order` with the documents of a row."""
         return row_of(self.ends, index)
 
 

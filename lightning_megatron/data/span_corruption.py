@@ -28,7 +28,7 @@ from lightning_megatron.data.seeded_random import random_order, uniforms
 
 @dataclass(frozen=True, kw_only=True)
 class SpanCorruption:
-    """How much is masked in spans, and by which tokens."""
+    """Share of tokens that are masked in spans, the spans' lengths, and the tokens of samples."""
 
     sentinels: tuple[int, ...]
     """Token ids, in the order in which they are used."""

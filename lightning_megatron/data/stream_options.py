@@ -25,7 +25,7 @@ from lightning_megatron.data.gpt_samples import DocumentStretches
 
 @dataclass(frozen=True, kw_only=True)
 class StreamOptions:
-    """How a stretch of tokens becomes a sample."""
+    """Options by which a stretch of tokens becomes a sample."""
 
     end_of_text: int | None = None
     """Token that ends each document; the options below need it."""

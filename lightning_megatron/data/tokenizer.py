@@ -61,7 +61,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def pieces(self) -> dict[int, str]:
-        """How each token is written in the vocabulary."""
+        """Spelling of each token in the vocabulary."""
 
     @abstractmethod
     def special_ids(self) -> list[int]:

@@ -74,7 +74,7 @@ class TextDataModule(ParallelDataModule):
 
     @property
     def _documents_cache(self) -> Path:
-        """Where `datasets` keeps the documents of files."""
+        """Directory in which `datasets` caches the documents of files."""
         return self._cache / "documents"
 
     @property

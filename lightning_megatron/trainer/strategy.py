@@ -232,7 +232,7 @@ class MegatronStrategy(ParallelStrategy):
 
     @property
     def data_parallel_size(self) -> int:
-        """How many replicas read different data."""
+        """Number of data-parallel ranks, which read different data."""
         return self.sizes.dp
 
     @property
@@ -280,7 +280,7 @@ class MegatronStrategy(ParallelStrategy):
 
     @property
     def fp8(self) -> Fp8Config | None:
-        """How the linears multiply in FP8, where `fp8` or `precision="transformer-engine"` asks for it."""
+        """FP8 configuration of the linears, where `fp8` or `precision="transformer-engine"` asks for one."""
         return self._fp8 if self._fp8 is not None else self._plugin.fp8
 
     # --- processes --------------------------------------------------------------------------------------------------
@@ -569,7 +569,7 @@ class MegatronStrategy(ParallelStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
-        """Inside the block gradients are left on their ranks: the batch only accumulates."""
+        """Leaves gradients on their ranks inside the block: the batch only accumulates."""
         run = self._require_run()
         run.is_synchronised = False
         try:

@@ -1,4 +1,4 @@
-"""How much memory a process holds, and the most since a moment: a GPU's as its allocator counts, else the process's.
+"""Memory that a process holds, and its peak since a reset: on a GPU as the allocator counts, else the process's own.
 
 name              what it counts
 allocated         tensors on the GPU, by torch's allocator
@@ -64,7 +64,7 @@ class ResidentSoFarMeter(ResidentMeter):
     name = "resident_so_far"
 
     def reset(self) -> None:
-        """Nothing: this peak only grows."""
+        """Does nothing: this peak only grows."""
 
     def peak_bytes(self) -> int:
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -31,7 +31,7 @@ class StepRecorder:
         self._begun[activity] = self._moment()
 
     def end(self, activity: Activity) -> None:
-        """Nothing where it has not begun."""
+        """Records the end of an activity; does nothing where it has not begun."""
         if activity in self._begun:
             self._noted.append((activity, self.batch, self._begun.pop(activity), self._moment()))
 

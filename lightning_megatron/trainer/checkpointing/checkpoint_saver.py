@@ -39,7 +39,7 @@ class CheckpointSaver(Saver):
 
     @contextmanager
     def urgent(self) -> Iterator[None]:
-        """Inside the block every save is waited for; one that is in flight lands first, well or not."""
+        """Makes every save inside the block synchronous; one in flight lands first, well or not."""
         try:
             self.wait()
         except RuntimeError as error:

@@ -219,7 +219,7 @@ def all_states(loader: Any) -> AllStates:
 
 
 def set_all_states(loader: Any, saved: AllStates) -> None:
-    """Puts them there."""
+    """Restores states that `all_states` returned."""
     rng_state.set_states(saved["default"])
     set_explicit_states(loader, saved["explicit"])
 

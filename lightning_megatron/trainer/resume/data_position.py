@@ -242,7 +242,7 @@ class Reader:
 
     @property
     def kind(self) -> str:
-        """How this loader comes to its next batch in a resumed run."""
+        """Way in which this loader comes to its next batch in a resumed run."""
         if self.indices is not None:
             return INDICES
         return OWN_STATE if self._own() is not None else READING
@@ -279,7 +279,7 @@ class Reader:
         self._resumed = place
 
     def batches_of(self, place: LoaderPosition, batches: int) -> int:
-        """How many batches of this loader hold the samples of so many that a checkpoint's loader handed out."""
+        """Number of this loader's batches that hold the samples of so many batches of a checkpoint's loader."""
         old, new = place["batch_samples"], self.batch_samples
         if old == new or old is None or new is None:
             return batches
@@ -429,7 +429,7 @@ def positioned(
 
 @contextmanager
 def _seeding_workers_by_default(loader: Any) -> Iterator[None]:
-    """Inside, a DataLoader with a generator leaves it to its sampler, which draws whenever workers read ahead."""
+    """Takes the generator off a DataLoader: its sampler draws from it whenever workers read ahead."""
     if not isinstance(loader, DataLoader):
         yield
         return

@@ -153,7 +153,7 @@ class ResumeState:
 
     @contextmanager
     def as_saved(self) -> Iterator[None]:
-        """Inside, the default generators are those of the checkpoint; what they become inside is where training starts.
+        """Sets the default generators to those of the checkpoint; training starts with what they become inside.
 
         Lightning reads the first batch of a loader without a length before training starts.
         """

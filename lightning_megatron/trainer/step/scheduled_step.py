@@ -110,7 +110,7 @@ class ScheduledStep:
         return loss.float() * (share * gradients.scale_of_sums).float()
 
     def _num_updates(self) -> dict[str, int]:
-        """How often each metric of the module was updated."""
+        """Number of updates of each metric of the module."""
         metrics = {name: child for name, child in self.user_step.module.named_modules() if isinstance(child, Metric)}
         return {name: metric._update_count for name, metric in metrics.items()}
 

@@ -58,7 +58,7 @@ class StepGradients:
 
     @contextmanager
     def scheduled(self) -> Iterator[None]:
-        """Inside the block a schedule runs backwards; what it leaves is pending, what was there before is put back."""
+        """Collects the gradients of a schedule that runs inside the block as pending, and puts earlier ones back."""
         gradients, num_batches = self.dp_comm.gradients, self._trainer.accumulate_grad_batches
         # Where Lightning is about to zero them anyway, they are freed before the schedule needs the memory.
         are_freed = self._frees and self._trainer.fit_loop.batch_idx % num_batches == 0

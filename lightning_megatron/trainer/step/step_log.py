@@ -82,7 +82,7 @@ class StepSummary:
 
 @dataclass(frozen=True)
 class _Mark:
-    """How far a record had come."""
+    """Position in a record."""
 
     counts: dict[str, tuple[int, int]]
     """Values and sizes of each name."""
@@ -121,7 +121,7 @@ class StepLog:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Inside the block `module.log` records."""
+        """Has `module.log` record inside the block."""
         self._begin()
         # An instance attribute hides the method; removing it brings the method back. `log_dict` goes through it.
         self._module.__dict__["log"] = self._record
