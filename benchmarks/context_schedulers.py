@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from lightning_megatron.context.balance import CostModel, RankGroup
-from lightning_megatron.context.balance.slots import Slot, group_seconds
+from lightning_megatron.context.balance.slots import SlotGroups, group_seconds
 from lightning_megatron.pipeline.schedule import Kind, Order
 
 # Forward, of forward and backward together: 1 of 3 parts, and 1 more with full recomputation.
@@ -18,7 +18,7 @@ FORWARD_SHARE = {False: 1 / 3, True: 1 / 4}
 EVEN = 0.05
 
 
-def static_slots(lengths: Sequence[int], ranks: int, cp: int, max_tokens_per_rank: int) -> tuple[Slot, ...]:
+def static_slots(lengths: Sequence[int], ranks: int, cp: int, max_tokens_per_rank: int) -> tuple[SlotGroups, ...]:
     """Documents in their order in packs of at most cp times the cap, dealt to the dp ranks in turn."""
     packs: list[list[int]] = [[]]
     tokens = 0
@@ -72,7 +72,13 @@ def rounds_seconds(lengths: Sequence[int], ranks: int, max_tokens_per_rank: int,
 
 
 def pipeline_seconds(
-    order: Order, slots: Sequence[Slot], lengths: Sequence[int], cost: CostModel, *, chunks: int, is_recomputed: bool
+    order: Order,
+    slots: Sequence[SlotGroups],
+    lengths: Sequence[int],
+    cost: CostModel,
+    *,
+    chunks: int,
+    is_recomputed: bool,
 ) -> float:
     """Seconds of a step through a pipeline; `cost` is of all chunks of one pipeline rank."""
     return _PipelineClock(order, slots, lengths, cost, chunks, FORWARD_SHARE[is_recomputed]).run()
@@ -88,7 +94,7 @@ class _PipelineClock:
     def __init__(
         self,
         order: Order,
-        slots: Sequence[Slot],
+        slots: Sequence[SlotGroups],
         lengths: Sequence[int],
         cost: CostModel,
         chunks: int,

@@ -110,17 +110,15 @@ def changes(lengths: Any) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
 
 def cost_of(setting: Setting) -> Any:
     """Cost model of one pipeline rank's layers under full recomputation: FLOPs and messages of four forwards."""
-    from lightning_megatron.context.balance import from_model
+    from lightning_megatron.context.balance import CostModel
 
     layers = LAYERS // setting.pp
-    return from_model(
-        token_flops=4 * layers * LINEAR_FLOPS,
-        square_flops=4 * layers * SQUARE_FLOPS,
-        sent_bytes=4 * layers * 2 * 2 * HIDDEN,
-        flops_per_second=setting.tflops * 1e12,
-        attention_flops_per_second=setting.attention_tflops * 1e12,
-        bytes_per_second=setting.near_gigabytes * 1e9,
-        far_bytes_per_second=setting.far_gigabytes * 1e9,
+    sent_bytes = 4 * layers * 2 * 2 * HIDDEN
+    return CostModel(
+        seconds_per_token=4 * layers * LINEAR_FLOPS / (setting.tflops * 1e12),
+        seconds_per_square=4 * layers * SQUARE_FLOPS / (setting.attention_tflops * 1e12),
+        seconds_per_sent_token=sent_bytes / (setting.near_gigabytes * 1e9),
+        seconds_per_far_token=sent_bytes / (setting.far_gigabytes * 1e9),
         fixed_seconds=setting.fixed_seconds,
         latency_seconds=setting.latency_seconds,
         ranks_per_node=8,

@@ -12,7 +12,7 @@ load("last.ckpt", moments, world=world, among=is_optimizer_name)
 from lightning_megatron.checkpoint.chunk_file import DamagedError
 from lightning_megatron.checkpoint.config import CheckpointConfig
 from lightning_megatron.checkpoint.load import LoadReport, load
-from lightning_megatron.checkpoint.manifest import TensorEntry, is_checkpoint, read_entries, read_meta, read_names
+from lightning_megatron.checkpoint.manifest import TensorEntry, is_checkpoint, read_entries, read_meta
 from lightning_megatron.checkpoint.optimizer import merge_rest, pieces_of_optimizer, rebuild_optimizer
 from lightning_megatron.checkpoint.saver import Saver, save
 from lightning_megatron.checkpoint.state import Piece, Slot, is_module_name, is_optimizer_name, pieces_of_module
@@ -34,7 +34,6 @@ __all__ = [
     "pieces_of_optimizer",
     "read_entries",
     "read_meta",
-    "read_names",
     "rebuild_optimizer",
     "save",
 ]

@@ -18,14 +18,12 @@ from lightning_megatron.checkpoint.folder import Address
 from lightning_megatron.checkpoint.load import load
 from lightning_megatron.checkpoint.manifest import read_entries, read_meta
 from lightning_megatron.checkpoint.state import OTHER_STATES, is_module_name, other_state_of, split_optimizer_name
+from lightning_megatron.checkpoint.summary import OWN_KEYS
 from lightning_megatron.checkpoint.torch_index import OPTIMIZERS
 from lightning_megatron.mesh import Mesh
 
 # Keys of Lightning's dictionary.
 _WEIGHTS, _OPTIMIZERS = "state_dict", "optimizer_states"
-# Keys of the metadata that are not in Lightning's dictionary.
-_OURS = (OPTIMIZERS, OTHER_STATES, "mesh", "models")
-
 # Keys that Lightning leaves out of a checkpoint of weights alone.
 _OF_TRAINING = ("lr_schedulers", "callbacks")
 
@@ -41,7 +39,7 @@ def consolidate(path: Address, *, weights_only: bool = False) -> dict[str, Any]:
         entries = {name: entry for name, entry in entries.items() if is_module_name(name)}
     tensors = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in entries.items()}
     load(path, tensors, world=Mesh.single().world, strict=True, among=entries.__contains__)
-    left_out = (*_OURS, *_OF_TRAINING) if weights_only else _OURS
+    left_out = (*OWN_KEYS, *_OF_TRAINING) if weights_only else OWN_KEYS
     checkpoint = {key: value for key, value in meta.items() if key not in left_out}
     others = {key: dict[str, Tensor]() for key in meta.get(OTHER_STATES, ())}
     weights: dict[str, Tensor] = {}

@@ -225,11 +225,6 @@ def read_entries(path: Address) -> dict[str, TensorEntry]:
     return dict(read_manifest(path).entries)
 
 
-def read_names(path: Address) -> dict[str, tuple[int, ...]]:
-    """Global shape of every tensor in the checkpoint. Raises ValueError when the path is no checkpoint."""
-    return {name: entry.shape for name, entry in read_entries(path).items()}
-
-
 def _signed(body: Mapping[str, Any]) -> bytes:
     """The body as JSON, with the checksum of the rest at its end."""
     return _json({**body, "checksum": f"{checksum_of(_json(body)):08x}"})

@@ -217,7 +217,7 @@ class Saver:
                 self._remove_all()
         except BaseException as error:
             # Any error at all: a save that did not end must not be taken for durable.
-            save.fault = RuntimeError(f"writing checkpoints in the background ended: {_in_words(error)}")
+            save.fault = RuntimeError(f"writing checkpoints in the background ended: {_error_text(error)}")
             save.fault.__cause__ = error
 
     def _remove_all(self) -> None:
@@ -227,7 +227,7 @@ class Saver:
                 remove(old)
             except Exception as error:
                 # Remote file systems have errors of their own.
-                self._not_removed.append(f"checkpoint {old} was not removed: {_in_words(error)}")
+                self._not_removed.append(f"checkpoint {old} was not removed: {_error_text(error)}")
 
 
 def _begin(path: Address, meta: Mapping[str, Any]) -> tuple[AtomicDirectory | Exception, bytes, IndexExtras]:
@@ -238,7 +238,7 @@ def _begin(path: Address, meta: Mapping[str, Any]) -> tuple[AtomicDirectory | Ex
     except ValueError as fault:
         return fault, b"", IndexExtras()
     except Exception as error:
-        return RuntimeError(f"checkpoint {path} was not written: rank 0: {_in_words(error)}"), b"", IndexExtras()
+        return RuntimeError(f"checkpoint {path} was not written: rank 0: {_error_text(error)}"), b"", IndexExtras()
 
 
 def _copied(copies: Future[list[ChunkToWrite]]) -> Iterator[ChunkToWrite]:
@@ -267,20 +267,20 @@ def _write(
     except Exception as error:
         fault = error
     try:
-        by_rank = gather_objects((written, _in_words(fault)), world)
+        by_rank = gather_objects((written, _error_text(fault)), world)
         faults = [f"rank {rank}: {words}" for rank, (_, words) in enumerate(by_rank) if words]
         if world.is_first:
             if not faults:
                 try:
                     _finish(contents, [own for own, _ in by_rank])
                 except Exception as error:
-                    fault, faults = error, [f"rank {world.rank}: {_in_words(error)}"]
+                    fault, faults = error, [f"rank {world.rank}: {_error_text(error)}"]
             if faults:
                 directory.discard()
         faults = broadcast_object(faults, world)
     except RuntimeError as error:
         # Another rank is gone: what is written stays unfinished.
-        fault, faults = error, [f"rank {world.rank} waited for the others: {_in_words(error)}"]
+        fault, faults = error, [f"rank {world.rank} waited for the others: {_error_text(error)}"]
     if not faults:
         return written, None
     failure = RuntimeError(f"checkpoint {directory.path} was not written: {'; '.join(faults)}")
@@ -349,7 +349,7 @@ def _finish(contents: _Contents, by_rank: list[_Written]) -> None:
     directory.put_in_place(Manifest.of(directory.save_id, files, whole, entries).to_bytes())
 
 
-def _in_words(error: BaseException | None) -> str:
+def _error_text(error: BaseException | None) -> str:
     return "" if error is None else f"{type(error).__name__}: {error}"
 
 

@@ -9,9 +9,12 @@ from lightning_megatron.checkpoint.checkpoint_directory import EPOCH, STEP
 from lightning_megatron.checkpoint.folder import Address, Folder
 from lightning_megatron.checkpoint.manifest import MANIFEST_FILE, read_manifest, read_meta
 from lightning_megatron.checkpoint.state import OTHER_STATES, is_optimizer_name, other_state_of
+from lightning_megatron.checkpoint.torch_index import OPTIMIZERS
 
-# Keys of the metadata: sizes of the mesh at the save, and configurations of the models.
+# Keys of the metadata: sizes of the mesh at the save, and class and configuration of each model, by name in the module.
 MESH, MODELS = "mesh", "models"
+# All keys of the metadata that are not in Lightning's dictionary.
+OWN_KEYS = (OPTIMIZERS, OTHER_STATES, MESH, MODELS)
 
 
 @dataclass(frozen=True, kw_only=True)

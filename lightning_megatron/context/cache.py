@@ -186,12 +186,7 @@ class CachedCall:
         if mask_spec not in self.seen:
             keys = self.key_positions_BC.unsqueeze(1)
             distance = self.query_positions_BN.unsqueeze(2) - keys
-            seen = keys != PADDING
-            if mask_spec.is_causal:
-                seen = seen & (distance >= 0)
-            if mask_spec.window:
-                seen = seen & (distance < mask_spec.window)
-            self.seen[mask_spec] = seen.expand_as(distance)
+            self.seen[mask_spec] = (keys != PADDING) & mask_spec.sees(distance)
         return self.seen[mask_spec]
 
     def _biases(self, bias: RelativePositionBias) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 from lightning_megatron.mesh import AttentionKernel
 
 CommType = Literal["ring", "all_gather", "all_to_all", "hierarchical"]
-_COMM_TYPES = ("ring", "all_gather", "all_to_all", "hierarchical")
+_COMM_TYPES = get_args(CommType)
 
 
 @dataclass(frozen=True, kw_only=True)

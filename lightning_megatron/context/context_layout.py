@@ -1,4 +1,4 @@
-"""Where the tokens of a call lie on context-parallel ranks, and which see which: pure index arithmetic.
+"""Layout of a call's tokens over context-parallel ranks, and the attention blocks that follow: index arithmetic.
 
 A stream is a row of segments (documents; an unpacked batch has one, which all its rows share). The axis is ring_size
 x ulysses_size ranks, those of a Ulysses group next to each other. Every segment is cut into chunks of nearly equal

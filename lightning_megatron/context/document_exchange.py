@@ -21,7 +21,7 @@ from lightning_megatron.context.documents import NO_DOCUMENT, documents_of
 from lightning_megatron.mesh import Axis
 
 SEGMENTS = "segments"
-Batch = dict[str, Tensor]
+TokenValues = dict[str, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +35,7 @@ class LoadedDocuments:
     """Number of rows of the batch."""
     index_X: Tensor
     """Index of each token in the flattened batch: int64."""
-    values: Batch
+    values: TokenValues
     """Values of all tokens by key, each [B, S]."""
 
     @property
@@ -44,10 +44,10 @@ class LoadedDocuments:
 
 
 @dataclass(frozen=True, eq=False)
-class Microbatch:
+class PlannedMicrobatch:
     """The microbatch that a rank runs in one slot of a plan."""
 
-    batch: Batch
+    batch: TokenValues
     """Values [1, X] by key, with the segments of its documents; one token of no document if it has none."""
     names_D2: Tensor
     """Row of each document in the global batch and its number there: int64."""
@@ -71,7 +71,7 @@ def loaded_documents(batch: object) -> LoadedDocuments:
     return LoadedDocuments(documents.lengths, names, rows, documents.index_X, values)
 
 
-def _values_of(batch: object) -> Batch:
+def _values_of(batch: object) -> TokenValues:
     rule = "dynamic context parallelism takes a batch apart: it must be a dict of tensors [batch, sequence]"
     if not isinstance(batch, Mapping) or not batch:
         raise ValueError(f"{rule}, and this is {type(batch).__name__}; give one, as `collate_tokens` does")
@@ -89,7 +89,7 @@ def _values_of(batch: object) -> Batch:
 
 @dataclass(frozen=True)
 class DocumentRoute:
-    """Which rank sends which document to which: equal on every rank of the line."""
+    """Senders and receivers of all documents, equal on every rank of the line."""
 
     plan: StepPlan
     lengths: tuple[int, ...]
@@ -130,7 +130,7 @@ class DocumentRoute:
 
 def exchange_documents(
     held: LoadedDocuments, first_document: int, names_D2: Tensor, route: DocumentRoute, line: Axis
-) -> list[Microbatch]:
+) -> list[PlannedMicrobatch]:
     """Microbatches of this rank, one for each slot. Collective over the line.
 
     `first_document` is the number of this rank's first document among all, `names_D2` are the names of all.
@@ -151,18 +151,18 @@ def exchange_documents(
 
 
 def _microbatch(
-    group: RankGroup, starts: Mapping[int, int], lengths: Sequence[int], came: Batch, names_D2: Tensor
-) -> Microbatch:
+    group: RankGroup, starts: Mapping[int, int], lengths: Sequence[int], came: TokenValues, names_D2: Tensor
+) -> PlannedMicrobatch:
     documents = list(group.documents)
     names = names_D2[documents]
     if not documents:
         batch = {key: values.new_zeros(1, 1) for key, values in came.items()}
-        return Microbatch(batch | {SEGMENTS: torch.full((1, 1), NO_DOCUMENT)}, names, group)
+        return PlannedMicrobatch(batch | {SEGMENTS: torch.full((1, 1), NO_DOCUMENT)}, names, group)
     index = torch.cat([torch.arange(starts[d], starts[d] + lengths[d]) for d in documents])
     batch = {key: values[index].unsqueeze(0) for key, values in came.items()}
     own = torch.tensor([lengths[document] for document in documents])
     batch[SEGMENTS] = torch.arange(len(documents)).repeat_interleave(own).unsqueeze(0)
-    return Microbatch(batch, names, group)
+    return PlannedMicrobatch(batch, names, group)
 
 
 def _tokens_of(held: LoadedDocuments, documents: Sequence[int]) -> Tensor:
@@ -172,13 +172,13 @@ def _tokens_of(held: LoadedDocuments, documents: Sequence[int]) -> Tensor:
     return torch.cat(spans) if spans else torch.empty(0, dtype=torch.int64)
 
 
-def _as_bytes(values: Batch) -> Tensor:
+def _as_bytes(values: TokenValues) -> Tensor:
     """All values of each token of a batch as bytes: uint8 [B * S, W]."""
     columns = [value.contiguous().reshape(-1, 1).view(torch.uint8) for value in values.values()]
     return torch.cat(columns, dim=1)
 
 
-def _from_bytes(rows_XW: Tensor, schema: Mapping[str, torch.dtype]) -> Batch:
+def _from_bytes(rows_XW: Tensor, schema: Mapping[str, torch.dtype]) -> TokenValues:
     values, column = {}, 0
     for key, dtype in schema.items():
         width = dtype.itemsize

@@ -7,10 +7,10 @@ that bounds cannot express is computed blockwise.
 B batch, A query heads, G key heads, Q query rows, K key rows, D head size, T tokens of a call.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from lightning_megatron.context.fused_attention import FusedAttention, MemoryEff
 
 
 class Bounds(NamedTuple):
-    """How far a query sees before and after the key at its position."""
+    """Keys that a query sees before and after the key at its position."""
 
     behind: int
     ahead: int
@@ -44,67 +44,47 @@ class VarlenSequences:
     bounds: Bounds
 
 
-class VarlenAttention(Protocol):
-    """Variable-length attention: queries [T, A, D], keys and values [T, G, D]."""
+class FlashVarlen:
+    """CUDA's varlen flash attention, in 16 bits: queries [T, A, D], keys and values [T, G, D]."""
 
     def forward(
         self, queries: Tensor, keys: Tensor, values: Tensor, sequences: VarlenSequences, scale: float
     ) -> tuple[Tensor, Tensor]:
         """Output [T, A, D] and log-sum-exp [A, T], which is inf for a query that sees no key."""
-
-    def backward(
-        self, inputs: BackwardInputs, sequences: VarlenSequences, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of queries, keys and values; a query whose log-sum-exp is inf adds nothing."""
-
-
-class FlashVarlen:
-    """CUDA's varlen flash attention, in 16 bits."""
-
-    def forward(
-        self, queries: Tensor, keys: Tensor, values: Tensor, sequences: VarlenSequences, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        call = partial(torch.ops.aten._flash_attention_forward, queries, keys, values)
-        output, lse, *_ = call(
-            sequences.query_starts,
-            sequences.key_starts,
-            sequences.most_queries,
-            sequences.most_keys,
-            0.0,
-            sequences.bounds == CAUSAL,
-            False,
-            scale=scale,
-            window_size_left=sequences.bounds.behind,
-            window_size_right=sequences.bounds.ahead,
-        )
+        operation = partial(torch.ops.aten._flash_attention_forward, queries, keys, values)
+        output, lse, *_ = _run(operation, sequences, scale, False)
         return output, lse
 
     def backward(
         self, inputs: BackwardInputs, sequences: VarlenSequences, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        call = partial(torch.ops.aten._flash_attention_backward, *inputs)
-        device = inputs.lse.device
-        unused = torch.zeros(2, dtype=torch.uint64, device=device)
-        grads: tuple[Tensor, Tensor, Tensor] = call(
-            sequences.query_starts,
-            sequences.key_starts,
-            sequences.most_queries,
-            sequences.most_keys,
-            0.0,
-            sequences.bounds == CAUSAL,
-            unused,
-            torch.empty(0, dtype=torch.uint64, device=device),
-            scale=scale,
-            window_size_left=sequences.bounds.behind,
-            window_size_right=sequences.bounds.ahead,
-        )
+        """Gradients of queries, keys and values; a query whose log-sum-exp is inf adds nothing."""
+        unused = [torch.zeros(size, dtype=torch.uint64, device=inputs.lse.device) for size in (2, 0)]
+        operation = partial(torch.ops.aten._flash_attention_backward, *inputs)
+        grads: tuple[Tensor, Tensor, Tensor] = _run(operation, sequences, scale, *unused)
         return grads
+
+
+def _run(operation: Callable[..., Any], sequences: VarlenSequences, scale: float, *more: Any) -> Any:
+    """Output of an operation without dropout; `more` are its arguments after the causal flag."""
+    return operation(
+        sequences.query_starts,
+        sequences.key_starts,
+        sequences.most_queries,
+        sequences.most_keys,
+        0.0,
+        sequences.bounds == CAUSAL,
+        *more,
+        scale=scale,
+        window_size_left=sequences.bounds.behind,
+        window_size_right=sequences.bounds.ahead,
+    )
 
 
 class FlashAttention:
     """The kernel that runs most blocks by varlen calls, and masked ones blockwise."""
 
-    def __init__(self, varlen: VarlenAttention | None = None, fused: FusedAttention | None = None) -> None:
+    def __init__(self, varlen: FlashVarlen | None = None, fused: FusedAttention | None = None) -> None:
         self.varlen = FlashVarlen() if varlen is None else varlen
         self.blockwise = BlockwiseAttention(MemoryEfficientAttention() if fused is None else fused)
 

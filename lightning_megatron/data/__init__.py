@@ -9,7 +9,7 @@ loader = DataLoader(samples, sampler.num_replica_samples, sampler=sampler, colla
 
 from lightning_megatron.data.answer_samples import AnswerSamples, PackedAnswers, prepare_answers
 from lightning_megatron.data.batch_ramp import BatchRamp
-from lightning_megatron.data.bert_samples import BertSampleConfig, BertSamples, BertSpans
+from lightning_megatron.data.bert_samples import BertSampleConfig, BertSpans
 from lightning_megatron.data.blend import Blend, BlendedSamples
 from lightning_megatron.data.chat_samples import ChatSamples, PackedChats, prepare_chats
 from lightning_megatron.data.chat_template import ChatTemplate, load_chat_template
@@ -17,7 +17,7 @@ from lightning_megatron.data.collate import collate_padded, collate_tokens
 from lightning_megatron.data.corpus import TokenCorpus, corpus_in_memory
 from lightning_megatron.data.epoch_permutation import BlendedEpochs, InfiniteSampler, ShuffledEpochs
 from lightning_megatron.data.fill_in_the_middle import FillInTheMiddle, fill_documents, fill_in_the_middle
-from lightning_megatron.data.gpt_samples import DocumentStretches, GPTSamples, cut_in_stretches
+from lightning_megatron.data.gpt_samples import DocumentStretches, GPTSamples
 from lightning_megatron.data.image_chats import encode_prompt, image_template
 from lightning_megatron.data.image_samples import ImageSamples, PackedImageSamples, prepare_image_chats
 from lightning_megatron.data.images import ImageConfig, load_image
@@ -33,7 +33,7 @@ from lightning_megatron.data.prepare import prepare_corpus
 from lightning_megatron.data.sampler import EpochSampler, GlobalBatchSampler
 from lightning_megatron.data.sentences import split_sentences
 from lightning_megatron.data.sources import load_documents, load_rows, split_documents
-from lightning_megatron.data.span_corruption import SpanCorruption, T5Pieces, T5Samples, corrupt_spans
+from lightning_megatron.data.span_corruption import SpanCorruption, T5Pieces, corrupt_spans
 from lightning_megatron.data.special_tokens import WordStarts, sentinels, special_tokens
 from lightning_megatron.data.tokenizer import FastTokenizer, Tokenizer, train_tokenizer
 from lightning_megatron.data.tokenizer_files import load_tokenizer
@@ -42,7 +42,6 @@ __all__ = [
     "AnswerSamples",
     "BatchRamp",
     "BertSampleConfig",
-    "BertSamples",
     "BertSpans",
     "Blend",
     "BlendedEpochs",
@@ -69,7 +68,6 @@ __all__ = [
     "ShuffledEpochs",
     "SpanCorruption",
     "T5Pieces",
-    "T5Samples",
     "TokenCorpus",
     "Tokenizer",
     "WordStarts",
@@ -77,7 +75,6 @@ __all__ = [
     "collate_tokens",
     "corpus_in_memory",
     "corrupt_spans",
-    "cut_in_stretches",
     "encode_prompt",
     "fill_documents",
     "fill_in_the_middle",

@@ -34,7 +34,7 @@ from lightning_megatron.data.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from lightning_megatron.data.sources import Documents
 
-# That are tokenized together.
+# Rows that are tokenized together.
 _ROWS = 1000
 
 
@@ -61,11 +61,11 @@ class AnswerSamples(Dataset[dict[str, Tensor]]):
 
     def __init__(self, path: str | Path, *, start_token: int) -> None:
         self.path, self.start_token = Path(path), start_token
+        # Ends of each question and of the answer behind it: [samples, 2].
         with np.load(self.path) as file:
             self._tokens: NDArray[np.int32] = file["tokens"]
             self._ends: NDArray[np.int64] = file["ends"]
-            # [samples, 2] of what is asked, and of the answer behind it
-            self.kept = AnswerCounts(samples=len(self._ends), cut=int(file["cut"]), dropped=int(file["dropped"]))
+            self.counts = AnswerCounts(samples=len(self._ends), cut=int(file["cut"]), dropped=int(file["dropped"]))
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -135,7 +135,7 @@ class PackedAnswers(Dataset[dict[str, Tensor]]):
     def __str__(self) -> str:
         read, learnt = self.samples.lengths_N2.sum(axis=0) / len(self)
         return (
-            f"{self.samples.kept}; they lie in {len(self)} rows of {self.encoder_length} and {self.decoder_length},"
+            f"{self.samples.counts}; they lie in {len(self)} rows of {self.encoder_length} and {self.decoder_length},"
             f" {read / self.encoder_length:.1%} and {learnt / self.decoder_length:.1%} full"
         )
 

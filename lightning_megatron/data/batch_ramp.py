@@ -9,7 +9,6 @@ where a batch has the size that belongs to the samples seen before it. So the sa
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -57,13 +56,6 @@ class BatchRamp:
             return self.last_size
         # In whole numbers: ramp_samples need not be a multiple of the steps.
         return self.first_size + self.step_size * (consumed_samples * self.num_steps // self.ramp_samples)
-
-    def batches(self, num_samples: int, consumed_samples: int = 0) -> Iterator[tuple[int, int]]:
-        """First sample and size of each global batch of `num_samples` that is left; a last one that is not full is
-        left out."""
-        while consumed_samples + (size := self.size_at(consumed_samples)) <= num_samples:
-            yield consumed_samples, size
-            consumed_samples += size
 
     def num_batches(self, num_samples: int) -> int:
         """Whole global batches that so many samples give, from the first on."""

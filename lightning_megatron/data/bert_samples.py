@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_megatron.data.corpus import TokenCorpus, Tokens
+from lightning_megatron.data.corpus import TokenArray, TokenCorpus
 from lightning_megatron.data.masking import Masking, mask_words
 from lightning_megatron.data.packed_rows import IGNORE_INDEX
 from lightning_megatron.data.packing import Numbers
-from lightning_megatron.data.seeded_random import shuffled_epochs, uniforms, uniforms_at
+from lightning_megatron.data.seeded_random import uniforms, uniforms_at
 
 _FEWEST_TOKENS = 2
 """Fewest tokens of a span that is made short on purpose."""
@@ -159,11 +159,7 @@ class BertSpans(Dataset[dict[str, Tensor]]):
     def __getitem__(self, number: int) -> dict[str, Tensor]:
         """`tokens`, `token_types`, `padding_mask`, `labels`, `loss_mask` [s] each, and of a pair
         `sentence_order_labels` []."""
-        return self.sample(number % len(self.spans), number)
-
-    def sample(self, span: int, number: int) -> dict[str, Tensor]:
-        """A span as sample `number`."""
-        first, last, meant = self.spans[span].tolist()
+        first, last, meant = self.spans[number % len(self.spans)].tolist()
         sentences = [self.corpus.sequence(i) for i in range(first, last) if self.corpus.lengths[i]]
         room, order = min(meant, self.config.most_tokens), {}
         begin, separator = np.array([self.config.class_token]), np.array([self.config.separator_token])
@@ -192,37 +188,9 @@ class BertSpans(Dataset[dict[str, Tensor]]):
         }
 
 
-class BertSamples(BertSpans):
-    """`BertSpans` in a fixed order, for a sampler that does not shuffle: each epoch has an order of its own.
-
-    `num_samples` 0 is one epoch. How sample n is parted and masked depends on (seed, n) and its span alone.
-    """
-
-    def __init__(
-        self,
-        corpus: TokenCorpus,
-        config: BertSampleConfig,
-        masking: Masking,
-        starts_word: Callable[[Numbers], NDArray[np.bool_]],
-        *,
-        num_samples: int = 0,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(corpus, config, masking, starts_word, seed=seed)
-        self.order = shuffled_epochs(len(self.spans), num_samples or len(self.spans), seed)
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        return self.sample(int(self.order[index]), index)
-
-
 def part_and_swap(
-    sentences: Sequence[Tokens], most_tokens: int, swapped_share: float, *, seed: int, sample: int
-) -> tuple[Tokens, Tokens, bool]:
+    sentences: Sequence[TokenArray], most_tokens: int, swapped_share: float, *, seed: int, sample: int
+) -> tuple[TokenArray, TokenArray, bool]:
     """The two parts of a span, of together at most `most_tokens`, and whether they are swapped.
 
     What is too much is taken from the longer part until both are alike, and then from both, at the front or the end by
@@ -242,7 +210,7 @@ def part_and_swap(
     return one, other, is_swapped
 
 
-def _cut(part: Tokens, most: int, front: float) -> Tokens:
+def _cut(part: TokenArray, most: int, front: float) -> TokenArray:
     """The tokens cut to a length, the share `front` of the excess at the front, the rest at the end."""
     num_cut = int(front * (max(len(part) - most, 0) + 1))
     return part[num_cut : num_cut + most]

@@ -13,14 +13,10 @@ Source of the tree: Huffman 1952.
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
 from torch.utils.data import Dataset
-
-from lightning_megatron.data.packing import Numbers
 
 _BLOCK = 1 << 18
 
@@ -74,17 +70,6 @@ class Blend:
             node, index = (lighter, before) if is_of_lighter else (heavier, index - before)
         return node, index
 
-    def table(self, num_samples: int) -> tuple[NDArray[np.int32], Numbers]:
-        """The results of `locate` for the first `num_samples`: sources and numbers, each [num_samples]."""
-        sources = np.empty(num_samples, dtype=np.int32)
-        numbers = np.empty(num_samples, dtype=np.int64)
-        for start in range(0, num_samples, _BLOCK):
-            stop = min(start + _BLOCK, num_samples)
-            for source, slots, first in self._parts(start, stop):
-                sources[start:stop][slots] = source
-                numbers[start:stop][slots] = np.arange(first, first + len(slots))
-        return sources, numbers
-
     def most_samples(self, sizes: Sequence[int]) -> int:
         """Samples that the blend gives before a source of `sizes[i]` samples would be asked for one more."""
         low, high = 0, 1
@@ -97,22 +82,6 @@ class Blend:
 
     def _fits(self, num_samples: int, sizes: Sequence[int]) -> bool:
         return all(count <= size for count, size in zip(self.counts(num_samples), sizes, strict=True))
-
-    def _parts(self, start: int, stop: int) -> Iterator[tuple[int, NDArray[np.int32], int]]:
-        """The places of each source's samples from `start` to `stop`, and the number of its first one."""
-        todo = [(self._root, np.arange(stop - start, dtype=np.int32), start)]
-        while todo:
-            node, slots, first = todo.pop()
-            if len(slots) == 0:
-                continue
-            if isinstance(node, int):
-                yield node, slots, first
-                continue
-            lighter, heavier, fraction = node
-            given = np.floor(np.arange(first, first + len(slots) + 1) * fraction + 0.5)
-            is_of_lighter = given[1:] > given[:-1]
-            before = int(given[0])
-            todo += [(lighter, slots[is_of_lighter], before), (heavier, slots[~is_of_lighter], first - before)]
 
 
 class BlendedSamples(Dataset[Any]):
@@ -154,5 +123,5 @@ class BlendedSamples(Dataset[Any]):
 
 
 def _rounded(count: int, fraction: float) -> int:
-    """Samples of a share, in float64 as in `_parts`. A fraction of at most 1/2 makes it rise by 0 or 1 a count."""
+    """Samples of a share. A fraction of at most 1/2 makes it rise by 0 or 1 a count."""
     return math.floor(count * fraction + 0.5)

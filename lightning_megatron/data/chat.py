@@ -23,8 +23,8 @@ _COLUMNS: dict[RowKind, tuple[str, ...]] = {
     "completion": ("prompt", "completion"),
     "text": ("text",),
 }
-Span = tuple[int, int]
-Row = Mapping[str, Any]
+TextSpan = tuple[int, int]
+ChatRow = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -51,20 +51,20 @@ def kind_of_rows(columns: Sequence[str]) -> RowKind:
 
 def row_encoder(
     kind: RowKind, tokenizer: Tokenizer, template: ChatTemplate | None
-) -> Callable[[Sequence[Row]], list[MarkedTokens]]:
+) -> Callable[[Sequence[ChatRow]], list[MarkedTokens]]:
     """The function that turns rows of a kind into marked tokens; it raises ValueError for a row that is not of it."""
     if kind == "messages":
         _required(template)
 
-    def encode(rows: Sequence[Row]) -> list[MarkedTokens]:
+    def encode(rows: Sequence[ChatRow]) -> list[MarkedTokens]:
         if kind == "messages":
-            return _marked([chat_spans(_messages(row), _required(template)) for row in rows], tokenizer)
+            return marked_tokens([chat_spans(_messages(row), _required(template)) for row in rows], tokenizer)
         if kind == "completion":
             pairs = [(_text(row, "prompt"), _text(row, "completion")) for row in rows]
             texts = [(prompt + answer, [(len(prompt), len(prompt) + len(answer))]) for prompt, answer in pairs]
         else:
             texts = [(text, [(0, len(text))]) for text in (_text(row, "text") for row in rows)]
-        return [_between(tokenizer, marked) for marked in _marked(texts, tokenizer)]
+        return [_between(tokenizer, marked) for marked in marked_tokens(texts, tokenizer)]
 
     return encode
 
@@ -77,7 +77,7 @@ class Question:
     answer: str
 
 
-def questions_of(kind: RowKind, row: Row, template: ChatTemplate | None) -> list[Question]:
+def questions_of(kind: RowKind, row: ChatRow, template: ChatTemplate | None) -> list[Question]:
     """The answers of a row, each with all that comes before it. Raises ValueError for a row that is not of that kind.
 
     Of messages what is asked ends with the words that open an answer, and the answer with what ends it.
@@ -90,7 +90,7 @@ def questions_of(kind: RowKind, row: Row, template: ChatTemplate | None) -> list
     return [Question(text[:start], text[start:end]) for start, end in spans]
 
 
-def chat_spans(messages: Sequence[Message], template: ChatTemplate) -> tuple[str, list[Span]]:
+def chat_spans(messages: Sequence[Message], template: ChatTemplate) -> tuple[str, list[TextSpan]]:
     """The text of a conversation, and the spans of the assistant's answers, ends included.
 
     Raises ValueError for a template that writes an earlier turn in a way in which the answer to it is not found.
@@ -136,7 +136,7 @@ def _required(template: ChatTemplate | None) -> ChatTemplate:
     return template
 
 
-def _messages(row: Row) -> list[Message]:
+def _messages(row: ChatRow) -> list[Message]:
     messages: list[Message] = row["messages"]
     is_sound = isinstance(messages, list) and all(
         isinstance(m, Mapping) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str | None)
@@ -147,14 +147,15 @@ def _messages(row: Row) -> list[Message]:
     return messages
 
 
-def _text(row: Row, column: str) -> str:
+def _text(row: ChatRow, column: str) -> str:
     value = row[column]
     if not isinstance(value, str):
         raise ValueError(f"{column!r} must be text, and a row has {value!r}; put conversations under 'messages'")
     return value
 
 
-def _marked(texts: Sequence[tuple[str, list[Span]]], tokenizer: Tokenizer) -> list[MarkedTokens]:
+def marked_tokens(texts: Sequence[tuple[str, list[TextSpan]]], tokenizer: Tokenizer) -> list[MarkedTokens]:
+    """The tokens of each text, of which those within its spans are marked."""
     encoded = tokenizer.encode_spelled([text for text, _ in texts])
     return [
         MarkedTokens(ids, [any(start <= first and last <= end for start, end in spans) for first, last in offsets])

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from lightning_megatron.data.atomic_file import atomic_write
 from lightning_megatron.data.chat import MarkedTokens, kind_of_rows, row_encoder
 from lightning_megatron.data.chat_template import ChatTemplate
 from lightning_megatron.data.packed_rows import IGNORE_INDEX, join_samples
-from lightning_megatron.data.packing import Numbers, pack_lengths
+from lightning_megatron.data.packing import Numbers, pack_lengths, row_of
 from lightning_megatron.data.sources import corpus_fingerprint
 from lightning_megatron.data.tokenizer import Tokenizer
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class RowCounts:
     """Counts of a table's rows: samples, cut and dropped."""
 
     samples: int
@@ -47,16 +47,17 @@ class Kept:
         )
 
 
-class ChatSamples(Dataset[dict[str, Tensor]]):
-    """Samples for next-token prediction from a file that `prepare_chats` wrote, held in memory."""
+class MarkedSamples(Dataset[dict[str, Tensor]]):
+    """Samples for next-token prediction from a file that `write_marked` wrote, held in memory."""
+
+    counts: RowCounts
+    """Counts of the rows that they are made of."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         with np.load(self.path) as file:
-            self._tokens: NDArray[np.int32] = file["tokens"]
-            self._is_marked: NDArray[np.bool_] = file["is_marked"]
-            self._ends: NDArray[np.int64] = file["ends"]
-            self.kept = Kept(samples=len(self._ends), cut=int(file["cut"]), dropped=int(file["dropped"]))
+            self._arrays: dict[str, NDArray[Any]] = dict(file)
+        self._ends: NDArray[np.int64] = self._arrays["ends"]
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -71,32 +72,30 @@ class ChatSamples(Dataset[dict[str, Tensor]]):
         """`tokens` [s], `labels` [s] (the token after each, -100 outside of answers), `loss_mask` [s]."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        part = slice(self._ends[index - 1] if index else 0, self._ends[index])
-        ids = torch.from_numpy(self._tokens[part].astype(np.int64))
-        is_target = torch.from_numpy(self._is_marked[part][1:].copy())
+        part = row_of(self._ends, index)
+        ids = torch.from_numpy(self._arrays["tokens"][part].astype(np.int64))
+        is_target = torch.from_numpy(self._arrays["is_marked"][part][1:].copy())
         labels = torch.where(is_target, ids[1:], IGNORE_INDEX)
         return {"tokens": ids[:-1], "labels": labels, "loss_mask": is_target.float()}
+
+
+class ChatSamples(MarkedSamples):
+    """Samples from a file that `prepare_chats` wrote."""
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path)
+        counts = {name: int(self._arrays[name]) for name in ("cut", "dropped")}
+        self.counts = RowCounts(samples=len(self), **counts)
 
     def __reduce__(self) -> tuple[type["ChatSamples"], tuple[Path]]:
         # A loader's workers read the file themselves.
         return ChatSamples, (self.path,)
 
 
-class Packable(Protocol):
-    """Samples of known lengths, and the counts of the rows that they are made of."""
-
-    kept: Any
-
-    @property
-    def lengths(self) -> Numbers: ...
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]: ...
-
-
 class PackedChats(Dataset[dict[str, Tensor]]):
     """Rows of `sequence_length` that each hold several samples; which ones depends on their lengths and the seed."""
 
-    def __init__(self, samples: Packable, sequence_length: int, *, end_of_text: int, seed: int = 0) -> None:
+    def __init__(self, samples: MarkedSamples, sequence_length: int, *, end_of_text: int, seed: int = 0) -> None:
         self.samples = samples
         self.sequence_length = sequence_length
         self.end_of_text = end_of_text
@@ -117,7 +116,7 @@ class PackedChats(Dataset[dict[str, Tensor]]):
 
     def __str__(self) -> str:
         fill = int(self.samples.lengths.sum()) / (len(self) * self.sequence_length)
-        return f"{self.samples.kept}; they lie in {len(self)} rows of {self.sequence_length}, {fill:.1%} full"
+        return f"{self.samples.counts}; they lie in {len(self)} rows of {self.sequence_length}, {fill:.1%} full"
 
 
 def prepare_chats(
@@ -159,7 +158,7 @@ def prepare_chats(
             f"none of the {len(rows)} rows has anything to learn within sequence_length ({sequence_length}): no answer "
             "of an assistant, or only after longer prompts; give rows with answers, or a larger sequence_length"
         )
-    _write(path, samples, num_cut, num_dropped)
+    write_marked(path, samples, cut=num_cut, dropped=num_dropped)
     return path
 
 
@@ -167,13 +166,13 @@ def _cut(sample: MarkedTokens, length: int) -> MarkedTokens:
     return MarkedTokens(sample.ids[:length], sample.is_marked[:length])
 
 
-def _write(path: Path, samples: Sequence[MarkedTokens], num_cut: int, num_dropped: int) -> None:
+def write_marked(path: Path, samples: Sequence[MarkedTokens], **more: Any) -> None:
+    """Writes the samples, and further arrays by name, as a file that MarkedSamples reads."""
     arrays: dict[str, Any] = {
         "tokens": np.concatenate([np.array(sample.ids, dtype=np.int32) for sample in samples]),
         "is_marked": np.concatenate([np.array(sample.is_marked, dtype=np.bool_) for sample in samples]),
         "ends": np.cumsum([len(sample.ids) for sample in samples], dtype=np.int64),
-        "cut": num_cut,
-        "dropped": num_dropped,
+        **more,
     }
     with atomic_write(path) as temporary, temporary.open("wb") as file:
         np.savez(file, **arrays)

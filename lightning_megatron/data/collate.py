@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+Sample = dict[str, Tensor]
+"""Entries of a sample, or of a batch of them."""
+
 
 def collate_tokens(samples: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """Each entry of the samples, stacked: [s] of every sample becomes [batch, s].

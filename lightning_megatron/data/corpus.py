@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 
 from lightning_megatron.data.packing import Numbers
 
-Tokens = NDArray[np.integer[Any]]
+TokenArray = NDArray[np.integer[Any]]
 
 
 class TokenCorpus:
     """Sequence i is `lengths[i]` tokens from byte `pointers[i]` on; document d is the sequences from
     `document_bounds[d]` to before `document_bounds[d + 1]`. Sequences lie one after the other, without gaps."""
 
-    def __init__(self, tokens: Tokens, lengths: Numbers, pointers: Numbers, document_bounds: Numbers) -> None:
+    def __init__(self, tokens: TokenArray, lengths: Numbers, pointers: Numbers, document_bounds: Numbers) -> None:
         self.tokens = tokens
         self.lengths = lengths
         self.pointers = pointers
@@ -33,7 +33,7 @@ class TokenCorpus:
     def num_documents(self) -> int:
         return len(self.document_bounds) - 1
 
-    def sequence(self, index: int) -> Tokens:
+    def sequence(self, index: int) -> TokenArray:
         """The tokens of one sequence."""
         if not 0 <= index < self.num_sequences:
             raise IndexError(f"sequence {index} of {self.num_sequences}")
@@ -41,7 +41,7 @@ class TokenCorpus:
         return self.tokens[start : start + int(self.lengths[index])]
 
     def document_start(self, index: int) -> int:
-        """Where in `tokens` a document starts."""
+        """Index in `tokens` at which a document starts."""
         first = int(self.document_bounds[index])
         return int(self.pointers[first]) // self.tokens.itemsize if first < self.num_sequences else len(self.tokens)
 

@@ -10,6 +10,7 @@ Source: Black and Rogaway 2002, section 4.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.utils.data import Dataset, DistributedSampler
@@ -22,6 +23,7 @@ _NUM_ROUNDS = 6
 _MASK = (1 << 64) - 1
 
 
+@dataclass(eq=False)
 class ShuffledEpochs(Dataset[Any]):
     """`count` samples epoch after epoch: number n is of epoch n // count, which has a permutation of its own.
 
@@ -29,20 +31,11 @@ class ShuffledEpochs(Dataset[Any]):
     asked for as p * count + i.
     """
 
-    def __init__(
-        self,
-        samples: Dataset[Any],
-        count: int,
-        *,
-        seed: int,
-        is_ordered: bool = False,
-        is_new_each_epoch: bool = False,
-    ) -> None:
-        self.samples = samples
-        self.count = count
-        self.seed = seed
-        self.is_ordered = is_ordered
-        self.is_new_each_epoch = is_new_each_epoch
+    samples: Dataset[Any]
+    count: int
+    seed: int = field(kw_only=True)
+    is_ordered: bool = field(default=False, kw_only=True)
+    is_new_each_epoch: bool = field(default=False, kw_only=True)
 
     def __getitem__(self, number: int) -> Any:
         first = number // self.count * self.count if self.is_new_each_epoch else 0

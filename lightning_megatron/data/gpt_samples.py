@@ -10,7 +10,7 @@ was seen once. All of it is a function of the documents' sizes, s, N and the see
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_megatron.data.corpus import TokenCorpus, Tokens, corpus_in_memory
+from lightning_megatron.data.corpus import TokenArray, TokenCorpus
 from lightning_megatron.data.index_cache import cached_index
 from lightning_megatron.data.megatron_files import MegatronCorpus, megatron_paths
 from lightning_megatron.data.packing import Numbers
@@ -87,7 +87,7 @@ class DocumentStretches(Dataset[dict[str, Tensor]]):
         # A copy: a label that is changed in place must not change the token of the next position.
         return {"tokens": ids[:-1].clone(), "labels": ids[1:].clone(), "loss_mask": torch.ones(len(ids) - 1)}
 
-    def sample_tokens(self, index: int) -> Tokens:
+    def sample_tokens(self, index: int) -> TokenArray:
         """The tokens of sample `index`: int64 [s + 1]."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
@@ -130,11 +130,13 @@ class GPTSamples(DocumentStretches):
         """`documents` are the first and the one behind the last that count; none: all. The index is written into
         `index_directory`, or beside the files where it is not given."""
         corpus = MegatronCorpus(prefix, documents)
-        self.num_samples = num_samples
-        self.seed = seed
-        self.documents = documents
-        self.index_directory = index_directory
-        count = _checked_count(corpus.document_sizes(), sequence_length, num_samples, corpus.prefix)
+        self._options: dict[str, Any] = {
+            "num_samples": num_samples,
+            "seed": seed,
+            "documents": documents,
+            "index_directory": index_directory,
+        }
+        count = checked_count(corpus.document_sizes(), sequence_length, num_samples, corpus.prefix)
         key = hashlib.sha256(f"{sequence_length} {count} {seed} {documents}".encode()).hexdigest()[:8]
         flat = cached_index(
             megatron_paths(prefix)[1],
@@ -148,27 +150,11 @@ class GPTSamples(DocumentStretches):
 
     def __reduce__(self) -> tuple[Callable[..., "GPTSamples"], tuple[str, int]]:
         # A memory-mapped array pickles as all that it maps.
-        options: dict[str, Any] = {
-            "num_samples": self.num_samples,
-            "seed": self.seed,
-            "documents": self.documents,
-            "index_directory": self.index_directory,
-        }
-        return partial(GPTSamples, **options), (self.prefix, self.sequence_length)
+        return partial(GPTSamples, **self._options), (self.prefix, self.sequence_length)
 
 
-def cut_in_stretches(
-    token_ids: Iterable[Sequence[int]], sequence_length: int, *, num_samples: int = 0, seed: int = 0
-) -> DocumentStretches:
-    """Samples in memory of the documents' tokens, taken as they are; 0 samples are as many as one epoch gives."""
-    corpus = corpus_in_memory([ids] for ids in token_ids)
-    sizes = corpus.document_sizes()
-    count = _checked_count(sizes, sequence_length, num_samples, "the corpus")
-    return DocumentStretches(corpus, StretchIndex.of(sizes, sequence_length, count, seed), sequence_length)
-
-
-def _checked_count(sizes: Numbers, sequence_length: int, num_samples: int, what: str) -> int:
-    """How many samples there are to be."""
+def checked_count(sizes: Numbers, sequence_length: int, num_samples: int, what: str) -> int:
+    """Number of samples: `num_samples`, or as many as one epoch gives. Raises ValueError where there is none."""
     if sequence_length < 1:
         raise ValueError(f"sequence_length ({sequence_length}) must be at least 1")
     if num_samples < 0:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_megatron.data.chat import MarkedTokens, Row, chat_spans
+from lightning_megatron.data.chat import ChatRow, MarkedTokens, chat_spans, marked_tokens
 from lightning_megatron.data.chat_template import ChatTemplate, Message, load_chat_template
 from lightning_megatron.data.images import TableImage
 from lightning_megatron.data.tokenizer import Tokenizer
@@ -100,7 +100,7 @@ def image_template(name: TemplateName, tokenizer: Tokenizer, folder: str | Path)
     return load_chat_template(folder, PartsTemplate) or template
 
 
-def conversation_of(row: Row) -> Conversation:
+def conversation_of(row: ChatRow) -> Conversation:
     """The conversation of a row. Raises ValueError for an empty row, or without an `<image>` for each image."""
     turns = row.get("conversations") or row.get("messages")
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, Mapping) for turn in turns):
@@ -142,7 +142,7 @@ def _text(part: Any, images: list[Any]) -> str:
     return f"{IMAGE}\n"
 
 
-def _column(row: Row) -> list[Any]:
+def _column(row: ChatRow) -> list[Any]:
     images = row.get("images") or row.get("image") or []
     return images if isinstance(images, list) else [images]
 
@@ -167,12 +167,8 @@ def encode_conversations(
     The tokenizer must have the token `<image>`.
     """
     written = [chat_spans(conversation.messages, template) for conversation in conversations]
-    encoded = tokenizer.encode_spelled([text for text, _ in written])
-    found = []
-    for (ids, offsets), (_, spans) in zip(encoded, written, strict=True):
-        marks = [any(start <= first and last <= end for start, end in spans) for first, last in offsets]
-        found.append(_expanded(ids, marks, tokenizer, features_per_image))
-    return found
+    marked = marked_tokens(written, tokenizer)
+    return [_expanded(one.ids, one.is_marked, tokenizer, features_per_image) for one in marked]
 
 
 def encode_prompt(

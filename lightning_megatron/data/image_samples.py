@@ -17,13 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
 
-from lightning_megatron.data.atomic_file import atomic_write
 from lightning_megatron.data.chat import MarkedTokens
-from lightning_megatron.data.chat_samples import PackedChats
+from lightning_megatron.data.chat_samples import MarkedSamples, PackedChats, RowCounts, write_marked
 from lightning_megatron.data.chat_template import ChatTemplate
 from lightning_megatron.data.image_chats import (
     IMAGE,
@@ -39,8 +36,7 @@ from lightning_megatron.data.images import (
     load_image,
     unreadable_images,
 )
-from lightning_megatron.data.packed_rows import IGNORE_INDEX
-from lightning_megatron.data.packing import Numbers
+from lightning_megatron.data.packing import row_of
 from lightning_megatron.data.sources import corpus_fingerprint, plain_rows
 from lightning_megatron.data.tokenizer import Tokenizer
 
@@ -58,29 +54,21 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageRowCounts:
+class ImageRowCounts(RowCounts):
     """Counts of a table's rows: samples, cut, dropped and unreadable."""
 
-    samples: int
-    cut: int
-    """Samples that were cut to the longest length."""
-    dropped: int
-    """Rows with nothing to learn within that length."""
     unreadable: tuple[str, ...]
     """Rows left out because of an image, with the reason."""
 
     def __str__(self) -> str:
-        told = (
-            f"{self.samples} samples; {self.cut} of them were cut to sequence_length; {self.dropped} rows were dropped,"
-            " because nothing to learn was left within it"
-        )
+        told = super().__str__()
         if not self.unreadable:
             return told
         shown = "; ".join(self.unreadable[:_SHOWN]) + ("; ..." if len(self.unreadable) > _SHOWN else "")
         return f"{told}; {len(self.unreadable)} were left out, because an image of theirs cannot be read: {shown}"
 
 
-class ImageSamples(Dataset[dict[str, Tensor]]):
+class ImageSamples(MarkedSamples):
     """Samples from a file that `prepare_image_chats` wrote of `rows`, with images from them or the folder `images`."""
 
     def __init__(
@@ -91,41 +79,24 @@ class ImageSamples(Dataset[dict[str, Tensor]]):
         config: ImageConfig,
         unreadable: Unreadable,
     ) -> None:
-        self.path, self.rows, self.images = Path(path), rows, Path(images or "")
+        super().__init__(path)
+        self.rows, self.images = rows, Path(images or "")
         self.config, self.unreadable = config, unreadable
-        with np.load(self.path) as file:
-            self._tokens: NDArray[np.int32] = file["tokens"]
-            self._is_marked: NDArray[np.bool_] = file["is_marked"]
-            self._ends: NDArray[np.int64] = file["ends"]
-            self._image_ends: NDArray[np.int64] = file["image_ends"]
-            told = json.loads(file["told"].tobytes())
+        told = json.loads(self._arrays["told"].tobytes())
         # Names of files, or the row and which of its images it is.
         self._images: list[str | list[int]] = told["images"]
-        self.kept = ImageRowCounts(
-            samples=len(self._ends), cut=told["cut"], dropped=told["dropped"], unreadable=tuple(told["unreadable"])
+        self.counts = ImageRowCounts(
+            samples=len(self), cut=told["cut"], dropped=told["dropped"], unreadable=tuple(told["unreadable"])
         )
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    @property
-    def lengths(self) -> Numbers:
-        """Positions of each sample."""
-        # The last token of a sample is a label alone.
-        return np.diff(self._ends, prepend=0) - 1
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         """`tokens`, `labels` and `loss_mask`, each [s], as of ChatSamples, and `images` [images, 3, size, size].
 
         Raises UnreadableImage for a broken image, unless such are skipped.
         """
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        ids = torch.from_numpy(self._tokens[_part(self._ends, index)].astype(np.int64))
-        is_target = torch.from_numpy(self._is_marked[_part(self._ends, index)][1:].copy())
-        labels, mask = torch.where(is_target, ids[1:], IGNORE_INDEX), is_target.float()
+        sample = super().__getitem__(index)
         images = torch.zeros(0, 3, self.config.size, self.config.size)
-        own = self._images[_part(self._image_ends, index)]
+        own = self._images[row_of(self._arrays["image_ends"], index)]
         try:
             if own:
                 images = torch.stack([load_image(source, self.config) for source in self._sources(own)])
@@ -133,8 +104,9 @@ class ImageSamples(Dataset[dict[str, Tensor]]):
             if self.unreadable == "refuse":
                 raise
             logger.warning("sample %d counts nothing: %s", index, error)
-            images, mask = images.new_zeros(len(own), *images.shape[1:]), torch.zeros_like(mask)
-        return {"tokens": ids[:-1], "labels": labels, "loss_mask": mask, "images": images}
+            images = images.new_zeros(len(own), *images.shape[1:])
+            sample["loss_mask"] = torch.zeros_like(sample["loss_mask"])
+        return {**sample, "images": images}
 
     def _sources(self, images: Sequence[str | list[int]]) -> list[ImageSource]:
         """The images of one sample: files, or bytes in its row, which is read once."""
@@ -162,10 +134,6 @@ class PackedImageSamples(PackedChats):
         """`tokens`, `labels`, `loss_mask` and `segments`, each [s], and the samples' `images`, in their order."""
         members = self._members(index)
         return {**self._joined(members), "images": torch.cat([member["images"] for member in members])}
-
-
-def _part(ends: NDArray[np.int64], index: int) -> slice:
-    return slice(int(ends[index - 1]) if index else 0, int(ends[index]))
 
 
 def prepare_image_chats(
@@ -225,15 +193,12 @@ def prepare_image_chats(
         "dropped": num_dropped,
         "unreadable": left_out,
     }
-    with atomic_write(path) as temporary, temporary.open("wb") as file:
-        np.savez(
-            file,
-            tokens=np.concatenate([np.array(sample.ids, dtype=np.int32) for sample in samples]),
-            is_marked=np.concatenate([np.array(sample.is_marked, dtype=np.bool_) for sample in samples]),
-            ends=np.cumsum([len(sample.ids) for sample in samples], dtype=np.int64),
-            image_ends=np.cumsum([len(own) for own in of_samples], dtype=np.int64),
-            told=np.frombuffer(json.dumps(told).encode(), dtype=np.uint8),
-        )
+    write_marked(
+        path,
+        samples,
+        image_ends=np.cumsum([len(own) for own in of_samples], dtype=np.int64),
+        told=np.frombuffer(json.dumps(told).encode(), dtype=np.uint8),
+    )
     return path
 
 

@@ -21,6 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from lightning_megatron.data.optional_packages import optional_package
+
 if TYPE_CHECKING:
     from PIL import Image
 
@@ -139,10 +141,4 @@ def _square(image: "Image.Image", config: ImageConfig) -> "Image.Image":
 
 
 def _pil() -> ModuleType:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise ImportError(
-            "reading images needs the package 'pillow': pip install 'lightning_megatron[data]'"
-        ) from error
-    return Image
+    return optional_package("PIL.Image", "reading images", distribution="pillow")

@@ -20,7 +20,7 @@ from lightning_megatron.data.seeded_random import uniforms
 
 @dataclass(frozen=True, kw_only=True)
 class Masking:
-    """How much is masked, and by what."""
+    """Share of masked tokens, and their replacements."""
 
     vocab_size: int
     """Tokens of the vocabulary, from which random tokens are drawn."""

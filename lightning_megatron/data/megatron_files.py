@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from lightning_megatron.data.atomic_file import atomic_write
-from lightning_megatron.data.corpus import TokenCorpus, Tokens
+from lightning_megatron.data.corpus import TokenArray, TokenCorpus
 from lightning_megatron.data.index_cache import cached_index
 from lightning_megatron.data.packing import Numbers
 
@@ -89,7 +89,7 @@ class MegatronCorpus(TokenCorpus):
                 f"{idx_path} and {bin_path} do not match: {'; '.join(faults)}; take both files of one run of the tool"
                 " that wrote them, or prepare the text anew"
             )
-        tokens: Tokens = np.empty(0, dtype) if num_bytes == 0 else np.memmap(bin_path, dtype, mode="r")
+        tokens: TokenArray = np.empty(0, dtype) if num_bytes == 0 else np.memmap(bin_path, dtype, mode="r")
         if documents is not None:
             first, behind = documents
             if not 0 <= first <= behind < len(bounds):

@@ -37,10 +37,6 @@ class NullTokenizer(Tokenizer):
     def decode(self, ids: Iterable[int]) -> str:
         return " ".join(END_OF_TEXT if i == self.end_of_text else str(i) for i in ids)
 
-    def token_id(self, name: str) -> int | None:
-        ids = {piece: i for i, piece in self.pieces().items()}
-        return ids.get(name)
-
     def pieces(self) -> dict[int, str]:
         return {i: str(i) for i in range(self.end_of_text)} | {self.end_of_text: END_OF_TEXT}
 

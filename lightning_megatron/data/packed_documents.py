@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_megatron.data.corpus import Tokens
+from lightning_megatron.data.corpus import TokenArray
 from lightning_megatron.data.index_cache import cached_index
 from lightning_megatron.data.megatron_files import MegatronCorpus, megatron_paths
 from lightning_megatron.data.packed_rows import join_samples
@@ -84,7 +84,7 @@ class RowTable:
 class DocumentRows(Dataset[dict[str, Tensor]]):
     """Samples for next-token prediction that hold whole documents, from tokens in memory or mapped."""
 
-    def __init__(self, tokens: Tokens, table: RowTable, sequence_length: int, end_of_text: int) -> None:
+    def __init__(self, tokens: TokenArray, table: RowTable, sequence_length: int, end_of_text: int) -> None:
         self.tokens = tokens
         self.table = table
         self.sequence_length = sequence_length
@@ -127,10 +127,14 @@ class PackedDocuments(DocumentRows):
         `index_directory`, or beside the files where it is not given."""
         corpus = MegatronCorpus(prefix, documents)
         self.prefix = corpus.prefix
-        self.documents = documents
-        self.index_directory = index_directory
-        self.seed = seed
-        self.long_documents = long_documents
+        self._long_documents = long_documents
+        self._options: dict[str, Any] = {
+            "end_of_text": end_of_text,
+            "seed": seed,
+            "long_documents": long_documents,
+            "documents": documents,
+            "index_directory": index_directory,
+        }
         key = f"{sequence_length} {seed} {long_documents} {documents}"
         flat = cached_index(
             megatron_paths(prefix)[1],
@@ -145,14 +149,7 @@ class PackedDocuments(DocumentRows):
 
     def __reduce__(self) -> tuple[Callable[..., "PackedDocuments"], tuple[str, int]]:
         # A memory-mapped array pickles as all of its tokens.
-        options: dict[str, Any] = {
-            "end_of_text": self.end_of_text,
-            "seed": self.seed,
-            "long_documents": self.long_documents,
-            "documents": self.documents,
-            "index_directory": self.index_directory,
-        }
-        return partial(PackedDocuments, **options), (self.prefix, self.sequence_length)
+        return partial(PackedDocuments, **self._options), (self.prefix, self.sequence_length)
 
     def __str__(self) -> str:
         packed = self.table.packed
@@ -160,7 +157,7 @@ class PackedDocuments(DocumentRows):
         told = f"{packed.num_documents} documents in {packed.num_rows} rows of {self.sequence_length}, {fill:.1%} full"
         became = {"split": "cut into pieces that do not see each other", "drop": "dropped", "refuse": "refused"}
         return (
-            f"{told}; {packed.num_long} of them were longer and {became[self.long_documents]}"
+            f"{told}; {packed.num_long} of them were longer and {became[self._long_documents]}"
             if packed.num_long
             else told
         )

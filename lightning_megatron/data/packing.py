@@ -26,7 +26,7 @@ WINDOW_ROWS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pieces:
+class DocumentPieces:
     """Pieces of documents to pack: piece i is `lengths[i]` long and starts `starts[i]` after its document's start."""
 
     documents: Numbers
@@ -51,7 +51,7 @@ class Packing:
         return len(self.ends)
 
     def row(self, index: int) -> slice:
-        """Where in `order` the documents of a row are."""
+        """Slice of `order` with the documents of a row."""
         return row_of(self.ends, index)
 
 
@@ -62,7 +62,7 @@ def row_of(ends: Numbers, index: int) -> slice:
     return slice(int(ends[index - 1]) if index else 0, int(ends[index]))
 
 
-def cut_documents(lengths: Numbers, sequence_length: int, long_documents: LongDocuments) -> Pieces:
+def cut_documents(lengths: Numbers, sequence_length: int, long_documents: LongDocuments) -> DocumentPieces:
     """The pieces to pack: documents that fit a row, and of longer ones what `long_documents` keeps.
 
     "split" cuts them every `sequence_length`, and each piece is a document of its own; "drop" leaves them out; "refuse"
@@ -93,7 +93,7 @@ def cut_documents(lengths: Numbers, sequence_length: int, long_documents: LongDo
             f" {num_long} are longer and long_documents is {long_documents!r}, and {len(lengths) - num_long} are too"
             " short to have anything to predict; give more text, a larger sequence_length, or long_documents='split'"
         )
-    return Pieces(
+    return DocumentPieces(
         documents=documents,
         starts=starts,
         lengths=np.minimum(lengths[documents] - starts, sequence_length),

@@ -42,14 +42,3 @@ def random_order(count: int, *purpose: int | str) -> Numbers:
     order.sort()
     order &= low
     return order
-
-
-def shuffled_epochs(num_items: int, num_samples: int, seed: int) -> Numbers:
-    """The item of each sample, epoch after epoch in an order of its own, the last one cut off: [num_samples]."""
-    if num_items < 1 or num_samples < 1:
-        raise ValueError(f"items ({num_items}) and samples ({num_samples}) must both be at least 1")
-    table = np.empty(num_samples, dtype=np.int64)
-    for epoch, start in enumerate(range(0, num_samples, num_items)):
-        part = table[start : start + num_items]
-        part[:] = random_order(num_items, seed, "items of epoch", epoch)[: len(part)]
-    return table

@@ -6,9 +6,9 @@ Beside `tokenizer.py`.
 import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from lightning_megatron.data.optional_packages import optional_package
 from lightning_megatron.data.tokenizer import Tokenizer, known_end_of_text, named_end_of_text
 
 
@@ -16,7 +16,7 @@ class SentencePieceTokenizer(Tokenizer):
     """The tokenizer of a model; its end of text is the model's own, `</s>` mostly, unless it is named."""
 
     def __init__(self, file: str | Path, end_of_text: str | None = None) -> None:
-        sentencepiece = _sentencepiece()
+        sentencepiece = optional_package("sentencepiece", "a tokenizer of this kind")
         try:
             self._engine: Any = sentencepiece.SentencePieceProcessor(model_file=str(file))
         except (OSError, RuntimeError) as error:
@@ -63,14 +63,3 @@ class SentencePieceTokenizer(Tokenizer):
 
     def special_ids(self) -> list[int]:
         return [i for i in range(self.vocab_size) if self._engine.is_control(i) or self._engine.is_unknown(i)]
-
-
-def _sentencepiece() -> ModuleType:
-    try:
-        import sentencepiece
-    except ImportError as error:
-        raise ImportError(
-            "a tokenizer of this kind needs the package 'sentencepiece': pip install 'lightning_megatron[data]'"
-        ) from error
-    module: ModuleType = sentencepiece
-    return module

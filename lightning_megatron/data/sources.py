@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from lightning_megatron.data.corpus import Tokens
+from lightning_megatron.data.corpus import TokenArray
 from lightning_megatron.data.document_files import (
     DAMAGES,
     MAX_DOCUMENT_BYTES,
@@ -36,6 +36,7 @@ from lightning_megatron.data.document_files import (
     read_documents,
     require_column,
 )
+from lightning_megatron.data.optional_packages import optional_package
 from lightning_megatron.data.packing import Numbers
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def load_documents(
     _refuse_split_of_files(path, split)
     if dataset is not None:
         documents = _named_dataset(dataset, split, cache_dir)
-        documents = _text_only(documents, text_column, f"dataset ({dataset!r})")
+        documents = _text_only(documents, text_column, f"dataset ({dataset!r})", documents.column_names)
         source = f"dataset ({dataset!r}), split ({split!r})"
     else:
         source = "the standard library" if path is None else f"path ({str(path)!r})"
@@ -396,7 +397,7 @@ def plain_rows(rows: "Documents", first: int = 0, last: int | None = None) -> It
         yield from plain[start : min(start + _ROWS_READ, end)].to_pylist()
 
 
-def save_token_rows(parts: Iterable[tuple[Numbers, Tokens]], directory: str | Path) -> None:
+def save_token_rows(parts: Iterable[tuple[Numbers, TokenArray]], directory: str | Path) -> None:
     """Writes what `datasets.load_from_disk` reads: of each document its `input_ids`.
 
     Each part is the lengths of its documents and their tokens, one after the other.
@@ -421,14 +422,7 @@ def _refuse_split_of_files(path: str | Path | None, split: str) -> None:
 
 
 def _datasets() -> ModuleType:
-    try:
-        import datasets
-    except ImportError as error:
-        raise ImportError(
-            "reading documents needs the package 'datasets': pip install 'lightning_megatron[data]'"
-        ) from error
-    module: ModuleType = datasets
-    return module
+    return optional_package("datasets", "reading documents")
 
 
 def _walk(root: Path) -> Iterator[Path]:
@@ -477,7 +471,7 @@ def _table_documents(files: list[Path], builder: str, text_column: str, cache_di
         rows = _rows(builder, files, cache_dir)
     except ValueError:
         return _documents_one_by_one(files, builder, text_column, cache_dir)
-    return _text_only(rows, text_column, f"the {builder} files at {str(files[0])!r}")
+    return _text_only(rows, text_column, f"the {builder} files at {str(files[0])!r}", rows.column_names)
 
 
 def _first_cause(error: BaseException) -> BaseException:
@@ -567,15 +561,7 @@ def _stream_one_by_one(files: list[tuple[str, str]], text_column: str, max_bytes
 def _streamed_texts(rows: Any, text_column: str, source: str) -> Any:
     """The column of texts alone, as far as a stream tells what it has."""
     columns = rows.column_names if rows.column_names is not None else list(next(iter(rows), {}))
-    if text_column not in columns:
-        raise ValueError(
-            f"text_column ({text_column!r}) is not a column of {source}, which has {', '.join(columns) or 'no rows'};"
-            " name the column that holds the text, or choose other files by a pattern as path"
-        )
-    if rows.features is not None:
-        _require_strings(rows.features[text_column], columns, text_column, source)
-    rows = rows.select_columns([text_column])
-    return rows if text_column == "text" else rows.rename_column(text_column, "text")
+    return _text_only(rows, text_column, source, columns)
 
 
 def _named_dataset(name: str, split: str, cache_dir: str | Path | None, *, streaming: bool = False) -> Any:
@@ -595,16 +581,17 @@ def _named_dataset(name: str, split: str, cache_dir: str | Path | None, *, strea
         ) from error
 
 
-def _text_only(documents: "Documents", text_column: str, source: str) -> "Documents":
-    columns = documents.column_names
+def _text_only(rows: Any, text_column: str, source: str, columns: Sequence[str]) -> Any:
+    """The rows with their column of texts alone, as `text`; a stream may not tell what its columns hold."""
     if text_column not in columns:
         raise ValueError(
-            f"text_column ({text_column!r}) is not a column of {source}, which has {', '.join(columns)};"
+            f"text_column ({text_column!r}) is not a column of {source}, which has {', '.join(columns) or 'no rows'};"
             " name the column that holds the text, or choose other files by a pattern as path"
         )
-    _require_strings(documents.features[text_column], columns, text_column, source)
-    documents = documents.select_columns([text_column])
-    return documents if text_column == "text" else documents.rename_column(text_column, "text")
+    if rows.features is not None:
+        _require_strings(rows.features[text_column], columns, text_column, source)
+    rows = rows.select_columns([text_column])
+    return rows if text_column == "text" else rows.rename_column(text_column, "text")
 
 
 def _require_strings(feature: Any, columns: Sequence[str], text_column: str, source: str) -> None:

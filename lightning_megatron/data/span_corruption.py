@@ -23,12 +23,12 @@ from torch.utils.data import Dataset
 from lightning_megatron.data.corpus import TokenCorpus
 from lightning_megatron.data.packed_rows import IGNORE_INDEX, NO_SEGMENT
 from lightning_megatron.data.packing import Numbers, cut_documents
-from lightning_megatron.data.seeded_random import random_order, shuffled_epochs, uniforms
+from lightning_megatron.data.seeded_random import random_order, uniforms
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpanCorruption:
-    """How much is masked in spans, and by which tokens."""
+    """Share of tokens that are masked in spans, the spans' lengths, and the tokens of samples."""
 
     sentinels: tuple[int, ...]
     """Token ids, in the order in which they are used."""
@@ -130,10 +130,7 @@ class T5Pieces(Dataset[dict[str, Tensor]]):
     def __getitem__(self, number: int) -> dict[str, Tensor]:
         """`encoder_tokens` and `encoder_segments` [encoder_length]; `decoder_tokens`, `decoder_segments`, `labels` and
         `loss_mask` [decoder_length]. Segments are 0 where there is text and -1 at padding."""
-        return self.sample(number % len(self), number)
-
-    def sample(self, piece: int, number: int) -> dict[str, Tensor]:
-        """A piece as sample `number`."""
+        piece = number % len(self)
         first = self.corpus.document_start(int(self.pieces.documents[piece])) + int(self.pieces.starts[piece])
         tokens = self.corpus.tokens[first : first + int(self.pieces.lengths[piece])].astype(np.int64)
         corrupted = corrupt_spans(tokens, self.corruption, seed=self.seed, sample=number)
@@ -147,26 +144,6 @@ class T5Pieces(Dataset[dict[str, Tensor]]):
             "labels": labels,
             "loss_mask": (labels != IGNORE_INDEX).float(),
         }
-
-
-class T5Samples(T5Pieces):
-    """`T5Pieces` in a fixed order, for a sampler that does not shuffle: each epoch has an order of its own.
-
-    `num_samples` 0 is one epoch. What is taken out of sample n depends on (seed, n) and its piece alone.
-    """
-
-    def __init__(self, corpus: TokenCorpus, corruption: SpanCorruption, *, num_samples: int = 0, seed: int = 0) -> None:
-        super().__init__(corpus, corruption, seed=seed)
-        num_pieces = len(self.pieces.lengths)
-        self.order = shuffled_epochs(num_pieces, num_samples or num_pieces, seed)
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        return self.sample(int(self.order[index]), index)
 
 
 def _spans(num_tokens: int, corruption: SpanCorruption, seed: int, sample: int) -> tuple[Numbers, Numbers]:

@@ -56,7 +56,7 @@ def sentinels(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 class WordStarts:
-    """Which tokens begin a word, as the pieces of the vocabulary are written; special tokens do.
+    """Finds the tokens that begin a word by the pieces of the vocabulary; special tokens do.
 
     WordPiece marks the pieces that go on with a word. The others mark spaces: with them a word begins behind one, and
     where letters, digits and other signs meet, so that "f(x)" is four words.

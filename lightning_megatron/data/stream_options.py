@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_megatron.data.corpus import Tokens
+from lightning_megatron.data.corpus import TokenArray
 from lightning_megatron.data.fill_in_the_middle import FillInTheMiddle, fill_documents
 from lightning_megatron.data.gpt_samples import DocumentStretches
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamOptions:
-    """How a stretch of tokens becomes a sample."""
+    """Options by which a stretch of tokens becomes a sample."""
 
     end_of_text: int | None = None
     """Token that ends each document; the options below need it."""
@@ -41,7 +41,7 @@ class StreamOptions:
         if self.end_of_text is None and (self.fill is not None or self.separates_documents or self.masks_end_of_text):
             raise ValueError("documents of a stream are told apart by the end of text; say which token that is")
 
-    def sample(self, ids: Tokens, number: int) -> dict[str, Tensor]:
+    def sample(self, ids: TokenArray, number: int) -> dict[str, Tensor]:
         """The sample of s + 1 tokens, number `number` of its source: `tokens`, `labels` and `loss_mask`, each [s], and
         `segments` [s] where documents are kept apart."""
         stretch = np.asarray(ids, dtype=np.int64)

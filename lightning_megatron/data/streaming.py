@@ -27,9 +27,10 @@ import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from lightning_megatron.data.batch_ramp import BatchRamp
+from lightning_megatron.data.collate import Sample
 from lightning_megatron.data.corpus_shards import BadDocument, encoded
 from lightning_megatron.data.seeded_random import random_order
-from lightning_megatron.data.token_packers import Sample, TokenPacker
+from lightning_megatron.data.token_packers import TokenPacker
 from lightning_megatron.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -244,38 +245,31 @@ class StreamStart:
     consumed_samples: int = 0
 
 
-Part = tuple[list[Sample], State | None] | ValueError
+BatchPart = tuple[list[Sample], State | None] | ValueError
 """The samples of some packers in a batch, with the state before it now and then; or an error of the text."""
 
 
-class StreamedBatches(IterableDataset[Part]):
+@dataclass(eq=False)
+class StreamedBatches(IterableDataset[BatchPart]):
     """The samples of some packers in each of `num_batches` global batches, with the state before every 32nd.
 
     Each worker of a loader has its share of the packers. Workers come in turn, so parts of a batch follow each other.
     A ValueError about the text comes as one of them, the last: raised in a worker, it would end in its traceback.
     """
 
-    def __init__(
-        self,
-        make_reader: Callable[[Sequence[int]], StreamReader],
-        packers: Sequence[int],
-        ramp: BatchRamp,
-        num_batches: int,
-        start: StreamStart,
-    ) -> None:
-        self.make_reader = make_reader
-        self.packers = packers
-        self.ramp = ramp
-        self.num_batches = num_batches
-        self.start = start
+    make_reader: Callable[[Sequence[int]], StreamReader]
+    packers: Sequence[int]
+    ramp: BatchRamp
+    num_batches: int
+    start: StreamStart
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[BatchPart]:
         try:
             yield from self._parts()
         except ValueError as error:
             yield error
 
-    def _parts(self) -> Iterator[Part]:
+    def _parts(self) -> Iterator[BatchPart]:
         worker = get_worker_info()
         rank, count = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         first, last = (len(self.packers) * i // count for i in (rank, rank + 1))

@@ -15,9 +15,9 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from lightning_megatron.data.optional_packages import optional_package
 from lightning_megatron.data.tokenizer import END_OF_TEXT, Tokenizer, known_end_of_text, named_end_of_text
 
 PATTERN = (
@@ -64,7 +64,7 @@ class TiktokenTokenizer(Tokenizer):
 
 def named_encoding(name: str, end_of_text: str | None = None) -> TiktokenTokenizer:
     """An encoding that tiktoken knows by name. It fetches its ranks unless they are in its cache."""
-    tiktoken = _tiktoken()
+    tiktoken = optional_package("tiktoken", "a tokenizer of this kind")
     try:
         engine = tiktoken.get_encoding(name)
     except (ValueError, OSError) as error:
@@ -78,7 +78,7 @@ def named_encoding(name: str, end_of_text: str | None = None) -> TiktokenTokeniz
 
 def read_ranks(file: Path, end_of_text: str | None = None) -> TiktokenTokenizer:
     """The tokenizer of a file of ranks and of the JSON beside it, if there is one."""
-    tiktoken = _tiktoken()
+    tiktoken = optional_package("tiktoken", "a tokenizer of this kind")
     try:
         lines = [line.split() for line in file.read_bytes().splitlines() if line]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
@@ -108,14 +108,3 @@ def _told_beside(file: Path) -> Mapping[str, Any]:
     if unknown := sorted(set(told) - {"pattern", "special_tokens"}):
         raise ValueError(f"{beside} has {', '.join(unknown)}; it may have pattern and special_tokens")
     return dict(told)
-
-
-def _tiktoken() -> ModuleType:
-    try:
-        import tiktoken
-    except ImportError as error:
-        raise ImportError(
-            "a tokenizer of this kind needs the package 'tiktoken': pip install 'lightning_megatron[data]'"
-        ) from error
-    module: ModuleType = tiktoken
-    return module

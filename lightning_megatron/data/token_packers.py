@@ -17,14 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_megatron.data.corpus import Tokens
+from lightning_megatron.data.collate import Sample
+from lightning_megatron.data.corpus import TokenArray
 from lightning_megatron.data.packed_documents import DocumentRows, RowTable
 from lightning_megatron.data.stream_options import StreamOptions
 
 WINDOW_ROWS = 32
 """Full rows that documents must make before they are packed. More of them fill rows better, and wait longer."""
-
-Sample = dict[str, Tensor]
 
 
 class TokenPacker(Protocol):
@@ -35,7 +34,7 @@ class TokenPacker(Protocol):
         """Samples that can be taken."""
         ...
 
-    def add(self, ids: Tokens) -> bool:
+    def add(self, ids: TokenArray) -> bool:
         """Takes the tokens of a document, end of text included; returns whether any of them will be in a sample."""
         ...
 
@@ -54,13 +53,13 @@ class StretchPacker:
     def __init__(self, sequence_length: int, options: StreamOptions) -> None:
         self.sequence_length = sequence_length
         self.options = options
-        self._tokens: Tokens = np.empty(0, dtype=np.int64)
+        self._tokens: TokenArray = np.empty(0, dtype=np.int64)
 
     @property
     def num_ready(self) -> int:
         return max(len(self._tokens) - 1, 0) // self.sequence_length
 
-    def add(self, ids: Tokens) -> bool:
+    def add(self, ids: TokenArray) -> bool:
         self._tokens = np.concatenate([self._tokens, ids])
         return True
 
@@ -86,11 +85,11 @@ class DocumentPacker:
         self.long_documents: Literal["split", "drop"] = long_documents
         self.seed = seed
         # Documents that are not packed yet.
-        self._waiting: list[Tokens] = []
+        self._waiting: list[TokenArray] = []
         # Positions that they take.
         self._num_waiting = 0
         # Documents that were packed together, and their rows.
-        self._windows: deque[tuple[list[Tokens], DocumentRows]] = deque()
+        self._windows: deque[tuple[list[TokenArray], DocumentRows]] = deque()
         # Rows of the first window.
         self._num_taken = 0
 
@@ -98,7 +97,7 @@ class DocumentPacker:
     def num_ready(self) -> int:
         return sum(len(rows) for _, rows in self._windows) - self._num_taken
 
-    def add(self, ids: Tokens) -> bool:
+    def add(self, ids: TokenArray) -> bool:
         num_positions = len(ids) - 1
         if num_positions == 0 or (self.long_documents == "drop" and num_positions > self.sequence_length):
             return False
@@ -109,7 +108,7 @@ class DocumentPacker:
             self._waiting, self._num_waiting = [], 0
         return True
 
-    def _pack(self, documents: list[Tokens]) -> None:
+    def _pack(self, documents: list[TokenArray]) -> None:
         ends = np.cumsum([len(ids) for ids in documents], dtype=np.int64)
         table = RowTable.of(ends, self.sequence_length, self.seed, self.long_documents)
         rows = DocumentRows(np.concatenate(documents), table, self.sequence_length, self.end_of_text)
@@ -140,12 +139,12 @@ class DocumentPacker:
         self._num_taken = state["num_taken"]
 
 
-def _flat(documents: Sequence[Tokens]) -> dict[str, Tensor]:
+def _flat(documents: Sequence[TokenArray]) -> dict[str, Tensor]:
     tokens = np.concatenate([np.empty(0, dtype=np.int64), *documents])
     lengths = torch.tensor([len(ids) for ids in documents], dtype=torch.int64)
     return {"tokens": torch.from_numpy(tokens.astype(np.int32)), "lengths": lengths}
 
 
-def _unflat(flat: Mapping[str, Tensor]) -> list[Tokens]:
+def _unflat(flat: Mapping[str, Tensor]) -> list[TokenArray]:
     parts = flat["tokens"].long().split(flat["lengths"].tolist())
     return [part.numpy().copy() for part in parts]

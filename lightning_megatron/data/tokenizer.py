@@ -11,11 +11,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from lightning_megatron.data.atomic_file import atomic_write
 from lightning_megatron.data.long_texts import PART_CHARACTERS, is_cuttable, parts_of
+from lightning_megatron.data.optional_packages import optional_package
 
 if TYPE_CHECKING:
     import tokenizers
@@ -55,13 +55,13 @@ class Tokenizer(ABC):
     def decode(self, ids: Iterable[int]) -> str:
         """The text of the token ids, special tokens spelled out."""
 
-    @abstractmethod
     def token_id(self, name: str) -> int | None:
         """The id of the token that is written so, or None."""
+        return next((i for i, piece in self.pieces().items() if piece == name), None)
 
     @abstractmethod
     def pieces(self) -> dict[int, str]:
-        """How each token is written in the vocabulary."""
+        """Spelling of each token in the vocabulary."""
 
     @abstractmethod
     def special_ids(self) -> list[int]:
@@ -184,7 +184,7 @@ def train_tokenizer(
         raise ValueError(
             f"vocab_size ({vocab_size}) must be at least {smallest}: the 256 bytes, the end of text{others}"
         )
-    tokenizers = _tokenizers()
+    tokenizers = optional_package("tokenizers", "turning text into tokens")
     engine = tokenizers.Tokenizer(tokenizers.models.BPE())
     engine.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     engine.decoder = tokenizers.decoders.ByteLevel()
@@ -202,7 +202,7 @@ def train_tokenizer(
 
 def read_fast_tokenizer(file: Path, end_of_text: str | None = None) -> FastTokenizer:
     """The tokenizer of a tokenizer.json; the end of text is as in `tokenizer_files.load_tokenizer`."""
-    tokenizers = _tokenizers()
+    tokenizers = optional_package("tokenizers", "turning text into tokens")
     try:
         engine = tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8"))
     except Exception as error:  # `tokenizers` raises nothing narrower for a file that it cannot parse
@@ -240,13 +240,3 @@ def configured_end_of_text(directory: Path) -> str | None:
     token = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
     name = token["content"] if isinstance(token, dict) else token
     return None if name is None else str(name)
-
-
-def _tokenizers() -> ModuleType:
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise ImportError(
-            "turning text into tokens needs the package 'tokenizers': pip install 'lightning_megatron[data]'"
-        ) from error
-    return tokenizers

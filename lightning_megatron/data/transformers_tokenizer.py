@@ -7,9 +7,9 @@ used without it; the rest are written in Python, and slow.
 import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from lightning_megatron.data.optional_packages import optional_package
 from lightning_megatron.data.tokenizer import FastTokenizer, Tokenizer, known_end_of_text, named_end_of_text
 
 
@@ -53,7 +53,7 @@ class SlowTokenizer(Tokenizer):
 
 def read_directory(directory: Path, end_of_text: str | None = None) -> Tokenizer:
     """The tokenizer that transformers makes of a directory; its end of text is its `eos_token`, unless it is named."""
-    transformers = _transformers()
+    transformers = optional_package("transformers", "a tokenizer of this kind", extra="hf")
     try:
         engine = transformers.AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
     except Exception as error:  # any, from files that do not belong together
@@ -66,14 +66,3 @@ def read_directory(directory: Path, end_of_text: str | None = None) -> Tokenizer
     if engine.is_fast:
         return FastTokenizer(engine.backend_tokenizer, name)
     return SlowTokenizer(engine, name)
-
-
-def _transformers() -> ModuleType:
-    try:
-        import transformers
-    except ImportError as error:
-        raise ImportError(
-            "a tokenizer of this kind needs the package 'transformers': pip install 'lightning_megatron[hf]'"
-        ) from error
-    module: ModuleType = transformers
-    return module

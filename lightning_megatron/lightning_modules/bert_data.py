@@ -109,13 +109,12 @@ class BertDataModule(CorpusDataModule):
     def _prompt_ids(self) -> list[list[int]]:
         """The tokens of each prompt, as a sample of one part has them. Raises ConfigurationError for a prompt without
         a mask token or too long."""
-        assert self.tokenizer is not None, "setup comes first; Trainer calls it"
-        roles = special_tokens(self.tokenizer)
-        mask = self.tokenizer.pieces()[roles["mask"]]
+        tokenizer = self._ready_tokenizer
+        roles = special_tokens(tokenizer)
+        mask = tokenizer.pieces()[roles["mask"]]
         found, faults = [], []
-        for prompt, (ids, _) in zip(
-            self.config.prompts, self.tokenizer.encode_spelled(self.config.prompts), strict=True
-        ):
+        encoded = tokenizer.encode_spelled(self.config.prompts)
+        for prompt, (ids, _) in zip(self.config.prompts, encoded, strict=True):
             found.append([roles["class"], *ids, roles["separator"]])
             if roles["mask"] not in ids:
                 faults.append(f"prompt ({prompt!r}) has no {mask}; put one where a token is to be filled in")

@@ -67,21 +67,19 @@ class ChatDataModule(ConversationDataModule):
         )
         samples = ChatSamples(path)
         if self.config.packing == "none":
-            return Samples(dataset=samples, count=len(samples), summary=str(samples.kept))
+            return Samples(dataset=samples, count=len(samples), summary=str(samples.counts))
         rows = PackedChats(samples, self.sequence_length, end_of_text=tokenizer.end_of_text, seed=self.config.seed)
         return Samples(dataset=rows, count=len(rows), summary=str(rows))
 
     @property
     def _collate(self) -> Collate:
-        assert self.tokenizer is not None, "setup comes first; Trainer calls it"
-        padding = self._padding(self.tokenizer)
+        padding = self._padding(self._ready_tokenizer)
         return partial(collate_padded, padding=padding, multiple=self.config.pad_to_multiple)
 
     def _prompt_ids(self) -> list[list[int]]:
         if self.template is None:
             return super()._prompt_ids()
-        assert self.tokenizer is not None, "setup comes first; Trainer calls it"
-        return [ids for ids, _ in self.tokenizer.encode_spelled(self._prompt_texts())]
+        return [ids for ids, _ in self._ready_tokenizer.encode_spelled(self._prompt_texts())]
 
     def _prompt_texts(self) -> list[str]:
         """The text that the model reads for each prompt."""

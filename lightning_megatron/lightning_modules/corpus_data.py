@@ -23,12 +23,12 @@ from lightning_megatron.data import (
     prepare_corpus,
     split_documents,
 )
+from lightning_megatron.data.collate import Sample
 from lightning_megatron.data.corpus_shards import usable_texts
 from lightning_megatron.data.document_files import MAX_DOCUMENT_BYTES, BadDocuments
 from lightning_megatron.data.prepare import left_out
 from lightning_megatron.data.sources import corpus_fingerprint, held_out_of, joined_documents, part_of
 from lightning_megatron.lightning_modules.data_module import Samples
-from lightning_megatron.lightning_modules.loaders import Sample
 from lightning_megatron.lightning_modules.text_data import TextDataConfig, TextDataModule
 from lightning_megatron.lightning_modules.text_sources import (
     BlendSource,
@@ -208,11 +208,11 @@ class CorpusDataModule(TextDataModule):
         with _about(about):
             if read.corpus is None:
                 kept, held = split_documents(read.documents, fraction)
-                held_out = self._text_samples(held)
+                held_out = self._samples(held, self._ready_tokenizer)
             else:
                 held_out = self._samples_between(read, count - num_held_out, count)
         if read.corpus is None:
-            return self._text_samples(kept), held_out, None
+            return self._samples(kept, self._ready_tokenizer), held_out, None
         return self._samples_between(read, 0, count - num_held_out), held_out, None
 
     def _split(self, read: ReadSource, split: str) -> tuple[Samples, Samples | None, Samples | None]:
@@ -233,11 +233,8 @@ class CorpusDataModule(TextDataModule):
         if read.corpus is not None:
             return self._token_samples(Path(read.corpus.prefix), (first, last), self.tokenizer)
         is_all = (first, last) == (0, read.num_documents)
-        return self._text_samples(read.documents if is_all else part_of(read.documents, range(first, last)))
-
-    def _text_samples(self, documents: Any) -> Samples:
-        assert self.tokenizer is not None, "there is one as soon as there is text"
-        return self._samples(documents, self.tokenizer)
+        documents = read.documents if is_all else part_of(read.documents, range(first, last))
+        return self._samples(documents, self._ready_tokenizer)
 
     def _samples(self, documents: Any, tokenizer: Tokenizer) -> Samples:
         """The samples that documents make; makes what is not in the cache yet."""

@@ -18,10 +18,10 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from lightning_megatron.data import BatchRamp, ShuffledEpochs, collate_tokens
+from lightning_megatron.data.collate import Sample
 from lightning_megatron.lightning_modules.loaders import (
     Collate,
     ResumableLoader,
-    Sample,
     evaluation_loader,
     infinite_loader,
     training_loader,
@@ -323,4 +323,4 @@ def as_configuration_error() -> Iterator[None]:
     except ConfigurationError:
         raise
     except ValueError as error:
-        raise ConfigurationError([str(error)]) from error
+        raise ConfigurationError(str(error)) from error

@@ -24,7 +24,7 @@ from lightning_megatron.lightning_modules.data_module import Samples
 from lightning_megatron.lightning_modules.loaders import ResumableLoader
 from lightning_megatron.lightning_modules.stream_loader import StreamLoader
 
-Packing = Literal["stream", "documents"]
+SamplePacking = Literal["stream", "documents"]
 """Content of a sample: a stretch of all documents, or whole documents that do not attend to each other."""
 
 
@@ -49,7 +49,7 @@ class GPTDataConfig(CorpusDataConfig):
     streaming: StreamingConfig | None = None
     """Reading, tokenizing and packing the text while it is trained on, in place of preparing it first. Needs path or
     dataset and a tokenizer."""
-    packing: Packing = "stream"
+    packing: SamplePacking = "stream"
     """Content of a sample: a stretch of all documents put one after the other ('stream'), or whole documents that do
     not attend to each other ('documents')."""
     long_documents: LongDocuments = "split"
@@ -83,7 +83,7 @@ class GPTDataModule(CorpusDataModule):
         faults = super().faults() + [
             f"{name} ({value!r}) must be one of {', '.join(map(repr, choices))}"
             for name, value, choices in (
-                ("packing", self.config.packing, get_args(Packing)),
+                ("packing", self.config.packing, get_args(SamplePacking)),
                 ("long_documents", self.config.long_documents, get_args(LongDocuments)),
             )
             if value not in choices
@@ -206,12 +206,11 @@ class GPTDataModule(CorpusDataModule):
         if self.config.streaming is None:
             return super()._training_loader()
         self._refuse_overfitting()
-        assert self.tokenizer is not None, "setup comes first; Trainer calls it"
         make_reader = partial(
             _reader,
             source=self._stream_source,
-            tokenizer=self.tokenizer,
-            make_packer=self._make_packer(self.tokenizer),
+            tokenizer=self._ready_tokenizer,
+            make_packer=self._make_packer(self._ready_tokenizer),
             ramp=self._ramp,
             window=self.config.streaming.window_documents,
             seed=self.config.seed,

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from lightning_megatron.data import (
     ChatTemplate,
@@ -26,6 +25,7 @@ from lightning_megatron.data import (
     load_tokenizer,
     prepare_image_chats,
 )
+from lightning_megatron.data.collate import Sample
 from lightning_megatron.data.image_chats import IMAGE, Conversation, TemplateName, built_in_template, conversation_of
 from lightning_megatron.data.image_samples import Unreadable
 from lightning_megatron.data.images import ImageFit
@@ -33,7 +33,7 @@ from lightning_megatron.data.sources import corpus_fingerprint, files_of, plain_
 from lightning_megatron.data.synthetic_images import draw_images
 from lightning_megatron.lightning_modules.conversation_data import ConversationDataConfig, ConversationDataModule
 from lightning_megatron.lightning_modules.data_module import Samples, as_configuration_error
-from lightning_megatron.lightning_modules.loaders import Collate, Sample, collate_images, prompt_loader
+from lightning_megatron.lightning_modules.loaders import Collate, collate_images
 from lightning_megatron.trainer.config import ConfigurationError
 
 _NUM_DRAWN = 4096
@@ -141,10 +141,8 @@ class LlavaDataModule(ConversationDataModule):
         self.tokenizer = tokenizer = own.with_special_token(IMAGE)
         if (found := tokenizer.token_id(IMAGE)) != config.image_token:
             raise ConfigurationError(
-                [
-                    f"image_token ({config.image_token}) must be the id of {IMAGE} in the tokenizer, or, where it has "
-                    f"none, the one behind all others: {found}; set model.config.image_token to it"
-                ]
+                f"image_token ({config.image_token}) must be the id of {IMAGE} in the tokenizer, or, where it has "
+                f"none, the one behind all others: {found}; set model.config.image_token to it"
             )
         self.template = image_template(config.template, tokenizer, str(config.tokenizer))
         if self._only_predicts:
@@ -194,7 +192,7 @@ class LlavaDataModule(ConversationDataModule):
         )
         samples = ImageSamples(path, documents, folder, self._image_config, self.config.unreadable_images)
         if self.config.packing == "none":
-            return Samples(dataset=samples, count=len(samples), summary=str(samples.kept))
+            return Samples(dataset=samples, count=len(samples), summary=str(samples.counts))
         rows = PackedImageSamples(
             samples, self.sequence_length, end_of_text=tokenizer.end_of_text, seed=self.config.seed
         )
@@ -202,8 +200,7 @@ class LlavaDataModule(ConversationDataModule):
 
     @property
     def _collate(self) -> Collate:
-        assert self.tokenizer is not None, "setup comes first; Trainer calls it"
-        padding = self._padding(self.tokenizer)
+        padding = self._padding(self._ready_tokenizer)
         return partial(
             collate_images, collate=partial(collate_padded, padding=padding, multiple=self.config.pad_to_multiple)
         )
@@ -216,15 +213,15 @@ class LlavaDataModule(ConversationDataModule):
             with as_configuration_error():
                 self._prompt_images = [self._loaded(own) for own in self._prompt_names]
 
-    def predict_dataloader(self) -> DataLoader[Sample]:
-        ids = [torch.tensor(ids) for ids in self._prompt_ids()]
-        extras = [{"images": own} for own in self._prompt_images]
-        return prompt_loader(ids, self.global_batch_size, self._replica, extras)
+    @property
+    def _prompt_entries(self) -> list[Sample]:
+        return [{"images": own} for own in self._prompt_images]
 
     def _prompt_ids(self) -> list[list[int]]:
-        assert self.tokenizer is not None and self.template is not None, "setup comes first; Trainer calls it"
+        tokenizer, template = self._ready_tokenizer, self.template
+        assert template is not None, "setup comes first; Trainer calls it"
         conversations = map(_prompt, self.config.prompts, self._prompt_names)
-        return [encode_prompt(one, self.tokenizer, self.template, self.features_per_image) for one in conversations]
+        return [encode_prompt(one, tokenizer, template, self.features_per_image) for one in conversations]
 
     @property
     def _prompt_names(self) -> list[list[str]]:
@@ -237,9 +234,8 @@ class LlavaDataModule(ConversationDataModule):
 
     def text_of(self, ids: Any) -> str:
         """The text of a row of tokens, with one `<image>` for all the tokens of one image or of several in a row."""
-        assert self.tokenizer is not None, "setup comes first; Trainer calls it"
         pieces = [
-            IMAGE if is_image else self.tokenizer.decode(run)
+            IMAGE if is_image else self._ready_tokenizer.decode(run)
             for is_image, run in groupby(ids, lambda i: i == self.config.image_token)
         ]
         return "".join(pieces)

@@ -12,11 +12,11 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_megatron.data import BatchRamp, EpochSampler, GlobalBatchSampler, InfiniteSampler, collate_tokens
+from lightning_megatron.data.collate import Sample
 from lightning_megatron.pipeline.ragged import Ragged
 from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.trainer.setup.replica import Replica
 
-Sample = dict[str, Tensor]
 Collate = Callable[[list[Sample]], Sample]
 COPY = -1
 """Number of a prompt that only pads a batch, whose text is dropped."""
@@ -50,11 +50,9 @@ class ResumableLoader(DataLoader[Sample]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "states" in state:
             raise ConfigurationError(
-                [
-                    "the checkpoint is of a run whose text streamed, and its place in the stream is none in samples"
-                    " that have an order of their own; resume it with streaming, or start anew from the checkpoint's"
-                    " weights"
-                ]
+                "the checkpoint is of a run whose text streamed, and its place in the stream is none in samples"
+                " that have an order of their own; resume it with streaming, or start anew from the checkpoint's"
+                " weights"
             )
         self._go_on_after(state)
 

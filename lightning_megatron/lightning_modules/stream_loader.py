@@ -10,9 +10,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_megatron.data.batch_ramp import BatchRamp
-from lightning_megatron.data.collate import collate_tokens
-from lightning_megatron.data.streaming import Part, StreamedBatches, StreamReader, StreamStart, require_packers
-from lightning_megatron.lightning_modules.loaders import Sample
+from lightning_megatron.data.collate import Sample, collate_tokens
+from lightning_megatron.data.streaming import BatchPart, StreamedBatches, StreamReader, StreamStart, require_packers
 from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.trainer.setup.replica import Replica
 
@@ -80,7 +79,7 @@ class StreamLoader:
         try:
             require_packers(state["states"], self._ramp.unit)
         except ValueError as error:
-            raise ConfigurationError([str(error)]) from error
+            raise ConfigurationError(str(error)) from error
         self._start = StreamStart(
             state_samples=state["state_samples"],
             states=tuple(state["states"]),
@@ -96,17 +95,15 @@ class StreamLoader:
         return {**states[0], "states": list(of_packers.values())}
 
 
-def _sound(part: Part) -> tuple[list[Sample], Any]:
+def _sound(part: BatchPart) -> tuple[list[Sample], Any]:
     if isinstance(part, ValueError):
-        raise ConfigurationError([str(part)])
+        raise ConfigurationError(str(part))
     return part
 
 
 def _require_of_stream(state: Mapping[str, Any]) -> None:
     if "states" not in state:
         raise ConfigurationError(
-            [
-                "the checkpoint is of a run whose text did not stream, and has no place in a stream; resume it without"
-                " streaming, or start anew from the checkpoint's weights"
-            ]
+            "the checkpoint is of a run whose text did not stream, and has no place in a stream; resume it without"
+            " streaming, or start anew from the checkpoint's weights"
         )

@@ -4,8 +4,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch.utils.data import DataLoader
-
 from lightning_megatron.data import (
     AnswerSamples,
     PackedAnswers,
@@ -14,11 +12,12 @@ from lightning_megatron.data import (
     load_tokenizer,
     prepare_answers,
 )
+from lightning_megatron.data.collate import Sample
 from lightning_megatron.data.packed_rows import IGNORE_INDEX, NO_SEGMENT
 from lightning_megatron.lightning_modules.chat_data import ChatDataConfig, ChatDataModule
 from lightning_megatron.lightning_modules.data_module import Samples
-from lightning_megatron.lightning_modules.loaders import Collate, Sample
-from lightning_megatron.lightning_modules.t5_data import answer_loader, ids_to_answer, longest_prompt, padding_of
+from lightning_megatron.lightning_modules.loaders import Collate
+from lightning_megatron.lightning_modules.t5_data import decoder_starts, ids_to_answer, padding_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +80,7 @@ class T5ChatDataModule(ChatDataModule):
         padding = padding_of(tokenizer)
         samples = AnswerSamples(path, start_token=padding)
         if self.config.packing == "none":
-            return Samples(dataset=samples, count=len(samples), summary=str(samples.kept))
+            return Samples(dataset=samples, count=len(samples), summary=str(samples.counts))
         rows = PackedAnswers(
             samples,
             encoder_length=self.sequence_length,
@@ -93,20 +92,18 @@ class T5ChatDataModule(ChatDataModule):
 
     @property
     def _collate(self) -> Collate:
-        assert self.tokenizer is not None, "setup comes first; Trainer calls it"
-        padding = padding_of(self.tokenizer)
+        padding = padding_of(self._ready_tokenizer)
         encoder = {"encoder_tokens": padding, "encoder_segments": NO_SEGMENT}
         decoder = {"decoder_tokens": padding, "decoder_segments": NO_SEGMENT, "labels": IGNORE_INDEX, "loss_mask": 0}
         return partial(_collate_both, encoder=encoder, decoder=decoder, multiple=self.config.pad_to_multiple)
 
-    def predict_dataloader(self) -> DataLoader[Sample]:
-        """Batches of the encoder's tokens, ends included, and of `decoder_tokens` [batch, 1] that start an answer."""
-        assert self.tokenizer is not None, "setup comes first; Trainer calls it"
-        return answer_loader(self._prompt_ids(), self.tokenizer, self.global_batch_size, self._replica)
+    @property
+    def _prompt_entries(self) -> list[Sample]:
+        """The `decoder_tokens` [1] that start each answer."""
+        return decoder_starts(self._ready_tokenizer) * len(self.config.prompts)
 
     def _prompt_ids(self) -> list[list[int]]:
-        assert self.tokenizer is not None, "setup comes first; Trainer calls it"
-        return ids_to_answer(self.config.prompts, self._prompt_texts(), self.tokenizer, longest_prompt(self.trainer))
+        return ids_to_answer(self.config.prompts, self._prompt_texts(), self._ready_tokenizer, self.trainer)
 
 
 def _collate_both(samples: list[Sample], *, encoder: dict[str, int], decoder: dict[str, int], multiple: int) -> Sample:

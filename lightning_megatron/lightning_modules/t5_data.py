@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import lightning as L
 import torch
-from torch.utils.data import DataLoader
 
 from lightning_megatron.data import (
     MegatronCorpus,
@@ -18,13 +17,12 @@ from lightning_megatron.data import (
     sentinels,
     special_tokens,
 )
+from lightning_megatron.data.collate import Sample
 from lightning_megatron.data.special_tokens import SENTINEL
 from lightning_megatron.lightning_modules.corpus_data import CorpusDataConfig, CorpusDataModule
 from lightning_megatron.lightning_modules.data_module import Samples
-from lightning_megatron.lightning_modules.loaders import Sample, prompt_loader
 from lightning_megatron.lightning_modules.t5 import T5Module
 from lightning_megatron.trainer.config import ConfigurationError
-from lightning_megatron.trainer.setup.replica import Replica
 
 _PADDING = "<pad>"
 
@@ -110,14 +108,13 @@ class T5DataModule(CorpusDataModule):
         pieces = T5Pieces(MegatronCorpus(prefix, documents), corruption, seed=self.config.seed)
         return Samples(dataset=pieces, count=len(pieces), is_new_each_epoch=True)
 
-    def predict_dataloader(self) -> DataLoader[Sample]:
-        """Batches of the encoder's tokens, ends included, and of `decoder_tokens` [batch, 1] that start an answer."""
-        assert self.tokenizer is not None, "setup comes first; Trainer calls it"
-        return answer_loader(self._prompt_ids(), self.tokenizer, self.global_batch_size, self._replica)
+    @property
+    def _prompt_entries(self) -> list[Sample]:
+        """The `decoder_tokens` [1] that start each answer."""
+        return decoder_starts(self._ready_tokenizer) * len(self.config.prompts)
 
     def _prompt_ids(self) -> list[list[int]]:
-        assert self.tokenizer is not None, "setup comes first; Trainer calls it"
-        return ids_to_answer(self.config.prompts, self.config.prompts, self.tokenizer, longest_prompt(self.trainer))
+        return ids_to_answer(self.config.prompts, self.config.prompts, self._ready_tokenizer, self.trainer)
 
 
 def padding_of(tokenizer: Tokenizer) -> int:
@@ -125,7 +122,7 @@ def padding_of(tokenizer: Tokenizer) -> int:
     return special_tokens(tokenizer, ("padding",))["padding"]
 
 
-def longest_prompt(trainer: L.Trainer | None) -> int | None:
+def _longest_prompt(trainer: L.Trainer | None) -> int | None:
     """Most tokens that the encoder of a Trainer's T5 can read; None without a T5 or with relative positions, which
     have no bound."""
     module = None if trainer is None else trainer.lightning_module
@@ -135,11 +132,11 @@ def longest_prompt(trainer: L.Trainer | None) -> int | None:
 
 
 def ids_to_answer(
-    prompts: Sequence[str], texts: Sequence[str], tokenizer: Tokenizer, longest: int | None
+    prompts: Sequence[str], texts: Sequence[str], tokenizer: Tokenizer, trainer: L.Trainer | None
 ) -> list[list[int]]:
     """The encoder's tokens of each prompt's text, with their end. Raises ConfigurationError for a prompt that is longer
     than the encoder can read."""
-    end = [tokenizer.end_of_text]
+    end, longest = [tokenizer.end_of_text], _longest_prompt(trainer)
     found = [ids if ids[-1:] == end else ids + end for ids, _ in tokenizer.encode_spelled(texts)]
     faults = [
         f"prompt ({prompt!r}) has {len(ids)} tokens with its end, and max_sequence_length ({longest}) of the model is"
@@ -152,10 +149,6 @@ def ids_to_answer(
     return found
 
 
-def answer_loader(
-    read: Sequence[Sequence[int]], tokenizer: Tokenizer, global_batch_size: int, replica: Replica
-) -> DataLoader[Sample]:
-    """This data-parallel rank's part of batches of encoder tokens, and of `decoder_tokens` [batch, 1] that start each
-    answer."""
-    start = {"decoder_tokens": torch.tensor([padding_of(tokenizer)])}
-    return prompt_loader([torch.tensor(ids) for ids in read], global_batch_size, replica, [start] * len(read))
+def decoder_starts(tokenizer: Tokenizer) -> list[Sample]:
+    """The entry `decoder_tokens` [1] that starts one answer."""
+    return [{"decoder_tokens": torch.tensor([padding_of(tokenizer)])}]

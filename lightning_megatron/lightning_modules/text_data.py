@@ -10,10 +10,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_megatron.data import Tokenizer, load_tokenizer, train_tokenizer
+from lightning_megatron.data.collate import Sample
 from lightning_megatron.data.document_files import MAX_DOCUMENT_BYTES
 from lightning_megatron.data.tokenizer import SMALLEST_VOCABULARY
 from lightning_megatron.lightning_modules.data_module import LoaderConfig, ParallelDataModule, as_configuration_error
-from lightning_megatron.lightning_modules.loaders import Sample, prompt_loader
+from lightning_megatron.lightning_modules.loaders import prompt_loader
 from lightning_megatron.lightning_modules.text_sources import BlendSource
 from lightning_megatron.trainer.config import ConfigurationError
 
@@ -63,12 +64,17 @@ class TextDataModule(ParallelDataModule):
         return self.config.sequence_length
 
     @property
+    def _ready_tokenizer(self) -> Tokenizer:
+        assert self.tokenizer is not None, "setup comes first; Trainer calls it"
+        return self.tokenizer
+
+    @property
     def _cache(self) -> Path:
         return Path(self.config.cache_directory)
 
     @property
     def _documents_cache(self) -> Path:
-        """Where `datasets` keeps the documents of files."""
+        """Directory in which `datasets` caches the documents of files."""
         return self._cache / "documents"
 
     @property
@@ -150,13 +156,11 @@ class TextDataModule(ParallelDataModule):
         if stage == "predict" and not self.config.prompts:
             name = type(self.config).__name__
             raise ConfigurationError(
-                [
-                    "there are no prompts to predict from; give some, as --data.prompts '[\"Who are you?\"]' or "
-                    f'{name}(prompts=["Who are you?"])'
-                ]
+                "there are no prompts to predict from; give some, as --data.prompts '[\"Who are you?\"]' or "
+                f'{name}(prompts=["Who are you?"])'
             )
         if stage == "predict" and self.config.tokenizer is None and not self._has_text:
-            raise ConfigurationError(["token files alone say no text of a token; give the tokenizer to predict"])
+            raise ConfigurationError("token files alone say no text of a token; give the tokenizer to predict")
         super().setup(stage)
         if stage == "predict":
             # Wrong prompts are an error before a model is built.
@@ -177,14 +181,19 @@ class TextDataModule(ParallelDataModule):
 
     def text_of(self, ids: Sequence[int]) -> str:
         """The text of a row of tokens, as it is printed."""
-        assert self.tokenizer is not None, "setup comes first; Trainer calls it"
-        return self.tokenizer.decode(ids)
+        return self._ready_tokenizer.decode(ids)
 
     def predict_dataloader(self) -> DataLoader[Sample]:
-        return prompt_loader([torch.tensor(ids) for ids in self._prompt_ids()], self.global_batch_size, self._replica)
+        ids = [torch.tensor(ids) for ids in self._prompt_ids()]
+        return prompt_loader(ids, self.global_batch_size, self._replica, self._prompt_entries)
+
+    @property
+    def _prompt_entries(self) -> list[Sample] | None:
+        """Further entries of each prompt's row of a batch."""
+        return None
 
     def _prompt_ids(self) -> list[list[int]]:
         """The tokens of each prompt. Raises ValueError for prompts that a model cannot be asked."""
-        assert self.tokenizer is not None, "setup comes first; Trainer calls it"
         # An empty prompt starts where a document would.
-        return [ids or [self.tokenizer.end_of_text] for ids in self.tokenizer.encode(self.config.prompts)]
+        tokenizer = self._ready_tokenizer
+        return [ids or [tokenizer.end_of_text] for ids in tokenizer.encode(self.config.prompts)]

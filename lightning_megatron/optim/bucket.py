@@ -173,7 +173,7 @@ def make_buckets(
     buckets = []
     for members in groups.values():
         if members[0].holders is not None:
-            # By name: ranks hold shared parameters in orders of their own.
+            # Names give the order: ranks hold shared parameters in orders of their own.
             members.sort(key=lambda param: param.name)
         sizes, shards = [param.parameter.numel() for param in members], shards_of(members[0].replicas)
         for layout in bucket_layouts(sizes, num_shards=shards.size, bucket_size=bucket_size, no_split=no_split):

@@ -107,7 +107,7 @@ class Gradients:
         self._is_handed_over = False
         self._is_checked = self.config.on_nonfinite == "stop"
         self.reducer = GradReducer(self.buckets, is_checked=self._is_checked)
-        # As `extremes` of a bucket.
+        # Minimum and maximum of each gradient, as `Bucket.extremes` has them.
         self._loose_extremes: list[tuple[ModelParam, Tensor]] = []
 
     # --- between two backwards ---------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ class Gradients:
             if (leading := param.shard.leading) is not None:
                 others.setdefault(leading.ranks, (leading, []))[1].append(place)
         shared: dict[tuple[int, ...], tuple[Axis, list[int]]] = {}
-        # By name: ranks hold shared parameters in orders of their own.
+        # Names give the order: ranks hold shared parameters in orders of their own.
         for place, param in sorted(enumerate(trained), key=lambda item: item[1].name):
             if param.holders is not None and (outside_over_stages or not param.is_outside):
                 shared.setdefault(param.holders.ranks, (param.holders, []))[1].append(place)

@@ -76,7 +76,7 @@ def fingerprint(x: Tensor) -> Tensor:
     return (bits * places).sum()
 
 
-def in_words(lines: Iterable[str], limit: int = 20) -> str:
+def bullet_list(lines: Iterable[str], limit: int = 20) -> str:
     """The lines as a list for a message, cut off after `limit`."""
     all_lines = list(lines)
     more = [f"and {len(all_lines) - limit} more"] if len(all_lines) > limit else []

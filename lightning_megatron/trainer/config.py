@@ -14,10 +14,11 @@ Mode = Literal["auto", "collective"]
 class ConfigurationError(ValueError):
     """Settings that cannot run, found before any training; the message lists every fault."""
 
-    def __init__(self, faults: Sequence[str]) -> None:
-        self.faults = list(faults)
-        head = "this configuration cannot run:" if len(faults) == 1 else f"this configuration has {len(faults)} faults:"
-        super().__init__("\n".join([head, *(f"  - {fault}" for fault in faults)]))
+    def __init__(self, faults: str | Sequence[str]) -> None:
+        self.faults = [faults] if isinstance(faults, str) else list(faults)
+        count = len(self.faults)
+        head = "this configuration cannot run:" if count == 1 else f"this configuration has {count} faults:"
+        super().__init__("\n".join([head, *(f"  - {fault}" for fault in self.faults)]))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ from lightning_megatron.metrics.step_timeline import CLIP, GATHER, OPTIMIZER
 from lightning_megatron.optim.config import LossScaleConfig, OptimizerConfig
 from lightning_megatron.optim.data_parallel_comm import DataParallelComm
 from lightning_megatron.optim.loss_scale import LossScale
-from lightning_megatron.optim.replica_check import describe_nonfinite, found_nonfinite, in_words
+from lightning_megatron.optim.replica_check import bullet_list, describe_nonfinite, found_nonfinite
 from lightning_megatron.pipeline.step_hooks import StepHook, hooked
 from lightning_megatron.precision.fp8 import Fp8Config, config_of_recipe
 from lightning_megatron.transformer.fp8_layers import Fp8Layers
@@ -76,7 +76,7 @@ class MegatronPrecision(Precision):
         self.has_skipped = False
         # Norm of the whole model's gradient before the last clipping, [], float64.
         self.gradient_norm: Tensor | None = None
-        # Of what is done with the gradients of a step.
+        # It hears what is done with the gradients of a step.
         self.step_hook: StepHook | None = None
 
     def begin(self, dp_comm: DataParallelComm, config: LossScaleConfig) -> None:
@@ -158,8 +158,8 @@ class MegatronPrecision(Precision):
             return True
         raise RuntimeError(
             f"NaN or Inf in gradients at step {model.trainer.global_step}:\n"
-            f"{in_words(describe_nonfinite(gradients, world))}\nlower the learning rate or look at that rank's data; "
-            'OptimizerConfig(on_nonfinite="skip") leaves out such steps, "ignore" does them'
+            f"{bullet_list(describe_nonfinite(gradients, world))}\nlower the learning rate or look at that rank's data;"
+            ' OptimizerConfig(on_nonfinite="skip") leaves out such steps, "ignore" does them'
         )
 
     @override

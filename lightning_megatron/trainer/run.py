@@ -1,7 +1,7 @@
 """One run (a fit, validate, test or predict): all that lives from `setup_environment` to `teardown`.
 
-The strategy holds one `Run` at a time and drops it at the end. What checkpoints need of the last fit after that is
-kept in a `FitRecord`.
+The strategy holds one `ActiveRun` at a time and drops it at the end. A `FitRecord` has what checkpoints need of the
+last fit after that.
 """
 
 from collections.abc import Iterable
@@ -16,17 +16,17 @@ from torchmetrics import Metric
 from lightning_megatron.comm.async_collectives import no_op
 from lightning_megatron.mesh import Mesh, reset_ambient_mesh
 from lightning_megatron.optim.data_parallel_comm import DataParallelComm
-from lightning_megatron.optim.replica_check import differing_copies, in_words
+from lightning_megatron.optim.replica_check import bullet_list, differing_copies
 from lightning_megatron.pipeline.module import at_once, run_alone
 from lightning_megatron.tensor import weight_gradients
 from lightning_megatron.tensor.weight_gradients import WeightGradients
 from lightning_megatron.trainer.checkpointing import last_checkpoint, run_history
 from lightning_megatron.trainer.checkpointing.checkpoint_dict import MasterSlots
-from lightning_megatron.trainer.checkpointing.local_tier import LocalTier
+from lightning_megatron.trainer.checkpointing.local_checkpoint import LocalCheckpoint
 from lightning_megatron.trainer.dynamic_context.prefetch import DynamicContext
 from lightning_megatron.trainer.fault_tolerance.failure_watch import FailureWatch
 from lightning_megatron.trainer.fault_tolerance.preemption import Preemption
-from lightning_megatron.trainer.resume.run_state import Resumption
+from lightning_megatron.trainer.resume.run_state import ResumeState
 from lightning_megatron.trainer.setup import metric_sync, optimizers, pipelined_models
 from lightning_megatron.trainer.setup.connections import Connections
 from lightning_megatron.trainer.step.skipped_step_schedulers import SkippedStepSchedulers
@@ -42,18 +42,18 @@ class FitRecord:
     """Fits that led to the weights as they are."""
     master_slots: MasterSlots = field(default_factory=MasterSlots)
     """Master weights that the optimizers were left with, as slices of parameters."""
-    resumption: Resumption | None = None
+    resume_state: ResumeState | None = None
     """Progress of the loaded checkpoint, until the first batch after it."""
 
 
 @dataclass(kw_only=True)
-class Run:
+class ActiveRun:
     """State of one run. It is made before anything else of the run; the rest is filled in as set-up goes on."""
 
     connections: Connections
     ambient: Token[Mesh | None]
     """Token by which the ambient mesh is reset at the end."""
-    local_tier: LocalTier | None = None
+    local_checkpoint: LocalCheckpoint | None = None
     preemption: Preemption | None = None
     watch: FailureWatch | None = None
     """Watch for failures of other ranks; None on a single rank, and once this rank has failed."""
@@ -78,7 +78,7 @@ class Run:
     @property
     def own_callbacks(self) -> list[pl.Callback]:
         """Callbacks of the strategy's own, which stand after the user's during the run."""
-        return [callback for callback in (self.local_tier, self.preemption) if callback is not None]
+        return [callback for callback in (self.local_checkpoint, self.preemption) if callback is not None]
 
     def agree_to_load(self, path: str | None) -> None:
         """Checks, once a run, that all ranks load one checkpoint, or none. Collective over the world.
@@ -87,7 +87,7 @@ class Run:
         """
         if not self.has_agreed_to_load:
             self.has_agreed_to_load = True
-            last_checkpoint.require_alike(path, self.connections.saving.world)
+            last_checkpoint.require_alike(path, self.connections.saver.world)
 
     def end_step_of_models(
         self, module: pl.LightningModule, optimizers: Iterable[Optimizer], optimizer: Optimizer, *, has_stepped: bool
@@ -110,18 +110,18 @@ class Run:
         self.dp_comm.gather_all()
         if lines := differing_copies(self.dp_comm.gradients, self.connections.mesh):
             raise RuntimeError(
-                f"weights that several ranks hold differ after step {step}:\n{in_words(lines)}\na hook or a callback "
-                "changed them on some ranks only, or a rank computes wrongly; go on from the last checkpoint"
+                f"weights that several ranks hold differ after step {step}:\n{bullet_list(lines)}\na hook or a callback"
+                " changed them on some ranks only, or a rank computes wrongly; go on from the last checkpoint"
             )
 
     def fail(self, exception: BaseException) -> None:
         """Tells the other ranks of this rank's failure, once what is being written has had its time to land."""
         if self.is_leaving:
             return
-        # Before the others hear of the failure: they are needed to finish what is being written.
-        self.connections.saving.end(is_failed=True)
-        if self.local_tier is not None:
-            self.local_tier.end(is_failed=True)
+        # The others must not hear of the failure yet: they are needed to finish what is being written.
+        self.connections.saver.end(is_failed=True)
+        if self.local_checkpoint is not None:
+            self.local_checkpoint.end(is_failed=True)
         if self.watch is None:
             return
         first = self.watch.publish(exception)
@@ -139,12 +139,12 @@ class Run:
         is_leaving = self.is_leaving
         if self.preemption is not None:
             self.preemption.give_back()
-        if self.local_tier is not None:
-            self.local_tier.end(is_failed=is_interrupted)
+        if self.local_checkpoint is not None:
+            self.local_checkpoint.end(is_failed=is_interrupted)
         for callback in self.own_callbacks:
             if trainer is not None and callback in trainer.callbacks:
                 trainer.callbacks.remove(callback)
-        self.connections.saving.end(is_failed=is_interrupted)
+        self.connections.saver.end(is_failed=is_interrupted)
         if self.document_prefetch is not None:
             self.document_prefetch.stop(is_failed=is_interrupted and not is_leaving)
         reset_ambient_mesh(self.ambient)
@@ -160,7 +160,7 @@ class Run:
             optimizers.release(self.dp_comm, is_interrupted=is_interrupted)
             fit.master_slots = MasterSlots.of(self.dp_comm)
         if is_interrupted:
-            # Of a run that never came to its first batch; another fit starts from its own checkpoint, or from none.
-            fit.resumption = None
+            # The run never came to its first batch; another fit starts from its own checkpoint, or from none.
+            fit.resume_state = None
         if self.watch is not None:
             self.watch.stop()

@@ -47,9 +47,9 @@ from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.rules import cross_config
 from lightning_megatron.trainer.checkpointing import checkpoint_dict, last_checkpoint, run_history
 from lightning_megatron.trainer.checkpointing.checkpoint_dict import MasterSlots
+from lightning_megatron.trainer.checkpointing.checkpoint_saver import CheckpointSaver
+from lightning_megatron.trainer.checkpointing.local_checkpoint import LocalCheckpoint
 from lightning_megatron.trainer.checkpointing.local_state import LocalState
-from lightning_megatron.trainer.checkpointing.local_tier import LocalTier
-from lightning_megatron.trainer.checkpointing.saving import Saving
 from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
 from lightning_megatron.trainer.dynamic_context import measured_cost
 from lightning_megatron.trainer.dynamic_context.prefetch import DynamicContext
@@ -58,7 +58,7 @@ from lightning_megatron.trainer.fault_tolerance.preemption import Preemption
 from lightning_megatron.trainer.fault_tolerance.stop_vote import StopVote
 from lightning_megatron.trainer.precision import MegatronPrecision, compute_dtype
 from lightning_megatron.trainer.resume import run_state
-from lightning_megatron.trainer.run import FitRecord, Run
+from lightning_megatron.trainer.run import ActiveRun, FitRecord
 from lightning_megatron.trainer.setup import (
     checks,
     fp8_layers,
@@ -168,7 +168,7 @@ class MegatronStrategy(ParallelStrategy):
         # How microbatches are packed and cut, each anew; none: as the sizes say.
         self.dynamic_context = dynamic_context
         self.optimizer = optimizer if optimizer is not None else OptimizerConfig()
-        # Of precision 16-mixed.
+        # It is used with precision 16-mixed.
         self.loss_scale = loss_scale if loss_scale is not None else LossScaleConfig()
         self._fp8 = fp8
         self.recompute = recompute if recompute is not None else RecomputeConfig()
@@ -177,8 +177,8 @@ class MegatronStrategy(ParallelStrategy):
         self._num_nodes = 1
         # Made by the first run and kept for the later ones.
         self._connections: Connections | None = None
-        # From `setup_environment` to `teardown`.
-        self._run: Run | None = None
+        # It lives from `setup_environment` to `teardown`.
+        self._run: ActiveRun | None = None
         self._last_fit = FitRecord()
 
     # --- who this rank is -------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ class MegatronStrategy(ParallelStrategy):
 
     @property
     def data_parallel_size(self) -> int:
-        """How many replicas read different data."""
+        """Number of data-parallel ranks, which read different data."""
         return self.sizes.dp
 
     @property
@@ -280,7 +280,7 @@ class MegatronStrategy(ParallelStrategy):
 
     @property
     def fp8(self) -> Fp8Config | None:
-        """How the linears multiply in FP8, where `fp8` or `precision="transformer-engine"` asks for it."""
+        """FP8 configuration of the linears, where `fp8` or `precision="transformer-engine"` asks for one."""
         return self._fp8 if self._fp8 is not None else self._plugin.fp8
 
     # --- processes --------------------------------------------------------------------------------------------------
@@ -298,19 +298,7 @@ class MegatronStrategy(ParallelStrategy):
         Raises ConfigurationError for everything that is wrong with it.
         """
         arguments = last_checkpoint.prepared(trainer, arguments)
-        faults = checks.faults(
-            trainer,
-            self.sizes,
-            self.pipeline,
-            self.num_microbatches,
-            arguments,
-            microbatch_size=self.microbatch_size,
-            fp8=self.fp8,
-            recompute=self.recompute,
-            precision=str(self.precision_plugin.precision),
-            context=self.context,
-            dynamic_context=self.dynamic_context,
-        )
+        faults = checks.faults(trainer, arguments)
         if self._fp8 is not None and self._plugin.fp8 is not None:
             faults.append(
                 "FP8 is asked for twice, by precision='transformer-engine' and by MegatronStrategy(fp8=...); "
@@ -349,21 +337,21 @@ class MegatronStrategy(ParallelStrategy):
                 routes_documents=self.dynamic_context is not None,
             )
         module, world = self.lightning_module, self.mesh.world
-        self._run = run = Run(connections=self._connections, ambient=set_ambient_mesh(self.mesh))
+        self._run = run = ActiveRun(connections=self._connections, ambient=set_ambient_mesh(self.mesh))
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
-            self._last_fit.history = run_history.begun([], module.trainer.global_step, self._saving.world)
-            run.local_tier = self._make_local_tier()
+            self._last_fit.history = run_history.begun([], module.trainer.global_step, self._saver.world)
+            run.local_checkpoint = self._make_local_checkpoint()
         vote = StopVote(self.global_rank, world.size)
-        run.preemption = Preemption(self.checkpoint, vote, self._saving, self.cluster_environment)
+        run.preemption = Preemption(self.checkpoint, vote, self._saver, self.cluster_environment)
         if world.size > 1:
             assert self.cluster_environment is not None
             run.watch = FailureWatch.started(self.cluster_environment.main_address, world, vote, self._groups.timeout)
         initial_sync.sync_seed(self.mesh)
         if module is not None:
-            # Before callbacks are set up: those that average weights copy the module then.
+            # Callbacks that average weights copy the module when they are set up, which comes next.
             pipelined_models.pipeline_plain_sequential(module, self.mesh)
 
-    def _make_local_tier(self) -> LocalTier | None:
+    def _make_local_checkpoint(self) -> LocalCheckpoint | None:
         if not self.checkpoint.local_folder or self._require_module().trainer.fast_dev_run:  # type: ignore[attr-defined]
             return None
         layout = {
@@ -372,7 +360,7 @@ class MegatronStrategy(ParallelStrategy):
             "optimizer": asdict(self.optimizer),
             "precision": str(self.precision_plugin.precision),
         }
-        return LocalTier(self.checkpoint, self.mesh, self._saving.world, layout)
+        return LocalCheckpoint(self.checkpoint, self.mesh, self._saver.world, layout)
 
     # --- model and optimizers ---------------------------------------------------------------------------------------
 
@@ -415,7 +403,7 @@ class MegatronStrategy(ParallelStrategy):
             )
             optimizer_checks.require_fitting(trainer.callbacks, self.optimizer, has_master_weights)  # type: ignore[attr-defined]
             self._last_fit.master_slots = MasterSlots()
-            # Before they are given master weights in the place of the model's.
+            # The optimizers still hold the model's parameters, and not their master weights.
             run.stepped_models = optimizers.names_of_stepped(module, self.optimizers, self.mesh)
             for model in pipelined.values():
                 # A run that was interrupted leaves what it had not learnt yet.
@@ -468,10 +456,10 @@ class MegatronStrategy(ParallelStrategy):
         )
 
     @property
-    def _saving(self) -> Saving:
+    def _saver(self) -> CheckpointSaver:
         if self._connections is None:
             raise RuntimeError("checkpoints are saved and loaded between the start and the end of a run")
-        return self._connections.saving
+        return self._connections.saver
 
     @property
     def _master_slots(self) -> MasterSlots:
@@ -494,25 +482,25 @@ class MegatronStrategy(ParallelStrategy):
         dataloader = initial_sync.seed_workers_by_replica(dataloader, self.mesh.dp)
         if trainer.state.fn == TrainerFn.FITTING:
             dataloader = run_state.wrap(
-                dataloader, trainer, self.mesh, self._last_fit.resumption, self._require_run().document_prefetch
+                dataloader, trainer, self.mesh, self._last_fit.resume_state, self._require_run().document_prefetch
             )
         return dataloader if trainer.training else join_uneven(dataloader, self.steps.linked, self.root_device)
 
     @override
     def on_train_start(self) -> None:
-        if self._last_fit.resumption is not None:
-            self._last_fit.resumption.start_training(self._require_module().trainer)
+        if self._last_fit.resume_state is not None:
+            self._last_fit.resume_state.start_training(self._require_module().trainer)
 
     @override
     def on_validation_start(self) -> None:
-        if self._last_fit.resumption is not None:
-            self._last_fit.resumption.start_validation(self._require_module().trainer)
+        if self._last_fit.resume_state is not None:
+            self._last_fit.resume_state.start_validation(self._require_module().trainer)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if self._last_fit.resumption is not None:
-            self._last_fit.resumption.is_over = True
-            self._last_fit.resumption = None
+        if self._last_fit.resume_state is not None:
+            self._last_fit.resume_state.is_over = True
+            self._last_fit.resume_state = None
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
@@ -581,7 +569,7 @@ class MegatronStrategy(ParallelStrategy):
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
-        """Inside the block gradients are left on their ranks: the batch only accumulates."""
+        """Leaves gradients on their ranks inside the block: the batch only accumulates."""
         run = self._require_run()
         run.is_synchronised = False
         try:
@@ -637,7 +625,7 @@ class MegatronStrategy(ParallelStrategy):
         self._refuse_in_schedule("all_gather")
         axis = self.mesh.dp if self._connections is not None else Mesh.single().dp
         if axis.size == 1:
-            # As Lightning without processes: no dim is added.
+            # Lightning without processes adds no dim either.
             return tensor
         if sync_grads:
             return differentiable.all_gather(tensor.unsqueeze(0), axis)
@@ -663,21 +651,21 @@ class MegatronStrategy(ParallelStrategy):
             self._dp_comm.synchronize()
         module = self._require_module()
         if "optimizer_states" in checkpoint:
-            run_state.save_into(checkpoint, module.trainer, self.mesh, self._last_fit.resumption)
+            run_state.save_into(checkpoint, module.trainer, self.mesh, self._last_fit.resume_state)
             checkpoint[run_history.KEY] = list(self._last_fit.history)
-        local_tier = None if self._run is None else self._run.local_tier
-        if local_tier is not None and local_tier.is_own(filepath):
-            local_tier.save(filepath, LocalState.of(checkpoint, module, self.optimizers, self._master_slots))
+        local_checkpoint = None if self._run is None else self._run.local_checkpoint
+        if local_checkpoint is not None and local_checkpoint.is_own(filepath):
+            local_checkpoint.save(filepath, LocalState.of(checkpoint, module, self.optimizers, self._master_slots))
             return
         path = self.broadcast(str(filepath))
-        checkpoint_dict.save(path, checkpoint, module, self.optimizers, self._master_slots, self.mesh, self._saving)
+        checkpoint_dict.save(path, checkpoint, module, self.optimizers, self._master_slots, self.mesh, self._saver)
 
     def wait_for_checkpoint(self) -> None:
         """Returns when no checkpoint is being written any more. Raises RuntimeError where the last one could not be.
 
         Every rank calls it.
         """
-        self._saving.wait()
+        self._saver.wait()
 
     def _refuse_to_save_alone(self) -> None:
         """Raises RuntimeError where a callback saves after a failure of this rank alone: it would wait for ever."""
@@ -701,8 +689,8 @@ class MegatronStrategy(ParallelStrategy):
             # Lightning converts the module after this; what it has as float32 would be rounded to that.
             self.precision_plugin.convert_module(module)
         # Lightning's batch size finder names its checkpoint by chance, on every rank anew.
-        path, world = self.broadcast(str(checkpoint_path)), self._saving.world
-        self._saving.wait()
+        path, world = self.broadcast(str(checkpoint_path)), self._saver.world
+        self._saver.wait()
         strict = module.strict_loading
         try:
             checkpoint = self._newest_local(path)
@@ -713,23 +701,23 @@ class MegatronStrategy(ParallelStrategy):
                 )
         except ValueError as error:
             # What is there is no checkpoint, is damaged, or is of another module: all ranks find the same.
-            raise ConfigurationError([str(error)]) from error
+            raise ConfigurationError(str(error)) from error
         if module.trainer.state.fn == TrainerFn.FITTING:
             checkpoint_dict.require_optimizers(checkpoint, path)
             self._last_fit.history = run_history.begun(
                 run_history.fits_of(checkpoint), checkpoint["global_step"], world
             )
-        self._last_fit.resumption = run_state.Resumption.from_checkpoint(checkpoint, module.trainer, self.mesh)
+        self._last_fit.resume_state = run_state.ResumeState.from_checkpoint(checkpoint, module.trainer, self.mesh)
         return checkpoint
 
     def _newest_local(self, path: str) -> dict[str, Any] | None:
         """Local checkpoint of a fit that is newer than the one at the path; None where there is none."""
         module, is_file = self._require_module(), self.broadcast(Path(path).is_file())
-        local_tier = self._require_run().local_tier
-        if local_tier is None or module.trainer.state.fn != TrainerFn.FITTING or is_file:
+        local_checkpoint = self._require_run().local_checkpoint
+        if local_checkpoint is None or module.trainer.state.fn != TrainerFn.FITTING or is_file:
             return None
-        meta = read_on_first_rank(partial(read_meta, path), self._saving.world)
-        return local_tier.newest(path, meta, self._last_fit.history, module)
+        meta = read_on_first_rank(partial(read_meta, path), self._saver.world)
+        return local_checkpoint.newest(path, meta, self._last_fit.history, module)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -739,7 +727,7 @@ class MegatronStrategy(ParallelStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        module, world = self._require_module(), self._saving.world
+        module, world = self._require_module(), self._saver.world
         if isinstance(local := checkpoint["optimizer_states"], LocalState):
             local.load_optimizers(module, self.optimizers, self._master_slots)
             return
@@ -753,9 +741,9 @@ class MegatronStrategy(ParallelStrategy):
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
         if self.is_global_zero:
-            self._saving.remove(str(filepath))
+            self._saver.remove(str(filepath))
 
-    def _require_run(self) -> Run:
+    def _require_run(self) -> ActiveRun:
         assert self._run is not None
         return self._run
 

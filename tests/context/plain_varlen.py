@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.context.attention_step import BackwardInputs
-from lightning_megatron.context.flash import VarlenSequences
+from lightning_megatron.context.flash import FlashVarlen, VarlenSequences
 
 
-class PlainVarlen:
+class PlainVarlen(FlashVarlen):
     """What flash attention does, its rules for bounds among it, a sequence at a time."""
 
     def __init__(self) -> None:

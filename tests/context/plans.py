@@ -2,20 +2,17 @@
 
 from collections.abc import Sequence
 
-from lightning_megatron.context.balance import CostModel, DynamicContextConfig, StepPlan, from_model, group_sizes
+from lightning_megatron.context.balance import CostModel, DynamicContextConfig, StepPlan, group_sizes
 from lightning_megatron.context.balance.empty import without_empty_groups
 from lightning_megatron.context.balance.slots import shortest_at_ends, step_seconds
 
 # Of one layer of Llama-13B with full recomputation on a device that reaches 400 and 300 TFLOP/s, 300 GB/s in a node of
 # 8 and 50 GB/s between nodes; 5120 hidden, 13824 feed-forward.
-LLAMA_13B = from_model(
-    token_flops=4 * 2 * (4 * 5120**2 + 3 * 5120 * 13824),
-    square_flops=4 * 2 * 5120,
-    sent_bytes=4 * 2 * 2 * 5120,
-    flops_per_second=400e12,
-    attention_flops_per_second=300e12,
-    bytes_per_second=300e9,
-    far_bytes_per_second=50e9,
+LLAMA_13B = CostModel(
+    seconds_per_token=4 * 2 * (4 * 5120**2 + 3 * 5120 * 13824) / 400e12,
+    seconds_per_square=4 * 2 * 5120 / 300e12,
+    seconds_per_sent_token=4 * 2 * 2 * 5120 / 300e9,
+    seconds_per_far_token=4 * 2 * 2 * 5120 / 50e9,
     fixed_seconds=500e-6,
     latency_seconds=50e-6,
     ranks_per_node=8,

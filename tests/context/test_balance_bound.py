@@ -18,11 +18,11 @@ from lightning_megatron.context.balance import (
     plan,
     step_seconds,
 )
-from lightning_megatron.context.balance.slots import Slot
+from lightning_megatron.context.balance.slots import SlotGroups
 from tests.context.plans import COSTS, LLAMA_13B, ONLY_COMPUTE, ONLY_LINEAR
 
 
-def all_slots(documents: dict[int, tuple[int, int]], ranks: int, smallest: int) -> Slot | None:
+def all_slots(documents: dict[int, tuple[int, int]], ranks: int, smallest: int) -> SlotGroups | None:
     """The slot in which these documents run on these groups (size, block); None where groups overlap."""
     groups: dict[tuple[int, int], list[int]] = {}
     for document, place in documents.items():
@@ -36,7 +36,9 @@ def all_slots(documents: dict[int, tuple[int, int]], ranks: int, smallest: int) 
     return tuple(sorted([*made, *idle], key=lambda group: group.first))
 
 
-def all_plans(lengths: list[int], ranks: int, config: DynamicContextConfig, count: int) -> Iterator[tuple[Slot, ...]]:
+def all_plans(
+    lengths: list[int], ranks: int, config: DynamicContextConfig, count: int
+) -> Iterator[tuple[SlotGroups, ...]]:
     """Every plan with so many microbatches."""
     sizes = group_sizes(ranks, config)
     places = [(m, size, block) for m in range(count) for size in sizes for block in range(ranks // size)]

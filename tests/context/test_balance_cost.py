@@ -14,7 +14,6 @@ from lightning_megatron.context.balance import (
     DynamicContextConfig,
     Measurement,
     fit,
-    from_model,
     group_sizes,
 )
 from lightning_megatron.context.balance.fit import nonnegative_least_squares
@@ -99,25 +98,11 @@ def test_a_group_over_two_nodes_sends_at_the_far_rate() -> None:
     assert far == pytest.approx(100 + 100 + 7 * 2.0 * 100)
 
 
-def test_a_cost_model_of_a_device_divides_work_by_rates() -> None:
-    cost = from_model(
-        token_flops=600, square_flops=20, sent_bytes=8, flops_per_second=100, attention_flops_per_second=50,
-        bytes_per_second=4,
-    )  # fmt: skip
-    assert (cost.seconds_per_token, cost.seconds_per_square, cost.seconds_per_sent_token) == (6.0, 0.4, 2.0)
-    assert cost.seconds_per_far_token == 2.0
-
-
 def test_all_faults_of_the_constants_are_told_at_once() -> None:
     with pytest.raises(ValueError, match=r"seconds_per_token \(nan\)(.|\n)*latency_seconds \(-1\)"):
         CostModel(seconds_per_token=float("nan"), latency_seconds=-1)
     with pytest.raises(ValueError, match="every token takes time"):
         CostModel(seconds_per_token=0.0)
-    with pytest.raises(ValueError, match=r"flops_per_second \(0\)(.|\n)*bytes_per_second \(-2\)"):
-        from_model(
-            token_flops=1, square_flops=1, sent_bytes=1, flops_per_second=0, attention_flops_per_second=1,
-            bytes_per_second=-2,
-        )  # fmt: skip
     with pytest.raises(ValueError, match=r"measurement 1 \(0.0 seconds(.|\n)*at least 3"):
         fit([Measurement(1, 1, 1, 1.0), Measurement(1, 1, 1, 0.0)])
 

@@ -9,7 +9,12 @@ from torch import Tensor
 
 from lightning_megatron.comm import collectives
 from lightning_megatron.context.balance import CostModel, DynamicContextConfig, RankGroup, StepPlan, plan
-from lightning_megatron.context.document_exchange import DocumentRoute, Microbatch, exchange_documents, loaded_documents
+from lightning_megatron.context.document_exchange import (
+    DocumentRoute,
+    PlannedMicrobatch,
+    exchange_documents,
+    loaded_documents,
+)
 from lightning_megatron.mesh import Mesh, Sizes
 from tests.harness.threads import new_group, run_on_threads
 
@@ -36,7 +41,7 @@ def batch_of(replica: int, *, is_packed: bool = True) -> dict[str, Tensor]:
     return batch
 
 
-def run(world: Any, sizes: Sizes, is_packed: bool, made: StepPlan | None = None) -> list[Microbatch]:
+def run(world: Any, sizes: Sizes, is_packed: bool, made: StepPlan | None = None) -> list[PlannedMicrobatch]:
     mesh = Mesh.build(sizes, world.rank(), new_group)
     line = mesh.axis("dp+cp")
     held = loaded_documents(batch_of(mesh.dp.rank, is_packed=is_packed))

@@ -50,7 +50,7 @@ def test_a_prompt_is_read_and_its_completion_learnt(tmp_path: Path, tokenizer: T
     samples = samples_of(tmp_path, tokenizer, PAIRS)
     wanted = [(row["prompt"] + END, row["completion"] + END) for row in PAIRS]
     assert texts(tokenizer, samples) == wanted
-    assert str(samples.kept).startswith("6 samples; 0 answers were cut")
+    assert str(samples.counts).startswith("6 samples; 0 answers were cut")
     for i in range(len(samples)):
         one = samples[i]
         # Each label is told from what is before it, the first from the start alone.
@@ -81,8 +81,8 @@ def test_long_answers_are_cut_and_long_questions_dropped(tmp_path: Path, tokeniz
     lengths = [len(whole[i]["labels"]) for i in range(6)]
     most = sorted(lengths)[3]
     found = samples_of(tmp_path, tokenizer, rows, decoder_length=most, encoder_length=60)
-    assert (found.kept.samples, found.kept.dropped) == (6, 2)
-    assert found.kept.cut == sum(length > most for length in lengths) > 0
+    assert (found.counts.samples, found.counts.dropped) == (6, 2)
+    assert found.counts.cut == sum(length > most for length in lengths) > 0
     for i in range(6):
         assert found[i]["labels"].tolist() == whole[i]["labels"][:most].tolist()
 

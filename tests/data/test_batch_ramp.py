@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_megatron.data.batch_ramp import BatchRamp
+from tests.data.ramps import batches_of
 
 RAMP = BatchRamp(first_size=16, last_size=64, step_size=16, ramp_samples=300)
 RAMPS = st.builds(
@@ -39,7 +40,7 @@ def test_the_size_is_the_step_that_the_samples_seen_have_reached(ramp: BatchRamp
 @given(RAMPS, st.integers(100, 1500))
 def test_batches_follow_each_other_without_gaps(ramp: BatchRamp, num_samples: int) -> None:
     place = 0
-    for first, size in ramp.batches(num_samples):
+    for first, size in batches_of(ramp, num_samples):
         assert (first, size) == (place, ramp.size_at(place))
         place += size
     assert place <= num_samples < place + ramp.size_at(place)
@@ -47,19 +48,19 @@ def test_batches_follow_each_other_without_gaps(ramp: BatchRamp, num_samples: in
 
 @given(RAMPS, st.integers(0, 1500))
 def test_the_number_of_batches_is_that_of_those_that_follow_each_other(ramp: BatchRamp, num_samples: int) -> None:
-    assert ramp.num_batches(num_samples) == len(list(ramp.batches(num_samples)))
+    assert ramp.num_batches(num_samples) == len(list(batches_of(ramp, num_samples)))
 
 
 @given(RAMPS)
 def test_the_unit_divides_all_sizes_and_nothing_greater_does(ramp: BatchRamp) -> None:
-    sizes = {size for _, size in ramp.batches(2000)} | {ramp.size_at(samples) for samples in range(600)}
+    sizes = {size for _, size in batches_of(ramp, 2000)} | {ramp.size_at(samples) for samples in range(600)}
     assert all(size % ramp.unit == 0 for size in sizes)
     if ramp.ramp_samples > 500 * ramp.num_steps:
         assert math.gcd(*sizes) == ramp.unit
 
 
 def test_a_constant_ramp_has_one_size() -> None:
-    assert list(BatchRamp.constant(6).batches(20)) == [(0, 6), (6, 6), (12, 6)]
+    assert list(batches_of(BatchRamp.constant(6), 20)) == [(0, 6), (6, 6), (12, 6)]
     assert (BatchRamp.constant(6).unit, BatchRamp.constant(6).num_batches(20)) == (6, 3)
     assert BatchRamp(first_size=4, last_size=10, step_size=6, ramp_samples=99).unit == 2
 

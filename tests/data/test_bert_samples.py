@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_megatron.data.bert_samples import BertSampleConfig, BertSamples, BertSpans, part_and_swap, sentence_spans
+from lightning_megatron.data.bert_samples import BertSampleConfig, BertSpans, part_and_swap, sentence_spans
 from lightning_megatron.data.corpus import corpus_in_memory
 from lightning_megatron.data.masking import Masking
 from lightning_megatron.data.seeded_random import uniforms_at
@@ -91,15 +91,15 @@ def test_parts_are_what_fits_of_a_span(sizes: list[int], most: int, sample: int,
     )
 
 
-def bert_samples(**changes: Any) -> BertSamples:
+def bert_spans(config: BertSampleConfig = CONFIG, seed: int = 0) -> BertSpans:
     documents = texts_of([[5, 4, 6, 3, 7], [30, 2], [1], [9, 9, 9, 9], []])
-    return BertSamples(
-        corpus_in_memory(documents), CONFIG, MASKING, lambda ids: np.ones(len(ids), dtype=np.bool_), **changes
+    return BertSpans(
+        corpus_in_memory(documents), config, MASKING, lambda ids: np.ones(len(ids), dtype=np.bool_), seed=seed
     )
 
 
 def test_a_sample_is_laid_out_as_told() -> None:
-    samples = bert_samples(num_samples=200)
+    samples = bert_spans()
     for i in range(200):
         sample = {name: value.tolist() for name, value in samples[i].items()}
         seen = [
@@ -118,7 +118,7 @@ def test_a_sample_is_laid_out_as_told() -> None:
 
 
 def test_about_half_is_swapped_and_a_tenth_short() -> None:
-    samples = bert_samples(num_samples=2000)
+    samples = bert_spans()
     swapped = sum(int(samples[i]["sentence_order_labels"]) for i in range(2000))
     assert abs(swapped - 1000) < 5 * 22.4
     lengths = np.full(40_000, 10)
@@ -129,41 +129,31 @@ def test_about_half_is_swapped_and_a_tenth_short() -> None:
 
 
 def test_a_span_that_comes_again_in_another_epoch_is_parted_and_hidden_anew() -> None:
-    samples = bert_samples(num_samples=40)
+    samples = bert_spans()
     num_spans = len(samples.spans)
-    first = {int(samples.order[i]): samples[i] for i in range(num_spans)}
-    second = {int(samples.order[i]): samples[i] for i in range(num_spans, 2 * num_spans)}
-    assert first.keys() == second.keys() == set(range(num_spans))
-    assert any(not first[i]["tokens"].equal(second[i]["tokens"]) for i in first)
+    assert any(not samples[i]["tokens"].equal(samples[num_spans + i]["tokens"]) for i in range(num_spans))
 
 
 def test_a_sample_depends_on_seed_and_number_alone() -> None:
-    one, other = bert_samples(num_samples=40), bert_samples(num_samples=30)
+    one, other = bert_spans(), bert_spans()
     backwards = [other[i] for i in reversed(range(30))]
     for i, sample in enumerate(reversed(backwards)):
         assert all(sample[name].equal(value) for name, value in one[i].items())
-    assert any(not bert_samples(seed=1)[i]["tokens"].equal(one[i]["tokens"]) for i in range(4))
+    assert any(not bert_spans(seed=1)[i]["tokens"].equal(one[i]["tokens"]) for i in range(4))
 
 
 def test_what_cannot_be_made_is_refused() -> None:
     with pytest.raises(ValueError, match=r"sequence_length \(4\) must be at least 5.*; short_seq_prob \(2\)"):
         BertSampleConfig(sequence_length=4, class_token=0, separator_token=1, padding_token=3, short_seq_prob=2)
     with pytest.raises(ValueError, match=r"tokens \[3\] stand for"):
-        BertSamples(
+        BertSpans(
             corpus_in_memory([[[5], [6]]]),
             CONFIG,
             Masking(vocab_size=10, mask_token=MASK, special_tokens=(CLS, SEP)),
             lambda ids: ids > 0,
         )
     with pytest.raises(ValueError, match="none of the 2 documents has two sentences"):
-        BertSamples(corpus_in_memory([[[5]], [[6], []]]), CONFIG, MASKING, lambda ids: ids > 0)
-
-
-def bert_spans(config: BertSampleConfig = CONFIG, seed: int = 0) -> BertSpans:
-    documents = texts_of([[5, 4, 6, 3, 7], [30, 2], [1], [9, 9, 9, 9], []])
-    return BertSpans(
-        corpus_in_memory(documents), config, MASKING, lambda ids: np.ones(len(ids), dtype=np.bool_), seed=seed
-    )
+        BertSpans(corpus_in_memory([[[5]], [[6], []]]), CONFIG, MASKING, lambda ids: ids > 0)
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -171,16 +161,10 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def test_numbers_of_spans_go_on_over_epochs_and_each_is_made_anew() -> None:
-    spans, samples = bert_spans(), bert_samples(num_samples=400)
+    spans = bert_spans()
     count = len(spans)
     assert count == len(spans.spans) and count > 3
-    firsts = {int(samples.order[n]): n for n in range(count)}
-    for n in range(4 * count):
-        # The samples with an order of their own are the same ones, by number.
-        of_order = samples.sample(n % count, n)
-        assert same(spans[n], of_order)
     assert not any(same(spans[n], spans[n + count]) for n in range(count))
-    assert sorted(firsts) == list(range(count))
     assert not all(same(bert_spans(seed=1)[n], spans[n]) for n in range(count))
 
 

@@ -57,7 +57,7 @@ def test_the_order_is_that_of_counting_one_by_one(drawn: list[int]) -> None:
 def test_counts_follow_the_weights_at_every_prefix(weights: list[float]) -> None:
     blend = Blend(weights)
     num_samples = 2000
-    sources, _ = blend.table(num_samples)
+    sources = np.array([blend.locate(i)[0] for i in range(num_samples)])
     counts = np.cumsum(sources[:, None] == np.arange(len(weights)), axis=0)
     shares = np.array(weights) / max(weights)
     shares /= shares.sum()
@@ -76,16 +76,10 @@ def test_far_out_counts_follow_the_weights_too(weights: list[float], num_samples
         assert abs(count - num_samples * Fraction(weight) / total) < FURTHEST + num_samples * 2.0**-49
 
 
-@given(WEIGHTS, st.integers(0, 700_000))
-def test_the_table_says_what_is_computed_for_one(weights: list[float], index: int) -> None:
-    # Over the edges of what the table makes at a time.
-    sources, numbers = Blend(weights).table(index + 1)
-    assert Blend(weights).locate(index) == (sources[index], numbers[index])
-
-
 @given(WEIGHTS)
 def test_each_source_gives_its_samples_in_order(weights: list[float]) -> None:
-    sources, numbers = Blend(weights).table(500)
+    blend = Blend(weights)
+    sources, numbers = np.array([blend.locate(i) for i in range(500)]).T
     for source in range(len(weights)):
         mine = numbers[sources == source]
         assert mine.tolist() == list(range(len(mine)))

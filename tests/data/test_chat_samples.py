@@ -58,14 +58,14 @@ def test_a_label_is_the_next_token_where_that_is_an_answers(tmp_path: Path) -> N
 
 def test_what_is_cut_and_what_is_dropped_is_counted(tmp_path: Path) -> None:
     whole = ChatSamples(prepared(tmp_path, ROWS, sequence_length=10_000))
-    assert (whole.kept.samples, whole.kept.cut, whole.kept.dropped) == (3, 0, 1)
+    assert (whole.counts.samples, whole.counts.cut, whole.counts.dropped) == (3, 0, 1)
     length = len(whole[0]["tokens"])
     assert len(whole[2]["tokens"]) < length < len(whole[1]["tokens"])
     exact = ChatSamples(prepared(tmp_path, ROWS, sequence_length=length))
-    assert (exact.kept.samples, exact.kept.cut, exact.kept.dropped) == (2, 0, 2)
+    assert (exact.counts.samples, exact.counts.cut, exact.counts.dropped) == (2, 0, 2)
     cut = ChatSamples(prepared(tmp_path, ROWS, sequence_length=length - 1))
-    assert (cut.kept.samples, cut.kept.cut, cut.kept.dropped) == (2, 1, 2)
-    assert "2 samples; 1 of them were cut" in str(cut.kept) and "2 rows were dropped" in str(cut.kept)
+    assert (cut.counts.samples, cut.counts.cut, cut.counts.dropped) == (2, 1, 2)
+    assert "2 samples; 1 of them were cut" in str(cut.counts) and "2 rows were dropped" in str(cut.counts)
     for name in ("tokens", "labels"):
         assert torch.equal(cut[0][name], whole[0][name][:-1])
         assert torch.equal(cut[1][name], whole[2][name])
@@ -82,7 +82,7 @@ def test_a_row_of_which_only_the_first_token_is_marked_is_dropped(tmp_path: Path
     tokenizer = train_tokenizer(["Four"], 257, tmp_path / "tokenizer.json")
     rows = load_rows(path=write_rows(tmp_path / "rows.jsonl", [{"text": ""}, {"text": "a"}]), cache_dir=tmp_path / "c")
     samples = ChatSamples(prepare_chats(rows, tokenizer, None, sequence_length=8, directory=tmp_path / "made"))
-    assert (samples.kept.samples, samples.kept.dropped) == (1, 1)
+    assert (samples.counts.samples, samples.counts.dropped) == (1, 1)
     assert samples[0]["labels"].tolist() == [tokenizer.end_of_text]
 
 

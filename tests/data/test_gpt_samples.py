@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_megatron.comm.rng import bits, key
-from lightning_megatron.data.gpt_samples import DocumentStretches, GPTSamples, cut_in_stretches
+from lightning_megatron.data.gpt_samples import DocumentStretches, GPTSamples
 from lightning_megatron.data.megatron_files import megatron_writer
-from lightning_megatron.data.seeded_random import random_order, shuffled_epochs, uniforms, uniforms_at
+from lightning_megatron.data.seeded_random import random_order, uniforms, uniforms_at
+from tests.data.stretches import cut_in_stretches
 
 SIZES = st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any)
 
@@ -161,11 +162,3 @@ def test_all_orders_of_three_are_alike() -> None:
 def test_numbers_at_places_are_those_of_all() -> None:
     at = np.array([5, 0, 9, 5])
     assert uniforms_at(at, 7, "x").tolist() == uniforms(10, 7, "x")[at].tolist()
-
-
-def test_epochs_are_shuffled_each_by_itself_and_the_last_is_a_part() -> None:
-    items = shuffled_epochs(10, 25, 0).tolist()
-    assert sorted(items[:10]) == sorted(items[10:20]) == list(range(10))
-    assert items[:10] != items[10:20]
-    assert len(set(items[20:])) == 5
-    assert items[:7] == shuffled_epochs(10, 7, 0).tolist()

@@ -107,7 +107,7 @@ def test_a_sample_is_what_its_row_says(folder: Path, tokenizer: Tokenizer) -> No
 def test_at_every_length_an_image_is_whole_or_not_there(folder: Path, tokenizer: Tokenizer, length: int) -> None:
     whole, image = prepared(folder, tokenizer), tokenizer.token_id(IMAGE)
     samples = prepared(folder, tokenizer, length)
-    kept = samples.kept
+    kept = samples.counts
     assert kept.samples + kept.dropped == len(COUNTS) and kept.samples == len(samples)
     fits = [i for i in range(len(COUNTS)) if bool((whole[i]["labels"][:length] != -100).any())]
     assert len(samples) == len(fits)
@@ -156,8 +156,8 @@ def test_rows_whose_images_cannot_be_opened_are_named_and_left_out_or_refused(
         prepared(folder, tokenizer, batch_size=100)
     left = prepared(folder, tokenizer, unreadable="skip")
     assert [left[i]["tokens"].tolist() for i in range(len(left))] == rest
-    assert [fault.partition(":")[0] for fault in left.kept.unreadable] == ["row 2, 2-1.png", "row 3, 3-0.png"]
-    assert "4 samples" in str(left.kept) and "2 were left out" in str(left.kept) and "2-1.png" in str(left.kept)
+    assert [fault.partition(":")[0] for fault in left.counts.unreadable] == ["row 2, 2-1.png", "row 3, 3-0.png"]
+    assert "4 samples" in str(left.counts) and "2 were left out" in str(left.counts) and "2-1.png" in str(left.counts)
     for name in ("0-0.png", "4-0.png"):
         (folder / name).unlink()
     (folder / "rows.jsonl").write_text((folder / "rows.jsonl").read_text().splitlines()[0] + "\n")
@@ -257,7 +257,7 @@ def test_broken_images_of_a_table_are_named_and_left_out_or_refused(
     with pytest.raises(ValueError, match=r"images of 1 rows cannot be read: row 1, image 0 \(bad\.png\): "):
         of_table(table, folder / "cache", None, tokenizer)
     samples = of_table(table, folder / "cache", None, tokenizer, "skip")
-    assert len(samples) == 2 and "row 1, image 0 (bad.png)" in str(samples.kept)
+    assert len(samples) == 2 and "row 1, image 0 (bad.png)" in str(samples.counts)
     assert samples[0]["loss_mask"].any() and not samples[1]["loss_mask"].any()
     assert "row 2, image 0 (late.png)" in caplog.text
     named = datasets.Dataset.from_list([{"image": {"bytes": None, "path": "0-0.png"}, "conversations": turns}])

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_megatron.data import FillInTheMiddle, cut_in_stretches, fill_documents
+from lightning_megatron.data import FillInTheMiddle, fill_documents
 from lightning_megatron.data.stream_options import StreamOptions, StreamSamples
+from tests.data.stretches import cut_in_stretches
 
 STRETCH = np.array([5, 6, 0, 7, 8, 0, 0, 9, 4])
 

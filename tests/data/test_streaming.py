@@ -15,6 +15,7 @@ from lightning_megatron.data.sources import TextStream
 from lightning_megatron.data.stream_options import StreamOptions
 from lightning_megatron.data.streaming import DocumentAssigner, StreamReader
 from lightning_megatron.data.token_packers import DocumentPacker, StretchPacker, TokenPacker
+from tests.data.ramps import batches_of
 
 LENGTH = 6
 END = 0
@@ -169,7 +170,7 @@ def test_a_batch_is_the_same_whoever_makes_it(tokenizer: Tokenizer, kind: str, r
         batch = tokens(whole.batch())
         assert tokens(halves[0].batch()) + tokens(halves[1].batch()) == batch
         sizes.append(len(batch))
-    assert sizes == [size for _, size in (ramp or BatchRamp.constant(4)).batches(10**4)][:30]
+    assert sizes == [size for _, size in batches_of(ramp or BatchRamp.constant(4), 10**4)][:30]
     assert len({tuple(row) for row in batch}) > 1
 
 

@@ -69,6 +69,8 @@ def imports_of(tree: ast.Module) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield node.lineno, node.module
             yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "optional_package":
+            yield from ((node.lineno, name.value) for name in node.args[:1] if isinstance(name, ast.Constant))
 
 
 def reads_environment(node: ast.AST) -> bool:
@@ -119,6 +121,7 @@ def test_the_modules_of_the_package_keep_the_rules() -> None:
         ('"""A."""\ndef f():\n    import lightning.pytorch\n', ":3: imports lightning"),
         ('"""A."""\nfrom torch.distributed import checkpoint\n', "whose door is checkpoint/"),
         ('"""A."""\nfrom datasets import Dataset\n', "whose door is data/sources.py"),
+        ('"""A."""\noptional_package("datasets", "reading")\n', "whose door is data/sources.py"),
     ],
 )
 def test_a_module_that_breaks_a_rule_is_found(source: str, fault: str) -> None:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from lightning_megatron import ConfigurationError
-from lightning_megatron.data import FillInTheMiddle, GPTSamples, MegatronCorpus, cut_in_stretches, megatron_writer
+from lightning_megatron.data import FillInTheMiddle, GPTSamples, MegatronCorpus, megatron_writer
 from lightning_megatron.lightning_modules import BlendSource, GPTDataModule, StreamingConfig
 from lightning_megatron.lightning_modules.text_sources import split_bounds
+from tests.data.stretches import cut_in_stretches
 from tests.lightning_modules.corpus import data, write_corpus
 from tests.trainer.layouts import PLAIN, make_trainer
 

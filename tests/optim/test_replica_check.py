@@ -11,11 +11,11 @@ from lightning_megatron.optim.config import OptimizerConfig
 from lightning_megatron.optim.gradients import Gradients
 from lightning_megatron.optim.master_weights import MasterWeights
 from lightning_megatron.optim.replica_check import (
+    bullet_list,
     describe_nonfinite,
     differing_copies,
     fingerprint,
     found_nonfinite,
-    in_words,
 )
 from lightning_megatron.sharding import Initial, shard_parameter
 from tests.harness.ranks import run_on_ranks
@@ -209,6 +209,6 @@ def test_a_sparse_gradient_of_one_rank_is_reported_as_well() -> None:
 
 
 def test_many_lines_are_cut_short() -> None:
-    told = in_words([str(i) for i in range(25)], limit=3)
+    told = bullet_list([str(i) for i in range(25)], limit=3)
     assert told == "  - 0\n  - 1\n  - 2\n  - and 22 more"
-    assert in_words(["a", "b"], limit=2) == "  - a\n  - b"
+    assert bullet_list(["a", "b"], limit=2) == "  - a\n  - b"

@@ -5,7 +5,7 @@ They are made before a step by pure functions of the documents' lengths, the sam
 
 from lightning_megatron.context.balance.bound import lower_bound
 from lightning_megatron.context.balance.config import DynamicContextConfig, group_sizes
-from lightning_megatron.context.balance.cost import CostModel, from_model
+from lightning_megatron.context.balance.cost import CostModel
 from lightning_megatron.context.balance.fit import Measurement, fit
 from lightning_megatron.context.balance.slots import RankGroup, StepPlan, step_seconds
 from lightning_megatron.context.balance.solve import plan
@@ -17,7 +17,6 @@ __all__ = [
     "RankGroup",
     "StepPlan",
     "fit",
-    "from_model",
     "group_sizes",
     "lower_bound",
     "plan",

@@ -35,7 +35,7 @@ class DynamicContextConfig:
             )
             if value < 1
         ]
-        if self.min_group_size > 1 and not _is_power_of_two(self.min_group_size):
+        if self.min_group_size > 1 and self.min_group_size & (self.min_group_size - 1):
             below = 1 << (self.min_group_size.bit_length() - 1)
             faults.append(
                 f"min_group_size ({self.min_group_size}) must be a power of two; {below} or {2 * below} is near"
@@ -71,7 +71,3 @@ def group_sizes(ranks: int, config: DynamicContextConfig) -> tuple[int, ...]:
     if faults:
         raise ValueError("\n".join(f"dynamic context parallelism: {fault}" for fault in faults))
     return tuple(size for size in sizes if config.min_group_size <= size <= largest)
-
-
-def _is_power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0

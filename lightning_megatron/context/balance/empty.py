@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from lightning_megatron.context.balance.slots import RankGroup, Slot
+from lightning_megatron.context.balance.slots import RankGroup, SlotGroups
 
 
 def without_empty_groups(
     slots: Sequence[Sequence[RankGroup]], sizes: Sequence[int], lengths: Sequence[int]
-) -> tuple[Slot, ...]:
+) -> tuple[SlotGroups, ...]:
     """Slots, groups by first rank, with an empty group only where documents are fewer than slots times widest groups.
 
     `sizes` are the group sizes, descending.
@@ -70,6 +70,6 @@ def _joined(part: list[RankGroup], sizes: Sequence[int]) -> list[RankGroup]:
     return part
 
 
-def in_order(slot: Sequence[RankGroup]) -> Slot:
+def in_order(slot: Sequence[RankGroup]) -> SlotGroups:
     """Groups of a slot sorted by their first rank."""
     return tuple(sorted(slot, key=lambda group: group.first))

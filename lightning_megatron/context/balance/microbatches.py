@@ -1,4 +1,4 @@
-"""From documents on a tree to the microbatches of a step: each group's documents are packed into some of M slots.
+"""The microbatches of a step, made of documents on a tree: each group packs its documents into some of M slots.
 
 On every path from a root to a leaf the numbers of slots add up to M. A group gets a share of the slots left to it that
 goes with its share of the time, so microbatches come out about equally long; never fewer than its tokens need.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from lightning_megatron.context.balance.bound import rounded_up
 from lightning_megatron.context.balance.cost import CostModel
 from lightning_megatron.context.balance.empty import in_order
-from lightning_megatron.context.balance.slots import RankGroup, Slot
+from lightning_megatron.context.balance.slots import RankGroup, SlotGroups
 from lightning_megatron.context.balance.tree import Tree, longest_below, path_sums
 
 
@@ -26,14 +26,11 @@ class Limits:
     multiple: int
 
 
-def microbatches(tree: Tree, lengths: Sequence[int], cost: CostModel, limits: Limits) -> tuple[Slot, ...]:
+def microbatches(tree: Tree, lengths: Sequence[int], cost: CostModel, limits: Limits) -> tuple[SlotGroups, ...]:
     """Slots of the tree's plan, as few as the limits and the packing of tokens allow."""
-    needs = [
-        [_slots_for_tokens(block, size, lengths, limits) for block in level]
-        for size, level in zip(tree.sizes, tree.documents, strict=True)
-    ]
+    needs = _needs(tree, lengths, limits)
     while True:
-        count = rounded_up(max(limits.min_microbatches, most_needed(needs)), limits.multiple)
+        count = rounded_up(max(limits.min_microbatches, _most_needed(needs)), limits.multiple)
         documents = [*tree.documents[:-1], [list(leaf) for leaf in tree.documents[-1]]]
         counts = _share(tree, needs, count)
         _give_to_idle(documents[-1], counts[-1], lengths)
@@ -44,21 +41,20 @@ def microbatches(tree: Tree, lengths: Sequence[int], cost: CostModel, limits: Li
 
 def fewest_slots(tree: Tree, lengths: Sequence[int], limits: Limits) -> int:
     """Number of slots that the tokens on the fullest path need if they pack without gaps."""
-    return most_needed(
-        [
-            [_slots_for_tokens(block, size, lengths, limits) for block in level]
-            for size, level in zip(tree.sizes, tree.documents, strict=True)
-        ]
-    )
+    return _most_needed(_needs(tree, lengths, limits))
 
 
-def most_needed(needs: Sequence[Sequence[int]]) -> int:
+def _most_needed(needs: Sequence[Sequence[int]]) -> int:
     """Number of slots of the path that needs most."""
     return int(max(path_sums(needs)[0]))
 
 
-def _slots_for_tokens(documents: Sequence[int], size: int, lengths: Sequence[int], limits: Limits) -> int:
-    return -(-sum(lengths[document] for document in documents) // (size * limits.max_tokens_per_rank))
+def _needs(tree: Tree, lengths: Sequence[int], limits: Limits) -> list[list[int]]:
+    """Number of slots that the tokens of each group need, by level."""
+    return [
+        [-(-sum(lengths[document] for document in block) // (size * limits.max_tokens_per_rank)) for block in level]
+        for size, level in zip(tree.sizes, tree.documents, strict=True)
+    ]
 
 
 def _share(tree: Tree, needs: Sequence[Sequence[int]], count: int) -> list[list[int]]:
@@ -113,7 +109,7 @@ def _packed(
     limits: Limits,
 ) -> list[list[RankGroup]] | None:
     """Groups of every slot; or None, with `needs` raised where documents did not pack."""
-    slots: list[list[RankGroup]] = [[] for _ in range(counts[0][0] + _slots_below(counts))]
+    slots: list[list[RankGroup]] = [[] for _ in range(sum(level[0] for level in counts))]
     starts = [0] * len(counts[0])
     fits = True
     for level, size in enumerate(sizes):
@@ -132,11 +128,6 @@ def _packed(
                 start + count for start, count in zip(starts, counts[level], strict=True) for _ in range(children)
             ]
     return slots if fits else None
-
-
-def _slots_below(counts: Sequence[Sequence[int]]) -> int:
-    """Number of slots of the first path, without its root."""
-    return sum(level[0] for level in counts[1:])
 
 
 def _pack(

@@ -30,7 +30,7 @@ class RankGroup:
         return range(self.first, self.first + self.size)
 
 
-Slot = tuple[RankGroup, ...]
+SlotGroups = tuple[RankGroup, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class StepPlan:
     """Groups and documents of every microbatch of a step; equal on all ranks that planned the same lengths."""
 
     num_ranks: int
-    slots: tuple[Slot, ...]
+    slots: tuple[SlotGroups, ...]
     """Groups of every microbatch by first rank; together they hold every rank once."""
     seconds: float
     """Time of the step by the cost model: see `step_seconds`."""
@@ -50,7 +50,7 @@ class StepPlan:
         return tuple(next(group for group in slot if rank in group.ranks) for slot in self.slots)
 
 
-def step_seconds(slots: Sequence[Slot], lengths: Sequence[int], cost: CostModel, pp: int = 1) -> float:
+def step_seconds(slots: Sequence[SlotGroups], lengths: Sequence[int], cost: CostModel, pp: int = 1) -> float:
     """Seconds until the slowest rank is done, with the fill and drain of a pipeline.
 
     A group starts when the last of its ranks has ended its microbatch before; ranks that share no group do not wait
@@ -69,7 +69,7 @@ def step_seconds(slots: Sequence[Slot], lengths: Sequence[int], cost: CostModel,
     return max(clocks) + (pp - 1) * longest
 
 
-def shortest_at_ends(slots: Sequence[Slot], lengths: Sequence[int], cost: CostModel) -> tuple[Slot, ...]:
+def shortest_at_ends(slots: Sequence[SlotGroups], lengths: Sequence[int], cost: CostModel) -> tuple[SlotGroups, ...]:
     """Slots in the order that suits a pipeline: the shortest at both ends, the longest in the middle.
 
     Ranks stand idle while the first microbatches fill the pipeline and the last ones leave it. In between, neighbours
@@ -82,5 +82,10 @@ def shortest_at_ends(slots: Sequence[Slot], lengths: Sequence[int], cost: CostMo
 
 def group_seconds(group: RankGroup, lengths: Sequence[int], cost: CostModel) -> float:
     """Seconds of one group's microbatch."""
-    own = [lengths[document] for document in group.documents]
-    return cost.seconds(sum(own), sum(length * length for length in own), group.size)
+    return pack_seconds(group.documents, group.size, lengths, cost)
+
+
+def pack_seconds(documents: Sequence[int], size: int, lengths: Sequence[int], cost: CostModel) -> float:
+    """Seconds of documents as one pack on `size` ranks."""
+    own = [lengths[document] for document in documents]
+    return cost.seconds(sum(own), sum(length * length for length in own), size)

@@ -17,7 +17,7 @@ from lightning_megatron.context.balance.config import DynamicContextConfig, grou
 from lightning_megatron.context.balance.cost import CostModel
 from lightning_megatron.context.balance.empty import without_empty_groups
 from lightning_megatron.context.balance.microbatches import Limits, fewest_slots, microbatches
-from lightning_megatron.context.balance.slots import Slot, StepPlan, shortest_at_ends, step_seconds
+from lightning_megatron.context.balance.slots import SlotGroups, StepPlan, shortest_at_ends, step_seconds
 from lightning_megatron.context.balance.tree import Tree, grow, slowest_documents
 from lightning_megatron.context.balance.widths import PlannedDocuments, Widths, dials
 
@@ -41,7 +41,7 @@ def plan(lengths: Sequence[int], ranks: int, cost: CostModel, config: DynamicCon
     bound = lower_bound(lengths, ranks, cost, config, pp=pp)
     search = _Search(lengths, ranks, cost, config, pp, PlannedDocuments.of(lengths, sizes, cost, config))
     drafts = search.drafts(good=bound * (1 + config.balance_tolerance))
-    found: list[tuple[float, int, tuple[Slot, ...]]] = []
+    found: list[tuple[float, int, tuple[SlotGroups, ...]]] = []
     for draft in drafts[:NUM_FINALISTS]:
         made = microbatches(draft.tree, lengths, cost, draft.limits)
         # Where sending takes longer than computing, more ranks are no gain and a group stays empty.
@@ -53,7 +53,7 @@ def plan(lengths: Sequence[int], ranks: int, cost: CostModel, config: DynamicCon
     return StepPlan(ranks, slots, seconds, bound)
 
 
-def most_tokens_per_rank(slots: Sequence[Slot], lengths: Sequence[int]) -> int:
+def most_tokens_per_rank(slots: Sequence[SlotGroups], lengths: Sequence[int]) -> int:
     """Most tokens of a microbatch on a rank, rounded up."""
     return max(-(-sum(lengths[d] for d in group.documents) // group.size) for slot in slots for group in slot)
 

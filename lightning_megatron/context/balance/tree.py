@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_megatron.context.balance.cost import CostModel
+from lightning_megatron.context.balance.slots import pack_seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ def grow(
         num_blocks = ranks // size
         before = [clock for clock in clocks for _ in range(num_blocks // len(clocks))]
         placed = _place(own, before, alone)
-        taken = [_pooled_seconds(block, size, lengths, cost) for block in placed]
+        taken = [pack_seconds(block, size, lengths, cost) - cost.fixed_seconds for block in placed]
         documents.append(placed)
         seconds.append(taken)
         clocks = [start + spent for start, spent in zip(before, taken, strict=True)]
@@ -93,11 +94,6 @@ def _place(own: Sequence[int], before: Sequence[float], alone: Sequence[float]) 
         placed[block].append(document)
         heapq.heapreplace(heap, (clock + alone[document], block))
     return placed
-
-
-def _pooled_seconds(documents: Sequence[int], size: int, lengths: Sequence[int], cost: CostModel) -> float:
-    own = [lengths[document] for document in documents]
-    return cost.seconds(sum(own), sum(length * length for length in own), size) - cost.fixed_seconds
 
 
 def path_sums(values: Sequence[Sequence[float]]) -> list[list[float]]:

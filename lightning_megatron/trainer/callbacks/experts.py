@@ -25,10 +25,8 @@ class ExpertMonitor(L.Callback):
     than ours a process knows its own tokens only. A step that was skipped has none. A load of 1 is the mean of its
     layer; losses are before their coefficients.
 
-    `every_n_steps` is how often; 0 is as often as the Trainer tells its loggers. `per_layer` adds the same numbers for
-    each layer, `per_expert` the load of each expert. `picture_every_n_steps` above 0 writes `experts.png`, the load of
-    each expert over the steps, so often and at the end of training, into `picture_folder` ("": where the Trainer logs),
-    and gives it to TensorBoard loggers; it needs the extra `plot`. Of several models each name begins with the model's.
+    The picture, `experts.png`, is the load of each expert over the steps, also written at the end of training and given
+    to TensorBoard loggers; it needs the extra `plot`. Of several models each name begins with the model's.
     """
 
     def __init__(
@@ -62,11 +60,11 @@ class ExpertMonitor(L.Callback):
         self.per_expert = per_expert
         self.picture_every_n_steps = picture_every_n_steps
         self.picture_folder = picture_folder
-        # By model.
+        # Histories by the name of the model.
         self._histories: dict[str, LoadHistory] = {}
         # Optimizer steps before this batch.
         self._steps_before = 0
-        # At which step.
+        # Step of the last picture.
         self._last_drawn = -1
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -133,7 +131,7 @@ class ExpertMonitor(L.Callback):
         if step == self._last_drawn:
             return
         self._last_drawn = step
-        # On every rank: the Trainer's folder is the first rank's.
+        # Every rank asks: the Trainer broadcasts the first rank's folder.
         folder = Path(self.picture_folder or trainer.log_dir or trainer.default_root_dir)
         if not trainer.is_global_zero:
             return

@@ -78,7 +78,7 @@ class MemoryMonitor(L.Callback):
         self._peaks: dict[str, int] = {}
         self._reserved_bytes = 0
         self._before_bytes = 0
-        # Of this run.
+        # Counts of this run.
         self._num_steps = 0
         self._steps_before = 0
         self._gradient_bytes = 0
@@ -91,9 +91,6 @@ class MemoryMonitor(L.Callback):
         self._enter("setup")
         built = sum(storage_bytes(pl_module.parameters()).values())
         self._before_bytes = 0 if self._meter.name == "allocated" else self._meter.peak_bytes() - built
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._enter(_BETWEEN)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -115,7 +112,7 @@ class MemoryMonitor(L.Callback):
         is_table_due = self._is_table_due
         self._num_steps += 1
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        # As Lightning counts for its loggers.
+        # Lightning counts so for its loggers.
         is_told = every > 0 and (trainer.fit_loop.epoch_loop._batches_that_stepped + 1) % every == 0
         if is_table_due or is_told:
             ranks = gathered(self._held(trainer, batch, is_table_due=is_table_due), trainer)
@@ -131,6 +128,8 @@ class MemoryMonitor(L.Callback):
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._enter(_BETWEEN)
+
+    on_train_start = on_validation_end
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         self._enter("checkpoint")
@@ -196,7 +195,7 @@ class _Planned:
         if trainer.strategy.root_device.type == "cuda":
             self.overhead_bytes = memory.overhead
         else:
-            # That of a GPU's libraries.
+            # The workspace is that of a GPU's libraries.
             self.kinds[_REST] -= WORKSPACE_BYTES
 
 

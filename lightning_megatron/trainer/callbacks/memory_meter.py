@@ -1,4 +1,4 @@
-"""How much memory a process holds, and the most since a moment: a GPU's as its allocator counts, else the process's.
+"""Memory that a process holds, and its peak since a reset: on a GPU as the allocator counts, else the process's own.
 
 name              what it counts
 allocated         tensors on the GPU, by torch's allocator
@@ -10,7 +10,7 @@ import resource
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,25 +19,8 @@ from torch.distributed.tensor import DTensor
 MeterName = Literal["allocated", "resident", "resident_so_far"]
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-_CLEARS_PEAK = "5"
 # Source: proc(5), clear_refs.
-
-
-class Meter(Protocol):
-    """Reads bytes."""
-
-    @property
-    def name(self) -> MeterName: ...
-
-    def reset(self) -> None:
-        """The peak is what is held now."""
-        ...
-
-    def peak_bytes(self) -> int: ...
-
-    def reserved_bytes(self) -> int:
-        """The most that an allocator took from the device, or 0."""
-        ...
+_CLEARS_PEAK = "5"
 
 
 class GpuMeter:
@@ -55,6 +38,7 @@ class GpuMeter:
         return torch.cuda.max_memory_allocated(self._device)
 
     def reserved_bytes(self) -> int:
+        """Most bytes that the allocator took from the device."""
         return torch.cuda.max_memory_reserved(self._device)
 
 
@@ -74,20 +58,21 @@ class ResidentMeter:
         return 0
 
 
-class ResidentSoFarMeter:
+class ResidentSoFarMeter(ResidentMeter):
     """Meter of a process on other systems, and where Linux refuses to reset the peak."""
 
-    name: MeterName = "resident_so_far"
+    name = "resident_so_far"
 
     def reset(self) -> None:
-        """Nothing: this peak only grows."""
+        """Does nothing: this peak only grows."""
 
     def peak_bytes(self) -> int:
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return most if sys.platform == "darwin" else most * 1024
 
-    def reserved_bytes(self) -> int:
-        return 0
+
+Meter = GpuMeter | ResidentMeter
+"""Meter of a GPU or of a process; `reset` makes the peak what is held now."""
 
 
 def meter_of(device: torch.device) -> Meter:

@@ -21,7 +21,7 @@ class StepRecorder:
         self.batch = 0
         self._begun: dict[Activity, Any] = {}
         self._noted: list[tuple[Activity, int, Any, Any]] = []
-        # Of the device's clock: an event, and the host's clock at it.
+        # Origin of the device's clock: an event, and the host's clock at it.
         self._origin: tuple[Any, float] | None = None
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -31,7 +31,7 @@ class StepRecorder:
         self._begun[activity] = self._moment()
 
     def end(self, activity: Activity) -> None:
-        """Nothing where it has not begun."""
+        """Records the end of an activity; does nothing where it has not begun."""
         if activity in self._begun:
             self._noted.append((activity, self.batch, self._begun.pop(activity), self._moment()))
 

@@ -43,18 +43,15 @@ class ThroughputMonitor(L.Callback):
                          longest: the loader, the way to the device, loggers
 
     Data loading counts; validation, saving, and the first batch of a run (which allocates and warms up) do not.
-
-    Args:
-        every_n_batches: Batches between two logs, over which throughput is the mean.
-        device_peak_flops: Peak of one device in FLOP/s at the precision of the run; 0 looks it up by the device's name.
     """
 
     def __init__(self, every_n_batches: int = 10, device_peak_flops: float = 0.0) -> None:
         """Raises ValueError for settings that make no sense.
 
         Args:
-            every_n_batches: Training batches over which each measurement is taken.
-            device_peak_flops: FLOP/s that the device reaches at most, for MFU; 0 looks it up by the device's name.
+            every_n_batches: Batches between two logs, over which throughput is the mean.
+            device_peak_flops: Peak of one device in FLOP/s at the precision of the run; 0 looks it up by the device's
+                name.
         """
         if every_n_batches < 1:
             raise ValueError(f"every_n_batches ({every_n_batches}) must be at least 1")
@@ -75,10 +72,8 @@ class ThroughputMonitor(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not isinstance(pl_module, MeasuredModule):
             raise ConfigurationError(
-                [
-                    f"ThroughputMonitor cannot measure {type(pl_module).__name__}; give it the methods "
-                    "batch_tokens(batch) and batch_flops(batch), or leave the callback out"
-                ]
+                f"ThroughputMonitor cannot measure {type(pl_module).__name__}; give it the methods "
+                "batch_tokens(batch) and batch_flops(batch), or leave the callback out"
             )
         device, strategy = trainer.strategy.root_device, trainer.strategy
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -113,8 +108,7 @@ class ThroughputMonitor(L.Callback):
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._stop_clock(trainer)
 
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._stop_clock(trainer)
+    on_validation_start = on_train_epoch_end
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         self._stop_clock(trainer)
@@ -165,7 +159,7 @@ class ThroughputMonitor(L.Callback):
 
 
 def _now(trainer: L.Trainer) -> float:
-    """The time when the device is done: kernels run behind the host."""
+    """The time when the device is done: kernels run asynchronously."""
     if trainer.strategy.root_device.type == "cuda":
         torch.cuda.synchronize(trainer.strategy.root_device)
     return perf_counter()

@@ -22,25 +22,20 @@ from torch.optim import Optimizer
 from lightning_megatron import checkpoint as directory
 from lightning_megatron.checkpoint import Piece, Slot
 from lightning_megatron.checkpoint.state import OTHER_STATES
+from lightning_megatron.checkpoint.summary import MESH, MODELS, OWN_KEYS
 from lightning_megatron.checkpoint.torch_index import OPTIMIZERS
 from lightning_megatron.comm.raise_on_all_ranks import read_on_first_rank
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.optim.data_parallel_comm import DataParallelComm
 from lightning_megatron.sharding import shard_of
+from lightning_megatron.trainer.checkpointing.checkpoint_saver import CheckpointSaver
 from lightning_megatron.trainer.checkpointing.parameter_order import in_module_order
-from lightning_megatron.trainer.checkpointing.saving import Saving
 from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.trainer.setup import pipelined_models
 
 # Keys of Lightning's dictionary.
 WEIGHTS = "state_dict"
 OPTIMIZER_STATES = "optimizer_states"
-# Keys of ours beside them in the metadata, and `OPTIMIZERS` and `OTHER_STATES`.
-# On how many ranks of which axes it was written.
-_MESH = "mesh"
-# Class and configuration of each of this package's models, by its name in the module.
-_MODELS = "models"
-_OURS = (OPTIMIZERS, OTHER_STATES, _MESH, _MODELS)
 
 
 @dataclass(frozen=True)
@@ -79,7 +74,7 @@ def save(
     optimizers: Iterable[Optimizer],
     master_slots: MasterSlots,
     mesh: Mesh,
-    saving: Saving,
+    saver: CheckpointSaver,
 ) -> None:
     """Writes Lightning's dictionary as a checkpoint directory. Collective over the world.
 
@@ -87,10 +82,10 @@ def save(
     """
     live = live_of(module)
     lowered = {s.name: (main, s) for main, s in master_slots.slots.items() if s.name in master_slots.lowered}
-    # Of a weight whose master weights are all on other replicas, those write.
+    # A weight whose master weights are all on other data-parallel ranks is written by those.
     elsewhere = master_slots.lowered - lowered.keys()
     pieces: dict[str, Piece | list[Piece]] = {}
-    meta: dict[str, Any] = {_MESH: plain(mesh.sizes, _MESH), _MODELS: _models(module)}
+    meta: dict[str, Any] = {MESH: plain(mesh.sizes, MESH), MODELS: _models(module)}
     for key, value in checkpoint.items():
         if key == OPTIMIZER_STATES:
             continue
@@ -114,13 +109,13 @@ def save(
         for index, optimizer in enumerate(optimizers):
             moments, rest = directory.pieces_of_optimizer(optimizer, names, index)
             pieces |= moments
-            rest = directory.merge_rest(rest, saving.world)
+            rest = directory.merge_rest(rest, saver.world)
             if mesh.pp.size > 1:
-                # Each rank told the names of its own stages.
+                # Each rank gave the names of its own stages.
                 for group in rest["groups"]:
                     group["params"] = in_module_order(group["params"], module)
             meta[OPTIMIZERS].append(rest)
-    saving.save(path, pieces, meta, module.trainer)
+    saver.save_state(path, pieces, meta, module.trainer)
 
 
 def load(
@@ -149,7 +144,7 @@ def load(
         for name, tensor in live.items()
     }
     pieces = {name: Piece.like(live[name], tensor) for name, tensor in state.items()}
-    checkpoint = {key: value for key, value in meta.items() if key not in _OURS}
+    checkpoint = {key: value for key, value in meta.items() if key not in OWN_KEYS}
     checkpoint[WEIGHTS] = state
     others = tuple(f"{key}." for key in meta.get(OTHER_STATES, ()))
     report = directory.load(
@@ -175,12 +170,10 @@ def require_optimizers(checkpoint: Mapping[str, Any], path: str) -> None:
     """Raises ConfigurationError where a loaded dictionary has weights alone, which a fit cannot go on from."""
     if OPTIMIZER_STATES not in checkpoint:
         raise ConfigurationError(
-            [
-                f"ckpt_path ({path}) has weights alone (it was converted, or saved with save_weights_only), and a fit "
-                "goes on from a whole state. To begin from its weights leave ckpt_path out: build the model in "
-                "configure_model with lightning_megatron.hf.from_pretrained, or the module with "
-                "lightning_megatron.load_from_checkpoint"
-            ]
+            f"ckpt_path ({path}) has weights alone (it was converted, or saved with save_weights_only), and a fit "
+            "goes on from a whole state. To begin from its weights leave ckpt_path out: build the model in "
+            "configure_model with lightning_megatron.hf.from_pretrained, or the module with "
+            "lightning_megatron.load_from_checkpoint"
         )
 
 
@@ -266,7 +259,7 @@ def _models(module: pl.LightningModule) -> dict[str, Any]:
     for name, model in pipelined_models.pipelined_modules(module).items():
         config = getattr(model, "config", None)
         if is_dataclass(config):
-            found[name] = {"class": type(model).__name__, "config": plain(config, f"{_MODELS}.{name}")}
+            found[name] = {"class": type(model).__name__, "config": plain(config, f"{MODELS}.{name}")}
     return found
 
 

@@ -76,10 +76,8 @@ def require_alike(path: str | None, world: Axis) -> None:
         return
     found = next(f"{one} (rank {rank})" for rank, one in enumerate(paths) if one is not None)
     raise ConfigurationError(
-        [
-            f"ckpt_path leads to {found}, but to nothing on ranks {', '.join(without)}; all ranks go on from one "
-            "checkpoint: have its folder the same on all machines, or start the run again where it came just then"
-        ]
+        f"ckpt_path leads to {found}, but to nothing on ranks {', '.join(without)}; all ranks go on from one "
+        "checkpoint: have its folder the same on all machines, or start the run again where it came just then"
     )
 
 
@@ -95,10 +93,8 @@ def _answered(*asked: Address) -> Iterator[None]:
         # Remote file systems have errors of their own.
         where = ", ".join(dict.fromkeys(map(str, asked)))
         raise ConfigurationError(
-            [
-                f'ckpt_path="last" is not known, for what is at {where} cannot be read now '
-                f"({type(error).__name__}: {error}); start the run again when it can, or give the path of a checkpoint"
-            ]
+            f'ckpt_path="last" is not known, for what is at {where} cannot be read now '
+            f"({type(error).__name__}: {error}); start the run again when it can, or give the path of a checkpoint"
         ) from error
 
 
@@ -110,7 +106,7 @@ def _in_place_of_last(folders: dict[ModelCheckpoint, Address], on_exception: lis
     candidates = {path for callback, folder in folders.items() for path in _named_last(callback, folder)}
     candidates |= set(on_exception)
     damaged = {path: fault for path in candidates if (fault := _fault(path))}
-    # By name where their file systems tell no times: on every rank the same.
+    # Names decide where file systems tell no times: every rank finds the same.
     sound = sorted(candidates - damaged.keys(), key=lambda path: (_changed_seconds(path), str(path)))
     newest = _newest(list(dict.fromkeys(folders.values())), on_exception)
     if not candidates:
@@ -121,10 +117,8 @@ def _in_place_of_last(folders: dict[ModelCheckpoint, Address], on_exception: lis
         return newest.path
     if newest is None and not sound:
         raise ConfigurationError(
-            [
-                f'ckpt_path="last" finds no complete checkpoint: {"; ".join(damaged.values())}; '
-                f"remove {', '.join(sorted(map(str, damaged)))} to start anew, or give the path of a checkpoint"
-            ]
+            f'ckpt_path="last" finds no complete checkpoint: {"; ".join(damaged.values())}; '
+            f"remove {', '.join(sorted(map(str, damaged)))} to start anew, or give the path of a checkpoint"
         )
     path, older = (sound[-1], "") if sound else (None, "")
     if newest is not None and (path is None or (older := _older(path, newest))):
@@ -215,6 +209,6 @@ def _address(folder: Address) -> Address:
 
 
 def _tell(done: Iterable[str]) -> None:
-    # Not by the first rank alone: whoever does it says it.
+    # The rank that repaired something warns, not the first rank alone.
     for sentence in done:
         warnings.warn(sentence, stacklevel=2)

@@ -1,1 +1,1 @@
-"""Dynamic context parallelism beside training: the next step is planned and its documents are sent."""
+"""Dynamic context parallelism in the background: the next step is planned and its documents are sent."""

@@ -23,7 +23,7 @@ from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.transformer.layer import ExpertLayer, TransformerLayer
 from lightning_megatron.transformer.tokens import Tokens, stream_of
 
-# Of the tokens that a rank may hold.
+# Fractions of the tokens that a rank may hold.
 _FILLS = (0.25, 0.5, 1.0)
 # Documents of a pack, which together have the same tokens but not the same squares.
 _NUM_DOCUMENTS = (1, 4)
@@ -36,32 +36,23 @@ def of_module(
     device: torch.device,
     context: Callable[[], AbstractContextManager[Any]],
 ) -> CostModel:
-    """The cost on the first model of a module. Raises ConfigurationError where it is none that can be measured."""
-    models = [model for model in module.modules() if isinstance(model, GPTModel)]
-    if not models:
+    """The cost of a microbatch on the layers of one stage of a module's first GPTModel. Collective over the world.
+
+    Raises ConfigurationError where the module holds none.
+    """
+    model = next((model for model in module.modules() if isinstance(model, GPTModel)), None)
+    if model is None:
         raise ConfigurationError(
-            [
-                f"{type(module).__name__} holds no GPTModel, whose layers could be measured for dynamic context "
-                "parallelism; give the costs: DynamicContextConfig(cost=CostModel(...))"
-            ]
+            f"{type(module).__name__} holds no GPTModel, whose layers could be measured for dynamic context "
+            "parallelism; give the costs: DynamicContextConfig(cost=CostModel(...))"
         )
-    return measured(models[0], config, device, context)
-
-
-def measured(
-    model: GPTModel,
-    config: DynamicContextConfig,
-    device: torch.device,
-    context: Callable[[], AbstractContextManager[Any]],
-) -> CostModel:
-    """The cost of a microbatch on the layers of one stage. Collective over the world."""
     mesh, architecture = model.mesh, model.config
     packs = list(_packs(mesh.sizes.context_groups, config.max_tokens_per_rank))
     measurements = [
         Measurement(sum(lengths), sum(length * length for length in lengths), size, 0.0) for size, lengths in packs
     ]
     for kind in (TransformerLayer, ExpertLayer):
-        # On the stages that have a layer of the kind, as all or none of the ranks of a stage do.
+        # Either all or none of the ranks of a stage have a layer of the kind.
         layers = [layer for layer in model.modules() if isinstance(layer, kind)]
         seconds: list[float] = []
         for size, lengths in packs if layers else []:

@@ -1,4 +1,4 @@
-"""Dynamic context parallelism beside training: while a step runs, the next one's documents are planned and sent.
+"""Dynamic context parallelism in the background: while a step runs, the next one's documents are planned and sent.
 
     main thread        reads batch k+1      trains on batch k                       reads batch k+2 ...
     this one's thread                       lengths, plan, documents of batch k+1
@@ -22,7 +22,7 @@ from lightning_megatron.context.balance import CostModel, DynamicContextConfig, 
 from lightning_megatron.context.document_exchange import (
     DocumentRoute,
     LoadedDocuments,
-    Microbatch,
+    PlannedMicrobatch,
     exchange_documents,
     loaded_documents,
 )
@@ -36,14 +36,12 @@ from lightning_megatron.trainer.step.batch_checks import batch_digest
 # Batches whose contents are compared over the ranks of a replica.
 _CHECKED_BATCHES = 2
 
-Solve = Callable[..., StepPlan]
-
 
 @dataclass(frozen=True, eq=False)
 class Routed:
     """Microbatches that this rank runs in a step."""
 
-    microbatches: list[Microbatch]
+    microbatches: list[PlannedMicrobatch]
     step: BalancedBatch
     """Who runs which documents of the global batch."""
     num_rows: int
@@ -53,7 +51,7 @@ class Routed:
 
 
 @dataclass(frozen=True)
-class _Told:
+class _BatchSummary:
     """Summary of the batch that a rank has read, for the other ranks of dp and cp."""
 
     lengths: tuple[int, ...]
@@ -76,7 +74,6 @@ class DynamicContext:
         num_wanted: Callable[[], float],
         schedule_of: Callable[..., Schedule],
         device: torch.device,
-        solve: Solve = plan,
     ) -> None:
         """`line` is dp x cp over host memory with a process group that nobody else uses.
 
@@ -88,16 +85,15 @@ class DynamicContext:
         self._mesh, self._line = mesh, line
         self._num_wanted, self._schedule_of = num_wanted, schedule_of
         self._is_pinned = device.type == "cuda"
-        self._solve = solve
         # Set before the first step.
         self.cost: CostModel | None = config.cost
         # The step that runs, or was the last.
         self.taken: BalancedBatch | None = None
         self._num_checked = 0
-        # By the number of the batch in its epoch.
+        # Plans by the number of the batch in its epoch.
         self._ready: dict[int, Future[Routed]] = {}
         self._tasks: queue.SimpleQueue[tuple[object, Future[Routed]] | None] = queue.SimpleQueue()
-        # Of the thread: after it the ranks of the line no longer know each other's place.
+        # Error of the thread: after it the ranks no longer know where the others are.
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="dynamic-context", daemon=True)
         self._thread.start()
@@ -157,13 +153,13 @@ class DynamicContext:
 
     def _route(self, batch: object) -> Routed:
         held = loaded_documents(batch)
-        told: list[_Told] = collectives.gather_objects(self._told(held), self._line)
+        summaries: list[_BatchSummary] = collectives.gather_objects(self._summary(held), self._line)
         copies = self._mesh.cp.size
-        _require_alike(told, copies)
-        replicas = told[::copies]
+        _require_alike(summaries, copies)
+        replicas = summaries[::copies]
         lengths = [length for replica in replicas for length in replica.lengths]
         planned = self._plan(lengths)
-        # Of a new number of microbatches the schedule is made here too, and not within the step.
+        # The schedule of a new number of microbatches is made here too, and not within the step.
         training_plan(self._schedule_of(microbatches=len(planned.slots)))
         first = sum(len(replica.lengths) for replica in replicas[: self._mesh.dp.rank])
         route = DocumentRoute.of(planned, [replica.lengths for replica in replicas], copies)
@@ -175,20 +171,20 @@ class DynamicContext:
         step = BalancedBatch(lengths=tuple(lengths), plan=planned)
         return Routed(found, step, sum(replica.rows for replica in replicas), frozenset(held.schema))
 
-    def _told(self, held: LoadedDocuments) -> _Told:
+    def _summary(self, held: LoadedDocuments) -> _BatchSummary:
         digest = ""
         if self._num_checked < _CHECKED_BATCHES:
             self._num_checked += 1
             digest = batch_digest(held.values)
         schema = {key: str(dtype) for key, dtype in held.schema.items()}
-        return _Told(held.lengths, held.names_D2.tolist(), held.rows, schema, digest)
+        return _BatchSummary(held.lengths, held.names_D2.tolist(), held.rows, schema, digest)
 
     def _plan(self, lengths: Sequence[int]) -> StepPlan:
         ranks = self._line.size
         if not lengths:
             return _plan_of_nothing(ranks, self.config)
         assert self.cost is not None
-        return self._solve(lengths, ranks, self.cost, self.config, pp=self._mesh.pp.size)
+        return plan(lengths, ranks, self.cost, self.config, pp=self._mesh.pp.size)
 
 
 def _plan_of_nothing(ranks: int, config: DynamicContextConfig) -> StepPlan:
@@ -199,7 +195,7 @@ def _plan_of_nothing(ranks: int, config: DynamicContextConfig) -> StepPlan:
     return StepPlan(ranks, (slot,) * count, 0.0, 0.0)
 
 
-def _names_of(replicas: Sequence[_Told]) -> Tensor:
+def _names_of(replicas: Sequence[_BatchSummary]) -> Tensor:
     """The names of all documents in the global batch, whose rows are those of the replicas in turn: int64 [D, 2]."""
     names, first_row = [], 0
     for replica in replicas:
@@ -208,16 +204,16 @@ def _names_of(replicas: Sequence[_Told]) -> Tensor:
     return torch.tensor(names, dtype=torch.int64).view(-1, 2)
 
 
-def _require_alike(told: Sequence[_Told], copies: int) -> None:
+def _require_alike(summaries: Sequence[_BatchSummary], copies: int) -> None:
     """Raises RuntimeError, on every rank, where batches differ that must not, or have other keys."""
-    for first in range(0, len(told), copies):
-        if any(one != told[first] for one in told[first : first + copies]):
+    for first in range(0, len(summaries), copies):
+        if any(one != summaries[first] for one in summaries[first : first + copies]):
             raise RuntimeError(
                 f"the context-parallel ranks of replica {first // copies} got different batches; they send its "
                 "documents together and must read the same data: shard by trainer.strategy.data_parallel_rank and "
                 "data_parallel_size, not by the global rank, and shuffle with a seed that all ranks share"
             )
-    schemas = [one.schema for one in told]
+    schemas = [one.schema for one in summaries]
     if any(schema != schemas[0] for schema in schemas):
         raise RuntimeError(
             f"replicas got batches of different keys or dtypes: {schemas[::copies]}; documents go from one replica to "

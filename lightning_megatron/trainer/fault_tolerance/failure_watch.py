@@ -17,8 +17,8 @@ from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis
 from lightning_megatron.trainer.fault_tolerance.stop_vote import StopVote
 
+# The one key that each rank asks for, twice a second, while all is well.
 _NEWS = "news"
-# Anything at all: one question twice a second for each rank is what the store is asked while all is well.
 _KEY = "failure"
 _COUNT = "failures"
 _MEETING = "meeting"

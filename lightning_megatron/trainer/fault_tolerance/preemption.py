@@ -33,8 +33,8 @@ from typing_extensions import override
 
 from lightning_megatron.checkpoint import CheckpointConfig
 from lightning_megatron.comm.collectives import gather_objects
-from lightning_megatron.trainer.checkpointing.local_tier import LocalTier
-from lightning_megatron.trainer.checkpointing.saving import Saving
+from lightning_megatron.trainer.checkpointing.checkpoint_saver import CheckpointSaver
+from lightning_megatron.trainer.checkpointing.local_checkpoint import LocalCheckpoint
 from lightning_megatron.trainer.fault_tolerance.stop_vote import StopVote
 from lightning_megatron.trainer.resume.run_state import is_validation_due
 
@@ -45,13 +45,13 @@ class Preemption(Checkpoint):
     """The strategy's own callback, last of all during a run; Lightning calls checkpoint callbacks after the others."""
 
     def __init__(
-        self, config: CheckpointConfig, vote: StopVote, saving: Saving, environment: ClusterEnvironment | None
+        self, config: CheckpointConfig, vote: StopVote, saver: CheckpointSaver, environment: ClusterEnvironment | None
     ) -> None:
         """Remembers the user's signal handlers, and so is made before Lightning registers its own."""
-        # And so are all ranks, at the same place.
+        # All ranks leave at the same place.
         self.is_leaving = False
         self._vote = vote
-        self._saving = saving
+        self._saver = saver
         self._requeue = _requeue_signal(environment)
         self._signals = {signal.Signals[name] for name in config.save_on_signals} | self._requeue
         self._of_user = {number: signal.getsignal(number) for number in self._signals}
@@ -92,10 +92,7 @@ class Preemption(Checkpoint):
         self._first_step = trainer.global_step
         self._pass(trainer)
 
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._first_step = trainer.global_step
-        self._pass(trainer)
+    on_train_start = on_sanity_check_end
 
     @override
     def on_train_batch_end(
@@ -114,13 +111,13 @@ class Preemption(Checkpoint):
             self._pass(trainer)
 
     @override
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._pass(trainer)
-
-    @override
     def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         if trainer.state.fn != TrainerFn.FITTING:
             self._pass(trainer)
+
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._pass(trainer)
 
     @override
     def on_test_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
@@ -134,23 +131,17 @@ class Preemption(Checkpoint):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._end(trainer)
 
-    @override
-    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._end(trainer)
-
-    @override
-    def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._end(trainer)
+    on_test_end = on_predict_end = on_train_end
 
     def _pass(self, trainer: pl.Trainer) -> None:
         """Goes on, or stops with all ranks. Waits for none while none of them asks."""
-        if self._saving.has_failed:
+        if self._saver.has_failed:
             self._vote.ask(_FAILED_SAVE)
         self._place += 1
         reason = self._vote.reason_to_stop(self._place)
         if reason is None:
             return
-        places = gather_objects(self._place, self._saving.world)
+        places = gather_objects(self._place, self._saver.world)
         if len(set(places)) > 1:
             raise RuntimeError(
                 f"the ranks were to stop together ({reason}), and are after {places} batches and validations; give all "
@@ -158,7 +149,7 @@ class Preemption(Checkpoint):
             )
         if reason == _FAILED_SAVE:
             self.is_leaving = True
-            self._saving.wait()
+            self._saver.wait()
             # It did not raise: whoever asked has been told of it meanwhile.
             self.is_leaving = False
         elif signal.Signals[reason] in self._requeue:
@@ -169,7 +160,7 @@ class Preemption(Checkpoint):
 
     def _end(self, trainer: pl.Trainer) -> None:
         """Leaves if any rank has been asked to; else the script goes on behind the run."""
-        asked = {name for names in gather_objects(self._vote.asked, self._saving.world) for name in names}
+        asked = {name for names in gather_objects(self._vote.asked, self._saver.world) for name in names}
         if names := sorted(asked & {number.name for number in self._signals - self._requeue}):
             self._exit(trainer, names[0], "it had come to its end")
 
@@ -178,14 +169,14 @@ class Preemption(Checkpoint):
     def _requeue_job(self, number: signal.Signals) -> None:
         """Lightning's own handler: saves where its SLURM support looks, and asks for the job to be queued again."""
         handler: Callable[[int, FrameType | None], Any] = self._before[number]
-        with self._saving.urgent():
+        with self._saver.urgent():
             handler(number, None)
 
     def _leave(self, trainer: pl.Trainer, reason: str) -> None:
         path = _path(trainer) if trainer.state.fn == TrainerFn.FITTING else None
         what = "there was nothing to save"
         if path is not None and trainer.global_step > self._first_step:
-            with self._saving.urgent():
+            with self._saver.urgent():
                 trainer.save_checkpoint(path)
             what = f"saved {path}"
         self._exit(trainer, reason, what)
@@ -193,7 +184,7 @@ class Preemption(Checkpoint):
     def _exit(self, trainer: pl.Trainer, reason: str, what: str) -> NoReturn:
         self.is_leaving = True
         # What is in flight would be given seconds only, as after a failure.
-        self._saving.wait()
+        self._saver.wait()
         rank_zero_info(f"The run ends after step {trainer.global_step} because of {reason}: {what}")
         raise SIGTERMException
 
@@ -206,7 +197,7 @@ def _requeue_signal(environment: ClusterEnvironment | None) -> set[signal.Signal
 
 def _path(trainer: pl.Trainer) -> str | None:
     """Path that `ckpt_path="last"` looks at; None where the user wants no checkpoints."""
-    others = [one for one in trainer.checkpoint_callbacks if not isinstance(one, (Preemption, LocalTier))]
+    others = [one for one in trainer.checkpoint_callbacks if not isinstance(one, (Preemption, LocalCheckpoint))]
     for callback in others:
         if isinstance(callback, ModelCheckpoint) and callback.dirpath:
             metrics = {

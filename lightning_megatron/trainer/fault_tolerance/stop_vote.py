@@ -42,7 +42,7 @@ class StopVote:
         self._rank = global_rank
         self._num_ranks = num_ranks
         self._lock = threading.Lock()
-        # In their order; changed by single operations alone, between which a signal may come.
+        # Reasons in their order; only single operations change it, because a signal may come between two.
         self._asked: dict[str, None] = {}
         self._passed = -1
         self._round = _Round(0)

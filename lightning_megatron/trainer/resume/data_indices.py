@@ -63,7 +63,7 @@ class Indices:
         self.order = order_of(loader, dp)
         # Whether `order` is a checkpoint's, in the place of the samplers' own.
         self.is_followed = False
-        # Where all generators were when this round's indices began.
+        # States of all generators when this round's indices began.
         self.round_start: AllStates | None = None
         self.begin_from: States | None = None
         self._prepared: Iterator[Any] | None = None
@@ -95,16 +95,14 @@ class Indices:
         known = "other" not in (order["name"], self.order["name"])
         if known and order["samples"] == self.order["samples"]:
             if order["name"] != self.order["name"] or _differ_in_seed(order, self.order):
-                rank_zero_info(f"the training data goes on in the checkpoint's order: {_in_words(order)}")
+                rank_zero_info(f"the training data goes on in the checkpoint's order: {_order_text(order)}")
             self.order, self.is_followed = order, True
         elif is_within:
             raise ConfigurationError(
-                [
-                    "the checkpoint lies within an epoch of a loader whose sampler may give each replica any samples, "
-                    "so their rest cannot be cut for another number of replicas or another batch size; resume on as "
-                    "many replicas with the same batch_size, resume a checkpoint from the end of an epoch, or use a "
-                    "plain DataLoader(shuffle=...) or a loader with state_dict and load_state_dict"
-                ]
+                "the checkpoint lies within an epoch of a loader whose sampler may give each replica any samples, "
+                "so their rest cannot be cut for another number of replicas or another batch size; resume on as "
+                "many replicas with the same batch_size, resume a checkpoint from the end of an epoch, or use a "
+                "plain DataLoader(shuffle=...) or a loader with state_dict and load_state_dict"
             )
 
     def skip(self, batches: int, samples: int, round_start: AllStates | None) -> None:
@@ -115,7 +113,7 @@ class Indices:
         if round_start is None:
             return
         self.round_start = round_start
-        with rng_state.kept():
+        with rng_state.forked():
             set_all_states(self._loader, round_start)
             if self.is_followed:
                 self._prepared = self._batches(samples)
@@ -148,7 +146,7 @@ class Indices:
         if self.order["name"] == "random":
             explicit = explicit_generators(self._loader)
             if not explicit:
-                # As RandomSampler draws it; one for all replicas.
+                # RandomSampler draws its seed so; all data-parallel ranks share one.
                 seed = int(torch.empty((), dtype=torch.int64).random_().item())
                 explicit = [torch.Generator().manual_seed(collectives.broadcast_object(seed, self._dp))]
             return list(RandomSampler(samples, generator=explicit[0]))
@@ -181,7 +179,7 @@ def _differ_in_seed(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return bool(one["name"] == other["name"] == "distributed" and one["seed"] != other["seed"])
 
 
-def _in_words(order: dict[str, Any]) -> str:
+def _order_text(order: dict[str, Any]) -> str:
     if order["name"] == "distributed":
         return f"that of DistributedSampler, seed {order['seed']}, {'shuffled' if order['shuffle'] else 'not shuffled'}"
     return {"sequential": "as the dataset has them", "random": "shuffled as on one replica"}[order["name"]]
@@ -221,7 +219,7 @@ def all_states(loader: Any) -> AllStates:
 
 
 def set_all_states(loader: Any, saved: AllStates) -> None:
-    """Puts them there."""
+    """Restores states that `all_states` returned."""
     rng_state.set_states(saved["default"])
     set_explicit_states(loader, saved["explicit"])
 

@@ -15,12 +15,14 @@ from itertools import chain, islice
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_megatron.comm import rng
 from lightning_megatron.mesh import Axis
 from lightning_megatron.trainer.config import ConfigurationError
+from lightning_megatron.trainer.dynamic_context.prefetch import DynamicContext
 from lightning_megatron.trainer.resume import rng_state
 from lightning_megatron.trainer.resume.data_indices import (
     AllStates,
@@ -34,26 +36,10 @@ from lightning_megatron.trainer.resume.data_indices import (
     set_explicit_states,
 )
 
-Place = dict[str, Any]
+LoaderPosition = dict[str, Any]
 """Where a loader is, as plain data."""
 
 INDICES, OWN_STATE, READING = "the indices of its samplers", "a state of its own", "reading what comes first again"
-
-
-class Ahead(Protocol):
-    """Work on a batch while the one before it is trained on."""
-
-    def begin(self) -> None:
-        """A new round of the loader begins."""
-        ...
-
-    def is_wanted(self, number: int) -> bool:
-        """Whether the batch with this number in its epoch will be trained on."""
-        ...
-
-    def prepare(self, number: int, batch: Any) -> None:
-        """The batch with this number in its epoch has been read."""
-        ...
 
 
 @runtime_checkable
@@ -75,13 +61,17 @@ class Reader:
     """
 
     def __init__(
-        self, loader: Any, dp: Axis, epoch: Callable[[], int], start: "Start | None", ahead: Ahead | None = None
+        self,
+        loader: Any,
+        dp: Axis,
+        epoch: Callable[[], int],
+        start: "Start | None",
+        ahead: DynamicContext | None = None,
     ) -> None:
         self.loader = loader
         self._ahead = ahead
-        # With `ahead`: this loader's place before each batch that was read and perhaps not trained on, by its number in
-        # the epoch.
-        self._places: dict[int, Place] = {}
+        # Positions before each batch that was read ahead and perhaps not trained on, by its number in the epoch.
+        self._places: dict[int, LoaderPosition] = {}
         self.indices: Indices | None = None
         # What is read, whose workers run.
         self.source = loader
@@ -96,13 +86,13 @@ class Reader:
         self._handed = 0
         # Batches of this epoch.
         self.in_epoch = 0
-        # Where the generators were when this round began.
+        # States of the generators when this round began.
         self._round_start: AllStates | None = None
         # This loader's place before the last batch, where Lightning asks for one more than it trains on.
-        self._before: Place | None = None
-        self._resumed: Place | None = None
-        # Where the first round of a resumed run began.
-        self._begun_from: Place | None = None
+        self._before: LoaderPosition | None = None
+        self._resumed: LoaderPosition | None = None
+        # Position at which the first round of a resumed run began.
+        self._begun_from: LoaderPosition | None = None
         # Whether the last round came to its end.
         self._is_exhausted = False
         # Whether somebody holds an iterator that has not begun.
@@ -128,7 +118,7 @@ class Reader:
     def _hand_out_late(self, start: "Start") -> Iterator[Any]:
         is_training = self in start.readers
         with start.as_saved() if is_training else nullcontext():
-            # In the order in which Lightning would have begun them: each draws from the same generators.
+            # Lightning would have begun them in this order: each draws from the same generators.
             for reader in start.readers if is_training else [self]:
                 reader.begin_late()
             batches, self._begun = self._begun, None
@@ -161,8 +151,8 @@ class Reader:
             yield from self._count_behind(batches, self._ahead)
             return
         while True:
-            if not self._has_length:
-                self._before = self.place() | {"fetch": rng_state.states()}
+            if sized_len(self.loader) is None:
+                self._before = self.position() | {"fetch": rng_state.states()}
             try:
                 batch = next(batches)
             except StopIteration:
@@ -172,7 +162,7 @@ class Reader:
             self.in_epoch += 1
             yield batch
 
-    def _count_behind(self, batches: Iterator[Any], ahead: Ahead) -> Iterator[Any]:
+    def _count_behind(self, batches: Iterator[Any], ahead: DynamicContext) -> Iterator[Any]:
         """Batches counted one behind the reading."""
         ahead.begin()
         read: deque[Any] = deque()
@@ -181,7 +171,7 @@ class Reader:
             while len(read) < 2 and not self._is_exhausted and (not read or ahead.is_wanted(self.in_epoch + len(read))):
                 number = self.in_epoch + len(read)
                 before = {"handed": self._handed + len(read), "in_epoch": number, "fetch": rng_state.states()}
-                self._places.setdefault(number, self.place() | before)
+                self._places.setdefault(number, self.position() | before)
                 try:
                     batch = next(batches)
                 except StopIteration:
@@ -197,17 +187,9 @@ class Reader:
             self._places = {number: place for number, place in self._places.items() if number >= self.in_epoch - 2}
             yield read.popleft()
 
-    @property
-    def _has_length(self) -> bool:
-        try:
-            len(self.loader)
-        except (TypeError, NotImplementedError):
-            return False
-        return True
-
     # --- where it is ------------------------------------------------------------------------------------------------
 
-    def place(self) -> Place:
+    def position(self) -> LoaderPosition:
         """Current position of the loader."""
         own = self._own()
         return {
@@ -224,31 +206,31 @@ class Reader:
             "own": None if own is None else copy.deepcopy(own.state_dict()),
         }
 
-    def _order(self) -> Place:
+    def _order(self) -> LoaderPosition:
         if self.indices is None:
             return {"order": None, "is_followed": False}
         return {"order": self.indices.order, "is_followed": self.indices.is_followed}
 
-    def place_after(self, trained: int) -> Place:
+    def position_after(self, trained: int) -> LoaderPosition:
         """Position of the loader after `trained` batches of this epoch: Lightning may hold one that it has not trained
         on."""
         if self._resumed is not None:
             return self._in_own_batches(self._resumed)
         if trained in self._places:
             return self._places[trained]
-        place = self.place() if self.in_epoch <= trained or self._before is None else self._before
+        place = self.position() if self.in_epoch <= trained or self._before is None else self._before
         if self.kind == OWN_STATE:
             return place
         # A step that failed has taken a batch, and it is to come again.
         ahead = min(max(0, place["in_epoch"] - trained), place["handed"])
         return place | {"handed": place["handed"] - ahead, "in_epoch": place["in_epoch"] - ahead}
 
-    def place_at_end(self) -> Place:
+    def position_at_end(self) -> LoaderPosition:
         """Position of the loader at the end of its epoch."""
-        place = self.place() if self._resumed is None else self._in_own_batches(self._resumed)
+        place = self.position() if self._resumed is None else self._in_own_batches(self._resumed)
         return place | {"handed": 0, "in_epoch": 0, "has_begun": False, "round_start": None}
 
-    def _in_own_batches(self, place: Place) -> Place:
+    def _in_own_batches(self, place: LoaderPosition) -> LoaderPosition:
         """A checkpoint's place as this run counts: in its batches, in the order that it follows."""
         return place | {
             "batch_samples": self.batch_samples,
@@ -260,14 +242,10 @@ class Reader:
 
     @property
     def kind(self) -> str:
-        """How this loader comes to its next batch in a resumed run."""
+        """Way in which this loader comes to its next batch in a resumed run."""
         if self.indices is not None:
             return INDICES
         return OWN_STATE if self._own() is not None else READING
-
-    def own_state(self) -> dict[str, Any]:
-        """Position by the loader's own account; None where it has none."""
-        return copy.deepcopy(self.loader.state_dict()) if isinstance(self.loader, Stateful) else {}
 
     def _own(self) -> Stateful | None:
         if isinstance(self.loader, Stateful):
@@ -280,44 +258,40 @@ class Reader:
 
     # --- going on ---------------------------------------------------------------------------------------------------
 
-    def go_on_from(self, place: Place, *, is_equal_everywhere: bool) -> None:
+    def go_on_from(self, place: LoaderPosition, *, is_equal_everywhere: bool) -> None:
         """Makes the next round begin at a saved place. Raises ConfigurationError where it cannot be found."""
         if place["kind"] != self.kind:
             raise ConfigurationError(
-                [
-                    f"the checkpoint's training loader goes on by {place['kind']}, and this run's "
-                    f"({type(self.loader).__name__}) by {self.kind}; resume with the loader that it was saved with"
-                ]
+                f"the checkpoint's training loader goes on by {place['kind']}, and this run's "
+                f"({type(self.loader).__name__}) by {self.kind}; resume with the loader that it was saved with"
             )
         is_moved = place["replicas"] != self._dp.size or place["batch_samples"] != self.batch_samples
         own = self._own()
         if own is not None:
             if place["replicas"] != self._dp.size and not is_equal_everywhere:
-                raise ConfigurationError([_differs(place, self._dp.size)])
+                raise ConfigurationError(_differs(place, self._dp.size))
         elif self.indices is not None:
             # A run that followed another one's order is not in that of its samplers, on the same replicas neither.
             is_other = is_moved or place.get("is_followed", False)
             self.indices.follow(place["order"], is_moved=is_other, is_within=place["handed"] > 0)
         elif is_moved and place["handed"]:
-            raise ConfigurationError([_differs(place, self._dp.size)])
+            raise ConfigurationError(_differs(place, self._dp.size))
         self._resumed = place
 
-    def batches_of(self, place: Place, batches: int) -> int:
-        """How many batches of this loader hold the samples of so many that a checkpoint's loader handed out."""
+    def batches_of(self, place: LoaderPosition, batches: int) -> int:
+        """Number of this loader's batches that hold the samples of so many batches of a checkpoint's loader."""
         old, new = place["batch_samples"], self.batch_samples
         if old == new or old is None or new is None:
             return batches
         if batches * old % new:
             raise ConfigurationError(
-                [
-                    f"the checkpoint was saved after {batches * old} samples of its epoch, where no batch of {new} "
-                    f"samples (over all replicas) begins; resume with batches of {old}, or of a number that divides "
-                    f"{batches * old}"
-                ]
+                f"the checkpoint was saved after {batches * old} samples of its epoch, where no batch of {new} "
+                f"samples (over all replicas) begins; resume with batches of {old}, or of a number that divides "
+                f"{batches * old}"
             )
         return batches * int(old) // int(new)
 
-    def _go_on(self, place: Place) -> Iterator[Any]:
+    def _go_on(self, place: LoaderPosition) -> Iterator[Any]:
         handed = self.batches_of(place, place["handed"])
         if (own := self._own()) is not None and place["own"]:
             own.load_state_dict(copy.deepcopy(place["own"]))
@@ -343,20 +317,20 @@ class Reader:
         if place.get("fetch") is None:
             return counted
         # It was fetched before the batch after which was saved was trained on.
-        with rng_state.kept():
+        with rng_state.forked():
             rng_state.set_states(place["fetch"])
             first = list(islice(counted, 1))
         return chain(first, counted)
 
-    def _with_first_fetched(self, batches: Iterator[Any], place: Place) -> Iterator[Any]:
+    def _with_first_fetched(self, batches: Iterator[Any], place: LoaderPosition) -> Iterator[Any]:
         """The batches, the first of them read where the generators were when it was read first."""
-        with rng_state.kept():
+        with rng_state.forked():
             rng_state.set_states(place["fetch"])
             first = list(islice(batches, 1))
         yield from first
         yield from batches
 
-    def _go_on_with_a_round(self, place: Place) -> Iterator[Any]:
+    def _go_on_with_a_round(self, place: LoaderPosition) -> Iterator[Any]:
         if self.indices is not None and place["has_workers"]:
             # Workers that were there already cost no draw of a seed; these are new.
             self.indices.begin_from = rng_state.states()
@@ -373,7 +347,7 @@ class Reader:
 
     def _begin_workers(self) -> Iterator[Any]:
         """Begins to read; torch draws a seed for workers that the run which was not interrupted drew long ago."""
-        with rng_state.kept(), _seeding_workers_by_default(self.source):
+        with rng_state.forked(), _seeding_workers_by_default(self.source):
             seed = rng.key(torch.initial_seed(), "workers", self._epoch, self.in_epoch, self._dp.rank)
             torch.default_generator.manual_seed(seed & ((1 << 63) - 1))
             batches: Iterator[Any] = iter(self.source)
@@ -385,7 +359,7 @@ class Reader:
             "or a dataset with state_dict and load_state_dict goes on at once"
         )
         assert self._round_start is not None
-        with rng_state.kept():
+        with rng_state.forked():
             set_all_states(self.loader, self._round_start)
             batches: Iterator[Any] = iter(self.source)
             for _ in islice(batches, handed):
@@ -406,7 +380,7 @@ class Start(Protocol):
         ...
 
 
-class PlacedIterable:
+class PositionedIterable:
     """Stand-in for a training loader that is no DataLoader, by which Lightning reads it."""
 
     def __init__(self, reader: Reader) -> None:
@@ -422,33 +396,15 @@ class PlacedIterable:
     def state_dict(self) -> dict[str, Any]:
         """The loader's own, for plain Lightning to go on from; here the place of each replica counts. That there is
         such a method tells Lightning that it is saved."""
-        return self.reader.own_state()
+        loader = self.reader.loader
+        return copy.deepcopy(loader.state_dict()) if isinstance(loader, Stateful) else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         return
 
 
-class PlacedDataLoader(DataLoader[Any]):
+class PositionedDataLoader(PositionedIterable, DataLoader[Any]):  # type: ignore[misc]
     """Stand-in for a training DataLoader, with all its attributes, by which Lightning reads it."""
-
-    def __init__(self, reader: Reader) -> None:
-        # Not the base's: this loader is not read itself.
-        vars(self).update(vars(reader.loader))
-        self.reader = reader
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        return iter(self.reader)
-
-    def __len__(self) -> int:
-        return len(self.reader.loader)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The loader's own, for plain Lightning to go on from; here the place of each replica counts. That there is
-        such a method tells Lightning that it is saved."""
-        return self.reader.own_state()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        return
 
     @property
     def _iterator(self) -> Any:
@@ -460,20 +416,20 @@ class PlacedDataLoader(DataLoader[Any]):
         self.reader.source._iterator = iterator
 
 
-def placed(
-    loader: Any, dp: Axis, epoch: Callable[[], int], start: Start | None, ahead: Ahead | None = None
-) -> PlacedIterable | PlacedDataLoader:
+def positioned(
+    loader: Any, dp: Axis, epoch: Callable[[], int], start: Start | None, ahead: DynamicContext | None = None
+) -> PositionedIterable:
     """The loader as one that knows its place."""
-    if isinstance(loader, (PlacedIterable, PlacedDataLoader)):
+    if isinstance(loader, PositionedIterable):
         # A CombinedLoader of the user keeps what an earlier fit put in.
         loader = loader.reader.loader
     reader = Reader(loader, dp, epoch, start, ahead)
-    return PlacedDataLoader(reader) if isinstance(loader, DataLoader) else PlacedIterable(reader)
+    return PositionedDataLoader(reader) if isinstance(loader, DataLoader) else PositionedIterable(reader)
 
 
 @contextmanager
 def _seeding_workers_by_default(loader: Any) -> Iterator[None]:
-    """Inside, a DataLoader with a generator leaves it to its sampler, which draws whenever workers read ahead."""
+    """Takes the generator off a DataLoader: its sampler draws from it whenever workers read ahead."""
     if not isinstance(loader, DataLoader):
         yield
         return
@@ -484,7 +440,7 @@ def _seeding_workers_by_default(loader: Any) -> Iterator[None]:
         loader.generator = own
 
 
-def _differs(place: Place, replicas: int) -> str:
+def _differs(place: LoaderPosition, replicas: int) -> str:
     what = "a state of its own on each replica" if place["own"] else "no state"
     return (
         f"the checkpoint lies within an epoch of a training loader with {what}, saved with {place['replicas']} "

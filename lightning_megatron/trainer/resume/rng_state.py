@@ -36,7 +36,7 @@ def set_states(saved: States) -> None:
 
 
 @contextmanager
-def kept() -> Iterator[None]:
+def forked() -> Iterator[None]:
     """Puts the default generators back afterwards, whatever is drawn inside."""
     before = states()
     try:

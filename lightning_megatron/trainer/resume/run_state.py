@@ -23,15 +23,14 @@ from torch.utils._pytree import tree_leaves
 from lightning_megatron.comm import collectives
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.trainer.config import ConfigurationError
+from lightning_megatron.trainer.dynamic_context.prefetch import DynamicContext
 from lightning_megatron.trainer.resume import rng_state
 from lightning_megatron.trainer.resume.data_position import (
-    Ahead,
+    LoaderPosition,
     MergesStates,
-    Place,
-    PlacedDataLoader,
-    PlacedIterable,
+    PositionedIterable,
     Reader,
-    placed,
+    positioned,
 )
 from lightning_megatron.trainer.setup import pipelined_models
 from lightning_megatron.trainer.step.batch_checks import batch_digest
@@ -41,12 +40,12 @@ KEY = "lightning_megatron_resume"
 
 
 def save_into(
-    checkpoint: dict[str, Any], trainer: pl.Trainer, mesh: Mesh, resumption: "Resumption | None" = None
+    checkpoint: dict[str, Any], trainer: pl.Trainer, mesh: Mesh, resume_state: "ResumeState | None" = None
 ) -> None:
-    """Adds to Lightning's dictionary what `Resumption` goes on from. Collective over the world."""
-    if resumption is not None and not resumption.has_started:
+    """Adds to Lightning's dictionary what `ResumeState` goes on from. Collective over the world."""
+    if resume_state is not None and not resume_state.has_started:
         # What was loaded holds still. Counters, loaders and generators are on their way there.
-        checkpoint[KEY], checkpoint["loops"]["fit_loop"] = resumption.saved, resumption.loops
+        checkpoint[KEY], checkpoint["loops"]["fit_loop"] = resume_state.saved, resume_state.loops
         return
     checkpoint[KEY] = snapshot(trainer, mesh)
     loop_state = checkpoint["loops"]["fit_loop"]["state_dict"]
@@ -55,13 +54,13 @@ def save_into(
 
 
 def snapshot(trainer: pl.Trainer, mesh: Mesh) -> dict[str, Any]:
-    """State that a `Resumption` goes on from, as plain data and copies. Collective over the world."""
+    """State that a `ResumeState` goes on from, as plain data and copies. Collective over the world."""
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress
     trained = progress.current.processed
     # A batch has been read and not been trained on: a hook before its step saves, or the step failed.
     is_taken = progress.current.ready > trained
     is_at_end = not is_taken and (progress.is_last_batch or trained >= trainer.num_training_batches)
-    # As in on_train_batch_end; a validation or the end of the epoch may come next.
+    # The save comes in on_train_batch_end; a validation or the end of the epoch may come next.
     is_within_batch = progress.current.completed < trained
     is_due = is_within_batch and is_validation_due(trainer, trained, is_at_end=is_at_end)
     epochs: Any = trainer.fit_loop.epoch_progress.current
@@ -72,7 +71,7 @@ def snapshot(trainer: pl.Trainer, mesh: Mesh) -> dict[str, Any]:
             "are not in it, and a run resumed from it makes that step without them. Save and validate after a multiple "
             "of them"
         )
-    places = [reader.place_at_end() if is_at_end else reader.place_after(trained) for reader in _readers(trainer)]
+    places = [reader.position_at_end() if is_at_end else reader.position_after(trained) for reader in _readers(trainer)]
     models = pipelined_models.pipelined_modules(trainer.lightning_module)
     return {
         "layout": _layout(mesh),
@@ -89,12 +88,12 @@ def snapshot(trainer: pl.Trainer, mesh: Mesh) -> dict[str, Any]:
 
 
 @dataclass
-class Resumption:
+class ResumeState:
     """A run on its way from a checkpoint to its first batch."""
 
     saved: Mapping[str, Any]
     loops: Mapping[str, Any]
-    # Lightning's counters of the fit, as they were saved
+    """Lightning's counters of the fit, as they were saved."""
     mesh: Mesh
     has_started: bool = False
     """Whether counters are this run's by now."""
@@ -113,8 +112,8 @@ class Resumption:
         self.states = _value_of(self.saved["generators"], rank)
 
     @staticmethod
-    def from_checkpoint(checkpoint: dict[str, Any], trainer: pl.Trainer, mesh: Mesh) -> "Resumption | None":
-        """Resumption from a checkpoint that this package wrote, where a fit loads it."""
+    def from_checkpoint(checkpoint: dict[str, Any], trainer: pl.Trainer, mesh: Mesh) -> "ResumeState | None":
+        """ResumeState from a checkpoint that this package wrote, where a fit loads it."""
         if KEY not in checkpoint or trainer.state.fn != TrainerFn.FITTING:
             return None
         loops = checkpoint["loops"]["fit_loop"]
@@ -127,7 +126,7 @@ class Resumption:
             _have_next_epoch_begun(loops, is_within_batch=checkpoint[KEY]["is_within_batch"])
         elif checkpoint[KEY].get("is_taken", False):
             _have_batch_come_again(loops)
-        return Resumption(checkpoint[KEY], before, mesh)
+        return ResumeState(checkpoint[KEY], before, mesh)
 
     def place(self, reader: Reader) -> None:
         """Sends a loader to its place; loaders come in the order in which they were saved.
@@ -154,14 +153,14 @@ class Resumption:
 
     @contextmanager
     def as_saved(self) -> Iterator[None]:
-        """Inside, the default generators are those of the checkpoint; what they become inside is where training starts.
+        """Sets the default generators to those of the checkpoint; training starts with what they become inside.
 
         Lightning reads the first batch of a loader without a length before training starts.
         """
         if self.is_restored:
             yield
             return
-        with rng_state.kept():
+        with rng_state.forked():
             rng_state.set_states(self.states)
             yield
             if not self.saved["ends_epoch_first"]:
@@ -180,10 +179,8 @@ class Resumption:
         places = _value_of(self.saved["places"], 0)
         if self.saved["trained"] and len(places) != len(readers):
             raise ConfigurationError(
-                [
-                    f"the checkpoint was saved within an epoch of {len(places)} training loaders, and this run has "
-                    f"{len(readers)}; resume with the loaders that it was saved with"
-                ]
+                f"the checkpoint was saved within an epoch of {len(places)} training loaders, and this run has "
+                f"{len(readers)}; resume with the loaders that it was saved with"
             )
         if self.saved["trained"]:
             _count_anew(trainer, self.saved["trained"], readers, places)
@@ -221,7 +218,7 @@ def _have_validation_made_up(loops: dict[str, Any]) -> None:
 
     By itself it leaves it out, and with it what depends on it: schedulers on plateaus, early stopping, random draws.
     It takes a validation up again that was interrupted; so one that had not begun is told as one that had just begun,
-    until it has (`Resumption.start_validation`): else it would be made up by each run that goes on from a later
+    until it has (`ResumeState.start_validation`): else it would be made up by each run that goes on from a later
     checkpoint of the epoch. The keys are Lightning's own, of its saved counters.
     """
     batches, validation = loops["epoch_loop.batch_progress"], loops["epoch_loop.val_loop.batch_progress"]
@@ -263,15 +260,13 @@ def _have_batch_come_again(loops: dict[str, Any]) -> None:
     batches["is_last_batch"] = False
 
 
-def _count_anew(trainer: pl.Trainer, trained: int, readers: list[Reader], places: list[Place]) -> None:
+def _count_anew(trainer: pl.Trainer, trained: int, readers: list[Reader], places: list[LoaderPosition]) -> None:
     """Lets Lightning count the batches of this run's size that were trained on, where the checkpoint's had another."""
     counted = {reader.batches_of(place, trained) for reader, place in zip(readers, places, strict=True)}
     if len(counted) > 1:
         raise ConfigurationError(
-            [
-                "the batch sizes of the training loaders changed by different factors since the checkpoint was saved, "
-                "within an epoch; change all by one factor, or resume a checkpoint from the end of an epoch"
-            ]
+            "the batch sizes of the training loaders changed by different factors since the checkpoint was saved, "
+            "within an epoch; change all by one factor, or resume a checkpoint from the end of an epoch"
         )
     if (now := counted.pop() if counted else trained) == trained:
         return
@@ -285,29 +280,33 @@ def _count_anew(trainer: pl.Trainer, trained: int, readers: list[Reader], places
 
 
 def wrap(
-    loader: object, trainer: pl.Trainer, mesh: Mesh, resumption: Resumption | None, ahead: Ahead | None = None
+    loader: object,
+    trainer: pl.Trainer,
+    mesh: Mesh,
+    resume_state: ResumeState | None,
+    ahead: DynamicContext | None = None,
 ) -> object:
     """A training loader as one that knows its place, and has it where a run resumes; `ahead` sees its batches early.
 
     Of a resumed run a loader for validation too: before the first batch Lightning begins to read it, which draws a
     seed, and reads nothing, to count a validation that lies before the checkpoint.
     """
-    if not trainer.training and resumption is None:
+    if not trainer.training and resume_state is None:
         return loader
 
     def epoch() -> int:
         progress: Any = trainer.fit_loop.epoch_progress.current
         return int(progress.processed)
 
-    wrapped = placed(loader, mesh.dp, epoch, resumption, ahead if trainer.training else None)
-    if trainer.training and resumption is not None:
-        resumption.place(wrapped.reader)
+    wrapped = positioned(loader, mesh.dp, epoch, resume_state, ahead if trainer.training else None)
+    if trainer.training and resume_state is not None:
+        resume_state.place(wrapped.reader)
     return wrapped
 
 
 def _readers(trainer: pl.Trainer) -> list[Reader]:
     loaders = tree_leaves(trainer.train_dataloader)
-    return [loader.reader for loader in loaders if isinstance(loader, (PlacedDataLoader, PlacedIterable))]
+    return [loader.reader for loader in loaders if isinstance(loader, PositionedIterable)]
 
 
 def _layout(mesh: Mesh) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Checks of a run before a process is started or a batch is read; all errors are told at once."""
+"""Checks of a run before a process is started or a batch is read; all errors are reported at once."""
 
 import os
 from pathlib import Path
@@ -10,15 +10,11 @@ from torch.utils.data import DataLoader
 
 from lightning_megatron.checkpoint import is_checkpoint
 from lightning_megatron.checkpoint.folder import is_remote
-from lightning_megatron.context.balance import DynamicContextConfig
-from lightning_megatron.context.config import ContextConfig
 from lightning_megatron.data.batch_ramp import BatchRamp
 from lightning_megatron.mesh import Sizes
-from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.rules import cross_config
 from lightning_megatron.trainer.config import ConfigurationError, PipelineConfig
 from lightning_megatron.transformer.config import TransformerConfig
-from lightning_megatron.transformer.recompute import RecomputeConfig
 
 # What a Trainer takes for ckpt_path beside a path.
 _NAMED_CHECKPOINTS = ("best", "last", "hpc", "registry")
@@ -71,45 +67,36 @@ class SaysFaults(Protocol):
         ...
 
 
-def faults(
-    trainer: pl.Trainer,
-    sizes: Sizes,
-    pipeline: PipelineConfig,
-    num_microbatches: int,
-    arguments: tuple[Any, ...],
-    *,
-    microbatch_size: int,
-    fp8: Fp8Config | None,
-    recompute: RecomputeConfig,
-    precision: str,
-    context: ContextConfig,
-    dynamic_context: DynamicContextConfig | None,
-) -> list[str]:
+def faults(trainer: pl.Trainer, arguments: tuple[Any, ...]) -> list[str]:
     """Every fault of a run, from the arguments of `trainer.fit` (or validate, test, predict)."""
+    # A MegatronStrategy, which imports this module.
+    strategy: Any = trainer.strategy
+    sizes, pipeline, context = strategy.sizes, strategy.pipeline, strategy.context
+    num_microbatches, microbatch_size = strategy.num_microbatches, strategy.microbatch_size
     data = next((argument for argument in arguments if isinstance(argument, DescribesData)), None)
     ramp = data.batch_ramp if isinstance(data, GrowsBatches) else None
     facts = cross_config.Facts(
         sizes=sizes,
         num_microbatches=num_microbatches,
         microbatch_size=microbatch_size,
-        schedule=pipeline.schedule_of(pp=sizes.pp, vp=sizes.vp, microbatches=num_microbatches),
+        schedule=strategy.schedule,
         model=architecture_of(trainer.lightning_module),
         global_batch_size=data.global_batch_size if data is not None else None,
         batch_unit=None if ramp is None else ramp.unit,
         sequence_length=data.sequence_length if data is not None else None,
         decoder_sequence_length=data.decoder_sequence_length if isinstance(data, FeedsDecoder) else None,
-        fp8=fp8,
-        recompute=recompute,
-        precision=precision,
+        fp8=strategy.fp8,
+        recompute=strategy.recompute,
+        precision=str(strategy.precision_plugin.precision),
         context=context,
-        dynamic_context=dynamic_context,
+        dynamic_context=strategy.dynamic_context,
     )
     found = cross_config.faults(facts)
     if trainer.training:
         found += _uncut_faults(trainer.lightning_module, sizes, num_microbatches, microbatch_size, pipeline)
-        if dynamic_context is not None:
+        if strategy.dynamic_context is not None:
             found += _dynamic_faults(trainer.lightning_module, pipeline)
-    if context.kernel == "flex" and (device := trainer.strategy.root_device.type) != "cuda":
+    if context.kernel == "flex" and (device := strategy.root_device.type) != "cuda":
         found.append(f"kernel ('flex') of ContextConfig is one of CUDA, and this run is on {device}; use 'fused'")
     found += data.faults() if data is not None else []
     if (
@@ -214,8 +201,6 @@ def require_cuttable(trainer: pl.Trainer, dataloader: object, num_microbatches: 
     divisors = ", ".join(str(n) for n in range(1, batch_size + 1) if batch_size % n == 0)
     rule = "must be a multiple of microbatch_size" if microbatch_size else "must be a multiple of num_microbatches"
     raise ConfigurationError(
-        [
-            f"the training DataLoader's batch_size ({batch_size}, per replica) {rule} ({unit}); use batch_size {fits}, "
-            f"or {name} {divisors}"
-        ]
+        f"the training DataLoader's batch_size ({batch_size}, per replica) {rule} ({unit}); use batch_size {fits}, "
+        f"or {name} {divisors}"
     )

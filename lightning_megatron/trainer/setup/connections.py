@@ -9,7 +9,7 @@ from lightning_megatron.checkpoint import CheckpointConfig
 from lightning_megatron.comm.p2p import Hop, LaneGroups, build_lanes
 from lightning_megatron.mesh import Axis, Mesh, Sizes
 from lightning_megatron.pipeline.lower import hops
-from lightning_megatron.trainer.checkpointing.saving import Saving
+from lightning_megatron.trainer.checkpointing.checkpoint_saver import CheckpointSaver
 from lightning_megatron.trainer.setup.process_groups import Groups
 
 
@@ -20,10 +20,10 @@ class Connections:
     mesh: Mesh
     lanes: Mapping[Hop, LaneGroups]
     """Process groups of the messages between stages, by sender and receiver."""
-    saving: Saving
+    saver: CheckpointSaver
     """Writer of checkpoints, over groups of its own."""
     document_routing: Axis | None
-    """Ranks of dp and cp over host memory, on which documents are sent beside training; None without
+    """Ranks of dp and cp over host memory, on which documents are sent in the background; None without
     dynamic context parallelism."""
 
     @staticmethod
@@ -41,6 +41,6 @@ class Connections:
         ranks = tuple(sizes.pp_rank_of(stage) for stage in range(sizes.num_stages))
         lanes = build_lanes(mesh.pp, hops(ranks), groups.on_device, groups.on_host)
         on_host = mesh.world if device.type == "cpu" else groups.over_host(mesh.world)
-        saving = Saving(on_host, groups.over_host(mesh.world), config)
+        saver = CheckpointSaver(on_host, groups.over_host(mesh.world), config)
         routing = groups.over_host(mesh.axis("dp+cp")) if routes_documents else None
-        return Connections(mesh=mesh, lanes=lanes, saving=saving, document_routing=routing)
+        return Connections(mesh=mesh, lanes=lanes, saver=saver, document_routing=routing)

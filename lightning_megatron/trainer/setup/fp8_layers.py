@@ -31,7 +31,7 @@ def use_fp8(
             "linears (such as GPTModel, or BertModel with norm_placement='pre'); build one in configure_model, or "
             "leave fp8 out"
         )
-    # On every rank, also where a stage has other layers: the others would wait for it.
+    # Every rank raises, also where a stage has other layers: the others would wait for it.
     tiles = [fault for found in collectives.gather_objects(tile_faults(modules), mesh.pp) for fault in found]
     if faults := faults + sorted(set(tiles)):
         raise ConfigurationError(faults)

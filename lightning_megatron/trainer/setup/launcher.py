@@ -1,4 +1,4 @@
-"""Lightning's launcher of one process per device, with all faults of the configuration told before the first starts."""
+"""Lightning's launcher of one process per device, which first reports all errors of the configuration."""
 
 from collections.abc import Callable
 from typing import Any

@@ -34,7 +34,7 @@ def sync_metrics_over(module: nn.Module, replicas: Axis) -> list[Metric]:
 
 
 def restore_metrics(metrics: list[Metric]) -> None:
-    """Takes `restrict_metrics` back, so that the next Trainer finds the metrics as the user made them."""
+    """Undoes `sync_metrics_over`, so that the next Trainer finds the metrics as the user made them."""
     for metric in metrics:
         metric.dist_sync_fn = None
         if metric.distributed_available_fn is _is_never_distributed:

@@ -1,4 +1,4 @@
-"""Checks of the models in a user's module before the first step, and the recomputation that they are told."""
+"""Checks of the models in a user's module before the first step, and the setting of their recomputation."""
 
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
@@ -50,10 +50,8 @@ def require_spreading(module: nn.Module) -> None:
     if whole or not models:
         what = f"{', '.join(whole)} does not take documents one by one" if whole else "it holds no model of parts"
         raise ConfigurationError(
-            [
-                f"dynamic context parallelism packs and cuts the documents of {type(module).__name__}, and {what}; "
-                "use GPTModel, or leave dynamic_context out"
-            ]
+            f"dynamic context parallelism packs and cuts the documents of {type(module).__name__}, and {what}; "
+            "use GPTModel, or leave dynamic_context out"
         )
 
 
@@ -76,7 +74,7 @@ def warn_of_unused_axes(module: nn.Module, mesh: Mesh) -> None:
 
 
 def share_recomputation(module: nn.Module, config: RecomputeConfig, mesh: Mesh) -> None:
-    """Tells the layers and models of a module what to make again in the backward.
+    """Sets what the layers and models of a module recompute in the backward.
 
     Raises ConfigurationError, on every rank, where nothing of the module can do what is asked.
     """

@@ -58,7 +58,7 @@ def require_separable(
             )
         elif reach == "unknown" and is_parted:
             unknown.append(name)
-    # On every rank, also on one that holds only whole matrices: the others would wait for it.
+    # Every rank raises, also one that holds only whole matrices: the others would wait for it.
     everywhere = {fault for found in collectives.gather_objects(faults, mesh.axis("pp+tp")) for fault in found}
     if everywhere:
         raise ConfigurationError(sorted(everywhere))

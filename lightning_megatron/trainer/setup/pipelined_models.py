@@ -82,8 +82,6 @@ def pipeline_late_sequential(module: pl.LightningModule, mesh: Mesh) -> None:
     averaging = [c for c in callbacks if isinstance(c, (WeightAveraging, StochasticWeightAveraging))]
     if pipeline_plain_sequential(module, mesh) and averaging:
         raise ConfigurationError(
-            [
-                f"{type(averaging[0]).__name__} copies the module before its nn.Sequential, made in configure_model, "
-                "is cut into stages; make the nn.Sequential in __init__, or a PipelineModule in configure_model"
-            ]
+            f"{type(averaging[0]).__name__} copies the module before its nn.Sequential, made in configure_model, "
+            "is cut into stages; make the nn.Sequential in __init__, or a PipelineModule in configure_model"
         )

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_megatron.context.document_exchange import Microbatch
+from lightning_megatron.context.document_exchange import PlannedMicrobatch
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.pipeline import microbatches
 
@@ -61,7 +61,7 @@ def cut_evenly(batch: Any, num_microbatches: int, mesh: Mesh) -> list[StepBatch]
     ]
 
 
-def as_planned(parts: Sequence[Microbatch], num_rows: int, mesh: Mesh) -> list[StepBatch]:
+def as_planned(parts: Sequence[PlannedMicrobatch], num_rows: int, mesh: Mesh) -> list[StepBatch]:
     """The microbatches of a plan. The `num_rows` samples of the global batch are spread evenly over ranks and slots:
     documents of one sample may be in several."""
     share = num_rows / (mesh.axis("dp+cp").size * max(1, len(parts)))

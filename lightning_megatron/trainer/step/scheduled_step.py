@@ -4,6 +4,7 @@ microbatches of the batch ─► Runtime.run ─► ScheduledCall.forward ─►
 StepLog.replay ◄─ end of the schedule       ScheduledCall.backward ◄─ loss x weight ◄──────────────┘
 """
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,39 +24,30 @@ from lightning_megatron.trainer.step.step_log import StepLog
 from lightning_megatron.trainer.step.user_step import Context, UserStep, loss_of
 
 
+@dataclass(kw_only=True, eq=False)
 class ScheduledStep:
     """Training steps whose microbatches and stages a schedule orders."""
 
-    def __init__(
-        self,
-        user_step: UserStep,
-        runtime: Runtime,
-        log: StepLog,
-        mesh: Mesh,
-        *,
-        pipeline: PipelineConfig,
-        batches: StepBatches,
-        driver_between: Driver,
-    ) -> None:
-        self._user_step = user_step
-        self._runtime = runtime
-        self._log = log
-        self._mesh = mesh
-        self._pipeline = pipeline
-        self._batches = batches
-        self._driver_between = driver_between
-        self.is_running = False
+    user_step: UserStep
+    runtime: Runtime
+    log: StepLog
+    mesh: Mesh
+    pipeline: PipelineConfig
+    batches: StepBatches
+    driver_between: Driver
+    """Driver of the models' calls outside of a schedule."""
+    is_running: bool = False
 
     def run(
         self, gradients: StepGradients, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Tensor]:
         """The loss of the global batch; its gradients are left to `gradients`."""
-        user_step, sizes = self._user_step, self._mesh.sizes
-        parts = self._batches.cut(args[0])
-        schedule = self._pipeline.schedule_of(pp=sizes.pp, vp=sizes.vp, microbatches=len(parts))
+        user_step, sizes = self.user_step, self.mesh.sizes
+        parts = self.batches.cut(args[0])
+        schedule = self.pipeline.schedule_of(pp=sizes.pp, vp=sizes.vp, microbatches=len(parts))
         call = ScheduledCall(
             user_step.models,
-            self._mesh,
+            self.mesh,
             partial(self._enter, parts, gradients, context, args, kwargs),
             partial(user_step.trainer.strategy.precision_plugin.backward, model=user_step.module, optimizer=None),
             [part.first_sample for part in parts],
@@ -67,18 +59,18 @@ class ScheduledStep:
             user_step.drive(call)
             self.is_running = True
             try:
-                with self._log.recording():
-                    self._runtime.run(training_plan(schedule), call)
+                with self.log.recording():
+                    self.runtime.run(training_plan(schedule), call)
             finally:
                 self.is_running = False
-                user_step.drive(self._driver_between)
+                user_step.drive(self.driver_between)
                 user_step.end_microbatches()
-                self._log.num_copies = self._mesh.cp.size
-        if self._batches.are_planned:
+                self.log.num_copies = self.mesh.cp.size
+        if self.batches.are_planned:
             self._refuse_metrics(num_updates)
-        summary = self._log.replay()
+        summary = self.log.replay()
         gradients.weigh_scheduled(summary.weight)
-        return {"loss": summary.loss.to(self._log.dtype)}
+        return {"loss": summary.loss.to(self.log.dtype)}
 
     def _enter(
         self,
@@ -90,17 +82,17 @@ class ScheduledStep:
         microbatch: int,
     ) -> Tensor:
         """Enters the user's step for one stage and microbatch; the loss is scaled as it shall be differentiated."""
-        part, user_step = parts[microbatch], self._user_step
+        part, user_step = parts[microbatch], self.user_step
         user_step.begin_microbatch(part)
-        self._log.num_copies = part.num_copies
+        self.log.num_copies = part.num_copies
         # A rank that holds the last stage alone leaves no step early, and need not copy the states of metrics.
-        mark = self._log.mark() if self._mesh.own_stages[0] < self._mesh.sizes.num_stages - 1 else None
+        mark = self.log.mark() if self.mesh.own_stages[0] < self.mesh.sizes.num_stages - 1 else None
         try:
             with user_step.synced_random(microbatch, part.place, is_scheduled=True), context():
                 output = user_step.module.training_step(part.batch, *args[1:], **kwargs)
         except StageExit:
             assert mark is not None
-            self._log.rewind(mark)
+            self.log.rewind(mark)
             raise
         loss = loss_of(output)
         if loss is None:
@@ -108,8 +100,8 @@ class ScheduledStep:
                 "training_step returned no loss for a microbatch; a schedule cannot skip one, and with several "
                 "processes Lightning skips no batch either; return a loss of zero that depends on the model"
             )
-        weight = user_step.loss_weight(output, None if self._batches.are_planned else part.rows, self._log.device)
-        self._log.end_microbatch(loss, weight, part.rows)
+        weight = user_step.loss_weight(output, None if self.batches.are_planned else part.rows, self.log.device)
+        self.log.end_microbatch(loss, weight, part.rows)
         # Each of these ranks has the whole loss and their gradients are summed: so each counts for its share.
         share = weight / part.num_copies
         if gradients.loss_scale is None:
@@ -118,8 +110,8 @@ class ScheduledStep:
         return loss.float() * (share * gradients.scale_of_sums).float()
 
     def _num_updates(self) -> dict[str, int]:
-        """How often each metric of the module was updated."""
-        metrics = {name: child for name, child in self._user_step.module.named_modules() if isinstance(child, Metric)}
+        """Number of updates of each metric of the module."""
+        metrics = {name: child for name, child in self.user_step.module.named_modules() if isinstance(child, Metric)}
         return {name: metric._update_count for name, metric in metrics.items()}
 
     def _refuse_metrics(self, before: dict[str, int]) -> None:

@@ -14,10 +14,6 @@ class SkippedStepSchedulers:
     def __init__(self) -> None:
         self._held: list[tuple[LRSchedulerConfig, str]] = []
 
-    @property
-    def is_empty(self) -> bool:
-        return not self._held
-
     def hold(self, configs: Iterable[LRSchedulerConfig]) -> None:
         """Has Lightning pass over those that are stepped after each step, until `let_go`."""
         for config in configs:

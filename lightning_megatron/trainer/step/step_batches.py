@@ -1,6 +1,6 @@
 """The microbatches of each training step: a batch cut along its rows, or those that a plan says."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,60 +13,52 @@ from lightning_megatron.trainer.step.microbatches import Cutting, StepBatch, as_
 from lightning_megatron.trainer.step.user_step import UserStep
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class StepBatches:
     """Cuts a data-parallel rank's batch into the microbatches of a step: along its rows, or as a plan says."""
 
-    def __init__(
-        self,
-        user_step: UserStep,
-        mesh: Mesh,
-        device: torch.device,
-        cutting: Cutting,
-        linked: Axis,
-        checks: BatchChecks,
-        prefetch: DynamicContext | None,
-    ) -> None:
-        self._user_step = user_step
-        self._mesh = mesh
-        self._device = device
-        self._cutting = cutting
-        self._linked = linked
-        self._checks = checks
-        self._prefetch = prefetch
+    user_step: UserStep
+    mesh: Mesh
+    device: torch.device
+    cutting: Cutting
+    linked: Axis
+    """Data-parallel ranks that make each model call together."""
+    checks: BatchChecks
+    prefetch: DynamicContext | None
 
     @property
     def are_planned(self) -> bool:
         """Whether dynamic context parallelism plans every step."""
-        return self._prefetch is not None
+        return self.prefetch is not None
 
     def cut(self, batch: Any) -> list[StepBatch]:
         """The microbatches of a step for this rank, on its device; checked for being the same on all that run them."""
-        if self._prefetch is None:
-            self._checks.check("training_step", batch, self._mesh.axis("pp+cp+tp"))
-            parts = cut_evenly(batch, self._cutting.count_of(rows_of(batch)), self._mesh)
+        if self.prefetch is None:
+            self.checks.check("training_step", batch, self.mesh.axis("pp+cp+tp"))
+            parts = cut_evenly(batch, self.cutting.count_of(rows_of(batch)), self.mesh)
             # A last batch of few rows has fewer, and may have them on one replica alone.
             count = self._agreed(len(parts))
-            return parts if count == len(parts) else cut_evenly(batch, count, self._mesh)
-        planned = self._prefetch.take(self._user_step.trainer.fit_loop.batch_idx, batch)
-        parts = as_planned(planned.microbatches, planned.num_rows, self._mesh)
+            return parts if count == len(parts) else cut_evenly(batch, count, self.mesh)
+        planned = self.prefetch.take(self.user_step.trainer.fit_loop.batch_idx, batch)
+        parts = as_planned(planned.microbatches, planned.num_rows, self.mesh)
         # The cp ranks of a replica run different microbatches of a plan; that they read the same is found before it.
-        self._checks.check("training_step", [(part.batch, part.documents) for part in parts], self._mesh.axis("pp+tp"))
+        self.checks.check("training_step", [(part.batch, part.documents) for part in parts], self.mesh.axis("pp+tp"))
         return [replace(part, batch=self._handed_over(part.batch)) for part in parts]
 
     def count_of(self, rows: int) -> int:
         """Microbatches of one model call on so many rows. Collective over the replicas that share experts."""
-        return self._agreed(max(1, min(self._cutting.count_of(rows), rows)))
+        return self._agreed(max(1, min(self.cutting.count_of(rows), rows)))
 
     def _agreed(self, num_microbatches: int) -> int:
         """The number of microbatches that all replicas can have which make their model calls together."""
-        if self._linked.size == 1 or self._cutting.is_whole:
+        if self.linked.size == 1 or self.cutting.is_whole:
             return num_microbatches
-        own = torch.tensor(num_microbatches, device=self._device)
-        return int(collectives.all_reduce(own, self._linked, "min").item())
+        own = torch.tensor(num_microbatches, device=self.device)
+        return int(collectives.all_reduce(own, self.linked, "min").item())
 
     def _handed_over(self, batch: Any) -> Any:
         """A batch of a plan as Lightning hands over that of a loader: converted, through the hooks, on the device."""
-        trainer, module = self._user_step.trainer, self._user_step.module
+        trainer, module = self.user_step.trainer, self.user_step.module
         batch = trainer.precision_plugin.convert_input(batch)
         batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
         return trainer.strategy.batch_to_device(batch, dataloader_idx=0)

@@ -44,7 +44,7 @@ class StepGradients:
         self._trainer = trainer
         # Gradients of the last schedule, until Lightning asks for them by `backward`.
         self._pending: dict[nn.Parameter, Tensor] = {}
-        # By which their sums over the replicas are to be multiplied, [].
+        # Factor of their sums over data-parallel ranks, [].
         self._factor: Tensor | None = None
         # Gradients of earlier optimizer steps that nobody zeroed, aside while later ones are summed over ranks.
         self._summed: dict[nn.Parameter, Tensor] = {}
@@ -58,7 +58,7 @@ class StepGradients:
 
     @contextmanager
     def scheduled(self) -> Iterator[None]:
-        """Inside the block a schedule runs backwards; what it leaves is pending, what was there before is put back."""
+        """Collects the gradients of a schedule that runs inside the block as pending, and puts earlier ones back."""
         gradients, num_batches = self.dp_comm.gradients, self._trainer.accumulate_grad_batches
         # Where Lightning is about to zero them anyway, they are freed before the schedule needs the memory.
         are_freed = self._frees and self._trainer.fit_loop.batch_idx % num_batches == 0

@@ -19,11 +19,13 @@ from torchmetrics import Metric
 from lightning_megatron.comm import collectives, rng
 from lightning_megatron.mesh import Mesh
 
+Reduction = Literal["mean", "sum", "max", "min"]
 _SIGNATURE = inspect.signature(LightningModule.log)
 _HEAD = 4  # total weight, mean loss, key of the schema, rows
 _SLOTS = 64  # numbers that travel in one message of fixed size; a step that logs more sends a second one
 # Added to every weight: of nothing but zeros the mean is then the plain one. Far below what any sum can notice.
 _NOTHING = 1e-150
+_REDUCTIONS: dict[str, Reduction] = {"mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min"}
 REDUCED = "reduced over the replicas"
 """The `sync_dist_group` of values that are those of the global batch already: `reduce` leaves them alone."""
 
@@ -45,7 +47,7 @@ Schema = list[_Line]
 
 
 @dataclass
-class _Entry:
+class _LogEntry:
     """One logged name: how it was logged, and its value and place in each microbatch."""
 
     options: dict[str, Any]
@@ -55,20 +57,13 @@ class _Entry:
     metric: Metric | None = None
 
     @property
-    def reduction(self) -> Literal["mean", "sum", "max", "min"]:
+    def reduction(self) -> Reduction:
         if self.metric is not None:
             return "mean"
         function = self.options.get("reduce_fx", "mean")
         name = function if isinstance(function, str) else getattr(function, "__name__", "")
-        match name:
-            case "mean" | "avg":
-                return "mean"
-            case "sum":
-                return "sum"
-            case "max":
-                return "max"
-            case "min":
-                return "min"
+        if name in _REDUCTIONS:
+            return _REDUCTIONS[name]
         raise ValueError(
             f"reduce_fx ({function!r}) cannot be taken over microbatches and replicas; "
             "use mean, sum, max or min, or log a torchmetrics.Metric"
@@ -87,7 +82,7 @@ class StepSummary:
 
 @dataclass(frozen=True)
 class _Mark:
-    """How far a record had come."""
+    """Position in a record."""
 
     counts: dict[str, tuple[int, int]]
     """Values and sizes of each name."""
@@ -102,7 +97,7 @@ class StepLog:
         self, module: LightningModule, mesh: Mesh, device: torch.device, dtype: torch.dtype, *, tail_on_last_stage: bool
     ) -> None:
         self._module = module
-        # In which values are logged.
+        # Dtype in which values are logged.
         self.dtype = dtype
         self._replicas = mesh.axis("dp+cp")
         # Ranks of cp or of a context group, which run the microbatch at hand together and log the same: each counts for
@@ -117,7 +112,7 @@ class StepLog:
         self._begin()
 
     def _begin(self) -> None:
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _LogEntry] = {}
         self._weights: list[Tensor] = []
         self._losses: list[Tensor] = []
         self._rows = 0.0
@@ -126,7 +121,7 @@ class StepLog:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Inside the block `module.log` records."""
+        """Has `module.log` record inside the block."""
         self._begin()
         # An instance attribute hides the method; removing it brings the method back. `log_dict` goes through it.
         self._module.__dict__["log"] = self._record
@@ -163,7 +158,7 @@ class StepLog:
         name, value = bound.pop("name"), bound.pop("value")
         bound.pop("self")
         batch_size = bound.pop("batch_size", None)
-        entry = self._entries.setdefault(name, _Entry(dict(bound), is_sized=batch_size is not None))
+        entry = self._entries.setdefault(name, _LogEntry(dict(bound), is_sized=batch_size is not None))
         if batch_size is not None:
             entry.sizes.append(batch_size / self.num_copies)
         if isinstance(value, Metric):
@@ -196,7 +191,7 @@ class StepLog:
         options = dict(line.options)
         if self._replicas.size > 1:
             options |= {"sync_dist": True, "sync_dist_group": REDUCED}
-        # By what a mean over batches weighs this one; within one replica Lightning finds it out by itself.
+        # A mean over batches weighs this one by it; within one data-parallel rank Lightning finds it out by itself.
         if line.is_sized or self._replicas.size > 1:
             options["batch_size"] = (share if line.is_sized else rows).to(self.dtype)
         if line.metric_name is None:
@@ -252,7 +247,7 @@ class StepLog:
         largest = collectives.all_reduce(self._stack([values.max() for values in own]), self._replicas, "max")
         return {name: signs[e.reduction] * value for (name, e), value in zip(entries.items(), largest, strict=True)}
 
-    def _sum_and_share(self, entry: _Entry, weights: Tensor) -> list[Tensor]:
+    def _sum_and_share(self, entry: _LogEntry, weights: Tensor) -> list[Tensor]:
         """A name's sum over microbatches and, for a mean, what to divide it by once it is summed over replicas."""
         nothing = torch.zeros((), dtype=torch.float64, device=self.device)
         if not entry.values or entry.reduction in ("max", "min"):
@@ -268,9 +263,7 @@ class StepLog:
 
     def _over_replicas(self, numbers: Tensor, key: Tensor, schema: Schema) -> Tensor:
         """The sum over replicas, once it is clear that all of them sum the same names."""
-        first = torch.zeros(_SLOTS, dtype=torch.float64, device=self.device)
-        count = min(_SLOTS, numbers.numel())
-        first[:count] = numbers[:count]
+        first, count = _first_message(numbers), min(_SLOTS, numbers.numel())
         collectives.all_reduce_(first, self._replicas)
         if first[2].item() != key.item() * self._replicas.size:
             raise RuntimeError(_disagreement(collectives.gather_objects(schema, self._replicas)))
@@ -280,9 +273,7 @@ class StepLog:
     def _from_last_stage(self, numbers: Tensor, schema: Schema) -> tuple[Tensor, Schema]:
         """The numbers and names of the last stage, on every stage."""
         last = self._pp.size - 1
-        first = torch.zeros(_SLOTS, dtype=torch.float64, device=self.device)
-        count = min(_SLOTS, numbers.numel())
-        first[:count] = numbers[:count]
+        first = _first_message(numbers)
         collectives.broadcast_(first, self._pp, last)
         key = int(first[2].item())
         if key not in self._schemas:
@@ -336,6 +327,11 @@ def _disagreement(schemas: list[Schema]) -> str:
     if other:
         return f"replicas logged {', '.join(map(repr, other))} with different options; log alike on every rank"
     return f"replicas logged the same names in different orders: {[list(text) for text in texts]}; log in one order"
+
+
+def _first_message(numbers: Tensor) -> Tensor:
+    """The first numbers, filled up with zeros to the fixed size of a message."""
+    return torch.nn.functional.pad(numbers[:_SLOTS], (0, max(0, _SLOTS - numbers.numel())))
 
 
 def _is_number(value: Any) -> bool:

@@ -73,7 +73,15 @@ class Steps:
         # Replicas that make each model call together.
         self.linked = expert_replicas.linked_replicas(module, mesh)
         self._checks = BatchChecks(self.linked, needs_equal_shapes=expert_replicas.needs_equal_shapes(module))
-        batches = StepBatches(user_step, mesh, device, cutting, self.linked, self._checks, prefetch)
+        batches = StepBatches(
+            user_step=user_step,
+            mesh=mesh,
+            device=device,
+            cutting=cutting,
+            linked=self.linked,
+            checks=self._checks,
+            prefetch=prefetch,
+        )
         gradient_views = WeightGradients() if dp_comm is None else WeightGradients(dp_comm.grad_view)
         weight_gradients.share(module, gradient_views)
         self._gradients: StepGradients | None = None
@@ -89,10 +97,10 @@ class Steps:
         self._scheduled: ScheduledStep | None = None
         if uses_schedule:
             self._scheduled = ScheduledStep(
-                user_step,
-                self._runtime,
-                StepLog(module, mesh, device, log_dtype, tail_on_last_stage=True),
-                mesh,
+                user_step=user_step,
+                runtime=self._runtime,
+                log=StepLog(module, mesh, device, log_dtype, tail_on_last_stage=True),
+                mesh=mesh,
                 pipeline=pipeline,
                 batches=batches,
                 driver_between=self._driver,
@@ -187,16 +195,12 @@ class Steps:
 def _require_one_model(pipelined: dict[str, PipelineModule], module: nn.Module, stages: int, scheduled: bool) -> None:
     if not pipelined:
         raise ConfigurationError(
-            [
-                f"{type(module).__name__} cannot be pipelined over {stages} stages: it holds no PipelineModule (such "
-                f"as GPTModel) and not exactly one nn.Sequential of at least {stages} children among its attributes; "
-                "build its model in configure_model from one of these, or use pipeline_model_parallel_size=1"
-            ]
+            f"{type(module).__name__} cannot be pipelined over {stages} stages: it holds no PipelineModule (such "
+            f"as GPTModel) and not exactly one nn.Sequential of at least {stages} children among its attributes; "
+            "build its model in configure_model from one of these, or use pipeline_model_parallel_size=1"
         )
     if len(pipelined) > 1 and scheduled:
         raise ConfigurationError(
-            [
-                f"{type(module).__name__} holds {len(pipelined)} pipelined models ({', '.join(pipelined)}); a schedule "
-                'runs one; use PipelineConfig(mode="collective")'
-            ]
+            f"{type(module).__name__} holds {len(pipelined)} pipelined models ({', '.join(pipelined)}); a schedule "
+            'runs one; use PipelineConfig(mode="collective")'
         )

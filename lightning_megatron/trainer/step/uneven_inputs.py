@@ -27,24 +27,14 @@ class JoinedIterable:
         return _while_all_have(iter(self.uneven), self.replicas, self.device)
 
     def __len__(self) -> int:
-        return _told(self.length, self.uneven)
+        if self.length < 0:
+            raise TypeError(f"{type(self.uneven).__name__} has no length")
+        return self.length
 
 
-class JoinedDataLoader(DataLoader[Any]):
-    """Stand-in for a DataLoader, with all its attributes, by which Lightning reads it; methods of a class of the user's
-    stay with the loader itself (`uneven`)."""
-
-    def __init__(self, loader: Any, replicas: Axis, device: torch.device) -> None:
-        # Not the base's: this loader is not read itself.
-        vars(self).update(vars(loader))
-        self.uneven, self.replicas, self.device = loader, replicas, device
-        self.length = _longest(loader, replicas, device)
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        return _while_all_have(iter(self.uneven), self.replicas, self.device)
-
-    def __len__(self) -> int:
-        return _told(self.length, self.uneven)
+class JoinedDataLoader(JoinedIterable, DataLoader[Any]):  # type: ignore[misc]
+    """Stand-in for a DataLoader, with all its attributes; methods of a class of the user's stay with the loader itself
+    (`uneven`)."""
 
     @property
     def _iterator(self) -> Any:
@@ -58,7 +48,7 @@ class JoinedDataLoader(DataLoader[Any]):
 
 def join_uneven(loader: Any, replicas: Axis, device: torch.device) -> Any:
     """The loader as one that raises RuntimeError on every replica where some have a batch and others have none."""
-    if isinstance(loader, (JoinedIterable, JoinedDataLoader)):
+    if isinstance(loader, JoinedIterable):
         # A CombinedLoader of the user keeps what an earlier run put in.
         loader = loader.uneven
     if replicas.size == 1:
@@ -74,12 +64,6 @@ def _longest(loader: Any, replicas: Axis, device: torch.device) -> int:
     """
     own = sized_len(loader)
     return int(collectives.all_reduce(torch.tensor(-1 if own is None else own, device=device), replicas, "max").item())
-
-
-def _told(length: int, loader: Any) -> int:
-    if length < 0:
-        raise TypeError(f"{type(loader).__name__} has no length")
-    return length
 
 
 def _while_all_have(batches: Iterator[Any], replicas: Axis, device: torch.device) -> Iterator[Any]:

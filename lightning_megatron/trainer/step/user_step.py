@@ -1,10 +1,11 @@
-"""How the user's step is entered: models told of the batch, random numbers in step, the loss and its weight read off.
+"""Entry to the user's step: it prepares the models for a batch, aligns random numbers, and reads loss and weight.
 
 Every mode enters the step by `UserStep`: a schedule once per microbatch on every stage, the others once per batch.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,35 +21,33 @@ from lightning_megatron.trainer.step.rng_sync import aligned_random
 Context = Callable[[], AbstractContextManager[Any]]
 
 
+@dataclass(eq=False)
 class UserStep:
     """The steps of a user's module, and the pipelined models that they call."""
 
-    def __init__(
-        self, trainer: pl.Trainer, module: pl.LightningModule, models: list[PipelineModule], mesh: Mesh
-    ) -> None:
-        self.trainer = trainer
-        self.module = module
-        self.models = models
-        self._mesh = mesh
-        # Batches of validation, test and prediction since the last of training; the loops' own counters stand still.
-        self._num_evaluated = 0
+    trainer: pl.Trainer
+    module: pl.LightningModule
+    models: list[PipelineModule]
+    mesh: Mesh
+    num_evaluated: int = 0
+    """Batches of validation, test and prediction since the last of training; the loops' own counters stand still."""
 
     def begin_training(self) -> None:
         """Tells the models which training step comes, of which their random numbers are a function."""
         # What is drawn must not depend on how much was evaluated before: a resumed run does not do that again.
-        self._num_evaluated = 0
+        self.num_evaluated = 0
         for model in self.models:
             model.draws.step = self.trainer.fit_loop.epoch_loop.total_batch_idx
 
     def begin_evaluation(self) -> None:
         """Counts one more batch of evaluation, of which random numbers are a function."""
-        self._num_evaluated += 1
+        self.num_evaluated += 1
 
     def begin_batch(self, args: tuple[Any, ...], driver: Driver) -> int:
         """Makes the models ready to be called with a whole batch; returns its rows, 1 where it has none."""
         rows = rows_of(args[0]) if args else 1
         for model in self.models:
-            model.draws.first_sample, model.draws.call = self._mesh.dp.rank * rows, 0
+            model.draws.first_sample, model.draws.call = self.mesh.dp.rank * rows, 0
             model.driver, model.loss_weight = driver, None
         return rows
 
@@ -75,13 +74,13 @@ class UserStep:
         those that do not: by `place`, which is that of the data-parallel rank unless it is given."""
         # Tensor-parallel ranks of one replica run the same code on the same data: their generators stay together, and
         # draw what one device would.
-        if self._mesh.axis("dp+cp").size == 1 and self._mesh.pp.size == 1 and not is_scheduled:
+        if self.mesh.axis("dp+cp").size == 1 and self.mesh.pp.size == 1 and not is_scheduled:
             return nullcontext()
         fit_loop, state = self.trainer.fit_loop, self.trainer.state
         # A validation of its own is not the one at the end of the fit before it.
         stage = str(state.stage) if state.fn == TrainerFn.FITTING else f"{state.fn} alone"
-        replica = self._mesh.dp.rank if place is None else place
-        call = (stage, fit_loop.epoch_loop.total_batch_idx, fit_loop.batch_idx, self._num_evaluated, replica)
+        replica = self.mesh.dp.rank if place is None else place
+        call = (stage, fit_loop.epoch_loop.total_batch_idx, fit_loop.batch_idx, self.num_evaluated, replica)
         return aligned_random(torch.initial_seed(), *call, microbatch)
 
     def loss_weight(self, output: Any, rows: float | None, device: torch.device) -> Tensor:

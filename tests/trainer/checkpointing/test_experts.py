@@ -22,7 +22,7 @@ from lightning_megatron.pipeline.module import PipelineModule
 from lightning_megatron.sharding import Initial, shard_of, shard_parameter
 from lightning_megatron.trainer.checkpointing import checkpoint_dict
 from lightning_megatron.trainer.checkpointing.checkpoint_dict import MasterSlots
-from lightning_megatron.trainer.checkpointing.saving import Saving
+from lightning_megatron.trainer.checkpointing.checkpoint_saver import CheckpointSaver
 from tests.harness.ranks import run_on_ranks
 from tests.harness.threads import new_group, run_on_threads
 from tests.optim.expert_model import E, Given, H, Kind, drawn, experts_on, layout, name_of
@@ -117,7 +117,7 @@ class Held:
     def save(self, path: Path) -> None:
         self.given.dp_comm.gather_all()
         checkpoint = {"state_dict": self.module.state_dict(), "optimizer_states": [], "epoch": 3}
-        saving = cast(Saving, _Saving(self.mesh))
+        saving = cast(CheckpointSaver, _Saving(self.mesh))
         checkpoint_dict.save(str(path), checkpoint, self.module, [self.optimizer], self.mains, self.mesh, saving)
 
     def load(self, path: Path) -> None:
@@ -168,7 +168,7 @@ class _Saving:
     def __init__(self, mesh: Mesh) -> None:
         self.world = mesh.world
 
-    def save(self, path: str, pieces: Any, meta: Any, trainer: Any) -> None:
+    def save_state(self, path: str, pieces: Any, meta: Any, trainer: Any) -> None:
         save(path, pieces, meta, world=self.world)
 
 

@@ -146,11 +146,11 @@ def without(what: str, folder: Path) -> str:
     """How a run differs that was resumed with a part of this left out."""
     whole = run(ONE, "shuffled", folder, frozenset({"batch 2"}))
     if what == "everything":
-        run_state.Resumption.from_checkpoint = staticmethod(lambda *_: None)  # type: ignore[method-assign]
+        run_state.ResumeState.from_checkpoint = staticmethod(lambda *_: None)  # type: ignore[method-assign]
     elif what == "generators":
         rng_state.set_states = lambda saved: None
     elif what == "place":
-        run_state.Resumption.place = lambda self, reader: None  # type: ignore[method-assign]
+        run_state.ResumeState.place = lambda self, reader: None  # type: ignore[method-assign]
     # Of this process alone, which ends with the test.
     return difference(run(ONE, "shuffled", resumed_from=folder / "batch 2.ckpt", seed=77), whole)
 

@@ -224,7 +224,7 @@ def test_a_local_one_of_another_run_is_not_taken(a_run: tuple[Path, list[Record]
 
 
 def step_back(folder: Path) -> tuple[list[str], Record]:
-    """Goes on from the shared one without the tier, saves a shared one later, and goes on from that with it."""
+    """Goes on from the shared one without local ones, saves a shared one later, and goes on from that with them."""
     run(DP2, "shuffled", folder, frozenset({"batch 5"}), resumed_from=folder / "batch 2.ckpt", max_steps=7)
     record, told = resumed(DP2, folder, "shuffled", "batch 5.ckpt", max_steps=11)
     return told, record

@@ -18,30 +18,30 @@ from lightning_megatron.mesh import Axis
 GRACE_SECONDS = 30.0
 
 
-class Saving:
-    """The saves of one strategy.
+class CheckpointSaver(Saver):
+    """Saves the checkpoints of one strategy.
 
-    Both axes are the world and talk over host memory: `world` from the main thread, `behind` over a process group that
-    nobody else uses.
+    Both axes are the world and talk over host memory: `world` from the main thread, `background` over a process group
+    that nobody else uses.
     """
 
-    def __init__(self, world: Axis, behind: Axis, config: CheckpointConfig) -> None:
+    def __init__(self, world: Axis, background: Axis, config: CheckpointConfig) -> None:
+        super().__init__(world, background)
         self.world = world
         self._config = config
-        self._saver = Saver(world, behind)
         self._is_urgent = False
 
-    def save(self, path: str, pieces: Pieces, meta: Mapping[str, Any], trainer: pl.Trainer) -> None:
+    def save_state(self, path: str, pieces: Pieces, meta: Mapping[str, Any], trainer: pl.Trainer) -> None:
         """Writes a checkpoint: asynchronously while training runs, else at once. Collective over the world."""
         is_running = trainer.state.fn == TrainerFn.FITTING and trainer.state.status == TrainerStatus.RUNNING
-        is_behind = self._config.asynchronous and is_running and not self._is_urgent and not _is_looked_for(trainer)
-        self._saver.save(path, pieces, meta, wait=not is_behind)
+        is_asynchronous = self._config.asynchronous and is_running and not self._is_urgent
+        self.save(path, pieces, meta, wait=not is_asynchronous or _is_looked_for(trainer))
 
     @contextmanager
     def urgent(self) -> Iterator[None]:
-        """Inside the block every save is waited for; one that is in flight lands first, well or not."""
+        """Makes every save inside the block synchronous; one in flight lands first, well or not."""
         try:
-            self._saver.wait()
+            self.wait()
         except RuntimeError as error:
             # The save to come is worth more than to tell of this one by an error.
             rank_zero_warn(str(error))
@@ -51,26 +51,13 @@ class Saving:
         finally:
             self._is_urgent = False
 
-    def remove(self, path: str) -> None:
-        """Removes a checkpoint, once the one in flight is in place. First rank only."""
-        self._saver.remove(path)
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the save in flight has failed; `wait` tells how."""
-        return self._saver.has_failed
-
-    def wait(self) -> None:
-        """Returns when no save is in flight. Raises RuntimeError where the last one failed."""
-        self._saver.wait()
-
     def end(self, *, is_failed: bool) -> None:
         """Waits for the save in flight and frees the buffers; after a failure it waits for seconds, and only warns."""
         if not is_failed:
-            self._saver.close()
+            self.close()
             return
         try:
-            if not self._saver.close(GRACE_SECONDS):
+            if not self.close(GRACE_SECONDS):
                 rank_zero_warn("the run failed while a checkpoint was being written, and it is left unfinished")
         except RuntimeError as error:
             rank_zero_warn(str(error))

@@ -1,4 +1,4 @@
-"""The local tier: every n steps each rank saves what it holds on its own machine, and a fit begins with what is newest.
+"""Local checkpoints: every n steps each rank saves what it holds on its own machine; a fit begins with the newest.
 
     {local_folder}/rank-{global rank}/step={N}.ckpt     a checkpoint of one rank; the newest two stay
 
@@ -24,16 +24,16 @@ from lightning_megatron.checkpoint.prune import plan_of, prune
 from lightning_megatron.checkpoint.repair import bring_back
 from lightning_megatron.comm.collectives import gather_objects
 from lightning_megatron.mesh import Axis, Mesh
+from lightning_megatron.trainer.checkpointing.checkpoint_saver import GRACE_SECONDS
 from lightning_megatron.trainer.checkpointing.local_state import LocalState
 from lightning_megatron.trainer.checkpointing.run_history import FitHistory, fits_of, goes_on_from
-from lightning_megatron.trainer.checkpointing.saving import GRACE_SECONDS
 
-_LAYOUT = "local_layout"
 # Key of the metadata: what must be alike for a rank's part to be the same part.
+_LAYOUT = "local_layout"
 _SHOWN = 20
 
-_Save = tuple[int, str]
 # Steps, and the fit that saved: the same for what all ranks saved together.
+_Save = tuple[int, str]
 
 
 @dataclass
@@ -45,7 +45,7 @@ class _Offers:
     """Local checkpoints that cannot be taken, with the reason."""
 
 
-class LocalTier(Checkpoint):
+class LocalCheckpoint(Checkpoint):
     """Saves during a fit, as a callback of the strategy's own; finds the newest when one begins."""
 
     def __init__(self, config: CheckpointConfig, mesh: Mesh, world: Axis, layout: Mapping[str, Any]) -> None:
@@ -63,7 +63,7 @@ class LocalTier(Checkpoint):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._last_step = trainer.global_step
-        # Of a run that was killed: nobody else writes here.
+        # Leftovers are of a run that was killed: nobody else writes here.
         prune(plan_of(self._folder, takes_young=True))
 
     @override
@@ -77,11 +77,11 @@ class LocalTier(Checkpoint):
             trainer.save_checkpoint(self._folder / f"step={step}{SUFFIX}")
 
     def is_own(self, path: str | Path) -> bool:
-        """Whether a checkpoint at the path is one of this tier's."""
+        """Whether a checkpoint at the path is a local one of this rank."""
         return Path(path).parent == self._folder
 
     def save(self, path: str | Path, state: LocalState) -> None:
-        """Writes this rank's checkpoint, behind training if saves are. What goes wrong is only warned of."""
+        """Writes this rank's checkpoint, in the background if saves are asynchronous. Errors are warnings."""
         path = Path(path)
         meta = {**state.meta, _LAYOUT: self._layout}
         try:
@@ -94,7 +94,7 @@ class LocalTier(Checkpoint):
             self._warn(error)
             return
         others = [one for one in scan_directory(self._folder).checkpoints if one.path != path]
-        # By time: after a step back, what is newer by step is of the run that was left.
+        # Time decides: after a step back, what is newer by step is of the run that was left.
         others.sort(key=lambda one: (one.is_complete, one.saved_seconds))
         for outdated in others[:-1]:
             self._saver.remove(outdated.path)
@@ -115,7 +115,7 @@ class LocalTier(Checkpoint):
             self._warn(error)
 
     def _warn(self, fault: object) -> None:
-        # Of this rank alone: whoever cannot save says it.
+        # The rank that cannot save warns, not the first rank alone.
         warnings.warn(f"a local checkpoint of rank {self._world.rank} was not written: {fault}", stacklevel=2)
 
     # --- going on ---------------------------------------------------------------------------------------------------

@@ -362,7 +362,7 @@ def names_of(
     class Looks(Callback):
         def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
             if isinstance(trainer.strategy, MegatronStrategy):
-                in_flight.append(trainer.strategy._saving._saver.is_saving)
+                in_flight.append(trainer.strategy._saver.is_saving)
             if any(in_flight):
                 is_seen.set()
 
