@@ -1,11 +1,11 @@
 """`T5ChatDataModule`: prompts with completions, or conversations, for fine-tuning a T5 on its answers."""
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader
 
+from lightning_megatron.config_dataclass import config_dataclass
 from lightning_megatron.data import (
     AnswerSamples,
     PackedAnswers,
@@ -21,7 +21,7 @@ from lightning_megatron.lightning_modules.loaders import Collate, Sample
 from lightning_megatron.lightning_modules.t5_data import answer_loader, ids_to_answer, longest_prompt, padding_of
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class T5ChatDataConfig(ChatDataConfig):
     """Conversations for fine-tuning a T5."""
 

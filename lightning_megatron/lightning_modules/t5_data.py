@@ -1,7 +1,6 @@
 """`T5DataModule`: pieces of text with masked spans, which a T5 predicts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -9,6 +8,7 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_megatron.config_dataclass import config_dataclass
 from lightning_megatron.data import (
     MegatronCorpus,
     SpanCorruption,
@@ -29,7 +29,7 @@ from lightning_megatron.trainer.setup.replica import Replica
 _PADDING = "<pad>"
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class T5DataConfig(CorpusDataConfig):
     """Text for span corruption: spans masked for the encoder, predicted by the decoder."""
 
