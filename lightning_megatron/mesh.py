@@ -21,6 +21,8 @@ from typing import Any, Literal
 
 from torch.distributed import ProcessGroup
 
+from lightning_megatron.config_dataclass import config_dataclass
+
 DENSE = ("pp", "dp", "cp", "tp")
 EXPERT = ("pp", "edp", "ep", "etp")
 # Unions of axes with a collective over them. Gradients: dp+cp. One model's parameters: pp+tp. Ranks that must see one
@@ -40,7 +42,7 @@ AttentionKernel = Literal["fused", "flex"]
 """Kernel of attention within documents or over cp on CUDA: fused ones, or one that FlexAttention compiles."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class StageLayout:
     """Spread of a model's parts over pipeline stages; `pipeline.layout` reads it and reports errors."""
 

@@ -1,4 +1,4 @@
-"""Puts the loss curves of a run and of one that was resumed from it side by side, and fails where they part.
+"""Compares the loss curves of a run and of one that was resumed from it, and fails where they differ.
 
 python recipes/compare_curves.py first/metrics.csv resumed/metrics.csv
 
@@ -9,7 +9,7 @@ checkpoint, so that there are steps that both did.
 import csv
 import sys
 
-# Two layouts add up in different orders; in float32 that is about 1e-6 of a loss at first, and grows slowly.
+# Two layouts add up in different orders; in float32 the difference is about 1e-6 of a loss at first, and grows slowly.
 TOLERANCE = 1e-2
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What `make demo` runs: trains a small GPT with two processes on this machine's CPUs, saves, goes on on another layout,
-# shows that the loss goes on, and lets the model write. Needs no network. Options go to every step, for example
+# `make demo` runs this: it trains a small GPT with two processes on CPUs, saves, resumes on another layout,
+# compares the losses, and generates text. It needs no network. Options are passed to every step, for example
 #   recipes/demo.sh --data.path my_texts/        recipes/demo.sh --data.dataset wikitext:wikitext-2-raw-v1
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

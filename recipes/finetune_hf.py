@@ -1,4 +1,4 @@
-"""Fine-tunes a Hugging Face model from a local directory on conversations, whole or by LoRA, and lets it answer.
+"""Fine-tunes a Hugging Face model from a local directory on conversations: all weights or LoRA.
 
     python recipes/finetune_hf.py fit --config recipes/configs/finetune_toy.yaml --model.path Llama-3.2-1B-Instruct \
         --data.path chats.jsonl --export.path tuned

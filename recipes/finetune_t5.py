@@ -1,4 +1,4 @@
-"""Fine-tunes a Hugging Face T5 from a local directory on prompts and completions, and lets it answer.
+"""Fine-tunes a Hugging Face T5 from a local directory on prompts and completions, and generates answers.
 
     python recipes/finetune_t5.py fit --config recipes/configs/finetune_t5_toy.yaml --model.path t5-small \
         --data.path pairs.jsonl --export.path tuned

@@ -1,4 +1,4 @@
-"""Pre-trains a BERT on text, validates it, and lets it fill gaps.
+"""Pre-trains a BERT on text, validates it, and predicts masked tokens.
 
     python recipes/pretrain_bert.py fit --config recipes/configs/bert_toy.yaml
     python recipes/pretrain_bert.py predict --config recipes/configs/bert_toy.yaml \

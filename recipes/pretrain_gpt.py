@@ -1,4 +1,4 @@
-"""Pre-trains a GPT on text, validates it, and lets it write.
+"""Pre-trains a GPT on text, validates it, and generates text.
 
     python recipes/pretrain_gpt.py fit --config recipes/configs/toy.yaml
     python recipes/pretrain_gpt.py predict --config recipes/configs/toy.yaml \

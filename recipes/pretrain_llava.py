@@ -1,4 +1,4 @@
-"""Trains a LLaVA on conversations with images, any part of it frozen, validates it, and lets it answer.
+"""Trains a LLaVA on conversations with images, any part of it frozen, validates it, and generates answers.
 
     python recipes/pretrain_llava.py fit --config recipes/configs/llava_toy.yaml
     python recipes/pretrain_llava.py predict --config recipes/configs/llava_toy.yaml \

@@ -1,4 +1,4 @@
-"""Pre-trains a T5 on text with spans taken out, validates it, and lets it fill gaps.
+"""Pre-trains a T5 on text with masked spans (span corruption), validates it, and predicts masked spans.
 
     python recipes/pretrain_t5.py fit --config recipes/configs/t5_toy.yaml
     python recipes/pretrain_t5.py predict --config recipes/configs/t5_toy.yaml \

@@ -1,10 +1,11 @@
 """Configuration of checkpoints: background saving, saves on signals, local checkpoints."""
 
 import signal
-from dataclasses import dataclass
+
+from lightning_megatron.config_dataclass import config_dataclass
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class CheckpointConfig:
     """Checkpoint saving: in the background or not, on signals, and to local disks."""
 

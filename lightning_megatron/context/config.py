@@ -1,15 +1,15 @@
 """Configuration of context parallelism: how ranks that share sequences exchange keys, values or heads."""
 
-from dataclasses import dataclass
 from typing import Literal, get_args
 
+from lightning_megatron.config_dataclass import config_dataclass
 from lightning_megatron.mesh import AttentionKernel
 
 CommType = Literal["ring", "all_gather", "all_to_all", "hierarchical"]
 _COMM_TYPES = get_args(CommType)
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class ContextConfig:
     """Communication of context parallelism, and the kernel of attention across ranks or within documents."""
 

@@ -9,10 +9,11 @@ where a batch has the size that belongs to the samples seen before it. So the sa
 """
 
 import math
-from dataclasses import dataclass
+
+from lightning_megatron.config_dataclass import config_dataclass
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class BatchRamp:
     """Growth of the global batch size in equal steps, each of which lasts equally many samples."""
 

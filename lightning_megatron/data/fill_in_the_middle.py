@@ -8,15 +8,14 @@ Under the samples of `gpt_samples.py`. A document is cut at two random places, a
 Source: Bavarian et al. 2022, section 3.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 
+from lightning_megatron.config_dataclass import config_dataclass
 from lightning_megatron.data.packing import Numbers
 from lightning_megatron.data.seeded_random import uniforms
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class FillInTheMiddle:
     """Fill-in-the-middle: how many documents are reordered, in which order, and by which tokens."""
 

@@ -6,7 +6,6 @@ the weights of norms.
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
@@ -14,11 +13,12 @@ from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
+from lightning_megatron.config_dataclass import config_dataclass
 from lightning_megatron.optim.rates import WarmupCosine
 from lightning_megatron.trainer.config import ConfigurationError
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class AdamWConfig:
     """AdamW and its learning-rate curve. Source of the defaults: Brown et al., arXiv 2005.14165, appendix B."""
 

@@ -1,10 +1,10 @@
 """`BertDataModule`: spans of sentences with masked words, in their order or swapped."""
 
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
+from lightning_megatron.config_dataclass import config_dataclass
 from lightning_megatron.data import (
     BertSampleConfig,
     BertSpans,
@@ -21,7 +21,7 @@ from lightning_megatron.lightning_modules.data_module import Samples
 from lightning_megatron.trainer.config import ConfigurationError
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class BertDataConfig(CorpusDataConfig):
     """Text for masked language modelling and sentence order, and how much of it is masked."""
 

@@ -1,9 +1,9 @@
 """`ChatDataModule`: conversations, or prompts with completions, for fine-tuning a model on its answers."""
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
+from lightning_megatron.config_dataclass import config_dataclass
 from lightning_megatron.data import (
     ChatSamples,
     ChatTemplate,
@@ -19,7 +19,7 @@ from lightning_megatron.lightning_modules.data_module import Samples, as_configu
 from lightning_megatron.lightning_modules.loaders import Collate
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class ChatDataConfig(ConversationDataConfig):
     """Conversations for fine-tuning."""
 

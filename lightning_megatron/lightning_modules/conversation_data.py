@@ -1,9 +1,9 @@
 """`ConversationDataModule`: the base of data modules whose samples are conversations, read as rows of a table."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from lightning_megatron.config_dataclass import config_dataclass
 from lightning_megatron.data import Tokenizer, load_rows, split_documents
 from lightning_megatron.data.packed_rows import IGNORE_INDEX, NO_SEGMENT
 from lightning_megatron.lightning_modules.text_data import TextDataConfig, TextDataModule
@@ -12,7 +12,7 @@ ChatPacking = Literal["none", "documents"]
 """Content of a row of a batch: one sample, or several that do not attend to each other."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class ConversationDataConfig(TextDataConfig):
     """A table of conversations, and how its rows become a batch."""
 

@@ -6,13 +6,14 @@ and test documents, and tokenized once.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, get_args
 
 from torch.utils.data import DataLoader
 
 from lightning_megatron.comm.rng import key
+from lightning_megatron.config_dataclass import config_dataclass
 from lightning_megatron.data import (
     BatchRamp,
     Blend,
@@ -40,7 +41,7 @@ from lightning_megatron.lightning_modules.text_sources import (
 from lightning_megatron.trainer.config import ConfigurationError
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class CorpusDataConfig(TextDataConfig):
     """A corpus of documents: where it comes from, how it is split, and which documents are left out."""
 

@@ -17,6 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import DataLoader, Dataset, Subset
 
+from lightning_megatron.config_dataclass import config_dataclass
 from lightning_megatron.data import BatchRamp, ShuffledEpochs, collate_tokens
 from lightning_megatron.data.collate import Sample
 from lightning_megatron.lightning_modules.loaders import (
@@ -31,7 +32,7 @@ from lightning_megatron.trainer.config import ConfigurationError
 from lightning_megatron.trainer.setup.replica import Replica
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class LoaderConfig:
     """Batches of a data module: their size, their order and who loads them."""
 

@@ -1,11 +1,11 @@
 """`GPTDataModule`: packed samples of text for next-token prediction, from prepared or streamed documents."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from lightning_megatron.config_dataclass import config_dataclass
 from lightning_megatron.data import (
     BatchRamp,
     FillInTheMiddle,
@@ -28,7 +28,7 @@ SamplePacking = Literal["stream", "documents"]
 """Content of a sample: a stretch of all documents, or whole documents that do not attend to each other."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class StreamingConfig:
     """Reading of text while it is trained on."""
 
@@ -42,7 +42,7 @@ class StreamingConfig:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class GPTDataConfig(CorpusDataConfig):
     """Text for next-token prediction, and how it is packed into samples."""
 

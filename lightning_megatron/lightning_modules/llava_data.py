@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightning_megatron.config_dataclass import config_dataclass
 from lightning_megatron.data import (
     ChatTemplate,
     ImageConfig,
@@ -40,7 +41,7 @@ _NUM_DRAWN = 4096
 """Rows of the table that is drawn where none is given."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class LlavaDataConfig(ConversationDataConfig):
     """Conversations with images, and how images become tokens."""
 

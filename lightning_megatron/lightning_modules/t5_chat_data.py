@@ -1,9 +1,9 @@
 """`T5ChatDataModule`: prompts with completions, or conversations, for fine-tuning a T5 on its answers."""
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from lightning_megatron.config_dataclass import config_dataclass
 from lightning_megatron.data import (
     AnswerSamples,
     PackedAnswers,
@@ -20,7 +20,7 @@ from lightning_megatron.lightning_modules.loaders import Collate
 from lightning_megatron.lightning_modules.t5_data import decoder_starts, ids_to_answer, padding_of
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class T5ChatDataConfig(ChatDataConfig):
     """Conversations for fine-tuning a T5."""
 

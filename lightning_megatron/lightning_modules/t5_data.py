@@ -1,13 +1,13 @@
 """`T5DataModule`: pieces of text with masked spans, which a T5 predicts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 import lightning as L
 import torch
 
+from lightning_megatron.config_dataclass import config_dataclass
 from lightning_megatron.data import (
     MegatronCorpus,
     SpanCorruption,
@@ -27,7 +27,7 @@ from lightning_megatron.trainer.config import ConfigurationError
 _PADDING = "<pad>"
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class T5DataConfig(CorpusDataConfig):
     """Text for span corruption: spans masked for the encoder, predicted by the decoder."""
 

@@ -2,13 +2,14 @@
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import ClassVar
 
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_megatron.config_dataclass import config_dataclass
 from lightning_megatron.data import Tokenizer, load_tokenizer, train_tokenizer
 from lightning_megatron.data.collate import Sample
 from lightning_megatron.data.document_files import MAX_DOCUMENT_BYTES
@@ -19,7 +20,7 @@ from lightning_megatron.lightning_modules.text_sources import BlendSource
 from lightning_megatron.trainer.config import ConfigurationError
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class TextDataConfig(LoaderConfig):
     """Text, its tokenizer, what is held out of it, and prompts."""
 

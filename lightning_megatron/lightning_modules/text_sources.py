@@ -9,13 +9,14 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from lightning_megatron.config_dataclass import config_dataclass
 from lightning_megatron.data import MegatronCorpus, load_documents
 from lightning_megatron.data.blend import Blend
 from lightning_megatron.data.megatron_files import is_megatron_prefix
 from lightning_megatron.data.sources import files_of
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class BlendSource:
     """One source of a blend."""
 

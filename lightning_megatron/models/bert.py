@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.comm.p2p import Payload
+from lightning_megatron.config_dataclass import config_dataclass
 from lightning_megatron.context.documents import NO_DOCUMENT, Documents, documents_of
 from lightning_megatron.mesh import Mesh
 from lightning_megatron.models.bert_embedding import BertEmbedding
@@ -36,7 +37,7 @@ from lightning_megatron.transformer.tokens import Tokens
 NormPlacement = Literal["post", "pre"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class BertConfig(LanguageModelConfig):
     """Architecture of a BERT: Google's by default; Megatron's with pre-norm layers and no norm of the embedding."""
 

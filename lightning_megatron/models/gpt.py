@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_megatron.comm.p2p import Payload
+from lightning_megatron.config_dataclass import config_dataclass
 from lightning_megatron.context.documents import documents_of
 from lightning_megatron.mesh import Axis, Mesh
 from lightning_megatron.models.embedding import Embedding, build_token_embedding
@@ -30,7 +31,7 @@ from lightning_megatron.transformer.layer import ExpertLayer, build_layer
 from lightning_megatron.transformer.tokens import Tokens
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class GPTConfig(LanguageModelConfig):
     """Architecture of a GPT: GPT-2's kind by default; Llama's with rotary, rmsnorm, swiglu and no biases."""
 

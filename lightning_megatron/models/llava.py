@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from lightning_megatron.comm import differentiable, rng
 from lightning_megatron.comm.p2p import Payload
+from lightning_megatron.config_dataclass import config_dataclass
 from lightning_megatron.mesh import Axis, Mesh, Sizes, ambient_mesh
 from lightning_megatron.models.embedding import Embedding
 from lightning_megatron.models.gpt import GPTConfig, GPTInputs, GPTModel
@@ -49,7 +50,7 @@ _PROJECTOR_ACTIVATIONS = ("gelu", "gelu_tanh", "quick_gelu")
 _SHOWN = 5
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class LlavaConfig(GPTConfig):
     """Architecture of a LLaVA: the fields of its language model, a GPT, and how it sees."""
 

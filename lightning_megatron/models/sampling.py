@@ -7,15 +7,15 @@ Source: Fan et al., arXiv 1805.04833, section 5.1 (top-k); Holtzman et al., arXi
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightning_megatron.comm import rng
+from lightning_megatron.config_dataclass import config_dataclass
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class GenerationConfig:
     """Sampling of generated text, and where it ends. Raises ValueError, telling all faults at once."""
 

@@ -3,15 +3,15 @@
 Source: Raffel et al., arXiv 1910.10683; Shazeer, arXiv 2002.05202 (the gated one of T5 v1.1).
 """
 
-from dataclasses import dataclass
 from typing import ClassVar
 
+from lightning_megatron.config_dataclass import config_dataclass
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.tensor.activation import Activation
 from lightning_megatron.transformer.config import LanguageModelConfig, Normalization, Position
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class T5Config(LanguageModelConfig):
     """The architecture of a T5, by default of the first kind.
 

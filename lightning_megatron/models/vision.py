@@ -9,7 +9,7 @@ Source: Dosovitskiy et al., arXiv 2010.11929, section 3.1; Radford et al., arXiv
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_megatron.comm import rng
+from lightning_megatron.config_dataclass import config_dataclass
 from lightning_megatron.mesh import Axis, Mesh, Sizes
 from lightning_megatron.models.embedding import PositionEmbedding
 from lightning_megatron.pipeline.module import Part
@@ -31,7 +32,7 @@ from lightning_megatron.transformer.layer import TransformerLayer
 from lightning_megatron.transformer.tokens import Tokens, unsplit_stream
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class VisionConfig(TransformerConfig):
     """Architecture of a vision tower: CLIP's kind by default."""
 

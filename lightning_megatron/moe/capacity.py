@@ -9,20 +9,20 @@ Source: Lepikhin et al., arXiv 2006.16668, section 2.2 (capacity); Fedus et al.,
 """
 
 import math
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from lightning_megatron.config_dataclass import config_dataclass
 from lightning_megatron.moe.sequence_groups import SequenceGroups
 
 DropPolicy = Literal["probs", "position"]
 """Which tokens stay: those of the highest router probabilities, ties to the earlier; or the earliest tokens."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class ExpertCapacity:
     """Tokens that an expert accepts of each sequence. Raises ValueError that lists all errors at once."""
 

@@ -1,9 +1,9 @@
 """Configuration of mixture-of-experts layers: the router, load balancing, expert capacity and the token dispatcher."""
 
 import math
-from dataclasses import dataclass
 from typing import Literal, get_args
 
+from lightning_megatron.config_dataclass import config_dataclass
 from lightning_megatron.moe.capacity import ExpertCapacity
 
 Scope = Literal["sequence", "microbatch", "global"]
@@ -14,7 +14,7 @@ DispatcherName = Literal["all_to_all", "all_gather"]
 ExpertGemmName = Literal["grouped", "sequential"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class AuxLoss:
     """A load-balancing loss: 1 (times its coefficient) where all experts get equally many tokens, more elsewhere."""
 
@@ -38,7 +38,7 @@ class AuxLoss:
         return faults
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class RouterConfig:
     """The router of a mixture-of-experts layer. Raises ValueError that lists all errors at once."""
 
@@ -174,7 +174,7 @@ class RouterConfig:
         return faults
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class MoEConfig:
     """Mixture-of-experts layers in place of dense MLPs. Raises ValueError that lists all errors at once."""
 

@@ -1,7 +1,8 @@
 """Configuration of gradient reduction, the distributed optimizer and the loss scale."""
 
-from dataclasses import dataclass
 from typing import Literal, get_args
+
+from lightning_megatron.config_dataclass import config_dataclass
 
 OptimizerKind = Literal["replicated", "distributed"]
 GradientDtype = Literal["auto", "float32", "bfloat16"]
@@ -9,7 +10,7 @@ OnNonfinite = Literal["stop", "skip", "ignore"]
 DeclaredScope = Literal["auto", "elementwise", "parameter"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class OptimizerConfig:
     """Gradient reduction over data-parallel ranks, and sharding of the optimizer.
 
@@ -69,7 +70,7 @@ class OptimizerConfig:
             raise ValueError("\n".join(faults))
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class LossScaleConfig:
     """The dynamic loss scale of float16, which keeps small gradients from becoming zero.
 

@@ -55,7 +55,7 @@ def _experts(number: int, chosen: int, width: int = 0) -> MoEConfig:
     return MoEConfig(router=RouterConfig(num_experts=number, top_k=chosen), ffn_hidden_size=width)
 
 
-def _preset(model: Model, length: int, batch: int, **lengths: int) -> Preset:
+def _preset(model: Model, length: int, batch: int, **lengths: Any) -> Preset:
     return Preset(model=model, lengths=SequenceLengths(sequence=length, **lengths), global_batch_size=batch)
 
 

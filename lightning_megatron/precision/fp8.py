@@ -10,13 +10,13 @@ the configuration, and says what to install where it is absent.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from lightning_megatron.config_dataclass import config_dataclass
 from lightning_megatron.mesh import Axis
 
 Format = Literal["e4m3", "hybrid"]
@@ -29,7 +29,7 @@ HISTORY_LENGTH = 1024
 """Default number of steps whose amaxes a delayed scale is made from."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class Fp8Config:
     """FP8 in the linear layers of transformer layers. Embeddings, output head and norms never use it."""
 

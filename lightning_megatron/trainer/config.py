@@ -1,9 +1,10 @@
 """Configuration of the pipeline, and the error that tells all faults of a configuration at once."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal, get_args
 
+from lightning_megatron.config_dataclass import config_dataclass
 from lightning_megatron.mesh import StageLayout
 from lightning_megatron.pipeline.registry import ScheduleName, default_name
 from lightning_megatron.pipeline.schedule_spec import Schedule
@@ -21,7 +22,7 @@ class ConfigurationError(ValueError):
         super().__init__("\n".join([head, *(f"  - {fault}" for fault in self.faults)]))
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class PipelineConfig:
     """Schedule, layout and mode of pipeline parallelism."""
 

@@ -6,9 +6,9 @@ only a layout has are told by its `layout_faults`, before any process group is n
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from lightning_megatron.config_dataclass import config_dataclass
 from lightning_megatron.mesh import Sizes
 from lightning_megatron.moe import layout as moe_layout
 from lightning_megatron.moe.config import MoEConfig
@@ -23,7 +23,7 @@ _CHOICES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class TransformerConfig:
     """Architecture of a stack of transformer layers. A size of 0 follows from other sizes and is filled in at once."""
 
@@ -285,7 +285,7 @@ class TransformerConfig:
         return int(self.head_dim * self.rotary_fraction) // 2 if self.position == "rotary" else 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class LanguageModelConfig(TransformerConfig):
     """Architecture of a transformer between a token embedding and a head that predicts tokens."""
 

@@ -13,12 +13,12 @@ Source: Hu et al., arXiv 2106.09685, sections 4.1 and 4.2.
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 from torch import nn
 
+from lightning_megatron.config_dataclass import config_dataclass
 from lightning_megatron.moe.experts import Experts
 from lightning_megatron.sharding import sharded_parameters
 from lightning_megatron.tensor.linear import ParallelLinear
@@ -31,7 +31,7 @@ from lightning_megatron.transformer.linears import DOWN, LINEAR_NAMES, PROJECTIO
 LoraScaling = Literal["rank", "root_of_rank"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class LoraConfig:
     """LoRA adapters beside frozen weights. Raises ValueError, telling all faults at once."""
 

@@ -18,7 +18,7 @@ Source: Korthikanti et al., arXiv 2205.05198, section 5 (selective); Chen et al.
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, get_args
 
 import torch
@@ -29,6 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_megatron.comm import collectives
+from lightning_megatron.config_dataclass import config_dataclass
 from lightning_megatron.mesh import Axis
 from lightning_megatron.precision.autocast import autocast, autocast_dtype
 
@@ -40,7 +41,7 @@ Method = Literal["uniform", "block"]
 _ACTS_UNDER = {"parts": "selective", "method": "full", "num_layers": "full", "shard_saved_inputs": "full"}
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class RecomputeConfig:
     """Activation recomputation (checkpointing): what the backward recomputes in order to save memory."""
 

@@ -16,11 +16,13 @@ R pairs of rotated features; all of them turn in float64.
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+
+from lightning_megatron.config_dataclass import config_dataclass
 
 ScalingKind = Literal["linear", "llama3", "yarn"]
 
@@ -35,7 +37,7 @@ _ACTS_UNDER = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class RopeScaling:
     """Scaling of rotary wavelengths for longer sequences. Raises ValueError, telling all faults at once.
 

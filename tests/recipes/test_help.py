@@ -1,11 +1,13 @@
 """Every option that a user can set has a sentence of help, in `--help` and beneath it."""
 
 import inspect
+import pydoc
+import re
 import runpy
 from collections.abc import Iterator
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass, make_dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, get_args, get_origin, get_type_hints
 
 import jsonargparse
 import pytest
@@ -35,11 +37,17 @@ class Parser(RecipeCLI):
         raise Built
 
 
-def parser_of(script: Path, monkeypatch: pytest.MonkeyPatch) -> LightningArgumentParser:
-    """The parser of a recipe's `fit`."""
+def arguments_of(script: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What a recipe calls `run_recipe` with; its module and data module under "classes"."""
     taken: dict[str, Any] = {}
     monkeypatch.setattr(module, "run_recipe", lambda *classes, **options: taken.update(classes=classes, **options))
     runpy.run_path(str(script), run_name="__main__")
+    return taken
+
+
+def parser_of(script: Path, monkeypatch: pytest.MonkeyPatch) -> LightningArgumentParser:
+    """The parser of a recipe's `fit`."""
+    taken = arguments_of(script, monkeypatch)
     with pytest.raises(Built):
         Parser(*taken.pop("classes"), **taken, args=["fit", "--help"])
     return Parser.found
@@ -102,3 +110,47 @@ def test_a_field_without_a_docstring_is_found() -> None:
     parser.add_argument("--said", type=int, help="A number.")
     parser.add_argument("--bare", type=int)
     assert without_help(parser, set()) == ["bare"]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# help() of Python
+
+
+def configurations_of(kind: type, seen: set[type]) -> set[type]:
+    """Adds the dataclasses that a class takes, those that they hold, and their base classes."""
+    constructors = [base.__init__ for base in kind.__mro__ if base.__module__.startswith("lightning_megatron")]
+    hints = [hint for constructor in constructors for hint in get_type_hints(constructor).values()]
+    for config in {base for hint in hints for found in dataclasses_in(hint) for base in found.__mro__[:-1]} - seen:
+        seen.add(config)
+        configurations_of(config, seen)
+    return seen
+
+
+def not_in_help(kind: type) -> list[str]:
+    """Fields of a dataclass whose meaning its `help()` does not show."""
+    shown = pydoc.render_doc(kind, renderer=pydoc.plaintext)
+    return [
+        f"{kind.__name__}.{field.name}"
+        for field in fields(kind)
+        if not re.search(rf"^ \|  +{field.name}: \S", shown, re.M)
+    ]
+
+
+def test_help_shows_every_field_of_every_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = [arguments_of(script, monkeypatch) for script in SCRIPTS]
+    roots = {MegatronStrategy, *(kind for each in taken for kind in (*each["classes"], *each["callbacks"].values()))}
+    configurations: set[type] = set()
+    for root in roots:
+        configurations_of(root, configurations)
+    assert len(configurations) > 30
+    assert [name for kind in configurations for name in not_in_help(kind)] == []
+
+
+def test_help_of_the_strategy_shows_every_argument() -> None:
+    shown = pydoc.render_doc(MegatronStrategy, renderer=pydoc.plaintext)
+    names = inspect.signature(MegatronStrategy).parameters
+    assert [name for name in names if not re.search(rf"^ \|  +{name}: [A-Z]", shown, re.M)] == []
+
+
+def test_a_field_that_help_does_not_show_is_found() -> None:
+    assert not_in_help(make_dataclass("Bare", [("width", int)])) == ["Bare.width"]

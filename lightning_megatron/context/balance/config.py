@@ -1,11 +1,10 @@
 """Configuration of dynamic context parallelism, and the group sizes that it allows."""
 
-from dataclasses import dataclass
-
+from lightning_megatron.config_dataclass import config_dataclass
 from lightning_megatron.context.balance.cost import CostModel
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class DynamicContextConfig:
     """Dynamic context parallelism: each packed microbatch runs on a group of 1, 2, 4 ... ranks."""
 

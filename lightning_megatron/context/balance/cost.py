@@ -17,16 +17,18 @@ T and Q are sums over documents, so a pack grows by adding two numbers, and seco
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import overload
 
 import numpy as np
 import numpy.typing as npt
 
+from lightning_megatron.config_dataclass import config_dataclass
+
 Floats = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, kw_only=True)
+@config_dataclass
 class CostModel:
     """Constants of the cost formula; seconds in any unit that all of them share."""
 
