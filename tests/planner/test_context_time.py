@@ -84,6 +84,6 @@ def test_a_step_counts_both_ways_and_gradients_as_wide_as_the_code_sums_them() -
     slow = replace(FREE, link_share=0.02)
     wide, thin = (step_time(one, H100, slow).exposed["cp"] for one in (run, narrow))
     key_bytes = 2 * 1024 * 8 * 128 * 2
-    # Seven hops beside keys, and the last one home, of each layer of each sample.
+    # Each layer of each sample has seven hops with keys, and the last hop of gradients.
     assert wide - thin == pytest.approx(32 * 8 * 8 * key_bytes / (0.02 * 450e9))
     assert step_time(run, H100, FREE).exposed["cp"] < 0.1 * thin

@@ -556,7 +556,7 @@ def test_what_runs_side_by_side_is_counted_where_it_belongs() -> None:
     full_model, joint, rank = FullModel(run), replace(run, is_overlapped=True), stage_rank(run, 0)
     in_turn, beside = (dry_run(one, rank, full_model=full_model) for one in (run, joint))
     assert beside.flops == in_turn.flops and beside.messages == in_turn.messages
-    # Rows, their weights and rows on their way home, there and back, of two layers a stage.
+    # Dispatched tokens, their probabilities and combined tokens, forward and backward, of two layers a stage.
     assert beside.messages["dp+cp=ep", "all-to-all"].number == 7 * 2 * 6
     all_in_turn, all_beside = (dry_run(one, rank, full_model=full_model, most=7) for one in (run, joint))
     # Routers keep a few numbers of each microbatch.
@@ -570,7 +570,7 @@ def test_a_packed_t5_runs_dry_document_by_document() -> None:
     model = T5Config(num_layers=2, num_decoder_layers=1, max_sequence_length=512, position="learned", **sizes)
     run = run_of(model, Sizes(), lengths=PAIRS, samples=4, micro_batch_size=4)
     plain, packed = dry_run(run, 0), dry_run(replace(run, lengths=PACKED_PAIRS), 0)
-    # What attention of two encoder layers gives, by head beside by token.
+    # The attention output of two encoder layers, saved by head and by token.
     assert packed.peak_bytes - plain.peak_bytes > 2 * 4 * 512 * 64 * 2
     assert packed.flops == plain.flops
 
@@ -585,7 +585,7 @@ def test_messages_are_those_of_the_layers_and_the_optimizer() -> None:
     first = dry_run(run, stage_rank(run, 0))
     # A hidden state of 64 tokens over tp, in bfloat16, of each microbatch.
     assert messages_of(first, "pp", "send") == (21, 21 * 64 * 64 * 2 / 2)
-    # Of each layer two sums scattered in the forward and two in the backward, and one behind the embedding.
+    # Each layer has two reduce-scatters in the forward and two in the backward, and the embedding has one.
     assert messages_of(first, "tp", "reduce-scatter") == (21 * (4 * 4 + 1), 21 * (4 * 4 + 1) * 64 * 64 * 2)
     _, padded = messages_of(first, "dp+cp", "reduce-scatter")
     assert 4 * first.parameters <= padded < 4.1 * first.parameters

@@ -46,7 +46,7 @@ def counted(config: GPTConfig, how: RecomputeConfig) -> int:
     recompute.set_recomputed(model, how)
     model.runner = recompute.RecomputeRunner(how, tp=Mesh.single().tp, sp=Mesh.single().sp)
     tokens = torch.randint(config.vocab_size, (ROWS, SEQUENCE))
-    # Torch would leave out the last product of what it runs again, whose output nobody reads; the convention counts it.
+    # Torch would omit the last recomputed product, whose output no backward reads; the convention counts it.
     with set_checkpoint_early_stop(False), FlopCounterMode(display=False) as counter:
         loss: Any = model(tokens, labels=tokens)
         loss.backward()

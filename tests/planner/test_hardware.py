@@ -1,4 +1,4 @@
-"""GPUs are known by name, or described by a file; what is wrong with either is told."""
+"""GPUs are known by name, or described by a file; errors in either are reported."""
 
 from pathlib import Path
 

@@ -131,7 +131,7 @@ def test_experts_have_as_many_rows_as_tokens_choose_whatever_the_layout() -> Non
     alone = layer_work(Sizes(), "mixtral_8x7b")
     spread = layer_work(Sizes(world=8, ep=8), "mixtral_8x7b")
     assert spread.product_flops == pytest.approx(alone.product_flops)
-    # A rank with one expert multiplies all rows of it at once.
+    # A rank with one expert multiplies all its tokens at once.
     assert spread.grouped_edge_flops < alone.grouped_edge_flops
 
 

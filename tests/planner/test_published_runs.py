@@ -66,7 +66,7 @@ def test_every_row_states_as_many_parameters_as_the_model_has() -> None:
         if not row.get("params") or isinstance(model_parts, str):
             continue
         checked += 1
-        # Those of tables in billions have one digit behind the point.
+        # Tables in billions have one digit after the point.
         error = min(
             abs(model_parts.parameters() / row["params"] - 1),
             relative_error(model_parts.parameters() / 1e9, round(row["params"] / 1e9, 1)),
@@ -207,7 +207,7 @@ def test_step_times_that_were_kept_back_are_within_the_aims() -> None:
     assert number >= 270 and median <= 0.04 and high <= 0.12
     for group in (("h100", "16 bits"), ("h100", "FP8"), ("a100-40gb", "16 bits"), ("a100-80gb", "16 bits")):
         assert found[group][1] <= 0.05 and found[group][2] <= 0.15, group
-    # Of the other kinds there are ten rows or fewer.
+    # The other kinds have ten rows or fewer.
     assert sum(found[group][0] for group in found if group != ("all", "all") and found[group][1] > 0.08) <= 6
 
 

@@ -53,7 +53,7 @@ def test_tokens_travel_beside_compute_where_a_forward_runs_beside_a_backward() -
     run = run_of(model=mixtral.model, lengths=mixtral.lengths, sizes=Sizes(world=8, ep=8), global_batch_size=64)
     m, joint = run.num_microbatches, replace(run, is_overlapped=True)
     in_turn, beside = time_of(run), time_of(joint)
-    # The first forward and the last backward have nobody beside them, and routing is no message.
+    # Nothing overlaps the first forward and the last backward, and routing is no message.
     routing = 2 * m * mixtral.model.num_layers * CONSTANTS.routing_seconds
     shown = routing + (in_turn.exposed["ep"] - routing) / m
     assert m == 8 and beside.exposed["ep"] == pytest.approx(shown) != pytest.approx(in_turn.exposed["ep"])
@@ -103,7 +103,7 @@ def test_accumulated_batches_are_summed_once_and_late() -> None:
     # Rows of a microbatch put every batch under a schedule, one of a single microbatch too.
     whole = {"sizes": Sizes(world=64, tp=8), "global_batch_size": 8, "num_accumulated": 2}
     assert [run_of(**whole, cuts_by_rows=rows).sets_gradients_aside for rows in (False, True)] == [False, True]
-    # The sum of the batches before stands beside the gradients of the one at work.
+    # The sum of earlier batches' gradients is held on top of the current batch's.
     held, more = rank_memory(run_of(), 0), rank_memory(run_of(num_accumulated=2), 0)
     assert more.allocated - held.allocated == pytest.approx(held.gradients) and more.static == held.static
 
@@ -268,7 +268,7 @@ def test_grouped_queries_in_float32_lay_their_scores_out() -> None:
     slow, slowly = inner_rank(run, materialised_share=CONSTANTS.materialised_share / 2)
     seconds = layers * multiplied / (H100.matmul_flops("full") * CONSTANTS.materialised_share)
     assert slow - forward == pytest.approx(seconds) and slowly - backward == pytest.approx(2 * seconds)
-    # Only what drops of them makes scores again.
+    # Only dropout has scores recomputed.
     again = RecomputeConfig(granularity="selective", parts=("core_attention",))
     assert inner_rank(replace(run, recompute=again)) == (forward, backward)
 

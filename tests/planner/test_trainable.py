@@ -204,7 +204,7 @@ def _layer_matrices(model: GPTConfig) -> list[Tensor]:
 
 
 def saved_bytes(model: GPTModel, tokens: Tensor) -> int:
-    """Of what a forward keeps beside the weights, each storage once."""
+    """Storages that a forward saves for backward, without weights, each once."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
 
