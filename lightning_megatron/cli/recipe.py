@@ -16,7 +16,6 @@ from dataclasses import is_dataclass
 from typing import Any, get_args
 
 import lightning as L
-from jsonargparse import set_parsing_settings
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.plugins.precision import TransformerEnginePrecision
@@ -54,9 +53,6 @@ class RecipeCLI(LightningCLI):
     ) -> None:
         given = list(sys.argv[1:] if args is None else args)
         self._subcommand = given[0] if given and given[0] in LightningCLI.subcommands() else None
-        # The attribute docstrings of configurations are the help of their options; only who shows help needs them.
-        shows_help = any(option == "-h" or "help" in option or "comments" in option for option in given)
-        set_parsing_settings(docstring_parse_attribute_docstrings=shows_help)
         self._links = links
         self._callbacks = callbacks
         self._data_config = config_of(data)

@@ -49,7 +49,7 @@ def parser_of(script: Path, monkeypatch: pytest.MonkeyPatch) -> LightningArgumen
     """The parser of a recipe's `fit`."""
     taken = arguments_of(script, monkeypatch)
     with pytest.raises(Built):
-        Parser(*taken.pop("classes"), **taken, args=["fit", "--help"])
+        Parser(*taken.pop("classes"), **taken, args=["fit"])
     return Parser.found
 
 
