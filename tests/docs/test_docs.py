@@ -191,26 +191,22 @@ def fit_example(source: str, folder: str) -> list[float]:
     return losses
 
 
-def fit_examples(sources: list[str], folder: str) -> list[list[float]]:
-    """The losses of each example on this rank, one after the other."""
-    return [fit_example(source, folder) for source in sources]
-
-
 @pytest.mark.slow
 def test_the_example_trains_as_typed_and_alike_on_every_layout_that_it_names(tmp_path: Path) -> None:
     [(source, _)] = runnable(ROOT / "README.md")
     others = re.findall(r"^strategy = .*$", blocks_of(ROOT / "README.md")[1].text, re.MULTILINE)
     assert len(others) == 2
-    [pipelined, plain] = (re.subn(r"^strategy = .*$", line, source, flags=re.MULTILINE) for line in others)
-    assert (pipelined[1], plain[1]) == (1, 1)
-    assert "auto" in plain[0]
-    # One start of two processes for both layouts; the one without further processes trains here.
-    ranks = run_on_ranks(2, fit_examples, [source, pipelined[0]], str(tmp_path), init=False)
-    losses = fit_example(plain[0].replace("devices=2", "devices=1"), str(tmp_path))
-    for runs in ranks:
-        assert [len(run) for run in runs] == [20, 20]
-        for run in runs:
-            assert run == pytest.approx(losses, rel=1e-4)
+    variants = [(2, source)]
+    for line in others:
+        changed, count = re.subn(r"^strategy = .*$", line, source, flags=re.MULTILINE)
+        assert count == 1
+        world = 1 if "auto" in line else 2
+        variants.append((world, changed.replace("devices=2", f"devices={world}")))
+    runs = [run_on_ranks(world, fit_example, text, str(tmp_path), init=False) for world, text in variants]
+    for ranks in runs:
+        for losses in ranks:
+            assert losses == pytest.approx(runs[0][0], rel=1e-4)
+    losses = runs[0][0]
     assert len(losses) == 20
     assert losses[-1] < 0.8 * losses[0]
 
