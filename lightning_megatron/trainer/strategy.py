@@ -84,7 +84,7 @@ class MegatronStrategy(ParallelStrategy):
     """Trains one model over tensor, sequence, pipeline, context and data parallel ranks, with one device's numbers.
 
     The data-parallel size is what the world leaves: processes / (tensor x pipeline x context). Raises
-    ConfigurationError, telling all faults at once, before any process is started.
+    ConfigurationError, telling all faults at once, before Lightning starts further processes.
     """
 
     def __init__(
