@@ -210,7 +210,7 @@ def _name_of(tensor: Tensor) -> tuple[object, ...]:
 # Full: whole layers
 
 
-class StagePart(Protocol):
+class RecomputablePart(Protocol):
     """A part of a stage, ready to run on what the part before it returned."""
 
     @property
@@ -231,13 +231,13 @@ class RecomputeRunner:
         self._tp = tp
         self._is_sharding = config.shard_saved_inputs and tp.size > 1 and sp.size == 1
 
-    def __call__(self, parts: Sequence[StagePart], hidden: Any) -> Any:
+    def __call__(self, parts: Sequence[RecomputablePart], hidden: Any) -> Any:
         for places, is_recomputed in groups_of(self._config, [part.is_layer for part in parts]):
             group = [parts[place] for place in places]
             hidden = self._run_again_later(group, hidden) if is_recomputed else _run_in_turn(group, hidden)
         return hidden
 
-    def _run_again_later(self, group: Sequence[StagePart], hidden: Any) -> Any:
+    def _run_again_later(self, group: Sequence[RecomputablePart], hidden: Any) -> Any:
         tensors, spec = tree_flatten(hidden)
         buffers = [buffer for part in group for buffer in part.module.buffers()]
         # What a user's own layers hand on may differ between the ranks of tp; hidden states of ours do not.
@@ -265,7 +265,7 @@ def groups_of(config: RecomputeConfig, are_layers: Sequence[bool]) -> list[tuple
     return groups
 
 
-def _run_in_turn(parts: Sequence[StagePart], hidden: Any) -> Any:
+def _run_in_turn(parts: Sequence[RecomputablePart], hidden: Any) -> Any:
     for part in parts:
         hidden = part.run(hidden)
     return hidden
