@@ -346,7 +346,7 @@ class Meeting(Watching):
 class MeetingStrategy(MegatronStrategy):
     def _make_document_prefetch(self, trainer: L.Trainer, config: DynamicContextConfig) -> DynamicContext:
         dynamic = super()._make_document_prefetch(trainer, config)
-        solve, steps = dynamic._solve, iter(range(7))
+        solve, steps = dynamic._plan, iter(range(7))
 
         def solve_late(*args: Any, **kwargs: Any) -> Any:
             step = next(steps)
@@ -356,7 +356,7 @@ class MeetingStrategy(MegatronStrategy):
                 assert Meeting.ended[step - 1].wait(WAIT_SECONDS), f"step {step - 1} waits for the plan of the next one"
             return solve(*args, **kwargs)
 
-        dynamic._solve = solve_late
+        dynamic._plan = solve_late
         return dynamic
 
 
@@ -410,14 +410,14 @@ class FailingStrategy(MegatronStrategy):
 
     def _make_document_prefetch(self, trainer: L.Trainer, config: DynamicContextConfig) -> DynamicContext:
         dynamic = super()._make_document_prefetch(trainer, config)
-        solve, steps = dynamic._solve, iter(range(7))
+        solve, steps = dynamic._plan, iter(range(7))
 
         def solve_or_fail(*args: Any, **kwargs: Any) -> Any:
             if next(steps) == 1 and self.global_rank == 1:
                 raise ArithmeticError("no plan today")
             return solve(*args, **kwargs)
 
-        dynamic._solve = solve_or_fail
+        dynamic._plan = solve_or_fail
         return dynamic
 
 
