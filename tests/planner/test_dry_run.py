@@ -1,5 +1,6 @@
 """A dry run against the planner's formulas, against all microbatches, and against the same code on real tensors."""
 
+import os
 from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
@@ -24,7 +25,7 @@ from lightning_megatron.planner.trainable import Trainable
 from lightning_megatron.precision.fp8 import Fp8Config
 from lightning_megatron.transformer.lora import LoraConfig
 from lightning_megatron.transformer.recompute import RecomputeConfig
-from tests.harness.sample import sampled
+from tests.harness.sample import WHOLE, each_setting
 
 SIZES: dict[str, Any] = {"hidden_size": 1024, "num_attention_heads": 16, "vocab_size": 32768}
 GPT = GPTConfig(num_layers=8, max_sequence_length=2048, **SIZES)
@@ -491,7 +492,7 @@ def factors_of(name: str) -> dict[str, Hashable]:
 
 @pytest.mark.slow
 @pytest.mark.matrix
-@pytest.mark.parametrize("name", sampled(list(RUNS), factors_of, lambda name: RUNS[name].sizes.pp))
+@pytest.mark.parametrize("name", list(RUNS) if WHOLE in os.environ else each_setting(list(RUNS), factors_of))
 def test_the_planner_and_the_code_agree_on_memory_and_products(name: str) -> None:
     run, full_model = RUNS[name], FullModel(RUNS[name])
     found = {place: dry_run(run, stage_rank(run, place), full_model=full_model) for place in range(run.sizes.pp)}
