@@ -22,7 +22,7 @@ from lightning_megatron.rules.limits import limit_faults
 
 # The GPU whose planned times balance documents where a recipe with dynamic context parallelism gives no costs.
 _GPU = "h100"
-# A rank knows each of them.
+# Every rank holds lists of all ranks.
 _MOST_RANKS = 1_000_000
 _EPILOG = """\
 CONFIG is what lightning-megatron plan takes: a recipe's YAML file, a preset, or a Hugging Face

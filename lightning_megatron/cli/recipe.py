@@ -78,7 +78,7 @@ class RecipeCLI(LightningCLI):
         )
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """The subcommand that the command line begins with, else all: the parser of each takes all options anew."""
+        """The subcommand that the command line begins with, else all: building the parser of each one is slow."""
         named = super().subcommands()
         return named if self._subcommand is None else {self._subcommand: named[self._subcommand]}
 

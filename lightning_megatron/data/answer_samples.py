@@ -61,9 +61,9 @@ class AnswerSamples(Dataset[dict[str, Tensor]]):
 
     def __init__(self, path: str | Path, *, start_token: int) -> None:
         self.path, self.start_token = Path(path), start_token
-        # Ends of each question and of the answer behind it: [samples, 2].
         with np.load(self.path) as file:
             self._tokens: NDArray[np.int32] = file["tokens"]
+            # Ends of each question and of the answer after it: [samples, 2].
             self._ends: NDArray[np.int64] = file["ends"]
             self.counts = AnswerCounts(samples=len(self._ends), cut=int(file["cut"]), dropped=int(file["dropped"]))
 

@@ -135,7 +135,7 @@ class Family:
 
 
 def model_of(config: Config, mesh: Mesh) -> Model:
-    """The model of a configuration on a mesh, of which torch's default device says where."""
+    """The model of a configuration on a mesh, built on torch's default device."""
     model: Model = _MODELS[type(config)](config, mesh=mesh)
     return model
 

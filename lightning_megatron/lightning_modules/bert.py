@@ -51,9 +51,18 @@ class BertModule(PretrainModule):
     def _build(self) -> BertModel:
         return BertModel(self.config)
 
-    def forward(self, *args: Any, token_types: Tensor | None = None, **kwargs: Any) -> Any:
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        token_types: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         """The loss with labels, else logits."""
-        return super().forward(*args, token_types=token_types if self.config.num_token_types else None, **kwargs)
+        known_types = token_types if self.config.num_token_types else None
+        return super().forward(tokens, labels, loss_mask, known_types, *args, **kwargs)
 
     def _loss(self, batch: Batch) -> Tensor:
         self._require_known_kinds(batch)

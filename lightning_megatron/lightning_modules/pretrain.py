@@ -27,7 +27,8 @@ class PretrainModule(L.LightningModule):
     (the share of labels that are the likeliest token); a test logs the same metrics as `test_`. Each is one mean over
     all valid tokens.
     A subclass says how its model is built (`_build`), what of a batch it is called with (`inputs`, `optional_inputs`),
-    and how long the documents of a batch are (`_lengths`) and what they cost (`_training_flops`).
+    and for `ThroughputMonitor` how many tokens of a batch are trained on (`batch_tokens`), how long its documents are
+    (`_lengths`) and what they cost (`_training_flops`).
     """
 
     inputs: ClassVar[tuple[str, ...]] = ("tokens", "labels", "loss_mask")
@@ -59,11 +60,13 @@ class PretrainModule(L.LightningModule):
 
     def _lengths(self, batch: Batch) -> Counter[SequenceLengths]:
         """Number of documents of a batch by their lengths, without padding."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define _lengths, by which throughput counts FLOPs")
 
     def _training_flops(self, lengths: SequenceLengths, number: int) -> float:
         """Model FLOPs of a training step on so many documents of these lengths."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} must define _training_flops, by which throughput counts FLOPs"
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the model, which says what it takes: with labels the loss, else logits."""

@@ -76,7 +76,7 @@ class T5Module(GenerativeModule):
 
 
 def _lengths_of_documents(batch: Batch) -> Counter[tuple[int, int]]:
-    """How many documents of a batch have how many tokens of the encoder and of the decoder."""
+    """Number of documents of a batch by their tokens of the encoder and of the decoder."""
     rows, width = batch["encoder_tokens"].shape
     decoder_width = batch["decoder_tokens"].shape[1]
     if "encoder_padding_mask" in batch:

@@ -1,6 +1,6 @@
 """Rows of coloured bars to scale, with labels and a legend: schedules, steps of a run, and memory of ranks.
 
-A figure has panels under each other. Panels of one unit are to one scale, from 0; a legend explains the colours that no
+A figure has panels under each other. Panels of one unit are to one scale, from 0; a legend explains the names that no
 panel above has. Lengths of the drawing are points.
 """
 
@@ -108,9 +108,10 @@ def _ends(panels: Sequence[Panel]) -> dict[str, float]:
 def _width_of(panel: Panel, end: float) -> float:
     """So wide that nine of ten bars have room for their labels, within bounds."""
     bars = [bar for row in panel.rows for bar in row.bars if bar.label]
-    if not bars:
+    # Work that was not measured has no length and gives none to the picture.
+    lengths = sorted(bar.end - bar.start for bar in bars if bar.end > bar.start)
+    if not lengths:
         return _NARROWEST
-    lengths = sorted(bar.end - bar.start for bar in bars)
     wanted = end / lengths[len(lengths) // 10] * max(_label_width(bar) for bar in bars)
     return min(max(wanted, _NARROWEST), _WIDEST)
 

@@ -95,13 +95,7 @@ class BertInputs:
 
 
 class BertModel(LanguageModel):
-    """A BERT: with labels the loss [], without them `BertLogits`; see `LanguageModel`.
-
-    It is called as `model(tokens, labels=None, loss_mask=None, token_types=None, padding_mask=None,
-    sentence_order_labels=None)`: tokens, labels (-100: no target), loss_mask, token_types (0 where not given) and
-    padding_mask are [batch, sequence]. padding_mask is 1 where there is a token and 0 for the padding behind the tokens
-    of a row, which nothing sees and which counts nothing. sentence_order_labels [batch] are 0 or 1, -100 where there is
-    no target.
+    """A BERT: with labels the loss, without them `BertLogits`; see `LanguageModel`.
 
     With sentence_order_labels the loss has on top a mean over samples, in which each weighs as its labels do (see
     `bert_heads`, Note: a sample weighs its targets).
@@ -111,6 +105,31 @@ class BertModel(LanguageModel):
 
     def __init__(self, config: BertConfig, *, mesh: Mesh | None = None, seed: int | None = None) -> None:
         super().__init__(config, bert_parts, mesh=mesh, seed=seed)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        token_types: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        sentence_order_labels: Tensor | None = None,
+    ) -> Tensor | BertLogits:
+        """The loss [] with labels, else logits.
+
+        tokens, labels (-100: no target), loss_mask, token_types (0 where not given) and padding_mask are [batch,
+        sequence]. padding_mask is 1 where there is a token and 0 for the padding behind the tokens of a row, which
+        nothing sees and which counts nothing. sentence_order_labels [batch] are 0 or 1, -100 where there is no target.
+        """
+        output: Tensor | BertLogits = super().forward(
+            tokens,
+            labels=labels,
+            loss_mask=loss_mask,
+            token_types=token_types,
+            padding_mask=padding_mask,
+            sentence_order_labels=sentence_order_labels,
+        )
+        return output
 
     def prepare(
         self,

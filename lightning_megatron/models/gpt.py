@@ -50,17 +50,7 @@ class GPTInputs:
 
 
 class GPTModel(LanguageModel):
-    """A GPT: with labels the loss [], without them logits [batch, sequence, vocab_size]; see `LanguageModel`.
-
-    It is called as `model(tokens, labels=None, loss_mask=None, segments=None, decode_state=None)`: tokens, labels
-    (-100: no target) and loss_mask are [batch, sequence]. The label of a position is the target of that position:
-    nothing is shifted here. Where documents are packed, `segments` [batch, sequence] gives each token the number of its
-    document in its row, from 0, and -1 where there is none: attention stays within a document, whose positions start at
-    0, and what is in none counts nothing, in routers of experts too, which know of padding only so.
-
-    With a `decode_state`, which goes without labels, the logits are [batch, vocab_size], of what follows each row;
-    `generate` calls so.
-    """
+    """A GPT: with labels the loss, without them logits [batch, sequence, vocab_size]; see `LanguageModel`."""
 
     spreads_documents = True
 
@@ -83,6 +73,28 @@ class GPTModel(LanguageModel):
         # What they did in the last step, by the name of the layer; of this rank's layers, and none where it was
         # skipped.
         self.routing_reports: dict[str, RoutingReport] = {}
+
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        decode_state: DecodeState | None = None,
+    ) -> Tensor:
+        """The loss [] with labels, else logits; tokens, labels (-100: no target) and loss_mask are [batch, sequence].
+
+        The label of a position is the target of that position: nothing is shifted here. Where documents are packed,
+        `segments` [batch, sequence] gives each token the number of its document in its row, from 0, and -1 where there
+        is none: attention stays within a document, whose positions start at 0, and what is in none counts nothing, in
+        routers of experts too, which know of padding only so.
+
+        With a `decode_state`, which goes without labels, the logits are [batch, vocab_size], of what follows each row;
+        `generate` calls so.
+        """
+        asked = {} if decode_state is None else {"decode_state": decode_state}
+        output: Tensor = super().forward(tokens, labels=labels, loss_mask=loss_mask, segments=segments, **asked)
+        return output
 
     def prepare(
         self,

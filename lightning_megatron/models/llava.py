@@ -205,10 +205,12 @@ class LlavaModel(GPTModel):
     def forward(
         self,
         tokens: Tensor,
-        *args: Any,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        decode_state: DecodeState | None = None,
         images: Images | None = None,
         image_rows: Tensor | None = None,
-        **kwargs: Any,
     ) -> Tensor:
         """The loss [] with labels, else logits, as of a GPT. Image tokens are no targets, whatever the mask says.
 
@@ -217,7 +219,10 @@ class LlavaModel(GPTModel):
         """
         # Before the call is cut into microbatches: of the forms that images have, not all can be.
         by_row = images_by_row(images, image_rows, tokens.shape[0])
-        output: Tensor = super().forward(tokens, *args, images=by_row, **kwargs)
+        asked = {} if decode_state is None else {"decode_state": decode_state}
+        output: Tensor = super(GPTModel, self).forward(
+            tokens, labels=labels, loss_mask=loss_mask, segments=segments, images=by_row, **asked
+        )
         return output
 
     def prepare(

@@ -47,27 +47,49 @@ class T5Inputs:
 
 
 class T5Model(LanguageModel):
-    """A T5: with labels the loss [], without them logits [batch, decoder sequence, vocab_size]; see `LanguageModel`.
-
-    It is called as `model(encoder_tokens, decoder_tokens, labels=None, loss_mask=None, encoder_padding_mask=None,
-    encoder_segments=None, decoder_segments=None, decode_state=None)`: labels (-100: no target) and loss_mask are as
-    decoder_tokens, [batch, decoder sequence]; the encoder's tokens, mask and segments are [batch, encoder sequence].
-
-    The label of a position is the target of that position: nothing is shifted here, so decoder_tokens begin with the
-    token that starts a text. `encoder_padding_mask` is 1 for tokens and 0 for padding at either end of a row, which
-    nobody looks at. Padding at the end of the decoder's rows needs no mask, only no labels. Where documents are packed
-    both `segments` give each token the number of its document in its row, from 0, and -1 where there is none: a token
-    of the decoder sees the encoder's document of the same row and number, and one for which there is none sees nothing
-    of it.
-
-    With a `decode_state`, which goes without labels and segments, the logits are [batch, vocab_size], of what follows
-    each row of decoder_tokens; `generate_t5` calls so.
-    """
+    """A T5: with labels the loss, without them logits [batch, decoder sequence, vocab_size]; see `LanguageModel`."""
 
     config: T5Config
 
     def __init__(self, config: T5Config, *, mesh: Mesh | None = None, seed: int | None = None) -> None:
         super().__init__(config, t5_parts, mesh=mesh, seed=seed)
+
+    def forward(
+        self,
+        encoder_tokens: Tensor,
+        decoder_tokens: Tensor,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        encoder_padding_mask: Tensor | None = None,
+        encoder_segments: Tensor | None = None,
+        decoder_segments: Tensor | None = None,
+        decode_state: T5DecodeState | None = None,
+    ) -> Tensor:
+        """The loss [] with labels, else logits; labels (-100: no target) and loss_mask are as decoder_tokens, [batch,
+        decoder sequence]; the encoder's tokens, mask and segments are [batch, encoder sequence].
+
+        The label of a position is the target of that position: nothing is shifted here, so decoder_tokens begin with
+        the token that starts a text. `encoder_padding_mask` is 1 for tokens and 0 for padding at either end of a row,
+        which nobody looks at. Padding at the end of the decoder's rows needs no mask, only no labels. Where documents
+        are packed both `segments` give each token the number of its document in its row, from 0, and -1 where there is
+        none: a token of the decoder sees the encoder's document of the same row and number, and one for which there is
+        none sees nothing of it.
+
+        With a `decode_state`, which goes without labels and segments, the logits are [batch, vocab_size], of what
+        follows each row of decoder_tokens; `generate_t5` calls so.
+        """
+        asked = {} if decode_state is None else {"decode_state": decode_state}
+        output: Tensor = super().forward(
+            encoder_tokens,
+            decoder_tokens,
+            labels=labels,
+            loss_mask=loss_mask,
+            encoder_padding_mask=encoder_padding_mask,
+            encoder_segments=encoder_segments,
+            decoder_segments=decoder_segments,
+            **asked,
+        )
+        return output
 
     def prepare(
         self,

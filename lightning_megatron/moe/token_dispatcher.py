@@ -56,14 +56,14 @@ class DispatchWork(Protocol):
 
 
 class TokenDispatcher:
-    """The way of tokens between ranks, to `num_experts` experts."""
+    """Sends tokens to the ranks of their experts, of which there are `num_experts`, and their outputs back."""
 
     def __init__(self, num_experts: int, *, ep: Axis, etp: Axis) -> None:
         self.num_experts, self.ep, self.etp = num_experts, ep, etp
-        # Called before each wait for a message.
         self.yield_to_peer: YieldToPeer = no_op
-        # Brings numbers of rows to the host.
+        """Called before each wait for a message."""
         self.read: ReadCounts = on_host
+        """Brings numbers of tokens to the host."""
 
     def dispatch(
         self, hidden_TH: Tensor, expert_ids_TK: Tensor, probs_TK: Tensor, capacity: int | None = None

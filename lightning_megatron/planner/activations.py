@@ -264,21 +264,21 @@ def _wider_norms(run: Run, part: ModelPart, tokens: int, recompute: RecomputeCon
 
 
 def _fp8_saving(run: Run, layer: Layer, recompute: RecomputeConfig, is_copied: bool) -> float:
-    """Bytes that FP8 saves: inputs of linears take one byte an element; attention's output is saved a second time,
+    """Bytes that FP8 spares: inputs of linears take one byte an element; attention's output is saved a second time,
     unless the projection reads a copy of it."""
     config, sizes, width = layer.config, run.sizes, run.bytes_per_element
     recomputed, tp = recompute.recomputed_parts, sizes.tp
     streams = layer.streams(run.micro_batch_size)
     tokens = streams * -(-layer.sequence // (sizes.cp if layer.is_cut_by_context else 1))
     num_norms = 0 if "norm" in recomputed else 1 + (not layer.has_experts)
-    saved = tokens / run.sp * config.hidden_size * (width - 1) * num_norms
-    saved += tokens * config.num_attention_heads * config.head_dim / tp * (is_copied * width - 1)
+    spared = tokens / run.sp * config.hidden_size * (width - 1) * num_norms
+    spared += tokens * config.num_attention_heads * config.head_dim / tp * (is_copied * width - 1)
     if not layer.has_experts and not {"activation", "mlp"} & set(recomputed):
         # ReLU saves its own output in the activations' precision.
-        saved += tokens * config.ffn_hidden_size / tp * (width * (config.activation != "relu") - 1)
+        spared += tokens * config.ffn_hidden_size / tp * (width * (config.activation != "relu") - 1)
     if config.moe is not None and layer.has_experts and "moe" not in recomputed:
         sent = sent_tokens(layer, sizes, run.micro_batch_size) * sizes.etp
         features = (config.moe.ffn_hidden_size or config.ffn_hidden_size) / sizes.etp
-        saved += sent * (config.hidden_size + features) * (width - 1)
-        saved += tokens * config.moe.shared_expert_intermediate_size / tp * (width - 1)
-    return saved
+        spared += sent * (config.hidden_size + features) * (width - 1)
+        spared += tokens * config.moe.shared_expert_intermediate_size / tp * (width - 1)
+    return spared

@@ -1,4 +1,4 @@
-"""Exposed communication of context parallelism in seconds, by the ways of `context.exchange`.
+"""Exposed communication of context parallelism in seconds, by the ways of `context.key_value_exchange`.
 
 With n groups of ranks and attention of a seconds on this rank, of which each pair of groups takes a/n under zigzag:
 

@@ -259,7 +259,7 @@ def microbatches_of(run: Run, mesh: Mesh, device: torch.device) -> list[Microbat
 
 
 def _packed(step: BalancedBatch, group: RankGroup, mesh: Mesh, device: torch.device) -> Microbatch:
-    """The documents of a group, packed as by `context.routing`; only their bounds have values."""
+    """The documents of a group, packed as by `context.document_exchange`; only their bounds have values."""
     lengths = torch.tensor(step.lengths_of(group), dtype=torch.int64)
     segments = torch.arange(len(lengths)).repeat_interleave(lengths)
     if not group.documents:

@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 
 
 def hashed_once(cls: type[_T]) -> type[_T]:
-    """A frozen dataclass whose instances keep their hash: they are looked up often and have many nested fields."""
+    """Makes a frozen dataclass compute its hash once: instances are looked up often and have many nested fields."""
     compute = cls.__hash__
 
     def cached_hash(self: _T) -> int:
@@ -140,7 +140,7 @@ class Product:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraAdapter:
-    """A LoRA adapter of a frozen linear, as in `tensor.low_rank`."""
+    """A LoRA adapter of a frozen linear, as in `tensor.lora_adapter`."""
 
     name: str
     """Name of the linear."""

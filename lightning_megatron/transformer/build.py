@@ -1,10 +1,17 @@
-"""The norm of a transformer layer, by the value of its configuration: a new kind is a class and one more value here."""
+"""What a transformer layer is made of, by the values of its configuration: one builder for each part.
+
+A new kind of norm, attention or feed-forward network is a class in a file of its own and one more value here; layers
+and models call the builders and do not know the kinds.
+"""
 
 from collections.abc import Mapping
 
+from lightning_megatron.context.context_layout import MaskSpec
 from lightning_megatron.mesh import Axis
 from lightning_megatron.tensor.norm import LayerNorm, RMSNorm
+from lightning_megatron.transformer.attention import SelfAttention
 from lightning_megatron.transformer.config import Normalization, TransformerConfig
+from lightning_megatron.transformer.mlp import MLP
 
 Norm = LayerNorm | RMSNorm
 
@@ -14,3 +21,13 @@ NORMS: Mapping[Normalization, type[Norm]] = {"layernorm": LayerNorm, "rmsnorm": 
 def build_norm(config: TransformerConfig, *, tp: Axis, sp: Axis) -> Norm:
     """A norm of hidden states [T/sp, H]."""
     return NORMS[config.normalization](config.hidden_size, eps=config.norm_epsilon, tp=tp, sp=sp)
+
+
+def build_attention(config: TransformerConfig, *, tp: Axis, sp: Axis, name: str, mask_spec: MaskSpec) -> SelfAttention:
+    """Self-attention of a layer, [T/sp, H] to [T/sp, H]; `name` is its name in the model."""
+    return SelfAttention(config, tp=tp, sp=sp, name=name, mask_spec=mask_spec)
+
+
+def build_mlp(config: TransformerConfig, *, tp: Axis, sp: Axis, name: str) -> MLP:
+    """The dense feed-forward network of a layer, [T/sp, H] to [T/sp, H]; `name` is its name in the model."""
+    return MLP(config, tp=tp, sp=sp, name=name)

@@ -11,11 +11,10 @@ from lightning_megatron.moe.config import MoEConfig
 from lightning_megatron.moe.experts import ExpertAxes
 from lightning_megatron.moe.sequence_groups import RoutedTokens
 from lightning_megatron.tensor.linear import as_gemm_input
-from lightning_megatron.transformer.attention import CAUSAL, SelfAttention
-from lightning_megatron.transformer.build import Norm, build_norm
+from lightning_megatron.transformer.attention import CAUSAL
+from lightning_megatron.transformer.build import Norm, build_attention, build_mlp, build_norm
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.dropout import Dropout
-from lightning_megatron.transformer.mlp import MLP
 from lightning_megatron.transformer.moe import MoELayer
 from lightning_megatron.transformer.recompute import RecomputeLayer, apply_recomputed, checkpoint
 from lightning_megatron.transformer.tokens import Tokens
@@ -32,7 +31,7 @@ class PreNormLayer(RecomputeLayer):
     ) -> None:
         super().__init__()
         self.attention_norm = build_norm(config, tp=tp, sp=sp)
-        self.attention = SelfAttention(config, tp=tp, sp=sp, name=f"{name}.attention", mask_spec=mask_spec)
+        self.attention = build_attention(config, tp=tp, sp=sp, name=f"{name}.attention", mask_spec=mask_spec)
         self.after_attention = Dropout(config.hidden_dropout, f"{name}.attention")
         self.mlp_norm = build_norm(config, tp=tp, sp=sp)
         self.after_mlp = Dropout(config.hidden_dropout, f"{name}.mlp")
@@ -61,7 +60,7 @@ class TransformerLayer(PreNormLayer):
         self, config: TransformerConfig, *, tp: Axis, sp: Axis, name: str, mask_spec: MaskSpec = CAUSAL
     ) -> None:
         super().__init__(config, tp=tp, sp=sp, name=name, mask_spec=mask_spec)
-        self.mlp = MLP(config, tp=tp, sp=sp, name=f"{name}.mlp")
+        self.mlp = build_mlp(config, tp=tp, sp=sp, name=f"{name}.mlp")
 
     def forward(self, hidden_TH: Tensor, tokens: Tokens, bias: RelativePositionBias | None = None) -> Tensor:
         return self.feed_forward(self.attend(hidden_TH, tokens, bias), tokens)

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from lightning_megatron.context.context_layout import MaskSpec
 from lightning_megatron.mesh import Axis
-from lightning_megatron.transformer.attention import CAUSAL, SelfAttention
-from lightning_megatron.transformer.build import build_norm
+from lightning_megatron.transformer.attention import CAUSAL
+from lightning_megatron.transformer.build import build_attention, build_mlp, build_norm
 from lightning_megatron.transformer.config import TransformerConfig
 from lightning_megatron.transformer.dropout import Dropout
-from lightning_megatron.transformer.mlp import MLP
 from lightning_megatron.transformer.recompute import RecomputeLayer, checkpoint
 from lightning_megatron.transformer.tokens import Tokens
 
@@ -29,10 +28,10 @@ class PostNormLayer(RecomputeLayer):
         self, config: TransformerConfig, *, tp: Axis, sp: Axis, name: str, mask_spec: MaskSpec = CAUSAL
     ) -> None:
         super().__init__()
-        self.attention = SelfAttention(config, tp=tp, sp=sp, name=f"{name}.attention", mask_spec=mask_spec)
+        self.attention = build_attention(config, tp=tp, sp=sp, name=f"{name}.attention", mask_spec=mask_spec)
         self.after_attention = Dropout(config.hidden_dropout, f"{name}.attention")
         self.attention_norm = build_norm(config, tp=tp, sp=sp)
-        self.mlp = MLP(config, tp=tp, sp=sp, name=f"{name}.mlp")
+        self.mlp = build_mlp(config, tp=tp, sp=sp, name=f"{name}.mlp")
         self.after_mlp = Dropout(config.hidden_dropout, f"{name}.mlp")
         self.mlp_norm = build_norm(config, tp=tp, sp=sp)
 

@@ -252,7 +252,7 @@ def stream_of(
 
 
 def unsplit_stream(mesh: Mesh, positions_1N: Tensor, keys_BX: Tensor, cos_1NR: Tensor, sin_1NR: Tensor) -> Tokens:
-    """The stream of a call all of whose tokens are on each rank of cp: [batch, sequence] of the keys."""
+    """Stream of a call whose tokens every cp rank has in full; `keys_BX` has its shape [batch, sequence]."""
     batch, sequence = keys_BX.shape
     alone = Axis.alone(mesh.global_rank)
     return Tokens(

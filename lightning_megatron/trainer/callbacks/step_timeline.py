@@ -204,11 +204,10 @@ class StepTimeline(L.Callback):
         summary = "; ".join([title, *(panel.heading for panel in panels)])
         about = {"summary": summary, "clock_error_seconds": error_seconds}
         trace = json.dumps(chrome_trace(ranks, predictions, about))
-        figure = timeline_figure(panels, title=title)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"step_{self.step}.json").write_text(trace, encoding="utf-8")
-            write_figure(figure, folder / f"step_{self.step}.svg")
+            write_figure(timeline_figure(panels, title=title), folder / f"step_{self.step}.svg")
         except OSError as error:
             # A long run does not end for its picture, and the other ranks are on their way.
             rank_zero_warn(f"the timeline of step {self.step} cannot be written to {folder}: {error}; {summary}")
