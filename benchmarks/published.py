@@ -244,7 +244,7 @@ def model_of(row: Row) -> ModelParts | str:
     if missing := [key for key in ("seq", "layers", "hidden", "heads") if not row.get(key)]:
         return f"the row does not state {', '.join(missing)}"
     try:
-        model = _model(row, name, is_laid_out=_lays_out(str(row["source"])))
+        model = _model(row, name, is_materialised=_materialises_weights(str(row["source"])))
     except ValueError as error:
         return str(error)
     return model_parts_of(
@@ -274,7 +274,7 @@ def run_of(row: Row) -> Planned | str:
 def _planned(row: Row, name: str) -> Planned | str:
     source, year = str(row["source"]), _year(str(row["source"]))
     is_old = year <= 2022
-    model = _model(row, name, is_laid_out=_lays_out(source))
+    model = _model(row, name, is_materialised=_materialises_weights(source))
     tp, pp, vp, cp = int(row["tp"]), int(row["pp"]), int(row.get("vp") or 1), int(row.get("cp") or 1)
     if row.get("schedule") == "1F1B-I" and vp == 1:
         # Its stages are single layers; the embedding and the head take the place of one each.
@@ -324,7 +324,7 @@ def _planned(row: Row, name: str) -> Planned | str:
     return Planned(run=run, gpu=gpu_of(GPUS[str(row["gpu_type"])]))
 
 
-def _model(row: Row, name: str, *, is_laid_out: bool) -> Model:
+def _model(row: Row, name: str, *, is_materialised: bool) -> Model:
     sizes: dict[str, Any] = {
         "num_layers": int(row["layers"]),
         "hidden_size": int(row["hidden"]),
@@ -334,7 +334,7 @@ def _model(row: Row, name: str, *, is_laid_out: bool) -> Model:
         "vocab_size": int(row.get("vocab") or 51200),
         "max_sequence_length": int(row["seq"]),
     }
-    dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.1} if is_laid_out else {}
+    dropout = {"hidden_dropout": 0.1, "attention_dropout": 0.1} if is_materialised else {}
     if name.startswith("BERT"):
         return BertConfig(
             **sizes, norm_placement="pre", embedding_norm=False, attention_dropout=0.1, hidden_dropout=0.1
@@ -457,7 +457,7 @@ def _year(source: str) -> int:
     return next((year for beginning, year in _YEARS if beginning in source), 2024)
 
 
-def _lays_out(source: str) -> bool:
+def _materialises_weights(source: str) -> bool:
     """Whether attention laid its weights out: before it had a kernel, and where the memory that is stated says so."""
     return _year(source) <= 2022 or "2401.10241" in source
 

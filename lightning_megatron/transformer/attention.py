@@ -248,7 +248,7 @@ class SelfAttention(RecomputeLayer):
         )
 
     def _attend_dropping(self, queries: Tensor, keys: Tensor, values: Tensor, tokens: Tokens) -> Tensor:
-        """Attention with its weights laid out, so that the mask is ours; softmax in float32 or better."""
+        """Attention with its weights materialised, so that the mask is ours; softmax in float32 or better."""
         group_shape = (-1, -1, self.heads.num_queries, -1, -1)
         keys, values = (x.unsqueeze(2).expand(group_shape).flatten(1, 2) for x in (keys, values))
         weights: Tensor = self.dropout(self._weights(queries, keys, tokens), tokens)

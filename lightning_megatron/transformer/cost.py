@@ -204,13 +204,13 @@ def layer_activation_bytes(
     kept = (2 if "norm" in again else 4) * shard * config.hidden_size * bytes_per_element
     num_norms = 1 if "norm" in again and is_again else 2
     kept += num_norms * shard * statistics * (2 if config.normalization == "layernorm" else 1)
-    lays_out = config.attention_dropout > 0 and "core_attention" not in again
+    materialises = config.attention_dropout > 0 and "core_attention" not in again
     if config.qk_norm:
         # What the norms of queries and keys read.
         kept += real * (heads + keys) * (head_dim * bytes_per_element + statistics)
     is_windowed = 0 < window < sequence and config.attention_dropout == 0
     is_blocked = is_windowed and sequence > 2 * window
-    if lays_out or is_blocked or (is_windowed and keys > 1):
+    if materialises or is_blocked or (is_windowed and keys > 1):
         # One key and value for each query head; those of a single group are one to a mask, too.
         keys = heads
     # Queries, keys and values; what attention gives to the projection; the MLP around its activation.
@@ -221,7 +221,7 @@ def layer_activation_bytes(
         padding = past - (sequence - window)
         kept += batch * (2 * past + 3 * padding) * heads * head_dim * bytes_per_element
         kept += batch * (past + window) * heads * head_dim * bytes_per_element
-    # Padding copies what attention gives, which the kernel keeps too; weights that are laid out have no use for it.
+    # Padding copies what attention gives, which the kernel keeps too; weights that are materialised have no use for it.
     num_attended = padded if padded == real or config.attention_dropout > 0 else real + padded
     kept += num_attended * heads * head_dim * bytes_per_element
     num_inputs = 2 if config.is_gated else 1
@@ -246,7 +246,7 @@ def layer_activation_bytes(
             kept += padded * (config.ffn_hidden_size // tp)
     if config.hidden_dropout > 0:
         kept += 2 * shard * config.hidden_size
-    if lays_out:
+    if materialises:
         kept += real * sequence * heads * (statistics + 1 + bytes_per_element)
     elif config.attention_dropout == 0:
         kept += real * heads * statistics
