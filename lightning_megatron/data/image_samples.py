@@ -82,7 +82,8 @@ class ImageSamples(MarkedSamples):
         super().__init__(path)
         self.rows, self.images = rows, Path(images or "")
         self.config, self.unreadable = config, unreadable
-        told = json.loads(self._arrays["told"].tobytes())
+        # Beside its parsed form the text would stay in the memory of every worker.
+        told = json.loads(self._arrays.pop("told").tobytes())
         # Names of files, or the row and which of its images it is.
         self._images: list[str | list[int]] = told["images"]
         self.counts = ImageRowCounts(
