@@ -41,8 +41,8 @@ def _attribute_docstrings(kind: type) -> dict[str, str]:
     """The docstrings that stand under the annotated names of a class, each as one line; none without its source."""
     try:
         source = inspect.getsource(kind)
-    except OSError:
-        # An installation without sources, or a class of a prompt, has no docstrings of fields to show.
+    except (OSError, TypeError):
+        # An installation without sources, or a class that was typed into a prompt, has no docstrings of fields to show.
         return {}
     [node] = ast.parse(textwrap.dedent(source)).body
     assert isinstance(node, ast.ClassDef)

@@ -65,3 +65,10 @@ def test_it_is_frozen_keyword_only_and_pickles() -> None:
         config.width = 4  # type: ignore[misc]
     with pytest.raises(TypeError, match="positional"):
         Plain(3)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", ["__main__", "a_prompt_without_file"])
+def test_a_class_without_source_keeps_its_summary(name: str) -> None:
+    names = {"__name__": name, "config_dataclass": config_dataclass}
+    exec("@config_dataclass\nclass Typed:\n    'What a user typed.'\n    size: int = 1", names)
+    assert str(names["Typed"].__doc__).startswith("What a user typed.")

@@ -40,7 +40,7 @@ class Bar:
     end: float
     colour: str
     entry: str
-    """Its name in the legend."""
+    """Name of the bar in the legend."""
     label: str = ""
     """Text on the bar, where it is wide enough."""
 
@@ -66,7 +66,7 @@ class Panel:
     idle: str = ""
     """The legend's name of what no bar covers; empty leaves it white and unnamed."""
     limit: float = 0
-    """Where a dashed line crosses all rows; 0 draws none."""
+    """Position at which a dashed line crosses all rows; 0 draws none."""
 
 
 def timeline_figure(panels: Sequence[Panel], *, title: str) -> Figure:
@@ -97,7 +97,7 @@ def timeline_figure(panels: Sequence[Panel], *, title: str) -> Figure:
 
 
 def _ends(panels: Sequence[Panel]) -> dict[str, float]:
-    """Where the axis of each unit ends."""
+    """End of the axis of each unit."""
     ends: dict[str, float] = {}
     for panel in panels:
         last = max((bar.end for row in panel.rows for bar in row.bars), default=0.0)
@@ -106,7 +106,7 @@ def _ends(panels: Sequence[Panel]) -> dict[str, float]:
 
 
 def _width_of(panel: Panel, end: float) -> float:
-    """So wide that nine of ten bars have room for their labels, within bounds."""
+    """Width at which nine of ten bars have room for their labels, within bounds."""
     bars = [bar for row in panel.rows for bar in row.bars if bar.label]
     # Work that was not measured has no length and gives none to the picture.
     lengths = sorted(bar.end - bar.start for bar in bars if bar.end > bar.start)
@@ -121,7 +121,7 @@ def _label_width(bar: Bar) -> float:
 
 
 def _legends(panels: Sequence[Panel]) -> list[dict[str, list[str]]]:
-    """Of each panel the names, with their colours, that the panels above do not have."""
+    """Legend of each panel: the colours of each name that no panel above has."""
     known: set[str] = set()
     legends = []
     for panel in panels:

@@ -123,7 +123,7 @@ def _end(part: ModelPart, model_parts: ModelParts, sizes: Sizes, micro_batch: in
     if part.logit_tokens:
         flops += 2 * tokens * hidden * columns
         # Logits are written and read for their maximum; exponentials in float32 are written, changed in place and
-        # summed. A backward of twice that includes its casts.
+        # summed. The backward moves twice as much, its casts included.
         moved = tokens * columns * (2 * width + 10)
         gathered = tokens * hidden * width
     elif part.embedded_tokens:

@@ -106,3 +106,10 @@ def test_thousands_of_rows_fit_on_a_figure_that_can_be_written() -> None:
     assert figure.get_size_inches()[1] * 144 < 2**16
     labels = [text.get_text() for text in figure.axes[0].get_yticklabels()]
     assert labels[:2] == ["rank 0", "rank 12"] and len(drawn(figure.axes[0])) == 3_000
+
+
+def test_bars_without_length_take_no_part_in_the_width() -> None:
+    bars = [Bar(1.0, 1.0, "#111111", "nothing", "12")] * 3 + [Bar(1.0, 3.0, "#222222", "work", "3")]
+    narrow = timeline_figure([Panel(rows=[Row("rank 0", bars)], unit="ms")], title="a step")
+    alone = timeline_figure([Panel(rows=[Row("rank 0", bars[3:])], unit="ms")], title="a step")
+    assert narrow.get_figwidth() == alone.get_figwidth()
